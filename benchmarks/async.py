@@ -32,7 +32,7 @@ from whet.rollout.replica import Replica
 from whet.rollout.router import Router
 from whet.rollout.scripted import ScriptedEngine
 from whet.simulate import Costs, Mode, Schedule, bound_s, simulate
-from whet.types import Group, Rollout, Sampling, Task
+from whet.types import Group, Request, Rollout, Sampling, Task
 
 PLACES = 16
 TRAIN_S = 0.25
@@ -152,10 +152,13 @@ def overhead() -> list[dict[str, Any]]:
 
         async def route(replicas: int = replicas, count: int = count) -> float:
             router = Router(Replica(str(n), ScriptedEngine(lambda *_: [7, 1])) for n in range(replicas))
+            samplings = [Sampling(max_tokens=2, key=n) for n in range(count)]
+            asked = [
+                Request(id=str(n), session=str(n), prompt=(5, n % 64), sampling=sampling)
+                for n, sampling in enumerate(samplings)
+            ]
             start = time.perf_counter()
-            await asyncio.gather(
-                *(router.generate([5, n % 64], Sampling(max_tokens=2, key=n)) for n in range(count))
-            )
+            await asyncio.gather(*map(router.generate, asked))
             seconds = time.perf_counter() - start
             await router.close()
             return seconds

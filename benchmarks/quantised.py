@@ -26,7 +26,7 @@ from whet.models.load import build  # noqa: E402
 from whet.models.logprobs import token_logprobs  # noqa: E402
 from whet.models.quantised import held  # noqa: E402
 from whet.rollout.native.engine import NativeEngine  # noqa: E402
-from whet.types import Completion, Sampling  # noqa: E402
+from whet.types import Completion, Request, Sampling  # noqa: E402
 
 VOCAB = 1024
 PROMPT = list(range(2, 18))
@@ -83,8 +83,9 @@ def main() -> None:
 
 
 async def sample(engine: NativeEngine, rows: int, tokens: int) -> list[Completion]:
-    asked = (Sampling(key=n, max_tokens=tokens, ignore_eos=True) for n in range(rows))
-    return list(await asyncio.gather(*(engine.generate(PROMPT, s) for s in asked)))
+    samplings = (Sampling(key=n, max_tokens=tokens, ignore_eos=True) for n in range(rows))
+    asked = (Request(id=str(s.key), session="", prompt=tuple(PROMPT), sampling=s) for s in samplings)
+    return list(await asyncio.gather(*map(engine.generate, asked)))
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ from whet.config.schema import Config, Lora, Model, Scratch, Sync
 from whet.models import kernels
 from whet.models.load import build
 from whet.models.lora import adapted, attach, refresh
-from whet.rollout.engine import WeightSource
+from whet.rollout.engine import WeightUpdate
 from whet.rollout.native.engine import NativeEngine
 from whet.sync.exchange import Receiver, publisher_of
 from whet.sync.files import Files
@@ -104,7 +104,7 @@ def same_memory(policy: PreTrainedModel, cfg: Config, model: str) -> Iterator[Sy
     engine = engine_of(policy)
 
     def bring(version: int) -> int:
-        asyncio.run(engine.load_weights(WeightSource(module=policy), version))
+        asyncio.run(engine.update_weights(WeightUpdate(version=version, module=policy)))
         return 0
 
     yield bring
@@ -122,7 +122,7 @@ def by_files(policy: PreTrainedModel, cfg: Config, model: str) -> Iterator[Sync1
         shipper = Shipper(cfg, in_store(lambda value: value, lambda value: value))
 
         def bring(version: int) -> int:
-            sent = publisher.send(version, shipper.carried(WeightSource(module=policy)))
+            sent = publisher.send(version, shipper.carried(WeightUpdate(version=version, module=policy)))
             asyncio.run(receiver.load(engine, version))
             publisher.look()
             return bytes_sent(sent)
@@ -147,7 +147,7 @@ def by_object_store(policy: PreTrainedModel, cfg: Config, model: str) -> Iterato
     )
 
     def bring(version: int) -> int:
-        shipment = shipper.ship(WeightSource(module=policy), version)
+        shipment = shipper.ship(WeightUpdate(version=version, module=policy))
         asyncio.run(handed(shipment().tensors, one))
         assert one.held is not None
         used = [shipper.store.letters[version], shipper.store.base]
@@ -169,7 +169,7 @@ def by_broadcast(policy: PreTrainedModel, cfg: Config, model: str) -> Iterator[S
     shipper.members = lambda: [one]
 
     def bring(version: int) -> int:
-        asyncio.run(handed(shipper.ship(WeightSource(module=policy), version)().tensors, one))
+        asyncio.run(handed(shipper.ship(WeightUpdate(version=version, module=policy))().tensors, one))
         assert one.held is not None
         return bytes_sent(one.held)
 

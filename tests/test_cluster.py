@@ -26,6 +26,7 @@ import yaml
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 pytest.importorskip("ray")
 
+from asking import reply
 from forked import Started
 from native_cases import CLUSTER
 from test_lanes import picture
@@ -41,12 +42,12 @@ from whet.models import kernels
 from whet.models.load import build
 from whet.models.lora import adapted, attach, refresh
 from whet.rollout import scale
-from whet.rollout.engine import RolloutEngine, WeightSource
+from whet.rollout.engine import RolloutEngine, WeightUpdate
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
 from whet.rollout.requests import RequestError
 from whet.track.timeline import Timeline
-from whet.types import Completion, ConfigError, Sampling, WhetError
+from whet.types import Completion, ConfigError, Sampling, ScoreRequest, WhetError
 
 BASE: dict[str, Any] = {
     "seed": 3,
@@ -357,26 +358,40 @@ def test_tokens_weights_and_errors_travel(opened: tuple[cluster.Router, NativeEn
     work = [([5 + n % 3, 9], Sampling(key=n, max_tokens=20, stop=("ab",))) for n in range(24)]
 
     async def ask(engine: RolloutEngine) -> list[Completion]:
-        return list(await asyncio.gather(*(engine.generate(p, s) for p, s in work)))
+        return list(await asyncio.gather(*(reply(engine, p, s) for p, s in work)))
 
     async def story() -> None:
-        await router.load_weights(WeightSource(module=model), 4)
+        await router.update_weights(WeightUpdate(version=4, module=model))
         assert await ask(router) == await ask(own)
         with pytest.raises(RequestError, match="exceeds the engine's limit of 40 tokens"):
-            await router.generate([5], Sampling(max_tokens=50))
-        given_up = asyncio.create_task(router.generate([5], Sampling(max_tokens=30, ignore_eos=True)))
+            await reply(router, [5], Sampling(max_tokens=50))
+        given_up = asyncio.create_task(reply(router, [5], Sampling(max_tokens=30, ignore_eos=True)))
         await asyncio.sleep(0.01)
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
+        given: list[int] = []
+        sampling = Sampling(key=3, max_tokens=20, ignore_eos=True)
+        done = await reply(router, [5, 9], sampling, on_tokens=given.extend)
+        assert given == done.token_ids
+        assert done == await reply(own, [5, 9], sampling)
+        begun = asyncio.Event()
+        left = asyncio.create_task(reply(router, [5, 9], sampling, on_tokens=lambda _: begun.set()))
+        await begun.wait()
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        asked = [ScoreRequest(token_ids=(5, 9, *given), start=2, top_k=2)] * 2
+        assert await router.score(asked) == await own.score(asked)
+        each = [await r.engine.health() for r in router.replicas.values()]
+        assert sum(health.requests for health in each) >= len(work) + 3
         named = [(n, p.detach() + 1) for n, p in model.named_parameters()]
         with pytest.raises(WhetError, match=r"1 of \d+ parameters were not received: .*norm"):
-            await router.load_weights(WeightSource(tensors=iter(named[:-1])), 5)
+            await router.update_weights(WeightUpdate(version=5, tensors=iter(named[:-1])))
         assert router.version == 4
-        await router.load_weights(WeightSource(tensors=iter(named)), 6)
+        await router.update_weights(WeightUpdate(version=6, tensors=iter(named)))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 1
-        await own.load_weights(WeightSource(module=model), 6)
+        await own.update_weights(WeightUpdate(version=6, module=model))
         assert await ask(router) == await ask(own)
         assert router.dropped == []
         await router.close()
@@ -392,15 +407,15 @@ def test_adapters_reach_replicas_that_live_die_and_come(address: str, method: st
     work = [([5 + n % 3, 9], Sampling(key=n, max_tokens=12)) for n in range(12)]
 
     async def ask(engine: RolloutEngine) -> list[Completion]:
-        return list(await asyncio.gather(*(engine.generate(p, s) for p, s in work)))
+        return list(await asyncio.gather(*(reply(engine, p, s) for p, s in work)))
 
     async def version(number: int) -> None:
         with torch.no_grad():
             for layer in adapted(model).values():
                 layer.lora_B.add_(0.05 * number)
         refresh(model)
-        await own.load_weights(WeightSource(module=model), number)
-        await router.load_weights(WeightSource(module=model), number)
+        await own.update_weights(WeightUpdate(version=number, module=model))
+        await router.update_weights(WeightUpdate(version=number, module=model))
         assert await ask(router) == await ask(own)
 
     async def story() -> None:

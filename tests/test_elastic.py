@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import whet
-from test_router import WEIGHTS, Crew, Faulty, ask, jobs, run, tokens
+from test_router import Crew, Faulty, ask, jobs, run, tokens, weights
 from whet import bench
 from whet.config.load import Loaded
 from whet.job import open_engine
@@ -43,7 +43,7 @@ def test_every_request_gives_its_tokens_whoever_comes_and_goes(seed: int) -> Non
 
     async def story() -> None:
         crew = Crew(rng.randint(1, 3), restarts=5)
-        await crew.router.load_weights(WEIGHTS, 1)
+        await crew.router.update_weights(weights(1))
         for version in (1, 2, 3):
             flying = asyncio.create_task(ask(crew.router, jobs(40)))
             for _ in range(rng.randint(0, 4)):
@@ -56,7 +56,7 @@ def test_every_request_gives_its_tokens_whoever_comes_and_goes(seed: int) -> Non
             crew.router.scale(wanted := rng.randint(1, 5))
             await until(lambda: len(crew.router.replicas) == wanted)
             await crew.router.pause(True)
-            await crew.router.load_weights(WEIGHTS, version + 1)
+            await crew.router.update_weights(weights(version + 1))
             assert {r.engine.version for r in crew.router.replicas.values()} == {version + 1}
         serving = {r.engine for r in crew.router.replicas.values()}
         await crew.router.close()
@@ -69,7 +69,7 @@ def test_every_request_gives_its_tokens_whoever_comes_and_goes(seed: int) -> Non
 def test_the_last_ones_leave_and_the_first_free_numbers_come() -> None:
     async def story() -> None:
         crew = Crew(3)
-        await crew.router.load_weights(WEIGHTS, 7)
+        await crew.router.update_weights(weights(7))
         crew.router.scale(1)
         await until(lambda: not crew.router._leaving and len(crew.router.replicas) == 1)
         assert sorted(crew.router.replicas) == ["engine-0"]
@@ -149,7 +149,7 @@ def test_the_router_follows_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -
 
     async def story() -> None:
         crew = Crew(1, wish=lambda: wished[-1] if wished else None)
-        await crew.router.load_weights(WEIGHTS, 1)
+        await crew.router.update_weights(weights(1))
         wished.append(Wish(3, at_ns=1))
         await until(lambda: len(crew.router.replicas) == 3)
         crew.engines[0].fault = "raise-generate"

@@ -15,7 +15,7 @@ from whet.envs.env import EnvStep
 from whet.rollout.episode import Pace, play_groups, to_sampling
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import rollout_key
-from whet.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
+from whet.types import Completion, Group, Message, Rollout, Sampling, Span, Task, Turn
 
 T = TypeVar("T")
 END = 1
@@ -79,7 +79,7 @@ def test_a_reply_becomes_a_flat_rollout() -> None:
         token_ids=[7, 8, END],
         logprobs=[-0.5, -0.25, -1.0],
         sample_logprobs=[-0.4, -0.2, -0.9],
-        versions=[4, 4, 5],
+        spans=(Span(4, 0, 2), Span(5, 2, 3)),
         finish_reason="stop",
     )
     r = one(ScriptedEngine(lambda *_: said))

@@ -60,6 +60,8 @@ class Mute:
         pass
     async def generate(self, token_ids, sampling):
         pass
+    async def load_weights(self, source, version):
+        pass
 '''
 
 
@@ -109,7 +111,10 @@ def test_an_engine_of_a_users_own_samples_the_whole_run(tree: dict[str, Any], tm
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        ("{folder}/mine.py:Mute", "got a Mute without load_weights, pause, resume, place, close"),
+        (
+            "{folder}/mine.py:Mute",
+            r"a Mute without can, score, update_weights \(formerly load_weights\), pause, .*close, generate\(request",
+        ),
         ("vlm", "'vlm' is not known.*known: native, hf, or your own as 'package.module:name'"),
         ("{folder}/mine.py:parott", "did you mean 'parrot'"),
     ],

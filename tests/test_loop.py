@@ -26,12 +26,13 @@ from whet.guard.ledger import Ledger
 from whet.learner import Learned
 from whet.loop import steps as loop_steps
 from whet.rewards.combine import RewardSet
+from whet.rollout.engine import WeightUpdate
 from whet.rollout.episode import play_groups
 from whet.rollout.scripted import ScriptedEngine
 from whet.stage import Stage
 from whet.track.monitor import Monitor
 from whet.track.timeline import Timeline
-from whet.types import Group, Metrics, Rollout, Sampling, Task, WhetError
+from whet.types import Group, Metrics, Receipt, Rollout, Sampling, Task, WhetError
 from whet.weights import Weights
 
 TASKS, SIZE = 8, 4
@@ -44,7 +45,7 @@ class Counting:
 
     def __init__(self) -> None:
         self.version = 0
-        self.module: Any = None
+        self.module: Any = "toy"
         self.seen: list[tuple[int, list[int]]] = []
         """(version, versions of the tokens) of each step."""
         self.rollouts: list[Rollout] = []
@@ -234,10 +235,11 @@ def test_a_version_the_trainer_does_not_know_is_refused() -> None:
 def test_an_engine_that_does_not_take_the_version_stops_the_run() -> None:
     run = toy()
 
-    async def deaf(source: object, version: int) -> None: ...
+    async def deaf(update: WeightUpdate) -> Receipt:
+        return Receipt("the engine", update.version)
 
-    run.engine.load_weights = deaf
-    with pytest.raises(WhetError, match="engine is at version 0, the policy at 1"):
+    run.engine.update_weights = deaf
+    with pytest.raises(WhetError, match="the engine confirms version 1 and is at version 0, the policy at 1"):
         run.go(1)
 
 

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from asking import reply
 from tiny import FAMILIES, VOCAB, tiny_model
 from whet import environment
 from whet.models import kernels
 from whet.models.attention import PackedAttention, Segments
 from whet.models.forward import decoder
 from whet.models.logprobs import token_logprobs
-from whet.rollout.engine import WeightSource
+from whet.rollout.engine import WeightUpdate
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.native.runner import Runner
 from whet.rollout.native.scheduler import Admission, Pages, Request, Scheduler
@@ -53,7 +54,7 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 
 async def ask(e: NativeEngine, jobs: list[tuple[list[int], Sampling]]) -> list[Completion]:
-    return list(await asyncio.gather(*(e.generate(p, s) for p, s in jobs)))
+    return list(await asyncio.gather(*(reply(e, p, s) for p, s in jobs)))
 
 
 def group(prompt: list[int], size: int, **options: Any) -> list[tuple[list[int], Sampling]]:
@@ -177,7 +178,7 @@ def test_arriving_late_changes_nothing() -> None:
     async def trickle(e: NativeEngine) -> list[Completion]:
         tasks = []
         for job in jobs:
-            tasks.append(asyncio.create_task(e.generate(*job)))
+            tasks.append(asyncio.create_task(reply(e, *job)))
             for _ in range(len(tasks) % 4):
                 await asyncio.sleep(0)
         return list(await asyncio.gather(*tasks))
@@ -262,9 +263,9 @@ def test_what_can_never_fit_is_refused() -> None:
     pages = e.scheduler.pages.count
     assert pages == (1 << 20) // e.runner.page_bytes == 128
     with pytest.raises(WhetError, match=r"needs 129 pages of 16 tokens, but the KV cache has 128"):
-        run(e.generate([5] * 2000, Sampling(max_tokens=50)))
+        run(reply(e, [5] * 2000, Sampling(max_tokens=50)))
     with pytest.raises(WhetError, match="limit of 4096 tokens"):
-        run(e.generate([5] * 4000, Sampling(max_tokens=97)))
+        run(reply(e, [5] * 4000, Sampling(max_tokens=97)))
     with pytest.raises(WhetError, match="is less than one page"):
         engine(cache_mb=0)
     assert all_free(e)
@@ -366,12 +367,12 @@ def test_min_tokens_and_end_tokens() -> None:
 def test_repetition_penalty_sees_prompt_and_reply() -> None:
     prompt = [3, 4, 5]
     done = run(
-        engine(end_token_ids=[]).generate(
-            prompt, Sampling(temperature=0, repetition_penalty=1e6, max_tokens=15)
+        reply(
+            engine(end_token_ids=[]), prompt, Sampling(temperature=0, repetition_penalty=1e6, max_tokens=15)
         )
     )
     assert len({*prompt, *done.token_ids}) == 18
-    plain = run(engine(end_token_ids=[]).generate(prompt, Sampling(temperature=0, max_tokens=15)))
+    plain = run(reply(engine(end_token_ids=[]), prompt, Sampling(temperature=0, max_tokens=15)))
     assert len(set(plain.token_ids)) < 15  # a greedy random model repeats itself
 
 
@@ -456,7 +457,7 @@ def test_interrupted_and_continued_with_equal_weights_is_uninterrupted(step: int
         for _ in range(5):
             await asyncio.sleep(0)
         assert len(spy.steps) == step  # nothing moves in a pause
-        await e.load_weights(WeightSource(module=module), 1)
+        await e.update_weights(WeightUpdate(version=1, module=module))
         return await work
 
     e = engine(module)
@@ -478,7 +479,7 @@ def test_after_an_interruption_the_rest_is_sampled_from_the_new_weights() -> Non
         spy = Spy(e)
         work = asyncio.create_task(ask(e, long_jobs()))
         await at_step(spy, 6)
-        await e.load_weights(WeightSource(module=other), 5)  # without a pause: between two steps
+        await e.update_weights(WeightUpdate(version=5, module=other))  # without a pause: between two steps
         return await work
 
     changed = 0
@@ -494,7 +495,7 @@ def test_after_an_interruption_the_rest_is_sampled_from_the_new_weights() -> Non
                 "min_tokens": max(0, sampling.min_tokens - len(kept)),
             }
         )
-        rest = run(engine(other).generate(prompt + kept, left))
+        rest = run(reply(engine(other), prompt + kept, left))
         assert rest.token_ids == done.token_ids[len(kept) :]
         assert rest.logprobs == done.logprobs[len(kept) :]
         changed += 1
@@ -520,7 +521,7 @@ def test_a_finishing_pause_waits_for_those_in_flight_and_holds_the_others() -> N
             await asyncio.sleep(0)
         assert len(spy.steps) == steps
         assert not second.done()
-        await e.load_weights(WeightSource(module=e.runner.module), 7)
+        await e.update_weights(WeightUpdate(version=7, module=e.runner.module))
         assert e.version == 7
         late = await second
         assert all(set(c.versions) == {7} for c in late)
@@ -537,7 +538,7 @@ def test_resume_without_new_weights_keeps_the_cache() -> None:
         work = asyncio.create_task(ask(e, long_jobs()))
         await at_step(spy, 4)
         await e.pause(finish=False)
-        e.resume()
+        await e.resume()
         done = await work
         assert len(spy.prefills) == 1
         return done
@@ -568,13 +569,13 @@ def test_weights_in_place_are_seen_and_another_module_is_adopted() -> None:
     with torch.no_grad():
         for p, q in zip(module.parameters(), other.parameters()):
             p.copy_(q)
-    run(e.load_weights(WeightSource(module=module), 3))
+    run(e.update_weights(WeightUpdate(version=3, module=module)))
     assert run(ask(e, jobs)) == new
     fresh = engine(tiny_model())
-    run(fresh.load_weights(WeightSource(module=other), 3))
+    run(fresh.update_weights(WeightUpdate(version=3, module=other)))
     assert run(ask(fresh, jobs)) == new
     with pytest.raises(WhetError, match="create a new engine"):
-        run(fresh.load_weights(WeightSource(module=tiny_model(layers=3)), 4))
+        run(fresh.update_weights(WeightUpdate(version=4, module=tiny_model(layers=3))))
     assert fresh.version == 3
 
 
@@ -598,25 +599,26 @@ def test_a_weight_sync_that_is_not_whole_is_refused(fault: str) -> None:
 
     async def story(e: NativeEngine) -> list[Completion]:
         spy = Spy(e)
-        flying = asyncio.create_task(e.generate([3, 4], Sampling(max_tokens=60, ignore_eos=True)))
+        flying = asyncio.create_task(reply(e, [3, 4], Sampling(max_tokens=60, ignore_eos=True)))
         await at_step(spy, 2)
         with pytest.raises(WhetError, match=fault):
-            await e.load_weights(WeightSource(tensors=iter(faults(good)[fault])), 1)
+            await e.update_weights(WeightUpdate(version=1, tensors=iter(faults(good)[fault])))
         assert e.version == 0
         with pytest.raises(WhetError, match="weights are incomplete"):
             await flying
         with pytest.raises(WhetError, match="weights are incomplete"):
-            await e.generate([3, 4], Sampling())
-        await e.load_weights(WeightSource(tensors=iter(good)), 2)
+            await reply(e, [3, 4], Sampling())
+        await e.update_weights(WeightUpdate(version=2, tensors=iter(good)))
         return await ask(e, long_jobs())
 
     assert run(story(engine(module))) == run(ask(engine(other, version=2), long_jobs()))
 
 
 def test_a_source_is_one_of_two() -> None:
-    for source in (WeightSource(), WeightSource(module=nn.Linear(1, 1), tensors=iter(()))):
+    sources: tuple[dict[str, Any], ...] = ({}, {"module": nn.Linear(1, 1), "tensors": iter(())})
+    for source in sources:
         with pytest.raises(WhetError, match="either"):
-            run(engine().load_weights(source, 1))
+            WeightUpdate(version=1, **source)
 
 
 def test_a_cancelled_request_frees_its_row_and_disturbs_nobody() -> None:
@@ -626,10 +628,10 @@ def test_a_cancelled_request_frees_its_row_and_disturbs_nobody() -> None:
 
     async def story(e: NativeEngine) -> list[Completion]:
         spy = Spy(e)
-        tasks = [asyncio.create_task(e.generate(*job)) for job in jobs]
-        shared = [asyncio.create_task(e.generate(*jobs[0])) for _ in range(3)]
+        tasks = [asyncio.create_task(reply(e, *job)) for job in jobs]
+        shared = [asyncio.create_task(reply(e, *jobs[0])) for _ in range(3)]
         doomed = [
-            asyncio.create_task(e.generate([7] * 20, Sampling(max_tokens=70, ignore_eos=True)))
+            asyncio.create_task(reply(e, [7] * 20, Sampling(max_tokens=70, ignore_eos=True)))
             for _ in range(3)
         ]
         doomed[0].cancel()  # before it has begun
@@ -651,17 +653,17 @@ def test_a_cancelled_request_frees_its_row_and_disturbs_nobody() -> None:
 def test_close_ends_every_wait_with_a_reason() -> None:
     async def story(e: NativeEngine) -> None:
         spy = Spy(e)
-        tasks = [asyncio.create_task(e.generate(*job)) for job in long_jobs()]
+        tasks = [asyncio.create_task(reply(e, *job)) for job in long_jobs()]
         await at_step(spy, 2)
         await e.pause(finish=False)
-        tasks.append(asyncio.create_task(e.generate([5], Sampling())))
+        tasks.append(asyncio.create_task(reply(e, [5], Sampling())))
         await asyncio.sleep(0)
         await e.close()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, WhetError)
             assert "closed" in str(result)
         with pytest.raises(WhetError, match="closed"):
-            await e.generate([5], Sampling())
+            await reply(e, [5], Sampling())
         assert all_free(e)
 
     run(story(engine(max_num_seqs=4)))
@@ -677,12 +679,12 @@ def test_weights_that_diverged_fail_every_request_and_nothing_hangs(sampling: Sa
 
     async def story() -> None:
         results = await asyncio.gather(
-            *(e.generate([3, i], sampling) for i in range(4)), return_exceptions=True
+            *(reply(e, [3, i], sampling) for i in range(4)), return_exceptions=True
         )
         assert all(isinstance(r, WhetError) and "logits" in str(r) for r in results)
         assert all_free(e)
-        await e.load_weights(WeightSource(module=good), 1)
-        await e.generate([3], sampling)
+        await e.update_weights(WeightUpdate(version=1, module=good))
+        await reply(e, [3], sampling)
 
     run(story())
 
@@ -707,7 +709,7 @@ def test_the_cache_can_be_given_back_in_between() -> None:
 def test_other_coroutines_run_between_steps() -> None:
     async def story(e: NativeEngine) -> int:
         ticks = 0
-        work = asyncio.create_task(e.generate([3], Sampling(max_tokens=40, ignore_eos=True)))
+        work = asyncio.create_task(reply(e, [3], Sampling(max_tokens=40, ignore_eos=True)))
         while not work.done():
             await asyncio.sleep(0)
             ticks += 1

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from asking import reply
 from test_native import ask, engine, long_jobs, mixed_jobs, run, trained_logprobs
 from tiny import FAMILIES, FEW, VOCAB, tiny_model
 from whet.config.schema import Model, Scratch
@@ -31,7 +32,7 @@ from whet.models import kernels
 from whet.models.attention import KvCache
 from whet.models.forward import decoder
 from whet.models.load import build
-from whet.rollout.engine import WeightSource
+from whet.rollout.engine import WeightUpdate
 from whet.rollout.native import graphs
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.native.graphs import (
@@ -292,7 +293,7 @@ def test_another_module_another_cache_and_moved_weights_make_new_graphs() -> Non
         before = recorder.captures
         await ask(e, jobs)
         assert recorder.captures == before
-        await e.load_weights(WeightSource(module=other), 1)
+        await e.update_weights(WeightUpdate(version=1, module=other))
         new = await ask(e, jobs)
         assert recorder.captures == 2 * before
         for p in other.parameters():
@@ -405,7 +406,7 @@ def test_a_model_that_asks_the_host_is_refused_once_and_computed_all_the_same(
     e = engine(module, recorder=Strict())
     with caplog.at_level(logging.WARNING):
         done = run(ask(e, jobs))
-        run(e.load_weights(WeightSource(module=tiny_model("qwen3_moe", seed=2)), 1))
+        run(e.update_weights(WeightUpdate(version=1, module=tiny_model("qwen3_moe", seed=2))))
         run(ask(e, jobs))
     assert done == run(ask(engine(module), jobs))
     assert e.runner.fixed is None
@@ -527,9 +528,9 @@ def test_weights_that_diverged_leave_nothing_in_the_cache(kind: str) -> None:
 
     async def story() -> None:
         with pytest.raises(WhetError, match="logits"):
-            await e.generate([3] * 40, Sampling(max_tokens=8))
-        await e.load_weights(WeightSource(module=good), 1)
-        done = await e.generate([3], Sampling(max_tokens=30))
-        assert done.token_ids == (await engine(good).generate([3], Sampling(max_tokens=30))).token_ids
+            await reply(e, [3] * 40, Sampling(max_tokens=8))
+        await e.update_weights(WeightUpdate(version=1, module=good))
+        done = await reply(e, [3], Sampling(max_tokens=30))
+        assert done.token_ids == (await reply(engine(good), [3], Sampling(max_tokens=30))).token_ids
 
     asyncio.run(asyncio.wait_for(story(), 60))

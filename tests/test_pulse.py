@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import whet
+from asking import reply
 from fuzz.readers import tokenizer
 from test_reward_model import rollout
 from tiny import tiny_model
@@ -103,7 +104,7 @@ def test_rows_that_are_tokenised_are_heard(heard: Counter[str], monkeypatch: Any
 
 def test_every_token_of_the_reference_engine_is_heard(heard: Counter[str]) -> None:
     engine = HfEngine(tiny_model(layers=1), end_token_ids=[], max_context=32)
-    asyncio.run(engine.generate([5, 6, 7], Sampling(max_tokens=4, key=1, ignore_eos=True)))
+    asyncio.run(reply(engine, [5, 6, 7], Sampling(max_tokens=4, key=1, ignore_eos=True)))
     assert heard["decoding"] == 4
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import whet
+from asking import reply
 from test_learning import SETUP, share_of_a
 from test_native import Spy as Steps
 from test_native import ask, at_step, engine, group, prompts, run, trained_logprobs
@@ -25,7 +26,7 @@ from whet.config.schema import Lora
 from whet.models import quantised as eight
 from whet.models.lora import adapted, attach, merged, refresh
 from whet.models.quantised import NUMBERS, SIDE, Quantised, held
-from whet.rollout.engine import WeightSource
+from whet.rollout.engine import WeightUpdate
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.native.graphs import NoHostReads
 from whet.rollout.weights import copy_weights
@@ -164,20 +165,23 @@ def test_a_sync_changes_what_is_sampled(kind: eight.Kind) -> None:
     other = shifted(module)
     expected = [c.logprobs for c in run(ask(engine(other, quantization=kind), JOBS))]
 
-    async def synced(e: NativeEngine, source: WeightSource) -> list[list[float]]:
-        await e.load_weights(source, 1)
+    async def synced(e: NativeEngine, update: WeightUpdate) -> list[list[float]]:
+        await e.update_weights(update)
         done = await ask(e, JOBS)
         assert {v for c in done for v in c.versions} == {1}
         return [c.logprobs for c in done]
 
     stale = engine(module, quantization=kind)
     assert [c.logprobs for c in run(ask(stale, JOBS))] != expected
-    assert run(synced(stale, WeightSource(module=other))) == expected
+    assert run(synced(stale, WeightUpdate(version=1, module=other))) == expected
     named = list(other.named_parameters())
-    assert run(synced(engine(tiny_model(), quantization=kind), WeightSource(tensors=iter(named)))) == expected
+    assert (
+        run(synced(engine(tiny_model(), quantization=kind), WeightUpdate(version=1, tensors=iter(named))))
+        == expected
+    )
     mine = engine(module, quantization=kind)
     copy_weights(module, iter(named))
-    assert run(synced(mine, WeightSource(module=module))) == expected
+    assert run(synced(mine, WeightUpdate(version=1, module=module))) == expected
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -203,13 +207,13 @@ def test_a_part_of_the_weights_is_no_version() -> None:
     e = engine(tiny_model(), quantization="int8")
     named = [(n, p) for n, p in tiny_model(seed=3).named_parameters() if "v_proj" not in n]
     with pytest.raises(WhetError, match=r"2 of \d+ parameters were not received: .*v_proj"):
-        run(e.load_weights(WeightSource(tensors=iter(named)), 1))
+        run(e.update_weights(WeightUpdate(version=1, tensors=iter(named))))
     with pytest.raises(WhetError, match="incomplete"):
-        run(e.generate([3], Sampling()))
+        run(reply(e, [3], Sampling()))
     with pytest.raises(
         WhetError, match=r"is \(61, 64\), but the engine was built for \(61, 32\); create a new engine"
     ):
-        run(engine(quantization="int8").load_weights(WeightSource(module=wider()), 1))
+        run(engine(quantization="int8").update_weights(WeightUpdate(version=1, module=wider())))
 
 
 def wider() -> Any:
@@ -230,7 +234,7 @@ def test_interrupted_and_continued_is_uninterrupted() -> None:
         await e.pause(finish=False)
         await e.place("cpu")
         await e.place("gpu")
-        await e.load_weights(WeightSource(module=module), 1)
+        await e.update_weights(WeightUpdate(version=1, module=module))
         return await work
 
     done = run(interrupted(engine(module, quantization="int8")))
@@ -246,8 +250,8 @@ def test_steps_can_be_captured() -> None:
         e = engine(module, quantization=kind, recorder=(recorder := Again()))
         plain = engine(module, quantization=kind)
         for version, source in enumerate((module, shifted(module))):
-            run(e.load_weights(WeightSource(module=source), version))
-            run(plain.load_weights(WeightSource(module=source), version))
+            run(e.update_weights(WeightUpdate(version=version, module=source)))
+            run(plain.update_weights(WeightUpdate(version=version, module=source)))
             assert run(ask(e, JOBS)) == run(ask(plain, JOBS))
         assert recorder.captures > 0
 
@@ -261,7 +265,7 @@ def test_adapters_have_their_effect() -> None:
         for layer in adapted(module).values():
             layer.lora_B.normal_(std=0.3)
     refresh(module)
-    run(e.load_weights(WeightSource(module=module), 1))
+    run(e.update_weights(WeightUpdate(version=1, module=module)))
     expected = run(ask(engine(merged(module), quantization="int8"), JOBS))
     assert [c.logprobs for c in run(ask(e, JOBS))] == [c.logprobs for c in expected]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,18 +15,27 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from asking import reply
+from clients import Sglang, Vllm
+from servers import Server, SglangServer, VllmServer
 from tiny import FAMILIES, VOCAB, tiny_model
 from whet import environment, seeds
+from whet.batch import Batch, pack
 from whet.config.schema import Model, Scratch
 from whet.models import kernels
+from whet.models.exact import self_test
+from whet.models.forward import decoder
 from whet.models.load import build
-from whet.rollout.engine import RolloutEngine, WeightSource
+from whet.rollout.engine import RolloutEngine, WeightUpdate
 from whet.rollout.hf import HfEngine
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
+from whet.rollout.requests import RequestError
 from whet.rollout.router import Router
 from whet.rollout.scripted import ScriptedEngine
-from whet.types import Completion, Sampling, WhetError
+from whet.training.cut import Cut
+from whet.training.torch import TorchEngine
+from whet.types import Completion, Group, Rollout, Sampling, ScoreRequest, Span, Task, WhetError
 
 environment.prepare(threads=None, exact=True)
 
@@ -40,7 +50,7 @@ def letters(token_ids: list[int]) -> str:
     return "".join("abc"[t % 3] for t in token_ids)
 
 
-def module() -> PreTrainedModel:
+def module(seed: int = 0) -> PreTrainedModel:
     """intermediate_size is a multiple of 32: silu of torch rounds the last numbers of a tensor differently, so that
     with the PyTorch twins other widths are not exact."""
     scratch = Scratch(
@@ -57,7 +67,7 @@ def module() -> PreTrainedModel:
         vocab_size=VOCAB,
         eos_token_id=END,
         pad_token_id=0,
-        seed=0,
+        seed=seed,
         device="cpu",
         dtype=torch.float32,
     )
@@ -90,30 +100,49 @@ def routed(make: Callable[[], RolloutEngine]) -> RolloutEngine:
     return Router([Replica(f"engine-{n}", make()) for n in range(3)])
 
 
-ENGINES: dict[str, Callable[[], RolloutEngine]] = {
-    "native-torch": lambda: native("torch"),
-    "native": lambda: native("auto"),
-    "hf": hf,
-    "scripted": scripted,
-    "router-native": lambda: routed(lambda: native("auto")),
-    "router-scripted": lambda: routed(scripted),
+def served(server: type[Server], client: type[Vllm | Sglang]) -> Iterator[RolloutEngine]:
+    """Behind HTTP."""
+    engine = NativeEngine(module(), kernels.load("auto"), end_token_ids=[END], max_context=LIMIT)
+    there = server(engine)
+    try:
+        yield client(there.url, vocab=VOCAB, max_context=LIMIT)
+    finally:
+        there.stop()
+
+
+ENGINES: dict[str, Callable[[], Iterator[RolloutEngine]]] = {
+    "native-torch": lambda: iter([native("torch")]),
+    "native": lambda: iter([native("auto")]),
+    "hf": lambda: iter([hf()]),
+    "scripted": lambda: iter([scripted()]),
+    "router-native": lambda: iter([routed(lambda: native("auto"))]),
+    "router-scripted": lambda: iter([routed(scripted)]),
+    "vllm-shaped": lambda: served(VllmServer, Vllm),
+    "sglang-shaped": lambda: served(SglangServer, Sglang),
 }
+WITH_MODELS = {name for name in ENGINES if "scripted" not in name}
 
 
 @pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> RolloutEngine:
-    return ENGINES[request.param]()
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def engine(name: str) -> Iterator[RolloutEngine]:
+    yield from ENGINES[name]()
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     async def bounded() -> T:
-        return await asyncio.wait_for(work, 60)
+        async with asyncio.timeout(60):
+            return await work
 
     return asyncio.run(bounded())
 
 
 async def ask(e: RolloutEngine, jobs: list[tuple[list[int], Sampling]]) -> list[Completion]:
-    return list(await asyncio.gather(*(e.generate(p, s) for p, s in jobs)))
+    return list(await asyncio.gather(*(reply(e, p, s) for p, s in jobs)))
 
 
 def jobs(count: int, **options: Any) -> list[tuple[list[int], Sampling]]:
@@ -128,6 +157,8 @@ def test_lists_are_equally_long_and_reasons_are_true(engine: RolloutEngine) -> N
     for _, done in zip(range(40), run(ask(engine, jobs(40, stop_token_ids=(3, 4, 5, 6))))):
         n = len(done.token_ids)
         assert 1 <= n <= 12
+        assert done.logprobs is not None
+        assert done.sample_logprobs is not None
         assert n == len(done.logprobs) == len(done.sample_logprobs) == len(done.versions)
         assert all(0 <= t < VOCAB for t in done.token_ids)
         assert all(lp <= 0 and math.isfinite(lp) for lp in done.logprobs + done.sample_logprobs)
@@ -139,7 +170,7 @@ def test_lists_are_equally_long_and_reasons_are_true(engine: RolloutEngine) -> N
 
 def test_the_caller_s_list_is_not_touched(engine: RolloutEngine) -> None:
     prompt = list(PROMPT)
-    done = run(engine.generate(prompt, Sampling(max_tokens=5)))
+    done = run(reply(engine, prompt, Sampling(max_tokens=5)))
     assert prompt == PROMPT
     assert done.token_ids[: len(PROMPT)] != PROMPT
 
@@ -161,6 +192,10 @@ def test_ignore_eos_goes_to_the_limit(engine: RolloutEngine) -> None:
 
 
 def test_stop_strings_end_a_reply_that_contains_them(engine: RolloutEngine) -> None:
+    if not engine.can.stop_texts:
+        with pytest.raises(RequestError, match="stop strings"):
+            run(ask(engine, jobs(1, stop=("ab", "cca"))))
+        return
     stopped = run(ask(engine, jobs(20, stop=("ab", "cca"))))
     for done in stopped:
         text = letters(done.token_ids)
@@ -181,7 +216,7 @@ def test_stop_strings_end_a_reply_that_contains_them(engine: RolloutEngine) -> N
         ([3, -1], Sampling(max_tokens=5), "vocabulary"),
         ([3], Sampling(max_tokens=0), "max_tokens=0"),
         ([3], Sampling(max_tokens=4, min_tokens=5), "min_tokens=5"),
-        ([3], Sampling(max_tokens=4, ignore_eos=True, stop=("a",)), "ignore_eos"),
+        ([3], Sampling(max_tokens=4, ignore_eos=True, stop_token_ids=(3,)), "ignore_eos"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(
@@ -189,14 +224,14 @@ def test_what_cannot_be_served_is_refused_at_once(
 ) -> None:
     async def story() -> None:
         with pytest.raises(WhetError, match=words):
-            await engine.generate(prompt, sampling)
-        await engine.generate([3], Sampling(max_tokens=2))  # nobody else is harmed
+            await reply(engine, prompt, sampling)
+        await reply(engine, [3], Sampling(max_tokens=2))  # nobody else is harmed
 
     run(story())
 
 
 def test_the_longest_possible_rollout_is_served(engine: RolloutEngine) -> None:
-    done = run(engine.generate([3] * 100, Sampling(max_tokens=28, ignore_eos=True)))
+    done = run(reply(engine, [3] * 100, Sampling(max_tokens=28, ignore_eos=True)))
     assert len(done.token_ids) == 28
 
 
@@ -207,10 +242,12 @@ def test_stop_strings_need_a_decoder() -> None:
         ScriptedEngine(lambda *_: [1]),
     ):
         with pytest.raises(WhetError, match="decode"):
-            run(e.generate([3], Sampling(max_tokens=3, stop=("a",))))
+            run(reply(e, [3], Sampling(max_tokens=3, stop=("a",))))
 
 
 def test_key_and_prompt_decide_batch_and_order_do_not(engine: RolloutEngine) -> None:
+    if engine.can.reproducible != "everywhere":
+        pytest.skip("it does not promise that")
     work = [(PROMPT, Sampling(key=77, max_tokens=12, ignore_eos=True)), *jobs(50)]
     alone = [run(ask(engine, [job]))[0] for job in work[:8]]
     order = list(range(len(work)))
@@ -227,10 +264,10 @@ def test_greedy_needs_no_key(engine: RolloutEngine) -> None:
     work = [(PROMPT, Sampling(key=k, temperature=0, max_tokens=12)) for k in (1, 2)]
     first, second = run(ask(engine, work))
     assert first == second
-    assert set(first.sample_logprobs) == {0.0}
+    assert set(first.sample_logprobs or ()) == {0.0}
 
 
-def test_versions_follow_load_weights(engine: RolloutEngine) -> None:
+def test_versions_follow_update_weights(engine: RolloutEngine) -> None:
     async def story() -> None:
         assert engine.version == 0
         before = await ask(engine, jobs(4))
@@ -239,7 +276,8 @@ def test_versions_follow_load_weights(engine: RolloutEngine) -> None:
         for _ in range(20):
             await asyncio.sleep(0)
         assert not held.done()
-        await engine.load_weights(WeightSource(module=module()), 12)
+        receipt = await engine.update_weights(WeightUpdate(version=12, module=module()))
+        assert (receipt.version, receipt.error) == (12, "")
         assert engine.version == 12
         after = await held
         assert {v for c in before for v in c.versions} == {0}
@@ -275,7 +313,7 @@ def test_a_keeping_pause_stops_at_once_and_goes_on_after_the_weights(engine: Rol
         for _ in range(50):
             await asyncio.sleep(0)
         assert not flying.done()
-        await engine.load_weights(WeightSource(module=module()), 1)
+        await engine.update_weights(WeightUpdate(version=1, module=module()))
         return await flying
 
     for done, whole in zip(run(story()), expected):
@@ -288,7 +326,7 @@ def test_cancelling_one_leaves_the_others(engine: RolloutEngine) -> None:
     expected = run(ask(engine, jobs(6)))
 
     async def story() -> list[Completion]:
-        doomed = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=100, ignore_eos=True)))
+        doomed = asyncio.create_task(reply(engine, PROMPT, Sampling(max_tokens=100, ignore_eos=True)))
         others = asyncio.create_task(ask(engine, jobs(6)))
         for _ in range(3):
             await asyncio.sleep(0)
@@ -302,23 +340,344 @@ def test_cancelling_one_leaves_the_others(engine: RolloutEngine) -> None:
 
 def test_close_ends_every_wait_with_a_reason(engine: RolloutEngine) -> None:
     async def story() -> None:
-        flying = [asyncio.create_task(engine.generate(p, s)) for p, s in jobs(4, ignore_eos=True)]
+        flying = [asyncio.create_task(reply(engine, p, s)) for p, s in jobs(4, ignore_eos=True)]
         for _ in range(3):
             await asyncio.sleep(0)
         await engine.pause(finish=False)
-        flying.append(asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=3))))
+        flying.append(asyncio.create_task(reply(engine, PROMPT, Sampling(max_tokens=3))))
         await asyncio.sleep(0)
         await engine.close()
         for result in await asyncio.gather(*flying, return_exceptions=True):
             assert isinstance(result, WhetError)
             assert "closed" in str(result)
         with pytest.raises(WhetError, match="closed"):
-            await engine.generate(PROMPT, Sampling(max_tokens=3))
+            await reply(engine, PROMPT, Sampling(max_tokens=3))
 
     run(story())
 
 
+LONG = Sampling(max_tokens=100, key=3, ignore_eos=True)
+
+
+def test_a_reply_goes_on_under_other_weights_and_its_spans_say_where(
+    engine: RolloutEngine, name: str
+) -> None:
+    """From the first token of the other weights on it is what these sample after the tokens so far."""
+    if name not in WITH_MODELS:
+        pytest.skip("it has no weights")
+    other = module(seed=1)
+
+    async def story() -> Completion:
+        begun = asyncio.Event()
+        flying = asyncio.create_task(reply(engine, PROMPT, LONG, on_tokens=lambda tokens: begun.set()))
+        await begun.wait()
+        await engine.pause(finish=False)
+        await engine.update_weights(WeightUpdate(version=1, module=other))
+        return await flying
+
+    done = run(story())
+    before, after = done.spans
+    assert (before.version, before.start, after.version, after.end) == (0, 0, 1, 100)
+    assert before.end == after.start
+    assert done.versions == [0] * before.end + [1] * (100 - before.end)
+    kept = done.token_ids[: before.end]
+    fresh = NativeEngine(other, kernels.load("auto"), end_token_ids=[END], max_context=LIMIT)
+    rest = run(reply(fresh, PROMPT + kept, replace(LONG, max_tokens=100 - before.end)))
+    assert done.token_ids[before.end :] == rest.token_ids
+
+
+def test_a_pause_can_end_without_new_weights(engine: RolloutEngine) -> None:
+    expected = run(ask(engine, jobs(4)))
+
+    async def story(finish: bool) -> list[Completion]:
+        await engine.pause(finish)
+        held = asyncio.create_task(ask(engine, jobs(4)))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not held.done()
+        await engine.resume()
+        return await held
+
+    assert [run(story(finish)) for finish in (True, False)] == [expected] * 2
+
+
+def test_a_full_set_mends_what_half_of_one_has_broken(engine: RolloutEngine, name: str) -> None:
+    if name not in WITH_MODELS:
+        pytest.skip("it has no weights")
+    full = [(n, p.detach()) for n, p in module(seed=1).named_parameters()]
+
+    async def story() -> list[Completion]:
+        with pytest.raises(WhetError, match=r"1 of \d+ parameters were not received"):
+            await engine.update_weights(WeightUpdate(version=1, tensors=iter(full[1:])))
+        assert engine.version == 0
+        await engine.update_weights(WeightUpdate(version=2, tensors=iter(full)))
+        return await ask(engine, jobs(3))
+
+    done = run(story())
+    fresh = NativeEngine(
+        module(seed=1), kernels.load("auto"), end_token_ids=[END], max_context=LIMIT, version=2
+    )
+    assert [(c.token_ids, c.spans) for c in done] == [
+        (c.token_ids, c.spans) for c in run(ask(fresh, jobs(3)))
+    ]
+
+
+def test_a_request_waits_for_the_least_version_that_it_names(engine: RolloutEngine) -> None:
+    async def story() -> None:
+        now = await reply(engine, PROMPT, Sampling(max_tokens=3), least_version=0)
+        assert set(now.versions) == {0}
+        waiting = asyncio.create_task(reply(engine, PROMPT, Sampling(max_tokens=3), least_version=2))
+        await engine.update_weights(WeightUpdate(version=1, module=module()))
+        await engine.pause(finish=True)  # does not wait for it
+        await engine.resume()
+        assert not waiting.done()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await reply(engine, PROMPT, Sampling(max_tokens=3), least_version=3)
+        await engine.update_weights(WeightUpdate(version=2, module=module()))
+        assert set((await waiting).versions) == {2}
+        late = asyncio.create_task(reply(engine, PROMPT, Sampling(max_tokens=3), least_version=9))
+        await asyncio.sleep(0.01)
+        await engine.close()
+        with pytest.raises(WhetError, match="closed"):
+            await late
+
+    run(story())
+
+
+def test_an_adapter_that_is_not_served_is_refused(engine: RolloutEngine) -> None:
+    with pytest.raises(RequestError, match="adapter 'theirs'"):
+        run(reply(engine, PROMPT, Sampling(max_tokens=3), adapter="theirs"))
+
+
+# ---------------------------------------------------------------- scores
+
+
+def test_scores_are_the_log_probs_of_the_model(engine: RolloutEngine, name: str) -> None:
+    """Against a softmax over the logits of transformers; of sampled tokens, what was told when they were sampled."""
+    sampling = Sampling(max_tokens=12, key=5, temperature=0.7)
+    done = run(reply(engine, PROMPT, sampling))
+    tokens = (*PROMPT, *done.token_ids)
+    ask = [
+        ScoreRequest(token_ids=tokens, start=len(PROMPT), temperature=0.7, top_k=3),
+        ScoreRequest(token_ids=tokens[:6], start=1),
+    ]
+    first, second = run(engine.score(ask))
+    assert (first.version, second.version, second.top) == (0, 0, [])
+    assert (len(first.logprobs), len(first.top), len(second.logprobs)) == (
+        len(done.token_ids),
+        len(done.token_ids),
+        5,
+    )
+    if name not in WITH_MODELS:
+        assert first.logprobs == done.logprobs
+        return
+    with torch.no_grad():
+        logits_TV = module()(torch.tensor([tokens])).logits[0].float()
+    for given, found in zip(ask, (first, second)):
+        logp_AV = (logits_TV[: len(given.token_ids)][given.start - 1 : -1] / given.temperature).log_softmax(
+            -1
+        )
+        expected = [float(logp_V[t]) for logp_V, t in zip(logp_AV, given.token_ids[given.start :])]
+        np.testing.assert_allclose(found.logprobs, expected, atol=1e-5)
+    np.testing.assert_allclose(first.logprobs, done.logprobs or (), atol=1e-5)
+    for row, logp_V in zip(first.top, (logits_TV[len(PROMPT) - 1 : -1] / 0.7).log_softmax(-1)):
+        assert [t for t, _ in row] == logp_V.topk(3).indices.tolist()
+        np.testing.assert_allclose([v for _, v in row], logp_V.topk(3).values, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (ScoreRequest(token_ids=(3, 4), start=0), "from index 0 of 2"),
+        (ScoreRequest(token_ids=(3, 4), start=2), "from index 2 of 2"),
+        (ScoreRequest(token_ids=(3, VOCAB), start=1), "vocabulary"),
+        (ScoreRequest(token_ids=(3,) * 200, start=1), "limit is 128"),
+        (ScoreRequest(token_ids=(3, 4), start=1, temperature=0.0), "temperature above 0"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(engine: RolloutEngine, given: ScoreRequest, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        run(engine.score([ScoreRequest(token_ids=(3, 4), start=1), given]))
+
+
+@pytest.mark.parametrize("kind", ["torch", "auto"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_native_scores_equal_what_was_sampled_and_what_is_trained_to_the_bit(
+    kind: str, temperature: float
+) -> None:
+    model, ops = module(), kernels.load(kind)  # type: ignore[arg-type]
+    assert self_test(decoder(model, ops), ops, vocab_size=VOCAB, seed=1, temperature=temperature).exact
+    e = NativeEngine(model, ops, end_token_ids=[END], max_context=LIMIT, prefill_tokens=40)  # several packs
+    work = [(p, replace(s, temperature=temperature)) for p, s in jobs(9)]
+    done = run(ask(e, work))
+    asked = [
+        ScoreRequest(token_ids=(*p, *c.token_ids), start=len(p), temperature=temperature)
+        for (p, _), c in zip(work, done)
+    ]
+    scored = run(e.score(asked))
+    assert [s.logprobs for s in scored] == [c.logprobs for c in done]
+    for given, one in zip(asked, scored):  # as the trainer computes a rollout
+        batch = packed(given)
+        trained_N = TorchEngine(model, ops, cut=Cut(temperature=temperature)).forward(batch, "logprobs")
+        assert trained_N[batch.mask_N].tolist() == one.logprobs
+
+
+def packed(given: ScoreRequest) -> Batch:
+    """One rollout."""
+    count, scored = len(given.token_ids), len(given.token_ids) - given.start
+    mask = [False] * given.start + [True] * scored
+    rollout = Rollout(
+        task=Task(uid=0, source="s", prompt=""), index=0, token_ids=np.array(given.token_ids), mask=np.array(mask),
+        logprobs=np.zeros(count), sample_logprobs=np.zeros(count), versions=np.zeros(count), finish_reason="length",
+    )  # fmt: skip
+    return pack([Group(rollout.task, (rollout,))])
+
+
+def test_a_score_waits_while_weights_change(engine: RolloutEngine) -> None:
+    async def story() -> None:
+        await engine.pause(finish=True)
+        held = asyncio.create_task(engine.score([ScoreRequest(token_ids=(3, 4), start=1)]))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not held.done()
+        await engine.update_weights(WeightUpdate(version=4, module=module()))
+        assert (await held)[0].version == 4
+
+    run(story())
+
+
+# ---------------------------------------------------------------- tokens as they are sampled
+
+
+async def streamed(e: RolloutEngine, prompt: list[int], sampling: Sampling) -> AsyncIterator[int]:
+    """A consumer's side: the tokens of a reply, one by one. A consumer that goes away ends the request."""
+    queue: asyncio.Queue[int | None] = asyncio.Queue()
+
+    def put(tokens: list[int]) -> None:
+        for token in tokens:
+            queue.put_nowait(token)
+
+    work = asyncio.create_task(reply(e, prompt, sampling, on_tokens=put))
+    work.add_done_callback(lambda _: queue.put_nowait(None))
+    try:
+        while (token := await queue.get()) is not None:
+            yield token
+        await work
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+
+def test_a_consumer_gets_every_token_once_in_order(engine: RolloutEngine) -> None:
+    given: list[list[int]] = [[] for _ in range(6)]
+
+    async def story() -> list[Completion]:
+        work = jobs(6, stop_token_ids=(3, 4))
+        calls = (reply(engine, p, s, on_tokens=given[i].extend) for i, (p, s) in enumerate(work))
+        return list(await asyncio.gather(*calls))
+
+    done = run(story())
+    assert given == [c.token_ids for c in done]
+    assert [c.token_ids for c in done] == [
+        c.token_ids for c in run(ask(engine, jobs(6, stop_token_ids=(3, 4))))
+    ]
+
+
+def test_a_consumer_may_go_away_half_way(engine: RolloutEngine, name: str) -> None:
+    async def story() -> None:
+        before, seen = await engine.health(), []
+        async with aclosing(streamed(engine, PROMPT, LONG)) as tokens:
+            async for token in tokens:
+                seen.append(token)
+                if len(seen) == 5:
+                    break
+        assert len(seen) == 5
+        await engine.pause(finish=True)  # nothing is in flight
+        await engine.resume()
+        after = await engine.health()
+        assert name not in WITH_MODELS or after.requests == before.requests, "it was aborted, not served"
+        whole = await reply(engine, PROMPT, LONG)
+        assert whole.token_ids[:5] == seen
+
+    run(story())
+
+
+def test_an_error_of_a_consumer_is_its_own_request_s(engine: RolloutEngine) -> None:
+    def fails(tokens: list[int]) -> None:
+        raise ValueError("no room")
+
+    async def story() -> None:
+        doomed = asyncio.create_task(reply(engine, PROMPT, Sampling(max_tokens=30), on_tokens=fails))
+        others = await ask(engine, jobs(4))
+        with pytest.raises(ValueError, match="no room"):
+            await doomed
+        assert others == await ask(engine, jobs(4))
+
+    run(story())
+
+
+def test_a_consumer_gets_every_token_once_across_a_change_of_weights(engine: RolloutEngine) -> None:
+    given: list[int] = []
+
+    async def story() -> Completion:
+        flying = asyncio.create_task(reply(engine, PROMPT, LONG, on_tokens=given.extend))
+        for version in (1, 2, 3):
+            await asyncio.sleep(0.002)
+            await engine.pause(finish=False)
+            await engine.update_weights(WeightUpdate(version=version, module=module()))
+        return await flying
+
+    assert given == run(story()).token_ids
+
+
+# ---------------------------------------------------------------- health and places
+
+
+def test_health_counts_what_was_done(engine: RolloutEngine) -> None:
+    async def story() -> None:
+        before = await engine.health()
+        done = await ask(engine, jobs(5))
+        after = await engine.health()
+        assert after.since == before.since
+        assert after.requests - before.requests == 5
+        assert after.tokens - before.tokens >= sum(len(c.token_ids) for c in done)
+        await engine.score([ScoreRequest(token_ids=(3, 4, 5), start=1)])
+        assert (await engine.health()).tokens - after.tokens >= 3
+
+    run(story())
+
+
+@pytest.mark.parametrize("parts", [{"weights", "cache"}, {"cache"}])
+def test_requests_wait_until_what_was_put_away_is_back(engine: RolloutEngine, parts: set[Any]) -> None:
+    what = frozenset(parts)
+
+    async def story() -> None:
+        expected = await ask(engine, jobs(3))
+        await engine.place("cpu", what)
+        await engine.place("gpu", what)
+        assert await ask(engine, jobs(3)) == expected
+
+    run(story())
+
+
+def test_log_probs_that_are_not_known_are_none(engine: RolloutEngine) -> None:
+    filtered = Sampling(max_tokens=6, key=2, top_p=0.5)
+    done = run(reply(engine, PROMPT, filtered))
+    assert (done.logprobs is not None) == engine.can.tells_logprobs(filtered)
+    assert engine.can.tells_logprobs(Sampling(temperature=0.5)) == (engine.can.logprobs != "never")
+
+
 # ---------------------------------------------------------------- native against the reference
+
+
+def test_greedy_replies_equal_those_of_the_reference(engine: RolloutEngine, name: str) -> None:
+    if name not in WITH_MODELS:
+        pytest.skip("it has no model")
+    work = jobs(6, temperature=0.0)
+    for ours, theirs in zip(run(ask(engine, work)), run(ask(hf(), work))):
+        assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
+        np.testing.assert_allclose(ours.logprobs or (), theirs.logprobs or (), atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -350,10 +709,10 @@ def test_hf_goes_on_under_new_weights_with_a_new_cache() -> None:
     first, other = tiny_model(seed=0), tiny_model(seed=1)
 
     async def story(e: HfEngine) -> Completion:
-        flying = asyncio.create_task(e.generate(PROMPT, Sampling(max_tokens=12, key=4, ignore_eos=True)))
+        flying = asyncio.create_task(reply(e, PROMPT, Sampling(max_tokens=12, key=4, ignore_eos=True)))
         for _ in range(6):
             await asyncio.sleep(0)
-        await e.load_weights(WeightSource(module=other), 1)
+        await e.update_weights(WeightUpdate(version=1, module=other))
         return await flying
 
     done = run(story(HfEngine(first, end_token_ids=[END], max_context=LIMIT)))
@@ -361,7 +720,7 @@ def test_hf_goes_on_under_new_weights_with_a_new_cache() -> None:
     assert 0 < kept < 12
     fresh = HfEngine(other, end_token_ids=[END], max_context=LIMIT)
     rest = run(
-        fresh.generate(PROMPT + done.token_ids[:kept], Sampling(max_tokens=12 - kept, key=4, ignore_eos=True))
+        reply(fresh, PROMPT + done.token_ids[:kept], Sampling(max_tokens=12 - kept, key=4, ignore_eos=True))
     )
     assert rest.token_ids == done.token_ids[kept:]
     np.testing.assert_allclose(rest.logprobs, done.logprobs[kept:], atol=1e-6)
@@ -369,10 +728,14 @@ def test_hf_goes_on_under_new_weights_with_a_new_cache() -> None:
 
 def test_a_script_may_return_a_whole_completion_and_is_recorded() -> None:
     whole = Completion(
-        token_ids=[4], logprobs=[-0.5], sample_logprobs=[-0.25], versions=[3], finish_reason="length"
+        token_ids=[4],
+        logprobs=[-0.5],
+        sample_logprobs=[-0.25],
+        spans=(Span(3, 0, 1),),
+        finish_reason="length",
     )
     e = ScriptedEngine(lambda token_ids, sampling, version: whole, version=3)
-    assert run(e.generate([1, 2], Sampling(key=6))) is whole
+    assert run(reply(e, [1, 2], Sampling(key=6))) is whole
     assert [(c.token_ids, c.sampling.key, c.version) for c in e.calls] == [([1, 2], 6, 3)]
-    run(e.load_weights(WeightSource(module="m"), 4))
-    assert e.loaded == [(WeightSource(module="m"), 4)]
+    run(e.update_weights(WeightUpdate(version=4, module="m")))
+    assert e.loaded == [WeightUpdate(version=4, module="m")]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import pytest
@@ -14,23 +15,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from asking import reply
 from tiny import VOCAB
 from whet import seeds
 from whet.config.schema import Model, Scratch
 from whet.models import kernels
 from whet.models.load import build
-from whet.rollout.engine import RolloutEngine, WeightSource
+from whet.rollout import balance
+from whet.rollout.engine import PARTS, Capabilities, Health, OnTokens, Part, RolloutEngine, WeightUpdate
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
 from whet.rollout.requests import RequestError
 from whet.rollout.router import Router
 from whet.rollout.scripted import ScriptedEngine
-from whet.types import Completion, Sampling, WhetError
+from whet.types import Completion, Receipt, Request, Sampling, ScoreRequest, TokenLogprobs, WhetError
 
 T = TypeVar("T")
 HEALTH_S = 0.2
 QUICK: dict[str, Any] = {"health_timeout_s": HEALTH_S, "load_s": 0.3, "start_timeout_s": 2.0}
-WEIGHTS = WeightSource(module="weights")
+
+
+def weights(version: int) -> WeightUpdate:
+    return WeightUpdate(version=version, module="weights")
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -61,35 +67,58 @@ class Faulty:
         self.fault = ""
         self.after = 0
         """Requests that it still serves well."""
-        self.served: list[Sampling] = []
+        self.served: list[Request] = []
+        self.reproducible: Literal["everywhere", "server", "no"] = "everywhere"
+        self.proof = ""
         self.closed = False
 
     @property
     def version(self) -> int:
         return self.engine.version + (self.fault == "version")
 
-    async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
+    @property
+    def can(self) -> Capabilities:
+        return replace(self.engine.can, reproducible=self.reproducible)
+
+    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
         await self._fail("generate", counted=True)
-        done = await self.engine.generate(token_ids, sampling)
+        if self.fault.startswith("half-"):
+            await self.engine.generate(
+                request, on_tokens and (lambda tokens: on_tokens(tokens[: len(tokens) // 2]))
+            )
+            await self._fail("half")
+        done = await self.engine.generate(request, on_tokens)
         await self._fail("generate")  # in the middle of it
         if self.fault == "stale" and self.after < 0:
-            return Completion(**{f: getattr(done, f) for f in ("token_ids", "logprobs", "sample_logprobs")},
-                              versions=[v - 1 for v in done.versions], finish_reason=done.finish_reason)  # fmt: skip
-        self.served.append(sampling)
+            return replace(done, spans=tuple(span._replace(version=span.version - 1) for span in done.spans))
+        self.served.append(request)
         return done
 
-    async def load_weights(self, source: WeightSource, version: int) -> None:
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
+        await self._fail("generate", counted=True)
+        await self._fail("generate")
+        return await self.engine.score(requests)
+
+    async def update_weights(self, update: WeightUpdate) -> Receipt:
         await self._fail("load")
-        if self.fault != "keep":
-            await self.engine.load_weights(source, version)
+        if self.fault == "keep":
+            return Receipt("one", update.version)
+        receipt = await self.engine.update_weights(update)
+        return replace(receipt, proof=self.proof)
 
     async def pause(self, finish: bool) -> None:
         await self._fail("pause")
         await self.engine.pause(finish)
 
-    async def place(self, device: Literal["gpu", "cpu"]) -> None:
+    async def resume(self) -> None:
+        await self.engine.resume()
+
+    async def place(self, device: Literal["gpu", "cpu"], what: frozenset[Part] = PARTS) -> None:
         await self._fail("place")
-        await self.engine.place(device)
+        await self.engine.place(device, what)
+
+    async def health(self) -> Health:
+        return await self.engine.health()
 
     async def close(self) -> None:
         self.closed = True
@@ -99,9 +128,9 @@ class Faulty:
         self.after -= counted and bool(self.fault)
         if self.after >= 0 and where == "generate":
             return
-        if self.fault == f"raise-{where}":
+        if self.fault in (f"raise-{where}", f"{where}-raise"):
             raise RuntimeError("killed")
-        if self.fault == f"hang-{where}":
+        if self.fault in (f"hang-{where}", f"{where}-hang"):
             await asyncio.sleep(3600)
 
 
@@ -124,7 +153,7 @@ def jobs(count: int, prompts: int = 5) -> list[tuple[list[int], Sampling]]:
 
 
 async def ask(router: RolloutEngine, work: list[tuple[list[int], Sampling]]) -> list[Completion]:
-    return list(await asyncio.gather(*(router.generate(p, s) for p, s in work)))
+    return list(await asyncio.gather(*(reply(router, p, s) for p, s in work)))
 
 
 FAULTS = ["raise-generate", "hang-generate", "version", "stale"]
@@ -161,7 +190,7 @@ def test_a_replica_that_cannot_take_weights_is_dropped(fault: str, finish: bool)
         flying = asyncio.create_task(ask(crew.router, jobs(30)))
         await asyncio.sleep(0.002)
         await crew.router.pause(finish)
-        await crew.router.load_weights(WEIGHTS, 1)
+        await crew.router.update_weights(weights(1))
         assert crew.router.version == 1
         assert [name for name, _ in crew.router.dropped] == ["engine-2"]
         for (prompt, sampling), done in zip(jobs(30), await flying):
@@ -193,7 +222,7 @@ def test_every_request_is_answered_once_whatever_dies(
         answers: Counter[int] = Counter()
 
         async def one(prompt: list[int], sampling: Sampling) -> None:
-            done = await crew.router.generate(prompt, sampling)
+            done = await reply(crew.router, prompt, sampling)
             answers[sampling.key] += 1
             assert len(set(done.versions)) == 1
             assert done.token_ids == tokens(prompt, sampling, done.versions[0])
@@ -201,11 +230,11 @@ def test_every_request_is_answered_once_whatever_dies(
         flying = [asyncio.create_task(one(p, s)) for p, s in jobs(asked)]
         await asyncio.sleep(0.002)
         await crew.router.pause(finish)
-        await crew.router.load_weights(WEIGHTS, 1)
+        await crew.router.update_weights(weights(1))
         await asyncio.gather(*flying)
         assert answers == Counter(range(asked))
         assert all(r.load == 0 for r in crew.router.replicas.values())
-        assert not crew.router._homes
+        assert not crew.router._balance.homes
         await crew.router.close()
         assert all(e.closed for e in crew.engines)
 
@@ -253,7 +282,7 @@ def test_equal_prompts_go_to_one_replica_until_its_rows_are_taken() -> None:
 def test_replicas_join_and_leave_during_a_run() -> None:
     async def story() -> None:
         crew = Crew(1)
-        await crew.router.load_weights(WEIGHTS, 3)
+        await crew.router.update_weights(weights(3))
         flying = asyncio.create_task(ask(crew.router, jobs(20)))
         await asyncio.sleep(0.001)
         late = Faulty()
@@ -275,18 +304,18 @@ def test_replicas_join_and_leave_during_a_run() -> None:
 def test_weights_that_come_while_a_replica_joins() -> None:
     async def story() -> None:
         crew = Crew(1)
-        await crew.router.load_weights(WEIGHTS, 1)
+        await crew.router.update_weights(weights(1))
         slow = Faulty()
-        before = slow.engine.load_weights
+        before = slow.engine.update_weights
 
-        async def load(source: WeightSource, version: int) -> None:
+        async def load(update: WeightUpdate) -> Receipt:
             await asyncio.sleep(0.02)
-            await before(source, version)
+            return await before(update)
 
-        slow.engine.load_weights = load  # type: ignore[method-assign]
+        slow.engine.update_weights = load  # type: ignore[method-assign]
         joining = asyncio.create_task(crew.router.join(Replica("slow", slow)))
         await asyncio.sleep(0.005)
-        await crew.router.load_weights(WEIGHTS, 2)
+        await crew.router.update_weights(weights(2))
         await joining
         assert slow.version == crew.router.version == 2
         await crew.router.close()
@@ -297,7 +326,7 @@ def test_weights_that_come_while_a_replica_joins() -> None:
 def test_when_none_is_left_a_restart_is_waited_for() -> None:
     async def story() -> None:
         crew = Crew(1, restarts=1)
-        await crew.router.load_weights(WEIGHTS, 5)
+        await crew.router.update_weights(weights(5))
         crew.engines[0].fault = "raise-generate"
         done = await ask(crew.router, jobs(4))
         assert [c.token_ids for c in done] == [tokens(p, s, 5) for p, s in jobs(4)]
@@ -305,7 +334,7 @@ def test_when_none_is_left_a_restart_is_waited_for() -> None:
         with pytest.raises(WhetError, match=r"no engine replica is left and none is starting.*killed"):
             await ask(crew.router, jobs(1))
         with pytest.raises(WhetError, match="none is starting"):
-            await crew.router.load_weights(WEIGHTS, 6)
+            await crew.router.update_weights(weights(6))
         await crew.router.close()
 
     run(story())
@@ -333,7 +362,7 @@ def test_a_request_that_nobody_can_serve_costs_no_replica() -> None:
     async def story() -> None:
         crew = Crew(2)
         with pytest.raises(RequestError, match="the prompt is empty"):
-            await crew.router.generate([], Sampling())
+            await reply(crew.router, [], Sampling())
         assert len(crew.router.replicas) == 2
         assert crew.router.dropped == []
         await crew.router.close()
@@ -348,7 +377,7 @@ def test_a_caller_that_gives_up_frees_its_row() -> None:
 
     async def story() -> None:
         router = Router([Replica("only", ScriptedEngine(forever))])
-        task = asyncio.create_task(router.generate([1], Sampling()))
+        task = asyncio.create_task(reply(router, [1], Sampling()))
         await asyncio.sleep(0.01)
         assert router.replicas["only"].load == 1
         task.cancel()
@@ -364,7 +393,7 @@ def test_close_ends_every_wait_with_a_reason() -> None:
     async def story() -> None:
         crew = Crew(2)
         crew.engines[0].fault = crew.engines[1].fault = "hang-generate"
-        flying = [asyncio.create_task(crew.router.generate(p, s)) for p, s in jobs(4)]
+        flying = [asyncio.create_task(reply(crew.router, p, s)) for p, s in jobs(4)]
         await asyncio.sleep(0.01)
         await crew.router.close()
         for result in await asyncio.gather(*flying, return_exceptions=True):
@@ -372,6 +401,159 @@ def test_close_ends_every_wait_with_a_reason() -> None:
             assert "closed" in str(result)
 
     run(story())
+
+
+# ---------------------------------------------------------------- sessions, consumers, scores, proofs
+
+
+def test_the_turns_of_a_session_go_to_one_replica_while_it_lives_and_elsewhere_when_it_dies() -> None:
+    async def story() -> None:
+        crew = Crew(4, restarts=0)
+
+        async def turn(session: str, n: int) -> int:
+            """The number of the replica that served it: each turn has another prompt, and there is other work."""
+            before = [len(e.served) for e in crew.engines]
+            await reply(crew.router, [n + 1, len(session)], Sampling(key=n, max_tokens=3), session=session)
+            return next(i for i, e in enumerate(crew.engines) if len(e.served) > before[i])
+
+        noise = asyncio.create_task(ask(crew.router, [([50], Sampling(key=6, max_tokens=2))] * 9))
+        await asyncio.sleep(0)
+        places = {name: [await turn(name, n) for n in range(6)] for name in ("a", "bb", "ccc")}
+        assert all(len(set(seen)) == 1 for seen in places.values()), places
+        await noise
+        home = places["a"][0]
+        crew.engines[home].fault = "raise-generate"
+        after = [await turn("a", n) for n in range(6, 12)]
+        assert home not in after
+        assert len(set(after)) == 1, "it has a new home"
+        await crew.router.close()
+
+    run(story())
+
+
+def test_sessions_that_were_quiet_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(balance, "SESSIONS", 3)
+
+    async def story() -> None:
+        crew = Crew(2)
+        for session in ("a", "b", "c", "a", "d"):
+            await reply(crew.router, [3], Sampling(max_tokens=2), session=session)
+        assert list(crew.router._balance.sessions) == ["c", "a", "d"]
+        await crew.router.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize("fault", ["half-raise", "half-hang"])
+def test_a_consumer_gets_each_token_once_whatever_becomes_of_the_replica(fault: str) -> None:
+    """Half of a reply was given on when its replica was lost: the other half comes from another one."""
+
+    async def story() -> None:
+        crew = Crew(2)
+        crew.engines[0].fault = fault
+        given: list[list[int]] = []
+        done = await reply(crew.router, [5], Sampling(key=1, max_tokens=6), on_tokens=given.append)
+        assert given == [done.token_ids[:3], done.token_ids[3:]]
+        assert [name for name, _ in crew.router.dropped] == ["engine-0"]
+        await crew.router.close()
+
+    run(story())
+
+
+def test_a_lost_reply_that_cannot_be_sampled_again_is_an_error_to_its_consumer_alone() -> None:
+    def make() -> Faulty:
+        engine = Faulty()
+        engine.reproducible = "server"
+        return engine
+
+    async def story() -> None:
+        crew = Crew(2, make)
+        crew.engines[0].fault = "half-raise"
+        given: list[int] = []
+        with pytest.raises(WhetError, match=r"after 3 tokens were given on.*\(reproducible: server\)"):
+            await reply(crew.router, [5], Sampling(key=1, max_tokens=6), on_tokens=given.extend)
+        assert given == tokens([5], Sampling(key=1, max_tokens=6), 0)[:3]
+        crew.engines[1].fault = "half-raise"
+        done = await reply(crew.router, [5], Sampling(key=1, max_tokens=6))  # nobody was given a part of it
+        assert len(done.token_ids) == 6
+        await crew.router.close()
+
+    run(story())
+
+
+def test_a_consumer_is_not_given_the_rest_of_another_reply() -> None:
+    """The replica that is asked again has newer weights: what it samples does not follow what was given on."""
+
+    async def story() -> None:
+        crew = Crew(2, health_timeout_s=0.1)
+        crew.engines[0].fault = "half-hang"
+        given: list[int] = []
+        flying = asyncio.create_task(
+            reply(crew.router, [5], Sampling(key=1, max_tokens=6), on_tokens=given.extend)
+        )
+        while not given:
+            await asyncio.sleep(0.001)
+        await crew.router.update_weights(weights(1))
+        with pytest.raises(
+            WhetError, match="after 3 tokens were given on; the next replica samples other ones"
+        ):
+            await flying
+        assert given == tokens([5], Sampling(key=1, max_tokens=6), 0)[:3]
+        await crew.router.close()
+
+    run(story())
+
+
+def test_a_consumer_that_fails_costs_no_replica() -> None:
+    def fails(token_ids: list[int]) -> None:
+        raise ValueError("no room")
+
+    async def story() -> None:
+        crew = Crew(2)
+        with pytest.raises(ValueError, match="no room"):
+            await reply(crew.router, [5], Sampling(max_tokens=6), on_tokens=fails)
+        assert crew.router.dropped == []
+        await crew.router.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize("fault", ["raise-generate", "hang-generate"])
+def test_scores_of_a_lost_replica_are_asked_elsewhere(fault: str) -> None:
+    async def story() -> None:
+        crew = Crew(2)
+        crew.engines[0].fault, crew.engines[0].after = fault, 0
+        found = await crew.router.score([ScoreRequest(token_ids=(3, 4, 5), start=1)] * 2)
+        assert [one.logprobs for one in found] == [[0.0, 0.0]] * 2
+        assert [name for name, _ in crew.router.dropped] == ["engine-0"]
+        await crew.router.close()
+
+    run(story())
+
+
+def test_a_replica_that_confirms_other_weights_than_the_rest_is_dropped() -> None:
+    async def story() -> None:
+        crew = Crew(3, restarts=0)
+        for engine, proof in zip(crew.engines, ("a", "a", "b")):
+            engine.proof = proof
+        receipt = await crew.router.update_weights(weights(1))
+        assert receipt == Receipt("the router", 1, "a")
+        assert [name for name, _ in crew.router.dropped] == ["engine-2"]
+        assert "other weights of version 1: b, others a" in crew.router.dropped[0][1]
+        late = Faulty()
+        late.proof = "c"
+        with pytest.raises(WhetError, match="other weights of version 1"):
+            await crew.router.join(Replica("late", late))
+        await crew.router.close()
+
+    run(story())
+
+
+def test_a_replica_that_can_do_less_than_the_others_is_refused() -> None:
+    odd = Faulty()
+    odd.reproducible = "no"
+    with pytest.raises(WhetError, match=r"replica odd can .*reproducible='no'.*all others"):
+        Router([Replica("one", Faulty()), Replica("odd", odd)])
 
 
 # ---------------------------------------------------------------- with models
@@ -420,10 +602,10 @@ def test_weights_that_all_refuse_are_at_fault() -> None:
         crew = Crew(2, lambda: Faulty(native()), load_s=10.0)
         full = [(n, p.detach()) for n, p in module().named_parameters()]
         with pytest.raises(WhetError, match=r"1 of \d+ parameters were not received"):
-            await crew.router.load_weights(WeightSource(tensors=iter(full[1:])), 1)
+            await crew.router.update_weights(WeightUpdate(version=1, tensors=iter(full[1:])))
         assert crew.router.version == 0
         assert crew.router.dropped == []
-        await crew.router.load_weights(WeightSource(tensors=iter(full)), 1)
+        await crew.router.update_weights(WeightUpdate(version=1, tensors=iter(full)))
         assert {e.version for e in crew.engines} == {1}
         await crew.router.close()
 
@@ -436,25 +618,22 @@ def test_a_stopped_process_is_not_waited_for_until_the_deadline_of_a_load(
 ) -> None:
     """A load may take long, as long as its process lives: one answers and is slow, the other is stopped."""
 
-    async def answering() -> int:
-        return 0
-
-    async def stopped() -> int:
-        await asyncio.sleep(3600)
-        return 0
+    class Stopped(Faulty):
+        async def health(self) -> Health:
+            await asyncio.sleep(3600)
+            raise AssertionError
 
     class Slow(Faulty):
-        async def load_weights(self, source: WeightSource, version: int) -> None:
+        async def update_weights(self, update: WeightUpdate) -> Receipt:
             await asyncio.sleep(3 * HEALTH_S)
-            await super().load_weights(source, version)
+            return await super().update_weights(update)
 
     async def story() -> None:
         crew = Crew(1, Slow, load_s=3600.0, restarts=1)
-        router, hung = crew.router, Faulty()
-        router.replicas["engine-0"].progress = answering
+        router, hung = crew.router, Stopped()
         hung.fault = f"hang-{moment if moment in ('place', 'pause') else 'load'}"
-        late = Replica("late", hung, progress=stopped)
-        await router.load_weights(WEIGHTS, 1)
+        late = Replica("late", hung)
+        await router.update_weights(weights(1))
         if moment == "join":
             with pytest.raises(WhetError, match="its process has not responded for"):
                 await router.join(late)
@@ -463,7 +642,7 @@ def test_a_stopped_process_is_not_waited_for_until_the_deadline_of_a_load(
             router._serve(late)
             router.restart = None
             if moment == "load":
-                await router.load_weights(WEIGHTS, 2)
+                await router.update_weights(weights(2))
             elif moment == "place":
                 await router.place("cpu")
             else:
@@ -483,17 +662,18 @@ def test_a_cancelled_question_is_cancelled_even_if_its_answer_is_there() -> None
     """`_done` waits for the end of the question that it cancels: one that goes on asking would hold it for ever."""
 
     async def story() -> None:
-        said: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        said: asyncio.Future[Health] = asyncio.get_running_loop().create_future()
 
-        async def progress() -> int:
-            return await said
+        class Asked(Faulty):
+            async def health(self) -> Health:
+                return await said
 
-        replica = Replica("one", ScriptedEngine(say), progress=progress)
+        replica = Replica("one", Asked())
         for question in (replica.answers, replica.quiet_s):
             said = asyncio.get_running_loop().create_future()
             asked = asyncio.ensure_future(question(timeout_s=5.0))
             await asyncio.sleep(0.01)
-            said.set_result(1)
+            said.set_result(Health(since=0.0, requests=1, tokens=1))
             for _ in range(4):  # the answer is on its way to whoever asked
                 if not asked.done():
                     asked.cancel()
@@ -520,7 +700,7 @@ def test_an_idle_replica_is_asked_again_whatever_the_others_did() -> None:
         for _ in range(3):
             asked.clear()
             work = [([5, 9 + n], Sampling(max_tokens=2, key=n)) for n in range(256)]
-            await asyncio.gather(*(router.generate(*one) for one in work))
+            await asyncio.gather(*(reply(router, *one) for one in work))
             assert min(asked[0], asked[1]) >= 64, asked
         await router.close()
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from asking import reply
 from tiny import tiny_model
 from whet.config.schema import Lora
 from whet.models import kernels
@@ -29,7 +30,6 @@ from whet.sync.manifest import (
     Manifest,
     Missed,
     Piece,
-    Receipt,
     checked,
     describe,
     digest_of,
@@ -37,7 +37,7 @@ from whet.sync.manifest import (
 )
 from whet.sync.parcels import Letter, Parcels, in_memory, in_store
 from whet.sync.transport import Transport, buckets, flatten, split
-from whet.types import ConfigError, Sampling, WhetError
+from whet.types import ConfigError, Receipt, Sampling, WhetError
 
 Named = list[tuple[str, Tensor]]
 
@@ -444,7 +444,7 @@ def test_late_and_twice_are_refused_and_the_engine_stays(transport: Transport) -
                 await receiver.load(engine, version)
         await receiver.load(engine, 2, again=True)
         assert engine.version == 2
-        await engine.generate([3, 4], Sampling(max_tokens=2))
+        await reply(engine, [3, 4], Sampling(max_tokens=2))
         receiver.forget()
         publisher.send(1, parameters(policy))
         await receiver.load(engine, 1)
@@ -475,17 +475,17 @@ def test_a_fault_before_the_engine_leaves_it_and_one_within_stops_it() -> None:
         with pytest.raises(WhetError, match=r"version 1 was not loaded by e-1: .*other bytes"):
             publisher.settle()
         assert state(other) == before
-        await engine.generate([3, 4], Sampling(max_tokens=2))
+        await reply(engine, [3, 4], Sampling(max_tokens=2))
         receiver.staged = False
         torn(2)
         with pytest.raises(WhetError, match=f"version 2: '{last}' has other bytes"):
             await receiver.load(engine, 2)
         with pytest.raises(WhetError, match="weights are incomplete"):
-            await engine.generate([3, 4], Sampling(max_tokens=2))
+            await reply(engine, [3, 4], Sampling(max_tokens=2))
         publisher.send(3, parameters(policy))
         await receiver.load(engine, 3)
         publisher.settle()
-        await engine.generate([3, 4], Sampling(max_tokens=2))
+        await reply(engine, [3, 4], Sampling(max_tokens=2))
 
     asyncio.run(story())
     assert state(other) == state(policy)
@@ -642,6 +642,6 @@ def test_adapters_of_another_scale_do_not_pass() -> None:
         with pytest.raises(WhetError, match="adapters of e-1 do not reproduce the trainer's weights"):
             await receiver.load(engine, 1)
         with pytest.raises(WhetError, match="weights are incomplete"):
-            await engine.generate([3, 4], Sampling(max_tokens=2))
+            await reply(engine, [3, 4], Sampling(max_tokens=2))
 
     asyncio.run(story())

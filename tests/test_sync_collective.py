@@ -11,14 +11,14 @@ import torch
 
 from processes import Child
 from whet.sync.collective import Collective
-from whet.sync.manifest import Receipt, describe
-from whet.types import ConfigError, WhetError
+from whet.sync.manifest import describe
+from whet.types import ConfigError, Receipt, WhetError
 
 HEAD = """
 import os, sys, time, torch
 from whet.sync.collective import Collective
-from whet.sync.manifest import Receipt, checked, describe
-from whet.types import WhetError
+from whet.sync.manifest import checked, describe
+from whet.types import Receipt, WhetError
 def big(version, count=6):
     return [(f"t{i}", torch.full((40_000,), float(version))) for i in range(count)]
 rank, port, names = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(",")

@@ -17,15 +17,15 @@ from safetensors.torch import save_file
 from processes import Child
 from test_sync import Named, some, take
 from whet.sync.files import Files
-from whet.sync.manifest import Receipt, describe
-from whet.types import CheckpointError, WhetError
+from whet.sync.manifest import describe
+from whet.types import CheckpointError, Receipt, WhetError
 
 HEAD = """
 import sys, time
 from pathlib import Path
 import torch
 from whet.sync.files import Files
-from whet.sync.manifest import Receipt, checked
+from whet.sync.manifest import checked
 def big(version, count=6):
     return [(f"t{i}", torch.full((50_000,), float(version))) for i in range(count)]
 root = Path(sys.argv[1])

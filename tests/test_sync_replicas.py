@@ -16,18 +16,19 @@ import numpy as np
 import pytest
 import torch
 
+from asking import reply
 from tiny import tiny_model
 from whet.config.schema import Config, Lora
 from whet.models import kernels
 from whet.models.lora import adapted, attach, merged, refresh
-from whet.rollout.engine import WeightSource
+from whet.rollout.engine import Health, WeightUpdate
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
 from whet.rollout.router import Router, Shipment
-from whet.sync.manifest import Manifest, Receipt, describe
+from whet.sync.manifest import Manifest, describe
 from whet.sync.parcels import Letter, in_store
 from whet.sync.replicas import Delivery, Inbox, Replicated, Seat, Shipped, Shipper
-from whet.types import Sampling, WhetError
+from whet.types import Receipt, Sampling, WhetError
 
 
 class Objects:
@@ -137,7 +138,7 @@ def test_every_version_reaches_every_replica(method: str, content: str) -> None:
             if version == 3:
                 there[0] = One(objects, lora=lora, name="engine-0")  # anew
             learn(policy, version, some=True)
-            shipment = out.ship(WeightSource(module=policy), version)
+            shipment = out.ship(WeightUpdate(version=version, module=policy))
             assert await load_all(shipment, there) == [None, None]
             late = One(objects, lora=lora, name="late")
             await load(shipment, late)
@@ -145,7 +146,7 @@ def test_every_version_reaches_every_replica(method: str, content: str) -> None:
                 assert state(one.module) == state(policy)
                 assert one.engine.version == version
                 assert one.held is not None
-                await one.engine.generate([3, 4], Sampling(max_tokens=2))
+                await reply(one.engine, [3, 4], Sampling(max_tokens=2))
             travelled.append(sum(e.sent for e in there[1].held.entries))  # type: ignore[union-attr]
 
     run(story())
@@ -161,7 +162,7 @@ def test_a_narrower_dtype_travels_and_is_given_on() -> None:
     out = shipper(objects, there, method="collective", dtype="bfloat16")
 
     async def story() -> None:
-        shipment = out.ship(WeightSource(module=policy), 1)
+        shipment = out.ship(WeightUpdate(version=1, module=policy))
         late = One(objects)
         assert await load_all(shipment, there) == [None]
         await load(shipment, late)
@@ -193,9 +194,9 @@ def test_a_broadcast_goes_on_without_a_replica_that_is_lost(
     lost.before = struck
 
     async def story() -> None:
-        assert await load_all(out.ship(WeightSource(module=policy), 1), there) == [None] * 3
+        assert await load_all(out.ship(WeightUpdate(version=1, module=policy)), there) == [None] * 3
         learn(policy, 2)
-        errors = await load_all(out.ship(WeightSource(module=policy), 2), there)
+        errors = await load_all(out.ship(WeightUpdate(version=2, module=policy)), there)
         assert [type(e) for e in errors] == [
             type(None),
             RuntimeError if how == "dies" else WhetError,
@@ -203,7 +204,7 @@ def test_a_broadcast_goes_on_without_a_replica_that_is_lost(
         ]
         there.remove(lost)
         learn(policy, 3)
-        assert await load_all(out.ship(WeightSource(module=policy), 3), there) == [None, None]
+        assert await load_all(out.ship(WeightUpdate(version=3, module=policy)), there) == [None, None]
         hold.set()
         for one in there:
             assert state(one.module) == state(policy)
@@ -224,13 +225,13 @@ def test_weights_that_no_replica_takes_are_said_once_and_all_of_them_refuse() ->
     out.carried = lambda source: torn()  # type: ignore[method-assign]
 
     async def story() -> None:
-        errors = await load_all(out.ship(WeightSource(module=policy), 1), there)
+        errors = await load_all(out.ship(WeightUpdate(version=1, module=policy)), there)
         assert {str(e) for e in errors} == {
             "weight sync: 1 of 24 parameters were not received: model.norm.weight"
         }
         for one in there:
             with pytest.raises(WhetError, match="weights are incomplete"):
-                await one.engine.generate([3, 4], Sampling(max_tokens=2))
+                await reply(one.engine, [3, 4], Sampling(max_tokens=2))
 
     run(story())
 
@@ -269,14 +270,14 @@ def test_a_fault_on_the_way_is_found_before_the_next_step(fault: str, said: str)
 
     async def story() -> None:
         for version in (1, 2):
-            await load(out.ship(WeightSource(module=policy), version), one)
+            await load(out.ship(WeightUpdate(version=version, module=policy)), one)
             learn(policy, version)
         with pytest.raises(WhetError, match=said):
-            await load(out.ship(WeightSource(module=policy), 3), one)
+            await load(out.ship(WeightUpdate(version=3, module=policy)), one)
         assert one.held is None
         if fault != "late":
             with pytest.raises(WhetError, match="weights are incomplete"):
-                await one.engine.generate([3, 4], Sampling(max_tokens=2))
+                await reply(one.engine, [3, 4], Sampling(max_tokens=2))
 
     run(story())
 
@@ -288,7 +289,7 @@ def test_what_is_delivered_twice_is_taken_once_more() -> None:
     out = shipper(objects, [one])
 
     async def story() -> None:
-        shipment = out.ship(WeightSource(module=policy), 1)
+        shipment = out.ship(WeightUpdate(version=1, module=policy))
         await load(shipment, one)
         await load(shipment, one)
         assert state(one.module) == state(policy)
@@ -303,7 +304,7 @@ def test_a_replica_that_confirms_other_weights_is_refused() -> None:
     taken = one.deliver
 
     async def odd(delivery: Delivery) -> Receipt:
-        return replace(await taken(delivery), digest="0" * 32)
+        return replace(await taken(delivery), proof="0" * 32)
 
     one.deliver = odd  # type: ignore[method-assign]
 
@@ -311,7 +312,7 @@ def test_a_replica_that_confirms_other_weights_is_refused() -> None:
         with pytest.raises(
             WhetError, match=r"version 1: engine has \(version, digest\) \(1, '0+'\), but sent was \(1, "
         ):
-            await load(out.ship(WeightSource(module=policy), 1), one)
+            await load(out.ship(WeightUpdate(version=1, module=policy)), one)
 
     run(story())
 
@@ -323,7 +324,7 @@ def test_who_comes_late_takes_a_version_from_one_who_has_it_never_a_mix() -> Non
     out = shipper(objects, there, method="collective")
 
     async def story() -> None:
-        shipment = out.ship(WeightSource(module=policy), 1)
+        shipment = out.ship(WeightUpdate(version=1, module=policy))
         await load(shipment, there[0])
         sent = state(policy)
         learn(policy, 2)
@@ -358,30 +359,31 @@ def test_a_replica_that_is_stopped_in_a_broadcast_is_ended_and_the_others_go_on(
         """What a router has of a replica elsewhere."""
 
         def __init__(self, one: One) -> None:
-            self.one, self.version = one, -1
+            self.one, self.version, self.can = one, -1, one.engine.can
 
-        async def load_weights(self, source: WeightSource, version: int) -> None:
-            assert isinstance(source.tensors, Shipped)
-            await source.tensors.to(self.one)
-            self.version = version
+        async def update_weights(self, update: WeightUpdate) -> Receipt:
+            assert isinstance(update.tensors, Shipped)
+            receipt = await update.tensors.to(self.one)
+            self.version = update.version
+            return receipt
 
-        async def progress(self) -> int:
+        async def health(self) -> Health:
             if self.one is there[1] and self.version == 1:
                 await asyncio.sleep(3600)
-            return 0
+            return await self.one.engine.health()
 
         async def end(self) -> None:
             if self.one is there[1]:
                 killed.set()
 
     handles: list[Any] = [Handle(one) for one in there]
-    replicas = [Replica(one.label, h, progress=h.progress, end=h.end) for one, h in zip(there, handles)]
+    replicas = [Replica(one.label, h, end=h.end) for one, h in zip(there, handles)]
 
     async def story() -> None:
         router = Router(replicas, ship=out.ship, health_timeout_s=0.4, load_s=3600.0, version=-1)
         for version in (1, 2):
             learn(policy, version)
-            await router.load_weights(WeightSource(module=policy), version)
+            await router.update_weights(WeightUpdate(version=version, module=policy))
         assert [h.version for h in handles] == [2, 1, 2]
         assert state(there[0].module) == state(there[2].module) == state(policy)
         assert [name for name, _ in router.dropped] == ["engine-1"]

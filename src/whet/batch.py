@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +31,9 @@ class Batch:
     """int64: number of the rollout a token belongs to, 0..R-1: statistics, denominators, ratios of sequences."""
     version_N: Tensor
     """int64: policy version of a sampled token; -1 elsewhere."""
-    logp_sample_N: Tensor
-    """float32: engine's log-prob under softmax(logits / temperature), when sampled; 0 elsewhere."""
+    logp_sample_N: Tensor | None
+    """float32: engine's log-prob under softmax(logits / temperature), when sampled; 0 elsewhere. None: the engine of
+    some rollout cannot tell its log-probs."""
     length_S: Tensor
     """int64: tokens of each segment."""
     prompt_S: Tensor
@@ -155,7 +157,7 @@ def pack(groups: Sequence[Group]) -> Batch:
         segment_N=torch.from_numpy(segment_n),
         rollout_N=torch.from_numpy(rollout[segment_n]),
         version_N=flat("versions", np.int64),
-        logp_sample_N=flat("logprobs", np.float32),
+        logp_sample_N=_known(flat("logprobs", np.float32)),
         length_S=torch.from_numpy(length),
         prompt_S=torch.from_numpy(prompt),
         rollout_S=torch.from_numpy(rollout),
@@ -165,6 +167,11 @@ def pack(groups: Sequence[Group]) -> Batch:
         turn_reward_N=_turn_rewards(strands, length),
         baseline_R=_all_or_none([r.baseline for r in rollouts]),
     )
+
+
+def _known(logp_N: Tensor) -> Tensor | None:
+    """None if any is not known (`Rollout.logprobs`)."""
+    return None if bool(logp_N.isnan().any()) else logp_N
 
 
 def _turn_rewards(strands: Sequence[Strand], length: np.ndarray) -> Tensor | None:
@@ -209,10 +216,10 @@ def select(batch: Batch, rows: Tensor) -> Batch:
     at_S = _segments_of(batch, rows)
     at_N = _ranges(batch.start_S[at_S], batch.length_S[at_S])
     at = {"N": at_N, "S": at_S}
-    of: dict[str, Tensor] = {
-        f.name: value[at.get(f.name.rpartition("_")[2], rows)]
-        for f in fields(batch)
-        if (value := getattr(batch, f.name)) is not None
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    of: dict[str, Any] = {
+        name: None if value is None else value[at.get(name.rpartition("_")[2], rows)]
+        for name, value in values.items()
     }
     of["rollout_S"] = torch.arange(len(rows), device=rows.device).repeat_interleave(batch.segments_R[rows])
     of["segment_N"] = torch.arange(len(at_S), device=rows.device).repeat_interleave(of["length_S"])

@@ -35,6 +35,7 @@ from whet.models.load import build as build_model
 from whet.models.lora import attach, twin
 from whet.rewards.combine import RewardSet
 from whet.rollout.engine import EngineInputs, RolloutEngine, missing
+from whet.rollout.needs import check_engine
 from whet.rollout.router import Router
 from whet.storage.uploads import Uploads
 from whet.tables import load_object
@@ -174,6 +175,8 @@ def open_models(
             watch=watch,
             timeline=timeline,
         )
+        for stage in loaded.stages:
+            check_engine(engine.can, stage)
         exact = exact and (not isinstance(engine, Router) or engine.exact)
         display.exactness("exact" if exact else "close")
     return Models(tokenizer, model, ops, exact, engine, sampler, rank_lines)

@@ -18,6 +18,7 @@ from whet import seeds
 from whet.algos.critic import Scale
 from whet.algos.demonstration import without_experts
 from whet.algos.preference import kl_zero
+from whet.algos.segments import sampled_logp_N
 from whet.algos.skipping import Skipping, shares, skip, skipping, without_effect
 from whet.batch import Batch, among_skipped, computed, pack, select, with_parts
 from whet.config.mixing import experts_per_step
@@ -170,7 +171,8 @@ class Learner:
         """Old and reference log-probs and values before the step, of all rollouts that are not skipped."""
         algorithm, asked = self.context.algorithm, Jobs[Tensor]()
         seen = computed(batch)
-        if algorithm.kind == "online" and self.recomputes_old:
+        unknown = batch.logp_sample_N is None  # the engine cannot tell them
+        if algorithm.kind == "online" and (self.recomputes_old or unknown):
             asked["logp_old_N"] = self.policy, partial(self.policy.forward, seen, "logprobs")
         if self.reference is not None:
             asked["logp_ref_N"] = self.reference, partial(self.reference.forward, seen, "logprobs")
@@ -179,8 +181,8 @@ class Learner:
         if self.critic is not None:
             asked["value_N"] = self.critic, partial(self.critic.forward, seen, "values")
         found = {name: among_skipped(batch, x_N) for name, x_N in run_concurrently(asked).items()}
-        if algorithm.kind == "online":
-            found.setdefault("logp_old_N", batch.logp_sample_N)
+        if algorithm.kind == "online" and "logp_old_N" not in found:
+            found["logp_old_N"] = sampled_logp_N(batch)
         if "value_N" in found:
             found["value_N"] = self.value_scale.restored(found["value_N"], batch.mask_N)
         if self.reference is not None and "kl_zero" in algorithm.needs:

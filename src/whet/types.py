@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -88,18 +89,97 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One reply that a rollout engine is asked for."""
+
+    id: str
+    """Unique among all requests in flight; a server aborts a request by it."""
+    session: str
+    """The episode that the reply is a turn of. Its turns share a history, so they are best served by one replica."""
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    adapter: str | None = None
+    """Name of the adapter to sample with, for engines that serve several. None: the policy."""
+    least_version: int | None = None
+    """The request waits until the engine's weights are at least of this version. None: any version."""
+
+
+class Span(NamedTuple):
+    """The sampled tokens `start` to `end` (without the last) are of one version of the policy."""
+
+    version: int
+    start: int
+    end: int
+
+
+def spans_of(versions: Sequence[int]) -> tuple[Span, ...]:
+    """Versions of single tokens as spans."""
+    cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return tuple(Span(versions[a], a, b) for a, b in pairwise(cuts) if b > a)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """The result of an engine for one request: the new tokens only."""
 
     token_ids: list[int]
-    logprobs: list[float]
+    logprobs: list[float] | None
     """log pi(token) under softmax(logits / temperature): the distribution that is trained. At temperature 0: of
-    softmax(logits)."""
-    sample_logprobs: list[float]
-    """log-prob under the distribution sampled from, after penalty and filters; 0 at temperature 0."""
-    versions: list[int]
-    """Policy version of each token."""
+    softmax(logits). None: the engine cannot tell them (`Capabilities.logprobs`)."""
+    sample_logprobs: list[float] | None
+    """log-prob under the distribution sampled from, after penalty and filters; 0 at temperature 0. None: the engine
+    cannot tell them."""
+    spans: tuple[Span, ...]
+    """Policy versions of the tokens: one span after the other, from the first token to the last."""
     finish_reason: FinishReason
+
+    @property
+    def versions(self) -> list[int]:
+        """Policy version of each token."""
+        found: list[int] = []
+        for version, start, end in self.spans:
+            found += [version] * (end - start)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """Tokens whose log-probs an engine is asked for."""
+
+    token_ids: tuple[int, ...]
+    start: int
+    """The first token that is scored: at least 1, as a log-prob needs a token before it."""
+    temperature: float = 1.0
+    """Above 0."""
+    top_k: int = 0
+    """So many likeliest tokens of each position come with their log-probs. 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probs of given tokens under softmax(logits / temperature), without filters."""
+
+    version: int
+    """Of the weights."""
+    logprobs: list[float]
+    """One for each scored token."""
+    top: list[list[tuple[int, float]]]
+    """For each scored token the `top_k` likeliest tokens of its position with their log-probs, likeliest first; []
+    where none were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What a receiver of weights answers to a version."""
+
+    receiver: str
+    version: int
+    proof: str = ""
+    """What shows that it has the weights that were sent: the digest of their manifest, or a server's checksum. Empty
+    if the version was not taken, or if the weights were given by this process itself, where nothing travels."""
+    error: str = ""
+    missed: bool = False
+    """It was not taken because something that was not sent is not there: send it whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +220,8 @@ class Strand:
         token_ids  p p p a a o o a
         mask       0 0 0 1 1 0 0 1
     Arrays are all of the length of `token_ids`, and read-only; where mask is false, log-probs are 0.0 and the version
-    is -1. Two strands are equal if their tokens are, to the bit.
+    is -1. Log-probs of sampled tokens are NaN if the engine cannot tell them (`Completion.logprobs`): then no batch
+    has them (`Batch.logp_sample_N`). Two strands are equal if their tokens are, to the bit.
     """
 
     token_ids: NDArray[np.int32]

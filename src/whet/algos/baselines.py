@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from whet.algos.segments import group_max, group_sum, need, sampled_R, strictly_below
+from whet.algos.segments import group_max, group_sum, need, sampled_logp_N, sampled_R, strictly_below
 from whet.algos.whitening import whiten
 from whet.batch import Batch
 
@@ -130,7 +130,7 @@ def unlikely(batch: Batch, s: Scores, penalty: float) -> Scores:
 
     rank is the number of the group's rollouts with a lower mean log-prob, as sampled; equal ones share a rank.
     """
-    mean_logp_R = batch.sum_R(batch.logp_sample_N.double()) / sampled_R(batch).clamp(min=1)
+    mean_logp_R = batch.sum_R(sampled_logp_N(batch).double()) / sampled_R(batch).clamp(min=1)
     rank_R = strictly_below(torch.where(s.takes_R, mean_logp_R, torch.inf), batch.group_R).double()
     lowered_R = s.score_R * (1 - penalty * rank_R / s.count_R.clamp(min=1))
     return compare(batch, torch.where(s.count_R > 1, lowered_R, s.score_R), s.takes_R)

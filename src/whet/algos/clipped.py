@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from whet.algos.ratios import BOUND, clip, drift, log_ratio, log_ratio_to, mean_R, ratio, sampled
-from whet.algos.segments import need, old_logp_N
+from whet.algos.segments import need, old_logp_N, sampled_logp_N
 from whet.batch import Batch, Loss, Outputs
 
 
@@ -118,7 +118,7 @@ def rollout_is(batch: Batch, out: Outputs, *, clip_low: float | None, clip_high:
 
     The engine's own log-probs are the anchor, so none are recomputed.
     """
-    ratio_N = log_ratio_to(batch.logp_sample_N, batch, out).detach().exp()
+    ratio_N = log_ratio_to(sampled_logp_N(batch), batch, out).detach().exp()
     outside_N = torch.zeros_like(batch.mask_N)
     if clip_low is not None:
         outside_N |= ratio_N <= 1 - clip_low
@@ -149,7 +149,7 @@ def dppo(
     """
     adv_N = need(batch.adv_N, "batch.adv_N")
     logp_N = need(out.logp_N, "outputs.logp_N")
-    behaviour_N = batch.logp_sample_N if dppo_anchor == "sampled" else old_logp_N(batch)
+    behaviour_N = sampled_logp_N(batch) if dppo_anchor == "sampled" else old_logp_N(batch)
     with torch.no_grad():
         rise_N = logp_N.exp() - behaviour_N.exp()
         far_N = bernoulli_kl(behaviour_N, logp_N) if dppo_divergence == "binary_kl" else rise_N.abs()

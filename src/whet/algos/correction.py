@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from whet.algos.segments import need, sampled_R
+from whet.algos.segments import need, sampled_logp_N, sampled_R
 from whet.batch import Batch
 from whet.config.schema import Correction, Reject
 from whet.types import Metrics
@@ -43,7 +43,7 @@ def correct(
     stats = _stats(weight_N[ours.mask_N], gap_M=gap_N[ours.mask_N])
     if stats and outside_N is not None:
         stats["correction/outside_frac"] = float(outside_N[ours.mask_N].double().mean())
-    return replace(batch, correction_N=weight_N.to(batch.logp_sample_N.dtype)), stats
+    return replace(batch, correction_N=weight_N.float()), stats
 
 
 def is_on(cfg: Correction) -> bool:
@@ -59,7 +59,7 @@ def kept(batch: Batch) -> Batch:
 
 def log_ratio(batch: Batch) -> Tensor:
     """[N] log pi_old - log pi_sampled, float64, bounded to +-20; 0 where the policy sampled nothing."""
-    d_N = need(batch.logp_old_N, "batch.logp_old_N").double() - batch.logp_sample_N.double()
+    d_N = need(batch.logp_old_N, "batch.logp_old_N").double() - sampled_logp_N(batch).double()
     return torch.where(batch.mask_N, d_N.clamp(-20, 20), 0.0)
 
 

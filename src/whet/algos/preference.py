@@ -136,7 +136,7 @@ def mismatched(batch: Batch) -> Batch:
         segment_N=segment_N,
         rollout_N=segment_N,
         version_N=batch.version_N[from_N],
-        logp_sample_N=batch.logp_sample_N[from_N],
+        logp_sample_N=None if batch.logp_sample_N is None else batch.logp_sample_N[from_N],
         length_S=length_S,
         prompt_S=batch.prompt_S,
         rollout_S=batch.rollout_S,

@@ -21,7 +21,12 @@ def need(x: Tensor | None, name: str) -> Tensor:
 
 def old_logp_N(batch: Batch) -> Tensor:
     """[N] log-probs of the policy before this step: the trainer's if it recomputed them, or the engine's."""
-    return batch.logp_sample_N if batch.logp_old_N is None else batch.logp_old_N
+    return sampled_logp_N(batch) if batch.logp_old_N is None else batch.logp_old_N
+
+
+def sampled_logp_N(batch: Batch) -> Tensor:
+    """[N] the engine's log-probs. WhetError if it cannot tell them."""
+    return need(batch.logp_sample_N, "batch.logp_sample_N")
 
 
 def sampled_R(batch: Batch) -> Tensor:

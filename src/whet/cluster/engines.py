@@ -10,7 +10,8 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -49,17 +50,17 @@ from whet.models.exact import self_test
 from whet.models.forward import decoder
 from whet.models.load import empty
 from whet.models.lora import attach
-from whet.rollout.engine import WeightSource
+from whet.rollout.engine import PARTS, Capabilities, Health, OnTokens, Part, WeightUpdate
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
 from whet.rollout.router import Router
 from whet.rollout.scale import wish
-from whet.sync.manifest import Manifest, Receipt
+from whet.sync.manifest import Manifest
 from whet.sync.parcels import Letter, in_store
 from whet.sync.replicas import Delivery, Inbox, Replicated, Shipped, Shipper, within_s
 from whet.track.lanes import REPLICAS, Lane, Notes, Told
 from whet.track.timeline import Timeline, clock
-from whet.types import Completion, ConfigError, Json, Sampling, WhetError
+from whet.types import Completion, ConfigError, Json, Receipt, Request, ScoreRequest, TokenLogprobs, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class Hello:
     computes: tuple[str, ...]
     """Kernels, library and processor: where these differ, so may the last bits."""
     exact: bool
+    can: Capabilities
 
 
 def guarded(spec: Spec) -> None:
@@ -151,8 +153,7 @@ class EngineActor:
             quantization=spec.quantization,
         )
         self.notes = Notes()
-        self.engine.beat, self.engine.span = self._beat, self.notes.piece
-        self.beats = 0
+        self.engine.span = self.notes.piece
         self.inbox = Inbox(
             self.engine.module,
             name=f"engine process {os.getpid()}",
@@ -160,16 +161,31 @@ class EngineActor:
             put=ray.put,
         )
 
-    def _beat(self, what: str) -> None:
-        self.beats += 1
-
     async def hello(self) -> Hello:
-        return Hello(process(os.getpid()), node_id(), computes(self.ops), self.exact)
+        return Hello(process(os.getpid()), node_id(), computes(self.ops), self.exact, self.engine.can)
 
-    async def generate(self, token_ids: list[int], sampling: Sampling) -> tuple[Completion, Told]:
+    async def generate(self, request: Request) -> tuple[Completion, Told]:
         heard_ns = clock()
-        completion = await self.engine.generate(token_ids, sampling)
+        completion = await self.engine.generate(request)
         return completion, self.notes.told(heard_ns)
+
+    async def stream(self, request: Request) -> AsyncIterator[list[int] | tuple[Completion, Told]]:
+        """The tokens as they are sampled, and what `generate` returns."""
+        heard_ns = clock()
+        given: asyncio.Queue[list[int] | None] = asyncio.Queue()
+        work = asyncio.ensure_future(self.engine.generate(request, given.put_nowait))
+        work.add_done_callback(lambda _: given.put_nowait(None))
+        try:
+            while (token_ids := await given.get()) is not None:
+                yield token_ids
+            yield await work, self.notes.told(heard_ns)
+        finally:
+            work.cancel()
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> tuple[list[TokenLogprobs], Told]:
+        heard_ns = clock()
+        found = await self.engine.score(requests)
+        return found, self.notes.told(heard_ns)
 
     async def load(self, delivery: Delivery) -> tuple[Receipt, Told]:
         """Take one version, check it tensor by tensor, sample from it from now on."""
@@ -186,14 +202,14 @@ class EngineActor:
         await self.engine.pause(finish)
 
     async def resume(self) -> None:
-        self.engine.resume()
+        await self.engine.resume()
 
-    async def place(self, device: Literal["gpu", "cpu"]) -> None:
-        await self.engine.place(device)
+    async def place(self, device: Literal["gpu", "cpu"], what: frozenset[Part]) -> None:
+        await self.engine.place(device, what)
 
     @ray.method(concurrency_group="watch")
-    async def progress(self) -> int:
-        return self.beats
+    async def health(self) -> Health:
+        return await self.engine.health()
 
     @ray.method(concurrency_group="watch")
     async def stacks(self) -> str:
@@ -248,17 +264,28 @@ class RayEngine:
         self.lane: Lane | None = None
         """What it does, on the run's timeline."""
 
-    async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
+    @property
+    def can(self) -> Capabilities:
+        return self.hello.can
+
+    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
         """See `RolloutEngine`. A request that is given up is given up there, too."""
-        completion = await self._noted("generate", token_ids, sampling)
+        if on_tokens is None:
+            completion = await self._noted("generate", request)
+        else:
+            completion = await self._streamed(request, on_tokens)
         assert isinstance(completion, Completion)
         return completion
 
-    async def load_weights(self, source: WeightSource, version: int) -> None:
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
+        return list(await self._noted("score", requests))
+
+    async def update_weights(self, update: WeightUpdate) -> Receipt:
         """See `RolloutEngine`. Raises WhetError where the replica's digest is not the one that was sent."""
-        assert isinstance(source.tensors, Shipped), "use a Shipper to send weights to replicas"
-        await source.tensors.to(self)
-        self.version = version
+        assert isinstance(update.tensors, Shipped), "use a Shipper to send weights to replicas"
+        receipt = await update.tensors.to(self)
+        self.version = update.version
+        return receipt
 
     async def deliver(self, delivery: Delivery) -> Receipt:
         """See `Replicated`."""
@@ -275,14 +302,16 @@ class RayEngine:
     async def pause(self, finish: bool) -> None:
         await self._call("pause", finish)
 
-    def resume(self) -> None:
-        self.actor.resume.remote()  # requests that come after it are served after it
+    async def resume(self) -> None:
+        await self._call("resume")
 
-    async def place(self, device: Literal["gpu", "cpu"]) -> None:
-        await self._call("place", device)
+    async def place(self, device: Literal["gpu", "cpu"], what: frozenset[Part] = PARTS) -> None:
+        await self._call("place", device, what)
 
-    async def progress(self) -> int:
-        return int(await self._call("progress"))
+    async def health(self) -> Health:
+        health = await self._call("health")
+        assert isinstance(health, Health)
+        return health
 
     async def close(self) -> None:
         """End the process, whatever it does."""
@@ -299,20 +328,41 @@ class RayEngine:
             self.lane.take(told, asked_ns)
         return answer
 
+    async def _streamed(self, request: Request, on_tokens: OnTokens) -> Completion:
+        asked_ns = clock()
+        given = self.actor.stream.options(num_returns="streaming").remote(request)
+        with _answering(lambda: ray.cancel(given)):
+            async for reference in given:
+                answer = await reference
+                if isinstance(answer, list):
+                    on_tokens(answer)
+        completion, told = answer
+        if self.lane is not None:
+            self.lane.take(told, asked_ns)
+        assert isinstance(completion, Completion)
+        return completion
+
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Raises what the method raised if that was a WhetError, else WhetError or RayError."""
         reference = getattr(self.actor, method).remote(*arguments)
-        try:
+        with _answering(lambda: ray.cancel(reference)):
             return await reference
-        except asyncio.CancelledError:
-            ray.cancel(reference)
-            raise
-        except RayTaskError as error:
-            if isinstance(error.cause, WhetError):
-                raise error.cause from None
-            raise WhetError(f"the engine process raised {error.cause!r}") from error
-        except RayActorError as error:
-            raise RuntimeError(f"the engine process has ended: {first_line(error)}") from None
+
+
+@contextmanager
+def _answering(cancel: Callable[[], object]) -> Iterator[None]:
+    """While an actor's answer is awaited: raises what its method raised if that was a WhetError, else WhetError or
+    RuntimeError. cancel: ends the method where nobody waits for it any more."""
+    try:
+        yield
+    except RayTaskError as error:
+        if isinstance(error.cause, WhetError):
+            raise error.cause from None
+        raise WhetError(f"the engine process raised {error.cause!r}") from error
+    except RayActorError as error:
+        raise RuntimeError(f"the engine process has ended: {first_line(error)}") from None
+    except BaseException:
+        cancel()
+        raise
 
 
 # ---------------------------------------------------------------- opening
@@ -433,7 +483,7 @@ async def start_replica(
     near = hello.node == node_id()
     engine.lane = Lane(timeline, f"replica {name}", of=REPLICAS, near=near, waits="wait for requests")
     log.info("%s is process %d on node %s", name, hello.process[0], hello.node[:8])
-    return Replica(name, engine, progress=engine.progress, end=end)
+    return Replica(name, engine, end=end)
 
 
 async def _up(name: str, spec: Spec, *, group: PlacementGroup, bundle: int) -> tuple[Any, Hello]:

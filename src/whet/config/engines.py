@@ -1,7 +1,8 @@
 """The rollout engines that come with whet, by name, read without importing any of them: one row adds one.
 
 An engine of yours is a class or function, named in `rollout.engine` as 'package.module:name' or 'path/to/file.py:name'.
-It is called with `EngineInputs` (whet.rollout.engine), and gives a `RolloutEngine` in the process of the trainer.
+It is called with `EngineInputs` (whet.rollout.engine), and gives a `RolloutEngine` in the process of the trainer, which
+may be the client of a server. Its `can` says what it is able to do; a run that needs more is refused at the start.
 """
 
 from __future__ import annotations

@@ -71,6 +71,7 @@ def self_test(
         response_R=torch.from_numpy(random.integers(1, max_response + 1, groups * group_size)),
     )
     batch = _sample(decoder, ops, rollouts=rollouts, random=random, temperature=temperature)
+    assert batch.logp_sample_N is not None
     sampled_A = batch.logp_sample_N[batch.mask_N]
     trained_A = torch.cat(
         [_trained(decoder, ops, batch=batch, share=share, temperature=temperature) for share in (True, False)]

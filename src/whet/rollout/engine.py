@@ -2,31 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from whet.types import Completion, Sampling
+from whet.types import Completion, Receipt, Request, Sampling, ScoreRequest, TokenLogprobs, WhetError
+
+OnTokens = Callable[[list[int]], object]
+"""Takes the tokens of one reply as they are sampled: each once, in order, and before `generate` returns. It runs on the
+engine's event loop and must return at once; what it raises is raised by `generate`."""
+
+Part = Literal["weights", "cache"]
+"""What an engine has on an accelerator."""
+PARTS: frozenset[Part] = frozenset({"weights", "cache"})
 
 
-@dataclass(frozen=True)
-class WeightSource:
-    """Where new weights come from. Exactly one of the two is set.
+@dataclass(frozen=True, kw_only=True)
+class WeightUpdate:
+    """One version of the weights, and where they come from. Exactly one of module and tensors is set.
 
     module: the trainer's own module, by reference (same process, same device): nothing is moved.
-    tensors: an iterator of (Hugging Face name, tensor), gathered one at a time.
+    tensors: an iterator of (Hugging Face name, tensor), gathered one at a time; (name, None): it stays as it is.
     """
 
+    version: int
     module: Any = None
     tensors: Iterator[tuple[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.module is None) == (self.tensors is None):
+            raise WhetError("a WeightUpdate has either a module or tensors")
+
+    def named(self) -> Iterator[tuple[str, Any]]:
+        """(name, tensor) of either, for engines elsewhere."""
+        if self.tensors is not None:
+            return self.tensors
+        return ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What an engine can do. A run that needs more is refused before it starts (`rollout.needs`)."""
+
+    logprobs: Literal["always", "unfiltered", "never"]
+    """`Completion.logprobs`: for every request; only where temperature is all there is to its sampling, as of servers
+    that tell only the log-probs of the filtered distribution; or never."""
+    stop_texts: bool
+    """`Sampling.stop`."""
+    penalties: bool
+    """`Sampling.repetition_penalty`."""
+    images: bool
+    in_flight_updates: bool
+    """`pause(finish=False)` keeps requests, and they go on with the new weights."""
+    reproducible: Literal["everywhere", "server", "no"]
+    """Equal request, equal weights, equal tokens: on every machine and in any batch; only on the same server; or never
+    promised."""
+
+    def tells_logprobs(self, sampling: Sampling) -> bool:
+        """Whether completions that are sampled so have log-probs."""
+        filtered = any(
+            getattr(sampling, name) != getattr(PLAIN, name)
+            for name in ("repetition_penalty", "top_k", "top_p", "min_p", "min_tokens")
+        )
+        return self.logprobs == "always" or (self.logprobs == "unfiltered" and not filtered)
+
+
+PLAIN = Sampling()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """What a router and a person look at. The counts only grow: an engine that has work and whose counts stay hangs."""
+
+    since: float
+    """When it began to serve: seconds since the epoch."""
+    requests: int
+    """Requests that have ended, scores included."""
+    tokens: int
+    """Tokens computed so far: read, sampled or scored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInputs:
     """What an engine in the process of the trainer is made of.
 
-    model: the policy, a transformers module; the engine samples from it by reference until `load_weights`.
+    model: the policy, a transformers module; the engine samples from it by reference until `update_weights`.
     ops: the kernels of the run. end_token_ids: end a reply. decode: tokens to text without special tokens, for stop
     strings. max_context: longest rollout, prompt included, in tokens. max_num_seqs, cache_mb, quantization:
     rollout.max_num_seqs, machine.kv_cache_mb, rollout.quantization. beat: to be called while requests make progress,
@@ -47,27 +109,68 @@ class EngineInputs:
 
 
 class RolloutEngine(Protocol):
-    version: int
+    @property
+    def version(self) -> int:
+        """Of the weights that are sampled from."""
 
-    async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
-        """Sample one completion of `token_ids`. Many calls run at once; equal prompts share their prefill."""
+    @property
+    def can(self) -> Capabilities: ...
 
-    async def load_weights(self, source: WeightSource, version: int) -> None:
-        """When this returns, every newly sampled token carries `version`."""
+    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
+        """Sample one reply. Many calls run at once; equal prompts share their prefill. Cancelling the call aborts the
+        request. Raises RequestError for a request that can never be served, WhetError after `close`."""
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
+        """Log-probs of given tokens, in the order of the requests. Raises as `generate` does."""
+
+    async def update_weights(self, update: WeightUpdate) -> Receipt:
+        """When this returns, every newly sampled token carries the update's version, and the engine is not paused.
+
+        Raises WhetError if the weights do not fit. The version then stays; where the engine may hold a mix of both, it
+        refuses requests until a full version has been taken.
+        """
 
     async def pause(self, finish: bool) -> None:
-        """Stop sampling: after the requests in flight have finished, or at once, keeping them for `load_weights`."""
+        """Stop sampling: after the requests in flight have finished, or at once, keeping them for `update_weights` or
+        `resume`. New requests wait."""
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """Continue after `pause` without new weights."""
 
-    async def place(self, device: Literal["gpu", "cpu"]) -> None:
-        """Give the accelerator's memory back ('cpu') or take it again ('gpu')."""
+    async def place(self, device: Literal["gpu", "cpu"], what: frozenset[Part] = PARTS) -> None:
+        """Give the accelerator's memory of these parts back ('cpu') or take it again ('gpu'). Requests wait until all
+        parts are there."""
 
-    async def close(self) -> None: ...
+    async def health(self) -> Health:
+        """Answered whatever the engine does, as long as its process lives."""
+
+    async def close(self) -> None:
+        """Requests in flight fail with WhetError; later ones are refused."""
+
+
+_FORMERLY = {"update_weights": "load_weights"}
+"""Methods that an engine for an earlier version of whet has under another name."""
 
 
 def missing(engine: object) -> list[str]:
     """What an object lacks to be a `RolloutEngine`."""
-    parts = (*RolloutEngine.__annotations__, *vars(RolloutEngine))
-    return [part for part in parts if not part.startswith("_") and not hasattr(engine, part)]
+    parts = [part for part in vars(RolloutEngine) if not part.startswith("_")]
+    lacks = [part for part in parts if not hasattr(engine, part)]
+    told = [
+        f"{part} (formerly {old})" if (old := _FORMERLY.get(part)) and hasattr(engine, old) else part
+        for part in lacks
+    ]
+    if "generate" not in lacks and not _takes(engine.generate, "request", "on_tokens"):  # type: ignore[attr-defined]
+        told.append("generate(request: whet.types.Request, on_tokens=None)")
+    return told
+
+
+def _takes(method: Callable[..., object], *given: str) -> bool:
+    """Whether it can be called with so many positional arguments, the last of which is optional."""
+    try:
+        signature = inspect.signature(method)
+        signature.bind(*given)
+        signature.bind(*given[:-1])
+    except TypeError:
+        return False
+    return True

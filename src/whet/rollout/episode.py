@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
+from uuid import uuid4
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from whet.types import (
     FinishReason,
     Group,
     Message,
+    Request,
     Rollout,
     Sampling,
     Task,
@@ -118,6 +121,8 @@ class Episode:
     replies: list[list[int]] = field(default_factory=list)
     """The sampled tokens of each turn, without end tokens."""
     turns: list[Turn] = field(default_factory=list)
+    session: str = field(default_factory=lambda: uuid4().hex)
+    """Of its requests."""
     reward: float | None = None
     """Sum of what the environment gave."""
 
@@ -133,8 +138,9 @@ class Episode:
         """Tokens that it did."""
         self.token_ids += completion.token_ids
         self.mask += [1] * len(completion.token_ids)
-        self.logprobs += completion.logprobs
-        self.sample_logprobs += completion.sample_logprobs
+        unknown = [math.nan] * len(completion.token_ids)
+        self.logprobs += unknown if completion.logprobs is None else completion.logprobs
+        self.sample_logprobs += unknown if completion.sample_logprobs is None else completion.sample_logprobs
         self.versions += completion.versions
         self.replies.append(reply)
         end = len(self.token_ids)
@@ -282,9 +288,25 @@ async def _reply(episode: Episode, play: Play) -> FinishReason:
     """One turn of the policy."""
     left = _left(episode, play)
     sampling = replace(episode.sampling, max_tokens=left, min_tokens=min(episode.sampling.min_tokens, left))
-    completion = await play.engine.generate(list(episode.token_ids), sampling)
+    request = Request(
+        id=uuid4().hex, session=episode.session, prompt=tuple(episode.token_ids), sampling=sampling
+    )
+    completion = await play.engine.generate(request)
+    _check_logprobs(completion, promised=play.engine.can.tells_logprobs(sampling))
     ends = ends_of(sampling, play.end_token_ids)
     tokens = completion.token_ids
     ended = completion.finish_reason == "stop" and bool(tokens) and tokens[-1] in ends
     episode.said(completion, tokens[:-1] if ended else tokens)
     return completion.finish_reason
+
+
+def _check_logprobs(completion: Completion, *, promised: bool) -> None:
+    """Raises WhetError where the engine left out or could not compute what it promises to tell."""
+    logprobs = completion.logprobs
+    if logprobs is None and not promised:
+        return
+    if logprobs is None or np.isnan(logprobs).any():
+        told = "no log-probs" if logprobs is None else "NaN as a log-prob"
+        raise WhetError(
+            f"the rollout engine gave {told} of sampled tokens; its weights or its `can` are wrong"
+        )

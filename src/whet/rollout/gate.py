@@ -1,9 +1,9 @@
-"""`pause` and `load_weights` for an engine that serves each request by itself."""
+"""`pause` and `update_weights` for an engine that serves each request by itself."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from whet.types import WhetError
@@ -30,18 +30,45 @@ class Door:
             await self.opened.wait()
 
 
-class Gate:
-    """Requests come in through `passing` and ask `step` before each piece of work."""
+class News:
+    """Wakes those who wait for something to become true."""
 
     def __init__(self) -> None:
+        self.waiting: set[asyncio.Future[None]] = set()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Looks now and after each `tell`. What `holds` raises is raised."""
+        while not holds():
+            told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.waiting.add(told)
+            try:
+                await told
+            finally:
+                self.waiting.discard(told)
+
+    def tell(self) -> None:
+        for told in self.waiting:
+            if not told.done():
+                told.set_result(None)
+
+
+class Gate:
+    """Requests come in through `passing` and ask `step` before each piece of work. version: of the weights."""
+
+    def __init__(self, version: Callable[[], int]) -> None:
         self.entry, self.work = Door(), Door()
         self.inside: set[asyncio.Future[None]] = set()
         self.closed: str | None = None
         """Why nobody is served."""
+        self.version = version
+        self.news = News()
+        """There is another version, or none will come."""
 
     @asynccontextmanager
-    async def passing(self) -> AsyncIterator[None]:
-        """One request, from its start to its end."""
+    async def passing(self, least_version: int | None = None) -> AsyncIterator[None]:
+        """One request, from its start to its end. It begins once the weights are at least of this version."""
+        if least_version is not None:
+            await self.news.until(lambda: self._reached(least_version))
         await self.entry.wait()
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.inside.add(ended)
@@ -59,6 +86,11 @@ class Gate:
         if self.closed is not None:
             raise WhetError(self.closed)
 
+    def _reached(self, least: int) -> bool:
+        if self.closed is not None:
+            raise WhetError(self.closed)
+        return self.version() >= least
+
     async def pause(self, finish: bool) -> None:
         """Let nobody in; wait for those who are inside (`finish`), or stop them where they are."""
         self.entry.shut()
@@ -71,6 +103,12 @@ class Gate:
     def resume(self) -> None:
         self.work.open()
         self.entry.open()
+        self.news.tell()
+
+    def updated(self) -> None:
+        """There are new weights: go on with them."""
+        self.closed = None
+        self.resume()
 
     def close(self, reason: str) -> None:
         """Everyone inside, waiting or yet to come fails with this."""

@@ -7,7 +7,8 @@ of the same probability) and log-probs within 1e-5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,13 +18,23 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from whet.guard import pulse
-from whet.rollout.engine import EngineInputs, WeightSource
+from whet.rollout.engine import PARTS, Capabilities, EngineInputs, Health, OnTokens, Part, WeightUpdate
 from whet.rollout.gate import Gate
 from whet.rollout.native import sampler
-from whet.rollout.requests import Decode, StopText, check, ends_of
+from whet.rollout.native.scoring import as_pairs
+from whet.rollout.requests import Decode, StopText, check, check_score, ends_of
 from whet.rollout.weights import copy_weights
 from whet.seeds import uniforms
-from whet.types import Completion, Sampling, WhetError
+from whet.types import (
+    Completion,
+    Receipt,
+    Request,
+    Sampling,
+    ScoreRequest,
+    TokenLogprobs,
+    WhetError,
+    spans_of,
+)
 
 
 @dataclass(eq=False)
@@ -40,6 +51,7 @@ class Reply:
     cache: DynamicCache | None = None
     cache_load: int = -1
     """Number of the weights the cache was computed with."""
+    on_tokens: OnTokens | None = None
 
 
 class HfEngine:
@@ -57,60 +69,88 @@ class HfEngine:
         self.module, self.version, self.decode, self.max_context = module, version, decode, max_context
         self.end_token_ids = frozenset(end_token_ids)
         self.loads = 0
-        self.gate = Gate()
+        self.gate = Gate(lambda: self.version)
+        self.since, self.requests, self.tokens = time.time(), 0, 0
         self.span: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
         """Around the forward of every token."""
 
     # -- the seam
 
-    async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
-        """See `RolloutEngine`. Raises WhetError for a request that can never be served, and after `close`."""
-        vocab = self.module.get_output_embeddings().out_features
-        decodes = self.decode is not None
-        check(token_ids, sampling, vocab=vocab, max_context=self.max_context, decodes=decodes)
-        uniform_T = torch.from_numpy(uniforms(sampling.key, len(token_ids), sampling.max_tokens))
-        reply = Reply(list(token_ids), sampling, uniform_T)
-        async with self.gate.passing():
+    @property
+    def can(self) -> Capabilities:
+        return Capabilities(
+            logprobs="always",
+            stop_texts=self.decode is not None,
+            penalties=True,
+            images=False,
+            in_flight_updates=True,
+            reproducible="everywhere",
+        )
+
+    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
+        """See `RolloutEngine`."""
+        check(request, vocab=self._vocab, max_context=self.max_context, decodes=self.decode is not None)
+        sampling, prompt = request.sampling, list(request.prompt)
+        uniform_T = torch.from_numpy(uniforms(sampling.key, len(prompt), sampling.max_tokens))
+        reply = Reply(prompt, sampling, uniform_T, on_tokens=on_tokens)
+        async with self.gate.passing(request.least_version):
             stopped = await self._sample(reply)
+        self.requests += 1
         return Completion(
             token_ids=reply.token_ids,
             logprobs=reply.logprobs,
             sample_logprobs=reply.sample_logprobs,
-            versions=reply.versions,
+            spans=spans_of(reply.versions),
             finish_reason="stop" if stopped else "length",
         )
 
-    async def load_weights(self, source: WeightSource, version: int) -> None:
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
+        """See `RolloutEngine`."""
+        for request in requests:
+            check_score(request, vocab=self._vocab, max_context=self.max_context)
+        scored = []
+        async with self.gate.passing():
+            for request in requests:
+                await self.gate.step()
+                scored.append(self._scored(request))
+        self.requests += len(scored)
+        return scored
+
+    async def update_weights(self, update: WeightUpdate) -> Receipt:
         """See `RolloutEngine`; a request in flight keeps its tokens and goes on under the new weights."""
-        if (source.module is None) == (source.tensors is None):
-            raise WhetError("a WeightSource has either a module or tensors")
         self.loads += 1
-        if source.module is not None:
-            self.module = source.module
+        if update.module is not None:
+            self.module = update.module
         else:
-            self._copy(source)
-        self.version = version
-        self.gate.closed = None
-        self.gate.resume()
+            self._copy(update)
+        self.version = update.version
+        self.gate.updated()
+        return Receipt("the engine", update.version)
 
     async def pause(self, finish: bool) -> None:
         await self.gate.pause(finish)
 
-    def resume(self) -> None:
-        """Go on without new weights."""
+    async def resume(self) -> None:
         self.gate.resume()
 
-    async def place(self, device: Literal["gpu", "cpu"]) -> None:
+    async def place(self, device: Literal["gpu", "cpu"], what: frozenset[Part] = PARTS) -> None:
         """Nothing to give back: the module is the trainer's, a cache lives as long as its request."""
+
+    async def health(self) -> Health:
+        return Health(since=self.since, requests=self.requests, tokens=self.tokens)
 
     async def close(self) -> None:
         self.gate.close("the rollout engine was closed")
 
     # -- inside
 
-    def _copy(self, source: WeightSource) -> None:
+    @property
+    def _vocab(self) -> int:
+        return int(self.module.get_output_embeddings().out_features)
+
+    def _copy(self, update: WeightUpdate) -> None:
         try:
-            copy_weights(self.module, source.tensors or ())
+            copy_weights(self.module, update.named())
         except WhetError as error:
             self.gate.close(f"the engine's weights are incomplete: {error}")
             raise
@@ -125,6 +165,8 @@ class HfEngine:
             with self.span("decode"):
                 token = self._next(reply, ends)
             pulse.beat("decoding")
+            if reply.on_tokens is not None:
+                reply.on_tokens([token])
             if token in ends or (text is not None and text.push(token)):
                 return True
         return False
@@ -157,6 +199,7 @@ class HfEngine:
             feed = tokens
         else:
             feed = tokens[-1:]
+        self.tokens += len(feed)
         ids = torch.tensor([feed], device=self.module.device)
         with as_reference(self.module):
             out = self.module(input_ids=ids, past_key_values=reply.cache, use_cache=True)
@@ -166,6 +209,17 @@ class HfEngine:
                 "the model's logits are not finite; the policy's weights have most likely diverged"
             )
         return logits_1V
+
+    @torch.no_grad()
+    def _scored(self, request: ScoreRequest) -> TokenLogprobs:
+        ids_1T = torch.tensor([request.token_ids], device=self.module.device)
+        with as_reference(self.module), self.span("score"):
+            logits_TV = self.module(input_ids=ids_1T, use_cache=False).logits[0].float()
+        logp_AV = (logits_TV[request.start - 1 : -1] / request.temperature).log_softmax(-1)
+        logp_A = logp_AV.gather(1, ids_1T[0, request.start :, None])[:, 0]
+        self.tokens += len(request.token_ids)
+        top = as_pairs(*logp_AV.topk(request.top_k)) if request.top_k else []
+        return TokenLogprobs(version=self.version, logprobs=logp_A.tolist(), top=top)
 
 
 @contextmanager

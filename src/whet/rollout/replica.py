@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from whet.rollout.engine import RolloutEngine
 from whet.types import Completion, WhetError
@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 State = Literal["joining", "serving", "leaving", "gone"]
 """joining: gets its weights; leaving: ends what it has been asked; gone: dropped or closed, never asked again."""
 
-Work = asyncio.Task[Completion]
+Work = asyncio.Task[Any]
+"""A call of `generate` or `score`."""
 
 
 @dataclass(eq=False)
@@ -27,9 +28,6 @@ class Replica:
     name: str
     """Its place among the replicas: one that takes the place of a dropped one has the same name."""
     engine: RolloutEngine
-    progress: Callable[[], Awaitable[int]] | None = None
-    """A number that grows as long as the engine gets on with its requests. It is answered whatever the engine does, as
-    long as its process lives. None: finished requests are counted, and nobody can be asked."""
     end: Callable[[], Awaitable[None]] | None = None
     """End it at once, whatever state it is in. None: `close` the engine."""
 
@@ -38,11 +36,10 @@ class Replica:
     """Of two equally loaded replicas, the one with the smaller number is asked."""
     asked: dict[Work, asyncio.Future[Work | None]] = field(default_factory=dict)
     """Requests in flight, each with the future that its caller waits for; None there: ask again elsewhere."""
-    finished: int = 0
-    seen: int = -1
-    """The last number that `progress` gave."""
+    seen: tuple[int, int] = (-1, -1)
+    """Requests and tokens of its health when it was last asked."""
     since: float = field(default_factory=time.monotonic)
-    """When that number was new, or when its work began."""
+    """When these were new, or when its work began."""
     changed: Callable[[Replica], object] = lambda replica: None
     """Called when its load has changed."""
 
@@ -50,12 +47,12 @@ class Replica:
     def load(self) -> int:
         return len(self.asked)
 
-    def ask(self, token_ids: list[int], sampling: object) -> asyncio.Future[Work | None]:
-        """Begin one request. The result of the future is its ended task, or None once the replica is gone."""
+    def ask(self, call: Coroutine[Any, Any, Any]) -> asyncio.Future[Work | None]:
+        """Begin a call of its engine. The result of the future is its ended task, or None once the replica is gone."""
         if not self.asked:
             self.rest()
         answer: asyncio.Future[Work | None] = asyncio.get_running_loop().create_future()
-        work: Work = asyncio.ensure_future(self.engine.generate(token_ids, sampling))  # type: ignore[arg-type]
+        work: Work = asyncio.ensure_future(call)
         self.asked[work] = answer
         self.changed(self)
         work.add_done_callback(self._ended)
@@ -66,7 +63,6 @@ class Replica:
 
     def _ended(self, work: Work) -> None:
         answer = self.asked.pop(work, None)
-        self.finished += 1
         self.changed(self)
         if not work.cancelled():
             work.exception()  # it is looked at by whoever waits, if anyone still does
@@ -93,29 +89,38 @@ class Replica:
         self.since = time.monotonic()
 
     async def answers(self, *, timeout_s: float) -> bool:
-        """Whether its process gives a sign of life in time. What `progress` raises is raised."""
-        if self.progress is None:
-            return True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.progress()
-        except TimeoutError:
-            return False
-        return True
+        """Whether its engine tells its health in time. What `health` raises is raised."""
+        return await self._health(timeout_s) is not None
 
     async def quiet_s(self, *, timeout_s: float) -> float:
-        """Seconds since it last got on. `progress` has so long to answer; what it raises is raised."""
-        number = self.finished
-        if self.progress is not None:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    number = await self.progress()
-            except TimeoutError:
-                number = self.seen
-        if number != self.seen:
-            self.seen = number
+        """Seconds since it last got on. `health` has so long to answer; what it raises is raised."""
+        counts = await self._health(timeout_s)
+        if counts is not None and counts != self.seen:
+            self.seen = counts
             self.rest()
         return time.monotonic() - self.since
+
+    async def _health(self, timeout_s: float) -> tuple[int, int] | None:
+        """Requests and tokens so far. None: no answer in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                health = await self.engine.health()
+        except TimeoutError:
+            return None
+        return health.requests, health.tokens
+
+
+def wrong(done: Completion, *, since: int, latest: int) -> str | None:
+    """Why a completion cannot be taken from an engine whose version was `since` to `latest` meanwhile, if so."""
+    versions, n = {span.version for span in done.spans}, len(done.token_ids)
+    if versions and not since <= min(versions) <= max(versions) <= latest:
+        return f"its tokens have versions {sorted(versions)}, expected {since} to {latest}"
+    ends = [0, *(span.end for span in done.spans)]
+    if [span.start for span in done.spans] != ends[:-1] or ends[-1] != n:
+        return f"its versions are of the tokens {[(s.start, s.end) for s in done.spans]}, it sampled {n}"
+    if any(values is not None and len(values) != n for values in (done.logprobs, done.sample_logprobs)):
+        return "its tokens and log-probs differ in number"
+    return None
 
 
 def trace(name: str, error: BaseException | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from whet.types import Sampling, WhetError
+from whet.types import Request, Sampling, ScoreRequest, WhetError
 
 Decode = Callable[[list[int]], str]
 """Tokens to text."""
@@ -16,18 +16,17 @@ class RequestError(WhetError):
     """A request that no engine of this kind can ever serve: an error of the caller, not of the engine."""
 
 
-def check(
-    token_ids: Sequence[int], sampling: Sampling, *, vocab: int, max_context: int, decodes: bool
-) -> None:
+def check(request: Request, *, vocab: int, max_context: int, decodes: bool) -> None:
     """Raise RequestError if the request cannot be served, whatever else is running."""
-    s = sampling
+    token_ids, s = request.prompt, request.sampling
+    if request.adapter is not None:
+        raise RequestError(
+            f"the request names the adapter {request.adapter!r}, but this engine serves the policy alone; leave "
+            "Request.adapter at None"
+        )
     if not token_ids:
         raise RequestError("the prompt is empty; an engine needs at least one token to continue from")
-    if not 0 <= min(token_ids) <= max(token_ids) < vocab:
-        raise RequestError(
-            f"the prompt has token ids {min(token_ids)} to {max(token_ids)}, the model's vocabulary is 0 to "
-            f"{vocab - 1}; the tokenizer belongs to another model"
-        )
+    _check_tokens(token_ids, vocab)
     if not 0 <= s.min_tokens <= s.max_tokens or s.max_tokens < 1:
         raise RequestError(
             f"min_tokens={s.min_tokens}, max_tokens={s.max_tokens}: expected 0 <= min <= max, 1 <= max"
@@ -47,11 +46,57 @@ def check(
         )
 
 
+def check_score(request: ScoreRequest, *, vocab: int, max_context: int) -> None:
+    """Raise RequestError if these tokens cannot be scored."""
+    count = len(request.token_ids)
+    if not 1 <= request.start < count:
+        raise RequestError(
+            f"tokens are to be scored from index {request.start} of {count}; expected at least 1 and below {count}"
+        )
+    _check_tokens(request.token_ids, vocab)
+    if count > max_context:
+        raise RequestError(f"{count} tokens are to be scored, the engine's limit is {max_context}")
+    if not request.temperature > 0 or not 0 <= request.top_k <= vocab:
+        raise RequestError(
+            f"a score with temperature={request.temperature}, top_k={request.top_k}: expected a temperature above 0 "
+            f"and 0 to {vocab} tokens"
+        )
+
+
+def _check_tokens(token_ids: Sequence[int], vocab: int) -> None:
+    if not 0 <= min(token_ids) <= max(token_ids) < vocab:
+        raise RequestError(
+            f"the prompt has token ids {min(token_ids)} to {max(token_ids)}, the model's vocabulary is 0 to "
+            f"{vocab - 1}; the tokenizer belongs to another model"
+        )
+
+
 def ends_of(sampling: Sampling, end_token_ids: Collection[int]) -> frozenset[int]:
     """The tokens that end this request."""
     return (
         frozenset() if sampling.ignore_eos else frozenset(end_token_ids) | frozenset(sampling.stop_token_ids)
     )
+
+
+@dataclass(eq=False)
+class Stream:
+    """Gives the tokens of one reply to its consumer, each once, however often its sampling is interrupted."""
+
+    on_tokens: Callable[[list[int]], object]
+    count: int = 0
+    """Tokens that were given."""
+
+    def upto(self, token_ids: Sequence[int]) -> None:
+        """Give what is new in the reply so far."""
+        if new := list(token_ids[self.count :]):
+            self.count += len(new)
+            self.on_tokens(new)
+
+    def next(self, count: int, token: int) -> None:
+        """The reply so far has `count` tokens, this one is the last."""
+        if count > self.count:
+            self.count = count
+            self.on_tokens([token])
 
 
 @dataclass(eq=False)

@@ -8,21 +8,22 @@ and chooses for speed: the least loaded one, but equal prompts go to the same re
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from dataclasses import dataclass
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from itertools import count, islice
 from typing import Any, Literal
 
 from whet.guard.watch import wait
-from whet.rollout.engine import WeightSource
+from whet.rollout.balance import Balance, Handed
+from whet.rollout.engine import PARTS, Capabilities, Health, OnTokens, Part, WeightUpdate
 from whet.rollout.gate import Gate
-from whet.rollout.replica import Replica, Work, trace
+from whet.rollout.replica import Replica, Work, trace, wrong
 from whet.rollout.requests import RequestError
-from whet.rollout.scale import Wish
-from whet.types import Completion, Sampling, WhetError
+from whet.rollout.scale import Wish, number_of
+from whet.rollout.weights import Shipment, by_copy
+from whet.types import Completion, Receipt, Request, ScoreRequest, TokenLogprobs, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -32,26 +33,6 @@ LOOKS = 4
 """At whether a replica lives, in the time that it may be quiet."""
 LOOK_S = 1.0
 """Between two looks at how many replicas are asked for."""
-
-Shipment = Callable[[], WeightSource]
-"""One version's weights, to be given to as many replicas as there are, now and later."""
-
-
-def by_copy(source: WeightSource, version: int) -> Shipment:
-    """A module by reference; tensors are kept, as they can be gone through only once."""
-    del version
-    if source.tensors is None:
-        return lambda: source
-    kept = [(name, tensor.clone()) for name, tensor in source.tensors]
-    return lambda: WeightSource(tensors=iter(kept))
-
-
-@dataclass
-class Home:
-    """Where a prompt is being served, and how many requests with it are in flight."""
-
-    replica: Replica
-    count: int = 0
 
 
 class Router:
@@ -72,7 +53,7 @@ class Router:
         *,
         restart: Callable[[str], Awaitable[Replica]] | None = None,
         restarts: int = 0,
-        ship: Callable[[WeightSource, int], Shipment] = by_copy,
+        ship: Callable[[WeightUpdate], Shipment] = by_copy,
         rows: int = 256,
         health_timeout_s: float = 60.0,
         load_s: float = 600.0,
@@ -82,7 +63,7 @@ class Router:
         wish: Callable[[], Wish | None] | None = None,
     ) -> None:
         self.version, self.exact = version, exact
-        self.restart, self.restarts, self.ship, self.rows = restart, restarts, ship, rows
+        self.restart, self.restarts, self.ship = restart, restarts, ship
         self.health_timeout_s, self.load_s, self.start_timeout_s = health_timeout_s, load_s, start_timeout_s
         self.replicas: dict[str, Replica] = {}
         """Those that serve, by name."""
@@ -95,16 +76,17 @@ class Router:
         """The version of `shipment`; `version` follows once the replicas have it."""
         self.beat: Callable[[str], object] = lambda what: None
         """Called when a replica gets on."""
-        self._gate = Gate()
+        self._gate = Gate(lambda: self.version)
+        self._balance = Balance(rows, self._usable)
+        self._can: Capabilities | None = None
+        """Of every replica; None before there was one."""
+        self._proof = ""
+        """Of the version `target`, as the first replica that has one gave it."""
         self._kept = False
         """Requests were stopped where they are."""
-        self._placed = True
-        self._least: list[tuple[int, int]] = []
-        """Heap of (load, order); an entry whose load is no longer true is passed over."""
-        self._ordered: dict[int, Replica] = {}
-        """Those that serve, by order."""
-        self._homes: dict[tuple[int, ...], Home] = {}
-        self._orders = 0
+        self._unplaced: frozenset[Part] = frozenset()
+        """What is not on the accelerators."""
+        self._since, self._requests, self._tokens = time.time(), 0, 0
         self._coming: dict[str, asyncio.Task[None]] = {}
         """Replicas that are being made, by name."""
         self._leaving: dict[str, Replica] = {}
@@ -128,27 +110,54 @@ class Router:
 
     # -- the seam
 
-    async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
-        """See `RolloutEngine`. Raises RequestError for a request that can never be served, WhetError when no replica is
-        left and none is starting."""
-        prompt = tuple(token_ids)
+    @property
+    def can(self) -> Capabilities:
+        """What every replica can. Raises WhetError before there is one."""
+        if self._can is None:
+            raise WhetError("no engine replica has started yet, so it is not known what they can do")
+        return self._can
+
+    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
+        """See `RolloutEngine`. Raises WhetError when no replica is left and none is starting, or if a reply of which
+        tokens were given on is lost and its tokens cannot be sampled again."""
+        handed = None if on_tokens is None else Handed(request, on_tokens)
+        async with self._gate.passing(request.least_version):
+            try:
+                while True:
+                    replica = self._balance.choose(request)
+                    if replica is None:
+                        await self._arrival()
+                    elif completion := await self._ask(replica, request, handed):
+                        return completion
+                    await self._gate.step()
+            finally:
+                if handed is not None:
+                    handed.end()
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
+        """See `RolloutEngine`. By the replica that has the least to do."""
         async with self._gate.passing():
             while True:
-                replica = self._choose(prompt)
+                replica = self._balance.lightest()
                 if replica is None:
                     await self._arrival()
-                elif completion := await self._ask(replica, prompt, sampling):
-                    return completion
+                else:
+                    found = await self._result(replica, replica.engine.score(requests))
+                    if found is not None and len(found) == len(requests):
+                        self._count(len(found), sum(len(r.token_ids) for r in requests))
+                        return list(found)
+                    if found is not None:
+                        self.drop(replica, f"it scored {len(found)} of {len(requests)} requests")
                 await self._gate.step()
 
-    async def load_weights(self, source: WeightSource, version: int) -> None:
+    async def update_weights(self, update: WeightUpdate) -> Receipt:
         """A replica that fails or takes too long is dropped. When all replicas fail with the same error, the weights
         are at fault and WhetError is raised. Requests in flight continue with the new weights."""
         if self._wish is not None and self._listener is None:
             self._listener = asyncio.get_running_loop().create_task(self._listen(self._wish))
-        shipment = self.ship(source, version)
+        shipment, version = self.ship(update), update.version
         await self._gate.pause(False)  # nobody is asked while some have the new weights and others do not
-        self.shipment, self.target = shipment, version
+        self.shipment, self.target, self._proof = shipment, version, ""
         try:
             await self._load_all(shipment, version)
             while not self.replicas:
@@ -158,6 +167,7 @@ class Router:
         finally:
             self._rest()
             self._gate.resume()
+        return Receipt(OWNER, version, self._proof)
 
     async def pause(self, finish: bool) -> None:
         """See `RolloutEngine`. While requests finish, those of a replica that is lost finish elsewhere."""
@@ -170,25 +180,29 @@ class Router:
         stopped = self._each("pause", lambda r: r.engine.pause(finish), timeout_s=limit_s)
         await asyncio.gather(self._gate.pause(finish), stopped)
 
-    def resume(self) -> None:
-        """Resume without new weights."""
-        for replica in self.replicas.values():
-            replica.engine.resume()  # type: ignore[attr-defined]  # of every engine in this package
+    async def resume(self) -> None:
+        """See `RolloutEngine`."""
+        await self._each("resume", lambda r: r.engine.resume(), timeout_s=self.health_timeout_s)
         self._kept = False
         self._rest()
         self._gate.resume()
 
-    async def place(self, device: Literal["gpu", "cpu"]) -> None:
+    async def place(self, device: Literal["gpu", "cpu"], what: frozenset[Part] = PARTS) -> None:
         """See `RolloutEngine`."""
-        self._placed = device == "gpu"
-        await self._each(f"move to the {device}", lambda r: r.engine.place(device), timeout_s=self.load_s)
+        self._unplaced = self._unplaced - what if device == "gpu" else self._unplaced | what
+        await self._each(f"move to {device}", lambda r: r.engine.place(device, what), timeout_s=self.load_s)
         self._rest()
+
+    async def health(self) -> Health:
+        """What the replicas did together, those that are gone included."""
+        return Health(since=self._since, requests=self._requests, tokens=self._tokens)
 
     async def close(self) -> None:
         """Requests in flight fail; later ones are refused. Every replica is ended."""
         reason = "the rollout engine was closed"
         replicas = [*self.replicas.values(), *self._leaving.values()]
-        self.replicas, self._ordered, self._leaving = {}, {}, {}
+        self.replicas, self._leaving = {}, {}
+        self._balance.ordered = {}
         self._gate.close(reason)
         self._news.set()
         for replica in replicas:
@@ -212,7 +226,7 @@ class Router:
             while self.shipment is not loaded:
                 assert self.shipment is not None
                 loaded, version = self.shipment, self.target
-                loading = replica.engine.load_weights(loaded(), version)
+                loading = self._load(replica, loaded, version)
                 await self._done(replica, loading, f"load version {version}", timeout_s=self.load_s)
             if replica.engine.version != self.target:
                 raise WhetError(f"it is at version {replica.engine.version}, expected {self.target}")
@@ -280,89 +294,68 @@ class Router:
 
     # -- asking
 
-    async def _ask(self, replica: Replica, prompt: tuple[int, ...], sampling: Sampling) -> Completion | None:
+    async def _ask(self, replica: Replica, request: Request, handed: Handed | None) -> Completion | None:
         """The completion, or None: the replica is lost, ask again."""
-        version, home = self.version, self._homes.setdefault(prompt, Home(replica))
-        home.replica = replica
-        home.count += 1
-        answer = replica.ask(list(prompt), sampling)
-        self._wake()
-        try:
-            work = await answer
-        finally:
-            home.count -= 1
-            if not home.count:
-                self._homes.pop(prompt, None)
-        return None if work is None else self._judge(replica, work, since=version)
+        version = self.version
+        with self._balance.serving(request.prompt, replica):
+            on_tokens = None if handed is None else handed.begin(replica)
+            done = await self._result(replica, replica.engine.generate(request, on_tokens), handed)
+        if done is None:
+            return None
+        if why := wrong(done, since=version, latest=max(self.version, self.target)):
+            self.drop(replica, why)
+            return None
+        self._count(1, len(request.prompt) + len(done.token_ids))
+        assert isinstance(done, Completion)
+        return done
 
-    def _judge(self, replica: Replica, work: Work, *, since: int) -> Completion | None:
-        """What the replica said; None, and the replica dropped, if that cannot be taken."""
+    async def _result(
+        self, replica: Replica, call: Coroutine[Any, Any, Any], handed: Handed | None = None
+    ) -> Any | None:
+        """What the call returned; None, and the replica dropped, if it is lost or the call failed by its fault."""
+        answer = replica.ask(call)
+        self._wake()
+        work: Work | None = await answer
+        if handed is not None and handed.error is not None:
+            raise handed.error
+        if work is None:
+            return None
         error = asyncio.CancelledError() if work.cancelled() else work.exception()
         if isinstance(error, RequestError):
             raise error
         if error is not None:
             self.drop(replica, f"it raised {type(error).__name__}: {error}", error)
             return None
-        done = work.result()
-        versions, n = set(done.versions), len(done.token_ids)
-        latest = max(self.version, self.target)
-        if versions and not since <= min(versions) <= max(versions) <= latest:
-            self.drop(replica, f"its tokens have versions {sorted(versions)}, expected {since} to {latest}")
-            return None
-        if not n == len(done.versions) == len(done.logprobs) == len(done.sample_logprobs):
-            self.drop(replica, "its tokens, log-probs and versions differ in number")
-            return None
-        return done
+        return work.result()
 
-    def _choose(self, prompt: tuple[int, ...]) -> Replica | None:
-        """The one that serves this prompt already, unless its rows are taken; else the least loaded."""
-        least = self._lightest()
-        home = self._homes.get(prompt)
-        if home is None or home.replica.state != "serving" or least is None:
-            return least
-        return home.replica if home.replica.load < self.rows or home.replica.load <= least.load else least
+    def _count(self, requests: int, tokens: int) -> None:
+        self._requests, self._tokens = self._requests + requests, self._tokens + tokens
 
-    def _lightest(self) -> Replica | None:
-        while self._ordered:
-            if not self._least:
-                self._least = self._loads()
-            load, order = self._least[0]
-            replica = self._ordered.get(order)
-            if replica is not None and replica.load == load:
-                if replica.engine.version == self.version:
-                    return replica
-                self.drop(replica, f"it is at version {replica.engine.version}, expected {self.version}")
-            heapq.heappop(self._least)
-        return None
-
-    def _loaded(self, replica: Replica) -> None:
-        """Its load has changed. Entries that are true no more are thrown away before they are many."""
-        if replica.state != "serving":
-            return
-        heapq.heappush(self._least, (replica.load, replica.order))
-        if len(self._least) > 4 * len(self._ordered) + 64:
-            self._least = self._loads()  # of all: one that is left out and idle would never be asked again
-
-    def _loads(self) -> list[tuple[int, int]]:
-        return sorted((replica.load, order) for order, replica in self._ordered.items())
+    def _usable(self, replica: Replica) -> bool:
+        """Whether it has the weights that all have; else it is dropped."""
+        if replica.engine.version == self.version:
+            return True
+        self.drop(replica, f"it is at version {replica.engine.version}, expected {self.version}")
+        return False
 
     # -- coming and going
 
     def _serve(self, replica: Replica) -> None:
         if replica.name in self.replicas:
             raise WhetError(f"a replica {replica.name!r} already exists")
-        replica.state, replica.order, replica.changed = "serving", self._orders, self._loaded
-        self._orders += 1
-        self.replicas[replica.name] = self._ordered[replica.order] = replica
+        if self._can not in (None, replica.engine.can):
+            raise WhetError(f"replica {replica.name} can {replica.engine.can}, all others {self._can}")
+        self._can, replica.state = replica.engine.can, "serving"
+        self.replicas[replica.name] = replica
         self.left.setdefault(replica.name, self.restarts)
-        self._loaded(replica)
+        self._balance.add(replica)
         self._tell()
 
     def _away(self, name: str) -> Replica | None:
         """Take it out of those that serve."""
         replica = self.replicas.pop(name, None)
         if replica is not None:
-            del self._ordered[replica.order]
+            self._balance.remove(replica)
         return replica
 
     async def _listen(self, wish: Callable[[], Wish | None]) -> None:
@@ -471,7 +464,7 @@ class Router:
         async def load(replica: Replica) -> Exception | None:
             error = await self._try(
                 replica,
-                lambda r: r.engine.load_weights(shipment(), version),
+                lambda r: self._load(r, shipment, version),
                 "load the weights",
                 timeout_s=self.load_s,
             )
@@ -488,8 +481,20 @@ class Router:
             if error is not None:
                 why = f"version {version} could not be loaded: {type(error).__name__}: {error}"
                 self.drop(replica, why, error)
-            elif replica.engine.version != version:
-                self.drop(replica, f"after loading version {version} it is at {replica.engine.version}")
+
+    async def _load(self, replica: Replica, shipment: Shipment, version: int) -> None:
+        """Raises WhetError if it does not have the version then, or other weights than the others."""
+        receipt = await replica.engine.update_weights(shipment())
+        here = replica.engine.version
+        if (receipt.version, here) != (version, version):
+            raise WhetError(f"it confirms version {receipt.version} and is at {here}, expected {version}")
+        if version != self.target:
+            return  # a newer one is on its way
+        if receipt.proof != (self._proof or receipt.proof):
+            raise WhetError(
+                f"it has other weights of version {version}: {receipt.proof}, others {self._proof}"
+            )
+        self._proof = receipt.proof
 
     async def _each(self, what: str, do: Callable[[Replica], Awaitable[None]], *, timeout_s: float) -> None:
         """Let every replica do something; one that cannot is dropped."""
@@ -584,16 +589,10 @@ class Router:
             return
         if seen != replica.seen:
             self.beat("sampling")
-        if self._kept or not self._placed:
+        if self._kept or self._unplaced:
             replica.rest()
         elif replica.asked and quiet_s >= self.health_timeout_s:
             self.drop(replica, f"it has {replica.load} requests and has made no progress for {quiet_s:.1f} s")
-
-
-def number_of(name: str) -> int:
-    """Of `engine-3`: 3. Names of another kind come first."""
-    digits = name.rpartition("-")[2]
-    return int(digits) if digits.isdigit() else -1
 
 
 class _Late(WhetError):

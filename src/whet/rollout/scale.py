@@ -67,3 +67,9 @@ def wish(run_dir: Path) -> Wish | None:
         log.debug("%s cannot be read: %s: %s", path, type(error).__name__, error)
         return None
     return found if found.count > 0 else None
+
+
+def number_of(name: str) -> int:
+    """Of `engine-3`: 3. Names of another kind come first."""
+    digits = name.rpartition("-")[2]
+    return int(digits) if digits.isdigit() else -1

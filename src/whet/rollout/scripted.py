@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Collection
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from whet.rollout.engine import WeightSource
+from whet.rollout.engine import PARTS, Capabilities, Health, OnTokens, Part, WeightUpdate
 from whet.rollout.gate import Gate
-from whet.rollout.requests import Decode, StopText, check, ends_of
-from whet.types import Completion, Sampling
+from whet.rollout.requests import Decode, StopText, check, check_score, ends_of
+from whet.types import Completion, Receipt, Request, Sampling, ScoreRequest, Span, TokenLogprobs
 
 Said = Completion | list[int]
 Handler = Callable[[list[int], Sampling, int], Said | Awaitable[Said]]
@@ -48,35 +49,73 @@ class ScriptedEngine:
         self.handler, self.version, self.decode = handler, version, decode
         self.end_token_ids, self.max_context, self.vocab = frozenset(end_token_ids), max_context, vocab
         self.calls: list[Call] = []
-        self.loaded: list[tuple[WeightSource, int]] = []
-        self.gate = Gate()
+        self.loaded: list[WeightUpdate] = []
+        self.gate = Gate(lambda: self.version)
+        self.since, self.requests, self.tokens = time.time(), 0, 0
 
-    async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
-        decodes = self.decode is not None
-        check(token_ids, sampling, vocab=self.vocab, max_context=self.max_context, decodes=decodes)
-        async with self.gate.passing():
+    @property
+    def can(self) -> Capabilities:
+        return Capabilities(
+            logprobs="always",
+            stop_texts=self.decode is not None,
+            penalties=True,
+            images=False,
+            in_flight_updates=True,
+            reproducible="everywhere",
+        )
+
+    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
+        """See `RolloutEngine`. All tokens are given to `on_tokens` at once."""
+        check(request, vocab=self.vocab, max_context=self.max_context, decodes=self.decode is not None)
+        prompt, sampling = list(request.prompt), request.sampling
+        async with self.gate.passing(request.least_version):
             version = self.version
-            self.calls.append(Call(list(token_ids), sampling, version))
-            said = self.handler(list(token_ids), sampling, version)
+            self.calls.append(Call(list(prompt), sampling, version))
+            said = self.handler(prompt, sampling, version)
             if inspect.isawaitable(said):
                 said = await said
             await self.gate.step()
-        return said if isinstance(said, Completion) else self._cut(said, sampling, version)
+        done = said if isinstance(said, Completion) else self._cut(said, sampling, version)
+        self.requests += 1
+        self.tokens += len(prompt) + len(done.token_ids)
+        if on_tokens is not None and done.token_ids:
+            on_tokens(list(done.token_ids))
+        return done
 
-    async def load_weights(self, source: WeightSource, version: int) -> None:
-        self.loaded.append((source, version))
-        self.version = version
-        self.gate.resume()
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
+        """Log-probs of 0, as those of its replies; the given token is the only one with a probability above 0."""
+        for request in requests:
+            check_score(request, vocab=self.vocab, max_context=self.max_context)
+        async with self.gate.passing():
+            version = self.version
+        self.requests += len(requests)
+        self.tokens += sum(len(request.token_ids) for request in requests)
+        return [
+            TokenLogprobs(
+                version=version,
+                logprobs=[0.0] * (len(r.token_ids) - r.start),
+                top=[[(token, 0.0)] for token in r.token_ids[r.start :]] if r.top_k else [],
+            )
+            for r in requests
+        ]
+
+    async def update_weights(self, update: WeightUpdate) -> Receipt:
+        self.loaded.append(update)
+        self.version = update.version
+        self.gate.updated()
+        return Receipt("the engine", update.version)
 
     async def pause(self, finish: bool) -> None:
         await self.gate.pause(finish)
 
-    def resume(self) -> None:
-        """Resume without new weights."""
+    async def resume(self) -> None:
         self.gate.resume()
 
-    async def place(self, device: Literal["gpu", "cpu"]) -> None:
+    async def place(self, device: Literal["gpu", "cpu"], what: frozenset[Part] = PARTS) -> None:
         """There is nothing to move."""
+
+    async def health(self) -> Health:
+        return Health(since=self.since, requests=self.requests, tokens=self.tokens)
 
     async def close(self) -> None:
         self.gate.close("the rollout engine was closed")
@@ -98,6 +137,6 @@ class ScriptedEngine:
             token_ids=kept,
             logprobs=[0.0] * n,
             sample_logprobs=[0.0] * n,
-            versions=[version] * n,
+            spans=(Span(version, 0, n),) if n else (),
             finish_reason="stop" if stopped or n < sampling.max_tokens else "length",
         )

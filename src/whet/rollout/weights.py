@@ -1,14 +1,15 @@
-"""Loads weights into an engine's module, tensor by tensor."""
+"""Loads weights into an engine's module, tensor by tensor; gives one version to several engines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from whet.models.lora import refresh
 from whet.models.quantised import Quantised, held
+from whet.rollout.engine import WeightUpdate
 from whet.types import WhetError
 
 
@@ -40,3 +41,15 @@ def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor | None]]
             f"weight sync: {len(missing)} of {len(wanted)} parameters were not received: {', '.join(missing[:3])}"
         )
     refresh(module)
+
+
+Shipment = Callable[[], WeightUpdate]
+"""One version's weights, to be given to as many replicas as there are, now and later."""
+
+
+def by_copy(update: WeightUpdate) -> Shipment:
+    """A module by reference; tensors are kept, as they can be gone through only once."""
+    if update.tensors is None:
+        return lambda: update
+    kept = [(name, tensor.clone()) for name, tensor in update.tensors]
+    return lambda: WeightUpdate(version=update.version, tensors=iter(kept))

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whet.sync.manifest import Entry, Manifest, Piece, Receipt, myself, pieces
+from whet.sync.manifest import Entry, Manifest, Piece, myself, pieces
 from whet.sync.transport import BUCKET_BYTES, Patience, buckets, flat_bytes, flatten, split
-from whet.types import ConfigError, Json, WhetError
+from whet.types import ConfigError, Json, Receipt, WhetError
 
 _GRACE_S = 5.0
 """After a failure: time for those that live to say so."""

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from whet.config.checks_sync import content_of
 from whet.config.schema import Config
 from whet.models.lora import adapted, refresh
-from whet.rollout.engine import RolloutEngine, WeightSource
-from whet.sync.manifest import Entry, Manifest, Missed, Receipt, checked, describe
+from whet.rollout.engine import RolloutEngine, WeightUpdate
+from whet.sync.manifest import Entry, Manifest, Missed, checked, describe
 from whet.sync.transport import Patience, Transport
-from whet.types import WhetError
+from whet.types import Receipt, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Publisher:
                 if (name, version) not in self.warned:
                     log.warning("weights version %d was not loaded by %s: %s", version, name, receipt.error)
                 self.warned.add((name, version))
-            elif sent is not None and receipt.digest != sent:
+            elif sent is not None and receipt.proof != sent:
                 raise _other(receipt, version, sent)
 
     def confirm(self, receipt: Receipt) -> None:
@@ -163,7 +163,7 @@ class Publisher:
             return True
         if answer.error:
             raise WhetError(f"weights version {sent.version} was not loaded by {name}: {answer.error}")
-        if (answer.version, answer.digest) != (sent.version, sent.digest):
+        if (answer.version, answer.proof) != (sent.version, sent.digest):
             raise _other(answer, sent.version, sent.digest)
         self.held[name] = sent
         return True
@@ -191,7 +191,7 @@ def publisher_of(cfg: Config, transport: Transport, *, timeout_s: float | None =
 
 def _other(receipt: Receipt, version: int, digest: str) -> WhetError:
     return WhetError(
-        f"{receipt.receiver} confirms weights version {receipt.version} with digest {receipt.digest}; version "
+        f"{receipt.receiver} confirms weights version {receipt.version} with digest {receipt.proof}; version "
         f"{version} with digest {digest} was sent. Its rollouts would use other weights, so the run stops"
     )
 
@@ -241,10 +241,11 @@ class Receiver:
         self, engine: RolloutEngine, tensors: Iterator[tuple[str, Tensor | None]], version: int
     ) -> None:
         self.held = self.version = None  # for as long as they may be a mix
-        await engine.load_weights(WeightSource(tensors=self._proved(tensors, version)), version)
+        update = WeightUpdate(version=version, tensors=self._proved(tensors, version))
+        receipt = await engine.update_weights(update)
         if self.arrived is None:
             raise WhetError(f"weights version {version}: the engine of {self.name} did not load its tensors")
-        if engine.version != version:
+        if (receipt.version, engine.version) != (version, version):
             raise WhetError(
                 f"weights version {version}: the engine of {self.name} is at version {engine.version} after loading it"
             )

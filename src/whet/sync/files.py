@@ -26,10 +26,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whet.sync.manifest import Entry, Manifest, Piece, Receipt, lacking, myself, not_sent, pieces
+from whet.sync.manifest import Entry, Manifest, Piece, lacking, myself, not_sent, pieces
 from whet.sync.transport import BUCKET_BYTES, Patience, buckets
 from whet.track.files import atomic_folder, tidy, write_json
-from whet.types import WhetError
+from whet.types import Receipt, WhetError
 
 _VERSION = re.compile(r"(\d{8,})(-changed)?")
 _RECEIVER = re.compile(r"\w[\w.-]*")

@@ -94,19 +94,6 @@ class Manifest:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """What a receiver answers to a version."""
-
-    receiver: str
-    version: int
-    digest: str
-    """Of the manifest; empty if the version was not taken."""
-    error: str = ""
-    missed: bool = False
-    """It was not taken because something that was not sent is not there: send it whole."""
-
-
 def myself() -> str:
     """This process, as a readable name."""
     return f"process {os.getpid()} on {socket.gethostname()}"

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.sync.manifest import Entry, Manifest, Piece, Receipt, lacking, myself, not_sent, pieces
+from whet.sync.manifest import Entry, Manifest, Piece, lacking, myself, not_sent, pieces
 from whet.sync.transport import BUCKET_BYTES, Patience, buckets, flatten, split
-from whet.types import WhetError
+from whet.types import Receipt, WhetError
 
 Pack = Callable[[list[Tensor]], Any]
 Unpack = Callable[[Any, Sequence[Entry]], Sequence[Tensor]]

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
@@ -17,14 +18,14 @@ from torch import Tensor, nn
 from whet.config.schema import Config
 from whet.models.lora import adapted, merged
 from whet.models.quantised import held as quantised
-from whet.rollout.engine import RolloutEngine, WeightSource
-from whet.rollout.router import Shipment
+from whet.rollout.engine import RolloutEngine, WeightUpdate
+from whet.rollout.weights import Shipment
 from whet.sync.collective import Collective
 from whet.sync.exchange import Publisher, Receiver, Tensors, publisher_of, with_adapters
-from whet.sync.manifest import DTYPES, Manifest, Receipt
+from whet.sync.manifest import DTYPES, Manifest
 from whet.sync.parcels import Letter, Parcels, in_store
 from whet.sync.transport import Patience
-from whet.types import WhetError
+from whet.types import Receipt, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class Replicated(Protocol):
 class Shipped(Iterator[tuple[str, Tensor]]):
     """One version on its way: who goes through it gets the tensors, a replica is brought them by `to`."""
 
-    def __init__(self, tensors: Tensors, to: Callable[[Replicated], Awaitable[None]]) -> None:
+    def __init__(self, tensors: Tensors, to: Callable[[Replicated], Awaitable[Receipt]]) -> None:
         self.tensors, self.to = iter(tensors), to
 
     def __next__(self) -> tuple[str, Tensor]:
@@ -99,15 +100,15 @@ class Shipper:
         self.seated: list[Replicated] = []
         """Who is in the group of `end`, in the order of ranks."""
 
-    def ship(self, source: WeightSource, version: int) -> Shipment:
+    def ship(self, update: WeightUpdate) -> Shipment:
         """See `Router`. Called once a version; what it returns, once a replica."""
-        if self.host is not None and source.module is not None:
-            broadcast = Broadcast(self, source, version)
-            return lambda: WeightSource(tensors=Shipped(self.carried(source), broadcast.to))
-        letter = self.letter(source, version)
-        return lambda: WeightSource(tensors=Shipped(self.carried(source), lambda one: hand(letter, one)))
+        if self.host is not None and update.module is not None:
+            to = Broadcast(self, update).to
+        else:
+            to = partial(hand, self.letter(update))
+        return lambda: WeightUpdate(version=update.version, tensors=Shipped(self.carried(update), to))
 
-    def carried(self, source: WeightSource) -> Tensors:
+    def carried(self, source: WeightUpdate) -> Tensors:
         """The tensors of a policy's module that are sent."""
         if source.module is None:
             return source.tensors or iter(())
@@ -116,10 +117,10 @@ class Shipper:
         model = merged(source.module) if adapted(source.module) else source.module
         return ((name, p.detach()) for name, p in model.named_parameters())
 
-    def letter(self, source: WeightSource, version: int, *, whole: bool = False) -> Letter:
+    def letter(self, update: WeightUpdate, *, whole: bool = False) -> Letter:
         """Put one version into the store. The version before it is freed with the last replica that reads it."""
-        self.letters.send(version, self.carried(source), whole=whole)
-        return self.store.letter(version)
+        self.letters.send(update.version, self.carried(update), whole=whole)
+        return self.store.letter(update.version)
 
     def seat(
         self, members: Sequence[Replicated], version: int, timeout_s: float
@@ -144,15 +145,17 @@ class Shipper:
         return out, [Seat(version, receivers, rank, **place) for rank in range(1, len(end.names))]  # type: ignore[arg-type]
 
 
-async def hand(letter: Letter, replica: Replicated) -> None:
+async def hand(letter: Letter, replica: Replicated) -> Receipt:
     """Give a letter to one replica. Raises WhetError if it confirms something else."""
     replica.held = None  # as long as it may be a mix
-    check(await replica.deliver(letter), letter.manifest)
+    receipt = await replica.deliver(letter)
+    check(receipt, letter.manifest)
     replica.held = letter.manifest
+    return receipt
 
 
 def check(receipt: Receipt, sent: Manifest) -> None:
-    told = (receipt.version, receipt.digest)
+    told = (receipt.version, receipt.proof)
     if told != (sent.version, sent.digest):
         raise WhetError(
             f"weights version {sent.version}: {receipt.receiver} has (version, digest) {told}, but sent was "
@@ -168,13 +171,13 @@ class Broadcast:
     within the shipper's deadline.
     """
 
-    def __init__(self, shipper: Shipper, source: WeightSource, version: int) -> None:
-        self.shipper, self.source, self.version = shipper, source, version
+    def __init__(self, shipper: Shipper, update: WeightUpdate) -> None:
+        self.shipper, self.source, self.version = shipper, update, update.version
         self.answers: dict[Replicated, asyncio.Future[None]] = {}
         self.sent: Manifest | None = None
         self.running: asyncio.Task[None] | None = None
 
-    async def to(self, replica: Replicated) -> None:
+    async def to(self, replica: Replicated) -> Receipt:
         """Wait until this replica has the version. Raises the error that prevented it."""
         if self.running is None:
             loop = asyncio.get_running_loop()
@@ -182,9 +185,10 @@ class Broadcast:
             self.running = loop.create_task(self._run(dict(self.answers)))
         if (answer := self.answers.pop(replica, None)) is not None:
             await asyncio.shield(answer)
-        else:
-            await asyncio.shield(self.running)
-            await self._later(replica)
+            assert self.sent is not None
+            return Receipt(replica.label, self.version, self.sent.digest)
+        await asyncio.shield(self.running)
+        return await self._later(replica)
 
     async def _run(self, answers: dict[Replicated, asyncio.Future[None]]) -> None:
         error: Exception | None = None
@@ -235,7 +239,7 @@ class Broadcast:
         await asyncio.wait(asked.values(), timeout=_GRACE_S + timeout_s)
         return {m: _took(m, ask, manifest) for m, ask in asked.items()}
 
-    async def _later(self, replica: Replicated) -> None:
+    async def _later(self, replica: Replicated) -> Receipt:
         """From a replica that has it; else from the trainer, if nothing has been learned since."""
         for member in self.shipper.members():
             if member is not replica and member.held is not None and member.held.version == self.version:
@@ -244,16 +248,15 @@ class Broadcast:
                 except (WhetError, RuntimeError) as error:
                     log.info("%s cannot give its weights: %s", member.label, error)
                     continue
-                await hand(letter, replica)
-                return
-        letter = self.shipper.letter(self.source, self.version, whole=True)
+                return await hand(letter, replica)
+        letter = self.shipper.letter(self.source, whole=True)
         self.shipper.store.close()  # for this one alone
         if self.sent is not None and letter.manifest.digest != self.sent.digest:
             raise WhetError(
                 f"weights version {self.version} is no longer available, because the trainer has updated since; "
                 f"{replica.label} has to rejoin"
             )
-        await hand(letter, replica)
+        return await hand(letter, replica)
 
 
 class _Broken(WhetError):

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from whet.sync.manifest import DTYPES, Entry, Manifest, Piece, Receipt
-from whet.types import WhetError
+from whet.sync.manifest import DTYPES, Entry, Manifest, Piece
+from whet.types import Receipt, WhetError
 
 BUCKET_BYTES = 256 << 20
 """Tensors travel together up to so many bytes: few large transfers, and bounded memory beside the weights."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from whet.rollout.engine import RolloutEngine, WeightSource
+from whet.rollout.engine import RolloutEngine, WeightUpdate
 from whet.sync.exchange import Policy, Publisher, carried
 from whet.types import WhetError
 
@@ -58,9 +58,13 @@ async def hand_over(source: Policy, engine: RolloutEngine | None) -> None:
     """Let the engine sample from this module, under its version."""
     if engine is None:
         return
-    await engine.load_weights(WeightSource(module=source.module), source.version)
-    if engine.version != source.version:
+    receipt = await engine.update_weights(WeightUpdate(version=source.version, module=source.module))
+    if receipt.error:
         raise WhetError(
-            f"after the weight sync the engine is at version {engine.version}, the policy at {source.version}; "
-            "its rollouts would use stale weights, so the run stops"
+            f"weights version {source.version} was not loaded by {receipt.receiver}: {receipt.error}"
+        )
+    if (receipt.version, engine.version) != (source.version, source.version):
+        raise WhetError(
+            f"after the weight sync {receipt.receiver} confirms version {receipt.version} and is at version "
+            f"{engine.version}, the policy at {source.version}; its rollouts would use stale weights, so the run stops"
         )

@@ -28,7 +28,7 @@ class Sums:
         self.loss += float((result.loss_N * need(batch.weight_N, "batch.weight_N")).sum(dtype=torch.float64))
         for name, x in result.stats.items():
             self._take(name, x[batch.mask_N] if len(x) == batch.tokens else x)
-        if out.logp_N is not None:
+        if out.logp_N is not None and batch.logp_sample_N is not None:
             at_M = torch.nonzero(batch.mask_N & (batch.version_N >= 0)).flatten()
             for name, x in mismatch(out.logp_N[at_M], batch.logp_sample_N[at_M]).items():
                 self._take(name, x)

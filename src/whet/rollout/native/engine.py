@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+import time
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -19,14 +20,25 @@ from whet.models.attention import PAGE
 from whet.models.kernels import Ops
 from whet.models.lora import merged
 from whet.models.quantised import NUMBERS, Kind, check_products, follow, held, quantise
-from whet.rollout.engine import EngineInputs, WeightSource
+from whet.rollout.engine import (
+    PARTS,
+    Capabilities,
+    EngineInputs,
+    Health,
+    OnTokens,
+    Part,
+    WeightUpdate,
+)
+from whet.rollout.gate import News
 from whet.rollout.native.graphs import Recorder
 from whet.rollout.native.runner import Runner
 from whet.rollout.native.sampler import is_plain
-from whet.rollout.native.scheduler import Pages, Request, Scheduler
-from whet.rollout.requests import Decode, StopText, check, ends_of
+from whet.rollout.native.scheduler import Pages, Scheduler
+from whet.rollout.native.scheduler import Request as Row
+from whet.rollout.native.scoring import packs, scored
+from whet.rollout.requests import Decode, StopText, Stream, check, check_score, ends_of
 from whet.rollout.weights import copy_weights
-from whet.types import Completion, Sampling, WhetError
+from whet.types import Completion, Receipt, Request, ScoreRequest, TokenLogprobs, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -69,14 +81,20 @@ class NativeEngine:
             self._quantise(quantization)
         pages = Pages(self.runner.pages, PAGE)
         self.scheduler = Scheduler(pages, max_num_seqs=max_num_seqs, prefill_tokens=prefill_tokens)
-        self.held: list[Request] = []
+        self.held: list[Row] = []
         """Came while the engine lets the others finish; they wait for the next version."""
         self.holding = False
         self.running = True
-        self.placed = True
+        self.away: frozenset[Part] = frozenset()
+        """What is not on the accelerator."""
         self.broken: str | None = None
         """Why no request is served."""
         self.driver: asyncio.Task[None] | None = None
+        self.streams: dict[Row, Stream] = {}
+        """Of the requests whose tokens are given to a consumer as they are sampled."""
+        self.news = News()
+        """Other weights are here, or requests are served again, or never will be."""
+        self.since, self.requests, self.tokens = time.time(), 0, 0
         self.beat: Callable[[str], object] = lambda what: None
         """Called before every prefill and step: the work goes on."""
         self.span: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
@@ -89,51 +107,77 @@ class NativeEngine:
         """What is sampled from."""
         return self.runner.module
 
-    async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
-        """See `RolloutEngine`. Raises WhetError for a request that can never be served, and after `close`."""
-        if self.broken is not None:
-            raise WhetError(self.broken)
-        check(
-            token_ids,
-            sampling,
-            vocab=self.runner.vocab,
-            max_context=self.max_context,
-            decodes=self.decode is not None,
+    @property
+    def can(self) -> Capabilities:
+        return Capabilities(
+            logprobs="always",
+            stop_texts=self.decode is not None,
+            penalties=True,
+            images=False,
+            in_flight_updates=True,
+            reproducible="everywhere",
         )
-        request = self._request(token_ids, sampling)
-        self.scheduler.refuse_impossible(request)
+
+    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
+        """See `RolloutEngine`."""
+        self._refuse_broken()
+        decodes = self.decode is not None
+        check(request, vocab=self.runner.vocab, max_context=self.max_context, decodes=decodes)
+        row = self._row(request)
+        self.scheduler.refuse_impossible(row)
+        least = request.least_version
+        if least is not None:
+            await self.news.until(lambda: self._reached(least))
+        if on_tokens is not None:
+            self.streams[row] = Stream(on_tokens)
         if self.holding:
-            self.held.append(request)
+            self.held.append(row)
         else:
-            self.scheduler.add([request])
+            self.scheduler.add([row])
             self._wake()
         try:
-            return await request.result
+            return await row.result
         except asyncio.CancelledError:
-            self._forget(request)
+            self._forget(row)
             raise
+        finally:
+            self.streams.pop(row, None)
 
-    async def load_weights(self, source: WeightSource, version: int) -> None:
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
+        """See `RolloutEngine`. Where sampling and training agree to the bit, so do these and the trainer's."""
+        for request in requests:
+            check_score(request, vocab=self.runner.vocab, max_context=self.max_context)
+        found: list[TokenLogprobs] = []
+        for pack in packs(requests, self.scheduler.prefill_tokens):
+            await asyncio.sleep(0)
+            await self.news.until(self._serves)
+            self.beat("scoring")
+            with self.span("score"):
+                found += scored(self.runner.decoder, self.runner.ops, pack, version=self.version)
+            self.tokens += sum(len(r.token_ids) for r in pack)
+        self.requests += len(requests)
+        return found
+
+    async def update_weights(self, update: WeightUpdate) -> Receipt:
         """Rows in flight keep their tokens and continue with the new weights; their cache is recomputed.
 
         Raises WhetError if a tensor is missing, is given twice or does not fit. Then the version stays and, as the
         weights may be a mix, all requests fail until a full set has been loaded.
         """
-        if (source.module is None) == (source.tensors is None):
-            raise WhetError("a WeightSource has either a module or tensors")
         self._interrupt()
-        if source.module is not None and self.quantized:
-            follow(self.module, source.module)
-        elif source.module is not None:
-            self.runner.adopt(source.module)
+        if update.module is None:
+            self._copy(update)
+        elif self.quantized:
+            follow(self.module, update.module)
         else:
-            self._copy(source.tensors or ())
-        self.version = version
+            self.runner.adopt(update.module)
+        self.version = update.version
         self.broken = None
-        self.resume()
+        await self.resume()
+        return Receipt("the engine", update.version)
 
     async def pause(self, finish: bool) -> None:
-        """See `RolloutEngine`. New requests wait for `load_weights` or `resume`."""
+        """See `RolloutEngine`. New requests wait for `update_weights` or `resume`."""
         self.holding = True
         if finish and self.scheduler.busy:
             self.running = True
@@ -142,25 +186,33 @@ class NativeEngine:
                 await asyncio.wait([self.driver])
         self.running = False
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """Resume, with the requests that were kept and those that arrived meanwhile."""
         self.holding, self.running = False, True
         self.scheduler.add(self.held)
         self.held = []
         self._wake()
+        self.news.tell()
 
-    async def place(self, device: Literal["gpu", "cpu"]) -> None:
+    async def place(self, device: Literal["gpu", "cpu"], what: frozenset[Part] = PARTS) -> None:
         """The cache and the 8-bit weights are the engine's only memory on the accelerator. Rows in flight wait and
         recompute their cache."""
-        self.placed = device == "gpu"
-        for weights in held(self.module).values():
-            weights.to(self.runner.device if self.placed else torch.device("cpu"))
-        if self.placed and self.runner.cache is None:
-            self.runner.allocate()
-            self._wake()
-        elif not self.placed:
+        here = device == "gpu"
+        self.away = self.away - what if here else self.away | what
+        if "weights" in what:
+            for weights in held(self.module).values():
+                weights.to(self.runner.device if here else torch.device("cpu"))
+        if "cache" in what and not here:
             self._interrupt()
             self.runner.release()
+        elif "cache" in what and self.runner.cache is None:
+            self.runner.allocate()
+        self._wake()
+        self.news.tell()
+
+    async def health(self) -> Health:
+        """May be asked from another thread."""
+        return Health(since=self.since, requests=self.requests, tokens=self.tokens)
 
     async def close(self) -> None:
         """Requests in flight fail; later ones are refused."""
@@ -184,12 +236,25 @@ class NativeEngine:
                 left[0],
             )
 
-    def _request(self, token_ids: list[int], sampling: Sampling) -> Request:
-        stop_text = None
+    def _refuse_broken(self) -> None:
+        if self.broken is not None:
+            raise WhetError(self.broken)
+
+    def _reached(self, version: int) -> bool:
+        self._refuse_broken()
+        return self.version >= version
+
+    def _serves(self) -> bool:
+        """The weights are here, and nobody is about to change them."""
+        self._refuse_broken()
+        return self.running and not self.holding and not self.away
+
+    def _row(self, request: Request) -> Row:
+        sampling, stop_text = request.sampling, None
         if sampling.stop and self.decode is not None:
             stop_text = StopText(sampling.stop, self.decode)
-        return Request(
-            prompt=tuple(token_ids),
+        return Row(
+            prompt=request.prompt,
             sampling=sampling,
             ends=ends_of(sampling, self.end_token_ids),
             plain=is_plain(sampling),
@@ -200,7 +265,7 @@ class NativeEngine:
     def _wake(self) -> None:
         if (
             self.running
-            and self.placed
+            and not self.away
             and self.scheduler.busy
             and (self.driver is None or self.driver.done())
         ):
@@ -210,11 +275,15 @@ class NativeEngine:
     async def _drive(self) -> None:
         """Prefills as long as anyone can be let in, else a step, until there is no work."""
         await asyncio.sleep(0)  # a whole step's requests arrive before the first prefill
-        while self.running and self.placed and self.scheduler.busy:
+        while self.running and not self.away and self.scheduler.busy:
             self.beat("decoding")
             admissions = self.scheduler.admit()
+            fed = sum(len(a.history) for a in admissions) or len(self.scheduler.running)
             with self.span("prefill" if admissions else "decode"):
                 self._finish(self.runner.prefill(admissions) if admissions else self.runner.step())
+            self.tokens += fed
+            if self.streams:
+                self._stream()
             await asyncio.sleep(0)
 
     def _driven(self, driver: asyncio.Task[None]) -> None:
@@ -224,14 +293,32 @@ class NativeEngine:
         if error is not None:
             self._fail(error)
 
-    def _finish(self, requests: list[Request]) -> None:
+    def _stream(self) -> None:
+        """Give the consumers what the live rows have sampled."""
+        for row, count, token in self.runner.newest():
+            if (stream := self.streams.get(row)) is not None:
+                self._given(row, stream.next, count, token)
+
+    def _given(self, row: Row, give: Callable[..., None], *what: object) -> None:
+        """Call a consumer; its error is its own request's."""
+        try:
+            give(*what)
+        except Exception as error:  # noqa: BLE001  foreign code
+            self._forget(row)
+            if not row.result.done():
+                row.result.set_exception(error)
+
+    def _finish(self, requests: list[Row]) -> None:
         for request in requests:
             self.scheduler.release(request)
             self._stamp(request)
+            self.requests += 1
+            if (stream := self.streams.get(request)) is not None:
+                self._given(request, stream.upto, request.token_ids)
             if not request.result.done():
                 request.result.set_result(request.completion())
 
-    def _stamp(self, request: Request) -> None:
+    def _stamp(self, request: Row) -> None:
         """What was sampled since the last stamp is of the present version."""
         request.versions += [self.version] * (len(request.token_ids) - len(request.versions))
 
@@ -242,7 +329,7 @@ class NativeEngine:
             self._stamp(request)
         self.scheduler.put_back(requests)
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: Row) -> None:
         """The caller has gone: its row, or its place in the queue, is free. Nothing to do if it has ended."""
         if request in self.scheduler.running:
             self.runner.drop(request)
@@ -252,9 +339,9 @@ class NativeEngine:
         elif request in self.scheduler.waiting.get(request.history, ()):
             self.scheduler.forget(request)
 
-    def _copy(self, tensors: Iterable[tuple[str, object]]) -> None:
+    def _copy(self, update: WeightUpdate) -> None:
         try:
-            copy_weights(self.module, tensors)  # type: ignore[arg-type]
+            copy_weights(self.module, update.named())
         except WhetError as error:
             self._break(f"the engine's weights are incomplete: {error}")
             raise
@@ -262,6 +349,7 @@ class NativeEngine:
     def _break(self, reason: str) -> None:
         self.broken = reason
         self._fail(WhetError(reason))
+        self.news.tell()
 
     def _fail(self, error: BaseException) -> None:
         """Everyone who waits gets this error."""

@@ -240,6 +240,14 @@ class Runner:
         self.longest += 1
         return self._take_out(self._advance(self.live, hidden_BD))
 
+    def newest(self) -> list[tuple[Request, int, int]]:
+        """Of each live row: its request, how many tokens that has sampled by now, and the last of them."""
+        slots, cells, tokens = self.live.state[[SLOT, CELL, TOKEN]].tolist()
+        return [
+            (request, len(request.token_ids) + cell - slot * self.columns, token)
+            for request, slot, cell, token in zip(self.live.requests, slots, cells, tokens)
+        ]
+
     # -- inside
 
     def _hidden(self, fed_2B: Tensor, table_BP: Tensor) -> Tensor:

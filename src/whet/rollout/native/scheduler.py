@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from whet.rollout.requests import RequestError, StopText
-from whet.types import Completion, Sampling
+from whet.types import Completion, Sampling, spans_of
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class Request:
             token_ids=self.token_ids,
             logprobs=self.logprobs,
             sample_logprobs=self.sample_logprobs,
-            versions=self.versions,
+            spans=spans_of(self.versions),
             finish_reason="stop" if stopped else "length",
         )
 

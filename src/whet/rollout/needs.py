@@ -1,0 +1,63 @@
+"""What a run asks of its rollout engine, against what the engine can do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from whet.config.recipes import resolve
+from whet.config.schema import Config
+from whet.rollout.engine import Capabilities
+from whet.rollout.episode import to_sampling
+from whet.types import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+def check_engine(can: Capabilities, cfg: Config) -> None:
+    """Raises ConfigError for settings of a stage that the engine cannot serve."""
+    name = cfg.rollout.engine
+    if lacks := list(unmet(can, cfg)):
+        raise ConfigError(f"rollout.engine={name} cannot do what the config asks for: {'; '.join(lacks)}")
+    if can.reproducible != "everywhere":
+        log.warning(
+            "rollout.engine=%s samples other tokens when asked again (reproducible: %s): a resumed run differs from an "
+            "unbroken one",
+            name,
+            can.reproducible,
+        )
+
+
+def unmet(can: Capabilities, cfg: Config) -> Iterator[str]:
+    """What the engine cannot do, each with the setting that asks for it."""
+    for section, sampling in (("rollout", cfg.rollout.sampling), ("eval", cfg.eval.sampling)):
+        if sampling is None:
+            continue
+        if not can.stop_texts and sampling.stop:
+            yield f"it cannot stop at texts ({section}.sampling.stop); use {section}.sampling.stop_token_ids"
+        if not can.penalties and sampling.repetition_penalty != 1.0:
+            yield f"it cannot penalise repetition ({section}.sampling.repetition_penalty); leave it at 1"
+    if not can.in_flight_updates and cfg.rollout.schedule == "async" and cfg.rollout.partial_rollout:
+        yield "it cannot keep requests while weights change; set rollout.partial_rollout=false"
+    readers = list(reads_logprobs(cfg))
+    if readers and not can.tells_logprobs(to_sampling(cfg.rollout.sampling)):
+        yield (
+            f"it cannot tell the log-probs of sampled tokens, which are read by {' and '.join(readers)}"
+            + ("; sample without filters" if can.logprobs == "unfiltered" else "")
+        )
+
+
+def reads_logprobs(cfg: Config) -> Iterator[str]:
+    """Settings that read the log-probs of the engine itself, where the trainer's own do not serve."""
+    algorithm = resolve(cfg.algorithm)
+    if algorithm.kind != "online":
+        return
+    c = algorithm.correction
+    if c.weight is not None or c.reject or c.staleness_decay != 1.0:
+        yield "algorithm.correction"
+    if algorithm.old_logprobs == "sampled":
+        yield "algorithm.old_logprobs=sampled"
+    if algorithm.anchor == "sampled":
+        yield f"algorithm.loss={algorithm.loss}"
+    if algorithm.settings["advantage"].settings.get("rank_penalty"):
+        yield "algorithm.advantage.rank_penalty"
