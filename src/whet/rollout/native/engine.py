@@ -21,9 +21,10 @@ from whet.models.lora import merged
 from whet.models.quantised import NUMBERS, Kind, check_products, follow, held, quantise
 from whet.rollout.engine import EngineInputs, WeightSource
 from whet.rollout.native.graphs import Recorder
+from whet.rollout.native.pages import Pages
 from whet.rollout.native.runner import Runner
 from whet.rollout.native.sampler import is_plain
-from whet.rollout.native.scheduler import Pages, Request, Scheduler
+from whet.rollout.native.scheduler import Counts, Request, Scheduler
 from whet.rollout.requests import Decode, StopText, check, ends_of
 from whet.rollout.weights import copy_weights
 from whet.types import Completion, Sampling, WhetError
@@ -36,9 +37,9 @@ class NativeEngine:
 
     end_token_ids: the model's own end tokens. decode: needed for stop strings only. max_context: the longest rollout,
     prompt included, in tokens. cache_mb: memory of the KV cache; default: `max_num_seqs` rows of `max_context` tokens.
-    prefill_tokens: most prompt tokens computed at once. recorder: captures decode steps; default: CUDA graphs on CUDA,
-    none elsewhere. quantization: sample with a copy of the module's matrices in 8 bits, requantised from the weights of
-    every version; all other parameters are the module's own.
+    prefill_tokens: most tokens of histories computed at once; a longer one is computed in parts. recorder: captures
+    decode steps; default: CUDA graphs on CUDA, none elsewhere. quantization: sample with a copy of the module's
+    matrices in 8 bits, requantised from the weights of every version; all other parameters are the module's own.
 
     Raises ConfigError where the device does not support such matrix products, or the model has no such matrices.
     """
@@ -82,6 +83,11 @@ class NativeEngine:
         self.span: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
         """Around every prefill and every decode step."""
 
+    @property
+    def counts(self) -> Counts:
+        """Tokens prefilled and found in the cache, and preemptions, since the engine was created."""
+        return self.scheduler.counts
+
     # -- the seam
 
     @property
@@ -122,6 +128,7 @@ class NativeEngine:
         if (source.module is None) == (source.tensors is None):
             raise WhetError("a WeightSource has either a module or tensors")
         self._interrupt()
+        self.scheduler.pages.forget()
         if source.module is not None and self.quantized:
             follow(self.module, source.module)
         elif source.module is not None:
@@ -160,6 +167,7 @@ class NativeEngine:
             self._wake()
         elif not self.placed:
             self._interrupt()
+            self.scheduler.pages.forget()
             self.runner.release()
 
     async def close(self) -> None:
@@ -208,14 +216,27 @@ class NativeEngine:
             self.driver.add_done_callback(self._driven)
 
     async def _drive(self) -> None:
-        """Prefills as long as anyone can be let in, else a step, until there is no work."""
+        """Prefills as long as anyone can be let in, else a step, until there is no work. Between the parts of a long
+        history live rows go on."""
         await asyncio.sleep(0)  # a whole step's requests arrive before the first prefill
+        stepped = True
         while self.running and self.placed and self.scheduler.busy:
             self.beat("decoding")
-            admissions = self.scheduler.admit()
+            waits = self.scheduler.unfinished is not None and not stepped and self.runner.live.requests
+            admissions = [] if waits else self.scheduler.admit()
             with self.span("prefill" if admissions else "decode"):
-                self._finish(self.runner.prefill(admissions) if admissions else self.runner.step())
+                self._finish(self.runner.prefill(admissions) if admissions else self._step())
+            stepped = not admissions
             await asyncio.sleep(0)
+
+    def _step(self) -> list[Request]:
+        """One more token for every live row that has a page for it. Returns the requests that have ended with it."""
+        while (request := self.scheduler.excess()) is not None:
+            self.runner.drop(request)
+            self._stamp(request)
+            self.scheduler.preempt(request)
+        self.runner.extend(self.scheduler.grow())
+        return self.runner.step()
 
     def _driven(self, driver: asyncio.Task[None]) -> None:
         """The driver has ended. Its error, if any, is the error of everyone who waits: nobody waits for
@@ -237,7 +258,8 @@ class NativeEngine:
 
     def _interrupt(self) -> None:
         """Rows in flight become waiting requests that go on where they were."""
-        requests = self.runner.interrupt()
+        self.runner.interrupt()
+        requests = list(self.scheduler.running)
         for request in requests:
             self._stamp(request)
         self.scheduler.put_back(requests)
@@ -249,7 +271,7 @@ class NativeEngine:
             self.scheduler.release(request)
         elif request in self.held:
             self.held.remove(request)
-        elif request in self.scheduler.waiting.get(request.history, ()):
+        else:
             self.scheduler.forget(request)
 
     def _copy(self, tensors: Iterable[tuple[str, object]]) -> None:
