@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -183,8 +184,33 @@ def decode_all(
     return out
 
 
+def prefill_all(ops: Ops, q: Tensor, k: Tensor, v: Tensor, *, rows: list[list[int]], **how: object) -> Tensor:
+    """Every row's queries by CachedAttention in parts of random sizes, those of several rows in one call."""
+    draw = random.Random(len(q))
+    pages = [-(-len(row) // PAGE) for row in rows]
+    cache = KvCache.allocate(layers=1, pages=sum(pages), kv_heads=k.shape[1], head_dim=k.shape[2], ops=ops)
+    names = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(5)).split(pages)
+    table = torch.nn.utils.rnn.pad_sequence(list(names), batch_first=True, padding_value=-1)
+    done, out = [0] * len(rows), torch.full_like(q, torch.nan)
+    while live := [b for b, row in enumerate(rows) if done[b] < len(row)]:
+        draw.shuffle(live)
+        part = {
+            b: rows[b][done[b] :][: draw.choice([1, 2, 15, 16, 40, 500])] for b in live[: draw.randint(1, 3)]
+        }
+        queries_B, start_B = (
+            torch.tensor(x) for x in ([len(p) for p in part.values()], [done[b] for b in part])
+        )
+        token = torch.tensor([t for p in part.values() for t in p])
+        torch.set_num_threads(draw.choice([1, 2]))
+        attend = CachedAttention(cache, table[list(part)], start_B, ops, queries_B=queries_B)
+        out[token] = attend(0, q[token], k[token], v[token], **how)  # type: ignore[arg-type]
+        for b, tokens in part.items():
+            done[b] += len(tokens)
+    return out
+
+
 def same_bits(ops: Ops, cases: list[Case], *, prompt: int, own: list[int]) -> None:
-    """Shared segments, separate segments and decode agree to the bit in every row."""
+    """Shared segments, separate segments, decode and prefill in parts agree to the bit in every row."""
     segments = shared(prompt, own)
     copies = [keys_of(segments, s) for s in range(len(own) + 1)]
     apart = Segments.of_lengths(torch.tensor([len(c) for c in copies]))
@@ -206,7 +232,11 @@ def same_bits(ops: Ops, cases: list[Case], *, prompt: int, own: list[int]) -> No
             assert torch.equal(ops.attend_packed(q, k, v, segments, **how), packed)  # type: ignore[arg-type]
             rows = [c.tolist() for c in copies[1:]]
             decoded = decode_all(ops, q, k, v, rows=rows, share=prompt // PAGE * PAGE, **how)
+            prefilled = prefill_all(ops, q, k, v, rows=rows, **how)
         assert torch.equal(decoded, packed), f"decode and packed differ: {heads, kv_heads, size, window, cap}"
+        assert torch.equal(prefilled, packed), (
+            f"parts and packed differ: {heads, kv_heads, size, window, cap}"
+        )
 
 
 def test_decode_gives_the_trainers_bits() -> None:
@@ -280,8 +310,9 @@ def test_prefill_then_decode(ops: Ops) -> None:
     q, k, v = (normal(total, h, 16, seed=s).float() for s, h in enumerate((4, 2, 2)))
     how = {"scale": 0.25, "window": None, "softcap": None}
     at = torch.arange(prompt)
-    store = (cache, torch.tensor([3, 1])[at // PAGE], at % PAGE)
-    prefill = PackedAttention(Segments.of_lengths(torch.tensor([prompt])), ops, store=store)
+    prefill = CachedAttention(
+        cache, torch.tensor([[3, 1]]), torch.tensor([0]), ops, queries_B=torch.tensor([prompt])
+    )
     prefill(0, q[:prompt], k[:prompt], v[:prompt], **how)  # type: ignore[arg-type]
     cache.copy_page(1, 4)
     table = torch.tensor([[3, 1, -1], [3, 4, -1]])
@@ -314,10 +345,18 @@ def test_pages_that_do_not_exist_are_refused(ops: Ops, table: list[list[int]]) -
     cache = KvCache.allocate(layers=1, pages=3, kv_heads=1, head_dim=16, ops=ops)
     with pytest.raises(ValueError, match="page"):
         CachedAttention(cache, torch.tensor(table), torch.tensor([16 * len(table[0]) - 1]), ops)
+    queries_B = torch.tensor([16 * len(table[0])])
     with pytest.raises(ValueError, match="page"):
-        PackedAttention(
-            Segments.of_lengths(torch.tensor([1])), ops, store=(cache, torch.tensor([3]), torch.tensor([0]))
-        )
+        CachedAttention(cache, torch.tensor(table), torch.tensor([0]), ops, queries_B=queries_B)
+
+
+def test_a_call_with_more_or_fewer_queries_than_it_says_is_refused() -> None:
+    cache = KvCache.allocate(layers=1, pages=3, kv_heads=1, head_dim=16, ops=(ops := load("compiled")))
+    x = torch.ones(3, 1, 16)
+    for queries_B in (None, torch.tensor([4])):
+        how = {"table_BP": torch.tensor([[0]]), "keys_B": torch.tensor([4]), "queries_B": queries_B}
+        with pytest.raises(ValueError, match="3 queries, but 1 rows"):
+            ops.attend_cached(x, cache.k[0], cache.v[0], **how, scale=1.0, window=None, softcap=None)
 
 
 # ---- segments
@@ -383,13 +422,26 @@ def test_transformers_models_run_on_it(family: str) -> None:
         eager = [model(input_ids=ids[c][None]).logits[0] for c in copies]
         model.set_attn_implementation(register_hf_attention())
         cache = KvCache.allocate(layers=2, pages=4, kv_heads=2, head_dim=16, ops=ops)
-        position = segments.position_N
-        page = torch.tensor([0, 1])[position // PAGE]
-        page[copies[1][18:]] = torch.tensor([0, 2])[position[copies[1][18:]] // PAGE]
-        plan = PackedAttention(segments, ops, store=(cache, page, position % PAGE))
-        packed = model(input_ids=ids[None], position_ids=position[None], use_cache=False, plan=plan).logits[0]
+        position = segments.position_N[None]
+        plan = PackedAttention(segments, ops)
+        packed = model(input_ids=ids[None], position_ids=position, use_cache=False, plan=plan).logits[0]
         for c, want in zip(copies, eager):
             assert torch.allclose(packed[c], want, atol=3e-5)
+        for start, end in ((0, 7), (7, 8), (8, 18)):
+            part = CachedAttention(
+                cache,
+                torch.tensor([[0, 1]]),
+                torch.tensor([start]),
+                ops,
+                queries_B=torch.tensor([end - start]),
+            )
+            out = model(
+                input_ids=ids[None, start:end],
+                position_ids=part.position_N[None],
+                use_cache=False,
+                plan=part,
+            ).logits[0]
+            assert torch.allclose(out, packed[start:end], atol=3e-5)
         # response 1 once more, token by token; its prompt is in pages 0 and 1
         for i, token in enumerate(copies[0][18:].tolist()):
             step = CachedAttention(cache, torch.tensor([[0, 1]]), torch.tensor([18 + i]), ops)

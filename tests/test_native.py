@@ -24,8 +24,9 @@ from whet.models.forward import decoder
 from whet.models.logprobs import token_logprobs
 from whet.rollout.engine import WeightUpdate
 from whet.rollout.native.engine import NativeEngine
+from whet.rollout.native.pages import Pages
 from whet.rollout.native.runner import Runner
-from whet.rollout.native.scheduler import Admission, Pages, Request, Scheduler
+from whet.rollout.native.scheduler import Admission, Generation
 from whet.rollout.requests import StopText
 from whet.types import Completion, Sampling, WhetError
 
@@ -62,8 +63,9 @@ def group(prompt: list[int], size: int, **options: Any) -> list[tuple[list[int],
 
 
 def all_free(e: NativeEngine) -> bool:
+    """No page is used, each is free or known, and no row has a slot."""
     pages = e.scheduler.pages
-    unused = sorted(pages.free) == list(range(pages.count)) and not any(pages.uses)
+    unused = sorted((*pages.free, *pages.idle)) == list(range(pages.count)) and not any(pages.uses)
     return unused and not e.runner.live.requests and sorted(e.runner.free) == list(range(len(e.runner.free)))
 
 
@@ -71,16 +73,19 @@ class Spy:
     """Records the prefills and the sizes of the steps of an engine."""
 
     def __init__(self, e: NativeEngine) -> None:
-        self.prefills: list[list[Admission]] = []
+        self.prefills: list[list[tuple[int, int, int, list[list[int]]]]] = []
+        """Of each history: start and end of what is computed, its rows, and their pages."""
         self.steps: list[int] = []
         self.before_step: Callable[[int], None] = lambda number: None
         runner, prefill, step = e.runner, e.runner.prefill, e.runner.step
 
-        def spied_prefill(admissions: list[Admission]) -> list[Request]:
-            self.prefills.append(admissions)
+        def spied_prefill(admissions: list[Admission]) -> list[Generation]:
+            self.prefills.append(
+                [(a.start, a.end, len(a.rows), [list(row.pages) for row in a.rows]) for a in admissions]
+            )
             return prefill(admissions)
 
-        def spied_step() -> list[Request]:
+        def spied_step() -> list[Generation]:
             self.steps.append(len(runner.live.requests))
             self.before_step(len(self.steps))
             return step()
@@ -205,21 +210,23 @@ def test_equal_prompts_share_one_prefill_and_their_full_pages(length: int) -> No
     spy = Spy(e)
     jobs = group(prompt, 8, max_tokens=24, ignore_eos=True)
     together = run(ask(e, jobs))
-    assert [[len(a.requests) for a in prefill] for prefill in spy.prefills] == [[8]]
-    tables = spy.prefills[0][0].pages
+    assert [[rows for _, _, rows, _ in prefill] for prefill in spy.prefills] == [[8]]
+    tables = spy.prefills[0][0][3]
     full = length // 16
     assert all(table[:full] == tables[0][:full] for table in tables)
     own = [page for table in tables for page in table[full:]]
-    assert len(set(own)) == len(own) == 8 * (-(-(length + 23) // 16) - full)
+    assert len(set(own)) == len(own) == 8, "one page each for the first tokens of the replies"
     assert together == [run(ask(engine(module), [job]))[0] for job in jobs]
 
 
 def test_a_whole_step_is_prefilled_at_once_within_the_bound() -> None:
+    """By hand: two of 20 tokens fit into 50; of 60 the 16 that fill a page fit after another 20; 44 are left."""
     e = engine(prefill_tokens=50)
     spy = Spy(e)
     jobs = [job for prompt in prompts([20, 20, 20, 60, 10]) for job in group(prompt, 2, max_tokens=4)]
     run(ask(e, jobs))
-    assert [[len(a.history) for a in prefill] for prefill in spy.prefills] == [[20, 20], [20], [60], [10]]
+    spans = [[(start, end) for start, end, _, _ in prefill] for prefill in spy.prefills]
+    assert spans == [[(0, 20), (0, 20)], [(0, 20), (0, 16)], [(16, 60)], [(0, 10)]]
 
 
 def test_finished_rows_leave_and_waiting_ones_join() -> None:
@@ -255,7 +262,11 @@ def test_a_group_larger_than_the_batch_is_cut() -> None:
     e = engine(module, max_num_seqs=4)
     spy = Spy(e)
     assert run(ask(e, jobs)) == run(ask(engine(module), jobs))
-    assert [len(a.requests) for prefill in spy.prefills for a in prefill] == [4, 4, 3]
+    rows = [rows for prefill in spy.prefills for _, _, rows, _ in prefill]
+    assert rows[0] == 4
+    assert sum(rows) == 11
+    assert max(spy.steps) == 4
+    assert e.counts.prefilled_tokens == 20 + 4 * (len(rows) - 1), "the others find the prompt's full page"
 
 
 def test_what_can_never_fit_is_refused() -> None:
@@ -269,73 +280,6 @@ def test_what_can_never_fit_is_refused() -> None:
     with pytest.raises(WhetError, match="is less than one page"):
         engine(cache_mb=0)
     assert all_free(e)
-
-
-# ---------------------------------------------------------------- the scheduler by itself
-
-
-class Waiting:
-    """Stands for a future that nobody awaits."""
-
-
-def request(prompt: tuple[int, ...], max_tokens: int) -> Request:
-    return Request(prompt, Sampling(max_tokens=max_tokens), frozenset(), True, Waiting())  # type: ignore[arg-type]
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    work=st.lists(
-        st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=25
-    ),
-    count=st.integers(5, 14),
-    max_num_seqs=st.integers(1, 6),
-    seed=st.integers(0, 99),
-)
-def test_pages_are_never_lost_or_shared_wrongly(
-    work: list[tuple[int, int, int]], count: int, max_num_seqs: int, seed: int
-) -> None:
-    """Random requests and endings: a page is free, or used as often as it stands in tables; all served."""
-    s = Scheduler(Pages(count, 16), max_num_seqs=max_num_seqs, prefill_tokens=64)
-    draw = random.Random(seed)
-    todo = [request((token,) * length, more) for token, length, more in work]
-    served: list[Request] = []
-    for _ in range(1000):
-        if todo and draw.random() < 0.5:
-            s.add([todo.pop()])
-        for admission in s.admit():
-            served += admission.requests
-            assert all(r.history == admission.history for r in admission.requests)
-        if s.running and draw.random() < 0.1:
-            s.put_back(list(s.running)[: draw.randint(1, 2)])
-        elif s.running and draw.random() < 0.6:
-            s.release(draw.choice(list(s.running)))
-        tables = list(s.running.values())
-        assert len(tables) <= max_num_seqs
-        for page in range(count):
-            uses = sum(page in table for table in tables)
-            assert s.pages.uses[page] == uses
-            assert (page in s.pages.free) == (uses == 0)
-        for r, table in s.running.items():
-            assert len(table) == len(set(table)) == -(-r.cached // 16)
-    while s.busy:
-        s.admit()
-        for r in list(s.running):
-            s.release(r)
-    assert not todo
-    assert len(s.pages.free) == count
-    assert len({id(r) for r in served}) <= len(work)
-
-
-def test_nobody_overtakes() -> None:
-    s = Scheduler(Pages(4, 16), max_num_seqs=8, prefill_tokens=64)
-    small, big, late = request((1,), 16), request((2,), 60), request((3,), 16)
-    s.add([small, big, late])
-    assert [a.requests for a in s.admit()] == [[small]]  # `big` needs all four pages; `late` waits behind it
-    assert s.admit() == []
-    s.release(small)
-    assert [a.requests for a in s.admit()] == [[big]]
-    s.release(big)
-    assert [a.requests for a in s.admit()] == [[late]]
 
 
 # ---------------------------------------------------------------- ends

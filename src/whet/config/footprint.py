@@ -254,8 +254,10 @@ def _sampling(plan: Plan, setting: Setting, lengths: Lengths) -> tuple[int, int]
     asked = plan.own_tasks_per_step * plan.group_size if plan.algorithm.kind == "online" else 0
     rows = plan.max_num_seqs if plan.judges else min(plan.max_num_seqs, asked)
     cache = plan.kv_cache_bytes
-    if plan.device == "cpu":  # pages that are never written to take no memory
-        own = memory.touched_cache(setting.shape, lengths, rows=min(rows, asked), dtype=plan.cache_dtype)
+    if (
+        plan.device == "cpu"
+    ):  # pages that are never written to take no memory; those of ended rollouts are kept
+        own = memory.touched_cache(setting.shape, lengths, rows=asked, dtype=plan.cache_dtype)
         evaluated = Lengths(prompt=lengths.prompt, reply=plan.reply_tokens, group=1)
         judged = memory.touched_cache(setting.shape, evaluated, rows=rows, dtype=plan.cache_dtype)
         cache = min(cache, max(own, judged if plan.judges else 0))

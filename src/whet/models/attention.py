@@ -1,10 +1,10 @@
 """Attention of packed batches and of decode steps, for whet's own models and for any transformers causal LM.
 
 A model calls `attend(layer, q_NHD, k_NKD, v_NKD, scale=, window=, softcap=)` and does not depend on which of the two it
-got: `PackedAttention` (training and prefill) or `CachedAttention` (one new token per live row). Both give a token the
-same bits.
+got: `PackedAttention` (training) or `CachedAttention` (sampling: prefill and decode steps). Both give a token the same
+bits.
 
-Shape letters: N packed tokens, B live rows, H query heads, K key/value heads, D head size, P pages of a row.
+Shape letters: N packed tokens, B rows of the cache, H query heads, K key/value heads, D head size, P pages of a row.
 """
 
 from __future__ import annotations
@@ -117,22 +117,10 @@ def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) 
 
 @dataclass(frozen=True, eq=False)
 class PackedAttention:
-    """Attention over a packed batch. With `store` = (cache, page_N, slot_N) it also fills the cache:
-    prefill."""
+    """Attention over a packed batch."""
 
     segments: Segments
     ops: Ops
-    store: tuple[KvCache, Tensor, Tensor] | None = None
-
-    def __post_init__(self) -> None:
-        if self.store is not None:
-            cache, page_N, slot_N = self.store
-            if page_N.shape != slot_N.shape or len(page_N) != self.segments.tokens:
-                raise ValueError(
-                    f"PackedAttention.store: {len(page_N)} pages and {len(slot_N)} slots "
-                    f"for {self.segments.tokens} tokens"
-                )
-            _check_pages(cache, page_N)
 
     def __call__(
         self,
@@ -145,34 +133,50 @@ class PackedAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        if self.store is not None:
-            cache, page_N, slot_N = self.store
-            cache.write(layer, page_N, slot_N, k_NKD, v_NKD)
         return self.ops.attend_packed(
             q_NHD, k_NKD, v_NKD, self.segments, scale=scale, window=window, softcap=softcap
         )
 
 
 class CachedAttention:
-    """Attention of a decode step: row b's new token stands at position length_B[b].
+    """Attention of new tokens of rows of the cache: those of row b stand at the positions from length_B[b] on.
 
-    The call writes its key and value there and attends over length_B[b] + 1 keys. `table_BP` [B, P] names the
-    pages of each row (entries past the row's last page are not read). No gradient.
+    A call writes their keys and values into the pages, then each token attends over the positions up to its own.
+    `table_BP` [B, P] names the pages of each row (entries past its last page are not read). No gradient.
+
+    queries_B: None: one new token a row, a decode step. Else prefill: [B] int64, how many tokens of each row, packed
+    row by row; queries_B, table_BP and length_B are then on the CPU.
     """
 
-    def __init__(self, cache: KvCache, table_BP: Tensor, length_B: Tensor, ops: Ops) -> None:
+    def __init__(
+        self,
+        cache: KvCache,
+        table_BP: Tensor,
+        length_B: Tensor,
+        ops: Ops,
+        *,
+        queries_B: Tensor | None = None,
+    ) -> None:
         length_B = length_B.to(torch.int64)
-        self.cache, self.ops = cache, ops
+        self.cache, self.ops, self.queries_B = cache, ops, queries_B
         self.table_BP = table_BP.to(torch.int32).contiguous()
-        page_B1 = (length_B // PAGE)[:, None]
+        self.keys_B = length_B + (1 if queries_B is None else queries_B)
         if self.table_BP.device.type == "cpu":
             # a wrong page would be foreign memory to C: pages up to the last one must exist, later ones may be
             # anything; elsewhere the host must not wait for the device at every step, and indexing checks itself
-            used_BP = torch.arange(table_BP.shape[1]) <= page_B1
+            used_BP = torch.arange(table_BP.shape[1]) <= ((self.keys_B - 1) // PAGE)[:, None]
             _check_pages(cache, self.table_BP.where(used_BP, 0))
-        self.page_B = self.table_BP.gather(1, page_B1).squeeze(1).to(torch.int64)
-        self.slot_B = length_B % PAGE
-        self.keys_B = length_B + 1
+        if queries_B is None:
+            self.position_N = length_B
+            page_N = self.table_BP.gather(1, (length_B // PAGE)[:, None]).squeeze(1)
+        else:
+            row_N = torch.arange(len(queries_B)).repeat_interleave(queries_B)
+            self.position_N = torch.arange(len(row_N)) + (self.keys_B - queries_B.cumsum(0))[row_N]
+            page_N = self.table_BP[row_N, self.position_N // PAGE]
+        device = cache.k.device
+        self.page_N = page_N.to(device, torch.int64)
+        self.slot_N = (self.position_N % PAGE).to(device)
+        self.table_BP = self.table_BP.to(device)
 
     def __call__(
         self,
@@ -185,7 +189,7 @@ class CachedAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        self.cache.write(layer, self.page_B, self.slot_B, k_NKD, v_NKD)
+        self.cache.write(layer, self.page_N, self.slot_N, k_NKD, v_NKD)
         return self.ops.attend_cached(
             q_NHD,
             self.cache.k[layer],
@@ -195,6 +199,7 @@ class CachedAttention:
             scale=scale,
             window=window,
             softcap=softcap,
+            queries_B=self.queries_B,
         )
 
 

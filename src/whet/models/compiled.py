@@ -65,7 +65,7 @@ class _Cached(ctypes.Structure):
         *((name, c_void_p) for name in ("q", "k", "v")),
         *((name, c_int64) for name in ("q_n", "q_h", "heads", "kv_heads", "size", "window")),
         *((name, c_float) for name in ("scale", "cap")),
-        *((name, c_void_p) for name in ("table", "keys")),
+        *((name, c_void_p) for name in ("table", "keys", "queries")),
         *((name, c_int64) for name in ("rows", "table_n", "threads")),
     ]
 
@@ -426,7 +426,7 @@ def attend_packed(
 
 
 def attend_cached(
-    q_BHD: Tensor,
+    q_NHD: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
     *,
@@ -435,11 +435,12 @@ def attend_cached(
     scale: float,
     window: int | None,
     softcap: float | None,
+    queries_B: Tensor | None = None,
 ) -> Tensor:
-    rows, heads, size = q_BHD.shape
-    if not _native(q_BHD) or not _float32(k_pages, v_pages) or size % 16:
+    _, heads, size = q_NHD.shape
+    if not _native(q_NHD) or not _float32(k_pages, v_pages) or size % 16:
         return twins.attend_cached(
-            q_BHD,
+            q_NHD,
             k_pages,
             v_pages,
             table_BP=table_BP,
@@ -447,16 +448,23 @@ def attend_cached(
             scale=scale,
             window=window,
             softcap=softcap,
+            queries_B=queries_B,
         )
-    q, out = _dense_rows(q_BHD.detach()), torch.empty(q_BHD.shape)
+    if len(q_NHD) != (len(table_BP) if queries_B is None else int(queries_B.sum())):
+        given = "one each" if queries_B is None else queries_B.tolist()
+        raise ValueError(
+            f"attend_cached: {len(q_NHD)} queries, but {len(table_BP)} rows with queries: {given}"
+        )
+    q, out = _dense_rows(q_NHD.detach()), torch.empty(q_NHD.shape)
     table, keys = table_BP.to(torch.int32).contiguous(), keys_B.to(torch.int64).contiguous()
+    queries = None if queries_B is None else queries_B.to(torch.int64).contiguous()
     what = _Cached(
         *(_ptr(t) for t in (q, k_pages, v_pages)),
         *(q.stride(0), q.stride(1), heads, k_pages.shape[1], size, window or 0, scale, softcap or 0.0),
-        *(_ptr(table), _ptr(keys), rows, table.shape[1], torch.get_num_threads()),
+        *(_ptr(table), _ptr(keys), _ptr(queries), *table.shape, torch.get_num_threads()),
     )
     _memory(_lib().whet_attend_cached(ctypes.byref(what), _ptr(out)))
-    return _as(q_BHD, out)
+    return _as(q_NHD, out)
 
 
 def write_kv(

@@ -21,7 +21,9 @@ from whet.models.forward import Decoder
 from whet.models.kernels import Ops
 from whet.models.logprobs import logits, token_logprobs
 from whet.models.packing import layout
-from whet.models.segments import Segments
+
+AGAIN = 2
+"""Rows that begin again in every step."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,10 @@ def self_test(
 
     Prompts are random tokens, one of them `long_prompt` long (attention over more than 256 keys takes other
     roads), the others up to `max_prompt`; responses end at random lengths; each decode step runs the live
-    rows in a random order, in two parts of random sizes. The trainer's side is computed with shared and with
-    separate prompts.
+    rows in a random order, in two parts of random sizes. Each prompt is computed in three parts, the second of
+    one token. In every step two of the rows begin again, as a row that was preempted or the next turn of an
+    episode: they keep some of their pages, and compute the rest of their history over them. The trainer's side
+    is computed with shared and with separate prompts.
     """
     random = np.random.Generator(np.random.Philox(key=seeds.key(seed, "self-test")))
     prompt_G = random.integers(1, max_prompt + 1, groups)
@@ -115,20 +119,44 @@ def _sample(
         token_B, logp_B = ops.sample(logits(decoder.head, hidden_BD, temperature), uniform_B)
         token_RT[rows_B, step], logp_RT[rows_B, step] = token_B, logp_B
 
-    draw(torch.arange(rows), _prefill(decoder, ops, rollouts=rollouts, cache=cache, table_RP=table_RP), 0)
+    def history(row: int, step: int) -> Tensor:
+        return torch.cat((rollouts.prompts[int(rollouts.group_R[row])], token_RT[row, :step].cpu()))
+
+    prompts_RD = _prefill_prompts(
+        decoder, ops, rollouts=rollouts, cache=cache, table_RP=table_RP, random=random
+    )
+    draw(torch.arange(rows), prompts_RD, 0)
     for step in range(1, token_RT.shape[1]):
         live_B = torch.nonzero(rollouts.response_R > step).flatten()
         live_B = live_B[torch.from_numpy(random.permutation(len(live_B)))]
+        again_B, live_B = live_B[:AGAIN], live_B[AGAIN:]
+        if len(again_B):
+            kept_B = torch.tensor(
+                [int(random.integers(0, (n - 1) // PAGE + 1)) for n in rollouts.prompt_R[again_B] + step]
+            )
+            _spoil(cache, table_RP[again_B], kept_B)
+            histories = [history(row, step) for row in again_B.tolist()]
+            draw(
+                again_B,
+                _prefill(decoder, ops, cache, table_RP[again_B], histories=histories, start_B=kept_B * PAGE),
+                step,
+            )
         for part_B in live_B.tensor_split([int(random.integers(0, len(live_B) + 1))]):
             if len(part_B):
                 length_B = (rollouts.prompt_R[part_B] + step - 1).to(device)
-                attend = CachedAttention(cache, table_RP[part_B], length_B, ops)
+                attend = CachedAttention(cache, table_RP[part_B].to(device), length_B, ops)
                 draw(part_B, decoder.hidden(token_RT[part_B, step - 1], length_B, attend), step)
     return _batch(rollouts, token_RT, logp_RT)
 
 
+def _spoil(cache: KvCache, table_BP: Tensor, kept_B: Tensor) -> None:
+    """All pages of these rows but the first kept_B hold what another row may have left there."""
+    for pages, kept in zip(table_BP, kept_B.tolist()):
+        cache.k[:, pages[kept:]], cache.v[:, pages[kept:]] = 7.0, -3.0
+
+
 def _cache(decoder: Decoder, ops: Ops, *, rollouts: _Rollouts, like: Tensor) -> tuple[KvCache, Tensor]:
-    """Pages of its own for every rollout, and their numbers [R, P]."""
+    """Pages of its own for every rollout, and their numbers [R, P] on the CPU; past its end its last page."""
     pages_R = (rollouts.prompt_R + rollouts.response_R + PAGE - 1) // PAGE
     first_R = pages_R.cumsum(0) - pages_R
     cache = KvCache.allocate(
@@ -141,26 +169,49 @@ def _cache(decoder: Decoder, ops: Ops, *, rollouts: _Rollouts, like: Tensor) -> 
         device=like.device,
     )
     table_RP = first_R[:, None] + torch.arange(int(pages_R.max()))
-    return cache, table_RP.clamp(max=cache.pages - 1).to(like.device)
+    return cache, table_RP.minimum((first_R + pages_R - 1)[:, None])
 
 
-def _prefill(decoder: Decoder, ops: Ops, *, rollouts: _Rollouts, cache: KvCache, table_RP: Tensor) -> Tensor:
-    """[R, D] hidden state of each prompt's last token; the prompts' keys and values go into the pages."""
-    device = table_RP.device
-    segments = Segments.of_lengths(torch.tensor([len(p) for p in rollouts.prompts]))
-    group_N = torch.arange(len(rollouts.prompts)).repeat_interleave(segments.q_len_S)
+def _prefill(
+    decoder: Decoder, ops: Ops, cache: KvCache, table_BP: Tensor, *, histories: list[Tensor], start_B: Tensor
+) -> Tensor:
+    """[B, D] hidden state of each history's last token; its tokens from start_B on are computed."""
+    device = cache.k.device
+    queries_B = torch.tensor([len(h) for h in histories]) - start_B
+    attend = CachedAttention(cache, table_BP, start_B, ops, queries_B=queries_B)
+    token_N = torch.cat([h[start:] for h, start in zip(histories, start_B.tolist())])
+    hidden_ND = decoder.hidden(token_N.to(device), attend.position_N.to(device), attend)
+    return hidden_ND[(queries_B.cumsum(0) - 1).to(device)]
+
+
+def _prefill_prompts(
+    decoder: Decoder,
+    ops: Ops,
+    *,
+    rollouts: _Rollouts,
+    cache: KvCache,
+    table_RP: Tensor,
+    random: np.random.Generator,
+) -> Tensor:
+    """[R, D] hidden state of each prompt's last token; keys and values, computed once a group, go into all its rows."""
     first_row_G = torch.searchsorted(rollouts.group_R, torch.arange(len(rollouts.prompts)))
-    position_N = segments.position_N
-    page_N = table_RP.cpu()[first_row_G[group_N], position_N // PAGE].to(device)
-    attend = PackedAttention(segments, ops, (cache, page_N, (position_N % PAGE).to(device)))
-    hidden_ND = decoder.hidden(torch.cat(rollouts.prompts).to(device), position_N.to(device), attend)
+    last_G: list[Tensor] = []
+    for prompt, row in zip(rollouts.prompts, first_row_G.tolist()):
+        start, cut = 0, int(random.integers(0, len(prompt)))
+        for end in (cut, min(cut + 1, len(prompt) - 1), len(prompt)):
+            if end > start:
+                table = table_RP[row : row + 1]
+                hidden = _prefill(
+                    decoder, ops, cache, table, histories=[prompt[:end]], start_B=torch.tensor([start])
+                )
+                start = end
+        last_G.append(hidden)
     for row, group in enumerate(rollouts.group_R.tolist()):
         leader = int(first_row_G[group])
         if row != leader:
             for page in range(-(-len(rollouts.prompts[group]) // PAGE)):
                 cache.copy_page(int(table_RP[leader, page]), int(table_RP[row, page]))
-    last_G = segments.q_start_S + segments.q_len_S - 1
-    return hidden_ND[last_G.to(device)][rollouts.group_R.to(device)]
+    return torch.cat(last_G)[rollouts.group_R.to(cache.k.device)]
 
 
 def _batch(rollouts: _Rollouts, token_RT: Tensor, logp_RT: Tensor) -> Batch:

@@ -699,7 +699,7 @@ int whet_attend_packed_backward(const Packed *a, const Grads *g) {
     return failed;
 }
 
-/* ---- attention of a decode step ------------------------------------------------------------------------------ */
+/* ---- attention over the pages of the cache: decode steps and prefill ------------------------------------------ */
 
 typedef struct {
     const float *q, *k, *v; /* pages of one layer: k [pages, kv_heads, D, 16], v [pages, kv_heads, 16, D] */
@@ -708,39 +708,61 @@ typedef struct {
     i64 window;
     float scale, cap;
     const int32_t *table; /* [rows, table_n] page numbers */
-    const i64 *keys; /* [rows] */
+    const i64 *keys; /* [rows] keys that the last query of each row sees */
+    const i64 *queries; /* [rows] queries of each row, one after the other in q; NULL: one each */
     i64 rows, table_n, threads;
 } Cached;
 
-static int cached_row(const Cached *a, i64 row, i64 kv, float *out) {
-    i64 group = a->heads / a->kv_heads, D = a->D, keys = a->keys[row], page = D * KEYS;
-    i64 lo = first_seen(keys - 1, a->window), b0 = lo / KEYS, blocks = (keys - 1) / KEYS + 1 - b0;
+typedef struct {
+    i64 row, q, count, keys; /* `count` queries from q on; the last one sees `keys` keys, each other one key less */
+} CachedTile;
+
+static int cached_tile(const Cached *a, const CachedTile *t, i64 kv, float *out) {
+    i64 group = a->heads / a->kv_heads, rows = t->count * group, D = a->D, keys = t->keys, page = D * KEYS;
+    i64 first = keys - t->count, b0 = first_seen(first, a->window) / KEYS, blocks = (keys - 1) / KEYS + 1 - b0;
     i64 ld = blocks * KEYS;
-    float *q = scratch_bytes(sizeof(float) * group * (2 * D + ld) + sizeof(float *) * blocks);
+    float *q = scratch_bytes(sizeof(float) * rows * (2 * D + ld) + sizeof(float *) * blocks);
     if (!q) return 1;
-    float *sum = q + group * D, *p = sum + group * D, part[group], max;
-    const float **block = (const float **)(p + group * ld);
-    const int32_t *pages = a->table + row * a->table_n + b0;
+    float *sum = q + rows * D, *p = sum + rows * D, part[rows], max;
+    const float **block = (const float **)(p + rows * ld);
+    const int32_t *pages = a->table + t->row * a->table_n + b0;
     for (i64 b = 0; b < blocks; b++) block[b] = a->k + (pages[b] * a->kv_heads + kv) * page;
-    for (i64 r = 0; r < group; r++)
-        scale_row(a->q + row * a->q_n + (kv * group + r) * a->q_h, q + r * D, a->scale, D);
-    scores(q, group, block, blocks, p, ld, D);
-    for (i64 r = 0; r < group; r++) part[r] = soft_row(p + r * ld, b0 * KEYS, blocks, lo, keys - 1, a->cap, &max);
-    memset(sum, 0, sizeof(float) * group * D);
+    for (i64 r = 0; r < rows; r++)
+        scale_row(a->q + (t->q + r / group) * a->q_n + (kv * group + r % group) * a->q_h, q + r * D, a->scale, D);
+    scores(q, rows, block, blocks, p, ld, D);
+    for (i64 r = 0; r < rows; r++) {
+        i64 at = first + r / group;
+        part[r] = soft_row(p + r * ld, b0 * KEYS, blocks, first_seen(at, a->window), at, a->cap, &max);
+    }
+    memset(sum, 0, sizeof(float) * rows * D);
     for (i64 b = 0; b < blocks; b++)
         weigh(sum, D, p + b * KEYS, ld, 1, a->v + (pages[b] * a->kv_heads + kv) * page, D,
-              MIN(KEYS, keys - (b0 + b) * KEYS), group, D);
-    for (i64 r = 0; r < group; r++)
-        scale_row(sum + r * D, out + (row * a->heads + kv * group + r) * D, 1.0f / part[r], D);
+              MIN(KEYS, keys - (b0 + b) * KEYS), rows, D);
+    for (i64 r = 0; r < rows; r++)
+        scale_row(sum + r * D, out + ((t->q + r / group) * a->heads + kv * group + r % group) * D, 1.0f / part[r], D);
     free(q);
     return 0;
 }
 
 int whet_attend_cached(const Cached *a, float *out) {
     int threads = (int)a->threads, failed = 0;
+    i64 step = MAX(1, QUERY_ROWS / (a->heads / a->kv_heads)), tiles = 0, q = 0;
+    for (i64 row = 0; row < a->rows; row++) tiles += a->queries ? (a->queries[row] + step - 1) / step : 1;
+    CachedTile *tile = scratch_bytes(sizeof(CachedTile) * MAX(1, tiles)), *next = tile;
+    if (!tile) return 1;
+    for (i64 row = 0; row < a->rows; row++) {
+        i64 left = a->queries ? a->queries[row] : 1;
+        while (left > 0) {
+            i64 count = MIN(step, left);
+            left -= count;
+            *next++ = (CachedTile){row, q, count, a->keys[row] - left};
+            q += count;
+        }
+    }
     UNITS_IN_PARALLEL /* kv head outside: rows that share a prompt meet its pages in the cache of the processor */
-    for (i64 unit = 0; unit < a->rows * a->kv_heads; unit++)
-        if (cached_row(a, unit % a->rows, unit / a->rows, out)) failed = 1;
+    for (i64 unit = 0; unit < tiles * a->kv_heads; unit++)
+        if (cached_tile(a, tile + unit % tiles, unit / tiles, out)) failed = 1;
+    free(tile);
     return failed;
 }
 

@@ -65,7 +65,7 @@ class AttendPacked(Protocol):
 class AttendCached(Protocol):
     def __call__(
         self,
-        q_BHD: Tensor,
+        q_NHD: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
         *,
@@ -74,6 +74,7 @@ class AttendCached(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        queries_B: Tensor | None = None,
     ) -> Tensor: ...
 
 

@@ -27,6 +27,7 @@ from whet.types import WhetError
 PAGE = 16
 """Tokens of a cache page: one vector of keys."""
 _PV_BLOCK = 256
+"""A last block of more than half of it is padded: MKL adds 144 to 240 terms in another order than 16 to 128 or 256."""
 
 try:  # torch >= 2.10
     from torch.nn.attention.varlen import varlen_attn
@@ -216,6 +217,9 @@ def _weigh(
     if cap is not None:
         score = cap * torch.tanh(score / cap)
     p = torch.softmax(_wide(score.masked_fill(~mask, -torch.inf)), dim=-1).to(q_BKMD.dtype)
+    spare = -p.shape[-1] % _PV_BLOCK
+    if 0 < spare < _PV_BLOCK // 2:
+        p, v_BKWD = F.pad(p, (0, spare)), F.pad(v_BKWD, (0, 0, 0, spare))
     blocks = zip(p.split(_PV_BLOCK, dim=-1), v_BKWD.split(_PV_BLOCK, dim=-2))
     out = torch.zeros(())
     for i, (p_block, v_block) in enumerate(blocks):
@@ -242,17 +246,25 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _attend_varlen(
     q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, *, segments: Segments, scale: float, window: int | None
 ) -> Tensor:
-    """torch's variable-length flash attention; shared prefixes are gathered once per segment. Not run
-    here."""
+    """Shared prefixes are gathered once per segment."""
     device = q_NHD.device
     q_order = _ranges(segments.q_start_S, segments.q_len_S)
     key_len_S = segments.prefix_len_S + segments.q_len_S
     starts = torch.stack((segments.prefix_start_S, segments.q_start_S), 1).flatten()
     lens = torch.stack((segments.prefix_len_S, segments.q_len_S), 1).flatten()
     key_T = _ranges(starts, lens).to(device)
+    q, k, v = q_NHD[q_order.to(device)], k_NKD[key_T], v_NKD[key_T]
+    out = _varlen(q, k, v, segments.q_len_S, key_len_S, scale=scale, window=window)
+    return out[torch.argsort(q_order).to(device)]
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, q_len_S: Tensor, key_len_S: Tensor, *, scale: float, window: int | None
+) -> Tensor:
+    """torch's variable-length flash attention: the queries of each sequence are its last tokens. Not run here."""
     cu_q, cu_k = (
-        F.pad(torch.cumsum(length_S, 0), (1, 0)).to(device, torch.int32)
-        for length_S in (segments.q_len_S, key_len_S)
+        F.pad(torch.cumsum(length_S, 0), (1, 0)).to(q.device, torch.int32)
+        for length_S in (q_len_S, key_len_S)
     )
     options: dict[str, Any] = {
         "scale": scale,
@@ -261,17 +273,9 @@ def _attend_varlen(
     }
     if "num_splits" in _VARLEN:
         options["num_splits"] = 1  # batch-invariant, by its documentation
-    out = varlen_attn(
-        q_NHD[q_order.to(device)],
-        k_NKD[key_T],
-        v_NKD[key_T],
-        cu_q,
-        cu_k,
-        int(segments.q_len_S.max()),
-        int(key_len_S.max()),
-        **options,
-    )
-    return out[torch.argsort(q_order).to(device)]
+    longest = int(q_len_S.max()), int(key_len_S.max())
+    out: Tensor = varlen_attn(q, k, v, cu_q, cu_k, *longest, **options)  # type: ignore[assignment]
+    return out
 
 
 def _ranges(start_S: Tensor, len_S: Tensor) -> Tensor:
@@ -289,6 +293,46 @@ def write_kv(
 
 
 def attend_cached(
+    q_NHD: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    *,
+    table_BP: Tensor,
+    keys_B: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    queries_B: Tensor | None = None,
+) -> Tensor:
+    """Attention over the pages that each row's table names (no gradient).
+
+    queries_B: [B] int64 on the CPU, how many queries each row has, the rows' queries one after the other in q; None:
+    one each, a decode step. The last query of row b sees its first keys_B[b] keys, each one before it one key less.
+    The table's width is the width of a decode step's work: cut it to the longest row.
+    """
+    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    if queries_B is None:
+        return _attend_step(q_NHD, k_pages, v_pages, table_BP=table_BP, keys_B=keys_B, **how)
+    queries, keys = queries_B.tolist(), keys_B.tolist()
+    pages_b = [row[: -(-seen // PAGE)] for row, seen in zip(table_BP.to(q_NHD.device, torch.int64), keys)]
+    half = q_NHD.is_cuda and q_NHD.dtype in (torch.bfloat16, torch.float16)
+    if half and softcap is None and {"window_size", "scale", "enable_gqa"} <= _VARLEN:
+        k, v = (_token_rows(x, pages_b, keys) for x in (k_pages.transpose(2, 3), v_pages))
+        return _varlen(q_NHD, k, v, queries_B, keys_B.cpu(), scale=scale, window=window)
+    rows = zip(q_NHD.split(queries), pages_b, keys)
+    return torch.cat(
+        [_attend_row(q, k_pages[pages], v_pages[pages], keys=seen, **how) for q, pages, seen in rows]
+    )
+
+
+def _token_rows(x_pages: Tensor, pages_b: list[Tensor], keys: list[int]) -> Tensor:
+    """[keys of all rows, K, D] of one layer's [pages, K, 16, D]."""
+    return torch.cat(
+        [x_pages[pages].transpose(1, 2).flatten(0, 1)[:seen] for pages, seen in zip(pages_b, keys)]
+    )
+
+
+def _attend_step(
     q_BHD: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
@@ -299,10 +343,7 @@ def attend_cached(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """One query per row over the first keys_B[b] keys of the pages that the row's table names (no gradient).
-
-    The table's width is the width of the work: cut it to the longest row.
-    """
+    """One query a row."""
     batch, heads, size = q_BHD.shape
     kv_heads = k_pages.shape[1]
     pages_BP = table_BP.to(q_BHD.device, torch.int64).clamp(min=0)
@@ -313,3 +354,43 @@ def attend_cached(
     q = q_BHD.to(k.dtype).reshape(batch, kv_heads, -1, size)
     out = _weigh(q, k, v, mask=mask[:, None, None], scale=scale, cap=softcap)
     return out.reshape(batch, heads, size).to(q_BHD.dtype)
+
+
+_ROW_SCORES = 1 << 22
+"""Scores (query x key, one head) of a row that are computed at once."""
+
+
+def _attend_row(
+    q_NHD: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    *,
+    keys: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """The queries of one row over its own pages, in parts of bounded size."""
+    heads, size, kv_heads = q_NHD.shape[1], q_NHD.shape[2], k_pages.shape[1]
+    k = k_pages.permute(1, 2, 0, 3).reshape(1, kv_heads, size, -1)
+    v = v_pages.permute(1, 0, 2, 3).reshape(1, kv_heads, -1, size)
+    at_W = torch.arange(k.shape[-1], device=q_NHD.device)
+    out, position = [], keys - len(q_NHD)
+    for part in q_NHD.split(max(1, _ROW_SCORES // len(at_W))):
+        back = torch.arange(position, position + len(part), device=q_NHD.device)[:, None] - at_W
+        position += len(part)
+        mask = (back >= 0) if window is None else (back >= 0) & (back < window)
+        mask = mask.repeat_interleave(heads // kv_heads, dim=0)
+        q = (
+            part.to(k.dtype)
+            .view(len(part), kv_heads, -1, size)
+            .transpose(0, 1)
+            .reshape(1, kv_heads, -1, size)
+        )
+        if q.is_cuda and softcap is None:
+            seen = F.scaled_dot_product_attention(q, k.transpose(2, 3), v, attn_mask=mask, scale=scale)
+        else:
+            seen = _weigh(q, k, v, mask=mask, scale=scale, cap=softcap)
+        seen = seen.view(kv_heads, len(part), -1, size).transpose(0, 1)
+        out.append(seen.reshape(part.shape).to(q_NHD.dtype))
+    return torch.cat(out)

@@ -31,10 +31,10 @@ from whet.rollout.engine import (
 )
 from whet.rollout.gate import News
 from whet.rollout.native.graphs import Recorder
+from whet.rollout.native.pages import Pages
 from whet.rollout.native.runner import Runner
 from whet.rollout.native.sampler import is_plain
-from whet.rollout.native.scheduler import Pages, Scheduler
-from whet.rollout.native.scheduler import Request as Row
+from whet.rollout.native.scheduler import Counts, Generation, Scheduler
 from whet.rollout.native.scoring import packs, scored
 from whet.rollout.requests import Decode, StopText, Stream, check, check_score, ends_of
 from whet.rollout.weights import copy_weights
@@ -48,9 +48,9 @@ class NativeEngine:
 
     end_token_ids: the model's own end tokens. decode: needed for stop strings only. max_context: the longest rollout,
     prompt included, in tokens. cache_mb: memory of the KV cache; default: `max_num_seqs` rows of `max_context` tokens.
-    prefill_tokens: most prompt tokens computed at once. recorder: captures decode steps; default: CUDA graphs on CUDA,
-    none elsewhere. quantization: sample with a copy of the module's matrices in 8 bits, requantised from the weights of
-    every version; all other parameters are the module's own.
+    prefill_tokens: most tokens of histories computed at once; a longer one is computed in parts. recorder: captures
+    decode steps; default: CUDA graphs on CUDA, none elsewhere. quantization: sample with a copy of the module's
+    matrices in 8 bits, requantised from the weights of every version; all other parameters are the module's own.
 
     Raises ConfigError where the device does not support such matrix products, or the model has no such matrices.
     """
@@ -81,7 +81,7 @@ class NativeEngine:
             self._quantise(quantization)
         pages = Pages(self.runner.pages, PAGE)
         self.scheduler = Scheduler(pages, max_num_seqs=max_num_seqs, prefill_tokens=prefill_tokens)
-        self.held: list[Row] = []
+        self.held: list[Generation] = []
         """Came while the engine lets the others finish; they wait for the next version."""
         self.holding = False
         self.running = True
@@ -90,7 +90,7 @@ class NativeEngine:
         self.broken: str | None = None
         """Why no request is served."""
         self.driver: asyncio.Task[None] | None = None
-        self.streams: dict[Row, Stream] = {}
+        self.streams: dict[Generation, Stream] = {}
         """Of the requests whose tokens are given to a consumer as they are sampled."""
         self.news = News()
         """Other weights are here, or requests are served again, or never will be."""
@@ -99,6 +99,11 @@ class NativeEngine:
         """Called before every prefill and step: the work goes on."""
         self.span: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
         """Around every prefill and every decode step."""
+
+    @property
+    def counts(self) -> Counts:
+        """Tokens prefilled and found in the cache, and preemptions, since the engine was created."""
+        return self.scheduler.counts
 
     # -- the seam
 
@@ -165,6 +170,7 @@ class NativeEngine:
         weights may be a mix, all requests fail until a full set has been loaded.
         """
         self._interrupt()
+        self.scheduler.pages.forget()
         if update.module is None:
             self._copy(update)
         elif self.quantized:
@@ -204,6 +210,7 @@ class NativeEngine:
                 weights.to(self.runner.device if here else torch.device("cpu"))
         if "cache" in what and not here:
             self._interrupt()
+            self.scheduler.pages.forget()
             self.runner.release()
         elif "cache" in what and self.runner.cache is None:
             self.runner.allocate()
@@ -249,11 +256,11 @@ class NativeEngine:
         self._refuse_broken()
         return self.running and not self.holding and not self.away
 
-    def _row(self, request: Request) -> Row:
+    def _row(self, request: Request) -> Generation:
         sampling, stop_text = request.sampling, None
         if sampling.stop and self.decode is not None:
             stop_text = StopText(sampling.stop, self.decode)
-        return Row(
+        return Generation(
             prompt=request.prompt,
             sampling=sampling,
             ends=ends_of(sampling, self.end_token_ids),
@@ -273,18 +280,31 @@ class NativeEngine:
             self.driver.add_done_callback(self._driven)
 
     async def _drive(self) -> None:
-        """Prefills as long as anyone can be let in, else a step, until there is no work."""
+        """Prefills as long as anyone can be let in, else a step, until there is no work. Between the parts of a long
+        history live rows go on."""
         await asyncio.sleep(0)  # a whole step's requests arrive before the first prefill
+        stepped = True
         while self.running and not self.away and self.scheduler.busy:
             self.beat("decoding")
-            admissions = self.scheduler.admit()
-            fed = sum(len(a.history) for a in admissions) or len(self.scheduler.running)
+            waits = self.scheduler.unfinished is not None and not stepped and self.runner.live.requests
+            admissions = [] if waits else self.scheduler.admit()
+            fed = sum(a.end - a.start for a in admissions) or len(self.runner.live.requests)
             with self.span("prefill" if admissions else "decode"):
-                self._finish(self.runner.prefill(admissions) if admissions else self.runner.step())
+                self._finish(self.runner.prefill(admissions) if admissions else self._step())
+            stepped = not admissions
             self.tokens += fed
             if self.streams:
                 self._stream()
             await asyncio.sleep(0)
+
+    def _step(self) -> list[Generation]:
+        """One more token for every live row that has a page for it. Returns the requests that have ended with it."""
+        while (request := self.scheduler.excess()) is not None:
+            self.runner.drop(request)
+            self._stamp(request)
+            self.scheduler.preempt(request)
+        self.runner.extend(self.scheduler.grow())
+        return self.runner.step()
 
     def _driven(self, driver: asyncio.Task[None]) -> None:
         """The driver has ended. Its error, if any, is the error of everyone who waits: nobody waits for
@@ -299,7 +319,7 @@ class NativeEngine:
             if (stream := self.streams.get(row)) is not None:
                 self._given(row, stream.next, count, token)
 
-    def _given(self, row: Row, give: Callable[..., None], *what: object) -> None:
+    def _given(self, row: Generation, give: Callable[..., None], *what: object) -> None:
         """Call a consumer; its error is its own request's."""
         try:
             give(*what)
@@ -308,7 +328,7 @@ class NativeEngine:
             if not row.result.done():
                 row.result.set_exception(error)
 
-    def _finish(self, requests: list[Row]) -> None:
+    def _finish(self, requests: list[Generation]) -> None:
         for request in requests:
             self.scheduler.release(request)
             self._stamp(request)
@@ -318,25 +338,26 @@ class NativeEngine:
             if not request.result.done():
                 request.result.set_result(request.completion())
 
-    def _stamp(self, request: Row) -> None:
+    def _stamp(self, request: Generation) -> None:
         """What was sampled since the last stamp is of the present version."""
         request.versions += [self.version] * (len(request.token_ids) - len(request.versions))
 
     def _interrupt(self) -> None:
         """Rows in flight become waiting requests that go on where they were."""
-        requests = self.runner.interrupt()
+        self.runner.interrupt()
+        requests = list(self.scheduler.running)
         for request in requests:
             self._stamp(request)
         self.scheduler.put_back(requests)
 
-    def _forget(self, request: Row) -> None:
+    def _forget(self, request: Generation) -> None:
         """The caller has gone: its row, or its place in the queue, is free. Nothing to do if it has ended."""
         if request in self.scheduler.running:
             self.runner.drop(request)
             self.scheduler.release(request)
         elif request in self.held:
             self.held.remove(request)
-        elif request in self.scheduler.waiting.get(request.history, ()):
+        else:
             self.scheduler.forget(request)
 
     def _copy(self, update: WeightUpdate) -> None:

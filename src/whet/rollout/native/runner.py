@@ -1,6 +1,6 @@
 """The tensors of the native engine: prefill, and one decode step for all live rows, over the paged cache.
 
-Letters: B live rows, E rows with filters, S histories of a prefill, U their tokens, P pages of a row, V
+Letters: B live rows, E rows with filters, S slots, U the tokens of a prefill, P pages of a row, V
 vocabulary, D hidden, C columns: the most tokens a row may sample. A live row has a slot, its place in the
 buffers of what was sampled, and stands at a cell of them: slot * C + tokens sampled since it was let in.
 
@@ -11,7 +11,7 @@ On CPU a step has as many rows as are live. On CUDA its model part runs at fixed
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from whet.models.attention import PAGE, CachedAttention, KvCache, PackedAttention, Segments
+from whet.models.attention import PAGE, CachedAttention, KvCache
 from whet.models.forward import Decoder, decoder
 from whet.models.kernels import Ops
 from whet.models.logprobs import logits
@@ -27,7 +27,7 @@ from whet.models.twins import cache_dtype
 from whet.rollout.native import sampler
 from whet.rollout.native.graphs import CannotCapture, CudaGraphs, FixedShapeStep, Recorder
 from whet.rollout.native.sampler import Filters
-from whet.rollout.native.scheduler import Admission, Request
+from whet.rollout.native.scheduler import Admission, Generation, Row
 from whet.seeds import uniform_table
 from whet.types import WhetError
 
@@ -53,7 +53,7 @@ class Special:
 class Rows:
     """B live rows, compact. `state` moves on in place; the rest holds until rows come or go."""
 
-    requests: list[Request]
+    requests: list[Generation]
     state: Tensor
     """[6, B] int64, see SLOT ... LENGTH."""
     temperature: float | Tensor
@@ -63,7 +63,7 @@ class Rows:
     """Rows with stop strings."""
 
 
-def make_rows(requests: list[Request], state: Tensor, *, columns: int) -> Rows:
+def make_rows(requests: list[Generation], state: Tensor, *, columns: int) -> Rows:
     """The rows of these requests, [6, B] state."""
     heat = [r.sampling.temperature or 1.0 for r in requests]
     filtered = [i for i, r in enumerate(requests) if not r.plain]
@@ -76,7 +76,7 @@ def make_rows(requests: list[Request], state: Tensor, *, columns: int) -> Rows:
     )
 
 
-def _special(requests: list[Request], at: list[int], *, state: Tensor, columns: int) -> Special:
+def _special(requests: list[Generation], at: list[int], *, state: Tensor, columns: int) -> Special:
     samplings = [requests[i].sampling for i in at]
     at_E = torch.tensor(at, device=state.device)
     missing = [s.min_tokens - len(requests[i].token_ids) for i, s in zip(at, samplings)]
@@ -195,44 +195,55 @@ class Runner:
             self.release()
             self.allocate()
         self.free = list(range(len(self.table_SP) - 1, -1, -1))
+        self.slots: dict[Generation, int] = {}
+        """Of the live rows."""
         self._go_on([], torch.zeros(6, 0, dtype=torch.int64, device=self.device))
 
-    def interrupt(self) -> list[Request]:
+    def interrupt(self) -> None:
         """Take all live rows out; the requests know what they have sampled so far."""
-        requests = self.live.requests
-        self._take_out(range(len(requests)))
-        return requests
+        self._take_out(range(len(self.live.requests)))
 
-    def drop(self, request: Request) -> None:
-        """Take one live row out."""
-        self._take_out([self.live.requests.index(request)])
+    def drop(self, request: Generation) -> None:
+        """Take one row out, if it is live."""
+        if request in self.slots:
+            self._take_out([self.live.requests.index(request)])
+
+    def extend(self, rows: list[Row]) -> None:
+        """These live rows have one more page, the last of theirs."""
+        if rows:
+            what = [[self.slots[row.request], len(row.pages) - 1, row.pages[-1]] for row in rows]
+            slot_B, at_B, page_B = torch.tensor(what, device=self.device).T
+            self.table_SP[slot_B, at_B] = page_B.to(torch.int32)
+            self._lay_out_tables()
 
     @torch.no_grad()
-    def prefill(self, admissions: list[Admission]) -> list[Request]:
-        """Compute these histories, once each, and sample the first token of their requests.
+    def prefill(self, admissions: list[Admission]) -> list[Generation]:
+        """Compute these parts of histories. Of those that are whole now, sample the first token of their requests.
 
         Returns the requests that have ended with it.
         """
         assert self.cache is not None
-        lengths = torch.tensor([len(a.history) for a in admissions])
-        segments = Segments.of_lengths(lengths)
-        position_U = segments.position_N
-        page_U = np.concatenate([np.repeat(a.pages[0], PAGE)[: len(a.history)] for a in admissions])
-        store = (self.cache, torch.from_numpy(page_U).to(self.device), (position_U % PAGE).to(self.device))
-        token_U = torch.from_numpy(np.concatenate([np.array(a.history) for a in admissions]))
-        attend = PackedAttention(segments, self.ops, store)
-        hidden_UD = self.decoder.hidden(token_U.to(self.device), position_U.to(self.device), attend)
-        self._copy_last_pages(admissions)
-        rows = self._let_in(admissions)
-        members = torch.tensor([len(a.requests) for a in admissions])
-        last_B = (lengths.cumsum(0) - 1).repeat_interleave(members).to(self.device)
+        pages = [torch.tensor(a.rows[0].pages, dtype=torch.int32) for a in admissions]
+        start, end = torch.tensor([(a.start, a.end) for a in admissions]).T
+        table = torch.nn.utils.rnn.pad_sequence(pages, batch_first=True)
+        attend = CachedAttention(self.cache, table, start, self.ops, queries_B=end - start)
+        token_U = torch.from_numpy(np.concatenate([np.array(a.history[a.start : a.end]) for a in admissions]))
+        hidden_UD = self.decoder.hidden(token_U.to(self.device), attend.position_N.to(self.device), attend)
+        whole = [a for a in admissions if a.whole]
+        if not whole:
+            return []
+        self._copy_last_pages(whole)
+        rows = self._let_in(whole)
+        last = (end - start).cumsum(0) - 1
+        members = torch.tensor([len(a.rows) if a.whole else 0 for a in admissions])
+        last_B = last.repeat_interleave(members).to(self.device)
         done = self._advance(rows, hidden_UD.index_select(0, last_B))
         self._go_on(self.live.requests + rows.requests, torch.cat((self.live.state, rows.state), 1))
         before = len(self.live.requests) - len(rows.requests)
         return self._take_out([before + i for i in done])
 
     @torch.no_grad()
-    def step(self) -> list[Request]:
+    def step(self) -> list[Generation]:
         """One more token for every live row. Returns the requests that have ended with it."""
         state = self.live.state
         hidden_BD = self._hidden(state[TOKEN:], self.table_BP[:, : self.longest // PAGE + 1])
@@ -240,7 +251,7 @@ class Runner:
         self.longest += 1
         return self._take_out(self._advance(self.live, hidden_BD))
 
-    def newest(self) -> list[tuple[Request, int, int]]:
+    def newest(self) -> list[tuple[Generation, int, int]]:
         """Of each live row: its request, how many tokens that has sampled by now, and the last of them."""
         slots, cells, tokens = self.live.state[[SLOT, CELL, TOKEN]].tolist()
         return [
@@ -264,12 +275,12 @@ class Runner:
             token_B, length_B, CachedAttention(self.cache, table_BP, length_B, self.ops)
         )
 
-    def _copy_last_pages(self, admissions: list[Admission]) -> None:
+    def _copy_last_pages(self, admissions: Iterable[Admission]) -> None:
         """The page that a history fills in part is copied: each row goes on writing into its own."""
         assert self.cache is not None
-        parts = [(a.pages, len(a.history) // PAGE) for a in admissions if len(a.history) % PAGE]
-        source = [pages[0][at] for pages, at in parts for _ in pages[1:]]
-        target = [row[at] for pages, at in parts for row in pages[1:]]
+        parts = [(a.rows, len(a.history) // PAGE) for a in admissions if len(a.history) % PAGE]
+        source = [rows[0].pages[at] for rows, at in parts for _ in rows[1:]]
+        target = [row.pages[at] for rows, at in parts for row in rows[1:]]
         if target:
             src, dst = torch.tensor([source, target], device=self.device)
             self.cache.copy_page(src, dst)  # type: ignore[arg-type]
@@ -279,19 +290,21 @@ class Runner:
         columns: list[tuple[int, ...]] = []
         uniform_SC = self.uniform.view(-1, self.columns)
         for a in admissions:
-            left = [r.sampling.max_tokens - len(r.token_ids) for r in a.requests]
-            slots = [self.free.pop() for _ in a.requests]
-            numbers = uniform_table([r.sampling.key for r in a.requests], len(a.history), max(left))
+            requests = [row.request for row in a.rows]
+            left = [r.sampling.max_tokens - len(r.token_ids) for r in requests]
+            slots = [self.free.pop() for _ in requests]
+            self.slots |= zip(requests, slots)
+            numbers = uniform_table([r.sampling.key for r in requests], len(a.history), max(left))
             uniform_SC[slots, : max(left)] = torch.from_numpy(numbers).to(self.device)
-            width = max(map(len, a.pages))
-            table = [pages + [0] * (width - len(pages)) for pages in a.pages]
+            width = max(len(row.pages) for row in a.rows)
+            table = [row.pages + [0] * (width - len(row.pages)) for row in a.rows]
             self.table_SP[slots, :width] = torch.tensor(table, dtype=torch.int32, device=self.device)
-            for slot, r, count in zip(slots, a.requests, left):
+            for slot, r, count in zip(slots, requests, left):
                 first = slot * self.columns
                 columns.append((slot, first + count - 1, self._end_set(r.ends), first, 0, len(a.history)))
                 if r.sampling.repetition_penalty != 1.0:
                     self._see(slot, a.history)
-        requests = [r for a in admissions for r in a.requests]
+        requests = [row.request for a in admissions for row in a.rows]
         state = torch.tensor(columns, device=self.device).T.contiguous()
         return make_rows(requests, state, columns=self.columns)
 
@@ -364,7 +377,7 @@ class Runner:
             self.seen_SV[state_6E[SLOT], token_E] = True
         return token_E, logp_E
 
-    def _take_out(self, at: Sequence[int]) -> list[Request]:
+    def _take_out(self, at: Sequence[int]) -> list[Generation]:
         """Hand what these rows have sampled to their requests, and go on without them."""
         if not at:
             return []
@@ -375,20 +388,24 @@ class Runner:
             request.token_ids += self.token[span].tolist()
             request.logprobs += self.logp[span].tolist()
             request.sample_logprobs += self.sample_logp[span].tolist()
-            self.free.append(slots[i])
+            self.free.append(self.slots.pop(request))
         gone = set(at)
         keep = [i for i in range(len(rows.requests)) if i not in gone]
         kept = torch.tensor(keep, dtype=torch.int64, device=self.device)
         self._go_on([rows.requests[i] for i in keep], rows.state.index_select(1, kept))
         return [rows.requests[i] for i in at]
 
-    def _go_on(self, requests: list[Request], state: Tensor) -> None:
+    def _go_on(self, requests: list[Generation], state: Tensor) -> None:
         """These are the live rows from now on."""
         self.live = make_rows(requests, state, columns=self.columns)
-        width = max((r.cached for r in requests), default=0) // PAGE + 1
-        self.table_BP = self.table_SP[:, :width].index_select(0, state[SLOT])
+        self._lay_out_tables()
         self.longest = int(state[LENGTH].max()) if requests else 0
         """Most tokens a live row has in the cache; known to the host, so that no step has to ask."""
+
+    def _lay_out_tables(self) -> None:
+        """The page table of each live row, [B, P]."""
+        width = max((r.cached for r in self.live.requests), default=0) // PAGE + 1
+        self.table_BP = self.table_SP[:, :width].index_select(0, self.live.state[SLOT])
 
 
 def _shape(d: Decoder) -> tuple[int, int, int, int]:

@@ -1,8 +1,11 @@
-"""Who may sample now: waiting requests, rows, and the pages of the KV cache. Plain bookkeeping, no tensors.
+"""Who may sample now: waiting requests, rows, and their pages of the KV cache. Plain bookkeeping, no tensors.
 
-A request is let in with all the pages it can ever need, so a row never waits for memory once it runs and
-nothing can deadlock. Requests with equal tokens are let in together: their full prompt pages are shared,
-counted by reference.
+All requests stand in one order: rows as they were let in, then those who wait. A row takes a page when its tokens need
+one. Where there is none, the row that was let in last goes back to the front of the queue and continues later where it
+was. So the order never changes, the first row always makes progress, and every request alone fits into the cache:
+nobody waits for ever. Nothing here reads a clock or a random number.
+
+Requests with equal tokens are let in together: their full pages are shared, counted by reference, and computed once.
 """
 
 from __future__ import annotations
@@ -11,12 +14,16 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from whet.rollout.native.pages import Pages, digests
 from whet.rollout.requests import RequestError, StopText
 from whet.types import Completion, Sampling, spans_of
 
+WATERMARK = 0.01
+"""The share of the pages that stays free for rows when another is let in."""
+
 
 @dataclass(eq=False)
-class Request:
+class Generation:
     """One call of `generate`. The lists hold what is sampled once its row has ended or was interrupted."""
 
     prompt: tuple[int, ...]
@@ -54,56 +61,71 @@ class Request:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
+class Waiting:
+    """Requests in the queue with equal history."""
+
+    requests: list[Generation] = field(default_factory=list)
+    chain: list[bytes] | None = None
+    """Digests of the history's full pages, from the first try to let it in."""
+
+
+@dataclass(eq=False)
+class Row:
+    """A request that was let in, and its pages: those of its history, then those of its reply."""
+
+    request: Generation
+    pages: list[int]
+    chain: list[bytes]
+    """Digests of its history's full pages."""
+
+
+@dataclass(eq=False)
 class Admission:
-    """Requests with equal history that share one prefill, and the pages of each."""
+    """Rows with equal history that share one prefill. The pages that the history fills are the same in all."""
 
     history: tuple[int, ...]
-    requests: list[Request]
-    pages: list[list[int]]
-    """Those that the history fills come first and are the same in all; the others are each row's own."""
+    rows: list[Row]
+    end: int
+    """The next prefill computes the tokens start .. end-1; it ends with a page or with the history."""
+    start: int = 0
+    """What is in the cache before it: whole pages."""
+
+    @property
+    def whole(self) -> bool:
+        """The next prefill is its last."""
+        return self.end == len(self.history)
 
 
-class Pages:
-    """Free cache pages, and how many rows use the others."""
+@dataclass
+class Counts:
+    """Since the engine was created."""
 
-    def __init__(self, count: int, size: int) -> None:
-        self.count, self.size = count, size
-        self.free = list(range(count - 1, -1, -1))
-        self.uses = [0] * count
-
-    def needed(self, tokens: int) -> int:
-        """Pages that so many tokens fill or begin."""
-        return -(-tokens // self.size)
-
-    def take(self, count: int) -> list[int]:
-        taken = [self.free.pop() for _ in range(count)]
-        for page in taken:
-            self.uses[page] = 1
-        return taken
-
-    def share(self, pages: list[int]) -> list[int]:
-        for page in pages:
-            self.uses[page] += 1
-        return pages
-
-    def give(self, pages: list[int]) -> None:
-        for page in pages:
-            self.uses[page] -= 1
-            if self.uses[page] == 0:
-                self.free.append(page)
+    prefilled_tokens: int = 0
+    """Tokens of histories that were computed."""
+    cached_tokens: int = 0
+    """Tokens of histories that were found in the cache."""
+    preemptions: int = 0
 
 
 class Scheduler:
     """First come, first served, by history: the oldest goes next, with all who wait with equal tokens."""
 
     def __init__(self, pages: Pages, *, max_num_seqs: int, prefill_tokens: int) -> None:
-        self.pages, self.max_num_seqs, self.prefill_tokens = pages, max_num_seqs, prefill_tokens
-        self.waiting: dict[tuple[int, ...], list[Request]] = {}
-        self.running: dict[Request, list[int]] = {}
-        """The pages of each row."""
+        self.pages, self.max_num_seqs = pages, max_num_seqs
+        self.prefill_tokens = max(prefill_tokens, pages.size)
+        self.waiting: dict[tuple[int, ...], Waiting] = {}
+        self.running: dict[Generation, Row] = {}
+        """In the order in which they were let in."""
+        self.unfinished: Admission | None = None
+        """A history of which the last prefill computed a part. Its rows were let in last."""
+        self.steps = 0
+        """Decode steps so far: each adds one token to every live row."""
+        self.due: dict[int, list[Row]] = {}
+        """The rows that need one more page before the step of this number, if they still run."""
+        self.counts = Counts()
 
-    def refuse_impossible(self, request: Request) -> None:
+    def refuse_impossible(self, request: Generation) -> None:
         """Raise RequestError if the request does not fit into the empty cache."""
         needed = self.pages.needed(request.cached)
         if needed > self.pages.count:
@@ -113,91 +135,172 @@ class Scheduler:
                 "rollout.sampling.max_tokens or raise machine.kv_cache_mb"
             )
 
-    def add(self, requests: Iterable[Request]) -> None:
+    # -- the queue
+
+    def add(self, requests: Iterable[Generation]) -> None:
         """At the end of the queue."""
         for request in requests:
-            self.waiting.setdefault(request.history, []).append(request)
+            self.waiting.setdefault(request.history, Waiting()).requests.append(request)
 
-    def put_back(self, requests: Iterable[Request]) -> None:
-        """Interrupted rows: their pages are given back, and they go on before all who have not begun."""
+    def put_back(self, requests: Iterable[Generation]) -> None:
+        """Interrupted rows, in their order: their pages are given back, and they go on before all who wait."""
         later, self.waiting = self.waiting, {}
         for request in requests:
             self.release(request)
             self.add([request])
-        for group in later.values():
-            self.add(group)
+        for history, group in later.items():
+            self.waiting.setdefault(history, Waiting(chain=group.chain)).requests.extend(group.requests)
+
+    def forget(self, request: Generation) -> None:
+        """Take it out of the queue, if it is there."""
+        group = self.waiting.get(request.history)
+        if group is not None and request in group.requests:
+            group.requests.remove(request)
+            if not group.requests:
+                del self.waiting[request.history]
+
+    # -- prefill
 
     def admit(self) -> list[Admission]:
-        """The next prefill: at most `prefill_tokens`, or one longer history. Empty: nobody waits or nothing
-        is free."""
+        """The next prefill: at most `prefill_tokens`. A longer history is computed in parts, at most one at a time.
+
+        Empty: nobody waits, or nothing is free.
+        """
         admitted: list[Admission] = []
-        tokens = 0
-        while self.waiting:
-            history = next(iter(self.waiting))
-            tokens += len(history)
-            if admitted and tokens > self.prefill_tokens:
-                break
-            admission = self._admit(history)
+        left = self.prefill_tokens
+        if self.unfinished is not None:
+            admitted.append(self.unfinished)
+            left = self._cut(self.unfinished, left)
+        while self.waiting and self.unfinished is None:
+            admission = self._admit(left)
             if admission is None:
                 break
             admitted.append(admission)
+            left = self._cut(admission, left)
         return admitted
 
-    def _admit(self, history: tuple[int, ...]) -> Admission | None:
-        """All who wait with this history; if they can never fit together, the first of them once nothing
-        runs."""
-        group = self.waiting[history]
-        fit = self._fitting(history, group)
-        if fit < len(group) and (self.running or fit == 0):
+    def _admit(self, left: int) -> Admission | None:
+        """Those who wait longest with one history, as many as there are rows and pages for."""
+        size = self.pages.size
+        history, group = next(iter(self.waiting.items()))
+        if group.chain is None:
+            group.chain = digests(history, size)
+        cached = self.pages.prefix(
+            group.chain[: (len(history) - 1) // size]
+        )  # the last token is computed: it samples
+        missing = len(history) - len(cached) * size
+        if missing > left and (missing <= self.prefill_tokens or left < size):
+            return None  # whole in the next prefill
+        fit = self._fitting(history, group.requests, cached)
+        if not fit:
             return None
-        del self.waiting[history]
-        if fit < len(group):
-            self.waiting = {history: group[fit:], **self.waiting}
-        full = len(history) // self.pages.size
-        shared = self.pages.take(full)
-        for _ in range(fit - 1):
-            self.pages.share(shared)
-        for request in group[:fit]:
-            own = self.pages.needed(request.cached) - full
-            self.running[request] = shared + self.pages.take(own)
-        return Admission(history, group[:fit], [self.running[r] for r in group[:fit]])
+        taken, group.requests = group.requests[:fit], group.requests[fit:]
+        if not group.requests:
+            del self.waiting[history]
+        full = len(history) // size
+        shared = self.pages.share(cached) + self.pages.take(full - len(cached))
+        rows: list[Row] = []
+        for request in taken:
+            pages = self.pages.share(shared) if rows else shared
+            own = self.pages.take(self._first(request, len(history)) - full)
+            rows.append(Row(request, pages + own, group.chain))
+            self.running[request] = rows[-1]
+        self.counts.cached_tokens += len(cached) * size
+        return Admission(history, rows, end=len(cached) * size)
 
-    def _fitting(self, history: tuple[int, ...], group: list[Request]) -> int:
+    def _first(self, request: Generation, tokens: int) -> int:
+        """Pages of a row at its start: those of its history and, unless it ends there, of one more token."""
+        return self.pages.needed(min(tokens + 1, request.cached))
+
+    def _fitting(self, history: tuple[int, ...], group: list[Generation], cached: list[int]) -> int:
         """How many of the group there are rows and pages for."""
         full = len(history) // self.pages.size
-        free = len(self.pages.free) - full
+        unused = sum(self.pages.uses[page] == 0 for page in cached)
+        free = self.pages.available - unused - (full - len(cached))
+        reserve = max(1, int(WATERMARK * self.pages.count))
         fit = 0
         for request in group[: self.max_num_seqs - len(self.running)]:
-            free -= self.pages.needed(request.cached) - full
-            if free < 0:
+            free -= self._first(request, len(history)) - full
+            if free < (reserve if self.running or fit else 0):
                 break
             fit += 1
         return fit
 
-    def release(self, request: Request) -> None:
-        """Its row has ended: its pages are free, unless others share them."""
-        self.pages.give(self.running.pop(request))
+    def _cut(self, a: Admission, left: int) -> int:
+        """Set what its next prefill computes. Returns the tokens left for others."""
+        size = self.pages.size
+        a.start, missing = a.end, len(a.history) - a.end
+        a.end += missing if missing <= left else left // size * size
+        # those let in after it find these pages, even in the same prefill: a layer writes all keys before it reads any
+        row, full = a.rows[0], slice(a.start // size, a.end // size)
+        self.pages.keep(row.pages[full], row.chain[full])
+        self.counts.prefilled_tokens += a.end - a.start
+        self.unfinished = None if a.whole else a
+        if a.whole:
+            for row in a.rows:
+                self._wait_for_page(row, len(a.history))
+        return left - (a.end - a.start)
 
-    def forget(self, request: Request) -> None:
-        """Take it out of the queue."""
-        group = self.waiting[request.history]
-        group.remove(request)
-        if not group:
-            del self.waiting[request.history]
+    # -- decode steps
+
+    def _wait_for_page(self, row: Row, tokens: int) -> None:
+        """The row has so many tokens in the cache, and gets one with every step."""
+        step = self.steps + len(row.pages) * self.pages.size - tokens
+        self.due.setdefault(step, []).append(row)
+
+    def _due(self) -> list[Row]:
+        return [row for row in self.due.get(self.steps, ()) if self.running.get(row.request) is row]
+
+    def excess(self) -> Generation | None:
+        """The row that has to go back to the queue, as the next step needs more pages than there are."""
+        if len(self._due()) <= self.pages.available:
+            return None
+        return next(reversed(self.running))
+
+    def grow(self) -> list[Row]:
+        """The next step begins. Returns the rows that got one more page for it."""
+        rows = self._due()
+        self.due.pop(self.steps, None)
+        for row in rows:
+            row.pages += self.pages.take(1)
+            self.due.setdefault(self.steps + self.pages.size, []).append(row)
+        self.steps += 1
+        return rows
+
+    # -- ends
+
+    def release(self, request: Generation) -> None:
+        """Its row has ended: its pages are free, unless others share them; the full ones stay known."""
+        row = self.running.pop(request)
+        if self.unfinished is not None and row in self.unfinished.rows:
+            self.unfinished.rows.remove(row)
+            if not self.unfinished.rows:
+                self.unfinished = None
+        else:
+            before, fed = len(row.chain), request.history[:-1]
+            chain = digests(fed, self.pages.size, row.chain)
+            self.pages.keep(row.pages[before : len(chain)], chain[before:])
+        self.pages.give(row.pages)
+
+    def preempt(self, request: Generation) -> None:
+        """Its row goes back to the front of the queue."""
+        self.counts.preemptions += 1
+        self.put_back([request])
+
+    def clear(self) -> None:
+        """Forget everyone and every page; all pages are free."""
+        for row in self.running.values():
+            self.pages.give(row.pages)
+        self.pages.forget()
+        self.running, self.waiting, self.due, self.unfinished = {}, {}, {}, None
 
     @property
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[Generation]:
         """Everyone, running or waiting."""
         yield from self.running
         for group in self.waiting.values():
-            yield from group
+            yield from group.requests
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
-
-    def clear(self) -> None:
-        """Forget everyone; all pages are free."""
-        for pages in self.running.values():
-            self.pages.give(pages)
-        self.running, self.waiting = {}, {}
