@@ -34,9 +34,7 @@ def key(*parts: int | str) -> int:
     return out
 
 
-def rollout_key(
-    seed: int, task: int, index: int, *, purpose: str = "train", fork: Sequence[int] = ()
-) -> int:
+def rollout_key(seed: int, task: int, index: int, *, purpose: str = "train", fork: Sequence[int] = ()) -> int:
     """The sampling stream of one rollout. `purpose` keeps evaluation apart from training.
 
     fork: where in its tree of forks a history stands, a number a fork from the first on, so that two forks of one
