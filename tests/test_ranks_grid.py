@@ -113,6 +113,21 @@ def test_a_rank_may_have_no_tokens_of_a_micro_batch(ranks: Ranks, name: str) -> 
     assert_small(errors, name)
 
 
+@pytest.mark.parametrize("name", ["dp_shard 2", "pp 2", "cp 2"])
+def test_rollouts_of_several_strands_learn_the_same_on_ranks(ranks: Ranks, name: str) -> None:
+    layout, way = LAYOUTS[name], WAYS["shared prompts"]
+    if layout.dims.world != ranks.dims.world:
+        return
+    one, many = grid.pair(ranks, layout, way, model=grid.model_of(layout, way), **grid.learning())
+    batch = weighted(3, strands=True)
+    assert batch.segments > batch.rollouts
+    theirs, mine = (engine.forward(batch, "logprobs") for engine in (many, one))
+    torch.testing.assert_close(theirs, mine, rtol=1e-5, atol=1e-5)
+    assert many.update(batch, pg_loss) == pytest.approx(one.update(batch, pg_loss), rel=1e-4, abs=1e-5)
+    for (name, theirs), (_, mine) in zip(many.weights(), one.weights(), strict=True):
+        torch.testing.assert_close(theirs, mine, rtol=0, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("name", ["dp_shard 2", "pp 2", "tp 2", "dp_replicate 2 x ep 2"])
 def test_a_step_that_is_not_finite_is_skipped_by_all(ranks: Ranks, name: str) -> None:
     layout, way = LAYOUTS[name], WAYS["shared prompts"]

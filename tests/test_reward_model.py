@@ -129,6 +129,16 @@ def test_a_reply_that_was_begun_for_the_policy_goes_on_from_there(judge):
     assert begun[0].reward == ask([group(CHAT, ["abc"])], judge)[0].reward
 
 
+def test_a_rollout_of_several_strands_has_no_one_sequence_to_score(judge):
+    r = rollout(CHAT, "not looked at", ids=(9, 12, 10, 11))
+    two = replace(r, strands=(r.strand, r.strand))
+    (found,) = ask([Group(r.task, (two,))], judge, input="tokens")
+    assert found.reward is None
+    assert "the rollout has 2 strands, no one sequence to score; use input=text" in (found.error or "")
+    (found,) = ask([Group(r.task, (two,))], judge)
+    assert found.reward is not None
+
+
 def test_tokens_are_the_rollouts_own(judge):
     r = rollout(CHAT, "not looked at", ids=(9, 12, 10, 11))
     (found,) = ask([Group(r.task, (r,))], judge, input="tokens")

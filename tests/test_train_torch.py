@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,10 +16,11 @@ from whet.models import kernels
 from whet.models.load import value_head
 from whet.training.cut import Cut
 from whet.training.torch import TorchEngine
-from whet.types import CheckpointError, Group, Rollout, Task, WhetError
+from whet.types import TOKEN_TYPES, CheckpointError, Group, Rollout, Strand, Task, WhetError, given_tokens
 
 
-def random_groups(*, count: int = 4, size: int = 3, seed: int = 0) -> list[Group]:
+def random_groups(*, count: int = 4, size: int = 3, seed: int = 0, strands: bool = False) -> list[Group]:
+    """Groups of rollouts; with `strands`, the third of every second group has strands with other prompts."""
     gen = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, n: int = 1) -> list[int]:
@@ -41,12 +43,21 @@ def random_groups(*, count: int = 4, size: int = 3, seed: int = 0) -> list[Group
                     versions=[0 if m else -1 for m in mask], finish_reason="stop", reward=float(index),
                 )
             )  # fmt: skip
+        if strands and uid % 2:
+            rows[2] = replace(rows[2], strands=(*rows[2].strands, rows[0].strand, rows[1].strand))
+            rows[2] = replace(rows[2], strands=tuple(_told(s, n) for n, s in enumerate(rows[2].strands)))
         out.append(Group(task, tuple(rows)))
     return out
 
 
-def weighted(seed: int = 0) -> Batch:
-    batch = pack(random_groups(seed=seed))
+def _told(s: Strand, before: int) -> Strand:
+    """After so many more tokens, which the policy is given."""
+    more = given_tokens([VOCAB - 1] * before, [0] * before)
+    return Strand(**{name: np.concatenate([more[name], getattr(s, name)]) for name in TOKEN_TYPES})
+
+
+def weighted(seed: int = 0, *, strands: bool = False) -> Batch:
+    batch = pack(random_groups(seed=seed, strands=strands))
     gen = torch.Generator().manual_seed(seed)
     adv_N = torch.randn(batch.tokens, generator=gen)
     return replace(batch, adv_N=adv_N, weight_N=batch.mask_N / batch.mask_N.sum())
@@ -83,12 +94,12 @@ def gradients(
 
 
 def oracle(batch: Batch, family: str) -> dict[str, torch.Tensor]:
-    """One rollout at a time through transformers' own eager forward, plain autograd."""
+    """One strand at a time through transformers' own eager forward, plain autograd."""
     model = tiny_model(family)
     model.set_attn_implementation("eager")
     total = torch.zeros(())
-    for r in range(batch.rollouts):
-        rows = batch.rollout_N == r
+    for s in range(batch.segments):
+        rows = batch.segment_N == s
         ids, mask = batch.token_ids_N[rows], batch.mask_N[rows]
         logits = model(input_ids=ids[None]).logits[0]
         logp = torch.log_softmax(logits.float(), -1)
@@ -113,8 +124,9 @@ def assert_near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], toleranc
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_equals_plain_autograd(family: str) -> None:
-    batch = weighted()
-    assert_near(gradients(CUT, batch, family)[0], oracle(batch, family), 2e-4)
+    for strands in (False, True):
+        batch = weighted(strands=strands)
+        assert_near(gradients(CUT, batch, family)[0], oracle(batch, family), 2e-4)
 
 
 @pytest.mark.parametrize(
@@ -150,13 +162,13 @@ def test_gradient_does_not_depend_on_the_order_of_groups() -> None:
 
 
 def test_forward_is_the_log_prob_at_the_temperature() -> None:
-    batch = weighted()
+    batch = weighted(strands=True)
     made = engine(replace(CUT, temperature=0.7))
     got = made.forward(batch, "logprobs")
     model = tiny_model()
     model.set_attn_implementation("eager")
-    for r in range(batch.rollouts):
-        rows = batch.rollout_N == r
+    for s in range(batch.segments):
+        rows = batch.segment_N == s
         ids = batch.token_ids_N[rows]
         logp = torch.log_softmax(model(input_ids=ids[None]).logits[0] / 0.7, -1)
         wanted = torch.zeros(len(ids))

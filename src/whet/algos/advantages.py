@@ -56,8 +56,8 @@ def token_rewards(batch: Batch, *, kl_coef: float = 0.0, estimator: str = "k1") 
 def gae(batch: Batch, *, reward_N: Tensor, gamma: float, lam: float) -> Advantage:
     """A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; the return is A + V.
 
-    arXiv:1506.02438 eq. 16. t runs over the sampled tokens of a rollout, so that an environment's tokens
-    between two turns neither discount nor carry a value; after the last one V is 0.
+    arXiv:1506.02438 eq. 16. t runs over the sampled tokens of a rollout, strand after strand, so that an
+    environment's tokens between two turns and context neither discount nor carry a value; after the last one V is 0.
     """
     value_N = need(batch.value_N, "batch.value_N").to(reward_N.dtype)
     at_M = batch.mask_N.nonzero().flatten()
