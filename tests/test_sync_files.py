@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from whet.sync.files import Files
 from whet.sync.manifest import checked
+from whet.types import Receipt
 def big(version, count=6):
     return [(f"t{i}", torch.full((50_000,), float(version))) for i in range(count)]
 root = Path(sys.argv[1])

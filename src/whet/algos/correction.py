@@ -43,7 +43,7 @@ def correct(
     stats = _stats(weight_N[ours.mask_N], gap_M=gap_N[ours.mask_N])
     if stats and outside_N is not None:
         stats["correction/outside_frac"] = float(outside_N[ours.mask_N].double().mean())
-    return replace(batch, correction_N=weight_N.float()), stats
+    return replace(batch, correction_N=weight_N.to(sampled_logp_N(batch).dtype)), stats
 
 
 def is_on(cfg: Correction) -> bool:
