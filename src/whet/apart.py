@@ -47,6 +47,7 @@ async def run_beside(shared: Shared, home: Path) -> None:
     try:
         await (explore_all if shared.loaded.config.mode == "explore" else bench_all)(shared, home)
     finally:
+        shared.environments.close()
         if shared.engine is not None:
             await shared.engine.close()
 

@@ -32,6 +32,7 @@ from whet.config.plan import Plan
 from whet.config.schema import Config
 from whet.data.experts import Experts
 from whet.data.tasks import TaskStream
+from whet.envs.opened import Environments
 from whet.evaluate import Ask, Play, shown
 from whet.explorers import Explorers
 from whet.guard.ledger import Ledger
@@ -114,6 +115,7 @@ class Run:
     exact: bool
     """The self-test found that sampled log-probs equal the trainer's bit for bit."""
 
+    environments: Environments
     profiler: Profiler
     write_export: Callable[[Path], None]
     """Write the policy as a Hugging Face folder."""
@@ -517,6 +519,7 @@ class Run:
         if self.ranks:
             out["speed/tokens_per_rank_s"] = tokens / step / self.trainers
         out["speed/tokens_per_s"] = tokens / step
+        out |= self.environments.timings()
         if self.meter is not None and seconds.get("update"):
             out["speed/mfu"] = self.flops / seconds["update"] / self.meter.peak
             out["speed/tokens_per_device_s"] = tokens / step / self.meter.devices

@@ -34,9 +34,12 @@ def key(*parts: int | str) -> int:
     return out
 
 
-def rollout_key(seed: int, task: int, index: int, *, purpose: str = "train") -> int:
-    """The sampling stream of one rollout. `purpose` keeps evaluation apart from training."""
-    return key(seed, purpose, task, index)
+def rollout_key(
+    seed: int, task: int, index: int, *, purpose: str = "train", fork: tuple[int, ...] = ()
+) -> int:
+    """The sampling stream of one rollout. `purpose` keeps evaluation apart from training. fork: names a part of the
+    rollout that does not continue its first tokens; (): no fork."""
+    return key(seed, purpose, task, index, *fork)
 
 
 def uniforms(stream: int, start: int, count: int) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -25,6 +25,7 @@ from whet.data.tasks import (
     texts,
 )
 from whet.data.tokenizer import load_tokenizer
+from whet.envs.opened import Environments
 from whet.guard.line import OpenLines
 from whet.guard.watch import Watch
 from whet.models import kernels
@@ -78,6 +79,7 @@ class Shared:
     display: Display
     stop: StopFlag
     watch: Watch
+    environments: Environments = field(default_factory=Environments)
     version: int = 0
     change: bool = False
     """The run resumes with changed settings that change results."""

@@ -86,6 +86,7 @@ async def run_all(shared: Shared, start: Path | None, state: Json) -> None:
             if shared.stop.requested:
                 return
     finally:
+        shared.environments.close()
         if shared.engine is not None:
             await shared.engine.close()
 
@@ -222,6 +223,7 @@ def open_stage(shared: Shared, index: int, *, explores: bool = False) -> Run:
         engine=shared.engine,
         sampler=shared.sampler,
         exact=shared.exact,
+        environments=shared.environments,
         profiler=_profiler(shared, cfg, name, ranks=ranks),
         write_export=partial(_export, policy, writer(cfg, shared.model, shared.tokenizer)),
         saver=shared.saver,
@@ -472,6 +474,7 @@ def _player(
         pace=pace,
         retries=cfg.rollout.retries,
         max_total_tokens=cfg.data.max_total_tokens,
+        **shared.environments.arguments(cfg, shared.tokenizer),
     )
 
 
