@@ -76,6 +76,27 @@ def pair_batch(pairs: int, *, seed: int = 0) -> Batch:
     return make_batch(pictures, rewards, seed=seed)
 
 
+def concat(parts: Sequence[Batch], *, group_R: Tensor | None = None) -> Batch:
+    """One batch of all rollouts of several, with the fields that all have; groups are numbered on, unless given."""
+    values = {
+        f.name: torch.cat([getattr(p, f.name) for p in parts])
+        for f in fields(Batch)
+        if all(getattr(p, f.name) is not None for p in parts)
+    }
+    for name, count in (("segment_N", "segments"), ("rollout_N", "rollouts"), ("rollout_S", "rollouts")):
+        first = np.cumsum([0, *(getattr(p, count) for p in parts)]).tolist()
+        values[name] = torch.cat([getattr(p, name) + n for p, n in zip(parts, first, strict=False)])
+    first = np.cumsum([0, *(int(p.group_R[-1]) + 1 for p in parts)]).tolist()
+    joined_R = torch.cat([p.group_R + n for p, n in zip(parts, first, strict=False)])
+    return Batch(**values | {"group_R": joined_R if group_R is None else group_R})
+
+
+def reordered(batch: Batch, rows: Sequence[int]) -> Batch:
+    """These rollouts of a batch in this order, some of them several times; groups are numbered anew."""
+    group_R = torch.unique_consecutive(batch.group_R[torch.tensor(rows)], return_inverse=True)[1]
+    return concat([select(batch, torch.tensor([r])) for r in rows], group_R=group_R)
+
+
 def doubles(x: list[float]) -> Tensor:
     """float64, with every digit of the Python number."""
     return torch.tensor(x, dtype=torch.float64)
@@ -84,7 +105,7 @@ def doubles(x: list[float]) -> Tensor:
 def by_rollout(batch: Batch, x_N: Tensor) -> Tokens:
     """[N] as one list a rollout of the numbers at its sampled tokens, for loops that are easy to believe."""
     lists: Tokens = [[] for _ in range(batch.rollouts)]
-    for row, mask, x in zip(batch.row_N.tolist(), batch.mask_N.tolist(), x_N.tolist(), strict=True):
+    for row, mask, x in zip(batch.rollout_N.tolist(), batch.mask_N.tolist(), x_N.tolist(), strict=True):
         if mask:
             lists[row].append(x)
     return lists
@@ -104,7 +125,7 @@ def _group(number: int, pictures: Sequence[str], rng: np.random.Generator) -> Gr
 
 def _rollout(task: Task, index: int, picture: str, rng: np.random.Generator) -> Rollout:
     mask = [int(c == "a") for c in picture]
-    return Rollout(
+    return Rollout.one_strand(
         task=task,
         index=index,
         token_ids=rng.integers(0, 50, size=len(picture)).tolist(),
@@ -124,7 +145,7 @@ def micro_batches(
 
     With `whole_groups` a group is never cut. What is longer than the limit by itself makes a micro-batch of its own.
     """
-    length, prompt, group = (x.tolist() for x in (batch.length_R, batch.prompt_R, batch.group_R))
+    length, prompt, group = (x.tolist() for x in (batch.length_S, batch.prompt_S, batch.group_R))
     limit = max_rollouts or max_tokens or batch.tokens
 
     def cost(rows: list[int]) -> int:

@@ -11,7 +11,7 @@ def group(uid: int, *, version: int = 0, size: int = 2) -> Group:
     """Rollouts that differ by task, place and version."""
     task = Task(uid=uid, source="s", prompt=f"task {uid}", answer="4", token_ids=(1, 2))
     rollouts = tuple(
-        Rollout(
+        Rollout.one_strand(
             task=task,
             index=i,
             token_ids=[1, 2, 3 + uid, 4],

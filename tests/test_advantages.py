@@ -28,7 +28,7 @@ def per_rollout(batch: Batch, adv_N: Tensor) -> list[float | None]:
 
 def members(batch: Batch) -> dict[int, list[int]]:
     """Rollouts with sampled tokens, by group."""
-    lengths = [len(x) for x in by_rollout(batch, batch.reward_R[batch.row_N])]
+    lengths = [len(x) for x in by_rollout(batch, batch.reward_R[batch.rollout_N])]
     found: dict[int, list[int]] = {}
     for row, group in enumerate(batch.group_R.tolist()):
         if lengths[row]:
@@ -192,7 +192,7 @@ def test_gae_with_lam_and_gamma_1_is_return_less_value(seed: int) -> None:
     adv_N, return_N = gae(batch, reward_N=token_rewards(batch), gamma=1.0, lam=1.0)
     assert batch.value_N is not None
     assert return_N is not None
-    reward_N = torch.where(batch.mask_N, batch.reward_R[batch.row_N], 0.0)
+    reward_N = torch.where(batch.mask_N, batch.reward_R[batch.rollout_N], 0.0)
     torch.testing.assert_close(return_N, reward_N, rtol=0, atol=1e-12)
     torch.testing.assert_close(adv_N, reward_N - batch.value_N, rtol=0, atol=1e-12)
 
@@ -216,7 +216,7 @@ def test_gae_does_not_leak_between_rollouts() -> None:
     for row in range(batch.rollouts):
         alone = select(batch, torch.tensor([row]))
         adv_N, _ = gae(alone, reward_N=token_rewards(alone), gamma=0.97, lam=0.9)
-        torch.testing.assert_close(adv_N, whole[batch.row_N == row], rtol=0, atol=1e-13)
+        torch.testing.assert_close(adv_N, whole[batch.rollout_N == row], rtol=0, atol=1e-13)
 
 
 def test_discounted_stays_finite_and_exact_over_long_rows() -> None:
@@ -290,7 +290,7 @@ def test_permuting_groups_permutes_advantages(name: str) -> None:
 
     def run(which: list[int]) -> dict[int, list[list[float]]]:
         batch = make_batch([pictures[g] for g in which], [x for g in which for x in rewards[g]])
-        batch = replace(batch, value_N=batch.reward_R[batch.row_N] * batch.position_N * batch.mask_N)
+        batch = replace(batch, value_N=batch.reward_R[batch.rollout_N] * batch.position_N * batch.mask_N)
         adv_N, _ = ALL[name](batch, token_rewards(batch))
         lists, groups = by_rollout(batch, adv_N), batch.group_R.tolist()
         return {g: [x for x, at in zip(lists, groups) if at == i] for i, g in enumerate(which)}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batches import by_rollout, doubles, make_batch, ragged
+from batches import by_rollout, doubles, make_batch, ragged, reordered
 from whet.algos.advantages import token_rewards, whiten
 from whet.algos.baselines import (
     asymre,
@@ -293,7 +293,7 @@ def test_gdpo_normalises_each_part_then_whitens_the_sum() -> None:
 
 def test_a_part_that_no_reward_gave_is_named() -> None:
     task = Task(uid=0, source="s", prompt="p")
-    rollout = Rollout(
+    rollout = Rollout.one_strand(
         task=task,
         index=0,
         token_ids=[1, 2],
@@ -365,7 +365,7 @@ LINEAR = ["grpo without std", "passk without std", "rloo", "rec", "opo"]
 def compared(seed: int) -> Batch:
     """A ragged batch without groups of one, and without rollouts that sampled nothing."""
     batch = ragged(seed, groups=6)
-    sampled = [bool(x) for x in by_rollout(batch, batch.reward_R[batch.row_N])]
+    sampled = [bool(x) for x in by_rollout(batch, batch.reward_R[batch.rollout_N])]
     batch = select(batch, torch.tensor([r for r, s in enumerate(sampled) if s]))
     sizes = torch.bincount(batch.group_R)[batch.group_R]
     return select(batch, (sizes > 1).nonzero().flatten())
@@ -418,17 +418,6 @@ def test_order_inside_a_group_and_of_groups_does_not_matter(name: str, seed: int
         assert now[place] == pytest.approx(was[row], rel=1e-9, abs=1e-9)
 
 
-def reordered(batch: Batch, order: list[int]) -> Batch:
-    """The rollouts in another order; groups are numbered anew."""
-    tokens = torch.cat([(batch.row_N == r).nonzero().flatten() for r in order])
-    rows = torch.tensor(order)
-    fields = {k: v for k, v in vars(batch).items() if v is not None}
-    moved = {k: v[tokens] if k.endswith("_N") else v[rows] for k, v in fields.items()}
-    moved["row_N"] = torch.repeat_interleave(torch.arange(len(order)), batch.length_R[rows])
-    moved["group_R"] = torch.unique_consecutive(moved["group_R"], return_inverse=True)[1]
-    return Batch(**moved)
-
-
 @pytest.mark.parametrize("name", ["grpo", "grpo without std", "rec std", "opo", "grpo high floor", "rloo"])
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e8])
 def test_a_uniform_group_gets_exactly_zero(name: str, reward: float) -> None:
@@ -467,7 +456,7 @@ def groups_of(batch: Batch) -> list[list[int]]:
     """The rollouts of each group that sampled something."""
     out: dict[int, list[int]] = {}
     for row in range(batch.rollouts):
-        if bool((batch.mask_N & (batch.row_N == row)).any()):
+        if bool((batch.mask_N & (batch.rollout_N == row)).any()):
             out.setdefault(int(batch.group_R[row]), []).append(row)
     return list(out.values())
 
@@ -519,7 +508,8 @@ def test_the_rank_penalty_against_a_loop(seed: int, penalty: float) -> None:
     wanted = {}
     for rows in groups_of(batch):
         likely = {
-            r: fmean(batch.logp_sample_N[batch.mask_N & (batch.row_N == r)].double().tolist()) for r in rows
+            r: fmean(batch.logp_sample_N[batch.mask_N & (batch.rollout_N == r)].double().tolist())
+            for r in rows
         }
         lowered = {}
         for row in rows:

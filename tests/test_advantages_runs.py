@@ -154,7 +154,7 @@ def test_the_engine_s_collisions_are_those_of_its_distribution(cut: Cut) -> None
     got = made.forward(batch, "collision")
     expected = torch.zeros(batch.tokens)
     for row in range(batch.rollouts):
-        at = (batch.row_N == row).nonzero().flatten()
+        at = (batch.rollout_N == row).nonzero().flatten()
         logits = made.module(batch.token_ids_N[at][None]).logits[0].double() / cut.temperature
         p = logits.softmax(-1).square().sum(-1).float()
         expected[at[1:]] = p[:-1]

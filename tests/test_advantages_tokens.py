@@ -44,7 +44,7 @@ def turns_of(batch: Batch) -> list[list[list[int]]]:
     """For each rollout the positions in N of each of its turns."""
     out: list[list[list[int]]] = [[] for _ in range(batch.rollouts)]
     before = (-1, -1)
-    for n, (row, mask) in enumerate(zip(batch.row_N.tolist(), batch.mask_N.tolist(), strict=True)):
+    for n, (row, mask) in enumerate(zip(batch.rollout_N.tolist(), batch.mask_N.tolist(), strict=True)):
         if mask:
             if before != (row, n - 1):
                 out[row].append([])
@@ -83,7 +83,7 @@ def test_reinforce_plus_plus_against_a_loop(seed: int, gamma: float) -> None:
     returns = torch.zeros(batch.tokens).double()
     for row in range(batch.rollouts):
         carry = 0.0
-        for n in reversed((batch.row_N == row).nonzero().flatten().tolist()):
+        for n in reversed((batch.rollout_N == row).nonzero().flatten().tolist()):
             carry = (float(reward_N[n]) + gamma * carry) * float(batch.mask_N[n])
             returns[n] = carry
     sampled = returns[batch.mask_N].tolist()
@@ -194,8 +194,8 @@ def otb_by_loops(batch: Batch, reward_N: torch.Tensor, *, tir: bool) -> torch.Te
     assert batch.logp_old_N is not None
     assert batch.collision_N is not None
     out = torch.zeros(batch.tokens).double()
-    prompt = batch.prompt_R.tolist()
-    start = batch.start_R.tolist()
+    prompt = batch.prompt_S.tolist()
+    start = batch.start_S.tolist()
     cells: dict[tuple[int, int], list[tuple[int, float, float]]] = defaultdict(list)
     for row, turns in enumerate(turns_of(batch)):
         places = [n for turn in turns for n in turn]
@@ -347,7 +347,7 @@ def test_gigpo_against_a_loop(seed: int, gamma: float, normalize: bool, weight: 
     reward_N = token_rewards(batch, kl_coef=0.1, estimator="k1")
     out = torch.zeros(batch.tokens).double()
     states: dict[tuple[int, tuple[int, ...]], list[tuple[list[int], float]]] = defaultdict(list)
-    ids, start = batch.token_ids_N.tolist(), batch.start_R.tolist()
+    ids, start = batch.token_ids_N.tolist(), batch.start_S.tolist()
     for row, turns in enumerate(turns_of(batch)):
         own = [math.fsum(float(reward_N[n]) for n in turn) for turn in turns]
         end = start[row]
@@ -413,7 +413,7 @@ def test_no_group_feels_another(name: str, seed: int) -> None:
     for group in range(int(batch.group_R[-1]) + 1):
         rows = (batch.group_R == group).nonzero().flatten()
         alone = run(name, select(batch, rows))
-        torch.testing.assert_close(alone, whole[torch.isin(batch.row_N, rows)], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(alone, whole[torch.isin(batch.rollout_N, rows)], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", list(ALL))
@@ -436,7 +436,7 @@ def test_gae_of_a_rollout_is_the_same_in_a_batch_of_nothing_else() -> None:
     whole, _ = gae(batch, reward_N=token_rewards(batch), gamma=0.99, lam=0.9)
     first = select(batch, torch.tensor([0]))
     alone, _ = gae(first, reward_N=token_rewards(first), gamma=0.99, lam=0.9)
-    torch.testing.assert_close(alone, whole[batch.row_N == 0], rtol=0, atol=1e-13)
+    torch.testing.assert_close(alone, whole[batch.rollout_N == 0], rtol=0, atol=1e-13)
 
 
 # ---------------------------------------------------------------- segments

@@ -8,9 +8,9 @@ from typing import get_args
 import pytest
 import torch
 
-from batches import by_rollout, doubles, make_batch, pair_batch, ragged
+from batches import by_rollout, doubles, make_batch, pair_batch, ragged, reordered
 from whet.algos.aggregate import AGGREGATIONS, weights
-from whet.batch import Batch, select
+from whet.batch import Batch
 from whet.config.parts.aggregation import Aggregation
 from whet.types import ConfigError
 
@@ -79,7 +79,7 @@ def test_a_mean_over_blocks_of_rollouts(seed: int, block: int) -> None:
     batch = ragged(seed)
     x_N = torch.randn(batch.tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     rows: list[list[float]] = [[] for _ in range(batch.rollouts)]
-    for x, row, sampled in zip(x_N.tolist(), batch.row_N.tolist(), batch.mask_N.tolist()):
+    for x, row, sampled in zip(x_N.tolist(), batch.rollout_N.tolist(), batch.mask_N.tolist()):
         rows[row] += [x] if sampled else []
     blocks = [[x for row in rows[n : n + block] for x in row] for n in range(0, len(rows), block)]
     expected = sum(sum(x) / max(len(x), 1) for x in blocks) / len(blocks)
@@ -135,15 +135,7 @@ def test_counts_by_hand(mode: str, expected: list[float]) -> None:
 
 def copied(batch: Batch, times: list[int]) -> Batch:
     """The batch in which each rollout stands so many times."""
-    parts = [[r] * n for r, n in enumerate(times)]
-    rows = [r for part in parts for r in part]
-    pieces = [select(batch, torch.tensor([r])) for r in rows]
-    names = [n for n in vars(batch) if getattr(batch, n) is not None and n not in ("row_N", "group_R")]
-    values = {n: torch.cat([getattr(p, n) for p in pieces]) for n in names}
-    lengths = [p.tokens for p in pieces]
-    values["row_N"] = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))
-    values["group_R"] = torch.unique_consecutive(batch.group_R[torch.tensor(rows)], return_inverse=True)[1]
-    return Batch(**values)
+    return reordered(batch, [r for r, n in enumerate(times) for _ in range(n)])
 
 
 @pytest.mark.parametrize("mode", ONLINE)

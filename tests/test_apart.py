@@ -411,7 +411,7 @@ def test_whose_steps_say_when_weights_go_over(
 
 
 def one_rollout(task: Task) -> Group:
-    rollout = Rollout(
+    rollout = Rollout.one_strand(
         task=task, index=0, token_ids=[1, 2], mask=[0, 1], logprobs=[0.0, -1.0], sample_logprobs=[0.0, -1.0],
         versions=[-1, 0], finish_reason="stop", reward=1.0,
     )  # fmt: skip

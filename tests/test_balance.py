@@ -24,7 +24,7 @@ def batch_of(groups: Sequence[tuple[int, Sequence[int]]]) -> Batch:
 
     def rollout(task: Task, index: int, prompt: int, reply: int) -> Rollout:
         none, n = [0.0] * (prompt + reply), prompt + reply
-        return Rollout(
+        return Rollout.one_strand(
             task=task, index=index, token_ids=[task.uid] * prompt + [100 * task.uid + index] * reply,
             mask=[0] * prompt + [1] * reply, logprobs=none, sample_logprobs=none, versions=[0] * n,
             finish_reason="stop", text="", reward=0.0,
@@ -55,7 +55,7 @@ def size(batch: Batch, limits: Limits) -> int:
     if limits.max_rollouts:
         return batch.rollouts
     again = batch.group_R[1:] == batch.group_R[:-1]
-    return batch.tokens - (int(batch.prompt_R[1:][again].sum()) if limits.shared else 0)
+    return batch.tokens - (int(batch.prompt_S[1:][again].sum()) if limits.shared else 0)
 
 
 def worst(micros: Sequence[Batch], limits: Limits) -> float:
@@ -123,7 +123,7 @@ def test_every_rollout_once_within_the_budget_in_equal_numbers(
         assert len(d.rows) == d.real
         assert all((m.weight_N == 0).all() for m in d.micros[d.real :])  # type: ignore[union-attr]
         for micro, rows in zip(d.micros, d.rows):
-            assert micro.token_ids_N.tolist() == batch.token_ids_N[torch.isin(batch.row_N, rows)].tolist()
+            assert micro.token_ids_N.tolist() == batch.token_ids_N[torch.isin(batch.rollout_N, rows)].tolist()
             alone = int(micro.group_R[-1]) == 0 if limits.whole_groups else micro.rollouts == 1
             assert alone or size(micro, limits) <= (limits.max_rollouts or limits.max_tokens or 0)
     if limits.whole_groups:

@@ -15,7 +15,7 @@ from whet.types import Group, Rollout, Task, Turn
 
 def rollout(uid: int, index: int, *, prompt: int, reply: int, reward: float = 0.0) -> Rollout:
     n = prompt + reply
-    return Rollout(
+    return Rollout.one_strand(
         task=Task(uid=uid, source="s", prompt="p", token_ids=tuple(range(prompt))),
         index=index,
         token_ids=[*range(prompt), *(100 + uid * 10 + index + t for t in range(reply))],
@@ -26,6 +26,10 @@ def rollout(uid: int, index: int, *, prompt: int, reply: int, reward: float = 0.
         finish_reason="stop" if index % 2 else "length",
         reward=reward,
     )
+
+
+def with_turns(r: Rollout, *turns: Turn) -> Rollout:
+    return replace(r, strands=(replace(r.strand, turns=turns),))
 
 
 def groups(count: int = 5, *, seed: int = 0) -> list[Group]:
@@ -42,7 +46,7 @@ def groups(count: int = 5, *, seed: int = 0) -> list[Group]:
 
 
 def joined(parts: list[Batch]) -> list[list[int]]:
-    return [part.token_ids_N[part.row_N == r].tolist() for part in parts for r in range(part.rollouts)]
+    return [part.token_ids_N[part.rollout_N == r].tolist() for part in parts for r in range(part.rollouts)]
 
 
 def test_pack_by_hand() -> None:
@@ -56,10 +60,10 @@ def test_pack_by_hand() -> None:
     )
     assert batch.token_ids_N.tolist() == [0, 1, 100, 0, 1, 101, 102]
     assert batch.mask_N.tolist() == [False, False, True, False, False, True, True]
-    assert batch.row_N.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert batch.rollout_N.tolist() == [0, 0, 0, 1, 1, 1, 1]
     assert batch.position_N.tolist() == [0, 1, 2, 0, 1, 2, 3]
-    assert batch.start_R.tolist() == [0, 3]
-    assert batch.prompt_R.tolist() == [2, 2]
+    assert batch.start_S.tolist() == [0, 3]
+    assert batch.prompt_S.tolist() == [2, 2]
     assert batch.logp_sample_N.tolist() == [0, 0, -0.5, 0, 0, -0.5, -1.0]
     assert batch.stopped_R.tolist() == [False, True]
     assert batch.sum_R(batch.logp_sample_N).tolist() == [-0.5, -1.5]
@@ -74,9 +78,9 @@ def test_select_keeps_every_field_of_the_rows() -> None:
         whole, mine = getattr(batch, field.name), getattr(part, field.name)
         if whole is None:
             assert mine is None
-        elif field.name.endswith("_N") and field.name != "row_N":
-            assert torch.equal(mine, torch.cat([whole[batch.row_N == r] for r in rows]))
-    assert torch.equal(part.length_R, batch.length_R[rows])
+        elif field.name.endswith("_N") and field.name not in ("segment_N", "rollout_N"):
+            assert torch.equal(mine, torch.cat([whole[batch.rollout_N == r] for r in rows]))
+    assert torch.equal(part.length_S, batch.length_S[rows])
     same = batch.group_R[rows][:, None] == batch.group_R[rows][None, :]
     assert torch.equal(part.group_R[:, None] == part.group_R[None, :], same)
     assert part.group_R[0] == 0
@@ -96,18 +100,19 @@ def test_split_is_a_partition_into_whole_groups(parts: int) -> None:
 def test_rewards_of_turns_stand_at_their_last_tokens() -> None:
     """Two rollouts of five tokens: turns [2, 3) and [4, 5) with a reward for the first, and a turn without any."""
     one, other = (rollout(1, n, prompt=2, reply=3, reward=1.0) for n in (0, 1))
-    one = replace(one, turns=(Turn(2, 3, "stop", 0.25), Turn(4, 5, "stop", None)))
-    other = replace(other, turns=(Turn(2, 5, "stop", 0.5),))
+    one = with_turns(one, Turn(2, 3, "stop", 0.25), Turn(4, 5, "stop", None))
+    other = with_turns(other, Turn(2, 5, "stop", 0.5))
     batch = pack([Group(one.task, (one, other))])
     assert batch.turn_reward_N is not None
     assert batch.turn_reward_N.tolist() == [0, 0, 0.25, 0, 0, 0, 0, 0, 0, 0.5]
     assert token_rewards(batch).tolist() == [0, 0, 0.25, 0, 0.75, 0, 0, 0, 0, 1.0]
-    assert pack([Group(one.task, (replace(one, turns=()),))]).turn_reward_N is None
+    assert pack([Group(one.task, (with_turns(one),))]).turn_reward_N is None
 
 
 def test_two_rollouts_are_equal_if_their_tokens_are_to_the_bit() -> None:
     one = rollout(4, 1, prompt=3, reply=2, reward=0.1)
     assert one == rollout(4, 1, prompt=3, reply=2, reward=0.1)
-    assert one != replace(one, logprobs=-one.logprobs), "-0.0 is not 0.0"
+    negative = replace(one.strand, logprobs=-one.strand.logprobs)
+    assert one != replace(one, strands=(negative,)), "-0.0 is not 0.0"
     assert one != replace(one, reward=0.2)
     assert one != one.task

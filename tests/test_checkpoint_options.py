@@ -411,7 +411,7 @@ def test_batches_hold_what_was_trained_on_token_by_token(train: Train, tmp_path:
             np.array(batch["logp_sample_N"])[mask].tolist() == np.array(row["sample_logprobs"])[mask].tolist()
         )
         assert np.mean(np.array(batch["adv_N"])[mask]) == pytest.approx(row["advantage"], abs=1e-6)
-        assert (batch["reward_R"], batch["length_R"]) == (np.float32(row["reward"]), len(mask))
+        assert (batch["reward_R"], batch["length_S"]) == (np.float32(row["reward"]), [len(mask)])
         compared += 1
     assert compared == 8
     assert not trained

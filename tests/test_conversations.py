@@ -84,7 +84,7 @@ def rollouts(tokenizer, source, *, n=1, max_tokens=50, turns="all", **data):
 def learned(tokenizer, rollout):
     """The runs of tokens that are learned, as text."""
     runs, open_run = [], False
-    for token, on in zip(rollout.token_ids, rollout.mask):
+    for token, on in zip(rollout.strand.token_ids, rollout.strand.mask):
         if on and not open_run:
             runs.append([])
         if on:
@@ -100,10 +100,16 @@ def test_all_replies_are_learned_and_nothing_else(tmp_path, tokenizer):
     source = written(tmp_path, {"messages": talk("ab", "c", "d", "ef", system="s")})
     (r,) = rollouts(tokenizer, source)
     text = "<system>s<eos><user>ab<eos><assistant>c<eos><user>d<eos><assistant>ef<eos>"
-    assert tokenizer.decode(r.token_ids) == text
+    assert tokenizer.decode(r.strand.token_ids) == text
     #                 <system> s <eos> <user> a b <eos> <assistant> c <eos> <user> d <eos> <assistant> e f <eos>
-    assert r.mask.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1]
-    assert len(r.logprobs) == len(r.versions) == len(r.sample_logprobs) == len(r.mask) == len(r.token_ids)
+    assert r.strand.mask.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1]
+    assert (
+        len(r.strand.logprobs)
+        == len(r.strand.versions)
+        == len(r.strand.sample_logprobs)
+        == len(r.strand.mask)
+        == len(r.strand.token_ids)
+    )
     assert (r.text, r.finish_reason, r.task.response) == ("ef", "stop", "ef")
     assert r.task.prompt == tuple(Message(m["role"], m["content"]) for m in talk("ab", "c", "d", system="s"))
 
@@ -112,7 +118,7 @@ def test_the_last_reply_alone_on_request(tmp_path, tokenizer):
     source = written(tmp_path, {"messages": talk("ab", "c", "d", "ef")})
     (last,) = rollouts(tokenizer, source, turns="last")
     (every,) = rollouts(tokenizer, source)
-    assert last.token_ids.tolist() == every.token_ids.tolist()
+    assert last.strand.token_ids.tolist() == every.strand.token_ids.tolist()
     assert learned(tokenizer, last) == ["ef<eos>"]
     assert learned(tokenizer, every) == ["c<eos>", "ef<eos>"]
 
@@ -123,7 +129,7 @@ def test_one_reply_is_the_same_as_prompt_and_response(tmp_path, tokenizer):
     for turns in ("all", "last"):
         apart = rollouts(tokenizer, written(tmp_path, rows, messages=None), turns=turns)
         for name in ("token_ids", "mask"):
-            assert getattr(apart[0], name).tolist() == getattr(whole[0], name).tolist()
+            assert getattr(apart[0].strand, name).tolist() == getattr(whole[0].strand, name).tolist()
 
 
 TEXT = st.text(alphabet=LETTERS.replace("<", ""), max_size=6).filter(lambda s: s == s.strip())
@@ -187,7 +193,9 @@ def test_a_template_that_rewrites_is_refused_only_where_it_does(tmp_path):
     ):
         stream(tokenizer, source)
     r = rollouts(tokenizer, source, turns="last", n=2)[1]
-    assert tokenizer.decode(r.token_ids) == "<user>a<eos><assistant>b<eos><user>c<eos><assistant>d<eos>"
+    assert (
+        tokenizer.decode(r.strand.token_ids) == "<user>a<eos><assistant>b<eos><user>c<eos><assistant>d<eos>"
+    )
 
 
 @pytest.mark.parametrize("turns", ["all", "last"])
@@ -257,7 +265,7 @@ def test_prompt_and_reply_together_by_hand(limit, rule, prompt, reply, count, tm
     (r,) = rollouts(tokenizer, source, max_total_tokens=limit, overlong=rule, turns="last")
     assert tokenizer.decode(r.task.token_ids) == prompt
     assert learned(tokenizer, r) == [reply]
-    assert len(r.token_ids) <= limit
+    assert len(r.strand.token_ids) <= limit
     assert r.finish_reason == ("stop" if reply.endswith("<eos>") else "length")
     counts = stream(tokenizer, source, max_total_tokens=limit, overlong=rule)[0].counts
     assert {k: n for k, n in counts.items() if "overlong" in k} == (
@@ -290,8 +298,8 @@ def test_both_replies_of_a_pair_follow_the_same_prompt(tmp_path, tokenizer):
     )
     (task,) = tasks.next(1)
     chosen, rejected = preference_pair(task, tokenizer, 50, overlong=cfg.overlong, max_total_tokens=7)
-    assert tokenizer.decode(chosen.token_ids) == "cdx<eos>"
-    assert tokenizer.decode(rejected.token_ids) == "cdwxyz<eos>"
+    assert tokenizer.decode(chosen.strand.token_ids) == "cdx<eos>"
+    assert tokenizer.decode(rejected.strand.token_ids) == "cdwxyz<eos>"
 
 
 # ---------------------------------------------------------------- rows
@@ -353,7 +361,7 @@ def test_the_rejected_reply_as_text_or_messages(rejected, tmp_path, tokenizer):
     tasks, _ = stream(tokenizer, source, turns="last")
     chosen, other = preference_pair(tasks.next(1)[0], tokenizer, 9)
     assert (chosen.text, other.text) == ("yes", "no")
-    assert tokenizer.decode(other.token_ids) == "<user>a<eos><assistant>no<eos>"
+    assert tokenizer.decode(other.strand.token_ids) == "<user>a<eos><assistant>no<eos>"
 
 
 @pytest.mark.parametrize(
@@ -379,7 +387,10 @@ def test_held_out_conversations_are_tokenised_alike(tmp_path, tokenizer):
         (task,) = eval_tasks([source], Data(), tokenizer=tokenizer, turns=turns)
         r = demonstration(task, tokenizer, 9, turns=turns)
         (trained,) = rollouts(tokenizer, source, turns=turns)
-        assert (r.token_ids.tolist(), r.mask.tolist()) == (trained.token_ids.tolist(), trained.mask.tolist())
+        assert (r.strand.token_ids.tolist(), r.strand.mask.tolist()) == (
+            trained.strand.token_ids.tolist(),
+            trained.strand.mask.tolist(),
+        )
 
 
 def test_which_turns_are_learned_by_default():

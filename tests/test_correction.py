@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sections
-from batches import by_rollout, doubles, logp_now, make_batch, micro_batches, ragged
+from batches import by_rollout, concat, doubles, logp_now, make_batch, micro_batches, ragged
 from unread import check_algorithm
 from whet.algos.correction import kept
 from whet.algos.losses import regularized, reinforce
@@ -112,7 +112,7 @@ def test_old_tokens_count_less() -> None:
 
 def test_demonstrations_are_left_alone() -> None:
     batch = drifted(TWO, [LOG2, -LOG2, LOG3, LOG3])
-    batch = replace(batch, version_N=torch.where(batch.row_N == 1, -1, batch.version_N))
+    batch = replace(batch, version_N=torch.where(batch.rollout_N == 1, -1, batch.version_N))
     keys = {
         "weight": "token",
         "high": 1.5,
@@ -285,14 +285,7 @@ def test_the_order_of_groups_does_not_matter(seed: int) -> None:
     parts = split(batch, 4)[::-1]
     turned = [select(batch, torch.nonzero(batch.group_R == g).flatten()) for g in reversed(range(4))]
     assert len(parts) == len(turned) == 4
-    values = {
-        n: torch.cat([getattr(p, n) for p in turned])
-        for n in vars(batch) if getattr(batch, n) is not None and n not in ("row_N", "group_R")
-    }  # fmt: skip
-    starts = np.cumsum([0] + [p.rollouts for p in turned])
-    values["row_N"] = torch.cat([p.row_N + int(s) for p, s in zip(turned, starts[:-1], strict=True)])
-    values["group_R"] = torch.cat([p.group_R + g for g, p in enumerate(turned)])
-    other, other_stats = corrected(Batch(**values), 2, **EVERYTHING)
+    other, other_stats = corrected(concat(turned), 2, **EVERYTHING)
     assert other_stats == pytest.approx(stats, rel=1e-12)
     back = [
         by_rollout(p, p.correction_N)

@@ -561,10 +561,10 @@ def pair(tmp_path, tokenizer):
 
 def test_a_demonstration_as_tokens(pair, tokenizer):
     r = demonstration(pair, tokenizer, 4)
-    assert tokenizer.decode(r.token_ids) == "hi>yes<eos>"
-    assert r.mask.tolist() == [0, 0, 0, 1, 1, 1, 1]
-    assert r.versions.tolist() == [-1] * 7
-    assert r.logprobs.tolist() == r.sample_logprobs.tolist() == [0.0] * 7
+    assert tokenizer.decode(r.strand.token_ids) == "hi>yes<eos>"
+    assert r.strand.mask.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert r.strand.versions.tolist() == [-1] * 7
+    assert r.strand.logprobs.tolist() == r.strand.sample_logprobs.tolist() == [0.0] * 7
     assert (r.finish_reason, r.text, r.reward, r.index) == ("stop", "yes", None, 0)
 
 
@@ -572,14 +572,14 @@ def test_a_preference_pair(pair, tokenizer):
     chosen, rejected = preference_pair(pair, tokenizer, 4)
     assert (chosen.text, chosen.reward, chosen.index) == ("yes", 1.0, 0)
     assert (rejected.text, rejected.reward, rejected.index) == ("n", 0.0, 1)
-    assert tokenizer.decode(rejected.token_ids) == "hi>n<eos>"
+    assert tokenizer.decode(rejected.strand.token_ids) == "hi>n<eos>"
 
 
 def test_a_reply_over_the_limit_is_refused_or_cut(pair, tokenizer):
     with pytest.raises(DataError, match="its response has 4 tokens, the limit is 3"):
         demonstration(pair, tokenizer, 3)
     cut = demonstration(pair, tokenizer, 3, overlong="truncate_left")
-    assert tokenizer.decode(cut.token_ids) == "hi>yes"
+    assert tokenizer.decode(cut.strand.token_ids) == "hi>yes"
     assert cut.finish_reason == "length"
 
 

@@ -44,7 +44,7 @@ def with_experts(seed: int, *, groups: int = 5) -> Batch:
     batch = select(replace(batch, expert_R=expert_R), keep)
     assert batch.expert_R is not None
     adv_N = torch.randn(batch.tokens, generator=torch.Generator().manual_seed(seed)).double()
-    return replace(batch, adv_N=adv_N * batch.mask_N * ~batch.expert_R[batch.row_N])
+    return replace(batch, adv_N=adv_N * batch.mask_N * ~batch.expert_R[batch.rollout_N])
 
 
 def first_of_group(batch: Batch) -> Tensor:
@@ -59,7 +59,7 @@ def experts(batch: Batch) -> Batch:
 
 def at_rows(batch: Batch, rows_R: Tensor) -> Tensor:
     """[N] bool: tokens of these rollouts."""
-    return rows_R[batch.row_N]
+    return rows_R[batch.rollout_N]
 
 
 # ---------------------------------------------------------------- by hand
@@ -179,7 +179,7 @@ def test_gradients_of_a_mix_are_the_slopes_where_nothing_is_held_fixed(loss: Los
         # The stop gradient of phi, written out: its factor at the point, and the slope of the rest.
         p = fixed.exp()
         assert batch.expert_R is not None
-        given_N = batch.mask_N & batch.expert_R[batch.row_N]
+        given_N = batch.mask_N & batch.expert_R[batch.rollout_N]
         expert = torch.where(given_N, -p * (1 - p) * x.clamp(max=math.log(0.6)), 0.0)
         return ((CLIP(own(batch), Outputs(logp_N=x)).loss_N + expert) * weight_N).sum()
 

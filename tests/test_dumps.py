@@ -39,7 +39,7 @@ machine: {threads: 1}
 
 def rollout(uid: int = 0, *, source: str = "gsm8k", reward: float = 1.0) -> Rollout:
     task = Task(uid=uid, source=source, prompt=(Message("user", f"{uid}+1?"),), answer={"n": uid + 1})
-    return Rollout(
+    return Rollout.one_strand(
         task=task,
         index=0,
         token_ids=[1, 2],

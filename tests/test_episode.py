@@ -55,9 +55,17 @@ def one(engine: ScriptedEngine, **options: Any) -> Rollout:
 
 def flat(r: Rollout) -> None:
     """What holds for every rollout."""
-    n = len(r.token_ids)
-    assert n == len(r.mask) == len(r.logprobs) == len(r.sample_logprobs) == len(r.versions)
-    for mask, logp, sample_logp, version in zip(r.mask, r.logprobs, r.sample_logprobs, r.versions):
+    n = len(r.strand.token_ids)
+    assert (
+        n
+        == len(r.strand.mask)
+        == len(r.strand.logprobs)
+        == len(r.strand.sample_logprobs)
+        == len(r.strand.versions)
+    )
+    for mask, logp, sample_logp, version in zip(
+        r.strand.mask, r.strand.logprobs, r.strand.sample_logprobs, r.strand.versions
+    ):
         assert mask in (0, 1)
         assert mask or (logp, sample_logp, version) == (0.0, 0.0, -1)
         assert not mask or version >= 0
@@ -75,7 +83,7 @@ def test_a_reply_becomes_a_flat_rollout() -> None:
         finish_reason="stop",
     )
     r = one(ScriptedEngine(lambda *_: said))
-    assert r == Rollout(
+    assert r == Rollout.one_strand(
         task=tasks(1)[0],
         index=0,
         token_ids=[50, 60, 7, 8, END],
@@ -105,7 +113,7 @@ def test_only_the_end_token_that_ended_it_is_left_out_of_the_text(
     engine = ScriptedEngine(lambda *_: tokens, end_token_ids=[END])
     r = one(engine, sampling=replace(Sampling(max_tokens=len(tokens)), **options))
     assert r.text == text
-    assert r.token_ids[2:].tolist() == tokens[: r.tokens]
+    assert r.strand.token_ids[2:].tolist() == tokens[: r.tokens]
 
 
 def test_tokens_of_a_stop_string_stay_in_the_text() -> None:
@@ -127,7 +135,7 @@ def test_groups_come_in_order_with_a_key_each() -> None:
         for r in group.rollouts:
             flat(r)
             key = rollout_key(3, group.task.uid, r.index, purpose="train")
-            assert r.token_ids[2:].tolist() == [group.task.token_ids[0], key % 40 + 2]
+            assert r.strand.token_ids[2:].tolist() == [group.task.token_ids[0], key % 40 + 2]
     assert len({c.sampling.key for c in engine.calls}) == 15
     other = ScriptedEngine(say, end_token_ids=[END])
     run(play(other, 5, group_size=3, purpose="eval"))
@@ -178,7 +186,7 @@ def test_one_that_hangs_or_raises_aborts_alone() -> None:
     assert errors[1] == "not finished within rollout.timeout_s=0.05"
     assert errors[2].startswith("RuntimeError: out of cheese (test_episode.py:")
     assert errors[3].startswith("TimeoutError: the engine's own (test_episode.py:")
-    assert groups[1].rollouts[0].token_ids.tolist() == [51, 61]
+    assert groups[1].rollouts[0].strand.token_ids.tolist() == [51, 61]
     assert groups[1].rollouts[0].tokens == 0
 
 
@@ -271,9 +279,9 @@ def test_turns_append_and_never_rewrite() -> None:
     r = one(engine, make_env=make, encode_messages=encode)
     flat(r)
     #                p   p   o    a    a    o    o    a    a    o    o    a    a
-    assert r.token_ids.tolist() == [50, 60, 100, 101, END, 202, 300, 301, END, 201, 300, 301, END]
-    assert r.mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
-    assert [c.token_ids for c in engine.calls] == [r.token_ids[:n].tolist() for n in (3, 7, 11)]
+    assert r.strand.token_ids.tolist() == [50, 60, 100, 101, END, 202, 300, 301, END, 201, 300, 301, END]
+    assert r.strand.mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
+    assert [c.token_ids for c in engine.calls] == [r.strand.token_ids[:n].tolist() for n in (3, 7, 11)]
     assert [c.sampling.max_tokens for c in engine.calls] == [6, 4, 2]  # the limit is the rollout's
     assert len({c.sampling.key for c in engine.calls}) == 1
     assert envs[0].heard == [Message("assistant", t) for t in ("101", "301", "301")]
@@ -310,7 +318,7 @@ def test_turns_and_tokens_are_bounded() -> None:
     engine = ScriptedEngine(count_up, end_token_ids=[END])
     r = one(engine, make_env=lambda t: Countdown(99), encode_messages=encode, sampling=Sampling(max_tokens=5))
     assert (r.finish_reason, r.tokens) == ("length", 5)
-    assert r.mask[-1] == 1  # nothing is appended that nobody will answer
+    assert r.strand.mask[-1] == 1  # nothing is appended that nobody will answer
 
 
 def test_an_environment_that_fails_keeps_the_finished_turns() -> None:

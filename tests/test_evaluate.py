@@ -23,7 +23,7 @@ from whet.types import ConfigError, Group, Json, Rollout, Task
 
 
 def reply(answer: str, reward: float | None) -> Rollout:
-    return Rollout(
+    return Rollout.one_strand(
         task=Task(uid=0, source="a", prompt=""), index=0, token_ids=[1, 2], mask=[0, 1], logprobs=[0.0, 0.0],
         sample_logprobs=[0.0, 0.0], versions=[-1, 0], finish_reason="stop", text=answer, reward=reward,
         error=None if reward is not None else "reward r: raised",
@@ -263,7 +263,7 @@ def run_evaluation(cfg: Config, tasks: list[Task]) -> tuple[list[Group], list[tu
 
 
 def _rollout(task: Task, index: int) -> Rollout:
-    return Rollout(
+    return Rollout.one_strand(
         task=task, index=index, token_ids=[1], mask=[1], logprobs=[0.0], sample_logprobs=[0.0], versions=[0],
         finish_reason="stop", text="x" * task.uid,
     )  # fmt: skip

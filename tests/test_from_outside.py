@@ -25,7 +25,7 @@ def tilted(batch, out, *, tilt: float = 1.0, tokens: bool = True):
 
 def centred(batch, *, reward_N, scale: float = 1.0):
     """Reward less a half, at every token."""
-    return (batch.reward_R[batch.row_N] - 0.5) * scale * batch.mask_N, None
+    return (batch.reward_R[batch.rollout_N] - 0.5) * scale * batch.mask_N, None
 
 def halved(batch, log_N, *, factor: float = 1.0):
     """An importance weight that is the same for every token."""

@@ -30,7 +30,7 @@ def rollout(
     parts: dict[str, float] | None = None,
 ) -> Rollout:  # fmt: skip
     n = len(reply)
-    return Rollout(
+    return Rollout.one_strand(
         task=TASK,
         index=index,
         token_ids=[50, 51, *reply],
@@ -42,6 +42,10 @@ def rollout(
         reward=reward,
         reward_parts=parts or {},
     )
+
+
+def on_strand(r: Rollout, **changed: Any) -> Rollout:
+    return replace(r, strands=(replace(r.strand, **changed),))
 
 
 def group(*rollouts: Rollout) -> Group:
@@ -68,7 +72,9 @@ def test_unfinished_rollouts() -> None:
     given = group(rollout(0, reward=1.0, reason="length"), rollout(1, reward=1.0), rollout(2, reason="abort"))
     zeroed, dropped = refine(given, Groups(truncated="zero"))
     assert [r.reward for r in zeroed.rollouts] == [0.0, 1.0, 0.0]
-    assert [r.mask.tolist() for r in zeroed.rollouts] == [r.mask.tolist() for r in given.rollouts]
+    assert [r.strand.mask.tolist() for r in zeroed.rollouts] == [
+        r.strand.mask.tolist() for r in given.rollouts
+    ]
     assert dropped == {}
     found = refine(given, Groups(truncated="drop"))
     assert (kept(found), found[1]) == ([1], {"unfinished": 2})
@@ -165,7 +171,7 @@ def test_a_stage_rejects_by_these_rules() -> None:
 
 
 def masks(given: Group, min_tokens: int) -> list[list[int]]:
-    return [r.mask[2:].tolist() for r in mask_shared_prefixes(given, min_tokens).rollouts]
+    return [r.strand.mask[2:].tolist() for r in mask_shared_prefixes(given, min_tokens).rollouts]
 
 
 def test_a_shared_beginning_is_masked_where_rewards_differ() -> None:
@@ -195,16 +201,16 @@ def test_a_reply_that_is_nothing_but_the_beginning_is_left_alone() -> None:
 def test_what_is_masked_was_not_sampled() -> None:
     given = group(rollout(0, [1, 2, 3], 1.0), rollout(1, [1, 4, 5], 0.0))
     first = mask_shared_prefixes(given, 1).rollouts[0]
-    assert first.token_ids.tolist() == [50, 51, 1, 2, 3]
-    assert first.logprobs.tolist() == [0, 0, 0, -0.5, -0.5]
-    assert first.sample_logprobs.tolist() == [0, 0, 0, -0.25, -0.25]
-    assert first.versions.tolist() == [-1, -1, -1, 7, 7]
-    assert pack([mask_shared_prefixes(given, 1)]).prompt_R.tolist() == [3, 3]
+    assert first.strand.token_ids.tolist() == [50, 51, 1, 2, 3]
+    assert first.strand.logprobs.tolist() == [0, 0, 0, -0.5, -0.5]
+    assert first.strand.sample_logprobs.tolist() == [0, 0, 0, -0.25, -0.25]
+    assert first.strand.versions.tolist() == [-1, -1, -1, 7, 7]
+    assert pack([mask_shared_prefixes(given, 1)]).prompt_S.tolist() == [3, 3]
 
 
 def test_the_environments_tokens_belong_to_the_beginning() -> None:
     def turns(index: int, last: int, reward: float) -> Rollout:
-        return replace(rollout(index, [1, 8, 2, last], reward), mask=[0, 0, 1, 0, 1, 1])
+        return on_strand(rollout(index, [1, 8, 2, last], reward), mask=[0, 0, 1, 0, 1, 1])
 
     given = group(turns(0, 3, 1.0), turns(1, 4, 0.0))
     assert masks(given, 3) == [[0, 0, 0, 1]] * 2
@@ -235,7 +241,7 @@ def test_shared_beginnings_against_a_tree(replies: list[list[int]], rewards: lis
 
 def test_a_truncated_rollout_without_reward_has_none_in_its_turns() -> None:
     turns = (Turn(2, 3, "stop", 0.25), Turn(3, 4, "length", 0.5))
-    given = group(replace(rollout(0, reward=0.75, reason="length"), turns=turns), rollout(1, reward=1.0))
+    given = group(on_strand(rollout(0, reward=0.75, reason="length"), turns=turns), rollout(1, reward=1.0))
     found, _ = refine(given, Groups(truncated="zero"))
     zeroed = found.rollouts[0]
     assert (zeroed.reward, [turn.reward for turn in zeroed.turns]) == (0.0, [None, None])

@@ -34,7 +34,7 @@ def group(source: str, prompt: list[int], *replies: list[int]) -> Group:
     """Replies to a task; the first is the better one."""
     task = Task(uid=0, source=source, prompt="", token_ids=tuple(prompt))
     rollouts = [
-        Rollout(
+        Rollout.one_strand(
             task=task, index=i, token_ids=prompt + reply, mask=[0] * len(prompt) + [1] * len(reply),
             logprobs=[0.0] * len(prompt + reply), sample_logprobs=[0.0] * len(prompt + reply),
             versions=[-1] * len(prompt + reply), finish_reason="stop", reward=float(i == 0),

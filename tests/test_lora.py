@@ -120,7 +120,7 @@ def test_gradients_are_those_of_an_explicit_sum(family: str) -> None:
     }
     total = torch.zeros(())
     for row in range(batch.rollouts):
-        at = batch.row_N == row
+        at = batch.rollout_N == row
         ids = batch.token_ids_N[at]
         logp = functional_call(plain, weights, (), {"input_ids": ids[None]}).logits[0].log_softmax(-1)
         entropy = -(logp.exp() * logp).sum(-1).detach()

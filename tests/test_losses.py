@@ -264,7 +264,7 @@ def test_dpo_against_a_loop_and_the_sign_of_its_gradient(seed: int) -> None:
     assert batch.weight_N is not None
     assert (loss.loss_N * batch.weight_N).sum().item() == pytest.approx(total / 5, rel=1e-12)
     grad = gradient(lambda b, o: dpo(b, o, beta=0.3, label_smoothing=0.0), batch, logp)
-    wins = batch.reward_R[batch.row_N] > 0
+    wins = batch.reward_R[batch.rollout_N] > 0
     assert (grad[batch.mask_N & wins] < 0).all()
     assert (grad[batch.mask_N & ~wins] > 0).all()
 
@@ -357,7 +357,7 @@ def test_order_of_rollouts_does_not_change_the_loss(mode: str) -> None:
 
     def total(order: list[int]) -> float:
         batch = make_batch([pictures[g] for g in order], [x for g in order for x in rewards[g]])
-        score = batch.reward_R[batch.row_N] * (batch.position_N + 1) * batch.mask_N
+        score = batch.reward_R[batch.rollout_N] * (batch.position_N + 1) * batch.mask_N
         batch = replace(batch, adv_N=score, logp_old_N=torch.zeros_like(score))
         loss = ppo(batch, Outputs(logp_N=0.1 * score), **CLIP).loss_N
         return float((loss * weights(batch, mode, norm_tokens=5)).sum())
@@ -370,5 +370,5 @@ def test_a_loss_of_a_part_is_the_part_of_the_loss() -> None:
     logp = logp_now(batch)
     whole = ppo(batch, Outputs(logp_N=logp), **CLIP).loss_N
     rows = torch.tensor([0, 2])
-    keep = torch.isin(batch.row_N, rows)
+    keep = torch.isin(batch.rollout_N, rows)
     assert torch.equal(ppo(select(batch, rows), Outputs(logp_N=logp[keep]), **CLIP).loss_N, whole[keep])

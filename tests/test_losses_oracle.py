@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import loss_oracles as naive
-from batches import by_rollout, logp_now, make_batch, micro_batches, ragged
+from batches import by_rollout, concat, logp_now, make_batch, micro_batches, ragged
 from loss_oracles import Lists, Rec, Tokens
 from whet.algos.aggregate import weights
 from whet.algos.losses import LOSSES, LOSSES_OVER
@@ -112,8 +112,8 @@ def noisy(
     normal = torch.tensor(rng.normal(size=(3, batch.tokens)))
     old = -(batch.logp_sample_N - 0.05 + spread * normal[0]).abs() - 1e-3
     now = -(old + spread * normal[1]).abs() - 1e-3
-    whole = (rng.random(batch.rollouts) < 0.7)[batch.row_N.numpy()]
-    adv = torch.where(torch.tensor(whole), batch.reward_R[batch.row_N], normal[2])
+    whole = (rng.random(batch.rollouts) < 0.7)[batch.rollout_N.numpy()]
+    adv = torch.where(torch.tensor(whole), batch.reward_R[batch.rollout_N], normal[2])
     batch = replace(batch, logp_old_N=old * batch.mask_N, adv_N=adv * batch.mask_N)
     return lowered(batch, dtype), (now * batch.mask_N).to(dtype).requires_grad_()
 
@@ -173,7 +173,7 @@ def test_groups_of_one_rows_without_a_token_and_equal_rewards(case: Case) -> Non
     for reward in (0.0, 1.0):
         batch = make_batch(pictures, [reward] * 7)
         assert batch.logp_old_N is not None
-        batch = replace(batch, adv_N=batch.reward_R[batch.row_N] * batch.mask_N)
+        batch = replace(batch, adv_N=batch.reward_R[batch.rollout_N] * batch.mask_N)
         check(case, batch, -logp_now(batch, scale=0.4).abs())
 
 
@@ -208,7 +208,7 @@ def frozen_loss(name: str, batch: Batch, logp: Tensor, keys: dict[str, Any]) -> 
         return coef * x
 
     def gspo_token(x: Tensor) -> Tensor:
-        mean = (batch.sum_R(d) / batch.sum_R(torch.ones_like(d)).clamp(min=1))[batch.row_N]
+        mean = (batch.sum_R(d) / batch.sum_R(torch.ones_like(d)).clamp(min=1))[batch.rollout_N]
         r = (x - held + mean).exp()
         return torch.maximum(-adv * r, -adv * r.clamp(0.8, 1.28)) * batch.mask_N
 
@@ -307,13 +307,10 @@ def test_any_cut_gives_the_same_gradient_in_float32(case: Case, mode: str) -> No
 def test_the_order_of_rollouts_does_not_matter(case: Case, seed: int, order: int) -> None:
     batch, logp = noisy(seed, spread=0.3)
     rows = np.random.default_rng(order).permutation(batch.rollouts)
-    at = torch.cat([(batch.row_N == r).nonzero().flatten() for r in rows])
-    inverse = torch.tensor(np.argsort(rows))
-    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    moved = {
-        k: v[at] if k.endswith("_N") else v[torch.tensor(rows)] for k, v in values.items() if v is not None
-    }
-    other = Batch(**(moved | {"row_N": inverse[batch.row_N[at]]}))
+    at = torch.cat([(batch.rollout_N == r).nonzero().flatten() for r in rows])
+    other = concat(
+        [select(batch, torch.tensor([r])) for r in rows], group_R=batch.group_R[torch.tensor(rows)]
+    )
     one = over(case, batch, logp)(batch, Outputs(logp_N=logp)).loss_N
     two = over(case, other, logp[at])(other, Outputs(logp_N=logp[at])).loss_N
     torch.testing.assert_close(two, one[at], rtol=1e-12, atol=1e-14)
@@ -323,7 +320,7 @@ def test_the_order_of_rollouts_does_not_matter(case: Case, seed: int, order: int
 def test_a_part_of_the_loss_is_the_loss_of_the_part(case: Case) -> None:
     batch, logp = noisy(6, spread=0.4)
     whole = LOSSES[case[0]](batch, Outputs(logp_N=logp), **case[1]).loss_N
-    keep = torch.isin(batch.row_N, torch.tensor([0, 2, 5]))
+    keep = torch.isin(batch.rollout_N, torch.tensor([0, 2, 5]))
     part = LOSSES[case[0]](
         select(batch, torch.tensor([0, 2, 5])), Outputs(logp_N=logp[keep]), **case[1]
     ).loss_N

@@ -94,7 +94,7 @@ def test_gspo_by_hand(form: str, share: float) -> None:
 
 def test_both_forms_of_gspo_agree_where_a_rollout_has_one_advantage() -> None:
     batch = ragged(3)
-    batch = replace(batch, adv_N=batch.reward_R[batch.row_N] * batch.mask_N)
+    batch = replace(batch, adv_N=batch.reward_R[batch.rollout_N] * batch.mask_N)
     weight = weights(batch, "seq-mean-token-mean", norm_tokens=8)
     logp = logp_now(batch, scale=0.3)
 
@@ -351,12 +351,12 @@ def test_luck_is_uniform_and_belongs_to_the_token() -> None:
     assert 0.48 < float(luck.mean()) < 0.52
     assert len(torch.unique(luck)) > 0.99 * batch.tokens
     part = select(batch, torch.tensor([3, 40, 41]))
-    assert torch.equal(luck_N(part), luck[torch.isin(batch.row_N, torch.tensor([3, 40, 41]))])
+    assert torch.equal(luck_N(part), luck[torch.isin(batch.rollout_N, torch.tensor([3, 40, 41]))])
 
 
 def test_the_choice_does_not_depend_on_where_the_minibatch_is_cut() -> None:
     batch = replace(
-        ragged(4), adv_N=torch.ones(ragged(4).tokens).double() * ragged(4).reward_R[ragged(4).row_N]
+        ragged(4), adv_N=torch.ones(ragged(4).tokens).double() * ragged(4).reward_R[ragged(4).rollout_N]
     )
     logp = logp_now(batch).detach()
     keys = CLIP | {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0, "clip_cov_ub": 9.0}

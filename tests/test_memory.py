@@ -120,7 +120,7 @@ def full_batch(lengths: Lengths, groups: int) -> Batch:
 
     def rollout(uid: int, index: int) -> Rollout:
         task = Task(uid=uid, source="s", prompt="", answer="")
-        return Rollout(
+        return Rollout.one_strand(
             task=task, index=index, token_ids=[uid] * (prompt + reply), mask=[0] * prompt + [1] * reply,
             logprobs=[0.0] * (prompt + reply), sample_logprobs=[0.0] * (prompt + reply),
             versions=[0] * (prompt + reply), finish_reason="stop", text="", reward=0.0,

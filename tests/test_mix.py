@@ -62,7 +62,7 @@ def groups(number: int, *, version: int) -> list[Group]:
     out = []
     for i in range(number):
         task = Task(uid=i, source="test", prompt="")
-        rollout = Rollout(
+        rollout = Rollout.one_strand(
             task=task, index=0, token_ids=[i, 1], mask=[0, 1], logprobs=[0.0, 0.0], sample_logprobs=[0.0, 0.0],
             versions=[-1, version], finish_reason="stop", reward=0.0,
         )  # fmt: skip
@@ -79,7 +79,7 @@ def test_demonstrations_are_spread_by_hand() -> None:
     assert batch.expert_R is not None
     # Places 8 / 3 apart, each part in its order.
     assert batch.expert_R.int().tolist() == [0, 0, 1, 0, 0, 1, 0, 1]
-    assert batch.token_ids_N[batch.start_R].tolist() == [0, 1, 0, 2, 3, 1, 4, 2]
+    assert batch.token_ids_N[batch.start_S].tolist() == [0, 1, 0, 2, 3, 1, 4, 2]
 
 
 @settings(deadline=None)

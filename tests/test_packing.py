@@ -20,16 +20,19 @@ Row = tuple[list[int], list[int]]  # tokens, mask
 def batch_of(groups: Sequence[Sequence[Row]]) -> Batch:
     rows = [(g, *row) for g, group in enumerate(groups) for row in group]
     length_R = torch.tensor([len(tokens) for _, tokens, _ in rows])
+    row_N = torch.arange(len(rows)).repeat_interleave(length_R)
     token_ids_N = torch.tensor([t for _, tokens, _ in rows for t in tokens])
     mask_N = torch.tensor([m for _, _, mask in rows for m in mask]).bool()
     return Batch(
         token_ids_N=token_ids_N,
         mask_N=mask_N,
-        row_N=torch.arange(len(rows)).repeat_interleave(length_R),
+        segment_N=row_N,
+        rollout_N=row_N,
         version_N=torch.zeros_like(token_ids_N),
         logp_sample_N=torch.zeros(len(token_ids_N)),
-        length_R=length_R,
-        prompt_R=torch.tensor([mask.index(1) if 1 in mask else len(mask) for _, _, mask in rows]),
+        length_S=length_R,
+        rollout_S=torch.arange(len(rows)),
+        prompt_S=torch.tensor([mask.index(1) if 1 in mask else len(mask) for _, _, mask in rows]),
         group_R=torch.tensor([g for g, _, _ in rows]),
         reward_R=torch.zeros(len(rows)),
         stopped_R=torch.zeros(len(rows), dtype=torch.bool),
@@ -65,16 +68,14 @@ def check(groups: Sequence[Sequence[Row]], plan: Layout) -> None:
 
 def naive_count(groups: Sequence[Sequence[Row]], *, share: bool) -> int:
     """How many tokens must be computed, by walking the rollouts one by one."""
-    count, before = 0, None
-    for g, group in enumerate(groups):
+    count = 0
+    for group in groups:
+        prompts: list[list[int]] = []
         for tokens, mask in group:
-            if 1 not in mask:
-                before = None
-                continue
-            prompt, need = mask.index(1), max(i for i, m in enumerate(mask) if m)
-            same = share and before == (g, tokens[:prompt])
-            count += need - (prompt if same else 0)
-            before = (g, tokens[:prompt])
+            if 1 in mask:
+                prompt, need = mask.index(1), max(i for i, m in enumerate(mask) if m)
+                count += need - (prompt if share and tokens[:prompt] in prompts else 0)
+                prompts.append(tokens[:prompt])
     return count
 
 
@@ -135,14 +136,14 @@ def test_one_different_prompt_token_stops_sharing() -> None:
 def test_prompts_of_different_length_are_not_shared() -> None:
     group: list[Row] = [([5, 6, 9], [0, 0, 1]), ([5, 6, 9], [0, 1, 1]), ([5, 6, 9], [0, 0, 1])]
     plan = layout(batch_of([group]), share_prompts=True)
-    assert plan.token_ids_U.tolist() == [5, 6, 5, 6, 5, 6]
+    assert plan.token_ids_U.tolist() == [5, 6, 5, 6]  # the third has the first one's
     check([group], plan)
 
 
 def test_rollout_without_sampled_tokens_is_not_computed() -> None:
     group: list[Row] = [([5, 6, 9], [0, 0, 1]), ([5, 6], [0, 0]), ([5, 6, 8, 8], [0, 0, 1, 1])]
     plan = layout(batch_of([group]), share_prompts=True)
-    assert plan.token_ids_U.tolist() == [5, 6, 5, 6, 8]
+    assert plan.token_ids_U.tolist() == [5, 6, 8]
     check([group], plan)
 
 

@@ -186,7 +186,7 @@ def test_compute_dtype_is_autocast_around_the_layers() -> None:
     batch = weighted()
     mine_N = engine.forward(batch, "logprobs")
     model, at = tiny_model(), 0
-    for length in batch.length_R.tolist():
+    for length in batch.length_S.tolist():
         ids = batch.token_ids_N[at : at + length]
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             hidden = model.model(ids[None]).last_hidden_state[0].float()

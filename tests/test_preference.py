@@ -113,7 +113,7 @@ def test_a_kl_beside_pairs_does_not_depend_on_the_cut_into_micro_batches(seed: i
     parts = torch.zeros(())
     for pair in range(5):
         rows = torch.tensor([2 * pair, 2 * pair + 1])
-        part, at_N = select(batch, rows), (batch.row_N // 2) == pair
+        part, at_N = select(batch, rows), (batch.rollout_N // 2) == pair
         parts = parts + (part_of(part, Outputs(logp_N=logp[at_N])).loss_N * part.weight_N).sum()
     d = logp - batch.logp_ref_N
     k3 = (torch.exp(-d) - 1 + d)[batch.mask_N].mean()
@@ -184,9 +184,9 @@ def test_mismatched_by_hand() -> None:
     #  prompts 0 1 | 3 | 7 8 9; replies 2 | 4 5 6 (5 from the environment) | 10 11
     assert other.token_ids_N.tolist() == [0, 1, 4, 5, 6, 3, 10, 11, 7, 8, 9, 2]
     assert other.mask_N.int().tolist() == [0, 0, 1, 0, 1, 0, 1, 1, 0, 0, 0, 1]
-    assert other.row_N.tolist() == [0] * 5 + [1] * 3 + [2] * 4
-    assert other.length_R.tolist() == [5, 3, 4]
-    assert other.prompt_R.tolist() == [2, 1, 3]
+    assert other.rollout_N.tolist() == [0] * 5 + [1] * 3 + [2] * 4
+    assert other.length_S.tolist() == [5, 3, 4]
+    assert other.prompt_S.tolist() == [2, 1, 3]
 
 
 Model = Callable[[Batch, Literal["logprobs"]], Tensor]
@@ -196,8 +196,8 @@ def by_prompt(factor: float) -> Model:
     """A model whose log-prob of a token is factor times (token + 10 * the rollout's first token)."""
 
     def forward(batch: Batch, want: Literal["logprobs"]) -> Tensor:
-        first_R = batch.token_ids_N[batch.start_R]
-        return factor * (batch.token_ids_N + 10 * first_R[batch.row_N]).double() * batch.mask_N
+        first_R = batch.token_ids_N[batch.start_S]
+        return factor * (batch.token_ids_N + 10 * first_R[batch.rollout_N]).double() * batch.mask_N
 
     return forward
 
@@ -278,11 +278,11 @@ def test_kto_against_a_loop(seed: int, replies: int) -> None:
 @given(seed=SEEDS, replies=st.integers(2, 6))
 def test_kl_zero_against_a_loop(seed: int, replies: int) -> None:
     batch = label_batch(replies, seed=seed)
-    ids, start = batch.token_ids_N.tolist(), batch.start_R.tolist()
+    ids, start = batch.token_ids_N.tolist(), batch.start_S.tolist()
     total = 0.0
     for i in range(replies):
         j = (i + 1) % replies
-        reply = range(start[j] + int(batch.prompt_R[j]), start[j] + int(batch.length_R[j]))
+        reply = range(start[j] + int(batch.prompt_S[j]), start[j] + int(batch.length_S[j]))
         total += sum(0.01 * (ids[t] + 10 * ids[start[i]]) for t in reply)
     zero = kl_zero(batch, policy=by_prompt(0.03), reference=by_prompt(0.02))
     assert zero.tolist() == pytest.approx([total / replies] * replies, rel=1e-9)
@@ -326,7 +326,7 @@ def test_which_of_a_pair_stands_first_does_not_matter(name: str) -> None:
     batch = make_batch([["paa", "pa"], ["pa", "paaa"]], [1, 0, 1, 0], seed=3)
     logp = negative(logp_now(batch), batch)
     order = torch.tensor([1, 0, 3, 2])
-    starts, lengths = batch.start_R.tolist(), batch.length_R.tolist()
+    starts, lengths = batch.start_S.tolist(), batch.length_S.tolist()
     at = torch.cat([torch.arange(starts[i], starts[i] + lengths[i]) for i in order.tolist()])
     assert batch.logp_ref_N is not None
     swapped = make_batch([["pa", "paa"], ["paaa", "pa"]], [0, 1, 0, 1], seed=3)
@@ -344,7 +344,7 @@ def test_the_order_of_pairs_does_not_matter() -> None:
         parts = []
         for pair in (2, 0, 3, 1):
             part = select(batch, torch.tensor([2 * pair, 2 * pair + 1]))
-            at = torch.isin(batch.row_N, torch.tensor([2 * pair, 2 * pair + 1]))
+            at = torch.isin(batch.rollout_N, torch.tensor([2 * pair, 2 * pair + 1]))
             parts.append(mean_loss(part, logp[at], loss))
         assert torch.stack(parts).mean().item() == pytest.approx(
             mean_loss(batch, logp, loss).item(), rel=1e-12

@@ -108,7 +108,7 @@ def test_a_rank_may_have_no_tokens_of_a_micro_batch(ranks: Ranks, name: str) -> 
     one, many = grid.pair(ranks, layout, way, model=grid.model_of(layout, way), **grid.learning())
     errors, note = grid.worst()
     for batch in (weighted(3), weighted(5)):
-        assert int(batch.length_R.min()) == 2  # of which one predicts, and is computed
+        assert int(batch.length_S.min()) == 2  # of which one predicts, and is computed
         grid.note_metrics(note, many.update(batch, pg_loss), one.update(batch, pg_loss))
     assert_small(errors, name)
 
@@ -122,7 +122,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(ranks: Ranks, name: str) ->
     before = {n: p.clone() for n, p in many.weights()}
     batch = weighted()
     assert batch.adv_N is not None
-    adv_N = torch.where(batch.row_N == 2, torch.inf, batch.adv_N)
+    adv_N = torch.where(batch.rollout_N == 2, torch.inf, batch.adv_N)
     numbers = many.update(replace(batch, adv_N=adv_N), pg_loss)
     assert numbers["skipped_steps"] == 1.0
     assert "grad_norm" not in numbers

@@ -29,7 +29,7 @@ from whet.types import TOKEN_TYPES, CheckpointError, ConfigError, DataError, Mes
 
 def rollout(uid: int, index: int = 0, *, reward: float | None = 1.0) -> Rollout:
     logprob = float(np.float32(-0.1 * (uid + 1)))
-    return Rollout(
+    return Rollout.one_strand(
         task=Task(uid=uid, source="spell", prompt="ab>", answer="ba"),
         index=index,
         token_ids=[1, 2, 3, 4],
@@ -448,7 +448,7 @@ def test_sync_reaches_every_file_once(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_rollouts_are_read_back_exactly(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     logprobs = rng.standard_normal(50).astype(np.float32)
-    original = Rollout(
+    original = Rollout.one_strand(
         task=Task(
             uid=2**62,
             source="s",
@@ -480,7 +480,7 @@ def test_rollouts_are_read_back_exactly(tmp_path: Path) -> None:
     ):
         assert first[name] == getattr(original, name), name
     for name in TOKEN_TYPES:
-        assert first[name] == getattr(original, name).tolist(), name
+        assert first[name] == getattr(original.strand, name).tolist(), name
     assert first["uid"] == 2**62
     assert first["index"] == 3
     assert first["prompt"] == "system: be brief\nuser: 2+2?"

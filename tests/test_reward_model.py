@@ -59,7 +59,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rollout(
     prompt: str | tuple[Message, ...], text: str, index: int = 0, ids: tuple[int, ...] = (7, 8)
 ) -> Rollout:
-    return Rollout(
+    return Rollout.one_strand(
         task=Task(uid=1, source="s", prompt=prompt, answer="3"),
         index=index,
         token_ids=list(ids),
@@ -133,7 +133,7 @@ def test_tokens_are_the_rollouts_own(judge):
     r = rollout(CHAT, "not looked at", ids=(9, 12, 10, 11))
     (found,) = ask([Group(r.task, (r,))], judge, input="tokens")
     assert found.reward == pytest.approx(by_hand(judge, [9, 12, 10, 11]), abs=1e-6)
-    strange = replace(r, token_ids=[9, 12, 10, 9999])
+    strange = replace(r, strands=(replace(r.strand, token_ids=[9, 12, 10, 9999]),))
     (found,) = ask([Group(r.task, (strange,))], judge, input="tokens")
     assert (found.reward, "a token id is outside its vocabulary of" in (found.error or "")) == (None, True)
 

@@ -31,7 +31,7 @@ def task(answer=None, **more) -> Task:
 
 
 def rollout(t: Task, text: str, index: int = 0, tokens: int = 3) -> Rollout:
-    return Rollout(
+    return Rollout.one_strand(
         task=t,
         index=index,
         token_ids=[0] + [1] * tokens,

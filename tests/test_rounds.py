@@ -39,7 +39,8 @@ def group(uid: int, *, version: int = 0, error: str | None = None) -> Group:
         "finish_reason": "stop",
     }
     return Group(
-        task, tuple(Rollout(task=task, index=i, token_ids=[5], error=error, **given) for i in (0, 1))
+        task,
+        tuple(Rollout.one_strand(task=task, index=i, token_ids=[5], error=error, **given) for i in (0, 1)),
     )
 
 

@@ -80,7 +80,7 @@ def oracle(
     model.config._experts_implementation = "eager"
     layers: list[list[torch.Tensor]] = [[] for _ in range(model.config.num_hidden_layers)]
     for row in range(batch.rollouts):
-        at = batch.row_N == row
+        at = batch.rollout_N == row
         last = int(torch.nonzero(batch.mask_N[at]).max())
         out = model(input_ids=batch.token_ids_N[at][None, :last], output_router_logits=True)
         for seen, logits in zip(layers, out.router_logits):

@@ -27,7 +27,7 @@ CONFIG = {
 
 def reply(uid: int, text: str, *, reward: float | None, index: int = 0, error: str | None = None) -> Rollout:
     word = ["abc", "xyz", "mno"][uid]
-    return Rollout(
+    return Rollout.one_strand(
         task=Task(uid=uid, source="spell", prompt=f"{word}>", answer=word[::-1]),
         index=index,
         token_ids=[0, 1],

@@ -49,7 +49,7 @@ def gradient(loss: LossFn, batch: Batch, logp: Tensor, at: Tensor | None = None)
 def out_of_it(loss: LossFn, batch: Batch, logp: Tensor, without_R: Tensor) -> bool:
     """Whether those rollouts have a gradient of exactly 0, and the others' is the same without them."""
     whole = gradient(loss, batch, logp)
-    gone_N = without_R[batch.row_N]
+    gone_N = without_R[batch.rollout_N]
     at = torch.nonzero(~gone_N).flatten()
     if bool((whole[gone_N] != 0).any()):
         return False
@@ -69,7 +69,7 @@ def found(name: str, keys: dict[str, Any], seed: int) -> str:
     mode = "pair-mean" if ROWS[name].pairs else "token-mean"
     whole_N, logp = weights(batch, mode, norm_tokens=8), logp_now(batch, seed=seed, scale=0.5)
     without_R = torch.arange(batch.rollouts) % 3 == 1
-    gone_N = without_R[batch.row_N]
+    gone_N = without_R[batch.rollout_N]
     weightless = replace(batch, weight_N=torch.where(gone_N, 0.0, whole_N))
     if ROWS[name].pairs:
         weightless = replace(batch, weight_N=whole_N)
@@ -190,7 +190,7 @@ def test_the_gradient_is_that_of_all_rollouts(loss: str) -> None:
         without_R = without_effect(batch, batch.weight_N, skips="no advantage")  # type: ignore[arg-type]
         marked = skip(batch, without_R, [torch.arange(batch.rollouts)])
         assert marked.skipped_R is not None
-        at = torch.nonzero(~marked.skipped_R[batch.row_N]).flatten()
+        at = torch.nonzero(~marked.skipped_R[batch.rollout_N]).flatten()
         assert batch.logp_old_N is not None
         old_N = among_skipped(marked, batch.logp_old_N[at])
         assert bool(old_N.isnan().any()) == bool(without_R.any())
@@ -239,7 +239,9 @@ def test_rejected_rollouts_are_skipped() -> None:
 
 def test_each_minibatch_keeps_one_rollout_of_the_policys_own() -> None:
     batch = make_batch([["p", "paa", "pa"], ["paa"], ["pa"]])
-    batch = replace(batch, version_N=torch.where(batch.row_N == 3, -1, batch.version_N))  # a demonstration
+    batch = replace(
+        batch, version_N=torch.where(batch.rollout_N == 3, -1, batch.version_N)
+    )  # a demonstration
     parts = [torch.tensor([0, 1, 2]), torch.tensor([3, 4])]
     everything = torch.ones(5, dtype=torch.bool)
     marked = skip(batch, everything, parts)

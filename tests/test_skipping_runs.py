@@ -96,7 +96,7 @@ def both(uniform: set[int], **keys: Any) -> tuple[tuple[Door, Batch], tuple[Door
 
 def needed(rollout: Rollout) -> int:
     """Tokens that predict a sampled one, or stand before one that does."""
-    return max(n for n, m in enumerate(rollout.mask) if m)
+    return max(n for n, m in enumerate(rollout.strand.mask) if m)
 
 
 PARTS = {"train": {"minibatches": 3, "update_epochs": 2}}
@@ -171,7 +171,7 @@ def test_reference_and_old_log_probs_of_masked_rollouts_cost_nothing() -> None:
     assert reference.tokens == tokens
     assert policy.tokens == 2 * tokens
     assert batch.skipped_R is not None
-    gone_N = batch.mask_N & batch.skipped_R[batch.row_N]
+    gone_N = batch.mask_N & batch.skipped_R[batch.rollout_N]
     assert torch.equal(batch.logp_ref_N.isnan(), gone_N)
 
 

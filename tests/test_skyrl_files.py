@@ -241,7 +241,7 @@ import torch
 
 def score(batch, *, reward_N):
     score_R = batch.sum_R(reward_N.double())
-    return torch.where(batch.mask_N, score_R[batch.row_N], 0.0).to(reward_N.dtype), None
+    return torch.where(batch.mask_N, score_R[batch.rollout_N], 0.0).to(reward_N.dtype), None
 """
 
 

@@ -307,8 +307,8 @@ def test_the_beginning_of_the_reply_is_given_and_not_learned(tokenizer):
     row = {"prompt": [{"role": "user", "content": "q"}], "response": "4"}
     (task,) = tasks_of(tokenizer, row, reply_prefix="It is ")
     r = demonstration(task, tokenizer, 9)
-    assert tokenizer.decode(r.token_ids) == "<user>q<eos><assistant>It is 4<eos>"
-    assert tokenizer.decode([t for t, on in zip(r.token_ids, r.mask) if on]) == "4<eos>"
+    assert tokenizer.decode(r.strand.token_ids) == "<user>q<eos><assistant>It is 4<eos>"
+    assert tokenizer.decode([t for t, on in zip(r.strand.token_ids, r.strand.mask) if on]) == "4<eos>"
     (plain,) = tasks_of(tokenizer, {"prompt": "q? "}, reply_prefix="It is ")
     assert tokenizer.decode(plain.token_ids) == plain.prompt == "q? It is "
 
@@ -335,7 +335,7 @@ def never(response, task):
 def played(source, *texts):
     task = Task(uid=len(source), source=source, prompt="p", answer="ab")
     made = [
-        Rollout(
+        Rollout.one_strand(
             task=task, index=i, token_ids=[0, 1], mask=[0, 1], logprobs=[0.0, 0.0], sample_logprobs=[0.0, 0.0],
             versions=[-1, 0], finish_reason="stop", text=text,
         )

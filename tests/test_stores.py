@@ -298,7 +298,10 @@ def test_groups_without_sampled_tokens_are_never_too_old(url, queue):
     store = open_store(url, queue=queue, order="arrival")
     reserve(store, 1)
     read = group(0)
-    read = replace(read, rollouts=tuple(replace(r, versions=[-1] * 4) for r in read.rollouts))
+    read = replace(
+        read,
+        rollouts=tuple(replace(r, strands=(replace(r.strand, versions=[-1] * 4),)) for r in read.rollouts),
+    )
     store.put([Scored(0, read)])
     assert store.take(1, step=1, oldest=9) == [read]
 
@@ -521,7 +524,7 @@ NUMBERS = st.floats(allow_nan=False, width=32)
 @given(st.lists(st.tuples(NUMBERS, NUMBERS, st.integers(0, 2**31 - 1)), max_size=5), NUMBERS, st.text())
 def test_every_number_comes_back_to_the_bit(tokens, reward, text):
     task = Task(uid=2**50, source=text, prompt=(Message("user", text),), extra={"a": [1, None, text]})
-    rollout = Rollout(
+    rollout = Rollout.one_strand(
         task=task,
         index=0,
         token_ids=[t for *_, t in tokens],
@@ -539,7 +542,7 @@ def test_every_number_comes_back_to_the_bit(tokens, reward, text):
     )
     there = Group(task, (rollout, replace(rollout, index=1, reward=None, error=text)))
     assert decode(encode(there)) == there
-    assert [r.token_ids.flags.writeable for r in there.rollouts] == [False, False]
+    assert [r.strand.token_ids.flags.writeable for r in there.rollouts] == [False, False]
 
 
 def test_a_group_of_a_checkpoint_of_0_1_is_read() -> None:
@@ -552,7 +555,7 @@ def test_a_group_of_a_checkpoint_of_0_1_is_read() -> None:
         "text": "2",
     }
     row = {"index": 0, **tokens, **rest, "reward": 1.0, "reward_parts": {"answer": 1.0}}
-    there = Group(task, (Rollout(task=task, **row),))
+    there = Group(task, (Rollout.one_strand(task=task, **row),))
     told = {**asdict(task), "token_ids": [5, 6]}
     for old in ([{**row, "task": told}], {"task": told, "rollouts": [row]}):
         assert restored(json.loads(json.dumps(old))) == there

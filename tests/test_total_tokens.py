@@ -37,7 +37,7 @@ def played(prompts: list[int], *, most: int | None, **options: Any) -> list[Roll
 )
 def test_a_rollout_ends_where_prompt_and_reply_are_long_enough(most: int | None, sampled: list[int]) -> None:
     rollouts = played([2, 5, 9], most=most)
-    assert [sum(r.mask) for r in rollouts] == sampled
+    assert [sum(r.strand.mask) for r in rollouts] == sampled
     assert {r.finish_reason for r in rollouts} == {"length"}
     assert all(r.error is None for r in rollouts)
 
@@ -64,8 +64,8 @@ def test_what_an_environment_says_counts_too() -> None:
     for most, turns, tokens in ((None, 9, 40), (14, 3, 14), (13, 3, 13), (15, 3, 14)):
         (group,) = asyncio.run(play_groups(engine, tasks, max_total_tokens=most, **options))
         (r,) = group.rollouts
-        assert (sum(r.mask) + 1) // 2 == turns
-        assert (len(r.token_ids), r.error, r.finish_reason) == (tokens, None, "length")
+        assert (sum(r.strand.mask) + 1) // 2 == turns
+        assert (len(r.strand.token_ids), r.error, r.finish_reason) == (tokens, None, "length")
 
 
 BASE: dict[str, Any] = {

@@ -41,7 +41,7 @@ def rollout(
     source: str = "a",
     error: str | None = None,
 ) -> Rollout:
-    return Rollout(
+    return Rollout.one_strand(
         task=Task(uid=0, source=source, prompt="p"),
         index=0,
         token_ids=[9] + [5] * tokens,

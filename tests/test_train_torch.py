@@ -35,7 +35,7 @@ def random_groups(*, count: int = 4, size: int = 3, seed: int = 0) -> list[Group
             if index == 1 and len(reply) > 3:
                 mask[-2] = 0  # a token from the environment in the middle
             rows.append(
-                Rollout(
+                Rollout.one_strand(
                     task=task, index=index, token_ids=prompt + reply, mask=mask,
                     logprobs=[0.0] * len(mask), sample_logprobs=[0.0] * len(mask),
                     versions=[0 if m else -1 for m in mask], finish_reason="stop", reward=float(index),
@@ -88,7 +88,7 @@ def oracle(batch: Batch, family: str) -> dict[str, torch.Tensor]:
     model.set_attn_implementation("eager")
     total = torch.zeros(())
     for r in range(batch.rollouts):
-        rows = batch.row_N == r
+        rows = batch.rollout_N == r
         ids, mask = batch.token_ids_N[rows], batch.mask_N[rows]
         logits = model(input_ids=ids[None]).logits[0]
         logp = torch.log_softmax(logits.float(), -1)
@@ -143,7 +143,7 @@ def test_gradient_does_not_depend_on_the_order_of_groups() -> None:
     def ordered(groups: list[Group]) -> Batch:
         batch = pack(groups)
         return replace(
-            batch, adv_N=batch.reward_R[batch.row_N] - 1.0, weight_N=batch.mask_N / batch.mask_N.sum()
+            batch, adv_N=batch.reward_R[batch.rollout_N] - 1.0, weight_N=batch.mask_N / batch.mask_N.sum()
         )
 
     assert_near(gradients(CUT, ordered(groups))[0], gradients(CUT, ordered(groups[::-1]))[0], 2e-5)
@@ -156,7 +156,7 @@ def test_forward_is_the_log_prob_at_the_temperature() -> None:
     model = tiny_model()
     model.set_attn_implementation("eager")
     for r in range(batch.rollouts):
-        rows = batch.row_N == r
+        rows = batch.rollout_N == r
         ids = batch.token_ids_N[rows]
         logp = torch.log_softmax(model(input_ids=ids[None]).logits[0] / 0.7, -1)
         wanted = torch.zeros(len(ids))
@@ -217,7 +217,7 @@ def test_a_cut_of_the_config() -> None:
 
 def test_critic_learns_values() -> None:
     batch = weighted()
-    target_N = torch.where(batch.mask_N, batch.group_R[batch.row_N].float(), 0.0)
+    target_N = torch.where(batch.mask_N, batch.group_R[batch.rollout_N].float(), 0.0)
     critic = TorchEngine(
         tiny_model(), kernels.load("auto"), cut=Cut(), value_head=value_head(32, 0),
         optimizer=Optimizer(lr=3e-3, max_grad_norm=None), total_steps=200,
@@ -227,7 +227,7 @@ def test_critic_learns_values() -> None:
 
     def squared(micro: Batch, out: Outputs) -> Loss:
         assert out.value_N is not None
-        return Loss((out.value_N - goal_R[micro.group_R][micro.row_N]) ** 2)
+        return Loss((out.value_N - goal_R[micro.group_R][micro.rollout_N]) ** 2)
 
     first = critic.update(batch, squared)["loss"]
     for _ in range(150):

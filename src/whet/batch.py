@@ -1,7 +1,8 @@
 """The packed tensors of one step.
 
-Shape letters: N tokens of the packed batch, R rollouts. Rollouts lie one after the other, nothing is padded.
-`logp_N[i]` is the log-prob of token i given the tokens before it in its rollout, so it stands at the token itself;
+Shape letters: N tokens of the packed batch, S segments, R rollouts. A segment is a strand of a rollout. The segments of
+a rollout stand together, in order, rollout after rollout; nothing is padded. A batch has whole rollouts.
+`logp_N[i]` is the log-prob of token i given the tokens before it in its segment, so it stands at the token itself;
 `value_N[i]` is the critic's value of the state in which token i was chosen. Both are valid where `mask_N` is true.
 """
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whet.types import Group, Rollout, WhetError
+from whet.types import Group, Strand, WhetError
 
 
 @dataclass(frozen=True)
@@ -23,16 +24,20 @@ class Batch:
     """int64"""
     mask_N: Tensor
     """bool: sampled by the policy (trained on)."""
-    row_N: Tensor
-    """int64: number of the rollout a token belongs to, 0..R-1."""
+    segment_N: Tensor
+    """int64: number of the segment a token belongs to, 0..S-1: attention, positions."""
+    rollout_N: Tensor
+    """int64: number of the rollout a token belongs to, 0..R-1: statistics, denominators, ratios of sequences."""
     version_N: Tensor
     """int64: policy version of a sampled token; -1 elsewhere."""
     logp_sample_N: Tensor
     """float32: engine's log-prob under softmax(logits / temperature), when sampled; 0 elsewhere."""
-    length_R: Tensor
-    """int64: tokens of each rollout."""
-    prompt_R: Tensor
-    """int64: tokens before the first sampled one (what a group can share)."""
+    length_S: Tensor
+    """int64: tokens of each segment."""
+    prompt_S: Tensor
+    """int64: tokens before the first sampled one (what segments of a group can share)."""
+    rollout_S: Tensor
+    """int64: number of the rollout a segment belongs to."""
     group_R: Tensor
     """int64: number of the rollout's group; rollouts of a group stand together."""
     reward_R: Tensor
@@ -68,26 +73,40 @@ class Batch:
 
     @property
     def rollouts(self) -> int:
-        return len(self.length_R)
+        return len(self.reward_R)
+
+    @property
+    def segments(self) -> int:
+        return len(self.length_S)
 
     @property
     def tokens(self) -> int:
         return len(self.token_ids_N)
 
     @property
-    def start_R(self) -> Tensor:
-        """[R] index of each rollout's first token."""
-        return self.length_R.cumsum(0) - self.length_R
+    def segments_R(self) -> Tensor:
+        """[R] number of segments of each rollout."""
+        return torch.bincount(self.rollout_S, minlength=self.rollouts)
+
+    @property
+    def first_R(self) -> Tensor:
+        """[R] number of each rollout's first segment."""
+        return self.segments_R.cumsum(0) - self.segments_R
+
+    @property
+    def start_S(self) -> Tensor:
+        """[S] index of each segment's first token."""
+        return self.length_S.cumsum(0) - self.length_S
 
     @property
     def position_N(self) -> Tensor:
-        """[N] position in its rollout, from 0."""
-        return torch.arange(self.tokens, device=self.row_N.device) - self.start_R[self.row_N]
+        """[N] position in its segment, from 0."""
+        return torch.arange(self.tokens, device=self.segment_N.device) - self.start_S[self.segment_N]
 
     def sum_R(self, x_N: Tensor) -> Tensor:
-        """[R] sum of x over the sampled tokens of each rollout."""
+        """[R] sum of x over the sampled tokens of each rollout, in all its segments."""
         x_N = torch.where(self.mask_N, x_N, x_N.new_zeros(()))
-        return x_N.new_zeros(self.rollouts).index_add(0, self.row_N, x_N)
+        return x_N.new_zeros(self.rollouts).index_add(0, self.rollout_N, x_N)
 
     def to(self, device: torch.device | str) -> Batch:
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -120,35 +139,40 @@ LossFn = Callable[[Batch, Outputs], Loss]
 def pack(groups: Sequence[Group]) -> Batch:
     """Groups of rollouts as one Batch, in the order given. Unscored rollouts must have been removed before."""
     rollouts = [r for g in groups for r in g.rollouts]
-    length = np.array([len(r.token_ids) for r in rollouts], dtype=np.int64)
-    prompt = np.array([r.prompt_tokens for r in rollouts], dtype=np.int64)
+    strands = [s for r in rollouts for s in r.strands]
+    length = np.array([len(s.token_ids) for s in strands], dtype=np.int64)
+    prompt = np.array([s.prompt_tokens for s in strands], dtype=np.int64)
+    rollout = np.repeat(np.arange(len(rollouts)), [len(r.strands) for r in rollouts])
+    segment_n = np.repeat(np.arange(len(strands)), length)
     group = np.repeat(np.arange(len(groups)), [len(g.rollouts) for g in groups])
 
     def flat(name: str, dtype: type) -> Tensor:
-        return torch.from_numpy(np.concatenate([getattr(r, name) for r in rollouts], dtype=dtype))
+        return torch.from_numpy(np.concatenate([getattr(s, name) for s in strands], dtype=dtype))
 
     return Batch(
         token_ids_N=flat("token_ids", np.int64),
         mask_N=flat("mask", np.bool_),
-        row_N=torch.from_numpy(np.repeat(np.arange(len(rollouts)), length)),
+        segment_N=torch.from_numpy(segment_n),
+        rollout_N=torch.from_numpy(rollout[segment_n]),
         version_N=flat("versions", np.int64),
         logp_sample_N=flat("logprobs", np.float32),
-        length_R=torch.from_numpy(length),
-        prompt_R=torch.from_numpy(prompt),
+        length_S=torch.from_numpy(length),
+        prompt_S=torch.from_numpy(prompt),
+        rollout_S=torch.from_numpy(rollout),
         group_R=torch.from_numpy(group),
         reward_R=torch.tensor([0.0 if r.reward is None else r.reward for r in rollouts], dtype=torch.float32),
         stopped_R=torch.tensor([r.finish_reason == "stop" for r in rollouts]),
-        turn_reward_N=_turn_rewards(rollouts, length),
+        turn_reward_N=_turn_rewards(strands, length),
         baseline_R=_all_or_none([r.baseline for r in rollouts]),
     )
 
 
-def _turn_rewards(rollouts: Sequence[Rollout], length: np.ndarray) -> Tensor | None:
+def _turn_rewards(strands: Sequence[Strand], length: np.ndarray) -> Tensor | None:
     starts = (np.cumsum(length) - length).tolist()
     given = {
         start + turn.end - 1: turn.reward
-        for start, rollout in zip(starts, rollouts)
-        for turn in rollout.turns
+        for start, strand in zip(starts, strands)
+        for turn in strand.turns
         if turn.reward is not None and turn.end > turn.start
     }
     if not given:
@@ -181,24 +205,37 @@ def select(batch: Batch, rows: Tensor) -> Batch:
     """The given rollouts (ascending numbers) as a separate batch, with every field that is set."""
     if len(rows) == batch.rollouts:
         return batch
-    rows = rows.to(batch.length_R.device)
-    at_N = tokens_of(batch, rows)
-    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    of = {
-        name: value[at_N if name.endswith("_N") else rows]
-        for name, value in values.items()
-        if value is not None
+    rows = rows.to(batch.length_S.device)
+    at_S = _segments_of(batch, rows)
+    at_N = _ranges(batch.start_S[at_S], batch.length_S[at_S])
+    at = {"N": at_N, "S": at_S}
+    of: dict[str, Tensor] = {
+        f.name: value[at.get(f.name.rpartition("_")[2], rows)]
+        for f in fields(batch)
+        if (value := getattr(batch, f.name)) is not None
     }
-    of["row_N"] = torch.arange(len(rows), device=rows.device).repeat_interleave(of["length_R"])
+    of["rollout_S"] = torch.arange(len(rows), device=rows.device).repeat_interleave(batch.segments_R[rows])
+    of["segment_N"] = torch.arange(len(at_S), device=rows.device).repeat_interleave(of["length_S"])
+    of["rollout_N"] = of["rollout_S"][of["segment_N"]]
     of["group_R"] = torch.unique_consecutive(of["group_R"], return_inverse=True)[1]
     return Batch(**of)
 
 
 def tokens_of(batch: Batch, rows: Tensor) -> Tensor:
     """Where in the batch the tokens of these rollouts are, one rollout after the other."""
-    length_R = batch.length_R[rows]
-    moved_R = batch.start_R[rows] - (length_R.cumsum(0) - length_R)
-    return moved_R.repeat_interleave(length_R) + torch.arange(int(length_R.sum()), device=rows.device)
+    at_S = _segments_of(batch, rows)
+    return _ranges(batch.start_S[at_S], batch.length_S[at_S])
+
+
+def _segments_of(batch: Batch, rows: Tensor) -> Tensor:
+    """Numbers of the segments of these rollouts, one rollout after the other."""
+    return _ranges(batch.first_R[rows], batch.segments_R[rows])
+
+
+def _ranges(start: Tensor, length: Tensor) -> Tensor:
+    """start, start + 1, ... start + length - 1 of each range, one range after the other."""
+    moved = start - (length.cumsum(0) - length)
+    return moved.repeat_interleave(length) + torch.arange(int(length.sum()), device=start.device)
 
 
 def split(batch: Batch, parts: int, *, cut: bool = False, place: Tensor | None = None) -> list[Tensor]:
@@ -222,4 +259,4 @@ def among_skipped(batch: Batch, x_N: Tensor) -> Tensor:
     if batch.skipped_R is None:
         return x_N
     out_N = torch.where(batch.mask_N, torch.nan, 0.0).to(x_N)
-    return out_N.masked_scatter(~batch.skipped_R[batch.row_N].to(x_N.device), x_N)
+    return out_N.masked_scatter(~batch.skipped_R[batch.rollout_N].to(x_N.device), x_N)

@@ -139,7 +139,7 @@ def _replies(row: dict[str, Json], column: str, *, where: str) -> Sequence[str]:
 
 def _rollout(task: Task, index: int, text: str) -> Rollout:
     """A rollout with a reply as text, without tokens."""
-    return Rollout(
+    return Rollout.one_strand(
         task=task,
         index=index,
         **given_tokens([], []),

@@ -7,7 +7,7 @@ No torch, no Ray, no network here (layer 0).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -107,7 +107,7 @@ class Turn:
     """One reply of the policy within a rollout, before the environment answered it or the rollout ended."""
 
     start: int
-    """Its first token, as an index into the rollout's tokens."""
+    """Its first token, as an index into its strand's tokens."""
     end: int
     """The token after its last one."""
     finish_reason: FinishReason
@@ -122,7 +122,7 @@ TOKEN_TYPES: dict[str, Any] = {
     "sample_logprobs": np.float32,
     "versions": np.int32,
 }
-"""What a rollout has of each token: 17 bytes."""
+"""What a strand has of each token: 17 bytes."""
 
 
 def _array(values: ArrayLike, dtype: Any) -> NDArray[Any]:
@@ -133,53 +133,34 @@ def _array(values: ArrayLike, dtype: Any) -> NDArray[Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rollout:
-    """One finished episode as flat tokens: no prompt/response halves, no padding.
+class Strand:
+    """One token sequence of a rollout: no prompt/response halves, no padding.
 
     Example (two turns, `p` prompt, `a` sampled, `o` from the environment):
         token_ids  p p p a a o o a
         mask       0 0 0 1 1 0 0 1
     Arrays are all of the length of `token_ids`, and read-only; where mask is false, log-probs are 0.0 and the version
-    is -1. Two rollouts are equal if their tokens are, to the bit.
+    is -1. Two strands are equal if their tokens are, to the bit.
     """
 
-    task: Task
-    index: int
-    """Place in its group, from 0."""
     token_ids: NDArray[np.int32]
     mask: NDArray[np.bool_]
-    """Sampled by the policy."""
+    """Sampled by the policy, and trained in this strand."""
     logprobs: NDArray[np.float32]
     sample_logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
-    finish_reason: FinishReason
-    text: str = ""
-    """The reply as text (all sampled tokens, without end tokens): for rewards and for users."""
-    reward: float | None = None
-    """None: not scored (yet, or the reward failed; then `error` has the cause)."""
-    reward_parts: dict[str, float] = field(default_factory=dict)
     turns: tuple[Turn, ...] = ()
-    """Replies of the policy, in their order. Their rewards are a part of `reward`. (): the reply is data's."""
-    baseline: float | None = None
-    """Reward of the greedy reply to the same task, where the advantage compares with it (ReMax)."""
-    answer: str | None = None
-    """The final answer a reward extracted from the reply, for majority voting."""
-    error: str | None = None
-    """Why the rollout has no reward: text of foreign code, without known secrets."""
+    """Replies of the policy that are trained in this strand, in their order. (): the reply is data's."""
 
     def __post_init__(self) -> None:
         for name, dtype in TOKEN_TYPES.items():
             object.__setattr__(self, name, _array(getattr(self, name), dtype))
-        if self.error is not None:
-            object.__setattr__(self, "error", redact(self.error))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Rollout):
+        if not isinstance(other, Strand):
             return NotImplemented
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        return all(
-            mine.tobytes() == yours.tobytes() if isinstance(mine, np.ndarray) else mine == yours
-            for mine, yours in pairs
+        return self.turns == other.turns and all(
+            getattr(self, name).tobytes() == getattr(other, name).tobytes() for name in TOKEN_TYPES
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -199,16 +180,107 @@ class Rollout:
         """Policy versions of the sampled tokens."""
         return set(np.unique(self.versions).tolist()) - {-1}
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One finished episode: what is scored and counted.
+
+    It has one strand, unless its history was rewritten (a chat template, a summary) or it forked: then what was sampled
+    after a rewritten history or a fork is in a strand of its own, which begins with that history. Each sampled token is
+    trained in exactly one strand; copies of it in other strands are context, with mask false.
+
+    Errors: ValueError without a strand.
+    """
+
+    task: Task
+    index: int
+    """Place in its group, from 0."""
+    strands: tuple[Strand, ...]
+    """At least one, in the order in which they were begun."""
+    finish_reason: FinishReason
+    text: str = ""
+    """The reply as text (all sampled tokens, without end tokens): for rewards and for users."""
+    reward: float | None = None
+    """None: not scored (yet, or the reward failed; then `error` has the cause)."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    baseline: float | None = None
+    """Reward of the greedy reply to the same task, where the advantage compares with it (ReMax)."""
+    answer: str | None = None
+    """The final answer a reward extracted from the reply, for majority voting."""
+    error: str | None = None
+    """Why the rollout has no reward: text of foreign code, without known secrets."""
+
+    def __post_init__(self) -> None:
+        if not self.strands:
+            raise ValueError(
+                f"rollout {self.index} of task {self.task.uid} has no strand; it needs one or more"
+            )
+        if self.error is not None:
+            object.__setattr__(self, "error", redact(self.error))
+
+    @classmethod
+    def one_strand(
+        cls,
+        *,
+        token_ids: ArrayLike,
+        mask: ArrayLike,
+        logprobs: ArrayLike,
+        sample_logprobs: ArrayLike,
+        versions: ArrayLike,
+        turns: tuple[Turn, ...] = (),
+        **rest: Any,
+    ) -> Rollout:
+        """A rollout whose only strand has these tokens. rest: its other fields."""
+        strand = Strand(
+            token_ids=np.asarray(token_ids, np.int32),
+            mask=np.asarray(mask, np.bool_),
+            logprobs=np.asarray(logprobs, np.float32),
+            sample_logprobs=np.asarray(sample_logprobs, np.float32),
+            versions=np.asarray(versions, np.int32),
+            turns=turns,
+        )
+        return cls(strands=(strand,), **rest)
+
+    @property
+    def strand(self) -> Strand:
+        """The only strand. ValueError where there are several: no one of them is the rollout."""
+        if len(self.strands) > 1:
+            raise ValueError(
+                f"rollout {self.index} of task {self.task.uid} has {len(self.strands)} strands, expected one: go "
+                "through `strands`"
+            )
+        return self.strands[0]
+
+    @property
+    def tokens(self) -> int:
+        """Number of sampled tokens, of all strands."""
+        return sum(strand.tokens for strand in self.strands)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """Replies of the policy, strand after strand; start and end count within the strand. Their rewards are a part
+        of `reward`."""
+        return tuple(turn for strand in self.strands for turn in strand.turns)
+
+    @property
+    def sampled_versions(self) -> set[int]:
+        """Policy versions of the sampled tokens, of all strands."""
+        return set().union(*(strand.sampled_versions for strand in self.strands))
+
     def without_reward(self) -> Rollout:
         """Scored 0, turns included."""
-        return replace(self, reward=0.0, turns=tuple(replace(turn, reward=None) for turn in self.turns))
+        strands = (
+            replace(strand, turns=tuple(replace(turn, reward=None) for turn in strand.turns))
+            for strand in self.strands
+        )
+        return replace(self, reward=0.0, strands=tuple(strands))
 
     def scored(self, reward: float | None, parts: dict[str, float], error: str | None = None) -> Rollout:
         return replace(self, reward=reward, reward_parts=parts, error=error)
 
 
 def given_tokens(token_ids: Sequence[int], mask: Sequence[int]) -> dict[str, Any]:
-    """What a `Rollout` has of tokens that no policy of this run sampled: demonstrations, pairs."""
+    """What a `Strand` has of tokens that no policy of this run sampled: demonstrations, pairs."""
     zeros = np.zeros(len(mask), np.float32)
     return {
         "token_ids": np.array(token_ids, np.int32),

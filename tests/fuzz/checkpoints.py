@@ -105,7 +105,7 @@ def _plain(task: Task) -> dict[str, Any]:
 
 
 def _rollout(task: Task, index: int) -> Rollout:
-    return Rollout(
+    return Rollout.one_strand(
         task=task,
         index=index,
         token_ids=[*task.token_ids, 1],

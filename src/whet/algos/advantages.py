@@ -61,7 +61,7 @@ def gae(batch: Batch, *, reward_N: Tensor, gamma: float, lam: float) -> Advantag
     """
     value_N = need(batch.value_N, "batch.value_N").to(reward_N.dtype)
     at_M = batch.mask_N.nonzero().flatten()
-    row_M, value_M = batch.row_N[at_M], value_N[at_M]
+    row_M, value_M = batch.rollout_N[at_M], value_N[at_M]
     next_M = torch.zeros_like(value_M)
     next_M[:-1] = torch.where(row_M[:-1] == row_M[1:], value_M[1:], 0.0)
     delta_M = reward_N[at_M] + gamma * next_M - value_M
@@ -73,7 +73,7 @@ def gae(batch: Batch, *, reward_N: Tensor, gamma: float, lam: float) -> Advantag
 def reinforce(batch: Batch, *, reward_N: Tensor, gamma: float) -> Advantage:
     """A_t = r_t + gamma A_{t+1} over the sampled tokens: the discounted return, no baseline."""
     at_M = batch.mask_N.nonzero().flatten()
-    return_M = discounted(reward_N[at_M], batch.row_N[at_M], gamma)
+    return_M = discounted(reward_N[at_M], batch.rollout_N[at_M], gamma)
     return torch.zeros_like(reward_N).index_put((at_M,), return_M), None
 
 
@@ -91,7 +91,7 @@ def remax(batch: Batch, *, reward_N: Tensor) -> Advantage:
     """The rewards from t on minus the reward of the greedy reply to the same task. arXiv:2310.10505."""
     baseline_R = need(batch.baseline_R, "batch.baseline_R").to(reward_N.dtype)
     return_N, _ = reinforce(batch, reward_N=reward_N, gamma=1.0)
-    return torch.where(batch.mask_N, return_N - baseline_R[batch.row_N], 0.0), None
+    return torch.where(batch.mask_N, return_N - baseline_R[batch.rollout_N], 0.0), None
 
 
 def distill(
@@ -119,7 +119,7 @@ def distill(
         kl_N = reference_kl(batch, old_N, distill_estimator)
     if distill_discount > 0:
         at_M = torch.nonzero(batch.mask_N).flatten()
-        sum_M = discounted(kl_N[at_M], batch.row_N[at_M], distill_discount)
+        sum_M = discounted(kl_N[at_M], batch.rollout_N[at_M], distill_discount)
         kl_N = torch.zeros_like(kl_N).index_put((at_M,), sum_M)
     return (-distill_coef * kl_N).to(reward_N.dtype), None
 
@@ -127,7 +127,7 @@ def distill(
 def reward(batch: Batch, *, reward_N: Tensor) -> Advantage:
     """S at every token: the rollout's total reward, no baseline."""
     score_R = batch.sum_R(reward_N.double())
-    return torch.where(batch.mask_N, score_R[batch.row_N], 0.0).to(reward_N.dtype), None
+    return torch.where(batch.mask_N, score_R[batch.rollout_N], 0.0).to(reward_N.dtype), None
 
 
 def none(batch: Batch, *, reward_N: Tensor) -> Advantage:

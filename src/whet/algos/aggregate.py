@@ -49,7 +49,7 @@ def weights(batch: Batch, mode: str, *, norm_tokens: int, block: int | None = No
     times_R = torch.ones_like(batch.reward_R) if batch.count_R is None else batch.count_R
     over_R = _denominator(batch, mode, times_R=times_R.double(), norm_tokens=norm_tokens, block=block)
     weight_R = torch.where(times_R > 0, times_R / over_R, 0.0)
-    return torch.where(batch.mask_N, weight_R[batch.row_N], 0.0).to(batch.reward_R.dtype)
+    return torch.where(batch.mask_N, weight_R[batch.rollout_N], 0.0).to(batch.reward_R.dtype)
 
 
 def _denominator(batch: Batch, mode: str, *, times_R: Tensor, norm_tokens: int, block: int | None) -> Tensor:

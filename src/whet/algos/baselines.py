@@ -69,7 +69,7 @@ def compare(batch: Batch, score_R: Tensor, takes_R: Tensor) -> Scores:
 
 def spread(batch: Batch, x_R: Tensor, *, like: Tensor) -> Tensor:
     """[N] the rollout's number at each of its sampled tokens, 0 elsewhere."""
-    return torch.where(batch.mask_N, x_R[batch.row_N], 0.0).to(like.dtype)
+    return torch.where(batch.mask_N, x_R[batch.rollout_N], 0.0).to(like.dtype)
 
 
 # ---------------------------------------------------------------- in units of the group's deviation

@@ -41,7 +41,7 @@ def ppo(
         loss_N = torch.where(adv_N < 0, torch.minimum(loss_N, cap_N), loss_N)
     if sequence_mask_delta is not None:
         far_R = mean_R(batch, -log_N.detach()) > sequence_mask_delta
-        masked_N = (adv_N < 0) & far_R[batch.row_N]
+        masked_N = (adv_N < 0) & far_R[batch.rollout_N]
         stats["sequence_mask_frac"] = masked_N.to(loss_N.dtype)
         loss_N = torch.where(masked_N, 0.0, loss_N)
     return Loss(sampled(batch, loss_N), stats | drift(batch, out))

@@ -94,7 +94,7 @@ def raw_weights(batch: Batch, log_N: Tensor, over: str) -> Tensor:
     log_R = batch.sum_R(log_N)
     if over == "geometric":
         log_R = log_R / sampled_R(batch).clamp(min=1)
-    return log_R.clamp(-20, 20).exp()[batch.row_N]
+    return log_R.clamp(-20, 20).exp()[batch.rollout_N]
 
 
 def bounded(weight_N: Tensor, *, low: float | None, high: float | None, outside: str) -> Tensor:
@@ -129,11 +129,11 @@ def _passes(batch: Batch, log_N: Tensor, test: Reject) -> Tensor:
         inside_N = _inside(value_N, *bounds)
         if test.over == "token":
             return inside_N
-        return (batch.sum_R((~inside_N).double()) == 0)[batch.row_N]
+        return (batch.sum_R((~inside_N).double()) == 0)[batch.rollout_N]
     value_R = batch.sum_R(value_N)
     if test.over == "mean":
         value_R = value_R / sampled_R(batch).clamp(min=1)
-    return _inside(value_R, *bounds)[batch.row_N]
+    return _inside(value_R, *bounds)[batch.rollout_N]
 
 
 def _statistic(log_N: Tensor, test: Reject) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:

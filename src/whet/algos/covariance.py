@@ -165,11 +165,11 @@ def covariance(batch: Batch, logp_N: Tensor, *, adv_mean: float, logp_mean: floa
 
 
 def luck_N(batch: Batch) -> Tensor:
-    """[N] float64 in [0, 1): a number of the rollout's tokens and the place in it; equal for every split and order."""
+    """[N] float64 in [0, 1): a number of the segment's tokens and the place in it; equal for every split and order."""
     place_N = batch.position_N
     word_N = (_uniform(batch.token_ids_N << 32 | place_N) * 2.0**53).long()
-    name_R = torch.zeros_like(batch.length_R).index_add(0, batch.row_N, word_N)  # int64 wraps around
-    return _uniform(name_R[batch.row_N] + place_N)
+    name_S = torch.zeros_like(batch.length_S).index_add(0, batch.segment_N, word_N)  # int64 wraps around
+    return _uniform(name_S[batch.segment_N] + place_N)
 
 
 def _uniform(stream_N: Tensor) -> Tensor:

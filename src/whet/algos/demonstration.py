@@ -105,7 +105,7 @@ def mu_at(mix: Mix, step: int) -> float:
 
 
 def _masked(batch: Batch, keep_R: Tensor) -> Batch:
-    return replace(batch, mask_N=batch.mask_N & keep_R[batch.row_N])
+    return replace(batch, mask_N=batch.mask_N & keep_R[batch.rollout_N])
 
 
 def _part(x: Tensor, part: Batch, keep_R: Tensor) -> Tensor:

@@ -107,18 +107,23 @@ def with_baseline(group: Group, greedy: Rollout) -> Group:
 def mask_shared_prefixes(group: Group, min_tokens: int) -> Group:
     """Replies with a common prefix of at least `min_tokens` tokens and different rewards: the prefix has no loss.
 
-    In the tree of the group's replies (all tokens from the first sampled one on) a prefix is shared where two or more
-    replies have it, and longest where no two of them continue equally. A reply without a token after it is
-    unchanged. Cosmos-RL `min_filter_prefix_tokens`.
+    In the tree of the group's replies (all tokens of a strand from the first sampled one on) a prefix is shared where
+    two or more replies have it, and longest where no two of them continue equally. A reply without a token after it is
+    unchanged. First strands are compared with first strands, second ones with second ones. Cosmos-RL
+    `min_filter_prefix_tokens`.
     """
-    starts = [r.prompt_tokens for r in group.rollouts]
-    replies = [r.token_ids[start:].tolist() for r, start in zip(group.rollouts, starts)]
     rollouts = list(group.rollouts)
-    for members, depth in _longest_shared(replies):
-        if depth >= min_tokens and len({_reward(rollouts[i]) for i in members}) > 1:
-            for i in members:
-                if depth < len(replies[i]):
-                    rollouts[i] = _masked(rollouts[i], starts[i], starts[i] + depth)
+    for place in range(max((len(r.strands) for r in rollouts), default=0)):
+        having = [i for i, r in enumerate(rollouts) if place < len(r.strands)]
+        starts = [rollouts[i].strands[place].prompt_tokens for i in having]
+        replies = [rollouts[i].strands[place].token_ids[s:].tolist() for i, s in zip(having, starts)]
+        for members, depth in _longest_shared(replies):
+            if depth >= min_tokens and len({_reward(rollouts[having[m]]) for m in members}) > 1:
+                for m in members:
+                    if depth < len(replies[m]):
+                        rollouts[having[m]] = _masked(
+                            rollouts[having[m]], place, starts[m], starts[m] + depth
+                        )
     return replace(group, rollouts=tuple(rollouts))
 
 
@@ -146,18 +151,20 @@ def _shared(a: list[int], b: list[int]) -> int:
     return int(differs[0]) if len(differs) else n
 
 
-def _masked(rollout: Rollout, start: int, end: int) -> Rollout:
-    """The same tokens, those from start to end not trained on: as if the policy had been given them."""
+def _masked(rollout: Rollout, place: int, start: int, end: int) -> Rollout:
+    """The same tokens, those from start to end of one strand not trained on: as if the policy had been given them."""
 
     def put(values: np.ndarray, value: float) -> np.ndarray:
         out = values.copy()
         out[start:end] = value
         return out
 
-    return replace(
-        rollout,
-        mask=put(rollout.mask, False),
-        logprobs=put(rollout.logprobs, 0.0),
-        sample_logprobs=put(rollout.sample_logprobs, 0.0),
-        versions=put(rollout.versions, -1),
+    strands = list(rollout.strands)
+    strands[place] = replace(
+        strands[place],
+        mask=put(strands[place].mask, False),
+        logprobs=put(strands[place].logprobs, 0.0),
+        sample_logprobs=put(strands[place].sample_logprobs, 0.0),
+        versions=put(strands[place].versions, -1),
     )
+    return replace(rollout, strands=tuple(strands))

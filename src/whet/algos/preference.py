@@ -112,27 +112,35 @@ def kl_zero(batch: Batch, *, policy: Forward, reference: Forward) -> Tensor:
 
 
 def mismatched(batch: Batch) -> Batch:
-    """Each rollout's prompt with the reply of the rollout after it; the first one's for the last."""
+    """Each rollout's prompt with the reply of the rollout after it; the first one's for the last. DataError unless
+    every rollout has one segment."""
     if batch.rollouts < 2:
         raise DataError(
             "the loss 'kto' compares replies of different tasks, so a step needs at least two tasks."
         )
-    next_R = torch.arange(batch.rollouts, device=batch.length_R.device).roll(-1)
-    length_R = batch.prompt_R + (batch.length_R - batch.prompt_R)[next_R]
-    row_N = torch.repeat_interleave(length_R)
-    at_N = torch.arange(len(row_N), device=row_N.device) - (length_R.cumsum(0) - length_R)[row_N]
-    after_N = at_N - batch.prompt_R[row_N]
-    reply_R = (batch.start_R + batch.prompt_R)[next_R]
-    from_N = torch.where(after_N < 0, batch.start_R[row_N] + at_N, reply_R[row_N] + after_N)
+    if batch.segments > batch.rollouts:
+        raise DataError(
+            f"the loss 'kto' gives each prompt the reply to another, but {batch.rollouts} rollouts have "
+            f"{batch.segments} strands; it needs rollouts of one strand each."
+        )
+    next_S = torch.arange(batch.segments, device=batch.length_S.device).roll(-1)
+    length_S = batch.prompt_S + (batch.length_S - batch.prompt_S)[next_S]
+    segment_N = torch.repeat_interleave(length_S)
+    at_N = torch.arange(len(segment_N), device=segment_N.device) - (length_S.cumsum(0) - length_S)[segment_N]
+    after_N = at_N - batch.prompt_S[segment_N]
+    reply_S = (batch.start_S + batch.prompt_S)[next_S]
+    from_N = torch.where(after_N < 0, batch.start_S[segment_N] + at_N, reply_S[segment_N] + after_N)
     return Batch(
         token_ids_N=batch.token_ids_N[from_N],
         mask_N=batch.mask_N[from_N],
-        row_N=row_N,
+        segment_N=segment_N,
+        rollout_N=segment_N,
         version_N=batch.version_N[from_N],
         logp_sample_N=batch.logp_sample_N[from_N],
-        length_R=length_R,
-        prompt_R=batch.prompt_R,
-        group_R=torch.arange(batch.rollouts, device=row_N.device),
+        length_S=length_S,
+        prompt_S=batch.prompt_S,
+        rollout_S=batch.rollout_S,
+        group_R=torch.arange(batch.rollouts, device=segment_N.device),
         reward_R=batch.reward_R,
         stopped_R=batch.stopped_R,
     )

@@ -36,7 +36,7 @@ def rec(
     adv_N, logp_N = need(batch.adv_N, "batch.adv_N"), need(out.logp_N, "outputs.logp_N")
     log_N = log_ratio(batch, out)
     ratio_N = log_N.detach().exp()
-    whole_N = mean_R(batch, log_N.detach()).exp()[batch.row_N]
+    whole_N = mean_R(batch, log_N.detach()).exp()[batch.rollout_N]
     inside_N = in_range(
         whole_N if rec_clip_mode == "gspo-one-side" else ratio_N,
         adv_N,

@@ -31,9 +31,9 @@ def sampled_R(batch: Batch) -> Tensor:
 
 def last_sampled_R(batch: Batch) -> Tensor:
     """[R] int64: index into N of each rollout's last sampled token; -1 where there is none."""
-    index_N = torch.arange(batch.tokens, device=batch.row_N.device)
+    index_N = torch.arange(batch.tokens, device=batch.rollout_N.device)
     index_N = torch.where(batch.mask_N, index_N, -1)
-    return torch.full_like(batch.length_R, -1).scatter_reduce(0, batch.row_N, index_N, "amax")
+    return torch.full_like(batch.group_R, -1).scatter_reduce(0, batch.rollout_N, index_N, "amax")
 
 
 def group_sum(x_R: Tensor, group_R: Tensor) -> Tensor:
@@ -55,11 +55,11 @@ def strictly_below(x_R: Tensor, group_R: Tensor) -> Tensor:
 
 
 def turn_of_M(batch: Batch) -> Tensor:
-    """[M] number, from 0, of the turn that each sampled token belongs to: a run of sampled tokens of one rollout."""
+    """[M] number, from 0, of the turn that each sampled token belongs to: a run of sampled tokens of one segment."""
     at_M = batch.mask_N.nonzero().flatten()
-    row_M = batch.row_N[at_M]
+    segment_M = batch.segment_N[at_M]
     starts_M = torch.ones_like(at_M)
-    starts_M[1:] = ((at_M[1:] != at_M[:-1] + 1) | (row_M[1:] != row_M[:-1])).long()
+    starts_M[1:] = ((at_M[1:] != at_M[:-1] + 1) | (segment_M[1:] != segment_M[:-1])).long()
     return starts_M.cumsum(0) - 1
 
 

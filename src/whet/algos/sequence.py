@@ -30,9 +30,9 @@ def gspo(
     """
     log_N = log_ratio(batch, out, bound=FAR)
     if gspo_form == "token":
-        log_N = log_N - log_N.detach() + mean_R(batch, log_N.detach())[batch.row_N]
+        log_N = log_N - log_N.detach() + mean_R(batch, log_N.detach())[batch.rollout_N]
     else:
-        log_N = mean_R(batch, log_N)[batch.row_N]
+        log_N = mean_R(batch, log_N)[batch.rollout_N]
     ratio_N = log_N.clamp(max=GSPO_BOUND).exp()
     adv_N = need(batch.adv_N, "batch.adv_N")
     loss_N, stats = clipped_surrogate(ratio_N, adv_N, clip_low=clip_low, clip_high=clip_high)
@@ -50,6 +50,6 @@ def geo_mean(batch: Batch, out: Outputs, *, clip_low: float, clip_high: float) -
     clipped_N = log_N.clamp(-clip_low, clip_high)
     bound_N = torch.where(adv_N > 0, torch.minimum(log_N, clipped_N), torch.maximum(log_N, clipped_N))
     ratio_R = mean_R(batch, torch.where(adv_N == 0, 0.0, bound_N)).exp()
-    loss_N = -(mean_R(batch, adv_N) * ratio_R)[batch.row_N]
+    loss_N = -(mean_R(batch, adv_N) * ratio_R)[batch.rollout_N]
     stats = {"clip_frac": (bound_N != log_N).to(loss_N.dtype)}
     return Loss(sampled(batch, loss_N), stats | drift(batch, out))

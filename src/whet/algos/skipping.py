@@ -89,7 +89,7 @@ def without_effect(batch: Batch, weight_N: Tensor, *, skips: Skips) -> Tensor:
         if batch.correction_N is not None:
             pushes_N &= batch.correction_N != 0
         if batch.expert_R is not None:
-            pushes_N |= batch.expert_R[batch.row_N]
+            pushes_N |= batch.expert_R[batch.rollout_N]
         acts_N &= pushes_N
     return batch.sum_R(acts_N.long()) == 0
 

@@ -36,12 +36,12 @@ class Totals:
 
 def own(batch: Batch) -> Tensor:
     """[N] bool: sampled by the policy; tokens of demonstrations among the rollouts are not."""
-    return batch.mask_N if batch.expert_R is None else batch.mask_N & ~batch.expert_R[batch.row_N]
+    return batch.mask_N if batch.expert_R is None else batch.mask_N & ~batch.expert_R[batch.rollout_N]
 
 
 def positive(batch: Batch) -> Tensor:
     """[N] bool: of a rollout of the policy's with a reward above 0."""
-    return own(batch) & (batch.reward_R > 0)[batch.row_N]
+    return own(batch) & (batch.reward_R > 0)[batch.rollout_N]
 
 
 def mean_term(batch: Batch, x_N: Tensor, where_N: Tensor, *, total: float) -> Tensor:
@@ -66,4 +66,4 @@ def pair_term(batch: Batch, x_N: Tensor, *, total: float) -> Tensor:
 def _times(batch: Batch) -> Tensor:
     """[N] how often a token counts; one without a weight (it was rejected) does not."""
     times_R = torch.ones_like(batch.reward_R) if batch.count_R is None else batch.count_R
-    return torch.where(need(batch.weight_N, "batch.weight_N") > 0, times_R[batch.row_N], 0.0)
+    return torch.where(need(batch.weight_N, "batch.weight_N") > 0, times_R[batch.rollout_N], 0.0)

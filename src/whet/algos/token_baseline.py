@@ -18,9 +18,10 @@ def optimal_token_baseline(batch: Batch, *, reward_N: Tensor) -> Advantage:
     """R_t - B_t, R_t the rewards from t on, B_t = sum_G(R_t W_t) / sum_G(W_t) over the rollouts with a token at t.
 
     W_t is the sum up to t of w = 1 - 2 p + sum_v p_v^2 (times the squared off-policy weight, where there is one).
-    t is the place in the response, the environment's tokens counted. In a group of one B is 0.
+    t is the place in the response, the environment's tokens counted; in a later segment of a rollout the place after
+    the prompt of the first one, below 0 where its history is shorter. In a group of one B is 0.
     """
-    place_M = (batch.position_N - batch.prompt_R[batch.row_N])[batch.mask_N]
+    place_M = (batch.position_N - batch.prompt_S[batch.first_R][batch.rollout_N])[batch.mask_N]
     return _against(batch, reward_N, place_M=place_M, zero_tail=False), None
 
 
@@ -29,7 +30,7 @@ def tir_optimal_token_baseline(batch: Batch, *, reward_N: Tensor) -> Advantage:
     no baseline where no other reaches.
     """
     count_R = sampled_R(batch)
-    row_M = batch.row_N[batch.mask_N]
+    row_M = batch.rollout_N[batch.mask_N]
     place_M = torch.arange(len(row_M), device=row_M.device) - (count_R.cumsum(0) - count_R)[row_M]
     return _against(batch, reward_N, place_M=place_M, zero_tail=True), None
 
@@ -37,10 +38,10 @@ def tir_optimal_token_baseline(batch: Batch, *, reward_N: Tensor) -> Advantage:
 def _against(batch: Batch, reward_N: Tensor, *, place_M: Tensor, zero_tail: bool) -> Tensor:
     """[N] returns less their baseline. `place_M`: which tokens of a group stand side by side."""
     at_M = batch.mask_N.nonzero().flatten()
-    row_M = batch.row_N[at_M]
+    row_M = batch.rollout_N[at_M]
     return_M = discounted(reward_N[at_M].double(), row_M, 1.0)
     cost_M = _cost(batch, at_M, row_M=row_M)
-    cell_M = batch.group_R[row_M] * (int(batch.length_R.max()) + 1) + place_M
+    cell_M = batch.group_R[row_M] * (2 * int(batch.length_S.max()) + 1) + place_M
     weighted_M, total_M = (_cell_sum(x_M, cell_M) for x_M in (return_M * cost_M, cost_M))
     met_M = group_sum((sampled_R(batch) > 0).long(), batch.group_R)[row_M] > 1
     if zero_tail:

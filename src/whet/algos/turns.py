@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,9 +38,9 @@ def step_wise_grpo(
         std_scope=std_scope,
     )
     if divide_by_turns:
-        row_K = _first_of_turn(batch, batch.row_N)
+        row_K = _first_of_turn(batch, batch.rollout_N)
         turns_R = torch.bincount(row_K, minlength=batch.rollouts).clamp(min=1)
-        adv_N = adv_N / turns_R[batch.row_N]
+        adv_N = adv_N / turns_R[batch.rollout_N]
     return adv_N, None
 
 
@@ -60,7 +61,7 @@ def gigpo(
     """
     episode_N, _ = grpo(batch, reward_N=reward_N, normalize_std=normalize_std, std_epsilon=std_epsilon)
     at_M, turn_M = batch.mask_N.nonzero().flatten(), turn_of_M(batch)
-    row_K = _first_of_turn(batch, batch.row_N)
+    row_K = _first_of_turn(batch, batch.rollout_N)
     reward_K = torch.zeros(len(row_K), dtype=torch.float64, device=row_K.device)
     return_K = discounted(reward_K.index_add(0, turn_M, reward_N[at_M].double()), row_K, gamma)
     turn_K = _standardized(return_K, _anchors(batch), epsilon=std_epsilon if normalize_std else None)
@@ -71,25 +72,34 @@ def gigpo(
 def _first_of_turn(batch: Batch, x_N: Tensor) -> Tensor:
     """[K] x at the first token of every turn."""
     first_N = batch.mask_N.clone()
-    first_N[1:] &= ~(batch.mask_N[:-1] & (batch.row_N[:-1] == batch.row_N[1:]))
+    first_N[1:] &= ~(batch.mask_N[:-1] & (batch.segment_N[:-1] == batch.segment_N[1:]))
     return x_N[first_N]
 
 
 def _anchors(batch: Batch) -> Tensor:
     """[K] number of the anchor that each turn answers: its task and the tokens since the turn before.
 
-    Compared token by token; the loop is over turns.
+    A segment that goes on where the one before it in the rollout ended its last turn has that turn before it; any other
+    segment begins anew, with its whole history. Compared token by token; the loop is over turns.
     """
-    start_K = _first_of_turn(batch, torch.arange(batch.tokens, device=batch.row_N.device))
-    row_K = batch.row_N[start_K]
+    start_K = _first_of_turn(batch, torch.arange(batch.tokens, device=batch.segment_N.device))
     at_M, turn_M = batch.mask_N.nonzero().flatten(), turn_of_M(batch)
     end_K = torch.zeros_like(start_K).scatter_reduce(0, turn_M, at_M + 1, "amax")
-    begin_K = batch.start_R[row_K]
-    begin_K[1:] = torch.where(row_K[1:] == row_K[:-1], end_K[:-1], begin_K[1:])
+    segment_K, row_K = batch.segment_N[start_K], batch.rollout_N[start_K]
+    first_K = batch.start_S[segment_K]
     tokens = batch.token_ids_N.cpu().numpy()
-    spans = zip(batch.group_R[row_K].tolist(), begin_K.tolist(), start_K.tolist())
     known: dict[tuple[int, bytes], int] = {}
-    numbers = [known.setdefault((g, tokens[a:b].tobytes()), len(known)) for g, a, b in spans]
+    numbers: list[int] = []
+    before = (-1, 0, 0)  # rollout, first token of the segment and end of the turn before
+    columns = (batch.group_R[row_K], row_K, first_K, start_K, end_K)
+    for group, row, first, start, end in zip(*(x.tolist() for x in columns)):
+        begin = first
+        if row == before[0]:
+            history = tokens[before[1] : before[2]]
+            goes_on = first == before[1] or np.array_equal(tokens[first:start][: len(history)], history)
+            begin = first + len(history) if goes_on else first
+        numbers.append(known.setdefault((group, tokens[begin:start].tobytes()), len(known)))
+        before = (row, first, end)
     return torch.tensor(numbers, dtype=torch.long, device=row_K.device)
 
 

@@ -1,4 +1,4 @@
-"""A group of rollouts as bytes: one Arrow IPC stream, a row a rollout. Every float comes back to the bit.
+"""A group of rollouts as bytes: one Arrow IPC stream, a row a strand. Every float comes back to the bit.
 
 8 rollouts of 300 tokens are 49 kB. Anything that reads Arrow can look into it.
 """
@@ -7,28 +7,32 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from whet.types import TOKEN_TYPES, Group, Json, Rollout, Task, Turn, WhetError
+from whet.types import TOKEN_TYPES, Group, Json, Rollout, Strand, Task, Turn, WhetError
 
 _TOKENS = pa.schema({name: pa.list_(pa.from_numpy_dtype(dtype)) for name, dtype in TOKEN_TYPES.items()})
-_REST = tuple(f.name for f in fields(Rollout) if f.name not in (*TOKEN_TYPES, "task"))
+_REST = tuple(f.name for f in fields(Rollout) if f.name not in ("strands", "task"))
 
 
 def encode(group: Group) -> bytes:
     """The group's rollouts, which share its task."""
     rest = {
         "task": asdict(group.task),
-        "rollouts": [{name: getattr(r, name) for name in _REST} for r in group.rollouts],
+        "rollouts": [
+            {name: getattr(r, name) for name in _REST} | {"strands": [s.turns for s in r.strands]}
+            for r in group.rollouts
+        ],
     }
-    ends = np.cumsum([0, *(len(r.token_ids) for r in group.rollouts)], dtype=np.int32)
+    strands = [s for r in group.rollouts for s in r.strands]
+    ends = np.cumsum([0, *(len(s.token_ids) for s in strands)], dtype=np.int32)
     columns = [
-        pa.ListArray.from_arrays(ends, _joined([getattr(r, name) for r in group.rollouts], dtype))
+        pa.ListArray.from_arrays(ends, _joined([getattr(s, name) for s in strands], dtype))
         for name, dtype in TOKEN_TYPES.items()
     ]
     rows = pa.RecordBatch.from_arrays(
@@ -45,7 +49,8 @@ def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
 
 
 def decode(data: bytes) -> Group:
-    """The group that `encode` was given. Also reads what 0.1 wrote, with wider numbers.
+    """The group that `encode` was given. Also reads what was written before there were strands: a row a rollout, and
+    by 0.1 with wider numbers and without turns.
 
     Raises ValueError, TypeError or LookupError for bytes that are no group.
     """
@@ -60,16 +65,27 @@ def decode(data: bytes) -> Group:
     tokens = {
         name: [row.values.to_numpy(zero_copy_only=False) for row in rows.column(name)] for name in TOKEN_TYPES
     }
-    rollouts = [
-        Rollout(task=task, **_with_turns(row), **{name: column[i] for name, column in tokens.items()})
-        for i, row in enumerate(rest["rollouts"])
-    ]
+    strands = iter([dict(zip(tokens, arrays)) for arrays in zip(*tokens.values(), strict=True)])
+    rollouts = [_rollout(task, row, strands) for row in rest["rollouts"]]
+    if left := len(list(strands)):
+        raise ValueError(f"not a group of rollouts: {left} strands belong to none")
     return Group(task, tuple(rollouts))
 
 
-def _with_turns(row: dict[str, Json]) -> dict[str, Json]:
-    """0.1 wrote none."""
-    return {**row, "turns": tuple(Turn(**turn) for turn in row.get("turns", ()))}
+def _rollout(task: Task, row: dict[str, Json], strands: Iterator[dict[str, np.ndarray]]) -> Rollout:
+    """A rollout and the turns of its strands, with the tokens of as many strands as it has."""
+    before = row.pop("turns", ())  # of the only strand, where a row was a rollout
+    made = [
+        Strand(turns=tuple(Turn(**turn) for turn in turns), **_next(strands))
+        for turns in row.pop("strands", (before,))
+    ]
+    return Rollout(task=task, strands=tuple(made), **row)
+
+
+def _next(strands: Iterator[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    if (tokens := next(strands, None)) is None:
+        raise ValueError("not a group of rollouts: the tokens of a strand are missing")
+    return tokens
 
 
 def checked(data: bytes | None, *, uid: int, checksum: int, where: str) -> Group:
@@ -94,7 +110,7 @@ def restored(value: bytes | Json) -> Group:
         return decode(value)
     rows = value["rollouts"] if isinstance(value, dict) else value
     task = Task.from_json(value["task"] if isinstance(value, dict) else rows[0]["task"])
-    return Group(task, tuple(Rollout(**{**row, "task": task}) for row in rows))
+    return Group(task, tuple(Rollout.one_strand(**{**row, "task": task}) for row in rows))
 
 
 def write(path: Path, groups: Sequence[bytes]) -> None:

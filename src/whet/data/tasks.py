@@ -308,7 +308,7 @@ def _reply(
         )
     reply = fit(reply, max_tokens, "truncate_right") if cut else reply
     mask = [*learned, *[1] * len(reply)]
-    return Rollout(
+    return Rollout.one_strand(
         task=task,
         index=index,
         **given_tokens([*task.token_ids, *reply], mask),

@@ -45,13 +45,13 @@ class Noise:
 
 
 def token_names(batch: Batch, plan: Layout) -> Tensor:
-    """[U] int64: a name for each token to compute, made of its rollout's tokens up to it."""
+    """[U] int64: a name for each token to compute, made of its segment's tokens up to it."""
     each_N = _mix(batch.token_ids_N * _GOLDEN + batch.position_N)
     sum_N = each_N.cumsum(0)
-    name_N = sum_N - (sum_N - each_N)[batch.start_R][batch.row_N]
+    name_N = sum_N - (sum_N - each_N)[batch.start_S][batch.segment_N]
     at_M = torch.nonzero(plan.predictor_N >= 0).flatten()
     out_U = torch.empty_like(plan.token_ids_U)
-    # Every token to compute predicts the next one; a shared one several, and has the same name in all their rollouts.
+    # Every token to compute predicts the next one; a shared one several, and has the same name in all their segments.
     out_U[plan.predictor_N[at_M]] = name_N[at_M - 1]
     return out_U
 

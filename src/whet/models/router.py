@@ -97,9 +97,9 @@ def _noted(router: nn.Module, args: tuple[Any, ...], out: tuple[Tensor, ...]) ->
 def uses(packed: Layout) -> Tensor:
     """[U] float32: how many tokens each computed one stands for: those of the rollouts that share it."""
     at_N = packed.predictor_N >= 0
-    times_N = torch.ones_like(packed.row_N, dtype=torch.float32)
+    times_N = torch.ones_like(packed.rollout_N, dtype=torch.float32)
     if packed.count_R is not None:
-        times_N = packed.count_R.float()[packed.row_N]
+        times_N = packed.count_R.float()[packed.rollout_N]
     return times_N.new_zeros(len(packed.token_ids_U)).index_add_(0, packed.predictor_N[at_N], times_N[at_N])
 
 

@@ -162,7 +162,7 @@ def _replies(task: Task) -> tuple[Rollout, ...]:
 
 def _reply(task: Task, index: int, text: str) -> Rollout:
     mask = [*[0] * len(task.token_ids), 1]
-    return Rollout(
+    return Rollout.one_strand(
         task=task,
         index=index,
         **given_tokens([*task.token_ids, 0], mask) | {"versions": np.array(mask, np.int32) - 1},

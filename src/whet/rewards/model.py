@@ -62,6 +62,10 @@ class ModelReward:
     def score(self, rollout: Rollout) -> Result:
         """The logit of a rollout as "score"; where inputs may be truncated, also "truncated", 0 or 1."""
         cfg, loaded = self.cfg, self.loaded
+        if loaded.tokenizer is None and len(rollout.strands) > 1:
+            return _failed(
+                f"the rollout has {len(rollout.strands)} strands, no one sequence to score; use input=text"
+            )
         try:
             token_ids = self._tokens(rollout)
         except TemplateError as error:
@@ -89,7 +93,7 @@ class ModelReward:
         """What the model reads of a rollout."""
         tokenizer, prompt = self.loaded.tokenizer, rollout.task.prompt
         if tokenizer is None:
-            return rollout.token_ids.tolist()
+            return rollout.strand.token_ids.tolist()
         if isinstance(prompt, str):
             return encode_prompts(tokenizer, [prompt + rollout.text])[0]
         if not tokenizer.chat_template:

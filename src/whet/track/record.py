@@ -35,7 +35,7 @@ from whet.track.dumps import batch_file, files, parquet_bytes, prompt_text, rows
 from whet.track.files import drop_unfinished, file_error, sync_path, tidy, write_bytes, write_json, write_text
 from whet.track.timeline import Timeline
 from whet.track.written import ROLLOUTS, STAGE, lines, list_steps, parsed, read_manifest
-from whet.types import ConfigError, DataError, Json, Metrics, Rollout, WhetError
+from whet.types import TOKEN_TYPES, ConfigError, DataError, Json, Metrics, Rollout, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -358,6 +358,9 @@ def to_parquet(rollouts: Sequence[Rollout], advantages: Sequence[float | None] |
         "reward_parts": [sorted(r.reward_parts.items()) for r in rollouts],
         "advantage": list(advantages) if advantages is not None else [None] * len(rollouts),
     }
+    columns["strand_tokens"] = [[len(s.token_ids) for s in r.strands] for r in rollouts]
+    for name in TOKEN_TYPES:
+        columns[name] = [np.concatenate([getattr(s, name) for s in r.strands]) for r in rollouts]
     for name in ROLLOUTS.names:
         if name not in columns:
             columns[name] = [getattr(r, name) for r in rollouts]

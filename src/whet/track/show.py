@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import isfinite
 from pathlib import Path
 
@@ -323,7 +324,7 @@ def rollouts(
     tokenizer = _tokenizer(run_dir) if tokens else None
     parts: list[RenderableType] = [Text(path.stem, "bold")]
     for row in rows:
-        parts += ["", _rollout(row), *([_tokens(row, tokenizer)] if tokens else [])]
+        parts += ["", _rollout(row), *(_strands(row, tokenizer) if tokens else [])]
     return Group(*parts)
 
 
@@ -362,13 +363,22 @@ def _rollout(row: dict[str, Json]) -> RenderableType:
     return Group(*lines)
 
 
-def _tokens(row: dict[str, Json], tokenizer: Tokenizer | None) -> Table:
-    """Every token: place, id, text if the run holds a tokenizer, and what was recorded of sampled ones."""
+def _strands(row: dict[str, Json], tokenizer: Tokenizer | None) -> Iterator[RenderableType]:
+    """A table of tokens for each strand; where there are several, under its number."""
+    lengths = row["strand_tokens"]
+    for number, end in enumerate(accumulate(lengths)):
+        if len(lengths) > 1:
+            yield Text(f"strand {number}", "bold")
+        yield _tokens(row, slice(end - lengths[number], end), tokenizer)
+
+
+def _tokens(row: dict[str, Json], span: slice, tokenizer: Tokenizer | None) -> Table:
+    """Tokens: place, id, text if the run holds a tokenizer, and what was recorded of sampled ones."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
     for title in ("place", "token", "text", "log-prob", "sampled with", "version"):
         table.add_column(title, justify="left" if title == "text" else "right")
-    columns = zip(row["token_ids"], row["mask"], row["logprobs"], row["sample_logprobs"], row["versions"])
-    for place, (token, mask, logprob, sample_logprob, version) in enumerate(columns):
+    columns = (row[name][span] for name in ("token_ids", "mask", "logprobs", "sample_logprobs", "versions"))
+    for place, (token, mask, logprob, sample_logprob, version) in enumerate(zip(*columns)):
         text = repr(tokenizer.decode([token], skip_special_tokens=False)) if tokenizer and token >= 0 else ""
         recorded = (f"{logprob:.4f}", f"{sample_logprob:.4f}", str(version)) if mask else ("", "", "")
         table.add_row(str(place), str(token), Text(text), *recorded, style="" if mask else "dim")

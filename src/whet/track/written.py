@@ -36,6 +36,7 @@ ROLLOUTS = pa.schema(
         ("advantage", pa.float64()),
         ("finish_reason", pa.string()),
         ("error", pa.string()),
+        ("strand_tokens", pa.list_(pa.int32())),
         ("token_ids", pa.list_(pa.int32())),
         ("mask", pa.list_(pa.int8())),
         ("logprobs", pa.list_(pa.float32())),
@@ -44,11 +45,14 @@ ROLLOUTS = pa.schema(
     ]
 )
 """Columns of a rollout file. `prompt` is for people: messages as 'role: content' lines; the exact prompt is
-in `token_ids`, where `mask` is 0. `answer` is the task's, as JSON; `extracted` is what a reward took from the
+in `token_ids`, where `mask` is 0. The lists of tokens are those of all strands of a rollout, one after the other;
+`strand_tokens` are their lengths. `answer` is the task's, as JSON; `extracted` is what a reward took from the
 reply. `advantage` is the mean over the sampled tokens."""
 
 _MAY_BE_NULL = ("extracted", "reward", "advantage", "error")
 _PER_TOKEN = ("token_ids", "mask", "logprobs", "sample_logprobs", "versions")
+_BEFORE_STRANDS = ROLLOUTS.remove(ROLLOUTS.get_field_index("strand_tokens"))
+"""Of earlier files: a rollout had one strand."""
 _BY = "; is the file from another program, or damaged?"
 
 
@@ -106,7 +110,7 @@ def _is_number(value: Json) -> bool:
 def read_rollouts(path: Path) -> list[dict[str, Json]]:
     """The rows of a rollout or evaluation file; `answer` parsed and `reward_parts` a dict."""
     table = read_parquet(path)
-    if not table.schema.equals(ROLLOUTS):
+    if not (table.schema.equals(ROLLOUTS) or table.schema.equals(_BEFORE_STRANDS)):
         odd = [f.name for f in ROLLOUTS if f not in list(table.schema)] or ["more columns than a run writes"]
         raise DataError(f"{path} is not a file of rollouts: {', '.join(odd)}{_BY}")
     try:
@@ -114,6 +118,7 @@ def read_rollouts(path: Path) -> list[dict[str, Json]]:
     except (KeyError, ValueError) as e:  # a map has a key twice, or none
         raise DataError(f"{path}: reward_parts cannot be read: {e}") from e
     for number, row in enumerate(rows, start=1):
+        row.setdefault("strand_tokens", [len(row["token_ids"] or ())])
         lists = [row[name] for name in _PER_TOKEN]
         empty = [name for name, value in row.items() if value is None and name not in _MAY_BE_NULL]
         empty += [name for name, values in zip(_PER_TOKEN, lists) if values is not None and None in values]
@@ -121,6 +126,8 @@ def read_rollouts(path: Path) -> list[dict[str, Json]]:
             raise DataError(f"{path}, row {number}: {(empty or ['reward_parts'])[0]} is null{_BY}")
         if len(set(map(len, lists))) > 1:
             raise DataError(f"{path}, row {number}: {', '.join(_PER_TOKEN)} differ in length{_BY}")
+        if None in row["strand_tokens"] or sum(row["strand_tokens"]) != len(row["token_ids"]):
+            raise DataError(f"{path}, row {number}: strand_tokens does not add up to its tokens{_BY}")
         row["answer"] = parse_json(
             row["answer"].encode(), f"{path}, row {number}, answer", DataError, constants=True
         )

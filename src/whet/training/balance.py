@@ -49,7 +49,7 @@ def deal(batch: Batch, parts: int, limits: Limits) -> list[Dealt]:
 def together(batch: Batch, dealt: Iterable[Dealt], said: Iterable[Sequence[Tensor]]) -> Tensor:
     """[N] what was said of each token, in the batch's order. said: for each part, of each micro-batch that counts."""
     rows = torch.cat([r for part in dealt for r in part.rows])
-    at_N = tokens_of(batch, rows.to(batch.length_R.device))
+    at_N = tokens_of(batch, rows.to(batch.length_S.device))
     x_N = torch.cat([x for part in said for x in part]).to(at_N.device)
     return torch.empty_like(x_N).index_copy_(0, at_N, x_N)
 
@@ -83,7 +83,7 @@ class _Measure:
 
     own: list[float]
     prompt: list[float]
-    """Of each rollout's prompt, counted once for neighbours of one group if `shared`."""
+    """Of the prompt of each rollout's first segment, counted once for neighbours of one group if `shared`."""
     group: list[int]
     shared: bool
 
@@ -109,7 +109,9 @@ class _Cutter:
         def measure(prompt_R: Tensor, own_R: Tensor) -> _Measure:
             return _Measure(own_R.tolist(), prompt_R.tolist(), group, limits.shared)
 
-        tokens = measure(batch.prompt_R, batch.length_R - batch.prompt_R)
+        prompt_R = batch.prompt_S[batch.first_R]
+        length_R = torch.bincount(batch.rollout_N, minlength=batch.rollouts)
+        tokens = measure(prompt_R, length_R - prompt_R)
         rollouts = measure(torch.zeros(batch.rollouts), torch.ones(batch.rollouts))
         cost = tokens if limits.work is None else measure(*rollout_flops(limits.work, batch))
         if limits.max_rollouts:

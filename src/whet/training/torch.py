@@ -66,7 +66,7 @@ class FullKl:
 
     def added(self, result: Loss, batch: Batch, kl_N: Tensor) -> Loss:
         if batch.expert_R is not None:
-            kl_N = torch.where(batch.expert_R[batch.row_N], 0.0, kl_N)
+            kl_N = torch.where(batch.expert_R[batch.rollout_N], 0.0, kl_N)
         return Loss(result.loss_N + self.coef * kl_N, {**result.stats, "kl_loss_nats": kl_N.detach()})
 
 

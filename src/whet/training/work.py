@@ -51,14 +51,16 @@ def _flops(p: Tensor) -> float:
 
 
 def rollout_flops(work: Work, batch: Batch) -> tuple[Tensor, Tensor]:
-    """([R] of each rollout's prompt, [R] of its reply), float64."""
-    prompt_R, reply_R = batch.prompt_R.double(), (batch.length_R - batch.prompt_R).double()
-    sampled_R = batch.sum_R(torch.ones(batch.tokens, dtype=torch.float64, device=prompt_R.device))
-    pairs_R = reply_R * prompt_R + reply_R.square() / 2
-    return (
-        work.layers * prompt_R + work.attention * prompt_R.square() / 2,
-        work.layers * reply_R + work.output * sampled_R + work.attention * pairs_R,
-    )
+    """([R] of the prompt of each rollout's first segment, [R] of all else in it), float64."""
+    prompt_S, reply_S = batch.prompt_S.double(), (batch.length_S - batch.prompt_S).double()
+    sampled_S = torch.zeros_like(prompt_S).index_add(0, batch.segment_N, batch.mask_N.double())
+    pairs_S = reply_S * prompt_S + reply_S.square() / 2
+    first_S = work.layers * prompt_S + work.attention * prompt_S.square() / 2
+    rest_S = work.layers * reply_S + work.output * sampled_S + work.attention * pairs_S
+    prompt_R = first_S[batch.first_R]
+    both_R = prompt_R.new_zeros(batch.rollouts)
+    first_S = first_S.index_fill(0, batch.first_R, 0.0)
+    return prompt_R, both_R.index_add(0, batch.rollout_S, first_S + rest_S)
 
 
 def batch_flops(work: Work, batch: Batch, *, shared: bool) -> float:
