@@ -347,7 +347,9 @@ async def _turns(episode: Episode, play: Play) -> FinishReason:
     world = World(key(episode.key_of(()), "env"), partial(_chat, episode, play), alone=episode.alone)
     env = play.make_env(episode.task, world)
     try:
-        return await _converse(episode, play, env, world)
+        reason = await _converse(episode, play, env, world)
+        episode.reward = episode.reward or 0.0
+        return reason
     finally:
         await _close(env)
 
@@ -376,7 +378,7 @@ async def _converse(episode: Episode, play: Play, env: Env, world: World) -> Fin
         episode.add_step(step)
         if step.done or reason == "length":
             return reason
-        if not _observe(episode, play, step, (turn, 0)):
+        if turn == play.max_turns or not _observe(episode, play, step, (turn, 0)):
             return "length"
     return "length"
 
