@@ -198,7 +198,7 @@ class Hosts:
         self._broken: str | None = None
         self._lines = Local(0, 1, module=host.MODULE)
         self._hosts: list[_Host] = []
-        self._starting = 0
+        self._starting = threading.Lock()
         self._news = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._work: set[asyncio.Task[None]] = set()
@@ -222,10 +222,15 @@ class Hosts:
         while True:
             if self._broken is not None:
                 raise EnvBroken(self._broken)
-            if shared := [h for h in self._hosts if not h.alone and not h.retired]:
-                return min(shared, key=lambda h: len(h.playing))
+            if self._shared:
+                return min(self._shared, key=lambda h: len(h.playing))
             self._news.clear()
             await self._news.wait()  # bounded by LOAD_S: a start that fails is news, too
+
+    @property
+    def _shared(self) -> list[_Host]:
+        """Hosts that take any episode."""
+        return [h for h in self._hosts if not h.alone and not h.retired]
 
     def dismiss(self, place: _Host) -> None:
         """An episode is over, which may have been the last one of a host."""
@@ -254,7 +259,8 @@ class Hosts:
     def _start(self, *, alone: bool) -> _Host:
         """A host that is ready to play. ConfigError if it cannot load the environment. Blocks."""
         lines = self._lines
-        line = lines.more()
+        with self._starting:  # several threads may start hosts
+            line = lines.more()
         marks = f"{line.file}-marks"
         host.Marks.create(marks)
         hello = {**self.cfg.model_dump(mode="json"), "imports": self.imports, "marks": marks}
@@ -298,14 +304,20 @@ class Hosts:
         self._add(place)
         return place
 
-    async def _replace(self, why: str) -> None:
-        """Another shared host, unless there have been too many."""
+    def _lost(self, why: str) -> None:
+        """Book that a shared host is lost, and start another one, unless there have been too many."""
         log.warning("environment: %s", why)
         self._deaths += 1
         self.restarts += 1
+        if self._deaths > MOST_DEATHS:
+            self._broken = f"rollout.env: {self._deaths} hosts in a row were lost; the last one: {why}"
+            self._news.set()
+        else:
+            self._later(self._replace())
+
+    async def _replace(self) -> None:
+        """Another shared host."""
         try:
-            if self._deaths > MOST_DEATHS:
-                raise EnvBroken(f"rollout.env: {self._deaths} hosts in a row were lost; the last one: {why}")
             await self._another(alone=False)
         except WhetError as error:
             self._broken = self._broken or str(error)
@@ -319,6 +331,10 @@ class Hosts:
         if self._loop is not loop:
             self._loop, self._news = loop, asyncio.Event()
             self._watching = loop.create_task(self._watch())
+            for _ in range(
+                len(self._shared), self.cfg.hosts
+            ):  # an earlier loop ended before they were replaced
+                self._later(self._replace())
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -331,7 +347,7 @@ class Hosts:
         while True:
             await asyncio.sleep(LOOK_S)
             now = time.monotonic()
-            slept = now - looked > SILENT_S / 2
+            slept = now - looked > 4 * LOOK_S
             looked = now
             limit_s = self.cfg.timeout_s + SILENT_S
             for place in list(self._hosts):
@@ -404,7 +420,7 @@ class Hosts:
             playing.settle(error=EnvFault(why))
         if not place.alone and not place.retired:
             place.retired = True
-            self._later(self._replace(f"{why}; its host gets no more episodes"))
+            self._lost(f"{why}; its host gets no more episodes")
         self.dismiss(place)
 
     def _died(self, place: _Host, why: str, *, marked: bool = True) -> None:
@@ -425,7 +441,7 @@ class Hosts:
             playing.settle(error=playing.lost(place))
         if not place.alone and not place.retired:
             count = len(place.playing)
-            self._later(self._replace(f"{place.dead}; its {count} episodes begin anew in another host"))
+            self._lost(f"{place.dead}; its {count} episodes begin anew in another host")
 
     async def _end(self, place: _Host) -> None:
         """Of a host whose one episode is over."""
