@@ -32,7 +32,6 @@ from whet.config.plan import Plan
 from whet.config.schema import Config
 from whet.data.experts import Experts
 from whet.data.tasks import TaskStream
-from whet.envs.opened import Environments
 from whet.evaluate import Ask, Play, shown
 from whet.explorers import Explorers
 from whet.guard.ledger import Ledger
@@ -115,7 +114,7 @@ class Run:
     exact: bool
     """The self-test found that sampled log-probs equal the trainer's bit for bit."""
 
-    environments: Environments
+    env_timings: Callable[[], Metrics]
     profiler: Profiler
     write_export: Callable[[Path], None]
     """Write the policy as a Hugging Face folder."""
@@ -505,9 +504,8 @@ class Run:
         """Seconds of the step, whole and by phase; `other` is what no phase claims."""
         seconds, self.seconds = self.seconds, {}
         beside, self.beside = self.beside, {}
-        now = clock()
-        step = now - self.since - sum(seconds.pop(name, 0.0) for name in OUTSIDE)
-        self.since = now
+        before, self.since = self.since, clock()
+        step = self.since - before - sum(seconds.pop(name, 0.0) for name in OUTSIDE)
         out = {f"time/{name}_s": s for name, s in (seconds | beside).items()}
         out |= {"time/other_s": step - sum(seconds.values()), "time/step_s": step}
         unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, kilobytes elsewhere
@@ -518,8 +516,7 @@ class Run:
                 out |= {f"memory/{whose}rank_{rank}_{name}": value for name, value in peaks.items()}
         if self.ranks:
             out["speed/tokens_per_rank_s"] = tokens / step / self.trainers
-        out["speed/tokens_per_s"] = tokens / step
-        out |= self.environments.timings()
+        out |= {"speed/tokens_per_s": tokens / step} | self.env_timings()
         if self.meter is not None and seconds.get("update"):
             out["speed/mfu"] = self.flops / seconds["update"] / self.meter.peak
             out["speed/tokens_per_device_s"] = tokens / step / self.meter.devices

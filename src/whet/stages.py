@@ -223,7 +223,7 @@ def open_stage(shared: Shared, index: int, *, explores: bool = False) -> Run:
         engine=shared.engine,
         sampler=shared.sampler,
         exact=shared.exact,
-        environments=shared.environments,
+        env_timings=shared.environments.timings,
         profiler=_profiler(shared, cfg, name, ranks=ranks),
         write_export=partial(_export, policy, writer(cfg, shared.model, shared.tokenizer)),
         saver=shared.saver,
