@@ -29,7 +29,7 @@ class Guess:
         self.turns -= 1
         said = reply.content.strip()
         if len(said) != 1 or said not in DIGITS:
-            return EnvStep(reward=-0.5, done=True)
+            return EnvStep(reward=-0.5, parts={"hit": 0.0}, done=True)
         guess = int(said)
         if guess == self.goal:
             return EnvStep(reward=1.0, parts={"hit": 1.0}, done=True)
@@ -39,4 +39,4 @@ class Guess:
         else:
             self.high = min(self.high, guess - 1)
         hint = "u" if guess < self.goal else "d"
-        return EnvStep([Message("user", hint)], fits, done=self.turns == 0)
+        return EnvStep([Message("user", hint)], fits, {"hit": 0.0}, done=self.turns == 0)

@@ -364,7 +364,7 @@ class Hosts:
                 data = place.line.connection.recv_bytes(MOST_BYTES)
                 place.heard = time.monotonic()
                 self._tell(self._heard, place, json.loads(data))
-        except EOFError:
+        except (EOFError, ConnectionError):  # a reset, where it had not read all
             pass
         except (OSError, ValueError) as error:
             why = f"its host sent no message: {said(error)}" if place.dead is None else ""
