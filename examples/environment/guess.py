@@ -1,4 +1,4 @@
-"""A game of several turns: guess a hidden digit; after a wrong guess the environment says whether it is higher or lower."""
+"""A game of several turns: guess a hidden digit; after a wrong guess the environment says whether it is higher."""
 
 from __future__ import annotations
 
