@@ -54,6 +54,10 @@ LONG = "data.max_prompt_tokens=3; data.overlong=truncate_right"
 MOE = "model.scratch.architecture=qwen3_moe; model.scratch.num_experts=4"
 TURN = "{{ m.content }}{{ mark }}{{ eos_token if m.role == 'assistant' }}"
 CHAT = f'data.chat=true; tokenizer.chat_template="{{% for m in messages %}}{TURN}{{% endfor %}}"'
+ENV = (
+    "data.chat=true; rollout.sampling.max_tokens=8; rollout.env={make: 'rows.py:Game', observation_tokens: 16}; "
+    "train.steps=1"
+)
 SECOND = "rewards.s={function: 'object:s', arguments: {salt: x}}"
 HALF = "rewards.r.function='rows.py:half'; reward_workers.max_failure_rate=1.0"
 JUDGED = "rewards={r: {model: {path: JUDGE_C}}}"
@@ -455,6 +459,13 @@ CASES: dict[str, Case] = {
     ),
     "rewards.*.model.dtype": (JUDGED, "bfloat16"),
     "rollout.engine": ("", "hf"),
+    "rollout.env.make": (ENV, "rows.py:Stubborn"),
+    "rollout.env.arguments": (ENV, {"bonus": 1.0}),
+    "rollout.env.max_turns": (ENV, 1),
+    "rollout.env.observation_tokens": (ENV, 2),
+    "rollout.env.timeout_s": (ENV, 30.0),
+    "rollout.env.hosts": (ENV, 2),
+    "rollout.env.memory_mb": (ENV, 4096),
     "rollout.group_size": ("", 3),
     **sampling("rollout.sampling", ""),
     "rollout.max_num_seqs": ("", 2),

@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import whet.envs.opened
 import whet.explorer
 import whet.guard.watch
 import whet.job
@@ -82,6 +83,9 @@ CODE = """
 import os
 import zlib
 
+from whet.envs.env import EnvStep
+from whet.types import Message
+
 
 def made(n=6):
     return [{"prompt": f"{i}*2=", "answer": str(i), "response": "4", "hard": i} for i in range(n)]
@@ -103,6 +107,21 @@ def half(response, task):
 
 def environment(response, task):
     return float(os.environ.get("MARK", "1"))
+
+
+class Game:
+    def __init__(self, task, bonus=0.0, done=False):
+        self.bonus, self.done = bonus, done
+
+    async def first(self):
+        return []
+
+    async def step(self, reply):
+        return EnvStep([Message("user", "1")], len(reply.content) + self.bonus, done=self.done)
+
+
+def Stubborn(task):
+    return Game(task, done=True)
 """
 
 
@@ -205,6 +224,7 @@ class Watcher:
             (whet.training.profile, "schedule", ("warmup",)),
             (whet.explorer, "play_groups", ("timeout_s", "pace", "retries")),
             (whet.explorer, "Buffer", ("spare",)),
+            (whet.envs.opened, "Hosts", (0,)),
             (whet.weights, "publish", ("finish",)),
             (whet.track.monitor, "wait", ("timeout_s",)),
         ):  # fmt: skip

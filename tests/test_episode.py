@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from codecs_numbers import Numbers
 from whet.config.schema import SamplingConfig
-from whet.envs.env import EnvStep
+from whet.envs.env import EnvStep, World
 from whet.rollout.episode import Pace, play_groups, to_sampling
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import rollout_key
@@ -28,8 +29,13 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(bounded())
 
 
+def _task(n: int) -> Task:
+    prompt = (Message("user", f"{50 + n} {60 + n}"),)
+    return Task(uid=10 + n, source="s", prompt=prompt, token_ids=(50 + n, 60 + n))
+
+
 def tasks(count: int) -> list[Task]:
-    return [Task(uid=10 + i, source="s", prompt="", token_ids=(50 + i, 60 + i)) for i in range(count)]
+    return [_task(i) for i in range(count)]
 
 
 def decode(token_ids: list[int]) -> str:
@@ -260,10 +266,6 @@ class Countdown:
         return EnvStep([Message("user", f"{200 + self.left} 300")], reward=0.5, done=self.left == 0)
 
 
-def encode(messages: list[Message]) -> list[int]:
-    return [int(word) for m in messages for word in m.content.split()]
-
-
 def count_up(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
     return [token_ids[-1] + 1, END]
 
@@ -271,12 +273,12 @@ def count_up(token_ids: list[int], sampling: Sampling, version: int) -> list[int
 def test_turns_append_and_never_rewrite() -> None:
     envs: list[Countdown] = []
 
-    def make(task: Task) -> Countdown:
+    def make(task: Task, world: World) -> Countdown:
         envs.append(Countdown(3))
         return envs[-1]
 
     engine = ScriptedEngine(count_up, end_token_ids=[END])
-    r = one(engine, make_env=make, encode_messages=encode)
+    r = one(engine, make_env=make, codec=Numbers())
     flat(r)
     #                p   p   o    a    a    o    o    a    a    o    o    a    a
     assert r.strand.token_ids.tolist() == [50, 60, 100, 101, END, 202, 300, 301, END, 201, 300, 301, END]
@@ -297,8 +299,8 @@ def test_every_rollout_has_its_own_environment() -> None:
             ScriptedEngine(count_up, end_token_ids=[END]),
             3,
             group_size=4,
-            make_env=lambda task: Countdown(1),
-            encode_messages=encode,
+            make_env=lambda task, world: Countdown(1),
+            codec=Numbers(),
         )
     )
     assert Countdown.made == 12
@@ -309,14 +311,14 @@ def test_turns_and_tokens_are_bounded() -> None:
     engine = ScriptedEngine(count_up, end_token_ids=[END])
     r = one(
         engine,
-        make_env=lambda t: Countdown(99),
-        encode_messages=encode,
+        make_env=lambda t, world: Countdown(99),
+        codec=Numbers(),
         max_turns=4,
         sampling=Sampling(max_tokens=50),
     )
     assert (len(engine.calls), r.finish_reason, r.tokens) == (4, "length", 8)
     engine = ScriptedEngine(count_up, end_token_ids=[END])
-    r = one(engine, make_env=lambda t: Countdown(99), encode_messages=encode, sampling=Sampling(max_tokens=5))
+    r = one(engine, make_env=lambda t, world: Countdown(99), codec=Numbers(), sampling=Sampling(max_tokens=5))
     assert (r.finish_reason, r.tokens) == ("length", 5)
     assert r.strand.mask[-1] == 1  # nothing is appended that nobody will answer
 
@@ -324,14 +326,15 @@ def test_turns_and_tokens_are_bounded() -> None:
 def test_an_environment_that_fails_keeps_the_finished_turns() -> None:
     r = one(
         ScriptedEngine(count_up, end_token_ids=[END]),
-        make_env=lambda t: Countdown(9, fail_at=2),
-        encode_messages=encode,
+        make_env=lambda t, world: Countdown(9, fail_at=2),
+        codec=Numbers(),
     )
     flat(r)
     assert r.finish_reason == "abort"
     assert r.error is not None
-    assert r.error.startswith("after turn 2: ValueError: the world ended (test_episode.py:")
-    assert (r.tokens, r.text, r.reward) == (4, "101 301", 0.5)
+    assert r.error.startswith("ValueError: the world ended (test_episode.py:")
+    assert r.error.endswith(" (after turn 2)")
+    assert (r.tokens, r.text, r.reward, r.reward_parts) == (4, "101 301", None, {})
 
 
 def test_the_traceback_of_an_environment_stands_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -340,11 +343,11 @@ def test_the_traceback_of_an_environment_stands_in_the_log_once(caplog: pytest.L
         for _ in range(2):
             one(
                 ScriptedEngine(count_up, end_token_ids=[END]),
-                make_env=lambda t: Countdown(9, fail_at=2),
-                encode_messages=encode,
+                make_env=lambda t, world: Countdown(9, fail_at=2),
+                codec=Numbers(),
                 pace=pace,
             )
-    assert caplog.text.count("aborted: after turn 2: ValueError: the world ended") == 2
+    assert caplog.text.count("aborted: ValueError: the world ended") == 2
     assert caplog.text.count('raise ValueError("the world ended")') == 1
 
 
@@ -359,20 +362,20 @@ class Excess(Countdown):
 
 @pytest.mark.parametrize(
     ("turns", "said"),
-    [(1, "ValueError: 1e+39 from the environment; expected a"), (2, "ValueError: \\ud83dxxx")],
+    [(1, "ValueError: 1e+39 as EnvStep.reward; expected a"), (2, "ValueError: \\ud83dxxx")],
 )
 def test_what_an_environment_says_is_made_fit_to_be_written_down(turns: int, said: str) -> None:
     engine = ScriptedEngine(count_up, end_token_ids=[END])
-    r = one(engine, make_env=lambda t: Excess(turns), encode_messages=encode)
+    r = one(engine, make_env=lambda t, world: Excess(turns), codec=Numbers())
     assert r.reward is None
     assert r.error is not None
-    assert r.error.startswith(f"after turn 1: {said}")
+    assert r.error.startswith(said)
     assert len(r.error) < 500
 
 
 def test_an_environment_needs_an_encoder() -> None:
-    with pytest.raises(ValueError, match="encode_messages"):
-        one(ScriptedEngine(count_up), make_env=lambda t: Countdown(1))
+    with pytest.raises(ValueError, match="codec"):
+        one(ScriptedEngine(count_up), make_env=lambda t, world: Countdown(1))
 
 
 # ---------------------------------------------------------------- config

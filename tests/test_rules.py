@@ -68,6 +68,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "reference.reset_interval": [(*DISTILL, "reference.reset_interval=2")],
     "reference.reset_interval_epochs": [(*DISTILL, "reference.reset_interval_epochs=1")],
     "rewards": [("-rewards",)],
+    "rollout.env": [("rollout.env={make: 'games.py:Guess'}", "data.chat=false")],
     "rollout.group_size": [("rollout.group_size=1",)],
     "rollout.sampling.temperature": [
         ("rollout.sampling.temperature=0.0",),

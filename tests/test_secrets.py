@@ -25,6 +25,7 @@ import pytest
 import yaml
 from matplotlib.image import imsave
 
+from codecs_numbers import Numbers
 from searching import files, needles, seen
 from tiny import tiny_model
 from whet import cli, secrets
@@ -331,8 +332,8 @@ def test_an_environments_exception_and_its_group_in_a_store(tmp_path: Path) -> N
     task = Task(uid=0, source="s", prompt="a", token_ids=(1, 2), answer="b")
     played = play_groups(
         ScriptedEngine([]), [task], group_size=1, sampling=Sampling(max_tokens=4), seed=0, purpose="t",
-        decode=str, end_token_ids=[0], timeout_s=5.0, make_env=lambda task: Broken(),
-        encode_messages=lambda messages: [],
+        decode=str, end_token_ids=[0], timeout_s=5.0, make_env=lambda task, world: Broken(),
+        codec=Numbers(),
     )  # fmt: skip
     (group,) = asyncio.run(played)
     error = group.rollouts[0].error

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import whet
+from codecs_numbers import Numbers
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.envs.env import EnvStep
@@ -46,22 +47,22 @@ class Echo:
     """Answers every reply with two tokens."""
 
     async def first(self) -> list[Message]:
-        return [Message("user", "ab")]
+        return [Message("user", "60 61")]
 
     async def step(self, reply: Message) -> EnvStep:
-        return EnvStep(messages=[Message("user", "ab")], reward=None, done=False)
+        return EnvStep(messages=[Message("user", "60 61")], reward=None, done=False)
 
 
 def test_what_an_environment_says_counts_too() -> None:
     """Four tokens told, then turns of two sampled and two told: the policy speaks at 4, 8 and 12."""
-    tasks = [Task(uid=1, source="s", prompt="", token_ids=(50, 51))]
+    tasks = [Task(uid=1, source="s", prompt=(Message("user", "50 51"),), token_ids=(50, 51))]
     engine = ScriptedEngine(lambda *_: [ON, 1])
     options: dict[str, Any] = {
         "group_size": 1, "sampling": Sampling(max_tokens=50), "seed": 1, "purpose": "train", "decode": str,
-        "end_token_ids": [1], "timeout_s": 5.0, "make_env": lambda task: Echo(), "max_turns": 9,
-        "encode_messages": lambda messages: [60, 61],
+        "end_token_ids": [1], "timeout_s": 5.0, "make_env": lambda task, world: Echo(), "max_turns": 9,
+        "codec": Numbers(),
     }  # fmt: skip
-    for most, turns, tokens in ((None, 9, 40), (14, 3, 14), (13, 3, 13), (15, 3, 14)):
+    for most, turns, tokens in ((None, 9, 38), (14, 3, 14), (13, 3, 13), (15, 3, 14)):
         (group,) = asyncio.run(play_groups(engine, tasks, max_total_tokens=most, **options))
         (r,) = group.rollouts
         assert (sum(r.strand.mask) + 1) // 2 == turns

@@ -458,6 +458,7 @@ def player(
         pace=pace,
         retries=cfg.rollout.retries,
         max_total_tokens=cfg.data.max_total_tokens,
+        **models.environments.arguments(cfg, models.tokenizer),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -26,6 +26,7 @@ from whet.data.tasks import (
     texts,
 )
 from whet.data.tokenizer import load_tokenizer
+from whet.envs.opened import Environments
 from whet.guard.line import OpenLines
 from whet.guard.watch import Watch
 from whet.models import kernels
@@ -70,6 +71,8 @@ class Models:
     """None: no stage samples."""
     sampler: TorchEngine | None
     """A copy of the policy to sample from, where a stage syncs less often than every step."""
+    environments: Environments = field(default_factory=Environments)
+    """What the policy acts in, if the config names an environment."""
     rank_lines: RankLines | None = None
     """Starts the ranks of a stage; None: on this machine."""
 
@@ -101,7 +104,8 @@ class Job:
     """The run resumes with changed settings that change results."""
 
     async def close(self) -> None:
-        """End the engine. Records are closed by who opened them."""
+        """End environments and engine. Records are closed by who opened them."""
+        self.models.environments.close()
         if self.models.engine is not None:
             await self.models.engine.close()
 
@@ -179,7 +183,7 @@ def open_models(
             check_engine(engine.can, stage)
         exact = exact and (not isinstance(engine, Router) or engine.exact)
         display.exactness("exact" if exact else "close")
-    return Models(tokenizer, model, ops, exact, engine, sampler, rank_lines)
+    return Models(tokenizer, model, ops, exact, engine, sampler, rank_lines=rank_lines)
 
 
 def _alike(loaded: Loaded) -> bool:

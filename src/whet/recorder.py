@@ -64,6 +64,8 @@ class Recorder:
     """Write the policy as a Hugging Face folder."""
     fingerprint: Json
     """The part of the config that a checkpoint stores."""
+    environments: Callable[[], Metrics] = dict
+    """What became of the processes of environments since the last step."""
     ranks: Mapping[str, Ranks] = field(default_factory=dict)
     meter: Meter | None = None
     scored: tuple[int, float | None] = (-1, None)
@@ -99,7 +101,7 @@ class Recorder:
                 out |= {f"memory/{whose}rank_{rank}_{name}": value for name, value in peaks.items()}
         if self.ranks:
             out["speed/tokens_per_rank_s"] = tokens / step / trainers(self.ranks)
-        out["speed/tokens_per_s"] = tokens / step
+        out |= {"speed/tokens_per_s": tokens / step} | self.environments()
         if self.meter is not None and seconds.get("update"):
             out["speed/mfu"] = flops / seconds["update"] / self.meter.peak
             out["speed/tokens_per_device_s"] = tokens / step / self.meter.devices
@@ -228,6 +230,7 @@ def open_recorder(context: Context, job: Job, learner: Learner, tasks: list[Task
         uploads=records.uploads,
         write_export=partial(_export, learner, writer(context.cfg, models.model, models.tokenizer)),
         fingerprint=fingerprint(job.loaded.as_given),
+        environments=models.environments.timings,
         ranks=learner.ranks,
         meter=learner.meter,
     )

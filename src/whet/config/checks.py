@@ -15,7 +15,7 @@ from whet.config import (
     checks_sync,
     rules,
 )
-from whet.config.evaluation import all_asked, eval_problems, reply_tokens
+from whet.config.evaluation import all_asked, eval_problems, observation_tokens, reply_tokens
 from whet.config.keys import Path, dotted, lookup
 from whet.config.learning import train_problems
 from whet.config.mixing import given_problems
@@ -114,17 +114,17 @@ def _model(cfg: Config) -> Iterator[Problem]:
         yield (key, text) if key.startswith("model.") else ("model.path", str(e))
         return
     yield from stop_tokens(cfg, found.vocab_size if found else None)
-    reply = max(cfg.rollout.sampling.max_tokens, reply_tokens(cfg))
-    longest = cfg.data.max_prompt_tokens + reply
+    reply, told = max(cfg.rollout.sampling.max_tokens, reply_tokens(cfg)), observation_tokens(cfg)
+    longest = cfg.data.max_prompt_tokens + reply + told
     longest = min(longest, cfg.data.max_total_tokens or longest)
     if found and found.max_positions and longest > found.max_positions:
         limit = "model.scratch.max_position_embeddings" if s else "the model's max_position_embeddings"
         fix = f"raise {limit} or lower" if s else "lower"
         yield (
             "data.max_prompt_tokens",
-            f"{cfg.data.max_prompt_tokens} prompt tokens + {reply} reply tokens (sampling.max_tokens) = "
-            f"{longest}, but "
-            f"{limit} is {found.max_positions}; {fix} one of the two",
+            f"{cfg.data.max_prompt_tokens} prompt tokens + {reply} reply tokens (sampling.max_tokens) "
+            f"{f'+ {told} tokens of the environment (rollout.env.observation_tokens) ' if told else ''}= "
+            f"{longest}, but {limit} is {found.max_positions}; {fix} one of the {'three' if told else 'two'}",
         )
 
 
@@ -164,10 +164,10 @@ def _batch(cfg: Config, algorithm: Resolved | None) -> Iterator[Problem]:
 
 
 def _rewards(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
-    if cfg.rewards or algorithm.kind != "online" or not algorithm.judged:
+    if cfg.rewards or cfg.rollout.env or algorithm.kind != "online" or not algorithm.judged:
         yield from eval_problems(cfg)
     reads = algorithm.kind == "online" and algorithm.judged
-    if reads and cfg.rewards and not any(r.weight for r in cfg.rewards.values()):
+    if reads and cfg.rewards and not cfg.rollout.env and not any(r.weight for r in cfg.rewards.values()):
         yield (
             "rewards",
             "every weight is 0, so all rollouts have the same reward; give at least one reward a weight",

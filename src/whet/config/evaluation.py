@@ -28,8 +28,9 @@ def evaluates(cfg: Config) -> bool:
 
 
 def judges(cfg: Config) -> bool:
-    """Whether held-out tasks are asked and the replies judged; else only the loss of given replies is measured."""
-    return evaluates(cfg) and bool(cfg.rewards)
+    """Whether held-out tasks are asked and the replies judged, by rewards or by the environment; else only the loss of
+    given replies is measured."""
+    return evaluates(cfg) and bool(cfg.rewards or cfg.rollout.env)
 
 
 def asked(cfg: Config, source: str) -> Asked:
@@ -62,6 +63,11 @@ def all_asked(cfg: Config) -> dict[str, Asked]:
 def reply_tokens(cfg: Config) -> int:
     """The longest reply that evaluation may ask for; 0 where it asks for none."""
     return max(how.sampling.max_tokens for how in all_asked(cfg).values()) if judges(cfg) else 0
+
+
+def observation_tokens(cfg: Config) -> int:
+    """The most tokens of an environment in one rollout; 0 without one."""
+    return cfg.rollout.env.observation_tokens if cfg.rollout.env else 0
 
 
 def _over(base: SamplingConfig, over: SamplingConfig | None) -> SamplingConfig:

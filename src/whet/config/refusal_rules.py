@@ -123,7 +123,7 @@ ALGORITHM = (
     ),
     refuse(
         "algorithm.dynamic_sampling",
-        both(DISTILLS, {"condition": "dynamic_sampling"}, no(given("rewards"))),
+        both(DISTILLS, {"condition": "dynamic_sampling"}, no(given("rewards")), no(given("rollout.env"))),
         "without rewards every group is uniform: set it to false, or give rewards",
     ),
     refuse(
@@ -201,12 +201,18 @@ ALGORITHM = (
     ),
     refuse(
         "rewards",
-        both(ONLINE, {"condition": "judged"}, no(given("rewards"))),
-        "algorithm.name={cfg.algorithm.name} needs rewards: give one, e.g. rewards.answer.function=exact",
+        both(ONLINE, {"condition": "judged"}, no(given("rewards")), no(given("rollout.env"))),
+        "algorithm.name={cfg.algorithm.name} needs rewards: give one, e.g. rewards.answer.function=exact, or an "
+        "environment (rollout.env)",
     ),
 )
 
 ROLLOUT = (
+    refuse(
+        "rollout.env",
+        both(given("rollout.env"), {"key": "data.chat", "is": False}),
+        "the messages of an environment need the chat template, and data.chat is false; leave out data.chat",
+    ),
     refuse(
         "rollout.group_size",
         both(ONLINE, ONE_ROLLOUT, {"condition": "compares"}),

@@ -55,6 +55,7 @@ CLASSES: Mapping[Class, str] = {
         reference
         rollout.engine rollout.quantization rollout.group_size rollout.sampling rollout.sync_interval
         rollout.max_staleness rollout.schedule rollout.partial_rollout rollout.spare_tasks
+        rollout.env.make rollout.env.arguments rollout.env.max_turns rollout.env.observation_tokens
         buffer.replay buffer.url buffer.order sync.driven_by sync.dtype
         train.steps train.epochs train.drop_last train.tasks_per_step train.minibatches train.update_epochs
         train.shuffle_minibatches train.router_aux_loss_coef train.router_aux_loss_scope train.router_z_loss_coef
@@ -80,6 +81,7 @@ CLASSES: Mapping[Class, str] = {
     "free": """
         name run_dir checkpoint track profile reward_workers cluster
         rollout.retries rollout.timeout_s rollout.timeout_factor
+        rollout.env.timeout_s rollout.env.hosts rollout.env.memory_mb
         buffer.lease_s buffer.explorer_name sync.method sync.content sync.timeout_s sync.keep
         train.parallel.reshard_after_forward train.parallel.wrap_min_num_params train.parallel.prefetch
         train.parallel.timeout_s train.max_skipped_steps

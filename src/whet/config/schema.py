@@ -27,7 +27,7 @@ from whet.config.parts.parallel import Parallel
 from whet.config.parts.precision import Precision
 from whet.config.parts.profile import Profile
 from whet.config.parts.reward_model import RewardModel
-from whet.config.parts.rollout import Rollout, SamplingConfig
+from whet.config.parts.rollout import Environment, Rollout, SamplingConfig
 from whet.config.parts.run import Checkpoint, Machine, RewardWorkers, Track
 from whet.config.parts.sync import Sync
 from whet.config.parts.train import CriticOptimizer, Optimizer, OptimizerGroup, Schedule, Train
@@ -42,6 +42,7 @@ __all__ = [
     "Critic",
     "CriticOptimizer",
     "Data",
+    "Environment",
     "Eval",
     "Groups",
     "Kl",

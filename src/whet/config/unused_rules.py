@@ -219,7 +219,7 @@ SAMPLING = (
         ("buffer.explorer_name",), {"key": "mode", "is": "explore"}, "mode={cfg.mode} is not an explorer"
     ),
     read_when(
-        under("rollout", "retries", "timeout_factor"),
+        under("rollout", "env", "retries", "timeout_factor"),
         SAMPLES,
         "nothing is sampled: {kind}, and no evaluation",
     ),

@@ -214,6 +214,29 @@ def encode_turn(
     return new[1:] if ended else new
 
 
+class MessageCodec:
+    """Chat messages to the tokens of a rollout and back, by the tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """A whole conversation, up to where the policy speaks."""
+        return encode_prompts(self.tokenizer, [tuple(messages)])[0]
+
+    def encode_observation(self, existing: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """New messages after `existing`, which ends with a reply, up to where the policy speaks again."""
+        return encode_turn(self.tokenizer, existing, messages)
+
+    def parse_reply(self, token_ids: Sequence[int]) -> Message:
+        """A sampled reply; special tokens are no part of its text."""
+        return Message("assistant", str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True)))
+
+    def check_template(self) -> None:
+        """ConfigError for a tokenizer without a template, DataError for a template that rewrites earlier turns."""
+        self.encode_observation((), [_QUESTION])
+
+
 def render(tokenizer: Tokenizer, messages: Sequence[Message], *, template: str | None = None) -> str:
     """The conversation as text, ending with the header of the assistant's turn."""
     jinja = read_template(template) if template is not None else tokenizer.chat_template

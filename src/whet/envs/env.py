@@ -1,23 +1,187 @@
-"""The interface to environments. An Env is single-use: created for one rollout, then discarded; no reset."""
+"""The interface to environments. An Env is single-use: created for one rollout, then closed; no reset.
+
+A user's environment is a callable, `make(task, **arguments)` or `make(task, world, **arguments)`, which returns an
+object with these methods. Each may be `async`, or plain and then runs in a thread of the episode. `close` may be left
+out.
+"""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from whet.types import Message
+from whet.guard.foreign import number
+from whet.types import Json, Message, Task, WhetError
+
+MOST_TEXT = 2**20
+"""Characters of all messages of one call."""
+MOST_PARTS = 256
+"""Entries of `EnvStep.parts`."""
+CHAT_KEYS = ("max_tokens", "stop")
+"""Sampling settings of `World.chat`: those that leave the distribution as it is trained."""
+
+
+class EnvFault(Exception):
+    """The environment failed, through no fault of the policy: the rollout is retried, then it is unscored."""
+
+
+class EnvRestarted(Exception):
+    """The process of the environment has ended, and another episode may be the cause: this one begins anew."""
+
+    def __init__(self, why: str, *, suspect: bool) -> None:
+        """suspect: it may be the cause itself."""
+        super().__init__(why)
+        self.suspect = suspect
+
+
+class EnvBroken(WhetError):
+    """No environment can be played any more: the run ends."""
 
 
 @dataclass(frozen=True)
 class EnvStep:
-    """The environment's answer: messages to append, and whether the episode is over."""
+    """The environment's answer to a reply of the policy."""
 
     messages: list[Message] = field(default_factory=list)
+    """What the policy is told before it replies again."""
     reward: float | None = None
+    """For this turn; the reward of the rollout is the sum over its turns."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Further numbers to be recorded, by name; a rollout has their sums."""
     done: bool = True
+    """The episode is over."""
+    fault: str | None = None
+    """What broke in the environment: the rollout is retried, then unscored. It is never scored 0."""
+    history: list[Message] | None = None
+    """Replaces the whole conversation from here on, the prompt included; `messages` follow it."""
 
 
 class Env(Protocol):
-    async def first(self) -> list[Message]: ...
+    async def first(self) -> list[Message]:
+        """Messages that follow the prompt, before the first reply."""
 
-    async def step(self, reply: Message) -> EnvStep: ...
+    async def step(self, reply: Message) -> EnvStep:
+        """The answer to one reply."""
+
+    async def close(self) -> None:
+        """The episode is over, however it ended."""
+
+
+Path = tuple[int, ...]
+"""Names a fork of a rollout: (turn, number of the call in this turn)."""
+Ask = Callable[[Path, list[Message], Mapping[str, Json]], Awaitable[Message]]
+"""Samples a reply of the policy to a conversation."""
+
+
+class World:
+    """What an environment may use of the run.
+
+    rng: random numbers of the rollout, the same in every run with this seed. key: the 64-bit number they come from.
+    alone: the episode gets a process of its own.
+    """
+
+    def __init__(self, key: int, ask: Ask, *, alone: bool = False) -> None:
+        self.key, self.ask, self.alone = key, ask, alone
+        self.rng = random.Random(key)
+        self.turn = 0
+        """Number of the reply that is being answered, from 1; 0 in `first`."""
+        self.calls = 0
+        """Of `chat` in this turn."""
+
+    def chat(self, messages: list[Message], **sampling: Json) -> Awaitable[Message]:
+        """Ask the policy: its reply to a conversation of its own, which is trained with the rollout's reward.
+
+        sampling: max_tokens, stop. The random numbers follow from the turn and the order of the calls in it.
+        ValueError for another setting. In an async method the result is awaited; in a plain method `chat` waits itself
+        and returns the message.
+        """
+        if unknown := sorted(sampling.keys() - set(CHAT_KEYS)):
+            raise ValueError(f"world.chat got {', '.join(unknown)}; expected {', '.join(CHAT_KEYS)}")
+        self.calls += 1
+        return self.ask((self.turn, self.calls), as_messages(messages, "messages of world.chat"), sampling)
+
+    def begin_turn(self) -> None:
+        """A reply is being answered."""
+        self.turn, self.calls = self.turn + 1, 0
+
+
+MakeEnv = Callable[[Task, World], Env]
+
+
+# ---------------------------------------------------------------- checks of what foreign code returns
+
+
+def as_messages(value: object, what: str) -> list[Message]:
+    """A list of messages of bounded length. ValueError says what else it was."""
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{what}: {type(value).__name__}; expected a list of Message")
+    for message in value:
+        if not isinstance(message, Message):
+            raise ValueError(f"{what}: {type(message).__name__} in the list; expected Message")
+        if not isinstance(message.role, str) or not isinstance(message.content, str):
+            raise ValueError(f"{what}: a Message whose role or content is not a text")
+    if (size := sum(len(m.role) + len(m.content) for m in value)) > MOST_TEXT:
+        raise ValueError(f"{what}: {size} characters; at most {MOST_TEXT} are allowed")
+    return list(value)
+
+
+def as_step(value: object) -> EnvStep:
+    """A checked step with finite numbers. ValueError says what is wrong with it."""
+    if not isinstance(value, EnvStep):
+        raise ValueError(f"step returned {type(value).__name__}; expected EnvStep")
+    if not isinstance(value.done, bool):
+        raise ValueError(f"EnvStep.done: {type(value.done).__name__}; expected bool")
+    if value.fault is not None and not isinstance(value.fault, str):
+        raise ValueError(f"EnvStep.fault: {type(value.fault).__name__}; expected a text or None")
+    history = None if value.history is None else as_messages(value.history, "EnvStep.history")
+    if history == []:
+        raise ValueError("EnvStep.history: an empty list; expected the new conversation, or None")
+    return EnvStep(
+        messages=as_messages(value.messages, "EnvStep.messages"),
+        reward=None if value.reward is None else number(value.reward, " as EnvStep.reward"),
+        parts=_parts(value.parts),
+        done=value.done,
+        fault=value.fault,
+        history=history,
+    )
+
+
+def _parts(value: object) -> dict[str, float]:
+    if not isinstance(value, dict) or len(value) > MOST_PARTS:
+        raise ValueError(
+            f"EnvStep.parts: {type(value).__name__}; expected a dict of at most {MOST_PARTS} numbers"
+        )
+    for key in value:
+        if type(key) is not str or not 0 < len(key) <= 100:
+            raise ValueError("EnvStep.parts: a key that is not a text of at most 100 characters")
+    return {key: number(entry, f" at EnvStep.parts[{key!r}]") for key, entry in value.items()}
+
+
+# ---------------------------------------------------------------- as JSON
+
+
+def pack_messages(messages: list[Message]) -> list[Json]:
+    return [[m.role, m.content] for m in messages]
+
+
+def unpack_messages(value: Json) -> list[Message]:
+    return [Message(*m) for m in value]
+
+
+def pack_step(step: EnvStep) -> dict[str, Json]:
+    """A checked step."""
+    packed: dict[str, Any] = {**vars(step), "messages": pack_messages(step.messages)}
+    return packed | {"history": None if step.history is None else pack_messages(step.history)}
+
+
+def unpack_step(value: Json) -> EnvStep:
+    """The checked step of another process, which is not trusted. ValueError if it is none."""
+    history = value["history"]
+    unpacked = {
+        **value,
+        "messages": unpack_messages(value["messages"]),
+        "history": None if history is None else unpack_messages(history),
+    }
+    return as_step(EnvStep(**unpacked))

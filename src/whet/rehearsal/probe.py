@@ -11,14 +11,16 @@ from pathlib import Path
 import numpy as np
 
 from whet.config.load import Loaded
-from whet.config.schema import Config, Source
+from whet.config.schema import Config, Environment, Source
 from whet.config.sources import verifiers
 from whet.data.tasks import TaskStream, texts
 from whet.data.tokenizer import load_tokenizer
+from whet.envs.env import EnvFault, EnvRestarted, EnvStep, World
+from whet.envs.hosts import Hosts
 from whet.rehearsal.findings import Finding, fails, left_open, works
 from whet.rehearsal.shrink import real_tokenizer
 from whet.rewards.combine import RewardSet, score
-from whet.types import Group, Rollout, Task, WhetError, given_tokens
+from whet.types import Group, Message, Rollout, Task, WhetError, given_tokens
 
 ROWS = 5000
 """Rows of a source that are checked."""
@@ -37,6 +39,8 @@ class Probed:
     """Rewards that cannot be called."""
     untried: set[str] = field(default_factory=set)
     """Rewards without rows; they may need columns that only the real rows have."""
+    worldless: set[str] = field(default_factory=set)
+    """Stages whose environment cannot be played."""
     tasks: dict[str, list[Task]] = field(default_factory=dict)
     """A few training tasks of each stage."""
 
@@ -61,6 +65,9 @@ def probe(loaded: Loaded) -> Probed:
             if known not in tried:
                 tried.add(known)
                 out.findings += _reward(out, cfg, reward, out.tasks.get(name, []), named)
+    for name, cfg in zip(loaded.names, loaded.stages):
+        if cfg.rollout.env is not None:
+            out.findings += _environment(out, cfg, name, cfg.rollout.env)
     return out
 
 
@@ -151,6 +158,47 @@ def _reward(
     yield works(
         what, f"{said} (means of {len(groups)} tasks, {1000 * took_s / len(replies):.0f} ms per call)"
     )
+
+
+# ---------------------------------------------------------------- environments
+
+
+def _environment(out: Probed, cfg: Config, stage: str, env: Environment) -> Iterator[Finding]:
+    """Play one task with one empty reply."""
+    what = f"rollout.env ({env.make})"
+    tasks = out.tasks.get(stage, [])
+    hosts: Hosts | None = None
+    try:
+        hosts = Hosts(env, imports=cfg.imports)
+        if not tasks:
+            yield left_open(what, "it loads; there are no rows to play it on")
+            return
+        told, step = asyncio.run(_turn(hosts, tasks[0], env))
+    except (WhetError, EnvFault, EnvRestarted) as e:
+        out.worldless.add(stage)
+        yield fails(what, str(e))
+        return
+    finally:
+        if hosts is not None:
+            hosts.close()
+    if step.fault is not None:
+        out.worldless.add(stage)
+        yield fails(what, f"fault: {step.fault}")
+        return
+    end = "ends the episode" if step.done else f"is answered with {len(step.messages)} messages"
+    yield works(what, f"{len(told)} messages at first; an empty reply gets {step.reward} and {end}")
+
+
+async def _turn(hosts: Hosts, task: Task, env: Environment) -> tuple[list[Message], EnvStep]:
+    async def ask(path: object, messages: list[Message], sampling: object) -> Message:
+        return Message("assistant", "")
+
+    played = hosts.make(task, World(0, ask))
+    try:
+        async with asyncio.timeout(3 * env.timeout_s + 10):
+            return await played.first(), await played.step(Message("assistant", ""))
+    finally:
+        await played.close()
 
 
 def _replies(task: Task) -> tuple[Rollout, ...]:

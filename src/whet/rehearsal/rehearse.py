@@ -99,11 +99,13 @@ def _tried(loaded: Loaded, planned: Sequence[Plan], say: Callable[[str], None]) 
     unrewarded = [
         name
         for name, cfg, plan in zip(loaded.names, loaded.stages, planned)
-        if plan.algorithm.kind == "online" and not cfg.rewards.keys() - probed.broken
+        if plan.algorithm.kind == "online"
+        and (name in probed.worldless or not (cfg.rollout.env or cfg.rewards.keys() - probed.broken))
     ]
     if unrewarded:
         yield left_open(
-            "training", f"no reward of stage {unrewarded[0]} can be called, so the stage cannot learn"
+            "training",
+            f"no reward or environment of stage {unrewarded[0]} can be called, so the stage cannot learn",
         )
         return
     say(f"training {_stages(loaded)} at small size, with a kill -9 and a resume")

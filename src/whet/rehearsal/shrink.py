@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config.checks import unused
+from whet.config.evaluation import observation_tokens
 from whet.config.load import Loaded, stage_configs
 from whet.config.recipes import resolve
 from whet.config.schema import Config, Model
@@ -136,7 +137,7 @@ def _stage(cfg: Config, name: str, *, lost: Mapping[str, str], broken: set[str])
 
 
 def _model(cfg: Config) -> dict[str, Json]:
-    longest = max(cfg.data.max_prompt_tokens + REPLY_TOKENS, 64)
+    longest = max(cfg.data.max_prompt_tokens + REPLY_TOKENS + observation_tokens(cfg), 64)
     small: dict[str, Json] = {
         "hidden_size": 64,
         "num_hidden_layers": 2,

@@ -36,6 +36,14 @@ def pack_task(task: Task) -> dict[str, Json]:
     }
 
 
+def unpack_task(task: dict[str, Json]) -> Task:
+    """What `pack_task` has packed."""
+    prompt = task["prompt"]
+    if not isinstance(prompt, str):
+        prompt = tuple(Message(*m) for m in prompt)
+    return Task(**{**task, "prompt": prompt})
+
+
 def pack_rollout(rollout: Rollout) -> dict[str, Json]:
     """The data of a rollout that a reward gets beside the text."""
     return {"finish_reason": rollout.finish_reason, "tokens": rollout.tokens, "text": rollout.text}
@@ -49,10 +57,7 @@ def bind(function: RewardFunction, arguments: Mapping[str, Json], *, name: str) 
     _check(parameters, given, arguments, name)
 
     def call(task: dict[str, Json], rollout: dict[str, Json]) -> Any:
-        prompt = task["prompt"]
-        if not isinstance(prompt, str):
-            prompt = tuple(Message(*m) for m in prompt)
-        whole = Task(**{**task, "prompt": prompt})
+        whole = unpack_task(task)
         values = _verl(whole, rollout["text"]) if verl else (rollout["text"], whole, rollout)
         passed = {key: value for key, value in zip(given, values) if key in parameters}
         value = function(**passed, **arguments)

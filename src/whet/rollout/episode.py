@@ -1,7 +1,7 @@
 """Turns tasks into groups of finished rollouts, whatever the engine, the environment or the clock does.
 
-The tokens of a rollout are only appended to: the prompt, the policy's tokens, the environment's answer, and so on.
-Tokens are never re-encoded from text.
+The tokens of a strand are only appended to: the prompt, the policy's tokens, the environment's answer, and so on.
+Sampled tokens are never re-encoded from text: where an environment rewrites the history, another strand begins.
 """
 
 from __future__ import annotations
@@ -11,27 +11,41 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Protocol
 from uuid import uuid4
 
 import numpy as np
 
 from whet.config.schema import SamplingConfig
-from whet.envs.env import Env
-from whet.guard.foreign import number
+from whet.envs.env import (
+    Env,
+    EnvBroken,
+    EnvFault,
+    EnvRestarted,
+    EnvStep,
+    MakeEnv,
+    World,
+    as_messages,
+    as_step,
+)
+from whet.guard.foreign import MOST_SAID, number, words
 from whet.guard.worker import describe
 from whet.rollout.engine import RolloutEngine
 from whet.rollout.requests import Decode, ends_of
-from whet.seeds import rollout_key
+from whet.seeds import key, rollout_key
 from whet.types import (
     Completion,
     FinishReason,
     Group,
+    Json,
     Message,
     Request,
     Rollout,
     Sampling,
+    Strand,
     Task,
     Turn,
     WhetError,
@@ -39,9 +53,25 @@ from whet.types import (
 
 log = logging.getLogger(__name__)
 
-MakeEnv = Callable[[Task], Env]
-EncodeMessages = Callable[[list[Message]], list[int]]
-"""Messages that follow the policy's last token, as tokens, up to where the policy speaks again."""
+Fork = tuple[int, ...]
+"""Names a strand within its rollout, see `Episode.strands`."""
+
+MOST_CHATS = 256
+"""Calls of `world.chat` in one rollout."""
+MOST_LOST = 3
+"""Hosts that may end under an episode before it gets one of its own."""
+CLOSE_S = 10.0
+"""Longest time of `Env.close`."""
+
+
+class Codec(Protocol):
+    """Messages to tokens and back: `data.chat.MessageCodec`."""
+
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]: ...
+
+    def encode_observation(self, existing: Sequence[int], messages: Sequence[Message]) -> list[int]: ...
+
+    def parse_reply(self, token_ids: Sequence[int]) -> Message: ...
 
 
 def to_sampling(cfg: SamplingConfig) -> Sampling:
@@ -58,8 +88,9 @@ class Play:
     end_token_ids: frozenset[int]
     """The model's own end tokens: not part of the text."""
     make_env: MakeEnv | None
-    encode_messages: EncodeMessages | None
+    codec: Codec | None
     max_turns: int
+    observation_tokens: int
     max_total_tokens: int | None
     pace: Pace
 
@@ -107,34 +138,27 @@ class Pace:
 
 
 @dataclass
-class Episode:
-    """A rollout in the making."""
+class Growing:
+    """A strand in the making."""
 
-    task: Task
-    index: int
-    sampling: Sampling
     token_ids: list[int]
+    key: int
+    """Of its random numbers."""
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sample_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    replies: list[list[int]] = field(default_factory=list)
-    """The sampled tokens of each turn, without end tokens."""
     turns: list[Turn] = field(default_factory=list)
-    session: str = field(default_factory=lambda: uuid4().hex)
-    """Of its requests."""
-    reward: float | None = None
-    """Sum of what the environment gave."""
 
     def __post_init__(self) -> None:
         self._fill(len(self.token_ids))
 
-    def told(self, token_ids: list[int]) -> None:
+    def add_observation(self, token_ids: list[int]) -> None:
         """Tokens that the policy did not sample."""
         self.token_ids += token_ids
         self._fill(len(token_ids))
 
-    def said(self, completion: Completion, reply: list[int]) -> None:
+    def add_completion(self, completion: Completion) -> None:
         """Tokens that it did."""
         self.token_ids += completion.token_ids
         self.mask += [1] * len(completion.token_ids)
@@ -142,14 +166,8 @@ class Episode:
         self.logprobs += unknown if completion.logprobs is None else completion.logprobs
         self.sample_logprobs += unknown if completion.sample_logprobs is None else completion.sample_logprobs
         self.versions += completion.versions
-        self.replies.append(reply)
         end = len(self.token_ids)
         self.turns.append(Turn(end - len(completion.token_ids), end, completion.finish_reason))
-
-    def rewarded(self, reward: float) -> None:
-        """The environment's reward for the last turn."""
-        self.turns[-1] = replace(self.turns[-1], reward=reward)
-        self.reward = number((self.reward or 0.0) + reward, " as the sum of the environment's rewards")
 
     def _fill(self, count: int) -> None:
         self.mask += [0] * count
@@ -157,20 +175,76 @@ class Episode:
         self.sample_logprobs += [0.0] * count
         self.versions += [-1] * count
 
-    def rollout(self, reason: FinishReason, *, decode: Decode, error: str | None) -> Rollout:
-        return Rollout.one_strand(
-            task=self.task,
-            index=self.index,
+    def strand(self) -> Strand:
+        return Strand(
             token_ids=np.array(self.token_ids, np.int32),
             mask=np.array(self.mask, np.bool_),
             logprobs=np.array(self.logprobs, np.float32),
             sample_logprobs=np.array(self.sample_logprobs, np.float32),
             versions=np.array(self.versions, np.int32),
+            turns=tuple(self.turns),
+        )
+
+
+@dataclass
+class Episode:
+    """A rollout in the making."""
+
+    task: Task
+    index: int
+    sampling: Sampling
+    key_of: Callable[[Fork], int]
+    """The key of the random numbers of a fork."""
+    alone: bool = False
+    """Its environment gets a process of its own."""
+    strands: dict[Fork, Growing] = field(default_factory=dict)
+    """(): the first one. (turn, 0): the conversation as it was rewritten after a turn. (turn, n): the n-th call of
+    `world.chat` in a turn."""
+    replies: list[list[int]] = field(default_factory=list)
+    """The sampled tokens of each turn, without end tokens."""
+    session: str = field(default_factory=lambda: uuid4().hex)
+    """Of its requests: one replica serves all."""
+    reward: float | None = None
+    """Sum of what the environment gave."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """The same of its further numbers, by name."""
+
+    def __post_init__(self) -> None:
+        self.strand = self.begin((), list(self.task.token_ids))
+        """The one that the conversation continues."""
+
+    def begin(self, fork: Fork, token_ids: list[int]) -> Growing:
+        """A strand that begins with these tokens."""
+        self.strands[fork] = strand = Growing(token_ids, self.key_of(fork))
+        return strand
+
+    @property
+    def sampled(self) -> int:
+        """Sampled tokens of the conversation; forks of the environment have their own limit."""
+        return sum(sum(strand.mask) for fork, strand in self.strands.items() if fork[1:] in ((), (0,)))
+
+    def add_step(self, step: EnvStep) -> None:
+        """The environment's numbers for the last turn."""
+        turns = self.strand.turns
+        if step.reward is not None:
+            turns[-1] = replace(turns[-1], reward=step.reward)
+            self.reward = number(
+                (self.reward or 0.0) + step.reward, " as the sum of the environment's rewards"
+            )
+        for name, value in step.parts.items():
+            self.parts[name] = number(self.parts.get(name, 0.0) + value, f" as the sum of the part {name!r}")
+
+    def rollout(self, reason: FinishReason, *, decode: Decode, error: str | None) -> Rollout:
+        scores = {"env": self.reward} if self.reward is not None else {}
+        scores |= {f"env/{name}": value for name, value in self.parts.items()}
+        return Rollout(
+            task=self.task,
+            index=self.index,
+            strands=tuple(self.strands[fork].strand() for fork in sorted(self.strands)),
             finish_reason=reason,
             text=decode([token for reply in self.replies for token in reply]),
-            reward=self.reward,
-            reward_parts={} if self.reward is None else {"env": self.reward},
-            turns=tuple(self.turns),
+            reward=self.reward if error is None else None,
+            reward_parts=scores if error is None else {},
             error=error,
         )
 
@@ -189,42 +263,53 @@ async def play_groups(
     pace: Pace | None = None,
     retries: int = 0,
     make_env: MakeEnv | None = None,
-    encode_messages: EncodeMessages | None = None,
+    codec: Codec | None = None,
     max_turns: int = 8,
+    observation_tokens: int = 1024,
     max_total_tokens: int | None = None,
 ) -> list[Group]:
     """`group_size` rollouts of each task, all at once, in the order of the tasks.
 
     Without `make_env` a rollout is one reply to the task's tokens. With it, the environment's first messages follow the
     prompt, and the environment answers every reply, for at most `max_turns` turns; `sampling.max_tokens` bounds the
-    sampled tokens of all turns together, `max_total_tokens` the full rollout, prompt included. A rollout that raises or
-    takes longer than `timeout_s` (or than `pace` allows) is retried `retries` times; then it ends as `abort`, with its
-    finished turns and the reason in `error`. It never affects other rollouts.
+    sampled tokens of all turns together, `observation_tokens` those that a strand has beyond the prompt and the sampled
+    ones, `max_total_tokens` a full strand, prompt included. A rollout that raises or takes longer than `timeout_s` (or
+    than `pace` allows) is retried `retries` times; then it ends as `abort`, with its finished turns and the reason in
+    `error`. It never affects other rollouts. Raises EnvBroken if environments cannot be played any more.
     """
-    if make_env is not None and encode_messages is None:
-        raise ValueError("make_env needs encode_messages, which encodes the environment's messages as tokens")
+    if make_env is not None and codec is None:
+        raise ValueError("make_env needs a codec, which encodes the environment's messages as tokens")
     play = Play(
         engine=engine,
         decode=decode,
         end_token_ids=frozenset(end_token_ids),
         make_env=make_env,
-        encode_messages=encode_messages,
+        codec=codec,
         max_turns=max_turns,
+        observation_tokens=observation_tokens,
         max_total_tokens=max_total_tokens,
         pace=pace or Pace(timeout_s),
     )
 
-    def start(task: Task, index: int) -> Episode:
-        key = rollout_key(seed, task.uid, index, purpose=purpose)
-        return Episode(task, index, replace(sampling, key=key), list(task.token_ids))
+    def start(task: Task, index: int, *, alone: bool) -> Episode:
+        def key_of(fork: Fork) -> int:
+            return rollout_key(seed, task.uid, index, purpose=purpose, fork=fork)
+
+        return Episode(task, index, sampling, key_of, alone)
 
     async def one(task: Task, index: int) -> Rollout:
-        for attempt in range(retries + 1):
-            rollout = await _finish(start(task, index), play)
-            if rollout.error is None or attempt == retries:
-                break
+        lost, alone, tried = 0, False, 0
+        while True:
+            try:
+                rollout = await _finish(start(task, index, alone=alone), play)
+            except EnvRestarted as error:  # of another episode, as far as is known: not a try of this one
+                lost += 1
+                alone = alone or error.suspect or lost == MOST_LOST
+                continue
+            tried += 1
+            if rollout.error is None or tried > retries:
+                return rollout
             log.info("rollout %d of task %d is retried", index, task.uid)
-        return rollout
 
     rollouts = await asyncio.gather(*(one(task, index) for task in tasks for index in range(group_size)))
     return [
@@ -239,12 +324,14 @@ async def _finish(episode: Episode, play: Play) -> Rollout:
     limit_s, start = play.pace.limit_s, time.monotonic()
     try:
         async with asyncio.timeout(limit_s) as clock:
-            reason = await _turns(episode, play)
+            reason = await (_reply(episode, play) if play.make_env is None else _turns(episode, play))
         play.pace.finished(time.monotonic() - start)
+    except (EnvRestarted, EnvBroken):
+        raise
     except Exception as caught:  # engines and environments are foreign code: one rollout, not the run
         late = isinstance(caught, TimeoutError) and clock.expired()
         said = f"not finished within {play.pace.said(limit_s)}" if late else raised(caught)
-        error = f"after turn {len(episode.replies)}: {said}" if episode.replies else said
+        error = f"{said} (after turn {len(episode.replies)})" if episode.replies else said
         trace = None if late else play.pace.untold(caught)
         log.info("rollout %d of task %d aborted: %s", episode.index, episode.task.uid, error, exc_info=trace)
     return episode.rollout(reason, decode=play.decode, error=error)
@@ -252,52 +339,121 @@ async def _finish(episode: Episode, play: Play) -> Rollout:
 
 def raised(error: Exception) -> str:
     """'ValueError: text (env.py:12)'; without the place where the error is ours, and says itself what is wrong."""
+    if isinstance(error, EnvFault):
+        return f"env {error}"
     return f"{type(error).__name__}: {error}" if isinstance(error, WhetError) else describe(error)
+
+
+# ---------------------------------------------------------------- turns
 
 
 async def _turns(episode: Episode, play: Play) -> FinishReason:
     """The policy and the environment in turn."""
-    if play.make_env is None:
-        return await _reply(episode, play)
-    assert play.encode_messages is not None
-    env = play.make_env(episode.task)
-    episode.told(play.encode_messages(await env.first()))
-    for _ in range(play.max_turns):
+    assert play.make_env is not None
+    world = World(key(episode.key_of(()), "env"), partial(_chat, episode, play), alone=episode.alone)
+    env = play.make_env(episode.task, world)
+    try:
+        reason = await _converse(episode, play, env, world)
+        episode.reward = episode.reward or 0.0
+        return reason
+    finally:
+        await _close(env)
+
+
+async def _converse(episode: Episode, play: Play, env: Env, world: World) -> FinishReason:
+    codec = play.codec
+    assert codec is not None
+    if first := as_messages(await env.first(), "first"):
+        if isinstance(episode.task.prompt, str):
+            raise WhetError(
+                "the environment's first messages follow a prompt of chat messages, and this one is plain text: set "
+                "data.chat=true, or give prompts as lists of messages"
+            )
+        episode.strand = episode.begin((), codec.encode_prompt([*episode.task.prompt, *first]))
+        if _given(episode, episode.strand) > play.observation_tokens:
+            raise WhetError(
+                f"the environment's first messages have {_given(episode, episode.strand)} tokens, more than "
+                f"rollout.env.observation_tokens={play.observation_tokens} allows"
+            )
+    for turn in range(1, play.max_turns + 1):
         reason = await _reply(episode, play)
-        step = await env.step(Message("assistant", play.decode(episode.replies[-1])))
-        if step.reward is not None:
-            episode.rewarded(number(step.reward, " from the environment"))
+        world.begin_turn()
+        step = as_step(await env.step(codec.parse_reply(episode.replies[-1])))
+        if step.fault is not None:
+            raise EnvFault(f"fault: {words(step.fault, MOST_SAID)}")
+        episode.add_step(step)
         if step.done or reason == "length":
             return reason
-        answer = play.encode_messages(step.messages)
-        if _left(episode, play, told=len(answer)) < 1:
+        if turn == play.max_turns or not _observe(episode, play, step, (turn, 0)):
             return "length"
-        episode.told(answer)
     return "length"
 
 
-def _left(episode: Episode, play: Play, *, told: int = 0) -> int:
-    """Tokens that may still be sampled, after so many more that the policy is told."""
-    left = episode.sampling.max_tokens - sum(episode.mask)
-    if play.max_total_tokens is None:
-        return left
-    return min(left, play.max_total_tokens - len(episode.token_ids) - told)
+def _observe(episode: Episode, play: Play, step: EnvStep, fork: Fork) -> bool:
+    """Add the environment's messages, if the limits leave room for them and for a reply. A new history that does not
+    extend the tokens there begins a strand, named `fork`."""
+    assert play.codec is not None
+    strand, there = episode.strand, episode.strand.token_ids
+    if step.history is None:
+        whole = [*there, *play.codec.encode_observation(there, step.messages)]
+    else:
+        whole = play.codec.encode_prompt([*step.history, *step.messages])
+    extends = whole[: len(there)] == there
+    sampled = sum(strand.mask) if extends else 0
+    given = len(whole) - sampled - len(episode.task.token_ids)
+    if given > play.observation_tokens or _left(episode, play, len(whole)) < 1:
+        return False
+    if extends:
+        strand.add_observation(whole[len(there) :])
+    else:
+        episode.strand = episode.begin(fork, whole)
+    return True
+
+
+async def _close(env: Env) -> None:
+    """End an environment; how that goes is of no effect on the rollout."""
+    if (close := getattr(env, "close", None)) is None:
+        return
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await close()
+    except Exception as error:  # noqa: BLE001  foreign code
+        log.info("environment: its close failed: %s", describe(error))
+
+
+def _given(episode: Episode, strand: Growing) -> int:
+    """Tokens of a strand that are neither sampled nor the task's prompt."""
+    return len(strand.mask) - sum(strand.mask) - len(episode.task.token_ids)
+
+
+def _left(episode: Episode, play: Play, length: int) -> int:
+    """Tokens that may still be sampled in the conversation, in a strand of this length."""
+    left = episode.sampling.max_tokens - episode.sampled
+    return left if play.max_total_tokens is None else min(left, play.max_total_tokens - length)
 
 
 async def _reply(episode: Episode, play: Play) -> FinishReason:
     """One turn of the policy."""
-    left = _left(episode, play)
-    sampling = replace(episode.sampling, max_tokens=left, min_tokens=min(episode.sampling.min_tokens, left))
-    request = Request(
-        id=uuid4().hex, session=episode.session, prompt=tuple(episode.token_ids), sampling=sampling
-    )
+    sampling = replace(episode.sampling, max_tokens=_left(episode, play, len(episode.strand.token_ids)))
+    completion, reply = await _sample(episode.strand, sampling, play, episode.session)
+    episode.replies.append(reply)
+    return completion.finish_reason
+
+
+async def _sample(
+    strand: Growing, sampling: Sampling, play: Play, session: str
+) -> tuple[Completion, list[int]]:
+    """A completion of a strand, added to it, and its tokens without an end token."""
+    least = min(sampling.min_tokens, sampling.max_tokens)
+    sampling = replace(sampling, key=strand.key, min_tokens=least)
+    request = Request(id=uuid4().hex, session=session, prompt=tuple(strand.token_ids), sampling=sampling)
     completion = await play.engine.generate(request)
     _check_logprobs(completion, promised=play.engine.can.tells_logprobs(sampling))
-    ends = ends_of(sampling, play.end_token_ids)
+    strand.add_completion(completion)
     tokens = completion.token_ids
+    ends = ends_of(sampling, play.end_token_ids)
     ended = completion.finish_reason == "stop" and bool(tokens) and tokens[-1] in ends
-    episode.said(completion, tokens[:-1] if ended else tokens)
-    return completion.finish_reason
+    return completion, tokens[:-1] if ended else tokens
 
 
 def _check_logprobs(completion: Completion, *, promised: bool) -> None:
@@ -310,3 +466,38 @@ def _check_logprobs(completion: Completion, *, promised: bool) -> None:
         raise WhetError(
             f"the rollout engine gave {told} of sampled tokens; its weights or its `can` are wrong"
         )
+
+
+async def _chat(
+    episode: Episode, play: Play, fork: Fork, messages: list[Message], settings: Mapping[str, Json]
+) -> Message:
+    """The environment asks the policy: the conversation and the reply are another strand of the rollout."""
+    assert play.codec is not None
+    sampling = chat_sampling(episode.sampling, settings)
+    strand = Growing(play.codec.encode_prompt(messages), episode.key_of(fork))
+    forks = sum(fork[1:] > (0,) for fork in episode.strands)
+    if forks >= MOST_CHATS:
+        raise WhetError(f"more than {MOST_CHATS} calls of world.chat in one rollout")
+    if (given := _given(episode, strand)) > play.observation_tokens:
+        raise WhetError(
+            f"a conversation of world.chat has {given} tokens beyond the length of the prompt, more than "
+            f"rollout.env.observation_tokens={play.observation_tokens} allows"
+        )
+    if play.max_total_tokens is not None:
+        room = play.max_total_tokens - len(strand.token_ids)
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+    _, reply = await _sample(strand, sampling, play, episode.session)
+    episode.strands[fork] = strand
+    return play.codec.parse_reply(reply)
+
+
+def chat_sampling(sampling: Sampling, settings: Mapping[str, Json]) -> Sampling:
+    """The sampling of a `world.chat` with settings of its own. ValueError for one that is not allowed."""
+    most, stop = settings.get("max_tokens", sampling.max_tokens), settings.get("stop", sampling.stop)
+    if type(most) is not int or not 1 <= most <= sampling.max_tokens:
+        raise ValueError(
+            f"world.chat max_tokens={most!r}; expected 1 to rollout.sampling.max_tokens={sampling.max_tokens}"
+        )
+    if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
+        raise ValueError(f"world.chat stop={stop!r}; expected a list of texts")
+    return replace(sampling, max_tokens=most, stop=tuple(stop))

@@ -106,6 +106,9 @@ def _lengths(rollouts: Sequence[Rollout]) -> Metrics:
     out["rollout/tokens_sum"] = sum(tokens)
     out["rollout/tokens_mean"] = Mean.of(tokens).value
     out["rollout/tokens_max"] = max(tokens)
+    if any("env" in r.reward_parts for r in rollouts):
+        out["rollout/turns_mean"] = Mean.of(len(r.turns) for r in rollouts).value
+        out["rollout/strands_mean"] = Mean.of(len(r.strands) for r in rollouts).value
     ends = Counter(r.finish_reason for r in rollouts)
     for reason in ("stop", "length", "abort"):
         out[f"rollout/finish_{reason}_frac"] = ends[reason] / len(rollouts)

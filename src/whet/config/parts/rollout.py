@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -35,6 +35,30 @@ class SamplingConfig(Section):
     """Continue to max_tokens, also after an end token."""
 
 
+class Environment(Section):
+    """An environment that answers the replies of the policy, so that a rollout has several turns."""
+
+    make: str
+    """'package.module:name' or 'path/to/file.py:name': called once for each rollout as make(task, **arguments) or
+    make(task, world, **arguments). It returns an object with the methods of whet.envs.env.Env. It runs in host
+    processes, without a sandbox."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of make, by name."""
+    max_turns: Positive = 8
+    """Maximum number of replies of the policy in one rollout. sampling.max_tokens limits their tokens together."""
+    observation_tokens: Positive = 1024
+    """Maximum number of tokens of the environment in one rollout, in addition to max_prompt_tokens and max_tokens; a
+    rollout whose next messages would exceed it ends with the reason length."""
+    timeout_s: Above0 = 60.0
+    """Longest time of one call of the environment, without its waits for replies of the policy; after it the rollout
+    fails."""
+    hosts: Positive = 1
+    """Number of host processes. Each plays many rollouts at once; a plain (not async) environment has a thread for each
+    of them."""
+    memory_mb: Positive | None = None
+    """Address space that a host may use in addition to its size at the start. null: no limit."""
+
+
 class Rollout(Section):
     """Rollouts: how replies are sampled from the policy."""
 
@@ -56,6 +80,8 @@ class Rollout(Section):
     """Rollouts of one task. (verl: rollout.n; TRL: num_generations)"""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling in training."""
+    env: Environment | None = None
+    """The environment of all tasks. null: a rollout is one reply to its prompt."""
     max_num_seqs: Positive = 256
     """Maximum number of rollouts decoded at once."""
     sync_interval: Positive = 1

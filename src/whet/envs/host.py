@@ -1,0 +1,522 @@
+"""A process that plays environments for another one, many at once, and hears of them over a line (`guard.line`).
+
+All messages are JSON of bounded size. The user's code runs in this process, so nothing that it says is trusted at the
+other end. Each call has a deadline, which stands still while the environment waits for a reply of the policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import io
+import json
+import mmap
+import os
+import struct
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from whet.envs.env import Path, World, as_messages, as_step, pack_messages, pack_step
+from whet.guard import confine
+from whet.guard.imports import import_all
+from whet.guard.worker import describe
+from whet.rewards.bind import unpack_task
+from whet.tables import load_object, near
+from whet.types import ConfigError, Json, Message
+
+MODULE = "whet.envs.host"
+TICK_S = 0.25
+"""Between two looks at whether the event loop runs; each is a heartbeat for the driver."""
+GAP_S = 1.0
+"""A longer pause between two ticks is no time of a call: another episode had the event loop."""
+CANCEL_S = 1.0
+"""How long an async method may take to end once it is cancelled."""
+CLOSE_S = 5.0
+"""Longest time of `close`."""
+SLOTS = 65536
+"""Episodes of a host at once."""
+MOST_PRINTED = 65536
+"""Characters that the environments of a host may print."""
+LINE = 2000
+"""Characters of one line of them in the log."""
+
+T = TypeVar("T")
+Say = Callable[..., None]
+_NUMBER = struct.Struct("q")
+
+
+class CallFailed(Exception):
+    """A call has no result; the text says why."""
+
+
+class Stuck(CallFailed):
+    """A call does not end, and only the end of this process ends it."""
+
+
+# ---------------------------------------------------------------- who runs
+
+
+class Marks:
+    """Which episodes run code at this moment: numbers in a file, which outlives the process."""
+
+    def __init__(self, path: str) -> None:
+        with open(path, "r+b") as file:
+            self._table = mmap.mmap(file.fileno(), SLOTS * _NUMBER.size)
+        self._free = list(range(SLOTS))
+        self.on_loop: int | None = None
+        """The episode whose async code has the event loop."""
+
+    @staticmethod
+    def create(path: str) -> None:
+        with open(path, "wb") as file:
+            file.write(bytes(SLOTS * _NUMBER.size))
+
+    @staticmethod
+    def read(path: str) -> set[int]:
+        """Numbers of the episodes that ran code when the process ended; they count from 1."""
+        with open(path, "rb") as file:
+            return {number for (number,) in _NUMBER.iter_unpack(file.read())} - {0}
+
+    def take(self) -> int:
+        """A slot for an episode."""
+        return self._free.pop()
+
+    def give(self, slot: int) -> None:
+        self.put(slot, 0)
+        self._free.append(slot)
+
+    def put(self, slot: int, number: int) -> None:
+        _NUMBER.pack_into(self._table, slot * _NUMBER.size, number)
+
+    @contextmanager
+    def running(self, slot: int, number: int) -> Iterator[None]:
+        """Code of the episode runs in this thread."""
+        self.put(slot, number)
+        try:
+            yield
+        finally:
+            self.put(slot, 0)
+
+
+class Marked(Awaitable[Any]):
+    """An awaitable of the user's, with the mark of its episode wherever its code runs."""
+
+    def __init__(self, inner: Awaitable[Any], marks: Marks, slot: int, number: int) -> None:
+        self.inner, self.marks, self.slot, self.number = inner, marks, slot, number
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps = self.inner.__await__()
+        go_on: Callable[[], Any] = partial(next, steps)
+        while True:
+            try:
+                waits_for = self._run(go_on)
+            except StopIteration as stop:
+                return stop.value
+            try:
+                got = yield waits_for
+                go_on = partial(steps.send, got) if hasattr(steps, "send") else partial(next, steps)
+            except BaseException as error:  # a cancellation, for one, is the user's to see
+                if not hasattr(steps, "throw"):
+                    raise
+                go_on = partial(steps.throw, error)
+
+    def _run(self, go_on: Callable[[], Any]) -> Any:
+        """The user's code, up to where it waits."""
+        self.marks.on_loop = self.number
+        self.marks.put(self.slot, self.number)
+        try:
+            return go_on()
+        finally:
+            self.marks.on_loop = None
+            self.marks.put(self.slot, 0)
+
+
+class LoopClock:
+    """Seconds in which the event loop could run."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._lost = 0.0
+
+    def now(self) -> float:
+        """Read at least every TICK_S."""
+        now = time.monotonic()
+        if now - self._last > GAP_S:
+            self._lost += now - self._last - TICK_S
+        self._last = now
+        return now - self._lost
+
+    def peek(self) -> float:
+        """The same, from another thread: it is no sign that the loop runs."""
+        return time.monotonic() - self._lost
+
+    @property
+    def quiet_s(self) -> float:
+        """Since it was read last."""
+        return time.monotonic() - self._last
+
+
+# ---------------------------------------------------------------- one episode
+
+
+@dataclass
+class Playing:
+    """One environment and its call under way."""
+
+    number: int
+    slot: int
+    world: ChattingWorld
+    env: Any = None
+    pool: ThreadPoolExecutor | None = None
+    """One thread, for all plain methods of the environment."""
+    task: asyncio.Task[None] | None = None
+    """The call under way."""
+
+    def thread(self) -> ThreadPoolExecutor:
+        self.pool = self.pool or ThreadPoolExecutor(1, thread_name_prefix=f"env-{self.number}")
+        return self.pool
+
+
+class ChattingWorld(World):
+    """The world of an environment here: the policy's replies come over the line."""
+
+    def __init__(self, key: int, number: int, slot: int, host: Host) -> None:
+        super().__init__(key, self._send)
+        self.number, self.slot, self.host = number, slot, host
+        self.waiting: dict[int, Future[Message]] = {}
+        self._lock = threading.Lock()
+        self._since = 0.0
+        self._paused_s = 0.0
+
+    def paused_s(self, now: float) -> float:
+        """Seconds that were waited for the policy."""
+        with self._lock:
+            return self._paused_s + (max(0.0, now - self._since) if self.waiting else 0.0)
+
+    def answered(self, call: int, reply: Message | None, why: str = "") -> None:
+        """The reply to one `chat`, or why there is none."""
+        with self._lock:
+            future = self.waiting.pop(call, None)
+            if future is not None and not self.waiting:
+                self._paused_s += max(0.0, self.host.clock.now() - self._since)
+        if future is None:
+            return
+        if reply is None:
+            future.set_exception(RuntimeError(f"world.chat: {why}"))
+        else:
+            future.set_result(reply)
+
+    def abandon(self) -> None:
+        """Nobody answers any more."""
+        for call in list(self.waiting):
+            self.answered(call, None, "the episode has ended")
+
+    def _send(self, path: Path, messages: list[Message], sampling: Mapping[str, Json]) -> Any:
+        call, future = next(self.host.calls), Future[Message]()
+        with self._lock:
+            if not self.waiting:
+                self._since = self.host.clock.peek()
+            self.waiting[call] = future
+        self.host.say("chat", self.number, call, path, pack_messages(messages), dict(sampling))
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:  # a plain method, in its thread
+            self.host.marks.put(self.slot, 0)
+            try:
+                return future.result()
+            finally:
+                self.host.marks.put(self.slot, self.number)
+        return asyncio.wrap_future(future)
+
+
+# ---------------------------------------------------------------- the process
+
+
+@dataclass
+class Host:
+    """All environments of this process."""
+
+    make: Callable[..., Any]
+    arguments: Mapping[str, Json]
+    timeout_s: float
+    marks: Marks
+    say: Say
+    playing: dict[int, Playing] = field(default_factory=dict)
+    calls: count[int] = field(default_factory=count)
+    clock: LoopClock = field(default_factory=LoopClock)
+    closing: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def heard(self, kind: str, number: int, *what: Json) -> None:
+        """One message of the driver."""
+        if kind == "first":
+            slot = self.marks.take()
+            self.playing[number] = playing = Playing(number, slot, ChattingWorld(what[1], number, slot, self))
+            playing.task = asyncio.create_task(self._answer(playing, self._first(playing, what[0])))
+        elif (known := self.playing.get(number)) is None:
+            return  # it has ended here meanwhile
+        elif kind == "step":
+            known.task = asyncio.create_task(self._answer(known, self._step(known, Message(*what[0]))))
+        elif kind == "reply":
+            known.world.answered(what[0], Message(*what[1]))
+        elif kind == "refused":
+            known.world.answered(what[0], None, what[1])
+        elif kind == "close":
+            task = asyncio.create_task(self.close(self.playing.pop(number)))
+            self.closing.add(task)
+            task.add_done_callback(self.closing.discard)
+
+    async def _answer(self, playing: Playing, work: Awaitable[Json]) -> None:
+        """Tell the driver what came of a call."""
+        try:
+            self.say("done", playing.number, await work)
+        except Stuck as error:
+            self.say("stuck", playing.number, str(error))
+        except CallFailed as error:
+            self.say("failed", playing.number, str(error))
+
+    async def _first(self, playing: Playing, packed: Json) -> Json:
+        takes_world = "world" in inspect.signature(self.make).parameters
+        given = (unpack_task(packed), playing.world) if takes_world else (unpack_task(packed),)
+        playing.env = await self._call(playing, "make", partial(self.make, *given, **self.arguments))
+        for name in ("first", "step"):
+            if not callable(getattr(playing.env, name, None)):
+                kind = type(playing.env).__name__
+                raise CallFailed(f"bad value: make returned {kind} without `{name}`; expected an Env")
+        if playing.pool is not None and all(map(inspect.iscoroutinefunction, methods(playing.env))):
+            playing.pool.shutdown(wait=False)
+            playing.pool = None
+        told = await self._call(playing, "first", playing.env.first)
+        return _checked(lambda value: pack_messages(as_messages(value, "first")), told)
+
+    async def _step(self, playing: Playing, reply: Message) -> Json:
+        playing.world.begin_turn()
+        answer = await self._call(playing, "step", partial(playing.env.step, reply))
+        return _checked(lambda step: pack_step(as_step(step)), answer)
+
+    async def close(self, playing: Playing) -> None:
+        """End one episode, whatever it does; its `close` has CLOSE_S."""
+        playing.world.abandon()
+        if playing.task is not None and not playing.task.done():
+            playing.task.cancel()
+            await asyncio.wait({playing.task}, timeout=CANCEL_S)
+        try:
+            if callable(shut := getattr(playing.env, "close", None)):
+                await self._call(playing, "close", shut, min(CLOSE_S, self.timeout_s))
+        except Stuck as error:
+            self.say("stuck", playing.number, str(error))
+        except CallFailed as error:
+            self.say("said", f"environment: {error}")
+        if playing.pool is not None:
+            playing.pool.shutdown(wait=False)
+        self.marks.give(playing.slot)
+        self.say("closed", playing.number)
+
+    # -- calls of foreign code
+
+    async def _call(
+        self, playing: Playing, name: str, function: Callable[[], Any], limit_s: float | None = None
+    ) -> Any:
+        """What it returns. CallFailed if it raises or is late, Stuck if it then goes on nevertheless."""
+        limit_s = self.timeout_s if limit_s is None else limit_s
+        world, begun = playing.world, self.clock.now()
+        waited = world.paused_s(begun)
+        work = asyncio.create_task(self._run(playing, function))
+        try:
+            while not work.done():
+                now = self.clock.now()
+                left_s = limit_s - (now - begun - (world.paused_s(now) - waited))
+                if left_s <= 0:
+                    raise await self._late(work, f"timeout: {name} took more than {limit_s:g} s")
+                await asyncio.wait({work}, timeout=min(left_s, 60.0))
+            return self._result(work, name, world)
+        finally:
+            if not work.done():
+                work.cancel()
+
+    @staticmethod
+    def _result(work: asyncio.Task[Any], name: str, world: ChattingWorld) -> Any:
+        if work.cancelled():
+            raise CallFailed(f"raised CancelledError in {name}")
+        value, error = work.result()
+        if error is not None:
+            raise CallFailed(f"raised {describe(error)} in {name}")
+        if world.waiting:
+            world.abandon()
+            raise CallFailed(f"bad value: {name} returned before its calls of world.chat had their replies")
+        return value
+
+    @staticmethod
+    async def _late(work: asyncio.Task[Any], why: str) -> CallFailed:
+        """The error for a call that is late: it is cancelled, if it can be."""
+        work.cancel()
+        await asyncio.wait({work}, timeout=CANCEL_S)
+        return CallFailed(why) if work.done() else Stuck(f"{why}, and goes on")
+
+    async def _run(self, playing: Playing, function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        """(its value, None) or (None, what it raised). Async code runs here, other code in the episode's thread."""
+        mark = (self.marks, playing.slot, playing.number)
+        try:
+            bare = function.func if isinstance(function, partial) else function
+            value = function() if inspect.iscoroutinefunction(bare) else await self._thread(playing, function)
+            return (await Marked(value, *mark) if inspect.isawaitable(value) else value), None
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001  foreign code, SystemExit included
+            return None, error
+
+    async def _thread(self, playing: Playing, function: Callable[[], Any]) -> Any:
+        """Its value, from a thread. A thread cannot be cancelled: neither can this, as long as it works."""
+
+        def work() -> tuple[Any, BaseException | None]:
+            with self.marks.running(playing.slot, playing.number):
+                try:
+                    return function(), None
+                except BaseException as error:  # noqa: BLE001  foreign code, SystemExit included
+                    return None, error
+
+        running = asyncio.get_running_loop().run_in_executor(playing.thread(), work)
+        try:
+            value, error = await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await running
+            raise
+        if error is not None:
+            raise error
+        return value
+
+
+def methods(env: Any) -> list[Any]:
+    """Those of an environment that the host calls."""
+    return [method for name in ("first", "step", "close") if (method := getattr(env, name, None)) is not None]
+
+
+def _checked(check: Callable[[Any], Json], value: Any) -> Json:
+    """The packed value. CallFailed if it is none of the right type."""
+    try:
+        return check(value)
+    except Exception as error:  # noqa: BLE001  a value is foreign code, too: __float__, .item(), __len__
+        raise CallFailed(f"bad value: {describe(error, name=False)}") from None
+
+
+# ---------------------------------------------------------------- served
+
+
+class Printed(io.TextIOBase):
+    """What the environments print, as lines for the run's log."""
+
+    def __init__(self, say: Say) -> None:
+        self.say, self.left, self.line = say, MOST_PRINTED, ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self.left > 0:
+            *lines, self.line = (self.line + text[: self.left]).split("\n")
+            self.left -= len(text)
+            for line in lines:
+                self.say("said", line[:LINE])
+            self.line = self.line[:LINE]
+            if self.left <= 0:
+                self.say(
+                    "said", f"{self.line} ... (more than {MOST_PRINTED} characters: the rest is discarded)"
+                )
+        return len(text)
+
+
+def serve(connection: Connection) -> None:
+    """Says ("ready",), or ("refused", why); then plays what it hears of. See `hosts` for the messages."""
+    lock = threading.Lock()
+
+    def say(kind: str, *what: Json) -> None:
+        data = json.dumps([kind, *what]).encode()
+        with lock, suppress(OSError):  # nobody listens: who reads the connection hears it
+            connection.send_bytes(data)
+
+    try:
+        asked = json.loads(connection.recv_bytes())
+    except (EOFError, OSError):
+        return
+    sys.stdout = sys.stderr = Printed(say)
+    try:
+        import_all(asked["imports"])
+        make = load_object(asked["make"], what="rollout.env.make")
+        check_arguments(make, asked["arguments"])
+    except BaseException as error:  # noqa: BLE001  the user's module runs here for the first time
+        ours = isinstance(error, ConfigError)
+        say("refused", str(error) if ours else f"rollout.env.make {asked['make']!r}: {describe(error)}")
+        return
+    if asked["memory_mb"] is not None:
+        confine.limit(asked["memory_mb"])
+    host = Host(make, asked["arguments"], asked["timeout_s"], Marks(asked["marks"]), say)
+    say("ready")
+    code = 3
+    with suppress(BaseException):  # what the user's own tasks raise ends the process
+        asyncio.run(_play(host, connection))
+        code = 0
+    os._exit(code)  # threads that hang would hold it
+
+
+async def _play(host: Host, connection: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    heard: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def hear() -> None:
+        try:
+            while True:
+                loop.call_soon_threadsafe(heard.put_nowait, connection.recv_bytes())
+        except (EOFError, OSError, RuntimeError):
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(heard.put_nowait, None)
+
+    threading.Thread(target=hear, daemon=True).start()
+    threading.Thread(target=_guard, args=(host, loop), daemon=True).start()
+    while (message := await heard.get()) is not None:
+        host.heard(*json.loads(message))
+    ends = [asyncio.create_task(host.close(playing)) for playing in host.playing.values()]
+    host.playing.clear()
+    if ends := [*ends, *host.closing]:
+        await asyncio.wait(ends, timeout=CLOSE_S)
+
+
+def _guard(host: Host, loop: asyncio.AbstractEventLoop) -> None:
+    """A thread: heartbeats, and a word to the driver when the event loop hangs."""
+    while True:
+        time.sleep(TICK_S)
+        host.say("beat")
+        with suppress(RuntimeError):  # the loop has ended: so does the process
+            loop.call_soon_threadsafe(host.clock.now)
+        if host.clock.quiet_s > host.timeout_s + GAP_S:
+            why = f"timeout: code in an async method held the event loop for more than {host.timeout_s:g} s"
+            host.say("hung", host.marks.on_loop or 0, why)
+            return
+
+
+def check_arguments(make: Callable[..., Any], arguments: Mapping[str, Json]) -> None:
+    """ConfigError if `make(task, world, **arguments)` cannot be called."""
+    parameters = inspect.signature(make).parameters
+    free = [name for name in list(parameters)[1:] if name != "world"]
+    variadic = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in arguments:
+        if name not in free and not variadic:
+            raise ConfigError(
+                f"rollout.env.arguments: {name!r} is no argument of make{near(name, free)}; it has: "
+                f"{', '.join(free) or 'none'}"
+            )
+    try:
+        world = {"world": None} if "world" in parameters else {}
+        inspect.signature(make).bind(None, **world, **arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"rollout.env.make takes ({', '.join(parameters)}): {error}; expected make(task, **arguments) or "
+            "make(task, world, **arguments), with a value in rollout.env.arguments for what has no default"
+        ) from None

@@ -1,0 +1,454 @@
+"""Environments in host processes, as seen by the run that plays them.
+
+A host plays many episodes at once. When it dies or hangs, the episode that was the cause ends as a fault, and its
+other episodes begin anew in another host with the same random numbers. If the cause is not known for sure, an episode
+that ran code when the host died is played again in a host of its own.
+
+The driver sends ("first", number, task, key), ("step", number, reply), ("close", number), ("reply", number, call,
+message) and ("refused", number, call, why). A host sends ("done", number, value), ("failed", number, why),
+("stuck", number, why), ("hung", number or 0, why), ("chat", number, call, path, messages, sampling), ("closed",
+number), ("said", text) and ("beat",).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from whet.config.schema import Environment
+from whet.envs import host
+from whet.envs.env import (
+    EnvBroken,
+    EnvFault,
+    EnvRestarted,
+    EnvStep,
+    World,
+    as_messages,
+    pack_messages,
+    unpack_messages,
+    unpack_step,
+)
+from whet.guard.foreign import said, words
+from whet.guard.line import Local, LocalLine, how_it_ended
+from whet.rewards.bind import pack_task
+from whet.types import ConfigError, DataError, Json, Message, Task, WhetError
+
+log = logging.getLogger(__name__)
+
+LOAD_S = 300.0
+"""Longest start of a host, the user's imports included."""
+SILENT_S = 10.0
+"""A host that has sent no heartbeat for this time, beyond the time limit of a call, is replaced."""
+LOOK_S = 0.5
+"""Between two looks at whether hosts live."""
+MOST_DEATHS = 10
+"""Of hosts in a row, without an answer of any, before the run ends."""
+MOST_BYTES = 16 * 2**20
+"""Longest message of a host: texts of `env.MOST_TEXT` characters, escaped."""
+MOST_ERROR = 1000
+
+
+@dataclass(eq=False)
+class Hosted:
+    """An `Env` that is played in a host."""
+
+    hosts: Hosts
+    task: Task
+    world: World
+    number: int = 0
+    place: _Host | None = None
+    answer: asyncio.Future[Json] | None = None
+    """Of the call under way."""
+    chats: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def first(self) -> list[Message]:
+        self.place = await self.hosts.find(alone=self.world.alone)
+        self.number = next(self.hosts.numbers)
+        self.place.playing[self.number] = self
+        packed = pack_task(self.task)
+        try:
+            told = await self._call("first", packed, self.world.key)
+        except TypeError as error:
+            raise DataError(
+                f"task {self.task.uid} of {self.task.source!r} cannot be sent to the environment: {error}; columns "
+                "must be JSON values"
+            ) from error
+        return as_messages(unpack_messages(told), "first")
+
+    async def step(self, reply: Message) -> EnvStep:
+        return unpack_step(await self._call("step", *pack_messages([reply])))
+
+    async def close(self) -> None:
+        """The host closes the environment; nobody waits for it."""
+        for chat in self.chats:
+            chat.cancel()
+        if self.place is not None and self.place.playing.pop(self.number, None) is not None:
+            self.place.closing.add(self.number)
+            self.place.send("close", self.number)
+            self.hosts.dismiss(self.place)
+
+    async def _call(self, kind: str, *what: Json) -> Json:
+        assert self.place is not None
+        if self.place.dead is not None:
+            raise self.lost(self.place)
+        self.answer = asyncio.get_running_loop().create_future()
+        self.place.send(kind, self.number, *what)
+        return await self.answer
+
+    def lost(self, place: _Host) -> Exception:
+        """What the death of its host is to this episode."""
+        assert place.dead is not None
+        if place.alone or self.number == place.culprit:
+            return EnvFault(place.dead)
+        return EnvRestarted(place.dead, suspect=self.number in place.running)
+
+    def settle(self, value: Json = None, error: Exception | None = None) -> None:
+        """The call under way has ended."""
+        if self.answer is None or self.answer.done():
+            return
+        if error is None:
+            self.answer.set_result(value)
+        else:
+            self.answer.set_exception(error)
+
+    def chat(self, call: int, path: Sequence[int], messages: Json, sampling: dict[str, Json]) -> None:
+        """The environment asks the policy."""
+        chatting = asyncio.create_task(self._chat(call, path, messages, sampling))
+        self.chats.add(chatting)
+        chatting.add_done_callback(self.chats.discard)
+
+    async def _chat(self, call: int, path: Sequence[int], messages: Json, sampling: dict[str, Json]) -> None:
+        assert self.place is not None
+        try:
+            told = as_messages(unpack_messages(messages), "messages of world.chat")
+            reply = await self.world.ask(tuple(map(int, path)), told, sampling)
+            self.place.send("reply", self.number, call, *pack_messages([reply]))
+        except Exception as error:  # noqa: BLE001  the engine's, which the environment may catch
+            self.place.send("refused", self.number, call, said(error))
+
+
+@dataclass(eq=False)
+class _Host:
+    """One process."""
+
+    line: LocalLine
+    marks: str
+    alone: bool
+    """It plays one episode that may have ended an earlier host."""
+    retired: bool = False
+    """Code in it does not end: it gets no more episodes, and is ended when it has none."""
+    playing: dict[int, Hosted] = field(default_factory=dict)
+    closing: set[int] = field(default_factory=set)
+    """Episodes that have ended, but not yet here."""
+    outbox: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
+    heard: float = field(default_factory=time.monotonic)
+    dead: str | None = None
+    """How it ended."""
+    culprit: int | None = None
+    """The episode that is known to be the cause."""
+    running: frozenset[int] = frozenset()
+    """Episodes that ran code when it ended."""
+
+    def send(self, kind: str, *what: Json) -> None:
+        """Put a message into its outbox; TypeError for what is not JSON."""
+        self.outbox.put(json.dumps([kind, *what]).encode())
+
+    def write(self) -> None:
+        """A thread: a host that does not read holds nobody up."""
+        with suppress(OSError):
+            while (message := self.outbox.get()) is not None:
+                self.line.connection.send_bytes(message)
+
+    def hang_up(self, how: int) -> None:
+        """Shut the connection down: a thread may be reading from it, so it is not closed."""
+        with suppress(OSError), socket.socket(fileno=os.dup(self.line.connection.fileno())) as connection:
+            connection.shutdown(how)
+
+    def kill(self) -> None:
+        """End it, and the processes that environments have started in its group."""
+        self.outbox.put(None)
+        self.hang_up(socket.SHUT_RDWR)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.line.process.pid, signal.SIGKILL)
+        self.line.kill()
+
+
+class Hosts:
+    """The host processes of one environment. `make` is a `MakeEnv`."""
+
+    def __init__(self, cfg: Environment, *, imports: Sequence[str] = ()) -> None:
+        """Starts them. ConfigError if the environment cannot be loaded there."""
+        self.cfg, self.imports = cfg, tuple(imports)
+        self.restarts = 0
+        """Hosts that have been replaced."""
+        self.numbers = count(1)
+        self._deaths = 0
+        self._broken: str | None = None
+        self._lines = Local(0, 1, module=host.MODULE)
+        self._hosts: list[_Host] = []
+        self._starting = threading.Lock()
+        self._news = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+        self._work: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        try:
+            for _ in range(cfg.hosts):
+                self._add(self._start(alone=False))
+        except BaseException:
+            self.close()
+            raise
+
+    def make(self, task: Task, world: World) -> Hosted:
+        """An environment, to be played in a host."""
+        return Hosted(self, task, world)
+
+    async def find(self, *, alone: bool) -> _Host:
+        """The host with the fewest episodes, or a new one for this episode alone."""
+        self._attend()
+        if alone:
+            return await self._another(alone=True)
+        while True:
+            if self._broken is not None:
+                raise EnvBroken(self._broken)
+            if self._shared:
+                return min(self._shared, key=lambda h: len(h.playing))
+            self._news.clear()
+            await self._news.wait()  # bounded by LOAD_S: a start that fails is news, too
+
+    @property
+    def _shared(self) -> list[_Host]:
+        """Hosts that take any episode."""
+        return [h for h in self._hosts if not h.alone and not h.retired]
+
+    def dismiss(self, place: _Host) -> None:
+        """An episode is over, which may have been the last one of a host."""
+        if (place.alone or place.retired) and not place.playing and place.dead is None:
+            self._later(self._end(place))
+
+    def close(self) -> None:
+        """End all hosts; environments have a moment to close."""
+        if self._watching is not None:
+            self._watching.cancel()
+        self._broken = self._broken or "the environment's hosts were closed"
+        for place in self._hosts:
+            place.hang_up(socket.SHUT_WR)
+        until = time.monotonic() + host.CLOSE_S + host.CANCEL_S
+        while time.monotonic() < until and not all(place.line.gone() for place in self._hosts):
+            time.sleep(0.02)
+        for place in self._hosts:
+            place.kill()
+        for line in self._lines.lines:
+            line.kill()
+        self._hosts.clear()
+        self._lines.close()
+
+    # -- starting
+
+    def _start(self, *, alone: bool) -> _Host:
+        """A host that is ready to play. ConfigError if it cannot load the environment. Blocks."""
+        lines = self._lines
+        with self._starting:  # several threads may start hosts
+            line = lines.more()
+        marks = f"{line.file}-marks"
+        host.Marks.create(marks)
+        hello = {**self.cfg.model_dump(mode="json"), "imports": self.imports, "marks": marks}
+        try:
+            if self._broken is not None:
+                raise EnvBroken(self._broken)
+            line.connection.send_bytes(json.dumps(hello).encode())
+            until = time.monotonic() + LOAD_S
+            while True:
+                if not line.connection.poll(max(0.0, until - time.monotonic())):
+                    raise ConfigError(
+                        f"rollout.env.make={self.cfg.make}: its host took more than {LOAD_S:g} s to start"
+                    )
+                kind, *what = json.loads(line.connection.recv_bytes(MOST_BYTES))
+                if kind == "ready":
+                    return _Host(line, marks, alone)
+                if kind == "refused":
+                    raise ConfigError(words(str(what[0]), MOST_ERROR))
+                self._printed(kind, what)
+        except (EOFError, OSError) as error:
+            line.kill()
+            raise ConfigError(
+                f"rollout.env.make={self.cfg.make}: its host did not start: {how_it_ended(line)}"
+            ) from error
+        except BaseException:
+            line.kill()
+            raise
+
+    def _add(self, place: _Host) -> None:
+        place.heard = time.monotonic()
+        self._hosts.append(place)
+        for work in (place.write, lambda: self._read(place)):
+            threading.Thread(target=work, name="whet-env-host", daemon=True).start()
+
+    async def _another(self, *, alone: bool) -> _Host:
+        """One more host."""
+        place = await asyncio.to_thread(self._start, alone=alone)
+        if self._broken is not None:
+            place.kill()
+            raise EnvBroken(self._broken)
+        self._add(place)
+        return place
+
+    def _lost(self, why: str) -> None:
+        """Book that a shared host is lost, and start another one, unless there have been too many."""
+        log.warning("environment: %s", why)
+        self._deaths += 1
+        self.restarts += 1
+        if self._deaths > MOST_DEATHS:
+            self._broken = f"rollout.env: {self._deaths} hosts in a row were lost; the last one: {why}"
+            self._news.set()
+        else:
+            self._later(self._replace())
+
+    async def _replace(self) -> None:
+        """Another shared host."""
+        try:
+            await self._another(alone=False)
+        except WhetError as error:
+            self._broken = self._broken or str(error)
+        self._news.set()
+
+    # -- watching
+
+    def _attend(self) -> None:
+        """Watch the hosts from the event loop that plays."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._news = loop, asyncio.Event()
+            self._watching = loop.create_task(self._watch())
+            for _ in range(
+                len(self._shared), self.cfg.hosts
+            ):  # an earlier loop ended before they were replaced
+                self._later(self._replace())
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    async def _watch(self) -> None:
+        """Find hosts that are silent. What this process slept through is nobody's silence."""
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            slept = now - looked > 4 * LOOK_S
+            looked = now
+            limit_s = self.cfg.timeout_s + SILENT_S
+            for place in list(self._hosts):
+                if slept:
+                    place.heard = max(place.heard, now - SILENT_S / 2)
+                if now - place.heard > limit_s:
+                    self._died(place, f"its host sent no heartbeat for {limit_s:g} s")
+
+    def _read(self, place: _Host) -> None:
+        """A thread: the messages of one host, up to its end."""
+        why = ""
+        try:
+            while True:
+                data = place.line.connection.recv_bytes(MOST_BYTES)
+                place.heard = time.monotonic()
+                self._tell(self._heard, place, json.loads(data))
+        except (EOFError, ConnectionError):  # a reset, where it had not read all
+            pass
+        except (OSError, ValueError) as error:
+            why = f"its host sent no message: {said(error)}" if place.dead is None else ""
+        self._tell(self._died, place, why or f"its host ended: {how_it_ended(place.line)}")
+        place.line.hang_up()
+
+    def _tell(self, what: Callable[..., None], *arguments: object) -> None:
+        while self._loop is None and self._broken is None:
+            time.sleep(0.05)  # nothing is played yet
+        with suppress(RuntimeError):  # the loop has ended
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(what, *arguments)
+
+    def _heard(self, place: _Host, message: Json) -> None:
+        if place.dead is not None:
+            return
+        try:
+            self._take(place, *message)
+        except (TypeError, ValueError, KeyError) as error:
+            self._died(place, f"its host sent a message that is none: {said(error)}")
+
+    def _take(self, place: _Host, kind: str, *what: Json) -> None:
+        """One message of a host, which is not trusted."""
+        if kind in ("said", "beat"):
+            self._printed(kind, what)
+            return
+        number = what[0]
+        playing = place.playing.get(number)
+        if kind == "stuck":
+            self._retire(place, number, words(str(what[1]), MOST_ERROR))
+        elif kind == "hung":
+            place.culprit = number or None
+            self._died(place, str(what[1]), marked=not number)
+        elif kind == "closed":
+            place.closing.discard(number)
+        elif playing is not None:
+            self._deaths = 0
+            if kind == "done":
+                playing.settle(what[1])
+            elif kind == "failed":
+                playing.settle(error=EnvFault(words(str(what[1]), MOST_ERROR)))
+            elif kind == "chat":
+                playing.chat(*what[1:])
+
+    @staticmethod
+    def _printed(kind: str, what: Sequence[Json]) -> None:
+        if kind == "said":
+            log.info("environment: %s", words(str(what[0]), 2 * host.LINE))
+
+    def _retire(self, place: _Host, number: int, why: str) -> None:
+        """Code of one episode goes on after its time; the others of its host are played to their end there."""
+        if (playing := place.playing.get(number)) is not None:
+            playing.settle(error=EnvFault(why))
+        if not place.alone and not place.retired:
+            place.retired = True
+            self._lost(f"{why}; its host gets no more episodes")
+        self.dismiss(place)
+
+    def _died(self, place: _Host, why: str, *, marked: bool = True) -> None:
+        """A host has ended, or is ended. Its episodes hear of it; another host takes its place.
+
+        marked: the episodes that ran code at the end may be the cause.
+        """
+        if place.dead is not None or place not in self._hosts:
+            return
+        self._hosts.remove(place)
+        place.kill()
+        running = host.Marks.read(place.marks) if marked else set()
+        place.running = frozenset(running)
+        place.dead = (
+            words(why, MOST_ERROR) if place.culprit is not None else f"crashed: {words(why, MOST_ERROR)}"
+        )
+        for playing in list(place.playing.values()):
+            playing.settle(error=playing.lost(place))
+        if not place.alone and not place.retired:
+            count = len(place.playing)
+            self._lost(f"{place.dead}; its {count} episodes begin anew in another host")
+
+    async def _end(self, place: _Host) -> None:
+        """Of a host whose one episode is over."""
+        until = time.monotonic() + host.CLOSE_S
+        while place.closing and place.dead is None and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        if place.dead is None:
+            place.dead = "its host was ended"
+            self._hosts.remove(place)
+            place.kill()

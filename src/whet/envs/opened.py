@@ -1,0 +1,56 @@
+"""The environments of a run, by the sections of the config that describe them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from whet.config.schema import Config
+from whet.data.chat import MessageCodec
+from whet.envs.hosts import Hosts
+from whet.types import Metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Environments:
+    """Hosts that have been started; stages with equal sections share them. Close it with the run."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, Hosts] = {}
+        self._told = 0
+
+    def arguments(self, cfg: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """What `play_groups` gets for a stage; nothing for a stage without an environment.
+
+        ConfigError for an environment that cannot be loaded, or a tokenizer without a chat template; DataError for a
+        template that rewrites earlier turns.
+        """
+        env = cfg.rollout.env
+        if env is None:
+            return {}
+        codec = MessageCodec(tokenizer)
+        codec.check_template()
+        known = env.model_dump_json()
+        if known not in self._hosts:
+            self._hosts[known] = Hosts(env, imports=cfg.imports)
+        return {
+            "make_env": self._hosts[known].make,
+            "codec": codec,
+            "max_turns": env.max_turns,
+            "observation_tokens": env.observation_tokens,
+        }
+
+    def timings(self) -> Metrics:
+        """Hosts that were replaced since the last call; nothing for a run without an environment."""
+        if not self._hosts:
+            return {}
+        total = sum(hosts.restarts for hosts in self._hosts.values())
+        new, self._told = total - self._told, total
+        return {"env/host_restarts_count": float(new)}
+
+    def close(self) -> None:
+        """End all hosts."""
+        for hosts in self._hosts.values():
+            hosts.close()
+        self._hosts.clear()

@@ -1,0 +1,572 @@
+"""The contract of environments, over every way to play one: here in the process, in a host, with plain methods; and
+what a host does about code that hangs, dies or returns nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from codecs_numbers import Numbers
+from whet.config.schema import Environment
+from whet.envs import hosts as hosts_module
+from whet.envs.env import (
+    EnvBroken,
+    EnvStep,
+    MakeEnv,
+    World,
+    as_messages,
+    as_step,
+)
+from whet.envs.hosts import Hosts
+from whet.rollout.episode import play_groups
+from whet.rollout.scripted import ScriptedEngine
+from whet.seeds import key, rollout_key
+from whet.types import Json, Message, Rollout, Sampling, Task
+
+ZOO = '''
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from whet.envs.env import EnvStep
+from whet.types import Message
+
+
+class Sums:
+    """Adds up the replies; asks the policy for a number in every turn but the last; is done after three."""
+
+    def __init__(self, task, world, note=None):
+        self.task, self.world, self.note = task, world, note
+        self.total = self.turn = 0
+        self.drawn = world.rng.randrange(1000)
+
+    async def first(self):
+        return [Message("user", f"{self.drawn}")]
+
+    async def step(self, reply):
+        self.turn += 1
+        self.total += sum(map(int, reply.content.split()))
+        if self.turn < 3:
+            asked = await self.world.chat([Message("user", f"{self.turn}")])
+            self.total += int(asked.content.split()[0])
+        return EnvStep([Message("user", "7")], float(self.total), {"turn": 1.0}, done=self.turn == 3)
+
+    async def close(self):
+        if self.note:
+            with open(self.note, "a") as file:
+                file.write("closed\\n")
+
+
+class PlainSums:
+    """The same without async: it runs in a thread, where `world.chat` waits by itself."""
+
+    def __init__(self, task, world, note=None):
+        self.other = Sums(task, world, note)
+        self.other.world = self
+        self.chat_of = world.chat
+
+    def chat(self, messages):
+        async def said():
+            return reply
+
+        reply = self.chat_of(messages)
+        return said()
+
+    def first(self):
+        return run(self.other.first())
+
+    def step(self, reply):
+        return run(self.other.step(reply))
+
+    def close(self):
+        return run(self.other.close())
+
+
+def run(work):
+    """A coroutine that never waits."""
+    try:
+        work.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("it waits")
+
+
+class Hostile:
+    """Ends well, but for one task, where it does what it is told to do, at the given call."""
+
+    def __init__(self, task, world, how, at="step"):
+        self.uid, self.world, self.how, self.at = task.uid, world, how, at
+        self.turn = 0
+
+    async def _do(self, at):
+        if self.uid == 11 and at == self.at:
+            return await HOW[self.how](self)
+        await asyncio.sleep(0.02)
+
+    async def first(self):
+        return await self._do("first") or [Message("user", "9")]
+
+    async def step(self, reply):
+        self.turn += 1
+        done = await self._do("step")
+        return done or EnvStep([Message("user", "7")], 0.5, done=self.turn == 2)
+
+    async def close(self):
+        await self._do("close")
+
+
+class PlainHostile:
+    def __init__(self, task, how):
+        self.uid, self.how, self.turn = task.uid, how, 0
+
+    def first(self):
+        return [Message("user", "9")]
+
+    def step(self, reply):
+        self.turn += 1
+        if self.uid == 11:
+            time.sleep(1000)
+        return EnvStep([Message("user", "7")], 0.5, done=self.turn == 2)
+
+
+async def raises(env):
+    raise ValueError("broken")
+
+async def leaves(env):
+    sys.exit(3)
+
+async def dies(env):
+    os._exit(0)
+
+async def killed(env):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+async def dies_later(env):
+    async def later():
+        await asyncio.sleep(0.05)
+        os._exit(1)
+    env.task = asyncio.create_task(later())
+    await asyncio.sleep(1000)
+
+async def hangs(env):
+    await asyncio.sleep(1000)
+
+async def never_ends(env):
+    while True:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            pass
+
+async def blocks(env):
+    time.sleep(1000)
+
+async def spins(env):
+    while True:
+        pass
+
+async def nan(env):
+    return EnvStep(reward=float("nan"))
+
+async def number(env):
+    return 3
+
+async def dictionary(env):
+    return {"reward": 1.0}
+
+async def no_messages(env):
+    return EnvStep(["hello"], done=False)
+
+async def huge(env):
+    return EnvStep([Message("user", "7" * 10**7)], done=False)
+
+async def closes_its_sockets(env):
+    os.closerange(3, 64)
+    await asyncio.sleep(1000)
+
+async def writes_nonsense(env):
+    for fd in range(3, 32):
+        try:
+            os.write(fd, b"\\xff" * 100)
+        except OSError:
+            pass
+    await asyncio.sleep(1000)
+
+async def drips(env):
+    while True:
+        print("drip")
+        await asyncio.sleep(0.05)
+
+async def forgets_a_chat(env):
+    env.world.chat([Message("user", "1")])
+    return EnvStep(done=True)
+
+async def chats_with_a_strange_setting(env):
+    await env.world.chat([Message("user", "1")], temperature=0.1)
+
+async def faults(env):
+    return EnvStep(fault="the site is down")
+
+async def leaves_a_process(env):
+    subprocess.Popen(["sleep", "4242"])
+    os._exit(5)
+
+HOW = {name: value for name, value in list(globals().items()) if asyncio.iscoroutinefunction(value)}
+'''
+
+END = 1
+
+
+@pytest.fixture
+def zoo(tmp_path: Path) -> Path:
+    file = tmp_path / "zoo.py"
+    file.write_text(ZOO)
+    return file
+
+
+def task(uid: int) -> Task:
+    return Task(uid=uid, source="s", prompt=(Message("user", "50"),), token_ids=(50,))
+
+
+def engine() -> ScriptedEngine:
+    """Says a number that follows from the prompt and the key."""
+
+    def say(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
+        return [2 + key(sampling.key, *token_ids) % 97, END]
+
+    return ScriptedEngine(say, end_token_ids=[END])
+
+
+def play(make: MakeEnv, count: int = 4, **options: Any) -> dict[int, Rollout]:
+    """One rollout of each task 10, 11, ..., by uid."""
+    defaults: dict[str, Any] = {
+        "group_size": 1, "sampling": Sampling(max_tokens=20), "seed": 3, "purpose": "train", "decode": str,
+        "end_token_ids": [END], "timeout_s": 60.0, "codec": Numbers(), "make_env": make,
+    }  # fmt: skip
+
+    async def bounded() -> dict[int, Rollout]:
+        async with asyncio.timeout(90):
+            groups = await play_groups(
+                engine(), [task(10 + n) for n in range(count)], **{**defaults, **options}
+            )
+        return {group.task.uid: group.rollouts[0] for group in groups}
+
+    return asyncio.run(bounded())
+
+
+Opened = Callable[..., Hosts]
+
+
+@pytest.fixture
+def opened(zoo: Path) -> Iterator[Opened]:
+    made: list[Hosts] = []
+
+    def start(name: str, timeout_s: float = 20.0, hosts: int = 1, **arguments: Json) -> Hosts:
+        cfg = Environment(make=f"{zoo}:{name}", arguments=arguments, timeout_s=timeout_s, hosts=hosts)
+        made.append(Hosts(cfg))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+class Sums:
+    """The environment of the zoo, written once more and played in this process."""
+
+    def __init__(self, task: Task, world: World) -> None:
+        self.world, self.total, self.turn = world, 0, 0
+        self.drawn = world.rng.randrange(1000)
+
+    async def first(self) -> list[Message]:
+        return [Message("user", f"{self.drawn}")]
+
+    async def step(self, reply: Message) -> EnvStep:
+        self.turn += 1
+        self.total += sum(map(int, reply.content.split()))
+        if self.turn < 3:
+            asked = await self.world.chat([Message("user", f"{self.turn}")])
+            self.total += int(asked.content.split()[0])
+        return EnvStep([Message("user", "7")], float(self.total), {"turn": 1.0}, done=self.turn == 3)
+
+
+# ---------------------------------------------------------------- the contract
+
+
+@pytest.mark.parametrize("name", ["Sums", "PlainSums"])
+def test_an_environment_gives_the_same_rollouts_wherever_it_is_played(opened: Opened, name: str) -> None:
+    here = play(Sums)
+    assert all(r.error is None for r in here.values())
+    for count in (1, 3):
+        assert play(opened(name, hosts=count).make) == here
+
+
+def test_a_call_of_the_policy_is_a_strand_with_a_key_of_its_own() -> None:
+    rollout = play(Sums, 1)[10]
+    trunk, *forks = rollout.strands
+    drawn = World(key(rollout_key(3, 10, 0, purpose="train"), "env"), no_reply).rng.randrange(1000)
+    assert trunk.token_ids[:2].tolist() == [50, drawn]
+    said: list[int] = []
+    for n in range(3):
+        own = rollout_key(3, 10, 0, purpose="train")
+        before = [50, drawn, *(t for word in said for t in (word, END, 7))]
+        said.append(2 + key(own, *before) % 97)
+        assert trunk.token_ids[: len(before) + 2].tolist() == [*before, said[-1], END], n
+    assert trunk.mask.tolist() == [False, False, True, True, False, True, True, False, True, True]
+    asked = [2 + key(rollout_key(3, 10, 0, purpose="train", fork=(n, 1)), n) % 97 for n in (1, 2)]
+    assert [fork.token_ids.tolist() for fork in forks] == [[n, word, END] for n, word in zip((1, 2), asked)]
+    assert [fork.mask.tolist() for fork in forks] == [[False, True, True]] * 2
+    rewards = [said[0] + asked[0], sum(said[:2]) + sum(asked), sum(said) + sum(asked)]
+    assert [turn.reward for turn in trunk.turns] == rewards
+    assert rollout.reward == sum(rewards)
+    assert rollout.reward_parts == {"env": sum(rewards), "env/turn": 3.0}
+
+
+async def no_reply(*asked: Any) -> Message:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("name", ["Sums", "PlainSums"])
+def test_every_environment_is_closed_once_however_it_ends(opened: Opened, tmp_path: Path, name: str) -> None:
+    note = tmp_path / "note"
+    hosts = opened(name, note=str(note))
+    play(hosts.make, 3)
+    play(hosts.make, 2, max_turns=1)
+    hosts.close()
+    assert note.read_text() == "closed\n" * 5
+
+
+def test_the_words_of_an_environment_stand_in_the_log(
+    opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "whet"):
+        play(opened("Hostile", how="drips", timeout_s=1.0).make)
+    assert caplog.text.count("environment: drip") >= 2
+
+
+class Rewrites:
+    """A new history after the first turn: a summary, or what is there and more."""
+
+    def __init__(self, extends: bool) -> None:
+        self.extends, self.turn = extends, 0
+
+    async def first(self) -> list[Message]:
+        return []
+
+    async def step(self, reply: Message) -> EnvStep:
+        self.turn += 1
+        there = [Message("user", "50"), Message("assistant", f"{reply.content} {END}")]
+        history = there if self.extends else [Message("user", "60 61")]
+        return EnvStep([Message("user", "8")], 1.0, done=self.turn == 2, history=history)
+
+
+@pytest.mark.parametrize("extends", [True, False])
+def test_a_rewritten_history_begins_a_strand_unless_it_extends_the_tokens(extends: bool) -> None:
+    rollout = play(lambda task, world: Rewrites(extends), 1)[10]
+    first = 2 + key(rollout_key(3, 10, 0, purpose="train"), 50) % 97
+    if extends:
+        (strand,) = rollout.strands
+        assert strand.token_ids[:4].tolist() == [50, first, END, 8]
+        assert len(strand.turns) == 2
+        return
+    before, after = rollout.strands
+    assert before.token_ids.tolist() == [50, first, END]
+    second = 2 + key(rollout_key(3, 10, 0, purpose="train", fork=(1, 0)), 60, 61, 8) % 97
+    assert after.token_ids.tolist() == [60, 61, 8, second, END]
+    assert [len(before.turns), len(after.turns)] == [1, 1]
+    assert rollout.reward == 2.0
+
+
+def test_what_an_environment_says_is_bounded() -> None:
+    def rollout(most: int) -> Rollout:
+        return play(Sums, 1, observation_tokens=most)[10]
+
+    assert rollout(3).error is None
+    cut = rollout(2)  # its first message and one answer
+    assert (cut.finish_reason, len(cut.strands[0].turns), cut.error) == ("length", 2, None)
+    none = play(Sums, 1, observation_tokens=0)[10]
+    assert none.error is not None
+    assert "first messages have 1 tokens" in none.error
+
+
+# ---------------------------------------------------------------- code that fails
+
+
+FAULTS = {
+    "raises": "env raised ValueError: broken (zoo.py:",
+    "leaves": "env raised SystemExit: 3",
+    "dies": "env crashed: its host ended",
+    "killed": "env crashed: its host ended: killed by SIGKILL",
+    "dies_later": "env crashed: its host ended",
+    "hangs": "env timeout: step took more than 2 s",
+    "never_ends": "env timeout: step took more than 2 s, and goes on",
+    "blocks": "env timeout: code in an async method held the event loop for more than 2 s",
+    "spins": "env timeout: code in an async method held the event loop for more than 2 s",
+    "nan": "env bad value: nan as EnvStep.reward",
+    "number": "env bad value: step returned int; expected EnvStep",
+    "dictionary": "env bad value: step returned dict; expected EnvStep",
+    "no_messages": "env bad value: EnvStep.messages: str in the list; expected Message",
+    "huge": "env bad value: EnvStep.messages: 10000004 characters; at most 1048576",
+    "closes_its_sockets": "env crashed: its host",
+    "writes_nonsense": "env crashed: its host",
+    "drips": "env timeout: step took more than 2 s",
+    "forgets_a_chat": "env bad value: step returned before its calls of world.chat had their replies",
+    "chats_with_a_strange_setting": "env raised ValueError: world.chat got temperature; expected max_tokens, stop",
+    "faults": "env fault: the site is down",
+    "leaves_a_process": "env crashed: its host ended: exit status 5",
+}
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Rollout]:
+    """The rollouts where nothing fails."""
+    file = tmp_path_factory.mktemp("zoo") / "zoo.py"
+    file.write_text(ZOO)
+    hosts = Hosts(Environment(make=f"{file}:Hostile", arguments={"how": "raises", "at": "never"}))
+    try:
+        return play(hosts.make)
+    finally:
+        hosts.close()
+
+
+@pytest.mark.parametrize("how", FAULTS)
+def test_an_environment_that_fails_ends_its_own_episode_and_changes_no_other(
+    opened: Opened, clean: dict[int, Rollout], how: str
+) -> None:
+    found = play(opened("Hostile", timeout_s=2.0, how=how).make)
+    failed = found.pop(11)
+    assert failed.error is not None
+    assert failed.error.startswith(FAULTS[how])
+    assert (failed.reward, failed.reward_parts, failed.finish_reason) == (None, {}, "abort")
+    assert found == {uid: rollout for uid, rollout in clean.items() if uid != 11}
+    assert not any(process_named(b"4242"))
+
+
+def process_named(word: bytes) -> Iterator[bool]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                yield word in (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+
+
+@pytest.mark.parametrize("at", ["first", "close"])
+@pytest.mark.parametrize("how", ["raises", "dies", "hangs", "blocks"])
+def test_it_may_fail_in_any_call(opened: Opened, clean: dict[int, Rollout], how: str, at: str) -> None:
+    found = play(opened("Hostile", timeout_s=2.0, how=how, at=at).make)
+    failed = found.pop(11)
+    assert found == {uid: rollout for uid, rollout in clean.items() if uid != 11}
+    if at == "close":
+        assert failed == clean[11]
+    else:
+        assert failed.error is not None
+
+
+def test_a_plain_method_that_hangs_ends_its_own_episode(opened: Opened) -> None:
+    hosts = opened("PlainHostile", timeout_s=2.0, how="")
+    found = play(hosts.make)
+    error = found.pop(11).error
+    assert error is not None
+    assert error.startswith("env timeout: step took more than 2 s, and goes on")
+    assert [r.error for r in found.values()] == [None] * 3
+    assert play(hosts.make, 1)[10] == found[10]  # another host plays on
+    assert hosts.restarts == 1
+
+
+def test_a_failed_episode_is_retried(opened: Opened) -> None:
+    assert (
+        play(opened("Hostile", how="faults").make, retries=2)[11].error
+        == "env fault: the site is down (after turn 1)"
+    )
+
+
+def test_a_wait_for_the_policy_is_no_time_of_the_environment(opened: Opened) -> None:
+    hosts = opened("Sums", timeout_s=1.5)
+
+    async def slow(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
+        await asyncio.sleep(2.5 if token_ids == [1] else 0.0)
+        return [5, END]
+
+    async def story() -> Any:
+        return await play_groups(
+            ScriptedEngine(slow, end_token_ids=[END]), [task(10)], group_size=1, sampling=Sampling(max_tokens=20),
+            seed=3, purpose="train", decode=str, end_token_ids=[END], timeout_s=60.0, codec=Numbers(),
+            make_env=hosts.make,
+        )  # fmt: skip
+
+    (group,) = asyncio.run(story())
+    assert group.rollouts[0].error is None
+
+
+def test_a_host_that_stops_is_replaced(
+    opened: Opened, clean: dict[int, Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts_module, "SILENT_S", 1.0)
+    hosts = opened("Hostile", timeout_s=1.0, how="raises", at="never")
+    (pid,) = (line.process.pid for line in hosts._lines.lines)
+    os.kill(pid, signal.SIGSTOP)
+    assert play(hosts.make) == clean
+    assert hosts.restarts == 1
+
+
+def test_hosts_that_die_in_a_row_end_the_run(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts_module, "MOST_DEATHS", 1)
+    make = _all_are(opened("Hostile", how="dies", at="first"))
+    (first,) = play(make, 1).values()
+    assert first.error is not None
+    assert first.error.startswith("env crashed: its host ended")
+    with pytest.raises(EnvBroken, match=r"2 hosts in a row were lost; the last one: crashed: its host ended"):
+        play(make, 1)
+
+
+def _all_are(hosts: Hosts) -> MakeEnv:
+    """Every task is the hostile one."""
+    return lambda task, world: hosts.make(Task(**{**_fields(task), "uid": 11}), world)
+
+
+def _fields(task: Task) -> dict[str, Any]:
+    return {name: getattr(task, name) for name in ("source", "prompt", "token_ids")}
+
+
+def test_closed_hosts_leave_no_process(opened: Opened) -> None:
+    hosts = opened("Hostile", hosts=2, how="never_ends")
+    lines = list(hosts._lines.lines)
+    hosts.close()
+    assert all(line.gone() for line in lines)
+
+
+# ---------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (EnvStep(reward="1"), "EnvStep.reward"),  # type: ignore[arg-type]
+        (EnvStep(done=1), "EnvStep.done: int"),  # type: ignore[arg-type]
+        (EnvStep(fault=3), "EnvStep.fault: int"),  # type: ignore[arg-type]
+        (EnvStep(parts={"a": float("inf")}), "EnvStep.parts"),
+        (EnvStep(parts={1: 1.0}), "EnvStep.parts"),  # type: ignore[dict-item]
+        (EnvStep(history=[]), "EnvStep.history: an empty list"),
+        (EnvStep(messages=[Message("user", 3)]), "role or content is not a text"),  # type: ignore[arg-type]
+        (None, "step returned NoneType"),
+    ],
+)
+def test_a_step_that_is_none_is_named(step: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        as_step(step)
+
+
+def test_messages_are_a_list() -> None:
+    with pytest.raises(ValueError, match="first: str; expected a list of Message"):
+        as_messages("hello", "first")

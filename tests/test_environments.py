@@ -1,0 +1,376 @@
+"""Environments that a config names, through the whole loop: a run in host processes, killed, resumed, hostile."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+import whet
+from whet.types import ConfigError, WhetError
+
+GAMES = '''
+import asyncio
+import os
+import signal
+import time
+
+from whet.envs.env import EnvStep
+from whet.types import Message
+
+
+class Guess:
+    """Two turns: a hint after the first."""
+
+    def __init__(self, task, world, bonus=0.0):
+        self.goal, self.bonus, self.turn = str(task.answer), bonus, 0
+        self.word = world.rng.choice("abc")
+
+    async def first(self):
+        return [Message("user", self.word)]
+
+    async def step(self, reply):
+        self.turn += 1
+        hit = self.goal in reply.content
+        said = [Message("user", "b" if hit else "c")]
+        return EnvStep(said, float(hit) + self.bonus, {"hit": float(hit)}, done=self.turn == 2)
+
+
+class Asks(Guess):
+    """Asks the policy itself, twice at once, before it answers."""
+
+    def __init__(self, task, world):
+        super().__init__(task, world)
+        self.world = world
+
+    async def step(self, reply):
+        asked = [self.world.chat([Message("user", x)], max_tokens=2) for x in "ab"]
+        said = await asyncio.gather(*asked)
+        step = await super().step(reply)
+        return EnvStep(step.messages, len(said[0].content) / 4, done=step.done)
+
+
+class Dies(Guess):
+    """The first host that plays the second step of task 3 is killed, once."""
+
+    def __init__(self, task, world, once):
+        super().__init__(task, world)
+        self.uid, self.once = task.uid, once
+
+    async def step(self, reply):
+        if self.turn == 1 and self.uid == 3 and not os.path.exists(self.once):
+            open(self.once, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().step(reply)
+
+
+class Slow(Guess):
+    async def step(self, reply):
+        await asyncio.sleep(0.2)
+        return await super().step(reply)
+
+
+class Hostile(Guess):
+    def __init__(self, task, world, how):
+        super().__init__(task, world)
+        self.uid, self.how = task.uid, how
+
+    async def step(self, reply):
+        if self.uid == 1:
+            if self.how == "raise":
+                raise ValueError("broken")
+            if self.how == "exit":
+                os._exit(7)
+            if self.how == "fault":
+                return EnvStep(fault="the site is down")
+            if self.how == "nan":
+                return EnvStep(reward=float("nan"))
+        return await super().step(reply)
+
+
+def need(task, word):
+    return Guess(task, None)
+'''
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "games.py").write_text(GAMES)
+    return {
+        "run_dir": str(tmp_path / "run"),
+        "model": {"scratch": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}},
+        "tokenizer": {"build": "chars"},
+        "data": {
+            "train": [{"rows": [{"prompt": f"ab{c}", "answer": c} for c in "abcabcab"]}],
+            "chat": True,
+            "max_prompt_tokens": 16,
+        },
+        "rollout": {
+            "group_size": 4,
+            "sampling": {"max_tokens": 12},
+            "env": {"make": f"{tmp_path}/games.py:Guess", "observation_tokens": 32, "timeout_s": 20.0},
+        },
+        "train": {"steps": 2, "tasks_per_step": 4, "optimizer": {"lr": 0.01}},
+        "checkpoint": {"export": False},
+        "track": {"trackers": ["jsonl"]},
+        "machine": {"device": "cpu"},
+    }
+
+
+def train(tree: dict[str, Any], name: str = "run", env: dict[str, Any] | None = None, **over: Any) -> Path:
+    """A run of its own directory, with keys of `rollout.env` and sections put over the tree."""
+    run_dir = Path(tree["run_dir"]).with_name(name)
+    rollout = {**tree["rollout"], **over.pop("rollout", {})}
+    rollout["env"] = {**rollout["env"], **(env or {})}
+    whet.train(**{**tree, "run_dir": str(run_dir), "rollout": rollout, **over})
+    return run_dir
+
+
+def lines(run_dir: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / file).read_text().splitlines()]
+
+
+def rollouts(run_dir: Path) -> list[dict[str, Any]]:
+    return [
+        row
+        for path in sorted((run_dir / "rollouts").glob("*.parquet"))
+        for row in pq.read_table(path).to_pylist()
+    ]
+
+
+def game(tree: dict[str, Any], name: str) -> str:
+    return tree["rollout"]["env"]["make"].rpartition(":")[0] + f":{name}"
+
+
+def hosts() -> list[int]:
+    """Host processes that this process has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if b"whet.envs.host" in words and parent == os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
+def test_a_run_of_a_users_environment_trains_on_its_rewards(tree: dict[str, Any]) -> None:
+    run_dir = train(tree)
+    steps = [line for line in lines(run_dir) if "train/loss" in line]
+    assert len(steps) == 2
+    for step in steps:
+        assert 1.0 < step["rollout/turns_mean"] <= 2.0
+        assert step["rollout/strands_mean"] == 1.0
+        assert step["reward/part/env_mean"] == step["reward/mean"] == step["reward/part/env/hit_mean"]
+        assert step["rollout/failed_count"] == 0
+    assert any(step["train/grad_norm"] > 0 for step in steps)
+    assert hosts() == []
+
+
+def test_what_was_sampled_stands_in_each_rollout_with_the_words_of_the_environment(
+    tree: dict[str, Any],
+) -> None:
+    rows = rollouts(train(tree, track={"trackers": ["jsonl"], "rollouts_interval": 1}))
+    assert len(rows) == 2 * 4 * 4
+    assert len({row["text"] for row in rows}) > 1
+
+
+def test_calls_of_the_policy_inside_a_step_are_strands_of_the_rollout_and_equal_in_every_run(
+    tree: dict[str, Any],
+) -> None:
+    runs = [train(tree, name, {"make": game(tree, "Asks")}) for name in ("one", "two")]
+    first, second = ((run_dir / "metrics.jsonl").read_bytes() for run_dir in runs)
+    assert first == second
+    steps = [line for line in lines(runs[0]) if "train/loss" in line]
+    for step in steps:  # of each reply of the conversation two more are asked for
+        assert step["rollout/strands_mean"] == pytest.approx(1 + step["rollout/turns_mean"] * 2 / 3)
+    assert all(step["rollout/failed_count"] == 0 for step in steps)
+
+
+def test_a_host_that_is_killed_changes_no_number(tree: dict[str, Any], tmp_path: Path) -> None:
+    clean = train(tree, "clean", {"make": game(tree, "Guess")})
+    killed = train(
+        tree, "killed", {"make": game(tree, "Dies"), "arguments": {"once": str(tmp_path / "once")}}
+    )
+    assert (tmp_path / "once").exists()
+    assert (killed / "metrics.jsonl").read_bytes() == (clean / "metrics.jsonl").read_bytes()
+    assert rollouts(killed) == rollouts(clean)
+    booked = [
+        sum(line.get("env/host_restarts_count", 0.0) for line in lines(x, "timings.jsonl"))
+        for x in (clean, killed)
+    ]
+    assert booked == [0.0, 1.0]
+    assert "killed by SIGKILL; its" in (killed / "run.log").read_text()
+
+
+def test_a_host_that_is_killed_from_outside_is_replaced(tree: dict[str, Any]) -> None:
+    clean = train(tree, "clean")
+
+    def kill() -> None:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            if (tree_dir / "metrics.jsonl").exists() and (tree_dir / "metrics.jsonl").read_text():
+                for pid in hosts():
+                    os.kill(pid, signal.SIGKILL)
+                return
+            time.sleep(0.02)
+
+    tree_dir = Path(tree["run_dir"]).with_name("killed")
+    killer = threading.Thread(target=kill)
+    killer.start()
+    train(tree, "killed", {"make": game(tree, "Slow")})
+    killer.join()
+    assert (tree_dir / "metrics.jsonl").read_bytes() == (clean / "metrics.jsonl").read_bytes()
+    assert hosts() == []
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("raise", "env_raised_ValueError"),
+        ("exit", "env_crashed"),
+        ("fault", "env_fault"),
+        ("nan", "env_bad_value"),
+    ],
+)
+def test_an_episode_that_breaks_its_world_is_unscored_and_no_other_rollout_changes(
+    tree: dict[str, Any], how: str, reason: str
+) -> None:
+    keys: dict[str, Any] = {
+        "train": {**tree["train"], "steps": 1},
+        "reward_workers": {"max_failure_rate": 0.5},
+    }
+    clean = train(tree, "clean", **keys)
+    broken = train(tree, "broken", {"make": game(tree, "Hostile"), "arguments": {"how": how}}, **keys)
+    (step,) = (line for line in lines(broken) if "train/loss" in line)
+    assert step[f"rollout/failed/{reason}_count"] == step["rollout/failed_count"] == 4
+    assert step["reward/scored_count"] == 16  # a group that failed is replaced
+
+    def others(run_dir: Path) -> list[tuple[Any, ...]]:
+        return [(r["uid"], r["text"], r["reward"]) for r in rollouts(run_dir) if r["uid"] in (0, 2, 3)]
+
+    assert others(broken) == others(clean)
+    assert len(others(broken)) == 12
+    assert all(r["reward"] is None for r in rollouts(broken) if r["uid"] == 1)
+
+
+def command(tree: dict[str, Any], folder: Path, name: str) -> list[str]:
+    file = folder / f"{name}.yaml"
+    file.write_text(json.dumps({**tree, "run_dir": str(folder / name)}))
+    return [sys.executable, "-m", "whet", "train", str(file)]
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def started(tree: dict[str, Any], folder: Path, name: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A run in a process of its own that has finished a step, and its child processes."""
+    process = subprocess.Popen(
+        command(tree, folder, name), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    metrics, until = folder / name / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text()):
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return process, children(process.pid)
+
+
+def gone(pids: list[int]) -> bool:
+    """All have ended within ten seconds."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_is_ended_goes_on_to_the_same_numbers_and_leaves_no_process(
+    tree: dict[str, Any], tmp_path: Path, how: signal.Signals
+) -> None:
+    tree["rollout"]["env"]["make"] = game(tree, "Slow")
+    tree |= {"train": {**tree["train"], "steps": 3}, "checkpoint": {"export": False, "interval": 1}}
+    whole = train(tree, "whole")
+    process, left = started(tree, tmp_path, "broken")
+    assert left
+    process.send_signal(how)
+    process.wait(60)
+    assert gone(left)
+    subprocess.run(command(tree, tmp_path, "broken"), check=True, capture_output=True, timeout=120)
+    assert (tmp_path / "broken" / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_an_evaluation_plays_the_environment(tree: dict[str, Any]) -> None:
+    data = {
+        **tree["data"],
+        "eval": [{"rows": [{"prompt": "abc", "answer": "c"}], "name": "held"}],
+        "exclude_eval": False,
+    }
+    run_dir = train(tree, data=data, eval={"at_end": True, "samples": 2, "sampling": {"temperature": 1.0}})
+    (line,) = (line for line in lines(run_dir) if "eval/held/reward_mean" in line and line["step"] == 2)
+    assert line["eval/held/unscored"] == 0
+
+
+def test_explorers_in_another_process_play_the_environment(tree: dict[str, Any], tmp_path: Path) -> None:
+    shared = {
+        **tree,
+        "run_dir": str(tmp_path / "apart"),
+        "buffer": {"url": f"sqlite:///{tmp_path}/queue.db"},
+        "name": "apart",
+    }
+    file = tmp_path / "apart.yaml"
+    file.write_text(json.dumps(shared))
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-m", "whet", "train", str(file), f"mode={mode}"], stderr=subprocess.PIPE
+        )
+        for mode in ("train", "explore")
+    ]
+    for process in both:
+        assert process.wait(180) == 0, process.stderr and process.stderr.read()
+    steps = [line for line in lines(tmp_path / "apart") if "train/loss" in line]
+    alone = [line for line in lines(train(tree, "alone")) if "train/loss" in line]
+    assert [step["reward/mean"] for step in steps] == [step["reward/mean"] for step in alone]
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"make": "{folder}/games.py:Gues"}, "did you mean 'Guess'"),
+        ({"make": "{folder}/games.py:Guess", "arguments": {"bonis": 1.0}}, "'bonis' is no argument.*'bonus'"),
+        ({"make": "{folder}/games.py:need"}, "missing a required argument: 'word'"),
+        ({"make": "{folder}/none.py:Guess"}, "no such file"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_refused_at_the_start(
+    tree: dict[str, Any], tmp_path: Path, env: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        train(tree, env={**env, "make": env["make"].format(folder=tmp_path)})
+    assert hosts() == []
+
+
+def test_an_environment_without_a_chat_template_for_its_prompts_ends_the_run(tree: dict[str, Any]) -> None:
+    with pytest.raises(WhetError, match=r"set data\.chat=true"):
+        train(tree, data={k: v for k, v in tree["data"].items() if k != "chat"})
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tree: dict[str, Any]) -> None:
+    last = "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(WhetError, match="rewrites earlier turns"):
+        train(tree, tokenizer={"build": "chars", "chat_template": last})
