@@ -17,6 +17,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -24,10 +25,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from test_loop import SIZE, TASKS
-from test_overlap import drive, flow
+from test_loop import SIZE, TASKS, toy
 from whet.buffer.buffer import Buffer
 from whet.guard.ledger import Ledger
+from whet.loop import steps as loop_steps
 from whet.rollout.replica import Replica
 from whet.rollout.router import Router
 from whet.rollout.scripted import ScriptedEngine
@@ -69,15 +70,17 @@ def timed(
     mode: Mode, ahead: int, *, handler: Callable[..., Any], spare: int = 0, steps: int = STEPS
 ) -> list[float]:
     """Seconds of each step of the real loop."""
-    run = flow(mode, steps=steps, max_staleness=ahead, spare=spare, handler=handler)
-    update = run.policy.update
+    run = toy(mode=mode, steps=steps, max_staleness=ahead, spare=spare, handler=handler)
+    run.learner.update = lambda batch: time.sleep(TRAIN_S)
 
-    def slowly(batch: Any, loss: Any) -> Any:
-        time.sleep(TRAIN_S)
-        return update(batch, loss)
+    async def drive() -> list[float]:
+        marks = [time.perf_counter()]
+        async for _ in loop_steps(run.stage, None, profiled=lambda number: nullcontext()):
+            marks.append(time.perf_counter())
+        await run.stage.close()
+        return [end - start for start, end in itertools.pairwise(marks)]
 
-    run.policy.update = slowly
-    return asyncio.run(drive(run))
+    return asyncio.run(drive())
 
 
 def schedules() -> list[dict[str, Any]]:
@@ -172,7 +175,7 @@ def ledger() -> list[dict[str, Any]]:
     book = Ledger()
     buffer = Buffer(groups_per_step=64, group_size=8, max_staleness=0, reject=lambda g: None, ledger=book)
     task = Task(uid=0, source="s", prompt="")
-    one = Rollout(
+    one = Rollout.one_strand(
         task=task, index=0, token_ids=[1, 2], mask=[0, 1], logprobs=[0.0, 0.0], sample_logprobs=[0.0, 0.0],
         versions=[-1, 0], finish_reason="stop", reward=1.0,
     )  # fmt: skip

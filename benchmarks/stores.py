@@ -34,7 +34,7 @@ def group(uid: int, *, size: int = 8, tokens: int = 300) -> Group:
 
     def rollout(index: int) -> Rollout:
         logprobs = [-rng.random() for _ in range(tokens)]
-        return Rollout(
+        return Rollout.one_strand(
             task=task,
             index=index,
             token_ids=[rng.randrange(150_000) for _ in range(tokens)],

@@ -59,22 +59,25 @@ def batch_of(case: dict[str, Any], variant: Variant) -> Any:
         return torch.tensor([x for part in parts for x in part])
 
     length_R = torch.tensor([len(p) + len(r) + n for (_, p, r, _), n in zip(rows, pad_R)])
-    row_N = torch.repeat_interleave(torch.arange(len(rows)), length_R)
+    rollout_R = torch.arange(len(rows))
+    rollout_N = torch.repeat_interleave(rollout_R, length_R)
     mask_N = spread(False, True, True)
     counts_N = spread(0.0, 1.0, 0.0)
     tokens = [t for (_, p, r, _), n in zip(rows, pad_R) for t in [*p, *r, *[0] * n]]
     return Batch(
         token_ids_N=torch.tensor(tokens),
         mask_N=mask_N,
-        row_N=row_N,
+        segment_N=rollout_N,
+        rollout_N=rollout_N,
         version_N=torch.where(mask_N, 0, -1),
         logp_sample_N=torch.zeros(len(tokens)),
-        length_R=length_R,
-        prompt_R=torch.tensor([len(p) for _, p, _, _ in rows]),
+        length_S=length_R,
+        prompt_S=torch.tensor([len(p) for _, p, _, _ in rows]),
+        rollout_S=rollout_R,
         group_R=torch.tensor([number for number, _, _, _ in rows]),
         reward_R=torch.zeros(len(rows)),
         stopped_R=torch.ones(len(rows), dtype=torch.bool),
-        adv_N=torch.tensor([a for _, _, _, a in rows])[row_N] * counts_N,
+        adv_N=torch.tensor([a for _, _, _, a in rows])[rollout_N] * counts_N,
         weight_N=counts_N / counts_N.sum(),
     )
 
