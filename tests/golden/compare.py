@@ -97,10 +97,21 @@ def decoded(run_dir: Path) -> Iterator[tuple[str, Any]]:
             yield f"tensor {name} of {path.relative_to(run_dir)}", tensor.float().tolist()
 
 
+def table() -> list[dict[str, str]]:
+    """The rows of renames.tsv; `old` is empty where a value has come."""
+    with (HERE / "renames.tsv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file, delimiter="\t"))
+
+
 def renames() -> dict[str, str]:
     """'metric old' -> 'metric new', and the same of columns, tensors and files."""
-    rows = csv.DictReader((HERE / "renames.tsv").open(encoding="utf-8"), delimiter="\t")
-    return {f"{row['what']} {row['old']}": f"{row['what']} {row['new']}" for row in rows}
+    return {f"{row['what']} {row['old']}": f"{row['what']} {row['new']}" for row in table() if row["old"]}
+
+
+def is_new(what: str) -> bool:
+    """A value that came on purpose."""
+    came = [f"{row['what']} {row['new']}" for row in table() if not row["old"]]
+    return any(what.startswith((f"{name} of ", f"{name}, line ")) for name in came)
 
 
 def renamed(what: str, names: Mapping[str, str]) -> str:
@@ -126,7 +137,7 @@ def same(a: Any, b: Any) -> bool:
 def differences(base: Decoded, head: Decoded) -> list[str]:
     """What is gone, new or another."""
     gone = [f"gone: {what}" for what in base.keys() - head.keys()]
-    new = [f"new: {what}" for what in head.keys() - base.keys()]
+    new = [f"new: {what}" for what in head.keys() - base.keys() if not is_new(what)]
     other = [f"differs: {what}" for what in base.keys() & head.keys() if not same(base[what], head[what])]
     return sorted(gone) + sorted(new) + sorted(other)
 
