@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from whet.models import compiled, twins
+from whet.models import compiled, torch_ops
 from whet.models.segments import Segments
 from whet.types import ConfigError
 
@@ -113,7 +113,8 @@ class Sample(Protocol):
 
 @dataclass(frozen=True)
 class Ops:
-    """The table of functions; semantics and shapes are documented at the fallbacks of the same name (`models.twins`).
+    """The table of functions; semantics and shapes are documented at the fallbacks of the same name
+    (`models.torch_ops`).
 
     The compiled functions take fp32 CPU tensors and pass everything else to their fallback.
     """
@@ -146,7 +147,7 @@ def load(kind: Literal["auto", "torch", "compiled"]) -> Ops:
         return Ops(
             name="torch",
             reason="asked for: machine.kernels=torch",
-            **{f: getattr(twins, f) for f in _FUNCTIONS},
+            **{f: getattr(torch_ops, f) for f in _FUNCTIONS},
         )
     try:
         reason = compiled.build()
@@ -157,6 +158,8 @@ def load(kind: Literal["auto", "torch", "compiled"]) -> Ops:
                 "(cc, gcc or clang) or set machine.kernels=torch."
             ) from error
         return Ops(
-            name="torch", reason=f"no compiled kernels: {error}", **{f: getattr(twins, f) for f in _FUNCTIONS}
+            name="torch",
+            reason=f"no compiled kernels: {error}",
+            **{f: getattr(torch_ops, f) for f in _FUNCTIONS},
         )
     return Ops(name="compiled", reason=reason, **{f: getattr(compiled, f) for f in _FUNCTIONS})

@@ -19,7 +19,7 @@ from whet.config.checks_sync import content_of
 from whet.config.schema import Config
 from whet.models.lora import adapted, refresh
 from whet.rollout.engine import RolloutEngine, WeightUpdate
-from whet.sync.manifest import Entry, Manifest, Missed, checked, describe
+from whet.sync.manifest import Manifest, Missed, TensorEntry, checked, describe
 from whet.sync.transport import Patience, Transport
 from whet.types import Receipt, WhetError
 
@@ -168,7 +168,7 @@ class Publisher:
         self.held[name] = sent
         return True
 
-    def _stays(self) -> Mapping[str, Entry]:
+    def _stays(self) -> Mapping[str, TensorEntry]:
         """What every receiver has alike, or what was in the last whole version."""
         manifests = list(self.held.values()) or [self.base]
         if any(m is None for m in manifests):

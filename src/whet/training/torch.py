@@ -24,7 +24,7 @@ from whet import seeds
 from whet.algos.distillation import TopK
 from whet.algos.segments import need
 from whet.batch import Batch, Loss, LossFn, Outputs
-from whet.config.schema import Optimizer as OptimizerConfig
+from whet.config.schema import OptimizerConfig
 from whet.models.attention import PackedAttention
 from whet.models.context_parallel import Share
 from whet.models.divergence import forward_kl, full_kl
@@ -38,12 +38,12 @@ from whet.models.optim import Optimizer
 from whet.models.packing import layout
 from whet.models.parallel import Parallel
 from whet.models.precision import computing
-from whet.models.router import Balance, gates, hook, uses
+from whet.models.router import RouterTerms, gates, hook, uses
 from whet.models.sharded import Alone, DataParallel, local, within
 from whet.models.tensor_files import Piece, TensorFile, opened, pieces, write
 from whet.track.files import reading
 from whet.training.balance import Dealt, deal, together
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.sums import Sums
 from whet.types import CheckpointError, Metrics, WhetError
 
@@ -78,7 +78,7 @@ class TorchEngine:
         model: PreTrainedModel,
         ops: Ops,
         *,
-        cut: Cut,
+        cut: MicroBatchPolicy,
         value_head: nn.Linear | None = None,
         whole: bool = False,
         optimizer: OptimizerConfig | None = None,
@@ -337,7 +337,7 @@ class TorchEngine:
         key = seeds.key(self.seed, "dropout", self.optimizer.step_count)
         share = self._share(micro)
         name_T = token_names(micro, share.packed)[share.span]
-        # a rank without tokens may compute one in their place: see `universal.modules`
+        # a rank without tokens may compute one in their place: see `hf_forward.modules`
         return dropping(self.module, Noise(name_T if len(name_T) else name_T.new_zeros(1), key))
 
     def _hidden(self, share: Share, x_TD: Tensor | None = None) -> Tensor:
@@ -359,11 +359,11 @@ class TorchEngine:
         scaled = self.optimizer.scaled
         return self.balance.around(forward, lambda: uses(share.packed)[share.span], scaled=scaled)
 
-    def _balance(self) -> Balance:
+    def _balance(self) -> RouterTerms:
         if self.decoder.path == "modules":
             hook(self.module)
         parallel = self.parallel
-        return Balance(
+        return RouterTerms(
             self.module,
             self.cut.router_aux,
             each=self.cut.router_aux_each,
@@ -374,7 +374,7 @@ class TorchEngine:
         )
 
     @torch.no_grad()
-    def _count_choices(self, balance: Balance, dealt: Dealt) -> None:
+    def _count_choices(self, balance: RouterTerms, dealt: Dealt) -> None:
         """How many tokens the whole minibatch has, and what routers choose in it where a term reads that."""
         shares = map(self._share, dealt.micros)
         tokens = sum((uses(share.packed)[share.span].sum() for share in shares), torch.zeros(()))
