@@ -70,7 +70,7 @@ def timed(
     mode: Mode, ahead: int, *, handler: Callable[..., Any], spare: int = 0, steps: int = STEPS
 ) -> list[float]:
     """Seconds of each step of the real loop."""
-    run = toy(mode=mode, steps=steps, max_staleness=ahead, spare=spare, handler=handler)
+    run = toy(mode=mode, steps=steps, max_staleness=ahead, spare=spare, handler=handler, slots=PLACES)
     run.learner.update = lambda batch: time.sleep(TRAIN_S)
 
     async def drive() -> list[float]:

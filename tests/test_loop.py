@@ -21,7 +21,7 @@ from whet.buffer.buffer import Buffer
 from whet.checkpoint import copied
 from whet.config.schema import Config
 from whet.context import Context
-from whet.explorer import Explorer
+from whet.explorer import Explorer, Slots
 from whet.guard.ledger import Ledger
 from whet.learner import Learned
 from whet.loop import steps as loop_steps
@@ -133,6 +133,7 @@ def rejecting(rng: random.Random, keep: float) -> Any:
 def toy(
     *, steps: int = 30, mode: str = "synchronous", keep: float = 1.0, chunk: int = TASKS, max_staleness: int = 0,
     seed: int = 0, spare: int = 0, max_refills: int | None = None, handler: Reply | None = None,
+    slots: int | None = None,
 ) -> Toy:  # fmt: skip
     rng = random.Random(seed)
 
@@ -156,7 +157,7 @@ def toy(
     ledger, engine = Ledger(), ScriptedEngine(handler or reply)
     play = partial(
         play_groups, engine, group_size=SIZE, sampling=Sampling(max_tokens=2), seed=0, purpose="train",
-        decode=str, end_token_ids={1}, timeout_s=120.0,
+        decode=str, end_token_ids={1}, timeout_s=120.0, ended=(bound := Slots(slots, SIZE)).ended,
     )  # fmt: skip
     buffer = Buffer(
         groups_per_step=TASKS, group_size=SIZE, max_staleness=max_staleness, reject=rejecting(rng, keep),
@@ -165,8 +166,9 @@ def toy(
     buffer.put = scored_put(buffer)  # type: ignore[method-assign]
     stream: Any = Stream()
     explorer = Explorer(
-        context, engine, stream, play, play, read=lambda tasks: [], rewards=RewardSet({}, None), buffer=buffer
-    )
+        context, engine, stream, play, play, read=lambda tasks: [], rewards=RewardSet({}, None), buffer=buffer,
+        slots=bound,
+    )  # fmt: skip
     learner: Any = Counting()
     recorder: Any = Silent()
     return Toy(Stage(context, explorer, learner, Weights(context, learner, engine, None), recorder))

@@ -146,6 +146,33 @@ def test_spare_tasks_let_an_on_policy_step_go_on() -> None:
     assert [seen for _, seen in run.learner.seen] == [[0], [1], [2], [3]], "still on-policy"
 
 
+@pytest.mark.parametrize("slots", [1, 6, 8])
+def test_no_task_is_requested_before_there_is_a_slot_for_it(slots: int) -> None:
+    """What waits for a slot would only get older. A rollout that is over gives its slot back at once."""
+    sampled, most = 0, 0
+
+    async def reply(token_ids: list[int], sampling: Any, version: int) -> list[int]:
+        nonlocal sampled, most
+        sampled += 1
+        most = max(most, sampled)
+        await asyncio.sleep(random.random() * 0.004)
+        sampled -= 1
+        return [7, 1]
+
+    run = toy(mode="asynchronous", steps=6, max_staleness=4, handler=reply, slots=slots)
+    run.go()
+    assert len(run.learner.rollouts) == 6 * TASKS * SIZE
+    assert slots <= most < slots + SIZE, "all slots are used, and less than a group waits"
+    assert run.ledger.pending == 0
+
+
+def test_a_group_that_is_given_up_frees_its_slots() -> None:
+    run = toy(mode="asynchronous", steps=6, max_staleness=1, handler=slow_one({1, 9}), slots=2 * SIZE)
+    run.go(within=30)
+    assert len(run.learner.rollouts) == 6 * TASKS * SIZE
+    assert not run.explorer.slots.open
+
+
 def test_interrupted_rollouts_go_on_under_the_new_weights() -> None:
     """ScriptedEngine keeps requests in flight over a sync: nobody is asked twice, nobody is lost."""
     run = toy(mode="asynchronous", steps=6, max_staleness=3, handler=slow_one({3, 40}, seconds=0.2))

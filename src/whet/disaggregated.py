@@ -89,7 +89,7 @@ async def explore_stage(job: Job, index: int, home: Path) -> None:
     explorer = explorer_into(context, job.models, begun.tasks, job.rewards[index], cast(Buffer, queue))
     explorer.checks_failures = queue.version is None  # groups of a round are the trainer's to sort out
     draw = partial(queue.draw, at=begun.tasks.at)
-    explorer.in_flight = InFlight(explorer.buffer, draw, explorer.explore)
+    explorer.in_flight = InFlight(explorer.buffer, draw, explorer.explore, explorer.slots)
     adapters = content_of(cfg) == "adapters"  # the engine's own: what is under adapters is here already
     weights = Followed(context, engine, home / "weights", module=model if adapters else None)
     try:

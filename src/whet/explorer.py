@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -58,6 +59,8 @@ class Explorer:
     buffer: Buffer
     rounds: Rounds | None = None
     """Samples tasks if explorers are separate processes and rollout.schedule=deterministic."""
+    slots: Slots = field(default_factory=lambda: Slots(None, 1))
+    """Of the engine, where tasks are sampled one by one."""
     checks_failures: bool = True
     """Too many unscored rollouts end the run here; not where the trainer of another process sorts them out."""
     in_flight: InFlight = field(init=False)
@@ -68,7 +71,7 @@ class Explorer:
     """Groups that came one by one and whose failures are not yet counted."""
 
     def __post_init__(self) -> None:
-        self.in_flight = InFlight(self.buffer, self.draw, self.explore)
+        self.in_flight = InFlight(self.buffer, self.draw, self.explore, self.slots)
 
     # -- asked by the loop
 
@@ -287,6 +290,47 @@ class Explorer:
         return rows
 
 
+class Slots:
+    """How many rollouts the engine samples at once, and how many of the tasks in flight are not over.
+
+    A task that waits for a slot gets older with every version, and may be too old when it is finished. So no task is
+    requested before there is a slot for its first rollout. count None: no bound.
+    """
+
+    def __init__(self, count: int | None, group_size: int) -> None:
+        self.count, self.group_size = count, group_size
+        self.open: Counter[int] = Counter()
+        """Rollouts that are not over, by task uid."""
+        self.freed = asyncio.Event()
+
+    async def free(self) -> int:
+        """Wait for a slot. Returns the number of groups to be requested: enough to fill all slots."""
+        while (n := self._groups()) == 0:
+            self.freed.clear()
+            await self.freed.wait()
+        return n
+
+    def _groups(self) -> int:
+        if self.count is None:
+            return sys.maxsize
+        return max(0, -(-(self.count - self.open.total()) // self.group_size))
+
+    def taken(self, task: Task) -> None:
+        """A task is requested."""
+        self.open[task.uid] = self.group_size
+
+    def ended(self, task: Task) -> None:
+        """A rollout of it is over."""
+        if task.uid in self.open:
+            self.open[task.uid] -= 1
+            self.freed.set()
+
+    def left(self, uid: int) -> None:
+        """The task is over, finished or given up."""
+        del self.open[uid]
+        self.freed.set()
+
+
 class InFlight:
     """One asyncio task for each task that is sampled, so that no rollout waits for another's end.
 
@@ -299,8 +343,9 @@ class InFlight:
         buffer: Buffer,
         draw: Callable[[int], list[Task]],
         explore: Callable[[list[Task]], Coroutine[Any, Any, None]],
+        slots: Slots,
     ) -> None:
-        self.buffer, self.draw, self.explore = buffer, draw, explore
+        self.buffer, self.draw, self.explore, self.slots = buffer, draw, explore, slots
         self.again: list[Task] = []
         """Under way when the checkpoint was written: asked before anything else. Their room is taken already."""
         self.playing: dict[int, asyncio.Task[None]] = {}
@@ -335,15 +380,18 @@ class InFlight:
 
     async def _ask(self) -> None:
         while True:
-            self._play(self.draw(await self.buffer.room(at_most=self.buffer.groups_per_step)))
+            at_most = min(await self.slots.free(), self.buffer.groups_per_step)
+            self._play(self.draw(await self.buffer.room(at_most=at_most)))
 
     def _play(self, tasks: Iterable[Task]) -> None:
         for task in tasks:
+            self.slots.taken(task)
             playing = self.playing[task.uid] = asyncio.create_task(self.explore([task]))
             playing.add_done_callback(partial(self._played, task.uid))
 
     def _played(self, uid: int, playing: asyncio.Task[None]) -> None:
         self.playing.pop(uid, None)
+        self.slots.left(uid)
         self._ended(playing)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -420,6 +468,7 @@ def explorer_into(
     """An explorer that puts its groups into this buffer."""
     cfg, purpose = context.cfg, f"train/{context.name}"
     sampling = to_sampling(cfg.rollout.sampling)
+    slots = Slots(_slots(cfg), context.plan.group_size)
     return Explorer(
         context=context,
         engine=models.engine,
@@ -431,6 +480,7 @@ def explorer_into(
             size=cfg.rollout.group_size,
             purpose=purpose,
             pace=Pace(cfg.rollout.timeout_s, cfg.rollout.timeout_factor),
+            ended=slots.ended,
         ),
         play_greedy=player(
             models, cfg, replace(sampling, temperature=0.0), size=1, purpose=f"{purpose}/greedy"
@@ -438,13 +488,26 @@ def explorer_into(
         read=reader(cfg, context.algorithm.kind, models.tokenizer),
         rewards=rewards,
         buffer=buffer,
+        slots=slots,
     )
 
 
+def _slots(cfg: Config) -> int | None:
+    """Rollouts that the engines sample at once. An episode that waits for its environment takes no slot: no bound."""
+    return None if cfg.rollout.env else cfg.rollout.max_num_seqs * max(1, cfg.rollout.replicas)
+
+
 def player(
-    models: Models, cfg: Config, sampling: Sampling, *, size: int, purpose: str, pace: Pace | None = None
+    models: Models,
+    cfg: Config,
+    sampling: Sampling,
+    *,
+    size: int,
+    purpose: str,
+    pace: Pace | None = None,
+    ended: Callable[[Task], object] = lambda task: None,
 ) -> Play:
-    """Plays tasks: groups of `size` rollouts, with random numbers for this purpose."""
+    """Plays tasks: groups of `size` rollouts, with random numbers for this purpose. ended: as `play_groups` has it."""
     return partial(
         play_groups,
         models.engine,  # type: ignore[arg-type]  # None: nothing is ever sampled, nor played
@@ -458,6 +521,7 @@ def player(
         pace=pace,
         retries=cfg.rollout.retries,
         max_total_tokens=cfg.data.max_total_tokens,
+        ended=ended,
         **models.environments.arguments(cfg, models.tokenizer),
     )
 

@@ -179,11 +179,12 @@ class _Free:
         heapq.heappush(self.events, (self.now + seconds, self.number, what, group, began))
 
     def ask(self) -> None:
-        """Start new groups while there is room, and rollouts on free slots."""
+        """Start new groups while there is room and a free slot, and rollouts on free slots."""
         schedule = self.schedule
         bound = (schedule.max_staleness + 1) * schedule.groups_per_step
         wanted = (schedule.steps - self.version) * schedule.groups_per_step
-        while self.held < min(bound, wanted) + schedule.spare:
+        most = min(bound, wanted) + schedule.spare
+        while self.held < most and self.running + len(self.queue) < self.costs.slots:
             self.held += 1
             self.groups[self.asked] = _Group(self.version, schedule.group_size)
             self.queue.extend([self.asked] * schedule.group_size)

@@ -267,6 +267,7 @@ async def play_groups(
     max_turns: int = 8,
     observation_tokens: int = 1024,
     max_total_tokens: int | None = None,
+    ended: Callable[[Task], object] = lambda task: None,
 ) -> list[Group]:
     """`group_size` rollouts of each task, all at once, in the order of the tasks.
 
@@ -275,7 +276,8 @@ async def play_groups(
     sampled tokens of all turns together, `observation_tokens` those that a strand has beyond the prompt and the sampled
     ones, `max_total_tokens` a full strand, prompt included. A rollout that raises or takes longer than `timeout_s` (or
     than `pace` allows) is retried `retries` times; then it ends as `abort`, with its finished turns and the reason in
-    `error`. It never affects other rollouts. Raises EnvBroken if environments cannot be played any more.
+    `error`. It never affects other rollouts. ended: called with its task when a rollout is over. Raises EnvBroken if
+    environments cannot be played any more.
     """
     if make_env is not None and codec is None:
         raise ValueError("make_env needs a codec, which encodes the environment's messages as tokens")
@@ -308,6 +310,7 @@ async def play_groups(
                 continue
             tried += 1
             if rollout.error is None or tried > retries:
+                ended(task)
                 return rollout
             log.info("rollout %d of task %d is retried", index, task.uid)
 
