@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -34,6 +34,7 @@ from whet.guard.hangs import UNSEEN, Seen, blame
 from whet.guard.line import Local, OpenLines, end
 from whet.models.lora import adapted, learned, merged, refresh
 from whet.models.mesh import Dims
+from whet.models.published import Send, adapters_of, weights_of
 from whet.models.sharded import Sharding
 from whet.tables import loaded_files
 from whet.track.lanes import RANKS, Lane, Told
@@ -45,6 +46,8 @@ from whet.training.rank import Hello, Role
 from whet.training.sums import Sums
 from whet.training.torch import FullKl, TorchEngine
 from whet.types import CheckpointError, ConfigError, Metrics, WhetError
+
+T = TypeVar("T")
 
 _ERRORS = {e.__name__: e for e in (CheckpointError, ConfigError, WhetError)}
 MODULE = "whet.training.rank"
@@ -156,8 +159,8 @@ class Ranks:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             self.close()
             raise WhetError(
-                f"a message to the ranks ({self.doing[rank]}) cannot be pickled: {error}; losses "
-                "must be module-level functions, or functools.partial of such functions"
+                f"a message to the ranks ({self.doing[rank]}) cannot be pickled: {error}; losses, and what publishes "
+                "weights, must be module-level functions, or functools.partial of such functions"
             ) from error
 
     def _answers(self, tensor: Callable[[Any, Tensor], object] | None) -> list[Any]:
@@ -284,7 +287,7 @@ class RankGroup:
                 f"{role}: its layout has {self.dims.world} ranks, but {ranks.dims.world} ranks are running"
             )
         self.ranks, self.role, self.cut, self.version = ranks, role, cut, 0
-        self.sharded = sharded
+        self.sharded, self.apart = sharded, ranks.lines.near
         if sharded and not ranks.lines.near:
             raise ConfigError(
                 "checkpoint.sharded=true, but ranks on other machines do not see the checkpoint's folder; set it false"
@@ -325,6 +328,10 @@ class RankGroup:
 
     # -- the seam
 
+    @property
+    def structure(self) -> PreTrainedModel:
+        return self._module
+
     def forward(self, batch: Batch, want: Literal["logprobs", "values", "collision"]) -> Tensor:
         where = batch.mask_N.device
         batch = batch.to("cpu")
@@ -350,6 +357,12 @@ class RankGroup:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in merged(self.module).named_parameters():
             yield name, p.detach()
+
+    def publish(self, send: Send[T]) -> T:
+        if not self.apart:
+            return send(weights_of(self.module))
+        with self.span("publish weights"):
+            return self._ask("publish", send, adapters_of(self._module))[0]  # type: ignore[no-any-return]
 
     def save(self, path: Path, *, moments: bool = True) -> None:
         if self.sharded:
