@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from forked import near
@@ -21,7 +22,7 @@ from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
 from whet.config.schema import Lora, Optimizer
 from whet.models import kernels
-from whet.models.lora import attach
+from whet.models.lora import adapted, attach
 from whet.models.mesh import Dims
 from whet.models.published import weights_of
 from whet.rollout.engine import WeightUpdate
@@ -92,6 +93,39 @@ def test_one_process_publishes_by_reference() -> None:
     engine = TorchEngine(policy_model(lora=False), kernels.load("torch"), cut=CUT)
     own = {p.data_ptr() for p in engine.module.parameters()}
     assert engine.publish(lambda weights: {w.own.data_ptr() for w in weights}) == own
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_driver_has_no_weights_while_ranks_train(shards: Ranks, tmp_path: Path, lora: bool) -> None:
+    """From the first update on; asked for its module it has what one process has learned, and may train on."""
+    home = tmp_path / "policy"
+    lean = RankGroup(
+        shards, "policy", policy_model(lora=lora), cut=CUT, optimizer=SGD, total_steps=8, home=home
+    )
+    kept = TorchEngine(policy_model(lora=lora), kernels.load("auto"), cut=CUT, optimizer=SGD, total_steps=8)
+    publisher = Publisher(Files(tmp_path / "weights"))
+    for version in (1, 2):
+        for engine in (lean, kept):
+            engine.update(weighted(seed=version), pg_loss)
+        lean.version = version
+        assert memory_of(lean.structure) <= 4 * len(list(lean.structure.parameters()))
+        assert all(p.isnan().all() for p in lean.structure.parameters()), "a value that is read is no old one"
+        sent = publisher.publish(lean)
+        assert memory_of(lean.structure) <= 4 * len(list(lean.structure.parameters()))
+        assert sent.digest == describe(0, carried(weights_of(lean.module), adapters=False)).digest
+        assert not home.exists()
+    expected = dict(kept.module.named_parameters())
+    for name, p in lean.module.named_parameters():
+        torch.testing.assert_close(p, expected[name], rtol=1e-4, atol=1e-5)
+        assert p.requires_grad == expected[name].requires_grad
+        with torch.no_grad():
+            p.add_(1.0)
+
+
+def memory_of(model: torch.nn.Module) -> int:
+    """Bytes of all parameters and buffers that training changes."""
+    effective = [x for layer in adapted(model).values() if (x := layer.effective) is not None]
+    return sum(x.untyped_storage().nbytes() for x in (*model.parameters(), *effective))
 
 
 # ---------------------------------------------------------------- replicas
@@ -233,9 +267,11 @@ def test_a_folder_in_memory_goes_with_its_process(tmp_path: Path, caplog: pytest
     dead.mkdir()
     (dead / "big").write_text("x")
     living = Scratch(disk, size=1, memory=memory)
-    assert dead.is_dir(), "it may have been made this moment"
-    for path in (dead, living.path):
-        os.utime(path, (time.time() - 100,) * 2)
+    assert dead.is_dir(), "it may have been made this moment, and is not locked yet"
+    os.utime(dead, (time.time() - 100,) * 2)
+    killed = memory / "whet-weights-killed"
+    killed.mkdir()
+    (killed / "lock").touch()
     other = Scratch(disk, size=1, memory=memory)
     assert sorted(memory.iterdir()) == sorted([living.path, other.path])
     for one in (living, other, other):

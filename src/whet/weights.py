@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,10 @@ from whet.sync.files import Files
 from whet.sync.weights import publish, sync
 from whet.training.cut import Cut
 from whet.training.engine import TrainEngine
-from whet.training.ranks import Ranks
+from whet.training.ranks import RankGroup, Ranks
 from whet.types import Json
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -106,6 +109,10 @@ def open_weights(
     """Where explorers are separate processes, they get the weights from run_dir/weights."""
     elsewhere = context.cfg.mode == "train" and context.algorithm.kind == "online"
     out = open_publisher(context.cfg, run_dir) if elsewhere else None
+    if isinstance(policy, RankGroup) and not policy.apart:
+        log.info(
+            "stage %s: the ranks are on other machines; their weights go through this process", context.name
+        )
     sampler = models.sampler
     if models.sampler_on_ranks:
         sampler = engine_of(models, context.cfg, "sampler", twin(models.model), ranks=ranks, cut=Cut())

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from whet.models.lora import adapted, effect
+from whet.track.files import atomic_folder
 
 T = TypeVar("T")
 
@@ -89,3 +96,35 @@ def parts_first(
     """The same tensors; those of adapters before all others."""
     parts = {name for adapter in adapters.values() for name in (adapter.a, adapter.b)}
     yield from sorted(named, key=lambda one: one[0] not in parts)
+
+
+# ---------------------------------------------------------------- a model that is in memory only while it is read
+
+
+@torch.no_grad()
+def let_go(model: nn.Module) -> None:
+    """Free the memory of all parameters. Names, shapes and dtypes stay; whoever reads a value finds NaN."""
+    for p in model.parameters():
+        p.data = torch.full((1,), math.nan, dtype=p.dtype, device=p.device).expand(p.shape)
+    for layer in adapted(model).values():
+        layer.effective = None
+
+
+def write_own(folder: Path, weights: Iterator[Weight]) -> None:
+    """A `Send`: a file for each weight as the model has it. Raises CheckpointError (full disk ...)."""
+    with atomic_folder(folder, durable=False) as new:
+        for number, weight in enumerate(weights):
+            save_file({weight.name: weight.own.cpu().contiguous()}, new / f"{number:05d}.safetensors")
+
+
+@torch.no_grad()
+def bring_back(model: nn.Module, folder: Path, device: torch.device) -> None:
+    """The parameters of `write_own`, and remove the folder. On the CPU they are mapped files, which the system reads
+    when they are used and may drop again; writing copies a page."""
+    parameters = dict(model.named_parameters())
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  it is no mapping
+                parameters.pop(name).data = file.get_tensor(name).to(device)
+    assert not parameters, f"{folder} lacks {sorted(parameters)}"
+    shutil.rmtree(folder, ignore_errors=True)

@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from whet.track.files import RunLock
@@ -20,9 +21,11 @@ log = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")
 """Files here are pages of memory."""
+_ATTEMPTS = 3
 _PREFIX = "whet-weights-"
+_LOCK = "lock"
 _YOUNG_S = 60.0
-"""A folder younger than that may not be locked yet."""
+"""A folder without a lock, younger than that, may get one at any moment."""
 
 
 class Scratch:
@@ -33,15 +36,14 @@ class Scratch:
         sweep(memory)
         free = shutil.disk_usage(memory).free if memory.is_dir() else 0
         if free > size:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=memory))
+            self.path, self._lock = _made(memory)
         else:
             shutil.rmtree(disk, ignore_errors=True)
-            self.path = disk
+            self.path, self._lock = disk, RunLock(disk)
             log.info(
                 "weights for replicas: %s has %d MiB free, %d MiB are needed; they go through %s",
                 memory, free >> 20, size >> 20, disk,
             )  # fmt: skip
-        self._lock = RunLock(self.path)
 
     def close(self) -> None:
         """Remove the folder. Safe to call twice."""
@@ -49,12 +51,25 @@ class Scratch:
         self._lock.release()
 
 
+def _made(memory: Path) -> tuple[Path, RunLock]:
+    """A new folder and its lock. Another process may sweep in the moment before it is locked: then one more is made."""
+    for _ in range(_ATTEMPTS):
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=memory))
+        with suppress(WhetError):
+            lock = RunLock(path)
+            if (path / _LOCK).exists():
+                return path, lock
+            lock.release()
+    raise WhetError(f"no folder for weights could be kept in {memory}: other processes remove it at once")
+
+
 def sweep(memory: Path = MEMORY) -> None:
     """Remove the folders that processes of this user have left behind when they were killed."""
     for path in memory.glob(f"{_PREFIX}*"):
         try:
             about = path.stat()
-            if about.st_uid != os.getuid() or time.time() - about.st_mtime < _YOUNG_S:
+            young = time.time() - about.st_mtime < _YOUNG_S and not (path / _LOCK).exists()
+            if about.st_uid != os.getuid() or young:
                 continue
             with RunLock(path):
                 shutil.rmtree(path, ignore_errors=True)

@@ -1,9 +1,9 @@
 """Many processes as one train engine: `Ranks` starts and watches them, `RankGroup` is a `TrainEngine` on them.
 
-The driver keeps the batch, the loop and, for the policy, a full copy of the weights to sample from; the ranks keep
-weights, gradients and optimizer state. A command goes to all ranks and is done when all have answered. When a rank
-dies, fails or sends no message for too long, all ranks are ended, and the error names the rank, its command and its
-stack.
+The driver keeps the batch, the loop and, where an engine in its process samples, a full copy of the policy; the ranks
+keep weights, gradients and optimizer state, and write what replicas and explorers load. A command goes to all ranks and
+is done when all have answered. When a rank dies, fails or sends no message for too long, all ranks are ended, and the
+error names the rank, its command and its stack.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from whet.guard.hangs import UNSEEN, Seen, blame
 from whet.guard.line import Local, OpenLines, end
 from whet.models.lora import adapted, learned, merged, refresh
 from whet.models.mesh import Dims
-from whet.models.published import Send, adapters_of, weights_of
+from whet.models.published import Send, adapters_of, bring_back, let_go, weights_of, write_own
 from whet.models.sharded import Sharding
 from whet.tables import loaded_files
 from whet.track.lanes import RANKS, Lane, Told
@@ -276,11 +276,14 @@ class RankGroup:
         dims: Dims | None = None,
         chunks: int = 1,
         sharding: Sharding | None = None,
+        home: Path | None = None,
         **arguments: Any,
     ) -> None:
         """model: whole; the role `policy` keeps it up to date, of others the ranks alone have the weights afterwards.
         sharded: each rank saves the parts that it holds. dims, sharding: other than the ranks' own.
-        chunks: parts of the layers on each rank of pp. arguments: further ones of TorchEngine."""
+        chunks: parts of the layers on each rank of pp. home: nothing in this process needs the policy while it is
+        trained: the first update frees its memory here, and `module` maps it by way of this folder. arguments: further
+        ones of TorchEngine."""
         self.dims = dims or ranks.dims
         if self.dims.world != ranks.dims.world:
             raise ConfigError(
@@ -288,6 +291,7 @@ class RankGroup:
             )
         self.ranks, self.role, self.cut, self.version = ranks, role, cut, 0
         self.sharded, self.apart = sharded, ranks.lines.near
+        self.home = home if self.apart and role == "policy" else None
         if sharded and not ranks.lines.near:
             raise ConfigError(
                 "checkpoint.sharded=true, but ranks on other machines do not see the checkpoint's folder; set it false"
@@ -319,9 +323,13 @@ class RankGroup:
     def module(self) -> PreTrainedModel:
         """The policy's whole model in this process, brought up to date when asked for; of others, its structure."""
         if self._stale and self.role == "policy":
-            own = dict(learned(self._module))
             with self.span("gather weights"), torch.no_grad():
-                self._ask("pull", tensor=lambda name, x: own[name].copy_(x))
+                if self.home is None:
+                    own = dict(learned(self._module))
+                    self._ask("pull", tensor=lambda name, x: own[name].copy_(x))
+                else:
+                    self.publish(partial(write_own, self.home))
+                    bring_back(self._module, self.home, self.device)
             refresh(self._module)
         self._stale = False
         return self._module
@@ -349,6 +357,8 @@ class RankGroup:
         with self.span("update"):
             answers = self._ask("update", each=[(part, loss, full_kl) for part in self._by_rank(dealt)])
         self._stale = True
+        if self.home is not None:
+            let_go(self._module)
         sums = Sums()
         for number in range(self.dims.dp):
             sums.join(answers[self._speaker(number)][0])
