@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from whet.environment import give_memory_back
 from whet.models.lora import adapted, effect
 from whet.track.files import atomic_folder
 
@@ -108,6 +109,7 @@ def let_go(model: nn.Module) -> None:
         p.data = torch.full((1,), math.nan, dtype=p.dtype, device=p.device).expand(p.shape)
     for layer in adapted(model).values():
         layer.effective = None
+    give_memory_back()
 
 
 def write_own(folder: Path, weights: Iterator[Weight]) -> None:

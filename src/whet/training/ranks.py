@@ -291,7 +291,7 @@ class RankGroup:
             )
         self.ranks, self.role, self.cut, self.version = ranks, role, cut, 0
         self.sharded, self.apart = sharded, ranks.lines.near
-        self.home = home if self.apart and role == "policy" else None
+        self.home, self._gone = (home if self.apart and role == "policy" else None), False
         if sharded and not ranks.lines.near:
             raise ConfigError(
                 "checkpoint.sharded=true, but ranks on other machines do not see the checkpoint's folder; set it false"
@@ -330,6 +330,7 @@ class RankGroup:
                 else:
                     self.publish(partial(write_own, self.home))
                     bring_back(self._module, self.home, self.device)
+                    self._gone = False
             refresh(self._module)
         self._stale = False
         return self._module
@@ -356,9 +357,10 @@ class RankGroup:
         dealt = self._deal(batch.to("cpu"), learns=True)
         with self.span("update"):
             answers = self._ask("update", each=[(part, loss, full_kl) for part in self._by_rank(dealt)])
-        self._stale = True
-        if self.home is not None:
+        if self.home is not None and not self._gone:
             let_go(self._module)
+            self._gone = True
+        self._stale = True
         sums = Sums()
         for number in range(self.dims.dp):
             sums.join(answers[self._speaker(number)][0])
