@@ -32,7 +32,7 @@ from whet.loop import steps as loop_steps
 from whet.rollout.replica import Replica
 from whet.rollout.router import Router
 from whet.rollout.scripted import ScriptedEngine
-from whet.simulate import Costs, Mode, Schedule, bound_s, simulate
+from whet.simulate import Costs, Mode, SimulatedSchedule, bound_s, simulate
 from whet.types import Group, Request, Rollout, Sampling, Task
 
 PLACES = 16
@@ -91,7 +91,7 @@ def schedules() -> list[dict[str, Any]]:
     for sigma in SPREADS:
         times = lengths(sigma)
         for mode, ahead in ways:
-            schedule = Schedule(
+            schedule = SimulatedSchedule(
                 mode=mode, groups_per_step=TASKS, group_size=SIZE, max_staleness=ahead, steps=STEPS
             )
             taken: list[float] = []

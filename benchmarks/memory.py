@@ -298,9 +298,9 @@ def mb(count: float) -> str:
 def one(name: str, *, by_live: bool) -> dict[str, Any]:
     """Run a case in this process. by_live: what is freed leaves the process at once."""
     from whet.api import run_training
-    from whet.config.footprint import phases, rank_phases
     from whet.config.load import load
     from whet.config.memory import largest
+    from whet.config.memory_estimate import phases, rank_phases
     from whet.config.plan import plans
 
     if by_live:

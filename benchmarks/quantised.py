@@ -18,7 +18,7 @@ from whet import environment
 
 environment.prepare(threads=None, exact=True)
 
-from whet.config.schema import Model, Scratch  # noqa: E402
+from whet.config.schema import ModelConfig, ScratchConfig  # noqa: E402
 from whet.models import kernels  # noqa: E402
 from whet.models.attention import PackedAttention, Segments  # noqa: E402
 from whet.models.forward import decoder  # noqa: E402
@@ -41,7 +41,7 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    scratch = Scratch(
+    scratch = ScratchConfig(
         hidden_size=args.hidden,
         intermediate_size=args.ffn,
         layers=args.layers,
@@ -49,7 +49,7 @@ def main() -> None:
         max_position_embeddings=4096,
     )
     model = build(
-        Model(scratch=scratch),
+        ModelConfig(scratch=scratch),
         vocab_size=VOCAB,
         eos_token_id=1,
         pad_token_id=0,

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from whet.config.schema import Config, Lora, Model, Scratch, Sync
+from whet.config.schema import Config, LoraConfig, ModelConfig, ScratchConfig, SyncConfig
 from whet.models import kernels
 from whet.models.load import build
 from whet.models.lora import adapted, attach, refresh
@@ -45,20 +45,20 @@ from whet.sync.parcels import Letter, in_store
 from whet.sync.replicas import Delivery, Inbox, Shipped, Shipper
 
 DTYPES = ("auto", "bfloat16")
-ADAPTERS = Lora(rank=8)
+ADAPTERS = LoraConfig(rank=8)
 
 
 def made(given: str, *, lora: bool) -> PreTrainedModel:
     hidden, x, layers = given.partition("x")
     scratch = x and hidden.isdigit() and layers.isdigit()
     cfg = (
-        Model(
-            scratch=Scratch(
+        ModelConfig(
+            scratch=ScratchConfig(
                 hidden_size=int(hidden), num_hidden_layers=int(layers), num_attention_heads=8, head_dim=64
             )
         )
         if scratch
-        else Model(path=given)
+        else ModelConfig(path=given)
     )
     model = build(
         cfg, vocab_size=32000, eos_token_id=1, pad_token_id=0, seed=0, device="cpu", dtype=torch.float32
@@ -270,8 +270,8 @@ def measured(
     model: str, method: str, content: str, dtype: str, *, lora: bool, repeats: int
 ) -> dict[str, Any]:
     told: Any = {"content": content, "dtype": dtype, "timeout_s": 120.0}
-    sync = Sync(**told, method="collective" if method == "collective" else "auto")
-    cfg = Config(sync=sync, model=Model(lora=ADAPTERS if lora else None))
+    sync = SyncConfig(**told, method="collective" if method == "collective" else "auto")
+    cfg = Config(sync=sync, model=ModelConfig(lora=ADAPTERS if lora else None))
     policy = made(model, lora=lora)
     seconds, sent = [], 0
     with WAYS[method](policy, cfg, model) as bring:

@@ -85,21 +85,21 @@ def batch_of(case: dict[str, Any], variant: Variant) -> Any:
 def engine_of(case: dict[str, Any], variant: Variant, dtype: Any) -> Any:
     from train_case import make_model
 
-    from whet.config.schema import Optimizer
+    from whet.config.schema import OptimizerConfig
     from whet.models import kernels
-    from whet.training.cut import Cut
+    from whet.training.micro_batches import MicroBatchPolicy
     from whet.training.torch import TorchEngine
 
     return TorchEngine(
         make_model(case, dtype),
         kernels.load("auto"),
-        cut=Cut(
+        cut=MicroBatchPolicy(
             max_tokens=case["micro_batch_tokens"],
             share_prompts=variant.shared,
             checkpoint=variant.checkpoint,
             compile=variant.compile,
         ),
-        optimizer=Optimizer(lr=1e-6),
+        optimizer=OptimizerConfig(lr=1e-6),
         total_steps=100,
     )
 
@@ -152,7 +152,7 @@ def logprob_step(args: argparse.Namespace) -> dict[str, Any]:
     from train_case import now, peak_mb
 
     from whet.models import kernels
-    from whet.models.logprobs import Head, token_logprobs
+    from whet.models.logprobs import OutputHead, token_logprobs
 
     device, vocabulary = args.device, 151_936
     width, dtype = (1536, torch.bfloat16) if device == "cuda" else (128, torch.float32)
@@ -161,10 +161,10 @@ def logprob_step(args: argparse.Namespace) -> dict[str, Any]:
     hidden = torch.randn(args.rows, width, device=device, dtype=dtype, requires_grad=True)
     target = torch.randint(vocabulary, (args.rows,), device=device)
     with torch.no_grad():  # libraries and buffers that are made once
-        token_logprobs(hidden[:64], target[:64], head=Head(linear), ops=ops)
+        token_logprobs(hidden[:64], target[:64], head=OutputHead(linear), ops=ops)
     before, start = peak_mb(device), now(device)
     if args.how == "chunked":
-        logp, entropy = token_logprobs(hidden, target, head=Head(linear), ops=ops)
+        logp, entropy = token_logprobs(hidden, target, head=OutputHead(linear), ops=ops)
     else:
         every = linear(hidden).float().log_softmax(-1)
         logp = every.gather(1, target[:, None]).squeeze(1)

@@ -22,8 +22,8 @@ from whet.types import (
     Request,
     Sampling,
     ScoreRequest,
-    Span,
     TokenLogprobs,
+    VersionSpan,
     WhetError,
     spans_of,
 )
@@ -159,7 +159,7 @@ class Vllm(HttpEngine):
         return Completion(
             token_ids=choice["token_ids"],
             **known([row["logprob"] for row in choice["logprobs"]["content"]], s, self.can),
-            spans=tuple(Span(v["version"], v["start"], v["end"]) for v in choice["weight_versions"]),
+            spans=tuple(VersionSpan(v["version"], v["start"], v["end"]) for v in choice["weight_versions"]),
             finish_reason=choice["finish_reason"],
         )
 

@@ -18,14 +18,14 @@ from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
 from whet.algos.critic import value_loss
 from whet.batch import Batch, Loss, Outputs
-from whet.config.parts.lora import Lora
-from whet.config.schema import Optimizer
+from whet.config.schema import OptimizerConfig
+from whet.config.sections.lora import LoraConfig
 from whet.models import kernels
 from whet.models.load import value_head
 from whet.models.lora import attach, learned, refresh
 from whet.models.mesh import Dims
 from whet.models.sharded import Sharding
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import FullKl, TorchEngine
 
@@ -71,7 +71,7 @@ LAYOUTS: dict[str, Layout] = {
 class Way:
     """How a batch is cut and what learns."""
 
-    cut: Cut = CUT
+    cut: MicroBatchPolicy = CUT
     lora: float | None = None
     """Dropout of the adapters, if there are any."""
 
@@ -84,10 +84,10 @@ WAYS: dict[str, Way] = {
     "checkpointing": Way(replace(CUT, max_tokens=30, checkpoint=True)),
     "offload": Way(replace(CUT, max_tokens=30, offload=("optimizer", "activations"))),
 }
-BIG = Optimizer(name="sgd", lr=1024.0, max_grad_norm=None)
+BIG = OptimizerConfig(name="sgd", lr=1024.0, max_grad_norm=None)
 """Its one step shows the gradient: what the parameters moved by."""
-SGD = Optimizer(name="sgd", lr=0.02, momentum=0.9, max_grad_norm=0.5)
-ADAM = Optimizer(lr=1e-3, eps=1e-3)
+SGD = OptimizerConfig(name="sgd", lr=0.02, momentum=0.9, max_grad_norm=0.5)
+ADAM = OptimizerConfig(lr=1e-3, eps=1e-3)
 STEPS = 3
 
 Compared = Callable[[Ranks, Layout, Way, "Note"], None]
@@ -106,7 +106,7 @@ def model_of(layout: Layout, way: Way, *, seed: int = 0) -> PreTrainedModel:
     """seed: of all weights, or of the adapters where there are any."""
     model = tiny_model(layout.family, layers=layout.layers, seed=0 if way.lora is not None else seed)
     if way.lora is not None:
-        attach(model, Lora(rank=4, dropout=way.lora), seed=1)
+        attach(model, LoraConfig(rank=4, dropout=way.lora), seed=1)
         gen = torch.Generator().manual_seed(5 + seed)
         with torch.no_grad():
             for name, p in learned(model):

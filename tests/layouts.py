@@ -18,8 +18,8 @@ from test_train_torch import random_groups
 from tiny import tiny_model
 from whet.algos.distillation import TopK
 from whet.batch import Batch, pack, select
-from whet.config.schema import Lora
-from whet.models import kernels, router, universal
+from whet.config.schema import LoraConfig
+from whet.models import hf_forward, kernels, router
 from whet.models.attention import PackedAttention
 from whet.models.collectives import Peers
 from whet.models.divergence import forward_kl, full_kl
@@ -68,7 +68,7 @@ def model_of(case: Case, *, seed: int = 0) -> PreTrainedModel:
         model.config.tie_word_embeddings = True
         model.lm_head.weight = model.model.embed_tokens.weight
     if case.lora is not None:
-        attach(model, Lora(rank=3, alpha=6.0, dropout=case.lora), seed=seed)
+        attach(model, LoraConfig(rank=3, alpha=6.0, dropout=case.lora), seed=seed)
         gen = torch.Generator().manual_seed(seed)
         for name, p in model.named_parameters():
             if name.endswith("lora_B"):
@@ -99,7 +99,7 @@ class Learner:
         config = self.model.config
         if dims is None:  # the same road, without hooks
             self.decoder = Decoder(
-                universal.modules(self.model, config), output_head(self.model, config), "modules", 0, 0, 0
+                hf_forward.modules(self.model, config), output_head(self.model, config), "modules", 0, 0, 0
             )
         else:
             self.decoder = self.parallel.decoder(self.model, OPS)

@@ -9,7 +9,7 @@ from typing import Any
 from whet.config.draft import Draft
 from whet.config.functions import ADVANTAGES, LOSSES
 from whet.config.recipes import RECIPES
-from whet.config.schema import Algorithm
+from whet.config.schema import AlgorithmConfig
 from whet.config.settings import ImportanceWeight
 from whet.types import Json
 
@@ -36,9 +36,9 @@ def correction(**keys: Any) -> dict[str, Json]:
     return rest | ({"weight": {"name": keys["weight"], **mine}} if mine else {})
 
 
-def section(told: Mapping[str, Json]) -> Algorithm:
+def section(told: Mapping[str, Json]) -> AlgorithmConfig:
     """`section({"algorithm.loss": "ppo", "algorithm.loss.clip_low": 0.1})`, as overrides would make it."""
     draft = Draft()
     for key, value in told.items():
         draft.put(tuple(key.split(".")), value, "here")
-    return Algorithm.model_validate_json(json.dumps(draft.tree["algorithm"]))
+    return AlgorithmConfig.model_validate_json(json.dumps(draft.tree["algorithm"]))

@@ -15,8 +15,8 @@ from test_train_torch import engine, random_groups
 from whet.batch import pack
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.models.logprobs import Head, collisions
-from whet.training.cut import Cut
+from whet.models.logprobs import OutputHead, collisions
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.types import ConfigError, WhetError
 
 ROOT = Path(__file__).parents[1]
@@ -135,7 +135,7 @@ def test_dropped_groups_are_asked_for_again_or_copied(tmp_path: Path) -> None:
 
 
 def test_collisions_by_hand_and_in_chunks() -> None:
-    head = Head(nn.Linear(2, 3, bias=False))
+    head = OutputHead(nn.Linear(2, 3, bias=False))
     with torch.no_grad():
         head.linear.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]).log1p())
     # Logits log 2, log 2, 0 -> 2/5, 2/5, 1/5: 9/25. At temperature 1/2: 4/9, 4/9, 1/9: 33/81.
@@ -147,8 +147,8 @@ def test_collisions_by_hand_and_in_chunks() -> None:
     assert not half.requires_grad
 
 
-@pytest.mark.parametrize("cut", [Cut(), Cut(max_tokens=20, temperature=0.7)])
-def test_the_engine_s_collisions_are_those_of_its_distribution(cut: Cut) -> None:
+@pytest.mark.parametrize("cut", [MicroBatchPolicy(), MicroBatchPolicy(max_tokens=20, temperature=0.7)])
+def test_the_engine_s_collisions_are_those_of_its_distribution(cut: MicroBatchPolicy) -> None:
     made = engine(cut)
     batch = pack(random_groups())
     got = made.forward(batch, "collision")
@@ -164,7 +164,7 @@ def test_the_engine_s_collisions_are_those_of_its_distribution(cut: Cut) -> None
 
 
 def test_only_a_policy_has_collisions() -> None:
-    critic = engine(Cut())
+    critic = engine(MicroBatchPolicy())
     critic = replace_head(critic)
     with pytest.raises(WhetError, match="a critic engine does not compute collision"):
         critic.forward(pack(random_groups()), "collision")

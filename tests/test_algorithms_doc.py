@@ -92,7 +92,7 @@ def test_every_function_has_a_row_with_its_formula_and_its_code(heading: str, th
 
 def test_every_kl_estimator_has_a_row_with_its_code() -> None:
     rows = table("KL estimators")
-    assert rows.keys() == set(choices(schema.Kl, "estimator"))
+    assert rows.keys() == set(choices(schema.KlConfig, "estimator"))
     for name, function in (ESTIMATORS | RATIO_ESTIMATORS).items():
         assert [named(code) for code in code_of(rows[name])] == [plain(function)], name
     assert inspect.isfunction(named(code_of(rows["full"])[0]))
@@ -106,7 +106,7 @@ def test_every_aggregation_has_a_row_with_its_code() -> None:
 
 def test_every_way_to_count_rollouts_has_a_row_with_its_code() -> None:
     rows = table("Groups and counts", 1)
-    assert rows.keys() == {*choices(schema.Algorithm, "resample"), "refill=copy"}
+    assert rows.keys() == {*choices(schema.AlgorithmConfig, "resample"), "refill=copy"}
     for name, function in RESAMPLE.items():
         weight = function.keywords.get("weight") if isinstance(function, partial) else None
         assert [named(code) for code in code_of(rows[name])] == [weight or function], name
@@ -114,8 +114,8 @@ def test_every_way_to_count_rollouts_has_a_row_with_its_code() -> None:
 
 def test_every_key_about_groups_has_a_row_with_code_that_exists() -> None:
     rows = table("Groups and counts", 0)
-    assert {name.partition("=")[0] for name in rows} == set(schema.Groups.model_fields)
-    assert {f"truncated={value}" for value in choices(schema.Groups, "truncated")} - {
+    assert {name.partition("=")[0] for name in rows} == set(schema.GroupsConfig.model_fields)
+    assert {f"truncated={value}" for value in choices(schema.GroupsConfig, "truncated")} - {
         "truncated=keep"
     } <= rows.keys()
     assert all(inspect.isfunction(named(code)) for row in rows.values() for code in code_of(row))
@@ -128,13 +128,13 @@ def test_every_choice_of_the_correction_has_a_row_with_code_that_exists() -> Non
         if line.startswith("|")
     ][2:]
     settings = [row["setting"].strip("`") for row in rows]
-    assert {setting.partition(":")[0] for setting in settings} == set(schema.Correction.model_fields) | set(
-        ImportanceWeight.model_fields
-    )
+    assert {setting.partition(":")[0] for setting in settings} == set(
+        schema.CorrectionConfig.model_fields
+    ) | set(ImportanceWeight.model_fields)
     values = {
         "weight": WEIGHTS,
         "outside": choices(ImportanceWeight, "outside"),
-        "denominator": choices(schema.Correction, "denominator"),
+        "denominator": choices(schema.CorrectionConfig, "denominator"),
     }
     for key, of_key in values.items():
         assert {f"{key}: {value}" for value in of_key} <= set(settings)
@@ -160,7 +160,7 @@ def test_the_listing_has_every_name() -> None:
 
 def test_a_listed_recipe_is_what_it_resolves_to() -> None:
     for name, entry in of("recipe").items():
-        made = resolve(schema.Algorithm(name=name))
+        made = resolve(schema.AlgorithmConfig(name=name))
         assert (entry["advantage"], entry["loss"], entry["loss_agg_mode"]) == (
             made.advantage,
             made.loss,

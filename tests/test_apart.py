@@ -38,7 +38,7 @@ from whet.models.lora import adapted, attach, refresh
 from whet.rollout.native.engine import NativeEngine
 from whet.sync.manifest import describe
 from whet.sync.weights import publish, sync
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import ConfigError, Group, Rollout, Task, WhetError
 from whet.weights import open_publisher
@@ -329,14 +329,14 @@ def test_an_explorer_samples_from_the_trainer_s_weights(
     model = SCRATCH | (adapters if lora else {})
     loaded = load(None, (), tree(tmp_path, **apart(sync={"content": content}, model=model)))
     cfg = loaded.stages[0]
-    policy = TorchEngine(a_model(cfg, seed=1), kernels.load("torch"), cut=Cut())
+    policy = TorchEngine(a_model(cfg, seed=1), kernels.load("torch"), cut=MicroBatchPolicy())
     publisher = open_publisher(cfg, tmp_path)
 
     def explorer(name: str) -> Any:
         there = cfg.model_copy(
             update={"mode": "explore", "buffer": cfg.buffer.model_copy(update={"explorer": name})}
         )
-        engine = TorchEngine(a_model(there, seed=1), kernels.load("torch"), cut=Cut())
+        engine = TorchEngine(a_model(there, seed=1), kernels.load("torch"), cut=MicroBatchPolicy())
         samples = NativeEngine(
             engine.module, kernels.load("torch"), end_token_ids=[1], max_context=32, version=-1
         )

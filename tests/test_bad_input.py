@@ -155,7 +155,7 @@ def test_a_model_folder_without_its_tokenizer(finished: Path, train: Run, tmp_pa
     for file in model.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(ConfigError, match=r"has no tokenizer \(tokenizer.json\)"):
-        whet.data.tokenizer.load_tokenizer(whet.config.schema.Tokenizer(), model_path=str(model))
+        whet.data.tokenizer.load_tokenizer(whet.config.schema.TokenizerConfig(), model_path=str(model))
 
 
 def test_a_model_that_is_not_there_is_named_by_its_key(config: Path, train: Run, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from batches import micro_batches
 from whet.batch import Batch, pack
 from whet.training.balance import Dealt, balanced, deal, together
-from whet.training.cut import Limits
-from whet.training.work import Work, batch_flops
+from whet.training.micro_batches import MicroBatchLimits
+from whet.training.work import BatchFlops, batch_flops
 from whet.types import Group, Rollout, Task
 
 
@@ -44,13 +44,17 @@ GROUPS = st.lists(
     max_size=8,
 )
 LIMITS = st.one_of(
-    st.builds(Limits, max_tokens=st.integers(1, 150), shared=st.booleans(), whole_groups=st.booleans()),
-    st.builds(Limits, max_rollouts=st.integers(1, 6), shared=st.booleans(), whole_groups=st.booleans()),
+    st.builds(
+        MicroBatchLimits, max_tokens=st.integers(1, 150), shared=st.booleans(), whole_groups=st.booleans()
+    ),
+    st.builds(
+        MicroBatchLimits, max_rollouts=st.integers(1, 6), shared=st.booleans(), whole_groups=st.booleans()
+    ),
 )
-WORK = Work(layers=2.0, output=1.0, attention=0.1)
+WORK = BatchFlops(layers=2.0, output=1.0, attention=0.1)
 
 
-def size(batch: Batch, limits: Limits) -> int:
+def size(batch: Batch, limits: MicroBatchLimits) -> int:
     """What the budget counts."""
     if limits.max_rollouts:
         return batch.rollouts
@@ -58,12 +62,12 @@ def size(batch: Batch, limits: Limits) -> int:
     return batch.tokens - (int(batch.prompt_S[1:][again].sum()) if limits.shared else 0)
 
 
-def worst(micros: Sequence[Batch], limits: Limits) -> float:
+def worst(micros: Sequence[Batch], limits: MicroBatchLimits) -> float:
     assert limits.work is not None
     return max(batch_flops(limits.work, micro, shared=limits.shared) for micro in micros)
 
 
-def ordered(batch: Batch, limits: Limits) -> list[Batch]:
+def ordered(batch: Batch, limits: MicroBatchLimits) -> list[Batch]:
     """Cut by the budget alone, one after the other."""
     return list(
         micro_batches(
@@ -113,7 +117,7 @@ def test_differencing_is_near_the_best_there_is(costs: list[int], parts: int) ->
 
 @given(GROUPS, st.integers(1, 4), LIMITS, st.booleans())
 def test_every_rollout_once_within_the_budget_in_equal_numbers(
-    groups: list[tuple[int, list[int]]], parts: int, limits: Limits, by_work: bool
+    groups: list[tuple[int, list[int]]], parts: int, limits: MicroBatchLimits, by_work: bool
 ) -> None:
     batch, limits = batch_of(groups), replace(limits, work=WORK if by_work else None)
     dealt = deal(batch, parts, limits)
@@ -135,7 +139,7 @@ def test_every_rollout_once_within_the_budget_in_equal_numbers(
 
 @given(GROUPS, LIMITS)
 def test_no_more_micro_batches_than_in_order_and_no_costlier_ones(
-    groups: list[tuple[int, list[int]]], limits: Limits
+    groups: list[tuple[int, list[int]]], limits: MicroBatchLimits
 ) -> None:
     batch, limits = batch_of(groups), replace(limits, work=WORK)
     (dealt,), plain = deal(batch, 1, limits), ordered(batch, limits)
@@ -151,7 +155,7 @@ def test_the_number_is_near_the_least_there_is(lengths: list[int], budget: int) 
     """Best fit needs at most 11/9 of the least and one more (Johnson 1974); with so few it is the least itself, or
     one more."""
     batch = batch_of([(1, [n]) for n in lengths])
-    (dealt,) = deal(batch, 1, Limits(max_tokens=budget))
+    (dealt,) = deal(batch, 1, MicroBatchLimits(max_tokens=budget))
 
     def fits(places: Sequence[int]) -> bool:
         sums = [0] * len(places)
@@ -170,27 +174,27 @@ def rows(dealt: Sequence[Dealt]) -> list[list[list[int]]]:
 
 def test_micro_batches_by_hand() -> None:
     batch = batch_of([(1, [n - 1]) for n in (5, 9, 4, 9, 3)])
-    assert [m.tokens for m in ordered(batch, Limits(max_tokens=12))] == [5, 9, 4, 12]
-    assert [m.tokens for m in deal(batch, 1, Limits(max_tokens=12))[0].micros] == [12, 9, 9]
+    assert [m.tokens for m in ordered(batch, MicroBatchLimits(max_tokens=12))] == [5, 9, 4, 12]
+    assert [m.tokens for m in deal(batch, 1, MicroBatchLimits(max_tokens=12))[0].micros] == [12, 9, 9]
     # and no larger ones than they must be
-    assert [m.tokens for m in ordered(batch, Limits(max_tokens=25))] == [18, 12]
-    assert [m.tokens for m in deal(batch, 1, Limits(max_tokens=25))[0].micros] == [16, 14]
-    assert rows(deal(batch, 1, Limits(max_rollouts=3))) == [[[1, 2, 4], [0, 3]]]
+    assert [m.tokens for m in ordered(batch, MicroBatchLimits(max_tokens=25))] == [18, 12]
+    assert [m.tokens for m in deal(batch, 1, MicroBatchLimits(max_tokens=25))[0].micros] == [16, 14]
+    assert rows(deal(batch, 1, MicroBatchLimits(max_rollouts=3))) == [[[1, 2, 4], [0, 3]]]
 
 
 def test_groups_stay_together_where_it_costs_no_micro_batch() -> None:
     batch = batch_of([(10, [2, 2]), (10, [2, 2]), (10, [2, 2])])  # 14 tokens each
-    assert rows(deal(batch, 1, Limits(max_tokens=30, shared=True))) == [[[0, 1, 2, 3], [4, 5]]]
+    assert rows(deal(batch, 1, MicroBatchLimits(max_tokens=30, shared=True))) == [[[0, 1, 2, 3], [4, 5]]]
     # unshared a rollout has 12, and two fit
-    assert [len(r) for r in rows(deal(batch, 1, Limits(max_tokens=30)))[0]] == [2, 2, 2]
+    assert [len(r) for r in rows(deal(batch, 1, MicroBatchLimits(max_tokens=30)))[0]] == [2, 2, 2]
     # whole, 28 tokens each would go alone; in pieces there are fewer micro-batches
     long = batch_of([(4, [8, 8, 8]), (4, [8, 8, 8]), (4, [8, 8, 8])])
-    assert len(rows(deal(long, 1, Limits(max_tokens=50, shared=True)))[0]) == 2
+    assert len(rows(deal(long, 1, MicroBatchLimits(max_tokens=50, shared=True)))[0]) == 2
 
 
 def test_few_long_groups_are_torn_between_ranks_if_that_ends_sooner() -> None:
     batch = batch_of([(2, [20, 20, 20, 20]), (2, [20, 20, 20, 20]), (2, [20, 20, 20, 20])])
-    limits = Limits(max_tokens=1000, shared=True)
+    limits = MicroBatchLimits(max_tokens=1000, shared=True)
     assert [d.micros[0].rollouts for d in deal(batch, 2, limits)] == [6, 6]
     whole = deal(batch, 2, replace(limits, whole_groups=True))
     assert sorted(d.micros[0].rollouts for d in whole) == [4, 8]
@@ -198,15 +202,18 @@ def test_few_long_groups_are_torn_between_ranks_if_that_ends_sooner() -> None:
 
 def test_attention_makes_long_rollouts_dearer() -> None:
     batch = batch_of([(1, [n]) for n in (59, 19, 19, 19)])
-    assert rows(deal(batch, 2, Limits(max_tokens=200))) == [[[0]], [[1, 2, 3]]]
-    quadratic = Limits(max_tokens=200, work=Work(layers=0.0, output=0.0, attention=1.0))
+    assert rows(deal(batch, 2, MicroBatchLimits(max_tokens=200))) == [[[0]], [[1, 2, 3]]]
+    quadratic = MicroBatchLimits(max_tokens=200, work=BatchFlops(layers=0.0, output=0.0, attention=1.0))
     assert rows(deal(batch_of([(1, [n]) for n in (59, 39, 39, 9)]), 2, quadratic)) == [[[0]], [[1, 2, 3]]]
-    assert rows(deal(batch_of([(1, [n]) for n in (59, 39, 39, 9)]), 2, Limits())) == [[[1, 2]], [[0, 3]]]
+    assert rows(deal(batch_of([(1, [n]) for n in (59, 39, 39, 9)]), 2, MicroBatchLimits())) == [
+        [[1, 2]],
+        [[0, 3]],
+    ]
 
 
 @given(GROUPS, st.integers(1, 3), LIMITS)
 def test_what_was_said_goes_back_to_its_place(
-    groups: list[tuple[int, list[int]]], parts: int, limits: Limits
+    groups: list[tuple[int, list[int]]], parts: int, limits: MicroBatchLimits
 ) -> None:
     batch = batch_of(groups)
     batch = replace(batch, logp_sample_N=torch.arange(batch.tokens).float())

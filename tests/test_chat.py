@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import processors
 
-from whet.config.schema import Tokenizer
+from whet.config.schema import TokenizerConfig
 from whet.data.chat import as_prompt, encode_prompt, encode_response, encode_turn, read_template
 from whet.data.tokenizer import load_tokenizer
 from whet.types import ConfigError, DataError, Message
@@ -27,7 +27,7 @@ STRIPS_THOUGHTS = (
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(Tokenizer(build="chars"), model_path=None, texts=[LETTERS])
+    return load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=[LETTERS])
 
 
 def tokens(tokenizer, text):
@@ -67,7 +67,7 @@ def test_plain_text_is_encoded_as_it_is(tokenizer):
 
 
 def test_plain_text_gets_the_begin_token_where_the_tokenizer_puts_one_but_no_end_token():
-    tokenizer = load_tokenizer(Tokenizer(build="chars"), model_path=None, texts=[LETTERS])
+    tokenizer = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=[LETTERS])
     tokenizer.bos_token = "<system>"
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -102,7 +102,7 @@ def test_a_template_comes_from_text_or_a_file(tokenizer, tmp_path):
 
 
 def test_messages_without_a_template_are_refused_with_the_remedy():
-    tokenizer = load_tokenizer(Tokenizer(build="chars"), model_path=None, texts=["a"])
+    tokenizer = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=["a"])
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"no chat template.*tokenizer\.chat_template.*plain text"):
         encode_prompt(tokenizer, (USER,))
@@ -146,7 +146,7 @@ def test_a_reply_that_was_cut_gets_its_end_token_from_the_continuation(tokenizer
 
 def test_history_keeps_its_own_tokens_where_the_tokenizer_would_choose_others():
     texts = ["hello hello hello 2+2?"] * 4
-    tokenizer = load_tokenizer(Tokenizer(build="bpe", vocab_size=300), model_path=None, texts=texts)
+    tokenizer = load_tokenizer(TokenizerConfig(build="bpe", vocab_size=300), model_path=None, texts=texts)
     sampled = [i for letter in "hello" for i in tokens(tokenizer, letter)]
     assert sampled != tokens(tokenizer, "hello")
     so_far = [*encode_prompt(tokenizer, (USER,)), *sampled, tokenizer.eos_token_id]
@@ -165,7 +165,7 @@ def test_a_template_that_rewrites_history_is_refused(tokenizer):
 
 def test_a_template_whose_turns_run_together_is_refused():
     tokenizer = load_tokenizer(
-        Tokenizer(build="bpe", vocab_size=300), model_path=None, texts=["rst rst rst q"] * 4
+        TokenizerConfig(build="bpe", vocab_size=300), model_path=None, texts=["rst rst rst q"] * 4
     )
     glued = "{% for m in messages %}{% if loop.index > 2 %}st{% endif %}{{ m.content }}{% endfor %}"
     with pytest.raises(DataError, match="joins a reply with the text after it"):
@@ -178,7 +178,7 @@ def test_a_turn_without_messages_is_refused(tokenizer):
 
 
 def test_a_reply_needs_an_end_token():
-    tokenizer = load_tokenizer(Tokenizer(build="chars"), model_path=None, texts=["a"])
+    tokenizer = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=["a"])
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="no end-of-text token"):
         encode_response(tokenizer, "a")
@@ -203,7 +203,7 @@ THINKS = (
 
 
 def with_arguments(arguments, template=THINKS):
-    cfg = Tokenizer(build="chars", chat_template=template, chat_template_kwargs=arguments)
+    cfg = TokenizerConfig(build="chars", chat_template=template, chat_template_kwargs=arguments)
     return load_tokenizer(cfg, model_path=None, texts=[LETTERS])
 
 
@@ -232,7 +232,7 @@ def test_later_turns_have_the_values_too():
 
 def test_an_argument_is_a_default_that_the_exported_tokenizer_keeps(tmp_path):
     with_arguments({"enable_thinking": False}).save_pretrained(tmp_path)
-    again = load_tokenizer(Tokenizer(path=str(tmp_path)), model_path=None)
+    again = load_tokenizer(TokenizerConfig(path=str(tmp_path)), model_path=None)
     plain = [{"role": "user", "content": "a"}]
     text = again.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
     assert text == "<user>a<eos><assistant><think></think>"
@@ -246,7 +246,9 @@ def test_an_argument_is_a_default_that_the_exported_tokenizer_keeps(tmp_path):
 def test_arguments_change_nothing_else_in_the_template(template):
     given = with_arguments({"y": 5}, template)
     plain = [{"role": "user", "content": "a"}]
-    without = load_tokenizer(Tokenizer(build="chars", chat_template=template), model_path=None, texts=["a"])
+    without = load_tokenizer(
+        TokenizerConfig(build="chars", chat_template=template), model_path=None, texts=["a"]
+    )
     assert given.apply_chat_template(plain, tokenize=False) == without.apply_chat_template(
         plain, tokenize=False, y=5
     )

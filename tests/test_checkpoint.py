@@ -29,9 +29,9 @@ from test_checkpoint_options import CONFIG, LAST, WEIGHTS, refused, same, steps_
 from tiny import tiny_model
 from whet import checkpoint
 from whet.checkpoint import Keep, Saver
-from whet.config.schema import Optimizer
+from whet.config.schema import OptimizerConfig
 from whet.models import kernels, tensor_files
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import CheckpointError, WhetError
 
@@ -64,7 +64,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine() -> TorchEngine:
-    return TorchEngine(tiny_model(), kernels.load("torch"), cut=Cut(), optimizer=Optimizer(lr=0.1))
+    return TorchEngine(
+        tiny_model(), kernels.load("torch"), cut=MicroBatchPolicy(), optimizer=OptimizerConfig(lr=0.1)
+    )
 
 
 def place(step: int, **more: Any) -> dict[str, Any]:

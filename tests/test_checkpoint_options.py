@@ -27,7 +27,7 @@ from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.resuming import free_changes
 from whet.config.secrets import dump, is_secret, learn
-from whet.track import places
+from whet.track import run_paths
 from whet.types import CheckpointError, ConfigError, Task, WhetError
 
 ROOT = Path(__file__).parents[1]
@@ -333,7 +333,7 @@ def test_a_kill_while_a_run_is_moved_aside_loses_no_file(
     train(run_dir, saved)
     before = {p.read_bytes() for p in tmp_path.rglob("*.safetensors")}
     rename, clock = Path.rename, iter(["20260101-000000", "20260101-000001"])
-    monkeypatch.setattr(places, "now", lambda: next(clock))
+    monkeypatch.setattr(run_paths, "now", lambda: next(clock))
 
     def killed(self: Path, to: Path) -> Path:
         if self == run_dir:
@@ -356,7 +356,7 @@ def test_the_time_in_run_dir_stays_while_the_run_goes_on(
     finished: Path, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(["20260101-000000", "20260101-000001", "20260101-000002", "20260101-000003"])
-    monkeypatch.setattr(places, "now", lambda: next(clock))
+    monkeypatch.setattr(run_paths, "now", lambda: next(clock))
     pattern, saved = f"{tmp_path}/a-{{time}}/run", f"checkpoint.dir={tmp_path}/saved-{{time}}"
     first = train(pattern, saved).run_dir
     assert first == tmp_path / "a-20260101-000000/run"
@@ -380,8 +380,8 @@ def test_only_directories_of_the_pattern_count(tmp_path: Path) -> None:
     ):
         (tmp_path / name).mkdir()
     (tmp_path / "r-20300101-000000").write_text("a file")
-    assert places.stamps(f"{tmp_path}/r-{{time}}") == ["20250101-000009", "20260101-000001"]
-    assert places.stamps(f"{tmp_path}/nowhere/{{time}}/x") == []
+    assert run_paths.stamps(f"{tmp_path}/r-{{time}}") == ["20250101-000009", "20260101-000001"]
+    assert run_paths.stamps(f"{tmp_path}/nowhere/{{time}}/x") == []
 
 
 # ---------------------------------------------------------------- batches

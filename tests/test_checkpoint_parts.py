@@ -24,11 +24,11 @@ from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
 from whet import checkpoint
 from whet.checkpoint import Keep, Saver
-from whet.config.parts.lora import Lora
-from whet.config.schema import Optimizer
+from whet.config.schema import OptimizerConfig
+from whet.config.sections.lora import LoraConfig
 from whet.export import export_checkpoint
 from whet.models import kernels
-from whet.models.collectives import Cut, Peers
+from whet.models.collectives import Peers, SplitDim
 from whet.models.lora import attach, learned, refresh
 from whet.models.mesh import Dims
 from whet.models.regions import Region
@@ -40,7 +40,7 @@ from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
 from whet.types import CheckpointError
 
-ADAM = Optimizer(lr=1e-3, eps=1e-3)
+ADAM = OptimizerConfig(lr=1e-3, eps=1e-3)
 LAYOUTS = {
     "shard-2": Dims(dp_shard=2),
     "tensor-2": Dims(tp=2),
@@ -81,7 +81,7 @@ def pool() -> Iterator[Ranks]:
 def lora_model() -> PreTrainedModel:
     """Its adapters do something."""
     model = tiny_model("qwen2")
-    attach(model, Lora(rank=4), seed=1)
+    attach(model, LoraConfig(rank=4), seed=1)
     with torch.no_grad():
         for name, p in learned(model):
             p.add_(0.01 if "lora_B" in name else 0.0)
@@ -252,7 +252,7 @@ def test_any_cut_is_read_from_any_other(
     def region(cuts: Any) -> tuple[Region, torch.Tensor]:
         found, part = Region.whole(x.shape), x
         for dim, blocks, rank, size in cuts:
-            cut = Cut(dim, Peers(rank, size), blocks)
+            cut = SplitDim(dim, Peers(rank, size), blocks)
             found, part = cut.kept(found), cut.part(part)
         return found, part
 

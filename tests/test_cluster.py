@@ -346,7 +346,7 @@ def test_a_setting_has_an_effect(key: str, monkeypatch: pytest.MonkeyPatch) -> N
 
         async def start(name: str, *, spec: Any, **_: Any) -> Replica:
             told["spec"] = spec
-            hello = cluster.Hello((1, 1), "here", (), exact=True)
+            hello = cluster.EngineHandshake((1, 1), "here", (), exact=True)
             return Replica(name, cluster.RayEngine(None, hello, version=-1))
 
         monkeypatch.setattr(cluster, "connect", lambda address, model: told.update(address=address))

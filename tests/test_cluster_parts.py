@@ -22,12 +22,12 @@ pytest.importorskip("ray")
 
 from whet import bench
 from whet.cluster import head, nodes
-from whet.cluster.parts import Part, check_room, gpus_left, parts
-from whet.cluster.rewards import Hosts
+from whet.cluster.parts import ClusterPart, check_room, gpus_left, parts
+from whet.cluster.rewards import RewardHosts
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import Reward, RewardWorkers
-from whet.guard.jail import Call, Result
+from whet.config.schema import RewardConfig, RewardWorkersConfig
+from whet.guard.jail import CallResult, RewardCall
 from whet.guard.line import Local, LocalLine
 from whet.guard.processes import process
 from whet.rewards import host
@@ -42,18 +42,18 @@ CPU, GPU = {"CPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}
 
 def test_parts_that_fit_together() -> None:
     machines = [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 2.0}]
-    check_room([Part("a", CPU, 4), Part("b", GPU, 2)], machines)
+    check_room([ClusterPart("a", CPU, 4), ClusterPart("b", GPU, 2)], machines)
 
 
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        ([Part("a", CPU, 5), Part("b", GPU, 2)], "only 4 of 5 fit for a"),
-        ([Part("b", GPU, 3)], "only 2 of 3 fit for b"),
-        ([Part("wide", {"CPU": 5.0}, 1)], "only 0 of 1 fit for wide. Requested: wide: 1 times 5 CPU"),
+        ([ClusterPart("a", CPU, 5), ClusterPart("b", GPU, 2)], "only 4 of 5 fit for a"),
+        ([ClusterPart("b", GPU, 3)], "only 2 of 3 fit for b"),
+        ([ClusterPart("wide", {"CPU": 5.0}, 1)], "only 0 of 1 fit for wide. Requested: wide: 1 times 5 CPU"),
     ],
 )
-def test_parts_that_do_not(wanted: list[Part], said: str) -> None:
+def test_parts_that_do_not(wanted: list[ClusterPart], said: str) -> None:
     machines = [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 2.0}]
     with pytest.raises(ConfigError, match=rf"{said}.*2 machine\(s\) have .*Lower one of these"):
         check_room(wanted, machines)
@@ -158,26 +158,26 @@ def slow(response, task):
 
 
 @pytest.fixture
-def judged(tmp_path: Path) -> Iterator[tuple[RewardSet, Hosts]]:
+def judged(tmp_path: Path) -> Iterator[tuple[RewardSet, RewardHosts]]:
     """A reward in two hosts, as processes of this machine."""
     (tmp_path / "slow.py").write_text(SLOW)
 
-    def opened(functions: Any, **options: Any) -> Hosts:
+    def opened(functions: Any, **options: Any) -> RewardHosts:
         lines = partial(Local, 2, 1, module=host.MODULE)
-        return Hosts(functions, open_lines=lines, start_timeout_s=60.0, restarts=1, **options)
+        return RewardHosts(functions, open_lines=lines, start_timeout_s=60.0, restarts=1, **options)
 
-    rewards = {"slow": Reward(function=f"{tmp_path}/slow.py:slow")}
-    with RewardSet.from_config(rewards, RewardWorkers(count=2), open_jail=opened) as made:
-        assert isinstance(made.jail, Hosts)
+    rewards = {"slow": RewardConfig(function=f"{tmp_path}/slow.py:slow")}
+    with RewardSet.from_config(rewards, RewardWorkersConfig(count=2), open_jail=opened) as made:
+        assert isinstance(made.jail, RewardHosts)
         made.jail.open()
         yield made, made.jail
 
 
-def calls(count: int) -> list[Call]:
+def calls(count: int) -> list[RewardCall]:
     task = '{"uid":"u","source":"s","prompt":"p","answer":null,"response":null,"rejected":null,"extra":{}}'
     texts = ["x" * n for n in range(count)]
     return [
-        Call(
+        RewardCall(
             function="slow",
             arguments=f'{{"task":{task},"rollout":{{"finish_reason":"stop","tokens":1,"text":"{text}"}}}}',
         )
@@ -185,12 +185,12 @@ def calls(count: int) -> list[Call]:
     ]
 
 
-def scores(results: list[Result]) -> list[float]:
+def scores(results: list[CallResult]) -> list[float]:
     assert all(r.failure is None for r in results), results
     return [r.parts["score"] for r in results]
 
 
-def test_calls_are_spread_and_come_back_in_order(judged: tuple[RewardSet, Hosts]) -> None:
+def test_calls_are_spread_and_come_back_in_order(judged: tuple[RewardSet, RewardHosts]) -> None:
     _, hosts = judged
     asked: list[int] = []
     for at in hosts._hosts:
@@ -209,14 +209,14 @@ def spy(seen: list[int], send: Any) -> Any:
     return sent
 
 
-async def closed_meanwhile(hosts: Hosts) -> None:
+async def closed_meanwhile(hosts: RewardHosts) -> None:
     asked = asyncio.ensure_future(hosts.call_many(calls(4)))
     await asyncio.sleep(0.1)
     await asyncio.to_thread(hosts.close)
     await asked
 
 
-def test_a_lost_host_is_replaced_and_its_calls_are_asked_again(judged: tuple[RewardSet, Hosts]) -> None:
+def test_a_lost_host_is_replaced_and_its_calls_are_asked_again(judged: tuple[RewardSet, RewardHosts]) -> None:
     """One killed, then both: nothing is lost until no restart is left."""
     _, hosts = judged
 
@@ -244,17 +244,19 @@ def test_a_lost_host_is_replaced_and_its_calls_are_asked_again(judged: tuple[Rew
 
 
 def test_a_reward_that_cannot_be_loaded_or_travel_is_said() -> None:
-    def opened(functions: Any, **options: Any) -> Hosts:
+    def opened(functions: Any, **options: Any) -> RewardHosts:
         lines = partial(Local, 1, 1, module=host.MODULE)
-        return Hosts(functions, open_lines=lines, start_timeout_s=60.0, restarts=1, **options)
+        return RewardHosts(functions, open_lines=lines, start_timeout_s=60.0, restarts=1, **options)
 
-    absent = RewardSet.from_config({"r": Reward(function="no_such.py:f")}, RewardWorkers(), open_jail=opened)
+    absent = RewardSet.from_config(
+        {"r": RewardConfig(function="no_such.py:f")}, RewardWorkersConfig(), open_jail=opened
+    )
     with absent, pytest.raises(ConfigError, match=r"reward host 0 did not start.*no_such"):
         absent.jail.open()  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="cannot be sent to another process"):
         RewardSet.from_config(
-            {"r": Reward(function="object:r")},
-            RewardWorkers(),
+            {"r": RewardConfig(function="object:r")},
+            RewardWorkersConfig(),
             {"r": lambda response, task: 1.0},
             open_jail=opened,
         )
@@ -272,7 +274,7 @@ class Poor:
 
     def __exit__(self, *what: object) -> None: ...
 
-    async def call_many(self, calls: list[Call]) -> list[Result]:
+    async def call_many(self, calls: list[RewardCall]) -> list[CallResult]:
         raise OSError(12, "Cannot allocate memory")
 
 
@@ -302,7 +304,7 @@ def test_a_head_that_ends_is_told_unless_it_was_left(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(head, "LOOK_S", 0.01)
     said: list[str] = []
     sleeping = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2)]
-    heads = [head.Head(process(one.pid), said.append) for one in sleeping]
+    heads = [head.HeadNode(process(one.pid), said.append) for one in sleeping]
     heads[0].leave()
     for one in sleeping:
         one.kill()

@@ -40,7 +40,7 @@ from tiny import tiny_model
 from whet.cluster.nodes import connect, disconnect
 from whet.cluster.parts import rank_lines
 from whet.config.load import load
-from whet.config.schema import Optimizer
+from whet.config.schema import OptimizerConfig
 from whet.guard import stacks
 from whet.guard.processes import process
 from whet.models.mesh import Dims
@@ -51,7 +51,7 @@ from whet.types import WhetError
 
 TESTS = Path(__file__).parent
 TWO = Dims(dp_replicate=2)
-LEARNING: dict[str, Any] = {"optimizer": Optimizer(name="sgd", lr=0.02), "total_steps": 4, "seed": 3}
+LEARNING: dict[str, Any] = {"optimizer": OptimizerConfig(name="sgd", lr=0.02), "total_steps": 4, "seed": 3}
 
 
 @pytest.fixture(scope="module")

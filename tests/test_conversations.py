@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import whet
-from whet.config.schema import Data, Source, Tokenizer
+from whet.config.schema import DataConfig, SourceConfig, TokenizerConfig
 from whet.data.chat import encode_history, encode_prompt, encode_response, encode_turn
 from whet.data.tasks import TaskStream, demonstration, eval_tasks, learned_turns, preference_pair
 from whet.data.tokenizer import load_tokenizer
@@ -36,7 +36,7 @@ NO_END = (
 
 
 def made(template=None, **kw):
-    cfg = Tokenizer(**{"build": "chars", "chat_template": template, **kw})
+    cfg = TokenizerConfig(**{"build": "chars", "chat_template": template, **kw})
     return load_tokenizer(cfg, model_path=None, texts=[LETTERS])
 
 
@@ -55,11 +55,11 @@ def talk(*contents, system=None):
 def written(tmp_path, *rows, **kw):
     path = tmp_path / "c.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return Source(path=str(path), **{"messages": "messages", **kw})
+    return SourceConfig(path=str(path), **{"messages": "messages", **kw})
 
 
 def stream(tokenizer, source, *, max_tokens=50, turns="all", **data):
-    cfg = Data(**{"train": (source,), "order": "sequential", **data})
+    cfg = DataConfig(**{"train": (source,), "order": "sequential", **data})
     made = TaskStream(
         cfg.train, cfg, tokenizer=tokenizer, seed=0, max_response_tokens=max_tokens, turns=turns
     )
@@ -163,7 +163,7 @@ CHATML_TOKENIZER = made(CHATML)
 def test_tokens_are_those_of_a_rollout_of_several_turns():
     """Where byte pairs would run over the border of prompt and reply, the reply's own tokens stand."""
     texts = ["hello>hello hello ok ok>ok"] * 5
-    tokenizer = load_tokenizer(Tokenizer(build="bpe", vocab_size=330), model_path=None, texts=texts)
+    tokenizer = load_tokenizer(TokenizerConfig(build="bpe", vocab_size=330), model_path=None, texts=texts)
     user, more = Message("user", "hello>"), Message("user", "ok>")
     played = encode_prompt(tokenizer, (user,)) + encode_response(tokenizer, "hello hello")
     played += encode_turn(tokenizer, played, [more])
@@ -287,7 +287,7 @@ def test_what_is_too_long_together_is_refused_dropped_and_counted(tmp_path, toke
     assert kept.counts["overlong_total_dropped"] == 1
     assert "overlong_total_cut" not in kept.counts
     # without replies to learn from there is nothing to bound
-    cfg = Data(train=(source,), max_total_tokens=4)
+    cfg = DataConfig(train=(source,), max_total_tokens=4)
     assert TaskStream(cfg.train, cfg, tokenizer=tokenizer, seed=0).counts["kept"] == 2
 
 
@@ -384,7 +384,7 @@ def test_rejected_replies_that_answer_something_else_are_refused(rejected, says,
 def test_held_out_conversations_are_tokenised_alike(tmp_path, tokenizer):
     source = written(tmp_path, {"messages": talk("ab", "c", "d", "e")})
     for turns in ("all", "last"):
-        (task,) = eval_tasks([source], Data(), tokenizer=tokenizer, turns=turns)
+        (task,) = eval_tasks([source], DataConfig(), tokenizer=tokenizer, turns=turns)
         r = demonstration(task, tokenizer, 9, turns=turns)
         (trained,) = rollouts(tokenizer, source, turns=turns)
         assert (r.strand.token_ids.tolist(), r.strand.mask.tolist()) == (
@@ -394,13 +394,13 @@ def test_held_out_conversations_are_tokenised_alike(tmp_path, tokenizer):
 
 
 def test_which_turns_are_learned_by_default():
-    chat, plain = Source(path="a", messages="m"), Source(path="b")
-    assert learned_turns(Data(train=(chat, plain)), "demonstrations") == "all"
-    assert learned_turns(Data(train=(plain,)), "demonstrations") == "last"
-    assert learned_turns(Data(train=(chat,), learn_turns="last"), "demonstrations") == "last"
-    assert learned_turns(Data(train=(plain,), learn_turns="all"), "demonstrations") == "all"
+    chat, plain = SourceConfig(path="a", messages="m"), SourceConfig(path="b")
+    assert learned_turns(DataConfig(train=(chat, plain)), "demonstrations") == "all"
+    assert learned_turns(DataConfig(train=(plain,)), "demonstrations") == "last"
+    assert learned_turns(DataConfig(train=(chat,), learn_turns="last"), "demonstrations") == "last"
+    assert learned_turns(DataConfig(train=(plain,), learn_turns="all"), "demonstrations") == "all"
     for kind in ("online", "preferences", "labels"):
-        assert learned_turns(Data(train=(chat,)), kind) == "last"
+        assert learned_turns(DataConfig(train=(chat,)), kind) == "last"
 
 
 def test_the_prompts_own_replies_are_learned_too_when_all_are(tmp_path, tokenizer):

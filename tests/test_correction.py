@@ -29,13 +29,13 @@ from whet.types import ConfigError, Metrics, WhetError
 LOG2, LOG3 = math.log(2), math.log(3)
 
 
-def section(**keys: Any) -> schema.Correction:
-    return schema.Correction.model_validate_json(json.dumps(sections.correction(**keys)))
+def section(**keys: Any) -> schema.CorrectionConfig:
+    return schema.CorrectionConfig.model_validate_json(json.dumps(sections.correction(**keys)))
 
 
 def corrected(batch: Batch, version: int = 0, **keys: Any) -> tuple[Batch, Metrics]:
-    cfg = schema.Algorithm(correction=section(**keys))
-    return build(cfg, critic=schema.Critic(), max_tokens=8).correct(batch, version)
+    cfg = schema.AlgorithmConfig(correction=section(**keys))
+    return build(cfg, critic=schema.CriticConfig(), max_tokens=8).correct(batch, version)
 
 
 def drifted(pictures: list[list[str]], log_ratio: list[float]) -> Batch:
@@ -313,13 +313,13 @@ def gradient(batch: Batch, parts: list[Batch], logp: Tensor, *, kl_coef: float =
 @pytest.mark.parametrize("denominator", ["kept", "all"])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_cut_changes_the_gradient(seed: int, denominator: str) -> None:
-    cfg = schema.Algorithm(
+    cfg = schema.AlgorithmConfig(
         name="grpo",
         loss="reinforce",
-        kl=schema.Kl(coef=0.1, estimator="k2"),
+        kl=schema.KlConfig(coef=0.1, estimator="k2"),
         correction=section(**EVERYTHING, denominator=denominator),
     )
-    algorithm = build(cfg, critic=schema.Critic(), max_tokens=8)
+    algorithm = build(cfg, critic=schema.CriticConfig(), max_tokens=8)
     batch, _ = algorithm.correct(random_drift(seed), 0)
     batch = algorithm.advantage(batch, 0.0)
     batch = replace(batch, weight_N=algorithm.weights(batch, 0))
@@ -344,11 +344,11 @@ def test_only_the_policy_term_is_weighted() -> None:
 
 def test_what_rejection_does_to_the_denominators() -> None:
     def weights(denominator: str) -> list[list[float]]:
-        cfg = schema.Algorithm(
+        cfg = schema.AlgorithmConfig(
             loss_agg_mode="seq-mean-token-mean",
             correction=section(reject=[{"high": 2.5}], denominator=denominator),
         )
-        algorithm = build(cfg, critic=schema.Critic(), max_tokens=8)
+        algorithm = build(cfg, critic=schema.CriticConfig(), max_tokens=8)
         batch, _ = algorithm.correct(drifted([["paa", "poaoa"]], [LOG2, LOG3, LOG3, LOG3]), 0)
         assert batch.correction_N is not None
         assert by_rollout(batch, batch.correction_N) == [[1, 0], [0, 0]]
@@ -360,9 +360,9 @@ def test_what_rejection_does_to_the_denominators() -> None:
 
 
 def test_rejection_does_not_touch_rewards_and_advantages() -> None:
-    cfg = schema.Algorithm(correction=section(reject=[{"over": "max", "high": 2.5}]))
-    plain = build(schema.Algorithm(), critic=schema.Critic(), max_tokens=8)
-    algorithm = build(cfg, critic=schema.Critic(), max_tokens=8)
+    cfg = schema.AlgorithmConfig(correction=section(reject=[{"over": "max", "high": 2.5}]))
+    plain = build(schema.AlgorithmConfig(), critic=schema.CriticConfig(), max_tokens=8)
+    algorithm = build(cfg, critic=schema.CriticConfig(), max_tokens=8)
     batch = drifted([["paa", "poaoa"]], [LOG2, LOG3, LOG3, LOG3])
     with_it = algorithm.advantage(algorithm.correct(batch, 0)[0], 0.0).adv_N
     without = plain.advantage(batch, 0.0).adv_N
@@ -410,15 +410,15 @@ def test_what_cannot_work_or_has_no_effect_is_refused(
 
 def test_the_engines_own_logprobs_cannot_correct_themselves() -> None:
     with pytest.raises(ConfigError, match=r"every ratio of algorithm\.correction would be 1"):
-        resolve(schema.Algorithm(old_logprobs="sampled", correction=section(weight="token")))
-    resolve(schema.Algorithm(old_logprobs="sampled", correction=section(staleness_decay=0.9)))
+        resolve(schema.AlgorithmConfig(old_logprobs="sampled", correction=section(weight="token")))
+    resolve(schema.AlgorithmConfig(old_logprobs="sampled", correction=section(staleness_decay=0.9)))
 
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_correction_asks_for_the_trainers_logprobs(exact: bool) -> None:
     def needs(**keys: Any) -> bool:
-        cfg = schema.Algorithm(name="reinforce", correction=section(**keys))
-        return build(cfg, critic=schema.Critic(), max_tokens=8).needs_old(exact)
+        cfg = schema.AlgorithmConfig(name="reinforce", correction=section(**keys))
+        return build(cfg, critic=schema.CriticConfig(), max_tokens=8).needs_old(exact)
 
     assert needs(weight="token")
     assert needs(reject=[{"high": 2.0}])

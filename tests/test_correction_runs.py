@@ -11,9 +11,9 @@ import torch
 from test_learning import learn
 from test_train_torch import pg_loss, weighted
 from tiny import tiny_model
-from whet.config.schema import Optimizer, Schedule
+from whet.config.schema import OptimizerConfig, ScheduleConfig
 from whet.models import kernels
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import ConfigError
 
@@ -89,8 +89,10 @@ def test_reset_of_the_reference_may_begin_the_optimizer_anew(tmp_path: Path) -> 
 
 def test_a_forgotten_optimizer_steps_as_a_new_one_at_its_place_in_the_schedule() -> None:
     def engine(seed: int) -> TorchEngine:
-        optimizer = Optimizer(lr=1e-2, schedule=Schedule(type="linear"))
-        return TorchEngine(tiny_model(seed=seed), OPS, cut=Cut(), optimizer=optimizer, total_steps=4)
+        optimizer = OptimizerConfig(lr=1e-2, schedule=ScheduleConfig(type="linear"))
+        return TorchEngine(
+            tiny_model(seed=seed), OPS, cut=MicroBatchPolicy(), optimizer=optimizer, total_steps=4
+        )
 
     batch = weighted()
     old, new = engine(0), engine(1)

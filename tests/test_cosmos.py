@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from whet.config.schedules import factor
-from whet.config.schema import Schedule, Source
+from whet.config.schema import ScheduleConfig, SourceConfig
 from whet.data.rows import read_rows
 from whet.dialects import versions
 from whet.dialects.cosmos.data import REWARDS, data, rewards, validation
@@ -229,7 +229,7 @@ def test_the_learning_rate_is_cosmos_own_at_every_step(
         t_max_num_steps=total, t_optm_warmup_steps=warm, t_optm_decay_ratio=share, t_optm_decay_type=kind,
         t_optm_min_lr_factor=0.1, t_optm_warmup_start_factor=start,
     ) | {versions.VERSION: version}  # fmt: skip
-    native = Schedule(**{key.removeprefix(SCHEDULE): value for key, value in schedule(given).items()})
+    native = ScheduleConfig(**{key.removeprefix(SCHEDULE): value for key, value in schedule(given).items()})
     assert native.unit == "train_step", "it moves once a training step, whatever its optimizer steps are"
     for step in range(total):
         assert factor(native, step, total) == pytest.approx(multiplier(step, total, given), abs=1e-12), step
@@ -316,7 +316,7 @@ def test_the_split_of_a_folder_is_found_as_file_or_folder(tmp_path: Path) -> Non
     )
     at = "data.train.0."
     source = {key.removeprefix(at): value for key, value in data(found).items() if key.startswith(at)}
-    assert len(read_rows(Source.model_validate_json(json.dumps(source)))) == 3
+    assert len(read_rows(SourceConfig.model_validate_json(json.dumps(source)))) == 3
 
 
 def test_rewards_are_weighted_and_the_length_penalty_works() -> None:

@@ -12,7 +12,7 @@ import torch
 import whet
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import Model, Scratch, Tokenizer
+from whet.config.schema import ModelConfig, ScratchConfig, TokenizerConfig
 from whet.data.tokenizer import load_tokenizer
 from whet.models.load import build, export
 from whet.types import ConfigError
@@ -70,8 +70,8 @@ def test_names_of_older_versions_are_read_and_typos_are_not() -> None:
 def model_folder(folder: Path, kind: str) -> Path:
     """A tiny model with a tokenizer of letters."""
     texts = ["abcdefghijklmnopqrstuvwxyz>"]
-    tokenizer = load_tokenizer(Tokenizer(build=kind), model_path=None, texts=texts)  # type: ignore[arg-type]
-    scratch = Scratch(
+    tokenizer = load_tokenizer(TokenizerConfig(build=kind), model_path=None, texts=texts)  # type: ignore[arg-type]
+    scratch = ScratchConfig(
         hidden_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
@@ -79,7 +79,7 @@ def model_folder(folder: Path, kind: str) -> Path:
         max_position_embeddings=64,
     )
     model = build(
-        Model(scratch=scratch), vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
+        ModelConfig(scratch=scratch), vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id, seed=1, device="cpu", dtype=torch.float32,
     )  # fmt: skip
     export(model, tokenizer, folder)

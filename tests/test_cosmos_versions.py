@@ -9,7 +9,7 @@ import pytest
 
 from whet.config.load import load
 from whet.config.schedules import factor
-from whet.config.schema import Schedule
+from whet.config.schema import ScheduleConfig
 from whet.dialects import versions
 from whet.dialects.cosmos.run import checkpoint, seed, sync
 from whet.dialects.cosmos.steps import batch, optimizer, run_length, schedule
@@ -76,7 +76,7 @@ def test_a_file_is_read_as_a_release_that_has_its_keys() -> None:
 )
 def test_the_first_step_of_a_warm_up_has_no_rate_from_0_4_2_on(version: str, rates: list[float]) -> None:
     given = values(version, t_optm_warmup_steps=4, t_max_num_steps=10)
-    native = Schedule(**{key.removeprefix(SCHEDULE): value for key, value in schedule(given).items()})
+    native = ScheduleConfig(**{key.removeprefix(SCHEDULE): value for key, value in schedule(given).items()})
     assert [factor(native, step, 10) for step in range(5)] == pytest.approx(rates)
 
 
@@ -101,7 +101,7 @@ def test_a_decay_ends_with_the_run_in_every_release(version: str, kind: str, at_
         t_optm_decay_type="linear",
         t_max_num_steps=10,
     )
-    native = Schedule(**{key.removeprefix(SCHEDULE): value for key, value in schedule(given).items()})
+    native = ScheduleConfig(**{key.removeprefix(SCHEDULE): value for key, value in schedule(given).items()})
     assert factor(native, 9, 10) == pytest.approx(at_the_end, abs=1e-4)
 
 

@@ -60,8 +60,8 @@ def test_value_loss_against_a_loop(seed: int, clip: float | None) -> None:
     [("token-mean", 1 / 4), ("seq-mean-token-mean", 1 / 6), ("seq-mean-token-sum", 1 / 2)],
 )
 def test_the_critics_aggregation_is_its_own(mode: str, expected: float) -> None:
-    critic = schema.Critic.model_validate({"loss_agg_mode": mode})
-    algorithm = build(schema.Algorithm(name="ppo"), critic=critic, max_tokens=20)
+    critic = schema.CriticConfig.model_validate({"loss_agg_mode": mode})
+    algorithm = build(schema.AlgorithmConfig(name="ppo"), critic=critic, max_tokens=20)
     batch = make_batch([["pa", "paaa"]])
     assert algorithm.value_weights(batch)[-1].item() == pytest.approx(expected)
     assert algorithm.weights(batch, 0)[-1].item() == pytest.approx(1 / 4), "the policy's is the recipe's"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from whet import seeds
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import Data, Source, Tokenizer
+from whet.config.schema import DataConfig, SourceConfig, TokenizerConfig
 from whet.data.tasks import TaskStream
 from whet.data.tokenizer import load_tokenizer
 from whet.types import CheckpointError, ConfigError, DataError
@@ -21,16 +21,16 @@ LEVELS = [3, 1, 2, 1, 3, 0.5, 2, 1]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(Tokenizer(build="chars"), model_path=None, texts=["abcdefgh0123456789"])
+    return load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=["abcdefgh0123456789"])
 
 
 def source(levels=LEVELS, name="a", **kw):
     rows = tuple({"prompt": f"{name}{i}", "level": x, "n": {"level": x}} for i, x in enumerate(levels))
-    return Source(rows=rows, name=name, **{"difficulty": "level", **kw})
+    return SourceConfig(rows=rows, name=name, **{"difficulty": "level", **kw})
 
 
 def stream(tokenizer, *sources, seed=0, **data):
-    cfg = Data(train=sources, **data)
+    cfg = DataConfig(train=sources, **data)
     return TaskStream(cfg.train, cfg, tokenizer=tokenizer, seed=seed)
 
 
@@ -106,7 +106,7 @@ def test_the_order_has_a_seed_of_its_own(tokenizer):
 
 
 def _seeded(tokenizer, run_seed, data_seed):
-    cfg = Data(train=(source(),), seed=data_seed)
+    cfg = DataConfig(train=(source(),), seed=data_seed)
     return TaskStream(cfg.train, cfg, tokenizer=tokenizer, seed=run_seed)
 
 
@@ -135,7 +135,7 @@ def test_rows_left_out_do_not_shift_the_difficulties(tokenizer):
     rows = tuple({"prompt": p, "level": x} for p, x in (("a00000", 0), ("a1", 3), ("a2", 1), ("a3", 2)))
     tasks = stream(
         tokenizer,
-        Source(rows=rows, difficulty="level"),
+        SourceConfig(rows=rows, difficulty="level"),
         order="easy_first",
         max_prompt_tokens=3,
         overlong="filter",

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from whet import seeds
-from whet.config.schema import Data, ReasoningGym, Source, Tokenizer
+from whet.config.schema import DataConfig, ReasoningGymConfig, SourceConfig, TokenizerConfig
 from whet.data import prepare as prepare_module
 from whet.data.gsm8k import convert, verl_row
 from whet.data.prepare import fit
@@ -31,7 +31,7 @@ HERE = str(Path(__file__))
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer(
-        Tokenizer(build="chars"), model_path=None, texts=["".join(map(chr, range(32, 127)))]
+        TokenizerConfig(build="chars"), model_path=None, texts=["".join(map(chr, range(32, 127)))]
     )
 
 
@@ -41,7 +41,7 @@ def write(path, rows):
 
 
 def numbered(tmp_path, name, n, **kw):
-    return Source(
+    return SourceConfig(
         path=write(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{i}", "answer": i} for i in range(n)]),
         **kw,
     )
@@ -50,7 +50,7 @@ def numbered(tmp_path, name, n, **kw):
 def stream(tokenizer, *sources, seed=0, exclude=(), max_response_tokens=None, **data):
     return TaskStream(
         sources,
-        Data(**data),
+        DataConfig(**data),
         tokenizer=tokenizer,
         seed=seed,
         exclude=exclude,
@@ -92,11 +92,11 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_same_rows(name, tmp_path):
     FORMATS[name](tmp_path / name)
-    rows = read_rows(Source(path=str(tmp_path / name)))
+    rows = read_rows(SourceConfig(path=str(tmp_path / name)))
     assert rows.name == name.partition(".")[0]
     assert [rows.row(i) for i in range(len(rows))] == ROWS
     assert rows.slice(1, 3) == ROWS[1:]
-    limited = read_rows(Source(path=str(tmp_path / name), limit=2))
+    limited = read_rows(SourceConfig(path=str(tmp_path / name), limit=2))
     assert limited.slice(0, 9) == ROWS[:2]
 
 
@@ -105,17 +105,17 @@ def test_a_dataset_folder_in_its_own_order(tmp_path):
     made = datasets.Dataset.from_list(ROWS).select([2, 0])
     made.save_to_disk(str(tmp_path / "ds"))
     datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "dd"))
-    assert read_rows(Source(path=str(tmp_path / "ds"))).slice(0, 9) == [ROWS[2], ROWS[0]]
-    assert read_rows(Source(path=str(tmp_path / "dd" / "train"))).name == "train"
+    assert read_rows(SourceConfig(path=str(tmp_path / "ds"))).slice(0, 9) == [ROWS[2], ROWS[0]]
+    assert read_rows(SourceConfig(path=str(tmp_path / "dd" / "train"))).name == "train"
     with pytest.raises(DataError, match="has the splits train; name one"):
-        read_rows(Source(path=str(tmp_path / "dd")))
+        read_rows(SourceConfig(path=str(tmp_path / "dd")))
 
 
 def test_a_dataset_folder_without_the_package_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "state.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r'pip install "whet\[datasets\]"'):
-        read_rows(Source(path=str(tmp_path)))
+        read_rows(SourceConfig(path=str(tmp_path)))
 
 
 def test_folders_globs_and_lists_in_a_fixed_order(tmp_path):
@@ -127,7 +127,7 @@ def test_folders_globs_and_lists_in_a_fixed_order(tmp_path):
         str(tmp_path / "*.[pj]*"),
         (str(tmp_path / "a.parquet"), str(tmp_path / "b.jsonl")),
     ):
-        rows = read_rows(Source(path=path))
+        rows = read_rows(SourceConfig(path=path))
         assert rows.slice(0, 9) == [*ROWS, {"prompt": "z"}]
         assert rows.slice(2, 4) == [ROWS[2], {"prompt": "z"}]
         assert rows.row(3) == {"prompt": "z"}
@@ -135,14 +135,14 @@ def test_folders_globs_and_lists_in_a_fixed_order(tmp_path):
             f"{tmp_path}/a.parquet, row 3",
             f"{tmp_path}/b.jsonl, line 1",
         )
-    assert len(read_rows(Source(path=str(tmp_path), limit=3)).parts) == 1
+    assert len(read_rows(SourceConfig(path=str(tmp_path), limit=3)).parts) == 1
     with pytest.raises(IndexError):
         rows.row(4)
 
 
 def test_parquet_stays_in_arrow_and_reads_only_the_columns_asked_for(tmp_path):
     make_parquet(tmp_path / "a.parquet")
-    rows = read_rows(Source(path=str(tmp_path / "a.parquet")))
+    rows = read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))
     assert isinstance(rows.parts[0].table, pa.Table)
     assert rows.slice(0, 1, ["answer", "nope"]) == [{"answer": "1"}]
     assert rows.slice(1, 3, ["nope"]) == [{}, {}]
@@ -157,7 +157,7 @@ def returns_text():
 
 
 def test_a_function_gives_rows():
-    source = Source(function=f"{HERE}:rows_of_a_function", arguments={"n": 3}, limit=2)
+    source = SourceConfig(function=f"{HERE}:rows_of_a_function", arguments={"n": 3}, limit=2)
     rows = read_rows(source)
     assert (rows.name, rows.slice(0, 9)) == (
         "rows_of_a_function",
@@ -175,25 +175,27 @@ def test_a_function_gives_rows():
 )
 def test_a_function_that_gives_what_json_has_not_is_refused(bad, says):
     with pytest.raises(DataError, match=rf"row 1: {says}"):
-        read_rows(Source(function=f"{HERE}:rows_of_a_function", arguments={"bad": bad}))
+        read_rows(SourceConfig(function=f"{HERE}:rows_of_a_function", arguments={"bad": bad}))
 
 
 def test_a_function_that_gives_no_rows_is_refused():
     with pytest.raises(DataError, match="expected an iterable of rows"):
-        read_rows(Source(function=f"{HERE}:returns_text"))
+        read_rows(SourceConfig(function=f"{HERE}:returns_text"))
     with pytest.raises(DataError, match="'rows_of_a_function' is empty"):
-        read_rows(Source(function=f"{HERE}:rows_of_a_function", arguments={"n": 0}))
+        read_rows(SourceConfig(function=f"{HERE}:rows_of_a_function", arguments={"n": 0}))
     with pytest.raises(ConfigError, match="did you mean 'returns_text'"):
-        read_rows(Source(function=f"{HERE}:return_text"))
+        read_rows(SourceConfig(function=f"{HERE}:return_text"))
 
 
 def test_reasoning_gym_rows_carry_what_the_verifier_needs(tokenizer):
     import reasoning_gym
 
     params = {"min_word_len": 3, "max_word_len": 5}
-    source = Source(reasoning_gym=ReasoningGym(task="spell_backward", size=4, seed=5, params=params))
-    tasks = eval_tasks([source], Data(), tokenizer=tokenizer)
-    assert tasks == eval_tasks([source], Data(), tokenizer=tokenizer)
+    source = SourceConfig(
+        reasoning_gym=ReasoningGymConfig(task="spell_backward", size=4, seed=5, params=params)
+    )
+    tasks = eval_tasks([source], DataConfig(), tokenizer=tokenizer)
+    assert tasks == eval_tasks([source], DataConfig(), tokenizer=tokenizer)
     assert [t.source for t in tasks] == ["spell_backward"] * 4
     for task in tasks:
         score = reasoning_gym.get_score_answer_fn(task.extra["reasoning_gym"])
@@ -215,7 +217,7 @@ def test_reasoning_gym_rows_carry_what_the_verifier_needs(tokenizer):
 )
 def test_reasoning_gym_mistakes_are_named(task, params, says):
     with pytest.raises(ConfigError, match=says):
-        read_rows(Source(reasoning_gym=ReasoningGym(task=task, size=2, params=params)))
+        read_rows(SourceConfig(reasoning_gym=ReasoningGymConfig(task=task, size=2, params=params)))
 
 
 @pytest.mark.parametrize(
@@ -247,26 +249,26 @@ def test_reasoning_gym_mistakes_are_named(task, params, says):
 def test_malformed_files_are_named_with_their_line(name, text, says, tmp_path):
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=says):
-        read_rows(Source(path=str(tmp_path / name)))
+        read_rows(SourceConfig(path=str(tmp_path / name)))
 
 
 def test_missing_files_are_named_with_near_ones(tmp_path):
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "train.jsonl", [{}])
     with pytest.raises(DataError, match=r"trian.jsonl; did you mean 'train.jsonl'\?"):
-        read_rows(Source(path=str(tmp_path / "data" / "trian.jsonl")))
+        read_rows(SourceConfig(path=str(tmp_path / "data" / "trian.jsonl")))
     with pytest.raises(DataError, match=r"/dat; did you mean 'data'\?"):
-        read_rows(Source(path=str(tmp_path / "dat" / "deeper" / "x.jsonl")))
+        read_rows(SourceConfig(path=str(tmp_path / "dat" / "deeper" / "x.jsonl")))
     with pytest.raises(DataError, match="No such data file"):
-        read_rows(Source(path=str(tmp_path / "*.csv")))
+        read_rows(SourceConfig(path=str(tmp_path / "*.csv")))
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"has no \.parquet"):
-        read_rows(Source(path=str(tmp_path / "empty")))
+        read_rows(SourceConfig(path=str(tmp_path / "empty")))
 
 
 def test_a_whole_surrogate_pair_is_a_character(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "\\ud83d\\ude00"}')
-    assert read_rows(Source(path=str(tmp_path / "a.jsonl"))).row(0) == {"prompt": "\U0001f600"}
+    assert read_rows(SourceConfig(path=str(tmp_path / "a.jsonl"))).row(0) == {"prompt": "\U0001f600"}
 
 
 @pytest.mark.parametrize(
@@ -280,14 +282,14 @@ def test_a_whole_surrogate_pair_is_a_character(tmp_path):
 def test_arrow_columns_that_json_has_not_are_refused_by_name(value, says, tmp_path):
     pq.write_table(pa.Table.from_pylist([{"prompt": "a", "when": value}]), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=f"column 'when' holds {says}"):
-        read_rows(Source(path=str(tmp_path / "a.parquet")))
+        read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))
 
 
 def test_a_source_is_exactly_one_thing():
     with pytest.raises(ConfigError, match="given: none"):
-        read_rows(Source())
+        read_rows(SourceConfig())
     with pytest.raises(ConfigError, match="given: path, function"):
-        read_rows(Source(path="a", function="b:c"))
+        read_rows(SourceConfig(path="a", function="b:c"))
 
 
 # ---------------------------------------------------------------- columns
@@ -307,7 +309,7 @@ VERL_COLUMNS = {"answer": "reward_model.ground_truth", "label": "data_source"}
 def test_nested_columns_of_the_verl_layout(kind, tmp_path, tokenizer):
     path = tmp_path / f"v.{kind}"
     pq.write_table(pa.Table.from_pylist([VERL]), path) if kind == "parquet" else write(path, [VERL])
-    (task,) = eval_tasks([Source(path=str(path), **VERL_COLUMNS)], Data(), tokenizer=tokenizer)
+    (task,) = eval_tasks([SourceConfig(path=str(path), **VERL_COLUMNS)], DataConfig(), tokenizer=tokenizer)
     assert task.prompt == (Message("user", "2+2?"),)
     assert (task.source, task.answer, task.response) == ("openai/gsm8k", "4", None)
     assert task.extra == {k: VERL[k] for k in ("ability", "reward_model", "extra_info")}
@@ -316,20 +318,22 @@ def test_nested_columns_of_the_verl_layout(kind, tmp_path, tokenizer):
 
 def test_a_column_whose_name_has_a_dot_stands_before_a_nested_one(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"prompt": "x", "a.b": "flat", "a": {"b": "nested"}}])
-    (task,) = eval_tasks([Source(path=path, answer="a.b")], Data(), tokenizer=tokenizer)
+    (task,) = eval_tasks([SourceConfig(path=path, answer="a.b")], DataConfig(), tokenizer=tokenizer)
     assert (task.answer, task.extra) == ("flat", {"a": {"b": "nested"}})
 
 
 def test_template_and_system(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"prompt": "{x}"}])
-    (plain,) = eval_tasks([Source(path=path, template="Q {y}: {prompt} A:")], Data(), tokenizer=tokenizer)
+    (plain,) = eval_tasks(
+        [SourceConfig(path=path, template="Q {y}: {prompt} A:")], DataConfig(), tokenizer=tokenizer
+    )
     assert plain.prompt == tokenizer.decode(plain.token_ids) == "Q {y}: {x} A:"
-    (chat,) = eval_tasks([Source(path=path, system_prompt="s")], Data(), tokenizer=tokenizer)
+    (chat,) = eval_tasks([SourceConfig(path=path, system_prompt="s")], DataConfig(), tokenizer=tokenizer)
     assert chat.prompt == (Message("system", "s"), Message("user", "{x}"))
-    (forced,) = eval_tasks([Source(path=path)], Data(chat=True), tokenizer=tokenizer)
+    (forced,) = eval_tasks([SourceConfig(path=path)], DataConfig(chat=True), tokenizer=tokenizer)
     assert forced.prompt == (Message("user", "{x}"),)
     with pytest.raises(ConfigError, match=r"its template has no \{prompt\}"):
-        eval_tasks([Source(path=path, template="Q")], Data(), tokenizer=tokenizer)
+        eval_tasks([SourceConfig(path=path, template="Q")], DataConfig(), tokenizer=tokenizer)
 
 
 def message(**kw):
@@ -374,16 +378,18 @@ def test_bad_rows_are_named_with_their_line_and_column(row, source, says, tmp_pa
         good["prompt"] = "x"
     path = write(tmp_path / "a.jsonl", [good, row])
     with pytest.raises(DataError, match=says):
-        stream(tokenizer, Source(path=path, **source))
+        stream(tokenizer, SourceConfig(path=path, **source))
 
 
 def test_an_empty_prompt_of_no_tokens_is_refused(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [message()])
     tokenizer_without_markup = load_tokenizer(
-        Tokenizer(build="chars", chat_template="{% if false %}{% endif %}"), model_path=None, texts=["x"]
+        TokenizerConfig(build="chars", chat_template="{% if false %}{% endif %}"),
+        model_path=None,
+        texts=["x"],
     )
     with pytest.raises(DataError, match="line 1: the prompt has no tokens"):
-        stream(tokenizer_without_markup, Source(path=path))
+        stream(tokenizer_without_markup, SourceConfig(path=path))
 
 
 # ---------------------------------------------------------------- the stream
@@ -479,13 +485,13 @@ def test_batches_of_rows_do_not_change_what_comes_out(tmp_path, tokenizer, monke
 
 
 def test_held_out_prompts_are_left_out_and_counted(tmp_path, tokenizer):
-    held = Source(
+    held = SourceConfig(
         path=write(tmp_path / "h.jsonl", [{"prompt": "a1"}, {"prompt": "a3"}]), system_prompt="other"
     )
     rows = [{"prompt": f"a{i}"} for i in range(5)]
     rows += [{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "a3"}]}]
-    train = Source(path=write(tmp_path / "t.jsonl", rows))
-    tasks = stream(tokenizer, train, exclude=eval_tasks([held], Data(), tokenizer=tokenizer))
+    train = SourceConfig(path=write(tmp_path / "t.jsonl", rows))
+    tasks = stream(tokenizer, train, exclude=eval_tasks([held], DataConfig(), tokenizer=tokenizer))
     assert sorted(prompts(tasks.next(3))) == ["a0", "a2", "a4"]
     assert (tasks.counts["rows"], tasks.counts["held_out"], tasks.counts["kept"]) == (6, 3, 3)
     assert tasks.rows_per_epoch == 3
@@ -503,7 +509,7 @@ def test_truncation_by_hand(rule, four, five):
 
 
 def test_overlong_prompts(tmp_path, tokenizer):
-    source = Source(path=write(tmp_path / "a.jsonl", [{"prompt": "abc"}, {"prompt": "abcdef"}]))
+    source = SourceConfig(path=write(tmp_path / "a.jsonl", [{"prompt": "abc"}, {"prompt": "abcdef"}]))
     with pytest.raises(
         DataError, match=r"line 2: its prompt has 6 tokens, the limit is 4.*data.max_prompt_tokens"
     ):
@@ -518,10 +524,10 @@ def test_overlong_prompts(tmp_path, tokenizer):
 
 
 def test_a_source_left_empty_says_why(tmp_path, tokenizer):
-    source = Source(
+    source = SourceConfig(
         path=write(tmp_path / "a.jsonl", [{"prompt": "abc"}, {"prompt": "abcdef"}, {"prompt": "abcdeg"}])
     )
-    held = eval_tasks([source.model_copy(update={"limit": 1})], Data(), tokenizer=tokenizer)
+    held = eval_tasks([source.model_copy(update={"limit": 1})], DataConfig(), tokenizer=tokenizer)
     with pytest.raises(
         DataError,
         match=r"'a' is empty after filtering: 1 held_out, 0 kept, 2 overlong_prompt_dropped, 3 rows",
@@ -531,14 +537,18 @@ def test_a_source_left_empty_says_why(tmp_path, tokenizer):
 
 def test_unknown_characters_are_counted_and_logged(tmp_path, tokenizer, caplog):
     caplog.set_level(logging.WARNING)
-    source = Source(path=write(tmp_path / "a.jsonl", [{"prompt": "aéü"}, {"prompt": "b", "response": "ñ"}]))
+    source = SourceConfig(
+        path=write(tmp_path / "a.jsonl", [{"prompt": "aéü"}, {"prompt": "b", "response": "ñ"}])
+    )
     assert stream(tokenizer, source).counts["unknown_tokens"] == 2
     assert "2 unknown_tokens" in caplog.text
     assert stream(tokenizer, source, max_response_tokens=9).counts["unknown_tokens"] == 3
 
 
 def test_held_out_tasks_are_numbered_in_file_order(tmp_path, tokenizer):
-    tasks = eval_tasks([numbered(tmp_path, "a", 3), numbered(tmp_path, "b", 2)], Data(), tokenizer=tokenizer)
+    tasks = eval_tasks(
+        [numbered(tmp_path, "a", 3), numbered(tmp_path, "b", 2)], DataConfig(), tokenizer=tokenizer
+    )
     assert [(t.uid, t.source, t.prompt) for t in tasks] == [
         (0, "a", "a0"), (1, "a", "a1"), (2, "a", "a2"), (3, "b", "b0"), (4, "b", "b1")
     ]  # fmt: skip
@@ -546,7 +556,7 @@ def test_held_out_tasks_are_numbered_in_file_order(tmp_path, tokenizer):
 
 def test_texts_of_the_sources_are_all_a_built_tokenizer_needs(tmp_path):
     rows = [{"prompt": "q", "answer": "w", "response": "e", "rejected": "r"}, {"prompt": "t", "answer": 5}]
-    source = Source(path=write(tmp_path / "a.jsonl", rows), template="[{prompt}]", system_prompt="s")
+    source = SourceConfig(path=write(tmp_path / "a.jsonl", rows), template="[{prompt}]", system_prompt="s")
     assert list(texts([source])) == ["s", "[q]", "w", "e", "r", "s", "[t]"]
 
 
@@ -556,7 +566,7 @@ def test_texts_of_the_sources_are_all_a_built_tokenizer_needs(tmp_path):
 @pytest.fixture
 def pair(tmp_path, tokenizer):
     path = write(tmp_path / "p.jsonl", [{"prompt": "hi>", "chosen": "yes", "no": "n"}])
-    return stream(tokenizer, Source(path=path, response="chosen", rejected="no")).next(1)[0]
+    return stream(tokenizer, SourceConfig(path=path, response="chosen", rejected="no")).next(1)[0]
 
 
 def test_a_demonstration_as_tokens(pair, tokenizer):
@@ -594,7 +604,7 @@ def test_a_task_without_a_reply_is_refused(tmp_path, tokenizer):
 def test_the_stream_looks_at_replies_when_told_their_limit(tmp_path, tokenizer):
     rows = [{"prompt": "a", "response": "123"}, {"prompt": "b", "response": "1234"}]
     rows += [{"prompt": "c", "response": "1", "rejected": "12345"}]
-    source = Source(path=write(tmp_path / "a.jsonl", rows))
+    source = SourceConfig(path=write(tmp_path / "a.jsonl", rows))
     with pytest.raises(
         DataError, match=r"line 2: its response has 5 tokens, the limit is 4.*rollout.sampling.max_tokens"
     ):
@@ -616,8 +626,8 @@ def test_the_stream_looks_at_replies_when_told_their_limit(tmp_path, tokenizer):
 
 def test_gsm8k_in_verls_columns(tmp_path, tokenizer):
     assert convert(GSM8K, tmp_path / "out") == {"train": 48, "test": 16}
-    test = Source(path=str(tmp_path / "out" / "test.parquet"), **VERL_COLUMNS)
-    tasks = eval_tasks([test], Data(), tokenizer=tokenizer)
+    test = SourceConfig(path=str(tmp_path / "out" / "test.parquet"), **VERL_COLUMNS)
+    tasks = eval_tasks([test], DataConfig(), tokenizer=tokenizer)
     published = [json.loads(line) for line in (GSM8K / "test.jsonl").read_text().splitlines()]
     assert [t.answer for t in tasks[:3]] == ["18", "3", "70000"]
     assert {t.source for t in tasks} == {"openai/gsm8k"}
@@ -687,10 +697,10 @@ def test_the_demos_teacher_is_right_as_often_as_told(spelling):
 def test_the_demos_rows_are_scored_by_the_verifier(spelling, tokenizer):
     import reasoning_gym
 
-    source = Source(
+    source = SourceConfig(
         function=f"{ROOT}/examples/spelling.py:words", arguments={"split": "held_out", "count": 40}
     )
-    for task in eval_tasks([source], Data(), tokenizer=tokenizer):
+    for task in eval_tasks([source], DataConfig(), tokenizer=tokenizer):
         score = reasoning_gym.get_score_answer_fn(task.extra["reasoning_gym"])
         assert score(task.prompt[-2::-1], task.extra["entry"]) == 1.0
         assert score(task.answer + "zz", task.extra["entry"]) < 1.0

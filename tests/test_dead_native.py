@@ -26,7 +26,7 @@ from whet.algos.recipes import build
 from whet.bench import judge_file
 from whet.config.keys import keys, settings
 from whet.config.load import load
-from whet.config.schema import Algorithm, Critic, Stage
+from whet.config.schema import AlgorithmConfig, CriticConfig, StageConfig
 from whet.types import Json
 
 LEAVES = [".".join(key.path) for key in keys().values() if key.section is None]
@@ -115,7 +115,9 @@ def test_every_key_has_a_case() -> None:
     listed = [*CASES, *REFUSED, *ENDS, *BELOW]
     assert set(LEAVES) - set(listed) == set(), "give each a line in native_cases.py"
     assert sorted(listed) == sorted(LEAVES)
-    assert set(Stage.model_fields) == {name.split(".")[2] for name in LEAVES if name.startswith("stages.")}
+    assert set(StageConfig.model_fields) == {
+        name.split(".")[2] for name in LEAVES if name.startswith("stages.")
+    }
 
 
 def test_equal_configs_leave_equal_records(watcher: Watcher) -> None:
@@ -179,8 +181,8 @@ def test_turns_of_an_episode() -> None:
     batch = make_batch([["paoaa", "pa"]], [1.0, 3.0])
 
     def advantage(divide: bool) -> list[float]:
-        cfg = Algorithm(name="step_wise_grpo", advantage={"divide_by_turns": divide})
-        made = build(cfg, critic=Critic(), max_tokens=4)
+        cfg = AlgorithmConfig(name="step_wise_grpo", advantage={"divide_by_turns": divide})
+        made = build(cfg, critic=CriticConfig(), max_tokens=4)
         adv_N = made.advantage(batch, 0.0).adv_N
         assert adv_N is not None
         return adv_N[batch.mask_N].tolist()

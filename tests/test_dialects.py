@@ -163,7 +163,7 @@ def toy(monkeypatch):
     monkeypatch.setitem(tables.TABLES, "toy", ("toy", ""))
     monkeypatch.setitem(versions.VERSIONS, "toy", ("1", "2"))
     monkeypatch.setitem(versions.DOCUMENTS, "toy", "1")
-    monkeypatch.setitem(tables.FILES, "toy", tables._File(tables=("toy",), nulls=("None",)))
+    monkeypatch.setitem(tables.FILES, "toy", tables._FileKind(tables=("toy",), nulls=("None",)))
 
 
 def told(tree, of=ON):
@@ -527,10 +527,10 @@ def test_recognition(toy):
 
 
 def test_a_tie_is_not_guessed(toy, monkeypatch):
-    monkeypatch.setitem(tables.FILES, "toy-too", tables._File(tables=("toy",)))
+    monkeypatch.setitem(tables.FILES, "toy-too", tables._FileKind(tables=("toy",)))
     with pytest.raises(ConfigError, match=r"toy and toy-too each know 100% of its keys.* --dialect toy"):
         recognise(parse(FILE).tree)
-    monkeypatch.setitem(tables.FILES, "toy-too", tables._File(tables=("toy",), sign=("judge", ("x",))))
+    monkeypatch.setitem(tables.FILES, "toy-too", tables._FileKind(tables=("toy",), sign=("judge", ("x",))))
     assert recognise(parse(FILE).tree) == "toy"
 
 
@@ -693,9 +693,9 @@ def test_a_key_of_no_span_has_the_nearest_line():
 def test_a_file_is_read_as_the_version_that_has_its_keys(tmp_path, toy, monkeypatch):
     monkeypatch.setitem(versions.VERSIONS, "toy", RELEASES)
     monkeypatch.setitem(versions.DOCUMENTS, "toy", "1.0")
-    old, new = [table_rows.Span("", "2.0")], [table_rows.Span("1.1", "")]
+    old, new = [table_rows.VersionRange("", "2.0")], [table_rows.VersionRange("1.1", "")]
     assert versions.best([], "toy") == "1.0", "nothing tells: the document's"
-    assert versions.best([[table_rows.Span("", "")]], "toy") == "1.0"
+    assert versions.best([[table_rows.VersionRange("", "")]], "toy") == "1.0"
     assert versions.best([new], "toy") == "main"
     assert versions.best([old, new], "toy") == "1.1", "the only one that has both"
     assert versions.version_named("toy", "1") == "1.1"

@@ -15,23 +15,23 @@ from test_train_torch import weighted
 from tiny import tiny_model
 from whet.algos.distillation import TopK, gkd
 from whet.batch import Batch, Loss, Outputs
-from whet.config.schema import Kl, Optimizer, RewardKl
+from whet.config.schema import KlConfig, OptimizerConfig, RewardKlConfig
 from whet.models import kernels
 from whet.models.divergence import forward_kl, full_kl
-from whet.models.logprobs import Head
-from whet.training.cut import Cut
+from whet.models.logprobs import OutputHead
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import FullKl, TorchEngine
 from whet.types import WhetError
 
 A, D, V = 7, 5, 11
 
 
-def head(seed: int, *, bias: bool = True, scale: float = 1.0, softcap: float | None = None) -> Head:
+def head(seed: int, *, bias: bool = True, scale: float = 1.0, softcap: float | None = None) -> OutputHead:
     torch.manual_seed(seed)
-    return Head(nn.Linear(D, V, bias=bias), scale=scale, softcap=softcap)
+    return OutputHead(nn.Linear(D, V, bias=bias), scale=scale, softcap=softcap)
 
 
-def plain(x_AD: Tensor, h: Head, temperature: float) -> Tensor:
+def plain(x_AD: Tensor, h: OutputHead, temperature: float) -> Tensor:
     """[A, V] log-probs in float64, by the formula in the docstring of Head."""
     bias = 0 if h.linear.bias is None else h.linear.bias.double()
     z = h.scale * (x_AD.double() @ h.linear.weight.double().t() + bias)
@@ -65,7 +65,7 @@ def test_value_and_gradient_against_the_whole_vocabulary(
 
 def test_by_hand() -> None:
     # p = (3/4, 1/4), q = (1/2, 1/2): 3/4 log(3/2) + 1/4 log(1/2) = log 2 - H(p).
-    p, q = Head(nn.Linear(1, 2, bias=False)), Head(nn.Linear(1, 2, bias=False))
+    p, q = OutputHead(nn.Linear(1, 2, bias=False)), OutputHead(nn.Linear(1, 2, bias=False))
     with torch.no_grad():
         p.linear.weight.copy_(torch.tensor([[0.75], [0.25]]).log())
         q.linear.weight.zero_()
@@ -84,7 +84,7 @@ def test_the_mean_over_sampled_tokens_of_k1_is_it() -> None:
 
 
 def test_two_vocabularies_cannot_be_compared() -> None:
-    other = Head(nn.Linear(D, V + 1))
+    other = OutputHead(nn.Linear(D, V + 1))
     with pytest.raises(WhetError, match="has 11 tokens, but the reference's 12"):
         full_kl(torch.ones(1, D), torch.ones(1, D), heads=(head(0), other))
 
@@ -94,7 +94,7 @@ def test_two_vocabularies_cannot_be_compared() -> None:
 
 def test_the_forward_divergence_by_hand() -> None:
     # p = (1/2, 1/4, 1/4), q = (0.6, 0.3, 0.1); over its two likeliest: 0.6 log 1.2 + 0.3 log 1.2 = 0.9 * 0.1823216.
-    p, q = Head(nn.Linear(1, 3, bias=False)), Head(nn.Linear(1, 3, bias=False))
+    p, q = OutputHead(nn.Linear(1, 3, bias=False)), OutputHead(nn.Linear(1, 3, bias=False))
     with torch.no_grad():
         p.linear.weight.copy_(torch.tensor([[0.5], [0.25], [0.25]]).log())
         q.linear.weight.copy_(torch.tensor([[0.6], [0.3], [0.1]]).log())
@@ -145,7 +145,7 @@ def test_the_forward_divergence_and_its_gradient_against_log_softmax(
 
 def test_a_teacher_with_more_rows_is_read_up_to_the_policys() -> None:
     torch.manual_seed(0)
-    wide = Head(nn.Linear(D, V + 3))
+    wide = OutputHead(nn.Linear(D, V + 3))
     with torch.no_grad():
         wide.linear.bias[V:] += 9.0  # likely, but the policy has no such tokens
     x_AD = torch.randn(2, D)
@@ -164,29 +164,34 @@ def nothing(batch: Batch, out: Outputs) -> Loss:
     return Loss(0 * out.logp_N)
 
 
-def update(cut: Cut, batch: Batch) -> dict[str, float]:
+def update(cut: MicroBatchPolicy, batch: Batch) -> dict[str, float]:
     ops = kernels.load("auto")
-    engine = TorchEngine(tiny_model(seed=0), ops, cut=cut, optimizer=Optimizer(lr=1e-2), total_steps=4)
+    engine = TorchEngine(tiny_model(seed=0), ops, cut=cut, optimizer=OptimizerConfig(lr=1e-2), total_steps=4)
     engine.full_kl = FullKl(2.0, TorchEngine(tiny_model(seed=1), ops, cut=cut))
     return engine.update(batch, nothing)
 
 
 def test_no_cut_changes_it() -> None:
     batch = weighted()
-    whole = update(Cut(), batch)
+    whole = update(MicroBatchPolicy(), batch)
     assert whole["loss"] == pytest.approx(2 * whole["kl_loss_nats"], rel=1e-5)
     assert whole["kl_loss_nats"] > 0.01
     for cut in (
-        Cut(max_tokens=None, max_rollouts=1),
-        Cut(max_tokens=None, max_rollouts=5),
-        Cut(share_prompts=False),
+        MicroBatchPolicy(max_tokens=None, max_rollouts=1),
+        MicroBatchPolicy(max_tokens=None, max_rollouts=5),
+        MicroBatchPolicy(share_prompts=False),
     ):
         assert update(cut, batch) == pytest.approx(whole, rel=1e-4)
 
 
 def test_demonstrations_have_no_kl() -> None:
     batch = weighted()
-    assert update(Cut(), replace(batch, expert_R=torch.ones(batch.rollouts, dtype=torch.bool)))["loss"] == 0
+    assert (
+        update(MicroBatchPolicy(), replace(batch, expert_R=torch.ones(batch.rollouts, dtype=torch.bool)))[
+            "loss"
+        ]
+        == 0
+    )
 
 
 def test_it_holds_the_policy_back(tmp_path: Path) -> None:
@@ -200,9 +205,9 @@ def test_it_holds_the_policy_back(tmp_path: Path) -> None:
 
 
 def test_it_has_no_place_in_the_reward() -> None:
-    assert Kl(estimator="full").estimator == "full"
+    assert KlConfig(estimator="full").estimator == "full"
     with pytest.raises(ValueError, match="estimator"):
-        RewardKl.model_validate({"estimator": "full"})
+        RewardKlConfig.model_validate({"estimator": "full"})
 
 
 # ---------------------------------------------------------------- as a loss

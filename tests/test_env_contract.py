@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from codecs_numbers import Numbers
-from whet.config.schema import Environment
+from whet.config.schema import EnvironmentConfig
 from whet.envs import hosts as hosts_module
 from whet.envs.env import (
     EnvBroken,
@@ -23,7 +23,7 @@ from whet.envs.env import (
     as_messages,
     as_step,
 )
-from whet.envs.hosts import Hosts
+from whet.envs.hosts import EnvHosts
 from whet.rollout.episode import play_groups
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import key, rollout_key
@@ -264,16 +264,16 @@ def play(make: MakeEnv, count: int = 4, **options: Any) -> dict[int, Rollout]:
     return asyncio.run(bounded())
 
 
-Opened = Callable[..., Hosts]
+Opened = Callable[..., EnvHosts]
 
 
 @pytest.fixture
 def opened(zoo: Path) -> Iterator[Opened]:
-    made: list[Hosts] = []
+    made: list[EnvHosts] = []
 
-    def start(name: str, timeout_s: float = 20.0, hosts: int = 1, **arguments: Json) -> Hosts:
-        cfg = Environment(make=f"{zoo}:{name}", arguments=arguments, timeout_s=timeout_s, hosts=hosts)
-        made.append(Hosts(cfg))
+    def start(name: str, timeout_s: float = 20.0, hosts: int = 1, **arguments: Json) -> EnvHosts:
+        cfg = EnvironmentConfig(make=f"{zoo}:{name}", arguments=arguments, timeout_s=timeout_s, hosts=hosts)
+        made.append(EnvHosts(cfg))
         return made[-1]
 
     yield start
@@ -432,7 +432,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Rollout]:
     """The rollouts where nothing fails."""
     file = tmp_path_factory.mktemp("zoo") / "zoo.py"
     file.write_text(ZOO)
-    hosts = Hosts(Environment(make=f"{file}:Hostile", arguments={"how": "raises", "at": "never"}))
+    hosts = EnvHosts(EnvironmentConfig(make=f"{file}:Hostile", arguments={"how": "raises", "at": "never"}))
     try:
         return play(hosts.make)
     finally:
@@ -530,7 +530,7 @@ def test_hosts_that_die_in_a_row_end_the_run(opened: Opened, monkeypatch: pytest
         play(make, 1)
 
 
-def _all_are(hosts: Hosts) -> MakeEnv:
+def _all_are(hosts: EnvHosts) -> MakeEnv:
     """Every task is the hostile one."""
     return lambda task, world: hosts.make(Task(**{**_fields(task), "uid": 11}), world)
 

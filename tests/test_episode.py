@@ -16,7 +16,7 @@ from whet.envs.env import EnvStep, World
 from whet.rollout.episode import Pace, play_groups, to_sampling
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import rollout_key
-from whet.types import Completion, Group, Message, Rollout, Sampling, Span, Task, Turn
+from whet.types import Completion, Group, Message, Rollout, Sampling, Task, Turn, VersionSpan
 
 T = TypeVar("T")
 END = 1
@@ -85,7 +85,7 @@ def test_a_reply_becomes_a_flat_rollout() -> None:
         token_ids=[7, 8, END],
         logprobs=[-0.5, -0.25, -1.0],
         sample_logprobs=[-0.4, -0.2, -0.9],
-        spans=(Span(4, 0, 2), Span(5, 2, 3)),
+        spans=(VersionSpan(4, 0, 2), VersionSpan(5, 2, 3)),
         finish_reason="stop",
     )
     r = one(ScriptedEngine(lambda *_: said))

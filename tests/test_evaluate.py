@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whet import evaluate as module
-from whet.config.evaluation import Asked, asked, eval_sampling, reply_tokens, reward_weights
+from whet.config.evaluation import EvalSampling, asked, eval_sampling, reply_tokens, reward_weights
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import Config, Reward
+from whet.config.schema import Config, RewardConfig
 from whet.evaluate import accuracy, best_of, check_sources, commonest, doublings, evaluate, pass_at, shown
 from whet.rewards.combine import RewardSet
 from whet.types import ConfigError, Group, Json, Rollout, Task
@@ -247,17 +247,19 @@ def broken(response: str, task: Task) -> float:
     raise RuntimeError("must not be called")
 
 
-def run_evaluation(cfg: Config, tasks: list[Task]) -> tuple[list[Group], list[tuple[Asked, list[int]]]]:
+def run_evaluation(
+    cfg: Config, tasks: list[Task]
+) -> tuple[list[Group], list[tuple[EvalSampling, list[int]]]]:
     """Every reply to a task is its uid as text; and what was asked together."""
-    calls: list[tuple[Asked, list[int]]] = []
+    calls: list[tuple[EvalSampling, list[int]]] = []
 
-    async def ask(members: list[Task], how: Asked) -> list[Group]:
+    async def ask(members: list[Task], how: EvalSampling) -> list[Group]:
         calls.append((how, [t.uid for t in members]))
         return [
             Group(t, tuple(_rollout(t, index) for index in range(how.samples))) for t in members
         ]  # fmt: skip
 
-    rewards = {"long": Reward(function="object:long"), "bad": Reward(function="object:bad")}
+    rewards = {"long": RewardConfig(function="object:long"), "bad": RewardConfig(function="object:bad")}
     with RewardSet.from_config(rewards, cfg.reward_workers, {"long": length, "bad": broken}) as judge:
         return asyncio.run(evaluate(ask, tasks, judge, cfg=cfg)), calls
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tiny import FAMILIES, VOCAB, tiny_model
 from whet import environment
-from whet.models import kernels, products, twins
-from whet.models.exact import ExactReport, self_test
+from whet.models import kernels, products, torch_ops
 from whet.models.forward import decoder
+from whet.models.logprob_parity import ExactReport, self_test
 
 OPS = kernels.load("torch")
 
@@ -32,7 +32,7 @@ from test_forward import foreign, shaken
 from tiny import FAMILIES
 from whet.config.schema import Model, Scratch
 from whet.models import kernels
-from whet.models.exact import self_test
+from whet.models.logprob_parity import self_test
 from whet.models.forward import decoder
 from whet.models.load import build
 
@@ -86,9 +86,9 @@ def _attention_agrees() -> bool:
     generator = torch.Generator().manual_seed(3)
     for inner, columns in ((16, 16), (16, 128), (128, 16)):
         a, b = (torch.randn(2, *size, generator=generator) for size in ((65, inner), (inner, columns)))
-        whole = twins._product(a, b)
+        whole = torch_ops._product(a, b)
         if any(
-            not torch.equal(twins._product(a[:, :n], b), whole[:, :n]) for n in (1, 2, 3, 4, 5, 7, 16, 33)
+            not torch.equal(torch_ops._product(a[:, :n], b), whole[:, :n]) for n in (1, 2, 3, 4, 5, 7, 16, 33)
         ):
             return False
     return True

@@ -16,7 +16,7 @@ from whet.batch import pack
 from whet.models import kernels
 from whet.rollout.episode import play_groups
 from whet.rollout.native.engine import NativeEngine
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import Group, Sampling, Task
 
@@ -55,7 +55,7 @@ def test_sampled_and_trained_log_probs_are_equal_bit_for_bit(family: str) -> Non
     assert {r.finish_reason for g in groups for r in g.rollouts} == {"stop", "length"}
     batch = pack(groups)
     for share in (True, False):
-        cut = Cut(max_tokens=700, share_prompts=share, temperature=temperature)
+        cut = MicroBatchPolicy(max_tokens=700, share_prompts=share, temperature=temperature)
         trained = TorchEngine(model, kernels.load("auto"), cut=cut).forward(batch, "logprobs")
         different = int((trained != batch.logp_sample_N).sum())
         assert different == 0, f"{different} of {int(batch.mask_N.sum())} tokens, share_prompts={share}"

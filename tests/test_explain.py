@@ -63,8 +63,8 @@ def test_ways_to_ask(asked, key):
 
 
 def test_a_section_lists_its_keys():
-    assert [row[0] for row in explain("train").rows] == list(schema.Train.model_fields)
-    assert [row[0] for row in explain("rewards").rows] == list(schema.Reward.model_fields)
+    assert [row[0] for row in explain("train").rows] == list(schema.TrainConfig.model_fields)
+    assert [row[0] for row in explain("rewards").rows] == list(schema.RewardConfig.model_fields)
     assert explain("train.steps").rows == ()
 
 

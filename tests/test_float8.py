@@ -11,16 +11,16 @@ from torch.nn import functional as F
 
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
-from whet.config.parts.precision import Precision
-from whet.config.schema import Optimizer
+from whet.config.schema import OptimizerConfig
+from whet.config.sections.precision import PrecisionConfig
 from whet.models import float8, kernels, router
 from whet.models.float8 import GRADIENTS, NUMBERS, products, quantised
 from whet.models.lora import learned
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import ConfigError
 
-BIG = Optimizer(name="sgd", lr=1024.0, max_grad_norm=None)
+BIG = OptimizerConfig(name="sgd", lr=1024.0, max_grad_norm=None)
 
 
 def rounded(x: torch.Tensor, kind: torch.dtype, scaling: Any, *, dim: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ def test_what_stays_as_it_is() -> None:
     assert torch.equal(F.linear(x, gate.weight), x @ gate.weight.T)
 
 
-def moved(cut: Cut, family: str, *, hooked: bool = False) -> dict[str, torch.Tensor]:
+def moved(cut: MicroBatchPolicy, family: str, *, hooked: bool = False) -> dict[str, torch.Tensor]:
     """Gradients, by a large step."""
     model = tiny_model(family)
     if hooked:
@@ -94,7 +94,7 @@ def test_training_is_near_and_knows_no_checkpointing() -> None:
     for family, hooked in (("qwen3", False), ("qwen3_moe", False), ("qwen3_moe", True)):
         plain = moved(CUT, family, hooked=hooked)
         for scaling in ("rowwise", "tensorwise"):
-            cut = replace(CUT, precision=Precision(float8=scaling))  # type: ignore[arg-type]
+            cut = replace(CUT, precision=PrecisionConfig(float8=scaling))  # type: ignore[arg-type]
             found = moved(cut, family, hooked=hooked)
             again = moved(replace(cut, checkpoint=True), family, hooked=hooked)
             assert all(torch.equal(found[n], again[n]) for n in found)
@@ -114,4 +114,4 @@ def test_a_device_without_them_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         float8.check(torch.device("cpu"))
     with pytest.raises(ConfigError, match="no products in float8"):
-        moved(replace(CUT, precision=Precision(float8="rowwise")), "qwen3")
+        moved(replace(CUT, precision=PrecisionConfig(float8="rowwise")), "qwen3")

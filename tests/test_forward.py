@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from test_packing import batch_of
 from tiny import FAMILIES, VOCAB, tiny_model
-from whet.models import functional, kernels
+from whet.models import fused_forward, kernels
 from whet.models.attention import PackedAttention
 from whet.models.forward import Decoder, decoder
 from whet.models.logprobs import logits, token_logprobs
@@ -233,7 +233,7 @@ def test_rope_equals_transformers_bitwise(kind: str) -> None:
     model = foreign("llama", rope_parameters={"rope_type": kind, "rope_theta": 1e4, **ROPES[kind]})
     assert decoder(model, OPS).path == "functional"
     position_U = torch.tensor([0, 1, 2, 63, 64, 1000, 100_000])
-    cos, sin = functional.rope(model.model.rotary_emb, position_U)
+    cos, sin = fused_forward.rope(model.model.rotary_emb, position_U)
     their_cos, their_sin = model.model.rotary_emb(torch.zeros(1), position_U[None])
     assert torch.equal(cos, their_cos[0])
     assert torch.equal(sin, their_sin[0])

@@ -19,9 +19,9 @@ from tiny import RUN
 from whet import checkpoint
 from whet.cli import app
 from whet.config import resuming
-from whet.config.footprint import check_memory
 from whet.config.keys import keys
 from whet.config.load import load
+from whet.config.memory_estimate import check_memory
 from whet.config.plan import plans
 from whet.config.resuming import CLASSES, changes, class_of, fingerprint
 from whet.config.secrets import dump

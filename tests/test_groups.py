@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from whet.algos.groups import mask_shared_prefixes, refine, uninformative, with_baseline
 from whet.batch import pack
 from whet.buffer.buffer import Buffer
-from whet.config.parts.groups import Groups
 from whet.config.recipes import resolve
-from whet.config.schema import Algorithm
+from whet.config.schema import AlgorithmConfig
+from whet.config.sections.groups import GroupsConfig
 from whet.explorer import rejection
 from whet.guard.ledger import Ledger
 from whet.types import FinishReason, Group, Rollout, Task, Turn
@@ -65,27 +65,27 @@ def kept(found: tuple[Group, dict[str, int]]) -> list[int]:
 
 def test_by_default_nothing_happens() -> None:
     given = group(rollout(0, reward=1.0, reason="length"), rollout(1))
-    assert refine(given, Groups()) == (given, {})
+    assert refine(given, GroupsConfig()) == (given, {})
 
 
 def test_unfinished_rollouts() -> None:
     given = group(rollout(0, reward=1.0, reason="length"), rollout(1, reward=1.0), rollout(2, reason="abort"))
-    zeroed, dropped = refine(given, Groups(truncated="zero"))
+    zeroed, dropped = refine(given, GroupsConfig(truncated="zero"))
     assert [r.reward for r in zeroed.rollouts] == [0.0, 1.0, 0.0]
     assert [r.strand.mask.tolist() for r in zeroed.rollouts] == [
         r.strand.mask.tolist() for r in given.rollouts
     ]
     assert dropped == {}
-    found = refine(given, Groups(truncated="drop"))
+    found = refine(given, GroupsConfig(truncated="drop"))
     assert (kept(found), found[1]) == ([1], {"unfinished": 2})
     # The mask is one of the loss alone: the rollout stays, with its reward.
-    assert refine(given, Groups(truncated="mask")) == (given, {})
+    assert refine(given, GroupsConfig(truncated="mask")) == (given, {})
 
 
 def test_a_floor_for_rewards_is_itself_allowed() -> None:
-    found = refine(rewarded(0.5, 0.49, 2.0), Groups(min_reward=0.5))
+    found = refine(rewarded(0.5, 0.49, 2.0), GroupsConfig(min_reward=0.5))
     assert (kept(found), found[1]) == ([0, 2], {"low_reward": 1})
-    assert kept(refine(rewarded(0.0, 0.1), Groups(min_reward=1.0))) == []
+    assert kept(refine(rewarded(0.0, 0.1), GroupsConfig(min_reward=1.0))) == []
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_floor_for_rewards_is_itself_allowed() -> None:
     ],
 )
 def test_best_and_worst(best: int | None, worst: int | None, expected: list[int]) -> None:
-    found = refine(rewarded(1.0, -1.0, 5.0, 1.0, 0.0), Groups(keep_best=best, keep_worst=worst))
+    found = refine(rewarded(1.0, -1.0, 5.0, 1.0, 0.0), GroupsConfig(keep_best=best, keep_worst=worst))
     assert kept(found) == expected
     assert found[1] == ({"rank": 5 - len(expected)} if len(expected) < 5 else {})
 
@@ -111,10 +111,10 @@ def test_rules_follow_one_another() -> None:
         rollout(0, reward=9.0, reason="length"), rollout(1, reward=2.0), rollout(2, reward=1.0),
         rollout(3, reward=-1.0),
     )  # fmt: skip
-    found = refine(given, Groups(truncated="drop", min_reward=0.0, keep_best=1))
+    found = refine(given, GroupsConfig(truncated="drop", min_reward=0.0, keep_best=1))
     assert (kept(found), found[1]) == ([1], {"unfinished": 1, "low_reward": 1, "rank": 1})
     # The zeroed reward is what the others are compared with.
-    assert kept(refine(given, Groups(truncated="zero", keep_best=1))) == [1]
+    assert kept(refine(given, GroupsConfig(truncated="zero", keep_best=1))) == [1]
 
 
 # ---------------------------------------------------------------- groups
@@ -123,9 +123,9 @@ judge = partial(uninformative, drop_uniform=True, weights={"a": 1.0, "b": 2.0})
 
 
 def test_uniform_groups() -> None:
-    assert judge(rewarded(1.0, 1.0), Groups()) == "uniform"
-    assert judge(rewarded(1.0, 0.0), Groups()) is None
-    assert uninformative(rewarded(1.0, 1.0), Groups(), drop_uniform=False, weights={}) is None
+    assert judge(rewarded(1.0, 1.0), GroupsConfig()) == "uniform"
+    assert judge(rewarded(1.0, 0.0), GroupsConfig()) is None
+    assert uninformative(rewarded(1.0, 1.0), GroupsConfig(), drop_uniform=False, weights={}) is None
 
 
 def test_uniform_by_named_rewards() -> None:
@@ -133,38 +133,38 @@ def test_uniform_by_named_rewards() -> None:
         rollout(0, reward=1.0, parts={"a": 1.0, "b": 0.5, "c": 0.0}),
         rollout(1, reward=2.0, parts={"a": 1.0, "b": 1.0, "c": 9.0}),
     )
-    assert judge(given, Groups(uniform_by=("a",))) == "uniform"
-    assert judge(given, Groups(uniform_by=("b",))) is None
-    assert judge(given, Groups(uniform_by=("a", "b"))) is None
+    assert judge(given, GroupsConfig(uniform_by=("a",))) == "uniform"
+    assert judge(given, GroupsConfig(uniform_by=("b",))) is None
+    assert judge(given, GroupsConfig(uniform_by=("a", "b"))) is None
     # By weight: 1 + 2 * 0.5 = 2 and 0 + 2 * 1 = 2.
     even = group(
         *(replace(r, reward_parts={**r.reward_parts, "a": 1.0 - i}) for i, r in enumerate(given.rollouts))
     )
-    assert judge(even, Groups(uniform_by=("a", "b"))) == "uniform"
+    assert judge(even, GroupsConfig(uniform_by=("a", "b"))) == "uniform"
 
 
 def test_the_deviation_must_be_larger() -> None:
     # 0 and 2: sqrt(2) with n - 1, 1 with n.
     given = rewarded(0.0, 2.0)
-    assert judge(given, Groups(min_std=1.0)) is None
-    assert judge(given, Groups(min_std=1.0, min_std_ddof=0)) == "flat"
-    assert judge(given, Groups(min_std=0.999, min_std_ddof=0)) is None
-    assert judge(rewarded(0.1, 0.1, 0.1), Groups(min_std=0.0)) == "flat"
-    assert judge(rewarded(5.0), Groups(min_std=0.0)) == "flat"
+    assert judge(given, GroupsConfig(min_std=1.0)) is None
+    assert judge(given, GroupsConfig(min_std=1.0, min_std_ddof=0)) == "flat"
+    assert judge(given, GroupsConfig(min_std=0.999, min_std_ddof=0)) is None
+    assert judge(rewarded(0.1, 0.1, 0.1), GroupsConfig(min_std=0.0)) == "flat"
+    assert judge(rewarded(5.0), GroupsConfig(min_std=0.0)) == "flat"
 
 
 def test_a_stage_rejects_by_these_rules() -> None:
     dapo = resolve(
-        Algorithm.model_validate({"name": "dapo", "groups": {"uniform_by": ("a",), "min_std": 0.5}})
+        AlgorithmConfig.model_validate({"name": "dapo", "groups": {"uniform_by": ("a",), "min_std": 0.5}})
     )
     reject = partial(rejection, algorithm=dapo, weights={"a": 1.0})
     far = group(rollout(0, reward=0.0, parts={"a": 1.0}), rollout(1, reward=9.0, parts={"a": 1.0}))
     assert reject(far) == "uniform"
     assert reject(rewarded(0.0, 0.1)) == "flat"
     assert reject(rewarded(1.0)) == "alone"
-    raw = resolve(Algorithm(name="rloo", advantage={"single_rollout": "raw"}))
+    raw = resolve(AlgorithmConfig(name="rloo", advantage={"single_rollout": "raw"}))
     assert rejection(rewarded(1.0), algorithm=raw, weights={}) is None
-    assert rejection(rewarded(1.0), algorithm=resolve(Algorithm(name="rloo")), weights={}) == "alone"
+    assert rejection(rewarded(1.0), algorithm=resolve(AlgorithmConfig(name="rloo")), weights={}) == "alone"
 
 
 # ---------------------------------------------------------------- shared beginnings
@@ -242,7 +242,7 @@ def test_shared_beginnings_against_a_tree(replies: list[list[int]], rewards: lis
 def test_a_truncated_rollout_without_reward_has_none_in_its_turns() -> None:
     turns = (Turn(2, 3, "stop", 0.25), Turn(3, 4, "length", 0.5))
     given = group(on_strand(rollout(0, reward=0.75, reason="length"), turns=turns), rollout(1, reward=1.0))
-    found, _ = refine(given, Groups(truncated="zero"))
+    found, _ = refine(given, GroupsConfig(truncated="zero"))
     zeroed = found.rollouts[0]
     assert (zeroed.reward, [turn.reward for turn in zeroed.turns]) == (0.0, [None, None])
 
@@ -286,7 +286,7 @@ def open_buffer(groups: int, size: int, **keys: Any) -> Buffer:
 
 
 def test_what_left_its_group_is_booked_with_its_reason() -> None:
-    cfg = Groups(min_reward=0.0, keep_best=1)
+    cfg = GroupsConfig(min_reward=0.0, keep_best=1)
     buffer = open_buffer(2, 3, refine=partial(refine, cfg=cfg), reject=lambda g: None)
     found = asyncio.run(fill(buffer, [rewarded(-1.0, 2.0, 1.0), rewarded(3.0, 0.5, 0.0)]))
     assert [[r.index for r in g.rollouts] for g in found] == [[1], [0]]
@@ -297,14 +297,16 @@ def test_what_left_its_group_is_booked_with_its_reason() -> None:
 
 
 def test_a_group_that_nothing_is_left_of_gives_its_room_back() -> None:
-    buffer = open_buffer(1, 2, refine=partial(refine, cfg=Groups(min_reward=1.0)), reject=lambda g: None)
+    buffer = open_buffer(
+        1, 2, refine=partial(refine, cfg=GroupsConfig(min_reward=1.0)), reject=lambda g: None
+    )
     assert asyncio.run(fill(buffer, [rewarded(0.0, 0.0)])) == []
     assert buffer.held == 0
     assert buffer.ledger.pending == 0
 
 
 def test_copies_fill_a_step_that_is_short_of_groups() -> None:
-    reject = partial(uninformative, cfg=Groups(), drop_uniform=True, weights={})
+    reject = partial(uninformative, cfg=GroupsConfig(), drop_uniform=True, weights={})
     buffer = open_buffer(3, 2, reject=reject, copies=True)
     found = asyncio.run(fill(buffer, [rewarded(1.0, 0.0), rewarded(1.0, 1.0), rewarded(0.0, 0.0)]))
     assert len(found) == 1
@@ -323,6 +325,8 @@ def test_copies_of_nothing_fill_nothing() -> None:
 
 
 def test_without_copies_dropped_groups_are_asked_for_again() -> None:
-    buffer = open_buffer(2, 2, reject=partial(uninformative, cfg=Groups(), drop_uniform=True, weights={}))
+    buffer = open_buffer(
+        2, 2, reject=partial(uninformative, cfg=GroupsConfig(), drop_uniform=True, weights={})
+    )
     assert asyncio.run(fill(buffer, [rewarded(1.0, 0.0), rewarded(1.0, 1.0)])) == []
     assert (buffer.held, buffer.dropped) == (1, 0)

@@ -18,10 +18,10 @@ from sections import algorithm as section
 from tiny import tiny_model
 from whet.algos.recipes import build
 from whet.batch import Batch
-from whet.config.schema import Algorithm, Critic
+from whet.config.schema import AlgorithmConfig, CriticConfig
 from whet.eval_loss import eval_loss, given
 from whet.models import kernels
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import DataError, Group, Json, Rollout, Task
 
@@ -46,7 +46,7 @@ def group(source: str, prompt: list[int], *replies: list[int]) -> Group:
 
 def engine(seed: int) -> TorchEngine:
     ops = kernels.load("torch")
-    return TorchEngine(tiny_model(seed=seed, std=0.4), ops, cut=Cut(max_tokens=9))
+    return TorchEngine(tiny_model(seed=seed, std=0.4), ops, cut=MicroBatchPolicy(max_tokens=9))
 
 
 def reply_logp(policy: TorchEngine, prompt: list[int], reply: list[int]) -> list[float]:
@@ -58,7 +58,9 @@ def reply_logp(policy: TorchEngine, prompt: list[int], reply: list[int]) -> list
 
 
 def algorithm(name: str, **settings: Json):  # type: ignore[no-untyped-def]
-    return build(Algorithm.model_validate(section(name, **settings)), critic=Critic(), max_tokens=8)
+    return build(
+        AlgorithmConfig.model_validate(section(name, **settings)), critic=CriticConfig(), max_tokens=8
+    )
 
 
 def test_loss_and_perplexity_of_demonstrations() -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fuzz.readers import model_folder
-from whet.config.schema import Model, Source
-from whet.config.schema import Tokenizer as TokenizerConfig
+from whet.config.schema import ModelConfig, SourceConfig
+from whet.config.schema import TokenizerConfig as TokenizerConfig
 from whet.data import files, parquet, timed
 from whet.data.chat import encode_texts
 from whet.data.columns import parse
@@ -30,14 +30,14 @@ def test_a_data_file_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "zero.json").symlink_to("/dev/zero")
     for name, says in (("fifo.jsonl", "is a FIFO"), ("zero.json", "is a device")):
         with pytest.raises(DataError, match=rf"{name} {says}.*expected a file"):
-            read_rows(Source(path=str(tmp_path / name)))
+            read_rows(SourceConfig(path=str(tmp_path / name)))
 
 
 def test_a_line_without_end_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MOST_ROW_BYTES", 2**20)
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a"}\n' + b" " * 2**21)
     with pytest.raises(DataError, match=r"a.jsonl, line 2: has more than 1 MiB"):
-        read_rows(Source(path=str(tmp_path / "a.jsonl")))
+        read_rows(SourceConfig(path=str(tmp_path / "a.jsonl")))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_line_without_end_is_not_read_whole(tmp_path: Path, monkeypatch: pytes
 def test_rows_are_read_within_limits(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(DataError, match=says):
-        read_rows(Source(path=str(tmp_path / "a.jsonl")))
+        read_rows(SourceConfig(path=str(tmp_path / "a.jsonl")))
 
 
 def test_half_of_a_surrogate_pair_in_the_bytes_is_no_text(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_half_of_a_surrogate_pair_in_the_bytes_is_no_text(tmp_path: Path) -> Non
     with pytest.raises(
         DataError, match=r"line 1: not JSON: .utf-8. codec can.t decode byte 0xed in position 13"
     ):
-        read_rows(Source(path=str(tmp_path / "a.jsonl")))
+        read_rows(SourceConfig(path=str(tmp_path / "a.jsonl")))
 
 
 LONG = pa.DictionaryArray.from_arrays(pa.array([0] * 5_000, pa.int32()), pa.array(["x" * 10_000]))
@@ -80,7 +80,7 @@ def test_a_small_parquet_file_does_not_fill_the_memory(
     with pytest.raises(
         DataError, match=r"a.parquet: its rows take more than 16 MiB in memory, \d+ times the file"
     ):
-        read_rows(Source(path=str(tmp_path / "a.parquet")))
+        read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))
 
 
 def test_a_parquet_file_whose_schema_was_changed_does_not_end_the_process(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_parquet_file_whose_schema_was_changed_does_not_end_the_process(tmp_pa
     assert optional in data
     (tmp_path / "a.parquet").write_bytes(data.replace(optional, required))
     with pytest.raises(DataError, match=r"a.parquet: not a readable parquet file: .*histogram size mismatch"):
-        read_rows(Source(path=str(tmp_path / "a.parquet")))
+        read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))
 
 
 def test_a_row_of_a_parquet_file_is_not_larger_than_a_line(
@@ -103,7 +103,7 @@ def test_a_row_of_a_parquet_file_is_not_larger_than_a_line(
     with pytest.raises(
         DataError, match=r"a.parquet, row 2 of row group 0: has more than 1 MiB; is it a single row"
     ):
-        read_rows(Source(path=str(tmp_path / "a.parquet")))
+        read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))
 
 
 def test_rows_of_many_groups_and_batches_are_those_that_were_written(
@@ -112,7 +112,7 @@ def test_rows_of_many_groups_and_batches_are_those_that_were_written(
     monkeypatch.setattr(parquet, "MOST_ROWS", 7)
     rows = [{"prompt": [{"role": "user", "content": str(n)}], "answer": n} for n in range(50)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=20)
-    found = read_rows(Source(path=str(tmp_path / "a.parquet")))
+    found = read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))
     assert found.slice(0, 50) == rows
 
 
@@ -129,7 +129,7 @@ def test_a_parquet_file_without_the_rows_that_it_promises_is_refused(tmp_path: P
     with pytest.raises(
         DataError, match=r"a.parquet: has 0 rows, but its metadata lists 9; copy the file again"
     ):
-        read_rows(Source(path=str(tmp_path / "a.parquet")))
+        read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))
 
 
 @pytest.mark.parametrize(
@@ -150,19 +150,19 @@ def test_numbers_that_json_has_not_are_refused_in_every_format(
     with pytest.raises(
         DataError, match=rf"a.parquet, row 3: column {path} holds -?(nan|inf), which is not a JSON"
     ):
-        read_rows(Source(path=str(tmp_path / "a.parquet")))
+        read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))
     pq.write_table(table.slice(0, 2), tmp_path / "a.parquet")
-    assert len(read_rows(Source(path=str(tmp_path / "a.parquet")))) == 2
+    assert len(read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))) == 2
 
 
 def test_rows_of_the_config_are_looked_at_too() -> None:
     rows = [{"prompt": "a"}, {"prompt": "b", "x": [float("nan")]}]
     with pytest.raises(DataError, match=r"data.rows, row 2: column x.0 holds nan, which is not a JSON value"):
-        read_rows(Source(rows=tuple(rows)))
+        read_rows(SourceConfig(rows=tuple(rows)))
 
 
 def test_a_difficulty_too_large_for_a_float_is_named() -> None:
-    source = Source(path="a.jsonl", difficulty="hard")
+    source = SourceConfig(path="a.jsonl", difficulty="hard")
     with pytest.raises(
         DataError, match=r"a.jsonl, line 1: column 'hard' holds int .*expected a finite number"
     ):
@@ -256,7 +256,7 @@ def test_a_config_json_of_another_or_no_model_is_refused_before_memory_is_taken(
     path = folder(tmp_path, "config.json", lambda tree: tree.update(change))
     with pytest.raises((ConfigError, CheckpointError), match=says):
         build(
-            Model(path=str(path)),
+            ModelConfig(path=str(path)),
             vocab_size=5,
             eos_token_id=1,
             pad_token_id=0,

@@ -20,7 +20,7 @@ import pytest
 import hostile
 from whet import secrets
 from whet.guard import confine
-from whet.guard.jail import Call, Failure, Jail
+from whet.guard.jail import Failure, Jail, RewardCall
 from whet.guard.processes import state
 from whet.types import ConfigError, WhetError
 
@@ -34,7 +34,9 @@ def make(*functions, **limits):
 
 def calls(*names, **more):
     return [
-        Call(function=getattr(n, "__name__", n), arguments=json.dumps({"value": float(i)}), key=i, **more)
+        RewardCall(
+            function=getattr(n, "__name__", n), arguments=json.dumps({"value": float(i)}), key=i, **more
+        )
         for i, n in enumerate(names)
     ]
 
@@ -193,14 +195,14 @@ def test_values_of_many_kinds_of_number_are_taken():
         "tree": {"score": np.float16(1.5), "part": True},
     }
     with Jail({name: (lambda v=v: lambda: v) for name, v in kinds.items()}) as jail:
-        results = asyncio.run(jail.call_many([Call(function=n, arguments="{}") for n in kinds]))
+        results = asyncio.run(jail.call_many([RewardCall(function=n, arguments="{}") for n in kinds]))
     expected = [1.0, 3.0, 0.5, -2.0, 0.0, 2.5]
     assert [r.parts for r in results] == [{"score": x} for x in expected] + [{"score": 1.5, "part": 1.0}]
 
 
 def test_equal_keys_give_equal_random_numbers():
     with make(hostile.stochastic) as jail:
-        twice = [Call(function="stochastic", arguments='{"value": 0}', key=k) for k in (7, 8, 7)]
+        twice = [RewardCall(function="stochastic", arguments='{"value": 0}', key=k) for k in (7, 8, 7)]
         a, b, c = asyncio.run(jail.call_many(twice))
     assert a.parts == c.parts
     assert a.parts["score"] != b.parts["score"]

@@ -27,7 +27,7 @@ from whet.config.load import load
 from whet.config.recipes import RECIPES, resolve
 from whet.config.refusal_rules import REFUSED
 from whet.config.rules import RULES
-from whet.config.schema import Algorithm, Config
+from whet.config.schema import AlgorithmConfig, Config
 from whet.config.setting_rules import SETTING_RULES
 from whet.rewards.builtin import BUILTIN
 from whet.types import ConfigError, Json
@@ -160,7 +160,7 @@ def test_choices_are_the_tables() -> None:
 
 def test_the_recipes_say_enough_to_know_the_named_conditions() -> None:
     for choice in node(("algorithm", "name"))["x-choices"]:
-        sets, resolved = choice["sets"], resolve(Algorithm(name=choice["name"]))
+        sets, resolved = choice["sets"], resolve(AlgorithmConfig(name=choice["name"]))
         assert (sets["kind"], sets["advantage"], sets["loss"]) == (
             resolved.kind,
             resolved.advantage,
@@ -312,10 +312,10 @@ def changed(key: Key) -> Json:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_settings_that_a_form_hides_are_refused_and_others_are_not_called_idle(recipe: str) -> None:
     """Every setting of an algorithm, changed by itself under every recipe."""
-    base = resolve(Algorithm(name=recipe))
+    base = resolve(AlgorithmConfig(name=recipe))
     cfg = Config.model_validate_json(json.dumps({"algorithm": {"name": recipe}}))
     known = named(cfg, base)
-    for name, field in Algorithm.model_fields.items():
+    for name, field in AlgorithmConfig.model_fields.items():
         path = ("algorithm", name)
         if name in ("name", "advantage", "loss") or keys()[path].section:
             continue

@@ -24,7 +24,7 @@ from whet.algos.kl import (
     mean_kl,
     reference_kl,
 )
-from whet.config.schema import Kl, RewardKl
+from whet.config.schema import KlConfig, RewardKlConfig
 from whet.types import ConfigError, WhetError
 
 
@@ -129,11 +129,11 @@ def test_the_unbiased_one_has_value_and_gradient_of_the_kl() -> None:
 
 
 def test_the_schema_names_what_there_is() -> None:
-    named = set(get_args(Kl.model_fields["estimator"].annotation))
+    named = set(get_args(KlConfig.model_fields["estimator"].annotation))
     assert {*ESTIMATORS, *RATIO_ESTIMATORS, "full"} == named, (
         "full needs the whole vocabulary: see test_divergence"
     )
-    in_reward = set(get_args(RewardKl.model_fields["estimator"].annotation))
+    in_reward = set(get_args(RewardKlConfig.model_fields["estimator"].annotation))
     assert in_reward == {name for name in ESTIMATORS if not name.endswith("+")}, "a value has no gradient"
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from whet.track import lanes, spent
+from whet.track import lanes, time_report
 from whet.track.lanes import MOST, REPLICAS, Lane, Notes, Told, folded
 from whet.track.timeline import SAMPLING, STEPS, Span, Timeline, read
 
@@ -243,7 +243,7 @@ def run_of(count: int) -> list[Span]:
 
 
 def test_ranks_and_the_bubble_by_hand() -> None:
-    (stage,) = spent.measure(run_of(2))
+    (stage,) = time_report.measure(run_of(2))
     assert (stage.seconds, stage.steps) == (pytest.approx(0.250), 2)
     driver, first, second = stage.processes
     assert (driver.name, driver.busy_s, driver.wait_s, driver.mostly) == ("driver", 0.06, 0.14, "decode")
@@ -255,7 +255,7 @@ def test_ranks_and_the_bubble_by_hand() -> None:
 
 
 def test_a_driver_that_only_asks_is_no_process_that_could_work() -> None:
-    (stage,) = spent.measure([s for s in run_of(2) if s.lane != SAMPLING])
+    (stage,) = time_report.measure([s for s in run_of(2) if s.lane != SAMPLING])
     assert [p.name for p in stage.processes] == ["rank 0", "rank 1"]
 
 
@@ -267,14 +267,14 @@ def test_a_process_counts_while_it_is_there() -> None:
         span("decode", start_ms=120, length_ms=20, **where),
         span("decode", start_ms=200, length_ms=50, busy_ns=25 * MS, step=2, **where),
     ]
-    (stage,) = spent.measure([*run_of(0), *came])
+    (stage,) = time_report.measure([*run_of(0), *came])
     (_, replica) = stage.processes
     assert (replica.busy_s, replica.wait_s) == pytest.approx((0.045, 0.045))
 
 
 def printed(path: Path) -> str:
     console = Console(width=150, record=True)
-    console.print(spent.show(path))
+    console.print(time_report.show(path))
     return console.export_text()
 
 
@@ -316,7 +316,7 @@ def test_replicas_of_an_explorer_are_its_own(tmp_path: Path) -> None:
         timeline._spans += spans
         timeline.close()
     beside = {"one": read(tmp_path / "explorers/one/timeline.json")}
-    (stage,) = spent.measure(read(tmp_path / "timeline.json"), beside=beside)
+    (stage,) = time_report.measure(read(tmp_path / "timeline.json"), beside=beside)
     assert [(p.name, p.busy_s) for p in stage.processes] == [
         ("driver", 0.06), ("replica engine-0 of one", 0.06),
     ]  # fmt: skip

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from whet.models import kernels, logprobs
-from whet.models.logprobs import Head, logits, token_logprobs
+from whet.models.logprobs import OutputHead, logits, token_logprobs
 
 OPS = kernels.load("torch")
 ROWS, HIDDEN, VOCAB = 37, 12, 29
 
 
-def head_of(*, bias: bool = False, scale: float = 1.0, softcap: float | None = None) -> Head:
+def head_of(*, bias: bool = False, scale: float = 1.0, softcap: float | None = None) -> OutputHead:
     torch.manual_seed(0)
-    return Head(nn.Linear(HIDDEN, VOCAB, bias=bias), scale=scale, softcap=softcap)
+    return OutputHead(nn.Linear(HIDDEN, VOCAB, bias=bias), scale=scale, softcap=softcap)
 
 
 def rows(seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -26,7 +26,9 @@ def rows(seed: int = 1) -> tuple[Tensor, Tensor]:
     return 2 * torch.randn(ROWS, HIDDEN, generator=g), torch.randint(0, VOCAB, (ROWS,), generator=g)
 
 
-def oracle(head: Head, hidden_AD: Tensor, targets_A: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def oracle(
+    head: OutputHead, hidden_AD: Tensor, targets_A: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """In float64, by the definition, through ordinary autograd."""
     weight = head.linear.weight.double()
     z = hidden_AD.double() @ weight.T * head.scale
@@ -72,7 +74,7 @@ def test_values_and_gradients(
 
 
 def test_hand_worked_two_tokens() -> None:
-    head = Head(nn.Linear(1, 2, bias=False))
+    head = OutputHead(nn.Linear(1, 2, bias=False))
     with torch.no_grad():
         head.linear.weight.copy_(torch.tensor([[0.0], [math.log(3.0)]]))
     # p = (1/4, 3/4): log-prob of token 1 is log 3/4, entropy 1/4 log 4 + 3/4 log 4/3

@@ -15,7 +15,7 @@ import pytest
 from sockets import is_loopback, own
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
-from whet.config.schema import Optimizer
+from whet.config.schema import OptimizerConfig
 from whet.models.mesh import Dims
 from whet.sync.collective import Collective
 from whet.training.ranks import RankGroup, Ranks
@@ -117,7 +117,7 @@ def test_a_folder_of_sessions_that_is_anothers_is_refused(
 def test_ranks_listen_on_loopback() -> None:
     ranks = Ranks(Dims(dp_replicate=2), timeout_s=60.0)
     many = RankGroup(
-        ranks, "policy", tiny_model(), cut=CUT, optimizer=Optimizer(name="sgd", lr=0.02), total_steps=4
+        ranks, "policy", tiny_model(), cut=CUT, optimizer=OptimizerConfig(name="sgd", lr=0.02), total_steps=4
     )
     many.update(weighted(), pg_loss)  # gloo listens by now
     seen = own()

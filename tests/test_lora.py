@@ -25,12 +25,12 @@ from whet.config.describe import facts
 from whet.config.learns import learns
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import Lora, Optimizer
+from whet.config.schema import LoraConfig, OptimizerConfig
 from whet.models import kernels
 from whet.models.dropout import Noise
-from whet.models.exact import self_test
 from whet.models.forward import decoder
 from whet.models.load import export
+from whet.models.logprob_parity import self_test
 from whet.models.lora import (
     _Adapted,
     adapted,
@@ -46,7 +46,7 @@ from whet.models.mesh import Dims
 from whet.models.muon import Muon
 from whet.models.products import Everywhere
 from whet.models.trainable import choose
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import CheckpointError, ConfigError
 
@@ -55,11 +55,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def with_adapters(
-    lora: Lora | None = None, *, family: str = "qwen3", seed: int = 0, moved: bool = True
+    lora: LoraConfig | None = None, *, family: str = "qwen3", seed: int = 0, moved: bool = True
 ) -> PreTrainedModel:
     """A tiny model whose adapters do something."""
     model = tiny_model(family)
-    attach(model, lora or Lora(rank=4), seed=seed)
+    attach(model, lora or LoraConfig(rank=4), seed=seed)
     if moved:
         gen = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -107,7 +107,9 @@ def noted(engine: TorchEngine) -> dict[str, torch.Tensor]:
 def test_gradients_are_those_of_an_explicit_sum(family: str) -> None:
     """The packed engine with adapters against autograd through W + s B A put into the plain model, token by token."""
     model = with_adapters(family=family)
-    engine = TorchEngine(model, kernels.load("auto"), cut=Cut(max_tokens=40), optimizer=Optimizer(lr=0.0))
+    engine = TorchEngine(
+        model, kernels.load("auto"), cut=MicroBatchPolicy(max_tokens=40), optimizer=OptimizerConfig(lr=0.0)
+    )
     seen = noted(engine)
     batch = weighted()
     loss = engine.update(batch, pg_loss)["loss"]
@@ -151,7 +153,9 @@ def test_sampling_stays_exact_with_adapters() -> None:
 
 def test_scales_by_hand() -> None:
     """alpha / rank, or alpha / sqrt(rank); a pattern gives some layers their own."""
-    lora = Lora(rank=4, alpha=8.0, rank_pattern={"q_proj": 2}, alpha_pattern={r"layers\.1\.mlp\.\w+": 1.0})
+    lora = LoraConfig(
+        rank=4, alpha=8.0, rank_pattern={"q_proj": 2}, alpha_pattern={r"layers\.1\.mlp\.\w+": 1.0}
+    )
     for rslora, wanted in ((False, (8 / 4, 8 / 2, 1 / 4)), (True, (8 / 2, 8 / 2**0.5, 1 / 2))):
         layers = adapted(with_adapters(lora.model_copy(update={"rslora": rslora})))
         names = ("layers.0.self_attn.k_proj", "layers.0.self_attn.q_proj", "layers.1.mlp.up_proj")
@@ -165,7 +169,7 @@ def test_scales_by_hand() -> None:
     [("all-linear", 14), (("q_proj", "layers.1.mlp.up_proj"), 3), (r".*layers\.0.*\.(q|v)_proj", 2)],
 )
 def test_what_gets_adapters(targets: Any, count: int) -> None:
-    model = with_adapters(Lora(rank=2, targets=targets))
+    model = with_adapters(LoraConfig(rank=2, targets=targets))
     assert len(adapted(model)) == count
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {n for n, _ in learned(model)}
     assert len(list(learned(model))) == 2 * count
@@ -182,31 +186,31 @@ def test_what_gets_adapters(targets: Any, count: int) -> None:
     ],
 )
 def test_what_is_excluded_gets_no_adapter(exclude: Any, count: int) -> None:
-    lora = Lora(rank=2, exclude_modules=exclude)
+    lora = LoraConfig(rank=2, exclude_modules=exclude)
     model = with_adapters(lora)
     assert len(adapted(model)) == count
     counted = learns({n: tuple(p.shape) for n, p in tiny_model().named_parameters()}, lora, {})
     assert counted.adapters == sum(p.numel() for _, p in learned(model)), "a plan counts the same"
-    both = with_adapters(Lora(rank=2, targets=("q_proj", "k_proj"), exclude_modules=("q_proj",)))
+    both = with_adapters(LoraConfig(rank=2, targets=("q_proj", "k_proj"), exclude_modules=("q_proj",)))
     assert sorted(adapted(both)) == [f"model.layers.{n}.self_attn.k_proj" for n in (0, 1)]
 
 
 @pytest.mark.parametrize(
     ("lora", "said"),
     [
-        (Lora(exclude_modules=("q_pro",)), "exclude_modules: no linear layer's name ends with 'q_pro'"),
-        (Lora(exclude_modules=".*"), "excluded"),
-        (Lora(targets=("no_such",)), "no_such"),
-        (Lora(targets=("lm_head",)), "lm_head cannot have an adapter"),
-        (Lora(targets=("embed_tokens",)), "embed_tokens cannot have an adapter"),
-        (Lora(modules_to_save=("nothing",)), "modules_to_save.*'nothing'"),
-        (Lora(targets=("o_proj", "q_proj"), fused=True), "fused: no two layers with adapters"),
-        (Lora(rank_pattern={"q_proj": 2}, fused=True), "q_proj and .*k_proj have other ranks"),
-        (Lora(rank_pattern={"qq": 2}), "rank_pattern.*'qq'"),
-        (Lora(modules_to_save=("mlp",)), "'mlp' has adapters"),
+        (LoraConfig(exclude_modules=("q_pro",)), "exclude_modules: no linear layer's name ends with 'q_pro'"),
+        (LoraConfig(exclude_modules=".*"), "excluded"),
+        (LoraConfig(targets=("no_such",)), "no_such"),
+        (LoraConfig(targets=("lm_head",)), "lm_head cannot have an adapter"),
+        (LoraConfig(targets=("embed_tokens",)), "embed_tokens cannot have an adapter"),
+        (LoraConfig(modules_to_save=("nothing",)), "modules_to_save.*'nothing'"),
+        (LoraConfig(targets=("o_proj", "q_proj"), fused=True), "fused: no two layers with adapters"),
+        (LoraConfig(rank_pattern={"q_proj": 2}, fused=True), "q_proj and .*k_proj have other ranks"),
+        (LoraConfig(rank_pattern={"qq": 2}), "rank_pattern.*'qq'"),
+        (LoraConfig(modules_to_save=("mlp",)), "'mlp' has adapters"),
     ],
 )
-def test_names_that_fit_nothing_are_refused(lora: Lora, said: str) -> None:
+def test_names_that_fit_nothing_are_refused(lora: LoraConfig, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         attach(tiny_model(), lora, seed=0)
 
@@ -216,7 +220,7 @@ def test_beginnings_change_nothing(init: Any) -> None:
     """The model's own products are those of the adapters here: torch's may round otherwise."""
     with Everywhere():
         want = tiny_model()(input_ids=IDS).logits
-        got = with_adapters(Lora(rank=4, init=init), moved=False)(input_ids=IDS).logits
+        got = with_adapters(LoraConfig(rank=4, init=init), moved=False)(input_ids=IDS).logits
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
     if init in ("default", "gaussian", "xavier"):
         assert torch.equal(got, want)
@@ -226,7 +230,7 @@ def test_the_deviation_of_a_beginning() -> None:
     """At rank 64 over 32 inputs: Xavier's is sqrt(2 / 96), and Kaiming's uniform ends at 1 / sqrt(32)."""
     drawn = {}
     for init in ("default", "xavier"):
-        model = with_adapters(Lora(rank=64, init=init, targets=("q_proj",)), moved=False)  # type: ignore[arg-type]
+        model = with_adapters(LoraConfig(rank=64, init=init, targets=("q_proj",)), moved=False)  # type: ignore[arg-type]
         drawn[init] = torch.cat([layer.lora_A.detach().flatten() for layer in adapted(model).values()])
     assert float(drawn["xavier"].std()) == pytest.approx((2 / 96) ** 0.5, rel=0.05)
     assert float(drawn["xavier"].abs().max()) > 3 * (2 / 96) ** 0.5, "normal, not uniform"
@@ -235,19 +239,19 @@ def test_the_deviation_of_a_beginning() -> None:
 
 def test_pissa_takes_the_largest_directions() -> None:
     name = "model.layers.0.mlp.up_proj"
-    layer = adapted(with_adapters(Lora(rank=4, init="pissa"), moved=False))[name]
+    layer = adapted(with_adapters(LoraConfig(rank=4, init="pissa"), moved=False))[name]
     weight = tiny_model().get_submodule(name).weight.detach()
     u, s, vh = torch.linalg.svd(weight)
     torch.testing.assert_close(
         layer.scale * layer.lora_B @ layer.lora_A, (u[:, :4] * s[:4]) @ vh[:4], atol=1e-4, rtol=1e-3
     )
-    quick = adapted(with_adapters(Lora(rank=4, init="pissa", pissa_iterations=2), moved=False))[name]
+    quick = adapted(with_adapters(LoraConfig(rank=4, init="pissa", pissa_iterations=2), moved=False))[name]
     assert not torch.equal(quick.lora_A, layer.lora_A)
 
 
 def test_the_seed_alone_decides() -> None:
     state = torch.get_rng_state()
-    a, b, c = (bits(with_adapters(Lora(init="random"), seed=s, moved=False)) for s in (3, 3, 4))
+    a, b, c = (bits(with_adapters(LoraConfig(init="random"), seed=s, moved=False)) for s in (3, 3, 4))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a[n], b[n]) for n in a)
     assert not any(torch.equal(a[n], c[n]) for n in a if "lora_" in n)
@@ -255,7 +259,7 @@ def test_the_seed_alone_decides() -> None:
 
 # ---------------------------------------------------------------- fused layers
 
-FUSED = Lora(rank=4, fused=True)
+FUSED = LoraConfig(rank=4, fused=True)
 BLOCKS = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
 
 
@@ -288,7 +292,7 @@ def test_one_a_is_learned_once_and_counted_once() -> None:
     assert attention.q_proj.lora_A is not model.model.layers[0].self_attn.q_proj.lora_A
 
 
-def gradients(lora: Lora, values: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+def gradients(lora: LoraConfig, values: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Of what learns, in an update of the packed engine; values: of A and B, by name."""
     model = with_adapters(lora)
     with torch.no_grad():
@@ -296,7 +300,9 @@ def gradients(lora: Lora, values: dict[str, torch.Tensor] | None = None) -> dict
             if values is not None and name in values:
                 p.copy_(values[name])
     refresh(model)
-    engine = TorchEngine(model, kernels.load("auto"), cut=Cut(max_tokens=40), optimizer=Optimizer(lr=0.0))
+    engine = TorchEngine(
+        model, kernels.load("auto"), cut=MicroBatchPolicy(max_tokens=40), optimizer=OptimizerConfig(lr=0.0)
+    )
     seen = noted(engine)
     engine.update(weighted(), pg_loss)
     return seen
@@ -344,7 +350,7 @@ def test_a_folder_with_several_a_is_not_that_of_fused_layers(tmp_path: Path) -> 
 
 def test_fused_layers_on_ranks_are_those_of_one_process() -> None:
     ranks = started(2)
-    way = Way(Cut(max_tokens=30))
+    way = Way(MicroBatchPolicy(max_tokens=30))
     try:
         for dims in (Dims(dp_shard=2), Dims(dp_replicate=2), Dims(tp=2), Dims(pp=2), Dims(cp=2)):
             model = with_adapters(FUSED.model_copy(update={"dropout": 0.3}))
@@ -366,10 +372,10 @@ def test_fused_layers_on_ranks_are_those_of_one_process() -> None:
 
 
 def dropped_gradients(
-    cut: Cut, *, seed: int = 0, dropout: float = 0.4
+    cut: MicroBatchPolicy, *, seed: int = 0, dropout: float = 0.4
 ) -> tuple[dict[str, torch.Tensor], float]:
-    model = with_adapters(Lora(rank=4, dropout=dropout))
-    engine = TorchEngine(model, kernels.load("auto"), cut=cut, optimizer=Optimizer(lr=0.0), seed=seed)
+    model = with_adapters(LoraConfig(rank=4, dropout=dropout))
+    engine = TorchEngine(model, kernels.load("auto"), cut=cut, optimizer=OptimizerConfig(lr=0.0), seed=seed)
     seen = noted(engine)
     return seen, engine.update(weighted(), pg_loss)["loss"]
 
@@ -377,14 +383,14 @@ def dropped_gradients(
 @pytest.mark.parametrize(
     "cut",
     [
-        Cut(max_tokens=1),
-        Cut(max_rollouts=2),
-        Cut(share_prompts=False),
-        Cut(checkpoint=True, max_tokens=30),
+        MicroBatchPolicy(max_tokens=1),
+        MicroBatchPolicy(max_rollouts=2),
+        MicroBatchPolicy(share_prompts=False),
+        MicroBatchPolicy(checkpoint=True, max_tokens=30),
     ],
 )
-def test_what_is_dropped_does_not_depend_on_the_cut(cut: Cut) -> None:
-    want, loss = dropped_gradients(Cut())
+def test_what_is_dropped_does_not_depend_on_the_cut(cut: MicroBatchPolicy) -> None:
+    want, loss = dropped_gradients(MicroBatchPolicy())
     got, same = dropped_gradients(cut)
     assert same == pytest.approx(loss, abs=1e-5)
     for name, g in want.items():
@@ -410,7 +416,9 @@ def test_the_share_that_is_dropped() -> None:
 
 def test_nothing_is_dropped_where_nothing_learns() -> None:
     a, b = (
-        TorchEngine(with_adapters(Lora(rank=4, dropout=p)), kernels.load("auto"), cut=Cut())
+        TorchEngine(
+            with_adapters(LoraConfig(rank=4, dropout=p)), kernels.load("auto"), cut=MicroBatchPolicy()
+        )
         for p in (0.0, 0.9)
     )
     assert torch.equal(a.forward(weighted(), "logprobs"), b.forward(weighted(), "logprobs"))
@@ -462,14 +470,14 @@ def test_without_adapters_a_twin_is_a_copy() -> None:
 def test_engines_give_weights_by_their_names() -> None:
     model = with_adapters()
     ops = kernels.load("auto")
-    plain = TorchEngine(tiny_model(), ops, cut=Cut())
-    plain.copy_from(TorchEngine(model, ops, cut=Cut()))
+    plain = TorchEngine(tiny_model(), ops, cut=MicroBatchPolicy())
+    plain.copy_from(TorchEngine(model, ops, cut=MicroBatchPolicy()))
     with Everywhere():
         assert torch.equal(plain.module(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
 def test_the_exported_model_is_the_trained_one(tmp_path: Path) -> None:
-    model = with_adapters(Lora(rank=4, modules_to_save=("norm",)))
+    model = with_adapters(LoraConfig(rank=4, modules_to_save=("norm",)))
     export(merged(model), None, tmp_path / "out")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="sdpa")
     with Everywhere():
@@ -480,13 +488,13 @@ def test_the_exported_model_is_the_trained_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "lora",
     [
-        Lora(rank=4, rslora=True, rank_pattern={"q_proj": 2}),
-        Lora(modules_to_save=("norm",)),
-        Lora(exclude_modules=("up_proj",)),
+        LoraConfig(rank=4, rslora=True, rank_pattern={"q_proj": 2}),
+        LoraConfig(modules_to_save=("norm",)),
+        LoraConfig(exclude_modules=("up_proj",)),
         FUSED,
     ],
 )
-def test_exported_adapters_open_in_peft_and_here(tmp_path: Path, lora: Lora) -> None:
+def test_exported_adapters_open_in_peft_and_here(tmp_path: Path, lora: LoraConfig) -> None:
     model = with_adapters(lora)
     if lora.modules_to_save:
         with torch.no_grad():
@@ -524,7 +532,7 @@ def test_exported_adapters_open_in_peft_and_here(tmp_path: Path, lora: Lora) -> 
     ],
 )
 def test_adapters_that_mean_something_else_are_refused(tmp_path: Path, told: Any, said: str) -> None:
-    lora = Lora(rank=4)
+    lora = LoraConfig(rank=4)
     export_adapter(with_adapters(lora), tmp_path / "a", cfg=lora, base=None)
     file = tmp_path / "a/adapter_config.json"
     if isinstance(told, dict):
@@ -535,7 +543,7 @@ def test_adapters_that_mean_something_else_are_refused(tmp_path: Path, told: Any
 
 
 def test_adapters_of_whole_numbers_are_refused(tmp_path: Path) -> None:
-    lora = Lora(rank=4)
+    lora = LoraConfig(rank=4)
     export_adapter(with_adapters(lora), tmp_path / "a", cfg=lora, base=None)
     file = tmp_path / "a/adapter_model.safetensors"
     save_file({name: t.to(torch.int8) for name, t in load_file(file).items()}, file)
@@ -543,7 +551,7 @@ def test_adapters_of_whole_numbers_are_refused(tmp_path: Path) -> None:
         attach(tiny_model(), lora.model_copy(update={"path": str(tmp_path / "a")}), seed=0)
 
 
-def replace_targets(lora: Lora) -> Lora:
+def replace_targets(lora: LoraConfig) -> LoraConfig:
     return lora.model_copy(update={"targets": ("q_proj", "k_proj")})
 
 
@@ -592,9 +600,9 @@ def tensors(file: Path) -> set[str]:
 
 def test_errors_name_the_section_that_was_given(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"critic\.lora\.path=.*cannot be read"):
-        attach(tiny_model(), Lora(path=str(tmp_path)), seed=0, key="critic.lora")
+        attach(tiny_model(), LoraConfig(path=str(tmp_path)), seed=0, key="critic.lora")
     with pytest.raises(ConfigError, match=r"critic\.lora\.modules_to_save: no module"):
-        attach(tiny_model(), Lora(modules_to_save=("qq",)), seed=0, key="critic.lora")
+        attach(tiny_model(), LoraConfig(modules_to_save=("qq",)), seed=0, key="critic.lora")
 
 
 def test_a_run_learns_and_keeps_adapters_only(tmp_path: Path) -> None:
@@ -740,13 +748,13 @@ def test_the_plan_counts_what_the_model_has() -> None:
 @pytest.mark.parametrize(
     "lora",
     [
-        Lora(rank=3),
-        Lora(rank=3, rank_pattern={"q_proj": 2}, modules_to_save=("norm",)),
-        Lora(targets=("k_proj", "layers.1.self_attn.o_proj")),
-        Lora(targets=r".*\.[qv]_proj"),
+        LoraConfig(rank=3),
+        LoraConfig(rank=3, rank_pattern={"q_proj": 2}, modules_to_save=("norm",)),
+        LoraConfig(targets=("k_proj", "layers.1.self_attn.o_proj")),
+        LoraConfig(targets=r".*\.[qv]_proj"),
     ],
 )
-def test_the_plan_knows_what_gets_adapters(family: str, lora: Lora) -> None:
+def test_the_plan_knows_what_gets_adapters(family: str, lora: LoraConfig) -> None:
     model = tiny_model(family)
     tensors = {n: tuple(p.shape) for n, p in model.named_parameters()}
     rules = {r"layers\.1.*lora_A": False}
@@ -755,7 +763,9 @@ def test_the_plan_knows_what_gets_adapters(family: str, lora: Lora) -> None:
     choose(model, rules)
     assert told.learned == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert told.adapted == sum(layer.weight.numel() for layer in adapted(model).values())
-    engine = TorchEngine(model, kernels.load("auto"), cut=Cut(), optimizer=Optimizer(name="muon"))
+    engine = TorchEngine(
+        model, kernels.load("auto"), cut=MicroBatchPolicy(), optimizer=OptimizerConfig(name="muon")
+    )
     assert engine.optimizer is not None
     assert told.hidden == sum(p.numel() for p, o in engine.optimizer.owner.items() if isinstance(o, Muon))
 

@@ -26,7 +26,7 @@ from whet.batch import Batch, Loss, Outputs, pack, select
 from whet.config import schema
 from whet.config.recipes import resolve
 from whet.models import kernels
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import ConfigError
 
@@ -449,14 +449,18 @@ def test_a_rollout_that_counts_twice_counts_twice_in_a_terms_mean() -> None:
 
 def made(name: str, **keys: Any) -> Algorithm:
     return build(
-        schema.Algorithm.model_validate(algorithm(name, **keys)), critic=schema.Critic(), max_tokens=20
+        schema.AlgorithmConfig.model_validate(algorithm(name, **keys)),
+        critic=schema.CriticConfig(),
+        max_tokens=20,
     )
 
 
-def gradients(algorithm: Algorithm, batch: Batch, cut: Cut) -> tuple[dict[str, Tensor], dict[str, float]]:
+def gradients(
+    algorithm: Algorithm, batch: Batch, cut: MicroBatchPolicy
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     """What the optimizer would be given, and the metrics of the update."""
     engine = TorchEngine(
-        tiny_model(), kernels.load("auto"), cut=cut, optimizer=schema.Optimizer(lr=0.0), total_steps=1
+        tiny_model(), kernels.load("auto"), cut=cut, optimizer=schema.OptimizerConfig(lr=0.0), total_steps=1
     )
     assert engine.optimizer is not None
     seen: dict[str, Tensor] = {}
@@ -485,18 +489,19 @@ def test_the_engines_cuts_change_no_gradient(name: str, keys: dict[str, Any]) ->
     batch = pack(random_groups(seed=3))
     batch = algorithm.advantage(replace(batch, logp_old_N=batch.logp_sample_N), 0.0)
     batch = replace(
-        batch, weight_N=weights(batch, resolve(schema.Algorithm(name=name)).loss_agg_mode, norm_tokens=8)
+        batch,
+        weight_N=weights(batch, resolve(schema.AlgorithmConfig(name=name)).loss_agg_mode, norm_tokens=8),
     )
     grad = algorithm.entropy_grad
-    whole, metrics = gradients(algorithm, batch, Cut(max_tokens=10_000, entropy_grad=grad))
+    whole, metrics = gradients(algorithm, batch, MicroBatchPolicy(max_tokens=10_000, entropy_grad=grad))
     assert sum(float(g.abs().sum()) for g in whole.values()) > 0
     if name.endswith("_cov"):
         assert metrics["cov_picked_frac"] == pytest.approx(
             int(0.2 * int(batch.mask_N.sum())) / int(batch.mask_N.sum())
         )
     for cut in (
-        Cut(max_tokens=30, entropy_grad=grad),
-        Cut(max_tokens=None, max_rollouts=1, entropy_grad=grad),
+        MicroBatchPolicy(max_tokens=30, entropy_grad=grad),
+        MicroBatchPolicy(max_tokens=None, max_rollouts=1, entropy_grad=grad),
     ):
         parts, again = gradients(algorithm, batch, cut)
         for key, value in whole.items():

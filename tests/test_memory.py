@@ -18,13 +18,13 @@ from test_timeline import TINY
 from tiny import FAMILIES, FEW, VOCAB, tiny_model
 from whet.api import run_training
 from whet.batch import Batch, pack
-from whet.config import footprint, hardware, memory
+from whet.config import hardware, memory, memory_estimate
 from whet.config.load import load
-from whet.config.memory import Cut, Lengths, Setting, largest
+from whet.config.memory import Lengths, PeakBatch, Setting, largest
 from whet.config.plan import Plan, plans
-from whet.config.schema import Parallel, Train
+from whet.config.rank_share import LayoutSizes, _cut
+from whet.config.schema import ParallelConfig, TrainConfig
 from whet.config.sizes import Shape, config_sizes, folder_shape, with_tensors
-from whet.config.spread import Spread, _cut
 from whet.models import expert_parallel, kernels, logprobs, tensor_parallel
 from whet.models.attention import PackedAttention
 from whet.models.collectives import Peers
@@ -33,7 +33,7 @@ from whet.models.packing import layout
 from whet.models.segments import Segments
 from whet.rollout.native.engine import NativeEngine
 from whet.training.balance import deal
-from whet.training.cut import Limits
+from whet.training.micro_batches import MicroBatchLimits
 from whet.types import ConfigError, Group, Rollout, Task
 
 # ---------------------------------------------------------------- what one layer keeps
@@ -145,9 +145,11 @@ def full_batch(lengths: Lengths, groups: int) -> Batch:
 def test_the_largest_micro_batch_is_the_trainers(given, share, whole):
     lengths, groups = Lengths(prompt=6, reply=5, group=4), 5
     rollouts = groups * lengths.group
-    train = Train(share_prompts=share, **given)
+    train = TrainConfig(share_prompts=share, **given)
     told = memory.cut(train, lengths, rollouts=rollouts, default_tokens=9, whole_groups=whole)
-    limits = Limits(train.micro_batch_tokens, train.micro_batch_rollouts, shared=share, whole_groups=whole)
+    limits = MicroBatchLimits(
+        train.micro_batch_tokens, train.micro_batch_rollouts, shared=share, whole_groups=whole
+    )
     micros = deal(full_batch(lengths, groups), 1, limits)[0].micros
     computed = [len(layout(m, share_prompts=share).token_ids_U) for m in micros]
     if share and told.tokens != max(computed):  # groups were torn: pieces of several may come together
@@ -158,10 +160,10 @@ def test_the_largest_micro_batch_is_the_trainers(given, share, whole):
 
 
 def test_forwards_have_their_own_cut_or_the_updates():
-    lengths, learning = Lengths(prompt=6, reply=5, group=4), Cut(7, 7)
-    assert memory.forward_cut(Train(), learning, lengths, rollouts=8) is learning
-    own = memory.forward_cut(Train(forward_micro_batch_rollouts=8), learning, lengths, rollouts=8)
-    assert own == Cut(2 * 6 + 8 * 4, 8 * 5)
+    lengths, learning = Lengths(prompt=6, reply=5, group=4), PeakBatch(7, 7)
+    assert memory.forward_cut(TrainConfig(), learning, lengths, rollouts=8) is learning
+    own = memory.forward_cut(TrainConfig(forward_micro_batch_rollouts=8), learning, lengths, rollouts=8)
+    assert own == PeakBatch(2 * 6 + 8 * 4, 8 * 5)
 
 
 def test_the_numbers_of_the_code_are_the_codes():
@@ -204,7 +206,7 @@ def planned(*overrides: str) -> Plan:
 def peaks(plan: Plan) -> dict[str, dict[str, int]]:
     """The largest moment of each phase."""
     out: dict[str, memory.Phase] = {}
-    for phase in footprint.phases(plan):
+    for phase in memory_estimate.phases(plan):
         out[phase.name] = max(out.get(phase.name, phase), phase, key=lambda p: p.total)
     return {name: phase.parts for name, phase in out.items()}
 
@@ -234,7 +236,7 @@ def test_phases_by_hand():
     behind = 2 * 16 + 2 * 48
     assert update["activations"] == tokens * (layer + 4 * (2 * 16 + behind))
     assert update["gradients of the policy"] == 4 * count
-    moments = [p.parts for p in footprint.phases(plan) if p.name == "update of the policy"]
+    moments = [p.parts for p in memory_estimate.phases(plan) if p.name == "update of the policy"]
     assert moments[0]["activations"] == tokens * layer + 4 * 16 * (2 * tokens + sampled)
     assert moments[0]["output layer"] == 50 * 16 * 4 + sampled * 50 * 4 + sampled * 16 * 4
 
@@ -301,26 +303,26 @@ def test_what_cannot_fit_is_refused_with_its_largest_parts_and_what_to_change():
         "max_position_embeddings: 64}"
     )
     with pytest.raises(ConfigError) as caught:
-        footprint.check_memory([planned(wide, "machine.memory_mb=100")])
+        memory_estimate.check_memory([planned(wide, "machine.memory_mb=100")])
     said = str(caught.value)
     assert said.startswith("stage 'main' takes up to ")
     assert "update of the policy), but machine.memory_mb has 100 MiB: " in said
     assert said.index("optimizer of the policy") < said.index("policy 1")
     assert "model.lora" in said
-    footprint.check_memory([planned(wide, "machine.memory_mb=2000")])
+    memory_estimate.check_memory([planned(wide, "machine.memory_mb=2000")])
 
 
 def test_the_machine_is_the_limit(monkeypatch):
     plan = planned()
-    need = largest(footprint.phases(plan)).total
-    monkeypatch.setattr(footprint, "ram_bytes", lambda: memory.LIBRARIES + need)
-    footprint.check_memory([plan])
-    monkeypatch.setattr(footprint, "ram_bytes", lambda: memory.LIBRARIES + need - 1)
+    need = largest(memory_estimate.phases(plan)).total
+    monkeypatch.setattr(memory_estimate, "ram_bytes", lambda: memory.LIBRARIES + need)
+    memory_estimate.check_memory([plan])
+    monkeypatch.setattr(memory_estimate, "ram_bytes", lambda: memory.LIBRARIES + need - 1)
     with pytest.raises(ConfigError, match="but this machine has"):
-        footprint.check_memory([plan])
-    monkeypatch.setattr(footprint, "cuda_bytes", lambda: 1 << 20)
+        memory_estimate.check_memory([plan])
+    monkeypatch.setattr(memory_estimate, "cuda_bytes", lambda: 1 << 20)
     with pytest.raises(ConfigError, match="but the GPU has 1 MiB"):
-        footprint.check_memory([planned("machine.device=cuda", "model.scratch.hidden_size=128")])
+        memory_estimate.check_memory([planned("machine.device=cuda", "model.scratch.hidden_size=128")])
 
 
 def test_a_run_that_cannot_fit_is_not_begun(tmp_path):
@@ -332,7 +334,7 @@ def test_a_run_that_cannot_fit_is_not_begun(tmp_path):
 
 def test_a_model_that_is_not_there_is_not_refused():
     loaded = load(None, ["machine.memory_mb=1"], {**BASE, "model": {"path": "no/such"}, "tokenizer": {}})
-    footprint.check_memory(plans(loaded))
+    memory_estimate.check_memory(plans(loaded))
 
 
 # ---------------------------------------------------------------- the machine
@@ -412,7 +414,7 @@ def test_the_first_example_is_small(monkeypatch):
     root = Path(__file__).parent.parent
     monkeypatch.chdir(root)
     for plan in plans(load(root / "examples/first_run.yaml")):
-        assert largest(footprint.phases(plan)).total < 1 << 30
+        assert largest(memory_estimate.phases(plan)).total < 1 << 30
 
 
 # ---------------------------------------------------------------- ranks
@@ -420,7 +422,9 @@ def test_the_first_example_is_small(monkeypatch):
 
 def rank_held(*overrides: str) -> dict[str, int]:
     """What a rank keeps, and the most that is gathered."""
-    (phase,) = [p for p in footprint.rank_phases(planned(*overrides)) if p.name == "forward of the policy"]
+    (phase,) = [
+        p for p in memory_estimate.rank_phases(planned(*overrides)) if p.name == "forward of the policy"
+    ]
     return phase.parts
 
 
@@ -450,7 +454,7 @@ def test_the_tensors_of_a_rank_are_those_of_its_module():
     model = tiny_model("qwen3_moe")
     shape = shape_of("qwen3_moe")
     for dims in ({"tp": 2}, {"dp_shard": 2, "ep": 2}):
-        spread_ = Spread.of(Parallel(**dims))
+        spread_ = LayoutSizes.of(ParallelConfig(**dims))
         one = Peers(1, 2)  # of 61 tokens it has 31
         made = copy.deepcopy(model)
         cuts = tensor_parallel.apply(made, one) if "tp" in dims else None
@@ -463,19 +467,19 @@ def test_the_tensors_of_a_rank_are_those_of_its_module():
 def test_what_is_together_has_to_fit():
     wide = ["model.scratch.hidden_size=256", "model.scratch.num_hidden_layers=8", "train.parallel.dp_shard=2"]
     plan = planned(*wide)
-    (_, shared), *_ = footprint.together(plan)
+    (_, shared), *_ = memory_estimate.together(plan)
     assert [(p.name, p.count) for p in shared] == [("this process", 1), ("each rank", 2)]
     need = sum(p.count * p.most.total for p in shared)
-    footprint.check_memory([planned(*wide, f"machine.memory_mb={(need >> 20) + 1}")])
+    memory_estimate.check_memory([planned(*wide, f"machine.memory_mb={(need >> 20) + 1}")])
     with pytest.raises(
         ConfigError, match=r"this process .*, each rank .* x 2; each rank when saving the policy"
     ):
-        footprint.check_memory([planned(*wide, f"machine.memory_mb={(need >> 20) - 1}")])
+        memory_estimate.check_memory([planned(*wide, f"machine.memory_mb={(need >> 20) - 1}")])
 
 
 def test_replicas_have_the_cache_and_a_copy_each():
     plan = planned("rollout.replicas=2")
-    own, replica = footprint.places(plan)
+    own, replica = memory_estimate.places(plan)
     assert (replica.name, replica.count) == ("each replica", 2)
     assert replica.most.parts["KV cache"] > 0
     assert not any("KV cache" in phase.parts for phase in own.phases)
@@ -484,16 +488,20 @@ def test_replicas_have_the_cache_and_a_copy_each():
 
 def test_who_saves_whole_files_gathers_them():
     few = ["tokenizer.vocab_size=50", "train.parallel.tp=2"]
-    saving = [p for p in footprint.rank_phases(planned(*few)) if p.name == "saving the policy"]
+    saving = [p for p in memory_estimate.rank_phases(planned(*few)) if p.name == "saving the policy"]
     layers = planned(*few).shape.layers
     moments = 2 * 4 * (layers * LAYER + 50 * 16 + 16)
     assert [p.parts["whole tensors of one file"] for p in saving] == [moments]
     for other in (["checkpoint.sharded=true"], ["train.parallel.tp=1", "train.parallel.dp_replicate=2"]):
-        assert not [p for p in footprint.rank_phases(planned(*few, *other)) if p.name == "saving the policy"]
+        assert not [
+            p for p in memory_estimate.rank_phases(planned(*few, *other)) if p.name == "saving the policy"
+        ]
 
 
 def rank_update(*overrides: str) -> list[dict[str, int]]:
-    return [p.parts for p in footprint.rank_phases(planned(*overrides)) if p.name == "update of the policy"]
+    return [
+        p.parts for p in memory_estimate.rank_phases(planned(*overrides)) if p.name == "update of the policy"
+    ]
 
 
 def test_the_first_of_a_pipeline_keeps_as_many_micro_batches_as_there_are_ranks():
@@ -523,7 +531,7 @@ def test_adapters_alone_have_gradients_to_cut():
 
 
 def test_products_in_half_precision_are_counted_where_a_cpu_multiplies_it(monkeypatch):
-    monkeypatch.setattr(footprint, "multiplies_half", lambda dtype: dtype == "bfloat16")
+    monkeypatch.setattr(memory_estimate, "multiplies_half", lambda dtype: dtype == "bfloat16")
     few = ["tokenizer.vocab_size=50", "train.micro_batch_rollouts=null"]
     name = "products in half precision"
     half = peaks(planned(*few, "model.dtype=bfloat16"))["update of the policy"][name]
@@ -536,7 +544,7 @@ def test_products_in_half_precision_are_counted_where_a_cpu_multiplies_it(monkey
     float16 = planned(*few, "model.dtype=float16")
     assert name not in peaks(float16)["update of the policy"], "it is widened, as it is on any other CPU"
     shape = planned(*few).shape
-    many = [Cut(n, n) for n in range(200)]
+    many = [PeakBatch(n, n) for n in range(200)]
     most = memory.products_bytes(Setting(shape=shape, dtype="float16", compiled=False), cuts=many)
     assert most == memory.PRODUCTS * memory.PRODUCT_BYTES
 
@@ -555,7 +563,7 @@ def test_advice_leaves_out_what_is_done():
         "max_position_embeddings: 64}"
     )
     with pytest.raises(ConfigError) as caught:
-        footprint.check_memory(
+        memory_estimate.check_memory(
             [planned(wide, "machine.memory_mb=50", "model.dtype=bfloat16", "model.lora.rank=2")]
         )
     assert "model.lora" not in str(caught.value)

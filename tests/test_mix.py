@@ -19,7 +19,7 @@ from whet.batch import pack, select, split
 from whet.config.describe import arithmetic
 from whet.config.load import load
 from whet.config.plan import Plan, plans
-from whet.data.experts import mark, spread
+from whet.data.demonstrations import mark, spread
 from whet.types import ConfigError, Group, Rollout, Task
 
 ROOT = Path(__file__).parents[1]

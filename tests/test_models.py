@@ -19,14 +19,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from tiny import FAMILIES, VOCAB, tiny_model
-from whet.config.schema import Model, Scratch
+from whet.config.schema import ModelConfig, ScratchConfig
 from whet.models.load import build, export, value_head
 from whet.types import CheckpointError, ConfigError, WhetError
 
 
 def open_model(path: Path, *, vocab_size: int = VOCAB, **values: Any) -> PreTrainedModel:
     return build(
-        Model(path=str(path), **values),
+        ModelConfig(path=str(path), **values),
         vocab_size=vocab_size,
         eos_token_id=None,
         pad_token_id=None,
@@ -38,7 +38,7 @@ def open_model(path: Path, *, vocab_size: int = VOCAB, **values: Any) -> PreTrai
 
 def scratch(**values: Any) -> PreTrainedModel:
     return build(
-        Model(scratch=Scratch(**({"hidden_size": 32, "num_hidden_layers": 1} | values))),
+        ModelConfig(scratch=ScratchConfig(**({"hidden_size": 32, "num_hidden_layers": 1} | values))),
         vocab_size=VOCAB,
         eos_token_id=1,
         pad_token_id=0,
@@ -140,7 +140,7 @@ def test_models_are_in_evaluation_mode_and_stay_deterministic() -> None:
 
 def test_bfloat16_keeps_rotary_frequencies_in_float32() -> None:
     model = build(
-        Model(scratch=Scratch(hidden_size=32, num_hidden_layers=1)),
+        ModelConfig(scratch=ScratchConfig(hidden_size=32, num_hidden_layers=1)),
         vocab_size=VOCAB,
         eos_token_id=1,
         pad_token_id=0,
@@ -176,11 +176,11 @@ def test_impossible_sizes_are_refused(values: dict[str, Any], words: str) -> Non
         scratch(**values)
 
 
-@pytest.mark.parametrize("values", [{}, {"path": "x", "scratch": Scratch()}])
+@pytest.mark.parametrize("values", [{}, {"path": "x", "scratch": ScratchConfig()}])
 def test_path_or_scratch(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="either `path`"):
         build(
-            Model(**values), vocab_size=3, eos_token_id=1, pad_token_id=0, seed=0, device="cpu",
+            ModelConfig(**values), vocab_size=3, eos_token_id=1, pad_token_id=0, seed=0, device="cpu",
             dtype=torch.float32,
         )  # fmt: skip
 

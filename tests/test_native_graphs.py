@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from asking import reply
 from test_native import ask, engine, long_jobs, mixed_jobs, run, trained_logprobs
 from tiny import FAMILIES, FEW, VOCAB, tiny_model
-from whet.config.schema import Model, Scratch
+from whet.config.schema import ModelConfig, ScratchConfig
 from whet.models import kernels
 from whet.models.attention import KvCache
 from whet.models.forward import decoder
@@ -99,7 +99,7 @@ def test_buckets_rise_hold_everyone_and_pad_little(most: int) -> None:
 
 def exact_model(family: str) -> PreTrainedModel:
     """intermediate_size is a multiple of 32: with other widths the PyTorch twins are not row-invariant."""
-    scratch = Scratch(
+    scratch = ScratchConfig(
         architecture=family,  # type: ignore[arg-type]
         hidden_size=32,
         num_hidden_layers=2,
@@ -112,7 +112,7 @@ def exact_model(family: str) -> PreTrainedModel:
         sliding_window=8 if family == "mistral" else None,
     )
     return build(
-        Model(scratch=scratch),
+        ModelConfig(scratch=scratch),
         vocab_size=VOCAB,
         eos_token_id=1,
         pad_token_id=0,
@@ -140,7 +140,7 @@ def test_fixed_and_variable_shapes_agree_bit_for_bit(family: str, kind: str) -> 
 
 
 def lone_step(
-    *, max_num_seqs: int = 8, max_pages: int = 4, recorder: graphs.Recorder | None = None
+    *, max_num_seqs: int = 8, max_pages: int = 4, recorder: graphs.GraphRecorder | None = None
 ) -> FixedShapeStep:
     """Over a cache of random numbers with pages 0 .. 23 and the scratch page 24."""
     module, ops = exact_model("qwen3"), kernels.load("torch")

@@ -20,7 +20,7 @@ from whet.config.checks import hard_problems, unused
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.recipes import resolve
-from whet.config.schema import Algorithm
+from whet.config.schema import AlgorithmConfig
 from whet.data.tokenizer import build
 from whet.models.load import export
 from whet.types import ConfigError
@@ -127,7 +127,7 @@ WITH_RATIO = [
 
 @pytest.mark.parametrize(("loss", "key"), WITH_RATIO)
 def test_what_is_refused_where_the_ratio_is_1_is_what_changes_nothing_there(loss: str, key: str) -> None:
-    settings = resolve(Algorithm(loss=loss)).settings["loss"].settings
+    settings = resolve(AlgorithmConfig(loss=loss)).settings["loss"].settings
     value, context = OTHER[key]
     batch = ragged(3)
     now = logp_now(batch)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from whet.config.load import Loaded, load
-from whet.config.parts.eval import Offline
+from whet.config.sections.eval import OfflineConfig
 from whet.offline import Judged, check, judge, read, with_file
 from whet.rewards.combine import RewardSet
 from whet.types import ConfigError, DataError, Json, WhetError
@@ -116,7 +116,7 @@ def test_replies_of_one_row_may_be_a_text_and_their_number_may_differ(tmp_path: 
     path = tmp_path / "r.jsonl"
     rows = [{**ROWS[0], "responses": "#### 5"}, {**ROWS[1], "responses": ["#### 4", "#### 4", "#### 5"]}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [len(g.rollouts) for g in read(Offline(path=str(path), **VERL))] == [1, 3]
+    assert [len(g.rollouts) for g in read(OfflineConfig(path=str(path), **VERL))] == [1, 3]
     assert judged(config(path, tmp_path)).metrics["eval/gsm8k/mean@1"] == pytest.approx((1 + 2 / 3) / 2)
 
 

@@ -17,7 +17,7 @@ from test_loop import SIZE, TASKS, Toy, toy
 from test_overlap import ROLLOUT, slow_one
 from test_staleness import run as small_run
 from whet.buffer.buffer import Buffer
-from whet.buffer.priority import Entry, priority
+from whet.buffer.priority import ReplayEntry, priority
 from whet.buffer.queue import TrainerQueue
 from whet.buffer.replay import Replay
 from whet.buffer.stores import Scored, Store, open_store
@@ -227,7 +227,7 @@ def test_a_trainer_that_waits_for_fresh_groups_can_be_stopped() -> None:
 FREE = ROLLOUT | {"max_staleness": 4, "schedule": "async"}
 
 
-def newest_last(entry: Entry) -> float:
+def newest_last(entry: ReplayEntry) -> float:
     """Used groups first: whole steps of them."""
     return float(entry.uses)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from whet.config.schema import Optimizer, Schedule
-from whet.models.optim import Optimizer as Opt
+from whet.config.schema import OptimizerConfig, ScheduleConfig
+from whet.models.optim import OptimizerConfig as Opt
 from whet.types import CheckpointError
 
 
@@ -33,7 +33,7 @@ def test_first_step_by_hand() -> None:
     """AdamW's first step moves every weight by lr against the gradient's sign, after decaying matrices by lr*wd."""
     named = _named(torch.float32)
     w, b = (p.detach().clone() for _, p in named)
-    _step(Opt(named, Optimizer(lr=0.01, weight_decay=0.5, max_grad_norm=None), total_steps=10))
+    _step(Opt(named, OptimizerConfig(lr=0.01, weight_decay=0.5, max_grad_norm=None), total_steps=10))
     assert torch.allclose(named[0][1], w * (1 - 0.01 * 0.5) - 0.01, atol=1e-6)
     assert torch.allclose(named[1][1], b - 0.01, atol=1e-6)
 
@@ -41,7 +41,7 @@ def test_first_step_by_hand() -> None:
 def test_decay_of_all_parameters() -> None:
     named = _named(torch.float32)
     w, b = (p.detach().clone() for _, p in named)
-    cfg = Optimizer(lr=0.01, weight_decay=0.5, decay_all=True, max_grad_norm=None)
+    cfg = OptimizerConfig(lr=0.01, weight_decay=0.5, decay_all=True, max_grad_norm=None)
     _step(Opt(named, cfg, total_steps=10))
     assert torch.allclose(named[0][1], w * (1 - 0.01 * 0.5) - 0.01, atol=1e-6)
     assert torch.allclose(named[1][1], b * (1 - 0.01 * 0.5) - 0.01, atol=1e-6)
@@ -50,8 +50,8 @@ def test_decay_of_all_parameters() -> None:
 def test_every_step_has_the_decay_and_the_rate_of_its_place() -> None:
     """Two optimizer steps a training step. Without a gradient AdamW only decays: p becomes p * (1 - lr * wd)."""
     p = nn.Parameter(torch.ones(2, 2))
-    schedule = Schedule(type="linear", unit="train_step", weight_decay_end=0.0)
-    cfg = Optimizer(lr=0.1, weight_decay=0.4, schedule=schedule)
+    schedule = ScheduleConfig(type="linear", unit="train_step", weight_decay_end=0.0)
+    cfg = OptimizerConfig(lr=0.1, weight_decay=0.4, schedule=schedule)
     optimizer = Opt([("w", p)], cfg, total_steps=8, updates_per_step=2)
     want, seen = 1.0, []
     for step in range(8):
@@ -66,13 +66,15 @@ def test_every_step_has_the_decay_and_the_rate_of_its_place() -> None:
 
 
 def test_a_skipped_step_moves_the_schedule() -> None:
-    optimizer = Opt(_named(torch.float32), Optimizer(lr=1.0, schedule=Schedule(type="linear")), total_steps=4)
+    optimizer = Opt(
+        _named(torch.float32), OptimizerConfig(lr=1.0, schedule=ScheduleConfig(type="linear")), total_steps=4
+    )
     optimizer.skip()
     assert optimizer.lr == 0.75
 
 
 def test_without_a_limit_the_norm_is_measured_only() -> None:
-    optimizer = Opt(_named(torch.float32), Optimizer(max_grad_norm=None), total_steps=1)
+    optimizer = Opt(_named(torch.float32), OptimizerConfig(max_grad_norm=None), total_steps=1)
     for p in optimizer.parameters.values():
         p.grad = torch.full_like(p, 2.0)
     assert optimizer.clip() == pytest.approx(6.0)
@@ -80,7 +82,7 @@ def test_without_a_limit_the_norm_is_measured_only() -> None:
 
 
 def test_clip_returns_the_norm_before() -> None:
-    optimizer = Opt(_named(torch.float32), Optimizer(max_grad_norm=1.0), total_steps=1)
+    optimizer = Opt(_named(torch.float32), OptimizerConfig(max_grad_norm=1.0), total_steps=1)
     for p in optimizer.parameters.values():
         p.grad = torch.full_like(p, 2.0)
     assert optimizer.clip() == pytest.approx(6.0)  # nine entries of 2
@@ -91,7 +93,7 @@ def test_clip_returns_the_norm_before() -> None:
 def test_bfloat16_moves_by_its_master() -> None:
     """A step of 1e-5 is far below bfloat16's resolution at 1; two hundred of them must show."""
     p = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
-    optimizer = Opt([("w", p)], Optimizer(lr=1e-4, max_grad_norm=None), total_steps=1000)
+    optimizer = Opt([("w", p)], OptimizerConfig(lr=1e-4, max_grad_norm=None), total_steps=1000)
     for _ in range(200):
         _step(optimizer)
     assert torch.allclose(p.float(), torch.full((4, 4), 0.98), atol=4e-3)
@@ -99,8 +101,8 @@ def test_bfloat16_moves_by_its_master() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_comes_back_to_the_bit(dtype: torch.dtype) -> None:
-    schedule = Schedule(type="cosine", unit="train_step", weight_decay_end=0.5)
-    cfg = Optimizer(lr=0.01, weight_decay=0.1, decay_all=True, schedule=schedule)
+    schedule = ScheduleConfig(type="cosine", unit="train_step", weight_decay_end=0.5)
+    cfg = OptimizerConfig(lr=0.01, weight_decay=0.1, decay_all=True, schedule=schedule)
     one, two = _named(dtype), _named(dtype)
     a, b = (Opt(named, cfg, total_steps=9, updates_per_step=2) for named in (one, two))
     for scale in (1.0, -2.0, 0.5):
@@ -118,8 +120,8 @@ def test_state_comes_back_to_the_bit(dtype: torch.dtype) -> None:
 
 
 def test_state_of_another_model_is_refused() -> None:
-    a = Opt(_named(torch.float32), Optimizer(), total_steps=1)
+    a = Opt(_named(torch.float32), OptimizerConfig(), total_steps=1)
     _step(a)
     state = a.state() | {"exp_avg.w": torch.zeros(5, 5)}
     with pytest.raises(CheckpointError, match=r"exp_avg\.w.*\(3, 2\).*\(5, 5\)"):
-        Opt(_named(torch.float32), Optimizer(), total_steps=1).restore(state, 1)
+        Opt(_named(torch.float32), OptimizerConfig(), total_steps=1).restore(state, 1)

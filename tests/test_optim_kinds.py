@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from tiny import tiny_model
-from whet.config.schema import Optimizer, OptimizerGroup, Schedule
+from whet.config.schema import OptimizerConfig, OptimizerGroupConfig, ScheduleConfig
 from whet.models import kernels
 from whet.models.muon import COEFFICIENTS, STEPS, Muon, direction
-from whet.models.optim import Optimizer as Opt
+from whet.models.optim import OptimizerConfig as Opt
 from whet.models.sharded import Alone, Wholes
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import CheckpointError, ConfigError
 
@@ -34,7 +34,7 @@ def gradients(step: int) -> dict[str, torch.Tensor]:
     return {n: torch.randn(s, generator=gen) for n, s in SHAPES.items()}
 
 
-def make(cfg: Optimizer, dtype: torch.dtype = torch.float32) -> tuple[Opt, dict[str, nn.Parameter]]:
+def make(cfg: OptimizerConfig, dtype: torch.dtype = torch.float32) -> tuple[Opt, dict[str, nn.Parameter]]:
     pairs = named(dtype)
     return Opt(pairs, cfg, total_steps=10, hidden=HIDDEN), dict(pairs)
 
@@ -89,7 +89,7 @@ def oracle(kind: str, *, lr: float, wd: float, momentum: float, steps: int) -> d
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "muon"])
 def test_steps_are_the_published_ones(kind: Any, momentum: float) -> None:
-    cfg = Optimizer(name=kind, lr=0.05, weight_decay=0.3, momentum=momentum, max_grad_norm=None)
+    cfg = OptimizerConfig(name=kind, lr=0.05, weight_decay=0.3, momentum=momentum, max_grad_norm=None)
     optimizer, weights = make(cfg)
     walk(optimizer, range(4))
     for name, want in oracle(kind, lr=0.05, wd=0.3, momentum=momentum, steps=4).items():
@@ -98,8 +98,8 @@ def test_steps_are_the_published_ones(kind: Any, momentum: float) -> None:
 
 def test_defaults_of_momentum() -> None:
     for kind, default in (("sgd", 0.0), ("muon", 0.95)):
-        a, mine = make(Optimizer(name=kind, lr=0.1))  # type: ignore[arg-type]
-        b, given = make(Optimizer(name=kind, lr=0.1, momentum=default))  # type: ignore[arg-type]
+        a, mine = make(OptimizerConfig(name=kind, lr=0.1))  # type: ignore[arg-type]
+        b, given = make(OptimizerConfig(name=kind, lr=0.1, momentum=default))  # type: ignore[arg-type]
         walk(a, range(3))
         walk(b, range(3))
         assert all(torch.equal(mine[n], given[n]) for n in mine)
@@ -142,7 +142,10 @@ def test_muon_is_that_of_torch_up_to_its_bfloat16() -> None:
 
 def test_muon_takes_the_matrices_inside() -> None:
     engine = TorchEngine(
-        tiny_model("qwen3_moe"), kernels.load("auto"), cut=Cut(), optimizer=Optimizer(name="muon", lr=0.1)
+        tiny_model("qwen3_moe"),
+        kernels.load("auto"),
+        cut=MicroBatchPolicy(),
+        optimizer=OptimizerConfig(name="muon", lr=0.1),
     )
     assert engine.optimizer is not None
     taken = {n for n, p in engine.optimizer.masters.items() if isinstance(engine.optimizer.owner[p], Muon)}
@@ -155,12 +158,14 @@ def test_muon_takes_the_matrices_inside() -> None:
 def test_groups_have_their_own_terms() -> None:
     """Without a gradient only decay moves a weight: w becomes w (1 - lr factor decay), scheduled or not."""
     groups = {
-        "^wide$": OptimizerGroup(lr_factor=0.5),
-        "bias|wide": OptimizerGroup(lr_factor=0.1, weight_decay=0.7),
-        "tall": OptimizerGroup(lr_factor=0.0),
+        "^wide$": OptimizerGroupConfig(lr_factor=0.5),
+        "bias|wide": OptimizerGroupConfig(lr_factor=0.1, weight_decay=0.7),
+        "tall": OptimizerGroupConfig(lr_factor=0.0),
     }
-    schedule = Schedule(weight_decay_end=0.0)
-    optimizer, weights = make(Optimizer(lr=0.1, weight_decay=0.4, param_groups=groups, schedule=schedule))
+    schedule = ScheduleConfig(weight_decay_end=0.0)
+    optimizer, weights = make(
+        OptimizerConfig(lr=0.1, weight_decay=0.4, param_groups=groups, schedule=schedule)
+    )
     before = {n: p.detach().clone() for n, p in weights.items()}
     kept = dict.fromkeys(SHAPES, 1.0)
     for step in range(2):
@@ -177,13 +182,15 @@ def test_groups_have_their_own_terms() -> None:
 
 def test_a_group_without_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.param_groups: 'attention'"):
-        make(Optimizer(param_groups={"attention": OptimizerGroup()}))
+        make(OptimizerConfig(param_groups={"attention": OptimizerGroupConfig()}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "muon"])
 def test_state_comes_back_to_the_bit(kind: Any, dtype: torch.dtype) -> None:
-    cfg = Optimizer(name=kind, lr=0.01, weight_decay=0.1, momentum=0.9, schedule=Schedule(type="cosine"))
+    cfg = OptimizerConfig(
+        name=kind, lr=0.01, weight_decay=0.1, momentum=0.9, schedule=ScheduleConfig(type="cosine")
+    )
     a, one = make(cfg, dtype)
     b, two = make(cfg, dtype)
     walk(a, range(3))
@@ -202,9 +209,9 @@ def test_state_comes_back_to_the_bit(kind: Any, dtype: torch.dtype) -> None:
 
 
 def test_half_a_state_is_refused() -> None:
-    a, _ = make(Optimizer())
+    a, _ = make(OptimizerConfig())
     walk(a, range(1))
     state = a.state()
     del state["exp_avg_sq.tall"]
     with pytest.raises(CheckpointError, match=r"exp_avg_sq\.tall.*nothing"):
-        make(Optimizer())[0].restore(state, 1)
+        make(OptimizerConfig())[0].restore(state, 1)

@@ -15,8 +15,8 @@ from grid import BIG, Layout, Way, error, pair, started
 from test_router_loss import assert_close
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
-from whet.config.parts.precision import Precision
-from whet.config.schema import Optimizer
+from whet.config.schema import OptimizerConfig
+from whet.config.sections.precision import PrecisionConfig
 from whet.models import kernels
 from whet.models.lora import learned
 from whet.models.mesh import Dims
@@ -24,10 +24,10 @@ from whet.training.ranks import Ranks
 from whet.training.torch import TorchEngine
 from whet.types import CheckpointError
 
-MUON = Optimizer(name="muon", lr=0.01, weight_decay=0.1, param_groups={"mlp": {"lr_factor": 0.5}})  # type: ignore[dict-item]
-INT8 = Optimizer(state_dtype="int8", lr=1e-3, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+MUON = OptimizerConfig(name="muon", lr=0.01, weight_decay=0.1, param_groups={"mlp": {"lr_factor": 0.5}})  # type: ignore[dict-item]
+INT8 = OptimizerConfig(state_dtype="int8", lr=1e-3, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
 SHARD, TENSOR, CONTEXT = Layout(Dims(dp_shard=2)), Layout(Dims(tp=2)), Layout(Dims(cp=2))
-CASES: dict[str, tuple[Layout, str, Optimizer]] = {
+CASES: dict[str, tuple[Layout, str, OptimizerConfig]] = {
     "muon": (SHARD, "qwen3_moe", MUON),
     "muon, parts of rows": (TENSOR, "qwen3", MUON),
     "int8": (SHARD, "qwen3", INT8),
@@ -89,7 +89,7 @@ def test_gradients_in_bfloat16_are_as_near_as_in_one_process(
             p.copy_(before[f"master.{n}"])
     exact.update(weighted(), pg_loss)
     target = {f"master.{n}": before[f"master.{n}"] - p.detach() for n, p in exact.module.named_parameters()}
-    cut = replace(CUT, max_rollouts=3, precision=Precision(reduce=reduce))
+    cut = replace(CUT, max_rollouts=3, precision=PrecisionConfig(reduce=reduce))
     one, many = pair(ranks, layout, Way(cut), model=tiny_model().bfloat16(), optimizer=BIG, total_steps=1)
     errors = []
     for name, engine in (("one", one), ("many", many)):
@@ -101,8 +101,8 @@ def test_gradients_in_bfloat16_are_as_near_as_in_one_process(
 
 
 def test_float16_on_ranks_scales_skips_and_learns_as_one_process(ranks: Ranks, tmp_path: Path) -> None:
-    cut = replace(CUT, precision=Precision(loss_scale=2.0**24, loss_scale_steps=2))
-    optimizer = Optimizer(lr=1e-3, eps=1e-3)
+    cut = replace(CUT, precision=PrecisionConfig(loss_scale=2.0**24, loss_scale_steps=2))
+    optimizer = OptimizerConfig(lr=1e-3, eps=1e-3)
     model = tiny_model().half()
     one, many = pair(ranks, SHARD, Way(cut), model=model, optimizer=optimizer, max_skipped=40)
     before = {f"master.{n}": p.detach().float() for n, p in one.module.named_parameters()}

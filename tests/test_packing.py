@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.batch import Batch
-from whet.models.packing import Layout, layout
+from whet.models.packing import PackedLayout, layout
 from whet.types import DataError
 
 Row = tuple[list[int], list[int]]  # tokens, mask
@@ -39,7 +39,7 @@ def batch_of(groups: Sequence[Sequence[Row]]) -> Batch:
     )
 
 
-def seen_by(plan: Layout, u: int) -> list[tuple[int, int]]:
+def seen_by(plan: PackedLayout, u: int) -> list[tuple[int, int]]:
     """(token, position) of every key that computed token u sees, in the order of its sequence; naive."""
     s = plan.segments
     for start, length, prefix_start, prefix_len in zip(
@@ -51,7 +51,7 @@ def seen_by(plan: Layout, u: int) -> list[tuple[int, int]]:
     raise AssertionError(f"token {u} is in no segment")
 
 
-def check(groups: Sequence[Sequence[Row]], plan: Layout) -> None:
+def check(groups: Sequence[Sequence[Row]], plan: PackedLayout) -> None:
     """Predictors are right for every token up to the last sampled one of its rollout, -1 for all others."""
     n = 0
     for group in groups:

@@ -15,7 +15,7 @@ from tiny import tiny_model
 from whet.batch import Batch, select
 from whet.models import expert_parallel, router, tensor_parallel
 from whet.models.attention import PackedAttention, Segments
-from whet.models.collectives import Cut, Peers
+from whet.models.collectives import Peers, SplitDim
 from whet.models.context_parallel import Share, Ulysses
 from whet.models.packing import layout
 from whet.models.pipeline import Action, schedule
@@ -68,7 +68,7 @@ def test_spans_cover_everything_evenly(size: int) -> None:
 
 def test_gate_and_up_are_cut_each_by_itself() -> None:
     whole = torch.arange(24.0).view(2, 6, 2)  # rows 0..2 gate, 3..5 up
-    part = Cut(1, Peers(1, 3), 2).part(whole)
+    part = SplitDim(1, Peers(1, 3), 2).part(whole)
     torch.testing.assert_close(part, whole[:, [1, 4]])
 
 

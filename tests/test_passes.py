@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from batches import ragged
 from whet import seeds
 from whet.batch import Batch, split
-from whet.config.schema import Train
+from whet.config.schema import TrainConfig
 from whet.training.passes import deal, passes
 
 
@@ -25,7 +25,7 @@ def members(batch: Batch, parts: Sequence[torch.Tensor]) -> list[list[int]]:
 
 def test_as_they_came() -> None:
     batch = ragged(0, groups=6)
-    parts = list(passes(batch, Train(tasks_per_step=6, minibatches=3, update_epochs=2), stream=1))
+    parts = list(passes(batch, TrainConfig(tasks_per_step=6, minibatches=3, update_epochs=2), stream=1))
     assert members(batch, parts) == [[0, 1], [2, 3], [4, 5]] * 2
     assert all(torch.equal(a, b) for a, b in zip(parts, split(batch, 3) * 2, strict=True))
 
@@ -45,7 +45,7 @@ def test_shuffled_by_hand() -> None:
 @given(st.integers(1, 12), st.integers(1, 6), st.booleans(), st.integers(0, 2**63), st.integers(0, 50))
 def test_every_group_once_a_pass(groups: int, parts: int, shuffle: bool, stream: int, seed: int) -> None:
     batch = ragged(seed, groups=groups)
-    train = Train(tasks_per_step=parts, minibatches=parts, shuffle_minibatches=shuffle)
+    train = TrainConfig(tasks_per_step=parts, minibatches=parts, shuffle_minibatches=shuffle)
     dealt = members(batch, list(passes(batch, train, stream=stream)))
     assert sorted(chain(*dealt)) == list(range(groups))
     sizes = [len(part) for part in dealt]
@@ -57,10 +57,10 @@ def test_minibatches_that_do_not_divide_the_tasks_cut_groups() -> None:
     """3 groups in 2 minibatches: half of the rollouts each, in order, so the second group is in both."""
     batch = ragged(0, groups=3)
     rollouts = batch.rollouts
-    parts = list(passes(batch, Train(tasks_per_step=3, minibatches=2), stream=1))
+    parts = list(passes(batch, TrainConfig(tasks_per_step=3, minibatches=2), stream=1))
     assert torch.equal(torch.cat(parts), torch.arange(rollouts))
     assert abs(len(parts[0]) - len(parts[1])) <= 1
-    shuffled = Train(tasks_per_step=3, minibatches=2, shuffle_minibatches=True)
+    shuffled = TrainConfig(tasks_per_step=3, minibatches=2, shuffle_minibatches=True)
     one = list(passes(batch, shuffled, stream=1))
     place = seeds.permutation(seeds.key(1, 0), rollouts).tolist()
     first = [r for r in range(rollouts) if place[r] * 2 // rollouts == 0]
@@ -69,7 +69,7 @@ def test_minibatches_that_do_not_divide_the_tasks_cut_groups() -> None:
 
 
 def test_every_pass_and_every_step_is_dealt_anew_and_again_the_same() -> None:
-    batch, train = ragged(1, groups=8), Train(minibatches=4, update_epochs=3, shuffle_minibatches=True)
+    batch, train = ragged(1, groups=8), TrainConfig(minibatches=4, update_epochs=3, shuffle_minibatches=True)
 
     def dealt(stream: int) -> list[list[int]]:
         return members(batch, list(passes(batch, train, stream=stream)))
@@ -97,5 +97,5 @@ def test_a_pass_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     whole = seeds.permutation
     monkeypatch.setattr(seeds, "permutation", lambda stream, n: asked.append(stream) or whole(stream, n))
-    list(passes(ragged(0), Train(minibatches=2, update_epochs=3, shuffle_minibatches=True), stream=11))
+    list(passes(ragged(0), TrainConfig(minibatches=2, update_epochs=3, shuffle_minibatches=True), stream=11))
     assert asked == [seeds.key(11, n) for n in range(3)]

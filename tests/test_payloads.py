@@ -14,10 +14,10 @@ import pytest
 import payloads
 import whet.rewards.math
 from test_rewards import group, task
-from whet.config.schema import Config, Data, Reward, RewardWorkers
+from whet.config.schema import Config, DataConfig, RewardConfig, RewardWorkersConfig
 from whet.config.sources import verifiers
 from whet.guard import sandbox
-from whet.guard.jail import Call, Jail
+from whet.guard.jail import Jail, RewardCall
 from whet.guard.worker import Guarded
 from whet.rewards import answer_line, builtin, gym, tagged, trinity, verl
 from whet.rewards.combine import RewardSet, score
@@ -46,8 +46,8 @@ OTHERS = {
 }
 
 
-def judge(groups, rewards: dict[str, Reward], objects=None) -> list:
-    with RewardSet.from_config(rewards, RewardWorkers(timeout_s=60.0), objects) as made:
+def judge(groups, rewards: dict[str, RewardConfig], objects=None) -> list:
+    with RewardSet.from_config(rewards, RewardWorkersConfig(timeout_s=60.0), objects) as made:
         return [r for g in asyncio.run(score(groups, made)) for r in g.rollouts]
 
 
@@ -65,7 +65,7 @@ def test_code_in_a_reply_or_a_row_is_run_by_no_reward_that_is_built_in(tmp_path)
         replies = [text for code in codes.values() for text in payloads.texts(code)]
         answers = {"5": replies, codes["system"]: replies[:4]}
         groups = [group(replace(task(answer), source="math_dapo"), *said) for answer, said in answers.items()]
-        judge(groups, {name: Reward(function=name, arguments=given) for name, given in OTHERS.items()})
+        judge(groups, {name: RewardConfig(function=name, arguments=given) for name, given in OTHERS.items()})
         assert not payloads.fired(tmp_path, server)
 
 
@@ -79,7 +79,7 @@ def test_code_that_a_verifier_evaluates_can_do_nothing_and_the_verifier_still_ju
             for g in replies_to(name, rows[name], [*codes.values()][at % len(codes)])
         ]
         right = [group(task("", extra={"entry": rows["spiral_matrix"]}), rows["spiral_matrix"]["answer"])]
-        reward = {"r": Reward(function="reasoning_gym", arguments={"verifiers": EVALUATE})}
+        reward = {"r": RewardConfig(function="reasoning_gym", arguments={"verifiers": EVALUATE})}
         judged = judge(attempts + right, reward)
         assert not payloads.fired(tmp_path, server)
     assert judged[-1].reward == 1.0
@@ -94,7 +94,7 @@ def test_the_same_code_runs_where_nothing_confines_it(tmp_path, rows):
     with payloads.listening() as server:
         codes = payloads.codes(tmp_path, server.getsockname()[1])
         free_group = group(task("", extra={"entry": rows["string_insertion"]}), *codes.values())
-        judge([free_group], {"r": Reward(function="free")}, {"r": free})
+        judge([free_group], {"r": RewardConfig(function="free")}, {"r": free})
         assert payloads.fired(tmp_path, server) == set(codes)
 
 
@@ -123,7 +123,7 @@ def test_the_verifiers_that_were_read_compile_nothing_and_all_others_do(rows, tm
     code = payloads.codes(tmp_path, 1)["written"]
     arguments = json.dumps({"names": payloads.VERIFIERS, "rows": rows, "code": code})
     with Jail({"compiled": lambda: Guarded(compiled, confined=True)}, timeout_s=300.0) as jail:
-        (result,) = asyncio.run(jail.call_many([Call(function="compiled", arguments=arguments)]))
+        (result,) = asyncio.run(jail.call_many([RewardCall(function="compiled", arguments=arguments)]))
     assert result.failure is None
     found = {name for name, count in result.parts.items() if count}
     assert not found & set(READ)
@@ -140,27 +140,29 @@ def test_what_was_read_is_what_is_installed_and_another_source_is_not_taken_for_
 
 def test_a_verifier_that_may_run_code_is_refused_at_the_start_where_no_sandbox_is(monkeypatch):
     monkeypatch.setattr(sandbox, "lacking", lambda: "no Landlock")
-    judge([], {"r": Reward(function="reasoning_gym", arguments={"verifiers": "spell_backward"})})
+    judge([], {"r": RewardConfig(function="reasoning_gym", arguments={"verifiers": "spell_backward"})})
     with pytest.raises(
         ConfigError,
         match=r"countdown of reasoning-gym .* evaluate text .* this system does not have: no Landlock",
     ):
-        judge([], {"r": Reward(function="reasoning_gym", arguments={"verifiers": ["lcm", "countdown"]})})
+        judge(
+            [], {"r": RewardConfig(function="reasoning_gym", arguments={"verifiers": ["lcm", "countdown"]})}
+        )
 
 
 def test_a_row_never_chooses_its_verifier(rows):
     t = task("", extra={"entry": rows["countdown"]})
     (judged,) = judge(
-        [group(t, "1")], {"r": Reward(function="reasoning_gym", arguments={"verifiers": "chain_sum"})}
+        [group(t, "1")], {"r": RewardConfig(function="reasoning_gym", arguments={"verifiers": "chain_sum"})}
     )
     assert judged.reward is None
     assert "requests the verifier 'countdown', but the config allows chain_sum" in judged.error
     with pytest.raises(ConfigError, match="the config must list the allowed verifiers"):
-        judge([group(t, "1")], {"r": Reward(function="reasoning_gym")})
+        judge([group(t, "1")], {"r": RewardConfig(function="reasoning_gym")})
     with pytest.raises(
         ConfigError, match="'chainsum' is not a verifier of reasoning-gym; did you mean 'chain_sum'"
     ):
-        judge([], {"r": Reward(function="reasoning_gym", arguments={"verifiers": "chainsum"})})
+        judge([], {"r": RewardConfig(function="reasoning_gym", arguments={"verifiers": "chainsum"})})
 
 
 def test_the_verifiers_are_those_of_the_sources_that_reasoning_gym_makes():
@@ -172,7 +174,7 @@ def test_the_verifiers_are_those_of_the_sources_that_reasoning_gym_makes():
         "train": ({"reasoning_gym": {"task": "chain_sum"}}, {"path": "x"}),
         "eval": ({"reasoning_gym": mixed},),
     }
-    cfg = Config.model_construct(data=Data(**data))
+    cfg = Config.model_construct(data=DataConfig(**data))
     assert verifiers([cfg, cfg]) == ("chain_sum", "gcd", "lcm")
 
 
@@ -183,8 +185,8 @@ def test_a_reward_of_ones_own_is_confined_when_the_config_asks_for_it(tmp_path):
         return 1.0
 
     for confine, done in (("builtin", 1.0), ("all", None)):
-        guard = RewardWorkers(sandbox=confine)
-        with RewardSet.from_config({"r": Reward(function="mine")}, guard, {"r": writes}) as made:
+        guard = RewardWorkersConfig(sandbox=confine)
+        with RewardSet.from_config({"r": RewardConfig(function="mine")}, guard, {"r": writes}) as made:
             (g,) = asyncio.run(score([group(task(), confine)], made))
         assert g.rollouts[0].reward == done
     assert [path.name for path in tmp_path.iterdir()] == ["builtin"]

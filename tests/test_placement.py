@@ -22,10 +22,10 @@ from tiny import tiny_model
 from whet.api import train
 from whet.batch import Batch, Loss, Outputs
 from whet.config import checks_parallel
-from whet.config.footprint import places
-from whet.config.parts.parallel import Parallel
+from whet.config.memory_estimate import places
 from whet.config.plan import plans
-from whet.config.schema import Optimizer
+from whet.config.schema import OptimizerConfig
+from whet.config.sections.parallel import ParallelConfig
 from whet.guard.line import Local, end
 from whet.learner import Learner
 from whet.models import kernels
@@ -36,7 +36,7 @@ from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
 from whet.types import ConfigError, Metrics, WhetError
 
-LEARNS: dict[str, Any] = {"optimizer": Optimizer(name="sgd", lr=0.02), "total_steps": 4}
+LEARNS: dict[str, Any] = {"optimizer": OptimizerConfig(name="sgd", lr=0.02), "total_steps": 4}
 
 
 @pytest.fixture(scope="module")
@@ -229,10 +229,10 @@ def test_memory_of_a_model_apart_is_counted_where_it_is(ranks: int) -> None:
 
 
 def test_gpus_of_each_group_follow_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = Parallel(dp_shard=2, tp=2, separate_ranks=("reference", "critic"))
+    p = ParallelConfig(dp_shard=2, tp=2, separate_ranks=("reference", "critic"))
     assert checks_parallel.ranks_of(p) == {"policy": 4, "critic": 4, "reference": 4}
     assert [checks_parallel.first_gpu(p, group) for group in checks_parallel.ranks_of(p)] == [0, 4, 8]
-    alone = Parallel(separate_ranks=("critic",))
+    alone = ParallelConfig(separate_ranks=("critic",))
     assert checks_parallel.ranks_of(alone) == {"critic": 1}
     assert checks_parallel.first_gpu(alone, "critic") == 1, "the run's own process has the first"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)

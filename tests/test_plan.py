@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from whet.config import describe as describing
 from whet.config.describe import arithmetic, facts, notes
 from whet.config.evaluation import eval_sampling
-from whet.config.footprint import phases
 from whet.config.load import load, stage_configs
+from whet.config.memory_estimate import phases
 from whet.config.plan import Plan, cores, describe, dtype_on, plan, plans
 from whet.config.recipes import RECIPES
-from whet.config.schema import Scratch
+from whet.config.schema import ScratchConfig
 from whet.config.sizes import scratch_shape
 from whet.types import ConfigError
 
@@ -225,7 +225,7 @@ ARCHITECTURES = {
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_parameters_are_those_of_the_modules(name):
-    cfg = Scratch(
+    cfg = ScratchConfig(
         architecture=name, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **ARCHITECTURES[name]
     )
     shape = scratch_shape(cfg, vocab_size=50)

@@ -16,15 +16,15 @@ from test_train_torch import assert_near, gradients, pg_loss, weighted
 from tiny import tiny_model
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import Optimizer, Precision
+from whet.config.schema import OptimizerConfig, PrecisionConfig
 from whet.models import adam8, kernels, precision
 from whet.models.adam8 import Adam8, packed, unpacked
 from whet.models.offload import kept_on_host
-from whet.models.optim import Optimizer as Opt
+from whet.models.optim import OptimizerConfig as Opt
 from whet.models.precision import LARGEST, LossScale
 from whet.models.sharded import DataParallel
 from whet.training import torch as engines
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import ConfigError
 
@@ -54,9 +54,9 @@ def test_float16_is_the_loop_written_by_hand() -> None:
         return (inputs @ w.t()).float().square().mean()
 
     p = nn.Parameter(start.clone())
-    cfg = Optimizer(lr=0.01, weight_decay=0.1, max_grad_norm=0.1)
+    cfg = OptimizerConfig(lr=0.01, weight_decay=0.1, max_grad_norm=0.1)
     optimizer = Opt(
-        [("w", p)], cfg, total_steps=9, precision=Precision(loss_scale=2.0**24, loss_scale_steps=2)
+        [("w", p)], cfg, total_steps=9, precision=PrecisionConfig(loss_scale=2.0**24, loss_scale_steps=2)
     )
     assert optimizer.loss_scale is not None
 
@@ -93,7 +93,9 @@ def test_float16_is_the_loop_written_by_hand() -> None:
 def test_small_gradients_need_the_scale() -> None:
     def norm(scale: float) -> float:
         p = nn.Parameter(torch.ones(4, dtype=torch.float16))
-        optimizer = Opt([("w", p)], Optimizer(), total_steps=1, precision=Precision(loss_scale=scale))
+        optimizer = Opt(
+            [("w", p)], OptimizerConfig(), total_steps=1, precision=PrecisionConfig(loss_scale=scale)
+        )
         optimizer.backward((p * 1.0).float().sum() * 1e-8)
         return optimizer.clip()
 
@@ -102,9 +104,9 @@ def test_small_gradients_need_the_scale() -> None:
 
 
 def in_float16(scale: float) -> TorchEngine:
-    precision = Precision(loss_scale=scale, loss_scale_steps=2)
+    precision = PrecisionConfig(loss_scale=scale, loss_scale_steps=2)
     return TorchEngine(
-        tiny_model().half(), kernels.load("auto"), cut=Cut(precision=precision), optimizer=Optimizer(lr=0.01),
+        tiny_model().half(), kernels.load("auto"), cut=MicroBatchPolicy(precision=precision), optimizer=OptimizerConfig(lr=0.01),
         total_steps=9,
     )  # fmt: skip
 
@@ -138,22 +140,22 @@ def test_overflow_skips_steps_and_is_counted() -> None:
 def test_sums_in_float32_keep_what_bfloat16_loses() -> None:
     """1 + 256 * 2^-9 is 1.5; in bfloat16 each addition to 1 is lost."""
 
-    def summed(precision: Precision) -> float:
+    def summed(precision: PrecisionConfig) -> float:
         p = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-        optimizer = Opt([("w", p)], Optimizer(max_grad_norm=None), total_steps=1, precision=precision)
+        optimizer = Opt([("w", p)], OptimizerConfig(max_grad_norm=None), total_steps=1, precision=precision)
         for slope in [1.0] + [2.0**-9] * 256:
             optimizer.backward((p * slope).sum())
         return optimizer.clip()
 
-    assert summed(Precision()) == 1.0
-    assert summed(Precision(reduce="float32")) == 1.5
+    assert summed(PrecisionConfig()) == 1.0
+    assert summed(PrecisionConfig(reduce="float32")) == 1.5
 
 
 def test_without_masters_small_steps_are_lost() -> None:
-    def moved(precision: Precision) -> tuple[float, torch.dtype]:
+    def moved(precision: PrecisionConfig) -> tuple[float, torch.dtype]:
         p = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
         optimizer = Opt(
-            [("w", p)], Optimizer(lr=1e-4, max_grad_norm=None), total_steps=99, precision=precision
+            [("w", p)], OptimizerConfig(lr=1e-4, max_grad_norm=None), total_steps=99, precision=precision
         )
         for _ in range(99):
             p.grad = torch.ones_like(p)
@@ -161,15 +163,15 @@ def test_without_masters_small_steps_are_lost() -> None:
             optimizer.step()
         return float(p.detach()[0, 0]), optimizer.state()["exp_avg.w"].dtype
 
-    assert moved(Precision(master_weights=False)) == (1.0, torch.bfloat16)
-    assert moved(Precision()) == (pytest.approx(0.99, abs=4e-3), torch.float32)
+    assert moved(PrecisionConfig(master_weights=False)) == (1.0, torch.bfloat16)
+    assert moved(PrecisionConfig()) == (pytest.approx(0.99, abs=4e-3), torch.float32)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_compute_dtype_keeps_gradients_float32_and_near(family: str, dtype: Any) -> None:
-    plain, _ = gradients(Cut(), weighted(), family)
-    half, metrics = gradients(Cut(precision=Precision(compute=dtype)), weighted(), family)
+    plain, _ = gradients(MicroBatchPolicy(), weighted(), family)
+    half, metrics = gradients(MicroBatchPolicy(precision=PrecisionConfig(compute=dtype)), weighted(), family)
     assert ("loss_scale" in metrics) == (dtype == "float16")
     assert all(g.dtype == torch.float32 for g in half.values())
     half = {n: g / metrics.get("loss_scale", 1.0) for n, g in half.items()}
@@ -181,7 +183,9 @@ def test_compute_dtype_keeps_gradients_float32_and_near(family: str, dtype: Any)
 def test_compute_dtype_is_autocast_around_the_layers() -> None:
     """The same numbers as the model's own forward under autocast, with the output layer in float32."""
     engine = TorchEngine(
-        tiny_model(), kernels.load("torch"), cut=Cut(precision=Precision(compute="bfloat16"))
+        tiny_model(),
+        kernels.load("torch"),
+        cut=MicroBatchPolicy(precision=PrecisionConfig(compute="bfloat16")),
     )
     batch = weighted()
     mine_N = engine.forward(batch, "logprobs")
@@ -202,8 +206,10 @@ def test_compute_dtype_is_autocast_around_the_layers() -> None:
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
 def test_implementations_are_equal_up_to_rounding(kind: Any) -> None:
     def trained(how: Any) -> dict[str, Tensor]:
-        cfg = Optimizer(name=kind, lr=0.01, weight_decay=0.1, implementation=how)
-        engine = TorchEngine(tiny_model(), kernels.load("auto"), cut=Cut(), optimizer=cfg, total_steps=4)
+        cfg = OptimizerConfig(name=kind, lr=0.01, weight_decay=0.1, implementation=how)
+        engine = TorchEngine(
+            tiny_model(), kernels.load("auto"), cut=MicroBatchPolicy(), optimizer=cfg, total_steps=4
+        )
         for _ in range(4):
             engine.update(weighted(), pg_loss)
         return {n: p.clone() for n, p in engine.weights()}
@@ -242,7 +248,7 @@ def test_8_bits_track_adam_in_training(kind: Any) -> None:
         gen = torch.Generator().manual_seed(0)
         inputs, wanted = torch.randn(64, 48, generator=gen), torch.randn(64, 24, generator=gen)
         one, two = (nn.Parameter(torch.randn(s, generator=gen) * 0.1) for s in ((64, 48), (24, 64)))
-        cfg = Optimizer(name=kind, lr=3e-3, weight_decay=0.01, state_dtype=state, max_grad_norm=None)
+        cfg = OptimizerConfig(name=kind, lr=3e-3, weight_decay=0.01, state_dtype=state, max_grad_norm=None)
         optimizer = Opt([("one", one), ("two", two)], cfg, total_steps=200)
         losses = []
         for _ in range(200):
@@ -267,7 +273,7 @@ def test_8_bits_come_back_to_the_bit_and_spare_one_dimension() -> None:
     def made() -> tuple[Opt, dict[str, nn.Parameter]]:
         gen = torch.Generator().manual_seed(0)
         named = {n: nn.Parameter(torch.randn(s, generator=gen)) for n, s in (("w", (7, 300)), ("b", (7,)))}
-        return Opt(named.items(), Optimizer(lr=0.01, state_dtype="int8"), total_steps=9), named
+        return Opt(named.items(), OptimizerConfig(lr=0.01, state_dtype="int8"), total_steps=9), named
 
     def walk(optimizer: Opt, steps: range) -> None:
         for step in steps:
@@ -314,8 +320,8 @@ def test_gradients_are_equal_with_activations_on_the_host(
     family: str, checkpoint: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines, "kept_on_host", partial(kept_on_host, smallest=0))
-    plain, _ = gradients(Cut(checkpoint=checkpoint), weighted(), family)
-    away, _ = gradients(Cut(checkpoint=checkpoint, offload=("activations",)), weighted(), family)
+    plain, _ = gradients(MicroBatchPolicy(checkpoint=checkpoint), weighted(), family)
+    away, _ = gradients(MicroBatchPolicy(checkpoint=checkpoint, offload=("activations",)), weighted(), family)
     assert all(torch.equal(plain[n], away[n]) for n in plain)
 
 
@@ -323,8 +329,8 @@ def test_gradients_are_equal_with_activations_on_the_host(
 def test_the_whole_state_moves_and_steps_are_equal(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(offload: tuple[str, ...]) -> TorchEngine:
         engine = TorchEngine(
-            tiny_model().bfloat16(), kernels.load("auto"), cut=Cut(offload=offload),
-            optimizer=Optimizer(name=kind, lr=0.01, momentum=None if kind == "adamw" else 0.9), total_steps=4,
+            tiny_model().bfloat16(), kernels.load("auto"), cut=MicroBatchPolicy(offload=offload),
+            optimizer=OptimizerConfig(name=kind, lr=0.01, momentum=None if kind == "adamw" else 0.9), total_steps=4,
         )  # fmt: skip
         for _ in range(2):
             engine.update(weighted(), pg_loss)
@@ -348,7 +354,7 @@ def test_the_whole_state_moves_and_steps_are_equal(kind: Any, monkeypatch: pytes
 def test_weights_that_rest_are_fetched_for_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(TorchEngine, "place", lambda self, device: told.append(device))
-    engine = TorchEngine(tiny_model(), kernels.load("auto"), cut=Cut(), rests=True)
+    engine = TorchEngine(tiny_model(), kernels.load("auto"), cut=MicroBatchPolicy(), rests=True)
     assert told == ["cpu"]
     engine.forward(weighted(), "logprobs")
     assert told == ["cpu", "gpu", "cpu"]
@@ -368,9 +374,9 @@ def test_compiled_layers_give_equal_gradients(
     training with that: test_dead_native.py)."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     if not known:
-        monkeypatch.setattr("whet.models.functional.known_family", lambda model, config: None)
-    plain, _ = gradients(Cut(checkpoint=checkpoint), weighted())
-    compiled, _ = gradients(Cut(checkpoint=checkpoint, compile=True), weighted())
+        monkeypatch.setattr("whet.models.fused_forward.known_family", lambda model, config: None)
+    plain, _ = gradients(MicroBatchPolicy(checkpoint=checkpoint), weighted())
+    compiled, _ = gradients(MicroBatchPolicy(checkpoint=checkpoint, compile=True), weighted())
     assert_near(compiled, plain, 2e-6)
 
 

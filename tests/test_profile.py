@@ -18,15 +18,15 @@ from whet.api import train
 from whet.config.load import load
 from whet.config.memory import Lengths
 from whet.config.plan import plans
-from whet.config.schema import Profile, Train
+from whet.config.schema import ProfileConfig, TrainConfig
 from whet.models import kernels
 from whet.track.written import read_lines
 from whet.training import profile
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.profile import Profiler, schedule, window
 from whet.training.throughput import Meter, meter_of, peak_flops
 from whet.training.torch import TorchEngine
-from whet.training.work import Work, batch_flops, work_of
+from whet.training.work import BatchFlops, batch_flops, work_of
 from whet.types import ConfigError
 
 NONE, WARM, RECORD, SAVE = (
@@ -82,7 +82,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_steps_asked_for_are_in_the_traces_and_no_others(tmp_path):
-    cfg = Profile(steps=(2, 3, 6, 8), record_shapes=True, warmup=2)
+    cfg = ProfileConfig(steps=(2, 3, 6, 8), record_shapes=True, warmup=2)
     run_steps(Profiler(cfg, tmp_path, stage="rl", device=CPU), range(1, 10))
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "rl-step-000006.json.gz",
@@ -98,21 +98,22 @@ def test_the_steps_asked_for_are_in_the_traces_and_no_others(tmp_path):
 
 def test_a_resumed_run_records_what_is_still_ahead(tmp_path):
     run_steps(
-        Profiler(Profile(steps=(2, 5), record_shapes=True), tmp_path, stage="s", device=CPU), range(4, 8)
+        Profiler(ProfileConfig(steps=(2, 5), record_shapes=True), tmp_path, stage="s", device=CPU),
+        range(4, 8),
     )
     assert [p.name for p in tmp_path.iterdir()] == ["s-step-000005.json.gz"]
     assert traced(tmp_path / "s-step-000005.json.gz")["products"] == [[5, 15]]
 
 
 def test_a_run_stopped_inside_a_window_writes_what_it_has(tmp_path):
-    cfg = Profile(steps=(2, 3, 4), record_shapes=True)
+    cfg = ProfileConfig(steps=(2, 3, 4), record_shapes=True)
     run_steps(Profiler(cfg, tmp_path, stage="s", device=CPU), range(1, 4))
     assert traced(tmp_path / "s-steps-000002-000003.json.gz")["products"] == [[2, 12], [3, 13]]
 
 
 def test_without_steps_nothing_is_ever_started(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: pytest.fail("started"))
-    run_steps(Profiler(Profile(), tmp_path / "none", stage="s", device=CPU), range(1, 4))
+    run_steps(Profiler(ProfileConfig(), tmp_path / "none", stage="s", device=CPU), range(1, 4))
     assert not (tmp_path / "none").exists()
 
 
@@ -139,27 +140,27 @@ def cuda(monkeypatch):
 
 
 def test_cuda_tools_are_called_around_each_window(tmp_path, cuda):
-    cfg = Profile(steps=(2, 3, 5), tools=("memory",))
+    cfg = ProfileConfig(steps=(2, 3, 5), tools=("memory",))
     run_steps(Profiler(cfg, tmp_path, stage="s", device=torch.device("cuda")), range(1, 7))
     assert cuda == [
         "history all", "s-steps-000002-000003.pickle", "history None",
         "history all", "s-step-000005.pickle", "history None",
     ]  # fmt: skip
     cuda.clear()
-    cfg = Profile(steps=(2,), tools=("nsys",))
+    cfg = ProfileConfig(steps=(2,), tools=("nsys",))
     run_steps(Profiler(cfg, tmp_path, stage="s", device=torch.device("cuda")), range(1, 4))
     assert cuda == ["start", "[step 2", "[update", "update]", "step 2]", "stop"]
 
 
 def test_a_stopped_run_ends_cudas_recording(tmp_path, cuda):
-    cfg = Profile(steps=(2, 3), tools=("memory",))
+    cfg = ProfileConfig(steps=(2, 3), tools=("memory",))
     run_steps(Profiler(cfg, tmp_path, stage="s", device=torch.device("cuda")), range(1, 3))
     assert cuda == ["history all", "s-step-000002.pickle", "history None"]
 
 
 def test_tools_that_need_cuda_are_refused_elsewhere(tmp_path):
     with pytest.raises(ConfigError, match=r"profile\.tools: memory, nsys: only CUDA .* the run is on cpu"):
-        Profiler(Profile(steps=(1,), tools=("memory", "nsys")), tmp_path, stage="s", device=CPU)
+        Profiler(ProfileConfig(steps=(1,), tools=("memory", "nsys")), tmp_path, stage="s", device=CPU)
 
 
 BASE = {**TINY, "rewards": {"r": {"function": "exact"}}}
@@ -244,7 +245,7 @@ def test_work_of_a_model_by_hand():
 
 
 def test_flops_of_a_batch_by_a_double_loop():
-    lengths, work = Lengths(prompt=6, reply=5, group=4), Work(layers=7.0, output=11.0, attention=13.0)
+    lengths, work = Lengths(prompt=6, reply=5, group=4), BatchFlops(layers=7.0, output=11.0, attention=13.0)
     batch = full_batch(lengths, 3)
     for shared in (True, False):
         tokens = pairs = 0.0
@@ -260,7 +261,7 @@ def test_flops_of_a_batch_by_a_double_loop():
 
 def test_a_meter_adds_passes_and_leaves_a_waiting_policy_out():
     batch = full_batch(Lengths(prompt=6, reply=5, group=4), 3)
-    one, two = Work(1.0, 0.0, 0.0), Work(2.0, 0.0, 0.0)
+    one, two = BatchFlops(1.0, 0.0, 0.0), BatchFlops(2.0, 0.0, 0.0)
     meter = Meter(peak=1.0, policy=one, critic=two, shared=False, passes=3, critic_passes=5)
     tokens = 12 * 11
     assert meter.flops(batch, policy_learns=True) == 3 * tokens + 5 * 2 * tokens
@@ -269,7 +270,7 @@ def test_a_meter_adds_passes_and_leaves_a_waiting_policy_out():
 
 def test_a_run_on_a_known_device_says_how_much_of_it_it_uses(tmp_path, monkeypatch):
     """The device is this CPU under another name: what is tested is the way of the numbers."""
-    work = Work(layers=3.0, output=0.0, attention=0.0)
+    work = BatchFlops(layers=3.0, output=0.0, attention=0.0)
     meter = Meter(peak=1e6, policy=work, critic=None, shared=True, passes=2, critic_passes=0)
     train(rewards=reward, run_dir=str(tmp_path / "cpu"), **TINY)
     monkeypatch.setattr("whet.learner.meter_of", lambda *_, **__: meter)
@@ -287,21 +288,23 @@ def test_a_run_on_a_known_device_says_how_much_of_it_it_uses(tmp_path, monkeypat
 
 
 def test_on_a_cpu_there_is_no_meter():
-    engine = TorchEngine(tiny_model(), kernels.load("torch"), cut=Cut())
-    assert meter_of(engine, None, train=Train(), of_critic=None) is None
+    engine = TorchEngine(tiny_model(), kernels.load("torch"), cut=MicroBatchPolicy())
+    assert meter_of(engine, None, train=TrainConfig(), of_critic=None) is None
 
 
 def test_a_meter_of_cuda(monkeypatch):
-    engine = TorchEngine(tiny_model(), kernels.load("torch"), cut=Cut())
+    engine = TorchEngine(tiny_model(), kernels.load("torch"), cut=MicroBatchPolicy())
     engine.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    found = meter_of(engine, engine, train=Train(update_epochs=2), of_critic=Train(update_epochs=3))
+    found = meter_of(
+        engine, engine, train=TrainConfig(update_epochs=2), of_critic=TrainConfig(update_epochs=3)
+    )
     assert found is not None
     assert (found.peak, found.passes, found.critic_passes) == (67e12, 2, 3)
     assert found.critic is not None
     assert found.critic.output == 0 < found.policy.output
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Unheard of")
-    assert meter_of(engine, None, train=Train(), of_critic=None) is None
+    assert meter_of(engine, None, train=TrainConfig(), of_critic=None) is None
 
 
 def test_ranks_that_are_named_record_their_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

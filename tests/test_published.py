@@ -21,8 +21,8 @@ from forked import near
 from test_sync_replicas import Objects, One, load, load_all, run, shipper, state
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
-from whet.config.schema import Lora, Model, Optimizer
-from whet.config.schema import Scratch as Scratch_
+from whet.config.schema import LoraConfig, ModelConfig, OptimizerConfig
+from whet.config.schema import ScratchConfig as Scratch_
 from whet.environment import give_memory_back
 from whet.models import kernels
 from whet.models.load import build
@@ -32,21 +32,21 @@ from whet.models.published import weights_of
 from whet.rollout.engine import WeightUpdate
 from whet.sync.exchange import Publisher, carried
 from whet.sync.files import Files
-from whet.sync.manifest import Entry, Manifest, describe
+from whet.sync.manifest import Manifest, TensorEntry, describe
 from whet.sync.replicas import Seat, Written
 from whet.sync.scratch import Scratch
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
 from whet.types import WhetError
 
-SGD = Optimizer(name="sgd", lr=0.5)
+SGD = OptimizerConfig(name="sgd", lr=0.5)
 
 
 def policy_model(*, lora: bool, fused: bool = False) -> Any:
     model = tiny_model()
     if lora:
         targets: Any = ("q_proj", "k_proj", "v_proj") if fused else "all-linear"
-        attach(model, Lora(rank=2, targets=targets, fused=fused), seed=1)
+        attach(model, LoraConfig(rank=2, targets=targets, fused=fused), seed=1)
     return model
 
 
@@ -135,7 +135,7 @@ def test_the_driver_s_memory_is_less_than_the_model_while_versions_are_published
     before = anonymous_bytes()
     scratch = Scratch_(hidden_size=512, num_hidden_layers=6, num_attention_heads=8, head_dim=64)
     model = build(
-        Model(scratch=scratch), vocab_size=64, eos_token_id=1, pad_token_id=0, seed=0, device="cpu",
+        ModelConfig(scratch=scratch), vocab_size=64, eos_token_id=1, pad_token_id=0, seed=0, device="cpu",
         dtype=torch.float32,
     )  # fmt: skip
     size = sum(p.nbytes for p in model.parameters())
@@ -243,7 +243,11 @@ class Dying(Files):
     """Its process is killed in the middle of a version."""
 
     def send(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, held: Mapping[str, Entry] | None = None
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        held: Mapping[str, TensorEntry] | None = None,
     ) -> Manifest:
         def some() -> Iterator[tuple[str, Tensor]]:
             for number, one in enumerate(tensors):
@@ -258,7 +262,11 @@ class Small(Files):
     """Its process may write no file of more than 4 KiB."""
 
     def send(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, held: Mapping[str, Entry] | None = None
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        held: Mapping[str, TensorEntry] | None = None,
     ) -> Manifest:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         return super().send(version, tensors, held=held)

@@ -22,11 +22,11 @@ from test_reward_model import rollout
 from tiny import tiny_model
 from whet import api
 from whet.config.load import load
-from whet.config.schema import Data, Source
+from whet.config.schema import DataConfig, SourceConfig
 from whet.data import prepare
 from whet.data.tasks import TaskStream, texts
 from whet.guard import pulse
-from whet.guard.jail import Call, Jail, Result
+from whet.guard.jail import CallResult, Jail, RewardCall
 from whet.guard.watch import Watch
 from whet.models.tensor_files import opened, write
 from whet.rewards.combine import RewardSet, score
@@ -82,12 +82,12 @@ def one(n: int) -> float:
 
 def test_every_score_is_heard(heard: Counter[str]) -> None:
     with Jail({"one": lambda: one}) as jail:
-        asyncio.run(jail.call_many([Call(function="one", arguments=f'{{"n": {n}}}') for n in range(5)]))
+        asyncio.run(jail.call_many([RewardCall(function="one", arguments=f'{{"n": {n}}}') for n in range(5)]))
     assert heard["scoring"] == 5
 
 
 def test_every_score_of_a_reward_model_is_heard(heard: Counter[str]) -> None:
-    model: Any = SimpleNamespace(score=lambda rollout: Result(parts={"score": 1.0}))
+    model: Any = SimpleNamespace(score=lambda rollout: CallResult(parts={"score": 1.0}))
     rollouts = tuple(rollout("1+2=", "3", index) for index in range(3))
     rewards = RewardSet({"rm": 1.0}, None, models={"rm": model})
     asyncio.run(score([Group(rollouts[0].task, rollouts)], rewards))
@@ -97,8 +97,8 @@ def test_every_score_of_a_reward_model_is_heard(heard: Counter[str]) -> None:
 def test_rows_that_are_tokenised_are_heard(heard: Counter[str], monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(prepare, "BATCH_ROWS", 10)
-    source = Source(path="tests/data/words.jsonl", name="words", limit=25)
-    TaskStream([source], Data(train=(source,)), tokenizer=tokenizer(), seed=0)
+    source = SourceConfig(path="tests/data/words.jsonl", name="words", limit=25)
+    TaskStream([source], DataConfig(train=(source,)), tokenizer=tokenizer(), seed=0)
     assert heard["reading words"] == 3
 
 
@@ -110,7 +110,7 @@ def test_every_token_of_the_reference_engine_is_heard(heard: Counter[str]) -> No
 
 def test_rows_and_tensors_are_heard(heard: Counter[str], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)
-    assert list(texts([Source(path="tests/data/words.jsonl")]))
+    assert list(texts([SourceConfig(path="tests/data/words.jsonl")]))
     write({"a": torch.zeros(3), "b": torch.zeros(2)}, tmp_path / "some.safetensors")
     with opened(tmp_path / "some.safetensors") as file:
         assert [len(file.read(name)) for name in "ab"] == [3, 2]

@@ -20,9 +20,9 @@ from test_native_graphs import Again
 from test_plan import BASE, made, refused
 from tiny import FEW, tiny_model
 from whet.config.checks_sync import content_of
-from whet.config.footprint import places
 from whet.config.load import load
-from whet.config.schema import Lora
+from whet.config.memory_estimate import places
+from whet.config.schema import LoraConfig
 from whet.models import quantised as eight
 from whet.models.lora import adapted, attach, merged, refresh
 from whet.models.quantised import NUMBERS, SIDE, Quantised, held
@@ -258,7 +258,7 @@ def test_steps_can_be_captured() -> None:
 
 def test_adapters_have_their_effect() -> None:
     module = tiny_model()
-    attach(module, Lora(rank=2, targets="all-linear"), seed=0)
+    attach(module, LoraConfig(rank=2, targets="all-linear"), seed=0)
     e = engine(module, quantization="int8")
     run(ask(e, JOBS))
     with torch.no_grad():

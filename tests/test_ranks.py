@@ -21,12 +21,12 @@ from tiny import tiny_model
 from whet.algos.recipes import build
 from whet.batch import Batch, Loss, Outputs
 from whet.config.recipes import RECIPES
-from whet.config.schema import Algorithm, Critic, Optimizer
+from whet.config.schema import AlgorithmConfig, CriticConfig, OptimizerConfig
 from whet.models.mesh import Dims
 from whet.training.ranks import RankGroup, Ranks
 from whet.types import ConfigError, WhetError
 
-SGD = Optimizer(name="sgd", lr=0.02)
+SGD = OptimizerConfig(name="sgd", lr=0.02)
 
 
 def learning() -> dict[str, Any]:
@@ -36,7 +36,7 @@ def learning() -> dict[str, Any]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_losses_travel(name: str) -> None:
     """What the loop hands to a train engine can be taken to another process."""
-    algorithm = build(Algorithm(name=name), critic=Critic(), max_tokens=8)
+    algorithm = build(AlgorithmConfig(name=name), critic=CriticConfig(), max_tokens=8)
     batch = weighted()
 
     def forward(batch: Batch, want: str) -> torch.Tensor:

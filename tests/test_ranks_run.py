@@ -20,9 +20,9 @@ from test_lanes import picture
 from whet.api import train
 from whet.config import checks_parallel
 from whet.config.load import load
-from whet.config.parts.parallel import Parallel
 from whet.config.plan import plan
-from whet.track import spent
+from whet.config.sections.parallel import ParallelConfig
+from whet.track import time_report
 from whet.track.timeline import read
 from whet.types import ConfigError, Json
 
@@ -103,7 +103,7 @@ def test_experts_and_parts_of_a_pipeline_are_started(monkeypatch: pytest.MonkeyP
 
 def test_all_gpus_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks_parallel, "cuda_count", lambda: 8)
-    p = Parallel(dp_shard=-1, tp=2)
+    p = ParallelConfig(dp_shard=-1, tp=2)
     assert (checks_parallel.shards(p), checks_parallel.world(p)) == (4, 8)
     cfg = given("train.parallel.dp_shard=-1", "train.parallel.tp=3").stages[0]
     told = dict(checks_parallel.problems(cfg))
@@ -200,6 +200,6 @@ def check_lanes(whole: Path, broken: Path) -> None:
     updates = [(s.step, s.pieces) for s in resumed["rank 1"] if s.name == "policy update"]
     assert {step for step, _ in updates} == {1, 2, 3, 4}
     assert sum(pieces for _, pieces in updates) == 8, "no step is there twice"
-    (stage,) = spent.measure(read(whole / "timeline.json"))
+    (stage,) = time_report.measure(read(whole / "timeline.json"))
     assert [p.name for p in stage.processes] == ["driver", "rank 0", "rank 1"]
     assert all(0 < p.busy < 1 and len(p.steps) == 4 for p in stage.processes)

@@ -25,12 +25,12 @@ from whet.config.recipes import RECIPES, Resolved, resolve
 from whet.types import ConfigError, WhetError
 
 
-def given(name: str, **keys: Any) -> schema.Algorithm:
-    return schema.Algorithm.model_validate(sections.algorithm(name, **keys))
+def given(name: str, **keys: Any) -> schema.AlgorithmConfig:
+    return schema.AlgorithmConfig.model_validate(sections.algorithm(name, **keys))
 
 
 def made(name: str, **keys: Any) -> Algorithm:
-    return build(given(name, **keys), critic=schema.Critic(), max_tokens=20)
+    return build(given(name, **keys), critic=schema.CriticConfig(), max_tokens=20)
 
 
 # ---------------------------------------------------------------- the table
@@ -59,7 +59,7 @@ def test_tables_without_torch_tell_the_truth_about_the_functions() -> None:
     }
     for row in (*functions.ADVANTAGES.values(), *functions.LOSSES.values()):
         row.settings.model_validate({})  # all have defaults
-    known = inspect.signature(schema.Algorithm).parameters["loss_agg_mode"].annotation
+    known = inspect.signature(schema.AlgorithmConfig).parameters["loss_agg_mode"].annotation
     assert all(repr(mode) in str(known) for mode in AGGREGATIONS if mode != "pair-mean")
 
 
@@ -116,7 +116,7 @@ def test_the_users_keys_win() -> None:
 def test_who_needs_a_reference() -> None:
     needs = {name for name in RECIPES if resolve(given(name)).needs_reference}
     assert needs == {"dpo", "kto", "distill", "gkd"}
-    assert resolve(given("grpo", kl=schema.Kl(coef=0.01))).needs_reference
+    assert resolve(given("grpo", kl=schema.KlConfig(coef=0.01))).needs_reference
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,10 @@ def test_what_cannot_work_or_has_no_effect_is_refused(name: str, keys: dict[str,
 def test_defaults_written_out_are_no_error() -> None:
     for name in RECIPES:
         defaults = {
-            k: f.get_default(call_default_factory=True) for k, f in schema.Algorithm.model_fields.items()
+            k: f.get_default(call_default_factory=True)
+            for k, f in schema.AlgorithmConfig.model_fields.items()
         }
-        assert isinstance(resolve(schema.Algorithm(**{**defaults, "name": name})), Resolved)
+        assert isinstance(resolve(schema.AlgorithmConfig(**{**defaults, "name": name})), Resolved)
 
 
 # ---------------------------------------------------------------- build
@@ -192,7 +193,7 @@ def test_who_computes_the_old_logprobs(mode: str, expected: tuple[bool, bool]) -
 
 
 def test_kl_in_the_reward_needs_old_logprobs_even_without_a_ratio() -> None:
-    assert made("rloo", reward_kl=schema.RewardKl(coef=0.1)).needs_old(False)
+    assert made("rloo", reward_kl=schema.RewardKlConfig(coef=0.1)).needs_old(False)
 
 
 @pytest.mark.parametrize("name", [n for n, r in RECIPES.items() if r.kind == "online"])
@@ -234,7 +235,7 @@ def test_settings_reach_the_functions() -> None:
     batch = replace(make_batch([["pa", "pa"]], [1.0, 0.0]), logp_old_N=torch.zeros(4).double())
     logp = doubles([0, 1.0, 0, 1.0])
     algorithm = made(
-        "dr_grpo", clip_low=0.1, clip_high=0.5, dual_clip=2.0, kl=schema.Kl(coef=0.5, estimator="k1")
+        "dr_grpo", clip_low=0.1, clip_high=0.5, dual_clip=2.0, kl=schema.KlConfig(coef=0.5, estimator="k1")
     )
     batch = replace(algorithm.advantage(batch, algorithm.kl_coef), logp_ref_N=torch.zeros(4).double())
     # Advantages 0.5 and -0.5 (no std). Ratio e: -0.5 * 1.5 and min(0.5 e, 2 * 0.5); KL 0.5 * 1 each.
@@ -246,7 +247,7 @@ def test_settings_reach_the_functions() -> None:
 
 
 def test_kl_in_the_reward_changes_the_advantage_and_not_the_loss() -> None:
-    algorithm = made("reinforce", reward_kl=schema.RewardKl(coef=0.2, estimator="k1"))
+    algorithm = made("reinforce", reward_kl=schema.RewardKlConfig(coef=0.2, estimator="k1"))
     assert algorithm.kl_coef == 0.2
     batch = replace(
         make_batch([["paa"]], [1.0]), logp_old_N=doubles([0, -1, -1]), logp_ref_N=doubles([0, -2, -3])
@@ -267,10 +268,10 @@ def test_the_controller_moves_the_weight_only_with_a_target() -> None:
     batch = replace(
         make_batch([["pa", "pa"]]), logp_old_N=doubles([0, -1, 0, -1]), logp_ref_N=doubles([0, -1.3, 0, -1.1])
     )
-    fixed = made("ppo", reward_kl=schema.RewardKl(coef=0.1, estimator="k1"))
+    fixed = made("ppo", reward_kl=schema.RewardKlConfig(coef=0.1, estimator="k1"))
     assert fixed.next_kl_coef(batch, 0.1) == 0.1
     # Mean KL 0.2, target 0.18: error 1/9; two rollouts, horizon 10.
-    steered = made("ppo", reward_kl=schema.RewardKl(coef=0.1, estimator="k1", target=0.18, horizon=10))
+    steered = made("ppo", reward_kl=schema.RewardKlConfig(coef=0.1, estimator="k1", target=0.18, horizon=10))
     assert steered.next_kl_coef(batch, 0.1) == pytest.approx(0.1 * (1 + 1 / 9 * 0.2))
 
 
@@ -356,9 +357,9 @@ def test_a_function_that_does_not_fit_is_refused(mine: str, keys: dict[str, Any]
     for key in keys.keys() - {"advantage", "loss", "reward_kl"}:
         tables["advantage" if key == "lam" else "loss"][key] = keys[key]
     rest = {k: v for k, v in keys.items() if k == "reward_kl"}
-    cfg = schema.Algorithm.model_validate({"name": "grpo", **rest, **tables})
+    cfg = schema.AlgorithmConfig.model_validate({"name": "grpo", **rest, **tables})
     with pytest.raises(ConfigError, match=why):
-        build(cfg, critic=schema.Critic(), max_tokens=20)
+        build(cfg, critic=schema.CriticConfig(), max_tokens=20)
 
 
 def test_an_advantage_of_the_wrong_size_is_refused(mine: str) -> None:
@@ -367,7 +368,7 @@ def test_an_advantage_of_the_wrong_size_is_refused(mine: str) -> None:
 
 
 def test_a_users_advantage_may_take_the_token_rewards(mine: str) -> None:
-    algorithm = made("grpo", advantage=f"{mine}:all_zero", reward_kl=schema.RewardKl(coef=0.1))
+    algorithm = made("grpo", advantage=f"{mine}:all_zero", reward_kl=schema.RewardKlConfig(coef=0.1))
     batch = algorithm.advantage(ragged(0), 0.1)
     assert batch.adv_N is not None
     assert (batch.adv_N == 0).all()

@@ -19,7 +19,7 @@ from forked import Started
 from whet.cli import app
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import Config, Model
+from whet.config.schema import Config, ModelConfig
 from whet.guard.processes import kill, process
 from whet.rehearsal.probe import probe
 from whet.rehearsal.rehearse import rehearse
@@ -61,14 +61,14 @@ def small(tmp_path: Path, **over: object) -> Path:
     ],
 )
 def test_the_family_is_read_off_the_name(name, made):
-    assert family(Model(path=name)) == made
+    assert family(ModelConfig(path=name)) == made
 
 
 def test_the_models_own_config_beats_its_name(tmp_path):
     folder = tmp_path / "my-qwen-like"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    assert family(Model(path=str(folder))) == "llama"
+    assert family(ModelConfig(path=str(folder))) == "llama"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store_worker import group, uids_of
-from whet.buffer.priority import PRIORITIES, Entry, priority
+from whet.buffer.priority import PRIORITIES, ReplayEntry, priority
 from whet.buffer.replay import Replay, replayed
 from whet.checkpoint import copied
 from whet.types import ConfigError, WhetError
@@ -66,12 +66,12 @@ def draw(replay: Replay, n: int, *, step: int, version: int = 0) -> list[int]:
 )
 def test_formulas(name, version, uses, wanted):
     ranked = priority(name, {"decay": 2.0, "use_limit": 3, "sigma": 0.5})
-    assert ranked(Entry(group(0), version, uses, 1), -1.5) == wanted
+    assert ranked(ReplayEntry(group(0), version, uses, 1), -1.5) == wanted
 
 
 def test_without_a_limit_a_group_always_comes_back():
     ranked = priority(CONTROLLED, {"decay": 1.0, "use_limit": None, "sigma": 0.0})
-    assert ranked(Entry(group(0), 7, 50, 1), 0.0) == -43.0
+    assert ranked(ReplayEntry(group(0), 7, 50, 1), 0.0) == -43.0
 
 
 def test_the_newest_first_and_of_equals_the_oldest():
@@ -141,28 +141,30 @@ def test_what_is_too_old_leaves():
 
 def test_noise_is_standard_normal_and_of_the_task_and_use_alone():
     replay, other = make(seed=7), make(seed=8)
-    noises = [replay._noise(Entry(group(uid), 0, uses, 1)) for uid in range(400) for uses in range(5)]
+    noises = [replay._noise(ReplayEntry(group(uid), 0, uses, 1)) for uid in range(400) for uses in range(5)]
     assert abs(statistics.fmean(noises)) < 4 / len(noises) ** 0.5
     assert abs(statistics.pstdev(noises) - 1) < 4 / (2 * len(noises)) ** 0.5
     assert len(set(noises)) == len(noises)
     assert (
-        replay._noise(Entry(group(3), 9, 2, 5)) == noises[3 * 5 + 2] != other._noise(Entry(group(3), 9, 2, 5))
+        replay._noise(ReplayEntry(group(3), 9, 2, 5))
+        == noises[3 * 5 + 2]
+        != other._noise(ReplayEntry(group(3), 9, 2, 5))
     )
 
 
 # ---------------------------------------------------------------- yours
 
 
-def most_rewarded(entry: Entry, decay: float, noise: float) -> float | None:
+def most_rewarded(entry: ReplayEntry, decay: float, noise: float) -> float | None:
     total = sum(r.reward or 0.0 for r in entry.group.rollouts)
     return None if entry.group.task.uid == 13 else total + 0 * noise * decay
 
 
-def asks_too_much(entry: Entry, temperature: float) -> float:
+def asks_too_much(entry: ReplayEntry, temperature: float) -> float:
     return temperature
 
 
-def not_a_number(entry: Entry) -> float:
+def not_a_number(entry: ReplayEntry) -> float:
     return float("nan")
 
 
@@ -217,21 +219,21 @@ class Naive:
             settings["name"], {"decay": 2.0} | {k: settings[k] for k in ("sigma", "use_limit")}
         )
         self.noise = make()._noise
-        self.here: list[Entry] = []
-        self.rest: list[tuple[float, int, Entry]] = []
+        self.here: list[ReplayEntry] = []
+        self.rest: list[tuple[float, int, ReplayEntry]] = []
         self.serial = self.draws = self.came = self.draws_since = 0
         self.lost: list[tuple[str, int]] = []
         self.time = 0.0
 
-    def new(self, uid: int, version: int, uses: int) -> Entry:
+    def new(self, uid: int, version: int, uses: int) -> ReplayEntry:
         self.serial += 1
-        return Entry(group(uid, version=version), version, uses, self.serial)
+        return ReplayEntry(group(uid, version=version), version, uses, self.serial)
 
-    def lose(self, entry: Entry, reason: str) -> None:
+    def lose(self, entry: ReplayEntry, reason: str) -> None:
         if entry.uses == 0:
             self.lost.append((reason, entry.group.task.uid))
 
-    def enter(self, entry: Entry) -> None:
+    def enter(self, entry: ReplayEntry) -> None:
         found = self.rank(entry, self.noise(entry))
         if found is None:
             self.lose(entry, "unwanted")
@@ -246,7 +248,7 @@ class Naive:
             self.lose(lowest, "outranked")
         self.here.append(entry)
 
-    def sleep(self, entry: Entry, step: int) -> None:
+    def sleep(self, entry: ReplayEntry, step: int) -> None:
         seconds, steps = self.settings["cooldown_s"], self.settings["cooldown_steps"]
         self.draws += 1
         if seconds is not None:
@@ -254,7 +256,7 @@ class Naive:
         elif steps is not None:
             self.rest.append((step + steps, self.draws, entry))
 
-    def old(self, entry: Entry, version: int) -> bool:
+    def old(self, entry: ReplayEntry, version: int) -> bool:
         limit = self.settings["max_staleness" if entry.uses else "fresh_staleness"]
         return limit is not None and version - entry.version > limit
 

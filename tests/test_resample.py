@@ -124,7 +124,7 @@ def test_copies_stand_for_missing_groups() -> None:
 
 def test_a_counted_group_is_as_good_as_its_copies() -> None:
     """The loss with counts is that of a batch in which the copies stand."""
-    algorithm = build(schema.Algorithm(name="dapo"), critic=schema.Critic(), max_tokens=20)
+    algorithm = build(schema.AlgorithmConfig(name="dapo"), critic=schema.CriticConfig(), max_tokens=20)
     batch = make_batch([["paa", "pa"], ["paaa", "pa"]], [1, 0, 0, 3])
     counted = replace(batch, count_R=torch.tensor([1.0, 1.0, 2.0, 2.0]).double())
     again = select(batch, torch.tensor([2, 3]))
@@ -153,7 +153,9 @@ def test_counts_are_multiplied_and_None_is_once() -> None:
 
 
 def made(**keys: Any) -> Any:
-    return build(schema.Algorithm.model_validate(section(**keys)), critic=schema.Critic(), max_tokens=20)
+    return build(
+        schema.AlgorithmConfig.model_validate(section(**keys)), critic=schema.CriticConfig(), max_tokens=20
+    )
 
 
 def test_masked_rollouts_give_no_loss_but_count_in_the_mean() -> None:

@@ -21,7 +21,7 @@ from transformers import (
 from whet import train
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import Reward, RewardModel, RewardWorkers
+from whet.config.schema import RewardConfig, RewardModelConfig, RewardWorkersConfig
 from whet.data.tokenizer import build
 from whet.rehearsal.probe import probe
 from whet.rewards.combine import RewardSet, score
@@ -81,13 +81,13 @@ def group(prompt: str | tuple[Message, ...] = CHAT, texts: list[str] = REPLIES) 
     return Group(rollouts[0].task, rollouts)
 
 
-def scored(groups: list[Group], rewards: dict[str, Reward]) -> list[Rollout]:
-    with RewardSet.from_config(rewards, RewardWorkers(count=1)) as made:
+def scored(groups: list[Group], rewards: dict[str, RewardConfig]) -> list[Rollout]:
+    with RewardSet.from_config(rewards, RewardWorkersConfig(count=1)) as made:
         return [r for g in asyncio.run(score(groups, made)) for r in g.rollouts]
 
 
 def ask(groups: list[Group], path: Path, **settings: object) -> list[Rollout]:
-    return scored(groups, {"rm": Reward(model=RewardModel(path=str(path), **settings))})
+    return scored(groups, {"rm": RewardConfig(model=RewardModelConfig(path=str(path), **settings))})
 
 
 def by_hand(path: Path, token_ids: list[int]) -> float:
@@ -187,10 +187,10 @@ def test_the_sum_is_weighted_and_every_part_is_kept(judge, tmp_path):
     other = folder(tmp_path / "other", seed=1)
     one, two = (ask([group()], path) for path in (judge, other))
     rewards = {
-        "a": Reward(model=RewardModel(path=str(judge)), weight=0.5),
-        "right": Reward(function="exact", weight=2.0),
-        "b": Reward(model=RewardModel(path=str(other)), weight=-1.0),
-        "length": Reward(function="format", arguments={"pattern": "^3"}, weight=0.0),
+        "a": RewardConfig(model=RewardModelConfig(path=str(judge)), weight=0.5),
+        "right": RewardConfig(function="exact", weight=2.0),
+        "b": RewardConfig(model=RewardModelConfig(path=str(other)), weight=-1.0),
+        "length": RewardConfig(function="format", arguments={"pattern": "^3"}, weight=0.0),
     }
     for n, found in enumerate(scored([group()], rewards)):
         parts = {"a": one[n].reward, "right": float(n in (0, 4)), "b": two[n].reward}
@@ -199,8 +199,11 @@ def test_the_sum_is_weighted_and_every_part_is_kept(judge, tmp_path):
 
 
 def test_each_source_has_its_judges(judge):
-    rewards = {"rm": Reward(model=RewardModel(path=str(judge))), "right": Reward(function="exact")}
-    with RewardSet.from_config(rewards, RewardWorkers(count=1)) as made:
+    rewards = {
+        "rm": RewardConfig(model=RewardModelConfig(path=str(judge))),
+        "right": RewardConfig(function="exact"),
+    }
+    with RewardSet.from_config(rewards, RewardWorkersConfig(count=1)) as made:
         chosen = replace(made, by_source={"s": ("right",)})
         elsewhere = Group(replace(group().task, source="t"), group().rollouts[:1])
         elsewhere = Group(elsewhere.task, tuple(replace(r, task=elsewhere.task) for r in elsewhere.rollouts))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import whet.rewards.math  # noqa: F401  imported here once, or every test's jail would import sympy anew
 from whet.buffer import groups
-from whet.config.schema import Reward, RewardWorkers
+from whet.config.schema import RewardConfig, RewardWorkersConfig
 from whet.rewards import builtin
 from whet.rewards.bind import bind, pack_rollout, pack_task
 from whet.rewards.combine import RewardSet, check_failures, score
@@ -48,13 +48,13 @@ def group(t: Task, *texts: str) -> Group:
     return Group(t, tuple(rollout(t, text, i) for i, text in enumerate(texts)))
 
 
-def run(groups, rewards: dict[str, Reward], objects=None, **guard):
-    with RewardSet.from_config(rewards, RewardWorkers(**guard), objects) as made:
+def run(groups, rewards: dict[str, RewardConfig], objects=None, **guard):
+    with RewardSet.from_config(rewards, RewardWorkersConfig(**guard), objects) as made:
         return asyncio.run(score(groups, made))
 
 
 def pay(function: str, t: Task, *texts: str, **arguments) -> list:
-    (g,) = run([group(t, *texts)], {"r": Reward(function=function, arguments=arguments)})
+    (g,) = run([group(t, *texts)], {"r": RewardConfig(function=function, arguments=arguments)})
     return [r.reward if r.error is None else r.error for r in g.rollouts]
 
 
@@ -141,7 +141,7 @@ def test_math():
 def test_math_that_takes_for_ever_is_unscored_and_not_zero():
     (g,) = run(
         [group(task("5"), r"\boxed{10^{10^{10^{10}}}}", r"\boxed{5}")],
-        {"m": Reward(function="math")},
+        {"m": RewardConfig(function="math")},
         timeout_s=1.0,
     )
     assert g.rollouts[1].reward == 1.0
@@ -179,7 +179,9 @@ def test_overlong_is_eq_13_of_dapo():
     t = task()
     lengths = [0, 1, 79, 80, 81, 90, 99, 100, 101, 500]
     g = Group(t, tuple(rollout(t, "x", i, tokens=n) for i, n in enumerate(lengths)))
-    (out,) = run([g], {"long": Reward(function="overlong", arguments={"max_tokens": 100, "buffer": 20})})
+    (out,) = run(
+        [g], {"long": RewardConfig(function="overlong", arguments={"max_tokens": 100, "buffer": 20})}
+    )
     assert [r.reward for r in out.rollouts] == [float(oracle(n)) for n in lengths]
     assert math.copysign(1.0, out.rollouts[0].reward) == 1.0
 
@@ -233,12 +235,13 @@ def test_heavy_packages_stay_out_of_the_run():
 def test_equal_answers_are_found_in_an_equal_form():
     def answers(function, t, *texts):
         (g,) = run(
-            [group(t, *texts)], {"f": Reward(function="format", arguments={"pattern": ".*"}), "r": function}
+            [group(t, *texts)],
+            {"f": RewardConfig(function="format", arguments={"pattern": ".*"}), "r": function},
         )
         return [r.answer for r in g.rollouts]
 
-    spelling = Reward(function="reasoning_gym", arguments={"verifiers": ["spell_backward"]})
-    number, choice, exact, math = (Reward(function=f) for f in ("number", "choice", "exact", "math"))
+    spelling = RewardConfig(function="reasoning_gym", arguments={"verifiers": ["spell_backward"]})
+    number, choice, exact, math = (RewardConfig(function=f) for f in ("number", "choice", "exact", "math"))
     assert answers(number, task("5"), "#### 1,000.50", "#### $1000.5", "#### -0", "5") == [
         "1000.5",
         "1000.5",
@@ -313,10 +316,10 @@ def test_errors_of_loading_reach_the_config(tmp_path):
     }
     for function, match in cases.items():
         with pytest.raises(ConfigError, match=match):
-            RewardSet.from_config({"mine": Reward(function=function)}, RewardWorkers())
+            RewardSet.from_config({"mine": RewardConfig(function=function)}, RewardWorkersConfig())
     with pytest.raises(ConfigError, match="no argument 'ignorecase'"):
         RewardSet.from_config(
-            {"e": Reward(function="exact", arguments={"ignorecase": True})}, RewardWorkers()
+            {"e": RewardConfig(function="exact", arguments={"ignorecase": True})}, RewardWorkersConfig()
         )
 
 
@@ -328,9 +331,9 @@ def test_rewards_are_weighted_and_their_raw_parts_kept():
         return {"score": len(response), "twice": 2 * len(response)}
 
     rewards = {
-        "exact": Reward(function="exact", weight=2.0),
-        "length": Reward(function="length", weight=-0.5),
-        "watched": Reward(function="exact", weight=0.0),
+        "exact": RewardConfig(function="exact", weight=2.0),
+        "length": RewardConfig(function="length", weight=-0.5),
+        "watched": RewardConfig(function="exact", weight=0.0),
     }
     groups = [group(task("ab"), "ab", "abcd"), group(task("z"), "z")]
     got = run(groups, rewards, {"length": length}, count=2)
@@ -351,7 +354,7 @@ def test_a_failed_part_leaves_the_rollout_unscored_and_the_others_alone():
             raise ValueError("not this")
         return {"sum": 1.0} if response == "odd" else 1.0
 
-    rewards = {"exact": Reward(function="exact"), "touchy": Reward(function="touchy")}
+    rewards = {"exact": RewardConfig(function="exact"), "touchy": RewardConfig(function="touchy")}
     t = task("ok")
     gone = rollout(t, "ok", 3).scored(None, {}, "engine: timed out")
     g = Group(t, (*group(t, "ok", "bad", "odd").rollouts, gone))
@@ -370,7 +373,7 @@ def test_a_random_reward_is_the_same_again_whatever_else_is_scored():
 
         return random.random()
 
-    rewards = {"dice": Reward(function="dice")}
+    rewards = {"dice": RewardConfig(function="dice")}
     first, second = group(task(), "a", "b"), Group(task(), (rollout(task(), "c", 2),))
     whole = run([first, second], rewards, {"dice": dice}, count=2)
     alone = run([second], rewards, {"dice": dice})
@@ -384,8 +387,8 @@ def test_user_code_is_imported_where_rewards_run_and_not_here(tmp_path, monkeypa
         f"def reward(response, task, offset=0):\n    return float(os.getpid() != {os.getpid()}) + offset\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    by_module = Reward(function="whet_test_secret_reward:reward")
-    by_path = Reward(function=f"{tmp_path}/whet_test_secret_reward.py:reward", arguments={"offset": 1})
+    by_module = RewardConfig(function="whet_test_secret_reward:reward")
+    by_path = RewardConfig(function=f"{tmp_path}/whet_test_secret_reward.py:reward", arguments={"offset": 1})
     (g,) = run([group(task(), "x")], {"a": by_module, "b": by_path})
     assert g.rollouts[0].reward_parts == {"a": 1.0, "b": 2.0}
     assert not [name for name in sys.modules if "whet_test_secret_reward" in name]
@@ -393,14 +396,14 @@ def test_user_code_is_imported_where_rewards_run_and_not_here(tmp_path, monkeypa
 
 def test_no_rewards_need_no_process():
     groups = [group(task(), "x")]
-    with RewardSet.from_config({}, RewardWorkers()) as none:
+    with RewardSet.from_config({}, RewardWorkersConfig()) as none:
         assert none.jail is None
         assert asyncio.run(score(groups, none)) == groups
 
 
 def test_columns_that_are_not_json_are_named():
     with pytest.raises(DataError, match=r"task 4 of 'test'.*bytes"):
-        run([group(task(b"raw"), "x")], {"e": Reward(function="exact")})
+        run([group(task(b"raw"), "x")], {"e": RewardConfig(function="exact")})
 
 
 def test_too_many_failures_end_the_run_with_the_commonest_cause():
@@ -446,7 +449,7 @@ def odd(response, task):
 def test_no_text_and_no_number_of_a_reward_ends_the_run_at_its_record(tmp_path):
     """Half a surrogate pair, or a number whose square overflows, came back at every restart."""
     replies = ("raises", "answer", "name", "twins", "float32", "float64", "int", "part", "most")
-    (judged,) = run([group(task("a"), *replies)], {"odd": Reward(function="object:odd")}, {"odd": odd})
+    (judged,) = run([group(task("a"), *replies)], {"odd": RewardConfig(function="object:odd")}, {"odd": odd})
     by = dict(zip(replies, judged.rollouts))
     assert by["raises"].error.startswith("reward odd: raised Odd: half a character: \\ud83dxxx")
     assert len(by["raises"].error) < 600
@@ -475,7 +478,7 @@ def test_no_text_and_no_number_of_a_reward_ends_the_run_at_its_record(tmp_path):
 
 
 def test_a_weighted_sum_that_is_too_large_leaves_the_rollout_unscored():
-    weighted = {"big": Reward(function="object:big", weight=1e30)}
+    weighted = {"big": RewardConfig(function="object:big", weight=1e30)}
     (judged,) = run([group(task("a"), "b")], weighted, {"big": lambda response, task: 1e10})
     assert judged.rollouts[0].reward is None
     assert judged.rollouts[0].error.startswith("rewards: bad_value: 1e+40 as the weighted sum; expected")

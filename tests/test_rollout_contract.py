@@ -21,11 +21,11 @@ from servers import Server, SglangServer, VllmServer
 from tiny import FAMILIES, VOCAB, tiny_model
 from whet import environment, seeds
 from whet.batch import Batch, pack
-from whet.config.schema import Model, Scratch
+from whet.config.schema import ModelConfig, ScratchConfig
 from whet.models import kernels
-from whet.models.exact import self_test
 from whet.models.forward import decoder
 from whet.models.load import build
+from whet.models.logprob_parity import self_test
 from whet.rollout.engine import RolloutEngine, WeightUpdate
 from whet.rollout.hf import HfEngine
 from whet.rollout.native.engine import NativeEngine
@@ -33,9 +33,9 @@ from whet.rollout.replica import Replica
 from whet.rollout.requests import RequestError
 from whet.rollout.router import Router
 from whet.rollout.scripted import ScriptedEngine
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
-from whet.types import Completion, Group, Rollout, Sampling, ScoreRequest, Span, Task, WhetError
+from whet.types import Completion, Group, Rollout, Sampling, ScoreRequest, Task, VersionSpan, WhetError
 
 environment.prepare(threads=None, exact=True)
 
@@ -53,7 +53,7 @@ def letters(token_ids: list[int]) -> str:
 def module(seed: int = 0) -> PreTrainedModel:
     """intermediate_size is a multiple of 32: silu of torch rounds the last numbers of a tensor differently, so that
     with the PyTorch twins other widths are not exact."""
-    scratch = Scratch(
+    scratch = ScratchConfig(
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -63,7 +63,7 @@ def module(seed: int = 0) -> PreTrainedModel:
         initializer_range=0.1,
     )
     return build(
-        Model(scratch=scratch),
+        ModelConfig(scratch=scratch),
         vocab_size=VOCAB,
         eos_token_id=END,
         pad_token_id=0,
@@ -519,7 +519,9 @@ def test_native_scores_equal_what_was_sampled_and_what_is_trained_to_the_bit(
     assert [s.logprobs for s in scored] == [c.logprobs for c in done]
     for given, one in zip(asked, scored):  # as the trainer computes a rollout
         batch = packed(given)
-        trained_N = TorchEngine(model, ops, cut=Cut(temperature=temperature)).forward(batch, "logprobs")
+        trained_N = TorchEngine(model, ops, cut=MicroBatchPolicy(temperature=temperature)).forward(
+            batch, "logprobs"
+        )
         assert trained_N[batch.mask_N].tolist() == one.logprobs
 
 
@@ -731,7 +733,7 @@ def test_a_script_may_return_a_whole_completion_and_is_recorded() -> None:
         token_ids=[4],
         logprobs=[-0.5],
         sample_logprobs=[-0.25],
-        spans=(Span(3, 0, 1),),
+        spans=(VersionSpan(3, 0, 1),),
         finish_reason="length",
     )
     e = ScriptedEngine(lambda token_ids, sampling, version: whole, version=3)

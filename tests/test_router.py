@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from asking import reply
 from tiny import VOCAB
 from whet import seeds
-from whet.config.schema import Model, Scratch
+from whet.config.schema import ModelConfig, ScratchConfig
 from whet.models import kernels
 from whet.models.load import build
 from whet.rollout import balance
@@ -561,7 +561,7 @@ def test_a_replica_that_can_do_less_than_the_others_is_refused() -> None:
 
 def module() -> PreTrainedModel:
     """intermediate_size is a multiple of 32, so that the PyTorch kernels are exact, too."""
-    scratch = Scratch(
+    scratch = ScratchConfig(
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -571,7 +571,7 @@ def module() -> PreTrainedModel:
         initializer_range=0.3,
     )
     ids: dict[str, Any] = {"vocab_size": VOCAB, "eos_token_id": 1, "pad_token_id": 0}
-    return build(Model(scratch=scratch), **ids, seed=0, device="cpu", dtype=torch.float32)
+    return build(ModelConfig(scratch=scratch), **ids, seed=0, device="cpu", dtype=torch.float32)
 
 
 def native() -> NativeEngine:

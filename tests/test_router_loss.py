@@ -19,7 +19,7 @@ from whet.batch import Batch, Loss, Outputs, pack, select
 from whet.models import kernels, router
 from whet.models.lora import learned
 from whet.models.mesh import Dims
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import ConfigError
 
@@ -38,7 +38,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert error(found[worst], expected[worst]) <= tolerance, worst
 
 
-def made(cut: Cut, *, hooked: bool = False, **how: Any) -> TorchEngine:
+def made(cut: MicroBatchPolicy, *, hooked: bool = False, **how: Any) -> TorchEngine:
     model = tiny_model("qwen3_moe")
     if hooked:
         router.hook(model)
@@ -92,7 +92,7 @@ def oracle(
     }
 
 
-TERMS: dict[str, tuple[Cut, Any]] = {
+TERMS: dict[str, tuple[MicroBatchPolicy, Any]] = {
     "router_aux": (AUX, whole),
     "router_aux each": (replace(AUX, router_aux_each=True), by_layer),
     "router_z": (replace(CUT, router_z=0.7), z_term),

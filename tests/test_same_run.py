@@ -16,7 +16,7 @@ import torch
 import whet
 from whet.config.load import load
 from whet.config.plan import plan
-from whet.config.schema import Config, Model, Scratch, Tokenizer
+from whet.config.schema import Config, ModelConfig, ScratchConfig, TokenizerConfig
 from whet.data.tokenizer import load_tokenizer
 from whet.models.load import build, export
 
@@ -253,10 +253,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "reward.py").write_text(
         "def score(response, task):\n    return response.count('a') / max(len(response), 1)\n"
     )
-    tokenizer = load_tokenizer(Tokenizer(build="chars"), model_path=None, texts=["abcdefgh"])
+    tokenizer = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=["abcdefgh"])
     model = build(
-        Model(
-            scratch=Scratch(
+        ModelConfig(
+            scratch=ScratchConfig(
                 hidden_size=32,
                 num_hidden_layers=1,
                 num_attention_heads=2,

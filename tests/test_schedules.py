@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.config.schedules import factor, position, warmup_steps, weight_decay
-from whet.config.schema import Optimizer, Schedule
+from whet.config.schema import OptimizerConfig, ScheduleConfig
 
 
-def curve(schedule: Schedule, total: int, steps: range | None = None) -> list[float]:
+def curve(schedule: ScheduleConfig, total: int, steps: range | None = None) -> list[float]:
     return [factor(schedule, s, total) for s in steps or range(total + 1)]
 
 
@@ -20,32 +20,32 @@ def curve(schedule: Schedule, total: int, steps: range | None = None) -> list[fl
 
 
 def test_constant() -> None:
-    assert curve(Schedule(), 3) == [1.0, 1.0, 1.0, 1.0]
+    assert curve(ScheduleConfig(), 3) == [1.0, 1.0, 1.0, 1.0]
 
 
 def test_linear() -> None:
-    schedule = Schedule(type="linear", warmup_steps=2, min_lr_ratio=0.1)
+    schedule = ScheduleConfig(type="linear", warmup_steps=2, min_lr_ratio=0.1)
     assert curve(schedule, 6) == pytest.approx([1 / 3, 2 / 3, 1.0, 0.775, 0.55, 0.325, 0.1])
 
 
 def test_cosine() -> None:
     half = math.sqrt(0.5)
     want = [1.0, (1 + half) / 2, 0.5, (1 - half) / 2, 0.0]
-    assert curve(Schedule(type="cosine"), 4) == pytest.approx(want)
+    assert curve(ScheduleConfig(type="cosine"), 4) == pytest.approx(want)
 
 
 def test_cosine_with_a_whole_wave_comes_back() -> None:
-    assert curve(Schedule(type="cosine", num_cycles=1.0, min_lr_ratio=0.2), 4) == pytest.approx(
+    assert curve(ScheduleConfig(type="cosine", num_cycles=1.0, min_lr_ratio=0.2), 4) == pytest.approx(
         [1, 0.6, 0.2, 0.6, 1]
     )
 
 
 def test_inverse_sqrt() -> None:
-    schedule = Schedule(type="inverse_sqrt", warmup_steps=4, warmup_ends="start", min_lr_ratio=0.45)
+    schedule = ScheduleConfig(type="inverse_sqrt", warmup_steps=4, warmup_ends="start", min_lr_ratio=0.45)
     assert curve(schedule, 40, range(5)) == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
     assert factor(schedule, 16, 40) == pytest.approx(0.5), "sqrt(4/16)"
     assert factor(schedule, 36, 40) == pytest.approx(0.45), "sqrt(4/36) is below the floor"
-    bare = Schedule(type="inverse_sqrt")
+    bare = ScheduleConfig(type="inverse_sqrt")
     assert curve(bare, 40, range(5)) == pytest.approx([1, 1, math.sqrt(1 / 2), math.sqrt(1 / 3), 0.5])
 
 
@@ -59,19 +59,21 @@ def test_inverse_sqrt() -> None:
     ],
 )
 def test_wsd_is_flat_then_falls(shape: str, want: list[float]) -> None:
-    schedule = Schedule(type="wsd", decay_steps=4, decay_type=shape, min_lr_ratio=0.5)  # type: ignore[arg-type]
+    schedule = ScheduleConfig(type="wsd", decay_steps=4, decay_type=shape, min_lr_ratio=0.5)  # type: ignore[arg-type]
     assert curve(schedule, 10) == pytest.approx([1.0] * 6 + [0.5 + 0.5 * g for g in want])
 
 
 def test_the_length_of_a_decay_as_a_fraction_of_all_steps() -> None:
-    schedule = Schedule(type="wsd", warmup_steps=5, warmup_ends="peak", decay_ratio=0.45, min_lr_ratio=0.2)
+    schedule = ScheduleConfig(
+        type="wsd", warmup_steps=5, warmup_ends="peak", decay_ratio=0.45, min_lr_ratio=0.2
+    )
     assert curve(schedule, 10, range(5, 11)) == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2]), (
         "floor(4.5) steps"
     )
 
 
 def test_the_decay_takes_no_more_than_the_warm_up_leaves() -> None:
-    schedule = Schedule(type="wsd", decay_ratio=1.0, warmup_steps=4, warmup_ends="peak")
+    schedule = ScheduleConfig(type="wsd", decay_ratio=1.0, warmup_steps=4, warmup_ends="peak")
     assert curve(schedule, 8) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
 
 
@@ -86,31 +88,31 @@ def test_the_decay_takes_no_more_than_the_warm_up_leaves() -> None:
 )
 @pytest.mark.parametrize("start", [0.0, 0.4])
 def test_the_ends_of_the_warm_up(ends: str, want: list[float], start: float) -> None:
-    schedule = Schedule(warmup_steps=4, warmup_ends=ends, warmup_start_ratio=start)  # type: ignore[arg-type]
+    schedule = ScheduleConfig(warmup_steps=4, warmup_ends=ends, warmup_start_ratio=start)  # type: ignore[arg-type]
     assert curve(schedule, 9, range(5)) == pytest.approx([start + (1 - start) * w for w in want])
 
 
 def test_a_warm_up_of_one_step_that_is_both_ends_is_at_the_peak() -> None:
-    assert factor(Schedule(warmup_steps=1, warmup_ends="both"), 0, 5) == 1.0
+    assert factor(ScheduleConfig(warmup_steps=1, warmup_ends="both"), 0, 5) == 1.0
 
 
 def test_a_schedule_may_end_before_the_stage_and_counts_its_fractions_by_its_own_length() -> None:
-    schedule = Schedule(type="linear", total_steps=5, warmup_ratio=0.2, min_lr_ratio=0.1)
+    schedule = ScheduleConfig(type="linear", total_steps=5, warmup_ratio=0.2, min_lr_ratio=0.1)
     assert warmup_steps(schedule, 100) == 1
     assert curve(schedule, 8) == pytest.approx([0.5, 1.0, 0.775, 0.55, 0.325, 0.1, 0.1, 0.1, 0.1])
-    assert warmup_steps(Schedule(warmup_ratio=0.2), 100) == 20
+    assert warmup_steps(ScheduleConfig(warmup_ratio=0.2), 100) == 20
 
 
 def test_the_unit_is_the_optimizer_step_or_the_training_step() -> None:
-    every, training = Schedule(), Schedule(unit="train_step")
+    every, training = ScheduleConfig(), ScheduleConfig(unit="train_step")
     assert [position(every, n, updates_per_step=3) for n in range(5)] == [0, 1, 2, 3, 4]
     assert [position(training, n, updates_per_step=3) for n in range(7)] == [0, 0, 0, 1, 1, 1, 2]
 
 
 def test_weight_decay_goes_to_its_end() -> None:
     def ramp(shape: str, end: float | None, steps: range) -> list[float]:
-        schedule = Schedule(weight_decay_end=end, weight_decay_type=shape)  # type: ignore[arg-type]
-        return [weight_decay(Optimizer(weight_decay=0.1, schedule=schedule), s, 4) for s in steps]
+        schedule = ScheduleConfig(weight_decay_end=end, weight_decay_type=shape)  # type: ignore[arg-type]
+        return [weight_decay(OptimizerConfig(weight_decay=0.1, schedule=schedule), s, 4) for s in steps]
 
     assert ramp("linear", None, range(3)) == [0.1, 0.1, 0.1]
     assert ramp("linear", 0.5, range(7)) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5])
@@ -183,14 +185,14 @@ LENGTHS = st.integers(2, 60).flatmap(lambda n: st.tuples(st.just(n), st.integers
 FACTORS = st.sampled_from([0.0, 0.1, 0.5, 1.0])
 
 
-def agree(schedule: Schedule, total: int, want: list[float]) -> None:
+def agree(schedule: ScheduleConfig, total: int, want: list[float]) -> None:
     assert [factor(schedule, s, total) for s in range(len(want))] == pytest.approx(want, abs=1e-12)
 
 
 @given(LENGTHS, FACTORS, st.sampled_from([0.5, 1.0, 1.5, 0.25]))
 def test_verl_cosine(lengths: tuple[int, int], f: float, c: float) -> None:
     N, W = lengths
-    ours = Schedule(
+    ours = ScheduleConfig(
         type="cosine", warmup_steps=W, warmup_ends="start", warmup_start_ratio=f, min_lr_ratio=f, num_cycles=c
     )
     agree(ours, N, [verl_cosine(s, W=W, N=N, f=f, c=c) for s in range(N)])
@@ -200,7 +202,7 @@ def test_verl_cosine(lengths: tuple[int, int], f: float, c: float) -> None:
 def test_verl_wsd(lengths: tuple[int, int], f: float, c: float, ratio: float) -> None:
     N, W = lengths
     decay = N - W - math.floor(ratio * (N - W))
-    ours = Schedule(
+    ours = ScheduleConfig(
         type="wsd",
         warmup_steps=W,
         warmup_ends="start",
@@ -231,7 +233,7 @@ def test_megatron(style: str, lengths: tuple[int, int], data: st.DataObject) -> 
     D, W = lengths
     K = data.draw(st.integers(1, D - W))
     lr, low, init = 2e-3, data.draw(FACTORS) * 2e-3, data.draw(FACTORS) * 2e-3
-    ours = Schedule(
+    ours = ScheduleConfig(
         **STYLES[style], warmup_steps=W, warmup_ends="start", warmup_start_ratio=init / lr, min_lr_ratio=low / lr,
         total_steps=D, decay_steps=K,
     )  # fmt: skip
@@ -243,7 +245,7 @@ def test_megatron(style: str, lengths: tuple[int, int], data: st.DataObject) -> 
 def test_cosmos(lengths: tuple[int, int], f: float, shape: str, data: st.DataObject) -> None:
     T, w = lengths
     d = data.draw(st.integers(1, T - w))
-    ours = Schedule(
+    ours = ScheduleConfig(
         type="wsd", warmup_steps=w, warmup_ends="peak", decay_steps=d, min_lr_ratio=f,
         decay_type="minus_sqrt" if shape == "sqrt" else shape,  # type: ignore[arg-type]
     )  # fmt: skip
@@ -254,7 +256,7 @@ def test_cosmos(lengths: tuple[int, int], f: float, shape: str, data: st.DataObj
 def test_constant_with_warmup_of_transformers(lengths: tuple[int, int]) -> None:
     """SkyRL's; verl's constant too."""
     N, W = lengths
-    ours = Schedule(warmup_steps=W, warmup_ends="start")
+    ours = ScheduleConfig(warmup_steps=W, warmup_ends="start")
     agree(ours, N, [s / max(1, W) if s < W else 1.0 for s in range(N)])
 
 
@@ -270,7 +272,7 @@ def test_every_factor_is_between_floor_and_peak(
     kind: str, ends: str, warmup: int, total: int, low: float, start: float
 ) -> None:
     """Also where the warm-up is longer than the stage, and after its end."""
-    ours = Schedule(
+    ours = ScheduleConfig(
         type=kind, warmup_steps=warmup, warmup_ends=ends, warmup_start_ratio=start, min_lr_ratio=low  # type: ignore[arg-type]
     )  # fmt: skip
     for step in range(total + 20):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from whet.dialects import shell
-from whet.dialects.launch import Found, Inside, system_of, unwrapped
+from whet.dialects.launch import Inside, LaunchedProgram, system_of, unwrapped
 from whet.dialects.script import Argument, Launch, read_script
 from whet.guard import sandbox
 from whet.types import ConfigError
@@ -82,7 +82,7 @@ def test_what_starts_a_trainer(command):
     system, module, others = STARTS[command]
     given = command.split()
     found = unwrapped(given)
-    assert isinstance(found, Found)
+    assert isinstance(found, LaunchedProgram)
     assert (found.module, [given[n] for n in found.others]) == (module, others)
     told = system_of(module, given[found.args :])
     assert told is not None
@@ -98,7 +98,7 @@ def test_what_starts_none():
     ):
         given = command.split()
         found = unwrapped(given)
-        assert isinstance(found, Found)
+        assert isinstance(found, LaunchedProgram)
         assert system_of(found.module, given[found.args :]) is None
     assert unwrapped(["srun", "--gres", "gpu:8", "bash", "-c", "x"]) == Inside(5)
 

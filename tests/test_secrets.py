@@ -372,7 +372,7 @@ def test_a_rank_prints_none_of_the_drivers_secrets(capfd: pytest.CaptureFixture[
     from secretive import printing
     from test_train_torch import CUT, weighted
     from tiny import tiny_model
-    from whet.config.schema import Optimizer
+    from whet.config.schema import OptimizerConfig
     from whet.models.mesh import Dims
     from whet.training.ranks import RankGroup, Ranks
 
@@ -380,7 +380,7 @@ def test_a_rank_prints_none_of_the_drivers_secrets(capfd: pytest.CaptureFixture[
     secrets.learn("rewards.a.arguments.api_key", "sk-of-the-config-1234")
     try:
         ranks = Ranks(Dims(dp_replicate=1), timeout_s=60.0)
-        sgd = Optimizer(name="sgd", lr=0.02)
+        sgd = OptimizerConfig(name="sgd", lr=0.02)
         many = RankGroup(ranks, "policy", tiny_model(), cut=CUT, optimizer=sgd, total_steps=4)
         with pytest.raises(WhetError, match=r"ZeroDivisionError: <redacted:rewards\.a\.arguments\.api_key>"):
             many.update(weighted(), printing)

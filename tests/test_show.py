@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from whet.track import costs, files, manifest, show, spent
+from whet.track import costs, files, manifest, show, time_report
 from whet.track.record import RunDirectory
 from whet.types import DataError, Rollout, Task
 
@@ -259,7 +259,7 @@ def test_a_damaged_record_is_named(name: str, text: str, says: str, tmp_path: Pa
 def test_a_damaged_timeline_is_named(line: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "timeline.json").write_text(f"[\n{line},\n{line}\n]\n")
     with pytest.raises(DataError, match=f"timeline.json.*{says}"):
-        spent.show(tmp_path)
+        time_report.show(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from test_staleness import run
 from whet.cli import app
-from whet.simulate import Costs, Mode, Schedule, bound_s, simulate, ways
+from whet.simulate import Costs, Mode, SimulatedSchedule, bound_s, simulate, ways
 from whet.track.costs import measured
 from whet.types import DataError
 
 COSTS = Costs(rollout_s=[2.0], train_s=3.0, sync_s=0.5, score_s=0.25, slots=4)
-IN_TURN = Schedule(mode="synchronous", groups_per_step=4, group_size=2, steps=10)
+IN_TURN = SimulatedSchedule(mode="synchronous", groups_per_step=4, group_size=2, steps=10)
 
 
 def test_in_turn_by_hand() -> None:
@@ -37,18 +37,21 @@ def test_free_by_hand() -> None:
     """One rollout a group, one group a step, one place: a rollout ends every 2 s, training takes 1 s beside it."""
     costs = Costs(rollout_s=[2.0], train_s=1.0, slots=1)
     found = simulate(
-        costs, Schedule(mode="asynchronous", groups_per_step=1, group_size=1, max_staleness=1, steps=6)
+        costs,
+        SimulatedSchedule(mode="asynchronous", groups_per_step=1, group_size=1, max_staleness=1, steps=6),
     )
     assert found.seconds == pytest.approx(6 * 2 + 1)
     assert found.given_up == 0
-    on_policy = simulate(costs, Schedule(mode="asynchronous", groups_per_step=1, group_size=1, steps=6))
+    on_policy = simulate(
+        costs, SimulatedSchedule(mode="asynchronous", groups_per_step=1, group_size=1, steps=6)
+    )
     assert on_policy.seconds == pytest.approx(6 * 3)
 
 
 def test_a_straggler_is_given_up() -> None:
     """A rollout that never ends holds its place until it is too old; in turn, the step waits for it."""
     costs = Costs(rollout_s=[1.0] * 29 + [1e9], train_s=1.0, slots=64)
-    schedule = Schedule(
+    schedule = SimulatedSchedule(
         mode="asynchronous", groups_per_step=4, group_size=1, max_staleness=2, spare=4, steps=100
     )
     found = simulate(costs, schedule)
@@ -62,7 +65,7 @@ def test_a_straggler_is_given_up() -> None:
 def test_never_faster_than_the_slower_side(mode: Mode, seed: int) -> None:
     lengths = [0.1 * 1.1**n for n in range(40)]
     costs = Costs(rollout_s=lengths, train_s=0.7, sync_s=0.1, slots=16)
-    schedule = Schedule(
+    schedule = SimulatedSchedule(
         mode=mode, groups_per_step=8, group_size=4, max_staleness=mode != "synchronous", steps=100
     )
     found = simulate(costs, schedule, seed=seed)
@@ -77,7 +80,7 @@ def test_more_staleness_is_never_slower_by_much() -> None:
     costs = Costs(rollout_s=lengths, train_s=1.0, slots=64)
     times = [
         simulate(
-            costs, Schedule(mode="asynchronous", groups_per_step=8, group_size=4, max_staleness=k)
+            costs, SimulatedSchedule(mode="asynchronous", groups_per_step=8, group_size=4, max_staleness=k)
         ).step_s
         for k in (0, 1, 2, 4)
     ]

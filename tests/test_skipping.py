@@ -138,16 +138,16 @@ def test_every_loss_of_the_table_is_asked() -> None:
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else "",
 )
 def test_what_reads_a_rollout_is_named(algorithm: dict[str, Any], skips: str, before: bool, why: str) -> None:
-    said = skipping(resolve(schema.Algorithm.model_validate(algorithm)), schema.Train())
+    said = skipping(resolve(schema.AlgorithmConfig.model_validate(algorithm)), schema.TrainConfig())
     assert (said.skips, said.before_models) == (skips, before)
     assert why in said.why
     assert bool(said.why) == bool(why)
 
 
 def test_the_key_and_the_router_turn_it_off() -> None:
-    grpo = resolve(schema.Algorithm(name="grpo"))
-    assert skipping(grpo, schema.Train(skip_zero_weight=False)).skips == "nothing"
-    router = skipping(grpo, schema.Train(router_aux_loss_coef=0.1))
+    grpo = resolve(schema.AlgorithmConfig(name="grpo"))
+    assert skipping(grpo, schema.TrainConfig(skip_zero_weight=False)).skips == "nothing"
+    router = skipping(grpo, schema.TrainConfig(router_aux_loss_coef=0.1))
     assert router.skips == "nothing"
     assert "train.router_aux_loss_coef" in router.why
 
@@ -169,7 +169,7 @@ def made(loss: str, advantage: str, aggregation: str) -> Algorithm | None:
     given = {"name": "gdpo", "parts": ["r"]} if advantage == "gdpo" else advantage
     keys = {"name": "grpo", "loss": loss, "advantage": given, "loss_agg_mode": aggregation}
     try:
-        return build(schema.Algorithm.model_validate(keys), critic=schema.Critic(), max_tokens=8)
+        return build(schema.AlgorithmConfig.model_validate(keys), critic=schema.CriticConfig(), max_tokens=8)
     except ConfigError:
         return None
 
@@ -206,8 +206,8 @@ def test_the_gradient_is_that_of_all_rollouts(loss: str) -> None:
 def test_what_counts_no_time_is_skipped_also_with_a_kl(seed: int) -> None:
     """A masked rollout weighs 0: with KL and entropy, too, the gradient is the same without it."""
     algorithm = build(
-        schema.Algorithm.model_validate({"name": "grpo", "kl": {"coef": 0.1}, "entropy_coef": 0.01}),
-        critic=schema.Critic(),
+        schema.AlgorithmConfig.model_validate({"name": "grpo", "kl": {"coef": 0.1}, "entropy_coef": 0.01}),
+        critic=schema.CriticConfig(),
         max_tokens=8,
     )
     batch = ragged(seed, groups=5)

@@ -31,19 +31,19 @@ from whet.context import Context
 from whet.learner import Learner
 from whet.models import kernels
 from whet.models.mesh import Dims
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
 from whet.types import Group, Metrics, Rollout
 
-CUT = Cut(entropy_grad=True, share_prompts=False, max_tokens=60)
+CUT = MicroBatchPolicy(entropy_grad=True, share_prompts=False, max_tokens=60)
 
 
 class Door:
     """A policy or reference that counts the tokens that go through its decoder, and keeps each step's gradients."""
 
-    def __init__(self, *, learns: bool = True, optimizer: schema.Optimizer | None = None) -> None:
-        chosen = optimizer or schema.Optimizer(name="adamw", lr=1e-3, weight_decay=0.1)
+    def __init__(self, *, learns: bool = True, optimizer: schema.OptimizerConfig | None = None) -> None:
+        chosen = optimizer or schema.OptimizerConfig(name="adamw", lr=1e-3, weight_decay=0.1)
         how: dict[str, Any] = {"optimizer": chosen, "total_steps": 8} if learns else {}
         self.engine = TorchEngine(tiny_model(), kernels.load("auto"), cut=CUT, **how)
         self.tokens, self.gradients = 0, []
@@ -74,10 +74,10 @@ def rewarded(uniform: set[int]) -> list[Group]:
 
 def learner(policy: Door, *, skip: bool, reference: Door | None = None, **keys: Any) -> Learner:
     """A learner around this policy."""
-    train = schema.Train.model_validate({"skip_zero_weight": skip, **keys.pop("train", {})})
-    cfg = schema.Algorithm.model_validate(section(**keys))
-    algorithm = build(cfg, critic=schema.Critic(), max_tokens=8)
-    config: Any = SimpleNamespace(train=train, seed=0, critic=schema.Critic())
+    train = schema.TrainConfig.model_validate({"skip_zero_weight": skip, **keys.pop("train", {})})
+    cfg = schema.AlgorithmConfig.model_validate(section(**keys))
+    algorithm = build(cfg, critic=schema.CriticConfig(), max_tokens=8)
+    config: Any = SimpleNamespace(train=train, seed=0, critic=schema.CriticConfig())
     plan: Any = SimpleNamespace(critic=None, critic_warmup_steps=0, own_tasks_per_step=6)
     monitor: Any = SimpleNamespace(phase=lambda name: nullcontext())
     stop: Any = SimpleNamespace(requested=False)
@@ -201,7 +201,7 @@ def test_ranks_that_have_nothing_left_keep_step() -> None:
     batch = weighted()
     one_left = computed(replace(batch, skipped_R=torch.arange(batch.rollouts) != 4))
     assert one_left.rollouts == 1
-    optimizer = schema.Optimizer(name="sgd", lr=0.02)
+    optimizer = schema.OptimizerConfig(name="sgd", lr=0.02)
     alone = TorchEngine(tiny_model(), kernels.load("auto"), cut=CUT, optimizer=optimizer, total_steps=4)
     ranks = Ranks(Dims(dp_shard=2), timeout_s=60.0, open_lines=near)
     try:

@@ -57,13 +57,13 @@ def test_a_ppo_file_in_newer_names() -> None:
     assert (cfg.algorithm.kl.coef, cfg.algorithm.reward_kl.estimator) == (0.0, "k1")
     assert cfg.algorithm.loss_agg_mode == "token-mean"
     assert (cfg.critic.path, cfg.critic.value_clip, cfg.critic.optimizer.lr) == ("models/chat", None, 5e-6)
-    assert cfg.critic.optimizer.schedule == schema.Schedule(
+    assert cfg.critic.optimizer.schedule == schema.ScheduleConfig(
         type="cosine", warmup_steps=20, warmup_ends="start"
     )
     assert cfg.train.optimizer.schedule.warmup_steps == 10
     assert cfg.train.optimizer.max_grad_norm is None
     assert (cfg.train.minibatches, cfg.train.micro_batch_rollouts, cfg.rollout.sampling.top_k) == (2, 8, 50)
-    assert cfg.checkpoint == schema.Checkpoint(interval=0, keep=3, resume="fresh", export=False)
+    assert cfg.checkpoint == schema.CheckpointConfig(interval=0, keep=3, resume="fresh", export=False)
     assert cfg.track.trackers == ("console", "tensorboard", "jsonl")
 
 
@@ -135,10 +135,10 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ]
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (tmp_path / "reward.py").write_text(REWARD)
-    tokenizer = load_tokenizer(schema.Tokenizer(build="chars"), model_path=None, texts=["abcdefghijk"])
+    tokenizer = load_tokenizer(schema.TokenizerConfig(build="chars"), model_path=None, texts=["abcdefghijk"])
     model = build(
-        schema.Model(
-            scratch=schema.Scratch(
+        schema.ModelConfig(
+            scratch=schema.ScratchConfig(
                 hidden_size=32,
                 num_hidden_layers=1,
                 num_attention_heads=2,

@@ -239,7 +239,9 @@ def test_schedules_are_those_of_transformers() -> None:
             values(**{given + "scheduler": name, given + "num_warmup_steps": 4, given + "lr": 1e-5})
         )
         start = "train.optimizer.schedule."
-        ours = schema.Schedule(**{k.removeprefix(start): v for k, v in made.items() if k.startswith(start)})
+        ours = schema.ScheduleConfig(
+            **{k.removeprefix(start): v for k, v in made.items() if k.startswith(start)}
+        )
         optimizer = torch.optim.AdamW([parameter], lr=1e-5)
         theirs = get_scheduler(name, optimizer, num_warmup_steps=4, num_training_steps=30)
         for step in range(30):

@@ -154,10 +154,10 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for n in range(1, 9)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    tokenizer = load_tokenizer(schema.Tokenizer(build="chars"), model_path=None, texts=["ab"])
+    tokenizer = load_tokenizer(schema.TokenizerConfig(build="chars"), model_path=None, texts=["ab"])
     model = build(
-        schema.Model(
-            scratch=schema.Scratch(
+        schema.ModelConfig(
+            scratch=schema.ScratchConfig(
                 hidden_size=32,
                 num_hidden_layers=1,
                 num_attention_heads=2,

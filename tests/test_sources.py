@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from whet.api import reward_sets
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import Data, Reward, RewardWorkers, Source, Tokenizer
+from whet.config.schema import DataConfig, RewardConfig, RewardWorkersConfig, SourceConfig, TokenizerConfig
 from whet.config.sources import rewards_by_source
 from whet.data.rows import read_rows
 from whet.data.tasks import TaskStream, demonstration, eval_tasks
@@ -30,7 +30,7 @@ HERE = str(Path(__file__))
 @pytest.fixture(scope="module")
 def tokenizer():
     letters = "".join(map(chr, range(32, 127)))
-    return load_tokenizer(Tokenizer(build="chars"), model_path=None, texts=[letters])
+    return load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=[letters])
 
 
 def saved(path, *prompts):
@@ -44,7 +44,7 @@ def saved(path, *prompts):
 
 
 def read(path, **kw):
-    rows = read_rows(Source(path=str(path), **kw))
+    rows = read_rows(SourceConfig(path=str(path), **kw))
     return [r["prompt"] for r in rows.slice(0, len(rows))]
 
 
@@ -165,7 +165,7 @@ def test_a_window_of_the_rows_by_hand(kind, tmp_path):
     ]
     for kw, expected in window:
         assert "".join(read(tmp_path / "d", **kw)) == expected
-    rows = read_rows(Source(path=str(tmp_path / "d"), skip=4, limit=3))
+    rows = read_rows(SourceConfig(path=str(tmp_path / "d"), skip=4, limit=3))
     unit = "row" if kind == "parquet" else "line"
     assert [rows.where(i) for i in range(3)] == [
         f"{tmp_path}/d/1.{kind}, {unit} 2", f"{tmp_path}/d/1.{kind}, {unit} 3", f"{tmp_path}/d/2.{kind}, {unit} 1",
@@ -176,8 +176,8 @@ def test_a_window_of_the_rows_by_hand(kind, tmp_path):
 @given(rows=st.integers(2, 30), share=st.floats(0.001, 0.999))
 def test_a_share_parts_the_rows_in_two(rows, share):
     given_rows = tuple({"prompt": str(i)} for i in range(rows))
-    held = read_rows(Source(rows=given_rows, limit=share))
-    rest = read_rows(Source(rows=given_rows, skip=share))
+    held = read_rows(SourceConfig(rows=given_rows, limit=share))
+    rest = read_rows(SourceConfig(rows=given_rows, skip=share))
     assert held.slice(0, len(held)) + rest.slice(0, len(rest)) == list(given_rows)
     assert min(len(held), len(rest)) >= 1
     assert abs(len(held) - share * rows) <= 1
@@ -186,22 +186,22 @@ def test_a_share_parts_the_rows_in_two(rows, share):
 @given(rows=st.integers(2, 30), held=st.integers(1, 30))
 def test_negative_numbers_count_from_the_end_as_in_a_slice(rows, held):
     given_rows = tuple({"prompt": str(i)} for i in range(rows))
-    last = read_rows(Source(rows=given_rows, skip=-held))
+    last = read_rows(SourceConfig(rows=given_rows, skip=-held))
     assert last.slice(0, len(last)) == list(given_rows[-held:])
     if held < rows:
-        others = read_rows(Source(rows=given_rows, limit=-held))
+        others = read_rows(SourceConfig(rows=given_rows, limit=-held))
         assert others.slice(0, len(others)) == list(given_rows[:-held])
-        both = read_rows(Source(rows=given_rows, skip=-held - 1, limit=-held))
+        both = read_rows(SourceConfig(rows=given_rows, skip=-held - 1, limit=-held))
         assert both.slice(0, len(both)) == [given_rows[-held - 1]]
 
 
 def test_nothing_left_is_said():
     with pytest.raises(DataError, match=r"is empty: no rows in data.rows but the 2 that skip=5 leaves out"):
-        read_rows(Source(rows=({"prompt": "a"}, {"prompt": "b"}), skip=5))
+        read_rows(SourceConfig(rows=({"prompt": "a"}, {"prompt": "b"}), skip=5))
     with pytest.raises(DataError, match=r"is empty: no rows in data.rows but the 1 that skip=0.5 leaves out"):
-        read_rows(Source(rows=({"prompt": "a"},), skip=0.5))
+        read_rows(SourceConfig(rows=({"prompt": "a"},), skip=0.5))
     with pytest.raises(DataError, match=r"but the 1 that skip=0, limit=-2 leaves out"):
-        read_rows(Source(rows=({"prompt": "a"},), limit=-2))
+        read_rows(SourceConfig(rows=({"prompt": "a"},), limit=-2))
 
 
 # ---------------------------------------------------------------- dataset classes
@@ -243,9 +243,9 @@ class Bare:
 
 def test_a_dataset_class_is_called_and_read_by_number_or_by_iteration():
     for name in ("Indexed", "Iterated"):
-        rows = read_rows(Source(function=f"{HERE}:{name}"))
+        rows = read_rows(SourceConfig(function=f"{HERE}:{name}"))
         assert (rows.name, rows.slice(0, 9)) == (name, [{"prompt": "p0"}, {"prompt": "p1"}])
-    source = Source(function=f"{HERE}:Indexed", arguments={"n": 10**9, "key": "q"}, limit=3)
+    source = SourceConfig(function=f"{HERE}:Indexed", arguments={"n": 10**9, "key": "q"}, limit=3)
     assert read_rows(source).slice(0, 9) == [{"q": "p0"}, {"q": "p1"}, {"q": "p2"}]
 
 
@@ -265,14 +265,14 @@ def test_a_dataset_class_is_called_and_read_by_number_or_by_iteration():
 )
 def test_classes_that_give_something_else_are_told_what_is_expected(name, says):
     with pytest.raises(DataError, match=says):
-        read_rows(Source(function=f"{HERE}:{name}"))
+        read_rows(SourceConfig(function=f"{HERE}:{name}"))
 
 
 # ---------------------------------------------------------------- columns that rows may lack
 
 
 def tasks_of(tokenizer, *rows, n=None, **kw):
-    data = Data(train=(Source(rows=rows, **{"name": "mine", **kw}),), order="sequential")
+    data = DataConfig(train=(SourceConfig(rows=rows, **{"name": "mine", **kw}),), order="sequential")
     stream = TaskStream(data.train, data, tokenizer=tokenizer, seed=0, max_response_tokens=20)
     return stream.next(n or len(rows))
 
@@ -315,9 +315,9 @@ def test_the_beginning_of_the_reply_is_given_and_not_learned(tokenizer):
 
 def test_a_prefix_does_not_hide_a_held_out_prompt(tokenizer):
     rows = tuple({"prompt": [{"role": "user", "content": c}]} for c in "ab")
-    held = eval_tasks([Source(rows=rows[:1])], Data(), tokenizer=tokenizer)
-    source = Source(rows=rows, reply_prefix="So")
-    stream = TaskStream([source], Data(), tokenizer=tokenizer, seed=0, exclude=held)
+    held = eval_tasks([SourceConfig(rows=rows[:1])], DataConfig(), tokenizer=tokenizer)
+    source = SourceConfig(rows=rows, reply_prefix="So")
+    stream = TaskStream([source], DataConfig(), tokenizer=tokenizer, seed=0, exclude=held)
     assert (stream.counts["held_out"], stream.counts["kept"]) == (1, 1)
 
 
@@ -345,10 +345,13 @@ def played(source, *texts):
 
 
 def test_a_source_is_judged_by_its_own_rewards():
-    rewards = {"exact": Reward(function="exact"), "long": Reward(function=f"{HERE}:length", weight=0.5)}
-    train = Source(name="a", rewards=("long",)), Source(name="b")
-    data = Data(train=train, eval=(Source(name="c", rewards=("exact",)),))
-    with RewardSet.from_config(rewards, RewardWorkers()) as every:
+    rewards = {
+        "exact": RewardConfig(function="exact"),
+        "long": RewardConfig(function=f"{HERE}:length", weight=0.5),
+    }
+    train = SourceConfig(name="a", rewards=("long",)), SourceConfig(name="b")
+    data = DataConfig(train=train, eval=(SourceConfig(name="c", rewards=("exact",)),))
+    with RewardSet.from_config(rewards, RewardWorkersConfig()) as every:
         made = replace(every, by_source=rewards_by_source(data))
         groups = [played("a", "ab", "x"), played("b", "ab"), played("cc", "ab"), played("c", "abc", "ab")]
         a, b, cc, c = asyncio.run(score(groups, made))
@@ -359,8 +362,8 @@ def test_a_source_is_judged_by_its_own_rewards():
 
 
 def test_a_reward_that_does_not_judge_a_source_is_not_called():
-    rewards = {"exact": Reward(function="exact"), "never": Reward(function=f"{HERE}:never")}
-    with RewardSet.from_config(rewards, RewardWorkers()) as every:
+    rewards = {"exact": RewardConfig(function="exact"), "never": RewardConfig(function=f"{HERE}:never")}
+    with RewardSet.from_config(rewards, RewardWorkersConfig()) as every:
         made = replace(every, by_source={"a": ("exact",)})
         a, b = asyncio.run(score([played("a", "ab"), played("b", "ab")], made))
     assert a.rollouts[0].reward == 1.0
@@ -472,10 +475,10 @@ def test_what_a_source_with_everything_reads(tmp_path, tokenizer):
         "z": 1,
     }
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
-    source = Source(
+    source = SourceConfig(
         path=str(tmp_path / "a.parquet"), messages="m", system_prompt_column="x.y", difficulty="d"
     )
-    data = Data(train=(source,), order="easy_first")
+    data = DataConfig(train=(source,), order="easy_first")
     (task,) = islice(TaskStream(data.train, data, tokenizer=tokenizer, seed=0).next(1), 1)
     assert task.prompt == (Message("system", "s"), Message("user", "q"))
     assert (task.response, task.extra) == ("r", {"x": {"y": "s"}, "z": 1})

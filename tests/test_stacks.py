@@ -20,7 +20,7 @@ import pytest
 from processes import Child
 from whet import apart
 from whet.guard import stacks
-from whet.guard.jail import Call, Jail
+from whet.guard.jail import Jail, RewardCall
 from whet.guard.line import LocalLine
 from whet.guard.processes import state
 from whet.guard.watch import wait
@@ -185,7 +185,7 @@ def test_rewards_say_where_they_are_in_the_report_of_a_wait(
         return 1.0
 
     async def story() -> None:
-        asking = asyncio.ensure_future(jail.call_many([Call(function="slow", arguments="{}")]))
+        asking = asyncio.ensure_future(jail.call_many([RewardCall(function="slow", arguments="{}")]))
         with pytest.raises(WhetError, match=r"the step waited 1 s for a reward and timed out"):
             await wait(asyncio.shield(asking), owner="the step", what="a reward", timeout_s=1.0, report_s=0.5)
         (tmp_path / "go").touch()

@@ -21,11 +21,11 @@ from postgres import QUICK, server
 from store_worker import group, uids_of
 from whet.buffer import files, stores
 from whet.buffer.groups import decode, encode, restored
-from whet.buffer.places import Places
 from whet.buffer.queue import TrainerQueue
+from whet.buffer.queue_state import QueueState
 from whet.buffer.stores import Scored, Store
 from whet.checkpoint import copied
-from whet.config.schema import Buffer, Config, RewardWorkers
+from whet.config.schema import BufferConfig, Config, RewardWorkersConfig
 from whet.config.secrets import dump, learn
 from whet.guard.ledger import Ledger
 from whet.secrets import redact
@@ -489,7 +489,7 @@ def test_a_store_does_what_the_plain_one_does(commands):
         assert op == "wait" or found == getattr(naive, op)(*rest, *now), (op, rest)
         store.check()
         assert (
-            Places.from_state(json.loads(json.dumps(store.state()["places"]))).state()
+            QueueState.from_state(json.loads(json.dumps(store.state()["places"]))).state()
             == store.state()["places"]
         )
     ledger = store.ledger()
@@ -896,7 +896,7 @@ def test_two_orders_in_one_queue(shared_url, queue):
 
 def test_another_format(shared_url, queue, monkeypatch):
     open_store(shared_url, queue=queue, order="arrival")
-    monkeypatch.setattr("whet.buffer.places.FORMAT", 3)
+    monkeypatch.setattr("whet.buffer.queue_state.FORMAT", 3)
     with pytest.raises(WhetError, match="has format 2, this whet reads 3"):
         open_store(shared_url, queue=queue, order="arrival")
 
@@ -924,10 +924,10 @@ def test_a_stopped_holder_is_named(kind, tmp_path, monkeypatch):
 
 
 def test_a_password_in_the_config_is_not_written_down():
-    cfg = Config.model_construct(buffer=Buffer(url="postgresql://me:geheim@host/db"))
+    cfg = Config.model_construct(buffer=BufferConfig(url="postgresql://me:geheim@host/db"))
     assert dump(cfg)["buffer"]["url"] == "postgresql://me:***@host/db"
     log = Config.model_construct(
-        guard=RewardWorkers(), buffer=Buffer(url="postgresql://host/db?user=me&password=geheim")
+        guard=RewardWorkersConfig(), buffer=BufferConfig(url="postgresql://host/db?user=me&password=geheim")
     )
     learn(log.model_dump(mode="json"))
     assert "geheim" not in redact("no user me, password geheim"), "nor does it reach a log"

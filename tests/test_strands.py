@@ -30,8 +30,8 @@ from whet.batch import Batch, LossFn, Outputs, pack, select, split
 from whet.models.packing import layout
 from whet.track.metrics import summarise
 from whet.training.balance import deal
-from whet.training.cut import Cut, Limits
-from whet.training.work import Work, batch_flops
+from whet.training.micro_batches import MicroBatchLimits, MicroBatchPolicy
+from whet.training.work import BatchFlops, batch_flops
 from whet.types import DataError, Group, Rollout, Strand, Task, Turn, given_tokens
 
 MODES = [mode for mode in AGGREGATIONS if mode != "pair-mean"]
@@ -293,11 +293,11 @@ def by_hand(batch: Batch, name: str, mode: str) -> dict[str, Tensor]:
 
 
 CUTS = {
-    "whole": Cut(),
-    "unshared": Cut(share_prompts=False),
-    "one by one": Cut(max_tokens=1),
-    "tokens": Cut(max_tokens=40),
-    "rollouts": Cut(max_tokens=None, max_rollouts=2, share_prompts=False),
+    "whole": MicroBatchPolicy(),
+    "unshared": MicroBatchPolicy(share_prompts=False),
+    "one by one": MicroBatchPolicy(max_tokens=1),
+    "tokens": MicroBatchPolicy(max_tokens=40),
+    "rollouts": MicroBatchPolicy(max_tokens=None, max_rollouts=2, share_prompts=False),
 }
 
 
@@ -307,7 +307,9 @@ def prepared(groups: list[Group], mode: str) -> Batch:
     rng = np.random.default_rng(3)
     noise = torch.tensor(rng.normal(size=(2, int(batch.mask_N.sum()))), dtype=torch.float32)
     zero_N = torch.zeros(batch.tokens)
-    old_N = engine(Cut()).forward(batch, "logprobs") + 0.2 * zero_N.masked_scatter(batch.mask_N, noise[0])
+    old_N = engine(MicroBatchPolicy()).forward(batch, "logprobs") + 0.2 * zero_N.masked_scatter(
+        batch.mask_N, noise[0]
+    )
     batch = replace(batch, logp_old_N=old_N, adv_N=zero_N.masked_scatter(batch.mask_N, noise[1]))
     return replace(batch, weight_N=weights(batch, mode, norm_tokens=NORM))
 
@@ -330,9 +332,9 @@ def test_the_gradient_of_several_strands_is_that_of_their_tokens_in_any_cut(name
 def test_the_engine_learns_the_same_from_a_divided_episode(name: str) -> None:
     whole = episodes(4)
     parts = [Group(g.task, tuple(map(divided, g.rollouts))) for g in whole]
-    one, numbers = gradients(Cut(), prepared(whole, "seq-mean-token-mean"), loss=clipped(name))
+    one, numbers = gradients(MicroBatchPolicy(), prepared(whole, "seq-mean-token-mean"), loss=clipped(name))
     for share in (True, False):
-        cut = Cut(share_prompts=share, max_tokens=60)
+        cut = MicroBatchPolicy(share_prompts=share, max_tokens=60)
         other, others = gradients(cut, prepared(parts, "seq-mean-token-mean"), loss=clipped(name))
         assert_near(other, one, 2e-5)
         assert others == pytest.approx(numbers, rel=1e-4, abs=1e-6)
@@ -340,7 +342,7 @@ def test_the_engine_learns_the_same_from_a_divided_episode(name: str) -> None:
 
 def test_a_forward_over_strands_is_bitwise_the_same_in_any_micro_batch() -> None:
     batch = pack(forked(1))
-    whole = engine(Cut()).forward(batch, "logprobs")
+    whole = engine(MicroBatchPolicy()).forward(batch, "logprobs")
     for cut in CUTS.values():
         assert torch.equal(engine(cut).forward(batch, "logprobs"), whole)
     assert (whole[batch.mask_N] < 0).all()
@@ -360,7 +362,7 @@ def test_the_arithmetic_of_strands_is_that_of_as_many_sequences() -> None:
     """Layers 2, output 1, attention 0.1. Strands of 2 + 1 and 3 + 2 tokens, in one rollout or in two."""
     task = Task(uid=0, source="s", prompt="")
     strands = [strand([1, 2, 3], [0, 0, 1]), strand([4, 5, 6, 7, 8], [0, 0, 0, 1, 0])]
-    work = Work(layers=2.0, output=1.0, attention=0.1)
+    work = BatchFlops(layers=2.0, output=1.0, attention=0.1)
     one = pack([Group(task, (rollout(task, 0, strands),))])
     two = pack([Group(task, tuple(rollout(task, i, [s]) for i, s in enumerate(strands)))])
     # layers 2 * 8, output 1 * 2, attention 0.1 * (9 + 25) / 2
@@ -418,12 +420,16 @@ def is_whole(part: Batch, batch: Batch) -> bool:
     st.integers(1, 4),
     st.booleans(),
     st.one_of(
-        st.builds(Limits, max_tokens=st.integers(1, 40), shared=st.booleans(), whole_groups=st.booleans()),
-        st.builds(Limits, max_rollouts=st.integers(1, 3), shared=st.booleans(), whole_groups=st.booleans()),
+        st.builds(
+            MicroBatchLimits, max_tokens=st.integers(1, 40), shared=st.booleans(), whole_groups=st.booleans()
+        ),
+        st.builds(
+            MicroBatchLimits, max_rollouts=st.integers(1, 3), shared=st.booleans(), whole_groups=st.booleans()
+        ),
     ),
 )
 def test_no_cut_loses_or_doubles_a_sampled_token(
-    drawn: list[list[list[Runs]]], parts: int, cut: bool, limits: Limits
+    drawn: list[list[list[Runs]]], parts: int, cut: bool, limits: MicroBatchLimits
 ) -> None:
     groups = unique(drawn)
     batch = pack(groups)

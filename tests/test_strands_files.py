@@ -25,7 +25,7 @@ from whet.track.batches import to_table
 from whet.track.record import RunDirectory, to_parquet
 from whet.track.written import ROLLOUTS, read_rollouts
 from whet.training.balance import deal
-from whet.training.cut import Limits
+from whet.training.micro_batches import MicroBatchLimits
 from whet.types import TOKEN_TYPES, DataError, Group, Rollout, Strand, Task, Turn
 
 TWO = (
@@ -155,7 +155,7 @@ def test_a_group_whose_strands_do_not_add_up_is_refused(strands: list[Any], why:
 
 def test_micro_batches_of_strands_come_over_the_line_to_a_rank() -> None:
     batch = pack(forked())
-    for part in deal(batch, 2, Limits(max_tokens=30)):
+    for part in deal(batch, 2, MicroBatchLimits(max_tokens=30)):
         for sent, came in zip(part.micros, pickle.loads(pickle.dumps(part.micros, protocol=5)), strict=True):
             assert all(torch.equal(x, vars(came)[name]) for name, x in vars(sent).items() if x is not None)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from asking import reply
 from tiny import tiny_model
-from whet.config.schema import Lora
+from whet.config.schema import LoraConfig
 from whet.models import kernels
 from whet.models.lora import adapted, attach, merged, refresh
 from whet.rollout.native.engine import NativeEngine
@@ -569,7 +569,7 @@ def test_a_receiver_that_holds_other_weights_is_found_by_its_receipt(
 
 def with_lora(seed: int = 0) -> Any:
     model = tiny_model(seed=seed)
-    attach(model, Lora(rank=2), seed=3)
+    attach(model, LoraConfig(rank=2), seed=3)
     return model
 
 

@@ -18,7 +18,7 @@ import torch
 
 from asking import reply
 from tiny import tiny_model
-from whet.config.schema import Config, Lora
+from whet.config.schema import Config, LoraConfig
 from whet.models import kernels
 from whet.models.lora import adapted, attach, merged, refresh
 from whet.rollout.engine import Health, WeightUpdate
@@ -77,7 +77,7 @@ class One:
 def model(seed: int, *, lora: bool) -> Any:
     made = tiny_model(seed=seed)
     if lora:
-        attach(made, Lora(rank=2), seed=seed)
+        attach(made, LoraConfig(rank=2), seed=seed)
     return made
 
 

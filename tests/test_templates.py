@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from whet.config.schema import Tokenizer as TokenizerConfig
+from whet.config.schema import TokenizerConfig as TokenizerConfig
 from whet.data import templates
 from whet.data.chat import read_template, render
 from whet.data.tokenizer import load_tokenizer

@@ -16,7 +16,7 @@ import pytest
 import whet
 from whet.api import train
 from whet.cli import show as show_command
-from whet.track import spent, timeline
+from whet.track import time_report, timeline
 from whet.track.record import RunDirectory
 from whet.track.timeline import SAMPLING, STEPS, WAITS, Span, Timeline, read
 from whet.types import ConfigError, DataError, WhetError
@@ -293,7 +293,7 @@ def test_where_the_time_went_by_hand():
         span("update", STEPS, 260, 40, kind="phase", step=2),
         span("update", "policy", 260, 40, step=2),
     ]
-    (stage,) = spent.measure(spans)
+    (stage,) = time_report.measure(spans)
     assert (stage.stage, stage.steps) == ("s", 2)
     assert stage.seconds == pytest.approx(0.300)
     # after start-up 200 ms, of which 30 + 16 + 60 + 40 computed
@@ -314,7 +314,7 @@ def test_time_between_two_starts_is_nobodys():
         span("update", STEPS, 90_000, 30, kind="phase", process=2, step=2),
         span("update", "policy", 90_010, 20, process=2, step=2),
     ]
-    (stage,) = spent.measure(spans)
+    (stage,) = time_report.measure(spans)
     assert stage.seconds == pytest.approx(0.040)
     assert stage.bubble == pytest.approx(1 - 25 / 40)
 
@@ -333,7 +333,7 @@ def test_time_between_two_starts_is_nobodys():
 )
 def test_covered_time(spans, covered_ms):
     given = [span("x", str(n), a, length, busy_ns=busy * MS) for n, (a, length, busy) in enumerate(spans)]
-    assert spent.covered_ns(given) == pytest.approx(covered_ms * MS)
+    assert time_report.covered_ns(given) == pytest.approx(covered_ms * MS)
 
 
 # ---------------------------------------------------------------- a run
@@ -378,8 +378,8 @@ def test_other_processes_fill_the_bubble(tmp_path):
     ]
     explorer = [span("decode", SAMPLING, 0, 40, busy_ns=20 * MS)]
     bench = [span("decode", SAMPLING, 90, 110)]
-    (alone,) = spent.measure(trainer)
-    (stage,) = spent.measure(trainer, beside={"one": explorer, "bench": bench})
+    (alone,) = time_report.measure(trainer)
+    (stage,) = time_report.measure(trainer, beside={"one": explorer, "bench": bench})
     assert alone.bubble == alone.still == pytest.approx(1 - 10 / 100)
     assert stage.still == pytest.approx(1 - (10 + 20 / 2 + 20) / 100)
     assert stage.bubble == pytest.approx(1 - (10 + 30 / 2 + 20) / (100 + 30 + 20))
@@ -409,7 +409,7 @@ def test_a_run_writes_what_it_did(tmp_path):
     assert found[SAMPLING, "prefill"] >= 3
     assert found[SAMPLING, "decode"] >= 3
     assert ("policy", "micro-batch") not in found
-    (stage,) = spent.measure(read(tmp_path / "run/timeline.json"))
+    (stage,) = time_report.measure(read(tmp_path / "run/timeline.json"))
     assert stage.steps == 3
     assert 0 < stage.bubble < 1
     assert not any("timeline" in name for name in whet.api.Result(tmp_path / "run", True).metrics[0])

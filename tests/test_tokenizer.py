@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.config.schema import Tokenizer
+from whet.config.schema import TokenizerConfig
 from whet.data.tokenizer import SPECIAL, load_tokenizer
 from whet.types import ConfigError, DataError
 
@@ -16,7 +16,7 @@ TEXTS = ["abc> cba", "x\ny\t z", "né 1,234 <b>"]
 
 
 def made(kind, texts=TEXTS, **kw):
-    return load_tokenizer(Tokenizer(build=kind, **kw), model_path=None, texts=texts)
+    return load_tokenizer(TokenizerConfig(build=kind, **kw), model_path=None, texts=texts)
 
 
 def encode(tokenizer, text):
@@ -80,7 +80,7 @@ def test_bpe_is_the_same_in_another_process():
 def test_saved_and_reopened_it_is_equal(kind, tmp_path):
     tokenizer = made(kind)
     tokenizer.save_pretrained(tmp_path)
-    again = load_tokenizer(Tokenizer(), model_path=str(tmp_path))
+    again = load_tokenizer(TokenizerConfig(), model_path=str(tmp_path))
     assert again.get_vocab() == tokenizer.get_vocab()
     assert again.chat_template == tokenizer.chat_template
     assert again.eos_token_id == tokenizer.eos_token_id
@@ -94,7 +94,7 @@ def test_path_stands_before_the_models_folder_and_a_template_before_its_own(tmp_
     made("chars", ["a"]).save_pretrained(tmp_path / "a")
     made("chars", ["b"]).save_pretrained(tmp_path / "b")
     (tmp_path / "t.jinja").write_text("{{ messages[0].content }}!")
-    cfg = Tokenizer(path=str(tmp_path / "a"), chat_template=str(tmp_path / "t.jinja"))
+    cfg = TokenizerConfig(path=str(tmp_path / "a"), chat_template=str(tmp_path / "t.jinja"))
     tokenizer = load_tokenizer(cfg, model_path=str(tmp_path / "b"))
     assert "a" in tokenizer.get_vocab()
     assert tokenizer.chat_template == "{{ messages[0].content }}!"
@@ -113,13 +113,13 @@ def test_bad_folders_are_refused(tmp_path, caplog):
     caplog.set_level(logging.CRITICAL)
     (tmp_path / "tokens").mkdir()
     with pytest.raises(ConfigError, match="did you mean 'tokens'"):
-        load_tokenizer(Tokenizer(path=str(tmp_path / "token")), model_path=None)
+        load_tokenizer(TokenizerConfig(path=str(tmp_path / "token")), model_path=None)
     with pytest.raises(ConfigError, match="Cannot read a tokenizer"):
-        load_tokenizer(Tokenizer(path=str(tmp_path / "tokens")), model_path=None)
+        load_tokenizer(TokenizerConfig(path=str(tmp_path / "tokens")), model_path=None)
     with pytest.raises(ConfigError, match="No tokenizer: give"):
-        load_tokenizer(Tokenizer(), model_path=None)
+        load_tokenizer(TokenizerConfig(), model_path=None)
     with pytest.raises(ConfigError, match="not both"):
-        load_tokenizer(Tokenizer(path="x", build="chars"), model_path=None)
+        load_tokenizer(TokenizerConfig(path="x", build="chars"), model_path=None)
 
 
 def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):
@@ -127,4 +127,4 @@ def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="no end-of-text token"):
-        load_tokenizer(Tokenizer(path=str(tmp_path)), model_path=None)
+        load_tokenizer(TokenizerConfig(path=str(tmp_path)), model_path=None)

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import Config, Track
+from whet.config.schema import Config, TrackConfig
 from whet.track import curve, display, metrics, report
 from whet.track.record import RunDirectory
 from whet.track.trackers import first_new_step, open_trackers
@@ -166,7 +166,7 @@ def test_a_mean_of_nothing_has_a_count_and_no_value() -> None:
 
 
 def tracked(*names: str) -> Config:
-    return Config(track=Track(trackers=names))  # type: ignore[arg-type]
+    return Config(track=TrackConfig(trackers=names))  # type: ignore[arg-type]
 
 
 def test_jsonl_is_always_written_and_once(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import whet
 from tiny import RUN
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import Config, RewardWorkers, Track
+from whet.config.schema import Config, RewardWorkersConfig, TrackConfig
 from whet.track.record import RunDirectory
 from whet.track.trackers import Tracker, open_trackers
 from whet.types import ConfigError
@@ -151,8 +151,8 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def config(name: str, **track: Any) -> Config:
     return Config(
         name="letters",
-        track=Track(trackers=(name,), project="reading", group="g", tags=("a", "b"), **track),  # type: ignore[arg-type]
-        reward_workers=RewardWorkers(env={"JUDGE_KEY": "sk-12345678", "PLACE": "here"}),
+        track=TrackConfig(trackers=(name,), project="reading", group="g", tags=("a", "b"), **track),  # type: ignore[arg-type]
+        reward_workers=RewardWorkersConfig(env={"JUDGE_KEY": "sk-12345678", "PLACE": "here"}),
     )
 
 

@@ -15,14 +15,14 @@ from torch import Tensor
 from forked import near
 from test_train_torch import CUT, assert_near, pg_loss, weighted
 from tiny import tiny_model
-from whet.config.schema import Optimizer
+from whet.config.schema import OptimizerConfig
 from whet.models import kernels
 from whet.models.mesh import Dims
 from whet.training.engine import TrainEngine
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
 
-ADAM = Optimizer(name="adamw", lr=0.02, weight_decay=0.1)
+ADAM = OptimizerConfig(name="adamw", lr=0.02, weight_decay=0.1)
 LAYOUTS = {
     "this process": None,
     "one rank": Dims(),

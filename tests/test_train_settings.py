@@ -15,7 +15,7 @@ from tiny import VOCAB, tiny_model
 from whet.algos.skipping import Skipping
 from whet.config.load import load
 from whet.config.plan import plan
-from whet.config.schema import Data, Source, Tokenizer
+from whet.config.schema import DataConfig, SourceConfig, TokenizerConfig
 from whet.data.tasks import TaskStream
 from whet.data.tokenizer import load_tokenizer
 from whet.learner import Learner, model_at
@@ -28,9 +28,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def stream(rows: int, multiple_of: int, seed: int = 0) -> TaskStream:
-    source = Source(rows=tuple({"prompt": f"{n}"} for n in range(rows)))
-    tokenizer = load_tokenizer(Tokenizer(build="chars"), model_path=None, texts=["0123456789"])
-    return TaskStream((source,), Data(), tokenizer=tokenizer, seed=seed, multiple_of=multiple_of)
+    source = SourceConfig(rows=tuple({"prompt": f"{n}"} for n in range(rows)))
+    tokenizer = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=["0123456789"])
+    return TaskStream((source,), DataConfig(), tokenizer=tokenizer, seed=seed, multiple_of=multiple_of)
 
 
 def test_an_epoch_ends_with_its_last_full_step() -> None:

@@ -11,10 +11,10 @@ import torch
 
 from tiny import FAMILIES, VOCAB, tiny_model
 from whet.batch import Batch, Loss, LossFn, Outputs, pack
-from whet.config.schema import Optimizer, Schedule, Train
+from whet.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from whet.models import kernels
 from whet.models.load import value_head
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import TOKEN_TYPES, CheckpointError, Group, Rollout, Strand, Task, WhetError, given_tokens
 
@@ -70,14 +70,14 @@ def pg_loss(batch: Batch, out: Outputs) -> Loss:
     return Loss(-out.logp_N * batch.adv_N - 0.1 * out.entropy_N, {"adv": batch.adv_N})
 
 
-def engine(cut: Cut, *, family: str = "qwen3", lr: float = 0.0) -> TorchEngine:
+def engine(cut: MicroBatchPolicy, *, family: str = "qwen3", lr: float = 0.0) -> TorchEngine:
     return TorchEngine(
-        tiny_model(family), kernels.load("auto"), cut=cut, optimizer=Optimizer(lr=lr), total_steps=4
+        tiny_model(family), kernels.load("auto"), cut=cut, optimizer=OptimizerConfig(lr=lr), total_steps=4
     )
 
 
 def gradients(
-    cut: Cut, batch: Batch, family: str = "qwen3", *, loss: LossFn = pg_loss
+    cut: MicroBatchPolicy, batch: Batch, family: str = "qwen3", *, loss: LossFn = pg_loss
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Taken where the optimizer would clip them, without letting it step."""
     made = engine(cut, family=family)
@@ -112,7 +112,7 @@ def oracle(batch: Batch, family: str) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-CUT = Cut(entropy_grad=True)
+CUT = MicroBatchPolicy(entropy_grad=True)
 
 
 def assert_near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -141,7 +141,7 @@ def test_gradient_equals_plain_autograd(family: str) -> None:
     ],
     ids=["unshared", "one-by-one", "tokens", "rollouts", "checkpointing", "whole-groups"],
 )
-def test_gradient_does_not_depend_on_the_cut(cut: Cut) -> None:
+def test_gradient_does_not_depend_on_the_cut(cut: MicroBatchPolicy) -> None:
     batch = weighted()
     whole, numbers = gradients(CUT, batch)
     other, others = gradients(cut, batch)
@@ -183,8 +183,15 @@ def test_forward_is_bitwise_the_same_in_any_micro_batch() -> None:
         assert torch.equal(engine(cut).forward(batch, "logprobs"), whole)
 
 
-@pytest.mark.parametrize("limit", [Cut(forward_tokens=9), Cut(forward_rollouts=2), Cut(forward_rollouts=1)])
-def test_a_forward_has_its_own_cut_and_the_same_numbers(limit: Cut) -> None:
+@pytest.mark.parametrize(
+    "limit",
+    [
+        MicroBatchPolicy(forward_tokens=9),
+        MicroBatchPolicy(forward_rollouts=2),
+        MicroBatchPolicy(forward_rollouts=1),
+    ],
+)
+def test_a_forward_has_its_own_cut_and_the_same_numbers(limit: MicroBatchPolicy) -> None:
     batch = weighted()
     whole, cut = engine(CUT), engine(replace(limit, entropy_grad=True))
     seen: list[str] = []
@@ -198,7 +205,7 @@ def test_a_forward_has_its_own_cut_and_the_same_numbers(limit: Cut) -> None:
 
 
 def test_without_a_cut_of_its_own_a_forward_is_cut_as_the_update() -> None:
-    made, seen = engine(Cut(max_rollouts=3, max_tokens=None, entropy_grad=True)), []
+    made, seen = engine(MicroBatchPolicy(max_rollouts=3, max_tokens=None, entropy_grad=True)), []
     made.beat = seen.append
     made.forward(weighted(), "logprobs")
     made.update(weighted(), pg_loss)
@@ -206,9 +213,9 @@ def test_without_a_cut_of_its_own_a_forward_is_cut_as_the_update() -> None:
 
 
 def test_the_learning_rate_of_a_training_step() -> None:
-    schedule = Schedule(type="linear", unit="train_step")
+    schedule = ScheduleConfig(type="linear", unit="train_step")
     made = TorchEngine(
-        tiny_model(), kernels.load("auto"), cut=CUT, optimizer=Optimizer(lr=1e-3, schedule=schedule),
+        tiny_model(), kernels.load("auto"), cut=CUT, optimizer=OptimizerConfig(lr=1e-3, schedule=schedule),
         total_steps=8, updates_per_step=2,
     )  # fmt: skip
     rates = [made.update(weighted(), pg_loss)["lr"] for _ in range(6)]
@@ -216,8 +223,8 @@ def test_the_learning_rate_of_a_training_step() -> None:
 
 
 def test_a_cut_of_the_config() -> None:
-    train = Train(micro_batch_tokens=100, forward_micro_batch_rollouts=3, gradient_checkpointing=True)
-    cut = Cut.of(train, tiny_model(), whole_groups=True, entropy_grad=False, temperature=0.5)
+    train = TrainConfig(micro_batch_tokens=100, forward_micro_batch_rollouts=3, gradient_checkpointing=True)
+    cut = MicroBatchPolicy.of(train, tiny_model(), whole_groups=True, entropy_grad=False, temperature=0.5)
     assert (cut.max_tokens, cut.max_rollouts, cut.forward_tokens, cut.forward_rollouts) == (
         100,
         None,
@@ -231,8 +238,8 @@ def test_critic_learns_values() -> None:
     batch = weighted()
     target_N = torch.where(batch.mask_N, batch.group_R[batch.rollout_N].float(), 0.0)
     critic = TorchEngine(
-        tiny_model(), kernels.load("auto"), cut=Cut(), value_head=value_head(32, 0),
-        optimizer=Optimizer(lr=3e-3, max_grad_norm=None), total_steps=200,
+        tiny_model(), kernels.load("auto"), cut=MicroBatchPolicy(), value_head=value_head(32, 0),
+        optimizer=OptimizerConfig(lr=3e-3, max_grad_norm=None), total_steps=200,
     )  # fmt: skip
 
     goal_R = torch.arange(4.0)
@@ -253,7 +260,12 @@ def test_critic_learns_values() -> None:
 def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted() -> None:
     batch = weighted()
     made = TorchEngine(
-        tiny_model(), kernels.load("auto"), cut=CUT, optimizer=Optimizer(lr=0.1), total_steps=9, max_skipped=2
+        tiny_model(),
+        kernels.load("auto"),
+        cut=CUT,
+        optimizer=OptimizerConfig(lr=0.1),
+        total_steps=9,
+        max_skipped=2,
     )
 
     def poisoned(micro: Batch, out: Outputs) -> Loss:

@@ -18,7 +18,7 @@ import whet
 from whet.config.load import load
 from whet.config.parse import parse
 from whet.config.plan import plans
-from whet.config.schema import Model, Scratch, Tokenizer
+from whet.config.schema import ModelConfig, ScratchConfig, TokenizerConfig
 from whet.config.tree import merge
 from whet.data.tokenizer import load_tokenizer
 from whet.dialects.row import NotSupportedYet
@@ -1100,9 +1100,9 @@ def strip(tree: dict[str, Any]) -> dict[str, Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Hugging Face model with a tokenizer of letters and a plain chat template."""
     path = tmp_path_factory.mktemp("trinity") / "model"
-    tokenizer = load_tokenizer(Tokenizer(build="chars"), model_path=None, texts=["abcde>"])
+    tokenizer = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=["abcde>"])
     tokenizer.chat_template = PLAIN_CHAT
-    sizes = Scratch(
+    sizes = ScratchConfig(
         hidden_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
@@ -1110,7 +1110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=64,
     )
     model = build(
-        Model(scratch=sizes),
+        ModelConfig(scratch=sizes),
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -11,16 +11,16 @@ from safetensors.torch import load_file, save_file
 from tiny import VOCAB, tiny_model
 from whet.config.plan import plans
 from whet.config.schema import (
-    Algorithm,
+    AlgorithmConfig,
     Config,
-    Critic,
-    Data,
-    Model,
-    Reward,
-    Scratch,
-    Source,
-    Tokenizer,
-    Train,
+    CriticConfig,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    ScratchConfig,
+    SourceConfig,
+    TokenizerConfig,
+    TrainConfig,
 )
 from whet.models.load import build, export, value_head
 from whet.types import CheckpointError, ConfigError
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 def backbone(folder: Path, head: str | None) -> None:
     build(
-        Model(path=str(folder)),
+        ModelConfig(path=str(folder)),
         vocab_size=VOCAB,
         eos_token_id=1,
         pad_token_id=0,
@@ -75,13 +75,13 @@ def test_a_head_of_another_shape_is_refused(folder: Path) -> None:
 
 def test_a_head_without_a_path_is_refused() -> None:
     config = Config(
-        model=Model(scratch=Scratch()),
-        tokenizer=Tokenizer(build="chars"),
-        data=Data(train=(Source(rows=({"prompt": "a"},)),)),
-        rewards={"exact": Reward(function="exact")},
-        algorithm=Algorithm(name="ppo"),
-        train=Train(steps=1),
-        critic=Critic(head="v"),
+        model=ModelConfig(scratch=ScratchConfig()),
+        tokenizer=TokenizerConfig(build="chars"),
+        data=DataConfig(train=(SourceConfig(rows=({"prompt": "a"},)),)),
+        rewards={"exact": RewardConfig(function="exact")},
+        algorithm=AlgorithmConfig(name="ppo"),
+        train=TrainConfig(steps=1),
+        critic=CriticConfig(head="v"),
     )
     with pytest.raises(ConfigError, match=r"critic\.head: has no effect: critic\.path is null"):
         plans(config)

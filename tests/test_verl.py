@@ -476,7 +476,7 @@ def verl_cosine(s: int, W: int, N: int, f: float, c: float) -> float:
 def test_a_cosine_has_verls_learning_rate_in_every_step() -> None:
     given: dict[str, Json] = {A + "optim.warmup_style": "cosine", "trainer.total_training_steps": 40}
     given |= {A + "optim.lr_warmup_steps_ratio": 0.11, A + "optim.min_lr_ratio": 0.1}
-    native = schema.Schedule(**schedule(given))  # type: ignore[arg-type]
+    native = schema.ScheduleConfig(**schedule(given))  # type: ignore[arg-type]
     for step in range(40):
         assert factor(native, step, 40) == pytest.approx(verl_cosine(step, 4, 40, 0.1, 0.5), abs=1e-12)
 
@@ -736,11 +736,11 @@ def test_trackers() -> None:
     assert "clearml is coming" in refusal(loop.trackers, {"trainer.logger": ["console", "clearml"]})
 
 
-def sft_schedule(given: dict[str, Json]) -> schema.Schedule:
+def sft_schedule(given: dict[str, Json]) -> schema.ScheduleConfig:
     at = "train.optimizer.schedule."
     made = sft.optimizer(values(given, "verl-sft"))
     flat = {key.removeprefix(at): value for key, value in made.items() if key.startswith(at)}
-    return schema.Schedule(**flat)  # type: ignore[arg-type]
+    return schema.ScheduleConfig(**flat)  # type: ignore[arg-type]
 
 
 def verl_wsd(s: int, W: int, N: int) -> float:

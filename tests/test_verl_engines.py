@@ -54,7 +54,7 @@ def told(given: Mapping[str, Json], **how: str) -> str:
 
 def factors(optimizer: Mapping[str, Json], *steps: int) -> list[float]:
     """Of the learning rate in these steps of ten."""
-    schedule = schema.Schedule(**optimizer["schedule"])
+    schedule = schema.ScheduleConfig(**optimizer["schedule"])
     assert schedule.unit == "train_step"
     return [round(factor(schedule, step, 10), 12) for step in steps]
 

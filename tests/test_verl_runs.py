@@ -60,11 +60,11 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ]
     pq.write_table(pa.Table.from_pylist(made[:24]), tmp_path / "train.parquet")
     pq.write_table(pa.Table.from_pylist(made[24:]), tmp_path / "test.parquet")
-    tokenizer = load_tokenizer(schema.Tokenizer(build="chars"), model_path=None, texts=["abcdefgh>"])
+    tokenizer = load_tokenizer(schema.TokenizerConfig(build="chars"), model_path=None, texts=["abcdefgh>"])
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     model = build(
-        schema.Model(
-            scratch=schema.Scratch(
+        schema.ModelConfig(
+            scratch=schema.ScratchConfig(
                 hidden_size=32,
                 num_hidden_layers=1,
                 num_attention_heads=2,

@@ -68,8 +68,8 @@ def test_a_default_is_that_of_the_release() -> None:
     assert kinds == {"0.4.1": "linear", "0.5.0": "constant"}
 
 
-def _schedule(given: Mapping[str, Json], version: str) -> schema.Schedule:
-    return schema.Schedule(**made(given, version).tree["train"]["optimizer"]["schedule"])
+def _schedule(given: Mapping[str, Json], version: str) -> schema.ScheduleConfig:
+    return schema.ScheduleConfig(**made(given, version).tree["train"]["optimizer"]["schedule"])
 
 
 @pytest.mark.parametrize(

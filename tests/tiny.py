@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from whet.config.schema import Model, Scratch
+from whet.config.schema import ModelConfig, ScratchConfig
 from whet.models.load import build
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe")
@@ -40,7 +40,7 @@ RUN: dict[str, Any] = {
 
 
 def tiny_model(family: str = "qwen3", *, seed: int = 0, layers: int = 2, std: float = 0.1) -> PreTrainedModel:
-    scratch = Scratch(
+    scratch = ScratchConfig(
         architecture=family,  # type: ignore[arg-type]
         hidden_size=32,
         num_hidden_layers=layers,
@@ -53,7 +53,7 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, layers: int = 2, std: fl
         sliding_window=8 if family == "mistral" else None,
     )
     return build(
-        Model(scratch=scratch),
+        ModelConfig(scratch=scratch),
         vocab_size=VOCAB,
         eos_token_id=1,
         pad_token_id=0,

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from whet import checkpoint, environment
 from whet.config.checks_run import TIME
 from whet.config.deadlines import silence
-from whet.config.footprint import check_memory
 from whet.config.load import Loaded, learn_secrets, load
+from whet.config.memory_estimate import check_memory
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config
 from whet.config.sources import rewards_by_source, verifiers
@@ -43,7 +43,7 @@ from whet.start import (
 )
 from whet.storage.paths import brought_here
 from whet.storage.uploads import DEADLINE_S
-from whet.track import places
+from whet.track import run_paths
 from whet.track.files import RunLock, reading
 from whet.track.log import close_logging, setup_logging
 from whet.types import ConfigError, Json, Metrics, WhetError
@@ -198,21 +198,21 @@ def resolve_run_dir(loaded: Loaded) -> Loaded:
     cfg = loaded.config
     if TIME not in cfg.run_dir:
         return loaded
-    stamp, earlier = places.now(), places.stamps(cfg.run_dir)
+    stamp, earlier = run_paths.now(), run_paths.stamps(cfg.run_dir)
     if earlier and cfg.checkpoint.resume == "auto":
-        last = places.stamped(cfg, earlier[-1])
-        state = checkpoint.glance(places.checkpoints(last))
+        last = run_paths.stamped(cfg, earlier[-1])
+        state = checkpoint.glance(run_paths.checkpoints(last))
         stamp = stamp if is_finished(loaded, Path(last.run_dir), state) else earlier[-1]
     return replace(
         loaded,
-        config=places.stamped(cfg, stamp),
-        stages=tuple(places.stamped(stage, stamp) for stage in loaded.stages),
+        config=run_paths.stamped(cfg, stamp),
+        stages=tuple(run_paths.stamped(stage, stamp) for stage in loaded.stages),
     )
 
 
 def worker_config(loaded: Loaded) -> Loaded:
     """The config with a separate folder, if this process explores or evaluates beside a trainer."""
-    place = {"run_dir": str(places.own(loaded.config))}
+    place = {"run_dir": str(run_paths.own(loaded.config))}
     return replace(
         loaded,
         config=loaded.config.model_copy(update=place),
@@ -225,11 +225,11 @@ def enter(cfg: Config, stack: ExitStack) -> Path | None:
     moved aside, if there was one."""
     lock = stack.enter_context(RunLock(Path(cfg.run_dir)))
     aside = None
-    if cfg.checkpoint.resume == "fresh" and places.holds_run(cfg):
-        aside = places.move_aside(cfg)
+    if cfg.checkpoint.resume == "fresh" and run_paths.holds_run(cfg):
+        aside = run_paths.move_aside(cfg)
         lock.release()
         stack.enter_context(RunLock(Path(cfg.run_dir)))
-    places.attach(cfg)
+    run_paths.attach(cfg)
     return aside
 
 
@@ -255,7 +255,7 @@ def _run(
         from whet.track.display import Display
         from whet.track.record import RunDirectory
     cfg = loaded.config
-    directory = RunDirectory(Path(cfg.run_dir), loaded.names, dumps=places.templates(cfg))
+    directory = RunDirectory(Path(cfg.run_dir), loaded.names, dumps=run_paths.templates(cfg))
     stack.callback(directory.close)
     stages = [(p.name, p.total_steps or 0) for p in planned]
     display = Display(stages, quiet="console" not in cfg.track.trackers)
@@ -393,12 +393,12 @@ def join_cluster(
     if not (replicas or c.ranks or c.reward_hosts or c.explorers):
         return {}
     from whet.cluster import engines, nodes, parts
-    from whet.cluster.rewards import Hosts
+    from whet.cluster.rewards import RewardHosts
 
     stack.callback(nodes.disconnect)
     parts.enter(loaded, planned)
     for made in rewards:
-        if isinstance(made.jail, Hosts):
+        if isinstance(made.jail, RewardHosts):
             stack.callback(made.jail.close)  # before the cluster is left
             made.jail.open()
     found: dict[str, Callable[..., Any]] = {}

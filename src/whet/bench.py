@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from whet import environment
 from whet.api import Stop, join_cluster, reward_sets, run_loop, watchdog_timeout_s
 from whet.config.load import Loaded, load
-from whet.config.parts.parallel import Parallel
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config
+from whet.config.sections.parallel import ParallelConfig
 from whet.config.sources import verifiers
 from whet.guard import stacks
 from whet.guard.imports import import_all
@@ -81,7 +81,7 @@ def alone(loaded: Loaded) -> Loaded:
     """The config without ranks and explorers, which an evaluation does not start."""
 
     def one(cfg: Config) -> Config:
-        train = cfg.train.model_copy(update={"parallel": Parallel()})
+        train = cfg.train.model_copy(update={"parallel": ParallelConfig()})
         cluster = cfg.cluster.model_copy(update={"ranks": False, "explorers": 0})
         return cfg.model_copy(update={"train": train, "cluster": cluster})
 

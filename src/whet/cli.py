@@ -110,9 +110,9 @@ def plan(
     """
     from rich.console import Console
 
-    from whet.config.footprint import check_memory
     from whet.config.hardware import as_if, machines
     from whet.config.load import load
+    from whet.config.memory_estimate import check_memory
     from whet.config.plan import describe, plans
 
     with as_if(machines(gpus, mem) if gpus else None):
@@ -486,7 +486,7 @@ def show(
     from rich.console import Console
 
     from whet.track.show import rollouts, summary
-    from whet.track.spent import show as where_time_went
+    from whet.track.time_report import show as where_time_went
 
     if timeline:
         if (step, stage, task) != (None, None, None) or tokens:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from whet import seeds
-from whet.config.evaluation import Asked, asked, reward_weights
+from whet.config.evaluation import EvalSampling, asked, reward_weights
 from whet.config.schema import Config
 from whet.rewards.combine import RewardSet, check_failures, score
 from whet.tables import near
@@ -18,7 +18,7 @@ from whet.types import ConfigError, Group, Json, Metrics, Rollout, Task
 Play = Callable[[list[Task]], Awaitable[list[Group]]]
 """From tasks to groups of finished rollouts: `play_groups` with all other arguments bound."""
 
-Ask = Callable[[list[Task], Asked], Awaitable[list[Group]]]
+Ask = Callable[[list[Task], EvalSampling], Awaitable[list[Group]]]
 """The same, with the sampling settings still unbound."""
 
 
@@ -30,7 +30,7 @@ async def evaluate(ask: Ask, tasks: Sequence[Task], rewards: RewardSet, *, cfg: 
     names. Raises WhetError if more replies are unscored than reward_workers.max_failure_rate allows.
     """
     judge = replace(rewards, weights=reward_weights(cfg))
-    alike: dict[Asked, list[Task]] = defaultdict(list)
+    alike: dict[EvalSampling, list[Task]] = defaultdict(list)
     for task in tasks:
         alike[asked(cfg, task.source)].append(task)
     done: dict[int, Group] = {}

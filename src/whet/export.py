@@ -122,7 +122,7 @@ def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None) -> No
     from whet.models.exports import writer
     from whet.models.load import build
     from whet.models.lora import attach
-    from whet.training.cut import Cut
+    from whet.training.micro_batches import MicroBatchPolicy
     from whet.training.torch import TorchEngine
 
     cfg = loaded.config
@@ -139,7 +139,7 @@ def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None) -> No
     )
     if cfg.model.lora is not None:
         attach(model, cfg.model.lora, seed=cfg.seed)
-    TorchEngine(model, kernels.load("torch"), cut=Cut()).load(path / "policy")
+    TorchEngine(model, kernels.load("torch"), cut=MicroBatchPolicy()).load(path / "policy")
     if dtype is not None:
         for tensor in model.parameters():
             tensor.data = tensor.data.to(getattr(torch, dtype))

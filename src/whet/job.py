@@ -30,9 +30,9 @@ from whet.envs.opened import Environments
 from whet.guard.line import OpenLines
 from whet.guard.watch import Watch
 from whet.models import kernels
-from whet.models.exact import self_test
 from whet.models.forward import decoder
 from whet.models.load import build as build_model
+from whet.models.logprob_parity import self_test
 from whet.models.lora import attach, twin
 from whet.rewards.combine import RewardSet
 from whet.rollout.engine import EngineInputs, RolloutEngine, missing
@@ -44,7 +44,7 @@ from whet.track.display import Display
 from whet.track.record import RunDirectory
 from whet.track.timeline import SAMPLING, Timeline
 from whet.track.trackers import Tracker, open_trackers
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import ConfigError
 
@@ -168,7 +168,7 @@ def open_models(
     samples = any(p.generates for p in plans)
     copied = any(p.samples_apart and p.generates for p in plans)
     on_ranks = copied and rank_lines is None and _all_elsewhere(loaded)
-    sampler = TorchEngine(twin(model), ops, cut=Cut()) if copied and not on_ranks else None
+    sampler = TorchEngine(twin(model), ops, cut=MicroBatchPolicy()) if copied and not on_ranks else None
     exact = samples and _alike(loaded) and prove_exact(loaded.stages[-1], plans, model, ops=ops)
     engine = None
     if samples:

@@ -23,9 +23,9 @@ from whet.algos.skipping import Skipping, shares, skip, skipping, without_effect
 from whet.batch import Batch, among_skipped, computed, pack, select, with_parts
 from whet.config.mixing import experts_per_step
 from whet.config.recipes import resolve
-from whet.config.schema import Train
+from whet.config.schema import TrainConfig
 from whet.context import Context
-from whet.data.experts import Experts
+from whet.data.demonstrations import Demonstrations
 from whet.data.replies import reader
 from whet.data.tasks import TaskStream, learned_turns
 from whet.job import Models
@@ -36,8 +36,8 @@ from whet.models.trainable import choose
 from whet.placement import Jobs, engine_of, run_concurrently
 from whet.track.metrics import merge
 from whet.track.timeline import Kind
-from whet.training.cut import Cut
 from whet.training.engine import TrainEngine
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.passes import passes, untaught
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.throughput import Meter, meter_of
@@ -90,7 +90,7 @@ class Learner:
     exact: bool
     """The self-test found that sampled log-probs equal the trainer's bit for bit."""
     sampled: Sampled = field(default_factory=Sampled)
-    demonstrations: Experts | None = None
+    demonstrations: Demonstrations | None = None
     """Beside the policy's own rollouts in every step; None: there are none."""
     reused: Callable[[], int] | None = None
     """How many groups of the last step were trained on before; None: groups are never replayed."""
@@ -162,7 +162,7 @@ class Learner:
         without_R = without_effect(batch, weight_N, skips=self.skipping.skips)
         return skip(batch, without_R, self.minibatches(step, batch, cfg.train))
 
-    def minibatches(self, step: int, batch: Batch, train: Train) -> list[Tensor]:
+    def minibatches(self, step: int, batch: Batch, train: TrainConfig) -> list[Tensor]:
         """Numbers of the rollouts of each optimizer step."""
         stream = seeds.key(self.context.cfg.seed, "minibatches", self.context.name, step)
         return list(passes(batch, train, stream=stream))
@@ -411,9 +411,9 @@ def trained_temperature(context: Context) -> float:
     return cfg.train.temperature or sampled or 1.0
 
 
-def _cut(context: Context, models: Models) -> Cut:
+def _cut(context: Context, models: Models) -> MicroBatchPolicy:
     """How the policy's batches are split."""
-    return Cut.of(
+    return MicroBatchPolicy.of(
         context.cfg.train,
         models.model,
         whole_groups=context.algorithm.whole_groups,
@@ -441,7 +441,9 @@ def _policy(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> Tor
     )
 
 
-def _reference(context: Context, models: Models, ranks: Mapping[str, Ranks], cut: Cut) -> TorchEngine:
+def _reference(
+    context: Context, models: Models, ranks: Mapping[str, Ranks], cut: MicroBatchPolicy
+) -> TorchEngine:
     """Frozen: from its folder, or a copy of the current policy."""
     cfg = context.cfg
     path, overrides = cfg.reference.path, cfg.reference.overrides
@@ -463,7 +465,9 @@ def _critic(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> Tor
     if cfg.critic.lora is not None:
         attach(model, cfg.critic.lora, seed=seeds.key(cfg.seed, "critic"), key="critic.lora")
     head = value_head(model.config.hidden_size, cfg.seed, path=path, name=name).to(model.device, model.dtype)
-    cut = Cut.of(train, model, whole_groups=False, entropy_grad=False, temperature=1.0, critic=True)
+    cut = MicroBatchPolicy.of(
+        train, model, whole_groups=False, entropy_grad=False, temperature=1.0, critic=True
+    )
     return engine_of(
         models,
         cfg,
@@ -507,7 +511,7 @@ def model_at(
     )
 
 
-def _demonstrations(context: Context, models: Models, held_out: Sequence[Task]) -> Experts | None:
+def _demonstrations(context: Context, models: Models, held_out: Sequence[Task]) -> Demonstrations | None:
     """The demonstrations of a mix, in their own order; None without a mix."""
     cfg = context.cfg
     count = experts_per_step(cfg, resolve(cfg.algorithm))
@@ -525,4 +529,4 @@ def _demonstrations(context: Context, models: Models, held_out: Sequence[Task]) 
     )
     log.info("demonstrations: %s", ", ".join(f"{k} {v}" for k, v in stream.counts.items()))
     read = reader(cfg.model_copy(update={"data": data}), "demonstrations", models.tokenizer)
-    return Experts(stream=stream, read=read, per_step=count)
+    return Demonstrations(stream=stream, read=read, per_step=count)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from whet.config.evaluation import reward_weights
 from whet.config.faults import listing
 from whet.config.load import Loaded
-from whet.config.parts.eval import Offline
-from whet.config.schema import Config, Source
+from whet.config.schema import Config, SourceConfig
+from whet.config.sections.eval import OfflineConfig
 from whet.config.tree import leaves
 from whet.data.columns import lookup, parse
 from whet.data.rows import read_rows
@@ -43,7 +43,7 @@ class Judged(NamedTuple):
     """One for each reply: task, reply, reward and its parts."""
 
 
-def check(loaded: Loaded, *, whole: bool) -> Offline:
+def check(loaded: Loaded, *, whole: bool) -> OfflineConfig:
     """The file to score. Raises one ConfigError with all missing keys. If the config is `whole`, only for an offline
     evaluation (not a training config with another file), keys without an effect are errors too."""
     cfg = loaded.config
@@ -85,7 +85,7 @@ def _idle(loaded: Loaded) -> Iterator[tuple[str, str]]:
             yield key, "has no effect: the replies come from a file; leave it out"
 
 
-def judge(cfg: Config, offline: Offline, rewards: RewardSet) -> Judged:
+def judge(cfg: Config, offline: OfflineConfig, rewards: RewardSet) -> Judged:
     """Score every reply of the file. Raises DataError for a row that cannot be read, WhetError if more replies
     cannot be scored than reward_workers.max_failure_rate allows."""
     judging = replace(rewards, weights=reward_weights(cfg))
@@ -99,9 +99,9 @@ def judge(cfg: Config, offline: Offline, rewards: RewardSet) -> Judged:
     return Judged(counted, [_row(r) for g in done for r in g.rollouts])
 
 
-def read(offline: Offline) -> Iterator[Group]:
+def read(offline: OfflineConfig) -> Iterator[Group]:
     """The rows of the file as tasks, each with its replies."""
-    source = Source(
+    source = SourceConfig(
         path=offline.path,
         prompt=offline.prompt,
         answer=offline.answer,
@@ -165,6 +165,6 @@ def with_file(loaded: Loaded, path: Path | None) -> Loaded:
     """The config with another file of replies in `eval.offline`; the columns stay the same."""
     if path is None:
         return loaded
-    before = loaded.config.eval.offline or Offline(path=str(path))
+    before = loaded.config.eval.offline or OfflineConfig(path=str(path))
     after = loaded.config.eval.model_copy(update={"offline": before.model_copy(update={"path": str(path)})})
     return replace(loaded, config=loaded.config.model_copy(update={"eval": after}))

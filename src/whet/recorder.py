@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from whet.checkpoint import Saver
-from whet.config.evaluation import Asked, evaluates, judges
+from whet.config.evaluation import EvalSampling, evaluates, judges
 from whet.config.resuming import fingerprint
 from whet.context import Context
 from whet.data.chat import encode_response
@@ -239,7 +239,7 @@ def open_recorder(context: Context, job: Job, learner: Learner, tasks: list[Task
 def _asker(context: Context, models: Models) -> Ask:
     """Plays held-out tasks, each way of asking with its own sampling."""
 
-    async def ask(tasks: list[Task], how: Asked) -> list[Group]:
+    async def ask(tasks: list[Task], how: EvalSampling) -> list[Group]:
         sampling = to_sampling(how.sampling)
         return await player(models, context.cfg, sampling, size=how.samples, purpose="eval")(tasks)
 

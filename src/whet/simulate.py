@@ -33,7 +33,7 @@ class Costs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class SimulatedSchedule:
     """How far sampling may run ahead of training; the numbers of `Plan` and of the section rollout."""
 
     mode: Mode
@@ -68,20 +68,20 @@ class Simulated:
         return self.rollouts / self.seconds
 
 
-def simulate(costs: Costs, schedule: Schedule, *, seed: int = 0) -> Simulated:
+def simulate(costs: Costs, schedule: SimulatedSchedule, *, seed: int = 0) -> Simulated:
     """The whole schedule, from the first requested task to the last trained step."""
     rng = random.Random(seed)
     return (_free if schedule.mode == "asynchronous" else _in_rounds)(costs, schedule, rng)
 
 
-def bound_s(costs: Costs, schedule: Schedule) -> float:
+def bound_s(costs: Costs, schedule: SimulatedSchedule) -> float:
     """Lower bound of the seconds per step: those of the slower side, if it never waited for the other."""
     rollouts = schedule.groups_per_step * schedule.group_size
     mean_s = sum(costs.rollout_s) / len(costs.rollout_s)
     return max(costs.train_s + costs.sync_s, rollouts * mean_s / costs.slots)
 
 
-def ways(schedule: Schedule) -> list[Schedule]:
+def ways(schedule: SimulatedSchedule) -> list[SimulatedSchedule]:
     """The schedule itself and its alternatives."""
     others = [replace(schedule, mode="synchronous", max_staleness=0, spare=0)]
     others.append(replace(schedule, mode="overlapped", max_staleness=1, spare=0))
@@ -92,7 +92,7 @@ def ways(schedule: Schedule) -> list[Schedule]:
 # ---------------------------------------------------------------- rounds
 
 
-def _in_rounds(costs: Costs, schedule: Schedule, rng: random.Random) -> Simulated:
+def _in_rounds(costs: Costs, schedule: SimulatedSchedule, rng: random.Random) -> Simulated:
     """Synchronous and overlapped: a step's rollouts are requested together, and the step waits for all."""
     rollouts = schedule.groups_per_step * schedule.group_size
     busy_s = 0.0
@@ -146,7 +146,7 @@ class _Group:
 class _Free:
     """Asynchronous: explorers and a trainer wait for each other only at the staleness bound."""
 
-    def __init__(self, costs: Costs, schedule: Schedule, rng: random.Random) -> None:
+    def __init__(self, costs: Costs, schedule: SimulatedSchedule, rng: random.Random) -> None:
         self.costs, self.schedule, self.rng = costs, schedule, rng
         self.now = self.busy_s = self.trained_s = 0.0
         self.version = self.held = self.asked = self.given_up = self.running = 0
@@ -242,5 +242,5 @@ class _Free:
         self.ask()
 
 
-def _free(costs: Costs, schedule: Schedule, rng: random.Random) -> Simulated:
+def _free(costs: Costs, schedule: SimulatedSchedule, rng: random.Random) -> Simulated:
     return _Free(costs, schedule, rng).run()

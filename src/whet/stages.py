@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whet.algos.recipes import build as build_algorithm
-from whet.config.footprint import out_of_memory
+from whet.config.memory_estimate import out_of_memory
 from whet.config.mixing import experts_per_step
 from whet.config.plan import plan as make_plan
 from whet.config.recipes import resolve
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Ended:
+class StageEnd:
     """What a stage leaves to the next one, beside the model."""
 
     version: int = 0
@@ -46,7 +46,7 @@ async def run_all(job: Job, start: Path | None, state: Json) -> None:
     state: the result of `checkpoint.read_state` for `start`.
     """
     first = state["stage"] if start else 0
-    timeline, ended = job.records.directory.timeline, Ended(exact=job.models.exact)
+    timeline, ended = job.records.directory.timeline, StageEnd(exact=job.models.exact)
     timeline.at = job.loaded.names[first], state["step"] if start else 0
     timeline.since(timeline.opened_ns, START_UP, STEPS)
     try:
@@ -59,7 +59,7 @@ async def run_all(job: Job, start: Path | None, state: Json) -> None:
         await job.close()
 
 
-async def run_stage(job: Job, index: int, before: Ended, *, start: Path | None, state: Json) -> Ended:
+async def run_stage(job: Job, index: int, before: StageEnd, *, start: Path | None, state: Json) -> StageEnd:
     """One stage, from its beginning or from a checkpoint; its models and optimizers end with it."""
     try:
         return await _run_stage(job, index, before, start=start, state=state)
@@ -70,7 +70,7 @@ async def run_stage(job: Job, index: int, before: Ended, *, start: Path | None, 
         raise WhetError(out_of_memory(job.plans[index], name, str(error))) from error
 
 
-async def _run_stage(job: Job, index: int, before: Ended, *, start: Path | None, state: Json) -> Ended:
+async def _run_stage(job: Job, index: int, before: StageEnd, *, start: Path | None, state: Json) -> StageEnd:
     timeline, done = job.records.directory.timeline, None
     timeline.at = job.loaded.names[index], state["step"] if start else 0
     with timeline.span(OPEN_STAGE, STEPS):
@@ -99,7 +99,7 @@ async def _run_stage(job: Job, index: int, before: Ended, *, start: Path | None,
             ranks.close()
     if stage.context.cfg.checkpoint.export and not job.records.stop.requested:
         stage.recorder.export(stage.context.plan.steps, final=True)
-    return Ended(learner.version, learner.exact)
+    return StageEnd(learner.version, learner.exact)
 
 
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "not enough memory")
@@ -151,7 +151,7 @@ def begin(job: Job, index: int) -> Begun:
     return Begun(Context(cfg, plan, name, index, algorithm, monitor, records.stop), tasks, held_out)
 
 
-def open_stage(job: Job, index: int, before: Ended) -> tuple[Stage, Profiler]:
+def open_stage(job: Job, index: int, before: StageEnd) -> tuple[Stage, Profiler]:
     """The four parts of a stage. The policy starts from what the stage before left in the model."""
     begun = begin(job, index)
     context, models, records = begun.context, job.models, job.records

@@ -17,7 +17,7 @@ from whet.config.resuming import Change, longer, taken
 from whet.config.schema import Config
 from whet.config.secrets import for_people
 from whet.storage.manifests import place_of
-from whet.track import places
+from whet.track import run_paths
 from whet.track.files import reading
 from whet.types import CheckpointError, Json
 
@@ -62,7 +62,7 @@ def find_start(loaded: Loaded, run_dir: Path) -> tuple[Path, Json] | None:
     if resume == "auto":
         return checkpoint.newest_whole(saved)
     if resume in ("never", "fresh"):
-        if places.holds_run(loaded.config):
+        if run_paths.holds_run(loaded.config):
             raise CheckpointError(
                 f"{run_dir} already holds a run and checkpoint.resume=never; give another run_dir, or "
                 "checkpoint.resume=fresh, which moves that run aside"
@@ -80,7 +80,7 @@ def find_start(loaded: Loaded, run_dir: Path) -> tuple[Path, Json] | None:
 def may_go_on(cfg: Config) -> bool:
     """Whether there is a checkpoint to resume from."""
     resume = cfg.checkpoint.resume
-    return resume not in RESUME or (resume == "auto" and bool(checkpoint.all_in(places.checkpoints(cfg))))
+    return resume not in RESUME or (resume == "auto" and bool(checkpoint.all_in(run_paths.checkpoints(cfg))))
 
 
 def is_finished(loaded: Loaded, run_dir: Path, state: Json) -> bool:

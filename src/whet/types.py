@@ -104,7 +104,7 @@ class Request:
     """The request waits until the engine's weights are at least of this version. None: any version."""
 
 
-class Span(NamedTuple):
+class VersionSpan(NamedTuple):
     """The sampled tokens `start` to `end` (without the last) are of one version of the policy."""
 
     version: int
@@ -112,10 +112,10 @@ class Span(NamedTuple):
     end: int
 
 
-def spans_of(versions: Sequence[int]) -> tuple[Span, ...]:
+def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
     """Versions of single tokens as spans."""
     cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    return tuple(Span(versions[a], a, b) for a, b in pairwise(cuts) if b > a)
+    return tuple(VersionSpan(versions[a], a, b) for a, b in pairwise(cuts) if b > a)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class Completion:
     sample_logprobs: list[float] | None
     """log-prob under the distribution sampled from, after penalty and filters; 0 at temperature 0. None: the engine
     cannot tell them."""
-    spans: tuple[Span, ...]
+    spans: tuple[VersionSpan, ...]
     """Policy versions of the tokens: one span after the other, from the first token to the last."""
     finish_reason: FinishReason
 

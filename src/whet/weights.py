@@ -18,8 +18,8 @@ from whet.rollout.engine import RolloutEngine
 from whet.sync.exchange import Publisher, publisher_of
 from whet.sync.files import Files
 from whet.sync.weights import publish, sync
-from whet.training.cut import Cut
 from whet.training.engine import TrainEngine
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.ranks import RankGroup, Ranks
 from whet.types import Json
 
@@ -115,7 +115,9 @@ def open_weights(
         )
     sampler = models.sampler
     if models.sampler_on_ranks:
-        sampler = engine_of(models, context.cfg, "sampler", twin(models.model), ranks=ranks, cut=Cut())
+        sampler = engine_of(
+            models, context.cfg, "sampler", twin(models.model), ranks=ranks, cut=MicroBatchPolicy()
+        )
         sampler.beat = policy.beat
     return Weights(context, policy, models.engine, sampler, out)
 

@@ -25,14 +25,14 @@ from fuzz.case import Case
 from whet import checkpoint
 from whet.buffer.buffer import Buffer
 from whet.buffer.groups import encode
-from whet.config.schema import Data, Optimizer, Source
+from whet.config.schema import DataConfig, OptimizerConfig, SourceConfig
 from whet.data.tasks import TaskStream
 from whet.guard.ledger import Ledger
 from whet.models import kernels, tensor_files
 from whet.models.regions import Region
 from whet.models.tensor_files import Piece
 from whet.track.files import reading
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import Group, Rollout, Task
 
@@ -47,7 +47,11 @@ def engine() -> TorchEngine:
     from tiny import tiny_model
 
     out = TorchEngine(
-        tiny_model(layers=1), kernels.load("torch"), cut=Cut(), optimizer=Optimizer(lr=0.1), total_steps=4
+        tiny_model(layers=1),
+        kernels.load("torch"),
+        cut=MicroBatchPolicy(),
+        optimizer=OptimizerConfig(lr=0.1),
+        total_steps=4,
     )
     generator = torch.Generator().manual_seed(0)
     for p in out.module.parameters():
@@ -59,10 +63,10 @@ def engine() -> TorchEngine:
 def stream() -> TaskStream:
     from fuzz.readers import tokenizer
 
-    source = Source(path=str(ROOT / "tests/data/words.jsonl"), name="words")
+    source = SourceConfig(path=str(ROOT / "tests/data/words.jsonl"), name="words")
     return TaskStream(
         [source],
-        Data(train=(source,), max_prompt_tokens=1000),
+        DataConfig(train=(source,), max_prompt_tokens=1000),
         tokenizer=tokenizer(),
         seed=0,
         max_response_tokens=9,

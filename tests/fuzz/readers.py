@@ -21,8 +21,8 @@ from fuzz.case import Case, Fuzzer
 from fuzz.mutate import as_json, changed, containers, damaged
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import Data, Model, Source
-from whet.config.schema import Tokenizer as TokenizerConfig
+from whet.config.schema import DataConfig, ModelConfig, SourceConfig
+from whet.config.schema import TokenizerConfig as TokenizerConfig
 from whet.data.chat import encode_prompt, render
 from whet.data.tasks import TaskStream
 from whet.data.tokenizer import load_tokenizer
@@ -174,10 +174,10 @@ def _table(kind: str, made: list[Any]) -> bytes:
 
 
 def _read_data(folder: Path) -> object:
-    source = Source(path=str(next(folder.iterdir())), name="data")
+    source = SourceConfig(path=str(next(folder.iterdir())), name="data")
     stream = TaskStream(
         [source],
-        Data(train=(source,), max_prompt_tokens=100_000),
+        DataConfig(train=(source,), max_prompt_tokens=100_000),
         tokenizer=tokenizer(),
         seed=0,
         max_response_tokens=100_000,
@@ -263,7 +263,7 @@ def _read_model(folder: Path) -> object:
     text = "abc" + "a" * 40 + "b"
     encode_prompt(found, (Message("user", text),)) if found.chat_template else encode_prompt(found, text)
     return build(
-        Model(path=str(folder)),
+        ModelConfig(path=str(folder)),
         vocab_size=len(found),
         eos_token_id=1,
         pad_token_id=0,

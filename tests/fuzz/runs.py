@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 
 from fuzz.case import Case
 from fuzz.mutate import as_json, changed, damaged
-from whet.config.schema import Lora, RewardModel
+from whet.config.schema import LoraConfig, RewardModelConfig
 from whet.models.lora import adapted, attach, export_adapter
 from whet.rewards.model import ModelReward
-from whet.track import costs, curve, history, show, spent
+from whet.track import costs, curve, history, show, time_report
 from whet.track.timeline import SAMPLING, STEPS, Timeline
 from whet.types import WhetError
 
@@ -104,7 +104,7 @@ def read_run(folder: Path) -> object:
         lambda: show.summary(folder),
         lambda: show.report(folder),
         lambda: show.rollouts(folder, 1, tokens=True),
-        lambda: spent.show(folder),
+        lambda: time_report.show(folder),
         lambda: costs.measured(folder, "grpo", slots=2),
         lambda: curve.series(folder),
         lambda: history.since_last_start(folder, {}),
@@ -121,7 +121,7 @@ def read_run(folder: Path) -> object:
 
 # ---------------------------------------------------------------- adapters
 
-LORA = Lora(rank=4, alpha=8.0)
+LORA = LoraConfig(rank=4, alpha=8.0)
 
 
 @cache
@@ -171,6 +171,6 @@ def make_judge(random: Random, damage: Damage) -> Case:
 def read_judge(folder: Path) -> object:
     from test_reward_model import rollout
 
-    reward = ModelReward("rm", RewardModel(path=str(folder)), device="cpu")
+    reward = ModelReward("rm", RewardModelConfig(path=str(folder)), device="cpu")
     reward.load()
     return reward.score(rollout("1+2=", "3"))

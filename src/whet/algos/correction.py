@@ -16,7 +16,7 @@ from torch import Tensor
 
 from whet.algos.segments import need, sampled_logp_N, sampled_R
 from whet.batch import Batch
-from whet.config.schema import Correction, Reject
+from whet.config.schema import CorrectionConfig, RejectConfig
 from whet.types import Metrics
 
 Weigh = Callable[[Batch, Tensor], tuple[Tensor, Tensor | None]]
@@ -24,7 +24,7 @@ Weigh = Callable[[Batch, Tensor], tuple[Tensor, Tensor | None]]
 
 
 def correct(
-    batch: Batch, version: int, *, cfg: Correction, weigh: Weigh | None = None
+    batch: Batch, version: int, *, cfg: CorrectionConfig, weigh: Weigh | None = None
 ) -> tuple[Batch, Metrics]:
     """The batch with `correction_N`, and what it did; `version`: of the policy that is about to be trained.
 
@@ -46,7 +46,7 @@ def correct(
     return replace(batch, correction_N=weight_N.to(sampled_logp_N(batch).dtype)), stats
 
 
-def is_on(cfg: Correction) -> bool:
+def is_on(cfg: CorrectionConfig) -> bool:
     return cfg.weight is not None or bool(cfg.reject) or cfg.staleness_decay != 1.0
 
 
@@ -114,7 +114,7 @@ def mean_weight(batch: Batch, weight_N: Tensor, *, over_rollouts: bool) -> Tenso
     return mean_R.sum() / (tokens_R > 0).sum().clamp(min=1)
 
 
-def passes(batch: Batch, log_N: Tensor, tests: tuple[Reject, ...]) -> Tensor:
+def passes(batch: Batch, log_N: Tensor, tests: tuple[RejectConfig, ...]) -> Tensor:
     """[N] bool: the tokens that pass every test."""
     keep_N = torch.ones_like(batch.mask_N)
     for test in tests:
@@ -122,7 +122,7 @@ def passes(batch: Batch, log_N: Tensor, tests: tuple[Reject, ...]) -> Tensor:
     return keep_N
 
 
-def _passes(batch: Batch, log_N: Tensor, test: Reject) -> Tensor:
+def _passes(batch: Batch, log_N: Tensor, test: RejectConfig) -> Tensor:
     """A ratio is compared by its logarithm: sums and means of it are those of a product and a geometric mean."""
     value_N, bounds = _statistic(log_N, test)
     if test.over in ("token", "max"):
@@ -136,7 +136,7 @@ def _passes(batch: Batch, log_N: Tensor, test: Reject) -> Tensor:
     return _inside(value_R, *bounds)[batch.rollout_N]
 
 
-def _statistic(log_N: Tensor, test: Reject) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+def _statistic(log_N: Tensor, test: RejectConfig) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
     low, high = (None if x is None else log_N.new_tensor(x) for x in (test.low, test.high))
     if test.statistic == "k2":
         return log_N.square() / 2, (low, high)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whet.algos.segments import need
 from whet.batch import Batch, Loss, LossFn, Outputs, select
-from whet.config.parts.mix import Mix
+from whet.config.sections.mix import MixConfig
 
 
 def sft(batch: Batch, out: Outputs) -> Loss:
@@ -91,7 +91,7 @@ def mixed_weights(batch: Batch, *, weights: Callable[[Batch], Tensor], mu: float
     return (1 - mu) * weights(own(batch)) + mu * weights(_masked(batch, expert_R))
 
 
-def mu_at(mix: Mix, step: int) -> float:
+def mu_at(mix: MixConfig, step: int) -> float:
     """The demonstrations' weight in a step (the first is 1): linear from 0 to mu, then a cosine down to mu_valley.
 
     arXiv:2508.11408. mu_warmup_steps = 0: mu from the start; mu_valley = None: it stays there.

@@ -9,14 +9,14 @@ from statistics import pstdev, stdev
 
 import numpy as np
 
-from whet.config.parts.groups import Groups
+from whet.config.sections.groups import GroupsConfig
 from whet.types import Group, Rollout
 
 Dropped = dict[str, int]
 """Rollouts that were dropped from their group, by reason."""
 
 
-def refine(group: Group, cfg: Groups) -> tuple[Group, Dropped]:
+def refine(group: Group, cfg: GroupsConfig) -> tuple[Group, Dropped]:
     """The group for training, and the number of rollouts dropped from it. All rollouts must have been scored."""
     if cfg.truncated == "zero":
         group = replace(group, rollouts=tuple(_zero_unfinished(r) for r in group.rollouts))
@@ -31,7 +31,7 @@ def refine(group: Group, cfg: Groups) -> tuple[Group, Dropped]:
 
 
 def uninformative(
-    group: Group, cfg: Groups, *, drop_uniform: bool, weights: Mapping[str, float]
+    group: Group, cfg: GroupsConfig, *, drop_uniform: bool, weights: Mapping[str, float]
 ) -> str | None:
     """Why a group is dropped, or None: rewards too close (`flat`) or all equal (`uniform`).
 
@@ -56,7 +56,7 @@ def deviation(rewards: Sequence[float], *, ddof: int) -> float:
 Rule = Callable[[Sequence[Rollout]], tuple[Rollout, ...]]
 
 
-def _rules(cfg: Groups) -> list[tuple[str, Rule]]:
+def _rules(cfg: GroupsConfig) -> list[tuple[str, Rule]]:
     """The rules that drop rollouts of a group, in order, by the reason for the ledger."""
     rules: list[tuple[str, Rule]] = []
     if cfg.truncated == "drop":

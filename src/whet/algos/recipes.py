@@ -85,7 +85,7 @@ class Algorithm:
     """`weight_N` for the critic."""
 
 
-def build(cfg: schema.Algorithm, *, critic: schema.Critic, max_tokens: int) -> Algorithm:
+def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_tokens: int) -> Algorithm:
     """The algorithm that a config names; max_tokens: longest reply, Dr. GRPO's constant if none is given."""
     r = resolve(cfg)
     advantage = find(ADVANTAGES, r.advantage, what="advantage")
@@ -315,7 +315,7 @@ def _weights(r: Resolved, batch: Batch, step: int, *, norm_tokens: int) -> Tenso
     return mixed_weights(counted, weights=plain, mu=mu_at(r.mix, step)) if r.mix else plain(counted)
 
 
-def _next_kl_coef(kl: schema.RewardKl, batch: Batch, coef: float) -> float:
+def _next_kl_coef(kl: schema.RewardKlConfig, batch: Batch, coef: float) -> float:
     """The adaptive controller, or the same weight again."""
     if kl.target is None:
         return coef

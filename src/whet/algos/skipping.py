@@ -16,7 +16,7 @@ from whet.algos.segments import need, sampled_R
 from whet.batch import Batch
 from whet.config.functions import LOSSES, Skips
 from whet.config.recipes import Resolved
-from whet.config.schema import Train
+from whet.config.schema import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Skipping:
     """Reasons why rollouts without an effect on the gradient are read, or might be. Empty: none."""
 
 
-def skipping(r: Resolved, train: Train) -> Skipping:
+def skipping(r: Resolved, train: TrainConfig) -> Skipping:
     """The rollouts that a stage may skip."""
     if r.kind != "online" or not train.skip_zero_weight:
         return Skipping()
@@ -45,7 +45,7 @@ def skipping(r: Resolved, train: Train) -> Skipping:
     return Skipping(skips=skips, before_models=not _asks_first(r), why="; ".join(whys))
 
 
-def _reads_all(r: Resolved, train: Train) -> str:
+def _reads_all(r: Resolved, train: TrainConfig) -> str:
     """Parts of the algorithm that read several rollouts at once, or may."""
     if r.loss not in LOSSES:
         return f"the loss {r.loss} may read it"

@@ -36,7 +36,7 @@ def as_it_is(group: Group) -> tuple[Group, dict[str, int]]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class InFlightTask:
     """A task whose rollouts are in flight."""
 
     task: Task
@@ -79,7 +79,7 @@ class Buffer:
         self.dropped = 0
         """Groups that copies will stand for."""
         self.waiting: list[Group] = []
-        self.under_way: dict[int, Asked] = {}
+        self.under_way: dict[int, InFlightTask] = {}
         """By task uid."""
         self.played: dict[int, Group] = {}
         """Groups that wait or are in training, by task uid, with the rollouts that `refine` left out."""
@@ -165,7 +165,7 @@ class Buffer:
 
     def asked(self, tasks: Iterable[Task], version: int) -> None:
         """The tasks for which there was room, and the policy version that they are requested of."""
-        self.under_way |= {task.uid: Asked(task, version) for task in tasks}
+        self.under_way |= {task.uid: InFlightTask(task, version) for task in tasks}
 
     async def put(self, groups: Sequence[Group], asked: int) -> None:
         """Keep the groups that can be trained on; the others are booked with their reason and free their room."""

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from whet.buffer.logs import News, Transaction
+from whet.buffer.logs import LogTail, Transaction
 from whet.track.files import file_error, lock, lock_opened, sync_path, write_bytes
 from whet.types import Json, WhetError
 
@@ -140,10 +140,10 @@ class _FilesTurn:
             os.ftruncate(self._file, self._size + at)
         self._size += at
 
-    def news(self, seen: int) -> News:
+    def news(self, seen: int) -> LogTail:
         if self._same:
-            return News(None, self._fresh)
-        return News(self._snapshot() if self._at else None, self._fresh)
+            return LogTail(None, self._fresh)
+        return LogTail(self._snapshot() if self._at else None, self._fresh)
 
     def _snapshot(self) -> Json:
         path = self._folder / f"snapshot-{self._at}.json"

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from whet.types import Json
 
 
-class News(NamedTuple):
+class LogTail(NamedTuple):
     """What a log holds after the number that was seen last."""
 
     snapshot: Json | None
@@ -23,7 +23,7 @@ class Transaction(Protocol):
     newest: int
     """Number of the last command or snapshot; 0: there is none."""
 
-    def news(self, seen: int) -> News:
+    def news(self, seen: int) -> LogTail:
         """What came after number `seen`. A new snapshot is news to everybody."""
 
     def append(self, command: Json) -> None: ...
@@ -69,8 +69,8 @@ class MemoryLog:
     def close(self) -> None:
         self._groups.clear()
 
-    def news(self, seen: int) -> News:
-        return News(None, [])
+    def news(self, seen: int) -> LogTail:
+        return LogTail(None, [])
 
     def append(self, command: Json) -> None:
         self.newest += 1

@@ -1,6 +1,6 @@
 """How much a replayed group is worth seeing again. Formulas as in Trinity-RFT's replay buffer.
 
-A priority function is asked when a group comes in, and each time it may come back. It gets an `Entry` and, by name,
+A priority function is asked when a group comes in, and each time it may come back. It gets an `ReplayEntry` and, by name,
 what its signature asks for of:
 
     noise       a standard normal number that belongs to this group and this use
@@ -20,7 +20,7 @@ from whet.types import ConfigError, Group
 
 
 @dataclass(slots=True)
-class Entry:
+class ReplayEntry:
     """A group in replay."""
 
     group: Group
@@ -36,13 +36,13 @@ class Entry:
 Priority = Callable[..., float | None]
 
 
-def linear_decay(entry: Entry, *, decay: float) -> float:
+def linear_decay(entry: ReplayEntry, *, decay: float) -> float:
     """Version less `decay` per use: new and seldom used groups first. A group always comes back."""
     return entry.version - decay * entry.uses
 
 
 def linear_decay_use_count_control_randomization(
-    entry: Entry, *, decay: float, use_limit: int | None, sigma: float, noise: float
+    entry: ReplayEntry, *, decay: float, use_limit: int | None, sigma: float, noise: float
 ) -> float | None:
     """`linear_decay` plus normal noise of standard deviation `sigma`; a group comes back until it was used
     `use_limit` times (None: always)."""
@@ -57,7 +57,7 @@ PRIORITIES: dict[str, Priority] = {
 }
 
 
-def priority(name: str, settings: Mapping[str, float | None]) -> Callable[[Entry, float], float | None]:
+def priority(name: str, settings: Mapping[str, float | None]) -> Callable[[ReplayEntry, float], float | None]:
     """(entry, noise) -> priority, with those of the settings bound that the function names.
 
     name: a key of PRIORITIES or 'package.module:function'. Raises ConfigError if it names something unknown.
@@ -71,7 +71,7 @@ def priority(name: str, settings: Mapping[str, float | None]) -> Callable[[Entry
         )
     bound = {n: settings[n] for n in named if n in settings}
 
-    def ranked(entry: Entry, noise: float) -> float | None:
+    def ranked(entry: ReplayEntry, noise: float) -> float | None:
         return function(entry, **bound, **({"noise": noise} if "noise" in named else {}))
 
     return ranked

@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 from whet import seeds
 from whet.buffer.groups import encode, oldest_version, restored
-from whet.buffer.priority import Entry
+from whet.buffer.priority import ReplayEntry
 from whet.types import Group, Json, WhetError
 
 
@@ -39,7 +39,7 @@ class Replay:
         self,
         *,
         capacity: int,
-        priority: Callable[[Entry, float], float | None],
+        priority: Callable[[ReplayEntry, float], float | None],
         cooldown_steps: int | None,
         cooldown_s: float | None = None,
         max_staleness: int | None,
@@ -61,11 +61,11 @@ class Replay:
         self._priority, self._seed, self.clock = priority, seed, clock
         self._queue: list[tuple[float, int]] = []
         """(priority, -serial), sorted: the last is drawn next, the older of two equals first."""
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, ReplayEntry] = {}
         """serial: what is in the queue."""
-        self._fresh: dict[int, Entry] = {}
+        self._fresh: dict[int, ReplayEntry] = {}
         """Those of them that nobody trained on yet."""
-        self._resting: dict[float, list[Entry]] = {}
+        self._resting: dict[float, list[ReplayEntry]] = {}
         """Step (or second) from which they may come back: entries, in the order they were drawn."""
         self._versions: Counter[tuple[bool, int]] = Counter()
         """(fresh, version) of what is in the queue."""
@@ -159,11 +159,11 @@ class Replay:
             return 0 <= of < version - self.fresh_staleness  # -1: nothing of it was sampled
         return self.max_staleness is not None and of < version - self.max_staleness
 
-    def _new(self, group: Group, *, uses: int) -> Entry:
+    def _new(self, group: Group, *, uses: int) -> ReplayEntry:
         self._serial += 1
-        return Entry(group, oldest_version(group), uses, self._serial)
+        return ReplayEntry(group, oldest_version(group), uses, self._serial)
 
-    def _enter(self, entry: Entry) -> None:
+    def _enter(self, entry: ReplayEntry) -> None:
         found = self._priority(entry, self._noise(entry))
         if found is None:
             self._leave(entry, "unwanted")
@@ -182,7 +182,7 @@ class Replay:
         insort(self._queue, (entry.priority, -entry.serial))
         self._hold(entry)
 
-    def _hold(self, entry: Entry) -> None:
+    def _hold(self, entry: ReplayEntry) -> None:
         self._entries[entry.serial] = entry
         self._versions[entry.uses == 0, entry.version] += 1
         if entry.uses == 0:
@@ -193,7 +193,7 @@ class Replay:
         lowest = self._queue[0][0]
         self._leave(self._remove(bisect_right(self._queue, (lowest, 0)) - 1), "outranked")
 
-    def _remove(self, at: int) -> Entry:
+    def _remove(self, at: int) -> ReplayEntry:
         entry = self._entries.pop(-self._queue.pop(at)[1])
         kind = self._fresh.pop(entry.serial, None) is not None, entry.version
         self._versions[kind] -= 1
@@ -201,17 +201,17 @@ class Replay:
             del self._versions[kind]
         return entry
 
-    def _rest(self, entry: Entry, step: int) -> None:
+    def _rest(self, entry: ReplayEntry, step: int) -> None:
         if self.cooldown_s is not None:
             self._resting.setdefault(self.clock() + self.cooldown_s, []).append(entry)
         elif self.cooldown_steps is not None:
             self._resting.setdefault(step + self.cooldown_steps, []).append(entry)
 
-    def _leave(self, entry: Entry, reason: str) -> None:
+    def _leave(self, entry: ReplayEntry, reason: str) -> None:
         if entry.uses == 0:
             self._left.append((reason, entry.group))
 
-    def _noise(self, entry: Entry) -> float:
+    def _noise(self, entry: ReplayEntry) -> float:
         """Standard normal, by Box and Muller."""
         stream = seeds.key(self._seed, "replay", entry.group.task.uid, entry.uses)
         u, v = seeds.uniforms(stream, 0, 2)
@@ -237,11 +237,11 @@ class Replay:
             self._evict()
 
 
-def _entry_to_json(entry: Entry) -> Json:
+def _entry_to_json(entry: ReplayEntry) -> Json:
     numbers = [entry.version, entry.uses, entry.serial, entry.priority]
     return {"numbers": numbers, "group": encode(entry.group)}
 
 
-def _entry_from_json(value: Json) -> Entry:
+def _entry_from_json(value: Json) -> ReplayEntry:
     version, uses, serial, priority = value["numbers"]
-    return Entry(restored(value["group"]), version, uses, serial, priority)
+    return ReplayEntry(restored(value["group"]), version, uses, serial, priority)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from whet.buffer.logs import News, Transaction
+from whet.buffer.logs import LogTail, Transaction
 from whet.types import Json, WhetError
 
 BUSY_S = 60
@@ -97,14 +97,14 @@ class _SqlTurn:
     def _sql(self, query: str, *params: Any) -> Any:
         return self._db.execute(query.replace("?", self._mark), params)
 
-    def news(self, seen: int) -> News:
+    def news(self, seen: int) -> LogTail:
         snapshot = None
         if seen < self._at:
             text = self._sql("select state from whet_queues where queue = ?", self._queue).fetchone()[0]
             snapshot, seen = json.loads(text), self._at
         query = "select command from whet_log where queue = ? and number > ? order by number"
         commands = [json.loads(text) for (text,) in self._sql(query, self._queue, seen)]
-        return News(snapshot, commands)
+        return LogTail(snapshot, commands)
 
     def append(self, command: Json) -> None:
         self.newest += 1

@@ -8,7 +8,7 @@ worth, trains, and says `done` once a checkpoint holds the step. Any of them may
 - a step that was taken and is not done is given to the next trainer again, the same groups in the same order;
 - `asked = trained + rejected + failed + pending` holds in the store, over all processes (`check`).
 
-How: `Places` (places.py) is one state machine; a `Log` keeps its commands in one order and the groups beside them. Each
+How: `QueueState` (queue_state.py) is one state machine; a `Log` keeps its commands in one order and the groups beside them. Each
 process applies the commands it has not seen, then its own. A command and its groups are written whole or not at all.
 
     url                                    where                              for
@@ -34,7 +34,7 @@ from typing import TypeVar
 
 from whet.buffer.groups import checked, encode, oldest_version, restored
 from whet.buffer.logs import Log, MemoryLog, Transaction
-from whet.buffer.places import ORDERS, Order, Places, Put
+from whet.buffer.queue_state import ORDERS, Order, Put, QueueState
 from whet.config.secrets import masked_url
 from whet.types import ConfigError, Group, Json, WhetError
 
@@ -68,7 +68,7 @@ class Store:
     def __init__(self, log: Log, *, order: Order, clock: Callable[[], float] = time.time) -> None:
         self._log, self._clock = log, clock
         self._lock = threading.Lock()
-        self._places: Places | None = None
+        self._places: QueueState | None = None
         self._seen, self._since_snapshot = 0, 0
         self._order: Order = order
         with self._lock:
@@ -158,7 +158,7 @@ class Store:
         return int(self._do("end", {"delivery": delivery, "ends": [list(end) for end in ends]}))
 
     def _groups(self, command: Json) -> list[Group] | None:
-        def act(places: Places, turn: Transaction) -> list[tuple[int, int, bytes | None]] | None:
+        def act(places: QueueState, turn: Transaction) -> list[tuple[int, int, bytes | None]] | None:
             uids = self._write(places, turn, command)
             if uids is None:
                 return None
@@ -213,13 +213,13 @@ class Store:
 
     def check(self) -> None:
         """WhetError unless every requested rollout is accounted for."""
-        self._look(Places.check)
+        self._look(QueueState.check)
 
     def state(self) -> Json:
         """Everything as JSON, groups as bytes: for the checkpoint of a store that is not durable, or to move a queue
         elsewhere."""
 
-        def act(places: Places, turn: Transaction) -> Json:
+        def act(places: QueueState, turn: Transaction) -> Json:
             uids = [u for u, p in places.open.items() if p.state != "asked"]
             found = [(u, places.open[u].checksum, data) for u, data in zip(uids, turn.fetch(uids))]
             groups = [[u, encode(checked(d, uid=u, checksum=c, where=self._log.where))] for u, c, d in found]
@@ -232,8 +232,8 @@ class Store:
         """Make the queue what `state` says, whatever it was."""
         groups = [(uid, encode(restored(group))) for uid, group in state["groups"]]
 
-        def act(places: Places, turn: Transaction) -> None:
-            new = self._same_order(Places.from_state(state["places"]))
+        def act(places: QueueState, turn: Transaction) -> None:
+            new = self._same_order(QueueState.from_state(state["places"]))
             turn.drop(list(places.open))
             for uid, data in groups:
                 new.open[uid].checksum = zlib.crc32(data)
@@ -256,11 +256,11 @@ class Store:
         with self._lock:
             return self._run(lambda places, turn: self._write(places, turn, {"op": op, **given}, data))
 
-    def _look(self, read: Callable[[Places], T]) -> T:
+    def _look(self, read: Callable[[QueueState], T]) -> T:
         with self._lock:
             return self._run(lambda places, turn: read(places))
 
-    def _run(self, act: Callable[[Places, Transaction], T]) -> T:
+    def _run(self, act: Callable[[QueueState, Transaction], T]) -> T:
         """One turn. If it fails, what this process knows is forgotten and read again: the log is the truth."""
         try:
             with self._log.turn() as turn:
@@ -270,16 +270,16 @@ class Store:
                 self._places, self._seen = None, 0
             raise
 
-    def _caught_up(self, turn: Transaction) -> Places:
+    def _caught_up(self, turn: Transaction) -> QueueState:
         if turn.newest < self._seen:
             raise WhetError(
                 f"{self._log.where} was emptied or replaced while it was in use; restart the run's processes"
             )
         news = turn.news(self._seen)
         if news.snapshot is not None:
-            self._places, self._since_snapshot = self._same_order(Places.from_state(news.snapshot)), 0
+            self._places, self._since_snapshot = self._same_order(QueueState.from_state(news.snapshot)), 0
         elif self._places is None:
-            self._places = Places(self._order)
+            self._places = QueueState(self._order)
             turn.snapshot(self._places.state())
         for command in news.commands:
             self._places.apply(command)
@@ -288,7 +288,7 @@ class Store:
         self._since_snapshot += len(news.commands)
         return self._places
 
-    def _write(self, places: Places, turn: Transaction, command: Json, data: Data = ()) -> Json:
+    def _write(self, places: QueueState, turn: Transaction, command: Json, data: Data = ()) -> Json:
         """Apply a command and keep it. One that changed nothing leaves no trace. `data` is of the puts, in order."""
         before = places.edits
         out = places.apply(command)
@@ -307,7 +307,7 @@ class Store:
         self._seen = turn.newest
         return out
 
-    def _same_order(self, places: Places) -> Places:
+    def _same_order(self, places: QueueState) -> QueueState:
         if places.order != self._order:
             raise WhetError(
                 f"{self._log.where} was created with buffer.order={places.order}, but this process has {self._order}; "

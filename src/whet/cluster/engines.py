@@ -39,16 +39,16 @@ from whet.cluster.nodes import (
 )
 from whet.config.checks_sync import content_of
 from whet.config.plan import Plan
-from whet.config.schema import Config, Lora
+from whet.config.schema import Config, LoraConfig
 from whet.guard import stacks
 from whet.guard.imports import import_all
 from whet.guard.processes import die_with, process
 from whet.guard.watch import Watch
 from whet.job import decoder_of, end_tokens
 from whet.models import kernels
-from whet.models.exact import self_test
 from whet.models.forward import decoder
 from whet.models.load import empty
+from whet.models.logprob_parity import self_test
 from whet.models.lora import attach
 from whet.rollout.engine import PARTS, Capabilities, Health, OnTokens, Part, WeightUpdate
 from whet.rollout.native.engine import NativeEngine
@@ -94,7 +94,7 @@ class Spec:
     """Ray's name for the machine of the driver."""
     driver: tuple[int, int]
     """The driver's process: see `process`."""
-    lora: Lora | None
+    lora: LoraConfig | None
     """Its adapters, where weights come without them merged."""
     stacks: str | None
     """Where processes on the driver's machine write their stacks when one of them hangs."""
@@ -103,7 +103,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Hello:
+class EngineHandshake:
     """A replica's description of itself."""
 
     process: tuple[int, int]
@@ -161,8 +161,10 @@ class EngineActor:
             put=ray.put,
         )
 
-    async def hello(self) -> Hello:
-        return Hello(process(os.getpid()), node_id(), computes(self.ops), self.exact, self.engine.can)
+    async def hello(self) -> EngineHandshake:
+        return EngineHandshake(
+            process(os.getpid()), node_id(), computes(self.ops), self.exact, self.engine.can
+        )
 
     async def generate(self, request: Request) -> tuple[Completion, Told]:
         heard_ns = clock()
@@ -256,7 +258,7 @@ def _processor() -> str:
 class RayEngine:
     """A `RolloutEngine` in an actor."""
 
-    def __init__(self, actor: Any, hello: Hello, *, version: int) -> None:
+    def __init__(self, actor: Any, hello: EngineHandshake, *, version: int) -> None:
         self.actor, self.hello, self.version = actor, hello, version
         self.label = f"engine process {hello.process[0]} on node {hello.node[:8]}"
         self.held: Manifest | None = None
@@ -445,7 +447,7 @@ UNLOADED = -1
 """Version of replicas that have no weights yet."""
 
 
-def agree(hellos: Sequence[Hello], own: tuple[str, ...]) -> bool:
+def agree(hellos: Sequence[EngineHandshake], own: tuple[str, ...]) -> bool:
     """Whether all replicas compute exactly as this process; they do so only with equal kernels and processors."""
     for hello in hellos:
         if hello.computes != own:
@@ -501,7 +503,7 @@ async def start_replica(
     return Replica(name, engine, end=end)
 
 
-async def _up(name: str, spec: Spec, *, group: PlacementGroup, bundle: int) -> tuple[Any, Hello]:
+async def _up(name: str, spec: Spec, *, group: PlacementGroup, bundle: int) -> tuple[Any, EngineHandshake]:
     """The actor, and what it says of itself."""
     placed = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     needs = group.bundle_specs[bundle]
@@ -527,7 +529,7 @@ async def _up(name: str, spec: Spec, *, group: PlacementGroup, bundle: int) -> t
         raise ConfigError(f"{name} could not start: {str(error).strip()[-2000:]}") from None
 
 
-def _blank(lora: Lora | None) -> Lora | None:
+def _blank(lora: LoraConfig | None) -> LoraConfig | None:
     """The same adapters, begun in the quickest way: what they hold comes with the weights."""
     return lora and lora.model_copy(update={"init": "default", "path": None})
 

@@ -18,8 +18,8 @@ from typing import Any
 from whet.cluster.lines import Far
 from whet.cluster.nodes import place
 from whet.config.load import Loaded
-from whet.config.parts.cluster import Cluster
 from whet.config.schema import Config
+from whet.config.sections.cluster import ClusterConfig
 from whet.guard.hangs import Seen
 from whet.guard.line import Line, Lines, end, how_it_ended
 from whet.guard.watch import START
@@ -153,7 +153,7 @@ def explorer_of(loaded: Loaded, name: str) -> Loaded:
             "buffer": buffer,
             "rollout": rollout,
             "track": track,
-            "cluster": Cluster(),
+            "cluster": ClusterConfig(),
         }
         return cfg.model_copy(update=update)
 

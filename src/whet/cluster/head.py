@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 NAME = "gcs_server"
 
 
-class Head:
+class HeadNode:
     """Watches it in a thread, until it is left."""
 
     def __init__(self, who: tuple[int, int], lost: Callable[[str], object]) -> None:
@@ -45,11 +45,11 @@ class Head:
                 return
 
 
-def watched() -> Head | None:
+def watched() -> HeadNode | None:
     """The head among the processes that this one has started."""
     for child in psutil.Process().children():
         if child.name() == NAME and process(child.pid)[1]:
-            return Head(process(child.pid), give_up)
+            return HeadNode(process(child.pid), give_up)
     return None
 
 

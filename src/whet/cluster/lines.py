@@ -53,7 +53,7 @@ class Where:
     process: tuple[int, int]
 
 
-class Host:
+class RemoteEnd:
     """The far end of a `RayLine`, beside the process."""
 
     def __init__(
@@ -296,7 +296,7 @@ class Far:
         }
         driver = process(os.getpid())
         remote: Any = ray.remote
-        host = remote(max_restarts=0, concurrency_groups={"hear": 1, "watch": 1})(Host)
+        host = remote(max_restarts=0, concurrency_groups={"hear": 1, "watch": 1})(RemoteEnd)
         return host.options(**options).remote(
             self.module,
             number,

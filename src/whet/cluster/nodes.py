@@ -36,7 +36,7 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 END_S = 2.0
 """How long a process that Ray has told to end may take."""
 
-_own_head: list[head.Head | None] = []
+_own_head: list[head.HeadNode | None] = []
 """Of the cluster that was started here, if any."""
 
 

@@ -29,7 +29,7 @@ Bundle = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Part:
+class ClusterPart:
     """Processes of one kind."""
 
     asked: str
@@ -39,7 +39,7 @@ class Part:
     count: int
 
 
-def parts(loaded: Loaded, *, cuda: bool) -> list[Part]:
+def parts(loaded: Loaded, *, cuda: bool) -> list[ClusterPart]:
     """All that a run has in the cluster at the same time."""
     cfg = loaded.config
     c = cfg.cluster
@@ -53,14 +53,14 @@ def parts(loaded: Loaded, *, cuda: bool) -> list[Part]:
         if (stage.rewards, stage.reward_workers) not in sets:
             sets.append((stage.rewards, stage.reward_workers))
     found = [
-        Part(f"rollout.replicas={cfg.rollout.replicas}", engine, cfg.rollout.replicas),
-        Part(f"cluster.explorers={c.explorers}", engine, c.explorers),
+        ClusterPart(f"rollout.replicas={cfg.rollout.replicas}", engine, cfg.rollout.replicas),
+        ClusterPart(f"cluster.explorers={c.explorers}", engine, c.explorers),
         *(
-            Part(f"cluster.ranks: {count} ranks of the {name}", rank_bundle(cfg, cuda=cuda), count)
+            ClusterPart(f"cluster.ranks: {count} ranks of the {name}", rank_bundle(cfg, cuda=cuda), count)
             for name, count in most.items()
             if c.ranks
         ),
-        Part(
+        ClusterPart(
             f"cluster.reward_hosts={c.reward_hosts}",
             {"CPU": float(cfg.reward_workers.count)},
             c.reward_hosts * len(sets),
@@ -88,7 +88,7 @@ def enter(loaded: Loaded, planned: Sequence[Plan]) -> None:
     check_room(wanted, resources())
 
 
-def gpus_left(loaded: Loaded, wanted: Sequence[Part]) -> list[str] | None:
+def gpus_left(loaded: Loaded, wanted: Sequence[ClusterPart]) -> list[str] | None:
     """GPUs of this machine that the run's own process and its ranks leave to a cluster started here. None, and a
     warning: they are too few, so parts share GPUs."""
     c = loaded.config.cluster
@@ -111,7 +111,7 @@ def resources() -> list[Bundle]:
     return [dict(n["Resources"]) for n in ray.nodes() if n["Alive"]]
 
 
-def check_room(wanted: Sequence[Part], machines: Sequence[Bundle]) -> None:
+def check_room(wanted: Sequence[ClusterPart], machines: Sequence[Bundle]) -> None:
     """Raises ConfigError where the parts do not all fit on the machines together, each process on one machine."""
     free = [dict(m) for m in machines]
     largest_first = sorted(wanted, key=lambda p: (-p.bundle.get("GPU", 0.0), -p.bundle.get("CPU", 0.0)))
@@ -124,7 +124,9 @@ def check_room(wanted: Sequence[Part], machines: Sequence[Bundle]) -> None:
                 at[key] -= value
 
 
-def no_room(wanted: Sequence[Part], machines: Sequence[Bundle], *, part: Part, done: int) -> str:
+def no_room(
+    wanted: Sequence[ClusterPart], machines: Sequence[Bundle], *, part: ClusterPart, done: int
+) -> str:
     """The error text: the requested resources, the available ones, and the settings to change."""
     keys = sorted({key for p in wanted for key in p.bundle})
     asked = "; ".join(f"{p.asked}: {p.count} times {words(p.bundle)}" for p in wanted)

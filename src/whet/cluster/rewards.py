@@ -19,7 +19,7 @@ from whet.cluster.lines import Far
 from whet.cluster.nodes import place
 from whet.config.schema import Config
 from whet.guard import pulse
-from whet.guard.jail import Call, Result
+from whet.guard.jail import CallResult, RewardCall
 from whet.guard.line import Line, Lines, end, how_it_ended
 from whet.guard.nursery import Loader
 from whet.rewards import host
@@ -33,12 +33,12 @@ PATIENCE_S = 60.0
 
 @dataclass
 class _Asked:
-    calls: list[Call]
-    future: Future[list[Result]] = field(default_factory=Future)
+    calls: list[RewardCall]
+    future: Future[list[CallResult]] = field(default_factory=Future)
 
 
 @dataclass
-class _Host:
+class _RewardHost:
     line: Line
     pending: dict[int, _Asked] = field(default_factory=dict)
     state: Literal["lives", "coming", "lost"] = "lives"
@@ -55,7 +55,7 @@ class _Host:
         return list(pending.values())
 
 
-class Hosts:
+class RewardHosts:
     """Takes calls as `Jail` does."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Hosts:
         self._open_lines, self._start_s, self._restarts = open_lines, start_timeout_s, restarts
         self._patience_s = patience_s
         self._lines: Lines | None = None
-        self._hosts: list[_Host] = []
+        self._hosts: list[_RewardHost] = []
         self._waiting: list[_Asked] = []
         """What has no host until another one comes."""
         self._numbers = count()
@@ -96,11 +96,11 @@ class Hosts:
             line.connection.send_bytes(self._wanted)
         for number, line in enumerate(lines.lines):
             self._greet(line, number)
-            self._hosts.append(_Host(line))
+            self._hosts.append(_RewardHost(line))
         for number in range(len(self._hosts)):
             self._listen(number)
 
-    async def call_many(self, calls: Sequence[Call]) -> list[Result]:
+    async def call_many(self, calls: Sequence[RewardCall]) -> list[CallResult]:
         """The results of all calls, in order. WhetError if no host is left."""
         if not calls:
             return []
@@ -125,7 +125,7 @@ class Hosts:
 
     # -- inside
 
-    def _spread(self, calls: int) -> list[tuple[_Host | None, list[int]]]:
+    def _spread(self, calls: int) -> list[tuple[_RewardHost | None, list[int]]]:
         """Which host gets which calls: each the one that has least to do. None: whoever comes next."""
         if self._lines is None or self._closed:
             raise WhetError("the reward hosts are not open")
@@ -141,7 +141,7 @@ class Hosts:
             shares[least].append(at)
         return [(h, share) for h, share in zip(living, shares) if share]
 
-    def _ask(self, asked: _Asked, to: _Host | None) -> Future[list[Result]]:
+    def _ask(self, asked: _Asked, to: _RewardHost | None) -> Future[list[CallResult]]:
         if to is None:
             self._waiting.append(asked)
             return asked.future
@@ -157,7 +157,7 @@ class Hosts:
             target=self._hear, args=(number, at), name=f"whet-reward-host-{number}", daemon=True
         ).start()
 
-    def _hear(self, number: int, at: _Host) -> None:
+    def _hear(self, number: int, at: _RewardHost) -> None:
         why = f"sent no message for {self._patience_s:g} s"
         try:
             while at.line.connection.poll(self._patience_s):
@@ -172,19 +172,19 @@ class Hosts:
             why = how_it_ended(at.line)
         self._lost(number, at, why)
 
-    def _answered(self, at: _Host, key: int, results: list[Result]) -> None:
+    def _answered(self, at: _RewardHost, key: int, results: list[CallResult]) -> None:
         with self._lock:
             asked = at.pending.pop(key, None)
             if asked is not None and not asked.future.done():
                 asked.future.set_result(results)
 
-    def _refused(self, at: _Host, key: int, why: str) -> None:
+    def _refused(self, at: _RewardHost, key: int, why: str) -> None:
         with self._lock:
             asked = at.pending.pop(key, None)
             if asked is not None and not asked.future.done():
                 asked.future.set_exception(WhetError(why))
 
-    def _lost(self, number: int, at: _Host, why: str) -> None:
+    def _lost(self, number: int, at: _RewardHost, why: str) -> None:
         """What it had is asked of the others, or of who comes next."""
         with self._lock:
             if self._closed:
@@ -216,7 +216,7 @@ class Hosts:
                 f"cluster.restarts={self._restarts} times; see run.log for the causes"
             )
 
-    def _replaced(self, number: int, at: _Host) -> bool:
+    def _replaced(self, number: int, at: _RewardHost) -> bool:
         assert self._lines is not None
         try:
             line = self._lines.again(number)
@@ -226,7 +226,7 @@ class Hosts:
             log.warning("reward host %d could not be replaced: %s", number, error)
             return False
         with self._lock:
-            self._hosts[number] = _Host(line, restarts=at.restarts + 1)
+            self._hosts[number] = _RewardHost(line, restarts=at.restarts + 1)
             self._listen(number)
             self._again([])
         log.info("reward host %d is serving again", number)
@@ -253,7 +253,7 @@ class Hosts:
         self._waiting = []
 
 
-def hosts_of(cfg: Config) -> Callable[..., Hosts]:
+def hosts_of(cfg: Config) -> Callable[..., RewardHosts]:
     """What takes the place of `Jail` where rewards are judged in the cluster."""
     c = cfg.cluster
 
@@ -272,8 +272,8 @@ def hosts_of(cfg: Config) -> Callable[..., Hosts]:
             start_timeout_s=c.start_timeout_s,
         )
 
-    def made(functions: Mapping[str, Loader], **options: Any) -> Hosts:
-        return Hosts(
+    def made(functions: Mapping[str, Loader], **options: Any) -> RewardHosts:
+        return RewardHosts(
             functions,
             open_lines=open_lines,
             start_timeout_s=c.start_timeout_s,

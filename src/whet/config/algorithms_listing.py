@@ -6,10 +6,10 @@ import json
 from typing import Any, Literal, get_args, get_origin
 
 from whet.config import schema
-from whet.config.functions import ADVANTAGES, LOSSES, WEIGHTS, Advantage, Loss
-from whet.config.parts.aggregation import Aggregation
-from whet.config.parts.base import Section
+from whet.config.functions import ADVANTAGES, LOSSES, WEIGHTS, AdvantageEntry, LossEntry
 from whet.config.recipe_table import RECIPES, Recipe
+from whet.config.sections.aggregation import Aggregation
+from whet.config.sections.base import Section
 from whet.config.settings import ImportanceWeight
 
 Entry = dict[str, Any]
@@ -37,8 +37,8 @@ def listed() -> list[Entry]:
         for name in get_args(Aggregation)
     ]
     rows.append({"what": "aggregation", "name": "pair-mean", "keys": []})
-    in_reward = choices(schema.RewardKl, "estimator")
-    for name in choices(schema.Kl, "estimator"):
+    in_reward = choices(schema.RewardKlConfig, "estimator")
+    for name in choices(schema.KlConfig, "estimator"):
         places = ["algorithm.kl.estimator"] + ["algorithm.reward_kl.estimator"] * (name in in_reward)
         rows.append({"what": "kl", "name": name, "keys": places})
     return rows + _correction()
@@ -69,9 +69,9 @@ def _recipe(r: Recipe) -> Entry:
     }
 
 
-def _function(row: Advantage | Loss) -> Entry:
+def _function(row: AdvantageEntry | LossEntry) -> Entry:
     return {
-        "learns_from": row.kind if isinstance(row, Loss) else "online",
+        "learns_from": row.kind if isinstance(row, LossEntry) else "online",
         "settings": {name: field.default for name, field in row.settings.model_fields.items()},
         "needs": sorted(row.needs),
     }
@@ -80,9 +80,9 @@ def _function(row: Advantage | Loss) -> Entry:
 def _correction() -> list[Entry]:
     """One object for each key of the section, of its weight, and of its tests (`reject`)."""
     sections: list[tuple[str, type[Section]]] = [
-        ("", schema.Correction),
+        ("", schema.CorrectionConfig),
         ("weight.", ImportanceWeight),
-        ("reject[].", schema.Reject),
+        ("reject[].", schema.RejectConfig),
     ]
     return [
         {

@@ -20,7 +20,7 @@ from whet.config.keys import Path, dotted, lookup
 from whet.config.learning import train_problems
 from whet.config.mixing import given_problems
 from whet.config.recipes import RECIPES, Resolved, resolve, setting_problems
-from whet.config.schema import Algorithm, Config
+from whet.config.schema import AlgorithmConfig, Config
 from whet.config.sizes import shape
 from whet.config.sources import source_problems
 from whet.config.tree import STAGE_SECTIONS, get, leaves
@@ -52,14 +52,14 @@ def hard_problems(cfg: Config) -> list[Problem]:
     return problems
 
 
-def _algorithm(cfg: Algorithm) -> tuple[Resolved | None, list[Problem]]:
+def _algorithm(cfg: AlgorithmConfig) -> tuple[Resolved | None, list[Problem]]:
     """The algorithm; if its keys contradict each other, the recipe alone, so that other checks can continue."""
     try:
         return resolve(cfg), []
     except ConfigError as e:
         at = re.match(r"algorithm[.\w]*", str(e))
         text = str(e)[at.end() :].lstrip(":= ") if at else str(e)
-        recipe = resolve(Algorithm(name=cfg.name)) if cfg.name in RECIPES else None
+        recipe = resolve(AlgorithmConfig(name=cfg.name)) if cfg.name in RECIPES else None
         if recipe and (wrong := list(setting_problems(cfg))):
             return recipe, wrong
         return recipe, [(at[0] if at else "algorithm", text.rstrip("."))]

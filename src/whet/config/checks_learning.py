@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from whet.config.schema import Config, Lora
+from whet.config.schema import Config, LoraConfig
 from whet.config.urls import is_remote
 
 
@@ -21,7 +21,7 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
         yield from _patterns(f"{at}.optimizer.param_groups", optimizer.param_groups)
 
 
-def _lora(at: str, lora: Lora) -> Iterator[tuple[str, str]]:
+def _lora(at: str, lora: LoraConfig) -> Iterator[tuple[str, str]]:
     if importlib.util.find_spec("peft") is None:
         yield (
             at,

@@ -6,34 +6,34 @@ from collections.abc import Iterator
 
 from whet.config.hardware import cuda_count
 from whet.config.recipes import Resolved
-from whet.config.schema import Config, Parallel
+from whet.config.schema import Config, ParallelConfig
 from whet.config.sizes import shape
 
 
-def shards(p: Parallel) -> int:
+def shards(p: ParallelConfig) -> int:
     """dp_shard; where it is -1, the number that the GPUs allow, at least 1."""
     others = p.dp_replicate * p.tp * p.cp * p.pp
     return max(1, cuda_count() // others) if p.dp_shard == -1 else p.dp_shard
 
 
-def world(p: Parallel) -> int:
+def world(p: ParallelConfig) -> int:
     """Total number of ranks."""
     return p.dp_replicate * shards(p) * p.tp * p.cp * p.pp
 
 
-def ranks_of(p: Parallel) -> dict[str, int]:
+def ranks_of(p: ParallelConfig) -> dict[str, int]:
     """Number of ranks by model. Models without separate ranks share those of the policy. Without an entry `policy` the
     process of the run trains the policy."""
     ranks = world(p)
     return ({"policy": ranks} if ranks > 1 else {}) | dict.fromkeys(sorted(set(p.separate_ranks)), ranks)
 
 
-def first_gpu(p: Parallel, whose: str) -> int:
+def first_gpu(p: ParallelConfig, whose: str) -> int:
     """The GPU of the first separate rank of a model. Those of the policy come first, on ranks or not."""
     return world(p) * ["policy", *sorted(set(p.separate_ranks))].index(whose)
 
 
-def local_gpus(p: Parallel) -> int:
+def local_gpus(p: ParallelConfig) -> int:
     """GPUs of this machine that a run and its ranks take."""
     return world(p) * (1 + len(set(p.separate_ranks)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from whet.config.schema import Config, RewardModel
+from whet.config.schema import Config, RewardModelConfig
 
 
 def problems(cfg: Config) -> Iterator[tuple[str, str]]:
@@ -21,7 +21,7 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
             yield from ((f"{at}.model.{key}", why) for key, why in _model(reward.model))
 
 
-def _model(model: RewardModel) -> Iterator[tuple[str, str]]:
+def _model(model: RewardModelConfig) -> Iterator[tuple[str, str]]:
     template = model.chat_template
     if model.input == "tokens":
         for key in ("tokenizer", "chat_template"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from whet.config.engines import ENGINES
 from whet.config.recipes import resolve
-from whet.config.schema import Config, Profile
+from whet.config.schema import Config, ProfileConfig
 from whet.config.secrets import MASK, is_secret, left_out, masked_url
 from whet.config.trackers import TRACKERS, TrackerRow
 from whet.config.tree import leaves
@@ -99,7 +99,7 @@ def _remote_paths(cfg: Config) -> Iterator[tuple[str, str]]:
 NEEDS_CUDA = "only CUDA has an allocator with a history, and ranges for nsys; use tools=[torch]"
 
 
-def needs_cuda(cfg: Profile) -> list[str]:
+def needs_cuda(cfg: ProfileConfig) -> list[str]:
     """The tools that need CUDA."""
     return [tool for tool in cfg.tools if tool in ("memory", "nsys")]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from whet.config.schema import Correction
+from whet.config.schema import CorrectionConfig
 from whet.types import ConfigError, Json
 
 KEY = "algorithm.correction"
 
 
-def check_correction(c: Correction, weight: Mapping[str, Json], *, old_logprobs: str) -> None:
+def check_correction(c: CorrectionConfig, weight: Mapping[str, Json], *, old_logprobs: str) -> None:
     """Raise ConfigError. weight: the settings of the importance weight."""
     if old_logprobs == "sampled" and (c.weight or c.reject):
         raise ConfigError(

@@ -9,9 +9,9 @@ from typing import Literal
 from whet.config import schedules, sizes
 from whet.config.checks_parallel import ranks_of
 from whet.config.learns import Learns
-from whet.config.parts.lora import Lora
 from whet.config.recipes import Resolved
-from whet.config.schema import Config, Optimizer, SamplingConfig, Train
+from whet.config.schema import Config, OptimizerConfig, SamplingConfig, TrainConfig
+from whet.config.sections.lora import LoraConfig
 from whet.config.sizes import Shape, cache_dtype
 from whet.types import ConfigError
 
@@ -36,11 +36,11 @@ class Plan:
     """Tasks of a step whose reply is a demonstration among the policy's own rollouts."""
     minibatches: int
     passes: int
-    train: Train
-    critic: Train | None
+    train: TrainConfig
+    critic: TrainConfig | None
     """Training as the critic sees it; None: there is no critic."""
     critic_warmup_steps: int
-    optimizer: Optimizer
+    optimizer: OptimizerConfig
     prompt_tokens: int
     reply_tokens: int
     """The longer of training's and evaluation's limit."""
@@ -77,8 +77,8 @@ class Plan:
     threads: int
     shape: Shape | None
     """None: the model's folder is not on this machine."""
-    lora: Lora | None
-    critic_lora: Lora | None
+    lora: LoraConfig | None
+    critic_lora: LoraConfig | None
     learns: Learns | None
     """How much of the policy learns; None where its size is not known."""
     critic_learns: Learns | None
@@ -265,13 +265,13 @@ class Plan:
         return (policy.own + adapted) * sizes.DTYPE_BYTES[self.dtype] + policy.adapters * 4
 
 
-def with_state(model: str, optimizer: Optimizer) -> str:
+def with_state(model: str, optimizer: OptimizerConfig) -> str:
     """'policy with gradients and Adam'."""
     kind = {"adam": "Adam", "adamw": "Adam", "sgd": "SGD", "muon": "Muon"}[optimizer.name]
     return f"{model} with gradients and {kind}"
 
 
-def for_critic(cfg: Config) -> Train:
+def for_critic(cfg: Config) -> TrainConfig:
     """The section `train` with the critic's own settings put over it."""
     critic = cfg.critic
     own = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from whet.config import footprint
+from whet.config import memory_estimate
 from whet.config.derived import Plan
 from whet.config.hardware import multiplies_half
 from whet.config.memory import largest
@@ -131,11 +131,11 @@ def _evaluation(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    found = footprint.phases(plan)
+    found = memory_estimate.phases(plan)
     if not found:
         return "not known"
     most = largest(found)
-    told = [f"at most {size(most.total)} of {size(footprint.limit(plan))}, in the {most.name}"]
+    told = [f"at most {size(most.total)} of {size(memory_estimate.limit(plan))}, in the {most.name}"]
     told += [f"  {size(n)} {k}" for k, n in sorted(most.parts.items(), key=lambda item: -item[1]) if n]
     peaks = {phase.name: max(p.total for p in found if p.name == phase.name) for phase in found}
     others = ", ".join(f"{name} {size(total)}" for name, total in peaks.items() if name != most.name)
@@ -155,7 +155,7 @@ def _others(plan: Plan) -> list[str]:
             f"{size(n)} {k}" for k, n in sorted(place.most.parts.items(), key=lambda x: -x[1])[:4] if n
         )
         + ")"
-        for place in footprint.places(plan)[1:]
+        for place in memory_estimate.places(plan)[1:]
     ]
 
 

@@ -12,7 +12,7 @@ GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetitio
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvalSampling:
     """How a held-out task is asked. Tasks with equal values are asked together."""
 
     samples: int
@@ -33,12 +33,12 @@ def judges(cfg: Config) -> bool:
     return evaluates(cfg) and bool(cfg.rewards or cfg.rollout.env)
 
 
-def asked(cfg: Config, source: str) -> Asked:
+def asked(cfg: Config, source: str) -> EvalSampling:
     """How tasks with this label are asked."""
     own = cfg.eval.sources.get(source)
     if own is None:
-        return Asked(cfg.eval.samples, eval_sampling(cfg))
-    return Asked(own.samples or cfg.eval.samples, _over(eval_sampling(cfg), own.sampling))
+        return EvalSampling(cfg.eval.samples, eval_sampling(cfg))
+    return EvalSampling(own.samples or cfg.eval.samples, _over(eval_sampling(cfg), own.sampling))
 
 
 def eval_sampling(cfg: Config) -> SamplingConfig:
@@ -54,10 +54,10 @@ def reward_weights(cfg: Config) -> dict[str, float]:
     return dict(chosen) if chosen else {name: reward.weight for name, reward in cfg.rewards.items()}
 
 
-def all_asked(cfg: Config) -> dict[str, Asked]:
+def all_asked(cfg: Config) -> dict[str, EvalSampling]:
     """Every way of asking there is, by the section that says it."""
     own = {f"eval.sources.{name}": asked(cfg, name) for name in cfg.eval.sources}
-    return {"eval": Asked(cfg.eval.samples, eval_sampling(cfg))} | own
+    return {"eval": EvalSampling(cfg.eval.samples, eval_sampling(cfg))} | own
 
 
 def reply_tokens(cfg: Config) -> int:

@@ -26,7 +26,7 @@ from whet.tables import near
 from whet.types import ConfigError
 
 T = TypeVar("T")
-Reads = functions.Advantage | functions.Loss
+Reads = functions.AdvantageEntry | functions.LossEntry
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _inside(key: Key) -> tuple[str, ...]:
 
 
 def _source(key: Key) -> str:
-    """'whet/config/parts/train.py:12', the line on which a key is defined."""
+    """'whet/config/sections/train.py:12', the line on which a key is defined."""
     names = (key.path[-1], *key.path[-2:-1])
     for owner in key.owner.__mro__:  # a section may inherit its keys from another
         if not owner.__module__.startswith("whet."):

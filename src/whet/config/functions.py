@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from whet.config import settings
-from whet.config.parts.base import Section
+from whet.config.sections.base import Section
 
 Kind = Literal["online", "demonstrations", "preferences", "labels"]
 """What is learned from: the policy's own rollouts, given replies, pairs of a better and a worse one, replies marked as
@@ -42,7 +42,7 @@ class Weight(Function):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advantage(Function):
+class AdvantageEntry(Function):
     """What an advantage reads."""
 
     compares: bool = False
@@ -52,7 +52,7 @@ class Advantage(Function):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss(Function):
+class LossEntry(Function):
     """What a loss reads, and what data it learns from."""
 
     kind: Kind = "online"
@@ -71,100 +71,100 @@ class Loss(Function):
     """Settings under which it skips what has no advantage; under others it learns from that, too."""
 
 
-ADVANTAGES: dict[str, Advantage] = {
-    "grpo": Advantage(
+ADVANTAGES: dict[str, AdvantageEntry] = {
+    "grpo": AdvantageEntry(
         settings=settings.Grpo,
         compares=True,
     ),
-    "gdpo": Advantage(settings=settings.Gdpo, compares=True),
-    "grpo_passk": Advantage(settings=settings.GroupStd, compares=True),
-    "rloo": Advantage(settings=settings.Rloo, compares=True),
-    "rec": Advantage(settings=settings.RecAdvantage, compares=True),
-    "opo": Advantage(compares=True),
-    "gpg": Advantage(compares=True),
-    "opmd": Advantage(settings=settings.OpmdAdvantage, compares=True),
-    "asymre": Advantage(settings=settings.Asymre, compares=True),
-    "maxrl": Advantage(settings=settings.Maxrl, compares=True),
-    "best": Advantage(compares=True),
-    "gae": Advantage(settings=settings.Gae, needs=frozenset({"critic"})),
-    "reinforce": Advantage(
+    "gdpo": AdvantageEntry(settings=settings.Gdpo, compares=True),
+    "grpo_passk": AdvantageEntry(settings=settings.GroupStd, compares=True),
+    "rloo": AdvantageEntry(settings=settings.Rloo, compares=True),
+    "rec": AdvantageEntry(settings=settings.RecAdvantage, compares=True),
+    "opo": AdvantageEntry(compares=True),
+    "gpg": AdvantageEntry(compares=True),
+    "opmd": AdvantageEntry(settings=settings.OpmdAdvantage, compares=True),
+    "asymre": AdvantageEntry(settings=settings.Asymre, compares=True),
+    "maxrl": AdvantageEntry(settings=settings.Maxrl, compares=True),
+    "best": AdvantageEntry(compares=True),
+    "gae": AdvantageEntry(settings=settings.Gae, needs=frozenset({"critic"})),
+    "reinforce": AdvantageEntry(
         settings=settings.Discount,
     ),
-    "reinforce_plus_plus": Advantage(
+    "reinforce_plus_plus": AdvantageEntry(
         settings=settings.Discount,
     ),
-    "reinforce_plus_plus_baseline": Advantage(compares=True),
-    "remax": Advantage(needs=frozenset({"baseline"})),
-    "gigpo": Advantage(
+    "reinforce_plus_plus_baseline": AdvantageEntry(compares=True),
+    "remax": AdvantageEntry(needs=frozenset({"baseline"})),
+    "gigpo": AdvantageEntry(
         settings=settings.Gigpo,
         compares=True,
     ),
-    "step_wise_grpo": Advantage(settings=settings.StepWiseGrpo, compares=True),
-    "optimal_token_baseline": Advantage(needs=frozenset({"collision", "old"}), compares=True),
-    "tir_optimal_token_baseline": Advantage(needs=frozenset({"collision", "old"}), compares=True),
-    "distill": Advantage(settings=settings.Distill, needs=frozenset({"reference", "old"}), judged=False),
-    "reward": Advantage(),
-    "none": Advantage(),
+    "step_wise_grpo": AdvantageEntry(settings=settings.StepWiseGrpo, compares=True),
+    "optimal_token_baseline": AdvantageEntry(needs=frozenset({"collision", "old"}), compares=True),
+    "tir_optimal_token_baseline": AdvantageEntry(needs=frozenset({"collision", "old"}), compares=True),
+    "distill": AdvantageEntry(settings=settings.Distill, needs=frozenset({"reference", "old"}), judged=False),
+    "reward": AdvantageEntry(),
+    "none": AdvantageEntry(),
 }
 
-LOSSES: dict[str, Loss] = {
-    "ppo": Loss(
+LOSSES: dict[str, LossEntry] = {
+    "ppo": LossEntry(
         settings=settings.Ppo,
         skips="no advantage",
     ),
-    "gspo": Loss(settings=settings.Gspo, skips="no advantage"),
-    "geo_mean": Loss(settings=settings.GeoMean, skips="no advantage"),
-    "cispo": Loss(
+    "gspo": LossEntry(settings=settings.Gspo, skips="no advantage"),
+    "geo_mean": LossEntry(settings=settings.GeoMean, skips="no advantage"),
+    "cispo": LossEntry(
         settings=settings.Cispo,
         skips="no advantage",
     ),
-    "sapo": Loss(settings=settings.Sapo, skips="no advantage"),
-    "clip_cov": Loss(
+    "sapo": LossEntry(settings=settings.Sapo, skips="no advantage"),
+    "clip_cov": LossEntry(
         settings=settings.ClipCov,
     ),
-    "kl_cov": Loss(
+    "kl_cov": LossEntry(
         settings=settings.KlCov,
     ),
-    "dppo": Loss(
+    "dppo": LossEntry(
         settings=settings.Dppo,
         anchor="sampled",
         skips="no advantage",
     ),
-    "aipo": Loss(settings=settings.Aipo, skips="no advantage"),
-    "sppo": Loss(settings=settings.Sppo, skips="no advantage"),
-    "importance_sampling": Loss(skips="no advantage"),
-    "rollout_is": Loss(settings=settings.Clip, anchor="sampled", skips="no advantage"),
-    "reinforce": Loss(ratio=False, skips="no advantage"),
-    "gpg": Loss(ratio=False, skips="no advantage"),
-    "opmd": Loss(settings=settings.Opmd, anchor="none", skips="no advantage"),
-    "topr": Loss(settings=settings.Topr, skips="no advantage"),
-    "rec": Loss(
+    "aipo": LossEntry(settings=settings.Aipo, skips="no advantage"),
+    "sppo": LossEntry(settings=settings.Sppo, skips="no advantage"),
+    "importance_sampling": LossEntry(skips="no advantage"),
+    "rollout_is": LossEntry(settings=settings.Clip, anchor="sampled", skips="no advantage"),
+    "reinforce": LossEntry(ratio=False, skips="no advantage"),
+    "gpg": LossEntry(ratio=False, skips="no advantage"),
+    "opmd": LossEntry(settings=settings.Opmd, anchor="none", skips="no advantage"),
+    "topr": LossEntry(settings=settings.Topr, skips="no advantage"),
+    "rec": LossEntry(
         settings=settings.Rec,
         skips="no advantage",
         skips_if={"rec_regularizer": "none"},
     ),
-    "cross_entropy": Loss(anchor="none", skips="no weight"),
-    "gkd": Loss(
+    "cross_entropy": LossEntry(anchor="none", skips="no weight"),
+    "gkd": LossEntry(
         settings=settings.Gkd, needs=frozenset({"reference"}), anchor="none", judged=False, skips="no weight"
     ),
-    "sft": Loss(kind="demonstrations", ratio=False, skips="no weight"),
-    "sft_is": Loss(kind="demonstrations", ratio=False, skips="no weight"),
-    "sft_phi": Loss(settings=settings.SftPhi, kind="demonstrations", ratio=False, skips="no weight"),
-    "dpo": Loss(
+    "sft": LossEntry(kind="demonstrations", ratio=False, skips="no weight"),
+    "sft_is": LossEntry(kind="demonstrations", ratio=False, skips="no weight"),
+    "sft_phi": LossEntry(settings=settings.SftPhi, kind="demonstrations", ratio=False, skips="no weight"),
+    "dpo": LossEntry(
         settings=settings.Dpo,
         kind="preferences",
         needs=frozenset({"reference"}),
         ratio=False,
         pairs=True,
     ),
-    "simpo": Loss(
+    "simpo": LossEntry(
         settings=settings.Simpo,
         kind="preferences",
         ratio=False,
         pairs=True,
     ),
-    "orpo": Loss(settings=settings.Orpo, kind="preferences", ratio=False, pairs=True),
-    "kto": Loss(
+    "orpo": LossEntry(settings=settings.Orpo, kind="preferences", ratio=False, pairs=True),
+    "kto": LossEntry(
         settings=settings.Kto,
         kind="labels",
         needs=frozenset({"reference", "kl_zero"}),

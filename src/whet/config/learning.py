@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from whet.config.recipes import Resolved
-from whet.config.schema import Config, Schedule, Train
+from whet.config.schema import Config, ScheduleConfig, TrainConfig
 
 Said = tuple[str, str]
 """(key, what is wrong with it)."""
@@ -37,7 +37,7 @@ def cuts_groups(algorithm: Resolved) -> bool:
     return algorithm.kind == "online" and algorithm.mix is None and algorithm.loss_agg_mode != "prompt-mean"
 
 
-def _minibatches(key: str, wanted: int, train: Train, rollouts: int) -> Iterator[Said]:
+def _minibatches(key: str, wanted: int, train: TrainConfig, rollouts: int) -> Iterator[Said]:
     tasks = train.tasks_per_step
     if tasks * rollouts % wanted:
         parts = _nearest(wanted, lambda m: tasks % m == 0)
@@ -50,7 +50,7 @@ def _minibatches(key: str, wanted: int, train: Train, rollouts: int) -> Iterator
         )
 
 
-def _schedule(s: Schedule, at: str) -> Iterator[Said]:
+def _schedule(s: ScheduleConfig, at: str) -> Iterator[Said]:
     warmup = s.warmup_steps or 0
     if s.total_steps and s.decay_steps and warmup < s.total_steps < warmup + s.decay_steps:
         yield (

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from whet.config.schema import Lora, Optimizer
+from whet.config.schema import LoraConfig, OptimizerConfig
 from whet.config.sizes import DTYPE_BYTES
 
 Tensors = Mapping[str, tuple[int, ...]]
@@ -40,19 +40,21 @@ class Learns:
     def learned(self) -> int:
         return self.own + self.adapters
 
-    def train_bytes(self, optimizer: Optimizer, dtype: str, *, masters: bool = True) -> int:
+    def train_bytes(self, optimizer: OptimizerConfig, dtype: str, *, masters: bool = True) -> int:
         """Weights, gradients, moments, and (masters) float32 copies of what learns in another dtype."""
         weights = (self.base + self.adapted) * DTYPE_BYTES[dtype] + self.adapters * _FLOAT32
         gradients = self.own * DTYPE_BYTES[dtype] + self.adapters * _FLOAT32
         return weights + gradients + self._state_bytes(optimizer, dtype, masters=masters)
 
-    def checkpoint_bytes(self, optimizer: Optimizer, dtype: str, *, whole: bool, masters: bool = True) -> int:
+    def checkpoint_bytes(
+        self, optimizer: OptimizerConfig, dtype: str, *, whole: bool, masters: bool = True
+    ) -> int:
         """On disk. whole: with the weights under adapters."""
         plain = self.base if whole or not self.adapters else self.own
         weights = plain * DTYPE_BYTES[dtype] + self.adapters * _FLOAT32
         return weights + self._state_bytes(optimizer, dtype, masters=masters)
 
-    def _state_bytes(self, optimizer: Optimizer, dtype: str, *, masters: bool) -> int:
+    def _state_bytes(self, optimizer: OptimizerConfig, dtype: str, *, masters: bool) -> int:
         kept = self.own * _FLOAT32 if masters and dtype != "float32" else 0
         one = _FLOAT32 if masters else DTYPE_BYTES[dtype]
         two = 2 + 8 / _BLOCK if optimizer.state_dtype == "int8" else 2 * one
@@ -63,7 +65,7 @@ class Learns:
         return kept + int(self.learned * two)
 
 
-def learns(tensors: Tensors, lora: Lora | None, trainable: Mapping[str, bool]) -> Learns:
+def learns(tensors: Tensors, lora: LoraConfig | None, trainable: Mapping[str, bool]) -> Learns:
     """What of these learns under a section of adapters and rules by name (`train.trainable`)."""
     base = sum(map(prod, tensors.values()))
     adapted = {} if lora is None else {n: s for n, s in tensors.items() if _targeted(n, lora)}
@@ -86,7 +88,7 @@ def _on(name: str, trainable: Mapping[str, bool]) -> bool:
     return next((on for pattern, on in trainable.items() if re.search(pattern, name)), True)
 
 
-def _targeted(name: str, lora: Lora) -> bool:
+def _targeted(name: str, lora: LoraConfig) -> bool:
     """Whether a weight gets an adapter, as peft decides by the layer's name."""
     layer, _, kind = name.rpartition(".")
     if kind != "weight" or "norm" in layer.rpartition(".")[2] or any(part in name for part in _NO_LINEAR):
@@ -103,7 +105,7 @@ def _fits(layer: str, names: str | tuple[str, ...]) -> bool:
     return f".{layer}".endswith(tuple(f".{name}" for name in names))
 
 
-def _whole(name: str, lora: Lora) -> bool:
+def _whole(name: str, lora: LoraConfig) -> bool:
     """Whether a tensor is of a module that learns in full beside the adapters."""
     parts = name.split(".")
     modules = (f".{'.'.join(parts[:n])}" for n in range(1, len(parts)))
@@ -117,7 +119,7 @@ def fused_as(layer: str) -> str:
     return next((f"{parent}.{'+'.join(endings)}" for endings in _FUSED if ending in endings), layer)
 
 
-def _pairs(adapted: Tensors, lora: Lora) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _pairs(adapted: Tensors, lora: LoraConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """A and B of every adapter; one A for what is fused."""
     fused = set()
     for name, (rows, columns) in adapted.items():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whet.config.learns import Learns
-from whet.config.schema import Train
+from whet.config.schema import TrainConfig
 from whet.config.sizes import DTYPE_BYTES, PAGE_TOKENS, Shape
 
 Parts = dict[str, int]
@@ -86,7 +86,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class ModelMemory:
     """One model in memory."""
 
     name: str
@@ -98,8 +98,8 @@ class Model:
     stepping: int = 0
     """Gradients in the optimizer step: float32 for float32 master weights."""
     setting: Setting
-    cut: Cut
-    forward: Cut
+    cut: PeakBatch
+    forward: PeakBatch
     """Its micro-batches without gradients."""
     head: bool = True
     """Whether it computes log-probs; a critic does not, and in a pipeline only the last rank has the output layer."""
@@ -108,27 +108,34 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Cut:
+class PeakBatch:
     """The largest micro-batch."""
 
     tokens: int
     """U"""
     sampled: int
     """A"""
-    second: Cut | None = None
+    second: PeakBatch | None = None
     """The next micro-batch, if there is one: the gradients of the first exist while it is computed."""
     checkpoint: bool = False
 
 
 def learner(
-    name: str, learns: Learns, train: Train, *, setting: Setting, cut: Cut, forward: Cut, head: bool
-) -> Model:
+    name: str,
+    learns: Learns,
+    train: TrainConfig,
+    *,
+    setting: Setting,
+    cut: PeakBatch,
+    forward: PeakBatch,
+    head: bool,
+) -> ModelMemory:
     """A model that is trained. train: its section, with its own optimizer."""
     optimizer, precision = train.optimizer, train.precision
     plain = learns.own * setting.bytes + learns.adapters * _FLOAT32
     gradients = learns.learned * _FLOAT32 if precision.reduce else plain
     weights = (learns.base + learns.adapted) * setting.bytes + learns.adapters * _FLOAT32
-    return Model(
+    return ModelMemory(
         name=name,
         weights=weights,
         gradients=gradients,
@@ -144,7 +151,7 @@ def learner(
 
 
 def phases(
-    models: list[Model], *, cache: int, sampling: int, rollouts: int, rewards: Mapping[str, int]
+    models: list[ModelMemory], *, cache: int, sampling: int, rollouts: int, rewards: Mapping[str, int]
 ) -> list[Phase]:
     """Sampling, a forward of every model, the update of trained models.
 
@@ -168,7 +175,9 @@ def phases(
 # ---------------------------------------------------------------- how a batch is split
 
 
-def cut(train: Train, lengths: Lengths, *, rollouts: int, default_tokens: int, whole_groups: bool) -> Cut:
+def cut(
+    train: TrainConfig, lengths: Lengths, *, rollouts: int, default_tokens: int, whole_groups: bool
+) -> PeakBatch:
     """The largest micro-batch of an update over `rollouts` rollouts at full length: sizes are about equal."""
     rows = _rows(
         train.micro_batch_tokens or default_tokens,
@@ -185,9 +194,9 @@ def cut(train: Train, lengths: Lengths, *, rollouts: int, default_tokens: int, w
     elif not train.share_prompts:
         rows = _number(rollouts, _number(rollouts, rows))
 
-    def one(rows: int, second: Cut | None) -> Cut:
+    def one(rows: int, second: PeakBatch | None) -> PeakBatch:
         tokens = _computed(rows, lengths, train.share_prompts)
-        return Cut(tokens, rows * lengths.reply, second, checkpoint=train.gradient_checkpointing)
+        return PeakBatch(tokens, rows * lengths.reply, second, checkpoint=train.gradient_checkpointing)
 
     left = min(rows, rollouts - rows)
     return one(rows, one(left, None) if left else None)
@@ -198,7 +207,7 @@ def _number(things: int, each: int) -> int:
     return -(-things // each)
 
 
-def forward_cut(train: Train, learning: Cut, lengths: Lengths, *, rollouts: int) -> Cut:
+def forward_cut(train: TrainConfig, learning: PeakBatch, lengths: Lengths, *, rollouts: int) -> PeakBatch:
     """The largest micro-batch without gradients: by its own limits, or those of the update."""
     if not (train.forward_micro_batch_tokens or train.forward_micro_batch_rollouts):
         return learning
@@ -209,7 +218,7 @@ def forward_cut(train: Train, learning: Cut, lengths: Lengths, *, rollouts: int)
         lengths=lengths,
         rollouts=rollouts,
     )
-    return Cut(_computed(rows, lengths, train.share_prompts), rows * lengths.reply)
+    return PeakBatch(_computed(rows, lengths, train.share_prompts), rows * lengths.reply)
 
 
 def _rows(
@@ -279,29 +288,29 @@ def logits_bytes(s: Setting, rows: int) -> int:
     return rows * (s.shape.vocab_size or 0) * (_FLOAT32 + (s.bytes if s.dtype != "float32" else 0))
 
 
-def forward_bytes(m: Model) -> int:
+def forward_bytes(m: ModelMemory) -> int:
     """A forward of the largest micro-batch without gradients."""
     s, c = m.setting, m.forward
     hidden = s.bytes * s.shape.hidden * (c.tokens + c.sampled)
     return max(c.tokens * live_bytes(s), hidden + _head_rows(s, c) if m.head else 0)
 
 
-def _head_rows(s: Setting, c: Cut) -> int:
+def _head_rows(s: Setting, c: PeakBatch) -> int:
     return logits_bytes(s, c.sampled if _keeps(s, c) else min(c.sampled, CHUNK))
 
 
-def _keeps(s: Setting, c: Cut) -> bool:
+def _keeps(s: Setting, c: PeakBatch) -> bool:
     return c.sampled * (s.shape.vocab_size or 0) <= KEPT_LOGITS
 
 
-def update_parts(m: Model) -> Iterator[Parts]:
+def update_parts(m: ModelMemory) -> Iterator[Parts]:
     """The possible peaks of an update, in its first micro-batch and in the second, when gradients already exist."""
     yield from _moments(m, m.cut, there=0)
     if m.cut.second:
         yield from _moments(m, m.cut.second, there=m.gradients)
 
 
-def _moments(m: Model, c: Cut, *, there: int) -> Iterator[Parts]:
+def _moments(m: ModelMemory, c: PeakBatch, *, there: int) -> Iterator[Parts]:
     """At the output layer, with everything still kept; in the last layer; in the first layer, with all gradients."""
     s = m.setting
     layers = s.shape.layers
@@ -322,7 +331,7 @@ def _moments(m: Model, c: Cut, *, there: int) -> Iterator[Parts]:
     }
 
 
-def output_bytes(s: Setting, c: Cut) -> int:
+def output_bytes(s: Setting, c: PeakBatch) -> int:
     """Logits with their gradient in place, the gradient of the hidden states."""
     rows = c.sampled if _keeps(s, c) else min(c.sampled, CHUNK)
     factor = 1 if s.compiled else 2  # the softmax of torch in addition
@@ -330,7 +339,7 @@ def output_bytes(s: Setting, c: Cut) -> int:
     return factor * rows * (s.shape.vocab_size or 0) * _FLOAT32 + cast + s.bytes * c.sampled * s.shape.hidden
 
 
-def _tied_gradient(m: Model) -> int:
+def _tied_gradient(m: ModelMemory) -> int:
     """With a tied embedding the gradient of the output layer is kept until that of the input."""
     shape = m.setting.shape
     learns_output = m.head and m.gradients >= shape.hidden * (shape.vocab_size or 0) * m.setting.bytes
@@ -343,7 +352,7 @@ def sampling_bytes(s: Setting, *, prompt: int, rows: int) -> int:
     return max(tokens * live_bytes(s), rows * live_bytes(s)) + 2 * logits_bytes(s, rows)
 
 
-def products_bytes(s: Setting, *, sampled: Lengths | None = None, cuts: Sequence[Cut] = ()) -> int:
+def products_bytes(s: Setting, *, sampled: Lengths | None = None, cuts: Sequence[PeakBatch] = ()) -> int:
     """Memory that oneDNN keeps for products in half precision on a CPU with instructions for it: for sampling rollouts
     of these lengths, after the self-test; for training on these micro-batches. oneDNN keeps an entry for every number
     of rows, up to `PRODUCTS` where lengths vary (300 MB); 0 for float32, and for half precision on other CPUs, which

@@ -25,7 +25,7 @@ from whet.config.learns import learns
 from whet.config.load import Loaded, stage_configs, stage_names
 from whet.config.mixing import experts_per_step
 from whet.config.recipes import resolve
-from whet.config.schema import Config, Train
+from whet.config.schema import Config, TrainConfig
 from whet.config.sizes import DTYPE_BYTES, parameters_in, shape
 from whet.types import ConfigError
 
@@ -220,7 +220,7 @@ def _judges(cfg: Config, device: str) -> dict[str, int]:
     return found
 
 
-def _total_steps(train: Train, rows: int | None, *, tasks: int) -> int | None:
+def _total_steps(train: TrainConfig, rows: int | None, *, tasks: int) -> int | None:
     """Training steps: those given, or those of the epochs, whichever end first. None: the rows are not known.
 
     tasks: drawn from the rows in one step.

@@ -10,10 +10,17 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from whet.config.correction import check_correction
-from whet.config.functions import ADVANTAGES, LOSSES, Kind, Loss, Need
+from whet.config.functions import ADVANTAGES, LOSSES, Kind, LossEntry, Need
 from whet.config.keys import TABLES, setting, words
 from whet.config.recipe_table import RECIPES, Recipe
-from whet.config.schema import Algorithm, Correction, Groups, Kl, Mix, RewardKl
+from whet.config.schema import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    GroupsConfig,
+    KlConfig,
+    MixConfig,
+    RewardKlConfig,
+)
 from whet.tables import near
 from whet.types import ConfigError, Json
 
@@ -39,7 +46,7 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """An `Algorithm` section with nothing left open, save `norm_tokens` (None: rollout.max_tokens)."""
+    """An `AlgorithmConfig` section with nothing left open, save `norm_tokens` (None: rollout.max_tokens)."""
 
     name: str
     kind: Kind
@@ -57,11 +64,11 @@ class Resolved:
     resample: str
     resample_power: float
     refill: Literal["sample", "copy"]
-    groups: Groups
+    groups: GroupsConfig
     entropy_coef: float
-    kl: Kl
-    reward_kl: RewardKl
-    correction: Correction
+    kl: KlConfig
+    reward_kl: RewardKlConfig
+    correction: CorrectionConfig
     old_logprobs: Literal["auto", "sampled", "recompute"]
     dynamic_sampling: bool
     max_refills: int
@@ -81,7 +88,7 @@ class Resolved:
     """The loss is one number a pair."""
     whole_replies: bool
     """The loss is one number a reply."""
-    mix: Mix | None
+    mix: MixConfig | None
     """Demonstrations among the own rollouts, their loss filled in. None: there are none."""
     source: str
     note: str
@@ -95,7 +102,7 @@ class Resolved:
         return "reference" in self.needs
 
 
-def resolve(cfg: Algorithm) -> Resolved:
+def resolve(cfg: AlgorithmConfig) -> Resolved:
     """The recipe with the user's keys put over it. ConfigError for unknown names and for what cannot work."""
     if cfg.name not in RECIPES:
         raise ConfigError(f"algorithm.name: {unknown(cfg.name, RECIPES)}")
@@ -126,7 +133,7 @@ def resolve(cfg: Algorithm) -> Resolved:
         resample=cfg.resample,
         resample_power=cfg.resample_power,
         refill=cfg.refill,
-        groups=cfg.groups if recipe.kind == "online" else Groups(),
+        groups=cfg.groups if recipe.kind == "online" else GroupsConfig(),
         entropy_coef=cfg.entropy_coef,
         kl=cfg.kl,
         reward_kl=cfg.reward_kl,
@@ -153,22 +160,22 @@ def resolve(cfg: Algorithm) -> Resolved:
     return resolved
 
 
-def _anchor(loss: Loss, chosen: Chosen) -> Literal["old", "sampled", "none"]:
+def _anchor(loss: LossEntry, chosen: Chosen) -> Literal["old", "sampled", "none"]:
     """What the loss compares with; a setting may say it."""
     return "old" if chosen.settings.get("dppo_anchor") == "old" else loss.anchor
 
 
-def _mix(cfg: Algorithm, settings: Mapping[str, Chosen]) -> Mix | None:
+def _mix(cfg: AlgorithmConfig, settings: Mapping[str, Chosen]) -> MixConfig | None:
     """What the user says of a mix, or nothing more than that there is one, with the loss of the demonstrations."""
     if "mix.loss" not in settings:
         return None
-    return (cfg.mix or Mix()).model_copy(update={"loss": settings["mix.loss"].name})
+    return (cfg.mix or MixConfig()).model_copy(update={"loss": settings["mix.loss"].name})
 
 
 # ---------------------------------------------------------------- advantages and losses with their settings
 
 
-def _parts(cfg: Algorithm, recipe: Recipe) -> Iterator[tuple[str, Chosen, Mapping[str, Any]]]:
+def _parts(cfg: AlgorithmConfig, recipe: Recipe) -> Iterator[tuple[str, Chosen, Mapping[str, Any]]]:
     """(part, what is chosen for it, settings that are given) of the advantage, the loss, and the loss of a mix."""
     yield "advantage", *_chosen(cfg.advantage, recipe.advantage, recipe, part="advantage")
     yield "loss", *_chosen(cfg.loss, recipe.loss, recipe, part="loss")
@@ -217,7 +224,7 @@ def _chosen(
     return Chosen(name, defaults | of_recipe | taken), rest
 
 
-def setting_problems(cfg: Algorithm) -> Iterator[tuple[str, str]]:
+def setting_problems(cfg: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) of names that are unknown, of settings that no function has, and of values that
     their function cannot take."""
     for part, chosen, given in _parts(cfg, RECIPES[cfg.name]):
@@ -244,7 +251,7 @@ def setting_problems(cfg: Algorithm) -> Iterator[tuple[str, str]]:
                 yield f"algorithm.{part}.{name}", f"got {json.dumps(taken[name])}, expected {wanted}"
 
 
-def unread_settings(cfg: Algorithm) -> Iterator[tuple[str, str]]:
+def unread_settings(cfg: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     """(key, why nothing reads it) of settings that belong to other functions than the one that is chosen."""
     for part, chosen, given in _parts(cfg, RECIPES[cfg.name]):
         fields = () if chosen.is_own else FUNCTIONS[part][chosen.name].settings.model_fields
@@ -252,7 +259,7 @@ def unread_settings(cfg: Algorithm) -> Iterator[tuple[str, str]]:
             yield f"algorithm.{part}.{name}", f"{part}={chosen.name} does not read it"
 
 
-def _kl_needs(cfg: Algorithm) -> frozenset[Need]:
+def _kl_needs(cfg: AlgorithmConfig) -> frozenset[Need]:
     return frozenset({"reference"}) if max(cfg.kl.coef, cfg.reward_kl.coef) > 0 else frozenset()
 
 
@@ -261,7 +268,7 @@ def unknown(name: str, table: Mapping[str, object]) -> str:
     return f"{name!r} is not known{near(name, table)}; known: {', '.join(sorted(table))}"
 
 
-def _check_parts(cfg: Algorithm, r: Resolved) -> None:
+def _check_parts(cfg: AlgorithmConfig, r: Resolved) -> None:
     """Refuse parts that cannot work together."""
     wants = LOSSES[r.loss].kind if r.loss in LOSSES else r.kind
     if wants != r.kind:

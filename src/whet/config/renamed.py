@@ -12,14 +12,14 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from importlib.resources import files
 
-from whet.config.functions import ADVANTAGES, LOSSES, Advantage, Loss
+from whet.config.functions import ADVANTAGES, LOSSES, AdvantageEntry, LossEntry
 from whet.config.recipe_table import RECIPES
 from whet.config.settings import ImportanceWeight
 from whet.types import Json
 
 Path = tuple[str | int, ...]
 
-PARTS: Mapping[str, Mapping[str, Advantage | Loss]] = {"loss": LOSSES, "advantage": ADVANTAGES}
+PARTS: Mapping[str, Mapping[str, AdvantageEntry | LossEntry]] = {"loss": LOSSES, "advantage": ADVANTAGES}
 HOMES = {
     name: [
         part

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import math
 
-from whet.config.parts.train import Optimizer, Schedule
+from whet.config.sections.train import OptimizerConfig, ScheduleConfig
 
 
-def position(schedule: Schedule, updates: int, *, updates_per_step: int) -> int:
+def position(schedule: ScheduleConfig, updates: int, *, updates_per_step: int) -> int:
     """The schedule step after so many optimizer steps; of all optimizer steps, the length of the stage."""
     return updates if schedule.unit == "optimizer_step" else updates // updates_per_step
 
 
-def warmup_steps(schedule: Schedule, total: int) -> int:
+def warmup_steps(schedule: ScheduleConfig, total: int) -> int:
     """Steps of the warm-up in a stage of `total` steps."""
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps
     return math.floor(schedule.warmup_ratio * (schedule.total_steps or total))
 
 
-def factor(schedule: Schedule, step: int, total: int) -> float:
+def factor(schedule: ScheduleConfig, step: int, total: int) -> float:
     """What the peak learning rate is multiplied with in step `step` (from 0) of a stage of `total`."""
     warmup, end, low = warmup_steps(schedule, total), schedule.total_steps or total, schedule.min_lr_ratio
     if step < warmup:
@@ -44,7 +44,7 @@ def factor(schedule: Schedule, step: int, total: int) -> float:
     return low + (1.0 - low) * _shape(shape, done, cycles=schedule.num_cycles)
 
 
-def weight_decay(optimizer: Optimizer, step: int, total: int) -> float:
+def weight_decay(optimizer: OptimizerConfig, step: int, total: int) -> float:
     """Weight decay in step `step` (from 0) of a stage of `total`."""
     start, end = optimizer.weight_decay, optimizer.schedule.weight_decay_end
     if end is None:
@@ -55,7 +55,7 @@ def weight_decay(optimizer: Optimizer, step: int, total: int) -> float:
     return start + (end - start) * done
 
 
-def _ramp(schedule: Schedule, step: int, warmup: int) -> float:
+def _ramp(schedule: ScheduleConfig, step: int, warmup: int) -> float:
     """Way up the ramp, 0 to 1. An end that is no step itself lies one step outside."""
     before = 0 if schedule.warmup_ends in ("start", "both") else 1
     after = 0 if schedule.warmup_ends in ("peak", "both") else 1
@@ -63,7 +63,7 @@ def _ramp(schedule: Schedule, step: int, warmup: int) -> float:
     return (step + before) / length if length else 1.0
 
 
-def _decay_steps(schedule: Schedule, end: int, warmup: int) -> int:
+def _decay_steps(schedule: ScheduleConfig, end: int, warmup: int) -> int:
     steps = schedule.decay_steps or math.floor(schedule.decay_ratio * end)
     return max(1, min(steps, end - warmup))
 

@@ -11,72 +11,84 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from whet.config.parts.algorithm import Algorithm, Reward
-from whet.config.parts.base import Section
-from whet.config.parts.buffer import Buffer
-from whet.config.parts.cluster import Cluster
-from whet.config.parts.correction import Correction, Reject
-from whet.config.parts.data import Data, ReasoningGym, Source
-from whet.config.parts.eval import Eval
-from whet.config.parts.groups import Groups
-from whet.config.parts.kl import Kl, RewardKl
-from whet.config.parts.lora import Lora
-from whet.config.parts.mix import Mix
-from whet.config.parts.model import Critic, Model, Reference, Scratch, Tokenizer
-from whet.config.parts.parallel import Parallel
-from whet.config.parts.precision import Precision
-from whet.config.parts.profile import Profile
-from whet.config.parts.reward_model import RewardModel
-from whet.config.parts.rollout import Environment, Rollout, SamplingConfig
-from whet.config.parts.run import Checkpoint, Machine, RewardWorkers, Track
-from whet.config.parts.sync import Sync
-from whet.config.parts.train import CriticOptimizer, Optimizer, OptimizerGroup, Schedule, Train
+from whet.config.sections.algorithm import AlgorithmConfig, RewardConfig
+from whet.config.sections.base import Section
+from whet.config.sections.buffer import BufferConfig
+from whet.config.sections.cluster import ClusterConfig
+from whet.config.sections.correction import CorrectionConfig, RejectConfig
+from whet.config.sections.data import DataConfig, ReasoningGymConfig, SourceConfig
+from whet.config.sections.eval import EvalConfig
+from whet.config.sections.groups import GroupsConfig
+from whet.config.sections.kl import KlConfig, RewardKlConfig
+from whet.config.sections.lora import LoraConfig
+from whet.config.sections.mix import MixConfig
+from whet.config.sections.model import (
+    CriticConfig,
+    ModelConfig,
+    ReferenceConfig,
+    ScratchConfig,
+    TokenizerConfig,
+)
+from whet.config.sections.parallel import ParallelConfig
+from whet.config.sections.precision import PrecisionConfig
+from whet.config.sections.profile import ProfileConfig
+from whet.config.sections.reward_model import RewardModelConfig
+from whet.config.sections.rollout import EnvironmentConfig, RolloutConfig, SamplingConfig
+from whet.config.sections.run import CheckpointConfig, MachineConfig, RewardWorkersConfig, TrackConfig
+from whet.config.sections.sync import SyncConfig
+from whet.config.sections.train import (
+    CriticOptimizerConfig,
+    OptimizerConfig,
+    OptimizerGroupConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 
 __all__ = [
-    "Algorithm",
-    "Buffer",
-    "Checkpoint",
-    "Cluster",
+    "AlgorithmConfig",
+    "BufferConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
     "Config",
-    "Correction",
-    "Critic",
-    "CriticOptimizer",
-    "Data",
-    "Environment",
-    "Eval",
-    "Groups",
-    "Kl",
-    "Lora",
-    "Machine",
-    "Mix",
-    "Model",
-    "Optimizer",
-    "OptimizerGroup",
-    "Parallel",
-    "Precision",
-    "Profile",
-    "ReasoningGym",
-    "Reference",
-    "Reject",
-    "Reward",
-    "RewardKl",
-    "RewardModel",
-    "RewardWorkers",
-    "Rollout",
+    "CorrectionConfig",
+    "CriticConfig",
+    "CriticOptimizerConfig",
+    "DataConfig",
+    "EnvironmentConfig",
+    "EvalConfig",
+    "GroupsConfig",
+    "KlConfig",
+    "LoraConfig",
+    "MachineConfig",
+    "MixConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "OptimizerGroupConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "ProfileConfig",
+    "ReasoningGymConfig",
+    "ReferenceConfig",
+    "RejectConfig",
+    "RewardConfig",
+    "RewardKlConfig",
+    "RewardModelConfig",
+    "RewardWorkersConfig",
+    "RolloutConfig",
     "SamplingConfig",
-    "Schedule",
-    "Scratch",
+    "ScheduleConfig",
+    "ScratchConfig",
     "Section",
-    "Source",
-    "Stage",
-    "Sync",
-    "Tokenizer",
-    "Track",
-    "Train",
+    "SourceConfig",
+    "StageConfig",
+    "SyncConfig",
+    "TokenizerConfig",
+    "TrackConfig",
+    "TrainConfig",
 ]
 
 
-class Stage(Section):
+class StageConfig(Section):
     """One stage of a run. It inherits the whole config; its own keys override it."""
 
     name: str
@@ -119,41 +131,41 @@ class Config(Section):
     imports: tuple[str, ...] = ()
     """Your own modules, 'package.module' or 'path/to/file.py', imported first, in this process and in the reward
     processes: a module may register models, tokenizers and the like."""
-    model: Model = Field(default_factory=Model)
+    model: ModelConfig = Field(default_factory=ModelConfig)
     """The policy."""
-    tokenizer: Tokenizer = Field(default_factory=Tokenizer)
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     """The tokenizer."""
-    critic: Critic = Field(default_factory=Critic)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     """The value model; used where the advantage is gae."""
-    reference: Reference = Field(default_factory=Reference)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     """The reference policy; used where a KL term or DPO needs it."""
-    data: Data = Field(default_factory=Data)
+    data: DataConfig = Field(default_factory=DataConfig)
     """Sources of tasks."""
-    algorithm: Algorithm = Field(default_factory=Algorithm)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """The training objective."""
-    rewards: dict[str, Reward] = Field(default_factory=dict)
+    rewards: dict[str, RewardConfig] = Field(default_factory=dict)
     """Rewards by name: functions and models."""
-    rollout: Rollout = Field(default_factory=Rollout)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Sampling from the policy."""
-    buffer: Buffer = Field(default_factory=Buffer)
+    buffer: BufferConfig = Field(default_factory=BufferConfig)
     """Storage of groups between explorers and a trainer in separate processes."""
-    sync: Sync = Field(default_factory=Sync)
+    sync: SyncConfig = Field(default_factory=SyncConfig)
     """Transfer of weights from the trainer to engines in separate processes."""
-    train: Train = Field(default_factory=Train)
+    train: TrainConfig = Field(default_factory=TrainConfig)
     """Steps, batches, optimizer."""
-    eval: Eval = Field(default_factory=Eval)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
     """Held-out evaluation."""
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Saving and resuming."""
-    track: Track = Field(default_factory=Track)
+    track: TrackConfig = Field(default_factory=TrackConfig)
     """Metrics and records."""
-    profile: Profile = Field(default_factory=Profile)
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
     """Traces of single steps."""
-    reward_workers: RewardWorkers = Field(default_factory=RewardWorkers)
+    reward_workers: RewardWorkersConfig = Field(default_factory=RewardWorkersConfig)
     """Limits for reward code."""
-    cluster: Cluster = Field(default_factory=Cluster)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     """Engines and other parts of the run in separate processes, by Ray."""
-    machine: Machine = Field(default_factory=Machine)
+    machine: MachineConfig = Field(default_factory=MachineConfig)
     """Devices, threads, memory."""
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[StageConfig, ...] = ()
     """Stages that run one after the other, each from the end of the one before. Default: one stage, this config."""

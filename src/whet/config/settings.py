@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from whet.config.parts.base import Above0, Fraction, NonNegative, Section
+from whet.config.sections.base import Above0, Fraction, NonNegative, Section
 
 Part = Annotated[float, Field(gt=0.0, le=1.0)]
 

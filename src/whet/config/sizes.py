@@ -13,7 +13,7 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from whet.config.schema import Model, Scratch, Tokenizer
+from whet.config.schema import ModelConfig, ScratchConfig, TokenizerConfig
 from whet.inputs import MOST_JSON_BYTES, check_regular, parse_json, read_json_object
 from whet.types import ConfigError, Json
 
@@ -90,7 +90,7 @@ def cache_dtype(device: str, dtype: str) -> str:
     return "float32" if device == "cpu" else dtype
 
 
-def shape(model: Model, tokenizer: Tokenizer) -> Shape | None:
+def shape(model: ModelConfig, tokenizer: TokenizerConfig) -> Shape | None:
     """The policy's shape; None if its folder is not on this machine. ConfigError if it holds no model."""
     if model.scratch is not None:
         return scratch_shape(model.scratch, vocab_size=_vocab_size(tokenizer))
@@ -100,7 +100,7 @@ def shape(model: Model, tokenizer: Tokenizer) -> Shape | None:
     return folder_shape(folder, model.overrides)
 
 
-def scratch_shape(cfg: Scratch, *, vocab_size: int | None) -> Shape:
+def scratch_shape(cfg: ScratchConfig, *, vocab_size: int | None) -> Shape:
     """The shape of a model from scratch; a tied embedding counts once. vocab_size: rows of the embedding."""
     mixture = cfg.architecture == "qwen3_moe"
     return with_tensors(
@@ -188,7 +188,7 @@ def train_bytes(parameters: int, dtype: str) -> int:
 # ---------------------------------------------------------------- folders
 
 
-def _vocab_size(tokenizer: Tokenizer) -> int | None:
+def _vocab_size(tokenizer: TokenizerConfig) -> int | None:
     """Upper bound for a tokenizer that will be built, the size of one that is there, or None."""
     if tokenizer.build is not None:
         return tokenizer.vocab_size

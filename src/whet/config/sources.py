@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from whet.config.evaluation import reward_weights
-from whet.config.schema import Config, Data, Source
+from whet.config.schema import Config, DataConfig, SourceConfig
 from whet.tables import near
 
 PARTS = ("train", "eval", "demonstrations")
 
 
-def rewards_by_source(data: Data) -> dict[str, tuple[str, ...]]:
+def rewards_by_source(data: DataConfig) -> dict[str, tuple[str, ...]]:
     """The rewards that score a source, by its name; sources without `rewards` are not included."""
     named = [source for part in PARTS for source in getattr(data, part)]
     return {s.name: s.rewards for s in named if s.name is not None and s.rewards is not None}
@@ -42,7 +42,7 @@ def source_problems(cfg: Config) -> Iterator[tuple[str, str]]:
                 yield at, f"data.order={cfg.data.order} needs a column of numbers to sort by; give its name"
 
 
-def _rows(source: Source) -> Iterator[str]:
+def _rows(source: SourceConfig) -> Iterator[str]:
     given = [k for k in ("path", "reasoning_gym", "function", "rows") if getattr(source, k) is not None]
     if len(given) != 1:
         yield f"give exactly one of path, reasoning_gym, function and rows; given: {', '.join(given) or 'none'}"
@@ -57,7 +57,7 @@ def _rows(source: Source) -> Iterator[str]:
         yield "split is an empty list; leave it out to read everything"
 
 
-def _columns(source: Source) -> Iterator[str]:
+def _columns(source: SourceConfig) -> Iterator[str]:
     if source.template is not None and "{prompt}" not in source.template:
         yield f"template {source.template!r} has no {{prompt}}, so every task would be the same; add it"
     twice = (
@@ -67,7 +67,7 @@ def _columns(source: Source) -> Iterator[str]:
         yield f"messages holds whole conversations with prompt and response; leave {key} out"
 
 
-def _rewards(cfg: Config, source: Source, part: str) -> Iterator[str]:
+def _rewards(cfg: Config, source: SourceConfig, part: str) -> Iterator[str]:
     """Rewards are selected by the label of a task, so the label must be the name of the source everywhere."""
     if source.rewards is None:
         return

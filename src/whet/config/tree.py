@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from whet.config.keys import TABLES, Path, dotted, lookup
-from whet.config.schema import Algorithm, Stage
+from whet.config.schema import AlgorithmConfig, StageConfig
 from whet.types import Json
 
-STAGE_SECTIONS = tuple(name for name in Stage.model_fields if name != "name")
+STAGE_SECTIONS = tuple(name for name in StageConfig.model_fields if name != "name")
 
 
 def merge(base: Json, over: Json, at: Path = ()) -> Json:
@@ -59,7 +59,7 @@ def get(tree: Json, path: Path) -> Json:
 def stage_tree(base: Mapping[str, Json], stage: Mapping[str, Json]) -> dict[str, Json]:
     """One stage's whole config. A stage with another recipe does not inherit the other algorithm keys."""
     out = {k: v for k, v in base.items() if k != "stages"}
-    default = Algorithm.model_fields["name"].default
+    default = AlgorithmConfig.model_fields["name"].default
     inherited = get(out, ("algorithm", "name")) or default
     if (get(dict(stage), ("algorithm", "name")) or inherited) != inherited:
         out.pop("algorithm", None)

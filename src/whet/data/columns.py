@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from itertools import pairwise
 
-from whet.config.schema import Source
+from whet.config.schema import SourceConfig
 from whet.data.chat import Prompt, as_prompt
 from whet.data.parts import Row
 from whet.types import ConfigError, DataError, Json, Message
@@ -47,19 +47,19 @@ class Fields:
     """Which of `PER_ROW` the row has."""
 
 
-def named(source: Source) -> dict[str, str]:
+def named(source: SourceConfig) -> dict[str, str]:
     """The columns that `parse` reads, by field."""
     unread = ("prompt", "response") if source.messages is not None else ()
     columns = {f: getattr(source, f) for f in _COLUMNS if f not in unread}
     return {f: c for f, c in columns.items() if c is not None}
 
 
-def used(source: Source) -> tuple[str, ...]:
+def used(source: SourceConfig) -> tuple[str, ...]:
     """The columns that `parse` reads, nested ones with those they are in: for reading no more than these."""
     return tuple(c for n in named(source).values() for c in dict.fromkeys((n, n.partition(".")[0])))
 
 
-def parse(row: Row, source: Source, *, name: str, chat: bool | None, where: str) -> Fields:
+def parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None, where: str) -> Fields:
     """The fields of one row. Raises DataError that names `where`, the column and what stands in it."""
     if source.template is not None and "{prompt}" not in source.template:
         raise ConfigError(f"Data source {name!r}: its template has no {{prompt}}: {source.template!r}")
@@ -69,7 +69,7 @@ def parse(row: Row, source: Source, *, name: str, chat: bool | None, where: str)
         raise DataError(f"{where}: {e}") from e
 
 
-def _parse(row: Row, source: Source, *, name: str, chat: bool | None) -> Fields:
+def _parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None) -> Fields:
     label, system = _own(row, source.label), _own(row, source.system_prompt_column)
     asked: Prompt
     if source.messages is None:
@@ -99,7 +99,7 @@ def _parse(row: Row, source: Source, *, name: str, chat: bool | None) -> Fields:
     )
 
 
-def _desirable(row: Row, source: Source) -> dict[str, Json]:
+def _desirable(row: Row, source: SourceConfig) -> dict[str, Json]:
     """The label of the row's response, unchanged: only KTO reads it."""
     value = _optional(row, source, "desirable")
     return {} if value is None else {"desirable": value}
@@ -120,7 +120,7 @@ def lookup(row: Row, column: str) -> Json:
 # ---------------------------------------------------------------- prompts and replies
 
 
-def _prompt(value: Json, source: Source) -> Prompt:
+def _prompt(value: Json, source: SourceConfig) -> Prompt:
     if isinstance(value, str) and value:
         return value if source.template is None else source.template.replace("{prompt}", value)
     if not isinstance(value, list) or not value:
@@ -193,10 +193,10 @@ def _present(row: Row, column: str) -> list[str]:
     return [f"{above}.{k}" if above else k for k in inside] if isinstance(inside, dict) else sorted(row)
 
 
-def _optional(row: Row, source: Source, field: str) -> Json:
+def _optional(row: Row, source: SourceConfig, field: str) -> Json:
     """A column that may be absent under its default name; a name of your own must be there."""
     column = getattr(source, field)
-    if column != Source.model_fields[field].default:
+    if column != SourceConfig.model_fields[field].default:
         return _required(row, column)
     value = lookup(row, column)
     return None if value is _ABSENT else value

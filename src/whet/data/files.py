@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from whet.data.parquet import read_parquet
-from whet.data.parts import ArrowPart, ListPart, Part, Row, as_row, describe, flaw, loads
+from whet.data.parts import ArrowPart, FileRows, ListPart, Row, as_row, describe, flaw, loads
 from whet.inputs import MIB, MOST_JSON_BYTES, MOST_ROW_BYTES, check_regular, read_bytes, read_json_object
 from whet.tables import near
 from whet.types import DataError
@@ -147,7 +147,7 @@ def stem(path: str | tuple[str, ...] | None, files: Sequence[Path]) -> str:
     return files[0].stem
 
 
-def read_files(files: Iterable[Path], limit: int | None) -> Iterator[Part]:
+def read_files(files: Iterable[Path], limit: int | None) -> Iterator[FileRows]:
     """Parts of the files, ending once `limit` rows were read."""
     left = limit
     for file in files:
@@ -158,7 +158,7 @@ def read_files(files: Iterable[Path], limit: int | None) -> Iterator[Part]:
         yield part
 
 
-def _read_file(file: Path, limit: int | None) -> Part:
+def _read_file(file: Path, limit: int | None) -> FileRows:
     if file.is_dir():
         return _hf_folder(file, limit)
     if file.suffix not in READERS:
@@ -170,11 +170,11 @@ def _read_file(file: Path, limit: int | None) -> Part:
         raise DataError(f"{file}: cannot be read: {e.strerror or e}") from e
 
 
-def _parquet(file: Path, limit: int | None) -> Part:
+def _parquet(file: Path, limit: int | None) -> FileRows:
     return _arrow(str(file), read_parquet(file), limit)
 
 
-def _jsonl(file: Path, limit: int | None) -> Part:
+def _jsonl(file: Path, limit: int | None) -> FileRows:
     rows: list[Row] = []
     numbers: list[int] = []
     with file.open("rb") as lines:
@@ -191,7 +191,7 @@ def _jsonl(file: Path, limit: int | None) -> Part:
     return ListPart(str(file), rows, "line", numbers)
 
 
-def _json(file: Path, limit: int | None) -> Part:
+def _json(file: Path, limit: int | None) -> FileRows:
     value = loads(read_bytes(file, DataError, most=MOST_JSON_BYTES), str(file))
     if isinstance(value, dict) and "data" in value:
         value = value["data"]
@@ -203,7 +203,7 @@ def _json(file: Path, limit: int | None) -> Part:
     return ListPart(str(file), [as_row(v, f"{file}, row {i}") for i, v in enumerate(value[:limit], 1)])
 
 
-def _csv(file: Path, limit: int | None) -> Part:
+def _csv(file: Path, limit: int | None) -> FileRows:
     rows: list[Row] = []
     numbers: list[int] = []
     with file.open(encoding="utf-8-sig", newline="") as text:
@@ -224,7 +224,7 @@ def _csv(file: Path, limit: int | None) -> Part:
     return ListPart(str(file), rows, "line", numbers)
 
 
-READERS: dict[str, Callable[[Path, int | None], Part]] = {
+READERS: dict[str, Callable[[Path, int | None], FileRows]] = {
     ".parquet": _parquet,
     ".jsonl": _jsonl,
     ".json": _json,
@@ -236,7 +236,7 @@ def _is_hf(folder: Path) -> bool:
     return (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
 
 
-def _hf_folder(folder: Path, limit: int | None) -> Part:
+def _hf_folder(folder: Path, limit: int | None) -> FileRows:
     if (folder / "dataset_dict.json").exists():
         splits = sorted(p.name for p in folder.iterdir() if p.is_dir())
         raise DataError(f"{folder} has the splits {', '.join(splits)}; name one, e.g. `split: {splits[0]}`.")
@@ -256,7 +256,7 @@ def _hf_folder(folder: Path, limit: int | None) -> Part:
     return _arrow(str(folder), table, limit)
 
 
-def _arrow(origin: str, table: pa.Table, limit: int | None) -> Part:
+def _arrow(origin: str, table: pa.Table, limit: int | None) -> FileRows:
     for column in table.schema:
         kind = _not_json(column.type)
         if kind is not None:

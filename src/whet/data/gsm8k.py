@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from whet.config.schema import Source
+from whet.config.schema import SourceConfig
 from whet.data.parts import Row
 from whet.data.rows import read_rows
 from whet.types import DataError
@@ -25,7 +25,7 @@ def convert(folder: Path, out: Path) -> dict[str, int]:
     out.mkdir(parents=True, exist_ok=True)
     counts = {}
     for split in ("train", "test"):
-        rows = read_rows(Source(path=str(folder / f"{split}.jsonl")))
+        rows = read_rows(SourceConfig(path=str(folder / f"{split}.jsonl")))
         made = [verl_row(rows.row(i), split, i, where=rows.where(i)) for i in range(len(rows))]
         pq.write_table(pa.Table.from_pylist(made), out / f"{split}.parquet")
         counts[split] = len(made)

@@ -19,7 +19,7 @@ Row = dict[str, Json]
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class Part(Protocol):
+class FileRows(Protocol):
     """The rows of one file (or generator), in order."""
 
     @property
@@ -29,7 +29,7 @@ class Part(Protocol):
 
     def slice(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Row]: ...
 
-    def cut(self, start: int, stop: int) -> Part:
+    def cut(self, start: int, stop: int) -> FileRows:
         """Rows start .. stop-1; `where` still tells their places in the file."""
         ...
 
@@ -86,12 +86,12 @@ class ArrowPart:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SourceRows:
     """All rows of one source, numbered from 0."""
 
     name: str
     """Label of the source: `Source.name`, or the file's stem, the task's or the function's name."""
-    parts: tuple[Part, ...]
+    parts: tuple[FileRows, ...]
 
     def __len__(self) -> int:
         return sum(len(p) for p in self.parts)
@@ -116,9 +116,9 @@ class Rows:
             first += len(part)
         return out
 
-    def cut(self, start: int, stop: int) -> Rows:
+    def cut(self, start: int, stop: int) -> SourceRows:
         """Rows start .. stop-1 alone, numbered from 0."""
-        parts: list[Part] = []
+        parts: list[FileRows] = []
         first = 0
         for part in self.parts:
             begin, end = max(start - first, 0), min(stop - first, len(part))
@@ -127,7 +127,7 @@ class Rows:
             first += len(part)
         return replace(self, parts=tuple(parts))
 
-    def _find(self, i: int) -> tuple[Part, int]:
+    def _find(self, i: int) -> tuple[FileRows, int]:
         for part in self.parts:
             if i < len(part):
                 return part, i

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
-from whet.config.schema import Data, Source
+from whet.config.schema import DataConfig, SourceConfig
 from whet.data.chat import Prompt, encode_history, encode_prompts, encode_texts
 from whet.data.columns import PER_ROW, Fields, named, parse, used
-from whet.data.rows import Rows, read_rows
+from whet.data.rows import SourceRows, read_rows
 from whet.guard import pulse
 from whet.types import ConfigError, DataError, Task
 
@@ -38,8 +38,8 @@ BATCH_ROWS = 4096
 class Prepared:
     """K rows of one source that may be drawn, with the tokens of their prompts."""
 
-    source: Source
-    rows: Rows
+    source: SourceConfig
+    rows: SourceRows
     chat: bool | None
     row_K: np.ndarray
     """[K] int64: number of each row in `rows`."""
@@ -73,8 +73,8 @@ class Prepared:
 
 
 def prepare(
-    sources: Sequence[Source],
-    data: Data,
+    sources: Sequence[SourceConfig],
+    data: DataConfig,
     *,
     tokenizer: Tokenizer,
     exclude: Collection[str],
@@ -122,8 +122,8 @@ def fit(token_ids: list[int], limit: int, rule: str) -> list[int]:
 
 @dataclass(frozen=True)
 class _Work:
-    source: Source
-    data: Data
+    source: SourceConfig
+    data: DataConfig
     tokenizer: Tokenizer
     exclude: Collection[str]
     max_response_tokens: int | None
@@ -183,7 +183,7 @@ def _prepare(work: _Work) -> Prepared:
     )
 
 
-def _check_found(source: Source, rows: Rows, found: Collection[str]) -> None:
+def _check_found(source: SourceConfig, rows: SourceRows, found: Collection[str]) -> None:
     """A column that some rows may lack must occur in others; otherwise its name is wrong."""
     for field, column in named(source).items():
         if field in PER_ROW and field not in found:
@@ -194,7 +194,7 @@ def _check_found(source: Source, rows: Rows, found: Collection[str]) -> None:
 
 
 def _batch(
-    work: _Work, rows: Rows, begin: int, end: int, *, found: set[str]
+    work: _Work, rows: SourceRows, begin: int, end: int, *, found: set[str]
 ) -> list[tuple[int, Fields, list[int]]]:
     """(row number, fields, prompt tokens) of the rows begin .. end-1 that may be drawn. Adds to `found`."""
     kept: list[tuple[int, Fields]] = []
@@ -216,7 +216,7 @@ def _batch(
     return out
 
 
-def _prompt_tokens(work: _Work, rows: Rows, kept: Sequence[tuple[int, Fields]]) -> list[list[int]]:
+def _prompt_tokens(work: _Work, rows: SourceRows, kept: Sequence[tuple[int, Fields]]) -> list[list[int]]:
     """The tokens of each row's prompt. DataError that names the row whose messages the chat template refuses."""
     if work.turns == "all":
         return [_at(rows.where(i), partial(_history, work.tokenizer, f.prompt)) for i, f in kept]

@@ -11,14 +11,14 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from whet.config.schema import ReasoningGym, Source
+from whet.config.schema import ReasoningGymConfig, SourceConfig
 from whet.data.files import find_files, read_files, stem
-from whet.data.parts import ListPart, Part, Rows, as_row, describe, flaw, json_copy
+from whet.data.parts import FileRows, ListPart, SourceRows, as_row, describe, flaw, json_copy
 from whet.tables import load_object, near
 from whet.types import ConfigError, DataError, Json
 
 
-def read_rows(source: Source) -> Rows:
+def read_rows(source: SourceConfig) -> SourceRows:
     """The rows of a source: without `skip`, at most `limit`. Raises DataError, or ConfigError where that is wrong."""
     given = [k for k in ("path", "reasoning_gym", "function", "rows") if getattr(source, k) is not None]
     if len(given) != 1:
@@ -38,7 +38,7 @@ def read_rows(source: Source) -> Rows:
     else:
         files = find_files(source.path, subset=source.subset, split=source.split)
         name, parts = stem(source.path, files), read_files(files, most)
-    every = Rows(source.name or name, tuple(parts))
+    every = SourceRows(source.name or name, tuple(parts))
     begin = _place(source.skip, len(every))
     end = _end(source.limit, begin, len(every))
     rows = every if begin == 0 and end >= len(every) else every.cut(begin, end)
@@ -50,7 +50,7 @@ def read_rows(source: Source) -> Rows:
     return rows
 
 
-def _most(source: Source) -> int | None:
+def _most(source: SourceConfig) -> int | None:
     """Rows that have to be read; None: all, for a share is of all, and a negative number counts from the end."""
     if (
         isinstance(source.skip, float)
@@ -78,7 +78,7 @@ def _count(amount: float, rows: int) -> int:
     return amount if isinstance(amount, int) else max(1, min(rows - 1, int(amount * rows)))
 
 
-def _reasoning_gym(cfg: ReasoningGym, limit: int | None) -> Part:
+def _reasoning_gym(cfg: ReasoningGymConfig, limit: int | None) -> FileRows:
     """Rows {prompt, answer, reasoning_gym: name, entry}: the entry is what the package's verifier needs."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -109,7 +109,7 @@ def _reasoning_gym(cfg: ReasoningGym, limit: int | None) -> Part:
     return ListPart(f"reasoning_gym {cfg.task}", rows)
 
 
-def _function(source: Source, limit: int | None) -> Part:
+def _function(source: SourceConfig, limit: int | None) -> FileRows:
     function = load_object(source.function or "", what="data source function")
     kind = "class" if isinstance(function, type) else "function"
     what = f"{kind} {source.function}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from whet import seeds
-from whet.config.schema import Data, Source
+from whet.config.schema import DataConfig, SourceConfig
 from whet.data.chat import encode_history, encode_response
 from whet.data.columns import parse, used
 from whet.data.prepare import BATCH_ROWS, Prepared, Turns, fit, prepare, prompt_key
@@ -36,8 +36,8 @@ class TaskStream:
 
     def __init__(
         self,
-        sources: Sequence[Source],
-        data: Data,
+        sources: Sequence[SourceConfig],
+        data: DataConfig,
         *,
         tokenizer: Tokenizer,
         seed: int,
@@ -179,7 +179,7 @@ def ordered(source: Prepared, order: str, stream: int) -> np.ndarray:
 
 
 def eval_tasks(
-    sources: Sequence[Source], data: Data, *, tokenizer: Tokenizer, turns: Turns = "last"
+    sources: Sequence[SourceConfig], data: DataConfig, *, tokenizer: Tokenizer, turns: Turns = "last"
 ) -> list[Task]:
     """Every held-out task, in file order, uid from 0. What `data.overlong` drops or cuts is logged.
 
@@ -193,7 +193,7 @@ def eval_tasks(
     return [p.task(k, uid) for uid, (p, k) in enumerate(places)]
 
 
-def texts(sources: Sequence[Source]) -> Iterator[str]:
+def texts(sources: Sequence[SourceConfig]) -> Iterator[str]:
     """All text that a tokenizer built from the data must be able to write: prompts, answers, replies."""
     for source in sources:
         rows = read_rows(source)
@@ -208,7 +208,7 @@ def texts(sources: Sequence[Source]) -> Iterator[str]:
 # ---------------------------------------------------------------- replies to learn from
 
 
-def learned_turns(data: Data, kind: str) -> Turns:
+def learned_turns(data: DataConfig, kind: str) -> Turns:
     """Which replies of a conversation an algorithm of this kind learns: SFT, what `data.learn_turns` says or its
     default; the others, the last.
     """

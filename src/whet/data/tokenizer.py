@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Core
 
-from whet.config.schema import Tokenizer as TokenizerConfig
+from whet.config.schema import TokenizerConfig as TokenizerConfig
 from whet.data.chat import read_template, with_arguments
 from whet.data.timed import encoded
 from whet.data.tokenizer_files import check_files

@@ -17,7 +17,7 @@ from whet.config.keys import Path, dotted
 from whet.config.tree import get, origin, path_of
 from whet.dialects.idle import without
 from whet.dialects.layout import APART, DIMS, native
-from whet.dialects.translate import Line, Translation
+from whet.dialects.translate import ReportLine, Translation
 from whet.types import Json
 
 KEYS = (
@@ -147,7 +147,7 @@ def fit(asked: Mapping[str, int], devices: int) -> dict[str, int]:
     return out
 
 
-def _noted(line: Line, changes: Changes) -> Line:
+def _noted(line: ReportLine, changes: Changes) -> ReportLine:
     """A line with what became of its native keys here."""
     said = [text for key in line.native if (text := changes.get(path_of(key, ()), (None, ""))[1])]
     if not said:

@@ -14,7 +14,7 @@ from whet.config.keys import Path
 from whet.config.schema import Config
 from whet.config.trackers import LISTS
 from whet.config.tree import get, merge, origin, path_of
-from whet.dialects.translate import Line, Translation
+from whet.dialects.translate import ReportLine, Translation
 from whet.types import Json
 
 
@@ -37,7 +37,7 @@ def without(tree: Json, paths: Mapping[Path, str]) -> Json:
     return {key: value for key, value in rest.items() if value not in ({}, []) or tree[key] == value}
 
 
-def noted(line: Line, paths: Mapping[Path, str]) -> Line:
+def noted(line: ReportLine, paths: Mapping[Path, str]) -> ReportLine:
     """A line without the native keys that were left out; where the key is given, it says which."""
     out = {native: why for native in line.native if (why := _why(path_of(native, ()), paths))}
     if not out:

@@ -130,7 +130,7 @@ class Inside:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LaunchedProgram:
     """A program and, where it starts one, a Python module or a trainer of its own."""
 
     name: int
@@ -144,7 +144,7 @@ class Found:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def unwrapped(words: Sequence[str]) -> Found | Inside:
+def unwrapped(words: Sequence[str]) -> LaunchedProgram | Inside:
     """What a command starts, behind its wrappers."""
     return _Reader(words).read()
 
@@ -183,7 +183,7 @@ class _Reader:
     def here(self) -> str:
         return self.words[self.at] if self.at < len(self.words) else ""
 
-    def read(self) -> Found | Inside:
+    def read(self) -> LaunchedProgram | Inside:
         while self.at < len(self.words):
             name = self.here.rpartition("/")[2]
             if name in _SHELLS:
@@ -196,10 +196,10 @@ class _Reader:
                 return self.launcher(name)
             begun = self.at
             if not self.unwrap(name):
-                return Found(begun)
+                return LaunchedProgram(begun)
             if self.named or self.here.endswith(".py"):
                 return self.module(begun, self.here)
-        return Found(0)
+        return LaunchedProgram(0)
 
     def unwrap(self, name: str) -> bool:
         """Go over a wrapper and its options."""
@@ -271,7 +271,7 @@ class _Reader:
                 self.at += 1
         return True
 
-    def shell(self) -> Found | Inside:
+    def shell(self) -> LaunchedProgram | Inside:
         begun = self.at
         self.at += 1
         while self.here[:1] in ("-", "+") and self.here:
@@ -281,16 +281,16 @@ class _Reader:
                 return Inside(self.at)
             if word in ("-o", "-O", "+o", "--rcfile", "--init-file"):
                 self.at += 1
-        return Found(begun)
+        return LaunchedProgram(begun)
 
-    def own(self, name: str) -> Found:
+    def own(self, name: str) -> LaunchedProgram:
         begun = self.at
         self.at += 1
         if name == "trinity":
             return self.module(begun, f"trinity {self.here}", self.at + 1)
         return self.module(begun, name, self.at)
 
-    def python(self) -> Found:
+    def python(self) -> LaunchedProgram:
         begun = self.at
         self.at += 1
         while self.here[:1] == "-":
@@ -302,14 +302,14 @@ class _Reader:
                     return self.launcher(name)
                 return self.module(begun, name)
             if word == "-c":
-                return Found(begun)
+                return LaunchedProgram(begun)
             self.others.append(self.at - 1)
             if word in ("-X", "-W"):
                 self.others.append(self.at)
                 self.at += 1
-        return self.module(begun, self.here) if self.here else Found(begun)
+        return self.module(begun, self.here) if self.here else LaunchedProgram(begun)
 
-    def launcher(self, name: str) -> Found:
+    def launcher(self, name: str) -> LaunchedProgram:
         begun = self.at
         flags = _LAUNCHERS[name]
         self.at += 1
@@ -324,12 +324,12 @@ class _Reader:
             if word not in flags and "=" not in word:
                 self.others.append(self.at)
                 self.at += 1
-        return self.module(begun, self.here) if self.here else Found(begun)
+        return self.module(begun, self.here) if self.here else LaunchedProgram(begun)
 
-    def module(self, begun: int, name: str, args: int | None = None) -> Found:
+    def module(self, begun: int, name: str, args: int | None = None) -> LaunchedProgram:
         """What is started, and where its own words begin: behind the word at hand where nothing else is said."""
         at = self.at + 1 if args is None else args
-        return Found(begun, True, _dotted(name), at, tuple(self.others), dict(self.environment))
+        return LaunchedProgram(begun, True, _dotted(name), at, tuple(self.others), dict(self.environment))
 
 
 def _dotted(name: str) -> str:

@@ -22,7 +22,7 @@ APART = f"{PARALLEL}.separate_ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class FileLayout:
     """Sizes as a file has them."""
 
     dp_replicate: int = 1

@@ -17,7 +17,7 @@ FARTHEST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class GivenValue:
     """One value of a file."""
 
     at: Path
@@ -37,16 +37,16 @@ class Found:
     """That name."""
 
 
-def read(tree: Json, of: Dialect) -> list[Found]:
+def read(tree: Json, of: Dialect) -> list[GivenValue]:
     """Every value of a file with its row. Sections are gone through; what an open dict holds is taken whole."""
     return [found for found in _walk(tree, of, at=(), path=(), cut=()) if found.at]
 
 
 def _walk(
     value: Json, of: Dialect, *, at: Path, path: Path, cut: Parts, note: str = "", name: str = ""
-) -> Iterator[Found]:
+) -> Iterator[GivenValue]:
     row, below = of.by_parts.get(cut), of.below.get(cut)
-    here = Found(
+    here = GivenValue(
         at=at, path=path, cut=cut, value=value, row=row, is_section=below is not None, note=note, alias=name
     )
     alias = of.aliases.get(joined(cut)) if row is None and below is None else None

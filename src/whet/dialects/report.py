@@ -8,7 +8,7 @@ from typing import get_args
 
 from whet.config.faults import shown
 from whet.dialects.row import Status
-from whet.dialects.translate import Line, Translation
+from whet.dialects.translate import ReportLine, Translation
 
 MATTERS = ("stands in", "trust_remote_code", "loopback")
 """Words of a reason that a user should read before the run: an engine replaced, a default made safe."""
@@ -16,7 +16,7 @@ MATTERS = ("stands in", "trust_remote_code", "loopback")
 _MOST_KEYS = 8
 
 
-def counts(lines: Sequence[Line]) -> dict[Status, int]:
+def counts(lines: Sequence[ReportLine]) -> dict[Status, int]:
     """How many keys have each status, in the order of the statuses; those that do not occur are left out."""
     found = Counter(line.status for line in lines)
     return {status: found[status] for status in get_args(Status) if found[status]}
@@ -64,7 +64,7 @@ def markdown(made: Translation, title: str) -> str:
     return "\n".join(parts)
 
 
-def _row(line: Line) -> str:
+def _row(line: ReportLine) -> str:
     native = ", ".join(f"`{name}`" for name in line.native)
     said = "; ".join(text for text in (line.note, line.reason) if text)
     return f"| `{line.key}` | `{cell(shown(line.value))}` | {line.status} | {native} | {cell(said)} |"

@@ -49,7 +49,7 @@ NOTHING: Native = {}
 """What a function gives that only checks."""
 
 
-class Span(NamedTuple):
+class VersionRange(NamedTuple):
     """Versions: `since` inclusive, `until` exclusive, '' without an end."""
 
     since: str
@@ -153,10 +153,10 @@ def aliases(system: str, files: Collection[str]) -> dict[str, tuple[str, str]]:
     }
 
 
-def spans(system: str, files: Collection[str]) -> dict[str, list[Span]]:
+def spans(system: str, files: Collection[str]) -> dict[str, list[VersionRange]]:
     """The versions that have each key or other name in kinds of file."""
-    found: dict[str, list[Span]] = {}
+    found: dict[str, list[VersionRange]] = {}
     for line in lines(system):
         if line["file"] in ("", *files):
-            found.setdefault(line["key"], []).append(Span(line["since"], line["until"]))
+            found.setdefault(line["key"], []).append(VersionRange(line["since"], line["until"]))
     return found

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from whet.dialects.launch import Found, System, system_of, unwrapped
+from whet.dialects.launch import LaunchedProgram, System, system_of, unwrapped
 from whet.dialects.shell import Noted, Ran, Script
 from whet.inputs import read_text
 from whet.types import ConfigError
@@ -77,7 +77,7 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     noted: Noted
-    found: Found
+    found: LaunchedProgram
     system: System
     by_module: bool
 
@@ -129,7 +129,7 @@ def _all(asked: Script, ran: Ran) -> list[Noted]:
     out: list[Noted] = []
     for one in ran.noted:
         found = unwrapped(one.words) if one.kind == "start" else None
-        if found is None or isinstance(found, Found):
+        if found is None or isinstance(found, LaunchedProgram):
             out.append(one)
             continue
         given = dict(asked.environment) | dict(one.environment)
@@ -150,7 +150,7 @@ def _candidates(started: Sequence[Noted]) -> list[_Candidate]:
     for one in started:
         found = unwrapped(one.words) if one.kind == "start" else None
         if (
-            isinstance(found, Found)
+            isinstance(found, LaunchedProgram)
             and found.starts
             and (of := system_of(found.module, one.words[found.args :]))
         ):

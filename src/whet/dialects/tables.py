@@ -10,7 +10,16 @@ from dataclasses import dataclass, field, replace
 from whet.config.tree import STAGE_SECTIONS
 from whet.dialects import row as table_rows
 from whet.dialects.row import Native, Row, Status, Values
-from whet.dialects.versions import DOCUMENTS, VERSIONS, Span, at_version, best, covers, fitting, version_named
+from whet.dialects.versions import (
+    DOCUMENTS,
+    VERSIONS,
+    VersionRange,
+    at_version,
+    best,
+    covers,
+    fitting,
+    version_named,
+)
 from whet.types import ConfigError
 
 INHERITED = (
@@ -43,7 +52,7 @@ TABLES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class _File:
+class _FileKind:
     """A kind of config file: the tables whose keys it may carry, the first that knows a key wins."""
 
     tables: tuple[str, ...]
@@ -60,15 +69,15 @@ class _File:
 
 
 FILES = {
-    "verl-ppo": _File(tables=("verl-ppo",), optional=("verl-megatron-optim",)),
-    "verl-eval": _File(tables=("verl-eval",)),
-    "verl-sft": _File(tables=("verl-sft",)),
-    "verl-generation": _File(tables=("verl-generation",)),
-    "skyrl": _File(tables=("skyrl",)),
-    "skyrl-sft": _File(tables=("skyrl-sft",)),
-    "cosmos-grpo": _File(tables=("cosmos-grpo",), sign=("train.train_policy.type", ("grpo", ""))),
-    "cosmos-sft": _File(tables=("cosmos-sft", "cosmos-grpo"), sign=("train.train_policy.type", ("sft",))),
-    "trinity": _File(
+    "verl-ppo": _FileKind(tables=("verl-ppo",), optional=("verl-megatron-optim",)),
+    "verl-eval": _FileKind(tables=("verl-eval",)),
+    "verl-sft": _FileKind(tables=("verl-sft",)),
+    "verl-generation": _FileKind(tables=("verl-generation",)),
+    "skyrl": _FileKind(tables=("skyrl",)),
+    "skyrl-sft": _FileKind(tables=("skyrl-sft",)),
+    "cosmos-grpo": _FileKind(tables=("cosmos-grpo",), sign=("train.train_policy.type", ("grpo", ""))),
+    "cosmos-sft": _FileKind(tables=("cosmos-sft", "cosmos-grpo"), sign=("train.train_policy.type", ("sft",))),
+    "trinity": _FileKind(
         tables=("trinity", "trinity-verl"),
         nulls=("None", "null"),
         inner="trainer.trainer_config",
@@ -247,7 +256,7 @@ def other_end(kind: str, given: Iterable[str], version: str) -> str:
     return alike[0] if version == alike[-1] else alike[-1]
 
 
-def _spans_of(kind: str, given: Iterable[str]) -> list[Sequence[Span]]:
+def _spans_of(kind: str, given: Iterable[str]) -> list[Sequence[VersionRange]]:
     """The spans of versions that have each key, of keys that are known at all."""
     known = table_rows.spans(TABLES[FILES[kind].tables[0]][0], kinds_of(kind))
     return [known[key] for key in dict.fromkeys(given) if key in known]

@@ -15,7 +15,7 @@ from whet.config.keys import TABLES, Path, dotted
 from whet.config.schema import Config
 from whet.config.tree import get, path_of
 from whet.dialects.kinds import accepts, expected, same, understood
-from whet.dialects.match import Found
+from whet.dialects.match import GivenValue
 from whet.dialects.row import AnotherModel, NotSupportedYet, Row, Status
 from whet.dialects.tables import Dialect, parts
 from whet.dialects.values import Missing, Reading, nested, reading
@@ -25,7 +25,7 @@ WRITES: tuple[Status, ...] = ("mapped", "translated")
 
 
 @dataclass(frozen=True)
-class Line:
+class ReportLine:
     """What became of one key."""
 
     key: str
@@ -49,7 +49,7 @@ class Translation:
     version: str
     """The release that the file is read as."""
     tree: dict[str, Json]
-    lines: tuple[Line, ...]
+    lines: tuple[ReportLine, ...]
     problems: tuple[tuple[str, str], ...]
     """(place, text)"""
     unbuilt: tuple[tuple[str, str], ...]
@@ -290,7 +290,7 @@ def _escaped(value: Json) -> Json:
 # ---------------------------------------------------------------- report
 
 
-def _lines(file: Reading, chosen: Sequence[_Write]) -> Iterator[Line]:
+def _lines(file: Reading, chosen: Sequence[_Write]) -> Iterator[ReportLine]:
     """One line for each key given, then one for each default that writes a native key."""
     fed: dict[str, list[str]] = {}
     for write in chosen:
@@ -305,13 +305,13 @@ def _lines(file: Reading, chosen: Sequence[_Write]) -> Iterator[Line]:
                 newer = "" if found.alias else file.of.newer(row)
                 told = f"{file.of.system} {file.of.version} has it not ({newer})" if newer else ""
                 note = "; ".join(filter(None, (found.note or _read_as(file, found), told)))
-                yield Line(dotted(found.path), found.value, True, row.status, native, note, row.what)
+                yield ReportLine(dotted(found.path), found.value, True, row.status, native, note, row.what)
     for name, natives in fed.items():
         row = rows[name]
-        yield Line(name, file.values[name], False, row.status, tuple(natives), "", row.what)
+        yield ReportLine(name, file.values[name], False, row.status, tuple(natives), "", row.what)
 
 
-def _read_as(file: Reading, found: Found) -> str:
+def _read_as(file: Reading, found: GivenValue) -> str:
     """A note where the system reads a text as something else."""
     if found.row is None or not isinstance(found.value, str):
         return ""

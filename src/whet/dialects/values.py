@@ -11,7 +11,7 @@ from whet.config.interpolate import interpolate
 from whet.config.keys import Path, dotted
 from whet.config.tree import get, leaves, merge, origin
 from whet.dialects.kinds import same, understood
-from whet.dialects.match import Found, meant, read
+from whet.dialects.match import GivenValue, meant, read
 from whet.dialects.row import Row
 from whet.dialects.tables import Dialect, joined, parts
 from whet.dialects.versions import VERSION
@@ -40,7 +40,7 @@ class Reading:
     """The document's, references resolved with the file's values in view."""
     values: dict[str, Json] = field(default_factory=dict)
     """What is given, else the default."""
-    given: dict[str, list[Found]] = field(default_factory=dict)
+    given: dict[str, list[GivenValue]] = field(default_factory=dict)
     """By the name of the row; more than one for entries of a list."""
     places: dict[Path, str] = field(default_factory=dict)
     problems: list[tuple[str, str]] = field(default_factory=list)
@@ -70,7 +70,7 @@ def reading(tree: dict[str, Json], of: Dialect, *, origins: Mapping[Path, str]) 
             out.problems.append(("", f"{dotted(path)}: its default, {shown(row.default)}: {said}"))
     out.defaults = _defaults(out.of, full, tree)
     present: dict[Path, Json] = {}
-    first: dict[Path, Found] = {}
+    first: dict[Path, GivenValue] = {}
     for one in read(_taken(tree, full), out.of):
         out.places[one.at] = origin(origins, one.at)
         before = first.get(one.path)
@@ -103,7 +103,7 @@ def _overrides(out: Reading, at: Path) -> int:
     return int(out.places[at].startswith("override "))
 
 
-def _misplaced(one: Found, of: Dialect) -> str:
+def _misplaced(one: GivenValue, of: Dialect) -> str:
     """What is wrong with a key that no row knows, or with a section that is none; or ''."""
     if not one.is_section:
         return "" if one.row else f"{joined(one.cut)}: unknown key{meant(one.cut, of)}"
@@ -114,7 +114,7 @@ def _misplaced(one: Found, of: Dialect) -> str:
     return f"{joined(one.cut)}: got {shown(one.value)}, expected {wanted}"
 
 
-def _twice(one: Found, present: Mapping[Path, Json]) -> str:
+def _twice(one: GivenValue, present: Mapping[Path, Json]) -> str:
     """What is wrong with a key that the file has under two names, or ''; null under one of them says nothing."""
     told = present.get(one.path)
     if told is None or one.value is None or one.is_section or same(told, one.value):
@@ -123,7 +123,7 @@ def _twice(one: Found, present: Mapping[Path, Json]) -> str:
     return f"{said}; {one.note or 'keep one'}"
 
 
-def _understood(out: Reading, one: Found) -> Json:
+def _understood(out: Reading, one: GivenValue) -> Json:
     """The value as that system reads it. What cannot be meant is a problem, and the default stands in for it."""
     if one.row is None or one.is_section:
         return one.value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from whet.dialects.row import Row, Span, Values
+from whet.dialects.row import Row, Values, VersionRange
 from whet.types import ConfigError
 
 VERSIONS: dict[str, tuple[str, ...]] = {
@@ -35,7 +35,7 @@ def since(values: Values, system: str, version: str) -> bool:
     return versions.index(values.get(VERSION, DOCUMENTS[system])) >= versions.index(version)
 
 
-def covers(row: Row | Span, version: str, versions: Sequence[str]) -> bool:
+def covers(row: Row | VersionRange, version: str, versions: Sequence[str]) -> bool:
     """Whether a version lies in a line's span: from `since` on, before `until`."""
     at = versions.index(version)
     return (not row.since or versions.index(row.since) <= at) and (
@@ -59,13 +59,13 @@ def _distance(row: Row, version: str, versions: Sequence[str]) -> int:
     return max(first - at, at - end + 1, 0)
 
 
-def best(given: Iterable[Sequence[Span]], system: str) -> str:
+def best(given: Iterable[Sequence[VersionRange]], system: str) -> str:
     """The version that has most of a file's keys, each given as its spans."""
     document, alike = DOCUMENTS[system], fitting(given, system)
     return document if document in alike else alike[-1]
 
 
-def fitting(given: Iterable[Sequence[Span]], system: str) -> tuple[str, ...]:
+def fitting(given: Iterable[Sequence[VersionRange]], system: str) -> tuple[str, ...]:
     """The versions that have most of a file's keys, oldest first: more than one where its keys do not tell."""
     versions = VERSIONS[system]
     lines = [spans for spans in given if any(any(span) for span in spans)]

@@ -189,7 +189,7 @@ class Playing:
 class ChattingWorld(World):
     """The world of an environment here: the policy's replies come over the line."""
 
-    def __init__(self, key: int, number: int, slot: int, host: Host) -> None:
+    def __init__(self, key: int, number: int, slot: int, host: EnvHost) -> None:
         super().__init__(key, self._send)
         self.number, self.slot, self.host = number, slot, host
         self.waiting: dict[int, Future[Message]] = {}
@@ -242,7 +242,7 @@ class ChattingWorld(World):
 
 
 @dataclass
-class Host:
+class EnvHost:
     """All environments of this process."""
 
     make: Callable[..., Any]
@@ -457,7 +457,7 @@ def serve(connection: Connection) -> None:
         return
     if asked["memory_mb"] is not None:
         confine.limit(asked["memory_mb"])
-    host = Host(make, asked["arguments"], asked["timeout_s"], Marks(asked["marks"]), say)
+    host = EnvHost(make, asked["arguments"], asked["timeout_s"], Marks(asked["marks"]), say)
     say("ready")
     code = 3
     with suppress(BaseException):  # what the user's own tasks raise ends the process
@@ -466,7 +466,7 @@ def serve(connection: Connection) -> None:
     os._exit(code)  # threads that hang would hold it
 
 
-async def _play(host: Host, connection: Connection) -> None:
+async def _play(host: EnvHost, connection: Connection) -> None:
     loop = asyncio.get_running_loop()
     heard: asyncio.Queue[bytes | None] = asyncio.Queue()
 
@@ -488,7 +488,7 @@ async def _play(host: Host, connection: Connection) -> None:
         await asyncio.wait(ends, timeout=CLOSE_S)
 
 
-def _guard(host: Host, loop: asyncio.AbstractEventLoop) -> None:
+def _guard(host: EnvHost, loop: asyncio.AbstractEventLoop) -> None:
     """A thread: heartbeats, and a word to the driver when the event loop hangs."""
     while True:
         time.sleep(TICK_S)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from whet.config.schema import Environment
+from whet.config.schema import EnvironmentConfig
 from whet.envs import host
 from whet.envs.env import (
     EnvBroken,
@@ -61,14 +61,14 @@ MOST_ERROR = 1000
 
 
 @dataclass(eq=False)
-class Hosted:
+class HostedEnv:
     """An `Env` that is played in a host."""
 
-    hosts: Hosts
+    hosts: EnvHosts
     task: Task
     world: World
     number: int = 0
-    place: _Host | None = None
+    place: _HostProcess | None = None
     answer: asyncio.Future[Json] | None = None
     """Of the call under way."""
     chats: set[asyncio.Task[None]] = field(default_factory=set)
@@ -107,7 +107,7 @@ class Hosted:
         self.place.send(kind, self.number, *what)
         return await self.answer
 
-    def lost(self, place: _Host) -> Exception:
+    def lost(self, place: _HostProcess) -> Exception:
         """What the death of its host is to this episode."""
         assert place.dead is not None
         if place.alone or self.number == place.culprit:
@@ -140,7 +140,7 @@ class Hosted:
 
 
 @dataclass(eq=False)
-class _Host:
+class _HostProcess:
     """One process."""
 
     line: LocalLine
@@ -149,7 +149,7 @@ class _Host:
     """It plays one episode that may have ended an earlier host."""
     retired: bool = False
     """Code in it does not end: it gets no more episodes, and is ended when it has none."""
-    playing: dict[int, Hosted] = field(default_factory=dict)
+    playing: dict[int, HostedEnv] = field(default_factory=dict)
     closing: set[int] = field(default_factory=set)
     """Episodes that have ended, but not yet here."""
     outbox: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
@@ -185,10 +185,10 @@ class _Host:
         self.line.kill()
 
 
-class Hosts:
+class EnvHosts:
     """The host processes of one environment. `make` is a `MakeEnv`."""
 
-    def __init__(self, cfg: Environment, *, imports: Sequence[str] = ()) -> None:
+    def __init__(self, cfg: EnvironmentConfig, *, imports: Sequence[str] = ()) -> None:
         """Starts them. ConfigError if the environment cannot be loaded there."""
         self.cfg, self.imports = cfg, tuple(imports)
         self.restarts = 0
@@ -197,7 +197,7 @@ class Hosts:
         self._deaths = 0
         self._broken: str | None = None
         self._lines = Local(0, 1, module=host.MODULE)
-        self._hosts: list[_Host] = []
+        self._hosts: list[_HostProcess] = []
         self._starting = threading.Lock()
         self._news = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
@@ -210,11 +210,11 @@ class Hosts:
             self.close()
             raise
 
-    def make(self, task: Task, world: World) -> Hosted:
+    def make(self, task: Task, world: World) -> HostedEnv:
         """An environment, to be played in a host."""
-        return Hosted(self, task, world)
+        return HostedEnv(self, task, world)
 
-    async def find(self, *, alone: bool) -> _Host:
+    async def find(self, *, alone: bool) -> _HostProcess:
         """The host with the fewest episodes, or a new one for this episode alone."""
         self._attend()
         if alone:
@@ -228,11 +228,11 @@ class Hosts:
             await self._news.wait()  # bounded by LOAD_S: a start that fails is news, too
 
     @property
-    def _shared(self) -> list[_Host]:
+    def _shared(self) -> list[_HostProcess]:
         """Hosts that take any episode."""
         return [h for h in self._hosts if not h.alone and not h.retired]
 
-    def dismiss(self, place: _Host) -> None:
+    def dismiss(self, place: _HostProcess) -> None:
         """An episode is over, which may have been the last one of a host."""
         if (place.alone or place.retired) and not place.playing and place.dead is None:
             self._later(self._end(place))
@@ -256,7 +256,7 @@ class Hosts:
 
     # -- starting
 
-    def _start(self, *, alone: bool) -> _Host:
+    def _start(self, *, alone: bool) -> _HostProcess:
         """A host that is ready to play. ConfigError if it cannot load the environment. Blocks."""
         lines = self._lines
         with self._starting:  # several threads may start hosts
@@ -276,7 +276,7 @@ class Hosts:
                     )
                 kind, *what = json.loads(line.connection.recv_bytes(MOST_BYTES))
                 if kind == "ready":
-                    return _Host(line, marks, alone)
+                    return _HostProcess(line, marks, alone)
                 if kind == "refused":
                     raise ConfigError(words(str(what[0]), MOST_ERROR))
                 self._printed(kind, what)
@@ -289,13 +289,13 @@ class Hosts:
             line.kill()
             raise
 
-    def _add(self, place: _Host) -> None:
+    def _add(self, place: _HostProcess) -> None:
         place.heard = time.monotonic()
         self._hosts.append(place)
         for work in (place.write, lambda: self._read(place)):
             threading.Thread(target=work, name="whet-env-host", daemon=True).start()
 
-    async def _another(self, *, alone: bool) -> _Host:
+    async def _another(self, *, alone: bool) -> _HostProcess:
         """One more host."""
         place = await asyncio.to_thread(self._start, alone=alone)
         if self._broken is not None:
@@ -356,7 +356,7 @@ class Hosts:
                 if now - place.heard > limit_s:
                     self._died(place, f"its host sent no heartbeat for {limit_s:g} s")
 
-    def _read(self, place: _Host) -> None:
+    def _read(self, place: _HostProcess) -> None:
         """A thread: the messages of one host, up to its end."""
         why = ""
         try:
@@ -378,7 +378,7 @@ class Hosts:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(what, *arguments)
 
-    def _heard(self, place: _Host, message: Json) -> None:
+    def _heard(self, place: _HostProcess, message: Json) -> None:
         if place.dead is not None:
             return
         try:
@@ -386,7 +386,7 @@ class Hosts:
         except (TypeError, ValueError, KeyError) as error:
             self._died(place, f"its host sent a message that is none: {said(error)}")
 
-    def _take(self, place: _Host, kind: str, *what: Json) -> None:
+    def _take(self, place: _HostProcess, kind: str, *what: Json) -> None:
         """One message of a host, which is not trusted."""
         if kind in ("said", "beat"):
             self._printed(kind, what)
@@ -414,7 +414,7 @@ class Hosts:
         if kind == "said":
             log.info("environment: %s", words(str(what[0]), 2 * host.LINE))
 
-    def _retire(self, place: _Host, number: int, why: str) -> None:
+    def _retire(self, place: _HostProcess, number: int, why: str) -> None:
         """Code of one episode goes on after its time; the others of its host are played to their end there."""
         if (playing := place.playing.get(number)) is not None:
             playing.settle(error=EnvFault(why))
@@ -423,7 +423,7 @@ class Hosts:
             self._lost(f"{why}; its host gets no more episodes")
         self.dismiss(place)
 
-    def _died(self, place: _Host, why: str, *, marked: bool = True) -> None:
+    def _died(self, place: _HostProcess, why: str, *, marked: bool = True) -> None:
         """A host has ended, or is ended. Its episodes hear of it; another host takes its place.
 
         marked: the episodes that ran code at the end may be the cause.
@@ -443,7 +443,7 @@ class Hosts:
             count = len(place.playing)
             self._lost(f"{place.dead}; its {count} episodes begin anew in another host")
 
-    async def _end(self, place: _Host) -> None:
+    async def _end(self, place: _HostProcess) -> None:
         """Of a host whose one episode is over."""
         until = time.monotonic() + host.CLOSE_S
         while place.closing and place.dead is None and time.monotonic() < until:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet.config.schema import Config
 from whet.data.chat import MessageCodec
-from whet.envs.hosts import Hosts
+from whet.envs.hosts import EnvHosts
 from whet.types import Metrics
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ class Environments:
     """Hosts that have been started; stages with equal sections share them. Close it with the run."""
 
     def __init__(self) -> None:
-        self._hosts: dict[str, Hosts] = {}
+        self._hosts: dict[str, EnvHosts] = {}
         self._told = 0
 
     def arguments(self, cfg: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -33,7 +33,7 @@ class Environments:
         codec.check_template()
         known = env.model_dump_json()
         if known not in self._hosts:
-            self._hosts[known] = Hosts(env, imports=cfg.imports)
+            self._hosts[known] = EnvHosts(env, imports=cfg.imports)
         return {
             "make_env": self._hosts[known].make,
             "codec": codec,

@@ -1,6 +1,6 @@
 """Runs a shell in a sandbox and reports its output: `python -m whet.guard.enclosed`.
 
-Standard input is a `Request` as JSON, standard output the `Outcome`. The shell and its child processes can read any
+Standard input is a `SandboxedProgram` as JSON, standard output the `Outcome`. The shell and its child processes can read any
 file, start only the named programs, open no connection and signal no process. Files that they write are kept in memory:
 their texts are part of the outcome. Processes that are left at the end are killed.
 """
@@ -42,7 +42,7 @@ _KEPT = os.O_ACCMODE | os.O_APPEND | os.O_TRUNC
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class SandboxedProgram:
     """A program to run, and its limits."""
 
     words: list[str]
@@ -75,7 +75,7 @@ class Outcome:
 
 
 def main() -> None:
-    request = Request(**json.load(sys.stdin))
+    request = SandboxedProgram(**json.load(sys.stdin))
     if request.confined and (why := sandbox.lacking()):
         outcome = Outcome(refused=why)
     else:
@@ -83,7 +83,7 @@ def main() -> None:
     json.dump(asdict(outcome), sys.stdout)
 
 
-def run(request: Request) -> Outcome:
+def run(request: SandboxedProgram) -> Outcome:
     """Run it to its end, or to the first limit that it reaches."""
     confine.die_with(os.getppid())
     confine.adopt_orphans()
@@ -140,7 +140,7 @@ def _listener(ours: socket.socket) -> int:
     return found[0] if found else -1
 
 
-def _become(request: Request, ours: socket.socket, output: int, error: int) -> None:
+def _become(request: SandboxedProgram, ours: socket.socket, output: int, error: int) -> None:
     """In the child: give up what is not needed, then run the program. Does not return."""
     status = 126
     try:

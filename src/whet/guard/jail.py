@@ -1,7 +1,7 @@
 """Calls of foreign code that cannot kill, stall or corrupt the run.
 
 A call runs in a separate process (`guard/worker.py`) with limits on time, memory, output and processes. Whatever
-happens there, every call gets its own `Result`, and no other call loses one.
+happens there, every call gets its own `CallResult`, and no other call loses one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NO_NURSERY = "the processes that guard the rewards ended and cannot be restarte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class RewardCall:
     """One call of a function of the jail."""
 
     function: str
@@ -72,7 +72,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class CallResult:
     """What a call gave: finite numbers by name ("score" for a bare number), or a failure."""
 
     parts: dict[str, float] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class _Batch:
 
     done: asyncio.Future[None]
     left: int
-    results: list[Result]
+    results: list[CallResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class Jail:
         self._reply_limit = frames.MAX_REPLY_BYTES + 8 * max_output_bytes
         self._pump: asyncio.Task[None] | None = None
         self._sender: asyncio.Task[None] | None = None
-        limits = nursery.Limits(workers=workers, memory_mb=memory_mb, max_output_bytes=max_output_bytes)
+        limits = nursery.WorkerLimits(workers=workers, memory_mb=memory_mb, max_output_bytes=max_output_bytes)
         self._control, theirs = socket.socketpair()
         self._keeper = nursery.fork(
             partial(nursery.keep, theirs, os.getpid(), loaders=functions, limits=limits, prepare=prepare)
@@ -182,7 +182,7 @@ class Jail:
 
     # ------------------------------------------------------------ calls
 
-    async def call_many(self, calls: Sequence[Call]) -> list[Result]:
+    async def call_many(self, calls: Sequence[RewardCall]) -> list[CallResult]:
         """The results of all calls, in order. WhetError if the jail is closed or cannot be kept alive."""
         if not calls:
             return []
@@ -190,7 +190,7 @@ class Jail:
         first = {call.function: place for place, call in reversed([*enumerate(calls)])}
         order = sorted(range(len(calls)), key=lambda place: first[calls[place].function])
         messages = [(place, *self._message(next(self._numbers), calls[place])) for place in order]
-        batch = _Batch(asyncio.get_running_loop().create_future(), len(calls), [Result()] * len(calls))
+        batch = _Batch(asyncio.get_running_loop().create_future(), len(calls), [CallResult()] * len(calls))
         for place, number, message in messages:
             self._pending[number] = _Pending(message, batch, place)
             self._unsent.append(number)
@@ -201,7 +201,7 @@ class Jail:
         await batch.done
         return batch.results
 
-    def _message(self, number: int, call: Call) -> tuple[int, bytes]:
+    def _message(self, number: int, call: RewardCall) -> tuple[int, bytes]:
         if call.function not in self.functions:
             raise WhetError(
                 f"the jail has no function {call.function!r}; it has {', '.join(sorted(self.functions))}"
@@ -259,7 +259,7 @@ class Jail:
             if self._unsent or self._suspects:
                 self._send()
 
-    def _finish(self, number: int, result: Result) -> None:
+    def _finish(self, number: int, result: CallResult) -> None:
         if number == self._alone:
             self._alone, self._tries = None, 0
         pulse.beat("scoring")
@@ -290,7 +290,7 @@ class Jail:
             self._alone = None
         else:
             failure = Failure("crashed", "the process that guards the rewards ends at every attempt")
-            self._finish(self._alone, Result(failure=failure))
+            self._finish(self._alone, CallResult(failure=failure))
         suspects = set(self._suspects)
         self._unsent = deque(number for number in self._pending if number not in suspects)
 
@@ -351,7 +351,7 @@ class Jail:
                 time.sleep(0.002)
 
 
-def read_result(body: bytes) -> Result:
+def read_result(body: bytes) -> CallResult:
     """A worker's answer, not trusted: anything but a set of finite numbers is a failure, and text is sanitised."""
     reply = json.loads(body)
     output, dropped = foreign.plain(redact(reply["output"])), reply["dropped"]
@@ -367,10 +367,10 @@ def read_result(body: bytes) -> Result:
                 failure = Failure("bad_value", str(error))
             else:
                 answer = None if answer is None else foreign.words(answer, MAX_ANSWER)
-                return Result(parts=named, answer=answer, output=output, dropped_bytes=dropped)
+                return CallResult(parts=named, answer=answer, output=output, dropped_bytes=dropped)
         case _:
             failure = Failure("output", "on the result channel: values that a reward cannot have")
-    return Result(failure=failure, output=output, dropped_bytes=dropped)
+    return CallResult(failure=failure, output=output, dropped_bytes=dropped)
 
 
 def _all_floats(parts: Mapping[str, object]) -> bool:

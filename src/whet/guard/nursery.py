@@ -45,7 +45,7 @@ _MAX_PROCESSES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class WorkerLimits:
     """What all workers of a jail may use."""
 
     workers: int
@@ -55,7 +55,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Work:
+class PendingCall:
     """A call that has no answer yet."""
 
     number: int
@@ -74,7 +74,7 @@ class Worker:
     function: int
     channel: socket.socket
     output: int
-    work: Work | None = None
+    work: PendingCall | None = None
     deadline: float = 0.0
     served: int = 0
     inbox: bytearray = field(default_factory=bytearray)
@@ -114,7 +114,7 @@ def keep(
     run: int,
     *,
     loaders: Mapping[str, Loader],
-    limits: Limits,
+    limits: WorkerLimits,
     prepare: Callable[[], None],
 ) -> None:
     """The supervisor's main function, below the process `run`. `prepare` is called before any loader.
@@ -184,7 +184,7 @@ def _nursery(
     life: int,
     keeper: int,
     functions: Sequence[worker.Guarded],
-    limits: Limits,
+    limits: WorkerLimits,
     folder: str,
 ) -> None:
     os.setsid()
@@ -202,10 +202,10 @@ class Nursery:
     """Hands calls to workers in order of arrival, and answers every one exactly once."""
 
     def __init__(
-        self, run: socket.socket, functions: Sequence[worker.Guarded], limits: Limits, folder: str
+        self, run: socket.socket, functions: Sequence[worker.Guarded], limits: WorkerLimits, folder: str
     ) -> None:
         self.run, self.functions, self.limits, self.folder = run, functions, limits, folder
-        self.queue: deque[Work] = deque()
+        self.queue: deque[PendingCall] = deque()
         self.workers: list[Worker] = []
         self.inbox = bytearray()
         self.outbox = bytearray(frames.pack(0, b""))
@@ -250,7 +250,7 @@ class Nursery:
         self.inbox += data
         for number, body in frames.unpack(self.inbox, frames.MAX_CALL_BYTES):
             timeout_s, function = CALL.unpack_from(body)
-            self.queue.append(Work(number, timeout_s, function, body[CALL.size :]))
+            self.queue.append(PendingCall(number, timeout_s, function, body[CALL.size :]))
 
     def flush(self) -> None:
         """Send answers: gathered while calls are quick, so that the run wakes seldom; at once at the end."""
@@ -262,7 +262,7 @@ class Nursery:
             del self.outbox[:sent]
         self.sent_at = now
 
-    def answer(self, w: Worker, work: Work, reply: dict[str, object]) -> None:
+    def answer(self, w: Worker, work: PendingCall, reply: dict[str, object]) -> None:
         """Answer `work` with `reply` and what was printed meanwhile."""
         self.drain(w)
         reply["output"] = w.printed.decode(errors="replace")
@@ -294,12 +294,12 @@ class Nursery:
                     continue
             self.start(idle[0], self.queue.popleft())
 
-    def refuse(self, work: Work, detail: str) -> None:
+    def refuse(self, work: PendingCall, detail: str) -> None:
         """Answer a call that no worker has had."""
         reply = {"failure": ["crashed", detail], "output": "", "dropped": 0}
         self.outbox += frames.pack(work.number, json.dumps(reply).encode())
 
-    def start(self, w: Worker, work: Work) -> None:
+    def start(self, w: Worker, work: PendingCall) -> None:
         w.work, w.deadline = work, time.monotonic() + work.timeout_s
         try:
             w.channel.sendall(frames.pack(work.number, work.body))

@@ -60,7 +60,7 @@ def serve(channel: socket.socket, function: Guarded, memory_mb: int) -> None:
     confine.adopt_orphans()
     confine.limit(memory_mb)
     refused = shut_in(function)
-    home = Home()
+    home = ProcessState()
     while True:
         try:
             call, body = frames.receive(channel)
@@ -160,7 +160,7 @@ def describe(error: BaseException, *, name: bool = True) -> str:
     return f"{type(error).__name__}: {text}{place}"
 
 
-class Home:
+class ProcessState:
     """The state of the process before foreign code ran, for putting it back."""
 
     def __init__(self) -> None:

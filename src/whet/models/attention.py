@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from whet.models.kernels import Ops
 from whet.models.segments import Segments
-from whet.models.twins import PAGE, cache_dtype
+from whet.models.torch_ops import PAGE, cache_dtype
 
 __all__ = [
     "PAGE",

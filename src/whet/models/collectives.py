@@ -113,7 +113,7 @@ def _exchange(x: Tensor, peers: Peers, send: tuple[int, ...], receive: tuple[int
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitDim:
     """How a tensor is cut: this rank has a part of one of its dims."""
 
     dim: int

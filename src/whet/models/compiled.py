@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from whet.models import twins
+from whet.models import torch_ops
 from whet.models.build import BuildError, library
 from whet.models.segments import Segments
 from whet.types import WhetError
@@ -185,7 +185,7 @@ def _parts(rows: int, width: int) -> Tensor:
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
     if not _native(x_ND, weight_D):
-        return twins.rms_norm(x_ND, weight_D, eps, offset=offset)
+        return torch_ops.rms_norm(x_ND, weight_D, eps, offset=offset)
     return _call(_RmsNorm, x_ND, None, weight_D, eps, offset)[0]
 
 
@@ -245,7 +245,7 @@ def norm_rope(
 ) -> Tensor:
     given = (x_NHD, cos_ND, sin_ND) if weight_D is None else (x_NHD, cos_ND, sin_ND, weight_D)
     if not _native(*given) or x_NHD.shape[-1] > _MAX_HEAD:
-        return twins.norm_rope(x_NHD, weight_D, eps, cos_ND, sin_ND, offset=offset)
+        return torch_ops.norm_rope(x_NHD, weight_D, eps, cos_ND, sin_ND, offset=offset)
     if cos_ND.shape != sin_ND.shape or cos_ND.shape != (x_NHD.shape[0], x_NHD.shape[2]):
         raise ValueError(
             f"norm_rope: cos and sin must be [N, D] of x {tuple(x_NHD.shape)}, got {tuple(cos_ND.shape)}"
@@ -281,7 +281,7 @@ class _Glu(Function):
 
 def glu(gate_NF: Tensor, up_NF: Tensor, *, act: Literal["silu", "gelu_tanh"]) -> Tensor:
     if not _native(gate_NF, up_NF) or gate_NF.dim() != 2:
-        return twins.glu(gate_NF, up_NF, act=act)
+        return torch_ops.glu(gate_NF, up_NF, act=act)
     if gate_NF.shape != up_NF.shape:
         raise ValueError(f"glu: gate {tuple(gate_NF.shape)} and up {tuple(up_NF.shape)} differ in shape")
     return _call(_Glu, gate_NF, up_NF, _ACTS[act])
@@ -297,7 +297,7 @@ def _rows_and_targets(logits: Tensor, targets: Tensor) -> None:
 
 def logprobs(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     if not _float32(logits_NV):
-        return twins.logprobs(logits_NV, targets_N)
+        return torch_ops.logprobs(logits_NV, targets_N)
     _rows_and_targets(logits_NV, targets_N)
     logits, targets = logits_NV.contiguous(), targets_N.contiguous()
     logp_N, entropy_N = torch.empty(len(targets)), torch.empty(len(targets))
@@ -316,7 +316,7 @@ def logprobs_backward(
 ) -> None:
     given = [logp_N, entropy_N, dlogp_N, *([] if dentropy_N is None else [dentropy_N])]
     if not _float32(logits_NV, *given) or not logits_NV.is_contiguous():
-        twins.logprobs_backward(logits_NV, targets_N, logp_N, entropy_N, dlogp_N, dentropy_N)
+        torch_ops.logprobs_backward(logits_NV, targets_N, logp_N, entropy_N, dlogp_N, dentropy_N)
         return
     _rows_and_targets(logits_NV, targets_N)
     kept = [t.contiguous() for t in (targets_N, *given)]
@@ -326,7 +326,7 @@ def logprobs_backward(
 
 def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     if not _float32(logits_BV):
-        return twins.sample(logits_BV, uniform_B)
+        return torch_ops.sample(logits_BV, uniform_B)
     logits, uniform = logits_BV.contiguous(), uniform_B.to(torch.float64).contiguous()
     rows, vocabulary = logits.shape
     if uniform.shape != (rows,):
@@ -335,7 +335,7 @@ def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     pointers = (_ptr(logits), _ptr(uniform), _ptr(token_B), _ptr(logp_B))
     bad = _lib().whet_sample(*pointers, rows, vocabulary, torch.get_num_threads())
     if bad > 0:
-        raise twins.bad_logits(bad)
+        raise torch_ops.bad_logits(bad)
     _memory(bad)
     return token_B, logp_B
 
@@ -416,7 +416,9 @@ def attend_packed(
     softcap: float | None,
 ) -> Tensor:
     if not _native(q_NHD, k_NKD, v_NKD) or q_NHD.shape[2] % 16:
-        return twins.attend_packed(q_NHD, k_NKD, v_NKD, segments, scale=scale, window=window, softcap=softcap)
+        return torch_ops.attend_packed(
+            q_NHD, k_NKD, v_NKD, segments, scale=scale, window=window, softcap=softcap
+        )
     if not segments.tokens == len(q_NHD) == len(k_NKD) or k_NKD.shape != v_NKD.shape:
         raise ValueError(
             f"attend_packed: {segments.tokens} tokens in the segments, but q {tuple(q_NHD.shape)}, "
@@ -439,7 +441,7 @@ def attend_cached(
 ) -> Tensor:
     _, heads, size = q_NHD.shape
     if not _native(q_NHD) or not _float32(k_pages, v_pages) or size % 16:
-        return twins.attend_cached(
+        return torch_ops.attend_cached(
             q_NHD,
             k_pages,
             v_pages,
@@ -471,7 +473,7 @@ def write_kv(
     k_pages: Tensor, v_pages: Tensor, k_NKD: Tensor, *, v_NKD: Tensor, page_N: Tensor, slot_N: Tensor
 ) -> None:
     if not _float32(k_pages, v_pages) or not _native(k_NKD, v_NKD):
-        twins.write_kv(k_pages, v_pages, k_NKD, v_NKD=v_NKD, page_N=page_N, slot_N=slot_N)
+        torch_ops.write_kv(k_pages, v_pages, k_NKD, v_NKD=v_NKD, page_N=page_N, slot_N=slot_N)
         return
     k, v = _dense_rows(k_NKD), _dense_rows(v_NKD)
     page, slot = (t.to(torch.int64).contiguous() for t in (page_N, slot_N))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from whet.models.attention import Attend
 from whet.models.collectives import Peers, exchanged
-from whet.models.packing import Layout
+from whet.models.packing import PackedLayout
 from whet.types import ConfigError
 
 
@@ -27,7 +27,7 @@ from whet.types import ConfigError
 class Share:
     """This rank's tokens of a packed batch."""
 
-    packed: Layout
+    packed: PackedLayout
     """The whole."""
     peers: Peers
 

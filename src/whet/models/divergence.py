@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whet.algos.distillation import TopK
-from whet.models.logprobs import Head, logits, slope
+from whet.models.logprobs import OutputHead, logits, slope
 from whet.models.products import column_sums, product
 from whet.types import WhetError
 
@@ -24,7 +24,7 @@ def full_kl(
     hidden_AD: Tensor,
     reference_AD: Tensor,
     *,
-    heads: tuple[Head, Head],
+    heads: tuple[OutputHead, OutputHead],
     temperature: float = 1.0,
     chunk: int = 256,
 ) -> Tensor:
@@ -40,14 +40,14 @@ def full_kl(
             f"algorithm.kl.estimator=full compares whole vocabularies, and the policy's has {sizes[0]} tokens, but the "
             f"reference's {sizes[1]}: use another estimator, or a reference with the same tokenizer"
         )
-    job = _Job(heads[0], heads[1], temperature, chunk)
+    job = _DivergenceJob(heads[0], heads[1], temperature, chunk)
     return _FullKl.apply(hidden_AD, heads[0].linear.weight, heads[0].linear.bias, reference_AD, job)
 
 
 @dataclass(frozen=True)
-class _Job:
-    head: Head
-    reference: Head
+class _DivergenceJob:
+    head: OutputHead
+    reference: OutputHead
     temperature: float
     chunk: int
 
@@ -65,7 +65,12 @@ class _Job:
 class _FullKl(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, reference_AD: Tensor, job: _Job
+        ctx: Any,
+        hidden_AD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        reference_AD: Tensor,
+        job: _DivergenceJob,
     ) -> Tensor:
         kl_A = torch.empty(len(hidden_AD), dtype=torch.float32, device=hidden_AD.device)
         for at in job.spans(len(hidden_AD)):
@@ -79,7 +84,7 @@ class _FullKl(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dkl_A: Tensor) -> tuple[Tensor | None, ...]:
         hidden_AD, weight_VD, bias_V, reference_AD, kl_A = ctx.saved_tensors
-        job: _Job = ctx.job
+        job: _DivergenceJob = ctx.job
 
         def slopes(at: slice) -> tuple[Tensor, Tensor]:
             z_AV, p_AV, gap_AV = job.terms(hidden_AD[at], reference_AD[at])
@@ -89,7 +94,7 @@ class _FullKl(torch.autograd.Function):
 
 
 def _gradients(
-    job: _Job,
+    job: _DivergenceJob,
     slopes: Callable[[slice], tuple[Tensor, Tensor]],
     hidden_AD: Tensor,
     weight_VD: Tensor,
@@ -120,7 +125,7 @@ def forward_kl(
     hidden_AD: Tensor,
     teacher_AD: Tensor,
     *,
-    heads: tuple[Head, Head],
+    heads: tuple[OutputHead, OutputHead],
     top: TopK,
     temperature: float = 1.0,
     chunk: int = 256,
@@ -137,7 +142,7 @@ def forward_kl(
 
 
 @dataclass(frozen=True)
-class _TopKJob(_Job):
+class _TopKJob(_DivergenceJob):
     top: TopK
 
     def chosen(self, hidden_AD: Tensor, teacher_AD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -154,7 +159,7 @@ class _TopKJob(_Job):
         return logp_AK if self.top.floor is None else logp_AK.clamp(min=self.top.floor)
 
 
-def likeliest(head: Head, logp_AV: Tensor, *, k: int, below: int) -> tuple[Tensor, Tensor]:
+def likeliest(head: OutputHead, logp_AV: Tensor, *, k: int, below: int) -> tuple[Tensor, Tensor]:
     """[A, K] the largest log-probs of the whole vocabulary, and their tokens, all of them smaller than `below`."""
     start = 0 if head.vocabulary is None else head.vocabulary.span.start
     own = min(max(below - start, 0), logp_AV.shape[1])
@@ -171,7 +176,7 @@ def likeliest(head: Head, logp_AV: Tensor, *, k: int, below: int) -> tuple[Tenso
     return best_AK.float(), tokens_AW.gather(1, at_AK).long()
 
 
-def _rows(head: Head, token_AK: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(head: OutputHead, token_AK: Tensor) -> tuple[Tensor, Tensor]:
     """(row of each token in this rank's part of a vocabulary, whether it is this rank's)."""
     if head.vocabulary is None:
         return token_AK, torch.ones_like(token_AK, dtype=torch.bool)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from whet import seeds
 from whet.batch import Batch
-from whet.models.packing import Layout
+from whet.models.packing import PackedLayout
 
 _GOLDEN, _FIRST, _SECOND = (
     x - (1 << 64) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -44,7 +44,7 @@ class Noise:
         return Noise(self.name_U, seeds.key(self.key, layer))
 
 
-def token_names(batch: Batch, plan: Layout) -> Tensor:
+def token_names(batch: Batch, plan: PackedLayout) -> Tensor:
     """[U] int64: a name for each token to compute, made of its segment's tokens up to it."""
     each_N = _mix(batch.token_ids_N * _GOLDEN + batch.position_N)
     sum_N = each_N.cumsum(0)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from whet.models.collectives import Cut, Peers, exchanged
+from whet.models.collectives import Peers, SplitDim, exchanged
 from whet.models.products import linear
 from whet.types import ConfigError
 
@@ -69,14 +69,14 @@ def _inverse(order: Tensor) -> Tensor:
     return back
 
 
-def apply(model: PreTrainedModel, peers: Peers) -> dict[str, Cut]:
+def apply(model: PreTrainedModel, peers: Peers) -> dict[str, SplitDim]:
     """Keep this rank's experts of every layer, in place; returns how parameters were partitioned, by name.
 
     Errors: ConfigError where there are no experts, or their number does not divide by the ranks.
     """
     if peers.size == 1:
         return {}
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, SplitDim] = {}
     for name, module in [(n, m) for n, m in model.named_modules() if n.rpartition(".")[2] == "experts"]:
         own = dict(module.named_parameters())
         if own.keys() != {"gate_up_proj", "down_proj"}:
@@ -88,7 +88,7 @@ def apply(model: PreTrainedModel, peers: Peers) -> dict[str, Cut]:
                 f"train.parallel.ep={peers.size} does not divide the {len(own['down_proj'])} experts of a layer"
             )
         for p, weight in own.items():
-            cuts[f"{name}.{p}"] = Cut(0, peers)
+            cuts[f"{name}.{p}"] = SplitDim(0, peers)
             weight.data = cuts[f"{name}.{p}"].part(weight.data)
         model.set_submodule(name, SpreadExperts(module, peers))
     if not cuts:

@@ -69,7 +69,7 @@ class _Products(TorchFunctionMode):
             x, weight, bias = (*args, None)[:3]
             autocast = torch.is_autocast_enabled(x.device.type)
             dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-            y = _Linear.apply(x if x.ndim == 2 else x.flatten(0, -2), weight, self.scaling, dtype)
+            y = _Float8Linear.apply(x if x.ndim == 2 else x.flatten(0, -2), weight, self.scaling, dtype)
             y = y if x.ndim == 2 else y.view(*x.shape[:-1], len(weight))
             return y if bias is None else y + bias.to(y.dtype)
         return func(*args, **(kwargs or {}))
@@ -82,7 +82,7 @@ class _Products(TorchFunctionMode):
 _ACTIVE: ContextVar[_Products | None] = ContextVar("float8 products", default=None)
 
 
-class _Linear(torch.autograd.Function):
+class _Float8Linear(torch.autograd.Function):
     """x_NI weight_OI^T. Tokens are filled up with zeros to a multiple of SIDE."""
 
     @staticmethod

@@ -17,10 +17,10 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from whet.models import functional, universal
+from whet.models import fused_forward, hf_forward
 from whet.models.attention import Attend
 from whet.models.kernels import Ops
-from whet.models.logprobs import Head
+from whet.models.logprobs import OutputHead
 from whet.models.vocabulary import VocabularyHead
 from whet.types import ConfigError
 
@@ -37,7 +37,7 @@ class Decoder:
     """A causal language model as whet computes it. Create a new one after changing the module's structure."""
 
     hidden: Hidden
-    head: Head
+    head: OutputHead
     path: Literal["functional", "modules"]
     layers: int
     kv_heads: int
@@ -53,22 +53,22 @@ def decoder(model: PreTrainedModel, ops: Ops, *, compile: bool = False) -> Decod
     """
     config = model.config.get_text_config()
     head = output_head(model, config)
-    family = functional.known_family(model, config)
+    family = fused_forward.known_family(model, config)
     if family is None:
-        hidden = universal.modules(model, config)
-        seen = universal.probe(model, hidden, head=head, ops=ops)
-        return Decoder(universal.modules(model, config, compile=compile), head, "modules", *seen)
+        hidden = hf_forward.modules(model, config)
+        seen = hf_forward.probe(model, hidden, head=head, ops=ops)
+        return Decoder(hf_forward.modules(model, config, compile=compile), head, "modules", *seen)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    hidden = functional.functional(model, ops, family=family, compile=compile)
+    hidden = fused_forward.functional(model, ops, family=family, compile=compile)
     return Decoder(hidden, head, "functional", config.num_hidden_layers, kv_heads, head_dim)
 
 
-def output_head(model: PreTrainedModel, config: Any) -> Head:
+def output_head(model: PreTrainedModel, config: Any) -> OutputHead:
     """The output layer with the family's post-processing: a factor (Cohere), divisor (Granite), cap (Gemma)."""
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear | VocabularyHead):
         raise ConfigError(f"{type(model).__name__} has no linear output layer; use a causal language model")
     divisor = getattr(config, "logits_scaling", None) or 1.0
     scale = (getattr(config, "logit_scale", None) or 1.0) / divisor
-    return Head(linear, scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
+    return OutputHead(linear, scale=scale, softcap=getattr(config, "final_logit_softcapping", None))

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from whet.models import compiled, twins
+from whet.models import compiled, torch_ops
 from whet.models.segments import Segments
 from whet.types import ConfigError
 
@@ -146,7 +146,7 @@ def load(kind: Literal["auto", "torch", "compiled"]) -> Ops:
         return Ops(
             name="torch",
             reason="asked for: machine.kernels=torch",
-            **{f: getattr(twins, f) for f in _FUNCTIONS},
+            **{f: getattr(torch_ops, f) for f in _FUNCTIONS},
         )
     try:
         reason = compiled.build()
@@ -157,6 +157,8 @@ def load(kind: Literal["auto", "torch", "compiled"]) -> Ops:
                 "(cc, gcc or clang) or set machine.kernels=torch."
             ) from error
         return Ops(
-            name="torch", reason=f"no compiled kernels: {error}", **{f: getattr(twins, f) for f in _FUNCTIONS}
+            name="torch",
+            reason=f"no compiled kernels: {error}",
+            **{f: getattr(torch_ops, f) for f in _FUNCTIONS},
         )
     return Ops(name="compiled", reason=reason, **{f: getattr(compiled, f) for f in _FUNCTIONS})

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def build(
-    cfg: schema.Model,
+    cfg: schema.ModelConfig,
     *,
     vocab_size: int,
     eos_token_id: int | None,
@@ -231,7 +231,7 @@ def _read_config(path: Path, overrides: dict[str, Any]) -> PreTrainedConfig:
 # ---------------------------------------------------------------- from scratch
 
 
-def _scratch_config(cfg: schema.Model, *, vocab_size: int) -> PreTrainedConfig:
+def _scratch_config(cfg: schema.ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
     scratch = cfg.scratch
     assert scratch is not None
     num_key_value_heads = scratch.num_key_value_heads or scratch.num_attention_heads

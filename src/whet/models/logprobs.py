@@ -25,7 +25,7 @@ _CHUNK = 128
 
 
 @dataclass(frozen=True)
-class Head:
+class OutputHead:
     """The output layer: logits = cap * tanh(scale * (W h + b) / cap); without a cap: scale * (W h + b)."""
 
     linear: nn.Linear | VocabularyHead
@@ -58,13 +58,13 @@ class Head:
 
 
 @torch.no_grad()
-def logits(head: Head, hidden_AD: Tensor, temperature: float | Tensor) -> Tensor:
+def logits(head: OutputHead, hidden_AD: Tensor, temperature: float | Tensor) -> Tensor:
     """[A, V] float32 logits / temperature, without gradient. `temperature` > 0: one number, or [A]."""
     return _logits(head, hidden_AD, (head.linear.weight, head.linear.bias), temperature)
 
 
 def _logits(
-    head: Head,
+    head: OutputHead,
     hidden_AD: Tensor,
     parameters: tuple[Tensor, Tensor | None],
     temperature: float | Tensor,
@@ -92,7 +92,7 @@ def token_logprobs(
     hidden_AD: Tensor,
     targets_A: Tensor,
     *,
-    head: Head,
+    head: OutputHead,
     ops: Ops,
     temperature: float = 1.0,
     entropy_grad: bool = False,
@@ -108,12 +108,14 @@ def token_logprobs(
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0 to compute log-probs, got {temperature}")
     keep = len(hidden_AD) * head.linear.out_features <= _KEEP
-    job = _Job(head, ops, temperature, entropy_grad, chunk, keep=keep)
+    job = _LogprobsJob(head, ops, temperature, entropy_grad, chunk, keep=keep)
     return _TokenLogprobs.apply(hidden_AD, head.linear.weight, head.linear.bias, targets_A, job)
 
 
 @torch.no_grad()
-def collisions(hidden_AD: Tensor, *, head: Head, temperature: float = 1.0, chunk: int = _CHUNK) -> Tensor:
+def collisions(
+    hidden_AD: Tensor, *, head: OutputHead, temperature: float = 1.0, chunk: int = _CHUNK
+) -> Tensor:
     """[A] float32: sum over the vocabulary of p^2, p = softmax(logits / temperature): the chance that two samples
     collide. No gradient; `chunk` rows of logits at a time.
     """
@@ -126,8 +128,8 @@ def collisions(hidden_AD: Tensor, *, head: Head, temperature: float = 1.0, chunk
 
 
 @dataclass(frozen=True)
-class _Job:
-    head: Head
+class _LogprobsJob:
+    head: OutputHead
     ops: Ops
     temperature: float
     entropy_grad: bool
@@ -154,7 +156,12 @@ class _Job:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_A: Tensor, job: _Job
+        ctx: Any,
+        hidden_AD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_A: Tensor,
+        job: _LogprobsJob,
     ) -> tuple[Tensor, Tensor]:
         logp_A = torch.empty(len(hidden_AD), dtype=torch.float32, device=hidden_AD.device)
         entropy_A = torch.empty_like(logp_A)
@@ -176,7 +183,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dlogp_A: Tensor, dentropy_A: Tensor) -> tuple[Tensor | None, ...]:
         hidden_AD, weight_VD, bias_V, targets_A, logp_A, entropy_A, kept = ctx.saved_tensors
-        job: _Job = ctx.job
+        job: _LogprobsJob = ctx.job
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         room, ctx.room = ctx.room, None
         dhidden_AD = torch.empty_like(hidden_AD) if needs_hidden else None
@@ -210,7 +217,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return dhidden_AD, _cast(dweight_VD, weight_VD), _cast(dbias_V, bias_V), None, None
 
 
-def slope(z_AV: Tensor, head: Head, temperature: float) -> Tensor | float | None:
+def slope(z_AV: Tensor, head: OutputHead, temperature: float) -> Tensor | float | None:
     """d(logits / temperature) / d(W h + b): scale / temperature * (1 - tanh^2). None where it is 1."""
     factor = head.scale / temperature
     if head.softcap is None:

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 
 from whet import seeds
 from whet.config.learns import fused_as
-from whet.config.schema import Lora
+from whet.config.schema import LoraConfig
 from whet.inputs import check_regular, read_json_object
 from whet.models.dropout import Noise
 from whet.models.products import column_sums, linear, product
@@ -137,7 +137,7 @@ class _Adapted(torch.autograd.Function):
 # ---------------------------------------------------------------- put in
 
 
-def attach(model: PreTrainedModel, cfg: Lora, *, seed: int, key: str = "model.lora") -> None:
+def attach(model: PreTrainedModel, cfg: LoraConfig, *, seed: int, key: str = "model.lora") -> None:
     """Add adapters to a model, in place. From then on only they, and `modules_to_save`, require gradients.
 
     Their initial values depend on `seed` only; `key` is the section's name, for errors. Errors: ConfigError where a
@@ -172,7 +172,7 @@ def attach(model: PreTrainedModel, cfg: Lora, *, seed: int, key: str = "model.lo
     refresh(model)
 
 
-def _targets(cfg: Lora, model: PreTrainedModel) -> list[str] | str:
+def _targets(cfg: LoraConfig, model: PreTrainedModel) -> list[str] | str:
     """What gets adapters, as peft takes it. Its own all-linear reaches for experts and routers, too."""
     if cfg.targets != "all-linear":
         return cfg.targets if isinstance(cfg.targets, str) else list(cfg.targets)
@@ -180,7 +180,7 @@ def _targets(cfg: Lora, model: PreTrainedModel) -> list[str] | str:
     return [name for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
 
 
-def _peft(cfg: Lora, targets: list[str] | str) -> Any:
+def _peft(cfg: LoraConfig, targets: list[str] | str) -> Any:
     """The section as peft's own configuration."""
     from peft import LoraConfig
 
@@ -233,7 +233,7 @@ def _fuse(model: PreTrainedModel, section: str) -> None:
         )
 
 
-def _check_names(model: PreTrainedModel, cfg: Lora, section: str) -> None:
+def _check_names(model: PreTrainedModel, cfg: LoraConfig, section: str) -> None:
     """Each pattern has to fit the end of a name (peft only warns), and each module has to be there."""
     for key, patterns in (("rank_pattern", cfg.rank_pattern), ("alpha_pattern", cfg.alpha_pattern)):
         for pattern in patterns:
@@ -261,7 +261,7 @@ def _whole(model: PreTrainedModel, endings: Iterable[str]) -> dict[str, nn.Modul
     return {name: module for name, module in model.named_modules() if f".{name}".endswith(ends)}
 
 
-def _fill(model: PreTrainedModel, folder: Path, cfg: Lora, *, key: str) -> None:
+def _fill(model: PreTrainedModel, folder: Path, cfg: LoraConfig, *, key: str) -> None:
     """Adapters and whole modules from a folder of peft's."""
     try:
         told = read_json_object(folder / "adapter_config.json", CheckpointError)
@@ -366,7 +366,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
 # ---------------------------------------------------------------- adapters as a folder
 
 
-def export_adapter(model: PreTrainedModel, path: Path, *, cfg: Lora, base: str | None) -> None:
+def export_adapter(model: PreTrainedModel, path: Path, *, cfg: LoraConfig, base: str | None) -> None:
     """Write only the trained parameters, as a folder that `peft.PeftModel.from_pretrained` opens over the base model.
 
     base: the location of that model, for the record.
@@ -383,7 +383,7 @@ def export_adapter(model: PreTrainedModel, path: Path, *, cfg: Lora, base: str |
         save_file(tensors, folder / _FILE, metadata={"format": "pt"})
 
 
-def _as_peft(model: PreTrainedModel, cfg: Lora) -> Iterator[tuple[str, nn.Parameter]]:
+def _as_peft(model: PreTrainedModel, cfg: LoraConfig) -> Iterator[tuple[str, nn.Parameter]]:
     """Adapters and whole modules by the names that peft writes."""
     for name, layer in adapted(model).items():
         yield f"base_model.model.{name}.lora_A.weight", layer.lora_A

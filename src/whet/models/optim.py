@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from whet.config.schedules import factor, position, weight_decay
-from whet.config.schema import Optimizer as OptimizerConfig
-from whet.config.schema import Precision
+from whet.config.schema import OptimizerConfig as OptimizerConfig
+from whet.config.schema import PrecisionConfig
 from whet.models.adam8 import Adam8
 from whet.models.muon import Muon
 from whet.models.precision import loss_scale
@@ -48,7 +48,7 @@ class Optimizer:
         total_steps: int,
         updates_per_step: int = 1,
         hidden: Collection[str] = (),
-        precision: Precision | None = None,
+        precision: PrecisionConfig | None = None,
         offload: bool = False,
         across: Alone | DataParallel | None = None,
         others: Collection[str] = (),
@@ -58,7 +58,7 @@ class Optimizer:
         the step. across: the ranks that gradients are added up over. others: parameters that learn on other
         ranks alone. Errors: ConfigError for a group without parameters."""
         self.across = across or Alone()
-        precision = precision or Precision()
+        precision = precision or PrecisionConfig()
         self.cfg, self.total_steps, self.updates_per_step = cfg, total_steps, updates_per_step
         self.offload, self.sums_wide = offload, precision.reduce is not None
         self.step_count = 0

@@ -17,7 +17,7 @@ from whet.types import DataError
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """The forward pass of a batch. Tensors lie on the batch's device, the segments on the CPU."""
 
     token_ids_U: Tensor
@@ -33,7 +33,7 @@ class Layout:
     """The batch's."""
 
 
-def layout(batch: Batch, *, share_prompts: bool) -> Layout:
+def layout(batch: Batch, *, share_prompts: bool) -> PackedLayout:
     """How to compute the log-probs (and values) of all sampled tokens of a batch.
 
     A segment is computed up to the token before its last sampled one; a segment without sampled tokens not
@@ -58,7 +58,7 @@ def layout(batch: Batch, *, share_prompts: bool) -> Layout:
     source_N = torch.where(before_N < batch.prompt_S[segment_N], owner_S[segment_N], segment_N)
     source_N = (batch.start_S[source_N] + before_N).clamp(min=0)
     predicted_N = (before_N >= 0) & (position_N <= need_S[segment_N])
-    return Layout(
+    return PackedLayout(
         token_ids_U=token_ids_N[keep_N],
         position_U=position_N[keep_N],
         segments=_segments(batch, index_N, need_S=need_S, owner_S=owner_S),

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from whet.models import expert_parallel, forward, functional, pipeline, tensor_parallel, universal
-from whet.models.collectives import Cut, Peers, summed
+from whet.models import expert_parallel, forward, fused_forward, hf_forward, pipeline, tensor_parallel
+from whet.models.collectives import Peers, SplitDim, summed
 from whet.models.context_parallel import Share
 from whet.models.forward import Decoder, Hidden
 from whet.models.kernels import Ops
 from whet.models.mesh import Dims
-from whet.models.packing import Layout
+from whet.models.packing import PackedLayout
 from whet.models.regions import Region
 
 _NOBODY = Peers()
@@ -37,14 +37,14 @@ class Parallel:
     cp: Peers = _NOBODY
     ep: Peers = _NOBODY
     pp: Peers = _NOBODY
-    cuts: Mapping[str, tuple[Cut, ...]] = field(default_factory=dict)
+    cuts: Mapping[str, tuple[SplitDim, ...]] = field(default_factory=dict)
     """How parameters are cut, by name, the first cut first. Those not named are whole."""
     partial: Mapping[str, Peers] = field(default_factory=dict)
     """Parameters that are alike on several ranks but get a part of their gradient on each."""
     experts: frozenset[str] = frozenset()
     """Parameters of experts: the dp_shard ranks of one ep group have different ones, so their gradients are summed over
     the ranks of `expert_mesh["dp_replicate", "expert_shard"]` alone. Those of all others: over all of dp."""
-    stage: pipeline.Stage | None = None
+    stage: pipeline.PipelineStage | None = None
     """Which layers, with pp above 1."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Of the whole model's parameters, those of other stages among them."""
@@ -58,9 +58,9 @@ class Parallel:
         own = self.tp.size > 1 or self.ep.size > 1  # they work in the model's own modules
         hidden: Hidden
         if own:
-            hidden = universal.modules(model, config, compile=compile)
+            hidden = hf_forward.modules(model, config, compile=compile)
         else:
-            hidden = functional.functional(model, ops, family=self.stage.family, compile=compile)
+            hidden = fused_forward.functional(model, ops, family=self.stage.family, compile=compile)
         head = forward.output_head(model, config) if self.stage.last else None
         kv_heads = (
             getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -69,7 +69,7 @@ class Parallel:
         path: Literal["functional", "modules"] = "modules" if own else "functional"
         return Decoder(hidden, head, path, config.num_hidden_layers, kv_heads, head_dim)  # type: ignore[arg-type]
 
-    def share(self, packed: Layout) -> Share:
+    def share(self, packed: PackedLayout) -> Share:
         """This rank's tokens of a packed batch."""
         return Share(packed, self.cp)
 
@@ -120,7 +120,7 @@ class Parallel:
             part = cut.whole(part)
         return part
 
-    def _cuts_of(self, name: str) -> tuple[Cut, ...]:
+    def _cuts_of(self, name: str) -> tuple[SplitDim, ...]:
         return self.cuts.get(name, self.cuts.get(name.partition(".")[2], ()))
 
     def gathered(

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from whet.models.collectives import Peers
-from whet.models.functional import Family, known_family
+from whet.models.fused_forward import Family, known_family
 from whet.types import ConfigError
 
 
@@ -46,7 +46,7 @@ class Action:
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class PipelineStage:
     """What a rank has of the layers, and its neighbours."""
 
     peers: Peers
@@ -171,7 +171,11 @@ class _Post:
     """Hidden states and gradients between neighbours. What is sent is kept until `close`."""
 
     def __init__(
-        self, stage: Stage, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+        self,
+        stage: PipelineStage,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.stage, self.shapes, self.dtype, self.device = stage, shapes, dtype, device
         self.sent: list[tuple[dist.Work | None, Tensor]] = []
@@ -204,7 +208,7 @@ class _Post:
         self.sent.clear()
 
 
-def apply(model: PreTrainedModel, mesh: DeviceMesh, *, chunks: int = 1) -> Stage:
+def apply(model: PreTrainedModel, mesh: DeviceMesh, *, chunks: int = 1) -> PipelineStage:
     """Keep this rank's layers, in place. mesh: the full one, of which `pp` is the first dim.
 
     Errors: ConfigError where the model's family is not supported, or it has fewer layers than parts.
@@ -249,7 +253,9 @@ def apply(model: PreTrainedModel, mesh: DeviceMesh, *, chunks: int = 1) -> Stage
     lines, ends = _lines(mesh)
     both = dict.fromkeys(tied, Peers(int(last), 2, ends)) if first or last else {}
     width = config.hidden_size
-    return Stage(peers, chunks, base, views, base.norm, owners, learning, family, width, dtype, both, lines)
+    return PipelineStage(
+        peers, chunks, base, views, base.norm, owners, learning, family, width, dtype, both, lines
+    )
 
 
 def _owner(name: str, *, embedding: nn.Module, model: nn.Module, part_of: list[int]) -> int:
@@ -265,7 +271,7 @@ def _leave(model: nn.Module, module: nn.Module) -> None:
 
 @cache
 def _lines(mesh: DeviceMesh) -> tuple[dict[tuple[str, bool], dist.ProcessGroup], dist.ProcessGroup | None]:
-    """This rank's `Stage.lines`, and the group of first and last rank (of its line, if it is one of them). Every rank
+    """This rank's `PipelineStage.lines`, and the group of first and last rank (of its line, if it is one of them). Every rank
     has to make the groups of all; they serve all models of a mesh."""
     mine: dict[tuple[str, bool], dist.ProcessGroup] = {}
     mine_ends = None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from whet.config.schema import Precision
+from whet.config.schema import PrecisionConfig
 from whet.models import float8
 
 _NORMED = 1 << 20
@@ -44,7 +44,7 @@ class LossScale:
             self.held += 1
 
 
-def loss_scale(precision: Precision, dtypes: Iterable[torch.dtype]) -> LossScale | None:
+def loss_scale(precision: PrecisionConfig, dtypes: Iterable[torch.dtype]) -> LossScale | None:
     """The scale that parameters of these dtypes need; None: nothing is float16."""
     if precision.compute == "float16" or torch.float16 in dtypes:
         return LossScale(precision.loss_scale, precision.loss_scale_steps)
@@ -52,7 +52,9 @@ def loss_scale(precision: Precision, dtypes: Iterable[torch.dtype]) -> LossScale
 
 
 @contextmanager
-def computing(precision: Precision, device: torch.device, plain: Sequence[nn.Module] = ()) -> Iterator[None]:
+def computing(
+    precision: PrecisionConfig, device: torch.device, plain: Sequence[nn.Module] = ()
+) -> Iterator[None]:
     """Inside it matrix products are computed in the dtypes of the config. plain: modules whose weight stays out of
     float8."""
     with ExitStack() as stack:

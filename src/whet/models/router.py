@@ -8,9 +8,9 @@ of Megatron-LM: each layer has its own, f_x is divided by E too, and the layers'
 
 A product of means cannot be summed over micro-batches. But f has no gradient, so with the f of the whole minibatch
 given, the term is a sum over tokens, and any cut into micro-batches and ranks gives the same gradient. So choices are
-counted first, in a pass without gradient (`Balance.counting`), summed over ranks; then each micro-batch adds its part.
+counted first, in a pass without gradient (`RouterTerms.counting`), summed over ranks; then each micro-batch adds its part.
 The z term (ST-MoE, arXiv:2202.08906, eq. 5) is the mean over tokens of the squared logsumexp of a router's logits,
-added up over layers; it needs the number of tokens alone (`Balance.begin`). A part is given to the hidden states
+added up over layers; it needs the number of tokens alone (`RouterTerms.begin`). A part is given to the hidden states
 (`attached`): going backward from them goes backward from it, too, wherever in a pipeline the router stands.
 
 A token is a position that predicts one; it counts as often as its rollout counts in the loss, and a shared prompt as
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whet.models.packing import Layout
+from whet.models.packing import PackedLayout
 from whet.types import ConfigError, Metrics
 
 
@@ -94,7 +94,7 @@ def _noted(router: nn.Module, args: tuple[Any, ...], out: tuple[Tensor, ...]) ->
     note(router, out[0], torch.softmax(out[0].float(), -1), out[2])
 
 
-def uses(packed: Layout) -> Tensor:
+def uses(packed: PackedLayout) -> Tensor:
     """[U] float32: how many tokens each computed one stands for: those of the rollouts that share it."""
     at_N = packed.predictor_N >= 0
     times_N = torch.ones_like(packed.rollout_N, dtype=torch.float32)
@@ -151,7 +151,7 @@ def attached(hidden_TD: Tensor, term: Tensor) -> Tensor:
     return made
 
 
-class Balance:
+class RouterTerms:
     """The terms of one model, from one minibatch to the next."""
 
     def __init__(

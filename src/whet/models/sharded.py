@@ -103,7 +103,7 @@ class Alone:
         pass
 
 
-class Spread(Protocol):
+class OtherDims(Protocol):
     """What data parallelism needs of the layout's other dims; see `parallel.Parallel`."""
 
     @property
@@ -139,7 +139,7 @@ class DataParallel:
     """The parameters of one model on one rank. Make one for each engine; every method is called on all ranks."""
 
     def __init__(
-        self, mesh: DeviceMesh, how: Sharding, parallel: Spread, *, experts: DeviceMesh | None = None
+        self, mesh: DeviceMesh, how: Sharding, parallel: OtherDims, *, experts: DeviceMesh | None = None
     ) -> None:
         """mesh: of all ranks, dims as in `mesh.MESH_DIMS`. parallel: what the other dims have made of the model.
         experts: with ep the second mesh, `mesh.expert_mesh`."""

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from whet.models.collectives import Cut, Peers, copied, summed
+from whet.models.collectives import Peers, SplitDim, copied, summed
 from whet.models.lora import LoraLinear, adapted
 from whet.models.vocabulary import Vocabulary, VocabularyEmbedding, VocabularyHead
 from whet.types import ConfigError
@@ -35,7 +35,7 @@ _REPLICATED = ("q_norm", "k_norm", "gate", "shared_expert_gate")
 class Parts:
     """What a step of making a model parallel did to its parameters."""
 
-    cuts: dict[str, Cut] = field(default_factory=dict)
+    cuts: dict[str, SplitDim] = field(default_factory=dict)
     """How parameters were cut, by name."""
     partial: frozenset[str] = frozenset()
     """Those that are not cut and get a part of their gradient on every rank: sum it over the ranks."""
@@ -49,7 +49,7 @@ def apply(model: PreTrainedModel, peers: Peers) -> Parts:
     if peers.size == 1:
         return Parts()
     _check(model, peers)
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, SplitDim] = {}
     partial: set[str] = set()
     for block_name, block in _blocks(model):
         inside = dict(_cuts(block, block_name, peers))
@@ -92,7 +92,7 @@ def _blocks(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     yield from blocks
 
 
-def _cuts(block: nn.Module, block_name: str, peers: Peers) -> Iterator[tuple[str, Cut]]:
+def _cuts(block: nn.Module, block_name: str, peers: Peers) -> Iterator[tuple[str, SplitDim]]:
     """How the parameters of a block are cut. Those that every rank has whole are left out."""
     for name, module in block.named_modules():
         own = dict(module.named_parameters(recurse=False))
@@ -100,21 +100,21 @@ def _cuts(block: nn.Module, block_name: str, peers: Peers) -> Iterator[tuple[str
         if not own or ending in _REPLICATED:
             continue
         if ending == "experts" and own.keys() == _EXPERTS.keys():
-            yield from ((f"{at}.{p}", Cut(dim, peers, n)) for p, (dim, n) in _EXPERTS.items())
+            yield from ((f"{at}.{p}", SplitDim(dim, peers, n)) for p, (dim, n) in _EXPERTS.items())
         elif ending in _ROWS:
-            yield from ((f"{at}.{p}", Cut(0, peers)) for p in own if p != "lora_A")
+            yield from ((f"{at}.{p}", SplitDim(0, peers)) for p in own if p != "lora_A")
         elif ending in _COLUMNS and "bias" not in own:
-            yield from ((f"{at}.{p}", Cut(1, peers)) for p in own if p != "lora_B")
+            yield from ((f"{at}.{p}", SplitDim(1, peers)) for p in own if p != "lora_B")
         else:
             raise ConfigError(
                 f"tensor parallelism cannot partition {at} ({', '.join(own)}); set train.parallel.tp=1"
             )
 
 
-def _vocabulary(model: PreTrainedModel, peers: Peers) -> dict[str, Cut]:
+def _vocabulary(model: PreTrainedModel, peers: Peers) -> dict[str, SplitDim]:
     """Exchange embedding and output layer, as far as this rank has them, for parts of a vocabulary."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, SplitDim] = {}
     if isinstance(embedding, nn.Embedding):
         new = VocabularyEmbedding(embedding, Vocabulary(len(embedding.weight), peers))
         cuts |= _exchange(model, embedding, new, peers)
@@ -123,10 +123,10 @@ def _vocabulary(model: PreTrainedModel, peers: Peers) -> dict[str, Cut]:
     return cuts
 
 
-def _exchange(model: nn.Module, old: nn.Module, new: nn.Module, peers: Peers) -> dict[str, Cut]:
+def _exchange(model: nn.Module, old: nn.Module, new: nn.Module, peers: Peers) -> dict[str, SplitDim]:
     name = next(n for n, m in model.named_modules() if m is old)
     model.set_submodule(name, new)
-    return {f"{name}.{p}": Cut(0, peers) for p, _ in new.named_parameters()}
+    return {f"{name}.{p}": SplitDim(0, peers) for p, _ in new.named_parameters()}
 
 
 def _sizes(model: PreTrainedModel, peers: Peers) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from whet.config.load import Loaded
-from whet.config.schema import Config, Environment, Source
+from whet.config.schema import Config, EnvironmentConfig, SourceConfig
 from whet.config.sources import verifiers
 from whet.data.tasks import TaskStream, texts
 from whet.data.tokenizer import load_tokenizer
 from whet.envs.env import EnvFault, EnvRestarted, EnvStep, World
-from whet.envs.hosts import Hosts
+from whet.envs.hosts import EnvHosts
 from whet.rehearsal.findings import Finding, fails, left_open, works
 from whet.rehearsal.shrink import real_tokenizer
 from whet.rewards.combine import RewardSet, score
@@ -74,7 +74,7 @@ def probe(loaded: Loaded) -> Probed:
 # ---------------------------------------------------------------- data
 
 
-def _source(out: Probed, cfg: Config, source: Source, key: str, *, stage: str) -> str:
+def _source(out: Probed, cfg: Config, source: SourceConfig, key: str, *, stage: str) -> str:
     """Read one source. Returns why it cannot be used, or ''."""
     what = f"{key} {source.name or source.path or source.function or ''}".strip()
     real = real_tokenizer(cfg) is not None
@@ -163,13 +163,13 @@ def _reward(
 # ---------------------------------------------------------------- environments
 
 
-def _environment(out: Probed, cfg: Config, stage: str, env: Environment) -> Iterator[Finding]:
+def _environment(out: Probed, cfg: Config, stage: str, env: EnvironmentConfig) -> Iterator[Finding]:
     """Play one task with one empty reply."""
     what = f"rollout.env ({env.make})"
     tasks = out.tasks.get(stage, [])
-    hosts: Hosts | None = None
+    hosts: EnvHosts | None = None
     try:
-        hosts = Hosts(env, imports=cfg.imports)
+        hosts = EnvHosts(env, imports=cfg.imports)
         if not tasks:
             yield left_open(what, "it loads; there are no rows to play it on")
             return
@@ -189,7 +189,7 @@ def _environment(out: Probed, cfg: Config, stage: str, env: Environment) -> Iter
     yield works(what, f"{len(told)} messages at first; an empty reply gets {step.reward} and {end}")
 
 
-async def _turn(hosts: Hosts, task: Task, env: Environment) -> tuple[list[Message], EnvStep]:
+async def _turn(hosts: EnvHosts, task: Task, env: EnvironmentConfig) -> tuple[list[Message], EnvStep]:
     async def ask(path: object, messages: list[Message], sampling: object) -> Message:
         return Message("assistant", "")
 

@@ -12,7 +12,7 @@ from whet.config.checks import unused
 from whet.config.evaluation import observation_tokens
 from whet.config.load import Loaded, stage_configs
 from whet.config.recipes import resolve
-from whet.config.schema import Config, Model
+from whet.config.schema import Config, ModelConfig
 from whet.config.tree import STAGE_SECTIONS
 from whet.dialects.idle import without
 from whet.inputs import read_json_object
@@ -82,7 +82,7 @@ def what_changed(cfg: Config) -> Iterator[Finding]:
         )
 
 
-def family(model: Model) -> str:
+def family(model: ModelConfig) -> str:
     """The architecture to stand in for a model: its own where its config.json or its name tells it, else qwen3."""
     if model.scratch is not None:
         return model.scratch.architecture

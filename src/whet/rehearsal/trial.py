@@ -34,7 +34,7 @@ main()
 
 
 @dataclass(frozen=True)
-class Ended:
+class TrialEnd:
     code: int | None
     """None: it reached the time limit and was killed."""
     said: str
@@ -113,7 +113,7 @@ def _start(tree: dict[str, Json], folder: Path, name: str) -> subprocess.Popen[b
         )
 
 
-def _wait(process: subprocess.Popen[bytes], printed: Path) -> Ended:
+def _wait(process: subprocess.Popen[bytes], printed: Path) -> TrialEnd:
     try:
         code: int | None = process.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -122,7 +122,7 @@ def _wait(process: subprocess.Popen[bytes], printed: Path) -> Ended:
         _end(process)
     text = printed.read_text(encoding="utf-8", errors="replace").strip()
     at = text.rfind("whet: ")
-    return Ended(code, text[at + 6 :] if at >= 0 else text[-1500:])
+    return TrialEnd(code, text[at + 6 :] if at >= 0 else text[-1500:])
 
 
 def _kill_within(process: subprocess.Popen[bytes], metrics: Path) -> bool:

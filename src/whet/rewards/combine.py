@@ -18,7 +18,7 @@ from whet.config.secrets import learn
 from whet.guard import pulse, sandbox
 from whet.guard.foreign import number
 from whet.guard.imports import import_all
-from whet.guard.jail import Call, Failure, Jail, Result
+from whet.guard.jail import CallResult, Failure, Jail, RewardCall
 from whet.guard.worker import Guarded
 from whet.rewards.bind import RewardFunction, bind, pack_rollout, pack_task
 from whet.rewards.builtin import BUILTIN, EXECUTES
@@ -33,7 +33,7 @@ _OURS = "whet."
 class Judge(Protocol):
     """Runs the functions: a `Jail`, or a substitute."""
 
-    async def call_many(self, calls: Sequence[Call]) -> list[Result]: ...
+    async def call_many(self, calls: Sequence[RewardCall]) -> list[CallResult]: ...
     def close(self) -> None: ...
 
 
@@ -56,8 +56,8 @@ class RewardSet:
 
     @staticmethod
     def from_config(
-        rewards: Mapping[str, schema.Reward],
-        workers: schema.RewardWorkers,
+        rewards: Mapping[str, schema.RewardConfig],
+        workers: schema.RewardWorkersConfig,
         objects: Mapping[str, RewardFunction] | None = None,
         *,
         seed: int = 0,
@@ -120,7 +120,11 @@ def _prepare(env: Mapping[str, str], imports: Sequence[str]) -> None:
 
 
 def _load(
-    name: str, reward: schema.Reward, given: RewardFunction | None, verifiers: Sequence[str], confine: str
+    name: str,
+    reward: schema.RewardConfig,
+    given: RewardFunction | None,
+    verifiers: Sequence[str],
+    confine: str,
 ) -> Guarded:
     """The function, and what its process may do. ConfigError if it needs a sandbox, and this system has none."""
     learn({"rewards": {name: {"arguments": reward.arguments}}})
@@ -162,11 +166,11 @@ async def score(groups: Sequence[Group], rewards: RewardSet) -> list[Group]:
     return [Group(g.task, tuple([await _judged(r, results, rewards) for r in g.rollouts])) for g in groups]
 
 
-async def _judged(rollout: Rollout, results: Iterator[Result], rewards: RewardSet) -> Rollout:
+async def _judged(rollout: Rollout, results: Iterator[CallResult], rewards: RewardSet) -> Rollout:
     """A rollout with the next results of the jail and of the models."""
     if rollout.error:
         return rollout
-    found: dict[str, Result] = {}
+    found: dict[str, CallResult] = {}
     for name in rewards.of(rollout.task):
         if name in rewards.models:
             await asyncio.sleep(0)  # a model holds the process: between two rollouts others may go on
@@ -177,10 +181,10 @@ async def _judged(rollout: Rollout, results: Iterator[Result], rewards: RewardSe
     return _scored(rollout, found, rewards)
 
 
-def _calls(group: Group, streams: Mapping[str, int]) -> list[Call]:
+def _calls(group: Group, streams: Mapping[str, int]) -> list[RewardCall]:
     task = _encode(group.task)
     return [
-        Call(
+        RewardCall(
             function=name,
             arguments=f'{{"task":{task},"rollout":{rollout}}}',
             key=seeds.key(stream, r.task.uid, r.index),
@@ -201,7 +205,7 @@ def _encode(task: Task) -> str:
         ) from error
 
 
-def _scored(rollout: Rollout, results: dict[str, Result], rewards: RewardSet) -> Rollout:
+def _scored(rollout: Rollout, results: dict[str, CallResult], rewards: RewardSet) -> Rollout:
     parts: dict[str, float] = {}
     total = rollout.reward or 0.0  # an environment's own
     for name, result in results.items():

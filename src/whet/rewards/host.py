@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from whet.guard import pulse
-from whet.guard.jail import Call, Jail
+from whet.guard.jail import Jail, RewardCall
 from whet.guard.nursery import Loader
 from whet.types import ConfigError, WhetError
 
@@ -76,7 +76,7 @@ async def _answer(jail: Jail, connection: Connection) -> None:
             running.cancel()
 
 
-async def _judge(jail: Jail, connection: Connection, number: int, calls: Sequence[Call]) -> None:
+async def _judge(jail: Jail, connection: Connection, number: int, calls: Sequence[RewardCall]) -> None:
     try:
         _say(connection, "done", (number, await jail.call_many(calls)))
     except (WhetError, OSError) as error:

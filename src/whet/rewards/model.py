@@ -17,7 +17,7 @@ from whet.config import schema
 from whet.config.sizes import check_files
 from whet.data.chat import encode_prompts, encode_texts, read_template
 from whet.guard.foreign import number
-from whet.guard.jail import Failure, Result
+from whet.guard.jail import CallResult, Failure
 from whet.guard.weights import check_weights
 from whet.types import CheckpointError, ConfigError, Rollout, WhetError
 
@@ -29,7 +29,7 @@ _SPARE = "lm_head."
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedRewardModel:
     """A reward model in memory."""
 
     model: PreTrainedModel
@@ -44,12 +44,12 @@ class ModelReward:
     """A reward that a model gives; its weights are read at `load`, or else at the first score."""
 
     name: str
-    cfg: schema.RewardModel
+    cfg: schema.RewardModelConfig
     device: str = "auto"
     """auto (CUDA where there is one), cpu or cuda."""
 
     @cached_property
-    def loaded(self) -> Loaded:
+    def loaded(self) -> LoadedRewardModel:
         try:
             return _load(self.cfg, self.device)
         except WhetError as error:
@@ -59,7 +59,7 @@ class ModelReward:
         """Read the weights now. ConfigError or CheckpointError names the key and the folder."""
         assert self.loaded
 
-    def score(self, rollout: Rollout) -> Result:
+    def score(self, rollout: Rollout) -> CallResult:
         """The logit of a rollout as "score"; where inputs may be truncated, also "truncated", 0 or 1."""
         cfg, loaded = self.cfg, self.loaded
         if loaded.tokenizer is None and len(rollout.strands) > 1:
@@ -87,7 +87,7 @@ class ModelReward:
             value = number(_logit(loaded.model, token_ids))
         except ValueError as error:
             return _failed(f"it says {error}")
-        return Result(parts={"score": value, **parts})
+        return CallResult(parts={"score": value, **parts})
 
     def _tokens(self, rollout: Rollout) -> list[int]:
         """What the model reads of a rollout."""
@@ -109,8 +109,8 @@ class ModelReward:
         return encode_texts(tokenizer, [text])[0]
 
 
-def _failed(why: str) -> Result:
-    return Result(failure=Failure("bad_value", why))
+def _failed(why: str) -> CallResult:
+    return CallResult(failure=Failure("bad_value", why))
 
 
 def _logit(model: PreTrainedModel, token_ids: list[int]) -> float:
@@ -124,7 +124,7 @@ def _logit(model: PreTrainedModel, token_ids: list[int]) -> float:
 # ---------------------------------------------------------------- from a folder
 
 
-def _load(cfg: schema.RewardModel, device: str) -> Loaded:
+def _load(cfg: schema.RewardModelConfig, device: str) -> LoadedRewardModel:
     import torch
 
     if device == "auto":
@@ -139,7 +139,7 @@ def _load(cfg: schema.RewardModel, device: str) -> Loaded:
         # tokenizers are for runs: a mistake in a config is answered before them
         from whet.data.tokenizer import load_tokenizer
 
-        tokenizer = load_tokenizer(schema.Tokenizer(path=cfg.tokenizer), model_path=cfg.path)
+        tokenizer = load_tokenizer(schema.TokenizerConfig(path=cfg.tokenizer), model_path=cfg.path)
         if cfg.chat_template is not None:
             tokenizer.chat_template = read_template(cfg.chat_template)
     dtype = cfg.dtype or ("float32" if device == "cpu" else "bfloat16")
@@ -156,7 +156,7 @@ def _load(cfg: schema.RewardModel, device: str) -> Loaded:
         raise ConfigError(
             f"max_tokens={cfg.max_tokens}: {path} has {positions} positions; give at most {positions}"
         )
-    return Loaded(model, tokenizer, rows, cfg.max_tokens or positions)
+    return LoadedRewardModel(model, tokenizer, rows, cfg.max_tokens or positions)
 
 
 def _read(path: Path, dtype: Any) -> Any:

@@ -16,20 +16,20 @@ SESSIONS = 1 << 16
 
 
 @dataclass
-class Home:
+class PromptHome:
     """Where a prompt is being served, and how many requests with it are in flight."""
 
     replica: Replica
     count: int = 0
 
 
-class Balance:
+class ReplicaLoads:
     """The replicas that serve, by load. rows: sequences that a replica decodes at once; further requests with a prompt
     go to another replica when its replica has no free row. usable: whether one may be asked at all."""
 
     def __init__(self, rows: int, usable: Callable[[Replica], bool]) -> None:
         self.rows, self.usable = rows, usable
-        self.homes: dict[tuple[int, ...], Home] = {}
+        self.homes: dict[tuple[int, ...], PromptHome] = {}
         self.sessions: dict[str, Replica] = {}
         """The replica of each session, the one that was quiet longest first."""
         self.ordered: dict[int, Replica] = {}
@@ -64,7 +64,7 @@ class Balance:
     @contextmanager
     def serving(self, prompt: tuple[int, ...], replica: Replica) -> Iterator[None]:
         """While it serves this prompt, others with the same prompt go there."""
-        home = self.homes.setdefault(prompt, Home(replica))
+        home = self.homes.setdefault(prompt, PromptHome(replica))
         home.replica = replica
         home.count += 1
         try:

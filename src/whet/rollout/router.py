@@ -16,7 +16,7 @@ from itertools import count, islice
 from typing import Any, Literal
 
 from whet.guard.watch import wait
-from whet.rollout.balance import Balance, Handed
+from whet.rollout.balance import Handed, ReplicaLoads
 from whet.rollout.engine import PARTS, Capabilities, Health, OnTokens, Part, WeightUpdate
 from whet.rollout.gate import Gate
 from whet.rollout.replica import Replica, Work, trace, wrong
@@ -78,7 +78,7 @@ class Router:
         self.beat: Callable[[str], object] = lambda what: None
         """Called when a replica gets on."""
         self._gate = Gate(lambda: self.version)
-        self._balance = Balance(rows, self._usable)
+        self._balance = ReplicaLoads(rows, self._usable)
         self._can: Capabilities | None = None
         """Of every replica; None before there was one."""
         self._proof = ""

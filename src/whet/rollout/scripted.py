@@ -11,7 +11,7 @@ from typing import Literal
 from whet.rollout.engine import PARTS, Capabilities, Health, OnTokens, Part, WeightUpdate
 from whet.rollout.gate import Gate
 from whet.rollout.requests import Decode, StopText, check, check_score, ends_of
-from whet.types import Completion, Receipt, Request, Sampling, ScoreRequest, Span, TokenLogprobs
+from whet.types import Completion, Receipt, Request, Sampling, ScoreRequest, TokenLogprobs, VersionSpan
 
 Said = Completion | list[int]
 Handler = Callable[[list[int], Sampling, int], Said | Awaitable[Said]]
@@ -20,7 +20,7 @@ sleep."""
 
 
 @dataclass(frozen=True)
-class Call:
+class ScriptedCall:
     """One `generate`, as the handler saw it."""
 
     token_ids: list[int]
@@ -48,7 +48,7 @@ class ScriptedEngine:
     ) -> None:
         self.handler, self.version, self.decode = handler, version, decode
         self.end_token_ids, self.max_context, self.vocab = frozenset(end_token_ids), max_context, vocab
-        self.calls: list[Call] = []
+        self.calls: list[ScriptedCall] = []
         self.loaded: list[WeightUpdate] = []
         self.gate = Gate(lambda: self.version)
         self.since, self.requests, self.tokens = time.time(), 0, 0
@@ -70,7 +70,7 @@ class ScriptedEngine:
         prompt, sampling = list(request.prompt), request.sampling
         async with self.gate.passing(request.least_version):
             version = self.version
-            self.calls.append(Call(list(prompt), sampling, version))
+            self.calls.append(ScriptedCall(list(prompt), sampling, version))
             said = self.handler(prompt, sampling, version)
             if inspect.isawaitable(said):
                 said = await said
@@ -137,6 +137,6 @@ class ScriptedEngine:
             token_ids=kept,
             logprobs=[0.0] * n,
             sample_logprobs=[0.0] * n,
-            spans=(Span(version, 0, n),) if n else (),
+            spans=(VersionSpan(version, 0, n),) if n else (),
             finish_reason="stop" if stopped or n < sampling.max_tokens else "length",
         )

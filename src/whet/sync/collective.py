@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whet.sync.manifest import Entry, Manifest, Piece, myself, pieces
+from whet.sync.manifest import Manifest, Piece, TensorEntry, myself, pieces
 from whet.sync.transport import BUCKET_BYTES, Patience, buckets, flat_bytes, flatten, split
 from whet.types import ConfigError, Json, Receipt, WhetError
 
@@ -74,7 +74,11 @@ class Collective:
     # -- the trainer's end
 
     def send(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, held: Mapping[str, Entry] | None = None
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        held: Mapping[str, TensorEntry] | None = None,
     ) -> Manifest:
         """See `Transport`. Returns when every receiver has all bytes; raises WhetError naming those who have not."""
         patience = self._begin(version)
@@ -90,7 +94,7 @@ class Collective:
 
     def _send(self, version: int, stream: Iterable[Piece], patience: Patience) -> Manifest:
         self._roll_call(f"{self.sends}/ready", f"to receive weights version {version}", patience)
-        entries: list[Entry] = []
+        entries: list[TensorEntry] = []
         number = 0
         for number, bucket in enumerate(buckets(stream, self.bucket_bytes), start=1):
             of_bucket = [entry for entry, _ in bucket]

@@ -21,7 +21,7 @@ from whet.config.schema import Config
 from whet.models.lora import adapted, refresh
 from whet.models.published import Send, Weight, weights_of
 from whet.rollout.engine import RolloutEngine, WeightUpdate
-from whet.sync.manifest import Entry, Manifest, Missed, checked, describe, entry_of
+from whet.sync.manifest import Manifest, Missed, TensorEntry, checked, describe, entry_of
 from whet.sync.transport import Patience, Transport
 from whet.types import Receipt, WhetError
 
@@ -107,7 +107,7 @@ class Publisher:
         )
         return self._sent(policy.publish(send))
 
-    def _left_out(self, whole: bool) -> Mapping[str, Entry]:
+    def _left_out(self, whole: bool) -> Mapping[str, TensorEntry]:
         return {} if whole or self.whole else self._stays()
 
     def _sent(self, sent: Manifest) -> Manifest:
@@ -192,7 +192,7 @@ class Publisher:
         self.held[name] = sent
         return True
 
-    def _stays(self) -> Mapping[str, Entry]:
+    def _stays(self) -> Mapping[str, TensorEntry]:
         """What every receiver has alike, or what was in the last whole version."""
         manifests = list(self.held.values()) or [self.base]
         if any(m is None for m in manifests):
@@ -332,7 +332,7 @@ def carried(weights: Iterable[Weight], *, adapters: bool) -> Tensors:
     """What of a policy travels. adapters: its own tensors, adapters apart from what they adapt, and the proof of what
     they make together; what is frozen is among them: a `Publisher` that does not send whole leaves it out where a
     receiver has it. Else its weights as others see them."""
-    effective: list[Entry] = []
+    effective: list[TensorEntry] = []
     for weight in weights:
         if adapters and weight.adapted and weight.merged is not None:
             effective.append(entry_of(weight.name.removesuffix(".weight"), weight.merged))
@@ -354,7 +354,7 @@ def _written(
     *,
     adapters: bool,
     dtype: torch.dtype | None,
-    held: Mapping[str, Entry],
+    held: Mapping[str, TensorEntry],
 ) -> Manifest:
     """Send one version, from the process that has its weights."""
     return transport.send(version, cast(carried(weights, adapters=adapters), dtype), held=held)

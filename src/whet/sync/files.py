@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whet.sync.manifest import Entry, Manifest, Piece, lacking, myself, not_sent, pieces
+from whet.sync.manifest import Manifest, Piece, TensorEntry, lacking, myself, not_sent, pieces
 from whet.sync.transport import BUCKET_BYTES, Patience, buckets
 from whet.track.files import atomic_folder, tidy, write_json
 from whet.types import CheckpointError, Receipt, WhetError
@@ -62,7 +62,11 @@ class Files:
         self.bucket_bytes = bucket_bytes
 
     def send(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, held: Mapping[str, Entry] | None = None
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        held: Mapping[str, TensorEntry] | None = None,
     ) -> Manifest:
         """See `Transport`. Raises CheckpointError (full disk ...); earlier versions are then untouched."""
         name = f"{version:08d}" + ("-changed" if held else "")
@@ -82,7 +86,7 @@ class Files:
         return manifest
 
     def _write(self, name: str, version: int, stream: Iterable[Piece], written: _Count) -> Manifest:
-        entries: list[Entry] = []
+        entries: list[TensorEntry] = []
         with atomic_folder(self.root / name, durable=False) as folder:
             for number, bucket in enumerate(buckets(stream, self.bucket_bytes)):
                 entries += [entry for entry, _ in bucket]
@@ -184,7 +188,7 @@ class Files:
 
 
 def _tensors(
-    folder: Path, named: Mapping[str, Entry], wanted: Collection[str]
+    folder: Path, named: Mapping[str, TensorEntry], wanted: Collection[str]
 ) -> Generator[tuple[str, Tensor], None, None]:
     """(name, tensor) of those wanted that the folder's files have."""
     with ExitStack() as stack:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from whet.sync.manifest import DTYPES, Entry
+from whet.sync.manifest import DTYPES, TensorEntry
 from whet.sync.parcels import Parcels
 from whet.types import ConfigError, WhetError
 
@@ -47,11 +47,11 @@ def _handle(tensor: Tensor) -> dict[str, Any]:
     }
 
 
-def _opened(reference: Sequence[dict[str, Any]], entries: Sequence[Entry]) -> list[Tensor]:
+def _opened(reference: Sequence[dict[str, Any]], entries: Sequence[TensorEntry]) -> list[Tensor]:
     return [_open(one, entry) for one, entry in zip(reference, entries, strict=True)]
 
 
-def _open(handle: dict[str, Any], entry: Entry) -> Tensor:
+def _open(handle: dict[str, Any], entry: TensorEntry) -> Tensor:
     memory, size, offset, *counters = handle["shared"]
     return rebuild_cuda_tensor(
         Tensor,

@@ -36,7 +36,7 @@ class Missed(WhetError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a version."""
 
     name: str
@@ -46,12 +46,12 @@ class Entry:
     sent: bool = True
     """False: its bytes are those that the receivers hold already, so it does not travel."""
 
-    def same(self, other: Entry | None) -> bool:
+    def same(self, other: TensorEntry | None) -> bool:
         """Whether both are of the same content, sent or not."""
         return other is not None and replace(self, sent=True) == replace(other, sent=True)
 
 
-Piece: TypeAlias = tuple[Entry, Tensor | None]
+Piece: TypeAlias = tuple[TensorEntry, Tensor | None]
 """A tensor on its way; None where it is not sent."""
 
 
@@ -60,7 +60,7 @@ class Manifest:
     """All tensors of one version, in the order they were sent."""
 
     version: int
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     by: str = ""
     """Who sent it: process and host."""
 
@@ -71,7 +71,7 @@ class Manifest:
         return xxhash.xxh3_128_hexdigest(json.dumps(told).encode())
 
     @cached_property
-    def named(self) -> Mapping[str, Entry]:
+    def named(self) -> Mapping[str, TensorEntry]:
         return {e.name: e for e in self.entries}
 
     def to_json(self) -> Json:
@@ -82,7 +82,7 @@ class Manifest:
     def from_json(value: Json) -> Manifest:
         """Raises WhetError if it was changed after it was written."""
         try:
-            entries = tuple(Entry(n, tuple(s), t, d, sent) for n, s, t, d, sent in value["entries"])
+            entries = tuple(TensorEntry(n, tuple(s), t, d, sent) for n, s, t, d, sent in value["entries"])
             found, told = Manifest(value["version"], entries, value["by"]), value["digest"]
         except (KeyError, TypeError, ValueError) as error:
             raise WhetError(f"a weights manifest is damaged: {type(error).__name__} at {error}") from error
@@ -108,14 +108,14 @@ def digest_of(tensor: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(host.view(torch.uint8).numpy().data)
 
 
-def entry_of(name: str, tensor: Tensor) -> Entry:
+def entry_of(name: str, tensor: Tensor) -> TensorEntry:
     """Raises WhetError for a dtype that cannot be sent."""
     dtype = dtype_name(tensor)
     if dtype not in DTYPES:
         raise WhetError(
             f"weight sync: {name!r} has dtype {dtype}, which cannot be sent; use {', '.join(DTYPES)}"
         )
-    return Entry(name, tuple(tensor.shape), dtype, digest_of(tensor))
+    return TensorEntry(name, tuple(tensor.shape), dtype, digest_of(tensor))
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -127,7 +127,7 @@ def describe(version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
     return Manifest(version, tuple(entry_of(name, t) for name, t in tensors), myself())
 
 
-def pieces(tensors: Iterable[tuple[str, Tensor]], held: Mapping[str, Entry]) -> Iterator[Piece]:
+def pieces(tensors: Iterable[tuple[str, Tensor]], held: Mapping[str, TensorEntry]) -> Iterator[Piece]:
     """Tensors with their entries; tensors that all receivers hold already are not sent."""
     for name, tensor in tensors:
         entry = entry_of(name, tensor)
@@ -163,7 +163,7 @@ def checked(
     another shape, dtype or content than was sent, or if the version is another one; Missed if a tensor that was not
     sent is not held.
     """
-    seen: dict[str, Entry] = {}
+    seen: dict[str, TensorEntry] = {}
     with closing(stream):
         while True:
             try:
@@ -184,7 +184,7 @@ def checked(
     return manifest
 
 
-def _check_held(where: str, entry: Entry, held: Manifest | None) -> None:
+def _check_held(where: str, entry: TensorEntry, held: Manifest | None) -> None:
     if held is None:
         raise Missed(
             f"{where} was not sent because it has not changed, but this receiver holds no earlier version"
@@ -196,7 +196,7 @@ def _check_held(where: str, entry: Entry, held: Manifest | None) -> None:
         )
 
 
-def _check_content(where: str, entry: Entry, tensor: Tensor) -> None:
+def _check_content(where: str, entry: TensorEntry, tensor: Tensor) -> None:
     if tuple(tensor.shape) != entry.shape or dtype_name(tensor) != entry.dtype:
         raise WhetError(
             f"{where} was received as {dtype_name(tensor)} {tuple(tensor.shape)}, sent as {entry.dtype} {entry.shape}"
@@ -205,7 +205,7 @@ def _check_content(where: str, entry: Entry, tensor: Tensor) -> None:
         raise WhetError(f"{where} has other bytes than were sent (digest {digest}, sent {entry.digest})")
 
 
-def _check_whole(version: int, manifest: Manifest, seen: Mapping[str, Entry]) -> None:
+def _check_whole(version: int, manifest: Manifest, seen: Mapping[str, TensorEntry]) -> None:
     if manifest.version != version:
         raise WhetError(
             f"weights version {version} was requested, but version {manifest.version} by {manifest.by} was received"

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.sync.manifest import Entry, Manifest, Piece, lacking, myself, not_sent, pieces
+from whet.sync.manifest import Manifest, Piece, TensorEntry, lacking, myself, not_sent, pieces
 from whet.sync.transport import BUCKET_BYTES, Patience, buckets, flatten, split
 from whet.types import Receipt, WhetError
 
 Pack = Callable[[list[Tensor]], Any]
-Unpack = Callable[[Any, Sequence[Entry]], Sequence[Tensor]]
+Unpack = Callable[[Any, Sequence[TensorEntry]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,13 @@ class Parcels:
         self.answers: dict[str, Receipt] = {}
 
     def send(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, held: Mapping[str, Entry] | None = None
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        held: Mapping[str, TensorEntry] | None = None,
     ) -> Manifest:
-        entries: list[Entry] = []
+        entries: list[TensorEntry] = []
         parcels: list[tuple[tuple[str, ...], Any]] = []
         for bucket in buckets(pieces(tensors, held or {}), self.bucket_bytes):
             entries += [entry for entry, _ in bucket]
@@ -188,7 +192,7 @@ def in_store(
     def pack(tensors: list[Tensor]) -> Any:
         return put(flatten(tensors).cpu().numpy())
 
-    def unpack(reference: Any, entries: Sequence[Entry]) -> list[Tensor]:
+    def unpack(reference: Any, entries: Sequence[TensorEntry]) -> list[Tensor]:
         with warnings.catch_warnings():
             # nothing here writes into it
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from whet.sync.manifest import DTYPES, Entry, Manifest, Piece
+from whet.sync.manifest import DTYPES, Manifest, Piece, TensorEntry
 from whet.types import Receipt, WhetError
 
 BUCKET_BYTES = 256 << 20
@@ -23,7 +23,11 @@ class Transport(Protocol):
     """One way to send weights. The trainer holds one end, every engine process another."""
 
     def send(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, held: Mapping[str, Entry] | None = None
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        held: Mapping[str, TensorEntry] | None = None,
     ) -> Manifest:
         """Send one version, tensor by tensor. held: tensors that all receivers already have, which are not sent."""
 
@@ -60,7 +64,7 @@ def buckets(stream: Iterable[Piece], most_bytes: int = BUCKET_BYTES) -> Iterator
         yield bucket
 
 
-def flat_bytes(entries: Iterable[Entry]) -> int:
+def flat_bytes(entries: Iterable[TensorEntry]) -> int:
     """Length of the flat buffer of these entries' tensors."""
     return sum(_padded(_bytes(e)) for e in entries)
 
@@ -76,7 +80,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return flat
 
 
-def split(flat: Tensor, entries: Sequence[Entry]) -> list[Tensor]:
+def split(flat: Tensor, entries: Sequence[TensorEntry]) -> list[Tensor]:
     """The tensors of a flat buffer, as views of it. Raises WhetError if its length is not theirs."""
     if flat.numel() != flat_bytes(entries):
         raise WhetError(
@@ -90,7 +94,7 @@ def split(flat: Tensor, entries: Sequence[Entry]) -> list[Tensor]:
     return out
 
 
-def _bytes(entry: Entry) -> int:
+def _bytes(entry: TensorEntry) -> int:
     count = 1
     for n in entry.shape:
         count *= n

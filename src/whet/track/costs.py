@@ -10,8 +10,8 @@ from statistics import mean, median
 from rich.table import Table
 
 from whet.config.plan import Plan
-from whet.config.schema import Rollout
-from whet.simulate import Costs, Schedule, Simulated, bound_s, simulate, ways
+from whet.config.schema import RolloutConfig
+from whet.simulate import Costs, Simulated, SimulatedSchedule, bound_s, simulate, ways
 from whet.track.written import list_steps, read_config, read_lines, read_rollouts
 from whet.types import DataError
 
@@ -59,9 +59,9 @@ def _lengths(folder: Path, stage: str) -> Iterator[tuple[int, list[int]]]:
             yield step, tokens
 
 
-def schedule_of(plan: Plan, rollout: Rollout) -> Schedule:
+def schedule_of(plan: Plan, rollout: RolloutConfig) -> SimulatedSchedule:
     """The schedule of a stage."""
-    return Schedule(
+    return SimulatedSchedule(
         mode="asynchronous" if plan.mode == "train" else plan.mode,
         groups_per_step=plan.own_tasks_per_step,
         group_size=plan.group_size,
@@ -70,7 +70,7 @@ def schedule_of(plan: Plan, rollout: Rollout) -> Schedule:
     )
 
 
-def predictions(costs: Costs, schedule: Schedule, *, stage: str) -> Table:
+def predictions(costs: Costs, schedule: SimulatedSchedule, *, stage: str) -> Table:
     """The schedule of the config first, alternatives below it. Numbers in names are rollout.max_staleness; trainer and
     engines: the share of the time in which they are busy."""
     table = Table(title=f"stage {stage}: {schedule.steps} simulated steps", title_justify="left")
@@ -83,7 +83,7 @@ def predictions(costs: Costs, schedule: Schedule, *, stage: str) -> Table:
     return table
 
 
-def _cells(way: Schedule, found: Simulated, *, bound: float) -> Sequence[str]:
+def _cells(way: SimulatedSchedule, found: Simulated, *, bound: float) -> Sequence[str]:
     name = way.mode
     return (
         " ".join([name, *([str(way.max_staleness)] if way.max_staleness else []), *_spare(way)]),
@@ -96,5 +96,5 @@ def _cells(way: Schedule, found: Simulated, *, bound: float) -> Sequence[str]:
     )
 
 
-def _spare(way: Schedule) -> list[str]:
+def _spare(way: SimulatedSchedule) -> list[str]:
     return [f"+{way.spare}"] if way.spare else []

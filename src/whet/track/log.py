@@ -24,7 +24,7 @@ class _Strike(logging.Filter):
         return True
 
 
-class _File(logging.FileHandler):
+class _LogFile(logging.FileHandler):
     """Other writes report a full disk; a lost line of the log does not raise."""
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -55,7 +55,7 @@ def setup_logging(run_dir: Path, *, level: str, show: Callable[[str], None] | No
     close_logging()
     logger = logging.getLogger("whet")
     try:
-        handlers: list[logging.Handler] = [_File(run_dir / "run.log", encoding="utf-8")]
+        handlers: list[logging.Handler] = [_LogFile(run_dir / "run.log", encoding="utf-8")]
     except OSError as e:
         raise file_error(e, run_dir / "run.log") from e
     formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%SZ")

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from whet.config.schema import Algorithm, Eval
+from whet.config.schema import AlgorithmConfig, EvalConfig
 from whet.config.tree import get
 from whet.data.tokenizer_files import check_files
 from whet.track.files import is_running
@@ -123,7 +123,7 @@ def _head(run: Written) -> Table:
 
 def _algorithms(config: dict[str, Json]) -> list[Json]:
     """The algorithm's name in each stage."""
-    common = config.get("algorithm", {}).get("name", Algorithm.model_fields["name"].default)
+    common = config.get("algorithm", {}).get("name", AlgorithmConfig.model_fields["name"].default)
     return [s.get("algorithm", {}).get("name", common) for s in config.get("stages") or [{}]]
 
 
@@ -298,7 +298,7 @@ def _example(before: dict[str, Json], after: dict[str, Json], config: dict[str, 
 
 
 def _passes(row: dict[str, Json], config: dict[str, Json]) -> bool:
-    least = config.get("eval", {}).get("success", Eval.model_fields["success"].default)
+    least = config.get("eval", {}).get("success", EvalConfig.model_fields["success"].default)
     value = row["reward"]  # of a held-out reply: by what eval.reward names
     return isinstance(least, int | float) and value is not None and value >= least
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from whet.batch import Batch, select, tokens_of
-from whet.training.cut import Limits
+from whet.training.micro_batches import MicroBatchLimits
 from whet.training.work import rollout_flops
 
 Rows = list[int]
@@ -36,7 +36,7 @@ class Dealt:
     """So many of them count; those after are there to keep step with the others."""
 
 
-def deal(batch: Batch, parts: int, limits: Limits) -> list[Dealt]:
+def deal(batch: Batch, parts: int, limits: MicroBatchLimits) -> list[Dealt]:
     """The parts of all ranks."""
     cutter = _Cutter.of(batch, limits)
     ranks = cutter.spread(parts)
@@ -95,7 +95,7 @@ class _Measure:
 @dataclass(frozen=True)
 class _Cutter:
     batch: Batch
-    limits: Limits
+    limits: MicroBatchLimits
     size: _Measure
     """What the budget bounds: tokens to compute, or rollouts."""
     budget: float
@@ -103,7 +103,7 @@ class _Cutter:
     """What is to be equal: arithmetic, or tokens where the model's is not known."""
 
     @staticmethod
-    def of(batch: Batch, limits: Limits) -> _Cutter:
+    def of(batch: Batch, limits: MicroBatchLimits) -> _Cutter:
         group = batch.group_R.tolist()
 
         def measure(prompt_R: Tensor, own_R: Tensor) -> _Measure:

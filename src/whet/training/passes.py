@@ -9,11 +9,11 @@ from torch import Tensor
 
 from whet import seeds
 from whet.batch import Batch, split
-from whet.config.schema import Train
+from whet.config.schema import TrainConfig
 from whet.types import Metrics
 
 
-def passes(batch: Batch, train: Train, *, stream: int) -> Iterator[Tensor]:
+def passes(batch: Batch, train: TrainConfig, *, stream: int) -> Iterator[Tensor]:
     """Numbers of the rollouts of `train.minibatches` minibatches of whole groups (a group each where there are fewer),
     `train.update_epochs` times over. Groups are cut where the minibatches do not divide the tasks of a step.
 

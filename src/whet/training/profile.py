@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerAction
 
 from whet.config.checks_run import NEEDS_CUDA, needs_cuda
-from whet.config.schema import Profile
+from whet.config.schema import ProfileConfig
 from whet.types import ConfigError
 
 Tell = Callable[..., object]
@@ -30,7 +30,7 @@ class Profiler:
     """The windows of one stage. Where no step is recorded, everything here does nothing."""
 
     def __init__(
-        self, cfg: Profile, folder: Path, *, stage: str, device: torch.device, tell: Tell | None = None
+        self, cfg: ProfileConfig, folder: Path, *, stage: str, device: torch.device, tell: Tell | None = None
     ) -> None:
         """tell: asks the ranks of train.parallel, those that profile.ranks names record the same steps. Errors:
         ConfigError for tools that need CUDA where there is none."""

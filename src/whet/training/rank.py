@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from whet.config.schema import Profile
+from whet.config.schema import ProfileConfig
 from whet.guard import pulse
 from whet.guard.imports import import_all
 from whet.models import kernels
@@ -52,7 +52,7 @@ NOTED = {
 
 
 @dataclass(frozen=True)
-class Hello:
+class RankHandshake:
     """What a rank is told first."""
 
     rank: int
@@ -94,7 +94,7 @@ class Role:
 
 @dataclass
 class _Rank:
-    hello: Hello
+    hello: RankHandshake
     connection: Connection
     meshes: dict[Dims, tuple[Any, Any]] = field(default_factory=dict)
     engines: dict[str, TorchEngine] = field(default_factory=dict)
@@ -180,12 +180,12 @@ class _Rank:
     def flushed(self, name: str) -> str | None:
         return self.parts[name].said
 
-    def profile(self, cfg: Profile, folder: str, stage: str) -> None:
+    def profile(self, cfg: ProfileConfig, folder: str, stage: str) -> None:
         """From now on record the steps that `profile` names, if this rank is among those it names."""
         if self.profiler is not None:
             self.profiler.close()
         here = torch.device(self.hello.device)
-        chosen = cfg if self.hello.rank in cfg.ranks else Profile()
+        chosen = cfg if self.hello.rank in cfg.ranks else ProfileConfig()
         whose = f"-{self.hello.whose}" if self.hello.whose else ""
         name = f"{stage}{whose}-rank-{self.hello.rank}"
         self.profiler = Profiler(chosen, Path(folder), stage=name, device=here)
@@ -284,7 +284,7 @@ def said_of(command: str, arguments: Sequence[Any]) -> str:
 def serve(connection: Connection) -> None:
     """The life of a rank."""
     try:
-        hello: Hello = pickle.loads(connection.recv_bytes())
+        hello: RankHandshake = pickle.loads(connection.recv_bytes())
     except EOFError:
         return
     rank = _Rank(hello, connection)

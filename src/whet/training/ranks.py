@@ -41,8 +41,8 @@ from whet.track.lanes import RANKS, Lane, Told
 from whet.track.timeline import Timeline, clock
 from whet.training import parts
 from whet.training.balance import Dealt, deal, together
-from whet.training.cut import Cut
-from whet.training.rank import Hello, Role
+from whet.training.micro_batches import MicroBatchPolicy
+from whet.training.rank import RankHandshake, Role
 from whet.training.sums import Sums
 from whet.training.torch import FullKl, TorchEngine
 from whet.types import CheckpointError, ConfigError, Metrics, WhetError
@@ -102,7 +102,7 @@ class Ranks:
             self.lines.host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         for rank, line in enumerate(self.lines.lines):
-            self._tell(rank, Hello(
+            self._tell(rank, RankHandshake(
                 rank, dims, device, "nccl" if device == "cuda" else "gloo", self.lines.host,
                 port, line.address, line.gpu, threads, timeout_s, (*imports, *loaded_files()), whose,
             ))  # fmt: skip
@@ -269,7 +269,7 @@ class RankGroup:
         role: str,
         model: PreTrainedModel,
         *,
-        cut: Cut,
+        cut: MicroBatchPolicy,
         kernels: str = "auto",
         value_head: nn.Linear | None = None,
         sharded: bool = False,

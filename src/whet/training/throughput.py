@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from whet.batch import Batch, computed
-from whet.config.schema import Train
+from whet.config.schema import TrainConfig
 from whet.training.torch import TorchEngine
-from whet.training.work import Work, batch_flops, work_of
+from whet.training.work import BatchFlops, batch_flops, work_of
 
 PEAKS: tuple[tuple[str, float, float], ...] = (
     ("B200", 2250e12, 75e12),
@@ -51,8 +51,8 @@ class Meter:
 
     peak: float
     """FLOP/s, of all devices together."""
-    policy: Work
-    critic: Work | None
+    policy: BatchFlops
+    critic: BatchFlops | None
     shared: bool
     passes: int
     critic_passes: int
@@ -72,8 +72,8 @@ def meter_of(
     policy: TorchEngine,
     critic: TorchEngine | None,
     *,
-    train: Train,
-    of_critic: Train | None,
+    train: TrainConfig,
+    of_critic: TrainConfig | None,
     devices: int = 1,
 ) -> Meter | None:
     """None where the speed of the device is not known, as on a CPU. devices: that update together, all alike."""

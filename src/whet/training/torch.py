@@ -24,7 +24,7 @@ from whet import seeds
 from whet.algos.distillation import TopK
 from whet.algos.segments import need
 from whet.batch import Batch, Loss, LossFn, Outputs
-from whet.config.schema import Optimizer as OptimizerConfig
+from whet.config.schema import OptimizerConfig as OptimizerConfig
 from whet.models.attention import PackedAttention
 from whet.models.context_parallel import Share
 from whet.models.divergence import forward_kl, full_kl
@@ -39,12 +39,12 @@ from whet.models.packing import layout
 from whet.models.parallel import Parallel
 from whet.models.precision import computing
 from whet.models.published import Adapter, Send, merging, parts_first, weights_of
-from whet.models.router import Balance, gates, hook, uses
+from whet.models.router import RouterTerms, gates, hook, uses
 from whet.models.sharded import Alone, DataParallel, local, within
 from whet.models.tensor_files import Piece, TensorFile, opened, pieces, write
 from whet.track.files import reading
 from whet.training.balance import Dealt, deal, together
-from whet.training.cut import Cut
+from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.sums import Sums
 from whet.types import CheckpointError, Metrics, WhetError
 
@@ -79,7 +79,7 @@ class TorchEngine:
         model: PreTrainedModel,
         ops: Ops,
         *,
-        cut: Cut,
+        cut: MicroBatchPolicy,
         value_head: nn.Linear | None = None,
         whole: bool = False,
         optimizer: OptimizerConfig | None = None,
@@ -382,11 +382,11 @@ class TorchEngine:
         scaled = self.optimizer.scaled
         return self.balance.around(forward, lambda: uses(share.packed)[share.span], scaled=scaled)
 
-    def _balance(self) -> Balance:
+    def _balance(self) -> RouterTerms:
         if self.decoder.path == "modules":
             hook(self.module)
         parallel = self.parallel
-        return Balance(
+        return RouterTerms(
             self.module,
             self.cut.router_aux,
             each=self.cut.router_aux_each,
@@ -397,7 +397,7 @@ class TorchEngine:
         )
 
     @torch.no_grad()
-    def _count_choices(self, balance: Balance, dealt: Dealt) -> None:
+    def _count_choices(self, balance: RouterTerms, dealt: Dealt) -> None:
         """How many tokens the whole minibatch has, and what routers choose in it where a term reads that."""
         shares = map(self._share, dealt.micros)
         tokens = sum((uses(share.packed)[share.span].sum() for share in shares), torch.zeros(()))

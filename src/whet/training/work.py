@@ -18,7 +18,7 @@ from whet.config.sizes import config_sizes
 
 
 @dataclass(frozen=True)
-class Work:
+class BatchFlops:
     """FLOPs of a forward and a backward pass."""
 
     layers: float
@@ -29,7 +29,7 @@ class Work:
     """Of a pair of a token and one that it sees."""
 
 
-def work_of(model: PreTrainedModel, *, output: bool) -> Work:
+def work_of(model: PreTrainedModel, *, output: bool) -> BatchFlops:
     """Of this model as it learns now: 2 a parameter forward, 2 for the gradient of its input, 2 for its own."""
     sizes = config_sizes(model.config.get_text_config().to_dict())
     active = sizes["experts_per_token"] / sizes["experts"] if sizes["experts"] else 1.0
@@ -39,7 +39,7 @@ def work_of(model: PreTrainedModel, *, output: bool) -> Work:
         if ".layers." in name and p.ndim > 1
     )
     head = model.get_output_embeddings()
-    return Work(
+    return BatchFlops(
         layers=layers,
         output=_flops(head.weight) if output and isinstance(head, nn.Linear) else 0.0,
         attention=12.0 * sizes["layers"] * sizes["heads"] * sizes["head_dim"],
@@ -50,7 +50,7 @@ def _flops(p: Tensor) -> float:
     return (6.0 if p.requires_grad else 4.0) * prod(p.shape)
 
 
-def rollout_flops(work: Work, batch: Batch) -> tuple[Tensor, Tensor]:
+def rollout_flops(work: BatchFlops, batch: Batch) -> tuple[Tensor, Tensor]:
     """([R] of the prompt of each rollout's first segment, [R] of all else in it), float64."""
     prompt_S, reply_S = batch.prompt_S.double(), (batch.length_S - batch.prompt_S).double()
     sampled_S = torch.zeros_like(prompt_S).index_add(0, batch.segment_N, batch.mask_N.double())
@@ -63,7 +63,7 @@ def rollout_flops(work: Work, batch: Batch) -> tuple[Tensor, Tensor]:
     return prompt_R, both_R.index_add(0, batch.rollout_S, first_S + rest_S)
 
 
-def batch_flops(work: Work, batch: Batch, *, shared: bool) -> float:
+def batch_flops(work: BatchFlops, batch: Batch, *, shared: bool) -> float:
     """Of one pass over a batch. shared: the rollouts of a group have one prompt between them."""
     prompt_R, reply_R = rollout_flops(work, batch)
     first_R = torch.ones_like(batch.group_R, dtype=torch.bool)

@@ -10,7 +10,7 @@ import math
 import re
 
 from whet.dialects.cosmos.values import MESH, POLICY, is_sft, since
-from whet.dialects.layout import PARALLEL, Layout
+from whet.dialects.layout import PARALLEL, FileLayout
 from whet.dialects.row import NotSupportedYet, Values
 from whet.types import ConfigError, Json
 
@@ -28,7 +28,7 @@ def batch(values: Values) -> dict[str, Json]:
     ConfigError if they do not divide."""
     sizes = _sft_batch(values) if is_sft(values) else _rl_batch(values)
     copies = values[MESH + "n_init_replicas"] * values[MESH + "dp_replicate_size"]
-    return sizes | Layout(dp_replicate=copies, dp_shard=_shards(values)).natives()
+    return sizes | FileLayout(dp_replicate=copies, dp_shard=_shards(values)).natives()
 
 
 def _rl_batch(values: Values) -> dict[str, Json]:
@@ -147,7 +147,7 @@ def layout(values: Values) -> dict[str, Json]:
     engines = 1 if is_sft(values) else values["rollout.parallelism.n_init_replicas"]
     reshards = {"always": True, "never": False, "default": sizes["pp"] == 1}
     reshard = {f"{PARALLEL}.reshard_after_forward": reshards[values["train.fsdp_reshard_after_forward"]]}
-    return Layout(engines=engines, **sizes).natives() | reshard
+    return FileLayout(engines=engines, **sizes).natives() | reshard
 
 
 def length(values: Values) -> dict[str, Json]:

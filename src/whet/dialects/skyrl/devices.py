@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from whet.dialects import versions
-from whet.dialects.layout import APART, PARALLEL, Layout, groups
+from whet.dialects.layout import APART, PARALLEL, FileLayout, groups
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.types import ConfigError, Json
 
@@ -102,10 +102,10 @@ def layout(v: Values) -> Native:
         at = f"{POLICY}.megatron_config"
         sizes = {dim: v[f"{at}.{kind}_parallel_size"] for dim, kind in MEGATRON.items()}
         ep = math.gcd(v[f"{at}.expert_model_parallel_size"], dp)  # Megatron's may span tp, too
-        return Layout(dp_shard=dp, ep=ep, engines=engines, nodes=nodes, **sizes).natives()
+        return FileLayout(dp_shard=dp, ep=ep, engines=engines, nodes=nodes, **sizes).natives()
     copies, shards = groups(v[f"{FSDP}.fsdp_size"], dp, key=f"{FSDP}.fsdp_size")
     cp = v[f"{POLICY}.sequence_parallel_size"]
-    return Layout(dp_replicate=copies, dp_shard=shards, cp=cp, engines=engines, nodes=nodes).natives()
+    return FileLayout(dp_replicate=copies, dp_shard=shards, cp=cp, engines=engines, nodes=nodes).natives()
 
 
 def check_placement(v: Values) -> None:

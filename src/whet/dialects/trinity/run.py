@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from whet.dialects.layout import Layout
+from whet.dialects.layout import FileLayout
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.data import apart, bound, in_rounds
 from whet.dialects.trinity.values import (
@@ -108,7 +108,7 @@ def at_once(values: Values) -> Native:
     engines = values["explorer.rollout_model.engine_num"]
     runners = engines * values["explorer.runner_per_model"]
     out: Native = {"rollout.max_num_seqs": runners * repeat_times(values)}
-    return out | (Layout(engines=engines).natives() if online(values) else {})
+    return out | (FileLayout(engines=engines).natives() if online(values) else {})
 
 
 def environment(values: Values) -> Native:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from math import ceil
 
-from whet.dialects.layout import PARALLEL, RANKS, Layout, groups
+from whet.dialects.layout import PARALLEL, RANKS, FileLayout, groups
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.algorithm import kl, optimizer, schedule
 from whet.dialects.trinity.data import limits, trainers
@@ -204,7 +204,7 @@ def layout(values: Values) -> Native:
             "(cluster.node_num * cluster.gpu_per_node, less those of the engines)."
         )
     copies, shards = groups(values[f"{FSDP}.fsdp_size"], left // cp or 1, key=f"{FSDP}.fsdp_size")
-    return Layout(dp_replicate=copies, dp_shard=shards, cp=cp).natives()
+    return FileLayout(dp_replicate=copies, dp_shard=shards, cp=cp).natives()
 
 
 def _megatron(values: Values, left: int) -> Native:
@@ -220,7 +220,7 @@ def _megatron(values: Values, left: int) -> Native:
             f"{left} of the trainer."
         )
     ep = values[f"{ACTOR}.megatron.expert_model_parallel_size"]
-    return Layout(dp_shard=left // model or 1, ep=ep, **sizes).natives()
+    return FileLayout(dp_shard=left // model or 1, ep=ep, **sizes).natives()
 
 
 def sequence_ranks(values: Values) -> int:

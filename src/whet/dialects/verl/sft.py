@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from whet.dialects.layout import PARALLEL, Layout
+from whet.dialects.layout import PARALLEL, FileLayout
 from whet.dialects.megatron import router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
@@ -149,7 +149,7 @@ def layout(v: Values) -> Native:
     sizes = {dim: v[key] for dim, key in _parallel_keys(v).items()}
     dp, engine = _ranks(v), ENGINES[engine_of(v)]
     copies, shards = copies_and_shards(v, engine, "engine", dp=dp, each=_world(v) // dp)
-    return Layout(dp_replicate=copies, dp_shard=shards, nodes=v["trainer.nnodes"], **sizes).natives()
+    return FileLayout(dp_replicate=copies, dp_shard=shards, nodes=v["trainer.nnodes"], **sizes).natives()
 
 
 def sharding(v: Values) -> Native:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
-from whet.dialects.layout import PARALLEL, Layout, groups, resharded
+from whet.dialects.layout import PARALLEL, FileLayout, groups, resharded
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.verl.roles import (
     ACTOR,
@@ -87,7 +87,7 @@ def layout(v: Values) -> Native:
     sizes = {dim: v[key] for dim, key in parallel_keys(v, ACTOR).items()}
     copies, shards = copies_and_shards(v, ENGINES[engine_of(v)], at, dp=dp, each=world(v) // dp)
     engines = max(_engine_devices(v) // v[f"{ROLLOUT}.tensor_model_parallel_size"], 1)
-    made = Layout(
+    made = FileLayout(
         dp_replicate=copies, dp_shard=shards, engines=engines, nodes=v["trainer.nnodes"], **sizes
     ).natives()
     chunks = v.get(f"{at}.{CHUNKS}") if sizes.get("pp", 1) > 1 else None

@@ -30,7 +30,7 @@ from whet.rollout.engine import (
     WeightUpdate,
 )
 from whet.rollout.gate import News
-from whet.rollout.native.graphs import Recorder
+from whet.rollout.native.graphs import GraphRecorder
 from whet.rollout.native.pages import Pages
 from whet.rollout.native.runner import Runner
 from whet.rollout.native.sampler import is_plain
@@ -67,7 +67,7 @@ class NativeEngine:
         prefill_tokens: int = 4096,
         decode: Decode | None = None,
         version: int = 0,
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
         quantization: Kind | None = None,
     ) -> None:
         self.version = version

@@ -42,7 +42,7 @@ class CannotCapture(WhetError):
     """The words say which operation a graph cannot hold."""
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """A function that does the same work on the same memory and returns the tensor that it fills.
 
@@ -50,7 +50,7 @@ class Recorder(Protocol):
 
 
 class CudaGraphs:
-    """A `Recorder`: graphs that share one memory pool. Safe, as they never run at the same time and none
+    """A `GraphRecorder`: graphs that share one memory pool. Safe, as they never run at the same time and none
     reads what another left there."""
 
     def __init__(self, device: torch.device) -> None:
@@ -126,7 +126,7 @@ class FixedShapeStep:
         cache: KvCache,
         *,
         ops: Ops,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         scratch: int,
         max_num_seqs: int,
         max_pages: int,

@@ -23,18 +23,18 @@ from whet.models.attention import PAGE, CachedAttention, KvCache
 from whet.models.forward import Decoder, decoder
 from whet.models.kernels import Ops
 from whet.models.logprobs import logits
-from whet.models.twins import cache_dtype
+from whet.models.torch_ops import cache_dtype
 from whet.rollout.native import sampler
-from whet.rollout.native.graphs import CannotCapture, CudaGraphs, FixedShapeStep, Recorder
+from whet.rollout.native.graphs import CannotCapture, CudaGraphs, FixedShapeStep, GraphRecorder
 from whet.rollout.native.sampler import Filters
-from whet.rollout.native.scheduler import Admission, Generation, Row
+from whet.rollout.native.scheduler import Admission, Generation, LiveRow
 from whet.seeds import uniform_table
 from whet.types import WhetError
 
 log = logging.getLogger(__name__)
 
 SLOT, LAST, ENDS, CELL, TOKEN, LENGTH = range(6)
-"""Rows of `Rows.state`: its slot; the last cell it may fill; where its end set starts in `Runner.end_table`;
+"""Rows of `LiveRows.state`: its slot; the last cell it may fill; where its end set starts in `Runner.end_table`;
 the cell to fill next; the token to feed next; tokens in the cache."""
 
 
@@ -50,7 +50,7 @@ class Special:
 
 
 @dataclass(frozen=True)
-class Rows:
+class LiveRows:
     """B live rows, compact. `state` moves on in place; the rest holds until rows come or go."""
 
     requests: list[Generation]
@@ -63,11 +63,11 @@ class Rows:
     """Rows with stop strings."""
 
 
-def make_rows(requests: list[Generation], state: Tensor, *, columns: int) -> Rows:
+def make_rows(requests: list[Generation], state: Tensor, *, columns: int) -> LiveRows:
     """The rows of these requests, [6, B] state."""
     heat = [r.sampling.temperature or 1.0 for r in requests]
     filtered = [i for i, r in enumerate(requests) if not r.plain]
-    return Rows(
+    return LiveRows(
         requests=requests,
         state=state,
         temperature=heat[0] if len(set(heat)) == 1 else torch.tensor(heat, device=state.device),
@@ -102,7 +102,7 @@ class Runner:
         max_num_seqs: int,
         columns: int,
         cache_mb: int | None,
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
     ) -> None:
         self.ops, self.columns = ops, columns
         self.module, self.decoder = module, decoder(module, ops)
@@ -208,7 +208,7 @@ class Runner:
         if request in self.slots:
             self._take_out([self.live.requests.index(request)])
 
-    def extend(self, rows: list[Row]) -> None:
+    def extend(self, rows: list[LiveRow]) -> None:
         """These live rows have one more page, the last of theirs."""
         if rows:
             what = [[self.slots[row.request], len(row.pages) - 1, row.pages[-1]] for row in rows]
@@ -285,7 +285,7 @@ class Runner:
             src, dst = torch.tensor([source, target], device=self.device)
             self.cache.copy_page(src, dst)  # type: ignore[arg-type]
 
-    def _let_in(self, admissions: list[Admission]) -> Rows:
+    def _let_in(self, admissions: list[Admission]) -> LiveRows:
         """Slots, page tables and random numbers for the requests."""
         columns: list[tuple[int, ...]] = []
         uniform_SC = self.uniform.view(-1, self.columns)
@@ -323,7 +323,7 @@ class Runner:
         self.seen_SV[slot] = False
         self.seen_SV[slot, list(history)] = True
 
-    def _advance(self, rows: Rows, hidden_BD: Tensor) -> list[int]:
+    def _advance(self, rows: LiveRows, hidden_BD: Tensor) -> list[int]:
         """Sample the next token of each row and write it down. Returns the rows that end with it."""
         token_B, logp_B, sample_logp_B = self._choose(rows, hidden_BD)
         state = rows.state
@@ -341,7 +341,7 @@ class Runner:
             done_B[met] = True
         return done_B.nonzero().flatten().tolist()
 
-    def _choose(self, rows: Rows, hidden_BD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _choose(self, rows: LiveRows, hidden_BD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(token, log-prob at the row's temperature, log-prob in the distribution sampled from), [B] each."""
         uniform_B = self.uniform.index_select(0, rows.state[CELL])
         head, temperature = self.decoder.head, rows.temperature
@@ -357,7 +357,7 @@ class Runner:
         logp_B[at_E] = self.ops.logprobs(scaled_BV[at_E], token_E)[0]
         return token_B, logp_B, logp_B.index_copy(0, at_E, sample_logp_E)
 
-    def _filtered(self, rows: Rows, raw_EV: Tensor, uniform_E: Tensor) -> tuple[Tensor, Tensor]:
+    def _filtered(self, rows: LiveRows, raw_EV: Tensor, uniform_E: Tensor) -> tuple[Tensor, Tensor]:
         """Token and its log-prob after the filters, for the rows that have some."""
         special = rows.special
         assert special is not None

@@ -71,7 +71,7 @@ class Waiting:
 
 
 @dataclass(eq=False)
-class Row:
+class LiveRow:
     """A request that was let in, and its pages: those of its history, then those of its reply."""
 
     request: Generation
@@ -85,7 +85,7 @@ class Admission:
     """Rows with equal history that share one prefill. The pages that the history fills are the same in all."""
 
     history: tuple[int, ...]
-    rows: list[Row]
+    rows: list[LiveRow]
     end: int
     """The next prefill computes the tokens start .. end-1; it ends with a page or with the history."""
     start: int = 0
@@ -115,13 +115,13 @@ class Scheduler:
         self.pages, self.max_num_seqs = pages, max_num_seqs
         self.prefill_tokens = max(prefill_tokens, pages.size)
         self.waiting: dict[tuple[int, ...], Waiting] = {}
-        self.running: dict[Generation, Row] = {}
+        self.running: dict[Generation, LiveRow] = {}
         """In the order in which they were let in."""
         self.unfinished: Admission | None = None
         """A history of which the last prefill computed a part. Its rows were let in last."""
         self.steps = 0
         """Decode steps so far: each adds one token to every live row."""
-        self.due: dict[int, list[Row]] = {}
+        self.due: dict[int, list[LiveRow]] = {}
         """The rows that need one more page before the step of this number, if they still run."""
         self.counts = Counts()
 
@@ -199,11 +199,11 @@ class Scheduler:
             del self.waiting[history]
         full = len(history) // size
         shared = self.pages.share(cached) + self.pages.take(full - len(cached))
-        rows: list[Row] = []
+        rows: list[LiveRow] = []
         for request in taken:
             pages = self.pages.share(shared) if rows else shared
             own = self.pages.take(self._first(request, len(history)) - full)
-            rows.append(Row(request, pages + own, group.chain))
+            rows.append(LiveRow(request, pages + own, group.chain))
             self.running[request] = rows[-1]
         self.counts.cached_tokens += len(cached) * size
         return Admission(history, rows, end=len(cached) * size)
@@ -243,12 +243,12 @@ class Scheduler:
 
     # -- decode steps
 
-    def _wait_for_page(self, row: Row, tokens: int) -> None:
+    def _wait_for_page(self, row: LiveRow, tokens: int) -> None:
         """The row has so many tokens in the cache, and gets one with every step."""
         step = self.steps + len(row.pages) * self.pages.size - tokens
         self.due.setdefault(step, []).append(row)
 
-    def _due(self) -> list[Row]:
+    def _due(self) -> list[LiveRow]:
         return [row for row in self.due.get(self.steps, ()) if self.running.get(row.request) is row]
 
     def excess(self) -> Generation | None:
@@ -257,7 +257,7 @@ class Scheduler:
             return None
         return next(reversed(self.running))
 
-    def grow(self) -> list[Row]:
+    def grow(self) -> list[LiveRow]:
         """The next step begins. Returns the rows that got one more page for it."""
         rows = self._due()
         self.due.pop(self.steps, None)

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from whet.config.parts.base import Above0, Count, Fraction, NonNegative, Positive, Section
+from whet.config.sections.base import Above0, Count, Fraction, NonNegative, Positive, Section
 
 
-class Replay(Section):
+class ReplayConfig(Section):
     """Training on a group more than once."""
 
     queue: bool = False
@@ -45,10 +45,10 @@ class Replay(Section):
     Default: no limit."""
 
 
-class Buffer(Section):
+class BufferConfig(Section):
     """Storage of scored groups until the trainer takes them."""
 
-    replay: Replay = Field(default_factory=Replay)
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
     """Training on a group more than once."""
 
     url: str = "memory"

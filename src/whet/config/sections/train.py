@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from whet.config.parts.base import Above0, BelowOne, Count, Fraction, NonNegative, Positive, Section
-from whet.config.parts.parallel import Parallel
-from whet.config.parts.precision import Precision
+from whet.config.sections.base import Above0, BelowOne, Count, Fraction, NonNegative, Positive, Section
+from whet.config.sections.parallel import ParallelConfig
+from whet.config.sections.precision import PrecisionConfig
 
 
-class Schedule(Section):
+class ScheduleConfig(Section):
     """Schedule of learning rate and weight decay over the steps of a stage. Numbers of steps are in `unit`, counted
     from 0."""
 
@@ -49,7 +49,7 @@ class Schedule(Section):
     """Shape of the change of weight decay, with x the finished share of all steps: x; (1-cos(pi x))/2."""
 
 
-class OptimizerGroup(Section):
+class OptimizerGroupConfig(Section):
     """Settings of one group of parameters."""
 
     lr_factor: NonNegative = 1.0
@@ -58,7 +58,7 @@ class OptimizerGroup(Section):
     """Weight decay of the group, constant, for parameters of any dimension. Default: the optimizer's."""
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     """The optimizer and its settings."""
 
     lr: NonNegative = 1e-6
@@ -66,7 +66,7 @@ class Optimizer(Section):
     name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
     """Optimizer. adam: weight decay is added to the gradient, as in sgd; muon: orthogonalized momentum for the matrices
     inside the model, adamw for embeddings, output layer, value head, norms and biases."""
-    param_groups: dict[str, OptimizerGroup] = Field(default_factory=dict)
+    param_groups: dict[str, OptimizerGroupConfig] = Field(default_factory=dict)
     """Parameters with a different learning rate or weight decay, by a regular expression that is searched in their
     names, such as `embed_tokens`; the first match counts."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
@@ -89,18 +89,18 @@ class Optimizer(Section):
     max_grad_norm: Above0 | None = 1.0
     """Largest gradient norm; gradients are clipped to it. (verl: grad_clip; TRL: max_grad_norm) None: the norm is only
     measured."""
-    schedule: Schedule = Field(default_factory=Schedule)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     """Learning rate and weight decay over the steps."""
 
 
-class CriticOptimizer(Optimizer):
+class CriticOptimizerConfig(OptimizerConfig):
     """The optimizer of the critic. Its value head starts untrained, so its learning rate is larger."""
 
     lr: NonNegative = 1e-5
     """Peak learning rate."""
 
 
-class Train(Section):
+class TrainConfig(Section):
     """One stage of training."""
 
     steps: Positive | None = None
@@ -151,16 +151,16 @@ class Train(Section):
     compile: bool = False
     """Compile every layer of the trained models with torch.compile, except attention: it takes about a minute at the
     start and is faster on a GPU. Needs a C++ compiler (CPU) or Triton (GPU)."""
-    precision: Precision = Field(default_factory=Precision)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     """Dtypes of training in addition to model.dtype."""
-    parallel: Parallel = Field(default_factory=Parallel)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     """Layout of the processes that train together."""
     trainable: dict[str, bool] = Field(default_factory=dict)
     """Which parameters of the policy are trained (true) or frozen (false), by regular expressions that are searched in
     their names; the first match counts, parameters without a match are trained. `{lm_head: true, ".*": false}` trains
     the output layer alone, `{mlp.gate: false}` freezes the routers of a mixture of experts. With model.lora: among the
     parameters that it leaves trainable."""
-    optimizer: Optimizer = Field(default_factory=Optimizer)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The policy's optimizer."""
     router_aux_loss_coef: NonNegative = 0.0
     """Mixtures of experts: coefficient of the load-balancing loss (Switch Transformer, as transformers computes it from

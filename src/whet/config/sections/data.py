@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from whet.config.parts.base import Above0, Count, Negative, Positive, Section
+from whet.config.sections.base import Above0, Count, Negative, Positive, Section
 
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 
-class ReasoningGym(Section):
+class ReasoningGymConfig(Section):
     """Procedurally generated tasks with their own verifier, from the reasoning-gym package."""
 
     task: str
@@ -24,7 +24,7 @@ class ReasoningGym(Section):
     """Arguments of the dataset, e.g. {min_word_len: 3}."""
 
 
-class Source(Section):
+class SourceConfig(Section):
     """One source of rows."""
 
     name: str | None = None
@@ -37,7 +37,7 @@ class Source(Section):
     split: str | tuple[str, ...] | None = None
     """Split of a dataset folder, or a list of splits that are concatenated: a saved split, or the files with its name.
     Default: all files."""
-    reasoning_gym: ReasoningGym | None = None
+    reasoning_gym: ReasoningGymConfig | None = None
     """Generate the rows with reasoning-gym instead of reading them."""
     function: str | None = None
     """Function that returns an iterable of rows (dicts), as 'package.module:name' or 'path/to/file.py:name'; or a
@@ -85,14 +85,14 @@ class Source(Section):
     of another split the same rows into two disjoint parts. A negative number excludes that many rows at the end."""
 
 
-class Data(Section):
+class DataConfig(Section):
     """The sources of tasks, and their order."""
 
-    train: tuple[Source, ...] = ()
+    train: tuple[SourceConfig, ...] = ()
     """Sources of training tasks, mixed by weight."""
-    demonstrations: tuple[Source, ...] = ()
+    demonstrations: tuple[SourceConfig, ...] = ()
     """Sources of demonstrations that are mixed with the policy's own rollouts (algorithm.mix), mixed by weight."""
-    eval: tuple[Source, ...] = ()
+    eval: tuple[SourceConfig, ...] = ()
     """Sources of held-out tasks; every metric is reported per source."""
     exclude_eval: bool = True
     """Exclude training rows whose prompt is also in `eval`, and count them."""

@@ -11,7 +11,7 @@ from whet.types import Group, Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
+class Demonstrations:
     """Where a step's demonstrations come from. What changes during a run is the stream's position."""
 
     stream: TaskStream

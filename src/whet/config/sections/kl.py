@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from whet.config.parts.base import Above0, NonNegative, Positive, Section
+from whet.config.sections.base import Above0, NonNegative, Positive, Section
 
 
-class Kl(Section):
+class KlConfig(Section):
     """A term of the loss: coef times the KL to the reference at every token, with gradient. Beside a loss on pairs
     (dpo) it is the mean over the tokens of both replies."""
 
@@ -24,7 +24,7 @@ class Kl(Section):
     every update."""
 
 
-class RewardKl(Section):
+class RewardKlConfig(Section):
     """A penalty: coef times the KL to the reference, subtracted from the reward of every token, without gradient."""
 
     coef: NonNegative = 0.0

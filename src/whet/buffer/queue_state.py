@@ -45,7 +45,7 @@ HELD = ("asked", "waiting", "taken")
 
 
 @dataclass(slots=True)
-class Place:
+class OpenTask:
     """One task that was asked for and is not closed."""
 
     state: Literal["asked", "waiting", "taken", "trained"]
@@ -72,7 +72,7 @@ class Put:
     checksum: int
 
 
-class Places:
+class QueueState:
     """All places of one queue, and the account of their rollouts."""
 
     def __init__(self, order: Order) -> None:
@@ -82,7 +82,7 @@ class Places:
         self.settled = 0
         """The last step that a checkpoint holds."""
         self.held = 0
-        self.open: dict[int, Place] = {}
+        self.open: dict[int, OpenTask] = {}
         self.returned: list[int] = []
         """Heap of uids whose explorer was given up; an entry that was put in the meantime is skipped."""
         self.leases: dict[str, float] = {}
@@ -138,7 +138,7 @@ class Places:
         n = max(0, min(at_most - len(again), capacity - self.held))
         new = list(range(self.next_uid, self.next_uid + n))
         if out := again + new:
-            self.open |= {uid: Place("asked", rollouts, owner) for uid in new}
+            self.open |= {uid: OpenTask("asked", rollouts, owner) for uid in new}
             self.next_uid += n
             self.held += n
             self.ledger["asked"] += n * rollouts
@@ -209,7 +209,7 @@ class Places:
                 f"kept, {put.left} left). This is a bug."
             )
 
-    def _fill(self, place: Place, put: Put) -> None:
+    def _fill(self, place: OpenTask, put: Put) -> None:
         if place.owner is not None:
             self.owned[place.owner].discard(put.uid)
         self.ledger.update(put.left)
@@ -379,15 +379,15 @@ class Places:
         }
 
     @staticmethod
-    def from_state(state: Json) -> Places:
+    def from_state(state: Json) -> QueueState:
         """The places of `state`. Raises WhetError if another release of whet wrote them."""
         if state["format"] != FORMAT:
             raise WhetError(
                 f"the store has format {state['format']}, this whet reads {FORMAT}: run all processes with one release"
             )
-        out = Places(state["order"])
+        out = QueueState(state["order"])
         out.next_uid, out.arrived, out.settled = state["next_uid"], state["arrived"], state["settled"]
-        out.open = {uid: Place(*rest) for uid, *rest in state["open"]}
+        out.open = {uid: OpenTask(*rest) for uid, *rest in state["open"]}
         out.leases, out.notes = dict(state["leases"]), dict(state["notes"])
         out.waiting = [(rank, uid) for rank, uid in state["waiting"]]
         out.steps = {step: list(uids) for step, uids in state["steps"]}
@@ -408,15 +408,15 @@ class Places:
 
 
 _COMMANDS: dict[str, Callable[..., Json]] = {
-    "reserve": Places.reserve,
-    "renew": Places.renew,
-    "release": Places.release,
-    "put": Places.put,
-    "take": Places.take,
-    "gather": Places.gather,
-    "end": Places.end,
-    "trained": Places.trained,
-    "done": Places.done,
-    "begin_round": Places.begin_round,
-    "note": Places.note,
+    "reserve": QueueState.reserve,
+    "renew": QueueState.renew,
+    "release": QueueState.release,
+    "put": QueueState.put,
+    "take": QueueState.take,
+    "gather": QueueState.gather,
+    "end": QueueState.end,
+    "trained": QueueState.trained,
+    "done": QueueState.done,
+    "begin_round": QueueState.begin_round,
+    "note": QueueState.note,
 }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from whet.config.parts.base import Above0, Count, NonNegative, Positive, Section
+from whet.config.sections.base import Above0, Count, NonNegative, Positive, Section
 
 
-class Cluster(Section):
+class ClusterConfig(Section):
     """Placement of engine replicas (rollout.replicas above 0) and of the parts named here, by Ray. Ray is an extra: pip
     install 'whet[ray]'."""
 

@@ -6,16 +6,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from whet.config.parts.aggregation import Aggregation
-from whet.config.parts.base import Count, NonNegative, Positive, Section
-from whet.config.parts.correction import Correction
-from whet.config.parts.groups import Groups
-from whet.config.parts.kl import Kl, RewardKl
-from whet.config.parts.mix import Mix
-from whet.config.parts.reward_model import RewardModel
+from whet.config.sections.aggregation import Aggregation
+from whet.config.sections.base import Count, NonNegative, Positive, Section
+from whet.config.sections.correction import CorrectionConfig
+from whet.config.sections.groups import GroupsConfig
+from whet.config.sections.kl import KlConfig, RewardKlConfig
+from whet.config.sections.mix import MixConfig
+from whet.config.sections.reward_model import RewardModelConfig
 
 
-class Algorithm(Section):
+class AlgorithmConfig(Section):
     """The training objective. `name` selects a recipe; every other key replaces one part of the recipe."""
 
     name: str = "grpo"
@@ -40,11 +40,11 @@ class Algorithm(Section):
     """Normalize advantages to mean 0 and variance 1 over the batch. Default: the recipe's."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; 0 is off (entropy is still measured where it costs nothing)."""
-    kl: Kl = Field(default_factory=Kl)
+    kl: KlConfig = Field(default_factory=KlConfig)
     """KL to the reference, as a term of the loss."""
-    reward_kl: RewardKl = Field(default_factory=RewardKl)
+    reward_kl: RewardKlConfig = Field(default_factory=RewardKlConfig)
     """KL to the reference, subtracted from the reward. Both KL terms may be on."""
-    correction: Correction = Field(default_factory=Correction)
+    correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     """Off-policy correction: how tokens are weighted or rejected that an older policy sampled, or an engine that
     computes differently."""
     old_logprobs: Literal["auto", "sampled", "recompute"] = "auto"
@@ -72,7 +72,7 @@ class Algorithm(Section):
     the others."""
     resample_power: NonNegative = 2.0
     """Exponent of resample=pow."""
-    groups: Groups = Field(default_factory=Groups)
+    groups: GroupsConfig = Field(default_factory=GroupsConfig)
     """Which rollouts of a group are trained on, and with what reward or mask."""
     refill: Literal["sample", "copy"] = "sample"
     """Replacement of dropped groups: new tasks (sample), or random copies of the other groups of the step (copy)."""
@@ -86,11 +86,11 @@ class Algorithm(Section):
     Default: the same as the loss."""
 
     # -- demonstrations and preferences
-    mix: Mix | None = None
+    mix: MixConfig | None = None
     """Demonstrations mixed with the policy's own rollouts. Default: the recipe's (mix and mix_chord have one)."""
 
 
-class Reward(Section):
+class RewardConfig(Section):
     """A function or a model that scores replies; the reward of a run is the weighted sum of all rewards."""
 
     function: str | None = None
@@ -98,7 +98,7 @@ class Reward(Section):
     reasoning_gym. Your own: 'package.module:name' or 'path/to/file.py:name'."""
     weight: float = 1.0
     """Factor in the sum. 0: the reward is only measured."""
-    model: RewardModel | None = None
+    model: RewardModelConfig | None = None
     """A reward model, instead of a function. It runs in the main process, one rollout at a time."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, passed on every call. A secret is never written to any file; whet recognizes

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from whet.config.parts.base import Positive, Section
+from whet.config.sections.base import Positive, Section
 
 
-class RewardModel(Section):
+class RewardModelConfig(Section):
     """A classification model with one label: the score is its logit at the last token, unchanged."""
 
     path: str

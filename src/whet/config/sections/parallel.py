@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from whet.config.parts.base import Above0, Count, Positive, Section
+from whet.config.sections.base import Above0, Count, Positive, Section
 
 
-class Parallel(Section):
+class ParallelConfig(Section):
     """Layout of the ranks: processes that train together, with one GPU each, or on the CPU. Their number is
     dp_replicate * dp_shard * tp * cp * pp; with all dims 1 there are no ranks, and the process of the run trains. The
     result does not depend on the layout."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from whet.config.parts.base import Above0, Count, Fraction, NonNegative, Positive, Section
+from whet.config.sections.base import Above0, Count, Fraction, NonNegative, Positive, Section
 
 
 class SamplingConfig(Section):
@@ -35,7 +35,7 @@ class SamplingConfig(Section):
     """Continue to max_tokens, also after an end token."""
 
 
-class Environment(Section):
+class EnvironmentConfig(Section):
     """An environment that answers the replies of the policy, so that a rollout has several turns."""
 
     make: str
@@ -59,7 +59,7 @@ class Environment(Section):
     """Address space that a host may use in addition to its size at the start. null: no limit."""
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     """Rollouts: how replies are sampled from the policy."""
 
     engine: str = "native"
@@ -80,7 +80,7 @@ class Rollout(Section):
     """Rollouts of one task. (verl: rollout.n; TRL: num_generations)"""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling in training."""
-    env: Environment | None = None
+    env: EnvironmentConfig | None = None
     """The environment of all tasks. null: a rollout is one reply to its prompt."""
     max_num_seqs: Positive = 256
     """Maximum number of rollouts decoded at once."""

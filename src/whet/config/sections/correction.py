@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from whet.config.parts.base import Above0, NonNegative, Section
+from whet.config.sections.base import Above0, NonNegative, Section
 
 
-class Reject(Section):
+class RejectConfig(Section):
     """One test that tokens or rollouts must pass. r = pi_old / pi_sampled, the trainer over the engine."""
 
     statistic: Literal["ratio", "k2", "k3"] = "ratio"
@@ -24,7 +24,7 @@ class Reject(Section):
     """Largest value that passes. None: no bound."""
 
 
-class Correction(Section):
+class CorrectionConfig(Section):
     """Off-policy correction: the policy loss is weighted by w = pi_old / pi_sampled, and tokens can be rejected.
 
     Without `weight`, `reject` and `staleness_decay` it is off. KL and entropy are never weighted.
@@ -36,7 +36,7 @@ class Correction(Section):
     function of yours, 'my/file.py:name', called with the batch and the log-ratios [N]. None: no weight."""
     staleness_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Multiply the weight of a token by this factor to the power of the age of its policy, in versions. 1: off."""
-    reject: tuple[Reject, ...] = ()
+    reject: tuple[RejectConfig, ...] = ()
     """Tests of tokens or rollouts; a token or rollout that fails one test has weight 0."""
     denominator: Literal["kept", "all"] = "kept"
     """Denominator of the averages in the loss. kept: tokens of weight 0 are excluded from the loss, KL and entropy

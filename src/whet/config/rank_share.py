@@ -14,8 +14,8 @@ from math import prod
 
 from whet.config.checks_parallel import shards, world
 from whet.config.learns import Learns, learns
-from whet.config.memory import Model, Parts, Phase, forward_bytes, update_parts
-from whet.config.schema import Lora, Parallel
+from whet.config.memory import ModelMemory, Parts, Phase, forward_bytes, update_parts
+from whet.config.schema import LoraConfig, ParallelConfig
 from whet.config.sizes import Shape
 
 Tensors = Mapping[str, tuple[int, ...]]
@@ -28,7 +28,7 @@ _WHOLE = ("norm", "mlp.gate.weight", "o_proj.bias", "down_proj.bias")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class LayoutSizes:
     """Sizes of the layout."""
 
     ranks: int
@@ -44,7 +44,7 @@ class Spread:
     """Whether one rank gathers sharded tensors to save whole files."""
 
     @classmethod
-    def of(cls, p: Parallel, *, gathers: bool = False) -> Spread:
+    def of(cls, p: ParallelConfig, *, gathers: bool = False) -> LayoutSizes:
         return cls(
             gathers=gathers and shards(p) * p.tp * p.pp > 1,
             ranks=world(p),
@@ -70,7 +70,7 @@ class Spread:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RankShare:
     """The part of a model on one rank, in numbers of parameters."""
 
     shape: Shape
@@ -87,8 +87,8 @@ class Part:
 
 
 def part(
-    shape: Shape, spread: Spread, *, lora: Lora | None, trainable: Mapping[str, bool], at: int = 0
-) -> Part:
+    shape: Shape, spread: LayoutSizes, *, lora: LoraConfig | None, trainable: Mapping[str, bool], at: int = 0
+) -> RankShare:
     """The part of the at-th rank of pp."""
     held = {name: _cut(name, size, spread) for name, size in shape.tensors.items()}
     mine = _stage(held, shape, spread, at)
@@ -118,7 +118,7 @@ def part(
         tensors=small,
     )
     cut = spread.shard > 1
-    return Part(
+    return RankShare(
         shape=local,
         learns=own,
         whole=sum(map(prod, shape.tensors.values())),
@@ -128,7 +128,7 @@ def part(
     )
 
 
-def _stage(tensors: Tensors, shape: Shape, spread: Spread, at: int) -> Tensors:
+def _stage(tensors: Tensors, shape: Shape, spread: LayoutSizes, at: int) -> Tensors:
     """Tensors of the at-th rank of pp: equal numbers of layers; the first has the embedding, the last the output."""
     low, high = at * shape.layers // spread.pp, (at + 1) * shape.layers // spread.pp
     first, last = at == 0, at == spread.pp - 1
@@ -143,7 +143,7 @@ def _stage(tensors: Tensors, shape: Shape, spread: Spread, at: int) -> Tensors:
     return {name: size for name, size in tensors.items() if mine(name)}
 
 
-def _cut(name: str, size: tuple[int, ...], spread: Spread) -> tuple[int, ...]:
+def _cut(name: str, size: tuple[int, ...], spread: LayoutSizes) -> tuple[int, ...]:
     """The size of a tensor on one rank of tp and ep, rounded up."""
     if ".experts." in name:
         at = 1 if "gate_up_proj" in name else 2
@@ -164,10 +164,10 @@ def _sharded(size: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hosted:
+class HostedModel:
     """A model on a rank, in bytes."""
 
-    model: Model
+    model: ModelMemory
     whole: int
     """All weights of the model while they are read."""
     saved: int
@@ -175,7 +175,7 @@ class Hosted:
     layer: int
     rest: int
     learned: tuple[int, int]
-    """See `Part`."""
+    """See `RankShare`."""
     reshard: bool
     prefetch: int
 
@@ -198,7 +198,7 @@ class Hosted:
         return 2 * layer + rest if self.model.gradients else 0
 
 
-def rank_phases(hosted: Sequence[Hosted], *, beside: Parts) -> list[Phase]:
+def rank_phases(hosted: Sequence[HostedModel], *, beside: Parts) -> list[Phase]:
     """The phases of a rank: reading each model, a forward of each, the update of trained models. beside: memory that is
     always in use."""
     held: Parts = {**beside}
@@ -221,7 +221,7 @@ def rank_phases(hosted: Sequence[Hosted], *, beside: Parts) -> list[Phase]:
     return out
 
 
-def _moments(h: Hosted) -> Iterator[Parts]:
+def _moments(h: HostedModel) -> Iterator[Parts]:
     """The peaks of `memory.update_parts`, three per micro-batch; in two of these, gradients are full."""
     for number, parts in enumerate(update_parts(h.model)):
         yield {**parts, "gradients before they are sharded": h.unreduced if number % 3 else 0}

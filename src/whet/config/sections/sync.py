@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from whet.config.parts.base import Above0, Positive, Section
+from whet.config.sections.base import Above0, Positive, Section
 
 
-class Sync(Section):
+class SyncConfig(Section):
     """Transfer of new weights from the trainer to engines in separate processes: explorers of mode=explore, or engine
     replicas (rollout.replicas). Every tensor has a digest that each receiver checks and confirms."""
 

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from whet.config.parts.base import Count, Fraction, Section
+from whet.config.sections.base import Count, Fraction, Section
 
 
-class Mix(Section):
+class MixConfig(Section):
     """Training on demonstrations (`data.demonstrations`) and own rollouts in one step."""
 
     demonstration_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from whet.config.parts.base import Above0, Positive, Section
+from whet.config.sections.base import Above0, Positive, Section
 
 
-class Precision(Section):
+class PrecisionConfig(Section):
     """Dtypes of training in addition to `model.dtype`. Log-probs and losses are always float32."""
 
     compute: Literal["bfloat16", "float16"] | None = None

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from whet.config.parts.base import Above0, BelowOne, Positive, Section
+from whet.config.sections.base import Above0, BelowOne, Positive, Section
 
 
-class Lora(Section):
+class LoraConfig(Section):
     """Low-rank adapters (LoRA, arXiv:2106.09685): W + scale B A replaces W, and only A and B are trained. Names and
     meanings are those of peft. A learning rate about ten times that of full fine-tuning is usual."""
 

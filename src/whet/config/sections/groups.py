@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from whet.config.parts.base import NonNegative, Positive, Section
+from whet.config.sections.base import NonNegative, Positive, Section
 
 
-class Groups(Section):
+class GroupsConfig(Section):
     """Filters of a scored group before training. They apply in the order of the keys; by default there is none."""
 
     truncated: Literal["keep", "zero", "mask", "drop"] = "keep"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from whet.config.parts.base import Count, Positive, Section
+from whet.config.sections.base import Count, Positive, Section
 
 
-class Profile(Section):
+class ProfileConfig(Section):
     """Profiles of single training steps: operators, kernels, memory. Only the profiled steps become slower; the times
     of all steps are in timeline.json."""
 

@@ -11,17 +11,17 @@ from whet.config.checks_parallel import ranks_of
 from whet.config.derived import IN_8_BITS, Plan
 from whet.config.hardware import cuda_bytes, multiplies_half, ram_bytes
 from whet.config.keys import lookup
-from whet.config.memory import Cut, Lengths, Model, Parts, Phase, Setting
+from whet.config.memory import Lengths, ModelMemory, Parts, PeakBatch, Phase, Setting
+from whet.config.rank_share import HostedModel, LayoutSizes, RankShare, part
+from whet.config.rank_share import rank_phases as spread_phases
 from whet.config.resuming import class_of
-from whet.config.schema import Train
+from whet.config.schema import TrainConfig
 from whet.config.sizes import DTYPE_BYTES, in_words, micro_batch_tokens
-from whet.config.spread import Hosted, Part, Spread, part
-from whet.config.spread import rank_phases as spread_phases
 from whet.types import ConfigError
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessMemory:
     """Processes of one kind: the main process, its ranks, its replicas."""
 
     name: str
@@ -33,15 +33,15 @@ class Place:
         return memory.largest(self.phases)
 
 
-def places(plan: Plan) -> list[Place]:
+def places(plan: Plan) -> list[ProcessMemory]:
     """The processes that use memory in a stage; [] where the size of the model is not known."""
     if plan.shape is None or plan.learns is None or not plan.shape.vocab_size:
         return []
-    out = [Place("this process", 1, phases(plan))]
+    out = [ProcessMemory("this process", 1, phases(plan))]
     for group, count in ranks_of(plan.train.parallel).items():
-        out.append(Place(_rank_of(group), count, rank_phases(plan, group)))
+        out.append(ProcessMemory(_rank_of(group), count, rank_phases(plan, group)))
     if plan.replicas and plan.generates:
-        out.append(Place("each replica", plan.replicas, _replica_phases(plan)))
+        out.append(ProcessMemory("each replica", plan.replicas, _replica_phases(plan)))
     return out
 
 
@@ -54,7 +54,7 @@ def phases(plan: Plan) -> list[Phase]:
     cache, sampling = _sampling(plan, setting, lengths) if own else (0, 0)
     tokens = plan.rollouts_per_step * (lengths.prompt + lengths.reply)
     rollouts = tokens * memory.ROLLOUT_BYTES
-    if Spread.of(plan.train.parallel).ranks > 1:
+    if LayoutSizes.of(plan.train.parallel).ranks > 1:
         return _driver_phases(plan, cache=cache, sampling=sampling, rollouts=rollouts)
     models = [m for m in _models(plan, setting, lengths) if m.name not in plan.train.parallel.separate_ranks]
     cuts = [c for m in models for c in (m.cut, m.cut.second) if c is not None]
@@ -107,7 +107,7 @@ def rank_phases(plan: Plan, group: str = "policy") -> list[Phase]:
 def _phases_along(plan: Plan, group: str, at: int) -> list[Phase]:
     """The phases of the at-th rank of a pipeline."""
     assert plan.shape is not None
-    spread, parallel = Spread.of(plan.train.parallel, gathers=not plan.saves_parts), plan.train.parallel
+    spread, parallel = LayoutSizes.of(plan.train.parallel, gathers=not plan.saves_parts), plan.train.parallel
     lengths, size, last = _lengths(plan), DTYPE_BYTES[plan.dtype], at == parallel.pp - 1
     sections = [("policy", plan.train, plan.lora, plan.train.trainable, plan.minibatches)]
     if plan.critic is not None:
@@ -129,7 +129,7 @@ def _phases_along(plan: Plan, group: str, at: int) -> list[Phase]:
         if group == (name if name in parallel.separate_ranks else "policy"):
             out.append(_hosted(model, p, size, spread, file=max(alone.state, p.whole * size)))
         beside = group == ("reference" if "reference" in parallel.separate_ranks else "policy")
-        still = Model(
+        still = ModelMemory(
             name="reference",
             weights=p.learns.base * size,
             setting=setting,
@@ -146,7 +146,7 @@ def _phases_along(plan: Plan, group: str, at: int) -> list[Phase]:
 
 
 def _products(
-    plan: Plan, setting: Setting, *, sampled: Lengths | None = None, cuts: Sequence[Cut] = ()
+    plan: Plan, setting: Setting, *, sampled: Lengths | None = None, cuts: Sequence[PeakBatch] = ()
 ) -> Parts:
     """Memory that oneDNN keeps for products in half precision on a CPU."""
     library = plan.device == "cpu" and multiplies_half(plan.dtype)
@@ -154,10 +154,10 @@ def _products(
     return {"products in half precision": count} if count else {}
 
 
-def _flight(plan: Plan, cut: Cut, lengths: Lengths, *, minibatches: int, at: int) -> int:
+def _flight(plan: Plan, cut: PeakBatch, lengths: Lengths, *, minibatches: int, at: int) -> int:
     """Micro-batches that the at-th rank of pp keeps at one time (`models.pipeline.schedule`); with several chunks,
     converted to whole micro-batches."""
-    p, spread = plan.train.parallel, Spread.of(plan.train.parallel)
+    p, spread = plan.train.parallel, LayoutSizes.of(plan.train.parallel)
     rollouts = -(-(plan.rollouts_per_step // minibatches) // spread.dp)
     micros = -(-rollouts * lengths.reply // max(1, cut.sampled * spread.cp))
     chunks, after = p.pipeline_chunks, p.pp - at - 1
@@ -165,9 +165,9 @@ def _flight(plan: Plan, cut: Cut, lengths: Lengths, *, minibatches: int, at: int
     return min(-(-holds // chunks), max(1, micros))
 
 
-def _hosted(model: Model, p: Part, size: int, spread: Spread, *, file: int) -> Hosted:
+def _hosted(model: ModelMemory, p: RankShare, size: int, spread: LayoutSizes, *, file: int) -> HostedModel:
     """file: bytes of the largest file that is saved of it."""
-    return Hosted(
+    return HostedModel(
         model=model,
         whole=p.whole * size,
         saved=file if spread.gathers else 0,
@@ -179,7 +179,9 @@ def _hosted(model: Model, p: Part, size: int, spread: Spread, *, file: int) -> H
     )
 
 
-def _cuts(plan: Plan, train: Train, lengths: Lengths, *, minibatches: int, spread: Spread) -> tuple[Cut, Cut]:
+def _cuts(
+    plan: Plan, train: TrainConfig, lengths: Lengths, *, minibatches: int, spread: LayoutSizes
+) -> tuple[PeakBatch, PeakBatch]:
     """The largest micro-batches of a rank, with gradients and without."""
     assert plan.shape is not None
     rollouts, each = plan.rollouts_per_step // minibatches, plan.rollouts_per_step
@@ -192,7 +194,7 @@ def _cuts(plan: Plan, train: Train, lengths: Lengths, *, minibatches: int, sprea
     return _shared(cut, spread.cp), _shared(forward, spread.cp)
 
 
-def _shared(cut: Cut, ranks: int) -> Cut:
+def _shared(cut: PeakBatch, ranks: int) -> PeakBatch:
     """The part of a micro-batch that one of `ranks` cp ranks computes."""
     second = None if cut.second is None else _shared(cut.second, ranks)
     return replace(cut, tokens=-(-cut.tokens // ranks), sampled=-(-cut.sampled // ranks), second=second)
@@ -221,7 +223,7 @@ def _lengths(plan: Plan) -> Lengths:
     return Lengths(prompt=min(plan.prompt_tokens, total - reply), reply=reply, group=plan.group_size)
 
 
-def _models(plan: Plan, setting: Setting, lengths: Lengths) -> list[Model]:
+def _models(plan: Plan, setting: Setting, lengths: Lengths) -> list[ModelMemory]:
     assert plan.learns is not None
     rollouts = plan.rollouts_per_minibatch
     default = micro_batch_tokens(plan.device, setting.shape.hidden)
@@ -234,7 +236,7 @@ def _models(plan: Plan, setting: Setting, lengths: Lengths) -> list[Model]:
         )
     ]
     for name, weights in plan.copies.items():
-        out.append(Model(name=name, weights=weights, setting=setting, cut=cut, forward=forward))
+        out.append(ModelMemory(name=name, weights=weights, setting=setting, cut=cut, forward=forward))
     if plan.critic is not None and plan.critic_learns is not None:
         rollouts = plan.rollouts_per_step // plan.critic.minibatches
         cut = memory.cut(plan.critic, lengths, rollouts=rollouts, default_tokens=default, whole_groups=False)
@@ -289,7 +291,7 @@ def check_memory(plans: Sequence[Plan], *, going_on: bool = False) -> None:
         raise ConfigError("\n".join(said))
 
 
-def together(plan: Plan) -> list[tuple[str, list[Place]]]:
+def together(plan: Plan) -> list[tuple[str, list[ProcessMemory]]]:
     """Processes that share one memory: (their name, the processes). On the CPU these are all processes of this machine;
     with GPUs each rank has one, the first rank of the policy shares it with this process, and replicas have others."""
     found = {place.name: place for place in places(plan)}
@@ -366,7 +368,7 @@ def _done(plan: Plan) -> Iterator[str]:
     yield from (key for key, is_made in made.items() if is_made)
 
 
-def _refusal(plan: Plan, what: str, shared: list[Place], most: int, *, going_on: bool) -> str:
+def _refusal(plan: Plan, what: str, shared: list[ProcessMemory], most: int, *, going_on: bool) -> str:
     total = sum(place.count * place.most.total for place in shared)
     worst = max(shared, key=lambda place: place.count * place.most.total)
     parts = sorted(worst.most.parts.items(), key=lambda item: -item[1])[:4]

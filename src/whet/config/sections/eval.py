@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from whet.config.parts.base import Count, Positive, Section
-from whet.config.parts.rollout import SamplingConfig
+from whet.config.sections.base import Count, Positive, Section
+from whet.config.sections.rollout import SamplingConfig
 
 
-class EvalSource(Section):
+class EvalSourceConfig(Section):
     """Evaluation settings of one source, where they differ from the other sources."""
 
     samples: Positive | None = None
@@ -17,7 +17,7 @@ class EvalSource(Section):
     """Sampling of this source, merged key by key over the sampling of all sources."""
 
 
-class Offline(Section):
+class OfflineConfig(Section):
     """Replies from another program, to be scored as they are: `whet eval FILE` reads them and needs no model."""
 
     path: str | tuple[str, ...]
@@ -34,7 +34,7 @@ class Offline(Section):
     """Maximum number of rows to score, from the start."""
 
 
-class Eval(Section):
+class EvalConfig(Section):
     """Held-out evaluation."""
 
     interval: Count = 0
@@ -51,7 +51,7 @@ class Eval(Section):
     k."""
     sampling: SamplingConfig | None = None
     """Sampling in evaluation, merged key by key over greedy decoding with the limits of training."""
-    sources: dict[str, EvalSource] = Field(default_factory=dict)
+    sources: dict[str, EvalSourceConfig] = Field(default_factory=dict)
     """Samples and sampling of single sources, by their label in metrics; all other sources use `samples` and
     `sampling`."""
     success: float = 1.0
@@ -62,5 +62,5 @@ class Eval(Section):
     log_samples: Count = 0
     """Number of held-out tasks whose first reply is logged, the same tasks every time: to eval/STAGE-step-N.jsonl and
     to trackers that show text. 0: none (eval/*.parquet has every reply anyway)."""
-    offline: Offline | None = None
+    offline: OfflineConfig | None = None
     """Replies from a file, which `whet eval` scores."""

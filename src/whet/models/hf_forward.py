@@ -23,9 +23,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from whet.guard import pulse
 from whet.models.attention import Attend, PackedAttention, register_hf_attention
 from whet.models.float8 import recomputing
-from whet.models.functional import STATIC_ROPE, rope_type
+from whet.models.fused_forward import STATIC_ROPE, rope_type
 from whet.models.kernels import Ops
-from whet.models.logprobs import Head, logits
+from whet.models.logprobs import OutputHead, logits
 from whet.models.products import Everywhere
 from whet.models.router import watching
 from whet.models.segments import Segments
@@ -133,7 +133,7 @@ def _in_place(blocks: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]
 
 @torch.no_grad()
 def probe(
-    model: PreTrainedModel, hidden: Callable[..., Tensor], *, head: Head, ops: Ops
+    model: PreTrainedModel, hidden: Callable[..., Tensor], *, head: OutputHead, ops: Ops
 ) -> tuple[int, int, int]:
     """(layers, kv_heads, head_dim) as seen in use; two packed sequences must give the model's own logits.
 

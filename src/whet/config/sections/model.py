@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from whet.config.parts.aggregation import Aggregation
-from whet.config.parts.base import Above0, BelowOne, Count, Positive, Section
-from whet.config.parts.lora import Lora
-from whet.config.parts.train import CriticOptimizer
+from whet.config.sections.aggregation import Aggregation
+from whet.config.sections.base import Above0, BelowOne, Count, Positive, Section
+from whet.config.sections.lora import LoraConfig
+from whet.config.sections.train import CriticOptimizerConfig
 
 
-class Scratch(Section):
+class ScratchConfig(Section):
     """A new model with random weights, in a Hugging Face architecture."""
 
     architecture: Literal["llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe"] = "qwen3"
@@ -46,25 +46,25 @@ class Scratch(Section):
     """Attention window in tokens (mistral only). Default: full attention."""
 
 
-class Model(Section):
+class ModelConfig(Section):
     """The policy's weights."""
 
     path: str | None = None
     """A local Hugging Face model folder (config.json, safetensors). Give either this or `scratch`."""
-    scratch: Scratch | None = None
+    scratch: ScratchConfig | None = None
     """Create a new model instead of loading one."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the parameters. float16 trains with loss scaling (train.precision). Default: float32 on CPU (bfloat16 is
     slower there), bfloat16 on CUDA."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Values that override entries of the model's config.json, by their Hugging Face names."""
-    lora: Lora | None = None
+    lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights of the model. Default: all weights are trained."""
     trust_remote_code: Literal[False] = False
     """Code in a model folder is never run; only False is accepted."""
 
 
-class Tokenizer(Section):
+class TokenizerConfig(Section):
     """Text to tokens and back."""
 
     path: str | None = None
@@ -80,7 +80,7 @@ class Tokenizer(Section):
     """Variables of the chat template, e.g. {enable_thinking: false}; an exported tokenizer has them as defaults."""
 
 
-class Critic(Section):
+class CriticConfig(Section):
     """The value model of PPO: the policy's architecture with a value head."""
 
     path: str | None = None
@@ -88,10 +88,10 @@ class Critic(Section):
     head: str | None = None
     """Name of the value head among the weights at `path`: HEAD.weight, with one row, and HEAD.bias if there is one.
     With null, or if the weights do not have this name, the value head is new, with values near 0."""
-    lora: Lora | None = None
+    lora: LoraConfig | None = None
     """Train low-rank adapters of the critic (its value head is trained in full). Default: the whole critic is
     trained."""
-    optimizer: CriticOptimizer = Field(default_factory=CriticOptimizer)
+    optimizer: CriticOptimizerConfig = Field(default_factory=CriticOptimizerConfig)
     """The optimizer of the critic."""
     warmup_steps: Count = 0
     """Steps at the start in which only the critic is trained. (verl: critic_warmup)"""
@@ -118,7 +118,7 @@ class Critic(Section):
     normalized by them (0.99 is usual; 0: only the last step counts). None: no normalization."""
 
 
-class Reference(Section):
+class ReferenceConfig(Section):
     """The frozen model that a KL term or DPO compares the policy with."""
 
     path: str | None = None

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
-from whet.config.schema import Precision, Train
+from whet.config.schema import PrecisionConfig, TrainConfig
 from whet.config.sizes import micro_batch_tokens
-from whet.training.work import Work, work_of
+from whet.training.work import BatchFlops, work_of
 
 
 @dataclass(frozen=True)
-class Limits:
+class MicroBatchLimits:
     """How large a micro-batch may be. What is longer by itself makes one of its own."""
 
     max_tokens: int | None = None
@@ -23,12 +23,12 @@ class Limits:
     """Rollouts of a group have one prompt between them."""
     whole_groups: bool = False
     """Groups are never cut."""
-    work: Work | None = None
+    work: BatchFlops | None = None
     """What is made equal is the arithmetic of this model; None: tokens."""
 
 
 @dataclass(frozen=True)
-class Cut:
+class MicroBatchPolicy:
     """How a batch is split to bound memory, and what is computed."""
 
     max_tokens: int | None = 4096
@@ -42,7 +42,7 @@ class Cut:
     whole_groups: bool = False
     entropy_grad: bool = False
     temperature: float = 1.0
-    precision: Precision = field(default_factory=Precision)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     offload: tuple[str, ...] = ()
     """train.offload: what goes to the host while it is not needed."""
     compile: bool = False
@@ -52,15 +52,15 @@ class Cut:
     """The term is each layer's own."""
     router_z: float = 0.0
     """Coefficient of the routers' z term."""
-    work: Work | None = None
+    work: BatchFlops | None = None
     """The model's arithmetic, by which micro-batches and ranks are made equal; None: by tokens."""
 
-    def limits(self, *, learns: bool) -> Limits:
+    def limits(self, *, learns: bool) -> MicroBatchLimits:
         """Of a micro-batch with gradients or without."""
         tokens, rollouts = self.max_tokens, self.max_rollouts
         if not learns and (self.forward_tokens or self.forward_rollouts):
             tokens, rollouts = self.forward_tokens, self.forward_rollouts
-        return Limits(
+        return MicroBatchLimits(
             max_tokens=tokens,
             max_rollouts=rollouts,
             shared=self.share_prompts,
@@ -70,17 +70,17 @@ class Cut:
 
     @staticmethod
     def of(
-        train: Train,
+        train: TrainConfig,
         model: PreTrainedModel,
         *,
         whole_groups: bool,
         entropy_grad: bool,
         temperature: float,
         critic: bool = False,
-    ) -> Cut:
+    ) -> MicroBatchPolicy:
         width = model.config.get_text_config().hidden_size
         tokens = train.micro_batch_tokens or micro_batch_tokens(model.device.type, width)
-        return Cut(
+        return MicroBatchPolicy(
             max_tokens=None if train.micro_batch_rollouts else tokens,
             max_rollouts=train.micro_batch_rollouts,
             forward_tokens=train.forward_micro_batch_tokens,

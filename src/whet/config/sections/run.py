@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from whet.config.parts.base import Above0, Count, Fraction, Positive, Section
+from whet.config.sections.base import Above0, Count, Fraction, Positive, Section
 
 
-class Best(Section):
+class BestConfig(Section):
     """Selection of checkpoints by evaluation."""
 
     metric: str = "eval/accuracy"
@@ -21,7 +21,7 @@ class Best(Section):
     """Number of best checkpoints to keep, in addition to the newest ones."""
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     """Saving and resuming of the whole run, bit for bit."""
 
     interval: Count = 50
@@ -31,7 +31,7 @@ class Checkpoint(Section):
     the epoch. 0: not by epochs."""
     keep: Positive | None = 2
     """Number of newest checkpoints to keep. (verl: max_actor_ckpt_to_keep; TRL: save_total_limit) null: all."""
-    keep_best: Best | None = None
+    keep_best: BestConfig | None = None
     """Also keep the checkpoints of the best evaluations. null: none."""
     async_save: bool = False
     """Write checkpoints in the background while the next steps run: the state is copied first, so memory holds it twice
@@ -77,7 +77,7 @@ class Checkpoint(Section):
     removes only copies that it made itself (uploads.json), and only after a later checkpoint has been copied."""
 
 
-class Track(Section):
+class TrackConfig(Section):
     """Metrics and records."""
 
     trackers: tuple[str, ...] = ("console", "jsonl")
@@ -121,7 +121,7 @@ class Track(Section):
     """Level of run.log; the console shows only warnings, at debug everything."""
 
 
-class RewardWorkers(Section):
+class RewardWorkersConfig(Section):
     """Processes that run reward code, and their limits."""
 
     count: Positive = 1
@@ -146,7 +146,7 @@ class RewardWorkers(Section):
     """Highest share of unscored rollouts in a step; above it the run ends and names the cause."""
 
 
-class Machine(Section):
+class MachineConfig(Section):
     """Resources of this machine that the run may use, and the limit of the watchdog."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
