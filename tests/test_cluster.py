@@ -15,9 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -180,6 +182,49 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]
     finish(start(folder, BASE), folder)
     assert not said_in(folder, "ray|cluster")
     return left(folder)
+
+
+SHARDS = {**BASE["train"], "steps": 6, "parallel": {"dp_shard": 2}}
+
+
+def scratch_of(run_dir: Path) -> list[Path]:
+    """Where its ranks write weights for replicas, in the order of its processes."""
+    return [Path(found) for found in said_in(run_dir, r"the ranks write them to (\S+)")]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_ranks_write_what_replicas_sample_from(address: str, tmp_path: Path, max_staleness: int) -> None:
+    """The run is that of an engine in the driver's process, which has all weights there; also where a rank is killed,
+    and the driver. The folder of the weights goes with each process."""
+    ahead = {"max_staleness": max_staleness}
+    expected, lean = tmp_path / "expected", tmp_path / "lean"
+    finish(start(expected, {**BASE, "train": SHARDS, "rollout": {**BASE["rollout"], **ahead}}), expected)
+    assert not scratch_of(expected)
+    tree = with_replicas(2, address=address)
+    tree |= {"train": SHARDS, "rollout": {**tree["rollout"], **ahead}}
+    run = start(lean, tree)
+    until(lambda: steps(lean) >= 3, "three steps")
+    (first,) = scratch_of(lean)
+    assert first.is_dir()
+    ranks = [p for p in psutil.Process(run.pid).children(recursive=True) if is_rank(p)]
+    ranks[0].kill()
+    assert run.wait(WITHIN_S) != 0
+    assert re.search(r"rank \d of 2 died \(killed by SIGKILL\)", (lean / "said").read_text())
+    assert not first.exists()
+    run = start(lean, tree)
+    until(lambda: len(scratch_of(lean)) == 2, "a folder for weights")
+    run.kill()
+    run.wait()
+    assert scratch_of(lean)[1].exists(), "nobody was left to remove it"
+    finish(start(lean, tree), lean)
+    assert left(lean) == left(expected)
+    assert not any(path.exists() for path in scratch_of(lean))
+
+
+def is_rank(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return {"whet.guard.begin", "whet.training.rank"} <= set(process.cmdline())
+    return False
 
 
 def test_the_same_run_whatever_is_killed(

@@ -46,6 +46,7 @@ class Counting:
     def __init__(self) -> None:
         self.version = 0
         self.module: Any = "toy"
+        self.apart = False
         self.seen: list[tuple[int, list[int]]] = []
         """(version, versions of the tokens) of each step."""
         self.rollouts: list[Rollout] = []

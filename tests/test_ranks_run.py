@@ -96,7 +96,8 @@ def test_experts_and_parts_of_a_pipeline_are_started(monkeypatch: pytest.MonkeyP
             "train.parallel.pp=2",
             f"train.parallel.pipeline_chunks={chunks}",
         )
-        whet.placement.engine_of(None, cfg.stages[0], "policy", None, ranks={"policy": True})  # type: ignore[arg-type,dict-item]
+        models: Any = SimpleNamespace(engine=None, sampler=None)
+        whet.placement.engine_of(models, cfg.stages[0], "policy", None, ranks={"policy": True})  # type: ignore[arg-type,dict-item]
     assert seen == [1, 2]
 
 

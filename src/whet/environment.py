@@ -84,3 +84,12 @@ def keep_memory() -> None:
         m_trim_threshold, m_mmap_threshold = -1, -3
         libc.mallopt(m_mmap_threshold, 1 << 30)
         libc.mallopt(m_trim_threshold, 1 << 30)
+
+
+def give_memory_back() -> None:
+    """Return to the system what glibc has kept so far: much was freed that will not be needed again."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.checkpoint import Keep, Saver
 from whet.config.checks import check_stop_tokens
-from whet.config.checks_parallel import world
+from whet.config.checks_parallel import ranks_of, world
 from whet.config.checks_sync import has_adapters
 from whet.config.choices import RESUME
 from whet.config.engines import ENGINES
@@ -71,6 +71,8 @@ class Models:
     """None: no stage samples."""
     sampler: TorchEngine | None
     """A copy of the policy to sample from, where a stage syncs less often than every step."""
+    sampler_on_ranks: bool = False
+    """This copy is on the ranks of each stage instead: nothing in this process samples from it."""
     environments: Environments = field(default_factory=Environments)
     """What the policy acts in, if the config names an environment."""
     rank_lines: RankLines | None = None
@@ -164,9 +166,9 @@ def open_models(
     ops = kernels.load(cfg.machine.kernels)
     display.phase("self-test")
     samples = any(p.generates for p in plans)
-    sampler = None
-    if any(p.samples_apart and p.generates for p in plans):
-        sampler = TorchEngine(twin(model), ops, cut=MicroBatchPolicy())
+    copied = any(p.samples_apart and p.generates for p in plans)
+    on_ranks = copied and rank_lines is None and _all_elsewhere(loaded)
+    sampler = TorchEngine(twin(model), ops, cut=MicroBatchPolicy()) if copied and not on_ranks else None
     exact = samples and _alike(loaded) and prove_exact(loaded.stages[-1], plans, model, ops=ops)
     engine = None
     if samples:
@@ -183,7 +185,15 @@ def open_models(
             check_engine(engine.can, stage)
         exact = exact and (not isinstance(engine, Router) or engine.exact)
         display.exactness("exact" if exact else "close")
-    return Models(tokenizer, model, ops, exact, engine, sampler, rank_lines=rank_lines)
+    return Models(
+        tokenizer, model, ops, exact, engine, sampler, sampler_on_ranks=on_ranks, rank_lines=rank_lines
+    )
+
+
+def _all_elsewhere(loaded: Loaded) -> bool:
+    """Every stage trains the policy on ranks, and what samples are replicas."""
+    trained = all("policy" in ranks_of(c.train.parallel) for c in loaded.stages)
+    return trained and loaded.config.rollout.replicas > 0
 
 
 def _alike(loaded: Loaded) -> bool:

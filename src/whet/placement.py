@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from transformers import PreTrainedModel
@@ -15,6 +16,7 @@ from whet.config.schema import Config
 from whet.job import Models
 from whet.models.mesh import Dims
 from whet.models.sharded import Sharding
+from whet.rollout.router import Router
 from whet.track.display import Display
 from whet.training.engine import TrainEngine
 from whet.training.ranks import RankGroup, Ranks
@@ -114,5 +116,13 @@ def engine_of(
     if where is None:
         return TorchEngine(model, models.ops, **how)
     # it answers to everything that is asked of a TorchEngine outside of it
+    if role == "policy" and _samples_elsewhere(models):
+        how["home"] = Path(cfg.run_dir).absolute() / "policy"
     how |= {"sharded": cfg.checkpoint.sharded, "chunks": cfg.train.parallel.pipeline_chunks}
     return cast(TorchEngine, RankGroup(where, role, model, kernels=cfg.machine.kernels, **how))
+
+
+def _samples_elsewhere(models: Models) -> bool:
+    """Nothing in this process samples from the policy, or from a copy that shares its memory."""
+    engine = models.engine
+    return models.sampler is None and (engine is None or (isinstance(engine, Router) and engine.takes_source))

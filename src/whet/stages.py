@@ -176,7 +176,7 @@ def open_stage(job: Job, index: int, before: StageEnd) -> tuple[Stage, Profiler]
         reused=None if replay is None else lambda: explorer.buffer.reused,
     )
     learner.policy.version = before.version
-    weights = open_weights(context, models, learner.policy, records.directory.path)
+    weights = open_weights(context, models, learner.policy, records.directory.path, ranks=ranks)
     learner.sampled = how_sampled(context, weights, replays=replay is not None)
     return Stage(
         context, explorer, learner, weights, open_recorder(context, job, learner, begun.held_out)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +12,18 @@ from whet.config.schema import Config
 from whet.context import Context
 from whet.explorer import Explorer
 from whet.job import Models
+from whet.models.lora import twin
+from whet.placement import engine_of
 from whet.rollout.engine import RolloutEngine
 from whet.sync.exchange import Publisher, publisher_of
 from whet.sync.files import Files
 from whet.sync.weights import publish, sync
 from whet.training.engine import TrainEngine
+from whet.training.micro_batches import MicroBatchPolicy
+from whet.training.ranks import RankGroup, Ranks
 from whet.types import Json
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -96,11 +103,23 @@ class Weights:
             self.sampler.version = state["sampler_version"]
 
 
-def open_weights(context: Context, models: Models, policy: TrainEngine, run_dir: Path) -> Weights:
+def open_weights(
+    context: Context, models: Models, policy: TrainEngine, run_dir: Path, *, ranks: Mapping[str, Ranks]
+) -> Weights:
     """Where explorers are separate processes, they get the weights from run_dir/weights."""
     elsewhere = context.cfg.mode == "train" and context.algorithm.kind == "online"
     out = open_publisher(context.cfg, run_dir) if elsewhere else None
-    return Weights(context, policy, models.engine, models.sampler, out)
+    if isinstance(policy, RankGroup) and not policy.apart:
+        log.info(
+            "stage %s: the ranks are on other machines; their weights go through this process", context.name
+        )
+    sampler = models.sampler
+    if models.sampler_on_ranks:
+        sampler = engine_of(
+            models, context.cfg, "sampler", twin(models.model), ranks=ranks, cut=MicroBatchPolicy()
+        )
+        sampler.beat = policy.beat
+    return Weights(context, policy, models.engine, sampler, out)
 
 
 def open_publisher(cfg: Config, run_dir: Path) -> Publisher:

@@ -392,6 +392,7 @@ def open_replicas(
         group = place(bundle, count, strategy=settings.placement, start_timeout_s=settings.start_timeout_s)
         spec = spec_of(plans, model, cfg=cfg, tokenizer=tokenizer, threads=settings.cpus)
         shipper = Shipper(cfg, in_store(ray.put, ray.get), device=spec.device)
+        shipper.near = _near
         if cfg.sync.method == "collective":
             shipper.host = _reached_at
         room = Room(group, bundle, count, settings.placement, settings.start_timeout_s)
@@ -404,7 +405,7 @@ def open_replicas(
         raise
     hellos, own = [r.engine.hello for r in replicas if isinstance(r.engine, RayEngine)], computes(ops)
     exact = agree(hellos, own) and cfg.sync.dtype in ("auto", spec.dtype)
-    router = Router(
+    router = Replicas(
         replicas,
         restart=partial(start, alike=own if exact else None),
         restarts=settings.restarts,
@@ -417,14 +418,28 @@ def open_replicas(
         exact=exact,
         wish=partial(wish, Path(cfg.run_dir)),
     )
-    router.beat = watch.beat
+    router.beat, router.takes_source, router.shipper = watch.beat, True, shipper
     shipper.members = lambda: [r.engine for r in router.replicas.values() if isinstance(r.engine, RayEngine)]
     return router
 
 
+class Replicas(Router):
+    """A router over actors."""
+
+    shipper: Shipper
+
+    async def close(self) -> None:
+        await super().close()
+        self.shipper.close()
+
+
+def _near(member: Replicated) -> bool:
+    return isinstance(member, RayEngine) and member.hello.node == node_id()
+
+
 def _reached_at(members: Sequence[Replicated]) -> str:
     """The address of this process for replicas: loopback if all are on this machine."""
-    local = all(isinstance(m, RayEngine) and m.hello.node == node_id() for m in members)
+    local = all(map(_near, members))
     return "127.0.0.1" if local else str(ray.util.get_node_ip_address())
 
 

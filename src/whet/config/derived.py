@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whet.config import schedules, sizes
+from whet.config.checks_parallel import ranks_of
 from whet.config.learns import Learns
 from whet.config.recipes import Resolved
 from whet.config.schema import Config, OptimizerConfig, SamplingConfig, TrainConfig
@@ -238,6 +239,12 @@ class Plan:
             base = self.learns.own if shares else self.learns.base
             out += base * sizes.DTYPE_BYTES[self.dtype] + (self.learns.adapters * 4 if shares else 0)
         return out
+
+    @property
+    def policy_on_ranks(self) -> bool:
+        """The policy trains on ranks of this machine, and no engine in the main process samples."""
+        here = self.generates and not self.replicas
+        return "policy" in ranks_of(self.train.parallel) and not self.ranks_apart and not here
 
     @property
     def copies(self) -> dict[str, int]:

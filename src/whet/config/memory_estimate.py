@@ -73,16 +73,19 @@ def _setting(plan: Plan) -> Setting:
 
 
 def _driver_phases(plan: Plan, *, cache: int, sampling: int, rollouts: int) -> list[Phase]:
-    """The main process where ranks train: it holds the full policy for sampling and saving, and another model only
-    until the ranks have loaded it."""
+    """The main process where ranks train: it holds another model only until the ranks have loaded it; the full policy,
+    too, unless an engine here samples from it."""
     assert plan.learns is not None
     size = DTYPE_BYTES[plan.dtype]
     held = {"policy": (plan.learns.base + plan.learns.adapted) * size + plan.learns.adapters * 4}
-    held |= {name: count for name, count in plan.copies.items() if name == "sampler"}
+    if not plan.policy_on_ranks:
+        held |= {name: count for name, count in plan.copies.items() if name == "sampler"}
     other = [n for name, n in plan.copies.items() if name == "reference"]
     other += [plan.critic_learns.base * size] if plan.critic is not None and plan.critic_learns else []
     out = [Phase("opening the ranks", {**held, "another model, whole": max(other, default=0)})]
     sampled = _lengths(plan) if sampling else None
+    if plan.policy_on_ranks:
+        del held["policy"]
     held |= {"KV cache": cache, "rollouts": rollouts, **plan.beside}
     held |= _products(plan, _setting(plan), sampled=sampled)
     return [*out, Phase("sampling", {**held, "activations": sampling})]
@@ -126,16 +129,18 @@ def _phases_along(plan: Plan, group: str, at: int) -> list[Phase]:
         if group == (name if name in parallel.separate_ranks else "policy"):
             out.append(_hosted(model, p, size, spread, file=max(alone.state, p.whole * size)))
         beside = group == ("reference" if "reference" in parallel.separate_ranks else "policy")
+        still = ModelMemory(
+            name="reference",
+            weights=p.learns.base * size,
+            setting=setting,
+            cut=cut,
+            forward=forward,
+            head=last,
+        )
         if name == "policy" and plan.needs_reference and beside:
-            still = ModelMemory(
-                name="reference",
-                weights=p.learns.base * size,
-                setting=setting,
-                cut=cut,
-                forward=forward,
-                head=last,
-            )
             out.append(_hosted(still, p, size, spread, file=p.whole * size if plan.reference_saved else 0))
+        if name == group == "policy" and plan.policy_on_ranks and "sampler" in plan.copies:
+            out.append(_hosted(replace(still, name="sampler"), p, size, spread, file=p.whole * size))
     cuts = [c for h in out for c in (h.model.cut, h.model.cut.second) if c is not None]
     return spread_phases(out, beside=_products(plan, out[0].model.setting, cuts=cuts) if out else {})
 

@@ -88,8 +88,18 @@ class LoraLinear(nn.Module):
             if not self.lora_B.any():
                 return
             self.effective = torch.empty_like(self.weight)
-        wide_OI = self.weight.to(self.lora_B.dtype)
-        self.effective.copy_(product(self.lora_B, self.lora_A).mul_(self.scale).add_(wide_OI))
+        self.effective.copy_(_sum(self.weight, self.lora_A, self.lora_B, self.scale))
+
+
+def _sum(weight_OI: Tensor, a_KI: Tensor, b_OK: Tensor, scale: float) -> Tensor:
+    """W + s B A, in the dtype of B."""
+    return product(b_OK, a_KI).mul_(scale).add_(weight_OI.to(b_OK.dtype))
+
+
+@torch.no_grad()
+def effect(weight_OI: Tensor, a_KI: Tensor, b_OK: Tensor, scale: float) -> Tensor:
+    """The effective weight of a layer with these tensors: equal, bit for bit, to what `LoraLinear.refresh` keeps."""
+    return _sum(weight_OI, a_KI, b_OK, scale).to(weight_OI.dtype) if b_OK.any() else weight_OI
 
 
 class _Adapted(torch.autograd.Function):

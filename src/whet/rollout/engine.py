@@ -21,19 +21,22 @@ PARTS: frozenset[Part] = frozenset({"weights", "cache"})
 
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdate:
-    """One version of the weights, and where they come from. Exactly one of module and tensors is set.
+    """One version of the weights, and where they come from. Exactly one of module, tensors and source is set.
 
     module: the trainer's own module, by reference (same process, same device): nothing is moved.
     tensors: an iterator of (Hugging Face name, tensor), gathered one at a time; (name, None): it stays as it is.
+    source: a train engine in other processes, whose `publish` writes the weights from there. Given to a `Router` alone,
+    whose `ship` brings them to the replicas.
     """
 
     version: int
     module: Any = None
     tensors: Iterator[tuple[str, Any]] | None = None
+    source: Any = None
 
     def __post_init__(self) -> None:
-        if (self.module is None) == (self.tensors is None):
-            raise WhetError("a WeightUpdate has either a module or tensors")
+        if sum(given is not None for given in (self.module, self.tensors, self.source)) != 1:
+            raise WhetError("a WeightUpdate has exactly one of module, tensors and source")
 
     def named(self) -> Iterator[tuple[str, Any]]:
         """(name, tensor) of either, for engines elsewhere."""

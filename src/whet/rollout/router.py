@@ -63,6 +63,7 @@ class Router:
         wish: Callable[[], Wish | None] | None = None,
     ) -> None:
         self.version, self.exact = version, exact
+        self.takes_source = False  # whether `ship` can be given a `WeightUpdate.source`
         self.restart, self.restarts, self.ship = restart, restarts, ship
         self.health_timeout_s, self.load_s, self.start_timeout_s = health_timeout_s, load_s, start_timeout_s
         self.replicas: dict[str, Replica] = {}

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +19,29 @@ from torch import Tensor, nn
 from whet.config.checks_sync import content_of
 from whet.config.schema import Config
 from whet.models.lora import adapted, refresh
+from whet.models.published import Send, Weight, weights_of
 from whet.rollout.engine import RolloutEngine, WeightUpdate
-from whet.sync.manifest import Manifest, Missed, TensorEntry, checked, describe
+from whet.sync.manifest import Manifest, Missed, TensorEntry, checked, describe, entry_of
 from whet.sync.transport import Patience, Transport
 from whet.types import Receipt, WhetError
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 Tensors = Iterable[tuple[str, Tensor]]
 
 
 class Policy(Protocol):
-    version: int
+    """What of a `TrainEngine` is published."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+    version: int
+    apart: bool
+
+    def publish(self, send: Send[T]) -> T: ...
+
+    @property
+    def structure(self) -> nn.Module: ...
 
     @property
     def module(self) -> nn.Module: ...
@@ -49,8 +59,8 @@ class Publisher:
     none is named they come and go as they like: `send`, and `look` at what they have answered.
 
     whole: send every tensor every time; else only what some receiver lacks, or, to receivers without a name, what has
-    changed since the last version that was whole. adapters: what `carried` takes of the policy. dtype: what floating
-    point tensors are cast to before they travel; None: as they are.
+    changed since the last version that was whole. adapters: the policy's own tensors travel, with adapters apart; else
+    its weights with their effect. dtype: what floating point tensors are cast to before they travel; None: as they are.
     """
 
     def __init__(
@@ -86,9 +96,23 @@ class Publisher:
 
     def send(self, version: int, tensors: Tensors, *, whole: bool = False) -> Manifest:
         """Send one version. whole: also the tensors that the receivers are assumed to have."""
-        held = {} if whole or self.whole else self._stays()
-        self.answers = {}
-        self.sent = self.transport.send(version, cast(tensors, self.dtype), held=held)
+        return self._sent(self.transport.send(version, cast(tensors, self.dtype), held=self._left_out(whole)))
+
+    def publish(self, policy: Policy, *, whole: bool = False) -> Manifest:
+        """`send` of a policy's weights, by the process that has them; if that is another one, it gets a copy of the
+        transport, so this must be one through a folder."""
+        held = self._left_out(whole)
+        send = partial(
+            _written, self.transport, policy.version, adapters=self.adapters, dtype=self.dtype, held=held
+        )
+        return self._sent(policy.publish(send))
+
+    def _left_out(self, whole: bool) -> Mapping[str, TensorEntry]:
+        return {} if whole or self.whole else self._stays()
+
+    def _sent(self, sent: Manifest) -> Manifest:
+        """One version has been sent."""
+        self.answers, self.sent, version = {}, sent, sent.version
         travelled = sum(e.sent for e in self.sent.entries)
         if travelled == len(self.sent.entries):
             self.base = self.sent
@@ -304,19 +328,36 @@ def cast(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
         yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def carried(policy: Policy, *, adapters: bool) -> Tensors:
-    """What of a policy travels: its weights as others see them, or its own tensors with adapters apart."""
-    return with_adapters(policy.module) if adapters else policy.weights()
+def carried(weights: Iterable[Weight], *, adapters: bool) -> Tensors:
+    """What of a policy travels. adapters: its own tensors, adapters apart from what they adapt, and the proof of what
+    they make together; what is frozen is among them: a `Publisher` that does not send whole leaves it out where a
+    receiver has it. Else its weights as others see them."""
+    effective: list[TensorEntry] = []
+    for weight in weights:
+        if adapters and weight.adapted and weight.merged is not None:
+            effective.append(entry_of(weight.name.removesuffix(".weight"), weight.merged))
+        if adapters or weight.merged is not None:
+            yield weight.name, weight.own if adapters or weight.merged is None else weight.merged
+    if adapters:
+        yield MERGED, _as_tensor(Manifest(-1, tuple(effective)))
 
 
 def with_adapters(module: nn.Module) -> Tensors:
-    """A module's own tensors, adapters apart from what they adapt, and the proof of what they make together.
+    """A module's own tensors and their proof."""
+    return carried(weights_of(module), adapters=True)
 
-    What is frozen is among them: a `Publisher` that does not send whole leaves it out where a receiver has it.
-    """
-    for name, parameter in module.named_parameters():
-        yield name, parameter.detach()
-    yield MERGED, _merged_digest(module)
+
+def _written(
+    transport: Transport,
+    version: int,
+    weights: Iterator[Weight],
+    *,
+    adapters: bool,
+    dtype: torch.dtype | None,
+    held: Mapping[str, TensorEntry],
+) -> Manifest:
+    """Send one version, from the process that has its weights."""
+    return transport.send(version, cast(carried(weights, adapters=adapters), dtype), held=held)
 
 
 def _merged_digest(module: nn.Module) -> Tensor:
@@ -325,4 +366,8 @@ def _merged_digest(module: nn.Module) -> Tensor:
         (name, layer.weight if layer.effective is None else layer.effective)
         for name, layer in adapted(module).items()
     )
-    return torch.tensor(list(describe(-1, effective).digest.encode()), dtype=torch.uint8)
+    return _as_tensor(describe(-1, effective))
+
+
+def _as_tensor(manifest: Manifest) -> Tensor:
+    return torch.tensor(list(manifest.digest.encode()), dtype=torch.uint8)

@@ -1,4 +1,9 @@
-"""Weights for engine replicas in separate processes: by letters through an object store, or by broadcast.
+"""Weights for engine replicas in separate processes: by files on this machine, by letters through an object store, or
+by broadcast.
+
+A policy in other processes of this machine (ranks) writes each version itself, into a folder: replicas of this machine
+map the files, and this process passes on no more than the manifest. To others it sends the tensors of these files, as
+it does those of a module here.
 
 `Shipper` is the trainer's end and is passed as a Router's `ship`; `Inbox` is a replica's. The replica's handle carries
 a `Letter` or a `Seat` between them. A replica that joins late or restarts gets all tensors.
@@ -11,24 +16,37 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
 from whet.config.schema import Config
-from whet.models.lora import adapted, merged
+from whet.models.published import weights_of
 from whet.models.quantised import held as quantised
 from whet.rollout.engine import RolloutEngine, WeightUpdate
 from whet.rollout.weights import Shipment
 from whet.sync.collective import Collective
-from whet.sync.exchange import Publisher, Receiver, Tensors, publisher_of, with_adapters
+from whet.sync.exchange import (
+    Policy,
+    Publisher,
+    Receiver,
+    Tensors,
+    carried,
+    publisher_of,
+    with_adapters,
+)
+from whet.sync.files import Files
 from whet.sync.manifest import DTYPES, Manifest
 from whet.sync.parcels import Letter, Parcels, in_store
+from whet.sync.scratch import Scratch
 from whet.sync.transport import Patience
 from whet.types import Receipt, WhetError
 
 log = logging.getLogger(__name__)
 
+_KEPT = 2
+"""Versions that ranks have written and that stay: the one before the last may still be read by a replica that joins."""
 _GRACE_S = 5.0
 """After a broadcast that failed: time for the replicas that live to say so."""
 
@@ -46,7 +64,15 @@ class Seat:
     timeout_s: float
 
 
-Delivery: TypeAlias = Letter | Seat
+@dataclass(frozen=True)
+class Written:
+    """A version in a folder of this machine, as `Files` writes it."""
+
+    root: Path
+    manifest: Manifest
+
+
+Delivery: TypeAlias = Letter | Seat | Written
 
 
 def within_s(cfg: Config) -> float:
@@ -99,23 +125,54 @@ class Shipper:
         self.end: Collective | None = None
         self.seated: list[Replicated] = []
         """Who is in the group of `end`, in the order of ranks."""
+        self.near: Callable[[Replicated], bool] = lambda replica: False
+        self.scratch: Scratch | None = None
+        self.files: Publisher | None = None
+        """What ranks write by, from the first version on that they write."""
 
     def ship(self, update: WeightUpdate) -> Shipment:
         """See `Router`. Called once a version; what it returns, once a replica."""
-        if self.host is not None and update.module is not None:
+        written = None if update.source is None else self.written(update.source)
+        if self.host is not None and update.tensors is None:
             to = Broadcast(self, update).to
+        elif written is not None:
+            to = Mapped(self, update, written).to
         else:
             to = partial(hand, self.letter(update))
         return lambda: WeightUpdate(version=update.version, tensors=Shipped(self.carried(update), to))
 
-    def carried(self, source: WeightUpdate) -> Tensors:
-        """The tensors of a policy's module that are sent."""
-        if source.module is None:
-            return source.tensors or iter(())
-        if self.letters.adapters:
-            return with_adapters(source.module)
-        model = merged(source.module) if adapted(source.module) else source.module
-        return ((name, p.detach()) for name, p in model.named_parameters())
+    def written(self, policy: Policy) -> Written:
+        """Let the policy's own processes write its version."""
+        if self.files is None:
+            size = sum(p.numel() * p.element_size() for p in policy.structure.parameters())
+            folder = Path(self.cfg.run_dir) / "weights"
+            self.scratch = Scratch(folder.absolute(), size=(_KEPT + 2) * size)
+            files = Files(self.scratch.path, timeout_s=self.timeout_s, keep=_KEPT)
+            self.files = publisher_of(self.cfg, files)
+            log.info("weights for replicas: the ranks write them to %s", files.root)
+        manifest = self.files.publish(policy)
+        assert self.scratch is not None
+        return Written(self.scratch.path, manifest)
+
+    def carried(self, update: WeightUpdate) -> Tensors:
+        """The tensors of a version that are sent."""
+        if update.source is not None:
+            return self._read(update.version)
+        if update.module is None:
+            return update.tensors or iter(())
+        return carried(weights_of(update.module), adapters=self.letters.adapters)
+
+    def _read(self, version: int) -> Tensors:
+        """What ranks have written, mapped: it takes no memory of this process."""
+        assert self.files is not None
+        for entry, tensor in self.files.transport.receive(version):
+            assert tensor is not None, "it is read whole"
+            yield entry.name, tensor
+
+    def close(self) -> None:
+        """Remove what was written for replicas; to call when they have ended."""
+        if self.scratch is not None:
+            self.scratch.close()
 
     def letter(self, update: WeightUpdate, *, whole: bool = False) -> Letter:
         """Put one version into the store. The version before it is freed with the last replica that reads it."""
@@ -145,8 +202,8 @@ class Shipper:
         return out, [Seat(version, receivers, rank, **place) for rank in range(1, len(end.names))]  # type: ignore[arg-type]
 
 
-async def hand(letter: Letter, replica: Replicated) -> Receipt:
-    """Give a letter to one replica. Raises WhetError if it confirms something else."""
+async def hand(letter: Letter | Written, replica: Replicated) -> Receipt:
+    """Give one version to one replica. Raises WhetError if it confirms something else."""
     replica.held = None  # as long as it may be a mix
     receipt = await replica.deliver(letter)
     check(receipt, letter.manifest)
@@ -161,6 +218,21 @@ def check(receipt: Receipt, sent: Manifest) -> None:
             f"weights version {sent.version}: {receipt.receiver} has (version, digest) {told}, but sent was "
             f"{(sent.version, sent.digest)}"
         )
+
+
+class Mapped:
+    """One version that ranks have written: a replica of this machine reads the files, another gets a letter."""
+
+    def __init__(self, shipper: Shipper, update: WeightUpdate, written: Written) -> None:
+        self.shipper, self.update, self.written = shipper, update, written
+        self.letter: Letter | None = None
+
+    async def to(self, replica: Replicated) -> Receipt:
+        if self.shipper.near(replica):
+            return await hand(self.written, replica)
+        if self.letter is None:
+            self.letter = self.shipper.letter(self.update)
+        return await hand(self.letter, replica)
 
 
 class Broadcast:
@@ -306,6 +378,12 @@ def _answer(future: asyncio.Future[None], error: BaseException | None) -> None:
 # ---------------------------------------------------------------- a replica's end
 
 
+class _Read(Files):
+    """A folder that is only read: the receipt goes back with the answer."""
+
+    def confirm(self, receipt: Receipt) -> None: ...
+
+
 class Inbox:
     """Handles deliveries in a replica's process, on its event loop: while weights arrive, nothing is sampled.
 
@@ -332,6 +410,9 @@ class Inbox:
         if isinstance(delivery, Seat):
             self.receiver.transport = self._seated(delivery)
             version = delivery.version
+        elif isinstance(delivery, Written):
+            self.receiver.transport = _Read(delivery.root)
+            version = delivery.manifest.version
         else:
             version = delivery.manifest.version
             references = [reference for _, _, reference, _ in delivery.needed(self.receiver.held)]

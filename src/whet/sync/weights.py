@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from whet.rollout.engine import RolloutEngine, WeightUpdate
-from whet.sync.exchange import Policy, Publisher, carried
+from whet.rollout.router import Router
+from whet.sync.exchange import Policy, Publisher
 from whet.types import WhetError
 
 
@@ -45,7 +46,7 @@ async def sync(
 ) -> None:
     """Give the engine the policy's current weights and version."""
     if out is not None:
-        out.send(policy.version, carried(policy, adapters=out.adapters))
+        out.publish(policy)
     if engine is not None:
         await engine.pause(finish)  # before the sampler's weights change under it
     if through is not None:
@@ -55,10 +56,15 @@ async def sync(
 
 
 async def hand_over(source: Policy, engine: RolloutEngine | None) -> None:
-    """Let the engine sample from this module, under its version."""
+    """Let the engine sample from these weights, under their version. Replicas get them from the processes that have
+    them; an engine in this process, from the module here."""
     if engine is None:
         return
-    receipt = await engine.update_weights(WeightUpdate(version=source.version, module=source.module))
+    if source.apart and isinstance(engine, Router) and engine.takes_source:
+        update = WeightUpdate(version=source.version, source=source)
+    else:
+        update = WeightUpdate(version=source.version, module=source.module)
+    receipt = await engine.update_weights(update)
     if receipt.error:
         raise WhetError(
             f"weights version {source.version} was not loaded by {receipt.receiver}: {receipt.error}"

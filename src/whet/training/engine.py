@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from whet.batch import Batch, LossFn
+from whet.models.published import Send
 from whet.types import Metrics
 
 Want = Literal["logprobs", "values", "collision"]
+T = TypeVar("T")
 
 
 class TrainEngine(Protocol):
@@ -23,6 +25,8 @@ class TrainEngine(Protocol):
     """Number of published training steps."""
     drops: bool
     """An update drops parts of adapters: its log-probs are not those of `forward`."""
+    apart: bool
+    """The weights are in other processes of this machine: `publish` works there, `module` brings them here."""
     beat: Callable[[str], object]
     """Called at every micro-batch: the work goes on."""
     span: Callable[[str], AbstractContextManager[None]]
@@ -32,6 +36,10 @@ class TrainEngine(Protocol):
     def module(self) -> PreTrainedModel:
         """The policy's whole model, up to date, in this process. Of others the structure may be all there is."""
 
+    @property
+    def structure(self) -> PreTrainedModel:
+        """The whole model's names, shapes and dtypes; its parameters may be old, or have no data."""
+
     def forward(self, batch: Batch, want: Want) -> Tensor:
         """[N] float32, no gradient; 0 where mask_N is false. collision: the sum over the vocabulary of p^2."""
 
@@ -40,6 +48,11 @@ class TrainEngine(Protocol):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and tensors, adapters merged."""
+
+    def publish(self, send: Send[T]) -> T:
+        """Call `send` with all weights, in a process that has them, and return what it returns. Where they are in
+        several processes, one has each whole tensor for as long as `send` looks at it. On another machine they are
+        brought here first, so that what `send` writes is always on this one. Raises what `send` raises."""
 
     def copy_from(self, other: Any) -> None:
         """Take the weights of another engine of the same model."""

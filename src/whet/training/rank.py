@@ -32,6 +32,7 @@ from whet.models import kernels
 from whet.models.lora import adapted, learned, refresh
 from whet.models.mesh import Dims, expert_mesh, make_mesh
 from whet.models.parallel import parallelize
+from whet.models.published import Adapter, Send
 from whet.models.sharded import DataParallel, Sharding
 from whet.models.tensor_files import Piece
 from whet.track.lanes import Notes
@@ -43,6 +44,7 @@ from whet.types import WhetError
 
 NOTED = {
     "open": "load weights", "forward": "forward", "update": "update", "pull": "gather weights", "save": "save",
+    "publish": "publish weights",
     "capture": "gather for a checkpoint", "hold": "copy for a checkpoint", "load": "load a checkpoint",
     "copy": "copy weights",
 }  # fmt: skip
@@ -147,6 +149,9 @@ class _Rank:
             if self.hello.rank == 0:
                 self.say("tensor", key, tensor.cpu())
 
+    def publish(self, name: str, send: Send[Any], adapters: Mapping[str, Adapter]) -> Any:
+        return self.engines[name].publish_parts(send, adapters)
+
     def save(self, name: str, path: str, moments: bool) -> None:
         self.engines[name].save(Path(path), moments=moments)
 
@@ -246,6 +251,7 @@ class _Rank:
                 self.forward,
                 self.update,
                 self.pull,
+                self.publish,
                 self.save,
                 self.capture,
                 self.pieces,

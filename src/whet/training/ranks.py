@@ -1,9 +1,9 @@
 """Many processes as one train engine: `Ranks` starts and watches them, `RankGroup` is a `TrainEngine` on them.
 
-The driver keeps the batch, the loop and, for the policy, a full copy of the weights to sample from; the ranks keep
-weights, gradients and optimizer state. A command goes to all ranks and is done when all have answered. When a rank
-dies, fails or sends no message for too long, all ranks are ended, and the error names the rank, its command and its
-stack.
+The driver keeps the batch, the loop and, where an engine in its process samples, a full copy of the policy; the ranks
+keep weights, gradients and optimizer state, and write what replicas and explorers load. A command goes to all ranks and
+is done when all have answered. When a rank dies, fails or sends no message for too long, all ranks are ended, and the
+error names the rank, its command and its stack.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -34,6 +34,7 @@ from whet.guard.hangs import UNSEEN, Seen, blame
 from whet.guard.line import Local, OpenLines, end
 from whet.models.lora import adapted, learned, merged, refresh
 from whet.models.mesh import Dims
+from whet.models.published import Send, adapters_of, bring_back, let_go, weights_of, write_own
 from whet.models.sharded import Sharding
 from whet.tables import loaded_files
 from whet.track.lanes import RANKS, Lane, Told
@@ -45,6 +46,8 @@ from whet.training.rank import RankHandshake, Role
 from whet.training.sums import Sums
 from whet.training.torch import FullKl, TorchEngine
 from whet.types import CheckpointError, ConfigError, Metrics, WhetError
+
+T = TypeVar("T")
 
 _ERRORS = {e.__name__: e for e in (CheckpointError, ConfigError, WhetError)}
 MODULE = "whet.training.rank"
@@ -156,8 +159,8 @@ class Ranks:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             self.close()
             raise WhetError(
-                f"a message to the ranks ({self.doing[rank]}) cannot be pickled: {error}; losses "
-                "must be module-level functions, or functools.partial of such functions"
+                f"a message to the ranks ({self.doing[rank]}) cannot be pickled: {error}; losses, and what publishes "
+                "weights, must be module-level functions, or functools.partial of such functions"
             ) from error
 
     def _answers(self, tensor: Callable[[Any, Tensor], object] | None) -> list[Any]:
@@ -273,18 +276,22 @@ class RankGroup:
         dims: Dims | None = None,
         chunks: int = 1,
         sharding: Sharding | None = None,
+        home: Path | None = None,
         **arguments: Any,
     ) -> None:
         """model: whole; the role `policy` keeps it up to date, of others the ranks alone have the weights afterwards.
         sharded: each rank saves the parts that it holds. dims, sharding: other than the ranks' own.
-        chunks: parts of the layers on each rank of pp. arguments: further ones of TorchEngine."""
+        chunks: parts of the layers on each rank of pp. home: nothing in this process needs the policy while it is
+        trained: the first update frees its memory here, and `module` maps it by way of this folder. arguments: further
+        ones of TorchEngine."""
         self.dims = dims or ranks.dims
         if self.dims.world != ranks.dims.world:
             raise ConfigError(
                 f"{role}: its layout has {self.dims.world} ranks, but {ranks.dims.world} ranks are running"
             )
         self.ranks, self.role, self.cut, self.version = ranks, role, cut, 0
-        self.sharded = sharded
+        self.sharded, self.apart = sharded, ranks.lines.near
+        self.home, self._gone = (home if self.apart and role == "policy" else None), False
         if sharded and not ranks.lines.near:
             raise ConfigError(
                 "checkpoint.sharded=true, but ranks on other machines do not see the checkpoint's folder; set it false"
@@ -316,14 +323,23 @@ class RankGroup:
     def module(self) -> PreTrainedModel:
         """The policy's whole model in this process, brought up to date when asked for; of others, its structure."""
         if self._stale and self.role == "policy":
-            own = dict(learned(self._module))
             with self.span("gather weights"), torch.no_grad():
-                self._ask("pull", tensor=lambda name, x: own[name].copy_(x))
+                if self.home is None:
+                    own = dict(learned(self._module))
+                    self._ask("pull", tensor=lambda name, x: own[name].copy_(x))
+                else:
+                    self.publish(partial(write_own, self.home))
+                    bring_back(self._module, self.home, self.device)
+                    self._gone = False
             refresh(self._module)
         self._stale = False
         return self._module
 
     # -- the seam
+
+    @property
+    def structure(self) -> PreTrainedModel:
+        return self._module
 
     def forward(self, batch: Batch, want: Literal["logprobs", "values", "collision"]) -> Tensor:
         where = batch.mask_N.device
@@ -341,6 +357,9 @@ class RankGroup:
         dealt = self._deal(batch.to("cpu"), learns=True)
         with self.span("update"):
             answers = self._ask("update", each=[(part, loss, full_kl) for part in self._by_rank(dealt)])
+        if self.home is not None and not self._gone:
+            let_go(self._module)
+            self._gone = True
         self._stale = True
         sums = Sums()
         for number in range(self.dims.dp):
@@ -350,6 +369,12 @@ class RankGroup:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in merged(self.module).named_parameters():
             yield name, p.detach()
+
+    def publish(self, send: Send[T]) -> T:
+        if not self.apart:
+            return send(weights_of(self.module))
+        with self.span("publish weights"):
+            return self._ask("publish", send, adapters_of(self._module))[0]  # type: ignore[no-any-return]
 
     def save(self, path: Path, *, moments: bool = True) -> None:
         if self.sharded:

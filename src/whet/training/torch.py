@@ -38,6 +38,7 @@ from whet.models.optim import Optimizer
 from whet.models.packing import layout
 from whet.models.parallel import Parallel
 from whet.models.precision import computing
+from whet.models.published import Adapter, Send, merging, parts_first, weights_of
 from whet.models.router import RouterTerms, gates, hook, uses
 from whet.models.sharded import Alone, DataParallel, local, within
 from whet.models.tensor_files import Piece, TensorFile, opened, pieces, write
@@ -94,7 +95,7 @@ class TorchEngine:
         rests: the weights lie in the host's memory but for a forward or an update. across: the ranks that it is spread
         over; then every method is called on all of them. parallel: what of each forward is done here."""
         self.across, self.parallel = across or Alone(), parallel or Parallel()
-        self.version, self.whole = 0, whole
+        self.version, self.whole, self.apart = 0, whole, False
         self.module, self.ops, self.cut, self.value_head = model, ops, cut, value_head
         self.decoder = self.parallel.decoder(model, ops, compile=cut.compile)
         self.routers = gates(model)
@@ -130,6 +131,10 @@ class TorchEngine:
         """Around a forward, an update and its parts: what is being done."""
 
     # -- the seam
+
+    @property
+    def structure(self) -> PreTrainedModel:
+        return self.module
 
     def forward(self, batch: Batch, want: Literal["logprobs", "values", "collision"]) -> Tensor:
         dealt = deal(batch, 1, self.cut.limits(learns=False))
@@ -182,6 +187,19 @@ class TorchEngine:
         model = merged(self.module) if adapted(self.module) else self.module
         for name, p in model.named_parameters():
             yield name, p.detach()
+
+    def publish(self, send: Send[T]) -> T:
+        return send(weights_of(self.module))
+
+    def publish_parts(self, send: Send[T], adapters: Mapping[str, Adapter]) -> T | None:
+        """`publish`, on every rank; the one that writes calls `send`. adapters: those of the whole model."""
+        named = ((n, p.detach()) for n, p in self.module.named_parameters())
+        gathered = self.across.gathered(parts_first(named, adapters))
+        if not self.across.writes:
+            for _ in gathered:
+                pass
+            return None
+        return send(merging(self._told(gathered), adapters))
 
     def save(self, path: Path, *, moments: bool = True) -> None:
         """Write `model.safetensors` and, with an optimizer, `optimizer.safetensors` into the folder `path`.
@@ -274,6 +292,11 @@ class TorchEngine:
         self.device = where
 
     # -- inside
+
+    def _told(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in named:
+            self.beat(f"publish {name}")
+            yield name, tensor
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
