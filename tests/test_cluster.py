@@ -48,6 +48,7 @@ from whet.rollout.engine import RolloutEngine, WeightUpdate
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
 from whet.rollout.requests import RequestError
+from whet.rollout.scripted import ScriptedEngine
 from whet.track.timeline import Timeline
 from whet.types import Completion, ConfigError, Sampling, ScoreRequest, WhetError
 
@@ -346,7 +347,9 @@ def test_a_setting_has_an_effect(key: str, monkeypatch: pytest.MonkeyPatch) -> N
 
         async def start(name: str, *, spec: Any, **_: Any) -> Replica:
             told["spec"] = spec
-            hello = cluster.EngineHandshake((1, 1), "here", (), exact=True)
+            hello = cluster.EngineHandshake(
+                (1, 1), "here", (), exact=True, can=ScriptedEngine(lambda *_: [1]).can
+            )
             return Replica(name, cluster.RayEngine(None, hello, version=-1))
 
         monkeypatch.setattr(cluster, "connect", lambda address, model: told.update(address=address))

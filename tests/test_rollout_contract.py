@@ -529,7 +529,7 @@ def packed(given: ScoreRequest) -> Batch:
     """One rollout."""
     count, scored = len(given.token_ids), len(given.token_ids) - given.start
     mask = [False] * given.start + [True] * scored
-    rollout = Rollout(
+    rollout = Rollout.one_strand(
         task=Task(uid=0, source="s", prompt=""), index=0, token_ids=np.array(given.token_ids), mask=np.array(mask),
         logprobs=np.zeros(count), sample_logprobs=np.zeros(count), versions=np.zeros(count), finish_reason="length",
     )  # fmt: skip

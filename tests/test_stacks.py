@@ -18,7 +18,7 @@ from unittest.mock import patch
 import pytest
 
 from processes import Child
-from whet import apart
+from whet import disaggregated
 from whet.guard import stacks
 from whet.guard.jail import Jail, RewardCall
 from whet.guard.line import LocalLine
@@ -234,12 +234,16 @@ def test_without_a_run_nothing_is_written(tmp_path: Path) -> None:
 def test_an_explorer_says_that_it_waits_for_its_trainer_and_not_for_ever(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(apart, "REPORT_S", 0.01)
+    monkeypatch.setattr(disaggregated, "REPORT_S", 0.01)
     cfg = SimpleNamespace(
         sync=SimpleNamespace(timeout_s=0.05), buffer=SimpleNamespace(explorer_name="one"), rollout=None
     )
-    run: Any = SimpleNamespace(cfg=cfg, name="main", engine=SimpleNamespace(version=7))
-    idle = apart.Idle(run, tmp_path)
+    weights: Any = SimpleNamespace(
+        context=SimpleNamespace(cfg=cfg, name="main"),
+        engine=SimpleNamespace(version=7),
+        transport=SimpleNamespace(root=tmp_path / "weights"),
+    )
+    idle = disaggregated.Idle(weights)
 
     def look_later(seen: object, *, busy: bool) -> None:
         time.sleep(0.06)
