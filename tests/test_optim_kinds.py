@@ -14,7 +14,7 @@ from tiny import tiny_model
 from whet.config.schema import OptimizerConfig, OptimizerGroupConfig, ScheduleConfig
 from whet.models import kernels
 from whet.models.muon import COEFFICIENTS, STEPS, Muon, direction
-from whet.models.optim import OptimizerConfig as Opt
+from whet.models.optim import Optimizer as Opt
 from whet.models.sharded import Alone, Wholes
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
