@@ -21,8 +21,7 @@ from forked import near
 from test_sync_replicas import Objects, One, load, load_all, run, shipper, state
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
-from whet.config.schema import LoraConfig, ModelConfig, OptimizerConfig
-from whet.config.schema import ScratchConfig
+from whet.config.schema import LoraConfig, ModelConfig, OptimizerConfig, ScratchConfig
 from whet.environment import give_memory_back
 from whet.models import kernels
 from whet.models.load import build
