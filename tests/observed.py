@@ -224,7 +224,7 @@ class Watcher:
             (whet.training.profile, "schedule", ("warmup",)),
             (whet.explorer, "play_groups", ("timeout_s", "pace", "retries")),
             (whet.explorer, "Buffer", ("spare",)),
-            (whet.envs.opened, "Hosts", (0,)),
+            (whet.envs.opened, "EnvHosts", (0,)),
             (whet.weights, "publish", ("finish",)),
             (whet.track.monitor, "wait", ("timeout_s",)),
         ):  # fmt: skip

@@ -400,14 +400,14 @@ ORPHAN_SCRIPT = """
 import asyncio, os, sys, time
 sys.path.insert(0, {tests!r})
 import hostile
-from whet.guard.jail import Call, Jail
+from whet.guard.jail import Jail, RewardCall
 
 def main():
     jail = Jail({{f.__name__: (lambda f=f: f) for f in (hostile.sleeps, linger)}}, timeout_s=100.0)
     if os.fork() == 0:
         time.sleep(8)   # a child of the run that lives on, with copies of its sockets
         os._exit(0)
-    calls = [Call(function=name, arguments='{{"value": 1}}') for name in ("linger", "sleeps")]
+    calls = [RewardCall(function=name, arguments='{{"value": 1}}') for name in ("linger", "sleeps")]
     asyncio.run(jail.call_many(calls))
 
 def linger(value):

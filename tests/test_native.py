@@ -558,10 +558,10 @@ def test_a_weight_sync_that_is_not_whole_is_refused(fault: str) -> None:
     assert run(story(engine(module))) == run(ask(engine(other, version=2), long_jobs()))
 
 
-def test_a_source_is_one_of_two() -> None:
+def test_an_update_has_one_source() -> None:
     sources: tuple[dict[str, Any], ...] = ({}, {"module": nn.Linear(1, 1), "tensors": iter(())})
     for source in sources:
-        with pytest.raises(WhetError, match="either"):
+        with pytest.raises(WhetError, match="exactly one of module, tensors and source"):
             WeightUpdate(version=1, **source)
 
 

@@ -36,7 +36,7 @@ from whet.types import Group, Sampling
 ROOT = Path(__file__).parents[1]
 JUDGED = """
 import asyncio, sys, time
-from whet.guard.jail import Call, Jail
+from whet.guard.jail import Jail, RewardCall
 from whet.guard.watch import Watch
 
 def judge(n):
@@ -44,7 +44,7 @@ def judge(n):
     return 1.0
 
 with Jail({"judge": lambda: judge}, timeout_s=60.0) as jail, Watch(quiet_s=0.4, limit_s=0.8):
-    calls = [Call(function="judge", arguments='{"n": 0}') for _ in range(int(sys.argv[2]))]
+    calls = [RewardCall(function="judge", arguments='{"n": 0}') for _ in range(int(sys.argv[2]))]
     print(sum(r.parts["score"] for r in asyncio.run(jail.call_many(calls))))
 """
 

@@ -67,7 +67,7 @@ def test_the_order_of_texts_does_not_matter(kind):
 
 def test_bpe_is_the_same_in_another_process():
     code = (
-        "from whet.config.schema import Tokenizer as C; from whet.data.tokenizer import load_tokenizer as l\n"
+        "from whet.config.schema import TokenizerConfig as C; from whet.data.tokenizer import load_tokenizer as l\n"
         f"t = l(C(build='bpe', vocab_size=290), model_path=None, texts={TEXTS + ['abab baba'] * 4!r})\n"
         "print(t.backend_tokenizer.to_str(), end='')"
     )
