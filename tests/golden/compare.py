@@ -98,20 +98,26 @@ def decoded(run_dir: Path) -> Iterator[tuple[str, Any]]:
 
 
 def table() -> list[dict[str, str]]:
-    """The rows of renames.tsv; `old` is empty where a value has come."""
+    """The rows of renames.tsv; `old` is empty where a value has come, `new` where it has gone."""
     with (HERE / "renames.tsv").open(encoding="utf-8") as file:
         return list(csv.DictReader(file, delimiter="\t"))
 
 
 def renames() -> dict[str, str]:
     """'metric old' -> 'metric new', and the same of columns, tensors and files."""
-    return {f"{row['what']} {row['old']}": f"{row['what']} {row['new']}" for row in table() if row["old"]}
+    return {
+        f"{row['what']} {row['old']}": f"{row['what']} {row['new']}"
+        for row in table()
+        if row["old"] and row["new"]
+    }
 
 
-def is_new(what: str) -> bool:
-    """A value that came on purpose."""
-    came = [f"{row['what']} {row['new']}" for row in table() if not row["old"]]
-    return any(what.startswith((f"{name} of ", f"{name}, line ")) for name in came)
+def on_purpose(what: str) -> bool:
+    """A value that came or went on purpose."""
+    names = [
+        f"{row['what']} {row['old'] or row['new']}" for row in table() if not (row["old"] and row["new"])
+    ]
+    return any(what.startswith((f"{name} of ", f"{name}, line ")) for name in names)
 
 
 def renamed(what: str, names: Mapping[str, str]) -> str:
@@ -136,8 +142,8 @@ def same(a: Any, b: Any) -> bool:
 
 def differences(base: Decoded, head: Decoded) -> list[str]:
     """What is gone, new or another."""
-    gone = [f"gone: {what}" for what in base.keys() - head.keys()]
-    new = [f"new: {what}" for what in head.keys() - base.keys() if not is_new(what)]
+    gone = [f"gone: {what}" for what in base.keys() - head.keys() if not on_purpose(what)]
+    new = [f"new: {what}" for what in head.keys() - base.keys() if not on_purpose(what)]
     other = [f"differs: {what}" for what in base.keys() & head.keys() if not same(base[what], head[what])]
     return sorted(gone) + sorted(new) + sorted(other)
 
