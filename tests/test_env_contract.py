@@ -32,6 +32,7 @@ from whet.types import Json, Message, Rollout, Sampling, Task
 ZOO = '''
 import asyncio
 import os
+import struct
 import signal
 import socket
 import subprocess
@@ -198,6 +199,15 @@ async def writes_nonsense(env):
     for fd in range(3, 4096):
         try:
             os.write(fd, b"\\xff" * 100)
+        except OSError:
+            pass
+    await asyncio.sleep(1000)
+
+async def nests_deeply(env):
+    deep = b"[" * 100_000
+    for fd in range(3, 4096):
+        try:
+            os.write(fd, struct.pack("!i", len(deep)) + deep)
         except OSError:
             pass
     await asyncio.sleep(1000)
@@ -419,6 +429,7 @@ FAULTS = {
     "huge": "env bad value: EnvStep.messages: 10000004 characters; at most 1048576",
     "closes_its_sockets": "env crashed: its host",
     "writes_nonsense": "env crashed: its host",
+    "nests_deeply": "env crashed: its host sent no message",
     "drips": "env timeout: step took more than 2 s",
     "forgets_a_chat": "env bad value: step returned before its calls of world.chat had their replies",
     "chats_with_a_strange_setting": "env raised ValueError: world.chat got temperature; expected max_tokens, stop",

@@ -32,7 +32,7 @@ from whet.rollout.engine import WeightUpdate
 from whet.sync.exchange import Publisher, carried
 from whet.sync.files import Files
 from whet.sync.manifest import Manifest, TensorEntry, describe
-from whet.sync.replicas import Seat, Written
+from whet.sync.replicas import Seat, WrittenVersion
 from whet.sync.scratch import Scratch
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
@@ -204,7 +204,7 @@ def test_replicas_get_versions_that_the_driver_never_has(
     far = One(objects, lora=lora, name="far")
     run(story())
     kinds = {type(delivery) for delivery in there[0].deliveries}
-    assert kinds == {Seat if method == "collective" else Written}
+    assert kinds == {Seat if method == "collective" else WrittenVersion}
     assert out.scratch is not None
     assert out.scratch.path.is_dir()
     out.close()

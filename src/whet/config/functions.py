@@ -35,7 +35,7 @@ class Function:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weight(Function):
+class WeightEntry(Function):
     """How much a token counts that another policy sampled."""
 
     settings: type[Section] = settings.ImportanceWeight
@@ -174,4 +174,4 @@ LOSSES: dict[str, LossEntry] = {
     ),
 }
 
-WEIGHTS: dict[str, Weight] = {"token": Weight(), "sequence": Weight(), "geometric": Weight()}
+WEIGHTS: dict[str, WeightEntry] = {name: WeightEntry() for name in ("token", "sequence", "geometric")}

@@ -366,7 +366,7 @@ class EnvHosts:
                 self._tell(self._heard, place, json.loads(data))
         except (EOFError, ConnectionError):  # a reset, where it had not read all
             pass
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             why = f"its host sent no message: {said(error)}" if place.dead is None else ""
         self._tell(self._died, place, why or f"its host ended: {how_it_ended(place.line)}")
         place.line.hang_up()

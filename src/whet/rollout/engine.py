@@ -75,6 +75,18 @@ class Capabilities:
 PLAIN = Sampling()
 
 
+def own_engine(*, stop_texts: bool) -> Capabilities:
+    """What whet's own engines can do; stop texts, where they are given a decoder."""
+    return Capabilities(
+        logprobs="always",
+        stop_texts=stop_texts,
+        penalties=True,
+        images=False,
+        in_flight_updates=True,
+        reproducible="everywhere",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Health:
     """What a router and a person look at. The counts only grow: an engine that has work and whose counts stay hangs."""

@@ -18,7 +18,16 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from whet.guard import pulse
-from whet.rollout.engine import PARTS, Capabilities, EngineInputs, Health, OnTokens, Part, WeightUpdate
+from whet.rollout.engine import (
+    PARTS,
+    Capabilities,
+    EngineInputs,
+    Health,
+    OnTokens,
+    Part,
+    WeightUpdate,
+    own_engine,
+)
 from whet.rollout.gate import Gate
 from whet.rollout.native import sampler
 from whet.rollout.native.scoring import as_pairs
@@ -78,14 +87,7 @@ class HfEngine:
 
     @property
     def can(self) -> Capabilities:
-        return Capabilities(
-            logprobs="always",
-            stop_texts=self.decode is not None,
-            penalties=True,
-            images=False,
-            in_flight_updates=True,
-            reproducible="everywhere",
-        )
+        return own_engine(stop_texts=self.decode is not None)
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
         """See `RolloutEngine`."""

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from whet.rollout.engine import PARTS, Capabilities, Health, OnTokens, Part, WeightUpdate
+from whet.rollout.engine import PARTS, Capabilities, Health, OnTokens, Part, WeightUpdate, own_engine
 from whet.rollout.gate import Gate
 from whet.rollout.requests import Decode, StopText, check, check_score, ends_of
 from whet.types import Completion, Receipt, Request, Sampling, ScoreRequest, TokenLogprobs, VersionSpan
@@ -55,14 +55,7 @@ class ScriptedEngine:
 
     @property
     def can(self) -> Capabilities:
-        return Capabilities(
-            logprobs="always",
-            stop_texts=self.decode is not None,
-            penalties=True,
-            images=False,
-            in_flight_updates=True,
-            reproducible="everywhere",
-        )
+        return own_engine(stop_texts=self.decode is not None)
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
         """See `RolloutEngine`. All tokens are given to `on_tokens` at once."""

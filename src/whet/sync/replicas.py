@@ -65,14 +65,14 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenVersion:
     """A version in a folder of this machine, as `Files` writes it."""
 
     root: Path
     manifest: Manifest
 
 
-Delivery: TypeAlias = Letter | Seat | Written
+Delivery: TypeAlias = Letter | Seat | WrittenVersion
 
 
 def within_s(cfg: Config) -> float:
@@ -141,7 +141,7 @@ class Shipper:
             to = partial(hand, self.letter(update))
         return lambda: WeightUpdate(version=update.version, tensors=Shipped(self.carried(update), to))
 
-    def written(self, policy: Policy) -> Written:
+    def written(self, policy: Policy) -> WrittenVersion:
         """Let the policy's own processes write its version."""
         if self.files is None:
             size = sum(p.numel() * p.element_size() for p in policy.structure.parameters())
@@ -152,7 +152,7 @@ class Shipper:
             log.info("weights for replicas: the ranks write them to %s", files.root)
         manifest = self.files.publish(policy)
         assert self.scratch is not None
-        return Written(self.scratch.path, manifest)
+        return WrittenVersion(self.scratch.path, manifest)
 
     def carried(self, update: WeightUpdate) -> Tensors:
         """The tensors of a version that are sent."""
@@ -202,7 +202,7 @@ class Shipper:
         return out, [Seat(version, receivers, rank, **place) for rank in range(1, len(end.names))]  # type: ignore[arg-type]
 
 
-async def hand(letter: Letter | Written, replica: Replicated) -> Receipt:
+async def hand(letter: Letter | WrittenVersion, replica: Replicated) -> Receipt:
     """Give one version to one replica. Raises WhetError if it confirms something else."""
     replica.held = None  # as long as it may be a mix
     receipt = await replica.deliver(letter)
@@ -223,7 +223,7 @@ def check(receipt: Receipt, sent: Manifest) -> None:
 class Mapped:
     """One version that ranks have written: a replica of this machine reads the files, another gets a letter."""
 
-    def __init__(self, shipper: Shipper, update: WeightUpdate, written: Written) -> None:
+    def __init__(self, shipper: Shipper, update: WeightUpdate, written: WrittenVersion) -> None:
         self.shipper, self.update, self.written = shipper, update, written
         self.letter: Letter | None = None
 
@@ -410,7 +410,7 @@ class Inbox:
         if isinstance(delivery, Seat):
             self.receiver.transport = self._seated(delivery)
             version = delivery.version
-        elif isinstance(delivery, Written):
+        elif isinstance(delivery, WrittenVersion):
             self.receiver.transport = _Read(delivery.root)
             version = delivery.manifest.version
         else:

@@ -28,6 +28,7 @@ from whet.rollout.engine import (
     OnTokens,
     Part,
     WeightUpdate,
+    own_engine,
 )
 from whet.rollout.gate import News
 from whet.rollout.native.graphs import GraphRecorder
@@ -114,14 +115,7 @@ class NativeEngine:
 
     @property
     def can(self) -> Capabilities:
-        return Capabilities(
-            logprobs="always",
-            stop_texts=self.decode is not None,
-            penalties=True,
-            images=False,
-            in_flight_updates=True,
-            reproducible="everywhere",
-        )
+        return own_engine(stop_texts=self.decode is not None)
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
         """See `RolloutEngine`."""
