@@ -155,7 +155,11 @@ def test_steps_over_parts_of_groups_are_optimizer_steps_of_whole_ones() -> None:
     assert schedule(half)[SCHEDULE + "unit"] == "optimizer_step"
     assert schedule(half)[SCHEDULE + "warmup_steps"] == 20
     assert checkpoint(half)["checkpoint.interval"] == 13
-    assert sync(half) == {"rollout.sync_interval": 1, "rollout.max_staleness": 2}
+    assert sync(half) == {
+        "rollout.sync_interval": 1,
+        "rollout.max_staleness": 2,
+        "rollout.schedule": "async",
+    }
     replicas = values(t_train_batch_per_replica=8, m_n_init_replicas=2)
     assert batch(replicas)["train.minibatches"] == 1
 
@@ -266,9 +270,12 @@ def test_length_and_optimizer() -> None:
 
 
 def test_weight_syncs_and_what_the_trainer_divides_by() -> None:
-    at = "rollout."
-    assert sync(values(t_sync_weight_interval=3)) == {at + "sync_interval": 3, at + "max_staleness": 4}
-    assert sync(values(p_allowed_outdated_steps=2)) == {at + "sync_interval": 1, at + "max_staleness": 2}
+    at, limit = "rollout.", {"rollout.schedule": "async"}
+    assert (
+        sync(values(t_sync_weight_interval=3)) == {at + "sync_interval": 3, at + "max_staleness": 4} | limit
+    )
+    outdated = sync(values(p_allowed_outdated_steps=2))
+    assert outdated == {at + "sync_interval": 1, at + "max_staleness": 2} | limit
     for in_turn in ({POLICY + "on_policy": True}, {"mode": "colocated"}):
         assert sync(values() | in_turn) == {at + "sync_interval": 1, at + "max_staleness": 0}
     assert refused("grpo", POLICY + "allowed_outdated_steps", -1)
@@ -325,7 +332,7 @@ def test_rewards_are_weighted_and_the_length_penalty_works() -> None:
         p_overlong_reward__buffer_length=8, p_overlong_reward__penalty_factor=0.5, r_max_response_length=32,
     )  # fmt: skip
     assert rewards(given) == {
-        "rewards.gsm8k.function": "number", "rewards.gsm8k.weight": 0.9,
+        "rewards.gsm8k.function": "whet.rewards.gsm8k:gsm8k", "rewards.gsm8k.weight": 0.9,
         "rewards.score.function": "lib/mine.py:score", "rewards.score.weight": 2.0,
         "rewards.overlong.function": "overlong", "rewards.overlong.weight": 0.5,
         "rewards.overlong.arguments": {"max_tokens": 32, "buffer": 8},

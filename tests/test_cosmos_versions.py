@@ -139,7 +139,8 @@ def test_rates_by_module() -> None:
 def test_how_far_rollouts_are_ahead(version: str, every: int, ahead: int) -> None:
     """From 0.4.0 on the four steps bound the age of the weights: with syncs every 3 steps it is 2 + (3 - 1)."""
     given = values(version, t_sync_weight_interval=every, p_allowed_outdated_steps=4)
-    assert sync(given) == {"rollout.sync_interval": every, "rollout.max_staleness": ahead}
+    limit = {"rollout.schedule": "async"} if ahead else {}
+    assert sync(given) == {"rollout.sync_interval": every, "rollout.max_staleness": ahead} | limit
 
 
 def test_seeds_of_the_data() -> None:

@@ -19,7 +19,7 @@ from whet.config.sources import verifiers
 from whet.guard import sandbox
 from whet.guard.jail import Jail, RewardCall
 from whet.guard.worker import Guarded
-from whet.rewards import answer_line, builtin, gym, tagged, trinity, verl
+from whet.rewards import answer_line, builtin, gsm8k, gym, tagged, trinity, verl
 from whet.rewards.combine import RewardSet, score
 from whet.rewards.gym_read import READ
 from whet.types import ConfigError
@@ -38,6 +38,7 @@ OTHERS = {
     "whet.rewards.answer_line:direct_math": {},
     "whet.rewards.answer_line:aime": {},
     "whet.rewards.verl:compute_score": {},
+    "whet.rewards.gsm8k:gsm8k": {},
     "whet.rewards.trinity:math_reward": {},
     "whet.rewards.trinity:math_boxed_reward": {"with_think": True},
     "whet.rewards.trinity:math_dapo_reward": {},
@@ -194,7 +195,7 @@ def test_a_reward_of_ones_own_is_confined_when_the_config_asks_for_it(tmp_path):
 
 
 def test_every_reward_that_is_built_in_is_tried_here():
-    modules = [answer_line, builtin, whet.rewards.math, tagged, trinity, verl]
+    modules = [answer_line, builtin, gsm8k, whet.rewards.math, tagged, trinity, verl]
     there = {
         f"{m.__name__}:{name}"
         for m in modules

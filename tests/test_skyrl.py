@@ -293,7 +293,7 @@ def test_data() -> None:
     mine = values(data__train_data="a.parquet", environment__env_class="mine.py:score")
     assert run.training_data(mine) == {"data.train.0.path": ["a.parquet"]}
     assert run.environment(mine) == {"rewards.score.function": "mine.py:score"}
-    assert run.environment(values()) == {"rewards.gsm8k.function": "number"}
+    assert run.environment(values()) == {"rewards.gsm8k.function": "whet.rewards.gsm8k:gsm8k"}
     assert "expected a list of files" in refusal(run.training_data, data__train_data=[])
     assert "several turns and tools" in refusal(run.environment, environment__env_class="search")
 

@@ -350,7 +350,7 @@ def test_a_filter_that_would_change_numbers_is_refused(tmp_path: Path) -> None:
 def test_the_penalty_of_long_replies_of_dapo() -> None:
     given: dict[str, Json] = {A + "overlong_buffer_len": 256, A + "overlong_buffer_penalty_factor": 0.5}
     assert run.environment(values("main", **given)) == {
-        "rewards.gsm8k.function": "number",
+        "rewards.gsm8k.function": "whet.rewards.gsm8k:gsm8k",
         "rewards.overlong.function": "overlong",
         "rewards.overlong.weight": 0.5,
         "rewards.overlong.arguments": {"max_tokens": 1024, "buffer": 256},
@@ -358,6 +358,6 @@ def test_the_penalty_of_long_replies_of_dapo() -> None:
     }
 
 
-def test_long_prompts_are_left_out_since_main() -> None:
-    kept = {v: run.prompt_limit(values(v))["data.overlong"] for v in ("0.1", "0.3", "main")}
-    assert kept == {"0.1": "truncate_left", "0.3": "truncate_left", "main": "filter"}
+def test_long_prompts_are_left_out() -> None:
+    kept = {v: run.prompt_limit(values(v))["data.overlong"] for v in ("doc", "train-0.1", "0.3", "main")}
+    assert kept == {"doc": "truncate_left", "train-0.1": "filter", "0.3": "filter", "main": "filter"}

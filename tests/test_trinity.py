@@ -725,7 +725,10 @@ def test_prompts_of_base_models_are_plain_text() -> None:
     out = data.tasks(grpo(**boxed, **{f"{TASKSET}.format.system_prompt": "Solve it."}))
     assert out["data.train.0.template"] == "System:Solve it.\nUser:\n{prompt}\nAssistant:\n"
     assert not out.keys() & {"data.chat", "data.train.0.system_prompt"}
-    assert data.tasks(grpo(**boxed))["data.train.0.template"] == "User:\n{prompt}\nAssistant:\n"
+    asked = data.tasks(grpo(**boxed))["data.train.0.template"]
+    assert asked.startswith("System:Reason step by step"), "the workflow's own message"
+    none = data.tasks(grpo(**boxed, **{f"{TASKSET}.format.system_prompt": ""}))
+    assert none["data.train.0.template"] == "User:\n{prompt}\nAssistant:\n"
     assert judging.rewards(grpo(**boxed)) == {"rewards.math_dapo_reward": {"function": "math"}}
     with pytest.raises(ConfigError, match="reply_prefix: has no effect"):
         data.tasks(grpo(**boxed, **{f"{TASKSET}.format.reply_prefix": "So"}))
@@ -1181,7 +1184,7 @@ def test_a_ppo_file_trains(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     tasks = [{"prompt": word, "answer": word} for word in words()]
     monkeypatch.setenv("TRINITY_TASKSET_PATH", rows(tmp_path / "tasks.jsonl", tasks))
     lines = trained("ppo", folder, tmp_path, monkeypatch)
-    assert len(lines) == 12 - 1, "one step is the critic's alone"
+    assert len(lines) == 12 - 1, "the policy learns from step 2 on"
     rewards = [line["reward/mean"] for line in lines]
     assert sum(rewards[-3:]) > sum(rewards[:3])
     assert lines[-1]["critic/loss"] > 0
@@ -1229,3 +1232,37 @@ def test_the_example_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HERE.parent)
     (plan,) = plans(load("examples/from_trinity.yaml"))
     assert (plan.tasks_per_step, plan.group_size) == (16, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "has", "template"),
+    [
+        ("simple_workflow", {}, None, None),
+        ("math_workflow", {}, "<answer>", None),
+        ("math_workflow", {"default_reward_fn_type": "accuracy_reward"}, None, None),
+        ("math_workflow", {"format.system_prompt": "Mine."}, "Mine.", None),
+        ("math_workflow", {"format.system_prompt": ""}, None, None),
+        ("async_math_boxed_workflow", {}, "boxed", None),
+        ("math_boxed_workflow", {"workflow_args": {"with_think": True}}, "<think>", None),
+        ("math_eval_workflow", {"format.system_prompt": "Mine."}, "assistant", "boxed"),
+    ],
+)
+def test_workflows_of_mathematics_ask_for_what_their_reward_looks_for(
+    name: str, more: dict[str, Json], has: str | None, template: str | None
+) -> None:
+    given = {f"{TASKSET}.path": "a.jsonl", f"{TASKSET}.default_workflow_type": name}
+    if name == "simple_workflow":
+        given[f"{TASKSET}.default_reward_fn_type"] = "accuracy_reward"
+    out = data.tasks(grpo(**given, **{f"{TASKSET}.{key}": value for key, value in more.items()}))
+    message, around = out.get("data.train.0.system_prompt"), out.get("data.train.0.template")
+    for text, part in ((message, has), (around, template)):
+        assert text is None if part is None else part in str(text)
+
+
+def test_the_evaluation_workflow_of_mathematics_samples_in_its_own_way() -> None:
+    """Temperature 0.6, top_p 0.8, one reply a task, whatever the file says."""
+    own = {"path": "b.jsonl", "default_workflow_type": "math_eval_workflow", "repeat_times": 4}
+    own["rollout_args"] = {"temperature": 0.1}
+    out = data.evaluation(grpo(**{"buffer.explorer_input.eval_tasksets": [own]}))
+    assert out["eval.samples"] == 1
+    assert (out["eval.sampling.temperature"], out["eval.sampling.top_p"]) == (0.6, 0.8)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from whet.config.faults import shown
-from whet.dialects.listing import span
+from whet.dialects.listing import differing, span
 from whet.dialects.report import cell
 from whet.dialects.row import Row, Status, aliases, unbuilt
 from whet.dialects.tables import TABLES, every_line
@@ -100,9 +100,9 @@ def _row(row: Row, system: str) -> str:
 
 
 def _what(row: Row, system: str) -> str:
-    """What happens, and the documented values that are refused."""
+    """What happens, what is not as in the other system, and the documented values that are refused."""
     values = unbuilt(system).get(row.key, ())
-    return row.what + (f" Not built: {'; '.join(values)}." if values else "")
+    return row.what + differing(row, system) + (f" Not built: {'; '.join(values)}." if values else "")
 
 
 def main(folder: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, get_args
 
-from whet.dialects.row import Status, unbuilt
+from whet.config.faults import shown
+from whet.dialects.row import Row, Status, differences, unbuilt
 from whet.dialects.tables import TABLES, every_line
+from whet.dialects.versions import meet
 from whet.types import ConfigError
 
 
@@ -27,13 +30,31 @@ def listed(dialect: str | None = None, status: str | None = None) -> list[dict[s
             "until": row.until,
             "status": row.status,
             "native": list(row.native),
-            "reason": row.what,
+            "reason": row.what + differing(row, TABLES[name][0]),
             "unbuilt": list(unbuilt(TABLES[name][0]).get(row.key, ())),
         }
         for name in names
         for row in every_line(name)
         if status is None or row.status == status
     ]
+
+
+def differing(row: Row, system: str) -> str:
+    """Where whet knowingly differs from a system, as sentences after the reason; '' for nowhere."""
+    found: list[str] = []
+    for each in differences(system):
+        if (each.key, each.file) == (row.key, row.file) and meet(each, row, system):
+            values = ", ".join(map(shown, json.loads(each.values.removeprefix("!")))) if each.values else ""
+            of = (
+                ""
+                if not values
+                else f" (not with {values})"
+                if each.values[0] == "!"
+                else f" (with {values})"
+            )
+            when = f" ({span(each.since, each.until)})" if each.since or each.until else ""
+            found.append(f" Differs{of}{when}: {each.reason}")
+    return "".join(found)
 
 
 def span(since: str, until: str) -> str:

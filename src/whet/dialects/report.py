@@ -44,12 +44,15 @@ def _release(made: Translation) -> Iterator[str]:
 
 
 def notes(made: Translation) -> Iterator[str]:
-    """Other names, texts read as numbers, keys that nothing reads here, engines that another one stands in for."""
+    """Other names, texts read as numbers, keys that nothing reads here, engines that another one stands in for, and
+    what is knowingly not as in the other system."""
     for line in made.lines:
         if line.note:
             yield f"{line.key}: {line.note}"
         if any(word in line.reason for word in MATTERS):
             yield f"{line.key}={shown(line.value)}: {line.reason}"
+        if line.differs:
+            yield f"differs: {line.key}={shown(line.value)}: {line.differs}"
 
 
 def markdown(made: Translation, title: str) -> str:
@@ -66,7 +69,8 @@ def markdown(made: Translation, title: str) -> str:
 
 def _row(line: ReportLine) -> str:
     native = ", ".join(f"`{name}`" for name in line.native)
-    said = "; ".join(text for text in (line.note, line.reason) if text)
+    differs = f"Differs: {line.differs}" if line.differs else ""
+    said = "; ".join(text for text in (line.note, line.reason, differs) if text)
     return f"| `{line.key}` | `{cell(shown(line.value))}` | {line.status} | {native} | {cell(said)} |"
 
 

@@ -25,7 +25,7 @@ import csv
 import functools
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.resources import files
 from typing import Literal, NamedTuple, get_args
 
@@ -120,6 +120,40 @@ def unbuilt(system: str) -> dict[str, tuple[str, ...]]:
             said = f"{line['value']}: {line['reason']}"
             found[line["key"]] = (*found.get(line["key"], ()), said)
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Where whet knowingly computes or does something else than a system. The fields are columns of differs.tsv."""
+
+    file: str
+    key: str
+    since: str
+    until: str
+    values: str
+    """JSON: for these values alone; with a `!` before: for all others; empty: for any."""
+    when: str
+    """As of a row."""
+    reason: str
+
+    def of_value(self, value: Json) -> bool:
+        """Whether this value is one of those that differ."""
+        if not self.values:
+            return True
+        listed: list[Json] = json.loads(self.values.removeprefix("!"))
+        alike = any(value == each and type(value) is type(each) for each in listed)
+        return alike is not self.values.startswith("!")
+
+
+@functools.cache
+def differences(system: str) -> tuple[Difference, ...]:
+    """The known differences to a system, in the order of the file."""
+    names = [each.name for each in fields(Difference)]
+    return tuple(
+        Difference(**{name: line[name] for name in names})
+        for line in _read("differs.tsv")
+        if line["system"] == system
+    )
 
 
 @functools.cache

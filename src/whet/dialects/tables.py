@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from whet.config.tree import STAGE_SECTIONS
 from whet.dialects import row as table_rows
-from whet.dialects.row import Native, Row, Status, Values
+from whet.dialects.row import Difference, Native, Row, Status, Values
 from whet.dialects.versions import (
     DOCUMENTS,
     VERSIONS,
@@ -108,6 +108,8 @@ class Dialect:
     system: str = ""
     version: str = ""
     """The release whose lines these are."""
+    differences: tuple[Difference, ...] = ()
+    """Where whet knowingly differs from this release."""
 
     @functools.cached_property
     def by_parts(self) -> dict[Parts, Row]:
@@ -204,6 +206,11 @@ def dialect(name: str, version: str = "") -> Dialect:
         has_stages=bool(file.stages),
         system=system,
         version=version or DOCUMENTS[system],
+        differences=tuple(
+            each
+            for each in table_rows.differences(system)
+            if each.file in kinds_of(name) and covers(each, version or DOCUMENTS[system], VERSIONS[system])
+        ),
     )
 
 

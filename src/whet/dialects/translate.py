@@ -39,6 +39,8 @@ class ReportLine:
     """What a user should know: another name, a text read as a number, nothing reads it here."""
     reason: str = ""
     """The table's."""
+    differs: str = ""
+    """What is knowingly not as in the other system, with this value."""
 
 
 @dataclass(frozen=True)
@@ -305,10 +307,27 @@ def _lines(file: Reading, chosen: Sequence[_Write]) -> Iterator[ReportLine]:
                 newer = "" if found.alias else file.of.newer(row)
                 told = f"{file.of.system} {file.of.version} has it not ({newer})" if newer else ""
                 note = "; ".join(filter(None, (found.note or _read_as(file, found), told)))
-                yield ReportLine(dotted(found.path), found.value, True, row.status, native, note, row.what)
+                other = _differs(file, row, found.value)
+                yield ReportLine(
+                    dotted(found.path), found.value, True, row.status, native, note, row.what, other
+                )
     for name, natives in fed.items():
-        row = rows[name]
-        yield ReportLine(name, file.values[name], False, row.status, tuple(natives), "", row.what)
+        row, value = rows[name], file.values[name]
+        other = _differs(file, row, value)
+        yield ReportLine(name, value, False, row.status, tuple(natives), "", row.what, other)
+
+
+def _differs(file: Reading, row: Row, value: Json) -> str:
+    """The known differences of a key that counts, with this value."""
+    if row.when and not file.of.functions(row.when)(file.values):
+        return ""
+    return " ".join(
+        each.reason
+        for each in file.of.differences
+        if each.key == row.key
+        and each.of_value(value)
+        and (not each.when or file.of.functions(each.when)(file.values))
+    )
 
 
 def _read_as(file: Reading, found: GivenValue) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from whet.dialects.row import Row, Values, VersionRange
+from whet.dialects.row import Difference, Row, Values, VersionRange
 from whet.types import ConfigError
 
 VERSIONS: dict[str, tuple[str, ...]] = {
@@ -35,11 +35,18 @@ def since(values: Values, system: str, version: str) -> bool:
     return versions.index(values.get(VERSION, DOCUMENTS[system])) >= versions.index(version)
 
 
-def covers(row: Row | VersionRange, version: str, versions: Sequence[str]) -> bool:
+def covers(row: Row | VersionRange | Difference, version: str, versions: Sequence[str]) -> bool:
     """Whether a version lies in a line's span: from `since` on, before `until`."""
     at = versions.index(version)
     return (not row.since or versions.index(row.since) <= at) and (
         not row.until or at < versions.index(row.until)
+    )
+
+
+def meet(one: Row | VersionRange | Difference, other: Row | VersionRange | Difference, system: str) -> bool:
+    """Whether the spans of two lines have a version in common."""
+    return any(
+        covers(one, at, VERSIONS[system]) and covers(other, at, VERSIONS[system]) for at in VERSIONS[system]
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from whet.rewards.builtin import Verdict, number
+from typing import Literal
+
+from whet.rewards.builtin import Verdict
+from whet.rewards.gsm8k import gsm8k
 from whet.rewards.math import math
 from whet.types import Task
 
@@ -10,15 +13,22 @@ _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/
 _LAST_CHARACTERS = 300
 
 
-def compute_score(response: str, task: Task) -> Verdict:
+def compute_score(
+    response: str,
+    task: Task,
+    *,
+    gsm8k_found: Literal["first", "last"] = "last",
+    gsm8k_characters: int | None = 300,
+) -> Verdict:
     r"""1 or 0 for a right or wrong reply, by `task.source`; -1 in place of 0 for math_dapo and aime.
 
-    openai/gsm8k: the number after the last '####'. The MATH sets: the last \boxed{}. math_dapo, aime: what follows the
-    last 'Answer:' in the last 300 characters. ValueError for any other source.
+    openai/gsm8k: the number after '#### ', see `gsm8k.gsm8k` (the defaults are verl's from 0.5.0 on). The MATH
+    sets: the last \boxed{}. math_dapo, aime: what follows the last 'Answer:' in the last 300 characters. ValueError
+    for any other source.
     """
     source = task.source
     if source == "openai/gsm8k":
-        return number(response, task)
+        return gsm8k(response, task, found=gsm8k_found, last_characters=gsm8k_characters)
     if source in _MATH:
         return math(response, task, boxed=True)
     if source == "math_dapo" or source.startswith("aime"):

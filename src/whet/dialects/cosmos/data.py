@@ -20,7 +20,7 @@ REWARDS: dict[str, dict[str, Json]] = {
     "single_choice": {"function": "whet.rewards.tagged:single_choice"},
     "boxed_math": {"function": "math"},
     "direct_math": {"function": "whet.rewards.answer_line:direct_math"},
-    "gsm8k": {"function": "number"},
+    "gsm8k": {"function": "whet.rewards.gsm8k:gsm8k"},
     "format": {"function": "format", "arguments": {"pattern": THINK_ANSWER}},
     "overlong": {"function": "overlong"},
 }

@@ -72,7 +72,7 @@ def trained_temperature(values: Values) -> dict[str, Json]:
 
 
 def sync(values: Values) -> dict[str, Json]:
-    """Training steps between weight syncs, and steps that rollouts are ahead.
+    """Training steps between weight syncs, and how old rollouts may be: they are as new as the engines' speed allows.
 
     In 0.3.9 none was, whatever the key says. From 0.4.0 on it bounds the age of the weights, which the interval between
     syncs is a part of.
@@ -89,6 +89,7 @@ def sync(values: Values) -> dict[str, Json]:
     return {
         "rollout.sync_interval": together_up(values, every),
         "rollout.max_staleness": together_up(values, ahead),
+        **({"rollout.schedule": "async"} if ahead else {}),
     }
 
 

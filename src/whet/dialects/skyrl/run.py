@@ -61,7 +61,7 @@ def _unset(v: Values) -> Native:
 
 
 VERIFIERS = {
-    "gsm8k": ("number", "reward_spec.ground_truth"),
+    "gsm8k": ("whet.rewards.gsm8k:gsm8k", "reward_spec.ground_truth"),
     "aime": ("whet.rewards.answer_line:aime", "reward_model.ground_truth"),
 }
 """Environments of SkyRL-Gym that judge a single reply by its text: (the reward, the column of the answer)."""
@@ -133,9 +133,9 @@ def quantization(v: Values) -> Native:
 
 
 def prompt_limit(v: Values) -> Native:
-    """Until main the document has longer prompts truncated: their last tokens are kept, so that what asks for the reply
-    survives. Since main it has them left out."""
-    overlong = "filter" if since(v, "main") else "truncate_left"
+    """Longer prompts are left out. The document has them truncated: their last tokens are kept, so that what asks for
+    the reply survives."""
+    overlong = "filter" if since(v, "train-0.1") else "truncate_left"
     return {"data.max_prompt_tokens": v["trainer.max_prompt_length"], "data.overlong": overlong}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.algorithm import OPERATORS
 from whet.dialects.trinity.loss import STRATEGY, step, strategy, weight
-from whet.dialects.trinity.rewards import is_one_turn, is_plain, workflow
+from whet.dialects.trinity.rewards import WORKFLOWS, is_one_turn, is_plain, system, workflow
 from whet.dialects.trinity.values import (
     AUXILIARY,
     BY_EXPLORER,
@@ -192,9 +192,9 @@ def rows_of(own: Own, what: str, *, at: str) -> Native:
     return {f"{at}.path": path}
 
 
-def _system(own: Own, *, at: str) -> Native:
-    """The system message: of the row (system_prompt_key), else of them all."""
-    column, message = text(own, "format.system_prompt_key"), text(own, "format.system_prompt")
+def _system(own: Own, message: str | None, *, at: str) -> Native:
+    """The system message: of the row (system_prompt_key), else `message`, of them all."""
+    column = text(own, "format.system_prompt_key")
     if column:
         return {f"{at}.system_prompt_column": column}
     return {f"{at}.system_prompt": message} if message else {}
@@ -252,7 +252,7 @@ def _chat(values: Values) -> Native:
     if not any(plain):
         return {"data.chat": True}
     for (own, what), is_text in zip(sets, plain):
-        if not is_text and not _system(own, at=""):
+        if not is_text and not _system(own, system(values, own, what), at=""):
             raise NotSupportedYet(
                 f"{what}.format.system_prompt: none, beside a taskset with workflow_args.use_base: plain prompts "
                 "beside chats without a system message are coming, not built yet; give it a system_prompt, or use_base."
@@ -260,18 +260,18 @@ def _chat(values: Values) -> Native:
     return {}
 
 
-def _plain(own: Own, what: str, *, at: str) -> Native:
+def _plain(own: Own, what: str, message: str, *, at: str) -> Native:
     """The text around the prompt of a base model."""
     for key in ("format.system_prompt_key", "format.reply_prefix"):
         if text(own, key):
             raise ConfigError(f"{what}.{key}: has no effect with workflow_args.use_base; leave it out.")
-    message = text(own, "format.system_prompt")
     begins = f"System:{message}\n" if message else ""
     return {f"{at}.template": f"{begins}User:\n{{prompt}}\nAssistant:\n"}
 
 
 def _source(values: Values, own: Own, what: str, *, at: str) -> Native:
-    plain = is_plain(values, own, what)
+    plain, message = is_plain(values, own, what), system(values, own, what)
+    template = WORKFLOWS[workflow(values, own, what)].template
     storage = str(own.get("storage_type") or "file")
     if storage == "queue":
         raise ConfigError(f"{what}.storage_type: tasks cannot come from a queue; here: file.")
@@ -282,7 +282,8 @@ def _source(values: Values, own: Own, what: str, *, at: str) -> Native:
         f"{at}.prompt": own.get("format.prompt_key") or "prompt",
         f"{at}.answer": own.get("format.response_key") or "response",
         **({f"{at}.name": name} if name else {}),
-        **(_plain(own, what, at=at) if plain else _system(own, at=at)),
+        **(_plain(own, what, message, at=at) if plain else _system(own, message, at=at)),
+        **({f"{at}.template": template} if template else {}),
         **({f"{at}.reply_prefix": prefix} if prefix else {}),
     }
 
@@ -295,10 +296,12 @@ def evaluation(values: Values) -> Native:
     out: Native = {}
     for n, own in enumerate(sets):
         what, name = f"{EVAL_TASKSETS}[{n}]", own.get("name") or f"eval_taskset_{n}"
-        workflow(values, own, what)
         out |= _source(values, own, what, at=f"data.eval.{n}") | {f"data.eval.{n}.name": name}
-    times = [own.get("repeat_times") or 1 for own in sets]
-    sampled = [_sampled(values, own) for own in sets]
+    brought = [
+        WORKFLOWS[workflow(values, own, f"{EVAL_TASKSETS}[{n}]")].sampling for n, own in enumerate(sets)
+    ]
+    times = [1 if fixed else own.get("repeat_times") or 1 for own, fixed in zip(sets, brought)]
+    sampled = [_sampled(values, own) | (fixed or {}) for own, fixed in zip(sets, brought)]
     out |= {"eval.samples": times[0]} | {f"eval.sampling.{key}": value for key, value in sampled[0].items()}
     special: Native = {}
     for n in range(len(sets)):
@@ -386,7 +389,7 @@ def _replies(own: Own, what: str, *, at: str, pairs: bool = False) -> Native:
         **rows_of(own, what, at=at),
         **({f"{at}.name": own["name"]} if given(own.get("name")) else {}),
         **{f"{at}.{key}": value for key, value in columns.items()},
-        **({} if talk else _system(own, at=at)),
+        **({} if talk else _system(own, text(own, "format.system_prompt"), at=at)),
     }
 
 

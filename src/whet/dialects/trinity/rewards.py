@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from whet.config.keys import distance
 from whet.dialects.row import NotSupportedYet, Values
@@ -21,19 +22,57 @@ from whet.dialects.trinity.values import (
 )
 from whet.types import ConfigError
 
-ONE_TURN: dict[str, str | None] = {
-    "simple_workflow": None,
-    "math_workflow": "math_reward",
-    "math_boxed_workflow": "math_boxed_reward",
-    "math_eval_workflow": "math_boxed_reward",
-    "on_policy_distill_workflow": None,
-    "on_policy_distill_math_workflow": "math_reward",
+
+@dataclass(frozen=True, kw_only=True)
+class Workflow:
+    """What a workflow of one turn brings along. The texts are whet's own: they ask for what the reward looks for."""
+
+    reward: str | None = None
+    """Where the file names none."""
+    system: str = ""
+    """The system message where the file gives none; with `of_reward` beside the workflow's own reward alone."""
+    of_reward: bool = False
+    with_think: str = ""
+    """The system message in place of that, with workflow_args.with_think."""
+    template: str = ""
+    """The user's message; {prompt} is the row's."""
+    fixed: bool = False
+    """The file's system message is not read."""
+    sampling: dict[str, float] | None = None
+    """How it samples, once a task, whatever the file says."""
+
+
+_BOXED_ANSWER = "Reason step by step, then write the final answer inside \\boxed{}."
+_TAGGED = (
+    "Work on the user's question in two parts. First think about it, inside <think> and </think>. Then give the "
+    "result, inside <answer> and </answer>, as in:\n<think> how you get there </think>\n<answer> the result </answer>\n"
+)
+_THINK_BOXED = (
+    "You solve problems of mathematics. First write how you reason, as <think>\n reasoning \n</think>\n. Then write "
+    "the final answer in closed form inside \\boxed{}."
+)
+_QWEN = Workflow(
+    reward="math_boxed_reward",
+    system="You are a helpful assistant.",
+    template=f"{{prompt}}\n{_BOXED_ANSWER}",
+    fixed=True,
+)
+_QWEN_SAMPLING = {"temperature": 0.6, "top_p": 0.8, "top_k": 0}
+ONE_TURN = {
+    "simple_workflow": Workflow(),
+    "math_workflow": Workflow(reward="math_reward", system=_TAGGED, of_reward=True),
+    "math_boxed_workflow": Workflow(
+        reward="math_boxed_reward", system=_BOXED_ANSWER, with_think=_THINK_BOXED
+    ),
+    "math_eval_workflow": replace(_QWEN, sampling=_QWEN_SAMPLING),
+    "on_policy_distill_workflow": Workflow(),
+    "on_policy_distill_math_workflow": _QWEN,
 }
-"""Workflows of one turn, with the reward each brings. All but the last two also with async_ before the name."""
+"""Workflows of one turn. All but the last two also with async_ before the name."""
 
 WORKFLOWS = {
     **ONE_TURN,
-    **{f"async_{name}": reward for name, reward in ONE_TURN.items() if "distill" not in name},
+    **{f"async_{name}": each for name, each in ONE_TURN.items() if "distill" not in name},
 }
 
 TRINITY = "whet.rewards.trinity"
@@ -89,12 +128,22 @@ def is_plain(values: Values, own: Own, what: str) -> bool:
     )
 
 
+def system(values: Values, own: Own, what: str) -> str:
+    """The system message of a taskset that names no column of them: its own, else its workflow's; '' for none."""
+    brought, given = WORKFLOWS[workflow(values, own, what)], own.get("format.system_prompt")
+    if given not in (None, "None", "null") and not brought.fixed:
+        return str(given)
+    if brought.of_reward and _reward(values, own, what) != brought.reward:
+        return ""
+    return (_section(own, "workflow_args").get("with_think") and brought.with_think) or brought.system
+
+
 def _reward(values: Values, own: Own, what: str) -> str | None:
     """The reward of a taskset: its own, the general one, or its workflow's."""
     at, name = f"{what}.default_reward_fn_type", text(own, "default_reward_fn_type")
     if name is None:
         at = f"{INPUT}.default_reward_fn_type"
-        name = text(values, at) or WORKFLOWS[workflow(values, own, what)]
+        name = text(values, at) or WORKFLOWS[workflow(values, own, what)].reward
     if name is None and distills(values):
         return None
     if name is None:

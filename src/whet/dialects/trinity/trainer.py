@@ -54,6 +54,12 @@ def is_remote(values: Values) -> bool:
 # ---------------------------------------------------------------- what is trained
 
 
+def critic_warmup(values: Values) -> Native:
+    """Trinity trains the policy in steps, counted from 1, that are not below this number."""
+    steps = values[f"{VERL_TRAINER}.critic_warmup"]
+    return {"critic.warmup_steps": max(steps - 1, 0)} if has_critic(values) else {}
+
+
 def critic(values: Values) -> Native:
     """The value model of ppo: where it starts, its optimizer, its clipping, its passes, its warm-up alone."""
     path, policy = text(values, "model.critic_model_path"), text(values, "model.model_path")

@@ -110,9 +110,17 @@ def generation(v: Values) -> Native:
 def judge(v: Values) -> Native:
     """A function of yours, or verl's table by data source."""
     if v["custom_reward_function.path"] is None:
-        return {"rewards.score.function": "whet.rewards.verl:compute_score"}
+        return {"rewards.score.function": "whet.rewards.verl:compute_score", **_gsm8k(v)}
     path, name = local(v, "custom_reward_function.path"), v["custom_reward_function.name"] or "compute_score"
     return {"rewards.score.function": f"{path}:{name}"}
+
+
+def _gsm8k(v: Values) -> Native:
+    """Which number of a reply is judged. Releases differ."""
+    if since(v, "verl", "0.5.0"):
+        return NOTHING  # the reward's defaults
+    found = "last" if since(v, "verl", "0.4.1") else "first"
+    return {"rewards.score.arguments": {"gsm8k_found": found, "gsm8k_characters": None}}
 
 
 MANAGERS: dict[str, str | None] = {

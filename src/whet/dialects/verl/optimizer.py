@@ -23,6 +23,11 @@ def critic(v: Values) -> Native:
     )
 
 
+def critic_warmup(v: Values) -> Native:
+    """verl trains the policy in steps, counted from 1, that are not below this number."""
+    return {"critic.warmup_steps": max(v["trainer.critic_warmup"] - 1, 0)} if has_critic(v) else NOTHING
+
+
 def constant_rates(v: Values) -> bool:
     """Whether no learning rate ever changes, so that a schedule has no place to go on from."""
     made = [("train.optimizer", actor(v)), *([("critic.optimizer", critic(v))] if has_critic(v) else [])]

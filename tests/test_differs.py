@@ -1,0 +1,93 @@
+"""differs.tsv: where whet knowingly differs from a system, and that a user reads it before the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from whet.cli import app
+from whet.dialects import report
+from whet.dialects.listing import differing
+from whet.dialects.row import Difference, differences
+from whet.dialects.tables import FILES, TABLES, dialect, every_line, function
+from whet.dialects.translate import Translation, translate
+from whet.dialects.versions import VERSIONS, covers
+from whet.types import Json
+
+EVERY = [(system, each) for system in VERSIONS for each in differences(system)]
+
+
+def said(made: Translation) -> list[str]:
+    return [text for text in report.notes(made) if text.startswith("differs: ")]
+
+
+def verl(version: str = "0.9.0", **given: Json) -> Translation:
+    return translate({"trainer": given}, dialect("verl-ppo", version), origins={})
+
+
+@pytest.mark.parametrize(("system", "one"), EVERY, ids=lambda x: x.key if isinstance(x, Difference) else x)
+def test_each_line_names_what_there_is(system: str, one: Difference) -> None:
+    rows = [row for name, (of, _) in TABLES.items() if of == system for row in every_line(name)]
+    mine = [row for row in rows if (row.key, row.file) == (one.key, one.file)]
+    assert mine, f"{system} has no key {one.key} in its files {one.file!r}"
+    assert {one.since, one.until} <= {"", *VERSIONS[system]}
+    assert any(covers(one, version, VERSIONS[system]) for version in VERSIONS[system])
+    assert one.values == "" or isinstance(json.loads(one.values.removeprefix("!")), list)
+    assert one.reason.endswith(".")
+    if one.when:
+        assert callable(function(system, one.when))
+    assert any(one.reason in differing(row, system) for row in mine), "whet keys and the pages tell it"
+
+
+@pytest.mark.parametrize(("system", "one"), EVERY, ids=lambda x: x.key if isinstance(x, Difference) else x)
+def test_each_line_is_told_of_a_value_that_differs(system: str, one: Difference) -> None:
+    """In some release, for some value; with a value that does not differ it is not."""
+    kind = next(n for n in FILES if one.file in {TABLES[each][1] for each in (*FILES[n].tables, *FILES[n].optional)}
+                and TABLES[FILES[n].tables[0]][0] == system)  # fmt: skip
+    version = next(v for v in VERSIONS[system] if covers(one, v, VERSIONS[system]))
+    of = dialect(kind, version)
+    assert one in of.differences
+    listed = json.loads(one.values.removeprefix("!")) if one.values else []
+    other = object()
+    inside = listed[0] if listed and not one.values.startswith("!") else other
+    assert one.of_value(inside)  # type: ignore[arg-type]
+    for value in listed:
+        assert one.of_value(value) is not one.values.startswith("!")
+    if listed:
+        assert one.of_value(other) is one.values.startswith("!")  # type: ignore[arg-type]
+
+
+def test_a_difference_is_told_for_its_values_alone() -> None:
+    def warmup(steps: int) -> list[str]:
+        return [text for text in said(verl(critic_warmup=steps)) if "critic_warmup" in text]
+
+    (told,) = warmup(5)
+    assert told.startswith("differs: trainer.critic_warmup=5: Where the length follows")
+    assert warmup(1) == []
+
+
+def test_a_difference_is_told_in_its_releases_alone() -> None:
+    def kl(version: str) -> int:
+        tree: Json = {"trainer": {"algorithm": {"use_kl_loss": True}}}
+        made = translate(tree, dialect("skyrl", version), origins={})
+        return sum(text.count("without one") for text in said(made))
+
+    assert [kl("doc"), kl("train-0.1"), kl("0.1"), kl("0.2")] == [0, 1, 1, 0]
+
+
+def test_true_is_not_1() -> None:
+    one = Difference(file="", key="k", since="", until="", values="[1]", when="", reason="R.")
+    assert [one.of_value(value) for value in (1, True, 1.0)] == [True, False, False]
+
+
+def test_the_plan_of_a_file_tells_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    text = Path("tests/dialects/trinity_letters.yaml").read_text()
+    file.write_text(text.replace("simple_workflow", "math_boxed_workflow"))
+    done = CliRunner().invoke(app, ["plan", str(file)], env={"MODEL_PATH": str(tmp_path)})
+    assert "differs: buffer.explorer_input.default_workflow_type" in " ".join(done.output.split()), (
+        done.output
+    )
