@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from whet.config.load import Loaded, load
+from whet.config.plan import plans
 from whet.config.sections.eval import OfflineConfig
 from whet.offline import Judged, check, judge, read, with_file
 from whet.rewards.combine import RewardSet
@@ -151,6 +152,11 @@ def test_what_is_missing_or_idle_is_refused(tmp_path: Path) -> None:
         check(loaded, whole=True)
     with pytest.raises(ConfigError, match="overlong counts tokens"):
         check(config(tmp_path / "r", tmp_path, "rewards.o.function=overlong"), whole=True)
+
+
+def test_a_plan_names_the_command_of_a_file_that_only_evaluates(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing to train: run `whet eval the config`"):
+        plans(config(tmp_path / "r.parquet", tmp_path))
 
 
 def test_a_training_config_may_be_used_with_a_file(tmp_path: Path) -> None:

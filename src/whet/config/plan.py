@@ -66,6 +66,12 @@ def plans(
     stages, names = stage_configs(config), stage_names(config)
     what = str(loaded.file) if loaded and loaded.file else "the config"
 
+    if config.eval.offline is not None and not any(cfg.data.train for cfg in stages):
+        raise ConfigError(
+            f"{what} scores replies from a file (eval.offline) and has no training data (data.train), so there is nothing "
+            f"to train: run `whet eval {what}`"
+        )
+
     def refuse(problems: Iterable[Problem]) -> None:
         _refuse([(loaded.where(key) if loaded else "", text) for key, text in problems], what)
 
