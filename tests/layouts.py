@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -200,7 +200,9 @@ class Learner:
                 device=torch.device("cpu"),
                 around=lambda i: self.dropping(micros[i]),
             )
-        self.parallel.sum_gradients(dict(self.named()))
+        with torch.no_grad():
+            for peers, some in self.parallel.sums(dict(self.named())):
+                add_gradients(peers, some)
         for name, p in self.named():
             if name not in self.parallel.experts:
                 self.data.add(p.grad)
@@ -229,6 +231,17 @@ class Learner:
         with stage.running(part):
             hidden_TD = self.hidden(micro, x)
         return self.loss(micro, self.outputs(micro, hidden_TD)) if part == stage.parts - 1 else hidden_TD
+
+
+def add_gradients(peers: Peers, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Over the ranks of `peers`; a gradient that is missing on some of them counts as 0 there."""
+    if peers.size == 1 or not parameters:
+        return
+    has_P = torch.tensor([p.grad is not None for p in parameters.values()], dtype=torch.int64)
+    for p, ranks in zip(parameters.values(), peers.add(has_P).tolist()):
+        if ranks:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            peers.add(p.grad)
 
 
 def error(found: Tensor, expected: Tensor) -> float:

@@ -25,10 +25,8 @@ from whet.config.keys import Key, keys, lookup
 from whet.config.keys import settings as keys_of_settings
 from whet.config.load import load
 from whet.config.recipes import RECIPES, resolve
-from whet.config.refusal_rules import REFUSED
-from whet.config.rules import RULES
+from whet.config.rules import REFUSED, RULES
 from whet.config.schema import AlgorithmConfig, Config
-from whet.config.setting_rules import SETTING_RULES
 from whet.rewards.builtin import BUILTIN
 from whet.types import ConfigError, Json
 
@@ -269,7 +267,7 @@ def test_what_a_form_hides_is_what_the_checks_refuse(tree: dict[str, Json]) -> N
     except ConfigError:
         return
     known = named(cfg, algorithm)
-    own = {key for rule in SETTING_RULES for key in rule.keys}
+    own = {key for rule in RULES if rule.default_passes for key in rule.keys}
     idle = list(checks._idle(cfg))  # worked out once for all keys
     with mock.patch.object(checks, "_idle", return_value=idle):
         for key in LEAVES:

@@ -15,11 +15,12 @@ from batches import logp_now, ragged
 from tiny import tiny_model
 from whet.algos.losses import LOSSES
 from whet.batch import Outputs
-from whet.config import functions, ratio_rules
+from whet.config import functions
 from whet.config.checks import hard_problems, unused
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.recipes import resolve
+from whet.config.rules import RULES
 from whet.config.schema import AlgorithmConfig
 from whet.data.tokenizer import build
 from whet.models.load import export
@@ -86,7 +87,7 @@ def test_a_decay_with_staleness_is_refused_where_no_rollout_is_stale(older: str)
 
 # ---------------------------------------------------------------- what acts on a ratio that is always 1
 
-BY_RATIO = {key for rule in ratio_rules.RATIO for key in rule.keys}
+BY_RATIO = {key for rule in RULES if "ratio of the policy" in rule.message for key in rule.keys}
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "clip_low": (0.01, {}),
     "clip_high": (0.01, {}),

@@ -58,7 +58,7 @@ def test_batch_arithmetic_of_grpo():
     p = made(
         "train.tasks_per_step=12", "rollout.group_size=6", "train.minibatches=4", "train.update_epochs=2"
     )
-    assert (p.rollouts_per_step, p.tasks_per_minibatch, p.rollouts_per_minibatch) == (72, 3, 18)
+    assert (p.rollouts_per_step, p.rollouts_per_minibatch) == (72, 18)
     assert (p.updates_per_step, p.steps, p.optimizer_steps) == (8, 10, 80)
 
 

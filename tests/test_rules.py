@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from whet.config.checks import hard_problems
-from whet.config.conditions import Rule, in_words, met, no, read_when, refuse, subjects
+from whet.config.conditions import in_words, met, no, parsed, subjects
 from whet.config.constraints import BASE
 from whet.config.facts import NAMED
 from whet.config.keys import lookup, settings
 from whet.config.load import load
-from whet.config.refusal_rules import REFUSED
-from whet.config.rules import RULES
+from whet.config.rules import REFUSED, RULES, Rule
 from whet.config.schema import Config
 
 PPO = "algorithm.name=ppo"
@@ -198,6 +197,57 @@ def test_conditions_in_words(condition: Any, words: str) -> None:
     assert in_words(condition) == words
 
 
+@pytest.mark.parametrize(
+    ("words", "condition"),
+    [
+        ("train.compile", {"key": "train.compile"}),
+        ("not whiten", {"not": {"condition": "whiten"}}),
+        ("mode is both", {"key": "mode", "is": "both"}),
+        ("model.path is not null", {"not": {"key": "model.path", "is": None}}),
+        ("model.path is not given", {"key": "model.path", "given": False}),
+        ("not model.path is given", {"not": {"key": "model.path", "given": True}}),
+        (
+            "critic.warmup_steps >= train.steps",
+            {"key": "critic.warmup_steps", "at_least": {"key": "train.steps"}},
+        ),
+        ("ranks <= 1", {"not": {"condition": "ranks", "above": 1}}),
+        ("data.train has more entries than 2", {"key": "data.train", "longer": 2}),
+        ("loss is one of KNOWN, gkd", {"condition": "loss", "in": ["ppo", "sft", "gkd"]}),
+        (
+            "whiten or judged and (NAMED or mixes)",
+            {
+                "any": [
+                    {"condition": "whiten"},
+                    {
+                        "all": [
+                            {"condition": "judged"},
+                            {"any": [{"key": "seed", "is": 1}, {"condition": "mixes"}]},
+                        ]
+                    },
+                ]
+            },
+        ),
+        ("never", {"any": []}),
+    ],
+)
+def test_conditions_are_read_from_words(words: str, condition: Any) -> None:
+    assert parsed(words, {"NAMED": {"key": "seed", "is": 1}}, {"KNOWN": ["ppo", "sft"]}) == condition
+
+
+@pytest.mark.parametrize(
+    "words", ["", "seed is 1 2 and", "(whiten", "whiten)", "seed equals 1", "whiten judged", "and whiten"]
+)
+def test_words_that_are_no_condition_are_refused(words: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        parsed(words)
+
+
+def test_what_a_rule_says_can_be_read_again() -> None:
+    for rule in RULES:
+        words = in_words(rule.when)
+        assert in_words(parsed(words)) == words
+
+
 def test_values_are_compared_with_those_of_other_keys() -> None:
     cfg = Config.model_validate_json('{"train": {"steps": 6}, "critic": {"warmup_steps": 3}}')
     steps, warmup = {"key": "train.steps"}, {"key": "critic.warmup_steps"}
@@ -207,8 +257,15 @@ def test_values_are_compared_with_those_of_other_keys() -> None:
     assert not met({"key": "train.steps", "above": {"key": "data.max_total_tokens"}}, cfg, {}), "null"
 
 
-def test_a_rule_is_made_in_one_place() -> None:
-    rule = read_when(("a",), {"key": "b"}, "b is off")
-    assert (rule.when, rule.level) == ({"not": {"key": "b"}}, "unused")
-    assert no(rule.when) == {"key": "b"}
-    assert refuse("a", {"key": "b"}, "no").level == "refused"
+def test_a_line_of_the_table_is_a_rule_for_each_of_its_names() -> None:
+    sizes = [rule for rule in REFUSED if rule.keys[0].endswith("micro_batch_tokens")]
+    assert [rule.keys for rule in sizes] == [
+        ("train.micro_batch_tokens",),
+        ("train.forward_micro_batch_tokens",),
+        ("critic.micro_batch_tokens",),
+    ]
+    assert (
+        in_words(sizes[2].when)
+        == "critic.micro_batch_tokens is given and critic.micro_batch_rollouts is given"
+    )
+    assert sizes[2].message == "give critic.micro_batch_tokens or critic.micro_batch_rollouts, not both"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -88,3 +90,10 @@ def load_module(path: Path):  # type: ignore[no-untyped-def]
         del sys.modules[name]
         raise
     return module
+
+
+def lines(package: str, name: str) -> tuple[dict[str, str], ...]:
+    """The lines of a tab-separated file of ours by column. Empty lines and those that begin with `#` are left out."""
+    text = files(package).joinpath(name).read_text(encoding="utf-8")
+    told = (line for line in text.splitlines() if line and not line.startswith("#"))
+    return tuple(csv.DictReader(told, delimiter="\t", quoting=csv.QUOTE_NONE))

@@ -1,5 +1,4 @@
-"""Rules over keys, and the conditions they stand under: plain data, so that checks, forms, the JSON schema and the
-documentation read the same ones.
+"""Conditions on a config: plain data, which checks, forms, the JSON schema and the documentation read, and their words.
 
     {"key": "algorithm.kl.coef", "above": 0}          a value of the config
     {"condition": "needs_critic"}                     something that follows from it, by name
@@ -9,73 +8,22 @@ documentation read the same ones.
 A value passes a test: "is", "in" (one of), "above", "at_least", "multiple_of", "given" (not null, not empty), "holds"
 (a list with one of these in it), "longer" (a list of more entries than this). Without a test it must be true. It may be
 compared with another key's value: {"key": "a", "above": {"key": "b"}}.
+
+`in_words` writes a condition as words, `parsed` reads it from them: `rollout.engine is hf and not needs_critic`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
 
 from whet.config.schema import Config
 from whet.types import Json
 
 Condition = Mapping[str, Any]
-
-NEVER: Condition = {"any": []}
-ONLINE: Condition = {"condition": "kind", "is": "online"}
-STALE: Condition = {
-    "any": [
-        {"key": "rollout.max_staleness", "above": 0},
-        {"key": "rollout.sync_interval", "above": 1},
-        {"key": "rollout.schedule", "is": "async"},
-        {"key": "buffer.replay.share", "above": 0},
-        {"key": "buffer.replay.queue", "is": True},
-    ]
-}
-"""Rollouts may be of older weights than those that are trained."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What is said of keys where a condition holds."""
-
-    keys: tuple[str, ...]
-    """`*` stands for any entry of a list or any name. A section stands for all keys in it."""
-    when: Condition
-    message: str
-    """Values may stand in it: {cfg.data.order}, {kind} and other named conditions (`facts.NAMED`)."""
-    level: Literal["unused", "refused"]
-    """unused: nothing reads the keys; a key that is set is refused, and a form hides all of them. refused: these values
-    do not go together; the error stands at the key, and a form shows it there."""
-    default_passes: bool = False
-    """unused: their defaults, and false, may stand there though nothing reads them."""
-
-
-def read_when(
-    keys: tuple[str, ...], condition: Condition, otherwise: str, *, default_passes: bool = False
-) -> Rule:
-    """Keys that something reads only under a condition. otherwise: why nothing reads them where it does not hold."""
-    return Rule(keys, {"not": condition}, otherwise, "unused", default_passes)
-
-
-def refuse(key: str, when: Condition, message: str) -> Rule:
-    """Values that do not go together. key: where the error stands; the condition looks at the others."""
-    return Rule((key,), when, message, "refused")
-
-
-def under(section: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"{section}.{name}" for name in names)
-
-
-def both(*conditions: Condition) -> Condition:
-    """All of them hold."""
-    return {"all": list(conditions)}
-
-
-def either(*conditions: Condition) -> Condition:
-    """One of them holds."""
-    return {"any": list(conditions)}
 
 
 def no(condition: Condition) -> Condition:
@@ -132,56 +80,46 @@ def subjects(condition: Condition) -> Iterator[tuple[str, str]]:
     )
 
 
+WORDS = (
+    ("given", "is given", "is not given"),
+    ("in", "is one of", ""),
+    ("multiple_of", "is a multiple of", "is no multiple of"),
+    ("is", "is", "is not"),
+    ("at_least", ">=", "<"),
+    ("above", ">", "<="),
+    ("holds", "contains", ""),
+    ("longer", "has more entries than", ""),
+)
+"""Each test: its words, and those of its opposite if it has any."""
+
+
 def in_words(condition: Condition) -> str:
     """`rollout.engine is hf and not needs_critic`."""
     if "not" in condition:
-        return _denied(condition["not"])
+        if denied := _tested(condition["not"], 2):
+            return denied
+        said = in_words(condition["not"])
+        return f"not ({said})" if " " in said else f"not {said}"
     for several, joint in (("all", " and "), ("any", " or ")):
         if several in condition:
             parts = [
                 f"({in_words(c)})" if c.keys() & {"all", "any"} else in_words(c) for c in condition[several]
             ]
             return joint.join(parts) or "never"
-    name = condition.get("key") or condition["condition"]
-    test = next((test for test in TESTS if test in condition), None)
-    if test is None:
-        return str(name)
-    return (
-        f"{name} {_WORDS[test]} {_value(condition[test])}"
-        if test != "given"
-        else _given(name, condition[test])
-    )
+    return _tested(condition, 1) or str(condition.get("key") or condition["condition"])
 
 
-_WORDS = {
-    "is": "is",
-    "in": "is one of",
-    "above": ">",
-    "at_least": ">=",
-    "multiple_of": "is a multiple of",
-    "holds": "contains",
-    "longer": "has more entries than",
-}
-
-
-def _denied(condition: Condition) -> str:
-    name = condition.get("key") or condition.get("condition")
-    for test, words in (
-        ("is", "is not"),
-        ("above", "<="),
-        ("at_least", "<"),
-        ("multiple_of", "is no multiple of"),
-    ):
-        if test in condition:
-            return f"{name} {words} {_value(condition[test])}"
-    if "given" in condition:
-        return _given(str(name), not condition["given"])
-    said = in_words(condition)
-    return f"not ({said})" if " " in said else f"not {said}"
-
-
-def _given(name: str, given: bool) -> str:
-    return f"{name} is {'' if given else 'not '}given"
+def _tested(condition: Condition, column: int) -> str:
+    """A value's test (column 1) or its opposite (column 2) in words; '' where there are none."""
+    for row in WORDS:
+        if row[0] in condition and row[column]:
+            wanted = condition[row[0]]
+            if row[0] == "given":
+                words, value = row[column if wanted else 3 - column], ""
+            else:
+                words, value = row[column], f" {_value(wanted)}"
+            return f"{condition.get('key') or condition['condition']} {words}{value}"
+    return ""
 
 
 def _value(value: Any) -> str:
@@ -190,3 +128,89 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_value, value))
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def parsed(
+    words: str,
+    defined: Mapping[str, Condition] | None = None,
+    lists: Mapping[str, Sequence[str]] | None = None,
+) -> Condition:
+    """The condition that is written as words. defined: conditions with names of their own; lists: names that stand for
+    several values after `is one of` and `contains`. Raises ValueError."""
+    tokens = re.findall(r"[()]|[^\s()]+", words)
+    found = _joined(tokens, defined or {}, lists or {})
+    if tokens:
+        raise ValueError(f"{words!r}: expected and, or, or the end at {' '.join(tokens)!r}")
+    return found
+
+
+def _joined(
+    tokens: list[str],
+    defined: Mapping[str, Condition],
+    lists: Mapping[str, Sequence[str]],
+    joints: tuple[tuple[str, str], ...] = (("or", "any"), ("and", "all")),
+) -> Condition:
+    """The first condition of the tokens, which are used up: `and` binds more closely than `or`."""
+    if not joints:
+        return _one(tokens, defined, lists)
+    (word, several), *closer = joints
+    parts = [_joined(tokens, defined, lists, tuple(closer))]
+    while tokens[:1] == [word]:
+        del tokens[0]
+        parts.append(_joined(tokens, defined, lists, tuple(closer)))
+    return parts[0] if len(parts) == 1 else {several: parts}
+
+
+def _one(
+    tokens: list[str], defined: Mapping[str, Condition], lists: Mapping[str, Sequence[str]]
+) -> Condition:
+    name = tokens.pop(0) if tokens else ""
+    if name == "not":
+        return no(_one(tokens, defined, lists))
+    if name == "(":
+        inner = _joined(tokens, defined, lists)
+        if tokens[:1] != [")"]:
+            raise ValueError(f"expected ) before {' '.join(tokens)!r}")
+        del tokens[0]
+        return inner
+    if name == "never":
+        return {"any": []}
+    if name in defined:
+        return defined[name]
+    if not re.fullmatch(r"[a-z][\w.*]*", name) or name in ("and", "or"):
+        raise ValueError(f"{name!r}: expected the name of a key or a fact")
+    said = list(takewhile(lambda token: token not in ("and", "or", ")"), tokens))
+    del tokens[: len(said)]
+    subject = {"key" if name.split(".")[0] in Config.model_fields else "condition": name}
+    return _with_test(subject, " ".join(said), lists)
+
+
+def _with_test(subject: Condition, said: str, lists: Mapping[str, Sequence[str]]) -> Condition:
+    if not said:
+        return subject
+    for test, *both in WORDS:
+        for words in sorted(filter(None, both), key=len, reverse=True):
+            if not f"{said} ".startswith(f"{words} "):
+                continue
+            found = {**subject, test: _read(test, said[len(words) :].strip(), lists)}
+            denied = words == both[1]
+            return {**subject, test: not denied} if test == "given" else {"not": found} if denied else found
+    raise ValueError(
+        f"{next(iter(subject.values()))} {said}: expected one of the tests {[row[1] for row in WORDS]}"
+    )
+
+
+def _read(test: str, said: str, lists: Mapping[str, Sequence[str]]) -> Any:
+    """The value that a test compares with."""
+    if test in ("in", "holds"):
+        return [value for name in said.split(", ") for value in lists.get(name, [_scalar(name)])]
+    value = _scalar(said)
+    return {"key": value} if test in ("above", "at_least") and isinstance(value, str) else value
+
+
+def _scalar(said: str) -> Json:
+    try:
+        value: Json = json.loads(said)
+    except ValueError:
+        return said
+    return value

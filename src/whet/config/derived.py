@@ -117,10 +117,6 @@ class Plan:
         return self.own_tasks_per_step * self.group_size + self.experts_per_step
 
     @property
-    def tasks_per_minibatch(self) -> int:
-        return self.tasks_per_step // self.minibatches
-
-    @property
     def rollouts_per_minibatch(self) -> int:
         return self.rollouts_per_step // self.minibatches
 

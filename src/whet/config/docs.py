@@ -8,9 +8,8 @@ from whet.config.conditions import in_words, no
 from whet.config.explain import default_of
 from whet.config.facts import NAMED
 from whet.config.keys import ASIDES, TABLES, Key, Path, dotted, keys, settings_of
-from whet.config.refusal_rules import REFUSED
+from whet.config.rules import REFUSED, UNUSED
 from whet.config.schema import Section
-from whet.config.unused_rules import UNUSED
 
 INTRO = """\
 # Configuration

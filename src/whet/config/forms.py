@@ -16,14 +16,13 @@ from dataclasses import replace
 from typing import Any
 
 from whet.config import choices, engines, functions, hints, trackers
-from whet.config.conditions import Rule, subjects
+from whet.config.conditions import subjects
 from whet.config.constraints import CONSTRAINTS, Constraint, error
 from whet.config.facts import NAMED
 from whet.config.keys import Key, keys
 from whet.config.keys import settings as keys_of_settings
 from whet.config.recipe_table import RECIPES
-from whet.config.refusal_rules import REFUSED
-from whet.config.rules import RULES, visible_when
+from whet.config.rules import REFUSED, RULES, Rule, visible_when
 from whet.config.schema import Config, Section
 from whet.config.tree import STAGE_SECTIONS
 from whet.types import Json

@@ -10,11 +10,11 @@ import functools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from importlib.resources import files
 
 from whet.config.functions import ADVANTAGES, LOSSES, AdvantageEntry, LossEntry
 from whet.config.recipe_table import RECIPES
 from whet.config.settings import ImportanceWeight
+from whet.tables import lines
 from whet.types import Json
 
 Path = tuple[str | int, ...]
@@ -43,11 +43,12 @@ _REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 @functools.cache
 def table() -> Mapping[tuple[str, ...], tuple[str, Mapping[str, str]]]:
     """By the parts of an old key: its present last part, and old values -> present ones."""
-    text = files("whet.dialects").joinpath("whet-0.tsv").read_text(encoding="utf-8")
-    rows = (line.split("\t") for line in text.splitlines()[1:])
     return {
-        tuple(old.replace("[]", ".[]").split(".")): (new.rpartition(".")[2], json.loads(values or "{}"))
-        for old, new, values in rows
+        tuple(line["key"].replace("[]", ".[]").split(".")): (
+            line["native"].rpartition(".")[2],
+            json.loads(line["values"] or "{}"),
+        )
+        for line in lines("whet.dialects", "whet-0.tsv")
     }
 
 

@@ -1,18 +1,98 @@
-"""The table of rules over keys, and what it says of one stage's config."""
+"""The table of rules over keys, and what it says of one stage's config.
+
+`rules.tsv` has a line for each rule; `#` begins a comment. The columns:
+
+    rule     read: something reads the keys only when the condition holds; otherwise a key that is set is refused, and
+             a form hides it. acts: the same of settings of an algorithm, whose defaults, and false, may stand there
+             though nothing reads them. refused: these values do not go together; the error stands at the key. where:
+             a name for a condition
+    keys     one dotted key, or `section: name name`; `*` stands for any entry of a list or any name, a section for all
+             keys in it
+    when     the condition, in the words of `conditions`. Names without a section are facts (`facts.NAMED`) or settings
+             (`loss.clip_low`); names in capitals are conditions of lines before, or lists (`LISTS`)
+    message  why nothing reads the keys where the condition does not hold; of `refused` the error. Values may stand in
+             it: {cfg.data.order}, {kind} and other facts
+
+A line with a name of `EACH` gives a rule for each name that it stands for. A key without a rule is always read. If a
+key has several rules, the first one that does not hold gives the reason.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from whet.config.conditions import Condition, Rule, met, no, subjects
+from whet.config.conditions import Condition, met, no, parsed, subjects
 from whet.config.facts import named
+from whet.config.functions import LOSSES
+from whet.config.learning import READS
 from whet.config.recipes import Resolved, unread_settings
-from whet.config.refusal_rules import REFUSED
 from whet.config.schema import Config
-from whet.config.unused_rules import UNUSED
+from whet.config.trackers import TRACKERS
+from whet.tables import lines
 
-RULES: tuple[Rule, ...] = (*UNUSED, *REFUSED)
+
+@dataclass(frozen=True)
+class Rule:
+    """What is said of keys where a condition holds."""
+
+    keys: tuple[str, ...]
+    when: Condition
+    message: str
+    level: Literal["unused", "refused"]
+    """unused: nothing reads the keys. refused: these values do not go together."""
+    default_passes: bool = False
+    """unused: their defaults, and false, may stand there."""
+
+
+EACH: Mapping[str, Sequence[str]] = {
+    "OPTIMIZER": ("train.optimizer", "critic.optimizer"),
+    "LORA": ("model.lora", "critic.lora"),
+    "MICRO_BATCH": ("train.micro_batch", "train.forward_micro_batch", "critic.micro_batch"),
+    "RESET": ("reset_interval", "reset_interval_epochs"),
+    "TRACKER": tuple(TRACKERS),
+}
+"""Names for which a line is read several times."""
+
+LISTS: Mapping[str, Sequence[str]] = {
+    "WHOLE": [name for name, row in LOSSES.items() if row.whole_replies],
+    "PAIRS": [name for name, row in LOSSES.items() if row.pairs],
+    "SAMPLED_ANCHOR": [name for name, row in LOSSES.items() if row.anchor == "sampled"],
+    **{f"WITH_{key.upper()}": [kind for kind, read in READS.items() if key in read] for key in READS["wsd"]},
+}
+"""Values that follow from other tables: losses with one number per reply or per pair, losses whose ratio is to the
+policy that sampled, and the types of schedule that read a key."""
+
+
+def _table() -> Iterator[Rule]:
+    defined: dict[str, Condition] = {}
+    for line in lines("whet.config", "rules.tsv"):
+        if line["rule"] == "where":
+            defined[line["keys"]] = parsed(line["when"], defined, LISTS)
+        else:
+            yield from (_rule(each, defined) for each in _several(line))
+
+
+def _several(line: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
+    """The line for each name that a name of `EACH` stands for."""
+    name = next((name for name in EACH if name in line["keys"]), "")
+    for one in EACH.get(name, [""]):
+        yield {column: said.replace(name, one) if name else said for column, said in line.items()}
+
+
+def _rule(line: Mapping[str, str], defined: Mapping[str, Condition]) -> Rule:
+    section, _, names = line["keys"].rpartition(": ")
+    keys = tuple(f"{section}.{name}" if section else name for name in names.split())
+    when = parsed(line["when"], defined, LISTS)
+    if line["rule"] == "refused":
+        return Rule(keys, when, line["message"], "refused")
+    return Rule(keys, no(when), line["message"], "unused", line["rule"] == "acts")
+
+
+RULES: tuple[Rule, ...] = tuple(_table())
+UNUSED = tuple(rule for rule in RULES if rule.level == "unused")
+REFUSED = tuple(rule for rule in RULES if rule.level == "refused")
 
 
 def unused(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str, bool]]:

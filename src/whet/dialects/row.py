@@ -21,14 +21,13 @@ columns, tab-separated, one line a key (and span of versions):
 
 from __future__ import annotations
 
-import csv
 import functools
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from importlib.resources import files
 from typing import Literal, NamedTuple, get_args
 
+from whet import tables
 from whet.types import ConfigError, Json
 
 Status = Literal["mapped", "translated", "derived", "coming", "refused"]
@@ -102,12 +101,7 @@ COLUMNS = (
 @functools.cache
 def lines(system: str) -> tuple[dict[str, str], ...]:
     """The lines of a system's table as they stand."""
-    return _read(f"{system}.tsv")
-
-
-def _read(name: str) -> tuple[dict[str, str], ...]:
-    text = files(__package__).joinpath(name).read_text(encoding="utf-8")
-    return tuple(csv.DictReader(text.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
+    return tables.lines(__package__, f"{system}.tsv")
 
 
 @functools.cache
@@ -115,7 +109,7 @@ def unbuilt(system: str) -> dict[str, tuple[str, ...]]:
     """By key: its documented values that are refused though the key is read, each with the reason. For people; the
     functions refuse them."""
     found: dict[str, tuple[str, ...]] = {}
-    for line in _read("unbuilt.tsv"):
+    for line in tables.lines(__package__, "unbuilt.tsv"):
         if line["system"] == system:
             said = f"{line['value']}: {line['reason']}"
             found[line["key"]] = (*found.get(line["key"], ()), said)
@@ -151,7 +145,7 @@ def differences(system: str) -> tuple[Difference, ...]:
     names = [each.name for each in fields(Difference)]
     return tuple(
         Difference(**{name: line[name] for name in names})
-        for line in _read("differs.tsv")
+        for line in tables.lines(__package__, "differs.tsv")
         if line["system"] == system
     )
 

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 from whet.envs.env import Path, World, as_messages, as_step, pack_messages, pack_step
 from whet.guard import confine
 from whet.guard.imports import import_all
+from whet.guard.line import messages
 from whet.guard.worker import describe
 from whet.rewards.bind import unpack_task
 from whet.tables import load_object, near
@@ -468,19 +469,8 @@ def serve(connection: Connection) -> None:
 
 async def _play(host: EnvHost, connection: Connection) -> None:
     loop = asyncio.get_running_loop()
-    heard: asyncio.Queue[bytes | None] = asyncio.Queue()
-
-    def hear() -> None:
-        try:
-            while True:
-                loop.call_soon_threadsafe(heard.put_nowait, connection.recv_bytes())
-        except (EOFError, OSError, RuntimeError):
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(heard.put_nowait, None)
-
-    threading.Thread(target=hear, daemon=True).start()
     threading.Thread(target=_guard, args=(host, loop), daemon=True).start()
-    while (message := await heard.get()) is not None:
+    async for message in messages(connection):
         host.heard(*json.loads(message))
     ends = [asyncio.create_task(host.close(playing)) for playing in host.playing.values()]
     host.playing.clear()

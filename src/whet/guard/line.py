@@ -7,6 +7,7 @@ however that ends.
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import json
 import os
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -238,6 +239,24 @@ def picked_up(arguments: Sequence[str]) -> Connection:
         secrets.learn_all(json.loads(connection.recv_bytes()))
     secrets.guard_output()
     return connection
+
+
+async def messages(connection: Connection) -> AsyncIterator[bytes]:
+    """What comes over the line, as it comes, to its end. A thread listens, so that the event loop need not."""
+    loop = asyncio.get_running_loop()
+    heard: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def hear() -> None:
+        try:
+            while True:
+                loop.call_soon_threadsafe(heard.put_nowait, connection.recv_bytes())
+        except (EOFError, OSError, RuntimeError):  # the line has ended, or the loop
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(heard.put_nowait, None)
+
+    threading.Thread(target=hear, daemon=True).start()
+    while (message := await heard.get()) is not None:
+        yield message
 
 
 def _end_with(parent: int) -> None:

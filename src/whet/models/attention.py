@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from whet.models.kernels import Ops
 from whet.models.segments import Segments
-from whet.models.torch_ops import PAGE, cache_dtype
+from whet.models.torch_ops import PAGE, Scores, cache_dtype
 
 __all__ = [
     "PAGE",
@@ -39,15 +39,7 @@ class Attend(Protocol):
     """What a model's layers call."""
 
     def __call__(
-        self,
-        layer: int,
-        q_NHD: Tensor,
-        k_NKD: Tensor,
-        v_NKD: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Scores]
     ) -> Tensor: ...
 
 
@@ -123,19 +115,9 @@ class PackedAttention:
     ops: Ops
 
     def __call__(
-        self,
-        layer: int,
-        q_NHD: Tensor,
-        k_NKD: Tensor,
-        v_NKD: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Scores]
     ) -> Tensor:
-        return self.ops.attend_packed(
-            q_NHD, k_NKD, v_NKD, self.segments, scale=scale, window=window, softcap=softcap
-        )
+        return self.ops.attend_packed(q_NHD, k_NKD, v_NKD, self.segments, **how)
 
 
 class CachedAttention:
@@ -179,15 +161,7 @@ class CachedAttention:
         self.table_BP = self.table_BP.to(device)
 
     def __call__(
-        self,
-        layer: int,
-        q_NHD: Tensor,
-        k_NKD: Tensor,
-        v_NKD: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Scores]
     ) -> Tensor:
         self.cache.write(layer, self.page_N, self.slot_N, k_NKD, v_NKD)
         return self.ops.attend_cached(
@@ -196,10 +170,8 @@ class CachedAttention:
             self.cache.v[layer],
             table_BP=self.table_BP,
             keys_B=self.keys_B,
-            scale=scale,
-            window=window,
-            softcap=softcap,
             queries_B=self.queries_B,
+            **how,
         )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from whet.models import torch_ops
 from whet.models.build import BuildError, library
 from whet.models.segments import Segments
+from whet.models.torch_ops import Scores
 from whet.types import WhetError
 
 __all__ = ["BuildError", "build"]
@@ -405,26 +406,22 @@ class _AttendPacked(Function):
         return *(_as(given, t) for t in (dq, dk, dv)), None, None, None, None
 
 
+def _plain(how: Scores) -> tuple[float, int, float]:
+    """(scale, window, soft-cap), 0 where there is none."""
+    return how["scale"], how["window"] or 0, how["softcap"] or 0.0
+
+
 def attend_packed(
-    q_NHD: Tensor,
-    k_NKD: Tensor,
-    v_NKD: Tensor,
-    segments: Segments,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, **how: Unpack[Scores]
 ) -> Tensor:
     if not _native(q_NHD, k_NKD, v_NKD) or q_NHD.shape[2] % 16:
-        return torch_ops.attend_packed(
-            q_NHD, k_NKD, v_NKD, segments, scale=scale, window=window, softcap=softcap
-        )
+        return torch_ops.attend_packed(q_NHD, k_NKD, v_NKD, segments, **how)
     if not segments.tokens == len(q_NHD) == len(k_NKD) or k_NKD.shape != v_NKD.shape:
         raise ValueError(
             f"attend_packed: {segments.tokens} tokens in the segments, but q {tuple(q_NHD.shape)}, "
             f"k {tuple(k_NKD.shape)}, v {tuple(v_NKD.shape)}"
         )
-    return _call(_AttendPacked, q_NHD, k_NKD, v_NKD, segments, scale, window or 0, softcap or 0.0)[0]
+    return _call(_AttendPacked, q_NHD, k_NKD, v_NKD, segments, *_plain(how))[0]
 
 
 def attend_cached(
@@ -434,23 +431,13 @@ def attend_cached(
     *,
     table_BP: Tensor,
     keys_B: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
     queries_B: Tensor | None = None,
+    **how: Unpack[Scores],
 ) -> Tensor:
     _, heads, size = q_NHD.shape
     if not _native(q_NHD) or not _float32(k_pages, v_pages) or size % 16:
         return torch_ops.attend_cached(
-            q_NHD,
-            k_pages,
-            v_pages,
-            table_BP=table_BP,
-            keys_B=keys_B,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            queries_B=queries_B,
+            q_NHD, k_pages, v_pages, table_BP=table_BP, keys_B=keys_B, queries_B=queries_B, **how
         )
     if len(q_NHD) != (len(table_BP) if queries_B is None else int(queries_B.sum())):
         given = "one each" if queries_B is None else queries_B.tolist()
@@ -460,9 +447,10 @@ def attend_cached(
     q, out = _dense_rows(q_NHD.detach()), torch.empty(q_NHD.shape)
     table, keys = table_BP.to(torch.int32).contiguous(), keys_B.to(torch.int64).contiguous()
     queries = None if queries_B is None else queries_B.to(torch.int64).contiguous()
+    scale, window, cap = _plain(how)
     what = _Cached(
         *(_ptr(t) for t in (q, k_pages, v_pages)),
-        *(q.stride(0), q.stride(1), heads, k_pages.shape[1], size, window or 0, scale, softcap or 0.0),
+        *(q.stride(0), q.stride(1), heads, k_pages.shape[1], size, window, scale, cap),
         *(_ptr(table), _ptr(keys), _ptr(queries), *table.shape, torch.get_num_threads()),
     )
     _memory(_lib().whet_attend_cached(ctypes.byref(what), _ptr(out)))

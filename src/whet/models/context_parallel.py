@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from whet.models.attention import Attend
 from whet.models.collectives import Peers, exchanged
 from whet.models.packing import PackedLayout
+from whet.models.torch_ops import Scores
 from whet.types import ConfigError
 
 
@@ -68,15 +70,7 @@ class Ulysses:
     """U"""
 
     def __call__(
-        self,
-        layer: int,
-        q_NHD: Tensor,
-        k_NKD: Tensor,
-        v_NKD: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Scores]
     ) -> Tensor:
         ranks, heads, kv_heads = self.peers.size, q_NHD.shape[1], k_NKD.shape[1]
         if heads % ranks:
@@ -89,7 +83,7 @@ class Ulysses:
         parts = [x.unflatten(1, (ranks, -1)) for x in (q_NHD, k_NKD, v_NKD)]
         sizes = [part.shape[2] for part in parts]
         q_UHD, k_UKD, v_UKD = self._to_heads(torch.cat(parts, 2)).split(sizes, 1)
-        out_UHD = self.inner(layer, q_UHD, k_UKD, v_UKD, scale=scale, window=window, softcap=softcap)
+        out_UHD = self.inner(layer, q_UHD, k_UKD, v_UKD, **how)
         return self._to_tokens(out_UHD)
 
     def _to_heads(self, x_TCHD: Tensor) -> Tensor:

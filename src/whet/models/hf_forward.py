@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from whet.models.logprobs import OutputHead, logits
 from whet.models.products import Everywhere
 from whet.models.router import watching
 from whet.models.segments import Segments
+from whet.models.torch_ops import Scores
 from whet.types import ConfigError
 
 _LONGEST_DEPENDENT = ("dynamic", "longrope")
@@ -98,7 +99,9 @@ class _Nobody:
 
     inner: Attend
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Any) -> Tensor:
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Scores]
+    ) -> Tensor:
         out_NHD = self.inner(layer, q_NHD[:0], k_NKD[:0], v_NKD[:0], **how)
         return torch.cat((out_NHD, q_NHD.new_zeros(1, *out_NHD.shape[1:])))
 
@@ -172,15 +175,7 @@ class _Recorder:
         self.shapes: set[tuple[int, int]] = set()
 
     def __call__(
-        self,
-        layer: int,
-        q_NHD: Tensor,
-        k_NKD: Tensor,
-        v_NKD: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Scores]
     ) -> Tensor:
         if k_NKD.shape != v_NKD.shape:
             raise ConfigError(
@@ -189,4 +184,4 @@ class _Recorder:
             )
         self.layers = max(self.layers, layer + 1)
         self.shapes.add((k_NKD.shape[1], k_NKD.shape[2]))
-        return self.inner(layer, q_NHD, k_NKD, v_NKD, scale=scale, window=window, softcap=softcap)
+        return self.inner(layer, q_NHD, k_NKD, v_NKD, **how)

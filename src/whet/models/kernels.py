@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Unpack
 
 from torch import Tensor
 
 from whet.models import compiled, torch_ops
 from whet.models.segments import Segments
+from whet.models.torch_ops import Scores
 from whet.types import ConfigError
 
 Act = Literal["silu", "gelu_tanh"]
@@ -50,15 +51,7 @@ class Glu(Protocol):
 
 class AttendPacked(Protocol):
     def __call__(
-        self,
-        q_NHD: Tensor,
-        k_NKD: Tensor,
-        v_NKD: Tensor,
-        segments: Segments,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, **how: Unpack[Scores]
     ) -> Tensor: ...
 
 
@@ -71,10 +64,8 @@ class AttendCached(Protocol):
         *,
         table_BP: Tensor,
         keys_B: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
         queries_B: Tensor | None = None,
+        **how: Unpack[Scores],
     ) -> Tensor: ...
 
 

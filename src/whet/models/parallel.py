@@ -78,15 +78,6 @@ class Parallel:
         of them alike, so the gradient passes unchanged."""
         return summed(x_N, self.cp)
 
-    def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sum the gradients over ranks of cp, tp and pp, in place, after the last micro-batch; those of dp come beside.
-
-        parameters: all trained ones of this rank, in the order that all ranks have. A gradient that is missing on some
-        ranks counts as 0 there; one that is missing on all stays missing.
-        """
-        for peers, some in self.sums(parameters):
-            _sum_over(peers, some)
-
     def sums(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[Peers, dict[str, nn.Parameter]]]:
         """Over which ranks of cp, tp and pp which gradients are summed."""
         if self.cp.size > 1:
@@ -172,15 +163,3 @@ def parallelize(
         for name in by_tp.cuts.keys() | by_ep.keys()
     }
     return Parallel(dims, tp, cp, experts, pp, cuts, partial, frozenset(by_ep), stage, shapes)
-
-
-@torch.no_grad()
-def _sum_over(peers: Peers, parameters: Mapping[str, nn.Parameter]) -> None:
-    if peers.size == 1 or not parameters:
-        return
-    device = next(iter(parameters.values())).device
-    has_P = torch.tensor([p.grad is not None for p in parameters.values()], dtype=torch.int64, device=device)
-    for p, ranks in zip(parameters.values(), peers.add(has_P).tolist()):
-        if ranks:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            peers.add(p.grad)

@@ -118,10 +118,6 @@ class Quantised:
         """The matrices of a stack."""
         return [Quantised(n, s) for n, s in zip(self.numbers.unbind(), self.scale.unbind())]
 
-    def dequantised(self) -> Tensor:
-        """float32."""
-        return self.numbers.float() * self.scale
-
     def times(self, x: Tensor) -> Tensor:
         """x W^T, [..., O] in x's dtype for [..., I]."""
         rows = x.reshape(-1, x.shape[-1])

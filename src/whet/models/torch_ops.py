@@ -15,7 +15,7 @@ feed-forward width, V vocabulary, W keys, P pages of a row.
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,17 @@ try:  # torch >= 2.10
     _VARLEN = frozenset(inspect.signature(varlen_attn).parameters)
 except ImportError:
     _VARLEN = frozenset()
+
+
+class Scores(TypedDict):
+    """How a layer of a model weighs its keys; all kinds of attention pass it on."""
+
+    scale: float
+    """Factor of query x key."""
+    window: int | None
+    """A token attends to so many of the last keys, its own among them. None: to all."""
+    softcap: float | None
+    """cap * tanh(score / cap) in place of a score."""
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -144,14 +155,7 @@ def bad_logits(rows: int) -> WhetError:
 
 
 def attend_packed(
-    q_NHD: Tensor,
-    k_NKD: Tensor,
-    v_NKD: Tensor,
-    segments: Segments,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, **how: Unpack[Scores]
 ) -> Tensor:
     """Causal attention of a packed batch; `Segments` defines which tokens each token attends to.
 
@@ -160,34 +164,21 @@ def attend_packed(
     """
     if _half_on_cpu(q_NHD):
         q, k, v = q_NHD.float(), k_NKD.float(), v_NKD.float()
-        return attend_packed(q, k, v, segments, scale=scale, window=window, softcap=softcap).to(q_NHD.dtype)
-    half = q_NHD.is_cuda and q_NHD.dtype in (torch.bfloat16, torch.float16)
-    if half and softcap is None and {"window_size", "scale", "enable_gqa"} <= _VARLEN:
-        return _attend_varlen(q_NHD, k_NKD, v_NKD, segments=segments, scale=scale, window=window)
+        return attend_packed(q, k, v, segments, **how).to(q_NHD.dtype)
+    if _fits_varlen(q_NHD, how):
+        return _attend_varlen(q_NHD, k_NKD, v_NKD, segments, how)
     buckets, row_N = segments.buckets
-    parts = [
-        _attend_bucket(q_NHD, k_NKD, v_NKD, bucket=bucket, scale=scale, window=window, softcap=softcap)
-        for bucket in buckets
-    ]
+    parts = [_attend_bucket(q_NHD, k_NKD, v_NKD, bucket, how) for bucket in buckets]
     flat = torch.cat(parts) if parts else q_NHD.reshape(0, q_NHD.shape[1] * q_NHD.shape[2])
     return F.embedding(row_N.to(q_NHD.device), flat).view_as(q_NHD)
 
 
-def _attend_bucket(
-    q_NHD: Tensor,
-    k_NKD: Tensor,
-    v_NKD: Tensor,
-    *,
-    bucket: Bucket,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _attend_bucket(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, bucket: Bucket, how: Scores) -> Tensor:
     """[B*Q, H*D]: attention of one bucket, rows in the bucket's order."""
     heads, size, kv_heads = q_NHD.shape[1], q_NHD.shape[2], k_NKD.shape[1]
     device = q_NHD.device
     key_BW, query_BQ = bucket.key_BW.to(device), bucket.query_BQ.to(device)
-    visible = bucket.visible(window).to(device)
+    visible = bucket.visible(how["window"]).to(device)
     batch, rows = query_BQ.shape
     # gathering with embedding makes the backward one index-add a bucket instead of one slice a segment
     q = F.embedding(query_BQ, q_NHD.reshape(-1, heads * size)).view(batch, rows, kv_heads, -1, size)
@@ -200,20 +191,16 @@ def _attend_bucket(
     group = heads // kv_heads
     q = q.permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, rows * group, size)
     mask = visible.repeat_interleave(group, dim=1)[:, None]
-    if q.is_cuda and softcap is None:
-        out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v, attn_mask=mask, scale=scale)
+    if q.is_cuda and how["softcap"] is None:
+        out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v, attn_mask=mask, scale=how["scale"])
     else:
-        out = _weigh(
-            q, k.permute(0, 2, 3, 1).contiguous(), v.contiguous(), mask=mask, scale=scale, cap=softcap
-        )
+        out = _weigh(q, k.permute(0, 2, 3, 1).contiguous(), v.contiguous(), mask, how)
     return out.view(batch, kv_heads, rows, group, size).transpose(1, 2).reshape(batch * rows, heads * size)
 
 
-def _weigh(
-    q_BKMD: Tensor, k_BKDW: Tensor, v_BKWD: Tensor, *, mask: Tensor, scale: float, cap: float | None
-) -> Tensor:
+def _weigh(q_BKMD: Tensor, k_BKDW: Tensor, v_BKWD: Tensor, mask: Tensor, how: Scores) -> Tensor:
     """softmax(q k / cap ...) v in the exact order: one softmax over W keys, P@V over blocks of 256 keys."""
-    score = _product(q_BKMD * scale, k_BKDW)
+    score, cap = _product(q_BKMD * how["scale"], k_BKDW), how["softcap"]
     if cap is not None:
         score = cap * torch.tanh(score / cap)
     p = torch.softmax(_wide(score.masked_fill(~mask, -torch.inf)), dim=-1).to(q_BKMD.dtype)
@@ -243,9 +230,13 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)[..., :rows, :]
 
 
-def _attend_varlen(
-    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, *, segments: Segments, scale: float, window: int | None
-) -> Tensor:
+def _fits_varlen(q: Tensor, how: Scores) -> bool:
+    """Whether torch's variable-length attention computes this."""
+    half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    return half and how["softcap"] is None and {"window_size", "scale", "enable_gqa"} <= _VARLEN
+
+
+def _attend_varlen(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, how: Scores) -> Tensor:
     """Shared prefixes are gathered once per segment."""
     device = q_NHD.device
     q_order = _ranges(segments.q_start_S, segments.q_len_S)
@@ -254,23 +245,18 @@ def _attend_varlen(
     lens = torch.stack((segments.prefix_len_S, segments.q_len_S), 1).flatten()
     key_T = _ranges(starts, lens).to(device)
     q, k, v = q_NHD[q_order.to(device)], k_NKD[key_T], v_NKD[key_T]
-    out = _varlen(q, k, v, segments.q_len_S, key_len_S, scale=scale, window=window)
+    out = _varlen(q, k, v, segments.q_len_S, key_len_S, how)
     return out[torch.argsort(q_order).to(device)]
 
 
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, q_len_S: Tensor, key_len_S: Tensor, *, scale: float, window: int | None
-) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, q_len_S: Tensor, key_len_S: Tensor, how: Scores) -> Tensor:
     """torch's variable-length flash attention: the queries of each sequence are its last tokens. Not run here."""
     cu_q, cu_k = (
         F.pad(torch.cumsum(length_S, 0), (1, 0)).to(q.device, torch.int32)
         for length_S in (q_len_S, key_len_S)
     )
-    options: dict[str, Any] = {
-        "scale": scale,
-        "window_size": (-1 if window is None else window - 1, 0),
-        "enable_gqa": True,
-    }
+    back = -1 if how["window"] is None else how["window"] - 1
+    options: dict[str, Any] = {"scale": how["scale"], "window_size": (back, 0), "enable_gqa": True}
     if "num_splits" in _VARLEN:
         options["num_splits"] = 1  # batch-invariant, by its documentation
     longest = int(q_len_S.max()), int(key_len_S.max())
@@ -299,10 +285,8 @@ def attend_cached(
     *,
     table_BP: Tensor,
     keys_B: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
     queries_B: Tensor | None = None,
+    **how: Unpack[Scores],
 ) -> Tensor:
     """Attention over the pages that each row's table names (no gradient).
 
@@ -310,19 +294,15 @@ def attend_cached(
     one each, a decode step. The last query of row b sees its first keys_B[b] keys, each one before it one key less.
     The table's width is the width of a decode step's work: cut it to the longest row.
     """
-    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     if queries_B is None:
-        return _attend_step(q_NHD, k_pages, v_pages, table_BP=table_BP, keys_B=keys_B, **how)
+        return _attend_step(q_NHD, k_pages, v_pages, table_BP, keys_B, how)
     queries, keys = queries_B.tolist(), keys_B.tolist()
     pages_b = [row[: -(-seen // PAGE)] for row, seen in zip(table_BP.to(q_NHD.device, torch.int64), keys)]
-    half = q_NHD.is_cuda and q_NHD.dtype in (torch.bfloat16, torch.float16)
-    if half and softcap is None and {"window_size", "scale", "enable_gqa"} <= _VARLEN:
+    if _fits_varlen(q_NHD, how):
         k, v = (_token_rows(x, pages_b, keys) for x in (k_pages.transpose(2, 3), v_pages))
-        return _varlen(q_NHD, k, v, queries_B, keys_B.cpu(), scale=scale, window=window)
+        return _varlen(q_NHD, k, v, queries_B, keys_B.cpu(), how)
     rows = zip(q_NHD.split(queries), pages_b, keys)
-    return torch.cat(
-        [_attend_row(q, k_pages[pages], v_pages[pages], keys=seen, **how) for q, pages, seen in rows]
-    )
+    return torch.cat([_attend_row(q, k_pages[pages], v_pages[pages], seen, how) for q, pages, seen in rows])
 
 
 def _token_rows(x_pages: Tensor, pages_b: list[Tensor], keys: list[int]) -> Tensor:
@@ -332,16 +312,13 @@ def _token_rows(x_pages: Tensor, pages_b: list[Tensor], keys: list[int]) -> Tens
     )
 
 
+def _seen(back: Tensor, window: int | None) -> Tensor:
+    """Whether a token attends to a key so many positions back."""
+    return (back >= 0) if window is None else (back >= 0) & (back < window)
+
+
 def _attend_step(
-    q_BHD: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    *,
-    table_BP: Tensor,
-    keys_B: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    q_BHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_BP: Tensor, keys_B: Tensor, how: Scores
 ) -> Tensor:
     """One query a row."""
     batch, heads, size = q_BHD.shape
@@ -350,9 +327,8 @@ def _attend_step(
     k = k_pages[pages_BP].permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, size, -1)
     v = v_pages[pages_BP].permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, size)
     back_BW = keys_B[:, None].to(q_BHD.device) - 1 - torch.arange(k.shape[-1], device=q_BHD.device)
-    mask = (back_BW >= 0) if window is None else (back_BW >= 0) & (back_BW < window)
     q = q_BHD.to(k.dtype).reshape(batch, kv_heads, -1, size)
-    out = _weigh(q, k, v, mask=mask[:, None, None], scale=scale, cap=softcap)
+    out = _weigh(q, k, v, _seen(back_BW, how["window"])[:, None, None], how)
     return out.reshape(batch, heads, size).to(q_BHD.dtype)
 
 
@@ -360,16 +336,7 @@ _ROW_SCORES = 1 << 22
 """Scores (query x key, one head) of a row that are computed at once."""
 
 
-def _attend_row(
-    q_NHD: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    *,
-    keys: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _attend_row(q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, keys: int, how: Scores) -> Tensor:
     """The queries of one row over its own pages, in parts of bounded size."""
     heads, size, kv_heads = q_NHD.shape[1], q_NHD.shape[2], k_pages.shape[1]
     k = k_pages.permute(1, 2, 0, 3).reshape(1, kv_heads, size, -1)
@@ -379,18 +346,18 @@ def _attend_row(
     for part in q_NHD.split(max(1, _ROW_SCORES // len(at_W))):
         back = torch.arange(position, position + len(part), device=q_NHD.device)[:, None] - at_W
         position += len(part)
-        mask = (back >= 0) if window is None else (back >= 0) & (back < window)
-        mask = mask.repeat_interleave(heads // kv_heads, dim=0)
+        mask = _seen(back, how["window"]).repeat_interleave(heads // kv_heads, dim=0)
         q = (
             part.to(k.dtype)
             .view(len(part), kv_heads, -1, size)
             .transpose(0, 1)
             .reshape(1, kv_heads, -1, size)
         )
-        if q.is_cuda and softcap is None:
+        if q.is_cuda and how["softcap"] is None:
+            scale = how["scale"]
             seen = F.scaled_dot_product_attention(q, k.transpose(2, 3), v, attn_mask=mask, scale=scale)
         else:
-            seen = _weigh(q, k, v, mask=mask, scale=scale, cap=softcap)
+            seen = _weigh(q, k, v, mask, how)
         seen = seen.view(kv_heads, len(part), -1, size).transpose(0, 1)
         out.append(seen.reshape(part.shape).to(q_NHD.dtype))
     return torch.cat(out)

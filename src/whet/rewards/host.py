@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from whet.guard import pulse
 from whet.guard.jail import Jail, RewardCall
+from whet.guard.line import messages
 from whet.guard.nursery import Loader
 from whet.types import ConfigError, WhetError
 
@@ -52,21 +52,10 @@ def serve(connection: Connection) -> None:
 
 
 async def _answer(jail: Jail, connection: Connection) -> None:
-    loop = asyncio.get_running_loop()
-    heard: asyncio.Queue[bytes | None] = asyncio.Queue()
-
-    def hear() -> None:
-        try:
-            while True:
-                loop.call_soon_threadsafe(heard.put_nowait, connection.recv_bytes())
-        except (EOFError, OSError):
-            loop.call_soon_threadsafe(heard.put_nowait, None)
-
-    threading.Thread(target=hear, daemon=True).start()
     beating = asyncio.create_task(_beat(connection))
     judging: set[asyncio.Task[None]] = set()
     try:
-        while (message := await heard.get()) is not None:
+        async for message in messages(connection):
             number, calls = pickle.loads(message)
             task = asyncio.create_task(_judge(jail, connection, number, calls))
             judging.add(task)
