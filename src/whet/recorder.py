@@ -64,6 +64,8 @@ class Recorder:
     """Write the policy as a Hugging Face folder."""
     fingerprint: Json
     """The part of the config that a checkpoint stores."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the user's code (`config.code.digests`)."""
     environments: Callable[[], Metrics] = dict
     """What became of the processes of environments since the last step."""
     ranks: Mapping[str, Ranks] = field(default_factory=dict)
@@ -195,6 +197,7 @@ class Recorder:
             "done": done >= self.context.plan.steps,
             "score": self._score(done),
             "config": redact_tree(self.fingerprint),
+            "code": dict(self.code),
             "record": self.directory.held(),
         }
 
@@ -230,6 +233,7 @@ def open_recorder(context: Context, job: Job, learner: Learner, tasks: list[Task
         uploads=records.uploads,
         write_export=partial(_export, learner, writer(context.cfg, models.model, models.tokenizer)),
         fingerprint=fingerprint(job.loaded.as_given),
+        code=job.loaded.code,
         environments=models.environments.timings,
         ranks=learner.ranks,
         meter=learner.meter,
