@@ -1,4 +1,4 @@
-"""Code is data: its digest is recorded, a change is told where the run goes on, and a finished run is that of its code."""
+"""Code is data: its digest is recorded, a change is told, and a finished run is the run of its code."""
 
 from __future__ import annotations
 

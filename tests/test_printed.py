@@ -120,7 +120,7 @@ def test_an_environment_host_says_lines_in_time_and_counts_the_rest() -> None:
     assert len(out.line) == host.LINE
     clock.now = host.PERIOD_S
     out.write("\nback\n")
-    kinds, lines, cuts = zip(*heard)
+    _, lines, cuts = zip(*heard)
     assert lines == ("x" * host.LINE, "back")
     assert cuts == (1_000_000 - host.LINE, 0)
     heard.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +21,7 @@ from whet.data.tasks import reply_limit
 from whet.eval_loss import eval_loss, given
 from whet.evaluate import Ask, accuracy, evaluate, shown
 from whet.explorer import player
+from whet.guard.printed import CONSOLE
 from whet.job import Job, Models
 from whet.learner import Learned, Learner, trainers
 from whet.models.exports import writer
@@ -28,6 +31,7 @@ from whet.secrets import redact_tree
 from whet.storage.uploads import Uploads
 from whet.track.batches import to_table
 from whet.track.display import Display
+from whet.track.learning import LONGEST, signs
 from whet.track.metrics import summarise
 from whet.track.record import RunDirectory
 from whet.track.trackers import ShowsText, Tracker
@@ -35,6 +39,8 @@ from whet.training.engine import TrainEngine
 from whet.training.ranks import Ranks
 from whet.training.throughput import Meter
 from whet.types import Group, Json, Metrics, Task, WhetError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,10 @@ class Recorder:
     """What became of the processes of environments since the last step."""
     ranks: Mapping[str, Ranks] = field(default_factory=dict)
     meter: Meter | None = None
+    recent: deque[Metrics] = field(default_factory=lambda: deque(maxlen=LONGEST))
+    """The numbers of the last steps, in which `learning.signs` are looked for."""
+    told: set[str] = field(default_factory=set)
+    """Names of the signs that were told."""
     scored: tuple[int, float | None] = (-1, None)
     """The last step that was evaluated, and its number of checkpoint.keep_best."""
 
@@ -90,8 +100,19 @@ class Recorder:
         timings = self._timings(int(metrics.get("rollout/tokens_sum", 0)), learned.flops)
         self._log(done, metrics, timings)
         self.display.step(metrics, timings)
+        self._tell_signs(done, metrics)
         self.directory.timeline.flush()
         return metrics
+
+    def _tell_signs(self, done: int, metrics: Metrics) -> None:
+        """Say, once each, what shows that nothing is learned."""
+        self.recent.append(metrics)
+        for sign in signs(list(self.recent)):
+            if sign.name not in self.told:
+                self.told.add(sign.name)
+                log.warning(
+                    "step %d of %s: %s: %s", done, self.context.name, sign.name, sign, extra={CONSOLE: True}
+                )
 
     def _timings(self, tokens: int, flops: float) -> Metrics:
         """Seconds, memory and rates of the step."""

@@ -301,7 +301,9 @@ def taken(
     now = fingerprint(cfg)
     found = [c for c in changes(saved, now) if _remembered(c)]  # an older version stored more
     _check_length(path, now, at)
-    refused = [c for c in found if c.kind == "identity" or (c.kind == "numbers" and not (change and not over))]
+    refused = [
+        c for c in found if c.kind == "identity" or (c.kind == "numbers" and not (change and not over))
+    ]
     if refused:
         held = any(c.kind == "identity" for c in refused)
         raise CheckpointError((finished_with_others if over and not held else _refusal)(path, refused))

@@ -41,8 +41,8 @@ from whet.envs.env import (
     unpack_step,
 )
 from whet.guard.foreign import said, words
-from whet.guard.printed import Printed
 from whet.guard.line import Local, LocalLine, how_it_ended
+from whet.guard.printed import Printed
 from whet.rewards.bind import pack_task
 from whet.types import ConfigError, DataError, Json, Message, Task, WhetError
 
@@ -415,7 +415,9 @@ class EnvHosts:
     def _said(self, kind: str, what: Sequence[Json]) -> None:
         if kind == "said":
             text, cut = what
-            self.printed.take("environment", str(text), dropped_bytes=cut if type(cut) is int and cut > 0 else 0)
+            self.printed.take(
+                "environment", str(text), dropped_bytes=cut if type(cut) is int and cut > 0 else 0
+            )
 
     def _retire(self, place: _HostProcess, number: int, why: str) -> None:
         """Code of one episode goes on after its time; the others of its host are played to their end there."""

@@ -35,7 +35,9 @@ def write_down(
         log.info("resuming with %s%s", change, said_of(change, place))
     for change in unasked:
         log.warning("resuming with other %s%s", change, said_of(change, place))
-    directory.write_changes([row(change, *place) for change in (*found, *unasked)], since=(state["stage"], state["step"]))
+    directory.write_changes(
+        [row(change, *place) for change in (*found, *unasked)], since=(state["stage"], state["step"])
+    )
 
 
 def said_of(change: Change, place: tuple[str, int]) -> str:

@@ -22,6 +22,7 @@ from whet.config.schema import AlgorithmConfig, EvalConfig
 from whet.config.tree import get
 from whet.data.tokenizer_files import check_files
 from whet.track.files import is_running
+from whet.track.learning import signs, trend
 from whet.track.metrics import FAILED, HELD_OUT, REWARD
 from whet.track.report import (
     Example,
@@ -86,6 +87,7 @@ def summary(run_dir: Path) -> RenderableType:
         ("branches: changes of results", _changes(run, "branch")),
         ("changes without an effect on results", _changes(run, "free")),
         ("stages", _stages(run)),
+        ("is it learning?", _learning(run)),
         ("held-out", _evaluations(run)),
         ("seconds by phase", _phases(run)),
         ("rollouts without a reward", _failures(run)),
@@ -152,6 +154,21 @@ def _stages(run: Written) -> Table:
             _from_to([x[HELD_OUT] for x in run.of(stage, HELD_OUT)]),
         )
     return table
+
+
+def _learning(run: Written) -> Table | None:
+    """How the headline of each stage has moved, and the signs against it at its last step."""
+    table = _table("", "")
+    for stage in run.stages:
+        rows = [
+            line for line in run.of(stage) if "rollout/count" in line
+        ]  # evaluations have lines of their own
+        found = signs(rows)
+        words = f"no: {', '.join(s.name for s in found)}" if found else trend(rows)
+        table.add_row(Text(stage), Text(printable(words)))
+        for sign in found:
+            table.add_row("", Text(printable(str(sign)), "dim"))
+    return table if table.row_count else None
 
 
 def seconds_of(run: Written, stage: str) -> float | None:
