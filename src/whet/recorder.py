@@ -91,8 +91,11 @@ class Recorder:
         cfg, name = self.context.cfg.track, self.context.name
         if self.context.due(done, cfg.batches_interval):
             self.directory.write_batch(name, done, to_table(learned.batch, learned.groups))
-        if self.context.due(done, cfg.rollouts_interval) and self.context.algorithm.kind == "online":
-            rollouts = [r for g in played for r in g.rollouts]
+        rollouts = [r for g in played for r in g.rollouts]
+        if self.context.algorithm.kind != "online":
+            if done == 1:  # one example of what is trained on: the other rows are those of the data
+                self.directory.write_rollouts(name, done, rollouts)
+        elif self.context.due(done, cfg.rollouts_interval):
             mean = _advantages(learned)
             advantages = [mean.get((r.task.uid, r.index)) for r in rollouts]
             self.directory.write_rollouts(name, done, rollouts, advantages=advantages)

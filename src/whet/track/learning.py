@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
 
-from whet.track.metrics import LOSS, REWARD
+from whet.track.metrics import ACCURACY, LOSS, REWARD
 
 Row = Mapping[str, float]
 Rows = Sequence[Row]
@@ -169,9 +169,9 @@ def signs(rows: Rows) -> list[Sign]:
 
 LONGEST = max(sign.window for sign in SIGNS)
 
-HEADLINES = ((REWARD, 1.0), ("train/accuracy", 1.0), (LOSS, -1.0))
-"""The first metric that a stage has, and the direction in which it gets better. A loss of a policy gradient says
-nothing, but where there is one there are rewards."""
+HEADLINES = ((ACCURACY, 1.0), (REWARD, 1.0), (LOSS, -1.0))
+"""The first metric that a stage has, and the direction in which it gets better. The rewards of a pair are 1 and 0,
+whatever is learned. The loss of a policy gradient says nothing, but where there is one there are rewards."""
 
 
 def trend(rows: Rows) -> str:
@@ -180,7 +180,7 @@ def trend(rows: Rows) -> str:
         values = numbers(rows, name)
         if not values:
             continue
-        label = name.rpartition("/")[2] if name != REWARD else "reward"
+        label = "reward" if name == REWARD else name.rpartition("/")[2]
         quarter = len(values) // 4
         if quarter < 2:
             return f"too early to say: {label} {values[0]:.3g} → {values[-1]:.3g} in {len(values)} steps"
