@@ -154,7 +154,7 @@ def test_models_are_apart_where_there_are_gpus_for_all(
     overrides = ["trainer.critic.model.path=m", *([] if gpus else ["whet.machine.device=cpu"])]
     loaded = load(file, overrides, dialect="skyrl")
     assert loaded.config.train.parallel.separate_ranks == (("critic",) if apart else ())
-    assert ("critic where the policy is: apart they need" in notes(loaded)) != apart
+    assert ("critic where the policy is: on ranks of their own they need" in notes(loaded)) != apart
     assert load(
         file, [*overrides, "whet.train.parallel.separate_ranks=[critic]"], dialect="skyrl"
     ).config.train.parallel.separate_ranks

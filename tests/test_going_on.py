@@ -18,7 +18,7 @@ import whet
 from tiny import RUN
 from whet import checkpoint
 from whet.cli import app
-from whet.config import resuming
+from whet.config import memory, resuming
 from whet.config.keys import keys
 from whet.config.load import load
 from whet.config.memory_estimate import check_memory
@@ -296,6 +296,10 @@ def test_the_advice_after_running_out_of_memory_can_be_followed(
         "train.gradient_checkpointing=true",
     ]
     assert dict(advised)["train.micro_batch_tokens=256"] == "512"
+    rollouts = (
+        "a smaller train.tasks_per_step (now 4) or rollout.group_size (now 2), with `whet train --change`"
+    )
+    assert rollouts in str(caught.value)
     for number, (override, _) in enumerate(advised):
         copy = tmp_path / f"copy-{number}"
         shutil.copytree(run_dir, copy)
@@ -306,6 +310,12 @@ def test_the_advice_after_running_out_of_memory_can_be_followed(
         else:
             assert train(copy, *given).finished
         assert override.partition("=")[0] in [row["key"] for row in history(copy)]
+
+
+def test_rollouts_that_take_the_memory_name_what_their_number_is() -> None:
+    parts = {"rollouts": 3, "policy": 1}
+    first, _ = memory.advice(parts)
+    assert first == "a lower train.tasks_per_step or a lower rollout.group_size"
 
 
 def test_the_memory_plan_advises_a_run_that_goes_on_only_what_it_may_do() -> None:

@@ -13,6 +13,8 @@ from rich.console import Console, RenderableType
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+import whet
+from tiny import RUN
 from whet.track import costs, files, manifest, show, time_report
 from whet.track.record import RunDirectory
 from whet.types import DataError, Rollout, Task
@@ -124,6 +126,43 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
         show.rollouts(tmp_path, 1)
 
 
+def test_a_run_that_was_killed_before_its_first_step(tmp_path: Path) -> None:
+    (tmp_path / "run.log").write_text("2026-01-01T00:00:00Z INFO whet.job: kernels: \x1b[2J\n")
+    lines = lines_of(show.summary(tmp_path), width=300)
+    assert lines[0].startswith(
+        f"run {tmp_path}, not running; it has no step yet. run.log ends with: 2026-01-01"
+    )
+    assert r"kernels: \x1b[2J" in lines[0]
+    assert "algorithm ?" in lines
+    (tmp_path / "run.log").unlink()
+    with pytest.raises(DataError, match="is not a run directory"):
+        show.summary(tmp_path)
+
+
+def test_a_limit_says_what_it_leaves_out(tmp_path: Path) -> None:
+    make(tmp_path).close()
+    lines = lines_of(show.rollouts(tmp_path, 2, limit=1))
+    assert lines[-1] == "1 more rollouts; --limit 2 shows all"
+    assert "task 0 · rollout 1 · spell · no reward · 1 tokens · stop" not in lines
+    assert lines_of(show.rollouts(tmp_path, 2, limit=2)) == lines_of(show.rollouts(tmp_path, 2))
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_given_replies_are_shown_as_they_are_trained(name: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "ab>", "response": "ba", "rejected": "ab"}]
+    data = {"max_prompt_tokens": 8, "train": [{"name": "w", "rows": rows}]}
+    given = {"rewards": {}, "data": data, "rollout": {"sampling": {"max_tokens": 4}}, "track": {}}
+    steps = ["train.steps=2", "train.tasks_per_step=1", "checkpoint.export=false"]
+    whet.train(**{**RUN, **given}, overrides=[f"run_dir={tmp_path}", f"algorithm.name={name}", *steps])
+    lines = lines_of(show.rollouts(tmp_path, 1))
+    assert [line for line in lines if line.startswith("reply")] == ["reply ba", "reply ab"][
+        : 1 + (name == "dpo")
+    ]
+    assert "prompt ab>" in lines
+    with pytest.raises(DataError, match="only the first step's are written"):
+        show.rollouts(tmp_path, 2)
+
+
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"is not a run directory: it has no metrics\.jsonl"):
         show.summary(tmp_path)
@@ -163,12 +202,14 @@ def test_single_rollouts(tmp_path: Path) -> None:
         "grpo-step-000002",
         "",
         "task 0 · rollout 0 · spell · reward 1 · advantage +0.500 · 1 tokens · stop",
-        "abc>cba",
+        "prompt abc>",
+        "reply cba",
         "expected cba",
         r"parts exact 1 form\x1b 0.25",
         "",
         "task 0 · rollout 1 · spell · no reward · 1 tokens · stop",
-        r"abc>x\x1b[2J",
+        "prompt abc>",
+        r"reply x\x1b[2J",
         "expected cba",
         "error timeout: 10 s",
     ]

@@ -228,6 +228,15 @@ def test_where_a_resumed_run_begins_to_write() -> None:
 STEP = ({"reward/mean": 0.5, "rollout/failed_count": 1}, {"speed/tokens_per_s": 30_400.0})
 
 
+def test_pairs_show_accuracy_and_margin_and_no_reward() -> None:
+    """The rewards of a pair are 1 and 0 in every step."""
+    shown, out = plain([("dpo", 1)])
+    shown.step({"reward/mean": 0.5, "train/accuracy": 0.75, "train/margin": 0.125, "train/loss": 0.6}, {})
+    shown.close()
+    assert out.getvalue().startswith("dpo step 1/1  accuracy 0.750  margin 0.125  ")
+    assert "reward" not in out.getvalue()
+
+
 def plain(stages: list[tuple[str, int]]) -> tuple[display.Display, io.StringIO]:
     out = io.StringIO()
     return display.Display(stages, console=Console(file=out, width=40)), out
@@ -246,11 +255,13 @@ def test_without_a_terminal_it_is_plain_lines() -> None:
     shown.close()
     shown.close()
     lines = out.getvalue().splitlines()
-    assert re.fullmatch(r"sft step 1/2  loss 1\.2500  \S+ s/step( +0:00 left)?  exact", lines[0])
+    assert re.fullmatch(
+        r"sft step 1/2  loss 1\.2500  \S+ s/step( +0:00 left)?  log-prob match: exact", lines[0]
+    )
     assert lines[1].startswith("sft step 2/2  loss 1.0000")
     assert lines[2] == "grpo step 100/300  held-out 0.250"
     assert lines[3].startswith("grpo step 300/300  reward 0.500  held-out 0.250  30.4k tokens/s")
-    assert lines[3].endswith("failed 200  exact")
+    assert lines[3].endswith("failed 200  log-prob match: exact")
     assert lines[4] == r"saved [bold]here[/bold] \x1b[2J"
     assert len(lines) == 5
     assert all(c.isprintable() or c == "\n" for c in out.getvalue())
@@ -300,7 +311,7 @@ def test_in_a_terminal_it_draws_place_numbers_and_phase() -> None:
     assert "step 5 of 8" in head
     assert "left" in head
     assert "reward 0.500  held-out 0.750  30.4k tokens/s" in facts
-    assert facts.rstrip().endswith("failed 1  close")
+    assert facts.rstrip().endswith("failed 1  log-prob match: close")
     assert "evaluate" in phase
     assert "\x1b[?25h" in out.getvalue(), "the cursor is given back"
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from whet import checkpoint, environment
 from whet.config.checks_run import TIME
+from whet.config.code import digests
 from whet.config.deadlines import silence
 from whet.config.load import Loaded, learn_secrets, load
 from whet.config.memory_estimate import check_memory
@@ -162,6 +163,7 @@ def _run_training(
     loaded = brought_here(loaded)
     home = Path(loaded.config.run_dir)
     loaded = worker_config(loaded)
+    loaded = replace(loaded, code=digests(loaded.stages, functions))
     cfg = loaded.config
     if any(scheme(url) == "hf" for url in (*cfg.checkpoint.upload_to, *cfg.checkpoint.upload_exports_to)):
         os.environ.setdefault("HF_HUB_OFFLINE", "0")  # the one thing that a run asks the hub for by name

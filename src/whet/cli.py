@@ -468,6 +468,10 @@ def show(
     stage: Annotated[Optional[str], typer.Option(help="Stage of the step. Default: the last.")] = None,  # noqa: UP045
     task: Annotated[Optional[int], typer.Option(help="Only this task's rollouts (its uid).")] = None,  # noqa: UP045
     tokens: Annotated[bool, typer.Option(help="List every token with both log-probs.")] = False,
+    limit: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Show at most so many rollouts of the step."),
+    ] = None,
     timeline: Annotated[
         bool,
         typer.Option("--timeline", help="Show instead where the time went, and how busy each process was."),
@@ -480,7 +484,8 @@ def show(
 
     \b
     Example: whet show runs/first_run
-    Example: whet show runs/first_run --step 10 --tokens
+    Example: whet show runs/first_run --step 10 --limit 4
+    Example: whet show runs/first_run --stage sft --step 1 --tokens
     Example: whet show runs/first_run --timeline
     """
     from rich.console import Console
@@ -489,13 +494,17 @@ def show(
     from whet.track.time_report import show as where_time_went
 
     if timeline:
-        if (step, stage, task) != (None, None, None) or tokens:
+        if (step, stage, task, limit) != (None, None, None, None) or tokens:
             raise ConfigError(
-                "--timeline shows the whole run: leave out --step, --stage, --task and --tokens"
+                "--timeline shows the whole run: leave out --step, --stage, --task, --tokens and --limit"
             )
         view = where_time_went(run)
     else:
-        view = summary(run) if step is None else rollouts(run, step, stage=stage, uid=task, tokens=tokens)
+        view = (
+            summary(run)
+            if step is None
+            else rollouts(run, step, stage=stage, uid=task, tokens=tokens, limit=limit)
+        )
     Console().print(view)
 
 

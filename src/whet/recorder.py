@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +21,7 @@ from whet.data.tasks import reply_limit
 from whet.eval_loss import eval_loss, given
 from whet.evaluate import Ask, accuracy, evaluate, shown
 from whet.explorer import player
+from whet.guard.printed import CONSOLE
 from whet.job import Job, Models
 from whet.learner import Learned, Learner, trainers
 from whet.models.exports import writer
@@ -28,6 +31,7 @@ from whet.secrets import redact_tree
 from whet.storage.uploads import Uploads
 from whet.track.batches import to_table
 from whet.track.display import Display
+from whet.track.learning import LONGEST, signs
 from whet.track.metrics import summarise
 from whet.track.record import RunDirectory
 from whet.track.trackers import ShowsText, Tracker
@@ -35,6 +39,8 @@ from whet.training.engine import TrainEngine
 from whet.training.ranks import Ranks
 from whet.training.throughput import Meter
 from whet.types import Group, Json, Metrics, Task, WhetError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,10 +70,16 @@ class Recorder:
     """Write the policy as a Hugging Face folder."""
     fingerprint: Json
     """The part of the config that a checkpoint stores."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the user's code (`config.code.digests`)."""
     environments: Callable[[], Metrics] = dict
     """What became of the processes of environments since the last step."""
     ranks: Mapping[str, Ranks] = field(default_factory=dict)
     meter: Meter | None = None
+    recent: deque[Metrics] = field(default_factory=lambda: deque(maxlen=LONGEST))
+    """The numbers of the last steps, in which `learning.signs` are looked for."""
+    told: set[str] = field(default_factory=set)
+    """Names of the signs that were told."""
     scored: tuple[int, float | None] = (-1, None)
     """The last step that was evaluated, and its number of checkpoint.keep_best."""
 
@@ -79,8 +91,11 @@ class Recorder:
         cfg, name = self.context.cfg.track, self.context.name
         if self.context.due(done, cfg.batches_interval):
             self.directory.write_batch(name, done, to_table(learned.batch, learned.groups))
-        if self.context.due(done, cfg.rollouts_interval) and self.context.algorithm.kind == "online":
-            rollouts = [r for g in played for r in g.rollouts]
+        rollouts = [r for g in played for r in g.rollouts]
+        if self.context.algorithm.kind != "online":
+            if done == 1:  # one example of what is trained on: the other rows are those of the data
+                self.directory.write_rollouts(name, done, rollouts)
+        elif self.context.due(done, cfg.rollouts_interval):
             mean = _advantages(learned)
             advantages = [mean.get((r.task.uid, r.index)) for r in rollouts]
             self.directory.write_rollouts(name, done, rollouts, advantages=advantages)
@@ -88,8 +103,19 @@ class Recorder:
         timings = self._timings(int(metrics.get("rollout/tokens_sum", 0)), learned.flops)
         self._log(done, metrics, timings)
         self.display.step(metrics, timings)
+        self._tell_signs(done, metrics)
         self.directory.timeline.flush()
         return metrics
+
+    def _tell_signs(self, done: int, metrics: Metrics) -> None:
+        """Say, once each, what shows that nothing is learned."""
+        self.recent.append(metrics)
+        for sign in signs(list(self.recent)):
+            if sign.name not in self.told:
+                self.told.add(sign.name)
+                log.warning(
+                    "step %d of %s: %s: %s", done, self.context.name, sign.name, sign, extra={CONSOLE: True}
+                )
 
     def _timings(self, tokens: int, flops: float) -> Metrics:
         """Seconds, memory and rates of the step."""
@@ -195,6 +221,7 @@ class Recorder:
             "done": done >= self.context.plan.steps,
             "score": self._score(done),
             "config": redact_tree(self.fingerprint),
+            "code": dict(self.code),
             "record": self.directory.held(),
         }
 
@@ -230,6 +257,7 @@ def open_recorder(context: Context, job: Job, learner: Learner, tasks: list[Task
         uploads=records.uploads,
         write_export=partial(_export, learner, writer(context.cfg, models.model, models.tokenizer)),
         fingerprint=fingerprint(job.loaded.as_given),
+        code=job.loaded.code,
         environments=models.environments.timings,
         ranks=learner.ranks,
         meter=learner.meter,

@@ -16,6 +16,7 @@ from whet.context import Context
 from whet.data.tasks import TaskStream, eval_tasks, learned_turns
 from whet.evaluate import check_sources
 from whet.explorer import open_explorer
+from whet.guard.printed import CONSOLE
 from whet.job import Job
 from whet.learner import Sampled, open_learner
 from whet.loop import steps
@@ -116,6 +117,13 @@ def ran_out(error: Exception) -> bool:
 # ---------------------------------------------------------------- one stage
 
 
+NO_TEMPLATE = (
+    "the prompts of {sources} are plain text, so the model's chat template is not applied to them. To apply it: "
+    "data.chat=true, or a system_prompt of the source, or prompts that are lists of messages. data.chat=false keeps "
+    "them plain without this note"
+)
+
+
 @dataclass(frozen=True)
 class Begun:
     """What a stage is opened from: its data is read."""
@@ -146,6 +154,8 @@ def begin(job: Job, index: int) -> Begun:
         turns=turns,
     )
     log.info("stage %s: %s", name, ", ".join(f"{k} {v}" for k, v in tasks.counts.items()))
+    if cfg.model.path and cfg.data.chat is None and tokenizer.chat_template and (plain := tasks.plain_text()):
+        log.warning("stage %s: %s", name, NO_TEMPLATE.format(sources=", ".join(plain)), extra={CONSOLE: True})
     monitor = Monitor(name, records.display, records.watch, records.directory.timeline)
     plan = make_plan(cfg, rows=tasks.rows_per_epoch, name=name)
     return Begun(Context(cfg, plan, name, index, algorithm, monitor, records.stop), tasks, held_out)

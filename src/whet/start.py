@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from whet import checkpoint
 from whet.config.choices import RESUME
 from whet.config.load import Loaded
 from whet.config.plan import dtype_on
-from whet.config.resuming import Change, longer, taken
+from whet.config.resuming import Change, finished_with_others, longer, other_code, taken
 from whet.config.schema import Config
 from whet.config.secrets import for_people
 from whet.storage.manifests import place_of
@@ -35,6 +35,8 @@ class Start:
     """Of that checkpoint, as `checkpoint.read_state` gives it."""
     changes: list[Change]
     """Settings that change results and differ from the checkpoint's."""
+    code: list[Change] = field(default_factory=list)
+    """Files of the user's code that differ from those that the checkpoint was trained with."""
 
     @property
     def at(self) -> tuple[int, int] | None:
@@ -50,9 +52,13 @@ def find_checkpoint(loaded: Loaded, run_dir: Path, *, change: bool) -> Start:
     path, state = found
     with reading(path / checkpoint.STATE):
         place = state["stage_name"], state["step"]
-        changes = taken(path, state["config"], loaded.as_given, at=place, change=change)
+        over = is_finished(loaded, run_dir, state)
+        changes = taken(path, state["config"], loaded.as_given, at=place, change=change, over=over)
+        code = other_code(state.get("code", {}), loaded.code)
+        if over and code:
+            raise CheckpointError(finished_with_others(path, code))
         checkpoint.check_contents(path, state, loaded.config.checkpoint.load_contents)
-    return Start(path, state, changes)
+    return Start(path, state, changes, code)
 
 
 def find_start(loaded: Loaded, run_dir: Path) -> tuple[Path, Json] | None:
@@ -115,11 +121,13 @@ def note_start(loaded: Loaded, directory: RunDirectory, start: Start) -> None:
     bits = facts(device, kernels=cfg.machine.kernels, float32=dtype_on(cfg, device) == "float32")
     shown = for_people(loaded.as_given, loaded.written)
     text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
-    described = describe(config=text, seed=cfg.seed, data_files=data_files(loaded), bits=bits)
+    described = describe(
+        config=text, seed=cfg.seed, data_files=data_files(loaded), code=loaded.code, bits=bits
+    )
     if start.checkpoint:
         history.compare_machines(directory, described)
         changes = [*start.changes, *history.since_last_start(directory.path, shown)]
-        history.write_down(directory, changes, start.state)
+        history.write_down(directory, changes, start.state, unasked=start.code)
         set_aside_export(loaded, directory.path, start.state)
     directory.write_config(text)
     directory.write_manifest(described)

@@ -62,6 +62,8 @@ class Loaded:
     """The translation of the keys of a foreign file."""
     notes: tuple[str, ...] = ()
     """Keys that were left out, since nothing reads them, and why; what was taken for granted in a launch script."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the user's code by file (`config.code.digests`), once a run starts."""
     given: Config | None = None
     """The config before remote paths were replaced by local copies; None: it has no remote paths."""
 

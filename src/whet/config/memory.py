@@ -419,6 +419,7 @@ _ADVICE = {
     "critic": ("an algorithm without a critic", "critic.lora"),
     "sampler": ("rollout.sync_interval=1, which samples from the policy itself",),
     "KV cache": ("a lower rollout.max_num_seqs or machine.kv_cache_mb",),
+    "rollouts": ("a lower train.tasks_per_step", "a lower rollout.group_size"),
     "activations": ("a lower train.micro_batch_tokens", "train.gradient_checkpointing=true"),
     "output layer": ("a lower train.micro_batch_tokens",),
 }

@@ -348,9 +348,13 @@ def out_of_memory(plan: Plan, stage: str, said: str) -> str:
     tries = [f"{stage}{key}={now // 2} (now {now})" for key, now in cut if now > 1]
     if not train.gradient_checkpointing:
         tries.append(f"{stage}train.gradient_checkpointing=true (now false)")
+    fewer = [("train.tasks_per_step", train.tasks_per_step), ("rollout.group_size", plan.group_size)]
+    most = " or ".join(f"{stage}{key} (now {now})" for key, now in fewer if now > 1)
+    rollouts = f". If the rollouts of a step are too many: a smaller {most}, with `whet train --change`"
     return (
         f"stage '{plan.name}' ran out of memory: {said.splitlines()[0]}. The same command resumes from the last "
         f"checkpoint with one or more of: {', '.join(tries)}. They change memory and time, and numbers only by rounding"
+        f"{rollouts if plan.generates and most else ''}"
     )
 
 

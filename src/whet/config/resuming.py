@@ -290,18 +290,42 @@ def _kind(change: Change, stage: Json) -> Class:
 # ---------------------------------------------------------------- resuming
 
 
-def taken(path: Path, saved: Json, cfg: Config, *, at: tuple[str, int], change: bool) -> list[Change]:
+def taken(
+    path: Path, saved: Json, cfg: Config, *, at: tuple[str, int], change: bool, over: bool = False
+) -> list[Change]:
     """The changes since the checkpoint `path` that change numbers; CheckpointError for changes that are not allowed.
 
-    saved: the `fingerprint` in the checkpoint. at: its stage and step. change: the user requested the changes.
+    saved: the `fingerprint` in the checkpoint. at: its stage and step. change: the user requested the changes. over:
+    the run is finished, so its results would not be those of the changed config, whoever requests that.
     """
     now = fingerprint(cfg)
     found = [c for c in changes(saved, now) if _remembered(c)]  # an older version stored more
     _check_length(path, now, at)
-    refused = [c for c in found if c.kind == "identity" or (c.kind == "numbers" and not change)]
+    refused = [
+        c for c in found if c.kind == "identity" or (c.kind == "numbers" and not (change and not over))
+    ]
     if refused:
-        raise CheckpointError(_refusal(path, refused))
+        held = any(c.kind == "identity" for c in refused)
+        raise CheckpointError((finished_with_others if over and not held else _refusal)(path, refused))
     return found
+
+
+def other_code(was: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+    """The files of the user's code that both starts have, and that differ: digests by file, as `code.digests` gives."""
+    return [
+        Change((f"code of {file!r}",), was[file], now[file], "numbers")
+        for file in now
+        if file in was and was[file] != now[file]
+    ]
+
+
+def finished_with_others(path: Path, found: Sequence[Change]) -> str:
+    """The message for a finished run whose settings or code differ from those that are given now."""
+    return (
+        f"{path} is the end of a finished run with other settings or other code, so its results are not those of this "
+        f"config: {_listed(found)}. Give another run_dir; or checkpoint.resume=fresh, which moves that run aside; or "
+        "more train.steps with `whet train --change` (in Python change=True), which continues that run as a branch"
+    )
 
 
 def _remembered(change: Change) -> bool:

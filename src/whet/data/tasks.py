@@ -94,6 +94,10 @@ class TaskStream:
         """
         return self.drawn // self.rows_per_epoch
 
+    def plain_text(self) -> list[str]:
+        """Names of the sources whose prompts are plain text, judged by the first row of each."""
+        return [s.rows.name for s in self._sources if len(s) and isinstance(s.task(0, 0).prompt, str)]
+
     def next(self, n: int) -> list[Task]:
         """The next n tasks."""
         return [self._draw() for _ in range(n)]

@@ -97,7 +97,7 @@ def _together(path: Path, found: Mapping[Path, Json], sizes: Mapping[str, int], 
     if path not in found or ranks * (1 + len(found[path])) <= devices:
         return {}
     names, needed = " and ".join(found[path]), ranks * (1 + len(found[path]))
-    told = f"{names} where the policy is: apart they need {needed} GPUs, and {devices or 'none'} here"
+    told = f"{names} where the policy is: on ranks of their own they need {needed} GPUs, and {devices or 'none'} here"
     return {path: (None, told)}
 
 

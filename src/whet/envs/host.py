@@ -45,8 +45,9 @@ CLOSE_S = 5.0
 """Longest time of `close`."""
 SLOTS = 65536
 """Episodes of a host at once."""
+PERIOD_S = 10.0
 MOST_PRINTED = 65536
-"""Characters that the environments of a host may print."""
+"""Characters that the environments of a host may print in a period."""
 LINE = 2000
 """Characters of one line of them in the log."""
 
@@ -315,7 +316,7 @@ class EnvHost:
         except Stuck as error:
             self.say("stuck", playing.number, str(error))
         except CallFailed as error:
-            self.say("said", f"environment: {error}")
+            self.say("said", str(error), 0)
         if playing.pool is not None:
             playing.pool.shutdown(wait=False)
         self.marks.give(playing.slot)
@@ -411,27 +412,41 @@ def _checked(check: Callable[[Any], Json], value: Any) -> Json:
 # ---------------------------------------------------------------- served
 
 
-class Printed(io.TextIOBase):
-    """What the environments print, as lines for the run's log."""
+class Output(io.TextIOBase):
+    """What the environments print, as lines for the run's log: so many characters in a time, the rest is counted."""
 
-    def __init__(self, say: Say) -> None:
-        self.say, self.left, self.line = say, MOST_PRINTED, ""
+    def __init__(self, say: Say, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.say, self.clock, self.line = say, clock, ""
+        self.since, self.left, self.cut = clock(), MOST_PRINTED, 0
+        self._lock = threading.Lock()
 
     def writable(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
-        if self.left > 0:
-            *lines, self.line = (self.line + text[: self.left]).split("\n")
-            self.left -= len(text)
+        with self._lock:
+            if (now := self.clock()) - self.since >= PERIOD_S:
+                self.since, self.left = now, MOST_PRINTED
+            kept = text[: self.left]
+            self.left -= len(kept)
+            self.cut += len(text) - len(kept)
+            *lines, rest = (self.line + kept).split("\n")
+            self.line = rest[:LINE]
+            self.cut += len(rest) - len(self.line)
             for line in lines:
-                self.say("said", line[:LINE])
-            self.line = self.line[:LINE]
-            if self.left <= 0:
-                self.say(
-                    "said", f"{self.line} ... (more than {MOST_PRINTED} characters: the rest is discarded)"
-                )
+                self._say(line)
         return len(text)
+
+    def end(self) -> None:
+        """Say what has no end of its line yet."""
+        with self._lock:
+            if self.line or self.cut:
+                self._say(self.line)
+            self.line = ""
+
+    def _say(self, line: str) -> None:
+        self.say("said", line[:LINE], self.cut + len(line[LINE:]))
+        self.cut = 0
 
 
 def serve(connection: Connection) -> None:
@@ -447,7 +462,7 @@ def serve(connection: Connection) -> None:
         asked = json.loads(connection.recv_bytes())
     except (EOFError, OSError):
         return
-    sys.stdout = sys.stderr = Printed(say)
+    sys.stdout = sys.stderr = output = Output(say)
     try:
         import_all(asked["imports"])
         make = load_object(asked["make"], what="rollout.env.make")
@@ -464,6 +479,7 @@ def serve(connection: Connection) -> None:
     with suppress(BaseException):  # what the user's own tasks raise ends the process
         asyncio.run(_play(host, connection))
         code = 0
+    output.end()
     os._exit(code)  # threads that hang would hold it
 
 

@@ -7,7 +7,7 @@ that ran code when the host died is played again in a host of its own.
 The driver sends ("first", number, task, key), ("step", number, reply), ("close", number), ("reply", number, call,
 message) and ("refused", number, call, why). A host sends ("done", number, value), ("failed", number, why),
 ("stuck", number, why), ("hung", number or 0, why), ("chat", number, call, path, messages, sampling), ("closed",
-number), ("said", text) and ("beat",).
+number), ("said", text, characters left out) and ("beat",).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from whet.envs.env import (
 )
 from whet.guard.foreign import said, words
 from whet.guard.line import Local, LocalLine, how_it_ended
+from whet.guard.printed import Printed
 from whet.rewards.bind import pack_task
 from whet.types import ConfigError, DataError, Json, Message, Task, WhetError
 
@@ -203,6 +204,7 @@ class EnvHosts:
         self._watching: asyncio.Task[None] | None = None
         self._work: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.printed = Printed()
         try:
             for _ in range(cfg.hosts):
                 self._add(self._start(alone=False))
@@ -253,6 +255,7 @@ class EnvHosts:
             line.kill()
         self._hosts.clear()
         self._lines.close()
+        self.printed.close()
 
     # -- starting
 
@@ -279,7 +282,7 @@ class EnvHosts:
                     return _HostProcess(line, marks, alone)
                 if kind == "refused":
                     raise ConfigError(words(str(what[0]), MOST_ERROR))
-                self._printed(kind, what)
+                self._said(kind, what)
         except (EOFError, OSError) as error:
             line.kill()
             raise ConfigError(
@@ -389,7 +392,7 @@ class EnvHosts:
     def _take(self, place: _HostProcess, kind: str, *what: Json) -> None:
         """One message of a host, which is not trusted."""
         if kind in ("said", "beat"):
-            self._printed(kind, what)
+            self._said(kind, what)
             return
         number = what[0]
         playing = place.playing.get(number)
@@ -409,10 +412,12 @@ class EnvHosts:
             elif kind == "chat":
                 playing.chat(*what[1:])
 
-    @staticmethod
-    def _printed(kind: str, what: Sequence[Json]) -> None:
+    def _said(self, kind: str, what: Sequence[Json]) -> None:
         if kind == "said":
-            log.info("environment: %s", words(str(what[0]), 2 * host.LINE))
+            text, cut = what
+            self.printed.take(
+                "environment", str(text), dropped_bytes=cut if type(cut) is int and cut > 0 else 0
+            )
 
     def _retire(self, place: _HostProcess, number: int, why: str) -> None:
         """Code of one episode goes on after its time; the others of its host are played to their end there."""

@@ -266,7 +266,8 @@ class Nursery:
         """Answer `work` with `reply` and what was printed meanwhile."""
         self.drain(w)
         reply["output"] = w.printed.decode(errors="replace")
-        reply["dropped"] = w.dropped
+        cut = reply.pop("cut", 0)
+        reply["dropped"] = w.dropped + (cut if type(cut) is int and 0 <= cut < 2**62 else 0)
         w.printed.clear()
         w.dropped = 0
         w.work = None
@@ -343,7 +344,7 @@ class Nursery:
         if not guarded.confined:  # else it has no file that it may write to, not even of its stacks
             stacks.listen("reward")
             self.settle()
-        worker.serve(channel, guarded, self.limits.memory_mb)
+        worker.serve(channel, guarded, self.limits.memory_mb, self.limits.max_output_bytes)
 
     def settle(self) -> None:
         """Temporary files of this process go into a folder of its own, which is removed with it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import io
 import json
 import math
 import os
@@ -51,8 +52,9 @@ _SIGNALS = (signal.SIGALRM, signal.SIGCHLD)
 """Those whose handlers code sets for a while, and may forget."""
 
 
-def serve(channel: socket.socket, function: Guarded, memory_mb: int) -> None:
-    """Answer calls from `channel` until it closes. Stdout and stderr already lead to the nursery."""
+def serve(channel: socket.socket, function: Guarded, memory_mb: int, max_output_bytes: int) -> None:
+    """Answer calls from `channel` until it closes. Stdout and stderr already lead to the nursery, which keeps the first
+    `max_output_bytes` of a call."""
     me = os.getpid()
     os.register_at_fork(
         after_in_child=channel.close
@@ -60,7 +62,7 @@ def serve(channel: socket.socket, function: Guarded, memory_mb: int) -> None:
     confine.adopt_orphans()
     confine.limit(memory_mb)
     refused = shut_in(function)
-    home = ProcessState()
+    home = ProcessState(max_output_bytes)
     while True:
         try:
             call, body = frames.receive(channel)
@@ -70,6 +72,7 @@ def serve(channel: socket.socket, function: Guarded, memory_mb: int) -> None:
         if os.getpid() != me:  # foreign code forked, and its copy came back here
             os._exit(0)
         reply["fit"] = home.restore()
+        reply["cut"] = sum(stream.take_cut() for stream in home.outputs)
         channel.sendall(frames.pack(call, json.dumps(reply).encode()))
 
 
@@ -160,13 +163,35 @@ def describe(error: BaseException, *, name: bool = True) -> str:
     return f"{type(error).__name__}: {text}{place}"
 
 
+class Output(io.TextIOWrapper):
+    """Standard output or error of a call: what nobody would keep is not written, but counted, so it costs no time."""
+
+    def __init__(self, fd: int, most: int) -> None:
+        super().__init__(open(fd, "wb", closefd=False), errors="replace", line_buffering=True)  # noqa: SIM115
+        self.most = self.left = most
+        self.cut = 0
+
+    def write(self, text: str) -> int:
+        if type(text) is not str or self.left > 0:
+            done = super().write(text)  # the nursery counts what is too much of it
+            self.left -= done
+            return done
+        self.cut += len(text) if text.isascii() else len(text.encode(errors="replace"))
+        return len(text)
+
+    def take_cut(self) -> int:
+        """The bytes of the call that were not written; then the next call begins."""
+        cut, self.cut, self.left = self.cut, 0, self.most
+        return cut
+
+
 class ProcessState:
     """The state of the process before foreign code ran, for putting it back."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_output_bytes: int) -> None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
-        sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
-        sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+        self.outputs = (Output(1, max_output_bytes), Output(2, max_output_bytes))
+        sys.stdout, sys.stderr = self.outputs
         self.streams = (sys.stdin, sys.stdout, sys.stderr)
         self.pipe = os.fstat(1).st_ino
         self.folder = os.open(

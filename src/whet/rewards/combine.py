@@ -19,6 +19,7 @@ from whet.guard import pulse, sandbox
 from whet.guard.foreign import number
 from whet.guard.imports import import_all
 from whet.guard.jail import CallResult, Failure, Jail, RewardCall
+from whet.guard.printed import Printed
 from whet.guard.worker import Guarded
 from whet.rewards.bind import RewardFunction, bind, pack_rollout, pack_task
 from whet.rewards.builtin import BUILTIN, EXECUTES
@@ -49,6 +50,8 @@ class RewardSet:
     """Names of the rewards that score a source; all rewards if the source is not listed."""
     models: Mapping[str, ModelReward] = field(default_factory=dict)
     """The rewards that are models, by name."""
+    printed: Printed = field(default_factory=Printed)
+    """What the functions print, for the log."""
 
     def of(self, task: Task) -> list[str]:
         """The rewards that score replies to a task."""
@@ -102,6 +105,7 @@ class RewardSet:
     def close(self) -> None:
         if self.jail:
             self.jail.close()
+        self.printed.close()
 
     def __enter__(self) -> RewardSet:
         return self
@@ -177,7 +181,8 @@ async def _judged(rollout: Rollout, results: Iterator[CallResult], rewards: Rewa
             found[name] = rewards.models[name].score(rollout)
             pulse.beat("scoring")
         else:
-            found[name] = next(results)
+            found[name] = result = next(results)
+            rewards.printed.take(f"reward {name!r}", result.output, dropped_bytes=result.dropped_bytes)
     return _scored(rollout, found, rewards)
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from whet.guard import pulse
-from whet.track.metrics import FAILED, HELD_OUT, LOSS, REWARD
+from whet.track.metrics import ACCURACY, FAILED, HELD_OUT, LOSS, MARGIN, REWARD
 from whet.track.report import count, duration, printable
 from whet.types import Metrics
 
@@ -69,7 +69,7 @@ class Display:
 
     def exactness(self, word: str) -> None:
         """'exact' or 'close': whether sampled log-probs are the trainer's, bit for bit."""
-        self._exactness = word
+        self._exactness = f"log-prob match: {word}"
 
     def phase(self, name: str) -> None:
         """Set the current phase: generate, score, update, evaluate, save ..."""
@@ -121,7 +121,7 @@ class Display:
             Text(f"step {self._done} of {steps}" if steps else f"step {self._done}"),
             Text(f"{duration(self._left_s())} left" if self._left_s() is not None else "", style="dim"),
         )
-        now = Text("  ").join([Text(fact, style=_STYLES.get(fact.split()[0], "")) for fact in self._facts()])
+        now = Text("  ").join([Text(fact, style=_style(fact)) for fact in self._facts()])
         waiting = time.monotonic() - self._phase_started
         self._spinner.update(
             text=Text(f"{self._phase} {duration(waiting) if waiting >= 1 else ''}", style="dim")
@@ -133,11 +133,14 @@ class Display:
         return f"{name} step {step}/{steps}" if steps else f"{name} step {step}"
 
     def _facts(self) -> list[str]:
-        facts = []
-        if REWARD in self._metrics:
-            facts.append(f"reward {self._metrics[REWARD]:.3f}")
-        elif LOSS in self._metrics:
-            facts.append(f"loss {self._metrics[LOSS]:.4f}")
+        now, facts = self._metrics, []
+        if ACCURACY in now:
+            facts.append(f"accuracy {now[ACCURACY]:.3f}")
+            facts += [f"margin {now[MARGIN]:.3g}"] if MARGIN in now else []
+        elif REWARD in now:
+            facts.append(f"reward {now[REWARD]:.3f}")
+        elif LOSS in now:
+            facts.append(f"loss {now[LOSS]:.4f}")
         if self._held_out is not None:
             facts.append(f"held-out {self._held_out:.3f}")
         if "speed/tokens_per_s" in self._timings:
@@ -179,11 +182,19 @@ class Display:
 _STYLES = {
     "reward": "cyan",
     "loss": "cyan",
+    "accuracy": "cyan",
+    "margin": "cyan",
     "held-out": "magenta",
     "failed": "red",
     "exact": "green",
     "close": "yellow",
 }
+"""By the first word of a fact, or by its last one."""
+
+
+def _style(fact: str) -> str:
+    words = fact.split()
+    return _STYLES.get(words[0]) or _STYLES.get(words[-1], "")
 
 
 class _Steady:

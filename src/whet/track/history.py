@@ -25,13 +25,19 @@ def since_last_start(run_dir: Path, now: Json) -> list[Change]:
     return free_changes(before, now) if before else []
 
 
-def write_down(directory: RunDirectory, found: Sequence[Change], state: Json) -> None:
+def write_down(
+    directory: RunDirectory, found: Sequence[Change], state: Json, *, unasked: Sequence[Change] = ()
+) -> None:
     """Changes with which the run goes on from a checkpoint in this state. One that was made at a later place, or here
-    and is made again, is no more part of the run."""
+    and is made again, is no more part of the run. unasked: those that no setting tells of; the display shows them."""
     place = state["stage_name"], state["step"]
     for change in found:
         log.info("resuming with %s%s", change, said_of(change, place))
-    directory.write_changes([row(change, *place) for change in found], since=(state["stage"], state["step"]))
+    for change in unasked:
+        log.warning("resuming with other %s%s", change, said_of(change, place))
+    directory.write_changes(
+        [row(change, *place) for change in (*found, *unasked)], since=(state["stage"], state["step"])
+    )
 
 
 def said_of(change: Change, place: tuple[str, int]) -> str:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from whet.guard.printed import CONSOLE
 from whet.secrets import learn_environment, redact
 from whet.track.files import file_error
 
@@ -36,14 +37,18 @@ class _LogFile(logging.FileHandler):
 
 
 class _Shown(logging.Handler):
-    """Hands each message to a function, e.g. the display's."""
+    """Hands messages to a function, e.g. the display's: those from a level on, and those that foreign code has printed
+    for people to see (`guard.printed`), as they are."""
 
-    def __init__(self, show: Callable[[str], None]) -> None:
+    def __init__(self, show: Callable[[str], None], *, least: int) -> None:
         super().__init__()
-        self._show = show
+        self._show, self._least = show, least
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._show(self.format(record))
+        if getattr(record, CONSOLE, False):
+            self._show(record.getMessage())
+        elif record.levelno >= self._least:
+            self._show(self.format(record))
 
 
 def setup_logging(run_dir: Path, *, level: str, show: Callable[[str], None] | None = None) -> None:
@@ -62,8 +67,7 @@ def setup_logging(run_dir: Path, *, level: str, show: Callable[[str], None] | No
     formatter.converter = lambda *_: datetime.now(UTC).timetuple()
     handlers[0].setFormatter(formatter)
     if show is not None:
-        handlers.append(_Shown(show))
-        handlers[1].setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+        handlers.append(_Shown(show, least=logging.DEBUG if level == "debug" else logging.WARNING))
         handlers[1].setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     for handler in handlers:
         handler.addFilter(_Strike())

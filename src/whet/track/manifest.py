@@ -25,15 +25,17 @@ def describe(
     config: str,
     seed: int,
     data_files: Sequence[Path] = (),
+    code: Mapping[str, str] = MappingProxyType({}),
     bits: Mapping[str, Json] = MappingProxyType({}),
 ) -> dict[str, Json]:
-    """One entry of manifest.json: what ran, where, on what. `config` is the text of config.yaml; bits: what decides
-    those of its numbers (`models.arithmetic.facts`)."""
+    """One entry of manifest.json: what ran, where, on what. `config` is the text of config.yaml; code: digests of the
+    user's (`config.code.digests`); bits: what decides those of its numbers (`models.arithmetic.facts`)."""
     return {
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "config_sha256": hashlib.sha256(config.encode()).hexdigest(),
         "seed": seed,
         "data_sha256": {str(path): file_sha256(path) for path in data_files},
+        "code_sha256": dict(code),
         "packages": dict(package_versions()),
         "python": sys.version.split()[0],
         "platform": platform.platform(),

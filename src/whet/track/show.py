@@ -22,7 +22,8 @@ from whet.config.schema import AlgorithmConfig, EvalConfig
 from whet.config.tree import get
 from whet.data.tokenizer_files import check_files
 from whet.track.files import is_running
-from whet.track.metrics import FAILED, HELD_OUT, REWARD
+from whet.track.learning import signs, trend
+from whet.track.metrics import ACCURACY, FAILED, HELD_OUT, REWARD
 from whet.track.report import (
     Example,
     StageReport,
@@ -63,7 +64,7 @@ class Written:
 
 def read(run_dir: Path) -> Written:
     """Raises DataError if this is not a run directory, or a file in it was not written by a run."""
-    if not (run_dir / "metrics.jsonl").exists():
+    if not any((run_dir / name).exists() for name in ("metrics.jsonl", "run.log")):
         raise DataError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
     manifest = read_manifest(run_dir)
     return Written(
@@ -86,6 +87,7 @@ def summary(run_dir: Path) -> RenderableType:
         ("branches: changes of results", _changes(run, "branch")),
         ("changes without an effect on results", _changes(run, "free")),
         ("stages", _stages(run)),
+        ("is it learning?", _learning(run)),
         ("held-out", _evaluations(run)),
         ("seconds by phase", _phases(run)),
         ("rollouts without a reward", _failures(run)),
@@ -100,16 +102,20 @@ def summary(run_dir: Path) -> RenderableType:
 
 
 def _head(run: Written) -> Table:
-    state = {True: "running", False: "not running", None: "running on another host, or killed there"}
+    states = {True: "running", False: "not running", None: "running on another host, or killed there"}
+    state = states[is_running(run.path)]
+    if not run.metrics:
+        state += f"; it has no step yet{_last_word(run.path)}"
     config, manifest = run.config, run.manifest
     model = config.get("model", {})
     packages, named = manifest.get("packages", {}), ("whet", "torch", "transformers")
+    named_model = str(
+        model.get("path") or f"from scratch, {get(model, ('scratch', 'architecture')) or 'qwen3'}"
+    )
     rows = {
-        "run": f"{run.path}, {state[is_running(run.path)]}",
-        "model": str(
-            model.get("path") or f"from scratch, {get(model, ('scratch', 'architecture')) or 'qwen3'}"
-        ),
-        "algorithm": " then ".join(map(str, _algorithms(config))),
+        "run": f"{run.path}, {state}",
+        "model": named_model if config else "?",
+        "algorithm": " then ".join(map(str, _algorithms(config))) if config else "?",
         "seed": str(config.get("seed", 0)),
         "started": str(manifest.get("started_utc", "?")),
         "machine": ", ".join(str(manifest.get(name, "?")) for name in ("host", "cpu")),
@@ -119,6 +125,13 @@ def _head(run: Written) -> Table:
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), Text(printable(value)))
     return table
+
+
+def _last_word(run_dir: Path) -> str:
+    """The last message of a run that came to no step."""
+    path = run_dir / "run.log"
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    return f". run.log ends with: {shorten(lines[-1])}" if lines else ""
 
 
 def _algorithms(config: dict[str, Json]) -> list[Json]:
@@ -148,10 +161,26 @@ def _stages(run: Written) -> Table:
             duration(seconds),
             count(tokens),
             count(tokens / seconds) if seconds else "-",
-            _from_to([x[REWARD] for x in run.of(stage, REWARD)]),
+            # of pairs they are 1 and 0, whatever is learned
+            _from_to([x[REWARD] for x in run.of(stage, REWARD) if ACCURACY not in x]),
             _from_to([x[HELD_OUT] for x in run.of(stage, HELD_OUT)]),
         )
     return table
+
+
+def _learning(run: Written) -> Table | None:
+    """How the headline of each stage has moved, and the signs against it at its last step."""
+    table = _table("", "")
+    for stage in run.stages:
+        rows = [
+            line for line in run.of(stage) if "rollout/count" in line
+        ]  # evaluations have lines of their own
+        found = signs(rows)
+        words = f"no: {', '.join(s.name for s in found)}" if found else trend(rows)
+        table.add_row(Text(stage), Text(printable(words)))
+        for sign in found:
+            table.add_row("", Text(printable(str(sign)), "dim"))
+    return table if table.row_count else None
 
 
 def seconds_of(run: Written, stage: str) -> float | None:
@@ -311,9 +340,16 @@ def _answer(answer: Json) -> str:
 
 
 def rollouts(
-    run_dir: Path, step: int, *, stage: str | None = None, uid: int | None = None, tokens: bool = False
+    run_dir: Path,
+    step: int,
+    *,
+    stage: str | None = None,
+    uid: int | None = None,
+    tokens: bool = False,
+    limit: int | None = None,
 ) -> RenderableType:
-    """The rollouts of a step: prompt, expected answer, reply, reward and parts; `tokens` lists every token.
+    """The rollouts of a step: prompt, reply, expected answer, reward and parts; `tokens` lists every token, `limit` is
+    the largest number of rollouts. Of given replies (SFT, DPO) the first step of a stage is written.
 
     Raises DataError naming the steps there are.
     """
@@ -323,8 +359,10 @@ def rollouts(
         raise DataError(f"{path} has no task {uid}; `whet show {run_dir} --step {step}` lists them")
     tokenizer = _tokenizer(run_dir) if tokens else None
     parts: list[RenderableType] = [Text(path.stem, "bold")]
-    for row in rows:
+    for row in rows[:limit]:
         parts += ["", _rollout(row), *(_strands(row, tokenizer) if tokens else [])]
+    if limit is not None and len(rows) > limit:
+        parts += ["", Text(f"{len(rows) - limit} more rollouts; --limit {len(rows)} shows all", "dim")]
     return Group(*parts)
 
 
@@ -336,7 +374,10 @@ def _find(run_dir: Path, step: int, stage: str | None) -> Path:
         there = {name: [n for at, n, _ in files if at == name] for name in sorted({f[0] for f in files})}
         held = "; ".join(f"{name}: {min(ns)} to {max(ns)}, {len(ns)} steps" for name, ns in there.items())
         asked = f"step {step}" + (f" of stage {stage!r}" if stage else "")
-        raise DataError(f"{run_dir} has no rollouts of {asked}; rollouts there: {held or 'none'}")
+        raise DataError(
+            f"{run_dir} has no rollouts of {asked}; rollouts there: {held or 'none'} (track.rollouts_interval; of "
+            "given replies only the first step's are written)"
+        )
     return hits[0]
 
 
@@ -350,7 +391,10 @@ def _rollout(row: dict[str, Json]) -> RenderableType:
         (f" · advantage {row['advantage']:+.3f}" if row["advantage"] is not None else "", "dim"),
         (f" · {sum(row['mask'])} tokens · {printable(row['finish_reason'])}", "dim"),
     )
-    lines = [head, Text.assemble((printable(row["prompt"]), "dim"), (printable(row["text"]), "cyan"))]
+    lines = [head]
+    for name, style in (("prompt", ""), ("text", "cyan")):
+        label = "reply" if name == "text" else name
+        lines.append(Text.assemble((f"{label:10}", "dim"), (printable(row[name]) or "(empty)", style)))
     if row["answer"] is not None:
         lines.append(Text.assemble(("expected  ", "dim"), shorten(_answer(row["answer"]))))
     if row["extracted"] is not None:

@@ -1,0 +1,186 @@
+"""Digests of the user's code that a config names: rewards, environments, data functions, losses and the like.
+
+Code decides results as data does, but a config has only its name. Files are read as text and never run: what runs in
+workers is not imported by the process that starts them.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from whet.config.recipes import with_settings
+from whet.config.schema import Config
+from whet.config.secrets import dump
+from whet.types import Json
+
+NAMES = """
+    imports.* rewards.*.function data.*.*.function rollout.engine rollout.env.make buffer.replay.priority
+    algorithm.advantage.name algorithm.loss.name algorithm.mix.loss.name algorithm.correction.weight.name"""
+"""The keys whose values may name code of the user's. That of trackers changes no result."""
+
+GIVEN = "object:"
+"""Begins the name of a function that was given from Python."""
+
+_OURS = "whet"
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def digests(stages: Sequence[Config], given: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+    """The user's code by its file: 16 digits of the file's SHA-256, or name and version of an installed package.
+
+    stages: the whole config of each. given: functions from Python, by the names of their rewards. A file counts with
+    the files of the user's that it imports. A function of a script or notebook counts with its own lines only: the
+    other lines are not its code.
+    """
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(name for cfg in stages for name in named(cfg)):
+        if name.startswith(GIVEN):
+            found |= _given(name, given.get(name.removeprefix(GIVEN)))
+        elif path := _file(name):
+            found |= _digests(path)
+    return dict(sorted(found.items()))
+
+
+def named(cfg: Config) -> Iterator[str]:
+    """The code that a config names, as it names it."""
+    values = dump(cfg)
+    tree = {**values, "algorithm": with_settings(values["algorithm"])}
+    for key in NAMES.split():
+        for value in _at(tree, key.split(".")):
+            if isinstance(value, str) and (":" in value or key == "imports.*"):
+                yield value
+
+
+def _at(tree: Json, path: Sequence[str]) -> Iterator[Json]:
+    """The values at a path, in which a star stands for every index and every name."""
+    if not path:
+        yield tree
+    elif path[0] == "*" and isinstance(tree, dict | list):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _at(value, path[1:])
+    elif isinstance(tree, dict) and path[0] in tree:
+        yield from _at(tree[path[0]], path[1:])
+
+
+# ---------------------------------------------------------------- files
+
+
+def _file(name: str) -> Path | None:
+    """The file of 'path/to/file.py:name' or 'package.module:name'. None: whet's own, or there is none."""
+    place = name.rpartition(":")[0] or name
+    if place.endswith(".py"):
+        return Path(place).resolve() if Path(place).is_file() else None
+    return None if place.partition(".")[0] == _OURS else module_file(place)
+
+
+def module_file(module: str) -> Path | None:
+    """The file that a module would be imported from. No package on the way is imported."""
+    places: Sequence[str] | None = None
+    origin = None
+    parts = module.split(".")
+    for n in range(1, len(parts) + 1):
+        name = ".".join(parts[:n])
+        specs = (finder.find_spec(name, places) for finder in sys.meta_path)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is None or (n < len(parts) and spec.submodule_search_locations is None):
+            return None
+        places, origin = spec.submodule_search_locations, spec.origin
+    return Path(origin).resolve() if origin and Path(origin).is_file() else None
+
+
+def _digests(path: Path) -> dict[str, str]:
+    """Of a file and of those of the user's that it imports, by their paths below the working directory."""
+    found: dict[str, str] = {}
+    ahead, seen = [path], {path}
+    while ahead:
+        path = ahead.pop()
+        if version := _package(path):
+            found[version.partition(" ")[0]] = version
+            continue
+        text = path.read_bytes()
+        found[_shown(path)] = f"{hashlib.sha256(text).hexdigest()[:16]}"
+        fresh = [each for each in _imports(path, text) if each not in seen and _is_users(each)]
+        seen.update(fresh)
+        ahead += fresh
+    return found
+
+
+def _imports(path: Path, text: bytes) -> Iterator[Path]:
+    """The files that a Python file imports, as far as its text tells."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return  # who loads it says so
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            modules = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.ImportFrom):
+            folder = path.parents[node.level - 1] if node.level <= len(path.parents) else path.parent
+            inner = folder.joinpath(*(node.module or "").split("."))
+            names = [inner, *(inner / alias.name for alias in node.names)]
+            yield from (f for n in names for f in (n.with_suffix(".py"), n / "__init__.py") if f.is_file())
+            continue
+        else:
+            continue
+        yield from (found for module in modules if (found := module_file(module)) is not None)
+
+
+def _is_users(path: Path) -> bool:
+    """Neither Python's own, nor of an installed package, nor whet's."""
+    roots = {Path(p).resolve() for p in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))}
+    ours = Path(__file__).resolve().parents[1]
+    inside = any(path.is_relative_to(root) for root in (*roots, ours))
+    return path.suffix == ".py" and not inside and not set(_INSTALLED) & set(path.parts)
+
+
+def _package(path: Path) -> str | None:
+    """'name version' of the installed package that a file belongs to."""
+    for n, part in enumerate(path.parts[:-1]):
+        if part in _INSTALLED:
+            top = path.parts[n + 1].removesuffix(".py")
+            names = _distributions().get(top)
+            return f"{names[0]} {metadata.version(names[0])}" if names else None
+    return None
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    return metadata.packages_distributions()
+
+
+def _shown(path: Path) -> str:
+    here = Path.cwd().resolve()
+    return os.fspath(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+# ---------------------------------------------------------------- functions from Python
+
+
+def _given(name: str, function: Callable[..., Any] | None) -> dict[str, str]:
+    """Of a function that was given from Python, by its file; by the name of its reward where that is no module."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if function is None:
+        return {}
+    bare = inspect.unwrap(function)
+    code = bare if inspect.isroutine(bare) or inspect.isclass(bare) else type(bare)
+    try:
+        path = Path(inspect.getsourcefile(code) or "")
+        if code.__module__ != "__main__" and path.is_file():
+            return {} if path.is_relative_to(Path(__file__).parents[1]) else _digests(path.resolve())
+        text = inspect.getsource(code)
+    except (OSError, TypeError):
+        return {name: "no source"}  # typed into an interpreter: nothing can be compared
+    return {name: f"{hashlib.sha256(text.encode()).hexdigest()[:16]}"}

@@ -1,0 +1,157 @@
+"""Code is data: its digest is recorded, a change is told, and a finished run is the run of its code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import whet
+from tiny import RUN
+from whet import checkpoint
+from whet.config.code import digests, module_file, named
+from whet.config.load import load
+from whet.types import CheckpointError
+
+REWARD = "def right(response, task):\n    return float(len(response) {sign} 2)\n"
+WORDS = [{"prompt": word, "answer": word[0]} for word in ("ab", "ba", "aa", "bb")]
+DATA = {"max_prompt_tokens": 8, "train": [{"name": "words", "rows": WORDS}]}
+CONFIG = {**RUN, "data": DATA, "checkpoint": {"interval": 1, "keep": None, "export": False}, "track": {}}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def config(**sections: Any) -> tuple[Any, ...]:
+    return load(None, (), {**CONFIG, **sections}).stages
+
+
+def found(function: str) -> dict[str, str]:
+    return digests(config(rewards={"r": {"function": function}}), {})
+
+
+# ---------------------------------------------------------------- digests
+
+
+def test_every_key_that_names_code_is_read() -> None:
+    """One of each kind, and none that is whet's own or no code."""
+    stages = config(
+        imports=["setup.py", "a.package"],
+        rewards={"mine": {"function": "r.py:f"}, "ours": {"function": "exact"}},
+        algorithm={"name": "grpo", "advantage": "adv.py:a", "loss": "loss.py:l"},
+        rollout={**CONFIG["rollout"], "engine": "e.py:E"},
+    )
+    assert {*named(stages[0])} >= {"setup.py", "a.package", "r.py:f", "adv.py:a", "loss.py:l", "e.py:E"}
+    assert "exact" not in {*named(stages[0])}
+
+
+def test_a_file_is_read_and_never_run() -> None:
+    Path("boom.py").write_text("raise SystemExit('it ran')\n")
+    before = set(sys.modules)
+    assert list(found("boom.py:f")) == ["boom.py"]
+    assert found("whet.rewards.builtin:exact") == {}
+    assert not {m for m in set(sys.modules) - before if "boom" in m}
+
+
+def test_a_changed_character_changes_the_digest_and_only_that_of_its_file() -> None:
+    Path("a.py").write_text("x = 1\n")
+    Path("b.py").write_text("x = 1\n")
+    first, other = found("a.py:x"), found("b.py:x")
+    assert first["a.py"] == other["b.py"]
+    Path("a.py").write_text("x = 2\n")
+    assert found("a.py:x") != first
+    assert found("b.py:x") == other
+
+
+def test_a_file_counts_with_the_users_files_that_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = tmp_path / "judges_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "parse.py").write_text("import json\nfrom . import words\n")
+    (package / "words.py").write_text("import judges_of_mine.parse\n")  # a circle
+    (package / "score.py").write_text("import torch\nfrom judges_of_mine.parse import number\n")
+    assert set(found("judges_of_mine.score:f")) == {
+        "judges_of_mine/score.py",
+        "judges_of_mine/parse.py",
+        "judges_of_mine/words.py",
+        "judges_of_mine/__init__.py",
+    }
+    assert not [m for m in sys.modules if m.startswith("judges_of_mine")]
+
+
+def test_an_installed_package_counts_by_its_version() -> None:
+    version = metadata.version("reasoning_gym")
+    assert found("reasoning_gym.utils:f") == {"reasoning_gym": f"reasoning_gym {version}"}
+    assert module_file("no.such.module") is None
+
+
+def test_a_function_of_python_counts_by_its_file_and_that_of_a_script_by_its_own_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def mine(response: str, task: Any) -> float:
+        return 1.0
+
+    stages = config(rewards={"r": {"function": "object:r"}})
+    file = digests(stages, {"r": partial(mine)})
+    assert [Path(name).name for name in file] == ["test_code.py", "tiny.py"]
+    monkeypatch.setattr(mine, "__module__", "__main__")
+    assert list(digests(stages, {"r": mine})) == ["object:r"]
+    unseen = eval("lambda response, task: 1.0")
+    assert digests(stages, {"r": unseen}) == {"object:r": "no source"}
+
+
+# ---------------------------------------------------------------- runs
+
+
+def train(*overrides: str, sign: str, **more: Any) -> whet.Result:
+    Path("judge.py").write_text(REWARD.format(sign=sign))
+    sections = {**CONFIG, "rewards": {"mine": {"function": "judge.py:right"}}}
+    return whet.train(overrides=["run_dir=run", *overrides], **sections, **more)
+
+
+def manifest() -> dict[str, Any]:
+    return json.loads(Path("run/manifest.json").read_text())
+
+
+def test_changed_code_is_told_where_the_run_goes_on_and_a_finished_run_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train("train.steps=2", sign=">")
+    old = manifest()["starts"][0]["code_sha256"]["judge.py"]
+    assert checkpoint.read_state(Path("run/checkpoints/0-main-000002"))["code"] == {"judge.py": old}
+    before = Path("run/metrics.jsonl").read_bytes()
+    train("train.steps=2", sign=">")  # the same code: the run is finished, and says so
+    with pytest.raises(CheckpointError, match=r"finished run.*code of 'judge.py'.*another run_dir.*fresh"):
+        train("train.steps=2", sign="<")
+    with pytest.raises(CheckpointError, match=r"finished run.*code of 'judge.py'"):
+        train("train.steps=2", sign="<", change=True)
+    assert Path("run/metrics.jsonl").read_bytes() == before
+    capsys.readouterr()
+    train("train.steps=3", sign="<")
+    new = manifest()["starts"][-1]["code_sha256"]["judge.py"]
+    (row,) = (row for row in manifest()["changes"] if row["kind"] == "branch")
+    assert row == {
+        "stage": "main", "step": 2, "key": "code of 'judge.py'", "old": old, "new": new, "kind": "branch"
+    }  # fmt: skip
+    assert capsys.readouterr().out.count("other code of 'judge.py'") == 1
+    assert Path("run/run.log").read_text().count("resuming with other code of 'judge.py'") == 1
+    train("train.steps=4", sign="<")  # once
+    assert Path("run/run.log").read_text().count("resuming with other code of 'judge.py'") == 1
+
+
+def test_a_finished_run_with_other_settings_is_refused_though_a_change_is_asked_for() -> None:
+    train("train.steps=1", sign=">")
+    with pytest.raises(CheckpointError, match=r"finished run.*seed: 0 -> 5.*more train.steps"):
+        train("train.steps=1", "seed=5", sign=">", change=True)
+    train("train.steps=2", "seed=5", sign=">", change=True)
+    assert [row["key"] for row in manifest()["changes"] if row["kind"] == "branch"] == ["seed"]
