@@ -171,7 +171,7 @@ def test_aipo_importance_sampling_and_sppo_by_hand() -> None:
     assert stats["clip_frac"].tolist() == [0, 1, 1, 0]
     loss, grad, _ = run("importance_sampling", batch, logp)
     assert loss == grad == pytest.approx([-6, 6, -2.4])
-    loss, grad, stats = run("sppo", batch, logp, sppo_epsilon=0.3)
+    loss, grad, stats = run("softmax_ppo", batch, logp, sppo_epsilon=0.3)
     assert (loss, grad) == (pytest.approx([0, 0, -2 * math.log(1.2)]), pytest.approx([0, 0, -2]))
     assert stats["clip_frac"].tolist() == [0, 1, 1, 0]
 

@@ -105,7 +105,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "kl_cov_ratio": (0.9, {}),
     "ppo_kl_coef": (0.1, {"kl_cov_ratio": 0.5}),
     "aipo_rho": (1.001, {}),
-    "sppo_epsilon": (0.001, {}),
+    "ratio_epsilon": (0.001, {}),
     "topr_threshold": (0.9, {}),
     "rec_clip_mode": ("two-side", {"clip_low": 0.01, "clip_high": 0.01}),
     "rec_ring_low": (0.02, {"rec_clip_mode": "ring", "clip_low": 0.01}),

@@ -40,10 +40,11 @@ RATIO = (
             "clip_low",
             "clip_high",
             "dual_clip",
-            "sequence_mask_delta",
             "fallback_to_policy_gradient",
             "cispo_mask",
-            "sppo_epsilon",
+            "mask_low",
+            "mask_high",
+            "ratio_epsilon",
             "topr_threshold",
             "ppo_kl_coef",
             "rec_clip_mode",
@@ -51,6 +52,12 @@ RATIO = (
             "rec_ring_high",
         ),
         MOVES,
+        WHY,
+    ),
+    # the engine's log-probs may differ from the trainer's
+    read_when(
+        ("algorithm.loss.sequence_mask_delta",),
+        {"any": [MOVES, {"condition": "loss.sequence_mask_anchor", "is": "sampled"}]},
         WHY,
     ),
     # a cap below 1 always has an effect

@@ -155,6 +155,15 @@ ALGORITHM = (
         "another estimator of pi and the reference alone",
     ),
     refuse(
+        "algorithm.top_entropy_quantile",
+        both(
+            {"condition": "loss", "in": ["geo_mean", "clip_cov", "kl_cov"]},
+            no({"key": "algorithm.top_entropy_quantile", "is": 1.0}),
+        ),
+        "{loss} joins the advantages of several tokens, so it cannot leave single tokens out: set it to 1, or take "
+        "another loss",
+    ),
+    refuse(
         "algorithm.advantage_low",
         both(ONLINE, {"key": "algorithm.advantage_low", "above": {"key": "algorithm.advantage_high"}}),
         "{cfg.algorithm.advantage_low} is above advantage_high={cfg.algorithm.advantage_high}; lower it, or raise "

@@ -10,7 +10,15 @@ from whet.config.functions import LOSSES
 
 OF_ROLLOUTS = (
     *("advantage", "mix", "correction", "reward_kl", "positive_nll_coef", "whiten", "whiten_ddof"),
-    *("advantage_low", "advantage_high", "resample", "resample_power", "refill", "old_logprobs"),
+    *(
+        "advantage_low",
+        "advantage_high",
+        "top_entropy_quantile",
+        "resample",
+        "resample_power",
+        "refill",
+        "old_logprobs",
+    ),
     *("dynamic_sampling", "max_refills"),
 )
 """Parts of `algorithm` that have a meaning only where the policy samples."""
@@ -20,6 +28,9 @@ WHOLE = tuple(name for name, row in LOSSES.items() if row.whole_replies)
 
 PAIRS = tuple(name for name, row in LOSSES.items() if row.pairs)
 """Losses with one number per pair."""
+
+SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo")
+"""Losses of pairs that assume a share of flipped labels."""
 
 BY_TOKEN: Condition = {"not": {"condition": "loss", "in": [*PAIRS, *WHOLE]}}
 BOUNDED: Condition = {
@@ -68,6 +79,16 @@ SETTING_RULES: tuple[Rule, ...] = (
         "algorithm.loss.fallback_to_policy_gradient is true",
     ),
     _rule(
+        under("loss", "sequence_mask_anchor"),
+        {"condition": "loss.sequence_mask_delta", "given": True},
+        "algorithm.loss.sequence_mask_delta is not given",
+    ),
+    _rule(
+        under("loss", "mask_low", "mask_high"),
+        {"condition": "loss.cispo_mask"},
+        "algorithm.loss.cispo_mask is false",
+    ),
+    _rule(
         under("loss", "clip_low", "clip_high"),
         {"not": {"condition": "loss.rec_clip_mode", "is": "none"}},
         "algorithm.loss.rec_clip_mode is none",
@@ -93,6 +114,11 @@ SETTING_RULES: tuple[Rule, ...] = (
         "loss=gkd reads no advantage and has no ratio",
     ),
     _rule(
+        ("top_entropy_quantile",),
+        {"not": {"condition": "loss", "in": ["gkd", "cross_entropy"]}},
+        "loss={loss} reads no advantage",
+    ),
+    _rule(
         under("advantage", "distill_mixture"),
         {"condition": "advantage.distill_estimator", "is": "jsd"},
         "algorithm.advantage.distill_estimator is not jsd",
@@ -109,8 +135,23 @@ SETTING_RULES: tuple[Rule, ...] = (
     ),
     _rule(
         under("loss", "label_smoothing"),
-        {"condition": "loss.pair_loss", "in": ["sigmoid", "robust"]},
-        "the pair_loss of algorithm.loss has none: set it to sigmoid or robust",
+        {
+            "any": [
+                {"condition": "loss", "is": "cpo"},
+                {"condition": "loss.pair_loss", "holds": list(SMOOTHED)},
+            ]
+        },
+        f"the pair_loss of algorithm.loss has none: {', '.join(SMOOTHED)} have one",
+    ),
+    _rule(
+        under("loss", "pair_weights"),
+        {"condition": "loss.pair_loss", "longer": 1},
+        "algorithm.loss.pair_loss names one loss, whose weight is 1",
+    ),
+    _rule(
+        under("loss", "ipo_mean"),
+        {"condition": "loss.pair_loss", "holds": ["ipo"]},
+        "algorithm.loss.pair_loss does not name ipo",
     ),
     _rule(
         ("reward_kl.target",),
