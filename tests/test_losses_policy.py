@@ -163,7 +163,7 @@ def test_sapo_at_ratio_1_by_hand(adv: float, tau: float) -> None:
     assert stats["gate"][1].item() == pytest.approx(2 / tau)
 
 
-def test_aipo_importance_sampling_and_sppo_by_hand() -> None:
+def test_aipo_importance_sampling_and_softmax_ppo_by_hand() -> None:
     # r = 3 with A = 2, r = 3 with A = -2, r = 1.2 with A = 2
     batch, logp = tokens([2.0, -2.0, 2.0], [math.log(3), math.log(3), math.log(1.2)])
     loss, grad, stats = run("aipo", batch, logp, aipo_rho=2.0)
@@ -171,7 +171,7 @@ def test_aipo_importance_sampling_and_sppo_by_hand() -> None:
     assert stats["clip_frac"].tolist() == [0, 1, 1, 0]
     loss, grad, _ = run("importance_sampling", batch, logp)
     assert loss == grad == pytest.approx([-6, 6, -2.4])
-    loss, grad, stats = run("softmax_ppo", batch, logp, sppo_epsilon=0.3)
+    loss, grad, stats = run("softmax_ppo", batch, logp, ratio_epsilon=0.3)
     assert (loss, grad) == (pytest.approx([0, 0, -2 * math.log(1.2)]), pytest.approx([0, 0, -2]))
     assert stats["clip_frac"].tolist() == [0, 1, 1, 0]
 

@@ -115,7 +115,7 @@ def test_the_users_keys_win() -> None:
 
 def test_who_needs_a_reference() -> None:
     needs = {name for name in RECIPES if resolve(given(name)).needs_reference}
-    assert needs == {"dpo", "kto", "distill", "gkd"}
+    assert needs == {"dpo", "mpo", "kto", "distill", "gkd"}
     assert resolve(given("grpo", kl=schema.KlConfig(coef=0.01))).needs_reference
 
 
@@ -138,7 +138,7 @@ def test_who_needs_a_reference() -> None:
         ("sft", {"dynamic_sampling": True}, "algorithm.dynamic_sampling: has no effect"),
         ("sft", {"old_logprobs": "recompute"}, "algorithm.old_logprobs: has no effect"),
         ("sft", {"advantage": "grpo"}, "algorithm.advantage: has no effect"),
-        ("grpo", {"loss": "dpo"}, "set algorithm.name to one of dpo"),
+        ("grpo", {"loss": "dpo"}, "set algorithm.name to one of alphapo, cpo, dpo"),
         ("grpo", {"loss": "sft"}, "set algorithm.name to one of sft"),
         ("dpo", {"loss": "ppo"}, "learns from online data"),
         ("dpo", {"loss_agg_mode": "token-mean"}, "one number per pair or per reply"),
@@ -174,7 +174,7 @@ def test_defaults_written_out_are_no_error() -> None:
 def test_what_the_step_is_told() -> None:
     assert {n for n in RECIPES if made(n).needs_critic} == {"ppo"}
     assert {n for n in RECIPES if made(n).value_loss is not None} == {"ppo"}
-    assert {n for n in RECIPES if made(n).whole_groups} == {"dpo", "simpo", "orpo"}
+    assert {n for n in RECIPES if made(n).whole_groups} == {"dpo", "mpo", "cpo", "simpo", "alphapo", "orpo"}
     assert {n for n in RECIPES if made(n).dynamic_sampling} == {"dapo"}
     by_themselves = {"asymre", "dppo", "gkd", "gpg", "opmd", "opo", "raft", "reinforce", "remax", "rloo"}
     online = {n for n, recipe in RECIPES.items() if recipe.kind == "online"}

@@ -18,8 +18,8 @@ Kind = Literal["online", "demonstrations", "preferences", "labels"]
 desirable or not."""
 
 Need = Literal["critic", "reference", "baseline", "entropy", "collision", "kl_zero", "old"]
-"""What must be at hand beside rewards: values, reference log-probs, the greedy reply's reward, entropies, the sum of p^2, KTO's
-reference point, log-probs of the policy before the step."""
+"""What must be at hand beside rewards: values, reference log-probs, the greedy reply's reward, entropies, the sum of
+p^2, KTO's reference point, log-probs of the policy before the step."""
 
 Skips = Literal["nothing", "no weight", "no advantage"]
 """Rollouts that have no part in a loss's gradient, whatever the policy says of them, nor in that of other rollouts:
@@ -140,7 +140,7 @@ LOSSES: dict[str, LossEntry] = {
     "reinforce": LossEntry(ratio=False, skips="no advantage"),
     "gpg": LossEntry(ratio=False, skips="no advantage"),
     "reinforce_is": LossEntry(settings=settings.ReinforceIs, anchor="sampled", skips="no advantage"),
-    "dro": LossEntry(settings=settings.Dro, skips="nothing"),
+    "dro": LossEntry(settings=settings.Dro, skips="no weight"),
     "opmd": LossEntry(settings=settings.Opmd, anchor="none", skips="no advantage"),
     "topr": LossEntry(settings=settings.Topr, skips="no advantage"),
     "rec": LossEntry(
