@@ -24,6 +24,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "rec": {"rec_clip_mode": "ring"},
     "opmd": {},
     "grpo": {"loss": "rollout_is", "positive_nll_coef": 0.1},
+    "rloo": {"top_entropy_quantile": 0.5, "loss": "ppo"},
 }
 
 
