@@ -415,11 +415,10 @@ def test_the_worked_functions_of_the_docs_run_by_hand(tmp_path: Path) -> None:
     text = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
     path = tmp_path / "worked.py"
     path.write_text("".join(part.split("```")[0] for part in text.split("```python\n")[2:]), encoding="utf-8")
-    algorithm = made(
-        "grpo",
-        advantage={"name": f"{path}:mild", "floor": -0.25},
-        loss={"name": f"{path}:soft_clip", "width": 0.5},
+    cfg = schema.AlgorithmConfig(
+        advantage={"name": f"{path}:mild", "floor": -0.25}, loss={"name": f"{path}:soft_clip", "width": 0.5}
     )
+    algorithm = build(cfg, critic=schema.CriticConfig(), max_tokens=20)
     # Rewards 0 and 1: less their mean -0.5, which is raised to -0.25, and 0.5.
     batch = algorithm.advantage(make_batch([["pa", "pa"]], [0.0, 1.0]), 0.0)
     assert batch.adv_N is not None
