@@ -41,13 +41,15 @@ def surrogate(a: float, r: float, low: float, high: float) -> float:
     return max(-a * r, -a * clamp(r, 1 - low, 1 + high))
 
 
-def ppo(t: Tokens, low: float, high: float, dual: float | None, delta: float | None) -> Lists:
+def ppo(
+    t: Tokens, low: float, high: float, dual: float | None, delta: float | None, engine: bool = False
+) -> Lists:
     def one(a: float, lp: float, r: float, _: float) -> float:
         loss = surrogate(a, r, low, high)
         return min(loss, -dual * a) if dual is not None and a < 0 else loss
 
     out = each(t, one)
-    for i, (lp, lo) in enumerate(zip(t.lp, t.lo, strict=True)):
+    for i, (lp, lo) in enumerate(zip(t.lp, t.lb if engine else t.lo, strict=True)):
         kl = sum(clamp(y - x, -20, 20) for x, y in zip(lp, lo, strict=True)) / max(len(lp), 1)
         if delta is not None and kl > delta:
             out[i] = [0.0 if a < 0 else x for a, x in zip(t.a[i], out[i], strict=True)]
@@ -76,9 +78,11 @@ def geo_mean(t: Tokens, low: float, high: float) -> Lists:
     return out
 
 
-def cispo(t: Tokens, low: float, high: float, mask: bool) -> Lists:
+def cispo(t: Tokens, low: float, high: float, masks: bool, mask: tuple[float, float] | None = None) -> Lists:
+    below, above = mask or (low, high)
+
     def one(a: float, lp: float, r: float, _: float) -> float:
-        if mask and ((r > 1 + high and a > 0) or (r < 1 - low and a < 0)):
+        if masks and ((r > 1 + above and a > 0) or (r < 1 - below and a < 0)):
             return 0.0
         return -clamp(r, 1 - low, 1 + high) * a * lp
 
@@ -106,7 +110,7 @@ def bernoulli_kl(p: float, q: float) -> float:
     return total
 
 
-def dppo(t: Tokens, kind: str, low: float, high: float) -> Lists:
+def dppo(t: Tokens, kind: str, low: float, high: float, most: float = 20.0) -> Lists:
     out = []
     for a, lp, lb in zip(t.a, t.lp, t.lb, strict=True):
         row = []
@@ -114,13 +118,40 @@ def dppo(t: Tokens, kind: str, low: float, high: float) -> Lists:
             p, q = math.exp(now), math.exp(before)
             far = abs(p - q) if kind == "binary_tv" else bernoulli_kl(q, p)
             blocked = (x > 0 and p > q and far > high) or (x < 0 and p < q and far > low)
-            row.append(0.0 if blocked else -x * math.exp(clamp(now - before, -20, 20)))
+            row.append(0.0 if blocked else -x * min(math.exp(clamp(now - before, -20, 20)), most))
         out.append(row)
     return out
 
 
-def sppo(t: Tokens, e: float) -> Lists:
+def softmax_ppo(t: Tokens, e: float) -> Lists:
     return each(t, lambda a, lp, r, _: -a * math.log(r) if 1 / (1 + e) <= r <= 1 + e else 0.0)
+
+
+def vespo(t: Tokens, pos: tuple[float, float], neg: tuple[float, float]) -> Lists:
+    out = []
+    for a, lp, lo in zip(t.a, t.lp, t.lo, strict=True):
+        log_w = clamp(sum(clamp(x - y, -20, 20) for x, y in zip(lp, lo, strict=True)), math.log(1e-8), 20)
+        row = []
+        for x, now in zip(a, lp, strict=True):
+            k, rate = pos if x >= 0 else neg
+            row.append(-(math.exp(log_w) ** k) * math.exp(rate - rate * math.exp(log_w)) * x * now)
+        out.append(row)
+    return out
+
+
+def reinforce_is(t: Tokens, over: str, low: float, high: float, outside: str) -> Lists:
+    out = []
+    for a, lp, lb in zip(t.a, t.lp, t.lb, strict=True):
+        d = [clamp(x - y, -20, 20) for x, y in zip(lp, lb, strict=True)]
+        whole = sum(d) if over == "sequence" else sum(d) / max(len(d), 1)
+        row = []
+        for x, now, log in zip(a, lp, d, strict=True):
+            w = 1.0 if over == "none" else math.exp(clamp(log if over == "token" else whole, -20, 20))
+            if over != "none" and not low <= w <= high:
+                w = clamp(w, low, high) if outside == "truncate" else 0.0
+            row.append(-w * x * now)
+        out.append(row)
+    return out
 
 
 def topr(t: Tokens, threshold: float) -> Lists:
@@ -158,7 +189,7 @@ def rec(t: Tokens, s: Rec) -> Lists:
             back = (x >= 0 and r <= 1 - s.ring_low) or (x <= 0 and r >= 1 + s.ring_high)
             inside["ring"] = inside["two-side"] or back
             w = {"none": 1.0, "importance_sampling": r, "gspo_importance_sampling": whole}
-            w["advantage"] = math.exp(x / s.temperature)
+            w["advantage"] = math.exp(min(x / s.temperature, 20.0))
             loss = -w[s.weight] * x * now if inside[s.mode] else 0.0
             loss += {"none": 0.0, "k2": log * log, "forward-kl": -now}[s.regularizer] * s.coef
             row.append(loss)

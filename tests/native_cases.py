@@ -334,6 +334,11 @@ CASES: dict[str, Case] = {
         -0.5,
     ),
     "algorithm.loss.max_divergence": (f"algorithm.name=gkd; {OTHERS}; reference.path=B", 1e-3),
+    "algorithm.advantage.handle_zero_tail": (
+        "algorithm.name=optimal_token_baseline; rollout.group_size=4",
+        False,
+    ),
+    "algorithm.advantage.gpg_alpha": ("algorithm.name=gpg; rollout.group_size=4", "nonzero"),
     "algorithm.advantage.gamma": (PPO, 0.5),
     "algorithm.advantage.lam": (PPO, 0.5),
     "algorithm.advantage.normalize_std": ("", False),
@@ -370,6 +375,18 @@ CASES: dict[str, Case] = {
         f"algorithm.name=gspo; algorithm.advantage=gae; algorithm.advantage.lam=0.5; {MOVED}",
         "token",
     ),
+    "algorithm.loss.sequence_mask_anchor": (
+        f"algorithm.loss.sequence_mask_delta=0.001; train.temperature=0.7; {MOVED}",
+        "sampled",
+    ),
+    "algorithm.loss.mask_low": (
+        f"algorithm.name=cispo; {MOVED}; algorithm.loss={{clip_low: 0.5, clip_high: 0.5, cispo_mask: true}}",
+        0.01,
+    ),
+    "algorithm.loss.mask_high": (
+        f"algorithm.name=cispo; {MOVED}; algorithm.loss={{clip_low: 0.5, clip_high: 0.5, cispo_mask: true}}",
+        0.01,
+    ),
     "algorithm.loss.cispo_mask": (f"algorithm.name=cispo; {MOVED}; algorithm.loss.clip_high=0.01", True),
     "algorithm.loss.tau_pos": (f"algorithm.name=sapo; {MOVED}", 2.0),
     "algorithm.loss.tau_neg": (f"algorithm.name=sapo; {MOVED}", 2.0),
@@ -397,7 +414,20 @@ CASES: dict[str, Case] = {
     "algorithm.loss.dppo_max_ratio": (f"algorithm.name=dppo; {MOVED}", 0.9),
     "algorithm.loss.dppo_delta_high": (f"algorithm.name=dppo; {MOVED}", 0.001),
     "algorithm.loss.aipo_rho": (f"algorithm.name=aipo; {MOVED}", 1.001),
-    "algorithm.loss.sppo_epsilon": (f"algorithm.name=sppo; {MOVED}", 0.001),
+    "algorithm.loss.ratio_epsilon": (f"algorithm.name=softmax_ppo; {MOVED}", 0.001),
+    **{
+        f"algorithm.loss.vespo_{name}": (f"algorithm.name=vespo; {MOVED}", 9.0)
+        for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+    },
+    "algorithm.loss.dro_beta": (f"algorithm.name=dro; {MOVED}", 0.9),
+    "algorithm.loss.weight_over": (f"algorithm.loss=reinforce_is; {MOVED}", "sequence"),
+    "algorithm.loss.weight_low": (f"algorithm.loss=reinforce_is; {MOVED}", 0.999),
+    "algorithm.loss.weight_high": (f"algorithm.loss=reinforce_is; {MOVED}", 1.001),
+    "algorithm.loss.weight_outside": (
+        f"algorithm.loss=reinforce_is; {MOVED}; algorithm.loss.weight_high=1.001",
+        "mask",
+    ),
+    "algorithm.top_entropy_quantile": ("", 0.5),
     "algorithm.loss.tau": ("algorithm.name=opmd", 0.5),
     "algorithm.loss.topr_threshold": (f"algorithm.name=topr; {MOVED}", 0.9),
     "algorithm.loss.rec_clip_mode": (
@@ -437,6 +467,10 @@ CASES: dict[str, Case] = {
     "algorithm.loss.phi_cutoff": (f"algorithm.name=sft_phi; {GIVEN}", 0.01),
     "algorithm.loss.beta": (DPO, 0.5),
     "algorithm.loss.pair_loss": (DPO, "hinge"),
+    "algorithm.loss.pair_weights": (f"{DPO}; algorithm.loss.pair_loss=[sigmoid, sft]", [0.5, 2.0]),
+    "algorithm.loss.ipo_mean": (f"{DPO}; algorithm.loss.pair_loss=ipo", False),
+    "algorithm.loss.nll_weight": (f"algorithm.name=cpo; {GIVEN}", 0.2),
+    "algorithm.loss.reward_alpha": (f"algorithm.name=simpo; {GIVEN}", 0.5),
     "algorithm.loss.label_smoothing": (DPO, 0.2),
     "algorithm.loss.target_margin": (f"algorithm.name=simpo; {GIVEN}", 0.2),
     "algorithm.loss.odds_weight": (f"algorithm.name=orpo; {GIVEN}", 0.9),
@@ -655,6 +689,7 @@ APART = (
 BELOW: dict[str, str] = {
     "critic.head": "weights with a head are refused without it",
     "algorithm.advantage.divide_by_turns": "episodes of one turn are divided by 1",
+    "algorithm.advantage.reset_at_turns": "episodes of one turn have no earlier one",
     "checkpoint.load_contents": "what is read when a run goes on",
     **dict.fromkeys(RANKS, "processes start for it: test_ranks_run.py has a test of each"),
     "profile.ranks": "ranks start for it: test_profile.py",

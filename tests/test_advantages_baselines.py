@@ -237,12 +237,20 @@ def test_opo_by_hand() -> None:
 
 
 def test_gpg_by_hand() -> None:
-    # Five rollouts, two of them with a reward: alpha = 5 / 2. Means 0.5 and 0.
+    # As verl: five rollouts, two of them with a reward: alpha = 5 / 2. Means 0.5 and 0.
     batch = make_batch([["pa", "pa"], ["pa", "paa", "p", "pa"]], [1, 0, 0, 0, 9, 2])
-    adv_N, _ = gpg(batch, reward_N=token_rewards(batch))
+    adv_N, _ = gpg(batch, reward_N=token_rewards(batch), gpg_alpha="nonzero")
     third = 2.5 * 2 / 3
     expected = [1.25, -1.25, -third, -third, None, 2 * third]
     assert per_rollout(batch, adv_N) == [x if x is None else pytest.approx(x, rel=1e-12) for x in expected]
+
+
+def test_gpg_by_groups_by_hand() -> None:
+    # The paper's: of seven rollouts three are in groups that are all right or all wrong: alpha = 7 / 4.
+    batch = make_batch([["pa", "pa"], ["pa", "pa", "pa"], ["pa", "pa"]], [1, 0, 1, 1, 1, 0, 1])
+    adv_N, _ = gpg(batch, reward_N=token_rewards(batch))
+    x = 7 / 4 / 2
+    assert per_rollout(batch, adv_N) == pytest.approx([x, -x, 0, 0, 0, -x, x], rel=1e-12)
 
 
 def test_gpg_without_any_reward() -> None:
@@ -467,19 +475,22 @@ def check_against(batch: Batch, adv_N: Tensor, wanted: dict[int, float]) -> None
             assert got == pytest.approx(wanted[row], rel=1e-9, abs=1e-9)
 
 
-@given(seed=st.integers(0, 10_000))
+@given(seed=st.integers(0, 10_000), by_groups=st.booleans())
 @FEW
-def test_gpg_against_a_loop(seed: int) -> None:
+def test_gpg_against_a_loop(seed: int, by_groups: bool) -> None:
     batch = coarse(seed)
     batch = replace(batch, reward_R=batch.reward_R.double())
     groups = groups_of(batch)
     score = {row: float(batch.reward_R[row]) for rows in groups for row in rows}
-    alpha = len(score) / max(1, sum(x != 0 for x in score.values()))
+    mixed = [rows for rows in groups if len(rows) == 1 or len({score[row] for row in rows}) > 1]
+    counted = sum(map(len, mixed)) if by_groups else sum(x != 0 for x in score.values())
+    alpha = len(score) / max(1, counted)
     wanted = {}
     for rows in groups:
         mean = fmean(score[row] for row in rows) if len(rows) > 1 else 0.0
         wanted |= {row: alpha * (score[row] - mean) for row in rows}
-    check_against(batch, gpg(batch, reward_N=token_rewards(batch))[0], wanted)
+    alpha_of = "mixed_groups" if by_groups else "nonzero"
+    check_against(batch, gpg(batch, reward_N=token_rewards(batch), gpg_alpha=alpha_of)[0], wanted)
 
 
 @given(seed=st.integers(0, 10_000))

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import whet
+from batches import doubles, make_batch, ragged
 from test_train_torch import engine, random_groups
+from whet.algos.recipes import build
+from whet.algos.whitening import of_top_entropy
 from whet.batch import pack
+from whet.config import schema
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.models.logprobs import OutputHead, collisions
@@ -161,6 +168,49 @@ def test_the_engine_s_collisions_are_those_of_its_distribution(cut: MicroBatchPo
     torch.testing.assert_close(got, torch.where(batch.mask_N, expected, 0.0), rtol=1e-4, atol=1e-6)
     # The chance to sample the same token twice is at least that of the sampled one.
     assert (got >= made.forward(batch, "logprobs").exp().square() - 1e-6)[batch.mask_N].all()
+
+
+@pytest.mark.parametrize("cut", [MicroBatchPolicy(), MicroBatchPolicy(max_tokens=20, temperature=0.7)])
+def test_the_engine_s_entropies_are_those_of_its_distribution(cut: MicroBatchPolicy) -> None:
+    made = engine(cut)
+    batch = pack(random_groups())
+    expected = torch.zeros(batch.tokens)
+    for row in range(batch.rollouts):
+        at = (batch.rollout_N == row).nonzero().flatten()
+        logits = made.module(batch.token_ids_N[at][None]).logits[0].double() / cut.temperature
+        expected[at[1:]] = torch.distributions.Categorical(logits=logits).entropy().float()[:-1]
+    got = made.forward(batch, "entropy")
+    torch.testing.assert_close(got, torch.where(batch.mask_N, expected, 0.0), rtol=1e-4, atol=1e-5)
+
+
+def test_top_entropy_by_hand() -> None:
+    # Five sampled tokens with entropies 3 1 2 | 5 4; a share of 0.4 is int(0.4 * 4) + 1 = 2 of them: 5 and 4.
+    batch = make_batch([["paoaa", "paa"]], [1.0, 0.0])
+    batch = replace(batch, entropy_N=doubles([0, 3, 9, 1, 2, 0, 5, 4]))
+    kept = {0.4: [0, 0, 0, -0.5, -0.5], 0.6: [0.5, 0, 0, -0.5, -0.5], 1.0: [0.5, 0.5, 0.5, -0.5, -0.5]}
+    for quantile, expected in kept.items():
+        cfg = schema.AlgorithmConfig(name="dr_grpo", top_entropy_quantile=quantile)
+        made = build(cfg, critic=schema.CriticConfig(), max_tokens=8)
+        adv_N = made.advantage(batch, 0.0).adv_N
+        assert adv_N is not None
+        assert adv_N[batch.mask_N].tolist() == expected
+        assert made.weights(batch, 1)[batch.mask_N].tolist() == [1 / 16] * 5, "the others keep their place"
+        assert ("entropy" in made.needs) == (quantile < 1)
+
+
+@given(seed=st.integers(0, 10_000), quantile=st.floats(0.01, 1.0))
+@settings(max_examples=50, deadline=None)
+def test_top_entropy_against_sorted_lists(seed: int, quantile: float) -> None:
+    batch = ragged(seed)
+    rng = torch.Generator().manual_seed(seed)
+    entropy = torch.randint(0, 9, (batch.tokens,), generator=rng).double()
+    adv = torch.randn(batch.tokens, generator=rng).double() * batch.mask_N
+    got = of_top_entropy(adv, entropy, batch.mask_N, quantile=quantile)
+    found = sorted(entropy[batch.mask_N].tolist())
+    # TRL: at least the quantile 1 - q of all entropies, between two of them the upper one.
+    least = found[math.ceil(round((1 - quantile) * (len(found) - 1), 9))]
+    kept = [a if e >= least else 0.0 for a, e in zip(adv.tolist(), entropy.tolist(), strict=True)]
+    assert got.tolist() == kept
 
 
 def test_only_a_policy_has_collisions() -> None:

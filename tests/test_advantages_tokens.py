@@ -68,27 +68,45 @@ def groups_of(batch: Batch) -> dict[int, list[int]]:
 def test_reinforce_plus_plus_by_hand() -> None:
     # gamma 0.5, reward 8 at the end of the second turn: 4, 8 there, nothing in the first turn (0, 0).
     batch = make_batch([["paaoaa"]], [8.0])
-    adv_N, _ = reinforce_plus_plus(batch, reward_N=token_rewards(batch), gamma=0.5)
+    adv_N, _ = reinforce_plus_plus(batch, reward_N=token_rewards(batch), gamma=0.5, reset_at_turns=True)
     # Mean 3, variance (9 + 9 + 1 + 25) / 3 = 44 / 3.
     scale = math.sqrt(44 / 3 + 1e-8)
     expected = [0, -3 / scale, -3 / scale, 0, 1 / scale, 5 / scale]
     assert adv_N.tolist() == pytest.approx(expected, rel=1e-12)
 
 
-@given(seed=st.integers(0, 10_000), gamma=st.sampled_from([0.0, 0.5, 0.97, 1.0]))
+def test_reinforce_plus_plus_of_two_turns_by_hand() -> None:
+    # As verl 0.9.1: the return crosses the environment's token. Rewards 1 and 0: returns 1 1 and 0 0, mean 1/2,
+    # deviation sqrt(4 * 0.25 / 3).
+    batch = make_batch([["paoa", "paoa"]], [1.0, 0.0])
+    adv_N, _ = reinforce_plus_plus(batch, reward_N=token_rewards(batch), gamma=1.0)
+    x = 0.5 / math.sqrt(1 / 3 + 1e-8)
+    assert adv_N.tolist() == pytest.approx([0, x, 0, x, 0, -x, 0, -x], rel=1e-12)
+    assert x == pytest.approx(0.87, abs=5e-3)
+    # A gap of the environment's discounts nothing: 0.5 before the last token, however long it is.
+    apart = [make_batch([[text]], [1.0]) for text in ("paoa", "paooooa")]
+    first = [reinforce_plus_plus(b, reward_N=token_rewards(b), gamma=0.5)[0][1].item() for b in apart]
+    assert first[0] == first[1]
+
+
+@given(
+    seed=st.integers(0, 10_000), gamma=st.sampled_from([0.0, 0.5, 0.97, 1.0]), reset_at_turns=st.booleans()
+)
 @FEW
-def test_reinforce_plus_plus_against_a_loop(seed: int, gamma: float) -> None:
+def test_reinforce_plus_plus_against_a_loop(seed: int, gamma: float, reset_at_turns: bool) -> None:
     batch = ragged(seed)
     reward_N = token_rewards(batch, kl_coef=0.1, estimator="k1")
     returns = torch.zeros(batch.tokens).double()
     for row in range(batch.rollouts):
         carry = 0.0
         for n in reversed((batch.rollout_N == row).nonzero().flatten().tolist()):
-            carry = (float(reward_N[n]) + gamma * carry) * float(batch.mask_N[n])
-            returns[n] = carry
+            if batch.mask_N[n]:
+                carry = returns[n] = float(reward_N[n]) + gamma * carry
+            elif reset_at_turns:
+                carry = 0.0
     sampled = returns[batch.mask_N].tolist()
     scale = math.sqrt(stdev(sampled) ** 2 + 1e-8)
-    got, _ = reinforce_plus_plus(batch, reward_N=reward_N, gamma=gamma)
+    got, _ = reinforce_plus_plus(batch, reward_N=reward_N, gamma=gamma, reset_at_turns=reset_at_turns)
     expected = torch.where(batch.mask_N, (returns - fmean(sampled)) / scale, 0.0)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
@@ -190,7 +208,7 @@ def test_reward_is_the_score_at_every_token() -> None:
 # ---------------------------------------------------------------- optimal token baseline
 
 
-def otb_by_loops(batch: Batch, reward_N: torch.Tensor, *, tir: bool) -> torch.Tensor:
+def otb_by_loops(batch: Batch, reward_N: torch.Tensor, *, tir: bool, tail: bool) -> torch.Tensor:
     assert batch.logp_old_N is not None
     assert batch.collision_N is not None
     out = torch.zeros(batch.tokens).double()
@@ -214,21 +232,22 @@ def otb_by_loops(batch: Batch, reward_N: torch.Tensor, *, tir: bool) -> torch.Te
     for (g, _), cell in cells.items():
         base = sum(r * w for _, r, w in cell) / (sum(w for _, _, w in cell) + 1e-8)
         for n, r, _ in cell:
-            out[n] = r if sizes[g] == 1 or (tir and len(cell) == 1) else r - base
+            out[n] = r if sizes[g] == 1 or (tail and len(cell) == 1) else r - base
     return out
 
 
 @pytest.mark.parametrize("tir", [False, True])
-@given(seed=st.integers(0, 10_000), corrected=st.booleans())
+@given(seed=st.integers(0, 10_000), corrected=st.booleans(), tail=st.booleans())
 @FEW
-def test_optimal_token_baseline_against_a_loop(tir: bool, seed: int, corrected: bool) -> None:
+def test_optimal_token_baseline_against_a_loop(tir: bool, seed: int, corrected: bool, tail: bool) -> None:
     batch = with_collisions(ragged(seed), seed)
     if corrected:
         batch = replace(batch, correction_N=1 + 0.5 * batch.position_N.double().cos())
     reward_N = token_rewards(batch, kl_coef=0.1, estimator="k1")
     function = tir_optimal_token_baseline if tir else optimal_token_baseline
-    got, _ = function(batch, reward_N=reward_N)
-    torch.testing.assert_close(got, otb_by_loops(batch, reward_N, tir=tir), rtol=1e-8, atol=1e-8)
+    got, _ = function(batch, reward_N=reward_N, handle_zero_tail=tail)
+    expected = otb_by_loops(batch, reward_N, tir=tir, tail=tail)
+    torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-8)
 
 
 def test_optimal_token_baseline_by_hand() -> None:
@@ -242,10 +261,12 @@ def test_optimal_token_baseline_by_hand() -> None:
         collision_N=doubles([0, 0.25, 0.25, 0, 0.75]),
     )
     r = token_rewards(batch)
-    assert optimal_token_baseline(batch, reward_N=r)[0].tolist() == pytest.approx([0, 3, 0, 0, -1], abs=1e-6)
-    # Where no other reaches there is no baseline.
-    got = tir_optimal_token_baseline(batch, reward_N=r)[0].tolist()
-    assert got == pytest.approx([0, 3, 4, 0, -1], abs=1e-6)
+    for function in (optimal_token_baseline, tir_optimal_token_baseline):
+        # Where no other reaches there is no baseline.
+        got = function(batch, reward_N=r)[0].tolist()
+        assert got == pytest.approx([0, 3, 4, 0, -1], abs=1e-6)
+        got = function(batch, reward_N=r, handle_zero_tail=False)[0].tolist()
+        assert got == pytest.approx([0, 3, 0, 0, -1], abs=1e-6)
 
 
 def test_with_equal_costs_it_is_the_mean_of_the_group() -> None:

@@ -190,6 +190,16 @@ def test_turns_of_an_episode() -> None:
     assert advantage(True) == pytest.approx([x / 2 for x in advantage(False)[:3]] + advantage(False)[3:])
     assert advantage(True) != advantage(False)
 
+    def returns(reset: bool) -> list[float]:
+        cfg = AlgorithmConfig(name="reinforce_pp", advantage={"reset_at_turns": reset})
+        adv_N = build(cfg, critic=CriticConfig(), max_tokens=4).advantage(batch, 0.0).adv_N
+        assert adv_N is not None
+        return adv_N[batch.mask_N].tolist()
+
+    # rewards 1 and 3 at the ends: the first turn's return is that of the episode, or nothing
+    assert returns(False)[0] == returns(False)[1] == returns(False)[2]
+    assert returns(True)[0] < returns(True)[1]
+
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_a_key_about_replies_that_were_written_elsewhere(
@@ -211,5 +221,6 @@ def test_nothing_is_left_out() -> None:
     assert {name.rpartition(".")[2] for name in BELOW if name.startswith("eval.offline.")} == set(OFFLINE)
     assert BELOW.keys() - {f"eval.offline.{key}" for key in OFFLINE} - {*APART, *CLUSTER, *PARTS, *RANKS} == {
         "critic.head", "checkpoint.load_contents", "algorithm.advantage.divide_by_turns",
+        "algorithm.advantage.reset_at_turns",
         "checkpoint.sharded", "profile.ranks",
     }  # fmt: skip

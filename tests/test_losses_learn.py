@@ -17,10 +17,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "clip_cov": {"clip_cov_lb": 0.1},
     "kl_cov": {},
     "dppo": {},
-    "sppo": {},
+    "softmax_ppo": {},
+    "vespo": {},
+    "dro": {},
+    "reinforce_pp": {"loss": "reinforce_is"},
     "rec": {"rec_clip_mode": "ring"},
     "opmd": {},
     "grpo": {"loss": "rollout_is", "positive_nll_coef": 0.1},
+    "rloo": {"top_entropy_quantile": 0.5, "loss": "ppo"},
 }
 
 

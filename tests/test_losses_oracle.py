@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -23,6 +24,7 @@ from whet.batch import Batch, LossFn, Outputs, select
 Case = tuple[str, dict[str, Any], Callable[[Tokens], Lists]]
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}
 PPO = CLIP | {"sequence_mask_delta": None, "fallback_to_policy_gradient": False}
+VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
 REC: dict[str, Any] = {
     "rec_clip_mode": "none",
     "rec_ring_low": 0.6,
@@ -72,7 +74,28 @@ CASES: list[Case] = [
     ("aipo", {"aipo_rho": 1.5}, plain(lambda a, lp, r: -min(r, 1.5) * a)),
     ("importance_sampling", {}, plain(lambda a, lp, r: -a * r)),
     ("rollout_is", CLIP, lambda t: naive.rollout_is(t, 0.2, 0.28)),
-    ("sppo", {"sppo_epsilon": 0.3}, lambda t: naive.sppo(t, 0.3)),
+    ("softmax_ppo", {"ratio_epsilon": 0.3}, lambda t: naive.softmax_ppo(t, 0.3)),
+    (
+        "ppo",
+        PPO | {"dual_clip": None, "sequence_mask_delta": 0.1, "sequence_mask_anchor": "sampled"},
+        lambda t: naive.ppo(t, 0.2, 0.28, None, 0.1, engine=True),
+    ),
+    (
+        "cispo",
+        {"clip_low": 1.0, "clip_high": 0.5, "cispo_mask": True, "mask_low": 0.1, "mask_high": 0.2},
+        lambda t: naive.cispo(t, 1.0, 0.5, True, mask=(0.1, 0.2)),
+    ),
+    ("vespo", VESPO, lambda t: naive.vespo(t, (2.0, 3.0), (3.0, 2.0))),
+    ("dro", {"dro_beta": 0.3}, plain(lambda a, lp, r: -a * lp + 0.15 * math.log(r) ** 2)),
+    *[
+        (
+            "reinforce_is",
+            {"weight_over": over, "weight_low": 0.5, "weight_high": 1.5, "weight_outside": outside},
+            lambda t, over=over, outside=outside: naive.reinforce_is(t, over, 0.5, 1.5, outside),
+        )
+        for over in ("none", "token", "sequence", "geometric")
+        for outside in ("truncate", "mask")
+    ],
     ("reinforce", {}, plain(lambda a, lp, r: -a * lp)),
     ("gpg", {}, plain(lambda a, lp, r: -a * lp)),
     ("opmd", {"tau": 0.5}, plain(lambda a, lp, r: -a * lp / 1.5)),
@@ -187,7 +210,7 @@ def test_nothing_was_sampled(case: Case) -> None:
 
 def test_every_policy_loss_stands_here() -> None:
     mine = {name for name, _, _ in ALL} | {"clip_cov", "gkd"}  # gkd: test_divergence.py
-    assert mine == LOSSES.keys() - {"sft", "sft_is", "sft_phi", "dpo", "simpo", "orpo", "kto"}
+    assert mine == LOSSES.keys() - {"sft", "sft_is", "sft_phi", "dpo", "simpo", "cpo", "orpo", "kto"}
 
 
 # ---------------------------------------------------------------- the gradient
@@ -228,7 +251,7 @@ def test_the_gradient_is_that_of_the_loss(case: Case, seed: int) -> None:
     name, keys, _ = case
     batch, logp = noisy(seed, spread=0.3)
     held = (
-        (name in {"cispo", "topr", "rollout_is"})
+        (name in {"cispo", "topr", "rollout_is", "reinforce_is", "vespo"})
         or (name == "sapo" and keys["sapo_detach"])
         or (name == "gspo" and keys["gspo_form"] == "token")
         or (name == "rec" and keys["rec_regularizer"] == "none" and keys["rec_weight"] != "advantage")

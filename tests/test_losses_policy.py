@@ -151,6 +151,105 @@ def test_cispo_by_hand() -> None:
     assert run("cispo", batch, logp, **CLIP, cispo_mask=True)[0] == [0.0]
 
 
+def test_the_mask_of_cispo_may_have_bounds_of_its_own_by_hand() -> None:
+    # r = 2, 1.1, 0.5: the weights are 1.28, 1.1, 0.8; the mask's bounds are 0.95 and 1.05.
+    batch, logp = tokens([2.0, 3.0, -1.0], [math.log(2), math.log(1.1), math.log(0.5)])
+    loss, _, stats = run("cispo", batch, logp, **CLIP, cispo_mask=True, mask_low=0.05, mask_high=0.05)
+    assert loss == [0.0, 0.0, 0.0]
+    assert stats["masked_frac"].tolist() == [0, 1, 1, 1]
+    loss, _, stats = run("cispo", batch, logp, **CLIP, cispo_mask=True, mask_low=0.6, mask_high=0.5)
+    assert loss == pytest.approx([0.0, 3.3, -0.8])
+
+
+def test_a_sequence_mask_may_look_at_the_engine_by_hand() -> None:
+    # mean of log old/now = 0.2; of log engine/now = (0.5 + 0.1) / 2 = 0.3 nats a token.
+    batch, logp = tokens([-1.0, 2.0], [-0.3, -0.1])
+    batch = replace(batch, logp_sample_N=logp.detach() + doubles([0, 0.5, 0.1]))
+    for anchor, least in (("old", 0.2), ("sampled", 0.3)):
+        for delta, masked in ((least - 0.01, True), (least + 0.01, False)):
+            keys = {"sequence_mask_delta": delta, "sequence_mask_anchor": anchor}
+            loss, _, _ = run("ppo", batch, logp, **PPO, **keys)
+            assert (loss[0] == 0) == masked
+            assert loss[1] == pytest.approx(-2 * math.exp(-0.1)), "the ratio is to the policy before the step"
+
+
+def test_vespo_by_hand() -> None:
+    # The product of the ratios is 2: phi = 2^2 e^(3 - 6) where A >= 0, 2^3 e^(2 - 4) where it is not. log pi = -1.
+    batch, logp = tokens([1.0, -2.0], [math.log(4), -math.log(2)])
+    keys = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+    loss, grad, stats = run("vespo", batch, logp, **keys)
+    up, down = 4 * math.exp(-3), 8 * math.exp(-2)
+    assert loss == pytest.approx([up, -2 * down])
+    assert grad == pytest.approx([-up, 2 * down])
+    assert stats["sequence_ratio"].tolist()[1:] == pytest.approx([2, 2])
+    batch, logp = tokens([1.0, -2.0], [0.0, 0.0])
+    assert run("vespo", batch, logp, **keys)[1] == pytest.approx([-1.0, 2.0]), "REINFORCE at w = 1"
+
+
+def test_dro_by_hand() -> None:
+    # -A log pi = 2 with log r = 0.5: 2 + 0.4 / 2 * 0.25; gradient -2 + 0.4 * 0.5.
+    batch, logp = tokens([2.0], [0.5])
+    loss, grad, _ = run("dro", batch, logp, dro_beta=0.4)
+    assert (loss, grad) == (pytest.approx([2.05]), pytest.approx([-1.8]))
+
+
+@pytest.mark.parametrize(
+    ("over", "high", "outside", "weight"),
+    [
+        ("token", 3.0, "truncate", [2.0, 3.0]),  # 2 and 4
+        ("token", 3.0, "mask", [2.0, 0.0]),
+        ("sequence", 3.0, "truncate", [3.0, 3.0]),  # 8
+        ("sequence", 1e9, "truncate", [8.0, 8.0]),
+        ("geometric", 1e9, "truncate", [8**0.5, 8**0.5]),
+        ("none", 3.0, "truncate", [1.0, 1.0]),
+    ],
+)
+def test_reinforce_with_weights_of_the_policy_that_learns_by_hand(
+    over: str, high: float, outside: str, weight: list[float]
+) -> None:
+    batch, logp = tokens([1.0, -2.0], [9.0, 9.0])  # the policy before the step is not read
+    batch = replace(batch, logp_sample_N=logp.detach() - doubles([0, math.log(2), math.log(4)]))
+    keys = {"weight_over": over, "weight_low": None, "weight_high": high, "weight_outside": outside}
+    loss, grad, _ = run("reinforce_is", batch, logp, **keys)
+    assert loss == pytest.approx([weight[0], -2 * weight[1]])
+    assert grad == pytest.approx([-weight[0], 2 * weight[1]])
+
+
+def test_an_exponential_weight_at_a_low_temperature_is_bounded() -> None:
+    """REC's weight=advantage: e^(1 / 0.01) is no number of float32."""
+    keys = resolve(
+        schema.AlgorithmConfig(name="rec", loss={"rec_weight": "advantage", "rec_temperature": 0.01})
+    )
+    batch, logp = tokens([1.0, -1.0], [0.0, 0.0])
+    batch, logp = replace(batch, adv_N=batch.adv_N.float()), logp.detach().float().requires_grad_()
+    loss, grad, _ = run("rec", batch, logp, **keys.settings["loss"].settings)
+    assert loss == pytest.approx([math.exp(20), -math.exp(-100)], rel=1e-5, abs=1e-30)
+    assert all(map(math.isfinite, grad))
+
+
+def test_a_ratio_far_above_1_keeps_the_weight_20_of_its_gradient_in_dppo() -> None:
+    keys = resolve(schema.AlgorithmConfig(name="dppo")).settings["loss"].settings
+    batch, logp = tokens([-1.0], [0.0])
+    batch = replace(batch, logp_sample_N=logp.detach() - doubles([0, math.log(50)]))
+    loss, grad, _ = run("dppo", batch, logp, **keys)
+    assert (loss, grad) == (pytest.approx([20.0]), pytest.approx([20.0]))
+    assert run("dppo", batch, logp, **{**keys, "dppo_max_ratio": 1e9})[0] == pytest.approx([50.0])
+
+
+def test_an_impossible_token_leaves_losses_of_the_ratio_finite_and_those_of_log_pi_infinite() -> None:
+    batch, _ = tokens([1.0], [0.0])
+    logp = doubles([0.0, -math.inf])
+    assert run("ppo", batch, logp, **PPO)[0][0] == pytest.approx(0.0, abs=1e-8)
+    assert math.isinf(run("reinforce", batch, logp)[0][0])
+
+
+def test_luspo_is_gspo_times_the_length_by_hand() -> None:
+    # Two rollouts of 2 and 1 tokens, ratio 1: a sum over tokens, a mean over rollouts.
+    made = build(schema.AlgorithmConfig(name="luspo"), critic=schema.CriticConfig(), max_tokens=8)
+    batch = make_batch([["paa", "pa"]], [1.0, 0.0])
+    assert made.weights(batch, 1).tolist() == [0, 0.5, 0.5, 0, 0.5]
+
+
 @pytest.mark.parametrize(("adv", "tau"), [(2.0, 1.0), (-2.0, 1.05)])
 def test_sapo_at_ratio_1_by_hand(adv: float, tau: float) -> None:
     # sigmoid(0) = 1/2: the gate is 2 / tau, its derivative by r is 1.
@@ -163,7 +262,7 @@ def test_sapo_at_ratio_1_by_hand(adv: float, tau: float) -> None:
     assert stats["gate"][1].item() == pytest.approx(2 / tau)
 
 
-def test_aipo_importance_sampling_and_sppo_by_hand() -> None:
+def test_aipo_importance_sampling_and_softmax_ppo_by_hand() -> None:
     # r = 3 with A = 2, r = 3 with A = -2, r = 1.2 with A = 2
     batch, logp = tokens([2.0, -2.0, 2.0], [math.log(3), math.log(3), math.log(1.2)])
     loss, grad, stats = run("aipo", batch, logp, aipo_rho=2.0)
@@ -171,7 +270,7 @@ def test_aipo_importance_sampling_and_sppo_by_hand() -> None:
     assert stats["clip_frac"].tolist() == [0, 1, 1, 0]
     loss, grad, _ = run("importance_sampling", batch, logp)
     assert loss == grad == pytest.approx([-6, 6, -2.4])
-    loss, grad, stats = run("sppo", batch, logp, sppo_epsilon=0.3)
+    loss, grad, stats = run("softmax_ppo", batch, logp, ratio_epsilon=0.3)
     assert (loss, grad) == (pytest.approx([0, 0, -2 * math.log(1.2)]), pytest.approx([0, 0, -2]))
     assert stats["clip_frac"].tolist() == [0, 1, 1, 0]
 

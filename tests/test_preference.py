@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -19,11 +19,15 @@ import whet
 from batches import Tokens, by_rollout, doubles, logp_now, make_batch, micro_batches, pair_batch
 from whet.algos.aggregate import weights
 from whet.algos.losses import regularized
-from whet.algos.preference import dpo, kl_zero, kto, mismatched, orpo, simpo
+from whet.algos.preference import PAIR_LOSSES as OF_DPO
+from whet.algos.preference import cpo, dpo, kl_zero, kto, mismatched, orpo, simpo
 from whet.algos.terms import Totals
 from whet.batch import Batch, LossFn, Outputs, select
 from whet.config.load import load
 from whet.config.plan import plans
+from whet.config.recipes import resolve
+from whet.config.schema import AlgorithmConfig
+from whet.config.settings import PairLoss
 from whet.types import ConfigError, DataError
 
 SEEDS = st.integers(0, 10_000)
@@ -32,8 +36,22 @@ PAIR_LOSSES: dict[str, LossFn] = {
     "dpo": partial(dpo, beta=0.3, label_smoothing=0.1),
     "robust": partial(dpo, beta=0.3, label_smoothing=0.1, pair_loss="robust"),
     "hinge": partial(dpo, beta=0.3, label_smoothing=0.0, pair_loss="hinge"),
-    "ipo": partial(dpo, beta=0.3, label_smoothing=0.0, pair_loss="ipo"),
+    "ipo": partial(dpo, beta=0.3, label_smoothing=0.0, pair_loss="ipo", ipo_mean=False),
+    "ipo_mean": partial(dpo, beta=0.3, label_smoothing=0.0, pair_loss="ipo"),
+    **{
+        name: partial(dpo, beta=0.3, label_smoothing=0.1, pair_loss=name)
+        for name in ("sigmoid_norm", "exo", "nca", "bco", "self_play", "apo_zero", "apo_down", "sft")
+    },
+    "several": partial(
+        dpo,
+        beta=0.3,
+        label_smoothing=0.1,
+        pair_loss=["sigmoid", "bco", "sft"],
+        pair_weights=[0.8, 0.2, 1.0],
+    ),
+    "cpo": partial(cpo, beta=0.3, label_smoothing=0.1, nll_weight=0.5),
     "simpo": partial(simpo, beta=2.0, target_margin=0.7),
+    "alphapo": partial(simpo, beta=2.0, target_margin=0.7, reward_alpha=0.25),
     "orpo": partial(orpo, odds_weight=0.2),
 }
 KTO = partial(kto, beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
@@ -41,6 +59,10 @@ KTO = partial(kto, beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
 
 def log_sigmoid(x: float) -> float:
     return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
 
 
 def one_pair(chosen: list[float], rejected: list[float]) -> tuple[Batch, Tensor]:
@@ -75,7 +97,20 @@ def mean_loss(batch: Batch, logp: Tensor, loss: LossFn) -> Tensor:
         ("robust", 0.0, -log_sigmoid(0.4)),
         ("robust", 0.1, (-0.9 * log_sigmoid(0.4) + 0.1 * log_sigmoid(-0.4)) / 0.8),
         ("hinge", 0.0, 0.6),  # 1 - 0.4
-        ("ipo", 0.0, 0.25),  # (2 - 1 / 0.4)^2
+        ("ipo", 0.0, 0.0),  # means -0.5 and -3: (2.5 - 1 / 0.4)^2
+        ("sigmoid_norm", 0.0, -log_sigmoid(0.5)),  # 0.2 * 2.5
+        (
+            "exo",
+            0.1,
+            sigmoid(0.4) * math.log(sigmoid(0.4) / 0.9) + sigmoid(-0.4) * math.log(sigmoid(-0.4) / 0.1),
+        ),
+        # beta u = -0.2, beta v = -0.6
+        ("nca", 0.0, -log_sigmoid(-0.2) - (log_sigmoid(0.2) + log_sigmoid(0.6)) / 2),
+        ("bco", 0.0, -log_sigmoid(-0.2) - log_sigmoid(0.6)),
+        ("self_play", 0.0, 12.5),  # (-1 - 2.5)^2 + (-3 + 2.5)^2
+        ("apo_zero", 0.0, 1 - sigmoid(-0.2) + sigmoid(-0.6)),
+        ("apo_down", 0.0, sigmoid(-0.2) + 1 - sigmoid(0.4)),
+        ("sft", 0.0, 0.5),
     ],
 )
 def test_dpo_and_its_kin_by_hand(pair_loss: str, smoothing: float, expected: float) -> None:
@@ -122,6 +157,72 @@ def test_a_kl_beside_pairs_does_not_depend_on_the_cut_into_micro_batches(seed: i
     assert parts.item() == pytest.approx((whole * batch.weight_N).sum().item(), rel=1e-6)
 
 
+def test_ipo_by_sums_by_hand() -> None:
+    batch, logp = one_pair([-0.25, -0.75], [-3.0])
+    loss = dpo(batch, Outputs(logp_N=logp), beta=0.2, label_smoothing=0.0, pair_loss="ipo", ipo_mean=False)
+    assert loss.loss_N[2].item() == pytest.approx(0.25, rel=1e-12)  # (2 - 1 / 0.4)^2
+
+
+def test_losses_of_pairs_are_summed_with_their_weights_by_hand() -> None:
+    """MPO's weights. z = 2, u = -1, v = -3, beta 0.2; mean log-prob of the chosen reply -0.5."""
+    batch, logp = one_pair([-0.25, -0.75], [-3.0])
+    given = resolve(AlgorithmConfig(name="mpo")).settings["loss"].settings
+    loss = dpo(batch, Outputs(logp_N=logp), **{**given, "beta": 0.2})
+    bco = -log_sigmoid(-0.2) - log_sigmoid(0.6)
+    assert loss.loss_N[2].item() == pytest.approx(-0.8 * log_sigmoid(0.4) + 0.2 * bco + 0.5, rel=1e-12)
+    assert loss.stats["margin"][0].item() == pytest.approx(0.4)
+
+
+def test_every_loss_of_pairs_has_a_value_by_hand_and_a_setting() -> None:
+    (mark,) = (m for m in test_dpo_and_its_kin_by_hand.pytestmark if m.name == "parametrize")  # type: ignore[attr-defined]
+    assert {case[0] for case in mark.args[1]} == OF_DPO.keys() == set(get_args(PairLoss))
+
+
+def test_cpo_by_hand() -> None:
+    # No reference: z = -1 + 3, so beta z = 0.4; the mean log-prob of the chosen reply is -0.5.
+    batch, logp = one_pair([-0.25, -0.75], [-3.0])
+    loss = cpo(batch, Outputs(logp_N=logp), beta=0.2, label_smoothing=0.0, nll_weight=2.0)
+    assert loss.loss_N[2].item() == pytest.approx(-log_sigmoid(0.4) + 1.0, rel=1e-12)
+    assert loss.stats["chosen_nll_nats"].tolist() == pytest.approx([0.5, 0.5])
+
+
+def test_alphapo_by_hand() -> None:
+    # Mean probabilities 1/2 and 1/4, alpha 1: rewards 1 - 2 = -1 and 1 - 4 = -3, times beta 2: a difference of 4.
+    batch, logp = one_pair([math.log(0.5)] * 2, [math.log(0.25)])
+    loss = simpo(batch, Outputs(logp_N=logp), beta=2.0, target_margin=0.5, reward_alpha=1.0)
+    assert loss.loss_N[2].item() == pytest.approx(-log_sigmoid(3.5), rel=1e-12)
+    assert loss.stats["chosen_reward"][0].item() == pytest.approx(-2.0)
+
+
+def test_alphapo_has_the_limit_of_simpo() -> None:
+    batch, logp = one_pair([-0.2, -0.8], [-1.0, -1.5])
+    near, at = (
+        simpo(batch, Outputs(logp_N=logp), beta=2.0, target_margin=0.4, reward_alpha=a).loss_N[2].item()
+        for a in (1e-9, 0.0)
+    )
+    assert near == pytest.approx(at, rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        ({"pair_loss": ["sigmoid", "sft"], "pair_weights": [1.0]}, "pair_weights: 1 of them for 2 losses"),
+        ({"pair_loss": []}, "pair_loss is empty"),
+        ({"pair_loss": "exo"}, "the logarithm of label_smoothing"),
+        ({"pair_loss": ["sigmoid", "sppo"]}, "pair_loss: got"),
+    ],
+)
+def test_losses_of_pairs_that_cannot_be_summed_are_refused(loss: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        resolve(AlgorithmConfig(name="dpo", loss=loss))
+
+
+def test_one_name_is_a_list_of_one() -> None:
+    for pair_loss in ("hinge", ["hinge"]):
+        chosen = resolve(AlgorithmConfig(name="dpo", loss={"pair_loss": pair_loss})).settings["loss"]
+        assert list(chosen.settings["pair_loss"]) == ["hinge"]
+
+
 def test_hinge_is_flat_beyond_its_margin() -> None:
     batch, logp = one_pair([-1.0], [-12.0])
     loss = dpo(batch, Outputs(logp_N=logp), beta=0.1, label_smoothing=0.0, pair_loss="hinge").loss_N.sum()
@@ -130,7 +231,7 @@ def test_hinge_is_flat_beyond_its_margin() -> None:
 
 
 def test_ipo_is_least_at_its_target() -> None:
-    batch, logp = one_pair([-1.0], [-6.0])  # z = 5 = 1 / (2 * 0.1)
+    batch, logp = one_pair([-1.0], [-6.0])  # z = 5 = 1 / (2 * 0.1), as sums and as means
     loss = dpo(batch, Outputs(logp_N=logp), beta=0.1, label_smoothing=0.0, pair_loss="ipo").loss_N.sum()
     assert loss.item() == pytest.approx(0)
     assert torch.autograd.grad(loss, logp)[0].abs().sum() == pytest.approx(0)
@@ -223,8 +324,40 @@ def pair_by_loop(name: str, now: list[Tokens], ref: list[Tokens]) -> float:
     """now, ref: log-probs of the chosen and of the rejected reply."""
     z = sum(now[0]) - sum(ref[0]) - sum(now[1]) + sum(ref[1])  # type: ignore[arg-type]
     a, b = (sum(tokens) / len(tokens) for tokens in now)  # type: ignore[arg-type]
+    n, m = len(now[0]), len(now[1])
+    u, v = (0.3 * (sum(x) - sum(y)) for x, y in zip(now, ref, strict=True))  # type: ignore[arg-type]
     if name == "simpo":
         return -log_sigmoid(2.0 * a - 2.0 * b - 0.7)
+    if name == "alphapo":
+        a, b = ((1 - math.exp(x) ** -0.25) / 0.25 for x in (a, b))
+        return -log_sigmoid(2.0 * a - 2.0 * b - 0.7)
+    if name == "cpo":
+        x = 0.3 * (sum(now[0]) - sum(now[1]))  # type: ignore[arg-type]
+        return -0.9 * log_sigmoid(x) - 0.1 * log_sigmoid(-x) - 0.5 * a
+    if name == "several":
+        return sum(
+            weight * pair_by_loop(part, now, ref)
+            for part, weight in (("dpo", 0.8), ("bco", 0.2), ("sft", 1.0))
+        )
+    if name == "sigmoid_norm":
+        x = u / n - v / m
+        return -0.9 * log_sigmoid(x) - 0.1 * log_sigmoid(-x)
+    if name == "exo":
+        s = sigmoid(u - v)
+        return s * math.log(s / 0.9) + (1 - s) * math.log((1 - s) / 0.1)
+    if name == "self_play":
+        return (u / 0.3 - 1 / 0.6) ** 2 + (v / 0.3 + 1 / 0.6) ** 2
+    if name == "ipo_mean":
+        return (u / 0.3 / n - v / 0.3 / m - 1 / 0.6) ** 2
+    plain = {
+        "nca": -log_sigmoid(u) - 0.5 * log_sigmoid(-u) - 0.5 * log_sigmoid(-v),
+        "bco": -log_sigmoid(u) - log_sigmoid(-v),
+        "apo_zero": 1 - sigmoid(u) + sigmoid(v),
+        "apo_down": sigmoid(u) + 1 - sigmoid(u - v),
+        "sft": -a,
+    }
+    if name in plain:
+        return plain[name]
     if name == "orpo":
         odds = [math.exp(x) / (1 - math.exp(x)) for x in (a, b)]
         return -a - 0.2 * math.log(odds[0] / (odds[0] + odds[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -115,7 +116,7 @@ def test_the_users_keys_win() -> None:
 
 def test_who_needs_a_reference() -> None:
     needs = {name for name in RECIPES if resolve(given(name)).needs_reference}
-    assert needs == {"dpo", "kto", "distill", "gkd"}
+    assert needs == {"dpo", "mpo", "kto", "distill", "gkd"}
     assert resolve(given("grpo", kl=schema.KlConfig(coef=0.01))).needs_reference
 
 
@@ -138,7 +139,7 @@ def test_who_needs_a_reference() -> None:
         ("sft", {"dynamic_sampling": True}, "algorithm.dynamic_sampling: has no effect"),
         ("sft", {"old_logprobs": "recompute"}, "algorithm.old_logprobs: has no effect"),
         ("sft", {"advantage": "grpo"}, "algorithm.advantage: has no effect"),
-        ("grpo", {"loss": "dpo"}, "set algorithm.name to one of dpo"),
+        ("grpo", {"loss": "dpo"}, "set algorithm.name to one of alphapo, cpo, dpo"),
         ("grpo", {"loss": "sft"}, "set algorithm.name to one of sft"),
         ("dpo", {"loss": "ppo"}, "learns from online data"),
         ("dpo", {"loss_agg_mode": "token-mean"}, "one number per pair or per reply"),
@@ -174,7 +175,7 @@ def test_defaults_written_out_are_no_error() -> None:
 def test_what_the_step_is_told() -> None:
     assert {n for n in RECIPES if made(n).needs_critic} == {"ppo"}
     assert {n for n in RECIPES if made(n).value_loss is not None} == {"ppo"}
-    assert {n for n in RECIPES if made(n).whole_groups} == {"dpo", "simpo", "orpo"}
+    assert {n for n in RECIPES if made(n).whole_groups} == {"dpo", "mpo", "cpo", "simpo", "alphapo", "orpo"}
     assert {n for n in RECIPES if made(n).dynamic_sampling} == {"dapo"}
     by_themselves = {"asymre", "dppo", "gkd", "gpg", "opmd", "opo", "raft", "reinforce", "remax", "rloo"}
     online = {n for n, recipe in RECIPES.items() if recipe.kind == "online"}
@@ -317,6 +318,27 @@ def greedy(batch, *, temperature):
 def short(batch):
     return torch.zeros(1), None
 
+def bare_advantage(batch):
+    return torch.zeros(batch.tokens)
+
+def reduced(batch, out):
+    return Loss(-(batch.adv_N * out.logp_N).mean())
+
+def column(batch, out):
+    return Loss(-(batch.adv_N * out.logp_N)[:, None])
+
+def by_rollout(batch, out):
+    return Loss(batch.sum_R(out.logp_N))
+
+def bare(batch, out):
+    return -batch.adv_N * out.logp_N
+
+def pair(batch, out):
+    return -batch.adv_N * out.logp_N, {}
+
+def counted(batch, out):
+    return Loss(-batch.adv_N * out.logp_N, {"mine": 1.0})
+
 number = 3
 """
 
@@ -363,8 +385,51 @@ def test_a_function_that_does_not_fit_is_refused(mine: str, keys: dict[str, Any]
 
 
 def test_an_advantage_of_the_wrong_size_is_refused(mine: str) -> None:
-    with pytest.raises(WhetError, match="must return"):
-        made("grpo", advantage=f"{mine}:short").advantage(make_batch([["paa"]]), 0.0)
+    for name, got in (("short", r"got \(shape \(1,\), None\)"), ("bare_advantage", r"got shape \(3,\)")):
+        with pytest.raises(WhetError, match=rf"must return .* shape \(3,\), one number a token; {got}"):
+            made("grpo", advantage=f"{mine}:{name}").advantage(make_batch([["paa"]]), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "got"),
+    [
+        ("reduced", r"got shape \(\)\. It is reduced by algorithm\.loss_agg_mode"),
+        ("column", r"got shape \(3, 1\)"),
+        ("by_rollout", r"got shape \(1,\)"),
+        ("bare", r"got a bare tensor of shape \(3,\): return Loss\(loss_N\)"),
+        ("pair", "got tuple"),
+        ("counted", r"stats\['mine'\] must be \[tokens\] or \[rollouts\], got float"),
+    ],
+)
+def test_a_loss_of_the_wrong_shape_is_refused_with_what_was_expected(mine: str, name: str, got: str) -> None:
+    """Broadcast over a micro-batch it would train silently, and depend on the cut."""
+    batch = make_batch([["paa"]], [1.0])
+    batch = replace(batch, adv_N=batch.mask_N.double(), logp_old_N=logp_now(batch).detach())
+    algorithm = made("grpo", loss=f"{mine}:{name}")
+    for loss in (algorithm.loss, algorithm.loss_of(batch, lambda b, want: logp_now(b))):
+        with pytest.raises(WhetError, match=rf"must return whet\.batch\.Loss.* of shape \(3,\).*{got}"):
+            loss(batch, Outputs(logp_N=logp_now(batch)))
+
+
+def test_the_worked_functions_of_the_docs_run_by_hand(tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    path = tmp_path / "worked.py"
+    path.write_text("".join(part.split("```")[0] for part in text.split("```python\n")[2:]), encoding="utf-8")
+    cfg = schema.AlgorithmConfig(
+        advantage={"name": f"{path}:mild", "floor": -0.25}, loss={"name": f"{path}:soft_clip", "width": 0.5}
+    )
+    algorithm = build(cfg, critic=schema.CriticConfig(), max_tokens=20)
+    # Rewards 0 and 1: less their mean -0.5, which is raised to -0.25, and 0.5.
+    batch = algorithm.advantage(make_batch([["pa", "pa"]], [0.0, 1.0]), 0.0)
+    assert batch.adv_N is not None
+    assert batch.adv_N.tolist() == [0, -0.25, 0, 0.5]
+    # Ratios 2 and 1.5.
+    batch = replace(batch, logp_old_N=doubles([0, -1 - math.log(2), 0, -1 - math.log(1.5)]))
+    batch = replace(batch, weight_N=algorithm.weights(batch, 1))
+    loss = algorithm.loss(batch, Outputs(logp_N=doubles([0, -1, 0, -1])))
+    first, second = 0.25 * 0.5 * math.tanh(1 / 0.5), -0.5 * 0.5 * math.tanh(0.5 / 0.5)
+    assert loss.loss_N.tolist() == pytest.approx([0, first, 0, second])
+    assert loss.stats["far_frac"].tolist() == [0, 1, 0, 0]
 
 
 def test_a_users_advantage_may_take_the_token_rewards(mine: str) -> None:

@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 
 from native_cases import CASES
+from whet.config.functions import LOSSES
 from whet.config.keys import lookup
 from whet.config.load import load
+from whet.config.recipe_table import RECIPES
+from whet.config.recipes import resolve
 from whet.config.renamed import HOMES, RELEASE, present, renamed, table
 from whet.config.resuming import changes, fingerprint
-from whet.config.schema import Config
+from whet.config.schema import AlgorithmConfig, Config
 from whet.track.written import read_config
 from whet.types import ConfigError, Json
 
@@ -44,12 +47,14 @@ stages:
 def test_every_line_leads_from_no_key_to_a_key() -> None:
     for old, (name, values) in table().items():
         at = ["0" if part == "[]" else "r" if part == "<name>" else part for part in old]
-        now = lookup((*at[:-1], name))
+        now = lookup(present(at))
         assert now is not None, old
         assert (lookup(at) is None) == (old[-1] != name), f"{old}: an old name must not be a present one"
         for was, is_now in values.items():
+            names = {**RECIPES, **LOSSES}  # where any name may stand
             assert f"'{was}'" not in now.words, old
-            assert f"'{is_now}'" in now.words, old
+            assert was not in names, old
+            assert f"'{is_now}'" in now.words or is_now in names, old
         assert values or old[-1] != name, f"{old}: nothing is renamed"
 
 
@@ -94,6 +99,23 @@ def test_an_old_file_is_the_present_one(tmp_path: Any) -> None:
     ):
         assert said in note
     assert loaded.where("train.update_epochs") == f"{path}:14"
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        {"name": "sppo", "sppo_epsilon": 0.1},
+        {"name": "sppo", "loss": {"sppo_epsilon": 0.1}},
+        {"loss": {"name": "sppo", "sppo_epsilon": 0.1}},
+        {"loss": "sppo", "sppo_epsilon": 0.1},
+    ],
+)
+def test_softmax_ppo_is_read_under_its_old_name(old: Json) -> None:
+    """`sppo` is Self-Play PO in the field: it is `pair_loss=self_play`."""
+    now, notes = renamed({"algorithm": old})
+    chosen = resolve(AlgorithmConfig(**now["algorithm"])).settings["loss"]
+    assert (chosen.name, chosen.settings) == ("softmax_ppo", {"ratio_epsilon": 0.1})
+    assert any("sppo is " in note and "softmax_ppo" in note for note in notes)
 
 
 def test_settings_of_advantages_and_losses_move_into_their_tables() -> None:

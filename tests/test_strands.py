@@ -503,5 +503,5 @@ def test_a_shorter_history_stands_before_the_place_of_the_first_reply() -> None:
     half_N = torch.where(batch.mask_N, math.log(0.5), 0.0)
     batch = replace(batch, logp_old_N=half_N, collision_N=batch.mask_N * 1.0)
     adv_N, _ = ADVANTAGES["optimal_token_baseline"](batch, reward_N=token_rewards(batch))
-    # w = 1 - 1 + 1: at place 0 the returns 1 and 0 with W = 1 each; at -2 return 1 alone
-    assert adv_N[batch.mask_N].tolist() == pytest.approx([0.5, 0.0, -0.5], abs=1e-6)
+    # w = 1 - 1 + 1: at place 0 the returns 1 and 0 with W = 1 each; at -2 return 1 alone, without a baseline
+    assert adv_N[batch.mask_N].tolist() == pytest.approx([0.5, 1.0, -0.5], abs=1e-6)

@@ -82,6 +82,9 @@ def test_log_probs_stand_at_sampled_tokens_and_the_batch_stays(make: Maker) -> N
     torch.testing.assert_close(logp_N, oracle().forward(batch, "logprobs"), rtol=1e-5, atol=1e-5)
     collision_N = engine.forward(batch, "collision")
     assert ((collision_N[batch.mask_N] > 0) & (collision_N[batch.mask_N] <= 1)).all()
+    entropy_N = engine.forward(batch, "entropy")
+    assert not entropy_N[~batch.mask_N].any()
+    torch.testing.assert_close(entropy_N, oracle().forward(batch, "entropy"), rtol=1e-5, atol=1e-5)
 
 
 def test_updates_are_those_of_one_process(make: Maker) -> None:

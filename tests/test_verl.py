@@ -23,6 +23,7 @@ from whet.dialects.row import NotSupportedYet, Values, aliases
 from whet.dialects.tables import dialect, table
 from whet.dialects.translate import translate
 from whet.dialects.verl import algorithm, data, loop, optimizer, roles, sft, sizes
+from whet.dialects.versions import VERSION
 from whet.rewards.verl import compute_score
 from whet.types import ConfigError, Json, Task
 
@@ -264,8 +265,12 @@ def test_a_critic_has_its_own_cut() -> None:
         ("remax", 1, {"name": "remax"}),
         ("opo", 4, {"name": "opo"}),
         ("opo", 1, {"name": "reinforce", "advantage": "reward"}),
-        ("gpg", 4, {"name": "gpg"}),
-        ("optimal_token_baseline", 4, {"name": "optimal_token_baseline"}),
+        ("gpg", 4, {"name": "gpg", "advantage.gpg_alpha": "nonzero"}),
+        (
+            "optimal_token_baseline",
+            4,
+            {"name": "optimal_token_baseline", "advantage.handle_zero_tail": False},
+        ),
         ("optimal_token_baseline", 1, {"name": "reinforce", "advantage": "reinforce"}),
         (
             "tir_optimal_token_baseline",
@@ -323,7 +328,9 @@ def test_losses() -> None:
 @pytest.mark.parametrize("mode", [mode for mode, native in algorithm.LOSSES.items() if native])
 def test_every_loss_is_one_that_can_run(mode: str) -> None:
     """Whatever is translated for it is read: nothing is refused as having no effect."""
-    given = values({LOSS + "loss_mode": mode, "algorithm.adv_estimator": "grpo", R + "n": 4})
+    given = values(
+        {LOSS + "loss_mode": mode, LOSS + "dro_beta": 0.2, "algorithm.adv_estimator": "grpo", R + "n": 4}
+    )
     made = {**algorithm.advantage(given), **algorithm.loss(given), **algorithm.reduction(given)}
     assert resolve(section(made)).loss == algorithm.LOSSES[mode]
 
@@ -333,6 +340,8 @@ def test_aggregations() -> None:
     assert tuple(algorithm.reduction(values(norm)).values()) == ("token-sum-norm", 512)
     assert tuple(algorithm.reduction(values(norm | {A + "loss_scale_factor": 7})).values())[1] == 7
     gspo = {LOSS + "loss_mode": "gspo"}
+    newer = {**values(gspo | {A + "loss_agg_mode": "seq-mean-token-sum"}), VERSION: "main"}
+    assert algorithm.reduction(newer) == {"algorithm.loss_agg_mode": "seq-mean-token-sum"}
     assert algorithm.reduction(values(gspo)) == {"algorithm.loss_agg_mode": "seq-mean-token-mean"}
     entropy = algorithm.reduction(values(gspo | {A + "entropy_coeff": 0.01}))
     assert entropy["algorithm.entropy_agg_mode"] == "token-mean", "verl's loss_agg_mode rules the entropy"
@@ -422,12 +431,61 @@ def test_corrections() -> None:
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"}, "expected a number above 0"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": None}, "expected a number above 0"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "1,2"}, "one for each of 1 modes"),
-        ({"bypass_mode": True, "loss_type": "reinforce"}, "reinforce is coming"),
         ({"bypass_mode": True, "rollout_rs": "token_k2", "rollout_rs_threshold": 1.0}, "is coming"),
     ],
 )
 def test_corrections_that_are_refused(given: dict[str, Json], said: str) -> None:
     assert said in refusal(algorithm.correction, {C + key: value for key, value in given.items()})
+
+
+@pytest.mark.parametrize(
+    ("given", "native"),
+    [
+        (
+            {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"},
+            {"weight_over": "token", "weight_high": 2.0},
+        ),
+        (
+            {
+                "bypass_mode": True,
+                "loss_type": "reinforce",
+                "rollout_is": "sequence",
+                "rollout_is_threshold": "0.5_4",
+            },
+            {
+                "weight_over": "sequence",
+                "weight_high": 4.0,
+                "weight_low": 0.5,
+                "weight_outside": "mask",
+            },
+        ),
+        ({"bypass_mode": True, "loss_type": "reinforce"}, {"weight_over": "none"}),
+        (
+            {"bypass_mode": True, "use_policy_gradient": True, "rollout_is": "token"},
+            {"weight_over": "token", "weight_high": 2.0},
+        ),
+    ],
+)
+def test_reinforce_in_bypass_mode_has_weights_of_the_policy_that_learns(
+    given: dict[str, Json], native: dict[str, Json]
+) -> None:
+    tree = values({C + key: value for key, value in given.items()})
+    assert algorithm.loss(tree) == {
+        "algorithm.loss": "reinforce_is",
+        **{f"algorithm.loss.{key}": value for key, value in native.items()},
+    }
+    assert algorithm.correction(tree) == {}, "no weight is counted twice"
+    normal = {C + key: value for key, value in given.items()} | {C + "rollout_is_batch_normalize": True}
+    assert "is coming" in refusal(algorithm.loss, normal)
+
+
+def test_reinforce_is_read_with_bypass_mode_alone() -> None:
+    assert algorithm.loss_of(values({C + "loss_type": "reinforce"})) == "ppo"
+
+
+def test_dro_needs_its_beta() -> None:
+    said = refusal(algorithm.loss, {LOSS + "loss_mode": "dro"})
+    assert "dro_beta must be given" in said
 
 
 # ---------------------------------------------------------------- optimizers

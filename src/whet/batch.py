@@ -59,6 +59,8 @@ class Batch:
     value_N: Tensor | None = None
     collision_N: Tensor | None = None
     """float32: sum over the vocabulary of p^2, by the policy before the step (optimal-token baseline)."""
+    entropy_N: Tensor | None = None
+    """float32: entropy of the policy before the step at each sampled token, in nats (top_entropy_quantile)."""
     kl_zero_R: Tensor | None = None
     """float32: KTO's reference point, one number for the whole batch, given to every rollout."""
     adv_N: Tensor | None = None

@@ -176,6 +176,8 @@ class Learner:
             asked["logp_old_N"] = self.policy, partial(self.policy.forward, seen, "logprobs")
         if self.reference is not None:
             asked["logp_ref_N"] = self.reference, partial(self.reference.forward, seen, "logprobs")
+        if "entropy" in algorithm.needs:
+            asked["entropy_N"] = self.policy, partial(self.policy.forward, seen, "entropy")
         if "collision" in algorithm.needs:
             asked["collision_N"] = self.policy, partial(self.policy.forward, seen, "collision")
         if self.critic is not None:

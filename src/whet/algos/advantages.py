@@ -77,13 +77,17 @@ def reinforce(batch: Batch, *, reward_N: Tensor, gamma: float) -> Advantage:
     return torch.zeros_like(reward_N).index_put((at_M,), return_M), None
 
 
-def reinforce_plus_plus(batch: Batch, *, reward_N: Tensor, gamma: float) -> Advantage:
-    """whiten(R), R_t = r_t + gamma R_{t+1} over the tokens of a turn, over the batch. arXiv:2501.03262.
+def reinforce_plus_plus(
+    batch: Batch, *, reward_N: Tensor, gamma: float, reset_at_turns: bool = False
+) -> Advantage:
+    """whiten(R), R_t = r_t + gamma R_{t+1} over the sampled tokens, over the batch. arXiv:2501.03262.
 
-    As in verl no return crosses from one turn to the one before; `reinforce` with whiten=true lets it.
+    The return crosses the environment's tokens undiscounted, as in verl 0.9.1. reset_at_turns: it begins anew at the
+    end of each turn, as in verl until 0.9.0 and in SkyRL 0.3.
     """
     at_M = batch.mask_N.nonzero().flatten()
-    return_M = discounted(reward_N[at_M], turn_of_M(batch), gamma)
+    row_M = turn_of_M(batch) if reset_at_turns else batch.rollout_N[at_M]
+    return_M = discounted(reward_N[at_M], row_M, gamma)
     return whiten(torch.zeros_like(reward_N).index_put((at_M,), return_M), batch.mask_N), None
 
 

@@ -194,11 +194,22 @@ def opo(batch: Batch, *, reward_N: Tensor) -> Advantage:
     return spread(batch, torch.where(s.count_R > 1, s.score_R - mean_R, s.score_R), like=reward_N), None
 
 
-def gpg(batch: Batch, *, reward_N: Tensor) -> Advantage:
-    """alpha (S - mean_G), alpha = rollouts / rollouts whose S is not 0. arXiv:2504.02546. alpha S alone."""
+def gpg(
+    batch: Batch, *, reward_N: Tensor, gpg_alpha: Literal["mixed_groups", "nonzero"] = "mixed_groups"
+) -> Advantage:
+    """alpha (S - mean_G), alpha = rollouts / rollouts that give a gradient. alpha S in a group of one.
+
+    mixed_groups counts the rollouts of groups whose scores differ: B / (B - M) of arXiv:2504.02546, M the rollouts of
+    groups that are all right or all wrong. nonzero counts those with an S other than 0, as verl 0.9.1.
+    """
     s = scores(batch, reward_N)
-    scoring = (s.takes_R & (s.score_R != 0)).double().sum().clamp(min=1)
-    return spread(batch, s.centred_R * (s.takes_R.double().sum() / scoring), like=reward_N), None
+    counts_R = s.score_R != 0
+    if gpg_alpha == "mixed_groups":
+        most_R = group_max(torch.where(s.takes_R, s.score_R, -torch.inf), s.group_R)
+        least_R = -group_max(torch.where(s.takes_R, -s.score_R, -torch.inf), s.group_R)
+        counts_R = (most_R > least_R) | (s.count_R == 1)
+    counted = (s.takes_R & counts_R).double().sum().clamp(min=1)
+    return spread(batch, s.centred_R * (s.takes_R.double().sum() / counted), like=reward_N), None
 
 
 def opmd(

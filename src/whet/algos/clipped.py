@@ -6,6 +6,8 @@ sg(x) is x without gradient. Shape letters: N tokens, R rollouts.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -22,12 +24,14 @@ def ppo(
     clip_high: float | None,
     dual_clip: float | None,
     sequence_mask_delta: float | None = None,
+    sequence_mask_anchor: Literal["old", "sampled"] = "old",
     fallback_to_policy_gradient: bool = False,
 ) -> Loss:
     """max(-A r, -A clip(r, 1 - low, 1 + high)), r = pi / pi_old; for A < 0 at most -dual_clip A.
 
     arXiv:1707.06347 eq. 7; clip-higher arXiv:2503.14476 eq. 10; dual clip arXiv:1912.09729. A token with A < 0
-    counts 0 in a rollout whose mean log pi_old/pi is above sequence_mask_delta (arXiv:2512.02556). With
+    counts 0 in a rollout whose mean log pi_old/pi is above sequence_mask_delta; with sequence_mask_anchor=sampled it is
+    log pi_engine/pi, which sees the engine's rounding, too (DeepSeek-V3.2, arXiv:2512.02556 section 3.1). With
     fallback_to_policy_gradient r = pi / sg(pi): 1, with the gradient of log pi.
     """
     adv_N = need(batch.adv_N, "batch.adv_N")
@@ -40,7 +44,8 @@ def ppo(
         stats["clip_frac_lower"] = ((adv_N < 0) & (loss_N > cap_N)).to(loss_N.dtype)
         loss_N = torch.where(adv_N < 0, torch.minimum(loss_N, cap_N), loss_N)
     if sequence_mask_delta is not None:
-        far_R = mean_R(batch, -log_N.detach()) > sequence_mask_delta
+        from_N = sampled_logp_N(batch) if sequence_mask_anchor == "sampled" else old_logp_N(batch)
+        far_R = mean_R(batch, -log_ratio_to(from_N, batch, out).detach()) > sequence_mask_delta
         masked_N = (adv_N < 0) & far_R[batch.rollout_N]
         stats["sequence_mask_frac"] = masked_N.to(loss_N.dtype)
         loss_N = torch.where(masked_N, 0.0, loss_N)
@@ -70,18 +75,31 @@ def importance_sampling(batch: Batch, out: Outputs) -> Loss:
 
 
 def cispo(
-    batch: Batch, out: Outputs, *, clip_low: float | None, clip_high: float | None, cispo_mask: bool
+    batch: Batch,
+    out: Outputs,
+    *,
+    clip_low: float | None,
+    clip_high: float | None,
+    cispo_mask: bool,
+    mask_low: float | None = None,
+    mask_high: float | None = None,
 ) -> Loss:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi: the weight is clipped, the gradient of no token is lost.
 
-    arXiv:2506.13585 section 3.1. With cispo_mask tokens that PPO would clip count 0: r above the bound with A > 0, r
-    below it with A < 0.
+    arXiv:2506.13585 section 3.1. With cispo_mask tokens that PPO would clip count 0 (its eq. 7): r above 1 + mask_high
+    with A > 0, r below 1 - mask_low with A < 0. A bound that is not given is the clip's, as in Trinity until 0.5;
+    Trinity 0.6 has both.
     """
     adv_N, ratio_N = need(batch.adv_N, "batch.adv_N"), ratio(batch, out).detach()
     weight_N = clip(ratio_N, clip_low, clip_high)
     stats = {"clip_frac": (weight_N != ratio_N).to(weight_N.dtype)}
     if cispo_mask:
-        masked_N = ((ratio_N > weight_N) & (adv_N > 0)) | ((ratio_N < weight_N) & (adv_N < 0))
+        inside_N = clip(
+            ratio_N,
+            clip_low if mask_low is None else mask_low,
+            clip_high if mask_high is None else mask_high,
+        )
+        masked_N = ((ratio_N > inside_N) & (adv_N > 0)) | ((ratio_N < inside_N) & (adv_N < 0))
         stats["masked_frac"] = masked_N.to(weight_N.dtype)
         weight_N = torch.where(masked_N, 0.0, weight_N)
     loss_N = -weight_N * adv_N * need(out.logp_N, "outputs.logp_N")
@@ -103,11 +121,11 @@ def sapo(batch: Batch, out: Outputs, *, tau_pos: float, tau_neg: float, sapo_det
     return Loss(sampled(batch, -adv_N * gate_N), stats)
 
 
-def sppo(batch: Batch, out: Outputs, *, sppo_epsilon: float) -> Loss:
-    """-A log r where 1 / (1 + e) <= r <= 1 + e, else 0 (softmax PPO, arXiv:2108.05828)."""
+def softmax_ppo(batch: Batch, out: Outputs, *, ratio_epsilon: float) -> Loss:
+    """-A log r where 1 / (1 + e) <= r <= 1 + e, else 0 (softmax PPO, arXiv:2108.05828; Trinity's `sppo`)."""
     log_N = log_ratio(batch, out)
     ratio_N = log_N.detach().exp()
-    outside_N = (ratio_N < 1 / (1 + sppo_epsilon)) | (ratio_N > 1 + sppo_epsilon)
+    outside_N = (ratio_N < 1 / (1 + ratio_epsilon)) | (ratio_N > 1 + ratio_epsilon)
     loss_N = torch.where(outside_N, 0.0, -need(batch.adv_N, "batch.adv_N") * log_N)
     stats = {"clip_frac": outside_N.to(loss_N.dtype)}
     return Loss(sampled(batch, loss_N), stats | drift(batch, out))
@@ -138,14 +156,14 @@ def dppo(
     dppo_delta_low: float,
     dppo_delta_high: float,
     dppo_anchor: str = "sampled",
-    dppo_max_ratio: float | None = None,
+    dppo_max_ratio: float = 20.0,
 ) -> Loss:
     """-A r, r = pi / pi_engine, but 0 where the step away from the engine's policy is already too far.
 
     With dppo_anchor=old the policy before the step stands in for the engine's. A ratio above dppo_max_ratio weighs
-    log pi by that bound, so the gradient is kept. Too far: divergence > delta_high where A > 0 and p > p_engine, or
-    > delta_low where A < 0 and p < p_engine. The divergence looks at the sampled token against all others:
-    binary_tv |p - p_engine|, binary_kl KL(p_engine || p) of the two Bernoulli distributions (arXiv:2602.04879).
+    log pi by that bound, so the gradient is kept (arXiv:2602.04879 section 5.4: 20). Too far: divergence > delta_high
+    where A > 0 and p > p_engine, or > delta_low where A < 0 and p < p_engine. The divergence looks at the sampled token
+    against all others: binary_tv |p - p_engine|, binary_kl KL(p_engine || p) of the two Bernoulli distributions.
     """
     adv_N = need(batch.adv_N, "batch.adv_N")
     logp_N = need(out.logp_N, "outputs.logp_N")
@@ -156,8 +174,7 @@ def dppo(
         up_N = (adv_N > 0) & (rise_N > 0) & (far_N > dppo_delta_high)
         down_N = (adv_N < 0) & (rise_N < 0) & (far_N > dppo_delta_low)
     ratio_N = log_ratio_to(behaviour_N, batch, out).exp()
-    if dppo_max_ratio is not None:
-        ratio_N = ratio_N * (dppo_max_ratio / ratio_N.detach()).clamp(max=1)
+    ratio_N = ratio_N * (dppo_max_ratio / ratio_N.detach()).clamp(max=1)
     loss_N = torch.where(up_N | down_N, 0.0, -adv_N * ratio_N)
     stats = {"masked_frac": (up_N | down_N).to(loss_N.dtype), "divergence": far_N}
     return Loss(sampled(batch, loss_N), stats | drift(batch, out))

@@ -11,16 +11,16 @@ from functools import partial
 
 import torch
 
-from whet.algos.clipped import aipo, cispo, dppo, importance_sampling, ppo, rollout_is, sapo, sppo
+from whet.algos.clipped import aipo, cispo, dppo, importance_sampling, ppo, rollout_is, sapo, softmax_ppo
 from whet.algos.covariance import clip_cov, clip_cov_over, kl_cov, kl_cov_over
 from whet.algos.demonstration import sft, sft_is, sft_phi
 from whet.algos.distillation import gkd
 from whet.algos.kl import reference_kl
-from whet.algos.plain import cross_entropy, opmd, reinforce, topr
-from whet.algos.preference import dpo, kto, orpo, simpo
+from whet.algos.plain import cross_entropy, dro, opmd, reinforce, reinforce_is, topr
+from whet.algos.preference import cpo, dpo, kto, orpo, simpo
 from whet.algos.rec import rec
 from whet.algos.segments import need
-from whet.algos.sequence import geo_mean, gspo
+from whet.algos.sequence import geo_mean, gspo, vespo
 from whet.algos.terms import Totals, mean_term, own, pair_term, positive
 from whet.batch import Batch, Loss, LossFn, Outputs
 
@@ -97,17 +97,20 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "ppo": ppo,
     "gspo": gspo,
     "geo_mean": geo_mean,
+    "vespo": vespo,
     "cispo": cispo,
     "sapo": sapo,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
     "dppo": dppo,
     "aipo": aipo,
-    "sppo": sppo,
+    "softmax_ppo": softmax_ppo,
     "importance_sampling": importance_sampling,
     "rollout_is": rollout_is,
     "reinforce": reinforce,
     "gpg": reinforce,
+    "reinforce_is": reinforce_is,
+    "dro": dro,
     "opmd": opmd,
     "topr": topr,
     "rec": rec,
@@ -118,6 +121,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "sft_phi": sft_phi,
     "dpo": dpo,
     "simpo": simpo,
+    "cpo": cpo,
     "orpo": orpo,
     "kto": kto,
 }

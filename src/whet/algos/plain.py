@@ -7,14 +7,49 @@ from __future__ import annotations
 
 import torch
 
-from whet.algos.ratios import drift, ratio, sampled
-from whet.algos.segments import need
+from whet.algos.correction import bounded, raw_weights
+from whet.algos.ratios import drift, log_ratio, log_ratio_to, ratio, sampled
+from whet.algos.segments import need, sampled_logp_N
 from whet.batch import Batch, Loss, Outputs
 
 
 def reinforce(batch: Batch, out: Outputs) -> Loss:
     """-A log pi (Williams 1992, doi:10.1007/BF00992696). Unbiased only on rollouts of the current policy."""
     loss_N = -need(batch.adv_N, "batch.adv_N") * need(out.logp_N, "outputs.logp_N")
+    return Loss(sampled(batch, loss_N), drift(batch, out))
+
+
+def reinforce_is(
+    batch: Batch,
+    out: Outputs,
+    *,
+    weight_over: str,
+    weight_low: float | None,
+    weight_high: float | None,
+    weight_outside: str,
+) -> Loss:
+    """-sg(w) A log pi, w = pi / pi_engine of the token, or the product of it over the rollout (sequence), in bounds.
+
+    REINFORCE in verl 0.8.0's bypass mode: the weight is that of the policy that learns, not of the one before the
+    step, and takes the place of a clip. weight_over=none: w = 1. Weights outside [weight_low, weight_high] are set to
+    the bound (truncate) or to 0 (mask).
+    """
+    weight_N = torch.ones_like(need(out.logp_N, "outputs.logp_N").detach())
+    stats = {}
+    if weight_over != "none":
+        log_N = log_ratio_to(sampled_logp_N(batch), batch, out).detach()
+        raw_N = raw_weights(batch, log_N, weight_over)
+        weight_N = bounded(raw_N, low=weight_low, high=weight_high, outside=weight_outside)
+        stats = {"weight": weight_N, "clip_frac": (weight_N != raw_N).to(weight_N.dtype)}
+    loss_N = -weight_N * need(batch.adv_N, "batch.adv_N") * need(out.logp_N, "outputs.logp_N")
+    return Loss(sampled(batch, loss_N), stats | drift(batch, out))
+
+
+def dro(batch: Batch, out: Outputs, *, dro_beta: float) -> Loss:
+    """-A log pi + dro_beta / 2 (log r)^2: the square takes the place of a clip (arXiv:2405.19107 eq. 4 with the value
+    in the advantage; `dro` of verl 0.9.0)."""
+    loss_N = -need(batch.adv_N, "batch.adv_N") * need(out.logp_N, "outputs.logp_N")
+    loss_N = loss_N + dro_beta / 2 * log_ratio(batch, out).square()
     return Loss(sampled(batch, loss_N), drift(batch, out))
 
 

@@ -1,4 +1,4 @@
-"""Losses on compared or labelled replies: pairs (dpo, orpo, simpo) and single replies (kto).
+"""Losses on compared or labelled replies: pairs (dpo, cpo, orpo, simpo) and single replies (kto).
 
 Each is one number per pair or rollout. It stands at one sampled token, the last one of the chosen reply or of the
 rollout, so that the aggregation's weight there makes the mean over pairs or rollouts.
@@ -7,7 +7,9 @@ Shape letters: N tokens, R rollouts, P pairs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -23,38 +25,176 @@ Forward = Callable[[Batch, Literal["logprobs"]], Tensor]
 """[N] log-probs of a batch's sampled tokens by one model (`TrainEngine.forward`)."""
 
 
-def dpo(
-    batch: Batch, out: Outputs, *, beta: float, label_smoothing: float, pair_loss: str = "sigmoid"
-) -> Loss:
-    """A loss on z = log pi/ref (chosen) - log pi/ref (rejected), sums over tokens; e is label_smoothing.
+@dataclass(frozen=True)
+class Pairs:
+    """What the losses of `PAIR_LOSSES` read of pairs: u of the chosen, v of the rejected replies."""
 
-    sigmoid  -(1 - e) log sigmoid(beta z) - e log sigmoid(-beta z)   arXiv:2305.18290 eq. 7; e > 0: Mitchell 2023
-    robust   (-(1 - e) log sigmoid(beta z) + e log sigmoid(-beta z)) / (1 - 2 e)   arXiv:2403.00409
-    hinge    max(0, 1 - beta z)                                                    arXiv:2309.06657
-    ipo      (z - 1 / (2 beta))^2                                                  arXiv:2310.12036 eq. 17
+    beta: float
+    smoothing: float
+    """e, the assumed share of flipped labels."""
+    u_P: Tensor
+    """log pi/ref of the chosen reply, a sum over its tokens."""
+    v_P: Tensor
+    """The same of the rejected reply."""
+    mean_u_P: Tensor
+    mean_v_P: Tensor
+    """The same as means over tokens."""
+    nll_P: Tensor
+    """Mean -log pi of the chosen reply's tokens."""
+    ipo_mean: bool
+
+    @property
+    def z_P(self) -> Tensor:
+        """u - v: the margin."""
+        return self.u_P - self.v_P
+
+
+def _sigmoid(p: Pairs) -> Tensor:
+    return _smoothed(p.beta * p.z_P, p.smoothing)
+
+
+def _sigmoid_norm(p: Pairs) -> Tensor:
+    return _smoothed(p.beta * (p.mean_u_P - p.mean_v_P), p.smoothing)
+
+
+def _robust(p: Pairs) -> Tensor:
+    x_P, e = p.beta * p.z_P, p.smoothing
+    return (-(1 - e) * logsigmoid(x_P) + e * logsigmoid(-x_P)) / (1 - 2 * e)
+
+
+def _hinge(p: Pairs) -> Tensor:
+    return relu(1 - p.beta * p.z_P)
+
+
+def _ipo(p: Pairs) -> Tensor:
+    z_P = p.mean_u_P - p.mean_v_P if p.ipo_mean else p.z_P
+    return (z_P - 1 / (2 * p.beta)).square()
+
+
+def _exo(p: Pairs) -> Tensor:
+    x_P, e = p.beta * p.z_P, p.smoothing
+    up_P = torch.sigmoid(x_P) * (logsigmoid(x_P) - math.log1p(-e))
+    return up_P + torch.sigmoid(-x_P) * (logsigmoid(-x_P) - math.log(e))
+
+
+def _nca(p: Pairs) -> Tensor:
+    u_P, v_P = p.beta * p.u_P, p.beta * p.v_P
+    return -logsigmoid(u_P) - (logsigmoid(-u_P) + logsigmoid(-v_P)) / 2
+
+
+def _bco(p: Pairs) -> Tensor:
+    return -logsigmoid(p.beta * p.u_P) - logsigmoid(-p.beta * p.v_P)
+
+
+def _self_play(p: Pairs) -> Tensor:
+    half = 1 / (2 * p.beta)
+    return (p.u_P - half).square() + (p.v_P + half).square()
+
+
+def _apo_zero(p: Pairs) -> Tensor:
+    return 1 - torch.sigmoid(p.beta * p.u_P) + torch.sigmoid(p.beta * p.v_P)
+
+
+def _apo_down(p: Pairs) -> Tensor:
+    return torch.sigmoid(p.beta * p.u_P) + 1 - torch.sigmoid(p.beta * p.z_P)
+
+
+def _sft(p: Pairs) -> Tensor:
+    return p.nll_P
+
+
+PAIR_LOSSES: Mapping[str, Callable[[Pairs], Tensor]] = {
+    "sigmoid": _sigmoid,
+    "sigmoid_norm": _sigmoid_norm,
+    "robust": _robust,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "exo": _exo,
+    "nca": _nca,
+    "bco": _bco,
+    "self_play": _self_play,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "sft": _sft,
+}
+
+
+def dpo(
+    batch: Batch,
+    out: Outputs,
+    *,
+    beta: float,
+    label_smoothing: float,
+    pair_loss: str | Sequence[str] = "sigmoid",
+    pair_weights: Sequence[float] | None = None,
+    ipo_mean: bool = True,
+) -> Loss:
+    """A loss on u = log pi/ref (chosen), v = log pi/ref (rejected), sums over tokens, and z = u - v; several losses are
+    summed with their weights. b is beta, e label_smoothing, s the sigmoid.
+
+    sigmoid       -(1 - e) log s(b z) - e log s(-b z)          arXiv:2305.18290 eq. 7; e > 0: Mitchell 2023
+    sigmoid_norm  the same, u and v means over tokens          Tulu 3, arXiv:2411.15124
+    robust        (-(1 - e) log s(b z) + e log s(-b z)) / (1 - 2 e)      arXiv:2403.00409
+    hinge         max(0, 1 - b z)                              SLiC, arXiv:2309.06657
+    ipo           (z - 1 / (2 b))^2                            arXiv:2310.12036 eq. 17; ipo_mean: u, v are means
+    exo           s(b z) log(s(b z) / (1 - e)) + s(-b z) log(s(-b z) / e)      arXiv:2402.00856 eq. 16
+    nca           -log s(b u) - (log s(-b u) + log s(-b v)) / 2                arXiv:2402.05369
+    bco           -log s(b u) - log s(-b v)                    arXiv:2404.04656, without its shift
+    self_play     (u - 1 / (2 b))^2 + (v + 1 / (2 b))^2        Self-Play PO, arXiv:2405.00675 eq. 4.7, hard labels
+    apo_zero      1 - s(b u) + s(b v)                          arXiv:2408.06266 eq. 7
+    apo_down      s(b u) + 1 - s(b z)                          arXiv:2408.06266 eq. 8
+    sft           mean -log pi of the chosen reply's tokens    arXiv:2404.19733
 
     Of a group's two rollouts the one with the higher reward is the chosen one.
     """
     chosen, rejected = pairs(batch)
     ratio_R = _log_ratio_R(batch, out)
-    z_P = ratio_R[chosen] - ratio_R[rejected]
-    good_P, bad_P = -logsigmoid(beta * z_P), -logsigmoid(-beta * z_P)
-    loss_P = {
-        "sigmoid": (1 - label_smoothing) * good_P + label_smoothing * bad_P,
-        "robust": ((1 - label_smoothing) * good_P - label_smoothing * bad_P) / (1 - 2 * label_smoothing),
-        "hinge": relu(1 - beta * z_P),
-        "ipo": (z_P - 1 / (2 * beta)).square(),
-    }[pair_loss]
-    return _of_pairs(batch, loss_P, chosen=beta * ratio_R[chosen], rejected=beta * ratio_R[rejected])
+    mean_R = ratio_R / sampled_R(batch).clamp(min=1)
+    given = Pairs(
+        beta=beta,
+        smoothing=label_smoothing,
+        u_P=ratio_R[chosen],
+        v_P=ratio_R[rejected],
+        mean_u_P=mean_R[chosen],
+        mean_v_P=mean_R[rejected],
+        nll_P=-_mean_logp_R(batch, out)[chosen],
+        ipo_mean=ipo_mean,
+    )
+    names = [pair_loss] if isinstance(pair_loss, str) else pair_loss
+    loss_P = torch.zeros_like(given.u_P)
+    for name, weight in zip(names, pair_weights or [1.0] * len(names), strict=True):
+        loss_P = loss_P + weight * PAIR_LOSSES[name](given)
+    return _of_pairs(batch, loss_P, chosen=beta * given.u_P, rejected=beta * given.v_P)
 
 
-def simpo(batch: Batch, out: Outputs, *, beta: float, target_margin: float) -> Loss:
-    """-log sigmoid(beta (a_chosen - a_rejected) - target_margin), a the mean log pi of a reply's tokens.
+def cpo(batch: Batch, out: Outputs, *, beta: float, label_smoothing: float, nll_weight: float) -> Loss:
+    """-(1 - e) log sigmoid(beta z) - e log sigmoid(-beta z) + nll_weight (mean -log pi of the chosen reply's tokens).
 
-    arXiv:2405.14734 eq. 6: no reference, and long replies are worth no more than short ones.
+    z = log pi (chosen) - log pi (rejected), sums over tokens, e = label_smoothing; arXiv:2401.08417: DPO with a
+    uniform reference, and the likelihood of the chosen reply.
     """
     chosen, rejected = pairs(batch)
-    reward_R = beta * _mean_logp_R(batch, out)
+    reward_R = beta * batch.sum_R(need(out.logp_N, "outputs.logp_N"))
+    nll_P = -_mean_logp_R(batch, out)[chosen]
+    loss_P = _smoothed(reward_R[chosen] - reward_R[rejected], label_smoothing) + nll_weight * nll_P
+    loss = _of_pairs(batch, loss_P, chosen=reward_R[chosen], rejected=reward_R[rejected])
+    loss.stats["chosen_nll_nats"] = _both(nll_P, like=nll_P)
+    return loss
+
+
+def simpo(
+    batch: Batch, out: Outputs, *, beta: float, target_margin: float, reward_alpha: float = 0.0
+) -> Loss:
+    """-log sigmoid(beta (a_chosen - a_rejected) - target_margin), a the mean log pi of a reply's tokens.
+
+    arXiv:2405.14734 eq. 6: no reference, and long replies are worth no more than short ones. With reward_alpha c other
+    than 0 a is (1 - exp(-c a)) / c (AlphaPO, arXiv:2501.03884), which has the limit a.
+    """
+    chosen, rejected = pairs(batch)
+    a_R = _mean_logp_R(batch, out)
+    if reward_alpha != 0:
+        a_R = -torch.expm1(-reward_alpha * a_R) / reward_alpha
+    reward_R = beta * a_R
     loss_P = -logsigmoid(reward_R[chosen] - reward_R[rejected] - target_margin)
     return _of_pairs(batch, loss_P, chosen=reward_R[chosen], rejected=reward_R[rejected])
 
@@ -144,6 +284,11 @@ def mismatched(batch: Batch) -> Batch:
         reward_R=batch.reward_R,
         stopped_R=batch.stopped_R,
     )
+
+
+def _smoothed(x_P: Tensor, e: float) -> Tensor:
+    """[P] -(1 - e) log sigmoid(x) - e log sigmoid(-x)."""
+    return -(1 - e) * logsigmoid(x_P) - e * logsigmoid(-x_P)
 
 
 def _log_ratio_R(batch: Batch, out: Outputs) -> Tensor:

@@ -1,7 +1,8 @@
 """Ratios of the current policy to the policy before the step, for ratio losses.
 
-Log-ratios are bounded, so that a token with probability 0 under one of the two leaves loss and gradient finite;
-at the bound there is no gradient. Shape letters: N tokens, R rollouts.
+Log-ratios are bounded, so that a token with probability 0 under one of the two leaves a loss of the ratio finite, with
+its gradient; at the bound there is no gradient. A loss that multiplies log pi itself is infinite where log pi is, as is
+a term -log pi: no bound is right there, and such an update is skipped. Shape letters: N tokens, R rollouts.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whet.algos.ratios import drift, log_ratio, mean_R, sampled
+from whet.algos.ratios import BOUND, drift, log_ratio, mean_R, sampled
 from whet.algos.segments import need
 from whet.batch import Batch, Loss, Outputs
 
@@ -30,8 +30,8 @@ def rec(
     """-sg(w) A log pi where the ratio is in range, plus a regulariser at every token.
 
     w: `none` 1, `importance_sampling` the token's ratio, `gspo_importance_sampling` the rollout's (exp of the mean
-    log-ratio), `advantage` exp(A / rec_temperature). Range: see `in_range`. Regulariser: `k2` coef (log r)^2,
-    `forward-kl` -coef log pi.
+    log-ratio), `advantage` exp(A / rec_temperature), at most e^20. Range: see `in_range`. Regulariser:
+    `k2` coef (log r)^2, `forward-kl` -coef log pi.
     """
     adv_N, logp_N = need(batch.adv_N, "batch.adv_N"), need(out.logp_N, "outputs.logp_N")
     log_N = log_ratio(batch, out)
@@ -48,7 +48,7 @@ def rec(
         "none": torch.ones_like(adv_N),
         "importance_sampling": ratio_N,
         "gspo_importance_sampling": whole_N,
-        "advantage": (adv_N / rec_temperature).exp(),
+        "advantage": (adv_N / rec_temperature).clamp(max=BOUND).exp(),
     }[rec_weight]
     loss_N = torch.where(inside_N, -weight_N * adv_N * logp_N, 0.0)
     if rec_regularizer == "k2":

@@ -22,9 +22,10 @@ from whet.algos.distillation import OF_ENGINE, TopK
 from whet.algos.kl import adapt, mean_kl
 from whet.algos.losses import LOSSES, LOSSES_OVER, regularized
 from whet.algos.resample import counts
+from whet.algos.segments import need
 from whet.algos.terms import Totals
-from whet.algos.whitening import bounded
-from whet.batch import Batch, LossFn
+from whet.algos.whitening import bounded, of_top_entropy
+from whet.batch import Batch, Loss, LossFn, Outputs
 from whet.config import schema
 from whet.config.functions import Need
 from whet.config.recipes import Chosen, Kind, Resolved, resolve
@@ -105,6 +106,8 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
     )
     norm_tokens = r.norm_tokens or max_tokens
     policy = _bind(loss, r.settings["loss"], what="loss", positional=2)
+    if r.settings["loss"].is_own:
+        policy = partial(_own_loss, policy, r.loss)
     whole = partial(
         regularized,
         kl_coef=0.0 if r.kl.estimator == "full" else r.kl.coef,
@@ -211,6 +214,28 @@ def _taken(function: Callable[..., object], chosen: Chosen) -> dict[str, Any]:
     return {name: value for name, value in chosen.settings.items() if name in _keywords(function)}
 
 
+def _own_loss(function: Callable[..., object], name: str, batch: Batch, out: Outputs) -> Loss:
+    """A loss of the user's, if it is one number a token: any other shape would be broadcast, and mean something else in
+    every micro-batch."""
+    wants = f"loss {name!r} must return whet.batch.Loss(loss_N, stats), loss_N of shape ({batch.tokens},)"
+    match function(batch, out):
+        case Loss(loss_N=Tensor() as loss_N, stats=dict() as stats):
+            if loss_N.shape != batch.mask_N.shape:
+                raise WhetError(
+                    f"{wants}, the unreduced loss of every token; got shape {tuple(loss_N.shape)}. It is reduced by "
+                    "algorithm.loss_agg_mode."
+                )
+            for key, x in stats.items():
+                if not (isinstance(x, Tensor) and x.dim() == 1):
+                    got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                    raise WhetError(f"{wants}; stats[{key!r}] must be [tokens] or [rollouts], got {got}.")
+            return Loss(loss_N, stats)
+        case Tensor() as x:
+            raise WhetError(f"{wants}; got a bare tensor of shape {tuple(x.shape)}: return Loss(loss_N).")
+        case other:
+            raise WhetError(f"{wants}; got {type(other).__name__}.")
+
+
 _TAKES = {
     "advantage": "batch, *, reward_N",
     "loss": "batch, outputs, *",
@@ -273,6 +298,9 @@ def _with_advantage(r: Resolved, function: Callable[..., object], entire: Batch,
     if r.whiten:
         adv_N = whiten(adv_N, batch.mask_N, ddof=r.whiten_ddof)
     adv_N = bounded(adv_N, r.advantage_low, r.advantage_high)
+    if "entropy" in r.needs:
+        entropy_N = need(batch.entropy_N, "batch.entropy_N")
+        adv_N = of_top_entropy(adv_N, entropy_N, batch.mask_N, quantile=r.top_entropy_quantile)
     return replace(entire, adv_N=torch.where(batch.mask_N, adv_N, adv_N.new_zeros(())), return_N=return_N)
 
 
@@ -294,8 +322,14 @@ def _checked(result: object, batch: Batch, *, name: str) -> tuple[Tensor, Tensor
         case (Tensor() as adv_N, (Tensor() | None) as return_N):
             if all(x is None or x.shape == batch.mask_N.shape for x in (adv_N, return_N)):
                 return adv_N, return_N
+    parts = result if isinstance(result, tuple) else (result,)
+    got = ", ".join(
+        f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ if x is not None else "None"
+        for x in parts
+    )
     raise WhetError(
-        f"advantage {name!r} must return (adv_N, return_N or None), each of {batch.tokens} numbers."
+        f"advantage {name!r} must return (adv_N, return_N or None), each of shape ({batch.tokens},), one number a "
+        f"token; got {f'({got})' if isinstance(result, tuple) else got}."
     )
 
 

@@ -5,15 +5,20 @@ Per token, unreduced. Shape letters: N tokens, R rollouts.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from whet.algos.clipped import clipped_surrogate
-from whet.algos.ratios import drift, log_ratio, mean_R, sampled
+from whet.algos.ratios import BOUND, drift, log_ratio, mean_R, sampled
 from whet.algos.segments import need
 from whet.batch import Batch, Loss, Outputs
 
 GSPO_BOUND = 10.0
 """Of the mean log-ratio from above, as in verl and Cosmos-RL."""
+
+LEAST_LOG_WEIGHT = math.log(1e-8)
+"""Of a rollout's log-ratio in VESPO."""
 
 FAR = 1e4
 """Bound of one token's log-ratio inside GSPO's mean: it keeps infinities out and changes no ratio that occurs."""
@@ -38,6 +43,30 @@ def gspo(
     loss_N, stats = clipped_surrogate(ratio_N, adv_N, clip_low=clip_low, clip_high=clip_high)
     stats |= {"sequence_ratio": ratio_N.detach(), "sequence_ratio_max": ratio_N.detach()}
     return Loss(sampled(batch, loss_N), stats | drift(batch, out))
+
+
+def vespo(
+    batch: Batch,
+    out: Outputs,
+    *,
+    vespo_k_pos: float,
+    vespo_lambda_pos: float,
+    vespo_k_neg: float,
+    vespo_lambda_neg: float,
+) -> Loss:
+    """-sg(phi) A log pi, phi = w^k exp(lambda (1 - w)), w the product of the rollout's ratios.
+
+    VESPO, arXiv:2602.10693: a soft gate on whole rollouts, 1 at w = 1, which falls to 0 on both sides of k / lambda.
+    k and lambda are those of the sign of A; 1e-8 <= w <= e^20, as in TRL 1.9.
+    """
+    adv_N = need(batch.adv_N, "batch.adv_N")
+    log_R = batch.sum_R(log_ratio(batch, out).detach()).clamp(LEAST_LOG_WEIGHT, BOUND)
+    log_N = log_R[batch.rollout_N]
+    k_N = torch.where(adv_N >= 0, vespo_k_pos, vespo_k_neg)
+    lambda_N = torch.where(adv_N >= 0, vespo_lambda_pos, vespo_lambda_neg)
+    gate_N = (k_N * log_N + lambda_N * (1 - log_N.exp())).exp()
+    loss_N = -gate_N * adv_N * need(out.logp_N, "outputs.logp_N")
+    return Loss(sampled(batch, loss_N), {"gate": gate_N, "sequence_ratio": log_N.exp()} | drift(batch, out))
 
 
 def geo_mean(batch: Batch, out: Outputs, *, clip_low: float, clip_high: float) -> Loss:

@@ -75,6 +75,8 @@ def _asks_first(r: Resolved) -> str:
         return "algorithm.correction compares them"
     if r.reward_kl.coef > 0:
         return "algorithm.reward_kl subtracts its KL from the rewards"
+    if "entropy" in r.needs:
+        return "algorithm.top_entropy_quantile compares their entropies"
     asks = ":" in r.advantage or r.needs & {"critic", "collision", "old"}
     return f"the advantage {r.advantage} reads them, or may read them" if asks else ""
 

@@ -1,5 +1,5 @@
 """The optimal token baseline: at every position of a reply the group's mean return, weighted by the accumulated
-variance of each rollout so far (verl `optimal_token_baseline`).
+variance of each rollout so far (`optimal_token_baseline` of verl 0.9.1).
 
 Shape letters: N tokens, R rollouts, M sampled tokens.
 """
@@ -14,25 +14,24 @@ from whet.algos.segments import discounted, group_sum, need, old_logp_N, sampled
 from whet.batch import Batch
 
 
-def optimal_token_baseline(batch: Batch, *, reward_N: Tensor) -> Advantage:
+def optimal_token_baseline(batch: Batch, *, reward_N: Tensor, handle_zero_tail: bool = True) -> Advantage:
     """R_t - B_t, R_t the rewards from t on, B_t = sum_G(R_t W_t) / sum_G(W_t) over the rollouts with a token at t.
 
     W_t is the sum up to t of w = 1 - 2 p + sum_v p_v^2 (times the squared off-policy weight, where there is one).
     t is the place in the response, the environment's tokens counted; in a later segment of a rollout the place after
-    the prompt of the first one, below 0 where its history is shorter. In a group of one B is 0.
+    the prompt of the first one, below 0 where its history is shorter. In a group of one B is 0. handle_zero_tail: B is
+    0, too, at a place that one rollout of the group alone has, where R would be its own baseline.
     """
     place_M = (batch.position_N - batch.prompt_S[batch.first_R][batch.rollout_N])[batch.mask_N]
-    return _against(batch, reward_N, place_M=place_M, zero_tail=False), None
+    return _against(batch, reward_N, place_M=place_M, zero_tail=handle_zero_tail), None
 
 
-def tir_optimal_token_baseline(batch: Batch, *, reward_N: Tensor) -> Advantage:
-    """The same for replies of several turns: t counts sampled tokens only, and the one longest reply of a group has
-    no baseline where no other reaches.
-    """
+def tir_optimal_token_baseline(batch: Batch, *, reward_N: Tensor, handle_zero_tail: bool = True) -> Advantage:
+    """The same for replies of several turns: t counts sampled tokens only."""
     count_R = sampled_R(batch)
     row_M = batch.rollout_N[batch.mask_N]
     place_M = torch.arange(len(row_M), device=row_M.device) - (count_R.cumsum(0) - count_R)[row_M]
-    return _against(batch, reward_N, place_M=place_M, zero_tail=True), None
+    return _against(batch, reward_N, place_M=place_M, zero_tail=handle_zero_tail), None
 
 
 def _against(batch: Batch, reward_N: Tensor, *, place_M: Tensor, zero_tail: bool) -> Tensor:

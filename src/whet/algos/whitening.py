@@ -1,4 +1,4 @@
-"""Whitening and bounds of a batch's advantages."""
+"""Whitening and bounds of a batch's advantages, and the tokens that have one."""
 
 from __future__ import annotations
 
@@ -18,6 +18,18 @@ def whiten(x_N: Tensor, mask_N: Tensor, *, ddof: int = 1) -> Tensor:
     var = centred_M.square().sum() / max(len(x_M) - ddof, 1)
     std = (var + 1e-8).sqrt() if ddof else var.clamp(min=1e-8).sqrt()
     return torch.zeros_like(x_N).masked_scatter(mask_N, (centred_M / std).to(x_N.dtype))
+
+
+def of_top_entropy(adv_N: Tensor, entropy_N: Tensor, mask_N: Tensor, *, quantile: float) -> Tensor:
+    """The advantages of a share of the batch's n sampled tokens, those with the highest entropy; 0 elsewhere.
+
+    arXiv:2506.01939. int(quantile (n - 1)) + 1 tokens, as TRL 1.9, and all that tie with the last of them.
+    """
+    entropy_M = entropy_N[mask_N]
+    if len(entropy_M) == 0:
+        return adv_N
+    least = entropy_M.sort(descending=True).values[int(quantile * (len(entropy_M) - 1))]
+    return torch.where(entropy_N >= least, adv_N, 0.0)
 
 
 def bounded(x_N: Tensor, low: float | None, high: float | None) -> Tensor:

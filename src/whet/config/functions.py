@@ -17,9 +17,9 @@ Kind = Literal["online", "demonstrations", "preferences", "labels"]
 """What is learned from: the policy's own rollouts, given replies, pairs of a better and a worse one, replies marked as
 desirable or not."""
 
-Need = Literal["critic", "reference", "baseline", "collision", "kl_zero", "old"]
-"""What must be at hand beside rewards: values, reference log-probs, the greedy reply's reward, the sum of p^2, KTO's
-reference point, log-probs of the policy before the step."""
+Need = Literal["critic", "reference", "baseline", "entropy", "collision", "kl_zero", "old"]
+"""What must be at hand beside rewards: values, reference log-probs, the greedy reply's reward, entropies, the sum of
+p^2, KTO's reference point, log-probs of the policy before the step."""
 
 Skips = Literal["nothing", "no weight", "no advantage"]
 """Rollouts that have no part in a loss's gradient, whatever the policy says of them, nor in that of other rollouts:
@@ -81,7 +81,7 @@ ADVANTAGES: dict[str, AdvantageEntry] = {
     "rloo": AdvantageEntry(settings=settings.Rloo, compares=True),
     "rec": AdvantageEntry(settings=settings.RecAdvantage, compares=True),
     "opo": AdvantageEntry(compares=True),
-    "gpg": AdvantageEntry(compares=True),
+    "gpg": AdvantageEntry(settings=settings.Gpg, compares=True),
     "opmd": AdvantageEntry(settings=settings.OpmdAdvantage, compares=True),
     "asymre": AdvantageEntry(settings=settings.Asymre, compares=True),
     "maxrl": AdvantageEntry(settings=settings.Maxrl, compares=True),
@@ -90,9 +90,7 @@ ADVANTAGES: dict[str, AdvantageEntry] = {
     "reinforce": AdvantageEntry(
         settings=settings.Discount,
     ),
-    "reinforce_plus_plus": AdvantageEntry(
-        settings=settings.Discount,
-    ),
+    "reinforce_plus_plus": AdvantageEntry(settings=settings.ReinforcePlusPlus),
     "reinforce_plus_plus_baseline": AdvantageEntry(compares=True),
     "remax": AdvantageEntry(needs=frozenset({"baseline"})),
     "gigpo": AdvantageEntry(
@@ -100,8 +98,12 @@ ADVANTAGES: dict[str, AdvantageEntry] = {
         compares=True,
     ),
     "step_wise_grpo": AdvantageEntry(settings=settings.StepWiseGrpo, compares=True),
-    "optimal_token_baseline": AdvantageEntry(needs=frozenset({"collision", "old"}), compares=True),
-    "tir_optimal_token_baseline": AdvantageEntry(needs=frozenset({"collision", "old"}), compares=True),
+    **dict.fromkeys(
+        ("optimal_token_baseline", "tir_optimal_token_baseline"),
+        AdvantageEntry(
+            settings=settings.OptimalTokenBaseline, needs=frozenset({"collision", "old"}), compares=True
+        ),
+    ),
     "distill": AdvantageEntry(settings=settings.Distill, needs=frozenset({"reference", "old"}), judged=False),
     "reward": AdvantageEntry(),
     "none": AdvantageEntry(),
@@ -114,6 +116,7 @@ LOSSES: dict[str, LossEntry] = {
     ),
     "gspo": LossEntry(settings=settings.Gspo, skips="no advantage"),
     "geo_mean": LossEntry(settings=settings.GeoMean, skips="no advantage"),
+    "vespo": LossEntry(settings=settings.Vespo, skips="no advantage"),
     "cispo": LossEntry(
         settings=settings.Cispo,
         skips="no advantage",
@@ -131,11 +134,13 @@ LOSSES: dict[str, LossEntry] = {
         skips="no advantage",
     ),
     "aipo": LossEntry(settings=settings.Aipo, skips="no advantage"),
-    "sppo": LossEntry(settings=settings.Sppo, skips="no advantage"),
+    "softmax_ppo": LossEntry(settings=settings.SoftmaxPpo, skips="no advantage"),
     "importance_sampling": LossEntry(skips="no advantage"),
     "rollout_is": LossEntry(settings=settings.Clip, anchor="sampled", skips="no advantage"),
     "reinforce": LossEntry(ratio=False, skips="no advantage"),
     "gpg": LossEntry(ratio=False, skips="no advantage"),
+    "reinforce_is": LossEntry(settings=settings.ReinforceIs, anchor="sampled", skips="no advantage"),
+    "dro": LossEntry(settings=settings.Dro, skips="no weight"),
     "opmd": LossEntry(settings=settings.Opmd, anchor="none", skips="no advantage"),
     "topr": LossEntry(settings=settings.Topr, skips="no advantage"),
     "rec": LossEntry(
@@ -163,6 +168,7 @@ LOSSES: dict[str, LossEntry] = {
         ratio=False,
         pairs=True,
     ),
+    "cpo": LossEntry(settings=settings.Cpo, kind="preferences", ratio=False, pairs=True),
     "orpo": LossEntry(settings=settings.Orpo, kind="preferences", ratio=False, pairs=True),
     "kto": LossEntry(
         settings=settings.Kto,

@@ -33,7 +33,6 @@ WORDS = {
     "rslora": "rsLoRA",
     "rope": "RoPE",
     "sapo": "SAPO",
-    "sppo": "SPPO",
     "std": "standard deviation",
     "topr": "TOPR",
     "ub": "upper bound",

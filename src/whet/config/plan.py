@@ -68,8 +68,8 @@ def plans(
 
     if config.eval.offline is not None and not any(cfg.data.train for cfg in stages):
         raise ConfigError(
-            f"{what} scores replies from a file (eval.offline) and has no training data (data.train), so there is nothing "
-            f"to train: run `whet eval {what}`"
+            f"{what} scores replies from a file (eval.offline) and has no training data (data.train), so there is "
+            f"nothing to train: run `whet eval {what}`"
         )
 
     def refuse(problems: Iterable[Problem]) -> None:

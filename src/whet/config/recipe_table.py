@@ -92,6 +92,20 @@ RECIPES: dict[str, Recipe] = {
         source="arXiv:2511.20347",
         note="GRPO with a soft gate in place of the clip, closing faster for negative advantages.",
     ),
+    "luspo": Recipe(
+        advantage="grpo",
+        loss="gspo",
+        loss_agg_mode="seq-mean-token-sum",
+        source="arXiv:2602.05261",
+        note="GSPO with each rollout's loss times its length, so that long replies do not count less a token.",
+    ),
+    "vespo": Recipe(
+        advantage="grpo",
+        loss="vespo",
+        loss_agg_mode="token-mean",
+        source="arXiv:2602.10693",
+        note="REINFORCE with a soft gate on the ratio of whole rollouts, for rollouts of an older policy.",
+    ),
     "gmpo": Recipe(
         advantage="grpo",
         loss="geo_mean",
@@ -135,12 +149,19 @@ RECIPES: dict[str, Recipe] = {
         source="Sutton and Barto 2018, section 13.4 with 5.5",
         note="The policy gradient with the token's ratio and no bound: for policies that stay close.",
     ),
-    "sppo": Recipe(
+    "softmax_ppo": Recipe(
         advantage="grpo",
-        loss="sppo",
+        loss="softmax_ppo",
         loss_agg_mode="token-mean",
         source="arXiv:2108.05828",
         note="Softmax PPO: the logarithm of the ratio, inside a region that is symmetric in it.",
+    ),
+    "dro": Recipe(
+        advantage="grpo",
+        loss="dro",
+        loss_agg_mode="token-mean",
+        source="arXiv:2405.19107",
+        note="REINFORCE with a squared log-ratio in place of a clip.",
     ),
     "topr": Recipe(
         advantage="reinforce",
@@ -205,7 +226,7 @@ RECIPES: dict[str, Recipe] = {
         loss="reinforce",
         loss_agg_mode="token-mean",
         source="arXiv:2504.02546",
-        note="REINFORCE with the group's mean as the baseline, scaled up by the share of rollouts without reward.",
+        note="REINFORCE with the group's mean as the baseline, scaled up where groups teach nothing.",
     ),
     "opmd": Recipe(
         advantage="opmd",
@@ -321,6 +342,33 @@ RECIPES: dict[str, Recipe] = {
         loss_agg_mode="pair-mean",
         source="arXiv:2405.14734 eq. 6",
         note="Prefer the chosen reply by its mean log-probability a token; no reference model.",
+    ),
+    "mpo": Recipe(
+        kind="preferences",
+        advantage="none",
+        loss="dpo",
+        loss_agg_mode="pair-mean",
+        settings={"pair_loss": ("sigmoid", "bco", "sft"), "pair_weights": (0.8, 0.2, 1.0)},
+        source="arXiv:2411.10442 section 3.2",
+        note="DPO, a loss on each reply by itself, and the likelihood of the chosen reply, weighted (mixed preference "
+        "optimization).",
+    ),
+    "cpo": Recipe(
+        kind="preferences",
+        advantage="none",
+        loss="cpo",
+        loss_agg_mode="pair-mean",
+        source="arXiv:2401.08417",
+        note="DPO without a reference model, and the likelihood of the chosen reply.",
+    ),
+    "alphapo": Recipe(
+        kind="preferences",
+        advantage="none",
+        loss="simpo",
+        loss_agg_mode="pair-mean",
+        settings={"reward_alpha": 0.25},
+        source="arXiv:2501.03884",
+        note="SimPO with another shape of the reward, which bounds how far likely replies are pushed.",
     ),
     "orpo": Recipe(
         kind="preferences",

@@ -61,6 +61,7 @@ class Resolved:
     whiten_ddof: int
     advantage_low: float | None
     advantage_high: float | None
+    top_entropy_quantile: float
     resample: str
     resample_power: float
     refill: Literal["sample", "copy"]
@@ -130,6 +131,7 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         whiten_ddof=cfg.whiten_ddof,
         advantage_low=cfg.advantage_low,
         advantage_high=cfg.advantage_high,
+        top_entropy_quantile=cfg.top_entropy_quantile,
         resample=cfg.resample,
         resample_power=cfg.resample_power,
         refill=cfg.refill,
@@ -141,7 +143,7 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         old_logprobs=cfg.old_logprobs,
         dynamic_sampling=bool(pick("dynamic_sampling")),
         max_refills=cfg.max_refills,
-        needs=advantage.needs | loss.needs | _kl_needs(cfg),
+        needs=advantage.needs | loss.needs | _term_needs(cfg),
         compares=advantage.compares and settings["advantage"].settings.get("single_rollout") != "raw",
         judged=advantage.judged and loss.judged,
         ratio=loss.ratio or settings["loss"].is_own,
@@ -219,9 +221,18 @@ def _chosen(
         return Chosen(name, rest), {}
     fields = FUNCTIONS[part][name].settings.model_fields
     of_recipe = {key: value for key, value in recipe.settings.items() if name == own and key in fields}
-    taken = {key: value for key, value in rest.items() if key in fields and value is not None}
+    taken = {
+        key: _listed(value, like=fields[key].default)
+        for key, value in rest.items()
+        if key in fields and value is not None
+    }
     defaults = {key: field.default for key, field in fields.items()}
     return Chosen(name, defaults | of_recipe | taken), rest
+
+
+def _listed(value: Any, *, like: object) -> Any:
+    """One name where a setting holds a list is a list of one."""
+    return (value,) if isinstance(value, str) and isinstance(like, tuple) else value
 
 
 def setting_problems(cfg: AlgorithmConfig) -> Iterator[tuple[str, str]]:
@@ -259,8 +270,9 @@ def unread_settings(cfg: AlgorithmConfig) -> Iterator[tuple[str, str]]:
             yield f"algorithm.{part}.{name}", f"{part}={chosen.name} does not read it"
 
 
-def _kl_needs(cfg: AlgorithmConfig) -> frozenset[Need]:
-    return frozenset({"reference"}) if max(cfg.kl.coef, cfg.reward_kl.coef) > 0 else frozenset()
+def _term_needs(cfg: AlgorithmConfig) -> frozenset[Need]:
+    needs: set[Need] = {"reference"} if max(cfg.kl.coef, cfg.reward_kl.coef) > 0 else set()
+    return frozenset(needs | ({"entropy"} if cfg.top_entropy_quantile < 1 else set()))
 
 
 def unknown(name: str, table: Mapping[str, object]) -> str:
@@ -286,8 +298,25 @@ def _check_parts(cfg: AlgorithmConfig, r: Resolved) -> None:
             "give one for each"
         )
     settings = r.settings["loss"].settings
+    if "pair_loss" in settings:
+        _check_pair_losses(settings)
     if settings.get("rec_regularizer", "none") != "none" and settings["rec_regularizer_coef"] == 0:
         raise ConfigError(
             f"algorithm.loss.rec_regularizer={settings['rec_regularizer']} adds nothing at rec_regularizer_coef=0: "
             "give one above 0."
+        )
+
+
+def _check_pair_losses(given: Mapping[str, Any]) -> None:
+    names, weights = given["pair_loss"], given["pair_weights"]
+    if not names:
+        raise ConfigError("algorithm.loss.pair_loss is empty: name at least one loss, as sigmoid.")
+    if weights and len(weights) != len(names):
+        raise ConfigError(
+            f"algorithm.loss.pair_weights: {len(weights)} of them for {len(names)} losses of pair_loss; give one for "
+            "each"
+        )
+    if "exo" in names and given["label_smoothing"] == 0:
+        raise ConfigError(
+            "algorithm.loss.pair_loss=exo has the logarithm of label_smoothing, which is 0: give one above 0, as 1e-3."
         )

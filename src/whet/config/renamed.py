@@ -66,11 +66,12 @@ def present(path: Sequence[str | int]) -> Path:
     """A path by present names."""
     out: Path = ()
     for part in path:
-        if _pattern(out) == ("algorithm",) and len(HOMES.get(str(part), ())) == 1:
-            out = (*out, HOMES[str(part)][0])
-        if _pattern(out) == ("algorithm", "correction") and part in BOUNDS:
+        name = _name(out, part)
+        if _pattern(out) == ("algorithm",) and len(HOMES.get(str(name), ())) == 1:
+            out = (*out, HOMES[str(name)][0])
+        if _pattern(out) == ("algorithm", "correction") and name in BOUNDS:
             out = (*out, "weight")
-        out = (*out, _name(out, part))
+        out = (*out, name)
     return out
 
 

@@ -104,6 +104,30 @@ class Discount(Section):
     """Discount a token."""
 
 
+class ReinforcePlusPlus(Discount):
+    """Discounted returns on the scale of the batch (REINFORCE++)."""
+
+    reset_at_turns: bool = False
+    """The return begins anew at the end of each turn, as in SkyRL 0.3 and verl until 0.9.0. false: rewards of later
+    turns count for earlier turns, as in verl 0.9.1."""
+
+
+class OptimalTokenBaseline(Section):
+    """A baseline for each place of a reply."""
+
+    handle_zero_tail: bool = True
+    """Where one reply of the group is longer than all others it has no baseline. false: it is its own baseline there,
+    so its tail learns nothing."""
+
+
+class Gpg(Section):
+    """Reward against the group's mean, scaled up (GPG)."""
+
+    gpg_alpha: Literal["mixed_groups", "nonzero"] = "mixed_groups"
+    """Scale: all rollouts over those of groups whose rewards differ (arXiv:2504.02546), or over those whose reward is
+    not 0 (verl)."""
+
+
 class Gae(Discount):
     """Generalized advantage estimation (arXiv:1506.02438), with a critic."""
 
@@ -168,6 +192,9 @@ class Ppo(Clip):
     sequence_mask_delta: Above0 | None = None
     """A rollout whose mean log pi_old/pi (nats a token) is above this learns nothing from negative advantages. None:
     off."""
+    sequence_mask_anchor: Literal["old", "sampled"] = "old"
+    """sequence_mask_delta compares the policy with the one before the step, or with the engine's own log-probs, so that
+    the difference of engine and trainer counts, too (DeepSeek-V3.2)."""
     fallback_to_policy_gradient: bool = False
     """Take the ratio against the policy itself, so that the gradient is that of -A log pi. Right for one optimizer step
     a batch."""
@@ -182,6 +209,19 @@ class Gspo(Section):
     """Ratio clip above 1: 1 + clip_high."""
     gspo_form: Literal["sequence", "token"] = "sequence"
     """Gradient through the rollout's mean log-ratio, or through each token's own log-prob (GSPO-token)."""
+
+
+class Vespo(Section):
+    """A soft gate on the ratio w of a whole rollout: w^k exp(lambda (1 - w)) (VESPO, arXiv:2602.10693)."""
+
+    vespo_k_pos: NonNegative = 2.0
+    """k where the advantage is not negative: how fast the gate closes below w = 1."""
+    vespo_lambda_pos: Above0 = 3.0
+    """lambda where the advantage is not negative: how fast it closes above."""
+    vespo_k_neg: NonNegative = 3.0
+    """k where the advantage is negative."""
+    vespo_lambda_neg: Above0 = 2.0
+    """lambda where the advantage is negative."""
 
 
 class GeoMean(Section):
@@ -202,6 +242,10 @@ class Cispo(Section):
     """Weight clip above 1: 1 + clip_high."""
     cispo_mask: bool = False
     """Tokens that PPO would clip count 0."""
+    mask_low: Above0 | None = None
+    """cispo_mask: with a negative advantage a ratio below 1 - this counts 0. None: clip_low."""
+    mask_high: Above0 | None = None
+    """cispo_mask: with a positive advantage a ratio above 1 + this counts 0. None: clip_high."""
 
 
 class Sapo(Section):
@@ -246,9 +290,9 @@ class Dppo(Section):
     """The farthest a token with positive advantage may have risen."""
     dppo_anchor: Literal["sampled", "old"] = "sampled"
     """What the policy is compared with: the engine's log-probs (the paper), or those of the policy before the step."""
-    dppo_max_ratio: Above0 | None = None
-    """The ratio counts as at most this; tokens above keep that weight of their gradient (the paper: 20). None: no
-    limit."""
+    dppo_max_ratio: Above0 = 20.0
+    """The ratio counts as at most this; tokens above keep that weight of their gradient (section 5.4 of the paper: 20).
+    1e9: no limit."""
 
 
 class Aipo(Section):
@@ -258,11 +302,31 @@ class Aipo(Section):
     """Cap of the ratio; the paper's range is 2 to 10."""
 
 
-class Sppo(Section):
-    """Tokens near a ratio of 1 alone."""
+class SoftmaxPpo(Section):
+    """Tokens near a ratio of 1 alone (arXiv:2108.05828)."""
 
-    sppo_epsilon: Above0 = 0.3
+    ratio_epsilon: Above0 = 0.3
     """Tokens with a ratio outside 1 / (1 + e) .. 1 + e count 0."""
+
+
+class ReinforceIs(Section):
+    """REINFORCE with importance weights of the policy that learns against the engine (verl's bypass mode)."""
+
+    weight_over: Literal["none", "token", "sequence", "geometric"] = "token"
+    """Weight of a token: 1, its ratio, the product of the rollout's ratios, or their geometric mean."""
+    weight_low: NonNegative | None = None
+    """Smallest weight. None: no bound."""
+    weight_high: Above0 | None = 2.0
+    """Largest weight. 1e9: no bound."""
+    weight_outside: Literal["truncate", "mask"] = "truncate"
+    """A weight outside the bounds becomes the bound (truncate) or 0 (mask)."""
+
+
+class Dro(Section):
+    """A square of the log-ratio in place of a clip (DRO, arXiv:2405.19107)."""
+
+    dro_beta: Above0 = 0.1
+    """Weight of half the squared log-ratio to the policy before the step."""
 
 
 class Opmd(Section):
@@ -289,7 +353,7 @@ class Rec(Clip):
     rec_ring_high: Above0 = 2.0
     """ring: a ratio above 1 + this is learned from again where the advantage is negative."""
     rec_weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"] = "none"
-    """Weight of a token: 1, its ratio, the rollout's, or exp(A / rec_temperature)."""
+    """Weight of a token: 1, its ratio, the rollout's, or exp(A / rec_temperature), at most e^20."""
     rec_temperature: Above0 = 1.0
     """rec_weight=advantage: temperature."""
     rec_regularizer: Literal["none", "k2", "forward-kl"] = "none"
@@ -319,15 +383,36 @@ class SftPhi(Section):
     """Tokens that the policy gives more than this probability teach nothing. 1: none is left out."""
 
 
+PairLoss = Literal[
+    "sigmoid",
+    "sigmoid_norm",
+    "robust",
+    "hinge",
+    "ipo",
+    "exo",
+    "nca",
+    "bco",
+    "self_play",
+    "apo_zero",
+    "apo_down",
+    "sft",
+]
+
+
 class Dpo(Section):
     """Direct preference optimization (arXiv:2305.18290)."""
 
     beta: Above0 = 0.1
     """Inverse temperature."""
-    pair_loss: Literal["sigmoid", "robust", "hinge", "ipo"] = "sigmoid"
-    """Function of a pair's margin: DPO's own log-sigmoid, or that of robust DPO, SLiC (hinge) or IPO."""
+    pair_loss: PairLoss | tuple[PairLoss, ...] = ("sigmoid",)
+    """Loss of a pair: DPO's own log-sigmoid, or another (docs/algorithms.md). Several are summed: [sigmoid, sft] is DPO
+    with the likelihood of the chosen reply."""
+    pair_weights: tuple[NonNegative, ...] | None = None
+    """A weight for each of several losses, in their order. None: 1 for each."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
-    """sigmoid, robust: assumed share of flipped labels."""
+    """sigmoid, robust, exo: assumed share of flipped labels; exo needs one above 0."""
+    ipo_mean: bool = True
+    """ipo: compare means over the tokens of a reply, as its authors (and TRL), in place of sums."""
 
 
 class Simpo(Section):
@@ -337,6 +422,20 @@ class Simpo(Section):
     """Scale of the rewards."""
     target_margin: NonNegative = 1.0
     """By how much the chosen reply's reward should be above the other's; half of beta is a good start."""
+    reward_alpha: float = 0.0
+    """Shape of a reply's reward: (1 - p^-alpha) / alpha, p its geometric mean probability a token (AlphaPO,
+    arXiv:2501.03884). 0: log p, SimPO's own."""
+
+
+class Cpo(Section):
+    """DPO without a reference, beside the likelihood of the chosen reply (CPO, arXiv:2401.08417)."""
+
+    beta: Above0 = 0.1
+    """Inverse temperature."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """Assumed share of flipped labels."""
+    nll_weight: NonNegative = 1.0
+    """Weight of the chosen reply's mean -log pi."""
 
 
 class Orpo(Section):

@@ -57,6 +57,9 @@ def reads_logprobs(cfg: Config) -> Iterator[str]:
         yield "algorithm.correction"
     if algorithm.old_logprobs == "sampled":
         yield "algorithm.old_logprobs=sampled"
+    mask = algorithm.settings["loss"].settings
+    if mask.get("sequence_mask_delta") is not None and mask.get("sequence_mask_anchor") == "sampled":
+        yield "algorithm.loss.sequence_mask_anchor=sampled"
     if algorithm.anchor == "sampled":
         yield f"algorithm.loss={algorithm.loss}"
     if algorithm.settings["advantage"].settings.get("rank_penalty"):

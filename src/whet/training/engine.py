@@ -14,7 +14,7 @@ from whet.batch import Batch, LossFn
 from whet.models.published import Send
 from whet.types import Metrics
 
-Want = Literal["logprobs", "values", "collision"]
+Want = Literal["logprobs", "values", "entropy", "collision"]
 T = TypeVar("T")
 
 
@@ -41,7 +41,8 @@ class TrainEngine(Protocol):
         """The whole model's names, shapes and dtypes; its parameters may be old, or have no data."""
 
     def forward(self, batch: Batch, want: Want) -> Tensor:
-        """[N] float32, no gradient; 0 where mask_N is false. collision: the sum over the vocabulary of p^2."""
+        """[N] float32, no gradient; 0 where mask_N is false. entropy: in nats. collision: the sum over the
+        vocabulary of p^2."""
 
     def update(self, batch: Batch, loss: LossFn) -> Metrics:
         """Micro-batches, backward, clip, one optimizer step. The loss is sum(loss_N * batch.weight_N)."""

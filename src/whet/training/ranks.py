@@ -41,6 +41,7 @@ from whet.track.lanes import RANKS, Lane, Told
 from whet.track.timeline import Timeline, clock
 from whet.training import parts
 from whet.training.balance import Dealt, deal, together
+from whet.training.engine import Want
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.rank import RankHandshake, Role
 from whet.training.sums import Sums
@@ -341,7 +342,7 @@ class RankGroup:
     def structure(self) -> PreTrainedModel:
         return self._module
 
-    def forward(self, batch: Batch, want: Literal["logprobs", "values", "collision"]) -> Tensor:
+    def forward(self, batch: Batch, want: Want) -> Tensor:
         where = batch.mask_N.device
         batch = batch.to("cpu")
         dealt = self._deal(batch, learns=False)

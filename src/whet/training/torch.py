@@ -44,6 +44,7 @@ from whet.models.sharded import Alone, DataParallel, local, within
 from whet.models.tensor_files import Piece, TensorFile, opened, pieces, write
 from whet.track.files import reading
 from whet.training.balance import Dealt, deal, together
+from whet.training.engine import Want
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.sums import Sums
 from whet.types import CheckpointError, Metrics, WhetError
@@ -136,17 +137,17 @@ class TorchEngine:
     def structure(self) -> PreTrainedModel:
         return self.module
 
-    def forward(self, batch: Batch, want: Literal["logprobs", "values", "collision"]) -> Tensor:
+    def forward(self, batch: Batch, want: Want) -> Tensor:
         dealt = deal(batch, 1, self.cut.limits(learns=False))
         return together(batch, dealt, [self.forward_parts(dealt[0], want)])
 
     @torch.no_grad()
-    def forward_parts(self, dealt: Dealt, want: Literal["logprobs", "values", "collision"]) -> list[Tensor]:
+    def forward_parts(self, dealt: Dealt, want: Want) -> list[Tensor]:
         """The answers for each micro-batch."""
         if (want == "values") != (self.value_head is not None):
             raise WhetError(f"a {'critic' if self.value_head else 'policy'} engine does not compute {want}")
         parts: list[Tensor] = []
-        said = self._collisions if want == "collision" else self._said
+        said = {"collision": self._collisions, "entropy": self._entropies}.get(want, self._said)
         with self.span(f"forward {want}"), self._awake():
             if self.parallel.stage is not None:
                 self._flow(
@@ -499,6 +500,9 @@ class TorchEngine:
     def _collisions(self, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
         sums_A = collisions(hidden_AD, head=self.decoder.head, temperature=self.cut.temperature)
         return self._spread(sums_A, at_A, batch.tokens)
+
+    def _entropies(self, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
+        return need(self._outputs(batch, hidden_AD, at_A).entropy_N, "outputs.entropy_N")
 
     def _full_kl_N(
         self, other: TorchEngine, batch: Batch, hidden_AD: Tensor, at_A: Tensor, reference_AD: Tensor | None

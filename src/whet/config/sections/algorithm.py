@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -78,6 +78,9 @@ class AlgorithmConfig(Section):
     """Replacement of dropped groups: new tasks (sample), or random copies of the other groups of the step (copy)."""
 
     # -- policy losses
+    top_entropy_quantile: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share of a step's tokens that the policy loss learns from: those where the policy before the step had the highest
+    entropy; the paper: 0.2 (arXiv:2506.01939). The others keep their place in means. 1: all."""
     positive_nll_coef: NonNegative = 0.0
     """Term added to any policy loss: this weight times the mean of -log pi over the tokens of rollouts with a reward
     above 0."""

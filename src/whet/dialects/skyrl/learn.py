@@ -141,13 +141,14 @@ def kl(v: Values) -> Native:
 
 def _estimator(v: Values) -> str:
     """By the two switches, while there were any, else by kl_estimator_type; the document's version has no such key,
-    so a file that gives it means it."""
+    so a file that gives it means it. Where there is that key, k3 is bounded."""
     named: str | None = v[f"{A}.kl_estimator_type"]
-    if named is not None and not since(v, "train-0.1"):
-        return named
-    if v[f"{A}.use_kl_estimator_k3"]:
-        return "k3"
-    return "abs" if v[f"{A}.use_abs_kl"] else named or "k1"
+    by_switches = named is None or since(v, "train-0.1")
+    if by_switches and v[f"{A}.use_kl_estimator_k3"]:
+        return "low_var_kl" if since(v, "train-0.1") else "k3"
+    if by_switches and v[f"{A}.use_abs_kl"]:
+        return "abs"
+    return "low_var_kl" if named == "k3" else named or "k1"
 
 
 def reference(v: Values) -> Native:
@@ -218,6 +219,8 @@ def policy_loss(v: Values) -> Native:
             out[width] = SMALLEST
     if kind == "gspo":
         out["algorithm.loss.gspo_form"] = "token"
+    if kind == "dppo":
+        out["algorithm.loss.dppo_max_ratio"] = 1e9  # SkyRL has no cap
     if kind == "cispo" and v[f"{A}.cispo.cispo_anchor"] == "rollout":
         out["algorithm.old_logprobs"] = "sampled"
     return out

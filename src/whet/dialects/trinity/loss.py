@@ -115,13 +115,18 @@ _NATIVE: dict[str, dict[str, str]] = {
         "clip_range_low": "clip_low",
         "clip_range_high": "clip_high",
         "enable_mask_clip": "cispo_mask",
+        "mask_clip_range_low": "mask_low",
+        "mask_clip_range_high": "mask_high",
     },
     "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg"},
-    "sppo": {"epsilon": "sppo_epsilon"},
+    "sppo": {"epsilon": "ratio_epsilon"},
     "topr": {"advantage_threshold": "topr_threshold"},
     "importance_sampling": {},
 }
 """Arguments of the simple losses by their native names."""
+
+OWN_NAMES = {"sppo": "softmax_ppo"}
+"""Losses with another native name."""
 
 COMING = ("sft_phi_normalized",)
 OF_FILES = ("sft", "sft_is", "sft_phi")
@@ -189,7 +194,10 @@ def _settings(values: Values, name: str, given: Given) -> Native:
         return {"loss": "cross_entropy"}
     if name == "rec":
         return {"loss": "rec", **_rec(given)}
-    out: Native = {"loss": name, **{native: given[theirs] for theirs, native in _NATIVE[name].items()}}
+    out: Native = {
+        "loss": OWN_NAMES.get(name, name),
+        **{native: given[theirs] for theirs, native in _NATIVE[name].items()},
+    }
     if name == "gspo":
         both = (
             {} if given["clip_range"] is None else dict.fromkeys(_NATIVE[name].values(), given["clip_range"])
@@ -199,13 +207,8 @@ def _settings(values: Values, name: str, given: Given) -> Native:
         given["tau_pos"], f"{ARGS}.tau_pos"
     ):
         raise ConfigError(f"{ARGS}.tau_neg: {given['tau_neg']} is less than tau_pos {given['tau_pos']}.")
-    for end in ("low", "high") if out.get("cispo_mask") else ():
-        clip, mask = given[f"clip_range_{end}"], given[f"mask_clip_range_{end}"]
-        if mask != clip:
-            raise NotSupportedYet(
-                f"{ARGS}.mask_clip_range_{end}: {mask} beside clip_range_{end} {clip} is coming, not built yet: the "
-                "mask has the bounds of the clip."
-            )
+    if name == "cispo" and not given["enable_mask_clip"]:
+        return {key: value for key, value in out.items() if not key.startswith("mask_")}
     return out
 
 

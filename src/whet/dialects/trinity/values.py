@@ -146,7 +146,7 @@ PRESETS: dict[str, Preset] = {
     "cispo": Preset(recipe="cispo", advantage="grpo", loss="cispo"),
     "gspo": Preset(recipe="gspo", advantage="grpo", loss="gspo"),
     "sapo": Preset(recipe="sapo", advantage="grpo", loss="sapo"),
-    "sppo": Preset(recipe="sppo", advantage="opmd", loss="sppo", kl_loss="none", entropy="none"),
+    "sppo": Preset(recipe="softmax_ppo", advantage="opmd", loss="sppo", kl_loss="none", entropy="none"),
     "rec": Preset(recipe="rec", advantage="rec", loss="rec"),
     "raft": Preset(recipe="raft", loss="sft", kl_loss="none", entropy="none", repeat_times=1),
     "multi_step_grpo": Preset(recipe="step_wise_grpo", advantage="step_wise_grpo", repeat_times=8),

@@ -75,6 +75,10 @@ def advantage(v: Values) -> Native:
         out["algorithm.advantage.normalize_std"] = v["algorithm.norm_adv_by_std_in_grpo"]
     if estimator == "grpo_vectorized" and not since(v, "verl", "0.8.0"):
         out["algorithm.advantage.std_floor"] = 1e-3
+    if estimator == "optimal_token_baseline" and not since(v, "verl", "0.8.0"):
+        out["algorithm.advantage.handle_zero_tail"] = False
+    if estimator == "gpg":
+        out["algorithm.advantage.gpg_alpha"] = "nonzero"
     if estimator == "gdpo":
         out |= _parts(v)
     if estimator == "rloo":
@@ -148,14 +152,16 @@ LOSSES: dict[str, str | None] = {
     "bypass_mode": "ppo",
     "dppo_tv": "dppo",
     "dppo_kl": "dppo",
-    **dict.fromkeys(("rollout_correction", "dro")),
+    "dro": "dro",
+    "rollout_correction": "reinforce_is",
 }
 
 CLIPPED = ("ppo", "gspo", "geo_mean", "clip_cov", "cispo")
 """Losses that read clip_ratio and its sides."""
 
 BY_SEQUENCE = ("gspo", "sapo", "geo_mean")
-"""Losses that verl averages over sequences, whatever loss_agg_mode says."""
+"""Losses that verl averages over sequences, whatever loss_agg_mode says; gspo until 0.9.0: since 0.9.1, which is read
+as main, it honours loss_agg_mode."""
 
 SETTINGS = {
     "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg"},
@@ -165,9 +171,19 @@ SETTINGS = {
 """Settings of single losses: verl's name below `actor` -> native."""
 
 
+def reinforces(v: Values) -> bool:
+    """Whether bypass_mode takes REINFORCE, with weights of the policy that learns, in place of any other loss."""
+    if v[f"{CORRECTION}.use_policy_gradient"] or v[f"{ACTOR}.policy_loss.loss_mode"] == "rollout_correction":
+        return True
+    kind = choose(v, f"{CORRECTION}.loss_type", {"ppo_clip": "ppo", "reinforce": "reinforce_is"})
+    return kind == "reinforce_is" and bypasses(v)
+
+
 def loss_of(v: Values) -> str:
     if distillation.replaces_rewards(v):
         return "ppo"
+    if reinforces(v):
+        return "reinforce_is"
     return choose(v, f"{ACTOR}.policy_loss.loss_mode", LOSSES)
 
 
@@ -196,8 +212,41 @@ def loss(v: Values) -> Native:
         }
     elif name == "gspo":
         out["algorithm.loss.gspo_form"] = "token"
+    elif name == "reinforce_is":
+        out |= _own_weight(v)
+    elif name == "dro":
+        out |= _dro(v)
     out |= {f"algorithm.loss.{to}": v[f"{ACTOR}.{key}"] for key, to in SETTINGS.get(name, {}).items()}
     return out
+
+
+def _own_weight(v: Values) -> dict[str, Json]:
+    """The weights of REINFORCE in bypass_mode: rollout_is, of the policy that learns."""
+    if v[f"{CORRECTION}.rollout_is_batch_normalize"]:
+        raise NotSupportedYet(
+            f"{CORRECTION}.rollout_is_batch_normalize with REINFORCE is coming, not built yet: a mean weight of the "
+            "policy that is learning; leave it out"
+        )
+    native, weight = "algorithm.correction.weight", _weight(v)
+    if not weight:
+        return {"algorithm.loss.weight_over": "none"}
+    out: dict[str, Json] = {
+        "algorithm.loss.weight_over": weight[native],
+        "algorithm.loss.weight_high": weight[f"{native}.high"],
+    }
+    if f"{native}.low" in weight:
+        out |= {
+            "algorithm.loss.weight_low": weight[f"{native}.low"],
+            "algorithm.loss.weight_outside": "mask",
+        }
+    return out
+
+
+def _dro(v: Values) -> dict[str, Json]:
+    beta = v[f"{ACTOR}.policy_loss.dro_beta"]
+    if beta is None:
+        raise ConfigError(f"{ACTOR}.policy_loss.dro_beta must be given for loss_mode=dro: a number above 0")
+    return {"algorithm.loss.dro_beta": beta}
 
 
 NORM = "seq-mean-token-sum-norm"
@@ -212,7 +261,8 @@ def aggregation(v: Values, key: str) -> str:
 def reduction(v: Values) -> Native:
     """Counts are those of the whole mini batch (verl's present rule), so no cut of it changes the gradient."""
     mode = aggregation(v, f"{ACTOR}.loss_agg_mode")
-    if loss_of(v) in BY_SEQUENCE:
+    name = loss_of(v)
+    if name in BY_SEQUENCE and not (name == "gspo" and since(v, "verl", "main")):
         own = mode == "token-mean" and v[f"{ACTOR}.entropy_coeff"] != 0
         return {
             "algorithm.loss_agg_mode": "seq-mean-token-mean",
@@ -298,24 +348,19 @@ def correction(v: Values) -> Native:
                 "divergence"
             )
         return NOTHING  # a divergence has no ratio to weigh
-    if _bypasses(v):
-        choose(v, f"{CORRECTION}.loss_type", {"ppo_clip": "ppo", "reinforce": None})
+    if bypasses(v):
         if tests:
             raise NotSupportedYet(
                 f"{CORRECTION}.rollout_rs with bypass_mode: leaving tokens out by the ratio to the policy that is "
                 "learning is coming, not built yet"
             )
-        return {"algorithm.old_logprobs": "sampled"}
+        return NOTHING if reinforces(v) else {"algorithm.old_logprobs": "sampled"}
     return weight | ({"algorithm.correction.reject": tests} if tests else {})
 
 
-def _bypasses(v: Values) -> bool:
+def bypasses(v: Values) -> bool:
     """Whether the ratio's denominator is the engine's log-prob. The asynchronous trainers do so by themselves: the
     one that is a step ahead since 0.7.0."""
-    if v[f"{CORRECTION}.use_policy_gradient"]:
-        raise NotSupportedYet(
-            f"{CORRECTION}.use_policy_gradient=True: REINFORCE without a ratio is coming, not built yet"
-        )
     said = v[f"{CORRECTION}.bypass_mode"]
     if said is None and is_one_step_off(v):
         said = since(v, "verl", "0.7.0")
