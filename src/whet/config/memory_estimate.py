@@ -107,7 +107,7 @@ def _others(plan: Plan) -> list[int]:
 
 def _largest(plan: Plan) -> int:
     """Bytes of the largest model that is made for the ranks."""
-    return max(_policy_bytes(plan), *_others(plan))
+    return max([_policy_bytes(plan), *_others(plan)])
 
 
 def _rank_of(group: str) -> str:
