@@ -17,6 +17,7 @@ from forked import near
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
 from whet.config.load import load
+from whet.config.memory_estimate import MAKER, phases, places
 from whet.config.plan import plans
 from whet.config.schema import LoraConfig, OptimizerConfig
 from whet.guard import pulse
@@ -191,26 +192,38 @@ def test_ranks_train_a_model_in_files_as_one_of_the_driver(ranks: Ranks, tmp_pat
 # ---------------------------------------------------------------- which runs
 
 
-RANKS = {"train": {"parallel": {"dp_shard": 2}}}
+SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SFT = ("algorithm.name=sft", "data.train[0].response=response")
+RL = ("rewards.letters.function=exact", "data.train[0].answer=answer")
+RANKS, REPLICAS = "train.parallel.dp_shard=2", "rollout.replicas=1"
+A, B = '{"name": "a", "train": {"parallel": {"dp_shard": 2}}}', '{"name": "b"}'
 
 
 @pytest.mark.parametrize(
-    ("tree", "elsewhere"),
+    ("overrides", "elsewhere"),
     [
-        (RANKS, False),  # samples in its own process
-        ({**RANKS, "rollout": {"replicas": 1}}, True),
-        ({**RANKS, "algorithm": {"name": "sft"}}, True),
-        ({**RANKS, "rollout": {"replicas": 1}, "cluster": {"ranks": True}}, False),
-        ({"algorithm": {"name": "sft"}}, False),
-        ({"algorithm": {"name": "sft"}, "stages": [{"name": "a", **RANKS}, {"name": "b", **RANKS}]}, True),
-        ({"algorithm": {"name": "sft"}, "stages": [{"name": "a", **RANKS}, {"name": "b"}]}, False),
+        ((*RL, RANKS), False),  # it samples in its own process
+        ((*RL, RANKS, REPLICAS), True),
+        ((*RL, RANKS, REPLICAS, "cluster.ranks=true"), False),
+        ((*RL, REPLICAS), False),
+        ((*SFT, RANKS), True),
+        ((*SFT,), False),
+        ((*SFT, f"stages=[{A}]"), True),
+        ((*SFT, f"stages=[{A}, {B}]"), False),
     ],
 )
-def test_the_driver_has_no_model_where_no_stage_needs_one_there(tree: Any, elsewhere: bool) -> None:
+def test_the_driver_has_no_model_where_no_stage_needs_one_there(
+    overrides: tuple[str, ...], elsewhere: bool
+) -> None:
     base = {
-        "model": {"scratch": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}},
+        "model": {"scratch": SIZE},
         "tokenizer": {"build": "chars"},
         "data": {"train": [{"path": "tests/data/words.jsonl"}]},
+        "train": {"steps": 1, "tasks_per_step": 8},
     }
-    found = plans(load(None, (), {**base, **tree}), rehearsal=True)
+    found = plans(load(None, overrides, base), rehearsal=True)
     assert {p.models_elsewhere for p in found} == {elsewhere}
+    made = [place.name for p in found for place in places(p) if place.name == MAKER]
+    assert bool(made) is elsewhere, "it is in the estimate"
+    held = {part for p in found for phase in phases(p) for part in phase.parts}
+    assert ("policy" in held) is not elsewhere

@@ -29,10 +29,9 @@ _ERRORS = {e.__name__: e for e in (CheckpointError, ConfigError, WhetError)}
 
 
 @dataclass(frozen=True)
-class _Job:
-    """What the process is told."""
+class _Setting:
+    """What the process is told first."""
 
-    function: Callable[[], Any]
     threads: int
     deterministic: bool
     imports: tuple[str, ...]
@@ -59,9 +58,10 @@ def call(
     lines = (open_lines or partial(Local, module=__name__))(1, threads)
     try:
         line, level = lines.lines[0], logging.getLogger(_LOGGER).getEffectiveLevel()
-        job = _Job(function, threads, deterministic, tuple(imports), level)
+        setting = _Setting(threads, deterministic, tuple(imports), level)
         try:
-            line.connection.send_bytes(pickle.dumps(job, protocol=5))
+            for message in (setting, function):
+                line.connection.send_bytes(pickle.dumps(message, protocol=5))
             while True:
                 kind, *rest = pickle.loads(line.connection.recv_bytes())
                 if kind == "done":
@@ -88,20 +88,21 @@ def serve(connection: Connection) -> None:
     """Do the one job."""
     say = _Said(connection)
     try:
-        job: _Job = pickle.loads(connection.recv_bytes())
+        setting: _Setting = pickle.loads(connection.recv_bytes())
     except EOFError:
         return
     logger = logging.getLogger(_LOGGER)
-    logger.setLevel(job.level)
+    logger.setLevel(setting.level)
     logger.propagate = False
     logger.addHandler(_Passed(say))
     try:
-        torch.set_num_threads(job.threads)
-        torch.use_deterministic_algorithms(job.deterministic)
+        torch.set_num_threads(setting.threads)
+        torch.use_deterministic_algorithms(setting.deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        import_all(job.imports)
+        import_all(setting.imports)
+        function: Callable[[], Any] = pickle.loads(connection.recv_bytes())  # it may hold what is imported
         with pulse.heard_by(partial(say, "beat")):
-            answer = job.function()
+            answer = function()
         say("done", answer)
     except Exception as error:  # noqa: BLE001  # whatever it was, who asked has to hear of it
         known = isinstance(error, WhetError)
