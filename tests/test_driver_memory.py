@@ -122,7 +122,7 @@ def test_a_model_larger_than_the_driver_s_memory_is_trained_synced_saved_and_exp
     assert len((run / "metrics.jsonl").read_text().splitlines()) >= 1
     assert "the ranks write them to" in log
     assert not (run / "models").exists(), "what passed between processes is removed"
-    with safe_open(run / "export" / "train" / "model.safetensors", framework="pt") as exported:
+    with safe_open(run / "export" / "main" / "model.safetensors", framework="pt") as exported:
         wide = [exported.get_slice(name).get_shape() for name in exported.keys()]  # noqa: SIM118
     assert [512, 40_000] in wide
     (saved,) = (run / "checkpoints").glob("*")
