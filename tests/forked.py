@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,10 +121,11 @@ def _settled(env: dict[str, str]) -> None:
     os.environ.update(env)
 
 
-def near(count: int, threads: int) -> line.Local:
-    """Ranks of this machine: `open_lines` of `Ranks`. They end with pytest, not with a thread of it."""
+def near(count: int, threads: int, *, module: str = "whet.training.rank") -> line.Local:
+    """Ranks of this machine: `open_lines` of `Ranks`. They end with pytest, not with a thread of it. module: whose
+    `serve` is called."""
     with _ONE_PATCH, mock.patch.object(line, "subprocess", SimpleNamespace(Popen=_Rank, DEVNULL=None)):
-        return line.Local(count, threads, module="whet.training.rank")
+        return line.Local(count, threads, module=module)
 
 
 _ONE_PATCH = threading.Lock()
@@ -134,15 +136,15 @@ class _Rank(_Forked):
         self, command: list[str], *, pass_fds: list[int], env: Mapping[str, str], **_: object
     ) -> None:
         with Connection(os.dup(pass_fds[0])) as connection:
-            super().__init__(_rank, connection, command[4:], dict(env))
+            super().__init__(_rank, connection, command[3:], dict(env))
 
 
 def _rank(connection: Connection, told: list[str], env: dict[str, str]) -> None:
-    from whet.training.rank import serve
-
     _settled(env)
-    _, file, _, *others = told
-    serve(line.picked_up([str(os.dup(connection.fileno())), file, str(os.getppid()), *others]))
+    module, _, file, _, *others = told
+    import_module(module).serve(
+        line.picked_up([str(os.dup(connection.fileno())), file, str(os.getppid()), *others])
+    )
 
 
 def _redirected(function: Callable[..., object], arguments: tuple[str, ...], out: str) -> None:

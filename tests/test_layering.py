@@ -29,6 +29,7 @@ LAYERS: list[set[str]] = [
         "recorder",
         "placement",
         "job",
+        "whole",
         "disaggregated",
     },
     {"__main__", "cli", "options", "api", "start", "bench", "export", "rehearsal", "cluster", "web"},

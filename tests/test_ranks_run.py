@@ -97,7 +97,8 @@ def test_experts_and_parts_of_a_pipeline_are_started(monkeypatch: pytest.MonkeyP
             f"train.parallel.pipeline_chunks={chunks}",
         )
         models: Any = SimpleNamespace(engine=None, sampler=None)
-        whet.placement.engine_of(models, cfg.stages[0], "policy", None, ranks={"policy": True})  # type: ignore[arg-type,dict-item]
+        start: Any = SimpleNamespace(model=None, weights=None)
+        whet.placement.engine_of(models, cfg.stages[0], "policy", start, ranks={"policy": True})  # type: ignore[dict-item]
     assert seen == [1, 2]
 
 

@@ -61,7 +61,8 @@ def judge_checkpoints(loaded: Loaded) -> list[dict[str, Json]]:
     Metrics and replies are written to RUN/bench, which every call replaces; the run itself is only read.
     """
     loaded = brought_here(loaded)
-    planned, loaded = plans(loaded), alone(loaded)
+    planned = [replace(plan, models_elsewhere=False) for plan in plans(loaded)]
+    loaded = alone(loaded)
     cfg = loaded.config
     if not any(plan.evaluates for plan in planned):
         raise ConfigError("there is nothing to evaluate: data.eval is empty, or evaluation is off")

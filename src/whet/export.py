@@ -119,7 +119,7 @@ def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None) -> No
     from whet.data.tasks import texts
     from whet.data.tokenizer import load_tokenizer
     from whet.models import kernels
-    from whet.models.exports import writer
+    from whet.models.exports import write_export
     from whet.models.load import build
     from whet.models.lora import attach
     from whet.training.micro_batches import MicroBatchPolicy
@@ -144,7 +144,7 @@ def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None) -> No
         for tensor in model.parameters():
             tensor.data = tensor.data.to(getattr(torch, dtype))
         model.config.dtype = getattr(torch, dtype)
-    writer(cfg, model, tokenizer)(folder)
+    write_export(cfg, lambda: model, tokenizer, folder)
 
 
 def _dtype(cfg: Config, path: Path) -> str:

@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.checkpoint import Keep, Saver
 from whet.config.checks import check_stop_tokens
-from whet.config.checks_parallel import ranks_of, world
+from whet.config.checks_parallel import world
 from whet.config.checks_sync import has_adapters
 from whet.config.choices import RESUME
 from whet.config.engines import ENGINES
 from whet.config.load import Loaded
 from whet.config.plan import Plan, dtype_on
-from whet.config.schema import Config
+from whet.config.schema import Config, LoraConfig, ModelConfig
 from whet.context import StopFlag
 from whet.data.tasks import (
     texts,
@@ -47,6 +47,7 @@ from whet.track.trackers import Tracker, open_trackers
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import ConfigError
+from whet.whole import Here, InFiles, Place, Whole
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +63,8 @@ class Models:
     """What computes in every stage of a run."""
 
     tokenizer: PreTrainedTokenizerBase
-    model: PreTrainedModel
-    """The policy, with which each stage begins where the one before it ended."""
+    policy: Whole
+    """With which each stage begins where the one before it ended."""
     ops: kernels.Ops
     exact: bool
     """The self-test found that sampled log-probs equal the trainer's bit for bit."""
@@ -77,6 +78,13 @@ class Models:
     """What the policy acts in, if the config names an environment."""
     rank_lines: RankLines | None = None
     """Starts the ranks of a stage; None: on this machine."""
+    place: Place = field(default_factory=Here)
+    """Where whole models are."""
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The policy, whose values may be in files."""
+        return self.policy.model
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,7 @@ class Job:
 
     async def close(self) -> None:
         """End environments and engine. Records are closed by who opened them."""
+        self.models.place.clear()
         self.models.environments.close()
         if self.models.engine is not None:
             await self.models.engine.close()
@@ -151,7 +160,12 @@ def open_models(
     sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.demonstrations, *c.data.eval)]
     tokenizer = load_tokenizer(cfg.tokenizer, model_path=cfg.model.path, texts=texts(sources))
     display.phase("load model")
-    model = build_model(
+    place: Place = Here()
+    if rank_lines is None and plans[0].models_elsewhere:
+        folder = Path(cfg.run_dir).absolute() / "models"
+        place = InFiles(folder, device, plans[0].threads, tuple(cfg.imports), watch.beat)
+    make = partial(
+        build_policy,
         cfg.model,
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
@@ -159,15 +173,16 @@ def open_models(
         seed=cfg.seed,
         device=device,
         dtype=getattr(torch, dtype_on(cfg, device.type)),
+        lora=cfg.model.lora if has_adapters(cfg) else None,
     )
+    policy = place.made("policy", make)
+    model = policy.model
     check_stop_tokens(loaded.stages, model.get_output_embeddings().out_features)
-    if cfg.model.lora is not None and has_adapters(cfg):
-        attach(model, cfg.model.lora, seed=cfg.seed)
     ops = kernels.load(cfg.machine.kernels)
     display.phase("self-test")
     samples = any(p.generates for p in plans)
     copied = any(p.samples_apart and p.generates for p in plans)
-    on_ranks = copied and rank_lines is None and _all_elsewhere(loaded)
+    on_ranks = copied and isinstance(place, InFiles)
     sampler = TorchEngine(twin(model), ops, cut=MicroBatchPolicy()) if copied and not on_ranks else None
     exact = samples and _alike(loaded) and prove_exact(loaded.stages[-1], plans, model, ops=ops)
     engine = None
@@ -186,14 +201,24 @@ def open_models(
         exact = exact and (not isinstance(engine, Router) or engine.exact)
         display.exactness("exact" if exact else "close")
     return Models(
-        tokenizer, model, ops, exact, engine, sampler, sampler_on_ranks=on_ranks, rank_lines=rank_lines
+        tokenizer,
+        policy,
+        ops,
+        exact,
+        engine,
+        sampler,
+        sampler_on_ranks=on_ranks,
+        rank_lines=rank_lines,
+        place=place,
     )
 
 
-def _all_elsewhere(loaded: Loaded) -> bool:
-    """Every stage trains the policy on ranks, and what samples are replicas."""
-    trained = all("policy" in ranks_of(c.train.parallel) for c in loaded.stages)
-    return trained and loaded.config.rollout.replicas > 0
+def build_policy(cfg: ModelConfig, *, lora: LoraConfig | None, seed: int, **how: Any) -> PreTrainedModel:
+    """The model with its adapters."""
+    model = build_model(cfg, seed=seed, **how)
+    if lora is not None:
+        attach(model, lora, seed=seed)
+    return model
 
 
 def _alike(loaded: Loaded) -> bool:

@@ -23,7 +23,7 @@ from whet.algos.skipping import Skipping, shares, skip, skipping, without_effect
 from whet.batch import Batch, among_skipped, computed, pack, select, with_parts
 from whet.config.mixing import experts_per_step
 from whet.config.recipes import resolve
-from whet.config.schema import TrainConfig
+from whet.config.schema import LoraConfig, TrainConfig
 from whet.context import Context
 from whet.data.demonstrations import Demonstrations
 from whet.data.replies import reader
@@ -31,7 +31,7 @@ from whet.data.tasks import TaskStream, learned_turns
 from whet.job import Models
 from whet.models.load import build as build_model
 from whet.models.load import value_head
-from whet.models.lora import attach, merged, twin
+from whet.models.lora import attach, merged
 from whet.models.trainable import choose
 from whet.placement import Jobs, engine_of, run_concurrently
 from whet.track.metrics import merge
@@ -43,6 +43,7 @@ from whet.training.ranks import RankGroup, Ranks
 from whet.training.throughput import Meter, meter_of
 from whet.training.torch import MICRO_BATCH, FullKl, TorchEngine
 from whet.types import Group, Json, Metrics, Task, WhetError
+from whet.whole import Make
 
 log = logging.getLogger(__name__)
 
@@ -431,7 +432,7 @@ def _policy(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> Tor
         models,
         cfg,
         "policy",
-        models.model,
+        models.policy,
         ranks=ranks,
         cut=_cut(context, models),
         optimizer=cfg.train.optimizer,
@@ -449,10 +450,13 @@ def _reference(
     """Frozen: from its folder, or a copy of the current policy."""
     cfg = context.cfg
     path, overrides = cfg.reference.path, cfg.reference.overrides
-    model = twin(models.model) if path is None else model_at(models, context, path, overrides=overrides)
+    if path is None:
+        start = models.policy.copied()
+    else:
+        start = models.place.made("reference", model_at(models, context, path, overrides=overrides))
+    start.model.requires_grad_(False)
     rests = "reference" in cfg.train.offload
-    model = model.requires_grad_(False)
-    return engine_of(models, cfg, "reference", model, ranks=ranks, cut=cut, rests=rests)
+    return engine_of(models, cfg, "reference", start, ranks=ranks, cut=cut, rests=rests)
 
 
 def _critic(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> TorchEngine:
@@ -460,12 +464,14 @@ def _critic(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> Tor
     train = plan.critic
     assert train is not None, "planned without a critic"
     path, name = cfg.critic.path, cfg.critic.head
+    make: Make
     if path is None:
-        model = copy.deepcopy(merged(models.model)).requires_grad_(True)
+        make = partial(_of_policy, models.policy.maker())
     else:
-        model = model_at(models, context, path, overrides=cfg.critic.overrides, head=name)
-    if cfg.critic.lora is not None:
-        attach(model, cfg.critic.lora, seed=seeds.key(cfg.seed, "critic"), key="critic.lora")
+        make = model_at(models, context, path, overrides=cfg.critic.overrides, head=name)
+    seed = seeds.key(cfg.seed, "critic")
+    start = models.place.made("critic", partial(build_critic, make, lora=cfg.critic.lora, seed=seed))
+    model = start.model
     head = value_head(model.config.hidden_size, cfg.seed, path=path, name=name).to(model.device, model.dtype)
     cut = MicroBatchPolicy.of(
         train, model, whole_groups=False, entropy_grad=False, temperature=1.0, critic=True
@@ -474,7 +480,7 @@ def _critic(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> Tor
         models,
         cfg,
         "critic",
-        model,
+        start,
         ranks=ranks,
         cut=cut,
         value_head=head,
@@ -488,6 +494,19 @@ def _critic(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> Tor
     )
 
 
+def _of_policy(make: Make) -> PreTrainedModel:
+    """A model of its own that begins as the policy."""
+    return copy.deepcopy(merged(make())).requires_grad_(True)
+
+
+def build_critic(make: Make, *, lora: LoraConfig | None, seed: int) -> PreTrainedModel:
+    """The model with its adapters."""
+    model = make()
+    if lora is not None:
+        attach(model, lora, seed=seed, key="critic.lora")
+    return model
+
+
 def model_at(
     models: Models,
     context: Context,
@@ -495,13 +514,14 @@ def model_at(
     *,
     overrides: dict[str, Any] | None,
     head: str | None = None,
-) -> PreTrainedModel:
-    """The model of a folder. overrides: of its config.json; None: the policy's. head: name of a value head that the
-    folder may hold.
+) -> Make:
+    """Reads the model of a folder. overrides: of its config.json; None: the policy's. head: name of a value head that
+    the folder may hold.
     """
     cfg = context.cfg
     own = {"path": path, "scratch": None} | ({} if overrides is None else {"overrides": overrides})
-    return build_model(
+    return partial(
+        build_model,
         cfg.model.model_copy(update=own),
         vocab_size=len(models.tokenizer),
         eos_token_id=models.tokenizer.eos_token_id,

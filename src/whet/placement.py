@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from transformers import PreTrainedModel
-
 from whet.config.checks_parallel import first_gpu, ranks_of, shards
 from whet.config.plan import Plan
 from whet.config.schema import Config
@@ -21,6 +19,7 @@ from whet.track.display import Display
 from whet.training.engine import TrainEngine
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
+from whet.whole import Whole
 
 T = TypeVar("T")
 
@@ -109,17 +108,18 @@ def _started(models: Models, cfg: Config, plan: Plan, whose: str, display: Displ
 
 
 def engine_of(
-    models: Models, cfg: Config, role: str, model: PreTrainedModel, *, ranks: Mapping[str, Ranks], **how: Any
+    models: Models, cfg: Config, role: str, start: Whole, *, ranks: Mapping[str, Ranks], **how: Any
 ) -> TorchEngine:
-    """The engine of one role: on its own ranks, on the policy's, or in this process."""
+    """The engine of one role: on its own ranks, on the policy's, or in this process. It begins with a model."""
     where = ranks.get(role, ranks.get("policy"))
     if where is None:
-        return TorchEngine(model, models.ops, **how)
+        return TorchEngine(start.model, models.ops, **how)
     # it answers to everything that is asked of a TorchEngine outside of it
     if role == "policy" and _samples_elsewhere(models):
         how["home"] = Path(cfg.run_dir).absolute() / "policy"
     how |= {"sharded": cfg.checkpoint.sharded, "chunks": cfg.train.parallel.pipeline_chunks}
-    return cast(TorchEngine, RankGroup(where, role, model, kernels=cfg.machine.kernels, **how))
+    how |= {"weights": start.weights, "kernels": cfg.machine.kernels}
+    return cast(TorchEngine, RankGroup(where, role, start.model, **how))
 
 
 def _samples_elsewhere(models: Models) -> bool:

@@ -14,6 +14,7 @@ import torch
 from whet.checkpoint import Saver
 from whet.config.evaluation import EvalSampling, evaluates, judges
 from whet.config.resuming import fingerprint
+from whet.config.schema import Config
 from whet.context import Context
 from whet.data.chat import encode_response
 from whet.data.replies import reader
@@ -24,7 +25,7 @@ from whet.explorer import player
 from whet.guard.printed import CONSOLE
 from whet.job import Job, Models
 from whet.learner import Learned, Learner, trainers
-from whet.models.exports import writer
+from whet.models.exports import write_export
 from whet.rewards.combine import RewardSet
 from whet.rollout.episode import to_sampling
 from whet.secrets import redact_tree
@@ -66,6 +67,8 @@ class Recorder:
     held_out: HeldOut
     saver: Saver
     uploads: Uploads
+    gather: Callable[[], object]
+    """Take what ranks have learned, to be exported."""
     write_export: Callable[[Path], None]
     """Write the policy as a Hugging Face folder."""
     fingerprint: Json
@@ -207,9 +210,12 @@ class Recorder:
         return self.context.due(done, cfg.export_interval) and not last
 
     def export(self, done: int, *, final: bool = False) -> None:
-        """The policy as a Hugging Face folder: `export/STAGE` at the end of the stage, else with the step's number."""
+        """The policy as a Hugging Face folder: `export/STAGE` at the end of the stage, else with the step's number.
+        At the end what ranks have learned has been taken, and they have ended."""
         name = self.context.name if final else f"{self.context.name}-step-{done:06d}"
         with self.context.monitor.phase("export"):
+            if not final:
+                self.gather()
             self.write_export(self.directory.path / "export" / name)
         self.uploads.export(self.directory.path / "export" / name)
 
@@ -255,7 +261,8 @@ def open_recorder(context: Context, job: Job, learner: Learner, tasks: list[Task
         held_out=HeldOut(tasks, _asker(context, models), job.rewards[context.index], loss),
         saver=records.saver,
         uploads=records.uploads,
-        write_export=partial(_export, learner, writer(context.cfg, models.model, models.tokenizer)),
+        gather=partial(models.policy.keep, learner.policy),
+        write_export=partial(_export, context.cfg, models),
         fingerprint=fingerprint(job.loaded.as_given),
         code=job.loaded.code,
         environments=models.environments.timings,
@@ -288,7 +295,7 @@ def held_out_replies(context: Context, models: Models, tasks: list[Task]) -> lis
     return reader(cfg, kind, models.tokenizer)(given(tasks, kind, judged=judges(cfg), fits=fits))
 
 
-def _export(learner: Learner, write: Callable[[Path], None], path: Path) -> None:
-    """Write the policy as it now is: where ranks train, it has to come home first."""
-    _ = learner.policy.module
-    write(path)
+def _export(cfg: Config, models: Models, path: Path) -> None:
+    """Write the policy as it was last gathered."""
+    job = partial(write_export, cfg, models.policy.maker(), models.tokenizer, path.absolute())
+    models.place.do(job, what=f"export {path.name}")

@@ -84,7 +84,7 @@ async def _run_stage(job: Job, index: int, before: StageEnd, *, start: Path | No
     try:
         async for _ in steps(stage, done, profiled=profiler.step):
             pass
-        _ = learner.policy.module  # what ranks have learned comes home
+        job.models.policy.keep(learner.policy)  # what ranks have learned outlives them
         if learner.ranks:
             saver.wait()  # they may still be writing
         profiler.close()
@@ -187,6 +187,7 @@ def open_stage(job: Job, index: int, before: StageEnd) -> tuple[Stage, Profiler]
     )
     learner.policy.version = before.version
     weights = open_weights(context, models, learner.policy, records.directory.path, ranks=ranks)
+    models.place.clear()
     learner.sampled = how_sampled(context, weights, replays=replay is not None)
     return Stage(
         context, explorer, learner, weights, open_recorder(context, job, learner, begun.held_out)

@@ -12,7 +12,6 @@ from whet.config.schema import Config
 from whet.context import Context
 from whet.explorer import Explorer
 from whet.job import Models
-from whet.models.lora import twin
 from whet.placement import engine_of
 from whet.rollout.engine import RolloutEngine
 from whet.sync.exchange import Publisher, publisher_of
@@ -116,7 +115,7 @@ def open_weights(
     sampler = models.sampler
     if models.sampler_on_ranks:
         sampler = engine_of(
-            models, context.cfg, "sampler", twin(models.model), ranks=ranks, cut=MicroBatchPolicy()
+            models, context.cfg, "sampler", models.policy.copied(), ranks=ranks, cut=MicroBatchPolicy()
         )
         sampler.beat = policy.beat
     return Weights(context, policy, models.engine, sampler, out)

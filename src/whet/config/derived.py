@@ -99,6 +99,8 @@ class Plan:
     """Bytes of their weights by name."""
     critic_whole: bool
     """The critic's checkpoints hold the weights under adapters too: it starts as a copy of the policy."""
+    models_elsewhere: bool = False
+    """No stage of the run computes with a model in the main process: another one makes them, for the ranks to read."""
 
     @property
     def steps(self) -> int:

@@ -19,10 +19,13 @@ from whet.config.schema import TrainConfig
 from whet.config.sizes import DTYPE_BYTES, in_words, micro_batch_tokens
 from whet.types import ConfigError
 
+MAKER = "the process that makes models"
+"""See `whet.models.apart`."""
+
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Processes of one kind: the main process, its ranks, its replicas."""
+    """Processes of one kind: the main process, the one that makes models, ranks, replicas."""
 
     name: str
     count: int
@@ -38,6 +41,8 @@ def places(plan: Plan) -> list[ProcessMemory]:
     if plan.shape is None or plan.learns is None or not plan.shape.vocab_size:
         return []
     out = [ProcessMemory("this process", 1, phases(plan))]
+    if plan.models_elsewhere:
+        out.append(ProcessMemory(MAKER, 1, [Phase("making a model", {"a model, whole": _largest(plan)})]))
     for group, count in ranks_of(plan.train.parallel).items():
         out.append(ProcessMemory(_rank_of(group), count, rank_phases(plan, group)))
     if plan.replicas and plan.generates:
@@ -74,21 +79,35 @@ def _setting(plan: Plan) -> Setting:
 
 def _driver_phases(plan: Plan, *, cache: int, sampling: int, rollouts: int) -> list[Phase]:
     """The main process where ranks train: it holds another model only until the ranks have loaded it; the full policy,
-    too, unless an engine here samples from it."""
-    assert plan.learns is not None
-    size = DTYPE_BYTES[plan.dtype]
-    held = {"policy": (plan.learns.base + plan.learns.adapted) * size + plan.learns.adapters * 4}
+    too, unless an engine here samples from it. It holds none at all if no stage needs one here."""
+    held = {"policy": _policy_bytes(plan)}
     if not plan.policy_on_ranks:
         held |= {name: count for name, count in plan.copies.items() if name == "sampler"}
-    other = [n for name, n in plan.copies.items() if name == "reference"]
-    other += [plan.critic_learns.base * size] if plan.critic is not None and plan.critic_learns else []
-    out = [Phase("opening the ranks", {**held, "another model, whole": max(other, default=0)})]
+    opening = Phase("opening the ranks", {**held, "another model, whole": max(_others(plan), default=0)})
+    out = [] if plan.models_elsewhere else [opening]
     sampled = _lengths(plan) if sampling else None
     if plan.policy_on_ranks:
         del held["policy"]
     held |= {"KV cache": cache, "rollouts": rollouts, **plan.beside}
     held |= _products(plan, _setting(plan), sampled=sampled)
     return [*out, Phase("sampling", {**held, "activations": sampling})]
+
+
+def _policy_bytes(plan: Plan) -> int:
+    assert plan.learns is not None
+    return (plan.learns.base + plan.learns.adapted) * DTYPE_BYTES[plan.dtype] + plan.learns.adapters * 4
+
+
+def _others(plan: Plan) -> list[int]:
+    """Bytes of the models beside the policy that are made for the ranks."""
+    other = [n for name, n in plan.copies.items() if name == "reference"]
+    critic = plan.critic_learns if plan.critic is not None else None
+    return other + ([] if critic is None else [critic.base * DTYPE_BYTES[plan.dtype]])
+
+
+def _largest(plan: Plan) -> int:
+    """Bytes of the largest model that is made for the ranks."""
+    return max([_policy_bytes(plan), *_others(plan)])
 
 
 def _rank_of(group: str) -> str:
@@ -301,7 +320,8 @@ def together(plan: Plan) -> list[tuple[str, list[ProcessMemory]]]:
     ranks = {group: found[_rank_of(group)] for group in ranks_of(plan.train.parallel)}
     near = [] if plan.ranks_apart else [group for group in ranks if plan.device == "cpu" or group == "policy"]
     most = {group: rank if plan.device == "cpu" else replace(rank, count=1) for group, rank in ranks.items()}
-    out = [("stage", [own, *(most[group] for group in near)])]
+    maker = [found[MAKER]] if MAKER in found else []
+    out = [("stage", [own, *maker, *(most[group] for group in near)])]
     for group in (group for group in ranks if group not in near):
         whose = "" if group == "policy" else f" of the {group}"
         out.append((f"a rank{whose} of stage", [replace(ranks[group], count=1)]))

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -77,6 +78,8 @@ def plans(
 
     refuse(_problems(config, stages, here=here and not rehearsal))
     derived = [_derive(cfg, rows=(rows or {}).get(name), name=name) for name, cfg in zip(names, stages)]
+    elsewhere = config.mode in ("both", "train") and all(p.policy_on_ranks for p in derived)
+    derived = [replace(p, models_elsewhere=elsewhere) for p in derived]
     refuse(_told(config, [list(_misfits(p, rehearsal=rehearsal)) for p in derived]))
     return tuple(derived)
 

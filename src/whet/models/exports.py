@@ -12,14 +12,12 @@ from whet.models.load import export
 from whet.models.lora import export_adapter, merged
 
 
-def writer(cfg: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Callable[[Path], None]:
-    """Writes the model in its current state: a Hugging Face folder, or one of peft's (`checkpoint.export_as`)."""
-    lora, base = cfg.model.lora, cfg.model.path
-
-    def write(path: Path) -> None:
-        if lora is not None and cfg.checkpoint.export_as == "adapter":
-            export_adapter(model, path, cfg=lora, base=base)
-        else:
-            export(merged(model), tokenizer, path)
-
-    return write
+def write_export(
+    cfg: Config, make: Callable[[], PreTrainedModel], tokenizer: PreTrainedTokenizerBase, path: Path
+) -> None:
+    """Write a model: a Hugging Face folder, or one of peft's (`checkpoint.export_as`)."""
+    model, lora = make(), cfg.model.lora
+    if lora is not None and cfg.checkpoint.export_as == "adapter":
+        export_adapter(model, path, cfg=lora, base=cfg.model.path)
+    else:
+        export(merged(model), tokenizer, path)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -19,6 +20,7 @@ from whet.models.lora import adapted, effect
 from whet.track.files import atomic_folder
 
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,70 @@ def parts_first(
     yield from sorted(named, key=lambda one: one[0] not in parts)
 
 
+# ---------------------------------------------------------------- a model whose values are in files
+
+
+def write_own(folder: Path, weights: Iterator[Weight]) -> None:
+    """A `Send`: a file for each weight as the model has it. Raises CheckpointError (full disk ...)."""
+    with atomic_folder(folder, durable=False) as new:
+        for number, weight in enumerate(weights):
+            save_file(
+                {weight.name: weight.own.detach().cpu().contiguous()}, new / f"{number:05d}.safetensors"
+            )
+
+
+def read_own(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The weights of `write_own`. They are mapped files, which the system reads when they are used and may drop again;
+    writing copies a page. They stay readable when the folder goes."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118  it is no mapping
+
+
+def structure_of(model: M) -> M:
+    """A copy without the values of its parameters, which are on the device `meta`. Buffers are copied."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
+    memo |= {id(layer.effective): None for layer in adapted(model).values() if layer.effective is not None}
+    structure = copy.deepcopy(model, memo)
+    for layer in adapted(structure).values():
+        layer.effective = None
+    return structure
+
+
+def without_values(structure: M, device: torch.device) -> M:
+    """The same model with parameters that take no memory, of their shapes and dtypes and on this device. Whoever reads
+    a value finds NaN."""
+    return _replaced(structure, {n: _nothing(p, device) for n, p in structure.named_parameters()}, device)
+
+
+def filled(structure: M, folder: Path, device: torch.device | str = "cpu") -> M:
+    """The same model with the parameters of `write_own`. On the CPU they are mapped files, see `read_own`."""
+    found = {name: tensor.to(device) for name, tensor in read_own(folder)}
+    return _replaced(structure, found, device)
+
+
+def _replaced(model: M, values: Mapping[str, Tensor], device: torch.device | str) -> M:
+    """In place: parameters with these values, and buffers on the device. Modules that share one go on sharing it."""
+    named = dict(model.named_parameters())
+    assert named.keys() == values.keys(), f"other weights: {sorted(named.keys() ^ values.keys())[:3]}"
+    made = {id(p): nn.Parameter(values[n], requires_grad=p.requires_grad) for n, p in named.items()}
+    for module in model.modules():
+        for key, own in list(module._parameters.items()):
+            if own is not None:
+                module._parameters[key] = made[id(own)]
+        for key, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[key] = buffer.to(device)
+    return model
+
+
+def _nothing(p: Tensor, device: torch.device) -> Tensor:
+    return torch.full((1,), math.nan, dtype=p.dtype, device=device).expand(p.shape)
+
+
 # ---------------------------------------------------------------- a model that is in memory only while it is read
 
 
@@ -106,27 +172,17 @@ def parts_first(
 def let_go(model: nn.Module) -> None:
     """Free the memory of all parameters. Names, shapes and dtypes stay; whoever reads a value finds NaN."""
     for p in model.parameters():
-        p.data = torch.full((1,), math.nan, dtype=p.dtype, device=p.device).expand(p.shape)
+        p.data = _nothing(p, p.device)
     for layer in adapted(model).values():
         layer.effective = None
     give_memory_back()
 
 
-def write_own(folder: Path, weights: Iterator[Weight]) -> None:
-    """A `Send`: a file for each weight as the model has it. Raises CheckpointError (full disk ...)."""
-    with atomic_folder(folder, durable=False) as new:
-        for number, weight in enumerate(weights):
-            save_file({weight.name: weight.own.cpu().contiguous()}, new / f"{number:05d}.safetensors")
-
-
 @torch.no_grad()
 def bring_back(model: nn.Module, folder: Path, device: torch.device) -> None:
-    """The parameters of `write_own`, and remove the folder. On the CPU they are mapped files, which the system reads
-    when they are used and may drop again; writing copies a page."""
+    """The parameters of `write_own`, in place, and remove the folder. On the CPU they are mapped files: `read_own`."""
     parameters = dict(model.named_parameters())
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  it is no mapping
-                parameters.pop(name).data = file.get_tensor(name).to(device)
+    for name, tensor in read_own(folder):
+        parameters.pop(name).data = tensor.to(device)
     assert not parameters, f"{folder} lacks {sorted(parameters)}"
     shutil.rmtree(folder, ignore_errors=True)

@@ -154,9 +154,16 @@ class DataParallel:
 
     def place(self, model: PreTrainedModel, *, functional: bool, sums_wide: bool = False) -> None:
         """Cut the model, layer by layer. functional: its layers are never called, see `within`. sums_wide: gradients of
-        the ranks are added up in float32."""
-        if self.shards == 1:
-            return
+        the ranks are added up in float32.
+
+        Parameters may be mapped files: afterwards this rank has a copy of its part, and maps none."""
+        if self.shards > 1:
+            self._shard(model, functional=functional, sums_wide=sums_wide)
+        for p in model.parameters():
+            if not _cut(p) and p.device.type == "cpu":
+                p.data = p.data.clone(memory_format=torch.contiguous_format)
+
+    def _shard(self, model: PreTrainedModel, *, functional: bool, sums_wide: bool) -> None:
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             FSDPModule,

@@ -21,7 +21,6 @@ from typing import Any
 
 import psutil
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -29,10 +28,10 @@ from whet.config.schema import ProfileConfig
 from whet.guard import pulse
 from whet.guard.imports import import_all
 from whet.models import kernels
-from whet.models.lora import adapted, learned, refresh
+from whet.models.lora import learned, refresh
 from whet.models.mesh import Dims, expert_mesh, make_mesh
 from whet.models.parallel import parallelize
-from whet.models.published import Adapter, Send
+from whet.models.published import Adapter, Send, filled
 from whet.models.sharded import DataParallel, Sharding
 from whet.models.tensor_files import Piece
 from whet.track.lanes import Notes
@@ -81,7 +80,7 @@ class Role:
     skeleton: PreTrainedModel
     """Its parameters have no data."""
     weights: str
-    """The safetensors file that has them."""
+    """The folder that has it, as `published.write_own` writes it."""
     value_head: nn.Linear | None
     kernels: str
     dims: Dims
@@ -109,7 +108,7 @@ class _Rank:
 
     def open(self, name: str, role: Role) -> None:
         device = torch.device(self.hello.device, self.hello.gpu) if self.hello.device == "cuda" else "cpu"
-        model = _filled(role, device)
+        model = filled(role.skeleton, Path(role.weights), device)
         refresh(model)
         head = None if role.value_head is None else role.value_head.to(device)
         mesh, experts = self.mesh(role.dims)
@@ -337,25 +336,3 @@ def _interface(address: str) -> str:
             f"this machine has no network interface with the address {address}; it has {sorted(of)}"
         )
     return of[address]
-
-
-def _filled(role: Role, device: torch.device | str) -> PreTrainedModel:
-    """The skeleton with its weights."""
-    model = role.skeleton
-    with safe_open(role.weights, framework="pt") as file, torch.no_grad():
-        whole = {name: p for name, p in model.named_parameters() if p.is_meta}
-        made: dict[int, nn.Parameter] = {}
-        for name, p in whole.items():
-            made[id(p)] = nn.Parameter(
-                file.get_tensor(name).to(device, copy=True), requires_grad=p.requires_grad
-            )
-    for module in model.modules():
-        for key, own in list(module._parameters.items()):
-            if own is not None and id(own) in made:
-                module._parameters[key] = made[id(own)]
-        for key, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                module._buffers[key] = buffer.to(device)
-    for layer in adapted(model).values():
-        layer.effective = None
-    return model

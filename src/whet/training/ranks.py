@@ -34,7 +34,15 @@ from whet.guard.hangs import UNSEEN, Seen, blame
 from whet.guard.line import Local, OpenLines, end
 from whet.models.lora import adapted, learned, merged, refresh
 from whet.models.mesh import Dims
-from whet.models.published import Send, adapters_of, bring_back, let_go, weights_of, write_own
+from whet.models.published import (
+    Send,
+    adapters_of,
+    bring_back,
+    let_go,
+    structure_of,
+    weights_of,
+    write_own,
+)
 from whet.models.sharded import Sharding
 from whet.tables import loaded_files
 from whet.track.lanes import RANKS, Lane, Told
@@ -278,9 +286,11 @@ class RankGroup:
         chunks: int = 1,
         sharding: Sharding | None = None,
         home: Path | None = None,
+        weights: Path | None = None,
         **arguments: Any,
     ) -> None:
         """model: whole; the role `policy` keeps it up to date, of others the ranks alone have the weights afterwards.
+        weights: the folder that has them (`published.write_own`), where the model is without values; with `home`.
         sharded: each rank saves the parts that it holds. dims, sharding: other than the ranks' own.
         chunks: parts of the layers on each rank of pp. home: nothing in this process needs the policy while it is
         trained: the first update frees its memory here, and `module` maps it by way of this folder. arguments: further
@@ -292,7 +302,8 @@ class RankGroup:
             )
         self.ranks, self.role, self.cut, self.version = ranks, role, cut, 0
         self.sharded, self.apart = sharded, ranks.lines.near
-        self.home, self._gone = (home if self.apart and role == "policy" else None), False
+        self.home = home if self.apart and role == "policy" else None
+        self._gone = weights is not None
         if sharded and not ranks.lines.near:
             raise ConfigError(
                 "checkpoint.sharded=true, but ranks on other machines do not see the checkpoint's folder; set it false"
@@ -302,8 +313,8 @@ class RankGroup:
         self.full_kl: FullKl | None = None
         self.beat: Callable[[str], object] = lambda what: None
         self.span: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
-        skeleton = _skeleton(model)
-        self._module, self._stale = model if role == "policy" else skeleton, False
+        skeleton = structure_of(model)
+        self._module, self._stale = model if role == "policy" else skeleton, self._gone
         described = Role(
             skeleton,
             "",
@@ -315,8 +326,9 @@ class RankGroup:
             {"cut": cut, **arguments},
         )
         with tempfile.TemporaryDirectory(prefix="whet-ranks-") as folder:
-            weights = Path(folder) / f"{role}.safetensors"
-            save_file({n: p.detach().cpu().contiguous() for n, p in model.named_parameters()}, weights)
+            if weights is None:
+                weights = Path(folder) / role
+                write_own(weights, weights_of(model))
             with ranks.lines.carried(weights) as there:
                 self._ask("open", each=[(replace(described, weights=path),) for path in there])
 
@@ -448,13 +460,3 @@ class RankGroup:
     def _speaker(self, part: int) -> int:
         """A rank that has this part of the batch, and the end of the layers."""
         return next(r for r in reversed(range(self.dims.world)) if self.dims.part_of(r) == part)
-
-
-def _skeleton(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without the data of its parameters."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in model.parameters()
-    }
-    memo |= {id(layer.effective): None for layer in adapted(model).values() if layer.effective is not None}
-    return copy.deepcopy(model, memo)  # type: ignore[arg-type]

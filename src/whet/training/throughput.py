@@ -79,15 +79,15 @@ def meter_of(
     """None where the speed of the device is not known, as on a CPU. devices: that update together, all alike."""
     if policy.device.type != "cuda":
         return None
-    dtype = next(policy.module.parameters()).dtype
+    dtype = next(policy.structure.parameters()).dtype
     peak = peak_flops(torch.cuda.get_device_name(policy.device), dtype)
     if peak is None:
         return None
     return Meter(
         peak=peak * devices,
         devices=devices,
-        policy=work_of(policy.module, output=True),
-        critic=None if critic is None else work_of(critic.module, output=False),
+        policy=work_of(policy.structure, output=True),
+        critic=None if critic is None else work_of(critic.structure, output=False),
         shared=train.share_prompts,
         passes=train.update_epochs,
         critic_passes=of_critic.update_epochs if of_critic else 0,
