@@ -113,7 +113,7 @@ def ran(
     pipes = [os.pipe() for _ in range(2)]
     given = [Connection(into, readable=False) for _, into in pipes]
     with ThreadPoolExecutor(2) as readers:
-        texts = [readers.submit(lambda out: open(out, errors="replace").read(), out) for out, _ in pipes]
+        texts = [readers.submit(_read, out) for out, _ in pipes]
         try:
             run = _Forked(_played, words, code, given, dict(os.environ if env is None else env))
         finally:
@@ -124,6 +124,11 @@ def ran(
         finally:
             run.kill()
         return subprocess.CompletedProcess(code, returned, *(text.result() for text in texts))
+
+
+def _read(pipe: int) -> str:
+    with open(pipe, errors="replace") as file:
+        return file.read()
 
 
 def _played(words: tuple[str, ...], code: str, ends: list[Connection], env: dict[str, str]) -> None:
