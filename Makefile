@@ -18,8 +18,9 @@ SWEEP  ?= 10000
 demo: $(VENV)/.installed
 	$(BIN)/whet train examples/first_run.yaml
 
+# The suite starts more than a hundred interpreters: compiled modules are kept, whatever the environment says.
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 sweep: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sweep --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -102,12 +103,51 @@ class Started(_Forked):
         return self.said.read_text(errors="replace")
 
 
+def ran(
+    code: str,
+    *words: str,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 120.0,
+) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run([sys.executable, "-c", code, *words])` returns, in the checkout. For code that has nothing
+    to say about what an interpreter reads when it starts, or torch when it is loaded."""
+    pipes = [os.pipe() for _ in range(2)]
+    given = [Connection(into, readable=False) for _, into in pipes]
+    with ThreadPoolExecutor(2) as readers:
+        texts = [readers.submit(_read, out) for out, _ in pipes]
+        try:
+            run = _Forked(_played, words, code, given, dict(os.environ if env is None else env))
+        finally:
+            for end in given:
+                end.close()
+        try:
+            returned = run.wait(timeout_s)
+        finally:
+            run.kill()
+        return subprocess.CompletedProcess(code, returned, *(text.result() for text in texts))
+
+
+def _read(pipe: int) -> str:
+    with open(pipe, errors="replace") as file:
+        return file.read()
+
+
+def _played(words: tuple[str, ...], code: str, ends: list[Connection], env: dict[str, str]) -> None:
+    for number, end in enumerate(ends, start=1):
+        os.dup2(end.fileno(), number)
+    _executed(words, code, str(ROOT), env)
+
+
 def _started(words: tuple[str, ...], code: str, out: str, cwd: str, env: dict[str, str]) -> None:
-    _settled(env)
-    os.chdir(cwd)
     handle = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
+    _executed(words, code, cwd, env)
+
+
+def _executed(words: tuple[str, ...], code: str, cwd: str, env: dict[str, str]) -> None:
+    _settled(env)
+    os.chdir(cwd)
     sys.argv = ["whet", *words]
     try:
         exec(code, {"__name__": "__main__"})

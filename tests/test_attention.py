@@ -6,14 +6,13 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from forked import ran
 from whet.models import kernels
 from whet.models.attention import (
     PAGE,
@@ -258,10 +257,7 @@ print("done")
 
 def test_twins_give_the_trainers_bits_under_mkl_cbwr() -> None:
     """In a process of its own: MKL reads the variable at its first call. (No soft-cap promise: see twins.)"""
-    env = dict(os.environ, MKL_CBWR="AUTO,STRICT", OMP_NUM_THREADS="1", PYTHONPATH=os.path.dirname(__file__))
-    done = subprocess.run(
-        [sys.executable, "-c", TWIN_EXACT], env=env, capture_output=True, text=True, timeout=120
-    )
+    done = ran(TWIN_EXACT, env=dict(os.environ, MKL_CBWR="AUTO,STRICT", OMP_NUM_THREADS="1"))
     assert done.stdout.strip() == "done", done.stderr[-2000:]
 
 

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import whet
-from forked import Started
+from forked import Started, ran
 from test_checkpoint_options import CONFIG, LAST, WEIGHTS, refused, same, steps_of
 from tiny import tiny_model
 from whet import checkpoint
@@ -348,10 +346,7 @@ for limit in (5000, 10):
 
 
 def test_the_kernel_refuses_to_write_on(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path / "c")],
-        capture_output=True, text=True, timeout=100, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = ran(LIMITED, str(tmp_path / "c"))
     assert done.stderr.count("larger than the system or a limit (ulimit -f) allows") == 2, done.stderr
     assert [p.name for p in checkpoint.all_in(tmp_path / "c")] == ["0-main-000001"]
     assert checkpoint.read_state(tmp_path / "c/0-main-000001")["step"] == 1

@@ -28,8 +28,9 @@ import yaml
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 pytest.importorskip("ray")
 
+import whet
 from asking import reply
-from forked import Started
+from forked import Started, near
 from native_cases import CLUSTER
 from test_lanes import picture
 from whet.cluster import engines as cluster
@@ -134,10 +135,15 @@ def _no_run_is_left() -> Iterator[None]:
         run.wait()
 
 
-def start(run_dir: Path, tree: dict[str, Any]) -> Started:
+def given(run_dir: Path) -> None:
+    """The folder of a run, with its reward."""
     run_dir.mkdir(exist_ok=True)
-    file = run_dir / "given.yaml"
     (run_dir / "held.py").write_text(HELD.format(hold=str(run_dir / "hold")))
+
+
+def start(run_dir: Path, tree: dict[str, Any]) -> Started:
+    given(run_dir)
+    file = run_dir / "given.yaml"
     file.write_text(yaml.safe_dump({**tree, "run_dir": str(run_dir / "run")}))
     RUNS.append(Started("train", str(file), said=run_dir / "said", cwd=run_dir))
     return RUNS[-1]
@@ -193,16 +199,39 @@ def scratch_of(run_dir: Path) -> list[Path]:
     return [Path(found) for found in said_in(run_dir, r"the ranks write them to (\S+)")]
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_ranks_write_what_replicas_sample_from(address: str, tmp_path: Path, max_staleness: int) -> None:
-    """The run is that of an engine in the driver's process, which has all weights there; also where a rank is killed,
-    and the driver. The folder of the weights goes with each process."""
-    ahead = {"max_staleness": max_staleness}
-    expected, lean = tmp_path / "expected", tmp_path / "lean"
-    finish(start(expected, {**BASE, "train": SHARDS, "rollout": {**BASE["rollout"], **ahead}}), expected)
-    assert not scratch_of(expected)
-    tree = with_replicas(2, address=address)
-    tree |= {"train": SHARDS, "rollout": {**tree["rollout"], **ahead}}
+def beside(address: str, replicas: int, **ahead: Any) -> dict[str, Any]:
+    """Ranks on this machine, replicas in the cluster."""
+    tree = with_replicas(replicas, address=address)
+    return tree | {"train": SHARDS, "rollout": {**tree["rollout"], **ahead}}
+
+
+def in_one(folder: Path, monkeypatch: pytest.MonkeyPatch, **ahead: Any) -> tuple[bytes, bytes]:
+    """What is left by the run on ranks whose engine is in the driver's process, which has all weights there."""
+    given(folder)
+    with monkeypatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("whet.training.ranks.Local", lambda count, threads, **_: near(count, threads))
+        tree = {**BASE, "train": SHARDS, "rollout": {**BASE["rollout"], **ahead}}
+        whet.train(**tree, run_dir=str(folder / "run"))
+    assert not scratch_of(folder)
+    return left(folder)
+
+
+def test_ranks_write_what_a_replica_samples_from(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lean = tmp_path / "lean"
+    finish(start(lean, beside(address, 1)), lean)
+    assert len(scratch_of(lean)) == 1
+    assert left(lean) == in_one(tmp_path / "expected", monkeypatch)
+
+
+def test_ranks_write_what_replicas_sample_from_whoever_is_killed(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While they sample ahead, a rank is killed, and the driver. The folder of the weights goes with each process."""
+    lean = tmp_path / "lean"
+    tree = beside(address, 2, max_staleness=1)
     run = start(lean, tree)
     until(lambda: steps(lean) >= 3, "three steps")
     (first,) = scratch_of(lean)
@@ -218,7 +247,7 @@ def test_ranks_write_what_replicas_sample_from(address: str, tmp_path: Path, max
     run.wait()
     assert scratch_of(lean)[1].exists(), "nobody was left to remove it"
     finish(start(lean, tree), lean)
-    assert left(lean) == left(expected)
+    assert left(lean) == in_one(tmp_path / "expected", monkeypatch, max_staleness=1)
     assert not any(path.exists() for path in scratch_of(lean))
 
 

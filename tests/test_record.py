@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from forked import ran
 from whet.buffer import files as queue_files
 from whet.storage import fetch
 from whet.track import files, manifest, record, written
@@ -96,7 +97,9 @@ try:
         save_file({{"a": torch.zeros(10_000)}}, folder / "a.safetensors")
 except CheckpointError as e: print("FOLDER", e)
 """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    done = ran(code)
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
     assert "BYTES cannot write" in out
     assert "FOLDER cannot write" in out
     assert out.count("larger than the system or a limit") == 2

@@ -5,8 +5,6 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forked import Started
 from postgres import QUICK, server
 from store_worker import group, uids_of
 from whet.buffer import files, stores
@@ -738,16 +737,13 @@ def test_sigkill_at_every_write_loses_nothing(shared_url, queue, monkeypatch):
     assert (ended, at > 40) == (0, True)
 
 
-def test_two_explorers_and_a_trainer_are_killed_again_and_again(shared_url, queue):
+def test_two_explorers_and_a_trainer_are_killed_again_and_again(shared_url, queue, tmp_path):
     """Three processes, killed at some moment and started anew."""
-    steps, told = 16, []
-    worker = str(Path(__file__).with_name("store_worker.py"))
+    steps = 16
+    worker = Path(__file__).with_name("store_worker.py").read_text()
 
-    def start(kind: str) -> subprocess.Popen:
-        command = [sys.executable, worker, kind, shared_url, queue, str(steps)]
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+    def start(kind: str) -> Started:
+        return Started(kind, shared_url, queue, str(steps), code=worker, said=tmp_path / kind)
 
     watch = open_store(shared_url, queue=queue, order="arrival")
     running = {kind: start(kind) for kind in ("one", "two", "trainer")}
@@ -755,17 +751,17 @@ def test_two_explorers_and_a_trainer_are_killed_again_and_again(shared_url, queu
         for victim, at in (("trainer", 4), ("one", 8), ("trainer", 12)):
             progress(watch, running, at * 8)
             running[victim].kill()
-            told += running[victim].communicate()[0].splitlines()
+            running[victim].wait()
             running[victim] = start(victim)
         for process in running.values():
-            told += process.communicate(timeout=60)[0].splitlines()
+            process.wait(60)
     finally:
         for process in running.values():
             process.kill()
             process.wait()
     assert {kind: p.returncode for kind, p in running.items()} == {"one": 0, "two": 0, "trainer": 0}
     taken: dict[str, str] = {}
-    for line in told:
+    for line in running["trainer"].text().splitlines():
         step, uids = line.split(" ", 1)
         assert taken.setdefault(step, uids) == uids
     assert len(taken) == steps
@@ -775,7 +771,7 @@ def test_two_explorers_and_a_trainer_are_killed_again_and_again(shared_url, queu
     assert watch.ledger()["trained"] == 8 * steps
 
 
-def progress(watch: Store, running: dict[str, subprocess.Popen], trained: int) -> None:
+def progress(watch: Store, running: dict[str, Started], trained: int) -> None:
     """Wait until so many rollouts were trained on; nobody may end by itself meanwhile."""
     for _ in range(6000):
         if watch.ledger().get("trained", 0) >= trained:
