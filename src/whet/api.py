@@ -254,6 +254,11 @@ def _run(
     with environment.importing():
         from whet.track.display import Display
         from whet.track.record import RunDirectory
+    from whet.data.recognise import with_columns
+
+    loaded, columns = with_columns(loaded)
+    for said in columns:
+        log.info("%s", said)
     cfg = loaded.config
     directory = RunDirectory(Path(cfg.run_dir), loaded.names, dumps=run_paths.templates(cfg))
     stack.callback(directory.close)

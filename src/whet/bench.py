@@ -74,6 +74,9 @@ def judge_checkpoints(loaded: Loaded) -> list[dict[str, Json]]:
         stack.callback(close_logging)
         rewards = reward_sets(loaded, {}, stack)
         import_all(cfg.imports)
+        from whet.data.recognise import with_columns
+
+        loaded, _ = with_columns(loaded)
         return _bench(loaded, planned, rewards, out, stack=stack)
 
 

@@ -127,6 +127,7 @@ def plan(
         _say(loaded)
         planned = plans(loaded, here=False)
         _say_missing(loaded)
+        _say_columns(loaded)
         Console().print(describe(planned))
         if arithmetic:
             _say_arithmetic(
@@ -315,6 +316,14 @@ def _say(loaded: Loaded) -> None:
         typer.echo(summary(loaded.translation), err=True)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
+
+
+def _say_columns(loaded: Loaded) -> None:
+    """Note which columns a run would use where none are named, of data that is on this machine."""
+    from whet.data.recognise import with_columns
+
+    for text in with_columns(loaded, plan=True)[1]:
+        typer.echo(f"note: {text}", err=True)
 
 
 def _say_missing(loaded: Loaded) -> None:
