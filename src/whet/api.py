@@ -25,6 +25,7 @@ from whet.config.plan import Plan, plans
 from whet.config.schema import Config
 from whet.config.sources import rewards_by_source, verifiers
 from whet.config.urls import scheme
+from whet.data.given import Given, taken
 from whet.guard import stacks
 from whet.guard.imports import import_all
 from whet.guard.jail import Jail
@@ -41,7 +42,7 @@ from whet.start import (
     note_start,
     written,
 )
-from whet.storage.paths import brought_here
+from whet.storage.paths import brought_here, with_paths
 from whet.storage.uploads import DEADLINE_S
 from whet.track import run_paths
 from whet.track.files import RunLock, reading
@@ -93,6 +94,9 @@ def train(
 ) -> Result:
     """Train a config file, overridden by `sections` (`train={"steps": 50}`, `seed=1` ...) and then by `overrides`.
 
+    `data` may hold rows in place of sources: a list of dicts, a pandas or Arrow table, or a dataset, as `data=rows` or
+    `data={"train": rows, "eval": more}`. They are written to the run directory once, so that a resume reads the same.
+
     rewards: one function, or several by name; they replace the file's rewards. Each is called as `f(response, task)`
     in a worker process.
     change: a resumed run may have changed settings that change its results (`whet train --change`).
@@ -115,12 +119,23 @@ def train(
         sections["rewards"] = {
             name: {"function": f"object:{name}"} if callable(r) else r for name, r in rewards.items()
         }
+    sections, rows = taken(sections)
     loaded = load(config, overrides, sections, unused=unused)
     if rewards is not None:
         loaded = only_rewards(loaded, rewards)
-    loaded = resolve_run_dir(loaded)
-    finished = run_training(loaded, functions, change=change) == OK
+    loaded = with_rows(resolve_run_dir(loaded), rows)
+    finished = run_training(loaded, functions, change=change, rows=rows) == OK
     return Result(Path(loaded.config.run_dir), finished)
+
+
+def with_rows(loaded: Loaded, rows: Sequence[Given]) -> Loaded:
+    """The config with the files of rows that were given from Python; the run writes them."""
+    files = {given.mark: str(given.file(Path(loaded.config.run_dir))) for given in rows}
+
+    def put(cfg: Any) -> Any:
+        return with_paths(cfg, lambda path: files.get(path, path))
+
+    return replace(loaded, config=put(loaded.config), stages=tuple(map(put, loaded.stages))) if rows else loaded
 
 
 def only_rewards(loaded: Loaded, names: Collection[str]) -> Loaded:
@@ -137,16 +152,18 @@ def run_training(
     functions: Mapping[str, RewardFunction] | None = None,
     *,
     change: bool = False,
+    rows: Sequence[Given] = (),
     watched: Callable[[Watch], object] = lambda watch: None,
 ) -> int:
     """Run all stages. Returns the exit code: 0, or 130 after Ctrl-C (the run is saved and can be resumed).
 
+    rows: what is written to the run directory before data is read (`with_rows`).
     change: with a checkpoint, settings that change results may differ; a branch of the run.
     watched: called with the watchdog of the run, once the run has started.
     """
     with guarded_output():
         learn_secrets(loaded)
-        return _run_training(loaded, functions or {}, watched, change=change)
+        return _run_training(loaded, functions or {}, watched, change=change, rows=rows)
 
 
 def _run_training(
@@ -155,6 +172,7 @@ def _run_training(
     watched: Callable[[Watch], object],
     *,
     change: bool,
+    rows: Sequence[Given],
 ) -> int:
     planned = plans(loaded)  # refuses what cannot work, before anything is written
     loaded = resolve_run_dir(loaded)
@@ -170,6 +188,8 @@ def _run_training(
     run_dir = Path(cfg.run_dir)
     with ExitStack() as stack:
         aside = enter(cfg, stack)
+        for given in rows:
+            given.write(home)
         stack.enter_context(stacks.kept(home, who_is(cfg)))
         setup_logging(run_dir, level=cfg.track.log_level)
         stack.callback(close_logging)
