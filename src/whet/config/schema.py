@@ -40,6 +40,7 @@ from whet.config.sections.train import (
     CriticOptimizerConfig,
     OptimizerConfig,
     OptimizerGroupConfig,
+    PolicyOptimizerConfig,
     ScheduleConfig,
     TrainConfig,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "OptimizerGroupConfig",
+    "PolicyOptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
     "ProfileConfig",

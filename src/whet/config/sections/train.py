@@ -93,6 +93,14 @@ class OptimizerConfig(Section):
     """Learning rate and weight decay over the steps."""
 
 
+class PolicyOptimizerConfig(OptimizerConfig):
+    """The optimizer of the policy."""
+
+    lr: NonNegative | None = None  # type: ignore[assignment]  # a stage's config has a number: `derived.with_lr`
+    """Peak learning rate. Default, by the method: 1e-6 for reinforcement learning and preferences, 1e-5 for SFT; with
+    model.lora 1e-5, and 2e-4 for SFT. `whet plan` tells it."""
+
+
 class CriticOptimizerConfig(OptimizerConfig):
     """The optimizer of the critic. Its value head starts untrained, so its learning rate is larger."""
 
@@ -160,7 +168,7 @@ class TrainConfig(Section):
     their names; the first match counts, parameters without a match are trained. `{lm_head: true, ".*": false}` trains
     the output layer alone, `{mlp.gate: false}` freezes the routers of a mixture of experts. With model.lora: among the
     parameters that it leaves trainable."""
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    optimizer: PolicyOptimizerConfig = Field(default_factory=PolicyOptimizerConfig)
     """The policy's optimizer."""
     router_aux_loss_coef: NonNegative = 0.0
     """Mixtures of experts: coefficient of the load-balancing loss (Switch Transformer, as transformers computes it from
