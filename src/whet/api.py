@@ -45,6 +45,7 @@ from whet.start import (
 from whet.storage.paths import brought_here, with_paths
 from whet.storage.uploads import DEADLINE_S
 from whet.track import run_paths
+from whet.track.callbacks import Callback, Callbacks
 from whet.track.files import RunLock, reading
 from whet.track.log import close_logging, setup_logging
 from whet.types import ConfigError, Json, Metrics, WhetError
@@ -57,6 +58,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OK, INTERRUPTED = 0, 130
+
+Calls = tuple[Callback | None, Callback | None]
+"""on_step and on_eval."""
 
 RewardFunction = Callable[..., float | dict[str, float]]
 
@@ -90,6 +94,8 @@ def train(
     overrides: Sequence[str] = (),
     change: bool = False,
     unused: Literal["refuse", "warn"] = "refuse",
+    on_step: Callback | None = None,
+    on_eval: Callback | None = None,
     **sections: Any,
 ) -> Result:
     """Train a config file, overridden by `sections` (`train={"steps": 50}`, `seed=1` ...) and then by `overrides`.
@@ -101,6 +107,9 @@ def train(
     in a worker process.
     change: a resumed run may have changed settings that change its results (`whet train --change`).
     unused: keys that nothing reads are refused, or ignored with a note for each (`whet train --unused warn`).
+    on_step, on_eval: called in this process with the row of numbers of every step, of every evaluation: a dict with
+    `stage`, `step` and the names of metrics.jsonl. One that returns True stops the run after this step, as Ctrl-C does;
+    what one raises ends the run and is raised here.
     Raises ConfigError before anything is run, WhetError if the run cannot continue.
     """
     if isinstance(config, Mapping):
@@ -124,7 +133,7 @@ def train(
     if rewards is not None:
         loaded = only_rewards(loaded, rewards)
     loaded = with_rows(resolve_run_dir(loaded), rows)
-    finished = run_training(loaded, functions, change=change, rows=rows) == OK
+    finished = run_training(loaded, functions, change=change, rows=rows, calls=(on_step, on_eval)) == OK
     return Result(Path(loaded.config.run_dir), finished)
 
 
@@ -153,17 +162,19 @@ def run_training(
     *,
     change: bool = False,
     rows: Sequence[Given] = (),
+    calls: Calls = (None, None),
     watched: Callable[[Watch], object] = lambda watch: None,
 ) -> int:
     """Run all stages. Returns the exit code: 0, or 130 after Ctrl-C (the run is saved and can be resumed).
 
+    calls: on_step and on_eval of `train`.
     rows: what is written to the run directory before data is read (`with_rows`).
     change: with a checkpoint, settings that change results may differ; a branch of the run.
     watched: called with the watchdog of the run, once the run has started.
     """
     with guarded_output():
         learn_secrets(loaded)
-        return _run_training(loaded, functions or {}, watched, change=change, rows=rows)
+        return _run_training(loaded, functions or {}, watched, change=change, rows=rows, calls=calls)
 
 
 def _run_training(
@@ -173,6 +184,7 @@ def _run_training(
     *,
     change: bool,
     rows: Sequence[Given],
+    calls: Calls,
 ) -> int:
     planned = plans(loaded)  # refuses what cannot work, before anything is written
     loaded = resolve_run_dir(loaded)
@@ -204,6 +216,7 @@ def _run_training(
                 aside=aside,
                 home=home,
                 change=change,
+                calls=calls,
                 watched=watched,
             )
         except Exception as e:
@@ -267,6 +280,7 @@ def _run(
     aside: Path | None,
     home: Path,
     change: bool,
+    calls: Calls,
     watched: Callable[[Watch], object],
 ) -> int:
     """aside: where an earlier run of this directory was moved. home: the run directory of the trainer, if this process
@@ -304,7 +318,7 @@ def _run(
     if start.checkpoint:
         display.message(f"resuming from {start.checkpoint}")
     watched(watch := stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded))))
-    outside = Outside(directory, display, stop, watch)
+    outside = Outside(directory, display, stop, watch, calls)
     job = _open(loaded, planned, rewards, outside, start, change=change, openers=openers, stack=stack)
     return _train(job, start, stack) if directory.path == home else _work_beside(job, home)
 
@@ -316,6 +330,7 @@ class Outside(NamedTuple):
     display: Display
     stop: Stop
     watch: Watch
+    calls: Calls
 
 
 def _open(
@@ -332,13 +347,15 @@ def _open(
     """The models and records of a run, which are closed with the stack."""
     with environment.importing():
         from whet.job import Job, open_models, open_records
-    directory, display, stop, watch = outside
+    directory, display, stop, watch, calls = outside
     models = open_models(
         loaded, planned, display=display, timeline=directory.timeline, watch=watch, **openers
     )
     records = open_records(
         loaded.config, directory=directory, display=display, stop=stop, watch=watch, resumed=start.at
     )
+    if any(calls):
+        records = replace(records, trackers=[*records.trackers, Callbacks(*calls, stop=stop)])
     gc.collect()
     gc.freeze()  # what lives as long as the run is not looked through again at every collection
     stack.callback(gc.unfreeze)
@@ -391,8 +408,11 @@ def _show_finished(cfg: Config, directory: RunDirectory, display: Display, state
     with reading(directory.path / checkpoint.STATE):
         ledger = Ledger.from_state(state["ledger"])
     ledger.check_learned()
+    more = "increase train.steps"
+    if state.get("stopped_early") is not None:
+        more = "its evaluations stopped improving; drop train.early_stopping, or give it more patience,"
     display.message(
-        f"{directory.path} holds a finished run; increase train.steps to continue it, or give "
+        f"{directory.path} holds a finished run; {more} to continue it, or give "
         "another run_dir or checkpoint.resume=fresh to start a new run"
     )
     display.show(report(directory.path, curve=directory.path / "curve.png"))

@@ -38,6 +38,7 @@ from whet.config.sections.run import CheckpointConfig, MachineConfig, RewardWork
 from whet.config.sections.sync import SyncConfig
 from whet.config.sections.train import (
     CriticOptimizerConfig,
+    EarlyStoppingConfig,
     OptimizerConfig,
     OptimizerGroupConfig,
     PolicyOptimizerConfig,
@@ -54,6 +55,7 @@ __all__ = [
     "CorrectionConfig",
     "CriticConfig",
     "CriticOptimizerConfig",
+    "EarlyStoppingConfig",
     "DataConfig",
     "EnvironmentConfig",
     "EvalConfig",

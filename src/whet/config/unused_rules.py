@@ -417,6 +417,7 @@ RUN = (
         "nothing is exported",
     ),
     read_when(("checkpoint.keep_best",), EVALUATES, "nothing is evaluated"),
+    read_when(("train.early_stopping",), EVALUATES, "nothing is evaluated"),
     read_when(
         ("checkpoint.upload_exports_to",),
         {"any": [{"key": "checkpoint.export"}, {"key": "checkpoint.export_interval", "above": 0}]},

@@ -108,6 +108,21 @@ class CriticOptimizerConfig(OptimizerConfig):
     """Peak learning rate."""
 
 
+class EarlyStoppingConfig(Section):
+    """When a stage ends before its last step."""
+
+    metric: str = "eval/accuracy"
+    """Metric of evaluations, by its name in metrics.jsonl."""
+    goal: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest value is best."""
+    patience: Positive = 3
+    """Number of evaluations in a row without an improvement that end the stage. (transformers:
+    early_stopping_patience)"""
+    threshold: NonNegative = 0.0
+    """An evaluation is an improvement if it is better than the best before it by more than this. (transformers:
+    early_stopping_threshold)"""
+
+
 class TrainConfig(Section):
     """One stage of training."""
 
@@ -115,6 +130,10 @@ class TrainConfig(Section):
     """Training steps. Give this, `epochs`, or both; the earlier end counts."""
     epochs: Above0 | None = None
     """Epochs over the training data."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """End the stage when its evaluations (`eval.interval`) stop improving: it is then saved and exported as after the
+    last step. The learning rate's schedule is that of all steps. A run that has ended so goes on with a larger
+    `patience`, or without this key."""
     drop_last: bool | Literal["end"] = False
     """true: every epoch ends with its last full step; the remaining rows are not used in that epoch. end: a step may
     continue over the end of an epoch, and only the run ends with its last full step. false: the run draws the remaining
