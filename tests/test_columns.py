@@ -13,7 +13,9 @@ from whet.data.rows import read_rows
 from whet.rewards.combine import RewardSet, score
 from whet.types import ConfigError, DataError, Group, Message, Rollout, Task, given_tokens
 
-ASK, REPLY, OTHER = ({"role": r, "content": c} for r, c in (("user", "2+2?"), ("assistant", "4"), ("assistant", "5")))
+ASK, REPLY, OTHER = (
+    {"role": r, "content": c} for r, c in (("user", "2+2?"), ("assistant", "4"), ("assistant", "5"))
+)
 ASKED = (Message("user", "2+2?"),)
 
 
@@ -63,7 +65,9 @@ def test_a_label_that_is_a_truth_value_marks_what_is_desirable():
     ],
 )
 def test_columns_that_could_each_be_meant_are_an_error_that_lists_them(row, named):
-    with pytest.raises(DataError, match=f"row 1: the columns {named} could each be meant; name those to read"):
+    with pytest.raises(
+        DataError, match=f"row 1: the columns {named} could each be meant; name those to read"
+    ):
         read(row)
 
 
@@ -77,7 +81,11 @@ def test_what_the_user_names_is_read():
 def test_the_choice_is_told_and_put_into_the_stages(tmp_path):
     file = tmp_path / "tasks.jsonl"
     file.write_text(json.dumps({"question": "q", "answer": "a"}) + "\n")
-    values = {"model": {"scratch": {}}, "tokenizer": {"build": "chars"}, "data": {"train": [{"path": str(file)}]}}
+    values = {
+        "model": {"scratch": {}},
+        "tokenizer": {"build": "chars"},
+        "data": {"train": [{"path": str(file)}]},
+    }
     loaded, said = with_columns(load(None, [], values))
     source = loaded.stages[0].data.train[0]
     assert (source.prompt, source.response) == ("question", "answer")
@@ -143,5 +151,7 @@ def test_a_list_of_another_length_leaves_the_group_unscored():
 
 
 def test_a_reward_that_needs_a_column_the_data_lacks_ends_the_run():
-    with pytest.raises(ConfigError, match="'r' needs a value for hardness: .*columns of source 's': answer, level"):
+    with pytest.raises(
+        ConfigError, match="'r' needs a value for hardness: .*columns of source 's': answer, level"
+    ):
         scored(lambda response, hardness: 1.0, ["a"], level=2)

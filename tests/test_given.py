@@ -51,7 +51,10 @@ def test_sources_stay_and_rows_may_stand_among_them():
     [
         (7, "data.train: got a int; expected a path, a source"),
         (pd.DataFrame([]), "data.train: has no rows; give at least one"),
-        ([{"prompt": {1, 2}}], "data.train, row 1: Object of type set is not JSON serializable; rows hold dict"),
+        (
+            [{"prompt": {1, 2}}],
+            "data.train, row 1: Object of type set is not JSON serializable; rows hold dict",
+        ),
         ([{"prompt": "p"}, {"prompt": float("nan")}], "data.train, row 2: Out of range float values"),
     ],
 )
@@ -62,10 +65,17 @@ def test_what_is_no_rows_is_refused(data, said):
 
 def test_a_resumed_run_reads_the_rows_it_began_with(tmp_path):
     def train(rows, steps):
-        scratch = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+        scratch = {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+        }
         return whet.train(
             data={"train": rows, "max_prompt_tokens": 16},
-            model={"scratch": {**scratch, "head_dim": 16, "intermediate_size": 32, "max_position_embeddings": 32}},
+            model={
+                "scratch": {**scratch, "head_dim": 16, "intermediate_size": 32, "max_position_embeddings": 32}
+            },
             tokenizer={"build": "chars"},
             rewards=lambda response, level: float(level),
             rollout={"group_size": 2, "sampling": {"max_tokens": 4}},

@@ -28,7 +28,11 @@ def file(tmp_path):
 def test_short_forms_in_a_file_and_on_the_command_line(file):
     cfg = load(file).config
     assert [s.path for s in cfg.data.train] == ["tasks.jsonl"] and cfg.rewards["right"].function == "math"
-    given = ["data.train=[a.jsonl, {path: b.jsonl, weight: 2}]", "data.eval=c.jsonl", "rewards.own=rewards.py:f"]
+    given = [
+        "data.train=[a.jsonl, {path: b.jsonl, weight: 2}]",
+        "data.eval=c.jsonl",
+        "rewards.own=rewards.py:f",
+    ]
     cfg = load(file, [*given, "algorithm=dapo", "reference=base"]).config
     assert [(s.path, s.weight) for s in cfg.data.train] == [("a.jsonl", 1.0), ("b.jsonl", 2.0)]
     assert cfg.data.eval[0].path == "c.jsonl" and cfg.data.max_prompt_tokens == 16
@@ -70,11 +74,19 @@ def test_sections_of_the_file_rest_where_the_command_line_names_another_algorith
 
 @pytest.mark.parametrize(
     ("algorithm", "full", "adapters"),
-    [("grpo", 1e-6, 1e-5), ("ppo", 1e-6, 1e-5), ("dpo", 1e-6, 1e-5), ("kto", 1e-6, 1e-5), ("sft", 1e-5, 2e-4)],
+    [
+        ("grpo", 1e-6, 1e-5),
+        ("ppo", 1e-6, 1e-5),
+        ("dpo", 1e-6, 1e-5),
+        ("kto", 1e-6, 1e-5),
+        ("sft", 1e-5, 2e-4),
+    ],
 )
 def test_the_learning_rate_follows_from_the_method(file, algorithm, full, adapters):
     def lr(*overrides):
-        loaded = load(file, [f"algorithm={algorithm}", "algorithm.advantage=~", "data.max_prompt_tokens=8", *overrides])
+        loaded = load(
+            file, [f"algorithm={algorithm}", "algorithm.advantage=~", "data.max_prompt_tokens=8", *overrides]
+        )
         assert plans(loaded)[0].optimizer.lr == loaded.stages[0].train.optimizer.lr
         return loaded.stages[0].train.optimizer.lr
 
@@ -83,7 +95,11 @@ def test_the_learning_rate_follows_from_the_method(file, algorithm, full, adapte
 
 
 def test_each_stage_has_the_learning_rate_of_its_method(file):
-    stages = [{"name": "sft", "algorithm": "sft"}, {"name": "rl", "train": {"optimizer": {"lr": 3e-6}}}, {"name": "x"}]
+    stages = [
+        {"name": "sft", "algorithm": "sft"},
+        {"name": "rl", "train": {"optimizer": {"lr": 3e-6}}},
+        {"name": "x"},
+    ]
     values = {"model": "folder", "data": "a.jsonl", "rewards": {"r": "math"}, "stages": stages}
     assert [cfg.train.optimizer.lr for cfg in load(None, [], values).stages] == [1e-5, 3e-6, 1e-6]
 

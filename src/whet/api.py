@@ -63,6 +63,8 @@ Calls = tuple[Callback | None, Callback | None]
 """on_step and on_eval."""
 
 RewardFunction = Callable[..., float | dict[str, float]]
+Rewards = Mapping[str, RewardFunction | Mapping[str, Any] | str] | RewardFunction | None
+"""One function, or several by name; or config sections, or what their `function` would name."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Result:
 def train(
     config: str | Path | None = None,
     *,
-    rewards: Mapping[str, RewardFunction | Mapping[str, Any]] | RewardFunction | None = None,
+    rewards: Rewards = None,
     overrides: Sequence[str] = (),
     change: bool = False,
     unused: Literal["refuse", "warn"] = "refuse",
@@ -116,6 +118,20 @@ def train(
         raise ConfigError(
             "config: expected a file, got a mapping; give sections by keyword: whet.train(**config)"
         )
+    functions, named = named_functions(rewards)
+    if named is not None:
+        sections["rewards"] = named
+    sections, rows = taken(sections)
+    loaded = load(config, overrides, sections, unused=unused)
+    if named is not None:
+        loaded = only_rewards(loaded, named)
+    loaded = with_rows(resolve_run_dir(loaded), rows)
+    finished = run_training(loaded, functions, change=change, rows=rows, calls=(on_step, on_eval)) == OK
+    return Result(Path(loaded.config.run_dir), finished)
+
+
+def named_functions(rewards: Rewards) -> tuple[dict[str, RewardFunction], dict[str, Any] | None]:
+    """The functions among rewards by name, and the section `rewards` of a config; None where none are given."""
     if callable(rewards):
         rewards = {"reward": rewards}
     if rewards is not None and not isinstance(rewards, Mapping):
@@ -124,17 +140,11 @@ def train(
             'name: rewards={"mine": my_function, "right": {"function": "exact"}}'
         )
     functions = {name: r for name, r in (rewards or {}).items() if callable(r)}
-    if rewards is not None:
-        sections["rewards"] = {
-            name: {"function": f"object:{name}"} if callable(r) else r for name, r in rewards.items()
-        }
-    sections, rows = taken(sections)
-    loaded = load(config, overrides, sections, unused=unused)
-    if rewards is not None:
-        loaded = only_rewards(loaded, rewards)
-    loaded = with_rows(resolve_run_dir(loaded), rows)
-    finished = run_training(loaded, functions, change=change, rows=rows, calls=(on_step, on_eval)) == OK
-    return Result(Path(loaded.config.run_dir), finished)
+    if rewards is None:
+        return functions, None
+    return functions, {
+        name: {"function": f"object:{name}"} if callable(r) else r for name, r in rewards.items()
+    }
 
 
 def with_rows(loaded: Loaded, rows: Sequence[Given]) -> Loaded:
@@ -144,7 +154,9 @@ def with_rows(loaded: Loaded, rows: Sequence[Given]) -> Loaded:
     def put(cfg: Any) -> Any:
         return with_paths(cfg, lambda path: files.get(path, path))
 
-    return replace(loaded, config=put(loaded.config), stages=tuple(map(put, loaded.stages))) if rows else loaded
+    return (
+        replace(loaded, config=put(loaded.config), stages=tuple(map(put, loaded.stages))) if rows else loaded
+    )
 
 
 def only_rewards(loaded: Loaded, names: Collection[str]) -> Loaded:
@@ -480,6 +492,12 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
     """One set for each stage; stages with equal rewards and limits share one, and its processes."""
     if strangers := sorted(functions.keys() - {name for cfg in loaded.stages for name in cfg.rewards}):
         raise ConfigError(f"reward functions {strangers} are not in any stage's `rewards`")
+    for name, reward in ((n, r) for cfg in loaded.stages for n, r in cfg.rewards.items()):
+        if (reward.function or "").startswith("object:") and name not in functions:
+            raise ConfigError(
+                f"rewards.{name}: it was a function of a Python program, which is not here; give it from Python "
+                f"(rewards={{'{name}': ...}}), or name it: rewards.{name}=rewards.py:FUNCTION"
+            )
     made: list[tuple[Any, RewardSet]] = []
     out = []
     for cfg in loaded.stages:

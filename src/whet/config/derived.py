@@ -8,8 +8,8 @@ from typing import Literal
 
 from whet.config import schedules, sizes
 from whet.config.checks_parallel import ranks_of
-from whet.config.learns import Learns
 from whet.config.functions import Kind
+from whet.config.learns import Learns
 from whet.config.recipes import Resolved, resolve
 from whet.config.schema import Config, OptimizerConfig, SamplingConfig, TrainConfig
 from whet.config.sections.lora import LoraConfig

@@ -87,7 +87,9 @@ class Draft:
         around = get(self.tree, path[:-1])
         there = path[-1] in around if isinstance(around, dict) else isinstance(around, list)
         if not there:
-            said = f"{dotted(path)}=~ drops a key that is given, and this one is not; null sets a key to nothing"
+            said = (
+                f"{dotted(path)}=~ drops a key that is given, and this one is not; null sets a key to nothing"
+            )
             self.problems.append((source, said))
             return
         self.tree = _without(self.tree, path)

@@ -119,7 +119,9 @@ def _noted(rows: Callable[[], Iterator[Any]], part: str, found: list[Given]) -> 
 def _lines(rows: Callable[[], Iterator[Any]], what: str) -> Iterator[bytes]:
     for n, row in enumerate(rows(), 1):
         if not isinstance(row, Mapping):
-            raise ConfigError(f"{what}, row {n}: got a {type(row).__name__}; a row is a dict with named columns")
+            raise ConfigError(
+                f"{what}, row {n}: got a {type(row).__name__}; a row is a dict with named columns"
+            )
         try:
             yield json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         except (TypeError, ValueError) as e:

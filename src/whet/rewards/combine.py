@@ -183,7 +183,10 @@ async def _ask_shapes(groups: Sequence[Group], rewards: RewardSet, functions: Ma
     """Ask each function once per source whether it takes batches. ConfigError if the rows lack a column it needs."""
     tasks = {g.task.source: g.task for g in groups}
     unknown = [
-        (n, t) for t in tasks.values() for n in rewards.of(t) if n in functions and (n, t.source) not in rewards.batched
+        (n, t)
+        for t in tasks.values()
+        for n in rewards.of(t)
+        if n in functions and (n, t.source) not in rewards.batched
     ]
     if not unknown or rewards.jail is None:
         return
@@ -231,14 +234,18 @@ def _calls(at: int, group: Group, rewards: RewardSet, streams: Mapping[str, int]
         for name in names:
             if name not in together:
                 arguments = f'{{"task":{task},"rollout":{rollout}}}'
-                call = RewardCall(function=name, arguments=arguments, key=seeds.key(streams[name], uid, index[n]))
+                call = RewardCall(
+                    function=name, arguments=arguments, key=seeds.key(streams[name], uid, index[n])
+                )
                 yield _Call(call, [(at, n)], False)
     for name in together:
         for begin in range(0, len(packed), MOST_AT_ONCE):
             some = list(packed)[begin : begin + MOST_AT_ONCE]
             arguments = f'{{"task":{task},"rollouts":[{",".join(packed[n] for n in some)}]}}'
             key = seeds.key(streams[name], uid, index[some[0]])
-            yield _Call(RewardCall(function=name, arguments=arguments, key=key), [(at, n) for n in some], True)
+            yield _Call(
+                RewardCall(function=name, arguments=arguments, key=key), [(at, n) for n in some], True
+            )
 
 
 def _of_position(result: CallResult, position: int) -> CallResult | None:
