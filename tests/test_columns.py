@@ -130,7 +130,8 @@ def test_a_reward_takes_columns_by_name_and_arguments_stand_over_them():
 
 def test_a_reward_of_trl_gets_all_replies_of_a_group_at_once():
     def reward(prompts, completions, level, **columns):
-        assert prompts == ["p"] * 3 and columns == {"answer": ["4"] * 3}
+        assert prompts == ["p"] * 3
+        assert columns == {"answer": ["4"] * 3}
         return [None if c == "?" else level[0] + len(set(completions)) for c in completions]
 
     assert scored(reward, ["4", "5", "?"], level=2) == [(5.0, None), (5.0, None), (0.0, None)]
@@ -152,6 +153,6 @@ def test_a_list_of_another_length_leaves_the_group_unscored():
 
 def test_a_reward_that_needs_a_column_the_data_lacks_ends_the_run():
     with pytest.raises(
-        ConfigError, match="'r' needs a value for hardness: .*columns of source 's': answer, level"
+        ConfigError, match=r"'r' needs a value for hardness: .*columns of source 's': answer, level"
     ):
         scored(lambda response, hardness: 1.0, ["a"], level=2)

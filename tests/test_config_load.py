@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from whet.config import interpolate
 from whet.config import keys as schema_keys
+from whet.config.derived import with_lr
 from whet.config.faults import faults
 from whet.config.keys import FOREIGN, did_you_mean, distance, dotted, keys, lookup, suggest
 from whet.config.load import load, stage_configs

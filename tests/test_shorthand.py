@@ -27,7 +27,8 @@ def file(tmp_path):
 
 def test_short_forms_in_a_file_and_on_the_command_line(file):
     cfg = load(file).config
-    assert [s.path for s in cfg.data.train] == ["tasks.jsonl"] and cfg.rewards["right"].function == "math"
+    assert [s.path for s in cfg.data.train] == ["tasks.jsonl"]
+    assert cfg.rewards["right"].function == "math"
     given = [
         "data.train=[a.jsonl, {path: b.jsonl, weight: 2}]",
         "data.eval=c.jsonl",
@@ -35,8 +36,10 @@ def test_short_forms_in_a_file_and_on_the_command_line(file):
     ]
     cfg = load(file, [*given, "algorithm=dapo", "reference=base"]).config
     assert [(s.path, s.weight) for s in cfg.data.train] == [("a.jsonl", 1.0), ("b.jsonl", 2.0)]
-    assert cfg.data.eval[0].path == "c.jsonl" and cfg.data.max_prompt_tokens == 16
-    assert cfg.rewards["own"].function == "rewards.py:f" and cfg.algorithm.name == "dapo"
+    assert cfg.data.eval[0].path == "c.jsonl"
+    assert cfg.data.max_prompt_tokens == 16
+    assert cfg.rewards["own"].function == "rewards.py:f"
+    assert cfg.algorithm.name == "dapo"
     assert cfg.reference.path == "base"
 
 
@@ -51,9 +54,11 @@ def test_short_forms_in_stages_and_from_python():
 
 def test_a_key_can_be_dropped(file):
     cfg = load(file, ["rewards.right=~", "rewards.other=math", "train.steps=~", "data.train.0=~"]).config
-    assert list(cfg.rewards) == ["other"] and cfg.train.steps is None and cfg.data.train == ()
+    assert list(cfg.rewards) == ["other"]
+    assert cfg.train.steps is None
+    assert cfg.data.train == ()
     assert load(file, ["train.optimizer.max_grad_norm=null"]).config.train.optimizer.max_grad_norm is None
-    with pytest.raises(ConfigError, match="train.epochs=~ drops a key that is given, and this one is not"):
+    with pytest.raises(ConfigError, match=r"train.epochs=~ drops a key that is given, and this one is not"):
         load(file, ["train.epochs=~"])
     with pytest.raises(ConfigError, match="unknown key"):
         load(file, ["train.stepss=~"])
@@ -64,11 +69,11 @@ def test_sections_of_the_file_rest_where_the_command_line_names_another_algorith
     plans(loaded)
     noted = [note.partition(": ")[0] for note in loaded.notes]
     assert noted == ["algorithm.advantage.std_epsilon", "rewards.right.function", "rollout.group_size"]
-    with pytest.raises(ConfigError, match="rollout.group_size: has no effect"):
+    with pytest.raises(ConfigError, match=r"rollout.group_size: has no effect"):
         plans(load(file, ["algorithm.name=sft", "rollout.group_size=2"]))
     changed = file.with_name("sft.yaml")
     changed.write_text(FILE.replace("grpo", "sft"))
-    with pytest.raises(ConfigError, match="rollout.group_size: has no effect"):
+    with pytest.raises(ConfigError, match=r"rollout.group_size: has no effect"):
         plans(load(changed))
 
 

@@ -245,7 +245,8 @@ def _bench(
 
 
 async def _each(job: Job, checkpoints: Sequence[Path]) -> None:
-    """Load every checkpoint into the policy and evaluate it; none: the policy as it is. Nothing else of a stage is opened."""
+    """Load every checkpoint into the policy and evaluate it; without any, evaluate the policy as it is. Nothing else of
+    a stage is opened."""
     from whet import checkpoint
     from whet.disaggregated import Evaluation, open_evaluation
 

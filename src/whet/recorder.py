@@ -18,7 +18,7 @@ from whet.data.replies import reader
 from whet.data.tasks import reply_limit
 from whet.early_stopping import should_stop, values_of
 from whet.eval_loss import eval_loss, given
-from whet.evaluate import Ask, accuracy, evaluate, shown
+from whet.evaluation import Ask, accuracy, evaluate, shown
 from whet.explorer import player
 from whet.job import Job, Models
 from whet.learner import Learned, Learner, trainers

@@ -115,15 +115,15 @@ def _one(row: Row, default: str, others: Sequence[str], *, where: str) -> str | 
 
 def _ambiguous(row: Row, columns: Sequence[str], where: str) -> str:
     return (
-        f"{where}: the columns {', '.join(columns)} could each be meant; name those to read in the source: `prompt` and "
-        f"`response` (`rejected`), or `messages` for whole conversations. Columns: {', '.join(sorted(row))}."
+        f"{where}: the columns {', '.join(columns)} could each be meant; name those to read in the source: `prompt` "
+        f"and `response` (`rejected`), or `messages` for whole conversations. Columns: {', '.join(sorted(row))}."
     )
 
 
 def _holds_prompt(row: Row, reply: str | None) -> bool:
     """Whether a reply's column holds the whole conversation, and nothing else says what its prompt is: there is no
     prompt (TRL's implicit prompts), or it is the text of the conversation's last question."""
-    value = row.get(reply) if reply is not None else None
+    value: Json = row.get(reply) if reply is not None else []
     if not _is_conversation(value):
         return False
     if not any(c in row for c in ("prompt", *PROMPTS)):

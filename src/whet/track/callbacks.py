@@ -1,4 +1,4 @@
-"""Functions of the user's that are told every row of numbers, and may stop the run: `whet.train(on_step=..., on_eval=...)`."""
+"""Functions of the user's that get every row of numbers and may stop the run (on_step and on_eval of `whet.train`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 from whet.types import Json, Metrics, WhetError
 
 Callback = Callable[[dict[str, Json]], object]
-"""Gets a row: `stage`, `step`, and the numbers of metrics.jsonl and timings.jsonl by name. True asks the run to stop after
+"""Gets a row: `stage`, `step`, and the numbers of metrics.jsonl and timings.jsonl by name. True stops the run after
 this step, as Ctrl-C does: it is saved, and the same call resumes it. None and False let it go on."""
 
 
