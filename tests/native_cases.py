@@ -72,6 +72,10 @@ BEST = (
     f"{EVAL}; eval.interval=1; eval.samples=4; eval.sampling.temperature=1.0; train.steps=4; train.optimizer.lr=0.05; "
     "checkpoint.keep=1; checkpoint.keep_best.metric=eval/held/reward_mean"
 )
+EARLY = (
+    f"{EVAL}; eval.interval=1; eval.samples=4; eval.sampling.temperature=1.0; train.steps=4; train.optimizer.lr=0.05; "
+    "train.early_stopping.metric=eval/held/reward_mean; train.early_stopping.patience=1"
+)
 
 Case = tuple[str, Any]
 """(overrides that give the key a meaning, its other value). In values A and B are folders of two models."""
@@ -523,6 +527,10 @@ CASES: dict[str, Case] = {
     "rollout.timeout_factor": ("", 50.0),
     "rollout.timeout_s": ("", 30.0),
     "train.steps": ("", 3),
+    "train.early_stopping.metric": (EARLY, "eval/held/tasks"),
+    "train.early_stopping.goal": (EARLY, "min"),
+    "train.early_stopping.patience": (EARLY, 2),
+    "train.early_stopping.threshold": (f"{EARLY}; train.early_stopping.patience=2", 9.0),
     "train.epochs": ("train.steps=null; train.epochs=0.5", 0.75),
     "train.drop_last": ("train.tasks_per_step=3; train.epochs=1.5; train.steps=null", True),
     "train.tasks_per_step": ("", 3),

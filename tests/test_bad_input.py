@@ -112,7 +112,7 @@ def assert_same_run(a: Path, b: Path) -> None:
         (f"path: {BROKEN}/cut.parquet", "cut.parquet: not a readable parquet file"),
         (f"path: {BROKEN}/empty.jsonl", "'empty' is empty: no rows in tests/broken/empty.jsonl"),
         (f"path: {BROKEN}/texts.json", "texts.json, row 1: a row must be an object with named columns"),
-        (f"path: {BROKEN}/other_column.jsonl", "line 1: no column 'prompt'; columns: question, answer"),
+        (f"path: {BROKEN}/other_column.jsonl", "line 1: no column 'prompt'; columns: word, answer"),
         (f"path: {BROKEN}/long.jsonl", "long.jsonl, line 1: its prompt has 17 tokens, the limit is 8. Raise data.max_"),
         (f'function: "{BROKEN}/functions.py:nothing"', "'tests/broken/functions.py' has no 'nothing'"),
         (f'function: "{BROKEN}/functions.py:rows"', "raised TypeError: rows() missing 1 required positional"),

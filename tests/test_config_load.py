@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from whet.config import interpolate
 from whet.config import keys as schema_keys
+from whet.config.derived import with_lr
 from whet.config.faults import faults
 from whet.config.keys import FOREIGN, did_you_mean, distance, dotted, keys, lookup, suggest
 from whet.config.load import load, stage_configs
@@ -145,7 +146,7 @@ def test_an_empty_file_is_all_defaults(tmp_path):
     assert loaded.config.model_copy(update={"run_dir": "runs/${name}"}) == Config()
     assert loaded.config.run_dir == "runs/run"
     assert loaded.names == ("main",)
-    assert loaded.stages == (loaded.config,)
+    assert loaded.stages == (with_lr(loaded.config),)
 
 
 def test_values_and_lines(tmp_path):
@@ -292,7 +293,7 @@ def test_references(tmp_path, monkeypatch):
         tmp_path,
         "name: x\n"
         "eval: {interval: '${train.tasks_per_step}'}\n"  # a default
-        "train: {steps: '${oc.decode:${oc.env:WHET_TEST_STEPS}}'}\n"
+        "train: {steps: '${oc.decode:${oc.env:WHET_TEST_STEPS}}', optimizer: {lr: 2e-6}}\n"
         "model: {path: '${oc.env:WHET_TEST_NONE,models/m}'}\n"
         "critic: {optimizer: '${train.optimizer}'}\n"
         "rewards: {r: {function: f, arguments: {text: 'cost \\${x}'}}}\n",

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet import evaluate as module
+from whet import evaluation as module
 from whet.config.evaluation import EvalSampling, asked, eval_sampling, reply_tokens, reward_weights
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Config, RewardConfig
-from whet.evaluate import accuracy, best_of, check_sources, commonest, doublings, evaluate, pass_at, shown
+from whet.evaluation import accuracy, best_of, check_sources, commonest, doublings, evaluate, pass_at, shown
 from whet.rewards.combine import RewardSet
 from whet.types import ConfigError, Group, Json, Rollout, Task
 

@@ -294,7 +294,6 @@ def test_bind_gives_a_function_what_it_asks_for():
     ("function", "arguments", "match"),
     [
         (lambda response, task, ignore_case=False: 0, {"ignore_caes": 1}, "did you mean 'ignore_case'"),
-        (lambda response, task, size: 0, {}, "needs a value for size"),
         (lambda reply: 0, {}, r"takes \(reply\); expected \(response, task, ...\)"),
         (lambda response, task: 0, {"response": "x"}, "no argument 'response'"),
         (lambda response, task, /: 0, {}, "by name"),

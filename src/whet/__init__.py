@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from whet.api import Result, train
+    from whet.bench import evaluate
     from whet.rollout.scripted import ScriptedEngine
     from whet.types import (
         CheckpointError,
@@ -30,10 +31,16 @@ __all__ = [
     "ScriptedEngine",
     "Task",
     "WhetError",
+    "evaluate",
     "train",
 ]
 
-_HOME = {"train": "whet.api", "Result": "whet.api", "ScriptedEngine": "whet.rollout.scripted"}
+_HOME = {
+    "evaluate": "whet.bench",
+    "train": "whet.api",
+    "Result": "whet.api",
+    "ScriptedEngine": "whet.rollout.scripted",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -26,6 +26,7 @@ from whet.config.plan import Plan, plans
 from whet.config.schema import Config
 from whet.config.sources import rewards_by_source, verifiers
 from whet.config.urls import scheme
+from whet.data.given import Given, taken
 from whet.guard import stacks
 from whet.guard.imports import import_all
 from whet.guard.jail import Jail
@@ -42,9 +43,10 @@ from whet.start import (
     note_start,
     written,
 )
-from whet.storage.paths import brought_here
+from whet.storage.paths import brought_here, with_paths
 from whet.storage.uploads import DEADLINE_S
 from whet.track import run_paths
+from whet.track.callbacks import Callback, Callbacks
 from whet.track.files import RunLock, reading
 from whet.track.log import close_logging, setup_logging
 from whet.types import ConfigError, Json, Metrics, WhetError
@@ -58,7 +60,12 @@ log = logging.getLogger(__name__)
 
 OK, INTERRUPTED = 0, 130
 
+Calls = tuple[Callback | None, Callback | None]
+"""on_step and on_eval."""
+
 RewardFunction = Callable[..., float | dict[str, float]]
+Rewards = Mapping[str, RewardFunction | Mapping[str, Any] | str] | RewardFunction | None
+"""One function, or several by name; or config sections, or what their `function` would name."""
 
 
 @dataclass(frozen=True)
@@ -86,24 +93,46 @@ class Result:
 def train(
     config: str | Path | None = None,
     *,
-    rewards: Mapping[str, RewardFunction | Mapping[str, Any]] | RewardFunction | None = None,
+    rewards: Rewards = None,
     overrides: Sequence[str] = (),
     change: bool = False,
     unused: Literal["refuse", "warn"] = "refuse",
+    on_step: Callback | None = None,
+    on_eval: Callback | None = None,
     **sections: Any,
 ) -> Result:
     """Train a config file, overridden by `sections` (`train={"steps": 50}`, `seed=1` ...) and then by `overrides`.
+
+    `data` may hold rows in place of sources: a list of dicts, a pandas or Arrow table, or a dataset, as `data=rows` or
+    `data={"train": rows, "eval": more}`. They are written to the run directory once, so that a resume reads the same.
 
     rewards: one function, or several by name; they replace the file's rewards. Each is called as `f(response, task)`
     in a worker process.
     change: a resumed run may have changed settings that change its results (`whet train --change`).
     unused: keys that nothing reads are refused, or ignored with a note for each (`whet train --unused warn`).
+    on_step, on_eval: called in this process with the row of numbers of every step, of every evaluation: a dict with
+    `stage`, `step` and the names of metrics.jsonl. One that returns True stops the run after this step, as Ctrl-C does;
+    what one raises ends the run and is raised here.
     Raises ConfigError before anything is run, WhetError if the run cannot continue.
     """
     if isinstance(config, Mapping):
         raise ConfigError(
             "config: expected a file, got a mapping; give sections by keyword: whet.train(**config)"
         )
+    functions, named = named_functions(rewards)
+    if named is not None:
+        sections["rewards"] = named
+    sections, rows = taken(sections)
+    loaded = load(config, overrides, sections, unused=unused)
+    if named is not None:
+        loaded = only_rewards(loaded, named)
+    loaded = with_rows(resolve_run_dir(loaded), rows)
+    finished = run_training(loaded, functions, change=change, rows=rows, calls=(on_step, on_eval)) == OK
+    return Result(Path(loaded.config.run_dir), finished)
+
+
+def named_functions(rewards: Rewards) -> tuple[dict[str, RewardFunction], dict[str, Any] | None]:
+    """The functions among rewards by name, and the section `rewards` of a config; None where none are given."""
     if callable(rewards):
         rewards = {"reward": rewards}
     if rewards is not None and not isinstance(rewards, Mapping):
@@ -112,16 +141,23 @@ def train(
             'name: rewards={"mine": my_function, "right": {"function": "exact"}}'
         )
     functions = {name: r for name, r in (rewards or {}).items() if callable(r)}
-    if rewards is not None:
-        sections["rewards"] = {
-            name: {"function": f"object:{name}"} if callable(r) else r for name, r in rewards.items()
-        }
-    loaded = load(config, overrides, sections, unused=unused)
-    if rewards is not None:
-        loaded = only_rewards(loaded, rewards)
-    loaded = resolve_run_dir(loaded)
-    finished = run_training(loaded, functions, change=change) == OK
-    return Result(Path(loaded.config.run_dir), finished)
+    if rewards is None:
+        return functions, None
+    return functions, {
+        name: {"function": f"object:{name}"} if callable(r) else r for name, r in rewards.items()
+    }
+
+
+def with_rows(loaded: Loaded, rows: Sequence[Given]) -> Loaded:
+    """The config with the files of rows that were given from Python; the run writes them."""
+    files = {given.mark: str(given.file(Path(loaded.config.run_dir))) for given in rows}
+
+    def put(cfg: Any) -> Any:
+        return with_paths(cfg, lambda path: files.get(path, path))
+
+    return (
+        replace(loaded, config=put(loaded.config), stages=tuple(map(put, loaded.stages))) if rows else loaded
+    )
 
 
 def only_rewards(loaded: Loaded, names: Collection[str]) -> Loaded:
@@ -138,16 +174,20 @@ def run_training(
     functions: Mapping[str, RewardFunction] | None = None,
     *,
     change: bool = False,
+    rows: Sequence[Given] = (),
+    calls: Calls = (None, None),
     watched: Callable[[Watch], object] = lambda watch: None,
 ) -> int:
     """Run all stages. Returns the exit code: 0, or 130 after Ctrl-C (the run is saved and can be resumed).
 
+    calls: on_step and on_eval of `train`.
+    rows: what is written to the run directory before data is read (`with_rows`).
     change: with a checkpoint, settings that change results may differ; a branch of the run.
     watched: called with the watchdog of the run, once the run has started.
     """
     with guarded_output():
         learn_secrets(loaded)
-        return _run_training(loaded, functions or {}, watched, change=change)
+        return _run_training(loaded, functions or {}, watched, change=change, rows=rows, calls=calls)
 
 
 def _run_training(
@@ -156,6 +196,8 @@ def _run_training(
     watched: Callable[[Watch], object],
     *,
     change: bool,
+    rows: Sequence[Given],
+    calls: Calls,
 ) -> int:
     planned = plans(loaded)  # refuses what cannot work, before anything is written
     loaded = resolve_run_dir(loaded)
@@ -172,6 +214,8 @@ def _run_training(
     run_dir = Path(cfg.run_dir)
     with ExitStack() as stack:
         aside = enter(cfg, stack)
+        for given in rows:
+            given.write(home)
         stack.enter_context(stacks.kept(home, who_is(cfg)))
         setup_logging(run_dir, level=cfg.track.log_level)
         stack.callback(close_logging)
@@ -186,6 +230,7 @@ def _run_training(
                 aside=aside,
                 home=home,
                 change=change,
+                calls=calls,
                 watched=watched,
             )
         except Exception as e:
@@ -249,6 +294,7 @@ def _run(
     aside: Path | None,
     home: Path,
     change: bool,
+    calls: Calls,
     watched: Callable[[Watch], object],
 ) -> int:
     """aside: where an earlier run of this directory was moved. home: the run directory of the trainer, if this process
@@ -256,6 +302,11 @@ def _run(
     with environment.importing():
         from whet.track.display import Display
         from whet.track.record import RunDirectory
+    from whet.data.recognise import with_columns
+
+    loaded, columns = with_columns(loaded)
+    for said in columns:
+        log.info("%s", said)
     cfg = loaded.config
     directory = RunDirectory(Path(cfg.run_dir), loaded.names, dumps=run_paths.templates(cfg))
     stack.callback(directory.close)
@@ -281,7 +332,7 @@ def _run(
     if start.checkpoint:
         display.message(f"resuming from {start.checkpoint}")
     watched(watch := stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded))))
-    outside = Outside(directory, display, stop, watch)
+    outside = Outside(directory, display, stop, watch, calls)
     job = _open(loaded, planned, rewards, outside, start, change=change, openers=openers, stack=stack)
     return _train(job, start, stack) if directory.path == home else _work_beside(job, home)
 
@@ -293,6 +344,7 @@ class Outside(NamedTuple):
     display: Display
     stop: Stop
     watch: Watch
+    calls: Calls
 
 
 def _open(
@@ -309,13 +361,15 @@ def _open(
     """The models and records of a run, which are closed with the stack."""
     with environment.importing():
         from whet.job import Job, open_models, open_records
-    directory, display, stop, watch = outside
+    directory, display, stop, watch, calls = outside
     models = open_models(
         loaded, planned, display=display, timeline=directory.timeline, watch=watch, **openers
     )
     records = open_records(
         loaded.config, directory=directory, display=display, stop=stop, watch=watch, resumed=start.at
     )
+    if any(calls):
+        records = replace(records, trackers=[*records.trackers, Callbacks(*calls, stop=stop)])
     gc.collect()
     gc.freeze()  # what lives as long as the run is not looked through again at every collection
     stack.callback(gc.unfreeze)
@@ -368,8 +422,11 @@ def _show_finished(cfg: Config, directory: RunDirectory, display: Display, state
     with reading(directory.path / checkpoint.STATE):
         ledger = Ledger.from_state(state["ledger"])
     ledger.check_learned()
+    more = "increase train.steps"
+    if state.get("stopped_early") is not None:
+        more = "its evaluations stopped improving; drop train.early_stopping, or give it more patience,"
     display.message(
-        f"{directory.path} holds a finished run; increase train.steps to continue it, or give "
+        f"{directory.path} holds a finished run; {more} to continue it, or give "
         "another run_dir or checkpoint.resume=fresh to start a new run"
     )
     display.show(report(directory.path, curve=directory.path / "curve.png"))
@@ -437,6 +494,12 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
     """One set for each stage; stages with equal rewards and limits share one, and its processes."""
     if strangers := sorted(functions.keys() - {name for cfg in loaded.stages for name in cfg.rewards}):
         raise ConfigError(f"reward functions {strangers} are not in any stage's `rewards`")
+    for name, reward in ((n, r) for cfg in loaded.stages for n, r in cfg.rewards.items()):
+        if (reward.function or "").startswith("object:") and name not in functions:
+            raise ConfigError(
+                f"rewards.{name}: it was a function of a Python program, which is not here; give it from Python "
+                f"(rewards={{'{name}': ...}}), or name it: rewards.{name}=rewards.py:FUNCTION"
+            )
     made: list[tuple[Any, RewardSet]] = []
     out = []
     for cfg in loaded.stages:

@@ -5,19 +5,33 @@ torch is imported only after the config is valid, and reward processes fork befo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from whet import environment
-from whet.api import Stop, join_cluster, reward_sets, run_loop, watchdog_timeout_s
+from whet.api import (
+    RewardFunction,
+    Rewards,
+    Stop,
+    join_cluster,
+    named_functions,
+    only_rewards,
+    reward_sets,
+    run_loop,
+    watchdog_timeout_s,
+    with_rows,
+)
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config
 from whet.config.sections.parallel import ParallelConfig
 from whet.config.sources import verifiers
+from whet.data.given import Given, taken
 from whet.guard import stacks
 from whet.guard.imports import import_all
 from whet.guard.watch import Watch
@@ -47,18 +61,104 @@ def judge_file(loaded: Loaded, *, whole: bool) -> Judged:
         return judge(cfg, offline, rewards)
 
 
-def config_of(run_dir: Path, overrides: Sequence[str]) -> Loaded:
-    """The config that a run was made with, and `overrides` put over it."""
+def config_of(run_dir: Path, overrides: Sequence[str], sections: Mapping[str, Any] | None = None) -> Loaded:
+    """The config that a run was made with, and `sections` and `overrides` put over it: held-out data of all stages."""
     file = run_dir / "config.yaml"
     if not file.is_file():
-        raise ConfigError(f"{run_dir} has no config.yaml; give a run directory or a config file")
-    return load(file, [*overrides, f"run_dir={run_dir}"])
+        raise ConfigError(
+            f"{run_dir} has no config.yaml; give a run directory, a config file, or a model's folder with config.json"
+        )
+    data = (sections or {}).get("data") or {}
+    own = [
+        f"stages.{stage.name}.data.eval={json.dumps(data['eval'])}"
+        for stage in (load(file).config.stages if "eval" in data else ())
+        if "eval" in stage.data
+    ]
+    return load(file, [*own, *overrides, f"run_dir={run_dir}"], sections)
 
 
-def judge_checkpoints(loaded: Loaded) -> list[dict[str, Json]]:
-    """Evaluate every kept checkpoint of a run, oldest first. Returns their metrics, as in metrics.jsonl.
+def evaluate(
+    target: str | Path,
+    *,
+    data: Any = None,
+    rewards: Rewards = None,
+    stage: str | None = None,
+    step: int | None = None,
+    overrides: Sequence[str] = (),
+    **sections: Any,
+) -> list[dict[str, Json]]:
+    """Evaluate the kept checkpoints of a run, oldest first, or a model's folder. Returns their metrics, as in
+    metrics.jsonl: one dict for each checkpoint, or one for the model.
 
-    Metrics and replies are written to RUN/bench, which every call replaces; the run itself is only read.
+    data: a file, or rows as for `train`, in place of the run's data.eval. rewards: as for `train`, in place of the
+    run's. stage, step: only checkpoints of this stage, of this step. overrides, sections: as for `train`. A model needs
+    data and rewards. Metrics and replies are written to RUN/bench, for a model to run_dir/bench
+    (runs/eval-MODEL/bench by default), which every call replaces.
+    Raises ConfigError before anything is run, CheckpointError where there is no such checkpoint.
+    """
+    target = Path(target).expanduser()
+    functions, named = named_functions(rewards)
+    rows: list[Given] = []
+    if named is not None:
+        sections["rewards"] = named
+    if data is not None:
+        taken_data, rows = taken({"data": {"eval": data, "exclude_eval": False}})
+        sections["data"] = {**sections.get("data", {}), **taken_data["data"]}
+    if is_model(target):
+        if stage is not None or step is not None:
+            raise ConfigError(
+                f"{target} is a model, not a run: it has no checkpoints; leave stage and step out"
+            )
+        loaded = load(None, overrides, _for_model(target, sections))
+    else:
+        loaded = config_of(target, overrides, sections)
+    if named is not None:
+        loaded = only_rewards(loaded, named)
+    loaded = with_rows(loaded, rows)
+    chosen = None if is_model(target) else partial(_chosen, stage=stage, step=step)
+    return judge_checkpoints(loaded, functions, rows=rows, chosen=chosen, model=is_model(target))
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder holds a Hugging Face model, and no run."""
+    return (folder / "config.json").is_file() and not (folder / "config.yaml").is_file()
+
+
+def _for_model(folder: Path, sections: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of an evaluation of a model: nothing is trained, but a config names what it would train on."""
+    data = sections.get("data") or {}
+    lacking = [
+        f"{what} ({how})"
+        for what, how, there in (
+            ("data", "--data FILE, in Python data=...", data.get("eval")),
+            (
+                "rewards",
+                "--reward math or --reward rewards.py:f, in Python rewards=...",
+                sections.get("rewards"),
+            ),
+        )
+        if not there
+    ]
+    if lacking:
+        raise ConfigError(f"{folder} is a model; to evaluate it, give {' and '.join(lacking)}")
+    base = {"name": f"eval-{folder.resolve().name}", "model": {"path": str(folder)}, "train": {"steps": 1}}
+    return {**base, **sections, "data": {"train": data["eval"], **data}}
+
+
+def _chosen(path: Path, state: Json, *, stage: str | None, step: int | None) -> bool:
+    return stage in (None, state["stage_name"]) and step in (None, state["step"])
+
+
+def judge_checkpoints(
+    loaded: Loaded,
+    functions: Mapping[str, RewardFunction] | None = None,
+    *,
+    rows: Sequence[Given] = (),
+    chosen: Callable[[Path, Json], bool] | None = None,
+    model: bool = False,
+) -> list[dict[str, Json]]:
+    """`evaluate` of a config. functions: rewards by name. rows: what is written before data is read. chosen: whether a
+    checkpoint, by its folder and state, is evaluated (None: all are). model: the config's own model, not checkpoints.
     """
     loaded = brought_here(loaded)
     planned = [replace(plan, models_elsewhere=False) for plan in plans(loaded)]
@@ -73,9 +173,31 @@ def judge_checkpoints(loaded: Loaded) -> list[dict[str, Json]]:
         stack.enter_context(stacks.kept(out, "eval"))
         setup_logging(out, level=cfg.track.log_level)
         stack.callback(close_logging)
-        rewards = reward_sets(loaded, {}, stack)
+        for given in rows:
+            given.write(Path(cfg.run_dir))
+        rewards = reward_sets(loaded, functions or {}, stack)
         import_all(cfg.imports)
-        return _bench(loaded, planned, rewards, out, stack=stack)
+        from whet.data.recognise import with_columns
+
+        loaded, _ = with_columns(loaded)
+        found = [] if model else _found(out.parent / "checkpoints", chosen)
+        return _bench(loaded, planned, rewards, out, found=found, stack=stack)
+
+
+def _found(root: Path, chosen: Callable[[Path, Json], bool] | None) -> list[Path]:
+    """The checkpoints to evaluate, oldest first. CheckpointError where there is none."""
+    from whet import checkpoint
+
+    found = checkpoint.all_in(root) if root.is_dir() else []
+    if not found:
+        raise CheckpointError(f"{root} has no checkpoint to evaluate; the run has not saved one yet")
+    kept = [p for p in found if chosen is None or chosen(p, checkpoint.read_state(p))]
+    if not kept:
+        raise CheckpointError(
+            f"{root} has no checkpoint of that stage and step; there are: {', '.join(p.name for p in found)} "
+            "(checkpoint.keep says how many are kept)"
+        )
+    return kept
 
 
 def alone(loaded: Loaded) -> Loaded:
@@ -90,18 +212,20 @@ def alone(loaded: Loaded) -> Loaded:
 
 
 def _bench(
-    loaded: Loaded, planned: Sequence[Plan], rewards: Sequence[RewardSet], out: Path, *, stack: ExitStack
+    loaded: Loaded,
+    planned: Sequence[Plan],
+    rewards: Sequence[RewardSet],
+    out: Path,
+    *,
+    found: Sequence[Path],
+    stack: ExitStack,
 ) -> list[dict[str, Json]]:
-    from whet import checkpoint
+    """found: the checkpoints to evaluate; none: the model itself."""
     from whet.job import Job, open_models, open_records
     from whet.track.display import Display
     from whet.track.record import RunDirectory
     from whet.track.written import read_lines
 
-    root = out.parent / "checkpoints"
-    found = checkpoint.all_in(root) if root.is_dir() else []
-    if not found:
-        raise CheckpointError(f"{root} has no checkpoint to evaluate; the run has not saved one yet")
     directory = RunDirectory(out, loaded.names)
     stack.callback(directory.close)
     directory.truncate_to(0, -1)
@@ -122,12 +246,15 @@ def _bench(
 
 
 async def _each(job: Job, checkpoints: Sequence[Path]) -> None:
-    """Load every checkpoint into the policy and evaluate it. Nothing else of a stage is opened."""
+    """Load every checkpoint into the policy and evaluate it; without any, evaluate the policy as it is. Nothing else of
+    a stage is opened."""
     from whet import checkpoint
     from whet.disaggregated import Evaluation, open_evaluation
 
     evaluation: Evaluation | None = None
     try:
+        if not checkpoints:
+            await open_evaluation(job, 0).present(0)
         for path in checkpoints:
             state = checkpoint.read_state(path)
             _check_stage(job.loaded, path, state)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import typer
 
@@ -127,6 +127,7 @@ def plan(
         _say(loaded)
         planned = plans(loaded, here=False)
         _say_missing(loaded)
+        _say_columns(loaded)
         Console().print(describe(planned))
         if arithmetic:
             _say_arithmetic(
@@ -193,8 +194,28 @@ def rehearse(
 
 @app.command("eval")
 def evaluate(
-    target: Annotated[Path, typer.Argument(help="A run directory, or a config file.", show_default=False)],
+    target: Annotated[
+        Path, typer.Argument(help="A run directory, a model's folder, or a config file.", show_default=False)
+    ],
     overrides: Overrides = None,
+    data: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="File of held-out tasks, in place of the run's data.eval.", show_default=False),
+    ] = None,
+    reward: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            help="Reward in place of the run's: math, rewards.py:f ...; several add up.", show_default=False
+        ),
+    ] = None,
+    stage: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Only checkpoints of this stage.", show_default=False),
+    ] = None,
+    step: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Only the checkpoint of this step.", show_default=False),
+    ] = None,
     offline: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="File of replies to score (parquet, jsonl); no model is run.", show_default=False),
@@ -205,13 +226,15 @@ def evaluate(
     ] = None,
     dialect: Dialect = None,
 ) -> None:
-    """Score every kept checkpoint of a run, or replies from a file, with the config's rewards.
+    """Score the kept checkpoints of a run, a model, or replies from a file, with rewards.
 
-    Checkpoints are evaluated on data.eval, oldest first; results go to RUN/bench. Replies come from --offline, or
-    from the config's eval.offline file.
+    Checkpoints are evaluated on data.eval, or --data, oldest first; results go to RUN/bench. A model needs --data and
+    --reward; results go to runs/eval-MODEL/bench. Replies come from --offline, or from the config's eval.offline file.
 
     \b
     Example: whet eval runs/first_run eval.samples=4 eval.sampling.temperature=1.0
+    Example: whet eval runs/first_run --step 300 --data other.jsonl
+    Example: whet eval models/mine --data test.jsonl --reward math rollout.sampling.max_tokens=512
     Example: whet eval judge.yaml --offline replies.parquet -o judged.json
     """
     if target.is_dir():
@@ -219,7 +242,14 @@ def evaluate(
             raise ConfigError(
                 f"--offline: expected a config file, got a run directory; use {target / 'config.yaml'}"
             )
-        written = _judge_run(target, overrides or ())
+        named = {_reward_name(spec): spec for spec in reward or ()}
+        written = _judge_run(
+            target, overrides or (), data=data, rewards=named or None, stage=stage, step=step
+        )
+    elif data or reward or stage or step is not None:
+        raise ConfigError(
+            f"{target} is no folder: --data, --reward, --stage and --step are for a run directory or a model's folder"
+        )
     else:
         written = _judge_file(target, overrides or (), offline, dialect=dialect)
     if output:
@@ -276,14 +306,19 @@ def export(
     typer.echo(export_checkpoint(target, to=output, stage=stage, step=step, form=form, dtype=dtype))  # type: ignore[arg-type]
 
 
-def _judge_run(run_dir: Path, overrides: Sequence[str]) -> str:
+def _reward_name(spec: str) -> str:
+    """Name of a reward from what it calls: f for rewards.py:f."""
+    return spec.rpartition(":")[2]
+
+
+def _judge_run(target: Path, overrides: Sequence[str], **chosen: Any) -> str:
     """Print the metrics of every checkpoint. Returns all of them as JSON."""
     from rich.console import Console
 
-    from whet.bench import config_of, judge_checkpoints
+    from whet.bench import evaluate
     from whet.track.accuracy import by_source
 
-    found = judge_checkpoints(config_of(run_dir, overrides))
+    found = evaluate(target, overrides=overrides, **chosen)
     for line in found:
         numbers = {k: v for k, v in line.items() if k.startswith("eval/")}
         Console().print(by_source(numbers, title=f"{line['stage']} step {line['step']}"))
@@ -315,6 +350,14 @@ def _say(loaded: Loaded) -> None:
         typer.echo(summary(loaded.translation), err=True)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
+
+
+def _say_columns(loaded: Loaded) -> None:
+    """Note which columns a run would use where none are named, of data that is on this machine."""
+    from whet.data.recognise import with_columns
+
+    for text in with_columns(loaded, plan=True)[1]:
+        typer.echo(f"note: {text}", err=True)
 
 
 def _say_missing(loaded: Loaded) -> None:

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -260,17 +260,24 @@ class Evaluation:
         """Load one checkpoint's weights into the model and evaluate every held-out task."""
         self.policy.load(path / "policy")
         self.policy.version, self.context.monitor.step = state["version"], state["step"]
-        await hand_over(self.policy, self.engine)
-        await self.recorder.evaluate(state["step"])
+        await self.present(state["step"])
         self.recorder.display.message(f"evaluated {path.name}")
+
+    async def present(self, step: int) -> None:
+        """Evaluate the model as it is, as that of a step."""
+        await hand_over(self.policy, self.engine)
+        await self.recorder.evaluate(step)
 
 
 def open_evaluation(job: Job, index: int) -> Evaluation:
     """Of one stage."""
     begun = begin(job, index)
-    learner = untrained(begun.context, job.models)
-    recorder = open_recorder(begun.context, job, learner, begun.held_out)
-    return Evaluation(begun.context, learner.policy, recorder, job.models.engine)
+    cfg = begun.context.cfg
+    train = cfg.train.model_copy(update={"early_stopping": None})  # it is for the trainer's own evaluations
+    context = replace(begun.context, cfg=cfg.model_copy(update={"train": train}))
+    learner = untrained(context, job.models)
+    recorder = open_recorder(context, job, learner, begun.held_out)
+    return Evaluation(context, learner.policy, recorder, job.models.engine)
 
 
 async def evaluate_all(job: Job, home: Path) -> None:

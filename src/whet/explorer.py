@@ -32,7 +32,7 @@ from whet.config.schema import Config
 from whet.context import Context, StopFlag
 from whet.data.replies import Read, reader
 from whet.data.tasks import TaskStream
-from whet.evaluate import Play
+from whet.evaluation import Play
 from whet.guard.ledger import Ledger
 from whet.job import Models, decoder_of, end_tokens
 from whet.rewards.combine import RewardSet, check_failures, score

@@ -24,7 +24,7 @@ async def steps(
     if done is None and context.cfg.eval.at_start and not context.stopping:
         await recorder.evaluate(0)
     step = done or 0
-    while step < context.plan.steps and not context.stopping:
+    while step < context.plan.steps and not context.stopping and not recorder.stopped_early:
         try:
             with profiled(step + 1):
                 metrics = await train_step(stage, step)

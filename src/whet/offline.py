@@ -16,7 +16,7 @@ from whet.config.sections.eval import OfflineConfig
 from whet.config.tree import leaves
 from whet.data.columns import lookup, parse
 from whet.data.rows import read_rows
-from whet.evaluate import accuracy
+from whet.evaluation import accuracy
 from whet.rewards.combine import RewardSet, check_failures, score
 from whet.types import ConfigError, DataError, Group, Json, Metrics, Rollout, Task, given_tokens
 

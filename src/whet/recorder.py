@@ -19,8 +19,9 @@ from whet.context import Context
 from whet.data.chat import encode_response
 from whet.data.replies import reader
 from whet.data.tasks import reply_limit
+from whet.early_stopping import should_stop, values_of
 from whet.eval_loss import eval_loss, given
-from whet.evaluate import Ask, accuracy, evaluate, shown
+from whet.evaluation import Ask, accuracy, evaluate, shown
 from whet.explorer import player
 from whet.guard.printed import CONSOLE
 from whet.job import Job, Models
@@ -36,6 +37,7 @@ from whet.track.learning import LONGEST, signs
 from whet.track.metrics import summarise
 from whet.track.record import RunDirectory
 from whet.track.trackers import ShowsText, Tracker
+from whet.track.written import read_lines
 from whet.training.engine import TrainEngine
 from whet.training.ranks import Ranks
 from whet.training.throughput import Meter
@@ -83,6 +85,10 @@ class Recorder:
     """The numbers of the last steps, in which `learning.signs` are looked for."""
     told: set[str] = field(default_factory=set)
     """Names of the signs that were told."""
+    metrics_so_far: Callable[[], Sequence[Json]] = list
+    """The lines of metrics.jsonl."""
+    stopped_early: bool = False
+    """The evaluations have stopped improving (train.early_stopping): the last step is the stage's last."""
     scored: tuple[int, float | None] = (-1, None)
     """The last step that was evaluated, and its number of checkpoint.keep_best."""
 
@@ -182,6 +188,22 @@ class Recorder:
                     tracker.show(name, done, rows)
         self._log(done, metrics, {"time/evaluate_s": self.context.monitor.seconds["evaluate"]})
         self.display.evaluated(done, metrics)
+        self._look_back(done, metrics)
+
+    def _look_back(self, done: int, metrics: Metrics) -> None:
+        """Whether the stage ends with this evaluation."""
+        cfg = self.context.cfg.train.early_stopping
+        if cfg is None:
+            return
+        if cfg.metric not in metrics:
+            raise WhetError(
+                f"train.early_stopping.metric={cfg.metric}: the evaluation has only {', '.join(metrics)}"
+            )
+        values = values_of(self.metrics_so_far(), cfg.metric, stage=self.context.name, until=done)
+        if done and should_stop(values, cfg):
+            self.stopped_early = True
+            said = f"{cfg.metric} has not improved in {cfg.patience} evaluations: the stage ends after step {done}"
+            self.display.message(f"{said} (train.early_stopping)")
 
     # -- checkpoints and exports
 
@@ -189,7 +211,11 @@ class Recorder:
         cfg = self.context.cfg.checkpoint
         due = self.context.due(done, cfg.interval, epochs=cfg.interval_epochs)
         best = self.saver.is_best(self._score(done), at=(self.context.index, done))
-        return self.context.stopping or done == self.context.plan.steps or due or best
+        return self.context.stopping or self.ended(done) or due or best
+
+    def ended(self, done: int) -> bool:
+        """Whether the stage is over after `done` steps."""
+        return done >= self.context.plan.steps or self.stopped_early
 
     def _score(self, done: int) -> float | None:
         """The score that selects the best checkpoints, if this step was evaluated."""
@@ -206,7 +232,7 @@ class Recorder:
     def export_due(self, done: int) -> bool:
         """The last step's is the stage's own, which `run_stage` writes."""
         cfg = self.context.cfg.checkpoint
-        last = done == self.context.plan.steps and cfg.export
+        last = self.ended(done) and cfg.export
         return self.context.due(done, cfg.export_interval) and not last
 
     def export(self, done: int, *, final: bool = False) -> None:
@@ -224,7 +250,8 @@ class Recorder:
             "stage": self.context.index,
             "stage_name": self.context.name,
             "step": done,
-            "done": done >= self.context.plan.steps,
+            "done": self.ended(done),
+            "stopped_early": self._early_stopping() if self.stopped_early else None,
             "score": self._score(done),
             "config": redact_tree(self.fingerprint),
             "code": dict(self.code),
@@ -233,6 +260,12 @@ class Recorder:
 
     def restore(self, state: Json) -> None:
         self.scored = state["step"], state.get("score")
+        before = state.get("stopped_early")
+        self.stopped_early = before is not None and before == self._early_stopping()
+
+    def _early_stopping(self) -> Json:
+        cfg = self.context.cfg.train.early_stopping
+        return None if cfg is None else cfg.model_dump(mode="json")
 
 
 def _advantages(learned: Learned) -> dict[tuple[int, int], float]:
@@ -266,6 +299,7 @@ def open_recorder(context: Context, job: Job, learner: Learner, tasks: list[Task
         fingerprint=fingerprint(job.loaded.as_given),
         code=job.loaded.code,
         environments=models.environments.timings,
+        metrics_so_far=partial(read_lines, records.directory.path / "metrics.jsonl"),
         ranks=learner.ranks,
         meter=learner.meter,
     )

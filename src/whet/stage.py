@@ -60,7 +60,7 @@ class Stage:
     @property
     def ended(self) -> bool:
         """Whether the last step is done."""
-        return self.context.monitor.step == self.context.plan.steps
+        return self.recorder.ended(self.context.monitor.step)
 
     async def close(self) -> None:
         """End background work."""

@@ -14,7 +14,7 @@ from whet.config.recipes import resolve
 from whet.config.resuming import fingerprint
 from whet.context import Context
 from whet.data.tasks import TaskStream, eval_tasks, learned_turns
-from whet.evaluate import check_sources
+from whet.evaluation import check_sources
 from whet.explorer import open_explorer
 from whet.guard.printed import CONSOLE
 from whet.job import Job

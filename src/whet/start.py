@@ -97,8 +97,18 @@ def is_finished(loaded: Loaded, run_dir: Path, state: Json) -> bool:
 
 
 def is_done(loaded: Loaded, state: Json) -> bool:
-    """Whether a checkpoint is at the end of its stage, whose length may have changed."""
+    """Whether a checkpoint is at the end of its stage, whose length or early stopping may have changed."""
+    if state.get("stopped_early") is not None:
+        return not _goes_on(loaded, state)
     return bool(state["done"]) and not longer(state["config"], loaded.as_given, state["stage_name"])
+
+
+def _goes_on(loaded: Loaded, state: Json) -> bool:
+    """Whether a stage was stopped early by other settings than its present ones."""
+    if state["stage_name"] not in loaded.names:
+        return False
+    now = loaded.stages[loaded.names.index(state["stage_name"])].train.early_stopping
+    return now is None or state["stopped_early"] != now.model_dump(mode="json")
 
 
 def check_record(directory: RunDirectory, start: Start) -> None:

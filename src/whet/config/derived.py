@@ -8,8 +8,9 @@ from typing import Literal
 
 from whet.config import schedules, sizes
 from whet.config.checks_parallel import ranks_of
+from whet.config.functions import Kind
 from whet.config.learns import Learns
-from whet.config.recipes import Resolved
+from whet.config.recipes import Resolved, resolve
 from whet.config.schema import Config, OptimizerConfig, SamplingConfig, TrainConfig
 from whet.config.sections.lora import LoraConfig
 from whet.config.sizes import Shape, cache_dtype
@@ -261,6 +262,31 @@ class Plan:
             return policy.base * sizes.DTYPE_BYTES[self.dtype]
         adapted = 0 if self.reference_is_base else policy.adapted
         return (policy.own + adapted) * sizes.DTYPE_BYTES[self.dtype] + policy.adapters * 4
+
+
+LEARNING_RATES: Mapping[Kind, tuple[float, float]] = {
+    "online": (1e-6, 1e-5),
+    "preferences": (1e-6, 1e-5),
+    "labels": (1e-6, 1e-5),
+    "demonstrations": (1e-5, 2e-4),
+}
+"""Peak learning rates by kind of algorithm where none is given: of all weights, of adapters. Of all weights: GRPO, DPO
+and KTO as TRL 1.16, GRPO and SFT as verl 0.9.1. Adapters take ten times as much (Schulman et al., "LoRA Without
+Regret", 2025); with SFT 2e-4, as QLoRA (arXiv:2305.14314, table 9)."""
+
+
+def with_lr(cfg: Config) -> Config:
+    """The config of a stage, with the learning rate of its method where none is given."""
+    optimizer = cfg.train.optimizer
+    if optimizer.lr is not None:
+        return cfg
+    try:
+        kind = resolve(cfg.algorithm).kind
+    except ConfigError:  # the plan refuses this algorithm, and says where it is given
+        kind = "online"
+    lr = LEARNING_RATES[kind][cfg.model.lora is not None]
+    train = cfg.train.model_copy(update={"optimizer": optimizer.model_copy(update={"lr": lr})})
+    return cfg.model_copy(update={"train": train})
 
 
 def with_state(model: str, optimizer: OptimizerConfig) -> str:

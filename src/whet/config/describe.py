@@ -103,6 +103,7 @@ def _optimizer_steps(plan: Plan) -> str:
     parts = (
         f"{learning} steps x {_many(plan.minibatches, 'minibatch')} x {_many(plan.passes, 'update epoch')}"
     )
+    parts = f"lr {plan.optimizer.lr:g}, {parts}"
     unit = "training steps " if plan.optimizer.schedule.unit == "train_step" else ""
     warm = f", the first {plan.warmup_steps} {unit}warm up" if plan.warmup_steps else ""
     return f"{parts} = {plan.optimizer_steps}{warm}"

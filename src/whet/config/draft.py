@@ -16,6 +16,7 @@ from whet.config.keys import TABLES, Path, did_you_mean, dotted, lookup
 from whet.config.parse import parse
 from whet.config.renamed import present, renamed
 from whet.config.schema import Config
+from whet.config.shorthand import expanded
 from whet.config.tree import get, leaves, merge, origin, path_of, stage_names, stage_tree
 from whet.types import Json
 
@@ -40,6 +41,7 @@ class Draft:
     def put(self, path: Path, value: Json, source: str) -> None:
         """Merge a value in at a path; a list index in it must exist."""
         value, notes = renamed(value, path)
+        value = expanded(value, _in_base(path))
         self.renamed += notes
         self.tree = _replaced(self.tree, path, value, ())
         if not isinstance(value, dict):
@@ -56,8 +58,12 @@ class Draft:
             at if get(self.tree, at) is not None else present(at): s for at, s in self.origins.items()
         }
 
+    def expand(self) -> None:
+        """Put the long forms in the place of short ones."""
+        self.tree = expanded(self.tree)
+
     def override(self, text: str) -> None:
-        """Apply `key.path=value`; the value is YAML, an empty value is null."""
+        """Apply `key.path=value`; the value is YAML, an empty value is null, and ~ drops the key."""
         key, equals, value = (part.strip() for part in text.partition("="))
         source = f"override {text}"
         if not equals or not key or key[0] in "+~-":
@@ -71,8 +77,23 @@ class Draft:
         wrong = [said for _, said in parsed.problems] or [w for w in (self._closed(path),) if w]
         if wrong:
             self.problems += [(source, said) for said in wrong]
+        elif value == "~":
+            self._drop(path, source)
         else:
             self.put(path, parsed.tree if value else None, source)
+
+    def _drop(self, path: Path, source: str) -> None:
+        """Take a key out, as if it had never been given."""
+        around = get(self.tree, path[:-1])
+        there = path[-1] in around if isinstance(around, dict) else isinstance(around, list)
+        if not there:
+            said = (
+                f"{dotted(path)}=~ drops a key that is given, and this one is not; null sets a key to nothing"
+            )
+            self.problems.append((source, said))
+            return
+        self.tree = _without(self.tree, path)
+        self.origins = {at: s for at, s in self.origins.items() if at[: len(path)] != path}
 
     def _closed(self, path: Path) -> str:
         """Why no value can be set at this path, or ''."""
@@ -190,6 +211,16 @@ def _replaced(tree: Json, path: Path, value: Json, at: Path) -> Json:
         return merge(tree, {path[0]: value}, _in_base(at))
     inner = tree if isinstance(tree, dict) else {}
     return {**inner, path[0]: _replaced(inner.get(path[0]), path[1:], value, (*at, path[0]))}
+
+
+def _without(tree: Json, path: Path) -> Json:
+    """A copy of the tree without what stands at a path."""
+    if isinstance(tree, list):
+        kept = [_without(v, path[1:]) if n == path[0] and path[1:] else v for n, v in enumerate(tree)]
+        return [v for n, v in enumerate(kept) if path[1:] or n != path[0]]
+    if len(path) == 1:
+        return {k: v for k, v in tree.items() if k != path[0]}
+    return {k: _without(v, path[1:]) if k == path[0] else v for k, v in tree.items()}
 
 
 def _in_base(at: Path) -> Path:

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from whet.config import hardware, keys, secrets, tree
 from whet.config.checks import unused as unused_keys
+from whet.config.derived import with_lr
 from whet.config.draft import Draft
 from whet.config.faults import faults, listing, named, shown
 from whet.config.parse import parse, plain
@@ -97,7 +98,8 @@ def load(
     not given.
     here: a foreign file is fitted to this machine, its devices and packages; else it keeps its own layout and trackers,
     unless machines are said (`hardware.as_if`), which then count.
-    unused: keys that nothing reads are an error of the plan ('refuse'), or left out with a note each ('warn').
+    unused: keys that nothing reads are an error of the plan ('refuse'), or left out with a note each ('warn'). Where an
+    override names another algorithm, those of the file are left out in any case.
     rehearsal: engines and features that are not built yet are no problem; they stay in `translation.unbuilt`.
     trust_script: the shell of a launch script runs without a sandbox.
 
@@ -124,6 +126,7 @@ def load(
         overrides = [text.removeprefix("whet.") for text in overrides if text.startswith("whet.")]
     else:
         draft.use_present_names()
+        draft.expand()
     if values:
         draft.put((), plain(values), "values")
     for override in overrides:
@@ -138,9 +141,14 @@ def load(
         translation = replace(translation, lines=tuple(noted(line, unread) for line in translation.lines))
         draft.tree = written = without(written, unread)
         config = _finished(draft)
-    if config is not None and unused == "warn" and not draft.problems:
+    switched = _switches_algorithm(overrides)
+    if config is not None and (unused == "warn" or switched) and not draft.problems:
         given = config.model_dump(mode="json", exclude_unset=True)
-        idle_keys = dict(unused_keys(given, stage_configs(config)))
+        idle_keys = {
+            path: why
+            for path, why in unused_keys(given, stage_configs(config))
+            if unused == "warn" or not tree.origin(draft.origins, path).startswith(("override", "values"))
+        }
         notes += tuple(
             f"{named(path, given)}: {why.replace('; leave it out', '')}" for path, why in idle_keys.items()
         )
@@ -158,6 +166,12 @@ def load(
         translation=translation,
         notes=notes,
     )
+
+
+def _switches_algorithm(overrides: Sequence[str]) -> bool:
+    """Whether an override names another algorithm: keys of the file that only its own algorithm reads then rest."""
+    keys_set = {text.partition("=")[0].strip() for text in overrides}
+    return any(key.removesuffix(".name").rpartition(".")[2] == "algorithm" for key in keys_set)
 
 
 def _finished(draft: Draft) -> Config | None:
@@ -215,11 +229,12 @@ def stage_names(config: Config) -> tuple[str, ...]:
 
 
 def stage_configs(config: Config) -> tuple[Config, ...]:
-    """The whole config of each stage: the base, overridden by the stage; without stages the config itself."""
+    """The whole config of each stage: the base, overridden by the stage; without stages the config itself. Its learning
+    rate is given, or that of its method."""
     if not config.stages:
-        return (config,)
+        return (with_lr(config),)
     base = config.model_dump(mode="json", exclude_unset=True)
-    return tuple(_stage(base, n, stage) for n, stage in enumerate(base["stages"]))
+    return tuple(with_lr(_stage(base, n, stage)) for n, stage in enumerate(base["stages"]))
 
 
 def _stage(base: dict[str, Json], number: int, stage: dict[str, Json]) -> Config:

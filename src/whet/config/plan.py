@@ -16,7 +16,7 @@ from typing import Literal
 from whet.config import checks_precision
 from whet.config.checks import Problem, hard_problems, unused
 from whet.config.checks_run import not_installed
-from whet.config.derived import Plan, for_critic
+from whet.config.derived import Plan, for_critic, with_lr
 from whet.config.describe import describe
 from whet.config.evaluation import eval_sampling, evaluates, judges, observation_tokens, reply_tokens
 from whet.config.faults import listing, named
@@ -28,6 +28,7 @@ from whet.config.mixing import experts_per_step
 from whet.config.recipes import resolve
 from whet.config.schema import Config, TrainConfig
 from whet.config.sizes import DTYPE_BYTES, parameters_in, shape
+from whet.config.urls import hub_hint
 from whet.types import ConfigError
 
 __all__ = ["Plan", "cores", "describe", "dtype_on", "plan", "plans"]
@@ -86,7 +87,11 @@ def plans(
 
 def missing(run: Loaded) -> list[str]:
     """What the run needs and this machine has not installed, for a plan of a run elsewhere."""
-    return list(dict.fromkeys(f"{key}: {text}" for cfg in run.stages for key, text in not_installed(cfg)))
+    path = run.config.model.path
+    hub = hub_hint(path) if path is not None and not Path(path).expanduser().is_dir() else ""
+    model = [f"model.path={path}: no such folder on this machine{hub}"] if hub else []
+    packages = (f"{key}: {text}" for cfg in run.stages for key, text in not_installed(cfg))
+    return [*model, *dict.fromkeys(packages)]
 
 
 def _refuse(problems: Sequence[tuple[str, str]], what: str) -> None:
@@ -128,6 +133,7 @@ def _told(config: Config, found: Sequence[Sequence[Problem]]) -> Iterator[Proble
 
 
 def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
+    cfg = with_lr(cfg)
     algorithm = resolve(cfg.algorithm)
     experts = experts_per_step(cfg, algorithm)
     size = shape(cfg.model, cfg.tokenizer)

@@ -84,7 +84,7 @@ CLASSES: Mapping[Class, str] = {
         rollout.env.timeout_s rollout.env.hosts rollout.env.memory_mb
         buffer.lease_s buffer.explorer_name sync.method sync.content sync.timeout_s sync.keep
         train.parallel.reshard_after_forward train.parallel.wrap_min_num_params train.parallel.prefetch
-        train.parallel.timeout_s train.max_skipped_steps
+        train.parallel.timeout_s train.max_skipped_steps train.early_stopping
         eval.at_start eval.at_end eval.samples eval.sampling eval.sources eval.success eval.reward eval.log_samples
         eval.offline
         machine.memory_mb machine.watchdog_timeout_s""",

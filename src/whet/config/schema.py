@@ -38,8 +38,10 @@ from whet.config.sections.run import CheckpointConfig, MachineConfig, RewardWork
 from whet.config.sections.sync import SyncConfig
 from whet.config.sections.train import (
     CriticOptimizerConfig,
+    EarlyStoppingConfig,
     OptimizerConfig,
     OptimizerGroupConfig,
+    PolicyOptimizerConfig,
     ScheduleConfig,
     TrainConfig,
 )
@@ -54,6 +56,7 @@ __all__ = [
     "CriticConfig",
     "CriticOptimizerConfig",
     "DataConfig",
+    "EarlyStoppingConfig",
     "EnvironmentConfig",
     "EvalConfig",
     "GroupsConfig",
@@ -65,6 +68,7 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerGroupConfig",
     "ParallelConfig",
+    "PolicyOptimizerConfig",
     "PrecisionConfig",
     "ProfileConfig",
     "ReasoningGymConfig",

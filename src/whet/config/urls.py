@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 PACKAGES: dict[str, tuple[str, str]] = {
     "s3": ("s3fs", "pip install 'whet[s3]'"),
@@ -26,6 +27,17 @@ def scheme(path: str) -> str | None:
 def is_remote(path: str) -> bool:
     """Whether a path stands elsewhere."""
     return scheme(path) is not None
+
+
+def hub_hint(path: str) -> str:
+    """How to download what looks like a model's id on the Hugging Face hub and is no path here; '' for other text."""
+    owner, _, name = path.partition("/")
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) or Path(owner).is_dir():
+        return ""
+    return (
+        f". {path!r} looks like an id on the Hugging Face hub: download it with `hf download {path} --local-dir "
+        f"models/{name}` and give models/{name}"
+    )
 
 
 def url_problems(path: str) -> Iterator[str]:

@@ -48,6 +48,12 @@ def find_files(
     return [file for folder in folders for name in splits for file in _of_split(folder, name)]
 
 
+def is_here(path: str | tuple[str, ...]) -> bool:
+    """Whether there are files under every path, or for every pattern."""
+    patterns = [str(Path(p).expanduser()) for p in ((path,) if isinstance(path, str) else path)]
+    return all(Path(p).exists() or glob.glob(p, recursive=True) for p in patterns)
+
+
 def _folder(path: Path, subset: str | None) -> Path:
     """The folder of a subset."""
     if path.is_file():

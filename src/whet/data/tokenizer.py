@@ -12,6 +12,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Core
 
 from whet.config.schema import TokenizerConfig
+from whet.config.urls import hub_hint
 from whet.data.chat import read_template, with_arguments
 from whet.data.timed import encoded
 from whet.data.tokenizer_files import check_files
@@ -68,7 +69,7 @@ def _load(folder: str | None) -> PreTrainedTokenizerFast:
         names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(
             f"No folder {path} (model.path or tokenizer.path){near(path.name, names)}. Models are read from "
-            "local folders only; download the model first."
+            f"local folders only; download the model first{hub_hint(str(path)) or '.'}"
         )
     check_files(path)
     try:

@@ -22,6 +22,7 @@ from transformers import (
 from whet import seeds
 from whet.config import schema
 from whet.config.sizes import check_files
+from whet.config.urls import hub_hint
 from whet.guard.weights import check_weights
 from whet.inputs import read_json_object
 from whet.track.files import atomic_folder
@@ -202,7 +203,7 @@ def _told(error: Exception) -> str:
 def _check_folder(path: Path) -> None:
     if not path.is_dir():
         raise ConfigError(
-            f"model.path={path}: no such folder; models are read from local Hugging Face folders"
+            f"model.path={path}: no such folder; models are read from local Hugging Face folders{hub_hint(str(path))}"
         )
     if not (path / "config.json").is_file():
         raise ConfigError(f"model.path={path}: no config.json in it; give the folder that holds it")

@@ -13,6 +13,8 @@ import numpy as np
 from whet.config.load import Loaded
 from whet.config.schema import Config, EnvironmentConfig, SourceConfig
 from whet.config.sources import verifiers
+from whet.data.recognise import recognised
+from whet.data.rows import read_rows
 from whet.data.tasks import TaskStream, texts
 from whet.data.tokenizer import load_tokenizer
 from whet.envs.env import EnvFault, EnvRestarted, EnvStep, World
@@ -81,6 +83,7 @@ def _source(out: Probed, cfg: Config, source: SourceConfig, key: str, *, stage: 
     source = source.model_copy(update={"limit": min(source.limit or ROWS, ROWS)})
     data = cfg.data.model_copy(update={} if real else {"overlong": "filter", "max_prompt_tokens": 2**20})
     try:
+        source = recognised(source, read_rows(source))
         tokenizer_cfg = (
             cfg.tokenizer if real else cfg.tokenizer.model_copy(update={"build": "bpe", "path": None})
         )

@@ -21,12 +21,14 @@ from whet.guard.imports import import_all
 from whet.guard.jail import CallResult, Failure, Jail, RewardCall
 from whet.guard.printed import Printed
 from whet.guard.worker import Guarded
-from whet.rewards.bind import RewardFunction, bind, pack_rollout, pack_task
+from whet.rewards.bind import BATCH, RewardFunction, bind, pack_rollout, pack_task
 from whet.rewards.builtin import BUILTIN, EXECUTES
 from whet.rewards.model import ModelReward
 from whet.tables import find, load_object
 from whet.types import ConfigError, DataError, Group, Rollout, Task, WhetError
 
+MOST_AT_ONCE = 128
+"""Rollouts of a group that a function of batches gets at once."""
 _OURS = "whet."
 """Prefix of the modules of built-in rewards: they score model output, often with third-party libraries."""
 
@@ -52,6 +54,8 @@ class RewardSet:
     """The rewards that are models, by name."""
     printed: Printed = field(default_factory=Printed)
     """What the functions print, for the log."""
+    batched: dict[tuple[str, str], bool] = field(default_factory=dict)
+    """Whether a function takes all rollouts of a group at once, by its name and the source; filled as it is asked."""
 
     def of(self, task: Task) -> list[str]:
         """The rewards that score replies to a task."""
@@ -141,7 +145,8 @@ def _load(
             executes = load_object(EXECUTES[place], what=what)(arguments)
         except ConfigError as error:
             raise ConfigError(f"reward {name!r}: {error}") from None
-    call = bind(given or load_object(place, what=what), arguments, name=name)
+    function = given or load_object(place, what=what)
+    call = bind(function, arguments, name=name, columns=not place.startswith(_OURS))
     asked = "reward_workers.sandbox=all" if confine == "all" else executes
     if asked and (why := sandbox.lacking()):
         raise ConfigError(
@@ -161,44 +166,100 @@ async def score(groups: Sequence[Group], rewards: RewardSet) -> list[Group]:
     if not rewards.weights:
         return list(groups)
     streams = {n: seeds.key(rewards.seed, "reward", n) for n in rewards.weights if n not in rewards.models}
-    calls = [
-        call
-        for g in groups
-        for call in _calls(g, {n: streams[n] for n in rewards.of(g.task) if n in streams})
+    await _ask_shapes(groups, rewards, streams)
+    calls = [call for at, g in enumerate(groups) for call in _calls(at, g, rewards, streams)]
+    results = await rewards.jail.call_many([c.call for c in calls]) if rewards.jail else []
+    found: dict[tuple[int, int], dict[str, CallResult]] = {}
+    for call, result in zip(calls, results):
+        printed = f"reward {call.call.function!r}"
+        rewards.printed.take(printed, result.output, dropped_bytes=result.dropped_bytes)
+        for position, place in enumerate(call.places):
+            if (own := _of_position(result, position) if call.batch else result) is not None:
+                found.setdefault(place, {})[call.call.function] = own
+    return [
+        Group(
+            g.task,
+            tuple([await _judged(r, found.get((at, n), {}), rewards) for n, r in enumerate(g.rollouts)]),
+        )
+        for at, g in enumerate(groups)
     ]
-    results = iter(await rewards.jail.call_many(calls) if rewards.jail else ())
-    return [Group(g.task, tuple([await _judged(r, results, rewards) for r in g.rollouts])) for g in groups]
 
 
-async def _judged(rollout: Rollout, results: Iterator[CallResult], rewards: RewardSet) -> Rollout:
-    """A rollout with the next results of the jail and of the models."""
+async def _ask_shapes(groups: Sequence[Group], rewards: RewardSet, functions: Mapping[str, int]) -> None:
+    """Ask each function once per source whether it takes batches. ConfigError if the rows lack a column it needs."""
+    tasks = {g.task.source: g.task for g in groups}
+    unknown = [
+        (n, t)
+        for t in tasks.values()
+        for n in rewards.of(t)
+        if n in functions and (n, t.source) not in rewards.batched
+    ]
+    if not unknown or rewards.jail is None:
+        return
+    calls = [RewardCall(function=n, arguments=f'{{"task":{_encode(t)}}}') for n, t in unknown]
+    for (name, task), result in zip(unknown, await rewards.jail.call_many(calls)):
+        kind, _, detail = (result.failure.detail if result.failure else "").partition(": ")
+        if kind == ConfigError.__name__:
+            raise ConfigError(detail.rpartition(" (")[0] or detail)
+        if result.failure is None:  # a process that died says nothing: it is asked again
+            rewards.batched[name, task.source] = result.parts.get(BATCH, 0.0) == 1.0
+
+
+async def _judged(rollout: Rollout, found: dict[str, CallResult], rewards: RewardSet) -> Rollout:
+    """A rollout with the results of its functions and of the models. Functions without a result had no value."""
     if rollout.error:
         return rollout
-    found: dict[str, CallResult] = {}
+    own: dict[str, CallResult] = {}
     for name in rewards.of(rollout.task):
         if name in rewards.models:
             await asyncio.sleep(0)  # a model holds the process: between two rollouts others may go on
-            found[name] = rewards.models[name].score(rollout)
+            own[name] = rewards.models[name].score(rollout)
             pulse.beat("scoring")
-        else:
-            found[name] = result = next(results)
-            rewards.printed.take(f"reward {name!r}", result.output, dropped_bytes=result.dropped_bytes)
-    return _scored(rollout, found, rewards)
+        elif name in found:
+            own[name] = found[name]
+    return _scored(rollout, own, rewards)
 
 
-def _calls(group: Group, streams: Mapping[str, int]) -> list[RewardCall]:
-    task = _encode(group.task)
-    return [
-        RewardCall(
-            function=name,
-            arguments=f'{{"task":{task},"rollout":{rollout}}}',
-            key=seeds.key(stream, r.task.uid, r.index),
-        )
-        for r in group.rollouts
-        if not r.error
-        for rollout in [json.dumps(pack_rollout(r))]
-        for name, stream in streams.items()
-    ]
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call, and the rollouts that its result is for: group and position."""
+
+    call: RewardCall
+    places: Sequence[tuple[int, int]]
+    batch: bool
+
+
+def _calls(at: int, group: Group, rewards: RewardSet, streams: Mapping[str, int]) -> Iterator[_Call]:
+    """The calls for one group, number `at`."""
+    task, uid = _encode(group.task), group.task.uid
+    packed = {n: json.dumps(pack_rollout(r)) for n, r in enumerate(group.rollouts) if not r.error}
+    index = {n: r.index for n, r in enumerate(group.rollouts)}
+    names = [n for n in rewards.of(group.task) if n in streams]
+    together = [n for n in names if rewards.batched.get((n, group.task.source))]
+    for n, rollout in packed.items():
+        for name in names:
+            if name not in together:
+                arguments = f'{{"task":{task},"rollout":{rollout}}}'
+                call = RewardCall(
+                    function=name, arguments=arguments, key=seeds.key(streams[name], uid, index[n])
+                )
+                yield _Call(call, [(at, n)], False)
+    for name in together:
+        for begin in range(0, len(packed), MOST_AT_ONCE):
+            some = list(packed)[begin : begin + MOST_AT_ONCE]
+            arguments = f'{{"task":{task},"rollouts":[{",".join(packed[n] for n in some)}]}}'
+            key = seeds.key(streams[name], uid, index[some[0]])
+            yield _Call(
+                RewardCall(function=name, arguments=arguments, key=key), [(at, n) for n in some], True
+            )
+
+
+def _of_position(result: CallResult, position: int) -> CallResult | None:
+    """The result for one rollout of a batch: a failure is everyone's. None: the function gave it no value."""
+    if result.failure is not None:
+        return result
+    value = result.parts.get(str(position))
+    return None if value is None else CallResult(parts={"score": value})
 
 
 def _encode(task: Task) -> str:

@@ -35,7 +35,7 @@ def brought_here(loaded: Loaded) -> Loaded:
         raise ConfigError(f"a path of the config cannot be read: {e}") from e
 
     def put(cfg: Any) -> Any:
-        cfg = _replaced(cfg, lambda path: here.get(path, path))
+        cfg = with_paths(cfg, lambda path: here.get(path, path))
         at = cfg.checkpoint.model_copy(update={"resume": here.get(resume, resume)})
         return cfg.model_copy(update={"checkpoint": at})
 
@@ -54,23 +54,23 @@ def _named(cfg: BaseModel) -> Iterator[str]:
         found.append(path)
         return path
 
-    _replaced(cfg, note)
+    with_paths(cfg, note)
     yield from found
 
 
-def _replaced(value: Any, new: Callable[[str], str], key: str = "") -> Any:
+def with_paths(value: Any, new: Callable[[str], str], key: str = "") -> Any:
     """The same with every path, wherever it stands in sections, lists and dicts, given to a function."""
     if isinstance(value, BaseModel):
         old = {name: getattr(value, name) for name in type(value).model_fields}
-        changed = {name: made for name, v in old.items() if (made := _replaced(v, new, name)) is not v}
+        changed = {name: made for name, v in old.items() if (made := with_paths(v, new, name)) is not v}
         return value.model_copy(update=changed) if changed else value
     if isinstance(value, str) and key in _PATHS:
         made = new(value)
         return value if made == value else made
     if isinstance(value, tuple | list):
-        items = [_replaced(v, new, key) for v in value]
+        items = [with_paths(v, new, key) for v in value]
         return type(value)(items) if any(a is not b for a, b in zip(items, value)) else value
     if isinstance(value, dict):
-        entries = {k: _replaced(v, new) for k, v in value.items()}
+        entries = {k: with_paths(v, new) for k, v in value.items()}
         return entries if any(entries[k] is not v for k, v in value.items()) else value
     return value

@@ -49,7 +49,10 @@ class SourceConfig(Section):
     weight: Above0 = 1.0
     """Sampling weight of this source in the mix, relative to the other sources."""
     prompt: str = "prompt"
-    """Column of the prompt: text, or a list of {role, content} messages."""
+    """Column of the prompt: text, or a list of {role, content} messages. Columns that you do not name are recognised
+    where the default ones are absent: `messages`; `question` or `text` as the prompt; `completion` or `chosen` as the
+    response (the `answer` of a `question`, if there is neither); conversations in `chosen` and `rejected` with a shared
+    prompt. run.log and `whet plan` tell the choice; if several could be meant, name one."""
     messages: str | None = None
     """Column of whole conversations that end with a reply, instead of `prompt` and `response`: the last message is the
     response, all messages before it are the prompt."""

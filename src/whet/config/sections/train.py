@@ -93,11 +93,34 @@ class OptimizerConfig(Section):
     """Learning rate and weight decay over the steps."""
 
 
+class PolicyOptimizerConfig(OptimizerConfig):
+    """The optimizer of the policy."""
+
+    lr: NonNegative | None = None  # type: ignore[assignment]  # a stage's config has a number: `derived.with_lr`
+    """Peak learning rate. Default, by the method: 1e-6 for reinforcement learning and preferences, 1e-5 for SFT; with
+    model.lora 1e-5, and 2e-4 for SFT. `whet plan` tells it."""
+
+
 class CriticOptimizerConfig(OptimizerConfig):
     """The optimizer of the critic. Its value head starts untrained, so its learning rate is larger."""
 
     lr: NonNegative = 1e-5
     """Peak learning rate."""
+
+
+class EarlyStoppingConfig(Section):
+    """When a stage ends before its last step."""
+
+    metric: str = "eval/accuracy"
+    """Metric of evaluations, by its name in metrics.jsonl."""
+    goal: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest value is best."""
+    patience: Positive = 3
+    """Number of evaluations in a row without an improvement that end the stage. (transformers:
+    early_stopping_patience)"""
+    threshold: NonNegative = 0.0
+    """An evaluation is an improvement if it is better than the best before it by more than this. (transformers:
+    early_stopping_threshold)"""
 
 
 class TrainConfig(Section):
@@ -107,6 +130,10 @@ class TrainConfig(Section):
     """Training steps. Give this, `epochs`, or both; the earlier end counts."""
     epochs: Above0 | None = None
     """Epochs over the training data."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """End the stage when its evaluations (`eval.interval`) stop improving: it is then saved and exported as after the
+    last step. The learning rate's schedule is that of all steps. A run that has ended so goes on with a larger
+    `patience`, or without this key."""
     drop_last: bool | Literal["end"] = False
     """true: every epoch ends with its last full step; the remaining rows are not used in that epoch. end: a step may
     continue over the end of an epoch, and only the run ends with its last full step. false: the run draws the remaining
@@ -160,7 +187,7 @@ class TrainConfig(Section):
     their names; the first match counts, parameters without a match are trained. `{lm_head: true, ".*": false}` trains
     the output layer alone, `{mlp.gate: false}` freezes the routers of a mixture of experts. With model.lora: among the
     parameters that it leaves trainable."""
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    optimizer: PolicyOptimizerConfig = Field(default_factory=PolicyOptimizerConfig)
     """The policy's optimizer."""
     router_aux_loss_coef: NonNegative = 0.0
     """Mixtures of experts: coefficient of the load-balancing loss (Switch Transformer, as transformers computes it from

@@ -1,0 +1,48 @@
+"""Short forms of a config: a text in the place of a section that says all that is needed.
+
+`model: PATH`, `algorithm: grpo`, `data.train: tasks.jsonl`, `rewards.right: rewards.py:f`. The long form is what is
+validated and written down.
+"""
+
+from __future__ import annotations
+
+from whet.config.keys import Path
+from whet.types import Json
+
+SECTIONS: dict[Path, str] = {
+    ("model",): "path",
+    ("tokenizer",): "path",
+    ("reference",): "path",
+    ("critic",): "path",
+    ("algorithm",): "name",
+    ("rewards", "*"): "function",
+    ("data",): "train",
+}
+"""Sections that a text may stand for, and the key whose value it is. A star stands for any name."""
+SOURCES: tuple[Path, ...] = (("data", "train"), ("data", "eval"), ("data", "demonstrations"))
+"""Lists of sources. A text is the path of one, and one needs no list."""
+
+
+def expanded(value: Json, at: Path = ()) -> Json:
+    """The long form of a value that stands at this path of a config, also of a stage."""
+    if at == ("stages",) and isinstance(value, list):
+        return [expanded(stage) if isinstance(stage, dict) else stage for stage in value]
+    if at in SOURCES:
+        return _sources(value)
+    if at and at[:-1] in SOURCES and isinstance(at[-1], int):
+        return {"path": value} if isinstance(value, str) else value
+    named = SECTIONS.get(at) or SECTIONS.get((*at[:-1], "*") if at else ())
+    if isinstance(value, str) and named is not None:
+        value = {named: value}
+    if not isinstance(value, dict) or len(at) > 1:
+        return value
+    return {key: expanded(inner, (*at, key)) for key, inner in value.items()}
+
+
+def _sources(value: Json) -> Json:
+    """The list of sources that a text, a source or a list of them stands for."""
+    if isinstance(value, str | dict):
+        value = [value]
+    if not isinstance(value, list):
+        return value
+    return [{"path": source} if isinstance(source, str) else source for source in value]

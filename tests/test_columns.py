@@ -1,0 +1,158 @@
+"""Columns that are recognised by their names, and columns as parameters of rewards."""
+
+import asyncio
+import json
+
+import pytest
+
+from whet.config.load import load
+from whet.config.schema import RewardConfig, RewardWorkersConfig, SourceConfig
+from whet.data.columns import parse
+from whet.data.recognise import recognised, told, with_columns
+from whet.data.rows import read_rows
+from whet.rewards.combine import RewardSet, score
+from whet.types import ConfigError, DataError, Group, Message, Rollout, Task, given_tokens
+
+ASK, REPLY, OTHER = (
+    {"role": r, "content": c} for r, c in (("user", "2+2?"), ("assistant", "4"), ("assistant", "5"))
+)
+ASKED = (Message("user", "2+2?"),)
+
+
+def read(row, **given):
+    """The first row by the columns that are recognised: (prompt, response, rejected, answer)."""
+    source = SourceConfig(rows=(row,), **given)
+    rows = read_rows(source)
+    f = parse(row, recognised(source, rows), name="s", chat=None, where="row 1")
+    return f.prompt, f.response, f.rejected, f.answer
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "p", "answer": "a"}, ("p", None, None, "a")),
+        ({"text": "p", "answer": "a"}, ("p", None, None, "a")),
+        ({"prompt": "p", "completion": "c"}, ("p", "c", None, None)),
+        ({"question": "q", "answer": "a"}, ("q", "a", None, "a")),
+        ({"question": "q", "answer": "a", "completion": "c"}, ("q", "c", None, "a")),
+        ({"question": "q", "answer": 4}, ("q", None, None, 4)),
+        ({"prompt": "p", "chosen": "c", "rejected": "r"}, ("p", "c", "r", None)),
+        ({"messages": [ASK, REPLY]}, (ASKED, "4", None, None)),
+        ({"prompt": [ASK], "completion": [REPLY]}, (ASKED, "4", None, None)),
+        ({"prompt": [ASK], "chosen": [REPLY], "rejected": [OTHER]}, (ASKED, "4", "5", None)),
+        ({"chosen": [ASK, REPLY], "rejected": [ASK, OTHER]}, (ASKED, "4", "5", None)),
+        # as in UltraFeedback: the prompt as text beside whole conversations
+        ({"prompt": "2+2?", "chosen": [ASK, REPLY], "rejected": [ASK, OTHER]}, (ASKED, "4", "5", None)),
+        # a column of the default name is always the one that is read
+        ({"prompt": "p", "question": "q", "response": "r", "completion": "c"}, ("p", "r", None, None)),
+    ],
+)
+def test_columns_are_recognised_by_the_names_of_published_datasets(row, expected):
+    assert read(row) == expected
+
+
+def test_a_label_that_is_a_truth_value_marks_what_is_desirable():
+    source = SourceConfig(rows=({"prompt": "p", "completion": "c", "label": False},))
+    assert recognised(source, read_rows(source)).desirable == "label"
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"prompt": "p", "completion": "c", "chosen": "d"}, "completion, chosen"),
+        ({"question": "q", "text": "t"}, "question, text"),
+        ({"messages": [ASK, REPLY], "question": "q"}, "messages, question"),
+    ],
+)
+def test_columns_that_could_each_be_meant_are_an_error_that_lists_them(row, named):
+    with pytest.raises(
+        DataError, match=f"row 1: the columns {named} could each be meant; name those to read"
+    ):
+        read(row)
+
+
+def test_what_the_user_names_is_read():
+    row = {"question": "q", "text": "t", "completion": "c", "chosen": "d"}
+    assert read(row, prompt="text", response="chosen") == ("t", "d", None, None)
+    with pytest.raises(DataError, match="no column 'prompt'"):
+        read({"question": "q", "completion": "c"}, prompt="prompt")
+
+
+def test_the_choice_is_told_and_put_into_the_stages(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(json.dumps({"question": "q", "answer": "a"}) + "\n")
+    values = {
+        "model": {"scratch": {}},
+        "tokenizer": {"build": "chars"},
+        "data": {"train": [{"path": str(file)}]},
+    }
+    loaded, said = with_columns(load(None, [], values))
+    source = loaded.stages[0].data.train[0]
+    assert (source.prompt, source.response) == ("question", "answer")
+    assert said == [
+        "data source tasks: prompt from column 'question', response from column 'answer' (of answer, question); name "
+        "columns to read others"
+    ]
+    file.unlink()
+    assert with_columns(load(None, [], values), plan=True)[1] == []  # a plan may be for another machine
+
+
+def test_nothing_is_told_of_default_names():
+    source = SourceConfig(rows=({"prompt": "p", "answer": "a"},))
+    rows = read_rows(source)
+    assert told(source, recognised(source, rows), rows) == ""
+
+
+# ---------------------------------------------------------------- rewards
+
+
+def scored(function, texts, *, prompt="p", arguments=None, **columns):
+    """Rewards and their parts of replies to one task."""
+    task = Task(uid=0, source="s", prompt=prompt, answer="4", extra=columns)
+    rollouts = [
+        Rollout.one_strand(task=task, index=n, **given_tokens([], []), finish_reason="stop", text=text)
+        for n, text in enumerate(texts)
+    ]
+    configs = {"r": RewardConfig(function="object:r", arguments=arguments or {})}
+    with RewardSet.from_config(configs, RewardWorkersConfig(), {"r": function}) as rewards:
+        done = asyncio.run(score([Group(task, tuple(rollouts))], rewards))
+    return [(r.reward, r.error) for r in done[0].rollouts]
+
+
+def test_a_reward_takes_columns_by_name_and_arguments_stand_over_them():
+    def reward(response, level, answer, scale=1.0):
+        return level * scale * (response == answer)
+
+    assert scored(reward, ["4", "5"], level=2) == [(2.0, None), (0.0, None)]
+    assert scored(reward, ["4"], level=2, arguments={"scale": 3.0}) == [(6.0, None)]
+    assert scored(reward, ["4"], level=2, scale=5, arguments={"scale": 3.0}) == [(6.0, None)]
+
+
+def test_a_reward_of_trl_gets_all_replies_of_a_group_at_once():
+    def reward(prompts, completions, level, **columns):
+        assert prompts == ["p"] * 3
+        assert columns == {"answer": ["4"] * 3}
+        return [None if c == "?" else level[0] + len(set(completions)) for c in completions]
+
+    assert scored(reward, ["4", "5", "?"], level=2) == [(5.0, None), (5.0, None), (0.0, None)]
+
+
+def test_a_chat_reaches_a_reward_of_trl_as_messages():
+    def reward(prompts, completions):
+        assert prompts[0] == [{"role": "user", "content": "2+2?"}]
+        return [float(c[0]["content"] == "4") for c in completions]
+
+    assert scored(reward, ["4", "5"], prompt=ASKED) == [(1.0, None), (0.0, None)]
+
+
+def test_a_list_of_another_length_leaves_the_group_unscored():
+    results = scored(lambda completions: [1.0], ["a", "b"])
+    assert [r for r, _ in results] == [None, None]
+    assert "returned 1 values for 2 completions" in results[0][1]
+
+
+def test_a_reward_that_needs_a_column_the_data_lacks_ends_the_run():
+    with pytest.raises(
+        ConfigError, match=r"'r' needs a value for hardness: .*columns of source 's': answer, level"
+    ):
+        scored(lambda response, hardness: 1.0, ["a"], level=2)

@@ -1,0 +1,91 @@
+"""Rows that are given from Python: lists, tables, datasets; and a run that reads the same rows when it resumes."""
+
+import json
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+import whet
+from whet.data.given import taken
+from whet.types import CheckpointError, ConfigError
+
+ROWS = [{"prompt": f"{w}>", "answer": w[::-1], "level": n} for n, w in enumerate(("ab", "ba", "cab", "bc"))]
+
+
+class Dataset:
+    """What a dataset with a length and items is."""
+
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, n):
+        return ROWS[n]
+
+
+@pytest.mark.parametrize("make", [list, pd.DataFrame, pa.Table.from_pylist, lambda rows: Dataset(), tuple])
+def test_equal_rows_of_any_kind_are_the_same_file(make, tmp_path):
+    sections, found = taken({"data": {"train": make(ROWS)}, "seed": 1})
+    assert sections == {"data": {"train": [{"name": "train", "path": found[0].mark}]}, "seed": 1}
+    found[0].write(tmp_path)
+    assert found[0].name == taken({"data": ROWS})[1][0].name
+    lines = found[0].file(tmp_path).read_text().splitlines()
+    assert [json.loads(line) for line in lines] == ROWS
+
+
+def test_sources_stay_and_rows_may_stand_among_them():
+    sources = [{"path": "tasks.jsonl", "prompt": "question"}, {"rows": ROWS}]
+    assert taken({"data": {"train": sources, "order": "sequential"}}) == (
+        {"data": {"train": sources, "order": "sequential"}},
+        [],
+    )
+    sections, found = taken({"data": {"train": [sources[0], ROWS, pd.DataFrame(ROWS[:1])]}})
+    assert [s["path"] for s in sections["data"]["train"]] == ["tasks.jsonl", *(given.mark for given in found)]
+    assert [s.get("name") for s in sections["data"]["train"]] == [None, "train", "train-2"]
+    stages = taken({"stages": [{"name": "rl", "data": {"eval": ROWS}}]})[0]["stages"]
+    assert stages[0]["data"]["eval"][0]["name"] == "eval"
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (7, "data.train: got a int; expected a path, a source"),
+        (pd.DataFrame([]), "data.train: has no rows; give at least one"),
+        (
+            [{"prompt": {1, 2}}],
+            "data.train, row 1: Object of type set is not JSON serializable; rows hold dict",
+        ),
+        ([{"prompt": "p"}, {"prompt": float("nan")}], "data.train, row 2: Out of range float values"),
+    ],
+)
+def test_what_is_no_rows_is_refused(data, said):
+    with pytest.raises(ConfigError, match=said):
+        taken({"data": data})
+
+
+def test_a_resumed_run_reads_the_rows_it_began_with(tmp_path):
+    def train(rows, steps):
+        scratch = {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+        }
+        return whet.train(
+            data={"train": rows, "max_prompt_tokens": 16},
+            model={
+                "scratch": {**scratch, "head_dim": 16, "intermediate_size": 32, "max_position_embeddings": 32}
+            },
+            tokenizer={"build": "chars"},
+            rewards=lambda response, level: float(level),
+            rollout={"group_size": 2, "sampling": {"max_tokens": 4}},
+            algorithm={"name": "grpo"},
+            train={"steps": steps, "tasks_per_step": 2},
+            run_dir=str(tmp_path / "run"),
+        )
+
+    assert len(train(ROWS, 1).metrics) == 1
+    assert len(train(pd.DataFrame(ROWS), 2).metrics) == 2
+    assert len(list((tmp_path / "run" / "data").iterdir())) == 1
+    with pytest.raises(CheckpointError, match=r"data.train\[0\].path"):
+        train(ROWS[:3], 3)
