@@ -51,12 +51,15 @@ class _Anything(type):
 
 def _standin(name: str) -> Any:
     """What may be subclassed, called as a function or a decorator, indexed, and asked for any attribute."""
-    methods = {"__init__": lambda self, *args, **kwargs: None, "__call__": lambda self, *args, **kwargs: args[0]}
+    methods = {
+        "__init__": lambda self, *args, **kwargs: None,
+        "__call__": lambda self, *args, **kwargs: args[0],
+    }
     return _Anything(name, (), methods | {"__class_getitem__": classmethod(lambda cls, item: cls)})
 
 
 class _Standin(types.ModuleType):
-    __path__: list[str] = []
+    __path__: typing.ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -37,9 +37,14 @@ BASE: dict[str, Mapping[str, Json]] = {
     "verl": {"actor_rollout_ref.actor.use_kl_loss": False},
     "skyrl": {"trainer.algorithm.use_kl_loss": False, "trainer.algorithm.eps_clip_high": 0.2},
     "trinity": {"algorithm.kl_loss_fn": "none", "algorithm.kl_loss_fn_args": {}},
-    "cosmos": {"train.train_policy.dataset.name": "words.jsonl", "train.train_policy.kl_beta": 0.0},
+    "cosmos": {
+        "train.train_policy.dataset.name": "words.jsonl",
+        "train.train_policy.kl_beta": 0.0,
+        "train.train_policy.epsilon_high": 0.2,
+        "train.train_policy.loss_type": "token-mean",
+    },
 }
-"""What the rows leave out, unless they give it: the KL to the reference."""
+"""Settings of every row of a peer, unless it gives them: over what the file says, and the same for both sides."""
 
 
 def given(row: Row) -> dict[str, Json]:
@@ -53,7 +58,9 @@ def _config(peer: str, keys: str) -> Config:
     place = tempfile.gettempdir()
     os.environ.update(dict.fromkeys(("VERL_TEST", "WORK", "MODEL", "MODEL_PATH"), place), REWARD="gsm8k")
     overrides = [f"{key}={json.dumps(value)}" for key, value in json.loads(keys).items()]
-    read = load(ROOT / FILES[peer], overrides, dialect=READ_AS[peer], here=False, rehearsal=True, unused="warn")
+    read = load(
+        ROOT / FILES[peer], overrides, dialect=READ_AS[peer], here=False, rehearsal=True, unused="warn"
+    )
     return read.config
 
 
@@ -119,20 +126,10 @@ def value_loss(row: Row, case: Case) -> Numbers:
     return {"loss": total.detach(), "grad": case.padded(value_N.grad)}
 
 
-def correction(row: Row, case: Case) -> Numbers:
-    """`weight`: the weight of each token that is trained on, and `kept`, 0 where a token is left out of the loss."""
-    made = algorithm(row)
-    batch = made.correct(case.batch, 0)[0]
-    assert batch.correction_N is not None
-    weight_N = torch.where(case.batch.mask_N, batch.correction_N, 0.0)
-    return {"weight": case.padded(weight_N), "kept": case.padded((weight_N != 0).double())}
-
-
 def adaptive_kl(row: Row, case: Case) -> Numbers:
     """`coef`: the weight of the KL in the reward after one step."""
     made = algorithm(row)
-    batch = replace(case.batch, logp_sample_N=case.batch.logp_sample_N)
-    return {"coef": torch.tensor(made.next_kl_coef(batch, made.kl_coef), dtype=torch.float64)}
+    return {"coef": torch.tensor(made.next_kl_coef(case.batch, made.kl_coef), dtype=torch.float64)}
 
 
 def difference(theirs: Numbers, ours: Numbers, names: tuple[str, ...], mask: Tensor) -> float:
@@ -140,13 +137,10 @@ def difference(theirs: Numbers, ours: Numbers, names: tuple[str, ...], mask: Ten
     worst = 0.0
     for name in names or tuple(theirs):
         a, b = theirs[name].detach().double(), ours[name].detach().double()
-        if a.shape == mask.shape:
-            a, b = a[mask > 0], b[mask > 0]
         if a.shape != b.shape:
             raise ValueError(f"{name}: theirs has shape {tuple(a.shape)}, ours {tuple(b.shape)}")
+        if a.shape == mask.shape:
+            a, b = a[mask > 0], b[mask > 0]
         apart = ((a - b).abs() / a.abs().clamp(min=1.0)).nan_to_num(nan=torch.inf)
         worst = max([worst, *apart.flatten().tolist()])
     return worst
-
-
-Ours = Callable[[Row, Case], Numbers]

@@ -82,7 +82,10 @@ LOSSES = (
     policy({"loss_type": "seq-mean-token-sum"}, ("aggregation seq-mean-token-sum",)),
     policy({"loss_type": "token-mean"}, ("aggregation token-mean",)),
     policy({"loss_type": "token-sum"}, ("aggregation token-sum",)),
-    policy({"unbiased_loss_max_tokens": 24}, ("aggregation seq-mean-token-sum-norm",)),
+    policy(
+        {"unbiased_loss_max_tokens": 24, "loss_type": "seq-mean-token-mean"},
+        ("aggregation seq-mean-token-sum-norm",),
+    ),
     policy({"kl_beta": 0.3}, ("kl low_var_kl",)),
     policy({"kl_beta": 0.3, "unbiased_kl_estimate": True}, ("kl unbiased_k3",), kinds=NEAR),
 )

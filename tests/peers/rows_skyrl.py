@@ -63,7 +63,9 @@ CRITIC: Mapping[str, Json] = {
 """What a file with a critic says beside the estimator."""
 
 
-def estimator(name: str, function: str, covers: str, keys: Mapping[str, Json] | None = None, **rest: Any) -> Row:
+def estimator(
+    name: str, function: str, covers: str, keys: Mapping[str, Json] | None = None, **rest: Any
+) -> Row:
     return Row(
         peer="skyrl",
         what=f"advantage_estimator={name}"
@@ -82,7 +84,9 @@ def estimator(name: str, function: str, covers: str, keys: Mapping[str, Json] | 
 
 ADVANTAGES = (
     estimator("grpo", "compute_grpo_outcome_advantage", "grpo", tolerance=FLOAT32),
-    estimator("grpo", "compute_grpo_outcome_advantage", "grpo", {"grpo_norm_by_std": False}, tolerance=FLOAT32),
+    estimator(
+        "grpo", "compute_grpo_outcome_advantage", "grpo", {"grpo_norm_by_std": False}, tolerance=FLOAT32
+    ),
     estimator("rloo", "compute_rloo_outcome_advantage", "rloo"),
     estimator("maxrl", "compute_maxrl_advantage", "maxrl", tolerance=FLOAT32),
     estimator(
@@ -201,8 +205,8 @@ LOSSES = (
         ("loss kl_cov",),
         {"kl_cov.kl_cov_frac": 0.2, "kl_cov.ppo_kl_coef": 1.0},
         kinds=WITHOUT_FAR,
-        differs="SkyRL scales the advantages before, so its penalty is a sum over the minibatch's tokens and its choice "
-        "follows the scaled advantages; here the aggregation weighs the penalty, too (docs/algorithms.md, Losses)",
+        issue="SkyRL scales the advantages by the reduction and then takes a sum, so its penalty |log r| is a sum over "
+        "the chosen tokens; here the aggregation weighs it, too, and no page says so",
     ),
     Row(
         peer="skyrl",

@@ -47,7 +47,9 @@ def in_trainer(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
 
 def experiences(case: Case) -> list[Any]:
     """One for each rollout."""
-    experience, eid = (theirs("trinity", f"trinity.common.experience:{name}") for name in ("Experience", "EID"))
+    experience, eid = (
+        theirs("trinity", f"trinity.common.experience:{name}") for name in ("Experience", "EID")
+    )
     sampled, mask, exists = case.padded(case.batch.logp_sample_N), case.mask, case.exists
     return [
         experience(
@@ -115,7 +117,8 @@ ADVANTAGES = (
         args={"rank_penalty": 0.25},
         tolerance=FLOAT32,
         kinds=("one turn",),
-        differs="Trinity takes mean and std of the penalised rewards but the unpenalised reward (docs/algorithms.md, `grpo`)",
+        differs="Trinity takes mean and std of the penalised rewards but the unpenalised reward "
+        "(docs/algorithms.md, `grpo`)",
     ),
     estimator(
         "rec",
@@ -176,7 +179,15 @@ ADVANTAGES = (
         kinds=("one turn", "several turns", "a group of one"),
         tolerance=FLOAT32,
     ),
-    estimator("rloo", "rloo_advantage:RLOOAdvantageFn", "rloo", kind="rloo", call=in_trainer, kinds=("one turn", "several turns"), tolerance=FLOAT32),
+    estimator(
+        "rloo",
+        "rloo_advantage:RLOOAdvantageFn",
+        "rloo",
+        kind="rloo",
+        call=in_trainer,
+        kinds=("one turn", "several turns"),
+        tolerance=FLOAT32,
+    ),
     estimator(
         "reinforceplusplus",
         "reinforce_plus_plus_advantage:REINFORCEPLUSPLUSAdvantageFn",
@@ -203,7 +214,8 @@ ADVANTAGES = (
         call=in_trainer,
         args={"gamma": 0.97, "lam": 0.9},
         kinds=("several turns",),
-        differs="Trinity lets an environment's tokens discount and carry values, as older verl (docs/algorithms.md, `gae`)",
+        differs="Trinity lets an environment's tokens discount and carry values, as older verl "
+        "(docs/algorithms.md, `gae`)",
     ),
     Row(
         peer="trinity",
@@ -341,7 +353,12 @@ LOSSES = (
         ("loss sapo",),
         kinds=NEAR,
         what="policy_loss_fn=sapo with whet.algorithm.loss.sapo_detach=true",
-        native={"loss": "sapo", "sapo_detach": True, "loss_agg_mode": "token-mean", "old_logprobs": "sampled"},
+        native={
+            "loss": "sapo",
+            "sapo_detach": True,
+            "loss_agg_mode": "token-mean",
+            "old_logprobs": "sampled",
+        },
     ),
     policy("sppo", "sppo_loss_fn:sPPOPolicyLossFn", ("loss sppo",), {"epsilon": 0.3}, kinds=NEAR),
     policy("topr", "topr_policy_loss:TOPRPolicyLossFn", ("loss topr",), kinds=NEAR),
@@ -393,7 +410,9 @@ KL = tuple(
 )
 
 
-def demonstration(name: str, path: str, native: Mapping[str, Json], args: Mapping[str, Json] | None = None) -> Row:
+def demonstration(
+    name: str, path: str, native: Mapping[str, Json], args: Mapping[str, Json] | None = None
+) -> Row:
     return Row(
         peer="trinity",
         what=f"policy_loss_fn={name}" + "".join(f", {key}={value}" for key, value in (args or {}).items()),
@@ -429,9 +448,7 @@ GIVEN = (
     demonstration("sft", "sft_loss:SFTLossFn", {}),
     demonstration("sft_is", "chord_policy_loss:SFTISLossFn", {}),
     demonstration("sft_phi", "chord_policy_loss:SFTPhiLossFn", {}),
-    demonstration(
-        "sft_phi", "chord_policy_loss:SFTPhiLossFn", {"phi_cutoff": 0.5}, {"cutoff_prob": 0.5}
-    ),
+    demonstration("sft_phi", "chord_policy_loss:SFTPhiLossFn", {"phi_cutoff": 0.5}, {"cutoff_prob": 0.5}),
     Row(
         peer="trinity",
         what="policy_loss_fn=dpo, beta=0.3, label_smoothing=0.1",

@@ -1,6 +1,9 @@
-"""TRL: the losses of its trainers. Each trainer's own method computes the loss, with a stand-in for the trainer that has
-the settings, and for the model that has the log-probs. Its group advantages are part of the generation loop and cannot
-be called apart, so they are not compared."""
+"""TRL: the losses of its trainers.
+
+Each trainer's own method computes the loss, with a stand-in for the trainer that has the settings, and for the model
+that has the log-probs. Its group advantages are part of the generation loop and cannot be called apart, so they are not
+compared.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +147,7 @@ GRPO = (
         {"loss_type": "grpo", "off_policy_mask_threshold": 0.05},
         {"sequence_mask_delta": 0.05},
         ("loss ppo",),
-        issue="issue 15: sequence_mask_delta must be able to see the engine's log-probs (TRL takes sampling_per_token_logps)",
+        issue="issue 15: sequence_mask_delta must be able to see the engine's log-probs, as TRL's mask does",
     ),
 )
 
@@ -297,7 +300,11 @@ GIVEN = (
         {"name": "dpo", "beta": 0.3, "pair_loss": "robust", "label_smoothing": 0.1},
     ),
     given(
-        "DPO", DPO, dpo, {"loss_type": "hinge", "beta": 0.3}, {"name": "dpo", "beta": 0.3, "pair_loss": "hinge"}
+        "DPO",
+        DPO,
+        dpo,
+        {"loss_type": "hinge", "beta": 0.3},
+        {"name": "dpo", "beta": 0.3, "pair_loss": "hinge"},
     ),
     given(
         "DPO",

@@ -70,9 +70,7 @@ def gdpo(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
     parts = case.batch.part_RC.numpy()
     named = {name: parts[:, n] for n, name in enumerate(config.gdpo_reward_keys)}
     batch = {"prompts": torch.zeros(case.batch.rollouts, 1), "attention_mask": _attention(case)}
-    adv, _ = function(
-        case.reward, case.mask, case.index, config=config, non_tensor_batch=named, batch=batch
-    )
+    adv, _ = function(case.reward, case.mask, case.index, config=config, non_tensor_batch=named, batch=batch)
     return {"advantage": adv}
 
 
@@ -90,7 +88,8 @@ def estimator(
 ) -> Row:
     return Row(
         peer="verl",
-        what=f"adv_estimator={name}",
+        what=f"adv_estimator={name}"
+        + "".join(f", {key.rpartition('.')[2]}={value}" for key, value in (keys or {}).items()),
         theirs=f"{CORE}:{function}",
         call=call,
         ours=ours.advantage,
@@ -133,7 +132,12 @@ ADVANTAGES = (
         tolerance=FLOAT32,
     ),
     estimator("rloo", "compute_rloo_outcome_advantage", "rloo"),
-    estimator("rloo_vectorized", "compute_rloo_vectorized_outcome_advantage", "rloo", kinds=("one turn", "several turns", "far apart")),
+    estimator(
+        "rloo_vectorized",
+        "compute_rloo_vectorized_outcome_advantage",
+        "rloo",
+        kinds=("one turn", "several turns", "far apart"),
+    ),
     estimator("opo", "compute_opo_outcome_advantage", "opo"),
     estimator("gpg", "compute_gpg_outcome_advantage", "gpg", tolerance=FLOAT32),
     estimator("remax", "compute_remax_outcome_advantage", "remax"),
@@ -257,7 +261,8 @@ def policy(
 TOKEN_MEAN = ("one turn", "several turns", "a group of one", "an empty reply", "far apart")
 GRADIENT = ("grad",)
 EMPTY_COUNTS = (
-    f"a reply without a token counts in no denominator here; verl's global batch size has it ({DOCUMENTED}, Notation)"
+    "a reply without a token counts in no denominator here; verl's global batch size has it "
+    f"({DOCUMENTED}, Notation)"
 )
 VANILLA = "compute_policy_loss_vanilla"
 
@@ -274,7 +279,9 @@ def aggregation(mode: str, covers: str, keys: Mapping[str, Json] | None = None, 
 
 
 LOSSES = (
-    policy("vanilla", VANILLA, ("loss ppo",), {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, kinds=TOKEN_MEAN),
+    policy(
+        "vanilla", VANILLA, ("loss ppo",), {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, kinds=TOKEN_MEAN
+    ),
     policy("vanilla", VANILLA, ("loss ppo",), {"clip_ratio_c": 1.5}, kinds=TOKEN_MEAN),
     policy(
         "gspo",
@@ -290,7 +297,9 @@ LOSSES = (
         {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1, "loss_agg_mode": "token-mean"},
         issue="issue 15: gspo honours loss_agg_mode in verl 0.9.1",
     ),
-    policy("sapo", "compute_policy_loss_sapo", ("loss sapo",), {"tau_pos": 1.0, "tau_neg": 1.5}, tolerance=EPS),
+    policy(
+        "sapo", "compute_policy_loss_sapo", ("loss sapo",), {"tau_pos": 1.0, "tau_neg": 1.5}, tolerance=EPS
+    ),
     policy("gpg", "compute_policy_loss_gpg", ("loss gpg", "loss reinforce")),
     policy(
         "clip_cov",
@@ -326,7 +335,9 @@ LOSSES = (
         {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2},
         tolerance=1e-7,
     ),
-    policy("cispo", "compute_policy_loss_cispo", ("loss cispo",), {"clip_ratio_low": 0.3, "clip_ratio_high": 0.4}),
+    policy(
+        "cispo", "compute_policy_loss_cispo", ("loss cispo",), {"clip_ratio_low": 0.3, "clip_ratio_high": 0.4}
+    ),
     policy(
         "dppo_tv",
         "compute_policy_loss_dppo_tv",
@@ -355,7 +366,9 @@ AGGREGATIONS = (
     aggregation("token-sum", "token-sum", kinds=TOKEN_MEAN),
     aggregation("seq-mean-token-sum", "seq-mean-token-sum"),
     aggregation("seq-mean-token-mean", "seq-mean-token-mean", tolerance=1e-7),
-    aggregation("seq-mean-token-mean", "seq-mean-token-mean", kinds=("an empty reply",), differs=EMPTY_COUNTS),
+    aggregation(
+        "seq-mean-token-mean", "seq-mean-token-mean", kinds=("an empty reply",), differs=EMPTY_COUNTS
+    ),
     aggregation("seq-mean-token-sum-norm", "seq-mean-token-sum-norm", {"loss_scale_factor": 24}),
 )
 
