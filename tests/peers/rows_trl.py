@@ -144,6 +144,13 @@ GRPO = (
         ("kl unbiased_k3",),
     ),
     policy(
+        {"loss_type": "grpo", "beta": 0.3, "use_bias_correction_kl": True},
+        {"kl": {"coef": 0.3, "estimator": "unbiased_k3"}},
+        ("kl unbiased_k3",),
+        kinds=("far apart",),
+        issue="TRL's KL has no bounds, whet's unbiased_k3 is Cosmos-RL's; no estimator here is TRL's default",
+    ),
+    policy(
         {"loss_type": "grpo", "off_policy_mask_threshold": 0.05},
         {"sequence_mask_delta": 0.05},
         ("loss ppo",),
