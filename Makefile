@@ -13,7 +13,10 @@ SWEEP  ?= 10000
 
 # `make golden BASE=<commit>`: a dozen runs by that commit and by the working tree, compared number by number.
 
-.PHONY: demo test sweep golden check format docs bits bench bench-learn bench-train clean
+# `make test-peers`: formulas and translations against the peers' own packages, in an environment of their own: network, two
+# GB and some minutes. WRITE=--write also writes docs/peers.md.
+
+.PHONY: demo test test-peers sweep golden check format docs bits bench bench-learn bench-train clean
 
 demo: $(VENV)/.installed
 	$(BIN)/whet train examples/first_run.yaml
@@ -21,6 +24,9 @@ demo: $(VENV)/.installed
 # The suite starts more than a hundred interpreters: compiled modules are kept, whatever the environment says.
 test: $(VENV)/.installed-dev
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+test-peers: .peers-venv/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=tests .peers-venv/bin/python -m peers.run $(WRITE)
 
 sweep: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sweep --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -72,5 +78,14 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	.bench-venv/bin/python -m pip install --quiet --requirement benchmarks/requirements.txt
 	touch $@
 
+# The peers come without their dependencies, and so without an engine or CUDA; pip then warns of what they lack.
+PEERS := .peers-venv/bin/python -m pip install --quiet
+.peers-venv/.installed: tests/peers/requirements.txt tests/peers/imports.txt pyproject.toml constraints.txt
+	test -x .peers-venv/bin/python || $(PYTHON) -m venv .peers-venv
+	$(PEERS) --constraint constraints.txt "$(TORCH)" 2>/dev/null || $(PEERS) torch==2.13.0
+	$(PEERS) --constraint constraints.txt --requirement tests/peers/imports.txt --editable .
+	$(PEERS) --no-deps --requirement tests/peers/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) .bench-venv build dist src/*.egg-info
+	rm -rf $(VENV) .bench-venv .peers-venv build dist src/*.egg-info

@@ -75,6 +75,8 @@ class Counting:
 class Silent:
     """A recorder that writes nothing, and what shows nothing."""
 
+    stopped_early = False
+
     def record(self, done: int, played: list[Group], learned: Learned, accounts: Metrics) -> Metrics:
         return accounts
 

@@ -1,0 +1,7 @@
+"""All rows."""
+
+from __future__ import annotations
+
+from peers import rows_cosmos, rows_skyrl, rows_trinity, rows_trl, rows_verl
+
+ROWS = (*rows_verl.ROWS, *rows_skyrl.ROWS, *rows_trinity.ROWS, *rows_cosmos.ROWS, *rows_trl.ROWS)

@@ -1,0 +1,202 @@
+"""Cosmos-RL: its advantage, its loss with variants, KL and aggregation, DPO and learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peers import ours
+from peers.cases import Case, in_pair_order
+from peers.loading import theirs
+from peers.schedules import TOTAL, dummy, factors, schedule
+from peers.table import Numbers, Row
+from whet.types import Json
+
+P = "train.train_policy."
+GRPO = "cosmos_rl.policy.trainer.llm_trainer.grpo_trainer:compute_loss"
+FLOAT32 = 2e-6
+EPS = 1e-7
+NEAR = ("one turn", "several turns", "a group of one")
+
+
+def policy_config(keys: Mapping[str, Json]) -> Any:
+    """Cosmos's own section, with its defaults."""
+    told = {key.removeprefix(P): value for key, value in keys.items() if key.startswith(P)}
+    known = {name: value for name, value in told.items() if not name.startswith("dataset.")}
+    return theirs("cosmos", "cosmos_rl.policy.config:GrpoConfig")(type="grpo", **known)
+
+
+def loss(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """Over the packed log-probs of the sampled tokens. The denominator is the trainer's own log-prob or the engine's,
+    as the trainer chooses it (use_rollout_logprobs_for_loss, use_decoupled_loss)."""
+    made = policy_config(keys)
+    at = case.batch.mask_N
+    logp_N = case.logp_N.clone().requires_grad_()
+    lengths = torch.bincount(case.batch.rollout_N[at], minlength=case.batch.rollouts)
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    sampled, old = case.batch.logp_sample_N[at], case.batch.logp_old_N[at]
+    total, _, _ = function(
+        logp_N[at],
+        sampled if made.use_rollout_logprobs_for_loss else old,
+        case.batch.logp_ref_N[at],
+        case.batch.adv_N[at],
+        starts,
+        SimpleNamespace(train=SimpleNamespace(train_policy=made)),
+        case.mask.bool(),
+        rollout_per_token_logps=sampled if made.use_decoupled_loss else None,
+    )
+    total.backward()
+    return {"loss": total.detach(), "grad": case.padded(logp_N.grad)}
+
+
+def policy(keys: Mapping[str, Json], covers: tuple[str, ...], **rest: Any) -> Row:
+    return Row(
+        peer="cosmos",
+        what=", ".join(f"{key}={value}" for key, value in keys.items()),
+        theirs=GRPO,
+        call=loss,
+        ours=ours.loss,
+        keys={P + key: value for key, value in keys.items()},
+        covers=covers,
+        **{"tolerance": EPS, **rest},
+    )
+
+
+LOSSES = (
+    policy({"epsilon_low": 0.2, "epsilon_high": 0.28, "lower_bound_ratio": 1.5}, ("loss ppo",)),
+    policy({"epsilon_low": -1.0, "epsilon_high": -1.0}, ("loss ppo",)),
+    policy({"variant": "gspo", "epsilon_low": 0.05, "epsilon_high": 0.1}, ("loss gspo",)),
+    policy({"aipo_rho": 1.2}, ("loss aipo",)),
+    policy({"off_policy_masking_delta": 0.05}, ("loss ppo",)),
+    policy({"use_rollout_logprobs_for_loss": True}, ("loss ppo",)),
+    policy(
+        {"use_decoupled_loss": True, "behav_imp_weight_cap": 1.2},
+        ("correction weight: token", "correction denominator: all"),
+        kinds=NEAR,
+    ),
+    policy({"loss_type": "seq-mean-token-mean"}, ("aggregation seq-mean-token-mean",)),
+    policy({"loss_type": "seq-mean-token-sum"}, ("aggregation seq-mean-token-sum",)),
+    policy({"loss_type": "token-mean"}, ("aggregation token-mean",)),
+    policy({"loss_type": "token-sum"}, ("aggregation token-sum",)),
+    policy(
+        {"unbiased_loss_max_tokens": 24, "loss_type": "seq-mean-token-mean"},
+        ("aggregation seq-mean-token-sum-norm",),
+    ),
+    policy({"kl_beta": 0.3}, ("kl low_var_kl",)),
+    policy({"kl_beta": 0.3, "unbiased_kl_estimate": True}, ("kl unbiased_k3",), kinds=NEAR),
+    policy(
+        {"kl_beta": 0.3, "unbiased_kl_estimate": True},
+        ("kl unbiased_k3",),
+        kinds=("far apart",),
+        issue="Cosmos bounds the product of ratio and k3 to 10, whet k3 alone; no page says so",
+    ),
+)
+
+
+def advantage(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """Group by group."""
+    algo = made(None, unbiased=bool(keys.get(f"{P}unbiased_advantage", False)))
+    out_R = torch.zeros_like(case.batch.reward_R)
+    for group in case.batch.group_R.unique():
+        at = case.batch.group_R == group
+        out_R[at] = torch.tensor(algo.compute_advantage(case.batch.reward_R[at].tolist())).double()
+    return {"advantage": out_R[:, None] * case.mask}
+
+
+def estimator(unbiased: bool, **rest: Any) -> Row:
+    return Row(
+        peer="cosmos",
+        what=f"advantage of GRPO, unbiased_advantage={unbiased}",
+        theirs="cosmos_rl.dispatcher.algo.grpo:GRPO",
+        call=advantage,
+        ours=ours.advantage,
+        keys={f"{P}unbiased_advantage": unbiased},
+        covers=("advantage grpo",),
+        tolerance=FLOAT32,
+        **rest,
+    )
+
+
+ADVANTAGES = (
+    estimator(False, kinds=("one turn", "several turns")),
+    estimator(True, kinds=("one turn", "several turns")),
+    estimator(
+        False,
+        kinds=("a group of one",),
+        differs="a reply alone keeps its reward as the advantage here; Cosmos trains only groups of two or more "
+        "(docs/algorithms.md, `grpo`)",
+    ),
+)
+
+
+def dpo(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    logp = case.padded(case.logp_N).requires_grad_()
+
+    def sums(x: Tensor) -> tuple[Tensor, ...]:
+        return in_pair_order(case, (x * case.mask).sum(-1)).chunk(2)
+
+    ref = sums(case.padded(case.batch.logp_ref_N))
+    total = function(
+        *sums(logp),
+        float(keys["dpo_beta"]),
+        reference_chosen_logps=ref[0],
+        reference_rejected_logps=ref[1],
+    )
+    total.backward()
+    return {"loss": total.detach(), "grad": logp.grad}
+
+
+def rates(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    optimizer = dummy()
+    told = {key.removeprefix("train."): value for key, value in keys.items() if key.startswith("train.optm")}
+    defaults = {"optm_warmup_start_factor": 0.0, "optm_decay_ratio": None, "optm_min_lr_factor": 0.0}
+    config = SimpleNamespace(train=SimpleNamespace(**defaults | told))
+
+    class Optimizers(list[Any]):
+        model_parts = (None,)
+        optimizers = ((optimizer,),)
+
+    scheduler = next(iter(function(Optimizers([optimizer]), config, TOTAL)))
+    return factors(scheduler, optimizer)
+
+
+def rate(kind: str, ratio: float | None) -> Row:
+    keys = {
+        "train.max_num_steps": TOTAL,
+        "train.optm_warmup_steps": 5,
+        "train.optm_decay_type": kind,
+        "train.optm_min_lr_factor": 0.1,
+        "train.optm_decay_ratio": ratio,
+    }
+    return Row(
+        peer="cosmos",
+        what=f"learning rate, optm_decay_type={kind}, optm_decay_ratio={ratio}",
+        theirs="cosmos_rl.policy.trainer.optm:build_lr_schedulers",
+        call=rates,
+        ours=schedule,
+        keys=keys,
+        covers=("schedule",),
+        kinds=("one turn",),
+    )
+
+
+OTHERS = (
+    Row(
+        peer="cosmos",
+        what="DPO with a reference, dpo_beta=0.3",
+        theirs="cosmos_rl.policy.trainer.llm_trainer.dpo_trainer:dpo_loss",
+        call=dpo,
+        ours=ours.loss,
+        keys={"dpo_beta": 0.3},
+        native={"name": "dpo", "beta": 0.3},
+        covers=("loss dpo",),
+        kinds=("pairs",),
+    ),
+    *(rate(kind, ratio) for kind in ("linear", "cosine", "sqrt") for ratio in (None, 0.5)),
+)
+
+ROWS = (*ADVANTAGES, *LOSSES, *OTHERS)

@@ -1,0 +1,486 @@
+"""Trinity-RFT: its advantages, policy losses with their aggregation, KL and losses on demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peers import ours
+from peers.cases import Case, in_pair_order
+from peers.loading import theirs
+from peers.table import Numbers, Row
+from whet.types import Json
+
+LOSS = "trinity.algorithm.policy_loss_fn"
+ADV = "trinity.algorithm.advantage_fn"
+FLOAT32 = 2e-6
+NEAR = ("one turn", "several turns", "a group of one")
+EPS = 1e-7
+"""Tolerance where Trinity adds 1e-8 to a denominator."""
+
+# ---------------------------------------------------------------- advantages
+
+
+def arguments(made: Any, keys: Mapping[str, Json], section: str) -> dict[str, Any]:
+    return {**made.default_args(), **dict(keys.get(f"algorithm.{section}_args") or {})}
+
+
+def in_trainer(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """Of an advantage that the trainer computes from its padded batch."""
+    batch = {
+        "token_level_rewards": case.reward,
+        "response_mask": case.mask,
+        "values": case.padded(case.batch.value_N),
+        "reward_baselines": case.batch.baseline_R,
+        "old_log_probs": case.padded(case.batch.logp_old_N),
+        "teacher_logprobs": case.padded(case.batch.logp_ref_N),
+    }
+    exps = SimpleNamespace(batch=batch, non_tensor_batch={"uid": case.index})
+    made(**arguments(made, keys, "advantage_fn"))(exps)
+    out = {"advantage": exps.batch["advantages"]}
+    return out | ({"return": exps.batch["returns"]} if made.__name__ == "PPOAdvantageFn" else {})
+
+
+def experiences(case: Case) -> list[Any]:
+    """One for each rollout."""
+    experience, eid = (
+        theirs("trinity", f"trinity.common.experience:{name}") for name in ("Experience", "EID")
+    )
+    sampled, mask, exists = case.padded(case.batch.logp_sample_N), case.mask, case.exists
+    return [
+        experience(
+            eid=eid(batch=0, task=int(group), run=row, step=0),
+            tokens=torch.zeros(1 + int(exists[row].sum()), dtype=torch.int32),
+            prompt_length=1,
+            reward=float(case.batch.reward_R[row]),
+            action_mask=mask[row, : int(exists[row].sum())].bool(),
+            logprobs=sampled[row, : int(exists[row].sum())],
+        )
+        for row, group in enumerate(case.batch.group_R.tolist())
+    ]
+
+
+def by_group(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """Of an advantage that an operator computes from a list of experiences."""
+    all_of = experiences(case)
+    made(**arguments(made, keys, "advantage_fn"))(list(all_of))
+    out = torch.zeros(case.batch.rollouts, case.width, dtype=torch.float64)
+    for row, exp in enumerate(all_of):
+        out[row, : len(exp.advantages)] = exp.advantages
+    return {"advantage": out}
+
+
+def estimator(
+    name: str,
+    path: str,
+    covers: str,
+    *,
+    kind: str,
+    call: Any = by_group,
+    args: Mapping[str, Json] | None = None,
+    keys: Mapping[str, Json] | None = None,
+    **rest: Any,
+) -> Row:
+    given = {"algorithm.advantage_fn_args": dict(args)} if args else {}
+    shown = "".join(f", {key}={value}" for key, value in (args or {}).items())
+    return Row(
+        peer="trinity",
+        what=f"advantage_fn={name}{shown}",
+        theirs=f"{ADV}.{path}",
+        call=call,
+        ours=ours.advantage,
+        keys={"algorithm.algorithm_type": kind, "algorithm.advantage_fn": name, **given, **(keys or {})},
+        covers=(f"advantage {covers}",),
+        **rest,
+    )
+
+
+ADVANTAGES = (
+    estimator("grpo", "grpo_advantage:GRPOGroupedAdvantage", "grpo", kind="grpo", tolerance=FLOAT32),
+    estimator(
+        "grpo",
+        "grpo_advantage:GRPOGroupedAdvantage",
+        "grpo",
+        kind="grpo",
+        args={"std_cal_level": "batch"},
+        tolerance=FLOAT32,
+    ),
+    estimator(
+        "grpo",
+        "grpo_advantage:GRPOGroupedAdvantage",
+        "grpo",
+        kind="grpo",
+        args={"rank_penalty": 0.25},
+        tolerance=FLOAT32,
+        kinds=("one turn",),
+        differs="Trinity takes mean and std of the penalised rewards but the unpenalised reward "
+        "(docs/algorithms.md, `grpo`)",
+    ),
+    estimator(
+        "rec",
+        "rec_advantage:RECGroupedAdvantage",
+        "rec",
+        kind="rec",
+        args={"std_normalize": True},
+        tolerance=FLOAT32,
+        kinds=("one turn", "several turns"),
+    ),
+    estimator(
+        "rec",
+        "rec_advantage:RECGroupedAdvantage",
+        "rec",
+        kind="rec",
+        tolerance=FLOAT32,
+        kinds=("one turn", "several turns"),
+    ),
+    estimator("opmd", "opmd_advantage:OPMDGroupAdvantage", "opmd", kind="opmd", tolerance=FLOAT32),
+    estimator(
+        "opmd",
+        "opmd_advantage:OPMDGroupAdvantage",
+        "opmd",
+        kind="opmd",
+        args={"opmd_baseline": "logavgexp", "tau": 0.5},
+        keys={"algorithm.policy_loss_fn_args": {"tau": 0.5}},
+        tolerance=FLOAT32,
+    ),
+    estimator(
+        "asymre",
+        "asymre_advantage:ASYMREGroupAdvantage",
+        "asymre",
+        kind="asymre",
+        tolerance=FLOAT32,
+        kinds=("one turn", "several turns"),
+    ),
+    estimator(
+        "asymre",
+        "asymre_advantage:ASYMREGroupAdvantage",
+        "asymre",
+        kind="asymre",
+        tolerance=FLOAT32,
+        kinds=("a group of one",),
+        differs="the shift also applies in a group of one here (docs/algorithms.md, `asymre`)",
+    ),
+    estimator(
+        "step_wise_grpo",
+        "multi_step_grpo_advantage:StepWiseGRPOAdvantageFn",
+        "step_wise_grpo",
+        kind="multi_step_grpo",
+        tolerance=FLOAT32,
+    ),
+    estimator(
+        "reinforce",
+        "reinforce_advantage:REINFORCEGroupAdvantage",
+        "reinforce",
+        kind="topr",
+        kinds=("one turn", "several turns", "a group of one"),
+        tolerance=FLOAT32,
+    ),
+    estimator(
+        "rloo",
+        "rloo_advantage:RLOOAdvantageFn",
+        "rloo",
+        kind="rloo",
+        call=in_trainer,
+        kinds=("one turn", "several turns"),
+        tolerance=FLOAT32,
+    ),
+    estimator(
+        "reinforceplusplus",
+        "reinforce_plus_plus_advantage:REINFORCEPLUSPLUSAdvantageFn",
+        "reinforce_plus_plus",
+        kind="reinforceplusplus",
+        call=in_trainer,
+        args={"gamma": 0.9},
+        kinds=("one turn", "a group of one"),
+    ),
+    estimator(
+        "rloo",
+        "rloo_advantage:RLOOAdvantageFn",
+        "rloo",
+        kind="rloo",
+        call=in_trainer,
+        kinds=("a group of one",),
+        tolerance=FLOAT32,
+        issue="a reply alone keeps its reward in Trinity; the translation gives it 0 (single_rollout=zero)",
+    ),
+    estimator(
+        "reinforceplusplus",
+        "reinforce_plus_plus_advantage:REINFORCEPLUSPLUSAdvantageFn",
+        "reinforce_plus_plus",
+        kind="reinforceplusplus",
+        call=in_trainer,
+        args={"gamma": 0.9},
+        kinds=("several turns",),
+        issue="Trinity carries the return across turns, and an environment's tokens discount it; no page says so",
+    ),
+    estimator(
+        "ppo",
+        "ppo_advantage:PPOAdvantageFn",
+        "gae",
+        kind="ppo",
+        call=in_trainer,
+        args={"gamma": 0.97, "lam": 0.9},
+        kinds=("one turn", "a group of one", "far apart"),
+    ),
+    estimator(
+        "ppo",
+        "ppo_advantage:PPOAdvantageFn",
+        "gae",
+        kind="ppo",
+        call=in_trainer,
+        args={"gamma": 0.97, "lam": 0.9},
+        kinds=("several turns",),
+        differs="Trinity lets an environment's tokens discount and carry values, as older verl "
+        "(docs/algorithms.md, `gae`)",
+    ),
+    Row(
+        peer="trinity",
+        what="advantage_fn=remax",
+        theirs=f"{ADV}.remax_advantage:REMAXAdvantageFn",
+        call=in_trainer,
+        ours=ours.advantage,
+        native={"name": "remax"},
+        covers=("advantage remax",),
+    ),
+    Row(
+        peer="trinity",
+        what="advantage_fn=on_policy_distill, kl_coef=0.5",
+        theirs=f"{ADV}.on_policy_distill_advantage:OnPolicyDistillAdvantage",
+        call=in_trainer,
+        ours=ours.advantage,
+        keys={"algorithm.advantage_fn_args": {"kl_coef": 0.5}},
+        native={"name": "distill", "distill_coef": 0.5},
+        covers=("advantage distill",),
+    ),
+    Row(
+        peer="trinity",
+        what="advantage_fn=jsd, kl_coef=0.5, lambda_coef=0.3",
+        theirs=f"{ADV}.jsd_advantage:JSDAdvantage",
+        call=in_trainer,
+        ours=ours.advantage,
+        keys={"algorithm.advantage_fn_args": {"kl_coef": 0.5, "lambda_coef": 0.3}},
+        native={"name": "distill", "distill_coef": 0.5, "distill_estimator": "jsd", "distill_mixture": 0.3},
+        covers=("advantage distill",),
+    ),
+)
+
+# ---------------------------------------------------------------- losses
+
+
+def loss(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """The policy loss as the class computes it, plus the KL in the loss. The engine's log-probs are the ratio's
+    denominator, as `rollout_correction` has it by default (bypass_mode: True)."""
+    function = made(**arguments(made, keys, "policy_loss_fn"))
+    logp = case.padded(case.logp_N).requires_grad_()
+    tensors: dict[str, Tensor] = {
+        "old_logprob": case.padded(case.batch.logp_sample_N),
+        "action_mask": case.mask,
+        "advantages": case.padded(case.batch.adv_N if case.batch.adv_N is not None else case.logp_N),
+    }
+    total, _ = function(logp, **tensors)
+    if keys.get("algorithm.kl_loss_fn", "none") != "none":
+        kinds = {
+            "k1": "K1Fn",
+            "k2": "K2Fn",
+            "k3": "K3Fn",
+            "low_var_kl": "LowVarKLFn",
+            "abs": "AbsFn",
+            "corrected_k3": "CorrectedK3Fn",
+        }
+        kl = theirs("trinity", f"trinity.algorithm.kl_fn.kl_fn:{kinds[str(keys['algorithm.kl_loss_fn'])]}")(
+            **dict(keys["algorithm.kl_loss_fn_args"])
+        )
+        mode = function.loss_agg_mode
+        ref, old = case.padded(case.batch.logp_ref_N), tensors["old_logprob"]
+        total = total + kl.calculate_kl_loss(logp, ref, case.mask, mode, old)[0]
+    total.backward()
+    return {"loss": total.detach(), "grad": logp.grad}
+
+
+def policy(
+    name: str,
+    path: str,
+    covers: tuple[str, ...],
+    args: Mapping[str, Json] | None = None,
+    keys: Mapping[str, Json] | None = None,
+    **rest: Any,
+) -> Row:
+    shown = "".join(f", {key}={value}" for key, value in (args or {}).items())
+    return Row(
+        peer="trinity",
+        what=rest.pop("what", f"policy_loss_fn={name}{shown}"),
+        theirs=f"{LOSS}.{path}",
+        call=loss,
+        ours=ours.loss,
+        keys={
+            "algorithm.policy_loss_fn": name,
+            **({"algorithm.policy_loss_fn_args": dict(args)} if args else {}),
+            **(keys or {}),
+        },
+        covers=covers,
+        **{"tolerance": EPS, **rest},
+    )
+
+
+PPO = "ppo_policy_loss:PPOPolicyLossFn"
+REC = "rec_policy_loss:RECPolicyLossFn"
+
+LOSSES = (
+    policy("ppo", PPO, ("loss ppo",), {"clip_range_low": 0.2, "clip_range_high": 0.28}),
+    policy("ppo", PPO, ("loss ppo",), {"enable_sequence_masking": True, "delta_sequence_masking": 0.02}),
+    policy("ppo", PPO, ("loss ppo",), {"fallback_to_policy_gradient": True}),
+    policy(
+        "gspo",
+        "gspo_policy_loss:GSPOLossFn",
+        ("loss gspo",),
+        {"clip_range_low": 0.05, "clip_range_high": 0.1},
+    ),
+    policy(
+        "cispo",
+        "cispo_policy_loss:CISPOPolicyLossFn",
+        ("loss cispo",),
+        {"clip_range_low": 0.4, "clip_range_high": 0.28},
+        kinds=NEAR,
+    ),
+    policy(
+        "cispo",
+        "cispo_policy_loss:CISPOPolicyLossFn",
+        ("loss cispo",),
+        {
+            "clip_range_low": 0.4,
+            "clip_range_high": 0.28,
+            "enable_mask_clip": True,
+            "mask_clip_range_low": 0.4,
+            "mask_clip_range_high": 0.28,
+        },
+        kinds=NEAR,
+    ),
+    policy(
+        "sapo",
+        "sapo_policy_loss:SAPOPolicyLossFn",
+        ("loss sapo",),
+        kinds=NEAR,
+        differs="the gate is differentiated, as in the paper; whet.algorithm.loss.sapo_detach is Trinity's form "
+        "(docs/from_trinity.md, `algorithm.policy_loss_fn`)",
+    ),
+    policy(
+        "sapo",
+        "sapo_policy_loss:SAPOPolicyLossFn",
+        ("loss sapo",),
+        kinds=NEAR,
+        what="policy_loss_fn=sapo with whet.algorithm.loss.sapo_detach=true",
+        native={
+            "loss": "sapo",
+            "sapo_detach": True,
+            "loss_agg_mode": "token-mean",
+            "old_logprobs": "sampled",
+        },
+    ),
+    policy("sppo", "sppo_loss_fn:sPPOPolicyLossFn", ("loss sppo",), {"epsilon": 0.3}, kinds=NEAR),
+    policy("topr", "topr_policy_loss:TOPRPolicyLossFn", ("loss topr",), kinds=NEAR),
+    policy("opmd", "opmd_policy_loss:OPMDPolicyLossFn", ("loss opmd",), {"tau": 0.5}),
+    policy(
+        "importance_sampling",
+        "importance_sampling_policy_loss:ImportanceSamplingLossFn",
+        ("loss importance_sampling",),
+    ),
+    *(
+        policy("rec", REC, ("loss rec",), args, kinds=NEAR)
+        for args in (
+            {"clip_mode": "none", "weight": "importance_sampling"},
+            {"clip_mode": "one-side"},
+            {"clip_mode": "two-side", "weight": "advantage", "temp": 0.7},
+            {"clip_mode": "ring", "epsilon_low_prime": 0.4, "epsilon_high_prime": 0.5},
+            {"clip_mode": "one-side", "regularizer": "k2", "regularizer_coef": 0.1},
+            {"clip_mode": "one-side", "regularizer": "forward-kl", "regularizer_coef": 0.1},
+            {"clip_mode": "gspo-one-side", "weight": "gspo_importance_sampling"},
+        )
+    ),
+)
+
+AGGREGATIONS = tuple(
+    policy(
+        "ppo",
+        PPO,
+        (f"aggregation {native}",),
+        {"loss_agg_mode": name},
+        what=f"loss_agg_mode={name}",
+    )
+    for name, native in (
+        ("token-mean", "token-mean"),
+        ("seq-mean-token-sum", "seq-mean-token-sum"),
+        ("seq-mean-token-mean", "seq-mean-token-mean"),
+    )
+)
+
+KL = tuple(
+    policy(
+        "ppo",
+        PPO,
+        (f"kl {name}",),
+        keys={"algorithm.kl_loss_fn": name, "algorithm.kl_loss_fn_args": {"kl_coef": 0.3}},
+        what=f"kl_loss_fn={name}",
+        kinds=NEAR if name in ("k3", "corrected_k3") else (*NEAR, "far apart"),
+    )
+    for name in ("k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3")
+)
+
+
+def demonstration(
+    name: str, path: str, native: Mapping[str, Json], args: Mapping[str, Json] | None = None
+) -> Row:
+    return Row(
+        peer="trinity",
+        what=f"policy_loss_fn={name}" + "".join(f", {key}={value}" for key, value in (args or {}).items()),
+        theirs=f"{LOSS}.{path}",
+        call=loss,
+        ours=ours.loss,
+        keys={"algorithm.policy_loss_fn_args": dict(args)} if args else {},
+        native={"name": name, **native},
+        covers=(f"loss {name}",),
+        kinds=("one turn", "several turns"),
+        tolerance=EPS,
+    )
+
+
+def dpo(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """Chosen and rejected replies in turn."""
+    function = made(**arguments(made, keys, "policy_loss_fn"))
+    logp = case.padded(case.logp_N).requires_grad_()
+    pairs = case.batch.rollouts // 2
+
+    def in_turn(x: Tensor) -> Tensor:
+        ordered = in_pair_order(case, x)
+        return torch.stack([ordered[:pairs], ordered[pairs:]], 1).flatten(0, 1)
+
+    total, _ = function(
+        in_turn(logp), ref_logprob=in_turn(case.padded(case.batch.logp_ref_N)), action_mask=in_turn(case.mask)
+    )
+    total.backward()
+    return {"loss": total.detach(), "grad": logp.grad}
+
+
+GIVEN = (
+    demonstration("sft", "sft_loss:SFTLossFn", {}),
+    demonstration("sft_is", "chord_policy_loss:SFTISLossFn", {}),
+    demonstration("sft_phi", "chord_policy_loss:SFTPhiLossFn", {}),
+    demonstration("sft_phi", "chord_policy_loss:SFTPhiLossFn", {"phi_cutoff": 0.5}, {"cutoff_prob": 0.5}),
+    Row(
+        peer="trinity",
+        what="policy_loss_fn=dpo, beta=0.3, label_smoothing=0.1",
+        theirs=f"{LOSS}.dpo_loss:DPOLossFn",
+        call=dpo,
+        ours=ours.loss,
+        keys={"algorithm.policy_loss_fn_args": {"beta": 0.3, "label_smoothing": 0.1}},
+        native={"name": "dpo", "beta": 0.3, "label_smoothing": 0.1},
+        covers=("loss dpo",),
+        kinds=("pairs",),
+        differs="Trinity sums the log-ratios over a micro-batch instead of over each pair (docs/algorithms.md, `dpo`)",
+    ),
+)
+
+ROWS = (*ADVANTAGES, *LOSSES, *AGGREGATIONS, *KL, *GIVEN)

@@ -1,0 +1,547 @@
+"""verl: its advantages, policy losses, aggregations, KL, rollout correction, critic and schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peers import ours
+from peers.cases import Case
+from peers.loading import theirs
+from peers.schedules import by_verl, schedule
+from peers.table import FULL, Numbers, Row
+from whet.types import Json
+
+CORE = "verl.trainer.ppo.core_algos"
+HELPER = "verl.trainer.ppo.rollout_corr_helper"
+ACTOR = "actor_rollout_ref.actor."
+IS = "algorithm.rollout_correction.rollout_is"
+RS = "algorithm.rollout_correction.rollout_rs"
+
+DOCUMENTED = "docs/algorithms.md"
+
+
+def section(keys: Mapping[str, Json], prefix: str) -> dict[str, Any]:
+    """The keys below a prefix, without it."""
+    return {key.removeprefix(prefix): value for key, value in keys.items() if key.startswith(prefix)}
+
+
+# ---------------------------------------------------------------- advantages
+
+
+def advantage(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """As `compute_advantage` of ray_trainer.py calls the estimators; each takes what it names of it."""
+    algorithm = section(keys, "algorithm.")
+    config = SimpleNamespace(gamma=algorithm.get("gamma", 1.0), **algorithm_of_gdpo(algorithm))
+    config.get = lambda name, default=None: getattr(config, name, default)
+    offered: dict[str, Any] = {
+        "token_level_rewards": case.reward,
+        "response_mask": case.mask,
+        "index": case.index,
+        "norm_adv_by_std_in_grpo": algorithm.get("norm_adv_by_std_in_grpo", True),
+        "config": config,
+        "values": case.padded(case.batch.value_N),
+        "gamma": algorithm.get("gamma", 1.0),
+        "lam": algorithm.get("lam", 1.0),
+        "reward_baselines": case.batch.baseline_R,
+        "old_log_probs": case.padded(case.batch.logp_old_N),
+        "sum_pi_squared": case.padded(case.batch.collision_N),
+    }
+    taken = function.__code__.co_varnames[: function.__code__.co_argcount]
+    adv, returns = function(**{name: value for name, value in offered.items() if name in taken})
+    out = {"advantage": adv}
+    if "values" in taken:
+        out["return"] = returns
+    return out
+
+
+def algorithm_of_gdpo(algorithm: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in algorithm.items() if name.startswith("gdpo")}
+
+
+def gdpo(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """With the parts of the reward in the batch, as compute_score returned them."""
+    config = SimpleNamespace(**section(keys, "algorithm."))
+    config.get = lambda name, default=None: getattr(config, name, default)
+    parts = case.batch.part_RC.numpy()
+    named = {name: parts[:, n] for n, name in enumerate(config.gdpo_reward_keys)}
+    batch = {"prompts": torch.zeros(case.batch.rollouts, 1), "attention_mask": _attention(case)}
+    adv, _ = function(case.reward, case.mask, case.index, config=config, non_tensor_batch=named, batch=batch)
+    return {"advantage": adv}
+
+
+def _attention(case: Case) -> Tensor:
+    return torch.cat([torch.ones(case.batch.rollouts, 1), case.exists], -1).long()
+
+
+def estimator(
+    name: str,
+    function: str,
+    covers: str,
+    keys: Mapping[str, Json] | None = None,
+    call: Any = advantage,
+    **rest: Any,
+) -> Row:
+    return Row(
+        peer="verl",
+        what=f"adv_estimator={name}"
+        + "".join(f", {key.rpartition('.')[2]}={value}" for key, value in (keys or {}).items()),
+        theirs=f"{CORE}:{function}",
+        call=call,
+        ours=ours.advantage,
+        keys={"algorithm.adv_estimator": name, **(keys or {})},
+        covers=(f"advantage {covers}",),
+        **rest,
+    )
+
+
+FLOAT32 = 2e-6
+"""Tolerance where the peer computes in float32."""
+EPS = 1e-7
+"""Tolerance where the peer adds 1e-8 to a denominator."""
+NEAR = ("one turn", "several turns", "a group of one")
+
+EMPTY = f"an empty reply counts in no group here, in verl as a score of its group ({DOCUMENTED}, Notation)"
+
+ADVANTAGES = (
+    estimator("grpo", "compute_grpo_outcome_advantage", "grpo", tolerance=FLOAT32),
+    estimator("grpo", "compute_grpo_outcome_advantage", "grpo", kinds=("an empty reply",), differs=EMPTY),
+    estimator(
+        "grpo",
+        "compute_grpo_outcome_advantage",
+        "grpo",
+        {"algorithm.norm_adv_by_std_in_grpo": False},
+    ),
+    estimator("grpo_vectorized", "compute_grpo_vectorized_outcome_advantage", "grpo", tolerance=FLOAT32),
+    estimator(
+        "grpo_passk",
+        "compute_grpo_passk_outcome_advantage",
+        "grpo_passk",
+        kinds=("one turn", "several turns", "far apart"),
+    ),
+    estimator(
+        "gdpo",
+        "compute_gdpo_outcome_advantage",
+        "gdpo",
+        {"algorithm.gdpo_reward_keys": ["format", "right"], "algorithm.gdpo_reward_weights": [1.0, 0.5]},
+        call=gdpo,
+        tolerance=FLOAT32,
+    ),
+    estimator("rloo", "compute_rloo_outcome_advantage", "rloo"),
+    estimator(
+        "rloo_vectorized",
+        "compute_rloo_vectorized_outcome_advantage",
+        "rloo",
+        kinds=("one turn", "several turns", "far apart"),
+    ),
+    estimator("opo", "compute_opo_outcome_advantage", "opo"),
+    estimator("gpg", "compute_gpg_outcome_advantage", "gpg", tolerance=FLOAT32),
+    estimator("remax", "compute_remax_outcome_advantage", "remax"),
+    estimator(
+        "reinforce_plus_plus",
+        "compute_reinforce_plus_plus_outcome_advantage",
+        "reinforce_plus_plus",
+        {"algorithm.gamma": 0.9},
+        kinds=("one turn", "a group of one", "far apart", "an empty reply"),
+    ),
+    estimator(
+        "reinforce_plus_plus",
+        "compute_reinforce_plus_plus_outcome_advantage",
+        "reinforce_plus_plus",
+        {"algorithm.gamma": 0.9},
+        kinds=("several turns",),
+        issue="issue 15: verl 0.9.1 carries the return across turns",
+    ),
+    estimator(
+        "reinforce_plus_plus_baseline",
+        "compute_reinforce_plus_plus_baseline_outcome_advantage",
+        "reinforce_plus_plus_baseline",
+    ),
+    estimator(
+        "gae",
+        "compute_gae_advantage_return",
+        "gae",
+        {"algorithm.gamma": 0.97, "algorithm.lam": 0.9},
+        kinds=("one turn", "several turns", "a group of one", "far apart", "an empty reply"),
+    ),
+    estimator(
+        "optimal_token_baseline",
+        "compute_optimal_token_baseline_advantage",
+        "optimal_token_baseline",
+        tolerance=1e-6,
+        issue="issue 15: verl 0.9.1 sets handle_zero_tail",
+    ),
+    estimator(
+        "tir_optimal_token_baseline",
+        "compute_multi_turn_optimal_token_baseline_advantage",
+        "tir_optimal_token_baseline",
+        tolerance=1e-6,
+    ),
+)
+
+
+# ---------------------------------------------------------------- losses
+
+
+def actor(keys: Mapping[str, Json], case: Case) -> Any:
+    """verl's config of the actor, with the counts of the minibatch that its trainer fills in."""
+    mine = section(keys, ACTOR)
+    policy = section(mine, "policy_loss.")
+    correction = section(keys, "algorithm.rollout_correction.")
+    known = {name: value for name, value in mine.items() if not name.startswith("policy_loss.")}
+    nested = theirs("verl", "verl.workers.config:PolicyLossConfig")(**policy)
+    if correction:
+        object.__setattr__(nested, "rollout_correction", correction)
+    made = theirs("verl", "verl.workers.config:ActorConfig")(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=nested, **known
+    )
+    made.global_batch_info.update(
+        dp_size=1,
+        batch_num_tokens=case.mask.sum(),
+        global_batch_size=case.batch.rollouts,
+        loss_scale_factor=made.loss_scale_factor,
+    )
+    return made
+
+
+def loss(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """The policy loss with rollout correction, KL and aggregation, as `ppo_loss` of workers/utils/losses.py puts them
+    together."""
+    config = actor(keys, case)
+    mask, weight = case.mask, None
+    old = case.padded(case.batch.logp_old_N)
+    sampled = case.padded(case.batch.logp_sample_N)
+    bypass = keys.get("algorithm.rollout_correction.bypass_mode")
+    if bypass:
+        old = sampled
+    correction = section(keys, "algorithm.rollout_correction.")
+    if correction and not bypass:
+        unify = theirs("verl", f"{HELPER}:compute_rollout_correction_and_rejection_mask")
+        weights, mask, _ = unify(old, sampled, case.mask, **correction)
+        weight = None if weights is None else weights.batch["rollout_is_weights"]
+        config.global_batch_info["batch_num_tokens"] = mask.sum()
+    logp = case.padded(case.logp_N).requires_grad_()
+    mode = config.loss_agg_mode
+    torch.manual_seed(0)
+    total, _ = function(old, logp, case.padded(case.batch.adv_N), mask, mode, config, weight)
+    if config.use_kl_loss:
+        penalty, agg_loss = (theirs("verl", f"{CORE}:{name}") for name in ("kl_penalty", "agg_loss"))
+        kl = penalty(logp, case.padded(case.batch.logp_ref_N), config.kl_loss_type)
+        total = total + config.kl_loss_coef * agg_loss(kl, mask, mode, **config.global_batch_info)
+    total.backward()
+    return {"loss": total.detach(), "grad": logp.grad}
+
+
+def policy(
+    mode: str,
+    function: str,
+    covers: tuple[str, ...],
+    keys: Mapping[str, Json] | None = None,
+    **rest: Any,
+) -> Row:
+    told = {ACTOR + name: value for name, value in (keys or {}).items() if not name.startswith("algorithm.")}
+    whole = {name: value for name, value in (keys or {}).items() if name.startswith("algorithm.")}
+    shown = ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in (keys or {}).items())
+    return Row(
+        peer="verl",
+        what=rest.pop("what", f"loss_mode={mode}" + (f", {shown}" if shown else "")),
+        theirs=f"{CORE}:{function}",
+        call=loss,
+        ours=ours.loss,
+        keys={f"{ACTOR}policy_loss.loss_mode": mode, **told, **whole},
+        covers=covers,
+        **rest,
+    )
+
+
+TOKEN_MEAN = ("one turn", "several turns", "a group of one", "an empty reply", "far apart")
+GRADIENT = ("grad",)
+EMPTY_COUNTS = (
+    "a reply without a token counts in no denominator here; verl's global batch size has it "
+    f"({DOCUMENTED}, Notation)"
+)
+VANILLA = "compute_policy_loss_vanilla"
+
+
+def aggregation(mode: str, covers: str, keys: Mapping[str, Json] | None = None, **rest: Any) -> Row:
+    return policy(
+        "vanilla",
+        VANILLA,
+        ("loss ppo", f"aggregation {covers}"),
+        {"loss_agg_mode": mode, **(keys or {})},
+        what=rest.pop("what", f"loss_agg_mode={mode}"),
+        **rest,
+    )
+
+
+LOSSES = (
+    policy(
+        "vanilla", VANILLA, ("loss ppo",), {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, kinds=TOKEN_MEAN
+    ),
+    policy("vanilla", VANILLA, ("loss ppo",), {"clip_ratio_c": 1.5}, kinds=TOKEN_MEAN),
+    policy(
+        "gspo",
+        "compute_policy_loss_gspo",
+        ("loss gspo",),
+        {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1, "loss_agg_mode": "seq-mean-token-mean"},
+        tolerance=EPS,
+    ),
+    policy(
+        "gspo",
+        "compute_policy_loss_gspo",
+        ("loss gspo",),
+        {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1, "loss_agg_mode": "token-mean"},
+        issue="issue 15: gspo honours loss_agg_mode in verl 0.9.1",
+    ),
+    policy(
+        "sapo", "compute_policy_loss_sapo", ("loss sapo",), {"tau_pos": 1.0, "tau_neg": 1.5}, tolerance=EPS
+    ),
+    policy("gpg", "compute_policy_loss_gpg", ("loss gpg", "loss reinforce")),
+    policy(
+        "clip_cov",
+        "compute_policy_loss_clip_cov",
+        ("loss clip_cov",),
+        {"policy_loss.clip_cov_lb": 50.0, "policy_loss.clip_cov_ub": 60.0},
+        what="loss_mode=clip_cov where no token is in range",
+        kinds=("one turn", "several turns"),
+    ),
+    policy(
+        "clip_cov",
+        "compute_policy_loss_clip_cov",
+        ("loss clip_cov",),
+        {
+            "policy_loss.clip_cov_lb": -50.0,
+            "policy_loss.clip_cov_ub": 50.0,
+            "policy_loss.clip_cov_ratio": 1.0,
+        },
+        what="loss_mode=clip_cov where every token is in range",
+        kinds=("one turn", "several turns"),
+    ),
+    policy(
+        "kl_cov",
+        "compute_policy_loss_kl_cov",
+        ("loss kl_cov",),
+        {"policy_loss.kl_cov_ratio": 0.2},
+        kinds=("one turn", "several turns"),
+    ),
+    policy(
+        "geo_mean",
+        "compute_policy_loss_geo_mean",
+        ("loss geo_mean",),
+        {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2},
+        tolerance=1e-7,
+    ),
+    policy(
+        "cispo", "compute_policy_loss_cispo", ("loss cispo",), {"clip_ratio_low": 0.3, "clip_ratio_high": 0.4}
+    ),
+    policy(
+        "dppo_tv",
+        "compute_policy_loss_dppo_tv",
+        ("loss dppo",),
+        {"clip_ratio_low": 0.1, "clip_ratio_high": 0.12, "clip_ratio_c": 20.0},
+        only=GRADIENT,
+    ),
+    policy(
+        "dppo_kl",
+        "compute_policy_loss_dppo_kl",
+        ("loss dppo",),
+        {"clip_ratio_low": 0.05, "clip_ratio_high": 0.04, "clip_ratio_c": 20.0},
+        only=GRADIENT,
+    ),
+    policy(
+        "bypass_mode",
+        "compute_policy_loss_bypass_mode",
+        ("loss ppo",),
+        {"algorithm.rollout_correction.bypass_mode": True},
+        what="bypass_mode, loss_type=ppo_clip",
+    ),
+)
+
+AGGREGATIONS = (
+    aggregation("token-mean", "token-mean", kinds=TOKEN_MEAN),
+    aggregation("token-sum", "token-sum", kinds=TOKEN_MEAN),
+    aggregation("seq-mean-token-sum", "seq-mean-token-sum"),
+    aggregation("seq-mean-token-mean", "seq-mean-token-mean", tolerance=1e-7),
+    aggregation(
+        "seq-mean-token-mean", "seq-mean-token-mean", kinds=("an empty reply",), differs=EMPTY_COUNTS
+    ),
+    aggregation("seq-mean-token-sum-norm", "seq-mean-token-sum-norm", {"loss_scale_factor": 24}),
+)
+
+KL = tuple(
+    policy(
+        "vanilla",
+        VANILLA,
+        (f"kl {native}",),
+        {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": name},
+        what=f"kl_loss_type={name}",
+    )
+    for name, native in (
+        ("k1", "k1"),
+        ("k2", "k2"),
+        ("mse", "k2"),
+        ("abs", "abs"),
+        ("k3", "low_var_kl"),
+        ("low_var_kl", "low_var_kl"),
+        ("k1+", "k1+"),
+        ("k2+", "k2+"),
+        ("abs+", "abs+"),
+        ("k3+", "low_var_kl+"),
+        ("low_var_kl+", "low_var_kl+"),
+    )
+)
+
+
+def corrected(what: str, keys: Mapping[str, Json], covers: tuple[str, ...], **rest: Any) -> Row:
+    return policy("vanilla", VANILLA, covers, keys, what=what, **rest)
+
+
+ICEPOP = (
+    "tokens outside 'low_high' weigh 0 and stay in verl's denominators; the translation leaves them out "
+    "(algorithm.correction.denominator=kept)"
+)
+
+CORRECTIONS = (
+    *(
+        corrected(
+            f"rollout_is={level}, threshold {bound}" + (", batch_normalize" if normalize else ""),
+            {IS: level, f"{IS}_threshold": bound, f"{IS}_batch_normalize": normalize},
+            (f"correction weight: {level}",),
+            tolerance=EPS,
+            kinds=FULL if bound == 1.2 else NEAR,
+            issue="" if bound == 1.2 else ICEPOP,
+        )
+        for level in ("token", "sequence")
+        for bound in (1.2, "0.8_1.25")
+        for normalize in (False, True)
+    ),
+    *(
+        corrected(
+            f"rollout_rs={mode}, threshold {bound}",
+            {RS: mode, f"{RS}_threshold": bound},
+            ("correction reject",),
+            kinds=NEAR,
+        )
+        for mode, bound in (
+            ("token_k1", "0.7_1.5"),
+            ("token_k1", "1.3"),
+            ("token_k2", "0.1"),
+            ("token_k3", "0.1"),
+            ("seq_sum_k1", "0.5_1.8"),
+            ("seq_sum_k2", "0.3"),
+            ("seq_sum_k3", "0.3"),
+            ("seq_mean_k1", "0.9_1.05"),
+            ("seq_mean_k2", "0.05"),
+            ("seq_mean_k3", "0.05"),
+            ("seq_max_k2", "0.3"),
+            ("seq_max_k3", "0.3"),
+            ("token_k1,seq_mean_k3", "0.6_1.6,0.06"),
+        )
+    ),
+)
+
+
+# ---------------------------------------------------------------- the critic, the KL's controller, schedules
+
+
+def value_loss(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    values = case.padded(case.value_N).requires_grad_()
+    total, _ = function(
+        values,
+        case.padded(case.batch.return_N),
+        case.padded(case.batch.value_N),
+        case.mask,
+        keys["critic.cliprange_value"],
+        keys["critic.loss_agg_mode"],
+        batch_num_tokens=case.mask.sum(),
+        global_batch_size=case.batch.rollouts,
+    )
+    total.backward()
+    return {"loss": total.detach(), "grad": values.grad}
+
+
+def controller(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """The KL of the batch as `apply_kl_penalty` of ray_trainer.py takes it, then one update."""
+    at = "algorithm.kl_ctrl."
+    made = function(keys[f"{at}kl_coef"], keys[f"{at}target_kl"], keys[f"{at}horizon"])
+    mean = theirs("verl", "verl.utils.torch_functional:masked_mean")
+    penalty = theirs("verl", f"{CORE}:kl_penalty")
+    old, ref = case.padded(case.batch.logp_old_N), case.padded(case.batch.logp_ref_N)
+    kl = penalty(old, ref, str(keys["algorithm.kl_penalty"])) * case.mask
+    made.update(float(mean(kl, case.mask, axis=-1).mean()), case.batch.rollouts)
+    return {"coef": torch.tensor(float(made.value), dtype=torch.float64)}
+
+
+OTHERS = (
+    *(
+        Row(
+            peer="verl",
+            what=f"value loss, loss_agg_mode={mode}",
+            theirs=f"{CORE}:compute_value_loss",
+            call=value_loss,
+            ours=ours.value_loss,
+            keys={
+                "algorithm.adv_estimator": "gae",
+                "critic.cliprange_value": 0.3,
+                "critic.loss_agg_mode": mode,
+            },
+            covers=("critic",),
+            tolerance=1e-7,
+        )
+        for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+    ),
+    Row(
+        peer="verl",
+        what="kl_ctrl.type=adaptive",
+        theirs=f"{CORE}:AdaptiveKLController",
+        call=controller,
+        ours=ours.adaptive_kl,
+        keys={
+            "algorithm.adv_estimator": "reinforce_plus_plus",
+            "algorithm.use_kl_in_reward": True,
+            "algorithm.kl_penalty": "kl",
+            "algorithm.kl_ctrl.type": "adaptive",
+            "algorithm.kl_ctrl.kl_coef": 0.1,
+            "algorithm.kl_ctrl.target_kl": 0.05,
+            "algorithm.kl_ctrl.horizon": 100,
+        },
+        covers=("adaptive KL",),
+        tolerance=1e-7,
+    ),
+    *(
+        Row(
+            peer="verl",
+            what=f"learning rate, {what}",
+            theirs=f"verl.utils.torch_functional:{function}",
+            call=by_verl,
+            ours=schedule,
+            keys={f"{ACTOR}optim.{name}": value for name, value in keys.items()},
+            covers=("schedule",),
+            kinds=("one turn",),
+            tolerance=1e-12,
+        )
+        for what, function, keys in (
+            (
+                "constant after 5 steps",
+                "get_constant_schedule_with_warmup",
+                {"lr_scheduler_type": "constant", "warmup_style": None, "lr_warmup_steps": 5},
+            ),
+            (
+                "cosine after 5 steps, floor 0.1",
+                "get_cosine_schedule_with_warmup",
+                {
+                    "lr_scheduler_type": "cosine",
+                    "warmup_style": None,
+                    "lr_warmup_steps": 5,
+                    "min_lr_ratio": 0.1,
+                },
+            ),
+        )
+    ),
+)
+
+ROWS = (*ADVANTAGES, *LOSSES, *AGGREGATIONS, *KL, *CORRECTIONS, *OTHERS)

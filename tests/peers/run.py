@@ -1,0 +1,179 @@
+"""`make test-peers`: every row of the comparison, as a table by peer; docs/peers.md is written from it with --write.
+
+Exit status 1 if a row differs without a documented reason, if a documented difference is none any more, or if a peer
+does not load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import subprocess
+import sys
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from peers import loading, ours
+from peers.cases import cases
+from peers.rows import ROWS
+from peers.table import Row
+
+PAGE = Path(__file__).parents[2] / "docs" / "peers.md"
+
+EQUAL, DOCUMENTED, DIFFERS, STALE, BROKEN, NOT_LOADED = (
+    "equal",
+    "differs as documented",
+    "DIFFERS",
+    "EQUAL, BUT DOCUMENTED AS DIFFERENT",
+    "FAILED",
+    "NOT LOADED",
+)
+GOOD = (EQUAL, DOCUMENTED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came of one row."""
+
+    what: str
+    theirs: str
+    status: str
+    worst: float = 0.0
+    """The largest relative difference of all cases."""
+    where: str = ""
+    """The case that has it."""
+    told: str = ""
+    """Why it differs, or what went wrong."""
+
+
+def compare(row: Row) -> Result:
+    """The row over all its cases."""
+    of = {"what": row.what, "theirs": row.theirs}
+    try:
+        function = loading.theirs(row.peer, row.theirs)
+    except Exception as e:
+        return Result(**of, status=NOT_LOADED, told=f"{type(e).__name__}: {e}")
+    worst, where = 0.0, ""
+    try:
+        for case in cases(row.kinds):
+            theirs = row.call(function, case, ours.given(row) if row.native is None else row.keys)
+            apart = ours.difference(theirs, row.ours(row, case), row.only, case.mask)
+            if apart > worst:
+                worst, where = apart, case.name
+    except Exception as e:
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        said = f"{type(e).__name__}: {e} ({Path(at.filename).name}:{at.lineno})"
+        return Result(**of, status=BROKEN, told=said)
+    if worst <= row.tolerance:
+        return Result(**of, status=STALE if row.differs else EQUAL, told=row.differs, worst=worst)
+    status = DOCUMENTED if row.differs else DIFFERS
+    return Result(**of, status=status, worst=worst, where=where, told=row.differs or row.issue)
+
+
+def quiet() -> None:
+    """The peers' own warnings are not of interest here."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    with contextlib.suppress(ImportError):
+        from loguru import logger
+
+        logger.remove()
+
+
+def measured(peer: str, what: str) -> list[Result]:
+    """The rows of one peer, in this process."""
+    quiet()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return [compare(row) for row in ROWS if row.peer == peer and what in row.what]
+
+
+def apart(peer: str, what: str) -> list[Result]:
+    """The rows of one peer, in a process of its own: what one peer changes on import must not reach another."""
+    command = [sys.executable, "-m", "peers.run", peer, "--what", what, "--results"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-4000:]}")
+    return [Result(**result) for result in json.loads(done.stdout.splitlines()[-1])]
+
+
+def line(result: Result) -> str:
+    text = f"{result.status:22} {result.what}"
+    if result.where:
+        text += f": up to {result.worst:.3g} ({result.where})"
+    return text + (f"\n{'':25}{result.told}" if result.told else "")
+
+
+def headline(peer: str, results: list[Result]) -> str:
+    counts = Counter(result.status for result in results)
+    return f"{loading.PACKAGES[peer]} {loading.version(peer) or '(not installed)'}: " + ", ".join(
+        f"{number} {status}" for status, number in counts.items()
+    )
+
+
+INTRODUCTION = """\
+# Held against the peers' own code
+
+`make test-peers` installs the packages below, calls their own functions, and compares values and gradients with what
+whet makes of the same settings: a config in the peer's keys, translated as `whet convert` does, or (TRL) whet's own.
+Batches are random and ragged: several turns, groups of one, a uniform group, empty replies, and log-probs so far apart
+that every clamp acts. Two numbers are equal if they differ by less than the row's tolerance (1e-9; 1e-7 where the peer
+adds 1e-8 to a denominator; 2e-6 where it computes in float32), relative to the larger of 1 and the peer's number.
+
+Not compared: TRL's group advantages, which cannot be called apart from its generation loop, and functions that whet
+does not have. The rows are in `tests/peers`; `make test-peers WRITE=--write` writes this page.
+
+| peer | version | rows | equal | differs as documented | other |
+|---|---|---|---|---|---|
+"""
+
+
+def page(by_peer: dict[str, list[Result]]) -> str:
+    """docs/peers.md."""
+    out = []
+    for peer, results in by_peer.items():
+        counts = Counter(result.status for result in results)
+        numbers = (len(results), counts[EQUAL], counts[DOCUMENTED])
+        cells = (loading.PACKAGES[peer], loading.version(peer), *numbers, len(results) - sum(numbers[1:]))
+        out.append("| " + " | ".join(map(str, cells)) + " |")
+    for peer, results in by_peer.items():
+        out += ["", f"## {loading.PACKAGES[peer]} {loading.version(peer)}", ""]
+        if replaced := loading.standins(peer):
+            names = ", ".join(f"`{name}`" for name in replaced)
+            out += [f"Stand-ins for what it imports and no formula reads: {names}.", ""]
+        out += ["| settings | their function | result |", "|---|---|---|"]
+        for result in results:
+            said = f"{result.status}: {result.told}" if result.told else result.status
+            said += f" (up to {result.worst:.2g})" if result.where else ""
+            cells = (cell.replace("|", "\\|").replace("\n", " ") for cell in (result.what, said))
+            out.append(f"| {next(cells)} | `{result.theirs}` | {next(cells)} |")
+    return INTRODUCTION + "\n".join(out) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("peers", nargs="*", help="verl, skyrl, trinity, cosmos, trl; all if none is given")
+    parser.add_argument("--write", action="store_true", help="write docs/peers.md")
+    parser.add_argument("--what", default="", help="only rows whose settings have this text")
+    parser.add_argument("--results", action="store_true", help="print the results of one peer as JSON")
+    told = parser.parse_args()
+    if told.results:
+        print(json.dumps([asdict(result) for result in measured(told.peers[0], told.what)]))
+        return 0
+    by_peer = {}
+    for peer in told.peers or loading.PACKAGES:
+        by_peer[peer] = apart(peer, told.what)
+        print(headline(peer, by_peer[peer]))
+        print(*(f"  {line(result)}" for result in by_peer[peer]), sep="\n", flush=True)
+    if told.write:
+        PAGE.write_text(page(by_peer), encoding="utf-8")
+    return int(any(result.status not in GOOD for results in by_peer.values() for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""The table of `make test-peers`, as far as it can be tested without the peers' packages (tests/peers)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from peers import cases, ours
+from peers.rows import ROWS
+from peers.table import Row
+from test_algorithms_doc import table
+from whet.algos.advantages import ADVANTAGES
+from whet.algos.aggregate import AGGREGATIONS
+from whet.algos.kl import ESTIMATORS, RATIO_ESTIMATORS
+from whet.algos.losses import LOSSES
+
+ROOT = Path(__file__).parent.parent
+
+NAMES = {
+    *(f"advantage {name}" for name in ADVANTAGES),
+    *(f"loss {name}" for name in LOSSES),
+    *(f"aggregation {name}" for name in AGGREGATIONS),
+    *(f"kl {name}" for name in (*ESTIMATORS, *RATIO_ESTIMATORS)),
+    *(f"correction weight: {level}" for level in ("token", "sequence", "geometric")),
+    *("correction reject", "correction denominator: all", "critic", "adaptive KL", "schedule"),
+}
+"""What a row may cover."""
+
+APART = {
+    ("advantage grpo", "trl"): "TRL computes it inside its generation loop, so it cannot be called apart"
+}
+"""Claims that no row can hold."""
+
+CLAIMS = {"verl": "verl", "SkyRL": "skyrl", "Trinity": "trinity", "Cosmos-RL": "cosmos", "TRL": "trl"}
+
+
+def claims() -> list[tuple[str, str]]:
+    """(what, peer) wherever docs/algorithms.md says that a function is 'as' a peer has it."""
+    out = []
+    for heading, kind, column in (
+        ("Advantages", "advantage", "source, and differences to other programs"),
+        ("Losses", "loss", "source, and differences to other programs"),
+    ):
+        for name, row in table(heading).items():
+            for said in re.findall(
+                r"\b[Aa]s ((?:(?:verl|SkyRL|Trinity|Cosmos-RL|TRL)(?:, | and )?)+)", row[column]
+            ):
+                out += [(f"{kind} {name}", CLAIMS[peer]) for peer in re.findall("|".join(CLAIMS), said)]
+    return out
+
+
+def test_every_claim_of_the_page_has_a_row() -> None:
+    said = claims()
+    assert ("advantage gpg", "verl") in said
+    assert ("loss topr", "trinity") in said
+    compared = {(what, row.peer) for row in ROWS for what in row.covers}
+    assert set(said) - compared == set(APART), (
+        "docs/algorithms.md says 'as PEER', and tests/peers does not compare it"
+    )
+
+
+def test_rows_cover_what_there_is_and_are_told_apart() -> None:
+    assert {what for row in ROWS for what in row.covers} <= NAMES
+    seen = [(row.peer, row.what, row.kinds) for row in ROWS]
+    assert len(set(seen)) == len(seen)
+
+
+def test_a_documented_difference_names_a_page_that_has_it() -> None:
+    """The page, and the row or heading of it."""
+    for row in ROWS:
+        if row.differs:
+            page, _, place = re.search(r"\((docs/\w+\.md)(, )`?([^`)]+)`?\)", row.differs).groups()
+            assert place in (ROOT / page).read_text(encoding="utf-8"), (row.peer, row.what)
+        assert not (row.differs and row.issue)
+
+
+@pytest.mark.parametrize("peer", sorted(set(CLAIMS.values())))
+def test_our_side_has_numbers(peer: str) -> None:
+    """The translation of its settings loads, and what comes of it is finite for a batch: one row for each function."""
+    for row in {row.covers: row for row in ROWS if row.peer == peer}.values():
+        numbers = row.ours(row, next(cases.cases(row.kinds)))
+        for name, x in numbers.items():
+            assert torch.isfinite(x).all(), (row.what, name)
+
+
+def test_a_difference_is_seen_wherever_it_is_sampled() -> None:
+    mask = torch.tensor([[1.0, 0.0]])
+    same = {"x": torch.tensor([[4.0, 9.0]])}
+    assert ours.difference(same, {"x": torch.tensor([[4.0, 0.0]])}, (), mask) == 0
+    assert ours.difference(same, {"x": torch.tensor([[3.0, 9.0]])}, (), mask) == 0.25
+    assert ours.difference(same, {"x": torch.tensor([[torch.nan, 9.0]])}, (), mask) == torch.inf
+    with pytest.raises(ValueError, match="shape"):
+        ours.difference(same, {"x": torch.zeros(3)}, (), mask)
+
+
+def test_padding_keeps_every_token_at_its_place() -> None:
+    made = cases.case("several turns", 0)
+    padded = made.padded(made.batch.reward_R[made.batch.rollout_N] + made.column_N)
+    columns = torch.arange(made.width)
+    expected = (made.batch.reward_R[:, None] + columns) * made.exists
+    assert torch.equal(padded, expected)
+    assert torch.equal(made.mask.sum(-1), made.batch.sum_R(torch.ones_like(made.logp_N)))
+    assert torch.equal((made.reward * made.mask).sum(-1), made.batch.reward_R)
+
+
+def _one(peer: str, what: str) -> Row:
+    return next(row for row in ROWS if row.peer == peer and row.what == what)
+
+
+def test_a_row_hands_over_the_settings_of_its_keys() -> None:
+    row = _one("verl", "rollout_rs=token_k1, threshold 0.7_1.5")
+    (reject,) = ours.config(row).algorithm.correction.reject
+    assert (reject.over, reject.low, reject.high) == ("token", pytest.approx(1 / 1.5), pytest.approx(1 / 0.7))
