@@ -380,7 +380,7 @@ LOSSES = (
             "old_logprobs": "sampled",
         },
     ),
-    policy("sppo", "sppo_loss_fn:sPPOPolicyLossFn", ("loss sppo",), {"epsilon": 0.3}, kinds=NEAR),
+    policy("sppo", "sppo_loss_fn:sPPOPolicyLossFn", ("loss softmax_ppo",), {"epsilon": 0.3}, kinds=NEAR),
     policy("topr", "topr_policy_loss:TOPRPolicyLossFn", ("loss topr",), kinds=NEAR),
     policy("opmd", "opmd_policy_loss:OPMDPolicyLossFn", ("loss opmd",), {"tau": 0.5}),
     policy(

@@ -7,12 +7,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Protocol
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Protocol
 
 from whet.inputs import parse_json
 from whet.types import DataError, Json
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Row = dict[str, Json]
 
