@@ -48,13 +48,15 @@ def read_bytes(path: Path, error: type[WhetError], *, most: int) -> bytes:
     """The bytes of a file. Raises `error` if it is irregular, unreadable, or larger than `most` bytes."""
     check_regular(path, error)
     try:
+        found = bytearray()  # in pieces: one read of `most` bytes would take the memory for them first
         with path.open("rb") as file:
-            found = file.read(most + 1)
+            while len(found) <= most and (piece := file.read(MIB)):
+                found += piece
     except OSError as e:
         raise error(f"{path}: cannot be read: {_why(e)}") from e
     if len(found) > most:
         raise error(f"{path} has more than {most / MIB:g} MiB; is it the right file?")
-    return found
+    return bytes(found)
 
 
 def read_text(path: Path, error: type[WhetError], *, most: int) -> str:
