@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 import typer
 
 from whet import secrets
+from whet.notices import say, say_columns, say_missing
 from whet.options import Dialect, File, Gpus, Mem, Overrides, TrustScript, UnusedChoice, UnusedKeys
 from whet.types import ConfigError, WhetError
 
 if TYPE_CHECKING:
-    from whet.config.load import Loaded
+    pass
 
 app = typer.Typer(
     name="whet",
@@ -78,7 +79,7 @@ def train(
     from whet.config.load import load
 
     loaded = load(file, overrides or (), dialect=dialect, trust_script=trust_script, unused=unused.value)
-    _say(loaded)
+    say(loaded)
     raise typer.Exit(run_training(loaded, change=change))
 
 
@@ -124,10 +125,10 @@ def plan(
             here=gpus is None,
             unused=unused.value,
         )
-        _say(loaded)
+        say(loaded)
         planned = plans(loaded, here=False)
-        _say_missing(loaded)
-        _say_columns(loaded)
+        say_missing(loaded)
+        say_columns(loaded)
         Console().print(describe(planned))
         if arithmetic:
             _say_arithmetic(
@@ -330,7 +331,7 @@ def _judge_file(file: Path, overrides: Sequence[str], replies: Path | None, *, d
     from whet.config.load import load
 
     loaded = load(file, overrides, dialect=dialect)
-    _say(loaded)
+    say(loaded)
     from rich.console import Console
 
     from whet.bench import judge_file
@@ -340,32 +341,6 @@ def _judge_file(file: Path, overrides: Sequence[str], replies: Path | None, *, d
     judged = judge_file(with_file(loaded, replies), whole=replies is None)
     Console().print(by_source(judged.metrics))
     return json.dumps({"metrics": judged.metrics, "replies": judged.rows}, indent=1, ensure_ascii=False)
-
-
-def _say(loaded: Loaded) -> None:
-    """Print the translation of a foreign file's keys to stderr."""
-    from whet.dialects.report import summary
-
-    if loaded.translation:
-        typer.echo(summary(loaded.translation), err=True)
-    for note in loaded.notes:
-        typer.echo(f"note: {note}", err=True)
-
-
-def _say_columns(loaded: Loaded) -> None:
-    """Note which columns a run would use where none are named, of data that is on this machine."""
-    from whet.data.recognise import with_columns
-
-    for text in with_columns(loaded, plan=True)[1]:
-        typer.echo(f"note: {text}", err=True)
-
-
-def _say_missing(loaded: Loaded) -> None:
-    """Note what this machine lacks for the run; the run may be for another machine."""
-    from whet.config.plan import missing
-
-    for text in missing(loaded):
-        typer.echo(f"note: {text}", err=True)
 
 
 @app.command()
@@ -408,8 +383,8 @@ def convert(
         loaded = load(file, overrides or (), dialect=dialect, trust_script=trust_script, here=False)
     with as_if(given or (ENOUGH if loaded.translation else None)):
         plans(loaded, here=False)
-    _say(loaded)
-    _say_missing(loaded)
+    say(loaded)
+    say_missing(loaded)
     if output:
         output.write_text(native_yaml(loaded), encoding="utf-8")
     else:
