@@ -32,7 +32,19 @@ LAYERS: list[set[str]] = [
         "whole",
         "disaggregated",
     },
-    {"__main__", "cli", "notices", "options", "api", "start", "bench", "export", "rehearsal", "cluster", "web"},
+    {
+        "__main__",
+        "cli",
+        "notices",
+        "options",
+        "api",
+        "start",
+        "bench",
+        "export",
+        "rehearsal",
+        "cluster",
+        "web",
+    },
 ]
 """By first name below `whet`; `whet/__init__.py` is of the last layer."""
 
