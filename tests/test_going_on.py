@@ -169,6 +169,16 @@ def test_keys_of_another_version_are_no_change() -> None:
         resuming.taken(Path("c"), old, config("train.temperature=0.5"), at=("main", 1), change=False)
 
 
+def test_a_rate_that_is_not_given_is_that_of_its_method() -> None:
+    """A checkpoint of whet 0.1 has the number that was the default then."""
+    at, none = "train.optimizer.lr", ("train.optimizer.lr=null",)
+    assert told(none, (f"{at}=1e-6",)) == {}
+    assert told((f"{at}=2e-6",), none) == {at: "numbers"}
+    sft = "algorithm.name=sft"
+    (change,) = changes(dump(config(sft, f"{at}=1e-6")), dump(config(sft, *none)))
+    assert (change.key, change.old, change.new) == (at, 1e-6, 1e-5)
+
+
 # ---------------------------------------------------------------- going on
 
 

@@ -11,7 +11,7 @@ from whet.config.checks_parallel import ranks_of
 from whet.config.functions import Kind
 from whet.config.learns import Learns
 from whet.config.recipes import Resolved, resolve
-from whet.config.schema import Config, OptimizerConfig, SamplingConfig, TrainConfig
+from whet.config.schema import AlgorithmConfig, Config, OptimizerConfig, SamplingConfig, TrainConfig
 from whet.config.sections.lora import LoraConfig
 from whet.config.sizes import Shape, cache_dtype
 from whet.types import ConfigError
@@ -275,16 +275,21 @@ and KTO as TRL 1.16, GRPO and SFT as verl 0.9.1. Adapters take ten times as much
 Regret", 2025); with SFT 2e-4, as QLoRA (arXiv:2305.14314, table 9)."""
 
 
+def method_lr(algorithm: AlgorithmConfig, *, lora: bool) -> float:
+    """The learning rate of a method where none is given."""
+    try:
+        kind = resolve(algorithm).kind
+    except ConfigError:  # the plan refuses this algorithm, and says where it is given
+        kind = "online"
+    return LEARNING_RATES[kind][lora]
+
+
 def with_lr(cfg: Config) -> Config:
     """The config of a stage, with the learning rate of its method where none is given."""
     optimizer = cfg.train.optimizer
     if optimizer.lr is not None:
         return cfg
-    try:
-        kind = resolve(cfg.algorithm).kind
-    except ConfigError:  # the plan refuses this algorithm, and says where it is given
-        kind = "online"
-    lr = LEARNING_RATES[kind][cfg.model.lora is not None]
+    lr = method_lr(cfg.algorithm, lora=cfg.model.lora is not None)
     train = cfg.train.model_copy(update={"optimizer": optimizer.model_copy(update={"lr": lr})})
     return cfg.model_copy(update={"train": train})
 

@@ -16,12 +16,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from whet.config.derived import method_lr
 from whet.config.faults import shown
 from whet.config.keys import TABLES, Key, dotted, is_list, keys, lookup
 from whet.config.keys import Path as At
 from whet.config.recipes import with_settings
 from whet.config.renamed import renamed
-from whet.config.schema import Config, Section
+from whet.config.schema import AlgorithmConfig, Config, Section
 from whet.config.secrets import dump, hidden
 from whet.config.tree import get, stage_names, stage_tree
 from whet.secrets import REDACTED, redact_tree
@@ -222,9 +223,20 @@ def _stages(tree: Json) -> dict[str, Json]:
     names = stage_names(tree) or ["main"]
     stages = (stage_tree(tree, stage) for stage in tree.get("stages") or [{}])
     return {
-        name: {**stage, "algorithm": with_settings(stage.get("algorithm") or {})}
+        name: {**_with_lr(stage), "algorithm": with_settings(stage.get("algorithm") or {})}
         for name, stage in zip(names, stages)
     }
+
+
+def _with_lr(stage: dict[str, Json]) -> dict[str, Json]:
+    """The stage with the learning rate of its method where it has none."""
+    at = ("train", "optimizer", "lr")
+    if get(stage, at) is not None or get(stage, at[:2]) is None:
+        return stage
+    algorithm = AlgorithmConfig.model_validate_json(json.dumps(stage.get("algorithm") or {}))
+    lr = method_lr(algorithm, lora=get(stage, ("model", "lora")) is not None)
+    optimizer = {**stage["train"]["optimizer"], "lr": lr}
+    return {**stage, "train": {**stage["train"], "optimizer": optimizer}}
 
 
 def _differences(old: Json, new: Json, at: At) -> Iterator[Change]:
