@@ -339,20 +339,19 @@ class EnvHost:
                 if left_s <= 0:
                     raise await self._late(work, f"timeout: {name} took more than {limit_s:g} s")
                 await asyncio.wait({work}, timeout=min(left_s, 60.0))
-            return self._result(work, name, world)
+            return self._result(work, name)
         finally:
             if not work.done():
                 work.cancel()
 
     @staticmethod
-    def _result(work: asyncio.Task[Any], name: str, world: ChattingWorld) -> Any:
+    def _result(work: asyncio.Task[Any], name: str) -> Any:
         if work.cancelled():
             raise CallFailed(f"raised CancelledError in {name}")
-        value, error = work.result()
+        value, error, unanswered = work.result()
         if error is not None:
             raise CallFailed(f"raised {describe(error)} in {name}")
-        if world.waiting:
-            world.abandon()
+        if unanswered:
             raise CallFailed(f"bad value: {name} returned before its calls of world.chat had their replies")
         return value
 
@@ -363,17 +362,23 @@ class EnvHost:
         await asyncio.wait({work}, timeout=CANCEL_S)
         return CallFailed(why) if work.done() else Stuck(f"{why}, and goes on")
 
-    async def _run(self, playing: Playing, function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """(its value, None) or (None, what it raised). Async code runs here, other code in the episode's thread."""
+    async def _run(
+        self, playing: Playing, function: Callable[[], Any]
+    ) -> tuple[Any, BaseException | None, bool]:
+        """(its value, None) or (None, what it raised), and whether calls of `chat` had no reply when it returned, which
+        are abandoned. Async code runs here, other code in the episode's thread."""
         mark = (self.marks, playing.slot, playing.number)
         try:
             bare = function.func if isinstance(function, partial) else function
             value = function() if inspect.iscoroutinefunction(bare) else await self._thread(playing, function)
-            return (await Marked(value, *mark) if inspect.isawaitable(value) else value), None
+            value = await Marked(value, *mark) if inspect.isawaitable(value) else value
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001  foreign code, SystemExit included
-            return None, error
+            return None, error, False
+        unanswered = bool(playing.world.waiting)  # now: a moment later the reply may be there
+        playing.world.abandon()
+        return value, None, unanswered
 
     async def _thread(self, playing: Playing, function: Callable[[], Any]) -> Any:
         """Its value, from a thread. A thread cannot be cancelled: neither can this, as long as it works."""
