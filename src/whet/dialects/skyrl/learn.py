@@ -45,6 +45,8 @@ def advantages(v: Values) -> Native:
         out["algorithm.advantage.gamma"] = v[f"{A}.gamma"]
     if name == "gae":
         out["algorithm.advantage.lam"] = v[f"{A}.lambd"]
+    if name == "reinforce++" and v["generator.max_turns"] > 1:
+        out["algorithm.advantage.reset_at_turns"] = True
     if v[f"{A}.advantage_batch_normalize"]:
         out |= {"algorithm.whiten": True, "algorithm.whiten_ddof": 0}
         if name == "reinforce++":  # which is whitened by itself; twice is once, and the second time counts
