@@ -125,6 +125,16 @@ def test_off_policy_correction_by_release() -> None:
     assert fourth == {"weight": weight, "reject": [{"statistic": "k2", "over": "token", "high": 0.1}]}
 
 
+def test_the_return_of_reinforce_plus_plus_crosses_turns_since_0_9() -> None:
+    def resets(version: str, turns: bool) -> Json:
+        given = {**FITS, "algorithm.adv_estimator": "reinforce_plus_plus", R + "multi_turn.enable": turns}
+        advantage = made(given, version).tree["algorithm"]["advantage"]
+        return isinstance(advantage, dict) and advantage.get("reset_at_turns", False)
+
+    assert [resets(version, True) for version in ("0.4.0", "0.8.0", "0.9.0", "main")] == [True, True, False, False]
+    assert not resets("0.8.0", False)
+
+
 def test_the_asynchronous_trainers() -> None:
     apart: dict[str, Json] = {
         **FITS,

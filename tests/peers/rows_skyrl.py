@@ -306,14 +306,8 @@ KL = (
                 "loss_reduction": "sequence_mean",
             },
             what=f"kl_estimator_type={name}",
-            **more,
         )
-        for name, more in (
-            ("k1", {}),
-            ("k2", {}),
-            ("abs", {}),
-            ("k3", {}),
-        )
+        for name in ("k1", "k2", "abs", "k3")
     ),
     policy(
         "regular",
