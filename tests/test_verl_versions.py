@@ -131,7 +131,8 @@ def test_the_return_of_reinforce_plus_plus_crosses_turns_since_0_9() -> None:
         advantage = made(given, version).tree["algorithm"]["advantage"]
         return isinstance(advantage, dict) and advantage.get("reset_at_turns", False)
 
-    assert [resets(version, True) for version in ("0.4.0", "0.8.0", "0.9.0", "main")] == [True, True, False, False]
+    releases = ("0.4.0", "0.8.0", "0.9.0", "main")
+    assert [resets(version, True) for version in releases] == [True, True, False, False]
     assert not resets("0.8.0", False)
 
 

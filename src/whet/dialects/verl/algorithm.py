@@ -373,9 +373,10 @@ def _keeps_outside(v: Values) -> bool:
     return v[f"{CORRECTION}.rollout_is"] is not None and "_" in str(v[f"{CORRECTION}.rollout_is_threshold"])
 
 
-def masks_and_rejects(v: Values) -> bool:
-    """Whether some tokens of weight 0 stay in the averages and others do not, which whet cannot tell apart."""
-    return not bypasses(v) and _keeps_outside(v) and bool(_tests(v))
+def weighs_some_nothing(v: Values) -> bool:
+    """Whether there are tokens of weight 0 that stay in verl's averages. Beside those that rollout_rs rejects whet
+    cannot tell them apart."""
+    return not bypasses(v) and _keeps_outside(v)
 
 
 def bypasses(v: Values) -> bool:
