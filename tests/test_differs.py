@@ -78,6 +78,27 @@ def test_a_difference_is_told_in_its_releases_alone() -> None:
     assert [kl("doc"), kl("train-0.1"), kl("0.1"), kl("0.2")] == [0, 1, 1, 0]
 
 
+def test_tokens_of_weight_0_beside_rejected_ones() -> None:
+    def averages(**given: Json) -> int:
+        tree: Json = {"algorithm": {"rollout_correction": {"rollout_rs": "token_k2", **given}}}
+        made = translate(tree, dialect("verl-ppo", "0.9.0"), origins={})
+        return sum("in verl they stay in them" in text for text in said(made))
+
+    both = {"rollout_rs_threshold": "0.1", "rollout_is": "token"}
+    assert averages(**both, rollout_is_threshold="0.5_2") == 1
+    assert averages(**both, rollout_is_threshold=2.0) == 0
+    assert averages(rollout_rs_threshold="0.1") == 0
+
+
+def test_the_penalty_of_kl_cov() -> None:
+    def told(kind: str, version: str) -> int:
+        tree: Json = {"trainer": {"algorithm": {"policy_loss_type": kind, "kl_cov": {"ppo_kl_coef": 0.5}}}}
+        made = translate(tree, dialect("skyrl", version), origins={})
+        return sum("a sum over the chosen tokens" in text for text in said(made))
+
+    assert [told("kl_cov", "0.1"), told("kl_cov", "0.3"), told("regular", "0.3")] == [0, 1, 0]
+
+
 def test_true_is_not_1() -> None:
     one = Difference(file="", key="k", since="", until="", values="[1]", when="", reason="R.")
     assert [one.of_value(value) for value in (1, True, 1.0)] == [True, False, False]

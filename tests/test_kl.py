@@ -79,9 +79,18 @@ def test_ratio_estimators_against_the_formulas(ds: list[float], moves: list[floa
     d, move = doubles(ds), doubles(moves)
     ratio = [math.exp(min(max(m, -20.0), 20.0)) for m in moves]
     corrected = [min(r, 2.0) * k3_of(x) for r, x in zip(ratio, ds, strict=True)]
-    unbiased = [r * ORACLES["low_var_kl"](x) for r, x in zip(ratio, ds, strict=True)]
+    unbiased = [min(r * k3_of(x), 10.0) for r, x in zip(ratio, ds, strict=True)]
     assert RATIO_ESTIMATORS["corrected_k3"](d, move).tolist() == pytest.approx(corrected, rel=1e-9, abs=1e-12)
     assert RATIO_ESTIMATORS["unbiased_k3"](d, move).tolist() == pytest.approx(unbiased, rel=1e-9, abs=1e-6)
+
+
+def test_the_unbiased_one_is_bounded_as_a_product() -> None:
+    """At d = 0.5, where k3 = exp(-0.5) - 0.5, a ratio of e^5 lies above the bound: flat there, and 10."""
+    move = doubles([0.0, 5.0]).requires_grad_()
+    value = RATIO_ESTIMATORS["unbiased_k3"](doubles([0.5, 0.5]), move)
+    k3 = math.exp(-0.5) - 0.5
+    assert value.tolist() == pytest.approx([k3, 10.0], rel=1e-12)
+    assert torch.autograd.grad(value.sum(), move)[0].tolist() == pytest.approx([k3, 0.0], rel=1e-12)
 
 
 def slopes(name: str, logp: Tensor, batch_ref: Tensor, old: Tensor) -> tuple[list[float], list[float]]:

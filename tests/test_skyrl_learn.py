@@ -69,6 +69,8 @@ def test_advantages() -> None:
         "algorithm.name": "reinforce_pp",
         "algorithm.advantage.gamma": 1.0,
     }
+    several = learn.advantages(values(**plus_plus, generator__max_turns=2))
+    assert several["algorithm.advantage.reset_at_turns"] is True
     twice = learn.advantages(values(**plus_plus, **{KL + "advantage_batch_normalize": True}))
     assert twice == {"algorithm.name": "reinforce", "algorithm.advantage.gamma": 1.0, **whitened}
     assert learn.advantages(values(**{KL + "advantage_estimator": "maxrl"})) == {"algorithm.name": "maxrl"}

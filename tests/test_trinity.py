@@ -308,6 +308,7 @@ def test_arguments_of_functions() -> None:
             },
         ),
         ("remax", {}, {"advantage": "remax"}),
+        ("rloo", {}, {"advantage": "rloo", "advantage.single_rollout": "raw"}),
         ("reinforceplusplus", {"gamma": 0.9}, {"advantage": "reinforce_plus_plus", "advantage.gamma": 0.9}),
     ],
 )

@@ -118,9 +118,22 @@ def test_off_policy_correction_by_release() -> None:
     assert second == {"reject": [{"statistic": "ratio", "over": "mean", "high": 4.0, "low": 0.25}]}
     bounded = {"rollout_is": "token", "rollout_is_threshold": "0.5_5"}
     third = correction("0.8.0", rollout_correction=bounded)
-    assert third == {
-        "weight": {"name": "token", "low": 0.5, "high": 5.0, "outside": "mask", "normalize": False}
-    }
+    weight = {"name": "token", "low": 0.5, "high": 5.0, "outside": "mask", "normalize": False}
+    assert third == {"weight": weight, "denominator": "all"}
+    rejects = {**bounded, "rollout_rs": "token_k2", "rollout_rs_threshold": "0.1"}
+    fourth = correction("0.8.0", rollout_correction=rejects)
+    assert fourth == {"weight": weight, "reject": [{"statistic": "k2", "over": "token", "high": 0.1}]}
+
+
+def test_the_return_of_reinforce_plus_plus_crosses_turns_since_0_9() -> None:
+    def resets(version: str, turns: bool) -> Json:
+        given = {**FITS, "algorithm.adv_estimator": "reinforce_plus_plus", R + "multi_turn.enable": turns}
+        advantage = made(given, version).tree["algorithm"]["advantage"]
+        return isinstance(advantage, dict) and advantage.get("reset_at_turns", False)
+
+    releases = ("0.4.0", "0.8.0", "0.9.0", "main")
+    assert [resets(version, True) for version in releases] == [True, True, False, False]
+    assert not resets("0.8.0", False)
 
 
 def test_the_asynchronous_trainers() -> None:

@@ -24,8 +24,9 @@ from whet.types import Json
 
 ROOT = Path(__file__).parents[2]
 
-READ_AS = {"verl": "verl@0.9", "skyrl": "skyrl@0.3", "trinity": "trinity@0.6", "cosmos": "cosmos@0.4"}
-"""The version of each peer that its keys are read as: the newest release that whet has read."""
+READ_AS = {"verl": "verl@main", "skyrl": "skyrl@0.3", "trinity": "trinity@0.6", "cosmos": "cosmos@0.4"}
+"""The version of each peer that its keys are read as: the newest that whet has read. The formulas of verl 0.9.1 are
+those of main."""
 
 FILES = {
     "verl": "tests/dialects/verl_letters.yaml",

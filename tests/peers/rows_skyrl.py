@@ -64,18 +64,27 @@ CRITIC: Mapping[str, Json] = {
 
 
 def estimator(
-    name: str, function: str, covers: str, keys: Mapping[str, Json] | None = None, **rest: Any
+    name: str,
+    function: str,
+    covers: str,
+    keys: Mapping[str, Json] | None = None,
+    beside: Mapping[str, Json] | None = None,
+    **rest: Any,
 ) -> Row:
+    """beside: keys that are not of the algorithm's section."""
     return Row(
         peer="skyrl",
         what=f"advantage_estimator={name}"
-        + "".join(f", {key.rpartition('.')[2]}={value}" for key, value in (keys or {}).items()),
+        + "".join(
+            f", {key.rpartition('.')[2]}={value}" for key, value in {**(keys or {}), **(beside or {})}.items()
+        ),
         theirs=f"{PPO}:{function}",
         call=advantage,
         ours=ours.advantage,
         keys={
             **(CRITIC if name == "gae" else {f"{A}advantage_estimator": name}),
             **{A + key: value for key, value in (keys or {}).items()},
+            **(beside or {}),
         },
         covers=(f"advantage {covers}",),
         **rest,
@@ -94,6 +103,15 @@ ADVANTAGES = (
         "compute_reinforce_plus_plus_outcome_advantage",
         "reinforce_plus_plus",
         {"gamma": 0.9},
+        kinds=("one turn", "a group of one", "far apart"),
+    ),
+    estimator(
+        "reinforce++",
+        "compute_reinforce_plus_plus_outcome_advantage",
+        "reinforce_plus_plus",
+        {"gamma": 0.9},
+        {"generator.max_turns": 4},
+        kinds=("several turns",),
     ),
     estimator(
         "gae",
@@ -205,8 +223,8 @@ LOSSES = (
         ("loss kl_cov",),
         {"kl_cov.kl_cov_frac": 0.2, "kl_cov.ppo_kl_coef": 1.0},
         kinds=WITHOUT_FAR,
-        issue="SkyRL scales the advantages by the reduction and then takes a sum, so its penalty |log r| is a sum over "
-        "the chosen tokens; here the aggregation weighs it, too, and no page says so",
+        differs="SkyRL's penalty is a sum over the chosen tokens; here the aggregation weighs it "
+        "(docs/algorithms.md, `kl_cov`)",
     ),
     Row(
         peer="skyrl",
@@ -288,15 +306,8 @@ KL = (
                 "loss_reduction": "sequence_mean",
             },
             what=f"kl_estimator_type={name}",
-            **more,
         )
-        for name, more in (
-            ("k1", {}),
-            ("k2", {}),
-            ("abs", {}),
-            ("k3", {"kinds": WITHOUT_FAR}),
-            ("k3", {"kinds": ("far apart",), "issue": "issue 15: SkyRL's k3 is clamped (low_var_kl)"}),
-        )
+        for name in ("k1", "k2", "abs", "k3")
     ),
     policy(
         "regular",

@@ -185,7 +185,7 @@ ADVANTAGES = (
         "rloo",
         kind="rloo",
         call=in_trainer,
-        kinds=("one turn", "several turns"),
+        kinds=("one turn", "several turns", "a group of one"),
         tolerance=FLOAT32,
     ),
     estimator(
@@ -198,16 +198,6 @@ ADVANTAGES = (
         kinds=("one turn", "a group of one"),
     ),
     estimator(
-        "rloo",
-        "rloo_advantage:RLOOAdvantageFn",
-        "rloo",
-        kind="rloo",
-        call=in_trainer,
-        kinds=("a group of one",),
-        tolerance=FLOAT32,
-        issue="a reply alone keeps its reward in Trinity; the translation gives it 0 (single_rollout=zero)",
-    ),
-    estimator(
         "reinforceplusplus",
         "reinforce_plus_plus_advantage:REINFORCEPLUSPLUSAdvantageFn",
         "reinforce_plus_plus",
@@ -215,7 +205,7 @@ ADVANTAGES = (
         call=in_trainer,
         args={"gamma": 0.9},
         kinds=("several turns",),
-        issue="Trinity carries the return across turns, and an environment's tokens discount it; no page says so",
+        differs="Trinity lets an environment's tokens discount the return (docs/algorithms.md, `reinforce_plus_plus`)",
     ),
     estimator(
         "ppo",

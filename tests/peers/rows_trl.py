@@ -64,6 +64,7 @@ def grpo(method: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
         epsilon_low=told["epsilon"],
         epsilon_high=told["epsilon_high"] if has_high else told["epsilon"],
         off_policy_mask_threshold=told["off_policy_mask_threshold"],
+        get_gamma_weights=theirs("trl", "trl.trainer.grpo_trainer:GRPOTrainer.get_gamma_weights"),
         get_off_policy_mask=theirs("trl", "trl.trainer.grpo_trainer:GRPOTrainer.get_off_policy_mask"),
         top_entropy_quantile=1.0,
         use_vllm=False,
@@ -148,13 +149,18 @@ GRPO = (
         {"kl": {"coef": 0.3, "estimator": "unbiased_k3"}},
         ("kl unbiased_k3",),
         kinds=("far apart",),
-        issue="TRL's KL has no bounds, whet's unbiased_k3 is Cosmos-RL's; no estimator here is TRL's default",
+        differs="TRL's KL has no bounds (docs/algorithms.md, `unbiased_k3`)",
     ),
     policy(
         {"loss_type": "grpo", "off_policy_mask_threshold": 0.05},
-        {"sequence_mask_delta": 0.05},
+        {"sequence_mask_delta": 0.05, "sequence_mask_anchor": "sampled"},
         ("loss ppo",),
-        issue="issue 15: sequence_mask_delta must be able to see the engine's log-probs, as TRL's mask does",
+    ),
+    policy(
+        {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_neg": 2.5},
+        {"loss": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_neg": 2.5, "loss_agg_mode": "token-mean"},
+        ("loss vespo",),
+        kinds=(*NEAR, "far apart"),
     ),
 )
 
@@ -319,7 +325,6 @@ GIVEN = (
         dpo,
         {"loss_type": "ipo", "beta": 0.3},
         {"name": "dpo", "beta": 0.3, "pair_loss": "ipo"},
-        issue="issue 15: IPO by means of the tokens' log-ratios, as its authors confirmed",
     ),
     given(
         "KTO",

@@ -124,6 +124,7 @@ whet makes of the same settings: a config in the peer's keys, translated as `whe
 Batches are random and ragged: several turns, groups of one, a uniform group, empty replies, and log-probs so far apart
 that every clamp acts. Two numbers are equal if they differ by less than the row's tolerance (1e-9; 1e-7 where the peer
 adds 1e-8 to a denominator; 2e-6 where it computes in float32), relative to the larger of 1 and the peer's number.
+verl's keys are read as those of main, whose formulas are those of 0.9.1.
 
 Not compared: TRL's group advantages, which cannot be called apart from its generation loop, and functions that whet
 does not have. The rows are in `tests/peers`; `make test-peers WRITE=--write` writes this page.

@@ -82,8 +82,8 @@ def reinforce_plus_plus(
 ) -> Advantage:
     """whiten(R), R_t = r_t + gamma R_{t+1} over the sampled tokens, over the batch. arXiv:2501.03262.
 
-    The return crosses the environment's tokens undiscounted, as in verl 0.9.1. reset_at_turns: it begins anew at the
-    end of each turn, as in verl until 0.9.0 and in SkyRL 0.3.
+    The return crosses the environment's tokens undiscounted, as in verl 0.9.0 and 0.9.1. reset_at_turns: it begins anew
+    at the end of each turn, as in verl 0.8.0 and in SkyRL 0.3.
     """
     at_M = batch.mask_N.nonzero().flatten()
     row_M = turn_of_M(batch) if reset_at_turns else batch.rollout_N[at_M]

@@ -56,8 +56,9 @@ def corrected_k3(d: Tensor, log_ratio: Tensor) -> Tensor:
 
 
 def unbiased_k3(d: Tensor, log_ratio: Tensor) -> Tensor:
-    """low_var_kl * pi / pi_old: over tokens of pi_old its mean is the KL of pi, as is its gradient (Cosmos-RL)."""
-    return low_var_kl(d) * log_ratio.clamp(-20, 20).exp()
+    """k3 * pi / pi_old: over tokens of pi_old its mean is the KL of pi, as is its gradient (DeepSeek-V3.2,
+    arXiv:2512.02556 section 3.1). d is bounded to +-20 and the product to 10, as in Cosmos-RL 0.4.7."""
+    return (k3(d.clamp(-20, 20)) * log_ratio.clamp(-20, 20).exp()).clamp(max=10)
 
 
 _PLAIN: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": low_var_kl, "abs": absolute}

@@ -57,7 +57,7 @@ def vespo(
     """-sg(phi) A log pi, phi = w^k exp(lambda (1 - w)), w the product of the rollout's ratios.
 
     VESPO, arXiv:2602.10693: a soft gate on whole rollouts, 1 at w = 1, which falls to 0 on both sides of k / lambda.
-    k and lambda are those of the sign of A; 1e-8 <= w <= e^20, as in TRL 1.9.
+    k and lambda are those of the sign of A; 1e-8 <= w <= e^20, as in TRL 1.16.
     """
     adv_N = need(batch.adv_N, "batch.adv_N")
     log_R = batch.sum_R(log_ratio(batch, out).detach()).clamp(LEAST_LOG_WEIGHT, BOUND)

@@ -108,8 +108,8 @@ class ReinforcePlusPlus(Discount):
     """Discounted returns on the scale of the batch (REINFORCE++)."""
 
     reset_at_turns: bool = False
-    """The return begins anew at the end of each turn, as in SkyRL 0.3 and verl until 0.9.0. false: rewards of later
-    turns count for earlier turns, as in verl 0.9.1."""
+    """The return begins anew at the end of each turn, as in SkyRL 0.3 and verl 0.8.0. false: rewards of later turns
+    count for earlier turns, as in verl since 0.9.0."""
 
 
 class OptimalTokenBaseline(Section):

@@ -20,8 +20,8 @@ class KlConfig(Section):
     """Estimator per token, with d = log pi - log ref (Schulman 2020): k1 = d, k2 = d^2/2, k3 = exp(-d)-1+d, low_var_kl
     = k3 with bounds (so that one outlier token cannot dominate a step), abs = |d|. (verl: kl_loss_type) With +: the
     value of the named estimator, the gradient of k2. corrected_k3: k3 times the ratio pi / pi_old, at most 2.
-    unbiased_k3: low_var_kl times that ratio. full: the exact sum over the vocabulary; the reference runs again with
-    every update."""
+    unbiased_k3: k3 times that ratio, at most 10. full: the exact sum over the vocabulary; the reference runs again
+    with every update."""
 
 
 class RewardKlConfig(Section):

@@ -45,6 +45,8 @@ def advantages(v: Values) -> Native:
         out["algorithm.advantage.gamma"] = v[f"{A}.gamma"]
     if name == "gae":
         out["algorithm.advantage.lam"] = v[f"{A}.lambd"]
+    if name == "reinforce++" and v["generator.max_turns"] > 1:
+        out["algorithm.advantage.reset_at_turns"] = True
     if v[f"{A}.advantage_batch_normalize"]:
         out |= {"algorithm.whiten": True, "algorithm.whiten_ddof": 0}
         if name == "reinforce++":  # which is whitened by itself; twice is once, and the second time counts
@@ -224,6 +226,10 @@ def policy_loss(v: Values) -> Native:
     if kind == "cispo" and v[f"{A}.cispo.cispo_anchor"] == "rollout":
         out["algorithm.old_logprobs"] = "sampled"
     return out
+
+
+def picks_by_kl_cov(v: Values) -> bool:
+    return bool(v[f"{A}.ppo_loss_type"] == "kl_cov")
 
 
 REDUCTIONS = {

@@ -121,6 +121,8 @@ def _settings(name: str, given: Mapping[str, Json]) -> Native:
             del told["advantage.distill_mixture"]  # log teacher - log policy, as in Trinity
         else:
             told["advantage.distill_estimator"] = "jsd"
+    if name == "rloo":
+        told["advantage.single_rollout"] = "raw"
     if name == "rec" and given["std_normalize"]:
         told["advantage.std_ddof"] = 0
     elif name == "rec":

@@ -8,7 +8,7 @@ from whet.config.faults import shown
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.dialects.verl import distillation
-from whet.dialects.verl.roles import ACTOR, CRITIC, ROLLOUT, has_critic, texts
+from whet.dialects.verl.roles import ACTOR, CRITIC, ROLLOUT, has_critic, has_turns, texts
 from whet.dialects.verl.sizes import is_fully_async, is_one_step_off, prompts, responses
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
@@ -101,12 +101,19 @@ def _parts(v: Values) -> dict[str, Json]:
 
 
 def discount(v: Values) -> Native:
-    """gamma and lam, where an estimator discounts: lam in gae, gamma also in reinforce_plus_plus."""
+    """gamma and lam, where an estimator discounts: lam in gae, gamma also in reinforce_plus_plus, whose return began
+    anew at each turn before 0.9.0."""
     estimator = None if distillation.replaces_rewards(v) else v["algorithm.adv_estimator"]
     gamma = v["algorithm.gamma"]
     if estimator == "gae":
         return {"algorithm.advantage.gamma": gamma, "algorithm.advantage.lam": v["algorithm.lam"]}
-    return {"algorithm.advantage.gamma": gamma} if estimator == "reinforce_plus_plus" else NOTHING
+    if estimator != "reinforce_plus_plus":
+        return NOTHING
+    resets = has_turns(v) and not since(v, "verl", "0.9.0")
+    return {
+        "algorithm.advantage.gamma": gamma,
+        **({"algorithm.advantage.reset_at_turns": True} if resets else {}),
+    }
 
 
 def resampling(v: Values) -> Native:
@@ -355,7 +362,21 @@ def correction(v: Values) -> Native:
                 "learning is coming, not built yet"
             )
         return NOTHING if reinforces(v) else {"algorithm.old_logprobs": "sampled"}
-    return weight | ({"algorithm.correction.reject": tests} if tests else {})
+    if tests:
+        return weight | {"algorithm.correction.reject": tests}
+    return weight | ({"algorithm.correction.denominator": "all"} if _keeps_outside(v) else {})
+
+
+def _keeps_outside(v: Values) -> bool:
+    """Whether tokens of weight 0 stay in the averages: those outside of 'low_high'. What 0.6.0 masks, and what
+    rollout_rs rejects, is left out of them."""
+    return v[f"{CORRECTION}.rollout_is"] is not None and "_" in str(v[f"{CORRECTION}.rollout_is_threshold"])
+
+
+def weighs_some_nothing(v: Values) -> bool:
+    """Whether there are tokens of weight 0 that stay in verl's averages. Beside those that rollout_rs rejects whet
+    cannot tell them apart."""
+    return not bypasses(v) and _keeps_outside(v)
 
 
 def bypasses(v: Values) -> bool:
