@@ -339,10 +339,14 @@ CASES: dict[str, Case] = {
     ),
     "algorithm.loss.max_divergence": (f"algorithm.name=gkd; {OTHERS}; reference.path=B", 1e-3),
     "algorithm.advantage.handle_zero_tail": (
-        "algorithm.name=optimal_token_baseline; rollout.group_size=4",
+        "algorithm.name=optimal_token_baseline; rollout.sampling.max_tokens=16",
         False,
     ),
-    "algorithm.advantage.gpg_alpha": ("algorithm.name=gpg; rollout.group_size=4", "nonzero"),
+    "algorithm.advantage.gpg_alpha": (
+        "algorithm.name=gpg; rollout.group_size=4; "
+        "rewards={f: {function: format, arguments: {pattern: '.*[0-4].*'}}}",
+        "nonzero",
+    ),
     "algorithm.advantage.gamma": (PPO, 0.5),
     "algorithm.advantage.lam": (PPO, 0.5),
     "algorithm.advantage.normalize_std": ("", False),

@@ -189,7 +189,12 @@ def written(tmp_path, text, name="file.yaml"):
 
 def test_an_empty_file_means_the_defaults_of_its_document():
     assert native("{}") == {
-        "train": {"tasks_per_step": 8, "minibatches": 2, "steps": 10, "optimizer": {"max_grad_norm": None}},
+        "train": {
+            "tasks_per_step": 8,
+            "minibatches": 2,
+            "steps": 10,
+            "optimizer": {"lr": 1e-6, "max_grad_norm": None},
+        },
         "critic": {"optimizer": {"lr": 2e-5}},
         "rollout": {"group_size": 4, "sampling": {"temperature": 0.5}},
         "model": {"path": "~/m"},

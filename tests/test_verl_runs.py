@@ -119,7 +119,7 @@ def test_a_critic_learns_beside_the_policy(work: Path) -> None:
         "algorithm.lam=0.95",
         f"critic.model.path={work}/model",
         "critic.optim.lr=1e-3",
-        "trainer.critic_warmup=1",
+        "trainer.critic_warmup=2",
         "trainer.total_training_steps=2",
         "actor_rollout_ref.actor.use_kl_loss=False",
         "critic.ppo_micro_batch_size_per_gpu=2",

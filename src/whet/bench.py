@@ -179,8 +179,8 @@ def judge_checkpoints(
         import_all(cfg.imports)
         from whet.data.recognise import with_columns
 
-        loaded, _ = with_columns(loaded)
         found = [] if model else _found(out.parent / "checkpoints", chosen)
+        loaded, _ = with_columns(loaded, parts=("eval",))
         return _bench(loaded, planned, rewards, out, found=found, stack=stack)
 
 

@@ -32,11 +32,16 @@ def expanded(value: Json, at: Path = ()) -> Json:
     if at and at[:-1] in SOURCES and isinstance(at[-1], int):
         return {"path": value} if isinstance(value, str) else value
     named = SECTIONS.get(at) or SECTIONS.get((*at[:-1], "*") if at else ())
-    if isinstance(value, str) and named is not None:
+    if isinstance(value, str) and named is not None and not _may_be_a_section(value):
         value = {named: value}
     if not isinstance(value, dict) or len(at) > 1:
         return value
     return {key: expanded(inner, (*at, key)) for key, inner in value.items()}
+
+
+def _may_be_a_section(text: str) -> bool:
+    """Whether a text refers to another key, which may be a section, and not to the environment alone."""
+    return "${" in text.replace("${oc.env:", "")
 
 
 def _sources(value: Json) -> Json:

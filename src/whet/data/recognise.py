@@ -26,10 +26,13 @@ REPLIES = ("completion", "chosen")
 _READ = ("prompt", "messages", "response", "rejected", "answer", "desirable")
 
 
-def with_columns(loaded: Loaded, *, plan: bool = False) -> tuple[Loaded, list[str]]:
+def with_columns(
+    loaded: Loaded, *, plan: bool = False, parts: Sequence[str] = ("train", "demonstrations", "eval")
+) -> tuple[Loaded, list[str]]:
     """The run with the columns of every source named in its stages, and what was recognised, for people.
 
-    plan: only data that is here is read, and no function of the user's is called.
+    parts: of the section `data` that are read. plan: only data that is here is read, and no function of the user's is
+    called.
     """
     known: dict[str, tuple[SourceConfig, str]] = {}
 
@@ -45,9 +48,9 @@ def with_columns(loaded: Loaded, *, plan: bool = False) -> tuple[Loaded, list[st
         return known[key][0]
 
     def every(cfg: Config) -> Config:
-        parts = {part: getattr(cfg.data, part) for part in ("train", "demonstrations", "eval")}
-        read = {part: tuple(map(one, sources)) for part, sources in parts.items()}
-        changed = {part: sources for part, sources in read.items() if sources != parts[part]}
+        given = {part: getattr(cfg.data, part) for part in parts}
+        read = {part: tuple(map(one, sources)) for part, sources in given.items()}
+        changed = {part: sources for part, sources in read.items() if sources != given[part]}
         return cfg.model_copy(update={"data": cfg.data.model_copy(update=changed)}) if changed else cfg
 
     stages = tuple(map(every, loaded.stages))
