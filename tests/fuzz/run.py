@@ -24,12 +24,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
+import whet
 from fuzz.case import Case
 from fuzz.readers import FUZZERS
 from whet.types import WhetError
 
 CPU_S = 10.0
 MEMORY = 3 * 2**30
+PACKAGE = Path(whet.__file__).parent
 PIECE = 500
 """Cases that one process makes, before it says how far it is."""
 RIGHT, REFUSED = "right", "refused"
@@ -156,7 +158,7 @@ def judge(fuzzer: str, one: Case) -> str:
         return "took too much memory"
     except BaseException as e:
         at = traceback.extract_tb(e.__traceback__)
-        own = [f for f in at if "/whet/" in f.filename] or at
+        own = [f for f in at if Path(f.filename).is_relative_to(PACKAGE)] or at
         place = f"{Path(own[-1].filename).name}:{own[-1].name}"
         return f"{type(e).__name__} in {place}"
     finally:

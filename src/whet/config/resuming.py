@@ -231,12 +231,12 @@ def _stages(tree: Json) -> dict[str, Json]:
 def _with_lr(stage: dict[str, Json]) -> dict[str, Json]:
     """The stage with the learning rate of its method where it has none."""
     at = ("train", "optimizer", "lr")
-    if get(stage, at) is not None or get(stage, at[:2]) is None:
+    if get(stage, at) is not None:
         return stage
     algorithm = AlgorithmConfig.model_validate_json(json.dumps(stage.get("algorithm") or {}))
     lr = method_lr(algorithm, lora=get(stage, ("model", "lora")) is not None)
-    optimizer = {**stage["train"]["optimizer"], "lr": lr}
-    return {**stage, "train": {**stage["train"], "optimizer": optimizer}}
+    optimizer = {**(get(stage, at[:2]) or {}), "lr": lr}
+    return {**stage, "train": {**(stage.get("train") or {}), "optimizer": optimizer}}
 
 
 def _differences(old: Json, new: Json, at: At) -> Iterator[Change]:
