@@ -6,8 +6,9 @@ No torch, no Ray, no network here (layer 0).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -27,11 +28,93 @@ Json = Any
 
 
 @dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A tool as the policy is told of it."""
+
+    name: str
+    description: str = ""
+    parameters: Json = field(default_factory=lambda: {"type": "object", "properties": {}})
+    """JSON schema of the arguments, an object."""
+
+    def to_json(self) -> dict[str, Json]:
+        """In the form that chat templates and OpenAI's interface expect."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+    @staticmethod
+    def from_json(value: dict[str, Json]) -> ToolSpec:
+        """Of OpenAI's form, or of the function alone. TypeError or LookupError for what is neither."""
+        function = value.get("function", value)
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        return ToolSpec(function["name"], function.get("description") or "", parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool, as the policy has written it."""
+
+    name: str
+    arguments: dict[str, Json] = field(default_factory=dict)
+    id: str = ""
+    """Names the call for the message with its result."""
+
+    def to_json(self) -> dict[str, Json]:
+        """In the form that chat templates expect: OpenAI's, the arguments as a dict."""
+        named = {"id": self.id} if self.id else {}
+        return {"type": "function", **named, "function": {"name": self.name, "arguments": self.arguments}}
+
+    @staticmethod
+    def from_json(value: dict[str, Json]) -> ToolCall:
+        """Of OpenAI's form, the arguments as a dict or as JSON text, or of the function alone. ValueError, TypeError
+        or LookupError for what is neither."""
+        function = value.get("function", value)
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if not isinstance(arguments, dict) or not isinstance(function["name"], str):
+            raise ValueError(f"a tool call needs a name and a dict of arguments, not {str(function)[:80]}")
+        return ToolCall(function["name"], arguments, value.get("id") or "")
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One chat message, in the form that chat templates expect."""
 
     role: str
     content: str
+    reasoning: str | None = None
+    """What an assistant thought before it answered; templates call it reasoning_content."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Of an assistant."""
+    tool_call_id: str | None = None
+    """Of a tool's result: the call that it answers."""
+    name: str | None = None
+    """Of a tool's result: the tool."""
+    malformed: str | None = None
+    """Of a reply: why its tool calls or its reasoning could not be read; `content` is then the whole text."""
+
+    def to_json(self) -> dict[str, Json]:
+        """OpenAI's form; what is absent is left out."""
+        value: dict[str, Json] = {"role": self.role, "content": self.content}
+        if self.reasoning is not None:
+            value["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            value["tool_calls"] = [call.to_json() for call in self.tool_calls]
+        rest = {"tool_call_id": self.tool_call_id, "name": self.name, "malformed": self.malformed}
+        return value | {key: entry for key, entry in rest.items() if entry is not None}
+
+    @staticmethod
+    def from_json(value: dict[str, Json]) -> Message:
+        """What `to_json` made. ValueError, TypeError or LookupError for anything else."""
+        calls = tuple(ToolCall.from_json(call) for call in value.get("tool_calls") or ())
+        rest = {key: value.get(key) for key in ("tool_call_id", "name", "malformed")}
+        return Message(value["role"], value["content"], value.get("reasoning_content"), calls, **rest)
+
+    @property
+    def said(self) -> str:
+        """Everything that is told in it, for limits and for people."""
+        calls = "".join(f"{call.name}{json.dumps(call.arguments)}" for call in self.tool_calls)
+        return f"{self.reasoning or ''}{self.content}{calls}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +139,22 @@ class Task:
     """All further columns of the row, passed to rewards untouched."""
     token_ids: tuple[int, ...] = ()
     """The prompt as tokens, after template and truncation. Filled by the task stream."""
+    tools: tuple[ToolSpec, ...] = ()
+    """What the policy may call; the chat template tells it of them."""
+
+    def to_json(self) -> dict[str, Json]:
+        value: dict[str, Json] = {f.name: getattr(self, f.name) for f in fields(self)}
+        if not isinstance(self.prompt, str):
+            value["prompt"] = [message.to_json() for message in self.prompt]
+        return value | {"tools": [tool.to_json() for tool in self.tools]}
 
     @staticmethod
     def from_json(value: dict[str, Json]) -> Task:
         prompt = value["prompt"]
         if not isinstance(prompt, str):
-            prompt = tuple(Message(**m) for m in prompt)
-        return Task(**{**value, "prompt": prompt, "token_ids": tuple(value["token_ids"])})
+            prompt = tuple(Message.from_json(m) for m in prompt)
+        tools = tuple(ToolSpec.from_json(tool) for tool in value.get("tools") or ())
+        return Task(**{**value, "prompt": prompt, "token_ids": tuple(value["token_ids"]), "tools": tools})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from whet.buffer.groups import encode, restored
 from whet.buffer.replay import Replay, replayed
@@ -289,7 +289,7 @@ class Buffer:
             "dropped": self.dropped,
             "steps": self.steps,
             "replay": self.replay.state() if self.replay is not None else None,
-            "under_way": [asdict(asked.task) for asked in self.under_way.values()],
+            "under_way": [asked.task.to_json() for asked in self.under_way.values()],
         }
 
     def restore(self, state: Json, version: int = 0) -> list[Task]:

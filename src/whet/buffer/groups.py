@@ -23,7 +23,7 @@ _REST = tuple(f.name for f in fields(Rollout) if f.name not in ("strands", "task
 def encode(group: Group) -> bytes:
     """The group's rollouts, which share its task."""
     rest = {
-        "task": asdict(group.task),
+        "task": group.task.to_json(),
         "rollouts": [
             {name: getattr(r, name) for name in _REST} | {"strands": [s.turns for s in r.strands]}
             for r in group.rollouts

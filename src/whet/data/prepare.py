@@ -107,7 +107,7 @@ def prompt_key(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return repr([("user", prompt)])
     asked = prompt[:-1] if prompt[-1].role == "assistant" else prompt
-    return repr([(m.role, m.content) for m in asked if m.role != "system"])
+    return repr([(m.role, m.said) for m in asked if m.role != "system"])
 
 
 def fit(token_ids: list[int], limit: int, rule: str) -> list[int]:

@@ -7,13 +7,14 @@ out.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from whet.guard.foreign import number
-from whet.types import Json, Message, Task, WhetError
+from whet.types import Json, Message, Task, ToolCall, WhetError
 
 MOST_TEXT = 2**20
 """Characters of all messages of one call."""
@@ -122,9 +123,26 @@ def as_messages(value: object, what: str) -> list[Message]:
             raise ValueError(f"{what}: {type(message).__name__} in the list; expected Message")
         if not isinstance(message.role, str) or not isinstance(message.content, str):
             raise ValueError(f"{what}: a Message whose role or content is not a text")
-    if (size := sum(len(m.role) + len(m.content) for m in value)) > MOST_TEXT:
+        if wrong := _wrong_part(message):
+            raise ValueError(f"{what}: a Message whose {wrong}")
+    if (size := sum(len(m.role) + len(m.said) for m in value)) > MOST_TEXT:
         raise ValueError(f"{what}: {size} characters; at most {MOST_TEXT} are allowed")
     return list(value)
+
+
+def _wrong_part(message: Message) -> str | None:
+    """What is wrong beside role and content."""
+    for part in ("reasoning", "tool_call_id", "name", "malformed"):
+        if not isinstance(getattr(message, part), str | None):
+            return f"{part} is not a text or None"
+    for call in message.tool_calls:
+        if not isinstance(call, ToolCall) or type(call.name) is not str or type(call.arguments) is not dict:
+            return "tool_calls are not of ToolCall, with a text as name and a dict as arguments"
+    try:
+        json.dumps([call.to_json() for call in message.tool_calls], allow_nan=False)
+    except (TypeError, ValueError) as e:
+        return f"tool_calls are not JSON: {e}"
+    return None
 
 
 def as_step(value: object) -> EnvStep:
@@ -163,11 +181,11 @@ def _parts(value: object) -> dict[str, float]:
 
 
 def pack_messages(messages: list[Message]) -> list[Json]:
-    return [[m.role, m.content] for m in messages]
+    return [message.to_json() for message in messages]
 
 
 def unpack_messages(value: Json) -> list[Message]:
-    return [Message(*m) for m in value]
+    return [Message.from_json(message) for message in value]
 
 
 def pack_step(step: EnvStep) -> dict[str, Json]:

@@ -266,9 +266,11 @@ class EnvHost:
         elif (known := self.playing.get(number)) is None:
             return  # it has ended here meanwhile
         elif kind == "step":
-            known.task = asyncio.create_task(self._answer(known, self._step(known, Message(*what[0]))))
+            known.task = asyncio.create_task(
+                self._answer(known, self._step(known, Message.from_json(what[0])))
+            )
         elif kind == "reply":
-            known.world.answered(what[0], Message(*what[1]))
+            known.world.answered(what[0], Message.from_json(what[1]))
         elif kind == "refused":
             known.world.answered(what[0], None, what[1])
         elif kind == "close":

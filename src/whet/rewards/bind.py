@@ -31,7 +31,7 @@ BATCH = "batch"
 
 def pack_task(task: Task) -> dict[str, Json]:
     """A task as JSON for `bind`, without its tokens, which no reward needs."""
-    prompt = task.prompt if isinstance(task.prompt, str) else [[m.role, m.content] for m in task.prompt]
+    prompt = task.prompt if isinstance(task.prompt, str) else [m.to_json() for m in task.prompt]
     return {
         "uid": task.uid,
         "source": task.source,
@@ -47,7 +47,7 @@ def unpack_task(task: dict[str, Json]) -> Task:
     """What `pack_task` has packed."""
     prompt = task["prompt"]
     if not isinstance(prompt, str):
-        prompt = tuple(Message(*m) for m in prompt)
+        prompt = tuple(Message.from_json(m) for m in prompt)
     return Task(**{**task, "prompt": prompt})
 
 
@@ -108,7 +108,7 @@ def _awaited(value: Any) -> Any:
 def _trl(task: Task, texts: Sequence[str], columns: Mapping[str, Json]) -> dict[str, Json]:
     """What TRL 1.16 passes to a reward: lists with an entry for every completion; of a chat, lists of messages."""
     chat = not isinstance(task.prompt, str)
-    prompt = [{"role": m.role, "content": m.content} for m in task.prompt] if chat else task.prompt  # type: ignore[union-attr]
+    prompt = [m.to_json() for m in task.prompt] if chat else task.prompt  # type: ignore[union-attr]
     completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
     lists = {name: [value] * len(texts) for name, value in columns.items()}
     return {**lists, "prompts": [prompt] * len(texts), "completions": completions}

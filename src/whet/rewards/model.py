@@ -101,7 +101,7 @@ class ModelReward:
                 f"rewards.{self.name}.model: its tokenizer has no chat template, but the prompts are chat messages; "
                 "give chat_template (Jinja text or a file)"
             )
-        said = [{"role": m.role, "content": m.content} for m in prompt]
+        said = [m.to_json() for m in prompt]
         begun = said.pop()["content"] if said[-1]["role"] == "assistant" else ""  # the reply goes on from it
         said.append({"role": "assistant", "content": begun + rollout.text})
         text = tokenizer.apply_chat_template(said, tokenize=False)

@@ -94,7 +94,7 @@ def rows_of(
 
 def prompt_text(prompt: str | Sequence[Message]) -> str:
     """A prompt for users: plain text as is, messages as 'role: content'."""
-    return prompt if isinstance(prompt, str) else "\n".join(f"{m.role}: {m.content}" for m in prompt)
+    return prompt if isinstance(prompt, str) else "\n".join(f"{m.role}: {m.said}" for m in prompt)
 
 
 def _plain(source: str) -> str:
