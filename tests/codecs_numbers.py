@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from whet.types import Message
+from whet.types import Message, ToolSpec
 
 
 class Numbers:
     """`Message("user", "7 8")` is the tokens 7 and 8. No token separates messages."""
 
-    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         return [int(word) for m in messages for word in m.content.split()]
 
-    def encode_observation(self, existing: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        return self.encode_prompt(messages)
+    def encode_observation(
+        self,
+        existing: Sequence[int],
+        conversation: Sequence[Message],
+        count: int,
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]:
+        return self.encode_prompt(conversation[-count:] if count else ())
 
-    def parse_reply(self, token_ids: Sequence[int]) -> Message:
+    def parse_reply(
+        self, token_ids: Sequence[int], before: Sequence[int] = (), tools: Sequence[ToolSpec] = ()
+    ) -> Message:
         return Message("assistant", " ".join(map(str, token_ids)))

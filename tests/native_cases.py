@@ -54,6 +54,9 @@ LONG = "data.max_prompt_tokens=3; data.overlong=truncate_right"
 MOE = "model.scratch.architecture=qwen3_moe; model.scratch.num_experts=4"
 TURN = "{{ m.content }}{{ mark }}{{ eos_token if m.role == 'assistant' }}"
 CHAT = f'data.chat=true; tokenizer.chat_template="{{% for m in messages %}}{TURN}{{% endfor %}}"'
+REWRITES = (
+    "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
+)
 ENV = (
     "data.chat=true; rollout.sampling.max_tokens=8; rollout.env={make: 'rows.py:Game', observation_tokens: 16}; "
     "train.steps=1"
@@ -505,6 +508,7 @@ CASES: dict[str, Case] = {
     "rollout.env.arguments": (ENV, {"bonus": 1.0}),
     "rollout.env.max_turns": (ENV, 1),
     "rollout.env.observation_tokens": (ENV, 2),
+    "rollout.env.history": (f'{ENV}; tokenizer.chat_template="{REWRITES}"', "template"),
     "rollout.env.timeout_s": (ENV, 30.0),
     "rollout.env.hosts": (ENV, 2),
     "rollout.env.memory_mb": (ENV, 4096),

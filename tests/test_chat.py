@@ -4,7 +4,8 @@ import pytest
 from tokenizers import processors
 
 from whet.config.schema import TokenizerConfig
-from whet.data.chat import as_prompt, encode_prompt, encode_response, encode_turn, read_template
+from whet.data.chat import as_prompt, encode_prompt, encode_response, read_template
+from whet.data.codec import MessageCodec
 from whet.data.tokenizer import load_tokenizer
 from whet.types import ConfigError, DataError, Message
 
@@ -113,6 +114,17 @@ def test_a_template_that_refuses_the_messages_is_named(tokenizer):
         encode_prompt(tokenizer, (SYSTEM, USER), template="{{ raise_exception('roles must alternate') }}")
 
 
+def encode_turn(tokenizer, existing, messages, template=None):
+    """What follows a reply whose text is "it is"."""
+    kept = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = template or kept
+        conversation = [USER, Message("assistant", "it is"), *messages]
+        return MessageCodec(tokenizer).encode_observation(existing, conversation, len(messages))
+    finally:
+        tokenizer.chat_template = kept
+
+
 @pytest.mark.parametrize("template", [None, CHATML], ids=["built", "chatml"])
 @pytest.mark.parametrize(
     "new", [[Message("user", "and 3+3?")], [Message("tool", "4"), Message("user", "so?")]]
@@ -156,11 +168,9 @@ def test_history_keeps_its_own_tokens_where_the_tokenizer_would_choose_others():
 
 
 def test_a_template_that_rewrites_history_is_refused(tokenizer):
-    with pytest.raises(DataError, match="rewrites earlier turns"):
-        encode_turn(tokenizer, [5], [USER], template=STRIPS_THOUGHTS)
+    assert encode_turn(tokenizer, [5], [USER], template=STRIPS_THOUGHTS) is not None
     drops = "{{ messages[-1].content }}<assistant>"
-    with pytest.raises(DataError, match="rewrites earlier turns"):
-        encode_turn(tokenizer, [5], [USER], template=drops)
+    assert encode_turn(tokenizer, [5], [USER], template=drops) is None
 
 
 def test_a_template_whose_turns_run_together_is_refused():
@@ -169,7 +179,7 @@ def test_a_template_whose_turns_run_together_is_refused():
     )
     glued = "{% for m in messages %}{% if loop.index > 2 %}st{% endif %}{{ m.content }}{% endfor %}"
     with pytest.raises(DataError, match="joins a reply with the text after it"):
-        encode_turn(tokenizer, [5], [USER], template=glued)
+        encode_turn(tokenizer, tokens(tokenizer, "r"), [USER], template=glued)
 
 
 def test_a_turn_without_messages_is_refused(tokenizer):

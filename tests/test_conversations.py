@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 import whet
 from whet.config.schema import DataConfig, SourceConfig, TokenizerConfig
-from whet.data.chat import encode_history, encode_prompt, encode_response, encode_turn
+from whet.data.chat import encode_history, encode_prompt, encode_response
+from whet.data.codec import MessageCodec
 from whet.data.tasks import TaskStream, demonstration, eval_tasks, learned_turns, preference_pair
 from whet.data.tokenizer import load_tokenizer
 from whet.types import DataError, Message
@@ -166,7 +167,8 @@ def test_tokens_are_those_of_a_rollout_of_several_turns():
     tokenizer = load_tokenizer(TokenizerConfig(build="bpe", vocab_size=330), model_path=None, texts=texts)
     user, more = Message("user", "hello>"), Message("user", "ok>")
     played = encode_prompt(tokenizer, (user,)) + encode_response(tokenizer, "hello hello")
-    played += encode_turn(tokenizer, played, [more])
+    said = [user, Message("assistant", "hello hello"), more]
+    played += MessageCodec(tokenizer).encode_observation(played, said, 1)
     ids, mask = encode_history(tokenizer, (user, Message("assistant", "hello hello"), more))
     assert ids == played
     sampled = [t for t, on in zip(ids, mask) if on]

@@ -375,7 +375,12 @@ def test_an_environment_without_a_chat_template_for_its_prompts_ends_the_run(tre
         train(tree, data={k: v for k, v in tree["data"].items() if k != "chat"})
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tree: dict[str, Any]) -> None:
+def test_under_a_template_that_rewrites_earlier_turns_every_turn_is_a_strand(tree: dict[str, Any]) -> None:
     last = "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
-    with pytest.raises(WhetError, match="rewrites earlier turns"):
-        train(tree, tokenizer={"build": "chars", "chat_template": last})
+    done = train(tree, train={"steps": 1}, tokenizer={"build": "chars", "chat_template": last})
+    assert (
+        "it rewrites what came before, so every turn begins a strand of its own"
+        in (done / "run.log").read_text()
+    )
+    assert all(len(row["strand_tokens"]) == len(json.loads(row["turns"])) for row in rollouts(done))
+    assert {len(row["strand_tokens"]) for row in rollouts(done)} == {1, 2}

@@ -31,6 +31,9 @@ GOOD = {
     "train/approx_kl_k3_nats": 0.001,
     "train/kl_reference_nats": 0.05,
     "train/skipped_steps": 0.0,
+    "rollout/calls_mean": 1.0,
+    "rollout/malformed_frac": 0.1,
+    "reward/part/env/calls/add": 0.5,
 }
 """A step of a run that learns."""
 
@@ -52,6 +55,9 @@ WRONG = {
     },
     "KL exploding": {"train__approx_kl_k3_nats": 0.5},
     "steps skipped": {"train__skipped_steps": 1.0},
+    "no tool calls": {"rollout__calls_mean": 0.0},
+    "tool unused": {"reward__part__env__calls__add": 0.0},
+    "malformed replies": {"rollout__malformed_frac": 0.6},
 }  # fmt: skip
 
 

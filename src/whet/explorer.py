@@ -508,6 +508,7 @@ def player(
     ended: Callable[[Task], object] = lambda task: None,
 ) -> Play:
     """Plays tasks: groups of `size` rollouts, with random numbers for this purpose. ended: as `play_groups` has it."""
+    ends = end_tokens(models.model, models.tokenizer)
     return partial(
         play_groups,
         models.engine,  # type: ignore[arg-type]  # None: nothing is ever sampled, nor played
@@ -516,13 +517,13 @@ def player(
         seed=cfg.seed,
         purpose=purpose,
         decode=decoder_of(models.tokenizer),
-        end_token_ids=end_tokens(models.model, models.tokenizer),
+        end_token_ids=ends,
         timeout_s=cfg.rollout.timeout_s,
         pace=pace,
         retries=cfg.rollout.retries,
         max_total_tokens=cfg.data.max_total_tokens,
         ended=ended,
-        **models.environments.arguments(cfg, models.tokenizer),
+        **models.environments.arguments(cfg, models.tokenizer, ends),
     )
 
 

@@ -20,6 +20,13 @@ from whet.secrets import redact
 FinishReason = Literal["stop", "length", "abort"]
 """`stop`: an end token or stop string; `length`: the token limit; `abort`: dropped (deadline, error)."""
 
+StopReason = Literal[
+    "done", "tokens", "context", "turns", "observations", "calls", "malformed", "time", "fault"
+]
+"""Why an episode of several turns ended. `done`: its environment says so. A limit: `tokens` (sampled), `context` (of a
+full strand), `turns`, `observations` (tokens of the environment), `calls` (of tools), `malformed` (replies that cannot
+be read), `time`. `fault`: something broke that the policy did not cause."""
+
 Metrics = dict[str, float]
 """Numbers of one step, named `stage/what_unit`."""
 
@@ -285,6 +292,10 @@ class Turn:
     finish_reason: FinishReason
     reward: float | None = None
     """What the environment gave for it. None: nothing."""
+    calls: int | None = None
+    """Of tools. None: the policy has none."""
+    malformed: str | None = None
+    """Why its calls or its reasoning could not be read."""
 
 
 TOKEN_TYPES: dict[str, Any] = {
@@ -371,6 +382,8 @@ class Rollout:
     strands: tuple[Strand, ...]
     """At least one, in the order in which they were begun."""
     finish_reason: FinishReason
+    stop_reason: StopReason | None = None
+    """Why its episode ended; None for a single reply."""
     text: str = ""
     """The reply as text (all sampled tokens, without end tokens): for rewards and for users."""
     reward: float | None = None

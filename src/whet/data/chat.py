@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,17 +15,13 @@ from jinja2.exceptions import TemplateError
 from whet.data.templates import rendered
 from whet.data.timed import encoded
 from whet.inputs import MOST_CONFIG_BYTES, read_text
-from whet.types import ConfigError, DataError, Json, Message
+from whet.types import ConfigError, DataError, Json, Message, ToolSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Prompt = str | tuple[Message, ...]
 """Chat messages (the chat template is applied) or plain text (it is not)."""
-
-_QUESTION = Message("user", "q")
-_REPLY = "<think>\nt\n</think>\n\nr"
-"""A reply with a thought: templates that strip thoughts from earlier turns show themselves on it."""
 
 
 def read_template(value: str) -> str:
@@ -114,8 +111,11 @@ def encode_prompts(
     assistant is the beginning of the reply: it follows the header and is not closed. Plain text: encoded as it
     stands, after a begin-of-text token where the tokenizer itself would put one.
     """
-    texts = [p if isinstance(p, str) else _lead(tokenizer, p, template=template) for p in prompts]
-    ids = encode_texts(tokenizer, texts)
+    control = tokenizer.all_special_tokens
+    texts = [
+        p if isinstance(p, str) else lead(tokenizer, neutral(control, p), template=template) for p in prompts
+    ]
+    ids = encode_rendered(tokenizer, texts)
     opening = [i for i in tokenizer("")["input_ids"] if i == tokenizer.bos_token_id][:1]
     return [opening + x if isinstance(p, str) else x for p, x in zip(prompts, ids)]
 
@@ -127,6 +127,48 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     found = encoded(tokenizer, texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
     ids: list[list[int]] = found["input_ids"]
     return ids
+
+
+_CUT = "\ufdd0"
+"""Parts a control token's text in two, so that it is read as text: no character of any language."""
+
+
+def neutral(control: Collection[str], messages: Sequence[Message], *, replies: bool = True) -> list[Message]:
+    """The messages with the texts of control tokens in them parted: what a message says never becomes one. The text
+    stays as it is (`encode_rendered`). The beginning of a reply at the end is the user's own, and so is every reply
+    with `replies` false: their control tokens stay."""
+    several = sorted((text for text in control if len(text) > 1), key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, (*several, _CUT))))
+
+    def part(found: re.Match[str]) -> str:
+        text = found.group()
+        return text * 2 if text == _CUT else f"{text[0]}{_CUT}{text[1:]}"
+
+    def safe(value: Json) -> Json:
+        if isinstance(value, str):
+            return pattern.sub(part, value)
+        if isinstance(value, dict):
+            return {key: safe(entry) for key, entry in value.items()}
+        return [safe(entry) for entry in value] if isinstance(value, list) else value
+
+    def one(message: Message, *, last: bool) -> Message:
+        if message.role == "assistant" and (last or not replies):
+            return replace(message, content=message.content.replace(_CUT, _CUT * 2))
+        calls = tuple(replace(call, arguments=safe(call.arguments)) for call in message.tool_calls)
+        return replace(
+            message, content=safe(message.content), reasoning=safe(message.reasoning), tool_calls=calls
+        )
+
+    return [one(message, last=n == len(messages)) for n, message in enumerate(messages, 1)]
+
+
+def encode_rendered(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """`encode_texts` of rendered templates, whose messages were made `neutral`."""
+    if not any(_CUT in text for text in texts):
+        return encode_texts(tokenizer, texts)
+    parted = [re.split(f"(?<!{_CUT}){_CUT}(?!{_CUT})", text) for text in texts]
+    pieces = iter(encode_texts(tokenizer, [p.replace(_CUT * 2, _CUT) for parts in parted for p in parts]))
+    return [[token for _ in parts for token in next(pieces)] for parts in parted]
 
 
 def encode_response(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -144,12 +186,13 @@ def encode_history(tokenizer: Tokenizer, prompt: Sequence[Message]) -> tuple[lis
     needs a template that only appends: DataError for one that rewrites what came before or does not end a reply
     with a special token. White space around a reply goes if the template drops it.
     """
+    prompt = neutral(tokenizer.all_special_tokens, prompt, replies=False)
     replies = [i for i, m in enumerate(prompt[:-1]) if m.role == "assistant"]
-    leads = [_lead(tokenizer, prompt[:i]) for i in (*replies, len(prompt))]
+    leads = [lead(tokenizer, prompt[:i]) for i in (*replies, len(prompt))]
     heads = [_head(before, after, prompt[i].content) for i, (before, after) in zip(replies, pairwise(leads))]
     said = [head[len(before) :] for before, head in zip(leads, heads)]
     told = [leads[0], *(after[len(head) :] for head, after in zip(heads, leads[1:]))]
-    told_ids, said_ids = encode_texts(tokenizer, told), encode_texts(tokenizer, said)
+    told_ids, said_ids = encode_rendered(tokenizer, told), encode_rendered(tokenizer, said)
     token_ids, mask = list(told_ids[0]), [0] * len(told_ids[0])
     for reply, after in zip(said_ids, told_ids[1:]):
         if after[0] not in tokenizer.all_special_ids:
@@ -175,83 +218,47 @@ def _head(before: str, after: str, reply: str) -> str:
     )
 
 
-def _lead(tokenizer: Tokenizer, messages: Sequence[Message], *, template: str | None = None) -> str:
+def lead(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    template: str | None = None,
+    tools: Sequence[ToolSpec] = (),
+) -> str:
     """The text that the reply follows: a last message of the assistant is its beginning."""
     if messages and messages[-1].role == "assistant":
-        return render(tokenizer, messages[:-1], template=template) + messages[-1].content
-    return render(tokenizer, messages, template=template)
+        return render(tokenizer, messages[:-1], template=template, tools=tools) + messages[-1].content
+    return render(tokenizer, messages, template=template, tools=tools)
 
 
-def encode_turn(
-    tokenizer: Tokenizer, existing: Sequence[int], messages: Sequence[Message], *, template: str | None = None
-) -> list[int]:
-    """The tokens of new messages and the next reply's header, to follow `existing`, which ends with a reply.
-
-    Fixed-base difference: a short conversation is rendered up to the end of its reply and again with
-    `messages` after it; what the second has more is the continuation, so the real history is never tokenised
-    again. The end-of-turn token is left out where the reply sampled it, and put in where the reply was cut.
-    Raises DataError for a template under which this is wrong because it rewrites earlier turns.
-    """
-    if not messages:
-        raise DataError("A turn needs at least one new message.")
-    head = render(tokenizer, [_QUESTION], template=template) + _REPLY
-    full = render(tokenizer, [_QUESTION, Message("assistant", _REPLY), *messages], template=template)
-    if not full.startswith(head):
-        raise DataError(
-            "The chat template rewrites earlier turns (it strips thoughts or changes a reply once another "
-            "turn follows), so the tokens of a conversation would differ from the sampled tokens. Give "
-            f"a template that does not change earlier turns: tokenizer.chat_template.\n  sampled:  {head!r}\n  "
-            f"rendered: {full[: len(head) + 20]!r}"
-        )
-    head_ids, full_ids = encode_texts(tokenizer, [head, full])
-    if full_ids[: len(head_ids)] != head_ids:
-        raise DataError(
-            "The chat template joins a reply with the text after it (its last token would change): "
-            "add an end token after the reply in tokenizer.chat_template."
-        )
-    new = full_ids[len(head_ids) :]
-    ended = bool(existing) and existing[-1] == new[0] and new[0] in tokenizer.all_special_ids
-    return new[1:] if ended else new
+def template_of(tokenizer: Tokenizer) -> str | None:
+    """Its own chat template."""
+    jinja = tokenizer.chat_template
+    jinja = jinja.get("default") if isinstance(jinja, dict) else jinja
+    return jinja if isinstance(jinja, str) else None
 
 
-class MessageCodec:
-    """Chat messages to the tokens of a rollout and back, by the tokenizer's chat template."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-
-    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """A whole conversation, up to where the policy speaks."""
-        return encode_prompts(self.tokenizer, [tuple(messages)])[0]
-
-    def encode_observation(self, existing: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """New messages after `existing`, which ends with a reply, up to where the policy speaks again."""
-        return encode_turn(self.tokenizer, existing, messages)
-
-    def parse_reply(self, token_ids: Sequence[int]) -> Message:
-        """A sampled reply; special tokens are no part of its text."""
-        return Message("assistant", str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True)))
-
-    def check_template(self) -> None:
-        """ConfigError for a tokenizer without a template, DataError for a template that rewrites earlier turns."""
-        self.encode_observation((), [_QUESTION])
-
-
-def render(tokenizer: Tokenizer, messages: Sequence[Message], *, template: str | None = None) -> str:
-    """The conversation as text, ending with the header of the assistant's turn."""
-    jinja = read_template(template) if template is not None else tokenizer.chat_template
-    if isinstance(jinja, dict):
-        jinja = jinja.get("default")
-    if not isinstance(jinja, str):
+def render(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    template: str | None = None,
+    tools: Sequence[ToolSpec] = (),
+    header: bool = True,
+) -> str:
+    """The conversation as text; header: ending with the header of the assistant's turn."""
+    jinja = read_template(template) if template is not None else template_of(tokenizer)
+    if jinja is None:
         raise ConfigError(
             f"The tokenizer {tokenizer.name_or_path!r} has no chat template, but the prompt is a list of "
             "chat messages. Give a template in tokenizer.chat_template (Jinja text or a file), or give prompts as "
             "plain text."
         )
-    plain = [{"role": m.role, "content": m.content} for m in messages]
-    given = {**tokenizer.special_tokens_map, "messages": plain, "tools": None, "documents": None}
+    plain = [m.to_json() for m in messages]
+    told = [tool.to_json() for tool in tools] or None
+    given = {**tokenizer.special_tokens_map, "messages": plain, "tools": told, "documents": None}
     try:
-        text = rendered(jinja, **given, add_generation_prompt=True)
+        text = rendered(jinja, **given, add_generation_prompt=header)
         text.encode()  # half a surrogate pair is no text
     except Exception as e:  # a template is foreign code: it can fail in any way
         roles = ", ".join(m.role for m in messages[:6]) + (", ..." if len(messages) > 6 else "")

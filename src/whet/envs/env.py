@@ -11,10 +11,10 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from whet.guard.foreign import number
-from whet.types import Json, Message, Task, ToolCall, WhetError
+from whet.types import Json, Message, StopReason, Task, ToolCall, ToolSpec, WhetError
 
 MOST_TEXT = 2**20
 """Characters of all messages of one call."""
@@ -55,11 +55,15 @@ class EnvStep:
     """The episode is over."""
     fault: str | None = None
     """What broke in the environment: the rollout is retried, then unscored. It is never scored 0."""
+    stop: StopReason | None = None
+    """Why it is over, where `done` and not simply done: a limit of the environment's own."""
     history: list[Message] | None = None
     """Replaces the whole conversation from here on, the prompt included; `messages` follow it."""
 
 
 class Env(Protocol):
+    """An object may also have `tools`, a list of ToolSpec: what the policy may call, read after `first`."""
+
     async def first(self) -> list[Message]:
         """Messages that follow the prompt, before the first reply."""
 
@@ -130,6 +134,32 @@ def as_messages(value: object, what: str) -> list[Message]:
     return list(value)
 
 
+def _stop(step: EnvStep) -> StopReason | None:
+    if step.stop is not None and (step.stop not in get_args(StopReason) or not step.done):
+        raise ValueError(
+            f"EnvStep.stop: {str(step.stop)[:40]!r}; expected one of {', '.join(get_args(StopReason))}, with done=True"
+        )
+    return step.stop
+
+
+def as_tools(value: object) -> list[ToolSpec]:
+    """Tools of bounded size, each with a name of its own. ValueError says what else it was."""
+    if not isinstance(value, list | tuple) or not all(isinstance(tool, ToolSpec) for tool in value):
+        raise ValueError(f"tools: {type(value).__name__}; expected a list of ToolSpec")
+    names = [tool.name for tool in value]
+    if len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(
+            f"tools: the names are {', '.join(map(str, names))[:200]}; each needs one of its own"
+        )
+    try:
+        size = len(json.dumps([tool.to_json() for tool in value], allow_nan=False))
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"tools: a description or schema is not JSON: {e}") from e
+    if size > MOST_TEXT:
+        raise ValueError(f"tools: {size} characters; at most {MOST_TEXT} are allowed")
+    return list(value)
+
+
 def _wrong_part(message: Message) -> str | None:
     """What is wrong beside role and content."""
     for part in ("reasoning", "tool_call_id", "name", "malformed"):
@@ -161,6 +191,7 @@ def as_step(value: object) -> EnvStep:
         reward=None if value.reward is None else number(value.reward, " as EnvStep.reward"),
         parts=_parts(value.parts),
         done=value.done,
+        stop=_stop(value),
         fault=value.fault,
         history=history,
     )

@@ -25,7 +25,7 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from whet.envs.env import Path, World, as_messages, as_step, pack_messages, pack_step
+from whet.envs.env import Path, World, as_messages, as_step, as_tools, pack_messages, pack_step
 from whet.guard import confine
 from whet.guard.imports import import_all
 from whet.guard.line import messages
@@ -299,7 +299,11 @@ class EnvHost:
             playing.pool.shutdown(wait=False)
             playing.pool = None
         told = await self._call(playing, "first", playing.env.first)
-        return _checked(lambda value: pack_messages(as_messages(value, "first")), told)
+        tools = getattr(playing.env, "tools", ())
+        return {
+            "messages": _checked(lambda value: pack_messages(as_messages(value, "first")), told),
+            "tools": _checked(lambda value: [tool.to_json() for tool in as_tools(value)], tools),
+        }
 
     async def _step(self, playing: Playing, reply: Message) -> Json:
         playing.world.begin_turn()

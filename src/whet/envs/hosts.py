@@ -36,6 +36,7 @@ from whet.envs.env import (
     EnvStep,
     World,
     as_messages,
+    as_tools,
     pack_messages,
     unpack_messages,
     unpack_step,
@@ -44,7 +45,7 @@ from whet.guard.foreign import said, words
 from whet.guard.line import Local, LocalLine, how_it_ended
 from whet.guard.printed import Printed
 from whet.rewards.bind import pack_task
-from whet.types import ConfigError, DataError, Json, Message, Task, WhetError
+from whet.types import ConfigError, DataError, Json, Message, Task, ToolSpec, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class HostedEnv:
     answer: asyncio.Future[Json] | None = None
     """Of the call under way."""
     chats: set[asyncio.Task[None]] = field(default_factory=set)
+    tools: list[ToolSpec] = field(default_factory=list)
 
     async def first(self) -> list[Message]:
         self.place = await self.hosts.find(alone=self.world.alone)
@@ -86,7 +88,8 @@ class HostedEnv:
                 f"task {self.task.uid} of {self.task.source!r} cannot be sent to the environment: {error}; columns "
                 "must be JSON values"
             ) from error
-        return as_messages(unpack_messages(told), "first")
+        self.tools = as_tools([ToolSpec.from_json(tool) for tool in told["tools"]])
+        return as_messages(unpack_messages(told["messages"]), "first")
 
     async def step(self, reply: Message) -> EnvStep:
         return unpack_step(await self._call("step", *pack_messages([reply])))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from whet.config.schema import Config
-from whet.data.chat import MessageCodec
+from whet.data.codec import MessageCodec
 from whet.envs.hosts import EnvHosts
 from whet.types import Metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+log = logging.getLogger(__name__)
 
 
 class Environments:
@@ -20,17 +25,21 @@ class Environments:
         self._hosts: dict[str, EnvHosts] = {}
         self._told = 0
 
-    def arguments(self, cfg: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    def arguments(
+        self, cfg: Config, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
+    ) -> dict[str, Any]:
         """What `play_groups` gets for a stage; nothing for a stage without an environment.
 
-        ConfigError for an environment that cannot be loaded, or a tokenizer without a chat template; DataError for a
-        template that rewrites earlier turns.
+        ends: the model's end tokens. What the chat template does to a conversation is logged. ConfigError for an
+        environment that cannot be loaded, or a tokenizer without a chat template; DataError for a template that refuses
+        a second turn.
         """
         env = cfg.rollout.env
         if env is None:
             return {}
-        codec = MessageCodec(tokenizer)
-        codec.check_template()
+        codec = MessageCodec(tokenizer, ends=ends, history=env.history)
+        for said in codec.check_template().said(codec.history):
+            log.info("chat template: %s", said)
         known = env.model_dump_json()
         if known not in self._hosts:
             self._hosts[known] = EnvHosts(env, imports=cfg.imports)

@@ -30,6 +30,7 @@ from whet.envs.env import (
     World,
     as_messages,
     as_step,
+    as_tools,
 )
 from whet.guard.foreign import MOST_SAID, number, words
 from whet.guard.worker import describe
@@ -45,8 +46,10 @@ from whet.types import (
     Request,
     Rollout,
     Sampling,
+    StopReason,
     Strand,
     Task,
+    ToolSpec,
     Turn,
     WhetError,
 )
@@ -65,13 +68,25 @@ CLOSE_S = 10.0
 
 
 class Codec(Protocol):
-    """Messages to tokens and back: `data.chat.MessageCodec`."""
+    """Messages to tokens and back: `data.codec.MessageCodec`."""
 
-    def encode_prompt(self, messages: Sequence[Message]) -> list[int]: ...
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """A conversation, up to where the policy speaks."""
 
-    def encode_observation(self, existing: Sequence[int], messages: Sequence[Message]) -> list[int]: ...
+    def encode_observation(
+        self,
+        existing: Sequence[int],
+        conversation: Sequence[Message],
+        count: int,
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int] | None:
+        """What follows `existing`, which ends with a reply; the last `count` messages are new. None: the tokens of the
+        conversation do not begin with `existing`."""
 
-    def parse_reply(self, token_ids: Sequence[int]) -> Message: ...
+    def parse_reply(
+        self, token_ids: Sequence[int], before: Sequence[int] = (), tools: Sequence[ToolSpec] = ()
+    ) -> Message:
+        """A reply, without its end token, to the tokens `before`."""
 
 
 def to_sampling(cfg: SamplingConfig) -> Sampling:
@@ -197,6 +212,10 @@ class Episode:
     """The key of the random numbers of a fork."""
     alone: bool = False
     """Its environment gets a process of its own."""
+    conversation: list[Message] = field(default_factory=list)
+    """All messages so far, where there is an environment; a plain prompt is a user's."""
+    tools: tuple[ToolSpec, ...] = ()
+    """What the policy may call."""
     strands: dict[Fork, Growing] = field(default_factory=dict)
     """(): the first one. (turn, 0): the conversation as it was rewritten after a turn. (turn, n): the n-th call of
     `world.chat` in a turn."""
@@ -212,6 +231,8 @@ class Episode:
     def __post_init__(self) -> None:
         self.strand = self.begin((), list(self.task.token_ids))
         """The one that the conversation continues."""
+        self.prompt_tokens = len(self.task.token_ids)
+        """Of the task, with the descriptions of the tools."""
 
     def begin(self, fork: Fork, token_ids: list[int]) -> Growing:
         """A strand that begins with these tokens."""
@@ -234,7 +255,23 @@ class Episode:
         for name, value in step.parts.items():
             self.parts[name] = number(self.parts.get(name, 0.0) + value, f" as the sum of the part {name!r}")
 
-    def rollout(self, reason: FinishReason, *, decode: Decode, error: str | None) -> Rollout:
+    def add_reply(self, reply: Message) -> None:
+        """What the policy has said, as a message. Its calls get ids that are unique in the rollout, of nine letters and
+        digits, as Mistral's templates demand."""
+        turn = len(self.replies)
+        calls = tuple(replace(c, id=c.id or f"c{turn:04}{n:04}") for n, c in enumerate(reply.tool_calls, 1))
+        reply = replace(reply, tool_calls=calls)
+        if self.conversation[-1].role == "assistant":  # the prompt has the beginning of the reply
+            begun = self.conversation.pop()
+            reply = replace(reply, content=begun.content + reply.content)
+        self.conversation.append(reply)
+        turns = self.strand.turns
+        calls_made = len(calls) if self.tools else None
+        turns[-1] = replace(turns[-1], calls=calls_made, malformed=reply.malformed)
+
+    def rollout(
+        self, reason: FinishReason, stop: StopReason | None, *, decode: Decode, error: str | None
+    ) -> Rollout:
         scores = {"env": self.reward} if self.reward is not None else {}
         scores |= {f"env/{name}": value for name, value in self.parts.items()}
         return Rollout(
@@ -242,6 +279,7 @@ class Episode:
             index=self.index,
             strands=tuple(self.strands[fork].strand() for fork in sorted(self.strands)),
             finish_reason=reason,
+            stop_reason=stop,
             text=decode([token for reply in self.replies for token in reply]),
             reward=self.reward if error is None else None,
             reward_parts=scores if error is None else {},
@@ -323,21 +361,26 @@ async def play_groups(
 async def _finish(episode: Episode, play: Play) -> Rollout:
     """Play one episode to its end, whatever the end is."""
     reason: FinishReason = "abort"
+    stop: StopReason | None = "fault"
     error: str | None = None
     limit_s, start = play.pace.limit_s, time.monotonic()
     try:
         async with asyncio.timeout(limit_s) as clock:
-            reason = await (_reply(episode, play) if play.make_env is None else _turns(episode, play))
+            if play.make_env is None:
+                reason, stop = await _reply(episode, play), None
+            else:
+                reason, stop = await _turns(episode, play)
         play.pace.finished(time.monotonic() - start)
     except (EnvRestarted, EnvBroken):
         raise
     except Exception as caught:  # engines and environments are foreign code: one rollout, not the run
         late = isinstance(caught, TimeoutError) and clock.expired()
+        stop = "time" if late else "fault"
         said = f"not finished within {play.pace.said(limit_s)}" if late else raised(caught)
         error = f"{said} (after turn {len(episode.replies)})" if episode.replies else said
         trace = None if late else play.pace.untold(caught)
         log.info("rollout %d of task %d aborted: %s", episode.index, episode.task.uid, error, exc_info=trace)
-    return episode.rollout(reason, decode=play.decode, error=error)
+    return episode.rollout(reason, stop, decode=play.decode, error=error)
 
 
 def raised(error: Exception) -> str:
@@ -350,67 +393,100 @@ def raised(error: Exception) -> str:
 # ---------------------------------------------------------------- turns
 
 
-async def _turns(episode: Episode, play: Play) -> FinishReason:
+async def _turns(episode: Episode, play: Play) -> tuple[FinishReason, StopReason]:
     """The policy and the environment in turn."""
     assert play.make_env is not None
     world = World(key(episode.key_of(()), "env"), partial(_chat, episode, play), alone=episode.alone)
     env = play.make_env(episode.task, world)
     try:
-        reason = await _converse(episode, play, env, world)
+        ended = await _converse(episode, play, env, world)
         episode.reward = episode.reward or 0.0
-        return reason
+        return ended
     finally:
         await _close(env)
 
 
-async def _converse(episode: Episode, play: Play, env: Env, world: World) -> FinishReason:
+async def _converse(episode: Episode, play: Play, env: Env, world: World) -> tuple[FinishReason, StopReason]:
     codec = play.codec
     assert codec is not None
-    if first := as_messages(await env.first(), "first"):
-        if isinstance(episode.task.prompt, str):
-            raise WhetError(
-                "the environment's first messages follow a prompt of chat messages, and this one is plain text: set "
-                "data.chat=true, or give prompts as lists of messages"
-            )
-        episode.strand = episode.begin((), codec.encode_prompt([*episode.task.prompt, *first]))
-        if _given(episode, episode.strand) > play.observation_tokens:
-            raise WhetError(
-                f"the environment's first messages have {_given(episode, episode.strand)} tokens, more than "
-                f"rollout.env.observation_tokens={play.observation_tokens} allows"
-            )
+    await _open(episode, play, env)
     for turn in range(1, play.max_turns + 1):
+        before = list(episode.strand.token_ids)
         reason = await _reply(episode, play)
         world.begin_turn()
-        step = as_step(await env.step(codec.parse_reply(episode.replies[-1])))
+        episode.add_reply(codec.parse_reply(episode.replies[-1], before, episode.tools))
+        step = as_step(await env.step(episode.conversation[-1]))
         if step.fault is not None:
             raise EnvFault(f"fault: {words(step.fault, MOST_SAID)}")
         episode.add_step(step)
-        if step.done or reason == "length":
-            return reason
-        if turn == play.max_turns or not _observe(episode, play, step, (turn, 0)):
-            return "length"
-    return "length"
+        # in this order: what the environment says, the limits of the reply, those of the rollout
+        if step.done:
+            return reason, step.stop or "done"
+        if reason == "length":
+            return reason, "tokens" if _left(episode, play, 0) < 1 else "context"
+        if turn == play.max_turns:
+            return "length", "turns"
+        if (stop := _observe(episode, play, step, (turn, 0))) is not None:
+            return "length", stop
+    return "length", "turns"
 
 
-def _observe(episode: Episode, play: Play, step: EnvStep, fork: Fork) -> bool:
-    """Add the environment's messages, if the limits leave room for them and for a reply. A new history that does not
-    extend the tokens there begins a strand, named `fork`."""
+async def _open(episode: Episode, play: Play, env: Env) -> None:
+    """The prompt as the policy gets it: with the tools, and with what the environment says first."""
+    assert play.codec is not None
+    task = episode.task
+    first = as_messages(await env.first(), "first")
+    more = as_tools(getattr(env, "tools", ()))
+    episode.tools = (*task.tools, *more)
+    if isinstance(task.prompt, str):
+        if first or more:
+            raise WhetError(
+                "the environment's first messages follow a prompt of chat messages, as do its tools, and this one is "
+                "plain text: set data.chat=true, or give prompts as lists of messages"
+            )
+        episode.conversation = [Message("user", task.prompt)]
+        return
+    episode.conversation = [*task.prompt, *first]
+    if more:
+        episode.prompt_tokens = len(play.codec.encode_prompt(task.prompt, episode.tools))
+    if first or more:
+        episode.strand = episode.begin((), play.codec.encode_prompt(episode.conversation, episode.tools))
+    if (given := _given(episode, episode.strand)) > play.observation_tokens:
+        raise WhetError(
+            f"the environment's first messages have {given} tokens, more than "
+            f"rollout.env.observation_tokens={play.observation_tokens} allows"
+        )
+
+
+def _observe(episode: Episode, play: Play, step: EnvStep, fork: Fork) -> StopReason | None:
+    """Add the environment's messages, if the limits leave room for them and for a reply: else the limit that does not.
+    A conversation that does not extend the tokens there begins a strand, named `fork`."""
     assert play.codec is not None
     strand, there = episode.strand, episode.strand.token_ids
+    before = episode.conversation if step.history is None else step.history
+    conversation, whole = [*before, *step.messages], None
     if step.history is None:
-        whole = [*there, *play.codec.encode_observation(there, step.messages)]
-    else:
-        whole = play.codec.encode_prompt([*step.history, *step.messages])
+        more = play.codec.encode_observation(there, conversation, len(step.messages), episode.tools)
+        whole = None if more is None else [*there, *more]
+    if whole is None:
+        if step.history is None and isinstance(episode.task.prompt, str):
+            raise WhetError(
+                "the chat template rewrites what came before, and this prompt is plain text, which it cannot render: "
+                "give prompts as lists of messages, or another template (tokenizer.chat_template)"
+            )
+        whole = play.codec.encode_prompt(conversation, episode.tools)
     extends = whole[: len(there)] == there
-    sampled = sum(strand.mask) if extends else 0
-    given = len(whole) - sampled - len(episode.task.token_ids)
-    if given > play.observation_tokens or _left(episode, play, len(whole)) < 1:
-        return False
+    sampled = sum(strand.mask) if extends else 0 if step.history is not None else episode.sampled
+    if len(whole) - sampled - episode.prompt_tokens > play.observation_tokens:
+        return "observations"
+    if _left(episode, play, len(whole)) < 1:
+        return "tokens" if _left(episode, play, 0) < 1 else "context"
+    episode.conversation = conversation
     if extends:
         strand.add_observation(whole[len(there) :])
     else:
         episode.strand = episode.begin(fork, whole)
-    return True
+    return None
 
 
 async def _close(env: Env) -> None:
@@ -426,7 +502,7 @@ async def _close(env: Env) -> None:
 
 def _given(episode: Episode, strand: Growing) -> int:
     """Tokens of a strand that are neither sampled nor the task's prompt."""
-    return len(strand.mask) - sum(strand.mask) - len(episode.task.token_ids)
+    return len(strand.mask) - sum(strand.mask) - episode.prompt_tokens
 
 
 def _left(episode: Episode, play: Play, length: int) -> int:
@@ -491,7 +567,7 @@ async def _chat(
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
     _, reply = await _sample(strand, sampling, play, episode.session)
     episode.strands[fork] = strand
-    return play.codec.parse_reply(reply)
+    return play.codec.parse_reply(reply, strand.token_ids[: -len(reply) or None])
 
 
 def chat_sampling(sampling: Sampling, settings: Mapping[str, Json]) -> Sampling:

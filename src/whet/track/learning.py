@@ -13,6 +13,9 @@ from statistics import fmean, variance
 
 from whet.track.metrics import ACCURACY, LOSS, REWARD
 
+TOOL = "reward/part/env/calls/"
+"""Before the name of a tool: the mean of its calls in a rollout."""
+
 Row = Mapping[str, float]
 Rows = Sequence[Row]
 
@@ -55,6 +58,24 @@ def never_ends(rows: Rows) -> bool:
     """Every reply reached its limit."""
     cut = numbers(rows, "rollout/finish_length_frac")
     return len(cut) == len(rows) and min(cut) == 1.0
+
+
+def no_calls(rows: Rows) -> bool:
+    """There are tools, and no reply called one."""
+    calls = numbers(rows, "rollout/calls_mean")
+    return len(calls) == len(rows) and max(calls) == 0.0
+
+
+def tool_unused(rows: Rows) -> bool:
+    """One of several tools was never called, while others were."""
+    named = {name for row in rows for name in row if name.startswith(TOOL)}
+    return not no_calls(rows) and any(max(numbers(rows, name), default=1.0) == 0.0 for name in named)
+
+
+def malformed(rows: Rows) -> bool:
+    """More than half of the replies could not be read."""
+    found = numbers(rows, "rollout/malformed_frac")
+    return len(found) == len(rows) and min(found) > 0.5
 
 
 def length_pays(rows: Rows) -> bool:
@@ -124,6 +145,29 @@ SIGNS = (
         "every reply of the last {window} steps was cut at its limit: no end token was ever sampled",
         "a larger rollout.sampling.max_tokens; a chat template that ends a turn with the model's end token "
         "(tokenizer.chat_template); rollout.sampling.stop; a few steps of SFT on replies that end",
+    ),
+    Sign(
+        "no tool calls",
+        5,
+        no_calls,
+        "the policy has tools, and called none in the last {window} steps",
+        f"{_READ}: is a call written in another format than rollout.env.tool_format? A prompt that asks for the tools; "
+        "a few steps of SFT on conversations with calls; a reward for a call that is right",
+    ),
+    Sign(
+        "tool unused",
+        20,
+        tool_unused,
+        "at least one tool was never called in the last {window} steps (reward/part/env/calls/NAME is 0)",
+        "leave the tool out, or say in its description when it helps",
+    ),
+    Sign(
+        "malformed replies",
+        5,
+        malformed,
+        "more than half of the replies of the last {window} steps had calls that could not be read",
+        f"{_READ} for why (`malformed`); rollout.env.tool_format; a larger rollout.sampling.max_tokens, where "
+        "calls are cut",
     ),
     Sign(
         "length pays",

@@ -113,6 +113,12 @@ def _lengths(rollouts: Sequence[Rollout]) -> Metrics:
     if any("env" in r.reward_parts for r in rollouts):
         out["rollout/turns_mean"] = Mean.of(len(r.turns) for r in rollouts).value
         out["rollout/strands_mean"] = Mean.of(len(r.strands) for r in rollouts).value
+    stops = Counter(r.stop_reason for r in rollouts if r.stop_reason is not None)
+    for stop, count in sorted(stops.items()):
+        out[f"rollout/stop_{stop}_frac"] = count / len(rollouts)
+    if tooled := [t for r in rollouts for t in r.turns if t.calls is not None]:
+        out["rollout/calls_mean"] = sum(turn.calls or 0 for turn in tooled) / len(rollouts)
+        out["rollout/malformed_frac"] = sum(turn.malformed is not None for turn in tooled) / len(tooled)
     ends = Counter(r.finish_reason for r in rollouts)
     for reason in ("stop", "length", "abort"):
         out[f"rollout/finish_{reason}_frac"] = ends[reason] / len(rollouts)

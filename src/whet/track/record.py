@@ -25,6 +25,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
@@ -358,6 +359,7 @@ def to_parquet(rollouts: Sequence[Rollout], advantages: Sequence[float | None] |
         "reward_parts": [sorted(r.reward_parts.items()) for r in rollouts],
         "advantage": list(advantages) if advantages is not None else [None] * len(rollouts),
     }
+    columns["turns"] = [json.dumps(_turns(r)) for r in rollouts]
     columns["strand_tokens"] = [[len(s.token_ids) for s in r.strands] for r in rollouts]
     for name in TOKEN_TYPES:
         columns[name] = [np.concatenate([getattr(s, name) for s in r.strands]) for r in rollouts]
@@ -366,6 +368,13 @@ def to_parquet(rollouts: Sequence[Rollout], advantages: Sequence[float | None] |
             columns[name] = [getattr(r, name) for r in rollouts]
     arrays = [_column(columns[field.name], field.type) for field in ROLLOUTS]
     return parquet_bytes(pa.table(arrays, schema=ROLLOUTS))
+
+
+def _turns(rollout: Rollout) -> list[Json]:
+    """The replies of a rollout, with the numbers of their strands."""
+    return [
+        {"strand": n, **asdict(turn)} for n, strand in enumerate(rollout.strands) for turn in strand.turns
+    ]
 
 
 def _column(values: list[Json], kind: pa.DataType) -> pa.Array:

@@ -390,6 +390,12 @@ def _rollout(row: dict[str, Json]) -> RenderableType:
         (reward, "green" if judged is not None and judged > 0 else "red"),
         (f" · advantage {row['advantage']:+.3f}" if row["advantage"] is not None else "", "dim"),
         (f" · {sum(row['mask'])} tokens · {printable(row['finish_reason'])}", "dim"),
+        (
+            f" · {len(row['turns'])} turns, ended by {printable(row['stop_reason'])}"
+            if row["stop_reason"]
+            else "",
+            "dim",
+        ),
     )
     lines = [head]
     for name, style in (("prompt", ""), ("text", "cyan")):
@@ -402,9 +408,21 @@ def _rollout(row: dict[str, Json]) -> RenderableType:
     if len(row["reward_parts"]) > 1:
         parts = "  ".join(f"{name} {value:g}" for name, value in row["reward_parts"].items())
         lines.append(Text.assemble(("parts     ", "dim"), printable(parts)))
+    if row["stop_reason"]:
+        lines += [_turn(number, turn) for number, turn in enumerate(row["turns"], 1)]
     if row["error"]:
         lines.append(Text(f"error     {printable(row['error'])}", "red"))
     return Group(*lines)
+
+
+def _turn(number: int, turn: dict[str, Json]) -> Text:
+    """A reply within an episode."""
+    size = f"{turn.get('end', 0) - turn.get('start', 0)} tokens, {turn.get('finish_reason')}"
+    told = [f"turn {number}", size]
+    told += [
+        f"{name} {turn[name]}" for name in ("reward", "calls", "malformed") if turn.get(name) is not None
+    ]
+    return Text(printable("  ".join(told)), "dim")
 
 
 def _strands(row: dict[str, Json], tokenizer: Tokenizer | None) -> Iterator[RenderableType]:

@@ -35,7 +35,9 @@ ROLLOUTS = pa.schema(
         ("reward_parts", pa.map_(pa.string(), pa.float64())),
         ("advantage", pa.float64()),
         ("finish_reason", pa.string()),
+        ("stop_reason", pa.string()),
         ("error", pa.string()),
+        ("turns", pa.string()),
         ("strand_tokens", pa.list_(pa.int32())),
         ("token_ids", pa.list_(pa.int32())),
         ("mask", pa.list_(pa.int8())),
@@ -46,13 +48,23 @@ ROLLOUTS = pa.schema(
 )
 """Columns of a rollout file. `prompt` is for people: messages as 'role: content' lines; the exact prompt is
 in `token_ids`, where `mask` is 0. The lists of tokens are those of all strands of a rollout, one after the other;
-`strand_tokens` are their lengths. `answer` is the task's, as JSON; `extracted` is what a reward took from the
-reply. `advantage` is the mean over the sampled tokens."""
+`strand_tokens` are their lengths. `turns` are its replies as JSON, each with the number of its strand, the place of its
+tokens there and what is known of it (`types.Turn`). `answer` is the task's, as JSON; `extracted` is what a reward took
+from the reply. `advantage` is the mean over the sampled tokens."""
 
-_MAY_BE_NULL = ("extracted", "reward", "advantage", "error")
+_MAY_BE_NULL = ("extracted", "reward", "advantage", "stop_reason", "error")
 _PER_TOKEN = ("token_ids", "mask", "logprobs", "sample_logprobs", "versions")
-_BEFORE_STRANDS = ROLLOUTS.remove(ROLLOUTS.get_field_index("strand_tokens"))
-"""Of earlier files: a rollout had one strand."""
+
+
+def _without(schema: pa.Schema, *names: str) -> pa.Schema:
+    return pa.schema([field for field in schema if field.name not in names])
+
+
+_EARLIER = (
+    _without(ROLLOUTS, "stop_reason", "turns"),
+    _without(ROLLOUTS, "stop_reason", "turns", "strand_tokens"),
+)
+"""Of earlier files, which this release reads: without turns, or with one strand a rollout."""
 _BY = "; is the file from another program, or damaged?"
 
 
@@ -110,7 +122,7 @@ def _is_number(value: Json) -> bool:
 def read_rollouts(path: Path) -> list[dict[str, Json]]:
     """The rows of a rollout or evaluation file; `answer` parsed and `reward_parts` a dict."""
     table = read_parquet(path)
-    if not (table.schema.equals(ROLLOUTS) or table.schema.equals(_BEFORE_STRANDS)):
+    if not any(table.schema.equals(known) for known in (ROLLOUTS, *_EARLIER)):
         odd = [f.name for f in ROLLOUTS if f not in list(table.schema)] or ["more columns than a run writes"]
         raise DataError(f"{path} is not a file of rollouts: {', '.join(odd)}{_BY}")
     try:
@@ -119,6 +131,7 @@ def read_rollouts(path: Path) -> list[dict[str, Json]]:
         raise DataError(f"{path}: reward_parts cannot be read: {e}") from e
     for number, row in enumerate(rows, start=1):
         row.setdefault("strand_tokens", [len(row["token_ids"] or ())])
+        row |= {"stop_reason": row.get("stop_reason"), "turns": row.get("turns", "[]")}
         lists = [row[name] for name in _PER_TOKEN]
         empty = [name for name, value in row.items() if value is None and name not in _MAY_BE_NULL]
         empty += [name for name, values in zip(_PER_TOKEN, lists) if values is not None and None in values]
@@ -128,9 +141,11 @@ def read_rollouts(path: Path) -> list[dict[str, Json]]:
             raise DataError(f"{path}, row {number}: {', '.join(_PER_TOKEN)} differ in length{_BY}")
         if None in row["strand_tokens"] or sum(row["strand_tokens"]) != len(row["token_ids"]):
             raise DataError(f"{path}, row {number}: strand_tokens does not add up to its tokens{_BY}")
-        row["answer"] = parse_json(
-            row["answer"].encode(), f"{path}, row {number}, answer", DataError, constants=True
-        )
+        for name in ("answer", "turns"):
+            where = f"{path}, row {number}, {name}"
+            row[name] = parse_json(row[name].encode(), where, DataError, constants=True)
+        if not isinstance(row["turns"], list) or not all(isinstance(turn, dict) for turn in row["turns"]):
+            raise DataError(f"{path}, row {number}: turns is no list of objects{_BY}")
     return rows
 
 

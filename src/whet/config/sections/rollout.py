@@ -49,6 +49,11 @@ class EnvironmentConfig(Section):
     observation_tokens: Positive = 1024
     """Maximum number of tokens of the environment in one rollout, in addition to max_prompt_tokens and max_tokens; a
     rollout whose next messages would exceed it ends with the reason length."""
+    history: Literal["append", "template"] = "append"
+    """append: what was sampled and said stays as it is, and what follows a reply is appended, even where the chat
+    template would drop earlier thoughts. template: each reply follows the conversation as the template renders it, as a
+    server shows it; where that changes earlier tokens, another strand of the rollout begins. With both, each sampled
+    token is trained once, after the tokens that it was sampled after."""
     timeout_s: Above0 = 60.0
     """Longest time of one call of the environment, without its waits for replies of the policy; after it the rollout
     fails."""

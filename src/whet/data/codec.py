@@ -1,0 +1,248 @@
+"""The messages of an episode as tokens, and the policy's tokens as messages.
+
+Tokens are only appended. What follows a reply is found by difference: a short conversation is rendered with a mark in
+the place of the reply, once as it ends and once with the new messages; what stands after the mark is what the template
+writes after any reply of that shape. Where the two do not agree, nothing is appended: the conversation is rendered as a
+whole and begins another strand (`Codec` in rollout/episode.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from whet.data.calls import ReplyForm, read_reply, recognised_form
+from whet.data.chat import encode_rendered, lead, neutral, render, template_of
+from whet.types import DataError, Message, ToolCall, ToolSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+History = Literal["append", "template"]
+
+MARK = "\ufdd1\ufdd2"
+"""Stands for a reply: no character of any language."""
+_QUESTION = Message("user", "q")
+_REPLY, _THOUGHT, _TOOL, _RESULT = "reply7x", "thought7x", "tool7x", "result7x"
+"""Words to be found again."""
+_HEADER_TOKENS = 16
+"""Tokens before a reply in which an opened thought is looked for."""
+
+
+class MessageCodec:
+    """By the tokenizer's chat template. `ends`: tokens that end a reply, the tokenizer's own is always one of them.
+
+    history: append keeps every token; template renders the whole conversation for each reply as it would be in
+    deployment, and appends where that changes nothing. form: how calls and thoughts are written; None: as the template
+    tells.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        ends: Collection[int] = (),
+        history: History = "append",
+        form: ReplyForm | None = None,
+    ) -> None:
+        self.tokenizer, self.history = tokenizer, history
+        self.ends = frozenset(ends) | ({tokenizer.eos_token_id} - {None})
+        self._end_texts = [str(tokenizer.convert_ids_to_tokens(end)) for end in sorted(self.ends)]
+        self._special = set(tokenizer.all_special_tokens)
+        template = template_of(tokenizer)
+        self.form = form or recognised_form(template, sorted(self._special))
+
+    # -- to tokens
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """A whole conversation, up to where the policy speaks. A last message of the assistant is the beginning of its
+        reply."""
+        return encode_rendered(self.tokenizer, [self._rendered(messages, tools)])[0]
+
+    def encode_observation(
+        self,
+        existing: Sequence[int],
+        conversation: Sequence[Message],
+        count: int,
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int] | None:
+        """What follows `existing`, which ends with a reply, up to where the policy speaks again.
+
+        conversation: all messages; the last `count` of them are new and follow the reply. None: what the template makes
+        of the conversation does not begin with `existing`. DataError for a template that joins a reply with the text
+        after it.
+        """
+        if count < 1:
+            raise DataError("A turn needs at least one new message.")
+        if self.history == "append":
+            return self._after_reply(existing, conversation[-count - 1], conversation[-count:], tools)
+        whole, there = self._rendered(conversation, tools), self._text(existing)
+        if not whole.startswith(there):
+            return None
+        return self._joined(existing, whole[len(there) :])
+
+    def _after_reply(
+        self, existing: Sequence[int], reply: Message, new: Sequence[Message], tools: Sequence[ToolSpec]
+    ) -> list[int] | None:
+        """By difference."""
+        marked = _marked(reply)
+        safe = neutral(self._special, [_QUESTION, marked, *new])
+        base = render(self.tokenizer, safe[:2], tools=tools, header=False)
+        full = lead(self.tokenizer, safe, tools=tools)
+        marks = base.count(MARK)
+        if not marks or full.count(MARK) < marks:
+            return None
+        alone, after = base.split(MARK)[-1], full.split(MARK, marks)[-1]
+        close, end = min(
+            ((at, text) for text in self._end_texts if (at := alone.find(text)) >= 0),
+            default=(len(alone), ""),
+        )
+        if not after.startswith(alone[: close + len(end)]):
+            return None
+        ended = bool(existing) and existing[-1] in self.ends
+        begin = close if ended or reply.tool_calls else 0
+        told = self._joined(existing, after[begin:])
+        if not ended:
+            return told
+        return told[1:] if told[:1] == [existing[-1]] else None
+
+    def _joined(self, existing: Sequence[int], text: str) -> list[int]:
+        """The tokens of text that follows tokens. DataError where the tokenizer would take both for one."""
+        token_ids = encode_rendered(self.tokenizer, [text])[0]
+        if token_ids and token_ids[0] in self.tokenizer.all_special_ids:
+            return token_ids
+        before = self._text(existing[-4:]) or "r"
+        both, alone = encode_rendered(self.tokenizer, [before + text, before])
+        if both != [*alone, *token_ids]:
+            raise DataError(
+                "The chat template joins a reply with the text after it (its last token would change): "
+                "add an end token after the reply in tokenizer.chat_template."
+            )
+        return token_ids
+
+    def _inline(self, reply: Message) -> Message:
+        """A reply for a template that knows no field for thoughts: they stand in its text."""
+        known = "reasoning_content" in (template_of(self.tokenizer) or "")
+        if known or reply.reasoning is None or self.form.reasoning is None:
+            return reply
+        opening, closing = self.form.reasoning
+        return replace(reply, content=f"{opening}{reply.reasoning}{closing}{reply.content}", reasoning=None)
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+        """The text that the reply follows."""
+        return lead(self.tokenizer, neutral(self._special, [*map(self._inline, messages)]), tools=tools)
+
+    # -- and back
+
+    def parse_reply(
+        self, token_ids: Sequence[int], before: Sequence[int] = (), tools: Sequence[ToolSpec] = ()
+    ) -> Message:
+        """A sampled reply, without its end token, which followed `before`. Its calls are read if there are tools."""
+        form = self.form if tools else self.form.without_calls()
+        if form.plain:
+            return Message("assistant", str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True)))
+        opened = form.opened_by(self._text(before[-_HEADER_TOKENS:]))
+        return read_reply(self._text(token_ids), form, tools, opened=opened)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(token_ids)))
+
+    # -- at the start
+
+    def check_template(self) -> Findings:
+        """What the template does to a conversation. ConfigError for a tokenizer without a template; DataError for one
+        that refuses a second turn, or joins a reply with the text after it."""
+        reply = self._inline(Message("assistant", _REPLY, reasoning=_THOUGHT))
+        first, later = [_QUESTION, reply], Message("user", "q")
+        alone = self._plain(first, header=False)
+        whole = self._plain([*first, later])
+        existing = self.encode_prompt([_QUESTION])
+        appended = self._after_reply(existing, reply, [later], ())
+        tool = ToolSpec(_TOOL, "d", {"type": "object", "properties": {"x": {"type": "string"}}})
+        return Findings(
+            appends=appended is not None,
+            replies=_REPLY in whole,
+            thoughts=None if _THOUGHT not in alone else _THOUGHT in whole,
+            ends=any(end in alone.split(_REPLY)[-1] for end in self._end_texts),
+            tools=_TOOL in self._tried([_QUESTION], [tool]),
+            results=_RESULT in self._tried([*self._called(tool)], [tool]),
+            calls=self.form.calls,
+            dated=bool(re.search("strftime_now|date_string", template_of(self.tokenizer) or "")),
+        )
+
+    def _called(self, tool: ToolSpec) -> list[Message]:
+        """A conversation with a call and its result."""
+        call = ToolCall(tool.name, {"x": "y"}, "c00010001")
+        result = Message("tool", _RESULT, tool_call_id=call.id, name=tool.name)
+        return [_QUESTION, Message("assistant", "", tool_calls=(call,)), result]
+
+    def _plain(self, messages: Sequence[Message], *, header: bool = True) -> str:
+        return render(self.tokenizer, messages, header=header)
+
+    def _tried(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+        """What the template makes of tools; nothing if it refuses them."""
+        try:
+            return render(self.tokenizer, messages, tools=tools)
+        except DataError:
+            return ""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a chat template does to a conversation of several turns."""
+
+    appends: bool
+    """What follows a reply can be told without rendering the history again."""
+    replies: bool
+    """A reply stands in the history."""
+    thoughts: bool | None
+    """So does what was thought before it. None: the template writes no thoughts."""
+    ends: bool
+    """An end token closes a reply; else the next message's first token does."""
+    tools: bool
+    """The policy is told of its tools."""
+    results: bool
+    """And of what they answer."""
+    calls: str | None
+    """Format of the calls."""
+    dated: bool
+    """The text has the day's date."""
+
+    def said(self, history: History) -> list[str]:
+        """For people, one sentence each."""
+        out = []
+        if not self.appends:
+            out.append(
+                "it rewrites what came before, so every turn begins a strand of its own (rollout.env.history)"
+            )
+        elif self.thoughts is False and history == "append":
+            out.append(
+                "it drops earlier thoughts, and rollout.env.history=append keeps them: a server with this template "
+                "shows the policy another history than it is trained with (rollout.env.history=template shows the same)"
+            )
+        elif history == "append":
+            out.append("later turns are appended; nothing that was said before changes")
+        if not self.replies:
+            out.append("it leaves earlier replies out of the history")
+        if not self.ends:
+            out.append("no end token closes a reply; the next message's first token does")
+        if self.tools and self.calls is None:
+            out.append(
+                "it tells of tools, in a call format that is not known here: give tokenizer.tool_format"
+            )
+        if not self.tools:
+            out.append("it tells the policy of no tools")
+        elif not self.results:
+            out.append("it refuses or drops the results of tools")
+        return out
+
+
+def _marked(reply: Message) -> Message:
+    """A reply of the same shape whose last text is the mark."""
+    if not reply.tool_calls:
+        return Message("assistant", MARK)
+    calls = [ToolCall(c.name, {"x": "y"}, c.id) for c in reply.tool_calls[:-1]]
+    last = reply.tool_calls[-1]
+    return Message("assistant", "", tool_calls=(*calls, ToolCall(last.name, {"x": MARK}, last.id)))
