@@ -1,0 +1,261 @@
+"""What a policy wrote, as a message: its reasoning, its tool calls and the rest. And the same backwards.
+
+A marker that opens and cannot be read makes a reply `malformed`, with the reason; it is never silently text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from whet.data.call_formats import (
+    ARGUMENT,
+    CALL,
+    CALL_FORMATS,
+    CHANNEL,
+    FUNCTION,
+    LEAST_MARKER,
+    MESSAGE,
+    MISTRAL,
+    MISTRAL_ARGS,
+    PARAMETER,
+    PYTHON,
+    SEEK_SEP,
+    Reading,
+    as_text,
+    write_harmony,
+)
+from whet.data.call_values import Malformed
+from whet.tables import near
+from whet.types import ConfigError, Message, ToolCall, ToolSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The markers around a reply's reasoning, which comes before everything else."""
+
+    begin: str
+    end: str
+    gap: str = "\n"
+    """What a policy writes inside each marker, and twice after the last. A reader needs none."""
+
+
+THINKING: dict[str, Thinking] = {
+    # Qwen3, DeepSeek R1 and V3.1, GLM-4.5, Nemotron 3
+    "<think>": Thinking("<think>", "</think>"),
+    # Magistral, Mistral Small 4
+    "[THINK]": Thinking("[THINK]", "[/THINK]", gap=""),
+    # Seed-OSS
+    "<seed:think>": Thinking("<seed:think>", "</seed:think>"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyForm:
+    """How a policy writes its replies. Errors: ConfigError for an unknown call format."""
+
+    calls: str | None = None
+    """A key of CALL_FORMATS; None: replies have no calls. `gpt_oss` marks reasoning and content, too."""
+    thinking: Thinking | None = None
+    """None: replies have no marked reasoning, or the call format marks it."""
+
+    def __post_init__(self) -> None:
+        if self.calls is not None and self.calls not in CALL_FORMATS:
+            raise ConfigError(
+                f"No call format {self.calls!r}{near(self.calls, CALL_FORMATS)}; known: {', '.join(CALL_FORMATS)}."
+            )
+        if self.channels and self.thinking is not None:
+            raise ConfigError(
+                f"The call format {self.calls!r} marks reasoning itself; leave out the markers."
+            )
+
+    @property
+    def channels(self) -> bool:
+        """The call format marks reasoning and content, too."""
+        return self.calls is not None and CALL_FORMATS[self.calls].channels
+
+
+def read_reply(
+    text: str, form: ReplyForm, tools: Sequence[ToolSpec] = (), *, opened: bool = False
+) -> Message:
+    """What a reply says: its reasoning, its calls in their order, and the content around them.
+
+    text: the reply with its special tokens, without the end token that ended it. opened: it begins inside a thought
+    (`opens_thought`). tools: their schemas give arguments their types in the formats that write them as plain text; a
+    call of an unknown tool is a call. Calls have no ids.
+
+    Content of a reply without thought and calls is the text as it stands. Otherwise the line ends next to a thought or
+    a call are the template's, and go. A reply that cannot be read has `malformed`, and the whole text as its content.
+
+    Takes time in proportion to the text. Errors: ValueError for `opened` where the form has no reasoning.
+    """
+    if opened and not _thinks(form):
+        raise ValueError("A reply can begin inside a thought only if its form marks reasoning.")
+    reading = Reading(text, tools, opened=opened)
+    try:
+        _read_thought(reading, form)
+        _read_rest(reading, form)
+        _check_rest(reading, form)
+    except Malformed as e:
+        return Message("assistant", text, malformed=str(e))
+    return Message("assistant", _content(reading, form), _reasoning(reading), tuple(reading.calls))
+
+
+def _thinks(form: ReplyForm) -> bool:
+    return form.thinking is not None or form.channels
+
+
+def _read_thought(reading: Reading, form: ReplyForm) -> None:
+    if form.thinking is None:
+        return
+    begin, end = form.thinking.begin, form.thinking.end
+    if not reading.opened and not reading.take_after_white(begin):
+        return
+    thought = reading.until(end, what=f"the thought that {'the prompt' if reading.opened else begin} opened")
+    reading.thoughts.append(thought.strip("\n"))
+
+
+def _read_rest(reading: Reading, form: ReplyForm) -> None:
+    if form.calls is None:
+        reading.content.append(reading.text[reading.at :])
+    else:
+        CALL_FORMATS[form.calls].read(reading)
+
+
+def _check_rest(reading: Reading, form: ReplyForm) -> None:
+    """What is left as content must not have a part of a call or of a thought."""
+    entry = CALL_FORMATS[form.calls] if form.calls is not None else None
+    thinking = (form.thinking.begin, form.thinking.end) if form.thinking is not None else ()
+    for marker in (*(entry.strays if entry else ()), *thinking):
+        if any(marker in piece for piece in reading.content):
+            raise Malformed(f"{marker} stands outside of a {'thought' if marker in thinking else 'call'}")
+    last = reading.content[-1] if reading.content else ""
+    for marker in (*(entry.markers if entry else ()), *thinking[:1]):
+        if any(last.endswith(marker[:n]) for n in range(LEAST_MARKER, len(marker))):
+            raise Malformed(f"the reply ends inside {marker}")
+
+
+def _content(reading: Reading, form: ReplyForm) -> str:
+    if form.channels:
+        return "\n".join(reading.content)
+    if not reading.calls:
+        text = "".join(reading.content)
+        return text.lstrip("\n") if reading.thoughts else text
+    return "\n".join(piece.strip("\n") for piece in reading.content if piece.strip())
+
+
+def _reasoning(reading: Reading) -> str | None:
+    return "\n".join(reading.thoughts) if reading.thoughts else None
+
+
+def write_calls(
+    form: ReplyForm,
+    calls: Sequence[ToolCall],
+    content: str = "",
+    reasoning: str | None = None,
+    *,
+    opened: bool = False,
+) -> str:
+    """The reply that a policy of this form would write, without its end token: what `read_reply` reads.
+
+    Errors: ValueError for what the form cannot say: reasoning or calls that it has no markers for, a marker where it
+    would be read as one, several calls or content beside them in a format that has one call alone.
+    """
+    text = _written(form, calls, content, reasoning)
+    if opened:
+        text = _after_opening(text, form, reasoning)
+    told = read_reply(text, form, opened=opened)
+    given = Message("assistant", content, reasoning, tuple(calls))
+    if told.malformed is not None or _comparable(told) != _comparable(given):
+        why = told.malformed or "it would be read as something else"
+        raise ValueError(f"The call format {form.calls!r} cannot say this ({why}): {text[:200]!r}")
+    return text
+
+
+def _written(form: ReplyForm, calls: Sequence[ToolCall], content: str, reasoning: str | None) -> str:
+    if (calls and form.calls is None) or (reasoning is not None and not _thinks(form)):
+        raise ValueError(f"The form {form} has no markers for {'calls' if calls else 'reasoning'}.")
+    entry = CALL_FORMATS[form.calls] if form.calls is not None else None
+    called = entry.write(calls) if entry and calls else ""
+    if entry is not None and entry.channels:
+        return write_harmony(called, content, reasoning)
+    said = content + (entry.gap if entry and content and called else "") + called
+    if reasoning is None or form.thinking is None:
+        return said
+    begin, end, gap = form.thinking.begin, form.thinking.end, form.thinking.gap
+    return f"{begin}{gap}{reasoning}{gap}{end}{gap * 2 if said else ''}{said}"
+
+
+def _after_opening(text: str, form: ReplyForm, reasoning: str | None) -> str:
+    if reasoning is None:
+        raise ValueError(
+            "A reply that begins inside a thought has reasoning; give reasoning='' for an empty thought."
+        )
+    opening = ANALYSIS if form.thinking is None else form.thinking.begin + form.thinking.gap
+    return text.removeprefix(opening)
+
+
+def _comparable(message: Message) -> object:
+    """All that a form must not lose. Types of arguments are the schema's matter where they are written as text."""
+    calls = [
+        (call.name, [(key, as_text(value)) for key, value in call.arguments.items()])
+        for call in message.tool_calls
+    ]
+    reasoning = message.reasoning.strip("\n") if message.reasoning is not None else None
+    return message.content.strip("\n"), reasoning, calls
+
+
+# ---- what a chat template asks for ----
+
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
+
+
+def opens_thought(form: ReplyForm, lead: str) -> bool:
+    """Whether a reply begins inside a thought. lead: what its own turn has before it: the header that the template
+    writes, and the reply prefix."""
+    if form.channels:
+        return lead.rfind(ANALYSIS) > lead.rfind("<|end|>")
+    return form.thinking is not None and lead.rfind(form.thinking.begin) > lead.rfind(form.thinking.end)
+
+
+_TELLTALE: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("gpt_oss", (CHANNEL, MESSAGE)),
+    ("deepseek_v3", (SEEK_SEP, "```json")),
+    ("deepseek", (SEEK_SEP,)),
+    ("mistral_v11", (MISTRAL, MISTRAL_ARGS)),
+    ("mistral", (MISTRAL,)),
+    ("qwen3_coder", (FUNCTION, PARAMETER)),
+    ("glm", (CALL, ARGUMENT)),
+    ("hermes", (CALL, "arguments")),
+    ("llama3", (PYTHON,)),
+)
+"""What the templates of a format have in their text; the first that fits is it."""
+_BARE = re.compile(r'\\?"name\\?"\s*:[^{}:]{0,80}\\?"(parameters|arguments)\\?"\s*:')
+"""A call as a plain object, in the instructions of a template."""
+_OTHER_MARKER = re.compile(r"[<\[][^<>\[\]\s]{0,20}tool_?calls?[^<>\[\]\s]{0,20}[>\]]", re.IGNORECASE)
+
+
+def recognised_form(template: str | None, special_tokens: Collection[str] = ()) -> ReplyForm:
+    """How replies to a chat template are written, by the markers in its text.
+
+    special_tokens: the tokenizer's, with the added ones: a format whose markers are tokens may have them only there.
+    `calls` is None for a template that knows no tools, and for one whose call format is none of CALL_FORMATS.
+    """
+    if template is None:
+        return ReplyForm()
+    calls = _recognised_calls(template, special_tokens)
+    if calls == "gpt_oss":
+        return ReplyForm(calls)
+    return ReplyForm(calls, next((t for t in THINKING.values() if t.end in template), None))
+
+
+def _recognised_calls(template: str, special_tokens: Collection[str]) -> str | None:
+    for name, markers in _TELLTALE:
+        known = (m in template or (m == MISTRAL_ARGS and m in special_tokens) for m in markers)
+        if all(known):
+            return name
+    bare = _BARE.search(template)
+    if bare is None or _OTHER_MARKER.search(template) or not re.search(r"\btools\b", template):
+        return None
+    return "llama3" if bare[1] == "parameters" else "json"
