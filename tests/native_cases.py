@@ -508,6 +508,10 @@ CASES: dict[str, Case] = {
     "rollout.env.arguments": (ENV, {"bonus": 1.0}),
     "rollout.env.max_turns": (ENV, 1),
     "rollout.env.observation_tokens": (ENV, 2),
+    "rollout.env.tool_format": (
+        ENV.replace("observation", "tool_format: json, observation").replace("Game", "Caller"),
+        "gpt_oss",
+    ),
     "rollout.env.history": (f'{ENV}; tokenizer.chat_template="{REWRITES}"', "template"),
     "rollout.env.timeout_s": (ENV, 30.0),
     "rollout.env.hosts": (ENV, 2),

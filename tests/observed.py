@@ -84,7 +84,7 @@ import os
 import zlib
 
 from whet.envs.env import EnvStep
-from whet.types import Message
+from whet.types import Message, ToolSpec
 
 
 def made(n=6):
@@ -122,6 +122,10 @@ class Game:
 
 def Stubborn(task):
     return Game(task, done=True)
+
+
+class Caller(Game):
+    tools = [ToolSpec("add", "adds", {})]
 """
 
 

@@ -162,12 +162,30 @@ def neutral(control: Collection[str], messages: Sequence[Message], *, replies: b
     return [one(message, last=n == len(messages)) for n, message in enumerate(messages, 1)]
 
 
+def rest_of(rendered: str, begin: str) -> str | None:
+    """What follows the text `begin` in a rendered template. None where it begins otherwise."""
+    pieces = _pieces(rendered)
+    for n, piece in enumerate(pieces):
+        if len(begin) < len(piece) or n == len(pieces) - 1:
+            rest = [piece[len(begin) :], *pieces[n + 1 :]]
+            return _CUT.join(p.replace(_CUT, _CUT * 2) for p in rest) if piece.startswith(begin) else None
+        if not begin.startswith(piece):
+            return None
+        begin = begin[len(piece) :]
+    return None
+
+
+def _pieces(rendered: str) -> list[str]:
+    """The text between the cuts."""
+    return [p.replace(_CUT * 2, _CUT) for p in re.split(f"(?<!{_CUT}){_CUT}(?!{_CUT})", rendered)]
+
+
 def encode_rendered(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """`encode_texts` of rendered templates, whose messages were made `neutral`."""
     if not any(_CUT in text for text in texts):
         return encode_texts(tokenizer, texts)
-    parted = [re.split(f"(?<!{_CUT}){_CUT}(?!{_CUT})", text) for text in texts]
-    pieces = iter(encode_texts(tokenizer, [p.replace(_CUT * 2, _CUT) for parts in parted for p in parts]))
+    parted = [*map(_pieces, texts)]
+    pieces = iter(encode_texts(tokenizer, [p for parts in parted for p in parts]))
     return [[token for _ in parts for token in next(pieces)] for parts in parted]
 
 

@@ -13,9 +13,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from whet.data.calls import ReplyForm, read_reply, recognised_form
-from whet.data.chat import encode_rendered, lead, neutral, render, template_of
-from whet.types import DataError, Message, ToolCall, ToolSpec
+from whet.data.call_formats import CALL_FORMATS
+from whet.data.calls import ReplyForm, opens_thought, read_reply, recognised_form
+from whet.data.chat import encode_rendered, lead, neutral, render, rest_of, template_of
+from whet.types import ConfigError, DataError, Message, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -35,8 +36,8 @@ class MessageCodec:
     """By the tokenizer's chat template. `ends`: tokens that end a reply, the tokenizer's own is always one of them.
 
     history: append keeps every token; template renders the whole conversation for each reply as it would be in
-    deployment, and appends where that changes nothing. form: how calls and thoughts are written; None: as the template
-    tells.
+    deployment, and appends where that changes nothing. calls: the format of tool calls, a key of CALL_FORMATS; None: as
+    the template tells.
     """
 
     def __init__(
@@ -45,20 +46,30 @@ class MessageCodec:
         *,
         ends: Collection[int] = (),
         history: History = "append",
-        form: ReplyForm | None = None,
+        calls: str | None = None,
     ) -> None:
         self.tokenizer, self.history = tokenizer, history
         self.ends = frozenset(ends) | ({tokenizer.eos_token_id} - {None})
         self._end_texts = [str(tokenizer.convert_ids_to_tokens(end)) for end in sorted(self.ends)]
         self._special = set(tokenizer.all_special_tokens)
+        longest = sorted(self._special, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest)) or "(?!)")
         template = template_of(tokenizer)
-        self.form = form or recognised_form(template, sorted(self._special))
+        self.form = recognised_form(template, [*self._special, *tokenizer.get_added_vocab()])
+        if calls is not None:
+            self.form = ReplyForm(calls, None if CALL_FORMATS[calls].channels else self.form.thinking)
 
     # -- to tokens
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """A whole conversation, up to where the policy speaks. A last message of the assistant is the beginning of its
-        reply."""
+        reply. ConfigError for tools whose calls could not be read."""
+        if tools and self.form.calls is None:
+            raise ConfigError(
+                "There are tools, but the chat template names no format of calls that is known here: give "
+                f"rollout.env.tool_format, one of {', '.join(CALL_FORMATS)}, or a template that does "
+                "(tokenizer.chat_template)."
+            )
         return encode_rendered(self.tokenizer, [self._rendered(messages, tools)])[0]
 
     def encode_observation(
@@ -78,10 +89,8 @@ class MessageCodec:
             raise DataError("A turn needs at least one new message.")
         if self.history == "append":
             return self._after_reply(existing, conversation[-count - 1], conversation[-count:], tools)
-        whole, there = self._rendered(conversation, tools), self._text(existing)
-        if not whole.startswith(there):
-            return None
-        return self._joined(existing, whole[len(there) :])
+        rest = rest_of(self._rendered(conversation, tools), self._text(existing))
+        return None if rest is None else self._joined(existing, rest)
 
     def _after_reply(
         self, existing: Sequence[int], reply: Message, new: Sequence[Message], tools: Sequence[ToolSpec]
@@ -125,10 +134,11 @@ class MessageCodec:
     def _inline(self, reply: Message) -> Message:
         """A reply for a template that knows no field for thoughts: they stand in its text."""
         known = "reasoning_content" in (template_of(self.tokenizer) or "")
-        if known or reply.reasoning is None or self.form.reasoning is None:
+        if known or reply.reasoning is None or self.form.thinking is None:
             return reply
-        opening, closing = self.form.reasoning
-        return replace(reply, content=f"{opening}{reply.reasoning}{closing}{reply.content}", reasoning=None)
+        t = self.form.thinking
+        said = f"{t.begin}{t.inside}{reply.reasoning}{t.inside}{t.end}{t.after}{reply.content}"
+        return replace(reply, content=said, reasoning=None)
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         """The text that the reply follows."""
@@ -140,11 +150,13 @@ class MessageCodec:
         self, token_ids: Sequence[int], before: Sequence[int] = (), tools: Sequence[ToolSpec] = ()
     ) -> Message:
         """A sampled reply, without its end token, which followed `before`. Its calls are read if there are tools."""
-        form = self.form if tools else self.form.without_calls()
-        if form.plain:
+        form = self.form if tools or self.form.channels else replace(self.form, calls=None)
+        if form == ReplyForm():
             return Message("assistant", str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True)))
-        opened = form.opened_by(self._text(before[-_HEADER_TOKENS:]))
-        return read_reply(self._text(token_ids), form, tools, opened=opened)
+        opened = opens_thought(form, self._text(before[-_HEADER_TOKENS:]))
+        reply = read_reply(self._text(token_ids), form, tools, opened=opened)
+        thought = None if reply.reasoning is None else self._control.sub("", reply.reasoning)
+        return replace(reply, content=self._control.sub("", reply.content), reasoning=thought)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids)))

@@ -37,7 +37,8 @@ class Environments:
         env = cfg.rollout.env
         if env is None:
             return {}
-        codec = MessageCodec(tokenizer, ends=ends, history=env.history)
+        calls = None if env.tool_format == "auto" else env.tool_format
+        codec = MessageCodec(tokenizer, ends=ends, history=env.history, calls=calls)
         for said in codec.check_template().said(codec.history):
             log.info("chat template: %s", said)
         known = env.model_dump_json()

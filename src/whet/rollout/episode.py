@@ -39,6 +39,7 @@ from whet.rollout.requests import Decode, ends_of
 from whet.seeds import key, rollout_key
 from whet.types import (
     Completion,
+    ConfigError,
     FinishReason,
     Group,
     Json,
@@ -447,10 +448,13 @@ async def _open(episode: Episode, play: Play, env: Env) -> None:
         episode.conversation = [Message("user", task.prompt)]
         return
     episode.conversation = [*task.prompt, *first]
-    if more:
-        episode.prompt_tokens = len(play.codec.encode_prompt(task.prompt, episode.tools))
-    if first or more:
-        episode.strand = episode.begin((), play.codec.encode_prompt(episode.conversation, episode.tools))
+    try:
+        if more:
+            episode.prompt_tokens = len(play.codec.encode_prompt(task.prompt, episode.tools))
+        if first or more:
+            episode.strand = episode.begin((), play.codec.encode_prompt(episode.conversation, episode.tools))
+    except ConfigError as error:  # it is so for every task
+        raise EnvBroken(str(error)) from error
     if (given := _given(episode, episode.strand)) > play.observation_tokens:
         raise WhetError(
             f"the environment's first messages have {given} tokens, more than "

@@ -54,6 +54,12 @@ class EnvironmentConfig(Section):
     template would drop earlier thoughts. template: each reply follows the conversation as the template renders it, as a
     server shows it; where that changes earlier tokens, another strand of the rollout begins. With both, each sampled
     token is trained once, after the tokens that it was sampled after."""
+    tool_format: Literal[
+        "auto", "hermes", "qwen3_coder", "llama3", "mistral", "mistral_v11", "gpt_oss", "glm", "deepseek_v3",
+        "deepseek", "json",
+    ] = "auto"  # fmt: skip
+    """How replies call tools. auto: as the chat template asks for it. A reply whose calls cannot be read is malformed,
+    never text. (verl: multi_turn.format; vLLM: tool_call_parser)"""
     timeout_s: Above0 = 60.0
     """Longest time of one call of the environment, without its waits for replies of the policy; after it the rollout
     fails."""
