@@ -28,10 +28,14 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 ROLES = ("<system>", "<user>", "<assistant>", "<tool>")
 SPECIAL = (PAD, EOS, UNK, *ROLES)
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}"
+    '{{ {"name": c.function.name, "arguments": c.function.arguments} | tojson }}'
+    "{% endfor %}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-"""Chat template of built tokenizers: the role's token, the text, the end token; nothing earlier changes."""
+"""Chat template of built tokenizers: the role's token, the text, calls as JSON, the end token; nothing earlier changes.
+It tells of no tools."""
 
 
 def load_tokenizer(

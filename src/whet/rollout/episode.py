@@ -438,7 +438,7 @@ async def _open(episode: Episode, play: Play, env: Env) -> None:
     task = episode.task
     first = as_messages(await env.first(), "first")
     more = as_tools(getattr(env, "tools", ()))
-    episode.tools = (*task.tools, *more)
+    episode.tools = tuple(more) or task.tools
     if isinstance(task.prompt, str):
         if first or more:
             raise WhetError(
