@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whet.data.call_formats import (
     ARGUMENT,
@@ -28,7 +28,7 @@ from whet.data.call_formats import (
 )
 from whet.data.call_values import Malformed
 from whet.tables import near
-from whet.types import ConfigError, Message, ToolCall, ToolSpec
+from whet.types import ConfigError, Json, Message, ToolCall, ToolSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,17 @@ class Thinking:
 
     begin: str
     end: str
-    gap: str = "\n"
-    """What a policy writes inside each marker, and twice after the last. A reader needs none."""
+    inside: str = "\n"
+    """Line ends that a policy writes inside the markers. A reader needs none."""
+    after: str = "\n\n"
+    """Line ends after the last marker, likewise."""
 
 
 THINKING: dict[str, Thinking] = {
     # Qwen3, DeepSeek R1 and V3.1, GLM-4.5, Nemotron 3
     "<think>": Thinking("<think>", "</think>"),
     # Magistral, Mistral Small 4
-    "[THINK]": Thinking("[THINK]", "[/THINK]", gap=""),
+    "[THINK]": Thinking("[THINK]", "[/THINK]", "", ""),
     # Seed-OSS
     "<seed:think>": Thinking("<seed:think>", "</seed:think>"),
 }
@@ -127,7 +129,7 @@ def _check_rest(reading: Reading, form: ReplyForm) -> None:
     """What is left as content must not have a part of a call or of a thought."""
     entry = CALL_FORMATS[form.calls] if form.calls is not None else None
     thinking = (form.thinking.begin, form.thinking.end) if form.thinking is not None else ()
-    for marker in (*(entry.strays if entry else ()), *thinking):
+    for marker in (*((*entry.markers, *entry.strays) if entry else ()), *thinking):
         if any(marker in piece for piece in reading.content):
             raise Malformed(f"{marker} stands outside of a {'thought' if marker in thinking else 'call'}")
     last = reading.content[-1] if reading.content else ""
@@ -165,7 +167,7 @@ def write_calls(
     text = _written(form, calls, content, reasoning)
     if opened:
         text = _after_opening(text, form, reasoning)
-    told = read_reply(text, form, opened=opened)
+    told = read_reply(text, form, _all_texts(calls), opened=opened)
     given = Message("assistant", content, reasoning, tuple(calls))
     if told.malformed is not None or _comparable(told) != _comparable(given):
         why = told.malformed or "it would be read as something else"
@@ -183,8 +185,10 @@ def _written(form: ReplyForm, calls: Sequence[ToolCall], content: str, reasoning
     said = content + (entry.gap if entry and content and called else "") + called
     if reasoning is None or form.thinking is None:
         return said
-    begin, end, gap = form.thinking.begin, form.thinking.end, form.thinking.gap
-    return f"{begin}{gap}{reasoning}{gap}{end}{gap * 2 if said else ''}{said}"
+    thinking = form.thinking
+    return (
+        f"{thinking.begin}{thinking.inside}{reasoning}{thinking.inside}{thinking.end}{thinking.after}{said}"
+    )
 
 
 def _after_opening(text: str, form: ReplyForm, reasoning: str | None) -> str:
@@ -192,12 +196,20 @@ def _after_opening(text: str, form: ReplyForm, reasoning: str | None) -> str:
         raise ValueError(
             "A reply that begins inside a thought has reasoning; give reasoning='' for an empty thought."
         )
-    opening = ANALYSIS if form.thinking is None else form.thinking.begin + form.thinking.gap
+    opening = ANALYSIS if form.thinking is None else form.thinking.begin + form.thinking.inside
     return text.removeprefix(opening)
 
 
+def _all_texts(calls: Sequence[ToolCall]) -> list[ToolSpec]:
+    """The tools, with arguments that may be any text: types are their real schemas' matter."""
+    keys: dict[str, dict[str, Json]] = {call.name: {} for call in calls}
+    for call in calls:
+        keys[call.name] |= {key: {"type": "string"} for key in call.arguments}
+    return [ToolSpec(name, "", {"properties": properties}) for name, properties in keys.items()]
+
+
 def _comparable(message: Message) -> object:
-    """All that a form must not lose. Types of arguments are the schema's matter where they are written as text."""
+    """All that a form must not lose."""
     calls = [
         (call.name, [(key, as_text(value)) for key, value in call.arguments.items()])
         for call in message.tool_calls
@@ -247,7 +259,17 @@ def recognised_form(template: str | None, special_tokens: Collection[str] = ()) 
     calls = _recognised_calls(template, special_tokens)
     if calls == "gpt_oss":
         return ReplyForm(calls)
-    return ReplyForm(calls, next((t for t in THINKING.values() if t.end in template), None))
+    return ReplyForm(
+        calls, next((_laid_out(t, template) for t in THINKING.values() if t.end in template), None)
+    )
+
+
+def _laid_out(thinking: Thinking, template: str) -> Thinking:
+    """The markers with the line ends that the template writes at them (as `\\n` in a string, or as they are)."""
+    inside = re.search(rf"{re.escape(thinking.begin)}(?:\\n|\n)", template)
+    after = re.findall(rf"{re.escape(thinking.end)}((?:\\n|\n)*)", template)
+    most = max(len(run.replace("\\n", "\n")) for run in after)
+    return replace(thinking, inside="\n" if inside else "", after="\n" * most)
 
 
 def _recognised_calls(template: str, special_tokens: Collection[str]) -> str | None:
