@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, get_args
 
+from whet.envs.calls import Outcome, Runs, run
 from whet.guard.foreign import number
 from whet.types import Json, Message, StopReason, Task, ToolCall, ToolSpec, WhetError
 
@@ -94,6 +97,18 @@ class World:
         """Number of the reply that is being answered, from 1; 0 in `first`."""
         self.calls = 0
         """Of `chat` in this turn."""
+        self.runs = Runs(time.monotonic, nullcontext, lambda waits: waits)
+
+    def run(
+        self, function: Callable[[], Any], limit_s: float, *, is_async: bool = False
+    ) -> Awaitable[Outcome]:
+        """Run foreign code of the episode, such as a tool: an async function here, a plain one in a thread of its own.
+
+        Its value or what it raised, or that it took more than limit_s seconds. An async function that is late is
+        cancelled. A thread cannot be: it goes on, and the process gets no more episodes if it still does when this one
+        is over.
+        """
+        return run(self.runs, function, limit_s, is_async=is_async)
 
     def chat(self, messages: list[Message], **sampling: Json) -> Awaitable[Message]:
         """Ask the policy: its reply to a conversation of its own, which is trained with the rollout's reward.
@@ -113,6 +128,16 @@ class World:
 
 
 MakeEnv = Callable[[Task, World], Env]
+
+
+class Factory(Protocol):
+    """What `rollout.env.make` may have beside `__call__`; a plain function or class needs none of it."""
+
+    def specs(self, arguments: Mapping[str, Json]) -> list[ToolSpec]:
+        """The tools of all its environments, which prompts tell the policy of. It makes no environment."""
+
+    def prepare(self, arguments: Mapping[str, Json]) -> None:
+        """Called once in each host, before its first environment is made: for what takes long."""
 
 
 # ---------------------------------------------------------------- checks of what foreign code returns

@@ -16,15 +16,17 @@ import struct
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from whet.envs.calls import CANCEL_S, MOST_AT_ONCE, Runs
 from whet.envs.env import Path, World, as_messages, as_step, as_tools, pack_messages, pack_step
 from whet.guard import confine
 from whet.guard.imports import import_all
@@ -32,15 +34,13 @@ from whet.guard.line import messages
 from whet.guard.worker import describe
 from whet.rewards.bind import unpack_task
 from whet.tables import load_object, near
-from whet.types import ConfigError, Json, Message
+from whet.types import ConfigError, Json, Message, ToolSpec
 
 MODULE = "whet.envs.host"
 TICK_S = 0.25
 """Between two looks at whether the event loop runs; each is a heartbeat for the driver."""
 GAP_S = 1.0
 """A longer pause between two ticks is no time of a call: another episode had the event loop."""
-CANCEL_S = 1.0
-"""How long an async method may take to end once it is cancelled."""
 CLOSE_S = 5.0
 """Longest time of `close`."""
 SLOTS = 65536
@@ -74,6 +74,11 @@ class Marks:
         with open(path, "r+b") as file:
             self._table = mmap.mmap(file.fileno(), SLOTS * _NUMBER.size)
         self._free = list(range(SLOTS))
+        self._runs: Counter[int] = Counter()
+        """Threads and pieces of async code that run for a slot."""
+        self._given: set[int] = set()
+        """Slots of episodes that are over, whose code goes on."""
+        self._lock = threading.Lock()
         self.on_loop: int | None = None
         """The episode whose async code has the event loop."""
 
@@ -93,20 +98,40 @@ class Marks:
         return self._free.pop()
 
     def give(self, slot: int) -> None:
-        self.put(slot, 0)
-        self._free.append(slot)
+        """The episode is over; its slot is free once no code of it runs."""
+        with self._lock:
+            self._given.add(slot)
+            self._settle(slot)
 
-    def put(self, slot: int, number: int) -> None:
-        _NUMBER.pack_into(self._table, slot * _NUMBER.size, number)
+    def enter(self, slot: int, number: int) -> None:
+        """Code of the episode begins to run."""
+        with self._lock:
+            self._runs[slot] += 1
+            _NUMBER.pack_into(self._table, slot * _NUMBER.size, number)
+
+    def leave(self, slot: int) -> None:
+        """Code of the episode has ended, or waits."""
+        with self._lock:
+            self._runs[slot] -= 1
+            self._settle(slot)
+
+    def _settle(self, slot: int) -> None:
+        if self._runs[slot] > 0:
+            return
+        del self._runs[slot]
+        _NUMBER.pack_into(self._table, slot * _NUMBER.size, 0)
+        if slot in self._given:
+            self._given.remove(slot)
+            self._free.append(slot)
 
     @contextmanager
     def running(self, slot: int, number: int) -> Iterator[None]:
         """Code of the episode runs in this thread."""
-        self.put(slot, number)
+        self.enter(slot, number)
         try:
             yield
         finally:
-            self.put(slot, 0)
+            self.leave(slot)
 
 
 class Marked(Awaitable[Any]):
@@ -134,12 +159,11 @@ class Marked(Awaitable[Any]):
     def _run(self, go_on: Callable[[], Any]) -> Any:
         """The user's code, up to where it waits."""
         self.marks.on_loop = self.number
-        self.marks.put(self.slot, self.number)
         try:
-            return go_on()
+            with self.marks.running(self.slot, self.number):
+                return go_on()
         finally:
             self.marks.on_loop = None
-            self.marks.put(self.slot, 0)
 
 
 class LoopClock:
@@ -198,6 +222,13 @@ class ChattingWorld(World):
         self._lock = threading.Lock()
         self._since = 0.0
         self._paused_s = 0.0
+        marks = host.marks
+        self.runs = Runs(
+            host.clock.now,
+            lambda: marks.running(slot, number),
+            lambda waits: Marked(waits, marks, slot, number),
+            host.places,
+        )
 
     def paused_s(self, now: float) -> float:
         """Seconds that were waited for the policy."""
@@ -232,11 +263,11 @@ class ChattingWorld(World):
         try:
             asyncio.get_running_loop()
         except RuntimeError:  # a plain method, in its thread
-            self.host.marks.put(self.slot, 0)
+            self.host.marks.leave(self.slot)
             try:
                 return future.result()
             finally:
-                self.host.marks.put(self.slot, self.number)
+                self.host.marks.enter(self.slot, self.number)
         return asyncio.wrap_future(future)
 
 
@@ -256,6 +287,7 @@ class EnvHost:
     calls: count[int] = field(default_factory=count)
     clock: LoopClock = field(default_factory=LoopClock)
     closing: set[asyncio.Task[None]] = field(default_factory=set)
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_AT_ONCE))
 
     def heard(self, kind: str, number: int, *what: Json) -> None:
         """One message of the driver."""
@@ -289,7 +321,9 @@ class EnvHost:
 
     async def _first(self, playing: Playing, packed: Json) -> Json:
         takes_world = "world" in inspect.signature(self.make).parameters
-        given = (unpack_task(packed), playing.world) if takes_world else (unpack_task(packed),)
+        told = tuple(ToolSpec.from_json(tool) for tool in packed.pop("tools"))
+        task = replace(unpack_task(packed), tools=told)
+        given = (task, playing.world) if takes_world else (task,)
         playing.env = await self._call(playing, "make", partial(self.make, *given, **self.arguments))
         for name in ("first", "step"):
             if not callable(getattr(playing.env, name, None)):
@@ -323,6 +357,10 @@ class EnvHost:
             self.say("stuck", playing.number, str(error))
         except CallFailed as error:
             self.say("said", str(error), 0)
+        if left := set(playing.world.runs.left):
+            await asyncio.wait(left, timeout=CLOSE_S)
+            if playing.world.runs.left:
+                self.say("stuck", playing.number, "timeout: a tool took more than its time, and goes on")
         if playing.pool is not None:
             playing.pool.shutdown(wait=False)
         self.marks.give(playing.slot)
@@ -478,6 +516,8 @@ def serve(connection: Connection) -> None:
         import_all(asked["imports"])
         make = load_object(asked["make"], what="rollout.env.make")
         check_arguments(make, asked["arguments"])
+        if callable(prepare := getattr(make, "prepare", None)):
+            prepare(asked["arguments"])
     except BaseException as error:  # noqa: BLE001  the user's module runs here for the first time
         ours = isinstance(error, ConfigError)
         say("refused", str(error) if ours else f"rollout.env.make {asked['make']!r}: {describe(error)}")

@@ -1,0 +1,116 @@
+"""Foreign code of an episode that runs beside its environment: with a deadline, and in no way that ends the process."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+CANCEL_S = 1.0
+"""How long async code may take to end once it is cancelled."""
+MOST_AT_ONCE = 256
+"""Threads of one process that run foreign code; further calls wait, which is no time of theirs."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a call."""
+
+    value: Any = None
+    error: BaseException | None = None
+    """What it raised, SystemExit included."""
+    late: bool = False
+    """It took longer than it may."""
+
+
+@dataclass(eq=False)
+class Runs:
+    """How code of one episode is run."""
+
+    clock: Callable[[], float]
+    """Seconds in which the event loop could run."""
+    running: Callable[[], AbstractContextManager[None]]
+    """Holds while code of the episode runs in a thread."""
+    marked: Callable[[Awaitable[Any]], Awaitable[Any]]
+    """The same awaitable, known as code of the episode wherever it runs."""
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_AT_ONCE))
+    """For threads; all episodes of a process share one."""
+    left: set[asyncio.Future[Any]] = field(default_factory=set)
+    """Late code that goes on."""
+
+
+async def run(runs: Runs, function: Callable[[], Any], limit_s: float, *, is_async: bool) -> Outcome:
+    """What comes of an async function here, or of a plain one in a thread of its own, within limit_s seconds.
+
+    A plain function that returns an awaitable is awaited here. RuntimeError if no thread can be started.
+    """
+    if is_async:
+        return await _within(runs, asyncio.ensure_future(_outcome(runs, function, None)), limit_s)
+    async with runs.places:
+        thread = _in_thread(function, runs.running)
+        return await _within(runs, asyncio.ensure_future(_outcome(runs, function, thread)), limit_s, thread)
+
+
+async def _within(
+    runs: Runs, work: asyncio.Future[Outcome], limit_s: float, thread: asyncio.Future[Outcome] | None = None
+) -> Outcome:
+    begun = runs.clock()
+    try:
+        while not work.done():
+            left_s = limit_s - (runs.clock() - begun)
+            if left_s <= 0:
+                work.cancel()
+                if thread is None or thread.done():
+                    await asyncio.wait({work}, timeout=CANCEL_S)
+                return Outcome(late=True)
+            await asyncio.wait({work}, timeout=min(left_s, 60.0))
+        return Outcome(error=asyncio.CancelledError()) if work.cancelled() else work.result()
+    finally:
+        work.cancel()
+        for part in (work, thread):
+            if part is not None and not part.done():
+                runs.left.add(part)
+                part.add_done_callback(runs.left.discard)
+
+
+async def _outcome(
+    runs: Runs, function: Callable[[], Any], thread: asyncio.Future[Outcome] | None
+) -> Outcome:
+    """Of a function that is called here, or that runs in a thread already."""
+    try:
+        outcome = Outcome(function()) if thread is None else await asyncio.shield(thread)
+        if inspect.isawaitable(outcome.value):
+            return Outcome(await runs.marked(outcome.value))
+        return outcome
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # noqa: BLE001  foreign code, SystemExit included
+        return Outcome(error=error)
+
+
+def _in_thread(
+    function: Callable[[], Any], running: Callable[[], AbstractContextManager[None]]
+) -> asyncio.Future[Outcome]:
+    """A thread that holds up nobody, neither other code nor the end of the process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Outcome] = loop.create_future()
+
+    def settle(outcome: Outcome) -> None:
+        if not future.done():
+            future.set_result(outcome)
+
+    def work() -> None:
+        with running():
+            try:
+                outcome = Outcome(function())
+            except BaseException as error:  # noqa: BLE001  foreign code, SystemExit included
+                outcome = Outcome(error=error)
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=work, name="whet-call", daemon=True).start()
+    return future

@@ -1,0 +1,355 @@
+"""Tools of MCP servers: programs that are started here, and speak the Model Context Protocol over their standard input
+and output. Needs the package `mcp` (`whet[mcp]`).
+
+The tools of a server are listed once in each process, and are the same ever after: a server that offers others later is
+broken. All episodes of a process share one server. Its transport is ours, not the package's: a server stays in the
+process group of its host, so that it ends with it, and what it says is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
+from threading import Thread
+from typing import Any
+
+from whet.envs.env import EnvFault
+from whet.envs.schemas import check_schema
+from whet.envs.tools import Tool, ToolError
+from whet.guard.foreign import said, words
+from whet.types import ConfigError, Json, ToolSpec
+
+INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
+"""Variables of this process that a server gets; the others may be secrets."""
+MOST_LINE = 16 * 2**20
+"""Bytes of one message of a server."""
+MOST_STDERR = 1000
+"""Characters of a server's standard error that an error repeats: the last ones."""
+MOST_PAGES = 100
+"""Of its list of tools."""
+MOST_LATE = 3
+"""Calls in a row that are late, before a server is ended."""
+STOP_S = 1.0
+"""How long a server may take to end once its input is closed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A server. ConfigError for a value that is none."""
+
+    command: tuple[str, ...]
+    """The program and its arguments."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables of its environment beside those of INHERITED."""
+    cwd: str | None = None
+    """Its working directory. Default: that of the run."""
+    tools: tuple[str, ...] = ()
+    """Those of its tools that the policy is told of. Default: all."""
+    prefix: str = ""
+    """Stands before the names of its tools, for two servers with equal names."""
+    start_timeout_s: float = 60.0
+    """Longest time until it has listed its tools."""
+
+    def __post_init__(self) -> None:
+        for name in ("command", "tools"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not all(isinstance(x, str) for x in value):
+                raise ConfigError(f"rollout.env.arguments.mcp.{name}={value!r}; expected a list of texts")
+            object.__setattr__(self, name, tuple(value))
+        if not self.command:
+            raise ConfigError(
+                "rollout.env.arguments.mcp.command is empty; expected a program and its arguments"
+            )
+        if not all(isinstance(x, str) for pair in self.env.items() for x in pair):
+            raise ConfigError("rollout.env.arguments.mcp.env: expected texts by name")
+        if type(self.start_timeout_s) not in (int, float) or not self.start_timeout_s > 0:
+            raise ConfigError(
+                f"rollout.env.arguments.mcp.start_timeout_s={self.start_timeout_s!r}; expected a number above 0"
+            )
+
+    @property
+    def key(self) -> str:
+        """Names it in this process."""
+        return json.dumps(asdict(self))
+
+
+def tools_of(server: Server) -> list[Tool]:
+    """The tools of a server. ConfigError if it cannot be started, or offers what cannot be used."""
+    return [Tool(spec, partial(_call, server, spec.name)) for spec in _listed(server.key)]
+
+
+@cache
+def _listed(key: str) -> tuple[ToolSpec, ...]:
+    """The tools of a server, which is started and ended for this."""
+    server = Server(**json.loads(key))
+    found: list[tuple[ToolSpec, ...] | BaseException] = []
+
+    async def ask() -> tuple[ToolSpec, ...]:
+        session = Session(server, None)
+        try:
+            return (await asyncio.shield(session.opened))[1]
+        finally:
+            await session.end()
+
+    def work() -> None:
+        try:
+            found.append(asyncio.run(ask()))
+        except BaseException as error:  # noqa: BLE001  raised below
+            found.append(error)
+
+    thread = Thread(target=work, name="whet-mcp")  # an event loop may run in this one
+    thread.start()
+    thread.join()
+    (result,) = found
+    if isinstance(result, BaseException):
+        raise ConfigError(f"rollout.env.arguments.mcp: {said(result)}") from result
+    names = [spec.name.removeprefix(server.prefix) for spec in result]
+    if missing := [name for name in server.tools if name not in names]:
+        raise ConfigError(
+            f"rollout.env.arguments.mcp.tools: the server {server.command[0]!r} has no {', '.join(missing)}; it has: "
+            f"{', '.join(names) or 'none'}"
+        )
+    wanted = server.tools or names
+    return tuple(check_schema(spec) for spec, name in zip(result, names) if name in wanted)
+
+
+# ---------------------------------------------------------------- calls
+
+_sessions: dict[str, Session] = {}
+"""Of this process, by the key of their server."""
+
+
+async def _call(server: Server, name: str, /, **arguments: Json) -> list[str] | Json:
+    """What a tool returns. ToolError if it says that it failed, EnvFault if the server is broken."""
+    session = _sessions.get(server.key)
+    if session is None or session.over or session.loop is not asyncio.get_running_loop():
+        session = _sessions[server.key] = Session(server, _listed(server.key))
+    try:
+        client, _ = await asyncio.shield(session.opened)
+        result = await client.call_tool(name.removeprefix(server.prefix), arguments)
+    except asyncio.CancelledError:
+        session.late += 1
+        if session.late >= MOST_LATE:
+            session.stop.set()
+        raise
+    except EnvFault:
+        raise
+    except Exception as error:  # the server's answer, or the end of it
+        await asyncio.sleep(0)
+        if session.over or session.transport.ended.is_set() or not _is_answer(error):
+            why = session.transport.how_it_ended() or said(error)
+            session.stop.set()
+            raise EnvFault(f"the MCP server {server.command[0]!r} broke in {name}: {why}") from error
+        raise ToolError(said(error)) from error
+    session.late = 0
+    texts = [_text(part) for part in result.content]
+    if result.is_error:
+        raise ToolError("\n".join(texts) or f"{name} failed and does not say why")
+    return texts or result.structured_content
+
+
+def _is_answer(error: Exception) -> bool:
+    """The server answered, with an error of JSON-RPC that is about the call."""
+    from mcp_types import INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND
+
+    return getattr(error, "code", None) in (INVALID_PARAMS, METHOD_NOT_FOUND, INTERNAL_ERROR)
+
+
+def _text(part: Any) -> str:
+    """A part of a result; of one that is no text, its kind."""
+    return part.text if part.type == "text" else f"[{part.type}: not shown]"
+
+
+class Session:
+    """One server and the connection to it; `end` it. A task of its own holds both: the package wants them opened and
+    closed by the same one."""
+
+    def __init__(self, server: Server, expected: tuple[ToolSpec, ...] | None) -> None:
+        """expected: the tools that it must offer. None: any."""
+        self.server, self.expected = server, expected
+        self.loop = asyncio.get_running_loop()
+        self.opened: asyncio.Future[tuple[Any, tuple[ToolSpec, ...]]] = self.loop.create_future()
+        """The client, and the tools. EnvFault if it cannot be started."""
+        self.stop = asyncio.Event()
+        self.late = 0
+        """Calls in a row that got no answer in their time."""
+        self.transport = Stdio(server, self.stop)
+        self.task = self.loop.create_task(self._serve())
+
+    @property
+    def over(self) -> bool:
+        """It takes no calls any more."""
+        return self.stop.is_set() or self.task.done()
+
+    async def end(self) -> None:
+        self.stop.set()
+        await asyncio.wait({self.task})
+
+    async def _serve(self) -> None:
+        name = self.server.command[0]
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(self.server.start_timeout_s):
+                    client = await stack.enter_async_context(_client(self.transport))
+                    found = await _list(client, self.server.prefix)
+                if self.expected is not None and any(spec not in found for spec in self.expected):
+                    raise EnvFault(f"the MCP server {name!r} offers other tools than at the start of the run")
+                self.opened.set_result((client, found))
+                await self.stop.wait()
+        except (Exception, asyncio.CancelledError) as error:
+            why = self.transport.how_it_ended() or _reason(error, self.server)
+            failed = error if isinstance(error, EnvFault | ConfigError) else EnvFault(
+                f"the MCP server {name!r} could not be started: {why}"
+            )  # fmt: skip
+            if not self.opened.done():
+                self.opened.set_exception(failed)
+                self.opened.exception()  # where nobody waits
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            self.stop.set()
+
+
+def _reason(error: BaseException, server: Server) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, TimeoutError):
+        return f"it did not list its tools within start_timeout_s={server.start_timeout_s:g}"
+    return said(error) or type(error).__name__
+
+
+def _client(transport: Stdio) -> Any:
+    """The package's client. ConfigError without the package."""
+    try:
+        from mcp import Client
+    except ImportError as error:
+        raise ConfigError(
+            f"MCP servers need the package mcp ({error}): pip install 'whet[mcp]', or remove rollout.env.arguments.mcp"
+        ) from error
+    return Client(transport, cache=None)  # type: ignore[arg-type]
+
+
+async def _list(client: Any, prefix: str) -> tuple[ToolSpec, ...]:
+    """All tools of a server, page by page."""
+    found: list[ToolSpec] = []
+    cursor: str | None = None
+    for _ in range(MOST_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        found += [ToolSpec(prefix + t.name, t.description or "", t.input_schema) for t in page.tools]
+        cursor = page.next_cursor
+        if cursor is None:
+            return tuple(found)
+    raise EnvFault(f"its list of tools has more than {MOST_PAGES} pages")
+
+
+class Stdio:
+    """The transport of a server's standard input and output, as the package wants it: a message on each line."""
+
+    def __init__(self, server: Server, stop: asyncio.Event) -> None:
+        """stop: set when the server ends."""
+        self.server, self.stop = server, stop
+        self.ended = asyncio.Event()
+        self.process: asyncio.subprocess.Process | None = None
+        self.why = ""
+        self._stderr = ""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._streams: list[Any] = []
+
+    def how_it_ended(self) -> str:
+        """Why there is no server any more; empty while there is one."""
+        if self.process is None or not self.ended.is_set():
+            return self.why
+        code = self.process.returncode
+        said = (
+            f"; the last it said: {words(self._stderr.strip(), MOST_STDERR)}" if self._stderr.strip() else ""
+        )
+        return (self.why or f"it ended{'' if code is None else f' with exit status {code}'}") + said
+
+    async def __aenter__(self) -> Any:
+        import anyio
+
+        env = {key: os.environ[key] for key in INHERITED if key in os.environ} | dict(self.server.env)
+        pipe = asyncio.subprocess.PIPE
+        try:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.server.command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, cwd=self.server.cwd,
+                limit=MOST_LINE,
+            )  # fmt: skip
+        except (OSError, ValueError) as error:
+            self.why = said(error)
+            raise EnvFault(
+                f"the MCP server {self.server.command[0]!r} could not be started: {self.why}"
+            ) from error
+        heard_in, heard_out = anyio.create_memory_object_stream[Any](0)
+        told_in, told_out = anyio.create_memory_object_stream[Any](0)
+        self._streams = [heard_in, heard_out, told_in, told_out]
+        work = (self._read(heard_in), self._write(told_out), self._errors())
+        self._tasks = [asyncio.create_task(w) for w in work]
+        return heard_out, told_in
+
+    async def __aexit__(self, *error: object) -> None:
+        assert self.process is not None
+        with suppress(OSError):
+            self.process.stdin.close()  # type: ignore[union-attr]
+        try:
+            async with asyncio.timeout(STOP_S):
+                await self.process.wait()
+        except TimeoutError:
+            pass
+        finally:
+            with suppress(ProcessLookupError):
+                self.process.kill()
+            for task in self._tasks:
+                task.cancel()
+            for stream in self._streams:
+                stream.close()
+        await asyncio.wait(self._tasks)
+
+    async def _read(self, heard: Any) -> None:
+        """Messages of the server, up to its end."""
+        import anyio
+        from mcp.shared.message import SessionMessage
+        from mcp_types import jsonrpc_message_adapter
+
+        assert self.process is not None
+        assert self.process.stdout is not None
+        try:
+            while line := await self.process.stdout.readline():
+                try:
+                    message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+                except (ValueError, RecursionError):
+                    continue  # what a library prints there, for one
+                await heard.send(message)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await self.process.wait()
+        except ValueError:
+            self.why = f"a message of it is longer than {MOST_LINE} bytes"
+        except (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass
+        finally:
+            self.ended.set()
+            self.stop.set()
+            heard.close()
+
+    async def _write(self, told: Any) -> None:
+        """What it is told."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            async for message in told:
+                text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+                self.process.stdin.write(text.encode() + b"\n")
+                await self.process.stdin.drain()
+
+    async def _errors(self) -> None:
+        """The end of what it prints."""
+        assert self.process is not None
+        assert self.process.stderr is not None
+        while block := await self.process.stderr.read(65536):
+            self._stderr = (self._stderr + block.decode(errors="replace"))[-MOST_STDERR:]

@@ -1,0 +1,200 @@
+"""A search over documents of a file, by words: an index of SQLite (FTS5), ranked by BM25.
+
+The index is built once and is then only read: its name is the digest of what it was built from, so a changed file gets
+another index, and whoever opens one finds all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from urllib.parse import quote
+
+from whet.envs.schemas import check_name
+from whet.envs.tools import Tool
+from whet.types import ConfigError, DataError, Json, ToolSpec
+
+FORM = "1"
+"""Of an index: part of its digest."""
+MOST_TERMS = 64
+"""Words of a query that are looked for."""
+_WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """What is searched. ConfigError for a value that is none."""
+
+    path: str
+    """A .jsonl or .parquet file with a document in each row."""
+    text: str = "text"
+    """The column with the text, which is searched and shown."""
+    title: str = "title"
+    """A column with a title, which is searched and shown, too; it may be missing."""
+    id: str = "id"
+    """A column with a text or number that names the document; where it is missing, the number of the row, from 0."""
+    folder: str | None = None
+    """Where the index is kept. Default: whet-search in the system's folder for temporary files."""
+    name: str = "search"
+    """Of the tool."""
+    description: str = "Search documents by words. Returns the best matches, best first."
+    results: int = 3
+    """Documents that a search returns where the policy does not say how many."""
+    most_results: int = 10
+    """That it may ask for."""
+    document_chars: int = 1000
+    """Of each document that are shown."""
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        for key in ("results", "most_results", "document_chars"):
+            if type(value := getattr(self, key)) is not int or value < 1:
+                raise ConfigError(f"rollout.env.arguments.search.{key}={value!r}; expected at least 1")
+        if self.results > self.most_results:
+            raise ConfigError(
+                f"rollout.env.arguments.search.results={self.results} is more than most_results={self.most_results}"
+            )
+        if Path(self.path).suffix not in _READERS:
+            raise ConfigError(
+                f"rollout.env.arguments.search.path={self.path!r}; expected a file that ends in .jsonl or .parquet"
+            )
+
+
+def search_tool(documents: Documents) -> Tool:
+    """The tool `search(query, k)`."""
+    number = {"type": "integer", "minimum": 1, "maximum": documents.most_results}
+    k = number | {"description": f"How many documents to return; {documents.results} if not given"}
+    query = {"type": "string", "description": "Words to look for"}
+    parameters = {"type": "object", "properties": {"query": query, "k": k}, "required": ["query"]}
+    return Tool(ToolSpec(documents.name, documents.description, parameters), partial(search_texts, documents))
+
+
+def search_texts(documents: Documents, query: str, k: int | None = None) -> list[str]:
+    """The best documents as the policy is told of them."""
+    hits = search(build(documents), query, documents.results if k is None else k)
+    if not hits:
+        return ["No document has any of these words."]
+    most = documents.document_chars
+    return [f"[{name}] {title}{': ' if title else ''}{text[:most]}" for name, title, text in hits]
+
+
+def search(index: Path, query: str, k: int) -> list[tuple[str, str, str]]:
+    """(id, title, text) of the k best documents by BM25 that have any of the words; of equal ones, smaller ids first.
+
+    The query is words and nothing else: operators of FTS5 in it are looked for as words.
+    """
+    terms = dict.fromkeys(word.lower() for word in _WORD.findall(query))
+    asked = " OR ".join(f'"{word}"' for word in list(terms)[:MOST_TERMS])
+    if not asked:
+        return []
+    with closing(_read(index)) as connection:
+        found = connection.execute(
+            "SELECT id, title, text FROM documents WHERE documents MATCH ? ORDER BY bm25(documents), rowid LIMIT ?",
+            (asked, k),
+        )
+        return found.fetchall()
+
+
+def _read(index: Path) -> sqlite3.Connection:
+    """A connection that writes nothing and locks nothing."""
+    return sqlite3.connect(f"file:{quote(str(index))}?mode=ro&immutable=1", uri=True)
+
+
+# ---------------------------------------------------------------- building
+
+
+@cache
+def build(documents: Documents) -> Path:
+    """The index of the documents, which is built if it is not there yet. One process looks once.
+
+    DataError for a row without a text, an id that occurs twice, or a file that cannot be read.
+    """
+    folder = Path(documents.folder or Path(tempfile.gettempdir()) / f"whet-search-{os.getuid()}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if documents.folder is None and (folder.is_symlink() or folder.stat().st_uid != os.getuid()):
+        raise DataError(f"{folder} belongs to another user; set rollout.env.arguments.search.folder")
+    index = folder / f"{_digest(documents)}.sqlite"
+    if index.exists():
+        return index
+    handle, name = tempfile.mkstemp(dir=folder, prefix="building-")
+    os.close(handle)
+    try:
+        _write(Path(name), documents)
+        with open(name, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(name, index)
+    finally:
+        Path(name).unlink(missing_ok=True)
+    return index
+
+
+def _digest(documents: Documents) -> str:
+    """Of everything that decides what is in the index."""
+    sha = hashlib.sha256(json.dumps([FORM, documents.text, documents.title, documents.id]).encode())
+    sha.update(Path(documents.path).suffix.encode())
+    try:
+        with open(documents.path, "rb") as file:
+            while block := file.read(2**20):
+                sha.update(block)
+    except OSError as error:
+        raise DataError(f"rollout.env.arguments.search.path: cannot read {documents.path}: {error}") from None
+    return sha.hexdigest()[:32]
+
+
+def _write(path: Path, documents: Documents) -> None:
+    """All documents, in the order of their ids: numbers by size, then texts."""
+    rows: dict[tuple[int, int | float, str], tuple[str, str, str]] = {}
+    for n, row in enumerate(_READERS[Path(documents.path).suffix](documents.path)):
+        where = f"{documents.path}, row {n}"
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: {type(row).__name__}; expected a document with columns")
+        name, text, title = (row.get(key) for key in (documents.id, documents.text, documents.title))
+        name = n if name is None else name
+        if not isinstance(text, str) or not isinstance(title, str | None):
+            raise DataError(
+                f"{where}: column {documents.text!r} is {type(text).__name__} and {documents.title!r} is "
+                f"{type(title).__name__}; expected texts (the second may be missing)"
+            )
+        if isinstance(name, bool) or not isinstance(name, str | int):
+            raise DataError(f"{where}: id is {type(name).__name__}; expected a text or an integer")
+        key = (1, 0, name) if isinstance(name, str) else (0, name, "")
+        if key in rows:
+            raise DataError(f"{where}: the id {name!r} occurs twice")
+        rows[key] = (str(name), title or "", text)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE VIRTUAL TABLE documents USING fts5(id UNINDEXED, title, text)")
+        connection.executemany(
+            "INSERT INTO documents (id, title, text) VALUES (?, ?, ?)", (rows[key] for key in sorted(rows))
+        )
+        connection.execute("INSERT INTO documents (documents) VALUES ('optimize')")
+        connection.commit()
+
+
+def _jsonl(path: str) -> Iterator[Json]:
+    with open(path, encoding="utf-8") as file:
+        for n, line in enumerate(file):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise DataError(f"{path}, line {n + 1}: {error}; expected JSON") from None
+
+
+def _parquet(path: str) -> Iterator[Json]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches():
+            yield from batch.to_pylist()
+
+
+_READERS = {".jsonl": _jsonl, ".parquet": _parquet}
