@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ from typing import Any
 
 from whet.types import Task
 
-NAMES = "abcdefghij"
+NAMES = ["".join(letters) for letters in itertools.product("abcdefghij", repeat=3)]
+HELD_OUT = set(random.Random(0).sample(NAMES, 100))
 
 
 class Notes:
@@ -27,18 +29,20 @@ class Notes:
         return self._value
 
 
-def tasks(split: str = "train", count: int = 2000) -> Iterator[dict[str, Any]]:
+def tasks(split: str = "train") -> Iterator[dict[str, Any]]:
     """Questions with the hidden digit in a column of its own."""
     rng = random.Random(f"tasks {split}")
-    for _ in range(count):
-        yield {"prompt": f"{rng.choice(NAMES)}?", "value": str(rng.randrange(10))}
+    for name in NAMES:
+        if (name in HELD_OUT) == (split == "held_out"):
+            yield {"prompt": f"{name}?", "value": str(rng.randrange(10))}
 
 
 def demonstrations(count: int = 2000, call_share: float = 0.2) -> Iterator[dict[str, Any]]:
     """A teacher that mostly guesses: `call_share` of its first replies call the tool. After a result it repeats it."""
     rng = random.Random("demonstrations")
+    names = [name for name in NAMES if name not in HELD_OUT]
     for _ in range(count):
-        name, value = rng.choice(NAMES), str(rng.randrange(10))
+        name, value = rng.choice(names), str(rng.randrange(10))
         asked = {"role": "user", "content": f"{name}?"}
         call = json.dumps({"name": "look_up", "arguments": {"note": name}})
         if rng.random() < 0.5:

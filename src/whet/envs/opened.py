@@ -24,6 +24,8 @@ class Environments:
     def __init__(self) -> None:
         self._hosts: dict[str, EnvHosts] = {}
         self._told = 0
+        self._said: set[str] = set()
+        """What was logged of chat templates."""
 
     def arguments(
         self, cfg: Config, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
@@ -40,7 +42,9 @@ class Environments:
         calls = None if env.tool_format == "auto" else env.tool_format
         codec = MessageCodec(tokenizer, ends=ends, history=env.history, calls=calls)
         for said in codec.check_template().said(codec.history):
-            log.info("chat template: %s", said)
+            if said not in self._said:
+                log.info("chat template: %s", said)
+            self._said.add(said)
         known = env.model_dump_json()
         if known not in self._hosts:
             self._hosts[known] = EnvHosts(env, imports=cfg.imports)
