@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal, Optional
 
 import typer
 
@@ -15,9 +15,6 @@ from whet import secrets
 from whet.notices import say, say_columns, say_missing
 from whet.options import Dialect, File, Gpus, Mem, Overrides, TrustScript, UnusedChoice, UnusedKeys
 from whet.types import ConfigError, WhetError
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(
     name="whet",
@@ -27,6 +24,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+SETTINGS = {"ignore_unknown_options": True}
+"""Of a command that takes settings: one that is written as an option (--train.steps=5) is named with them."""
 data_app = typer.Typer(no_args_is_help=True, help="Make training files from published data.")
 app.add_typer(data_app, name="data")
 
@@ -49,7 +48,7 @@ def whet(
     """
 
 
-@app.command()
+@app.command(context_settings=SETTINGS)
 def train(
     file: File,
     overrides: Overrides = None,
@@ -83,7 +82,7 @@ def train(
     raise typer.Exit(run_training(loaded, change=change))
 
 
-@app.command()
+@app.command(context_settings=SETTINGS)
 def plan(
     file: File,
     overrides: Overrides = None,
@@ -158,7 +157,7 @@ def _say_arithmetic(kind: Literal["auto", "torch", "compiled"], *, exact: bool) 
     typer.echo(f"float32 on this CPU: {arithmetic(kernels.load(kind))}")
 
 
-@app.command()
+@app.command(context_settings=SETTINGS)
 def rehearse(
     file: File,
     overrides: Overrides = None,
@@ -189,11 +188,11 @@ def rehearse(
     found = try_small(file, overrides or (), dialect, say=say, trust_script=trust_script)
     Console().print(found)
     if output:
-        output.write_text(found.to_json() + "\n", encoding="utf-8")
+        _write(output, found.to_json() + "\n")
     raise typer.Exit(0 if found.passed else 1)
 
 
-@app.command("eval")
+@app.command("eval", context_settings=SETTINGS)
 def evaluate(
     target: Annotated[
         Path, typer.Argument(help="A run directory, a model's folder, or a config file.", show_default=False)
@@ -254,7 +253,7 @@ def evaluate(
     else:
         written = _judge_file(target, overrides or (), offline, dialect=dialect)
     if output:
-        output.write_text(written + "\n", encoding="utf-8")
+        _write(output, written + "\n")
 
 
 @app.command()
@@ -343,7 +342,7 @@ def _judge_file(file: Path, overrides: Sequence[str], replies: Path | None, *, d
     return json.dumps({"metrics": judged.metrics, "replies": judged.rows}, indent=1, ensure_ascii=False)
 
 
-@app.command()
+@app.command(context_settings=SETTINGS)
 def convert(
     file: File,
     overrides: Overrides = None,
@@ -386,11 +385,11 @@ def convert(
     say(loaded)
     say_missing(loaded)
     if output:
-        output.write_text(native_yaml(loaded), encoding="utf-8")
+        _write(output, native_yaml(loaded))
     else:
         typer.echo(native_yaml(loaded), nl=False)
     if report and loaded.translation:
-        report.write_text(markdown(loaded.translation, f"Translation of {file}"), encoding="utf-8")
+        _write(report, markdown(loaded.translation, f"Translation of {file}"))
 
 
 @app.command()
@@ -474,7 +473,7 @@ def schema(
 
     text = json.dumps(made(), indent=1, ensure_ascii=False)
     if output:
-        output.write_text(text + "\n", encoding="utf-8")
+        _write(output, text + "\n")
     else:
         typer.echo(text)
 
@@ -560,6 +559,15 @@ def gsm8k(
 
     for name, count in convert(source, to).items():
         typer.echo(f"{to / name}.parquet: {count} tasks")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write the file of -o, and the folders that it is to be in."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"cannot write {path}: {e.strerror}; give another file") from e
 
 
 def main() -> None:

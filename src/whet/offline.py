@@ -47,7 +47,7 @@ def check(loaded: Loaded, *, whole: bool) -> OfflineConfig:
     """The file to score. Raises one ConfigError with all missing keys. If the config is `whole`, only for an offline
     evaluation (not a training config with another file), keys without an effect are errors too."""
     cfg = loaded.config
-    problems = [*_missing(cfg), *(_idle(loaded) if whole else ())]
+    problems = [*_missing(cfg), *(_idle(loaded) if whole and cfg.eval.offline is not None else ())]
     if problems:
         said = [(loaded.where(key), f"{key}: {text}") for key, text in problems]
         raise ConfigError(listing(said, str(loaded.file or "the config")))
@@ -57,7 +57,11 @@ def check(loaded: Loaded, *, whole: bool) -> OfflineConfig:
 
 def _missing(cfg: Config) -> Iterator[tuple[str, str]]:
     if cfg.eval.offline is None:
-        yield "eval.offline", "name the file of replies: eval.offline.path, or --offline FILE"
+        yield (
+            "eval.offline",
+            "name the file of replies: eval.offline.path, or --offline FILE; to evaluate the checkpoints of a run, "
+            f"give its run directory: whet eval {cfg.run_dir}",
+        )
     if not cfg.rewards:
         yield (
             "rewards",

@@ -23,6 +23,11 @@ SOURCES: tuple[Path, ...] = (("data", "train"), ("data", "eval"), ("data", "demo
 """Lists of sources. A text is the path of one, and one needs no list."""
 
 
+def short_for(at: Path) -> str | None:
+    """The key below this path whose value a text in its place is, or None."""
+    return SECTIONS.get(at) or SECTIONS.get((*at[:-1], "*") if at else ())
+
+
 def expanded(value: Json, at: Path = ()) -> Json:
     """The long form of a value that stands at this path of a config, also of a stage."""
     if at == ("stages",) and isinstance(value, list):
@@ -31,7 +36,7 @@ def expanded(value: Json, at: Path = ()) -> Json:
         return _sources(value)
     if at and at[:-1] in SOURCES and isinstance(at[-1], int):
         return {"path": value} if isinstance(value, str) else value
-    named = SECTIONS.get(at) or SECTIONS.get((*at[:-1], "*") if at else ())
+    named = short_for(at)
     if isinstance(value, str) and named is not None and not _may_be_a_section(value):
         value = {named: value}
     if not isinstance(value, dict) or len(at) > 1:

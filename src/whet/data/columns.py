@@ -73,10 +73,10 @@ def _parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None) -> F
     label, system = _own(row, source.label), _own(row, source.system_prompt_column)
     asked: Prompt
     if source.messages is None:
-        asked = _prompt(_required(row, source.prompt), source)
+        asked = _prompt(_required(row, source.prompt, "prompt"), source)
         response = _reply(_optional(row, source, "response"), source.response, asked=asked)
     else:
-        *before, last = _conversation(_required(row, source.messages), source.messages)
+        *before, last = _conversation(_required(row, source.messages, "messages"), source.messages)
         asked, response = tuple(before), last.content
     prompt = as_prompt(
         asked,
@@ -179,10 +179,13 @@ def _reply(value: Json, column: str, *, asked: Prompt) -> str | None:
 # ---------------------------------------------------------------- values
 
 
-def _required(row: Row, column: str) -> Json:
+def _required(row: Row, column: str, field: str) -> Json:
     value = lookup(row, column)
     if value is _ABSENT:
-        raise DataError(f"no column {column!r}; columns: {', '.join(_present(row, column)) or 'none'}.")
+        raise DataError(
+            f"no column {column!r}; columns: {', '.join(_present(row, column)) or 'none'}. Name the column to read in "
+            f"the source: `{field}: COLUMN`."
+        )
     return value
 
 
@@ -197,7 +200,7 @@ def _optional(row: Row, source: SourceConfig, field: str) -> Json:
     """A column that may be absent under its default name; a name of your own must be there."""
     column = getattr(source, field)
     if column != SourceConfig.model_fields[field].default:
-        return _required(row, column)
+        return _required(row, column, field)
     value = lookup(row, column)
     return None if value is _ABSENT else value
 
@@ -213,7 +216,7 @@ def _own(row: Row, column: str | None) -> str | None:
 
 
 def _number(row: Row, column: str) -> float:
-    value = _required(row, column)
+    value = _required(row, column, "difficulty")
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if (
         not number or not -_LARGEST <= value <= _LARGEST

@@ -158,7 +158,11 @@ def _prepare(work: _Work) -> Prepared:
     work.counts.update(rows=len(rows), kept=len(numbers))
     if not numbers:
         told = ", ".join(f"{n} {what}" for what, n in sorted(work.counts.items()))
-        raise DataError(f"Data source {rows.name!r} is empty after filtering: {told}.")
+        excluded = work.counts["held_out"] == len(rows)
+        remedy = (
+            " Every row has the prompt of a held-out task: give data.eval other tasks." if excluded else ""
+        )
+        raise DataError(f"Data source {rows.name!r} is empty after filtering: {told}.{remedy}")
     token_ids = np.concatenate(pieces)
     row_K = np.array(numbers, dtype=np.int64)
     end_K = np.cumsum(lengths, dtype=np.int64)

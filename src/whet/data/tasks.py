@@ -279,11 +279,15 @@ def labelled(reply: Rollout) -> Rollout:
     """A demonstration with the label of its row as reward: 1 desirable, 0 not."""
     label = reply.task.extra.get("desirable")
     if not isinstance(label, bool | int | float) or label not in (0, 1):
+        given = "it has no label" if label is None else f"its label is {label!r}"
         raise DataError(
-            f"Task {reply.task.uid} of source {reply.task.source!r}: its label is {label!r}, expected true or false: "
-            "name the label's column in the source's `desirable`."
+            f"Task {reply.task.uid} of source {reply.task.source!r}: {given}, expected true or false: "
+            "name the label's column in the source: `desirable: COLUMN`."
         )
     return reply.scored(float(label), {})
+
+
+_REPLIES = {"response": "response", "rejected": "rejected reply"}
 
 
 def _reply(
@@ -298,9 +302,10 @@ def _reply(
 ) -> Rollout:
     text = getattr(task, field)
     if text is None:
+        others = ", ".join(sorted(task.extra)) or "none"
         raise DataError(
-            f"Task {task.uid} of source {task.source!r} has no {field} to train on: name its column in "
-            f"the source's `{field}`."
+            f"Task {task.uid} of source {task.source!r} has no {_REPLIES[field]} to train on: name its column in "
+            f"the source: `{field}: COLUMN`. Columns that nothing reads: {others}."
         )
     reply = encode_response(tokenizer, text)
     cut = len(reply) > max_tokens

@@ -65,7 +65,7 @@ class Written:
 def read(run_dir: Path) -> Written:
     """Raises DataError if this is not a run directory, or a file in it was not written by a run."""
     if not any((run_dir / name).exists() for name in ("metrics.jsonl", "run.log")):
-        raise DataError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
+        raise DataError(f"{run_dir} is not a run directory: it has no metrics.jsonl{_runs_in(run_dir)}")
     manifest = read_manifest(run_dir)
     return Written(
         path=run_dir,
@@ -75,6 +75,14 @@ def read(run_dir: Path) -> Written:
         manifest=manifest.get("starts", [{}])[-1],
         changes=manifest.get("changes", []),
     )
+
+
+def _runs_in(folder: Path) -> str:
+    """A hint where a folder is not there, or holds run directories."""
+    if not folder.exists():
+        return "; no such folder"
+    inner = sorted(str(path.parent) for path in folder.glob("*/metrics.jsonl"))
+    return f"; run directories in it: {', '.join(inner[:5])}" if inner else ""
 
 
 # ---------------------------------------------------------------- the summary
