@@ -329,15 +329,15 @@ def _judge_file(file: Path, overrides: Sequence[str], replies: Path | None, *, d
     """Print the metrics of replies from a file. Returns them and the numbers of every reply as JSON."""
     from whet.config.load import load
 
-    loaded = load(file, overrides, dialect=dialect)
+    values = {"eval": {"offline": {"path": str(replies)}}} if replies else None
+    loaded = load(file, overrides, values, dialect)
     say(loaded)
     from rich.console import Console
 
     from whet.bench import judge_file
-    from whet.offline import with_file
     from whet.track.accuracy import by_source
 
-    judged = judge_file(with_file(loaded, replies), whole=replies is None)
+    judged = judge_file(loaded, whole=replies is None)
     Console().print(by_source(judged.metrics))
     return json.dumps({"metrics": judged.metrics, "replies": judged.rows}, indent=1, ensure_ascii=False)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from whet.config.evaluation import reward_weights
@@ -137,7 +136,8 @@ def _replies(row: dict[str, Json], column: str, *, where: str) -> Sequence[str]:
         else f"no column {top!r}; there are: {', '.join(sorted(row)) or 'none'}"
     )
     raise DataError(
-        f"{where}: {found}; eval.offline.response={column} must name a non-empty list of replies as text."
+        f"{where}: {found}; expected a reply as text, or a non-empty list of them: eval.offline.response=COLUMN names "
+        "their column."
     )
 
 
@@ -163,12 +163,3 @@ def _row(r: Rollout) -> dict[str, Json]:
         "reward_parts": r.reward_parts,
         "error": r.error,
     }
-
-
-def with_file(loaded: Loaded, path: Path | None) -> Loaded:
-    """The config with another file of replies in `eval.offline`; the columns stay the same."""
-    if path is None:
-        return loaded
-    before = loaded.config.eval.offline or OfflineConfig(path=str(path))
-    after = loaded.config.eval.model_copy(update={"offline": before.model_copy(update={"path": str(path)})})
-    return replace(loaded, config=loaded.config.model_copy(update={"eval": after}))

@@ -27,6 +27,8 @@ checkpoint: {interval: 1, keep: null}
 machine: {threads: 1}
 reward_workers: {count: 1}
 """
+SHORT = "data.max_prompt_tokens=8 rollout.sampling.max_tokens=4"
+"""Limits that fit the model of the desk."""
 REWARDS = """\
 import math
 
