@@ -191,6 +191,12 @@ LEARNING = [
         OWN_MODEL + "algorithm=sft data.train=chat.jsonl rollout.sampling.max_tokens=8",
         ("2/2",),
     ),
+    Task(
+        "SFT on texts",
+        TRAIN + "algorithm=sft data.train=texts.jsonl rollout.sampling.max_tokens=8",
+        ("main step 2/2",),
+        ("runs/run/run.log: no prompt, response from column 'text'",),
+    ),
     Task("DPO", TRAIN + "algorithm=dpo data.train=pairs.jsonl", ("accuracy", "margin")),
     Task(
         "DPO on conversations",

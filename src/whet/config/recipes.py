@@ -27,7 +27,12 @@ from whet.types import ConfigError, Json
 FUNCTIONS = {".".join(map(str, path[1:])): table for path, table in TABLES.items()}
 """What each part of an algorithm may be."""
 
-__all__ = ["RECIPES", "Chosen", "Kind", "Recipe", "Resolved", "resolve"]
+__all__ = ["RECIPES", "Chosen", "Kind", "Recipe", "Resolved", "kind_of", "resolve"]
+
+
+def kind_of(cfg: AlgorithmConfig) -> Kind | None:
+    """The kind of data that an algorithm learns from; None where its name is not known."""
+    return RECIPES[cfg.name].kind if cfg.name in RECIPES else None
 
 
 @dataclass(frozen=True)
