@@ -201,7 +201,7 @@ LEARNING = [
     Task(
         "DPO on conversations",
         OWN_MODEL + "algorithm=dpo data.train=chat_pairs.jsonl\nshow runs/run --step 1 --limit 2",
-        ("margin", "reply ", "reply "),
+        ("margin", "chosen ", "rejected "),
     ),
     Task("KTO", TRAIN + "algorithm=kto data.train=labels.jsonl", ("main step 2/2",)),
     Task("PPO", TRAIN + "algorithm=ppo", ENDED),
