@@ -89,10 +89,16 @@ def plan(
     dialect: Dialect = None,
     like: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--simulate", help="Predict the speed from the times of this run directory."),
+        typer.Option(
+            "--simulate", help="Predict the speed of the schedule from the times of this run directory."
+        ),
     ] = None,
     arithmetic: Annotated[
-        bool, typer.Option("--arithmetic", help="Also test the bits of float32 on this CPU: a few seconds.")
+        bool,
+        typer.Option(
+            "--arithmetic",
+            help="Also compute a digest of float32 arithmetic on this CPU, to compare machines: a few seconds.",
+        ),
     ] = False,
     gpus: Gpus = None,
     mem: Mem = None,
@@ -168,10 +174,10 @@ def rehearse(
     ] = None,
     trust_script: TrustScript = False,
 ) -> None:
-    """Try a run at small size on this machine, also one for other machines: one or two minutes.
+    """Try a run at small size on this machine, also a run for other machines. It takes one or two minutes.
 
-    The rehearsal uses the same architecture at tiny size with random weights, the real data, chat template, rewards
-    and batch arithmetic. It runs a few steps, kill -9 and resume. Exit code 1: some part would have failed.
+    The rehearsal uses the same architecture at tiny size with random weights, and the real data, chat template, rewards
+    and batch arithmetic. It trains a few steps, kills the run and resumes it. Exit code 1: some part failed.
 
     \b
     Example: whet rehearse examples/from_verl.yaml
@@ -205,16 +211,17 @@ def evaluate(
     reward: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(
-            help="Reward in place of the run's: math, rewards.py:f ...; several add up.", show_default=False
+            help="Reward in place of the run's: math, rewards.py:f ...; give it several times for a sum.",
+            show_default=False,
         ),
     ] = None,
     stage: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Only checkpoints of this stage.", show_default=False),
+        typer.Option(help="Evaluate only the checkpoints of this stage.", show_default=False),
     ] = None,
     step: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Only the checkpoint of this step.", show_default=False),
+        typer.Option(help="Evaluate only the checkpoint of this step.", show_default=False),
     ] = None,
     offline: Annotated[
         Optional[Path],  # noqa: UP045
@@ -397,12 +404,16 @@ def keys(
     dialect: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            help="Only keys of this table, e.g. verl-ppo; verl means all tables of verl.", show_default=False
+            help="List only the keys of this table, e.g. verl-ppo; verl means all tables of verl.",
+            show_default=False,
         ),
     ] = None,
     status: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Only keys with this status.", show_default=False),
+        typer.Option(
+            help="List only keys with this status: mapped, translated, derived, coming or refused.",
+            show_default=False,
+        ),
     ] = None,
     algorithms: Annotated[
         bool, typer.Option("--algorithms", help="List recipes and their parts instead.")
@@ -483,21 +494,30 @@ def show(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     step: Annotated[Optional[int], typer.Option(help="Show rollouts of this step.")] = None,  # noqa: UP045
     stage: Annotated[Optional[str], typer.Option(help="Stage of the step. Default: the last.")] = None,  # noqa: UP045
-    task: Annotated[Optional[int], typer.Option(help="Only this task's rollouts (its uid).")] = None,  # noqa: UP045
-    tokens: Annotated[bool, typer.Option(help="List every token with both log-probs.")] = False,
+    task: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Show only the rollouts of the task with this uid."),
+    ] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="List every token with the log-probs of trainer and engine.")
+    ] = False,
     limit: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Show at most so many rollouts of the step."),
+        typer.Option(min=1, help="Show at most this many rollouts of the step."),
     ] = None,
     timeline: Annotated[
         bool,
-        typer.Option("--timeline", help="Show instead where the time went, and how busy each process was."),
+        typer.Option(
+            "--timeline",
+            help="Show where the time went and how busy each process was, in place of the summary.",
+        ),
     ] = False,
 ) -> None:
     """Print the summary of a run, single rollouts of a step, or where the time went.
 
-    The bubble is the share of the processes' time, after start-up, in which they waited. It covers the driver where it
-    samples or trains, and each trainer rank, engine replica, explorer and evaluation process while it runs.
+    The summary says whether the run is learning, and lists the checkpoints with the commands that continue from them.
+    --timeline shows the bubble: the share of the processes' time, after start-up, in which they waited. It covers the
+    driver where it samples or trains, and each trainer rank, engine replica, explorer and evaluation process.
 
     \b
     Example: whet show runs/first_run
