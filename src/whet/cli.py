@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Optional
 import typer
 
 from whet import secrets
-from whet.notices import say, say_columns, say_missing
-from whet.options import Dialect, File, Gpus, Mem, Overrides, TrustScript, UnusedChoice, UnusedKeys
+from whet.notices import say, say_columns, say_missing, write
+from whet.options import SETTINGS, Dialect, File, Gpus, Mem, Overrides, TrustScript, UnusedChoice, UnusedKeys
 from whet.types import ConfigError, WhetError
 
 app = typer.Typer(
@@ -24,8 +24,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-SETTINGS = {"ignore_unknown_options": True}
-"""Of a command that takes settings: one that is written as an option (--train.steps=5) is named with them."""
 data_app = typer.Typer(no_args_is_help=True, help="Make training files from published data.")
 app.add_typer(data_app, name="data")
 
@@ -194,7 +192,7 @@ def rehearse(
     found = try_small(file, overrides or (), dialect, say=say, trust_script=trust_script)
     Console().print(found)
     if output:
-        _write(output, found.to_json() + "\n")
+        write(output, found.to_json() + "\n")
     raise typer.Exit(0 if found.passed else 1)
 
 
@@ -260,7 +258,7 @@ def evaluate(
     else:
         written = _judge_file(target, overrides or (), offline, dialect=dialect)
     if output:
-        _write(output, written + "\n")
+        write(output, written + "\n")
 
 
 @app.command()
@@ -392,11 +390,11 @@ def convert(
     say(loaded)
     say_missing(loaded)
     if output:
-        _write(output, native_yaml(loaded))
+        write(output, native_yaml(loaded))
     else:
         typer.echo(native_yaml(loaded), nl=False)
     if report and loaded.translation:
-        _write(report, markdown(loaded.translation, f"Translation of {file}"))
+        write(report, markdown(loaded.translation, f"Translation of {file}"))
 
 
 @app.command()
@@ -484,7 +482,7 @@ def schema(
 
     text = json.dumps(made(), indent=1, ensure_ascii=False)
     if output:
-        _write(output, text + "\n")
+        write(output, text + "\n")
     else:
         typer.echo(text)
 
@@ -579,15 +577,6 @@ def gsm8k(
 
     for name, count in convert(source, to).items():
         typer.echo(f"{to / name}.parquet: {count} tasks")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write the file of -o, and the folders that it is to be in."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as e:
-        raise ConfigError(f"cannot write {path}: {e.strerror}; give another file") from e
 
 
 def main() -> None:
