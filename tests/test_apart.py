@@ -30,7 +30,7 @@ from whet.config.checks_sync import content_of, has_adapters
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Config
-from whet.disaggregated import Followed
+from whet.disaggregated import Followed, check_code
 from whet.explorer import open_buffer
 from whet.models import kernels
 from whet.models.load import build
@@ -196,6 +196,32 @@ def test_an_explorer_without_a_trainer_says_whom_it_waited_for(tmp_path: Path) -
             )
         )
     assert (tmp_path / "run/explorers/three/config.yaml").exists(), "it writes in a place of its own"
+
+
+def test_an_explorer_with_other_code_than_its_trainer_is_refused(tmp_path: Path) -> None:
+    """The file of the reward is edited after the trainer has read it: the explorer reads another one."""
+    reward = tmp_path / "rewards.py"
+    reward.write_text("def f(response, task):\n    return float('a' in response)\n")
+    processes = Processes(tmp_path, rewards={"f": {"function": f"{reward}:f"}})
+    try:
+        processes.start("train")
+        processes.until((tmp_path / "run" / "manifest.json").exists)
+        reward.write_text(reward.read_text().replace("'a'", "'b'"))
+        processes.start("x")
+        assert processes.ends("x") == 1
+        said = processes.said("x")
+        assert f"explorer 'x' has other code than the trainer: code of '{reward}'" in said
+        assert "Traceback" not in said
+        assert processes.steps == 0
+    finally:
+        processes.close()
+
+
+def test_only_code_that_both_have_is_compared() -> None:
+    check_code("x", {"a.py": "1", "b.py": "2"}, {"a.py": "1", "loss.py": "3"})
+    check_code("x", {"a.py": "1"}, None)
+    with pytest.raises(WhetError, match=r"explorer 'x' .*: code of 'a.py'. One run would"):
+        check_code("x", {"a.py": "1", "b.py": "2"}, {"a.py": "2", "b.py": "2"})
 
 
 def test_a_bench_without_a_trainer_says_what_it_waited_for(tmp_path: Path) -> None:

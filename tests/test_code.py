@@ -103,11 +103,30 @@ def test_a_function_of_python_counts_by_its_file_and_that_of_a_script_by_its_own
 
     stages = config(rewards={"r": {"function": "object:r"}})
     file = digests(stages, {"r": partial(mine)})
-    assert [Path(name).name for name in file] == ["test_code.py", "tiny.py"]
+    assert [Path(name).name for name in file] == ["test_code.py", "tiny.py", "object:r"]
     monkeypatch.setattr(mine, "__module__", "__main__")
     assert list(digests(stages, {"r": mine})) == ["object:r"]
     unseen = eval("lambda response, task: 1.0")
     assert digests(stages, {"r": unseen}) == {"object:r": "no source"}
+
+
+def test_functions_of_one_text_differ_in_the_values_that_they_hold() -> None:
+    def longer(least: Any, *, factor: float = 1.0) -> Any:
+        return lambda response, task: factor * (len(response) > least)
+
+    def scaled(response: str, task: Any, by: Any) -> float:
+        return float(by)
+
+    stages = config(rewards={"r": {"function": "object:r"}})
+
+    def own(function: Any) -> str:
+        return digests(stages, {"r": function})["object:r"]
+
+    assert own(longer(2)) == own(longer(2))
+    assert len({own(longer(2)), own(longer(3)), own(longer("2")), own(longer(2, factor=2.0))}) == 4
+    assert own(partial(scaled, by=(1, [2]))) == own(partial(scaled, by=(1, [2])))
+    assert len({own(partial(scaled, by=(1, [2]))), own(partial(scaled, by=(1, [3]))), own(scaled)}) == 3
+    assert own(longer(object())) == own(longer(object()))
 
 
 # ---------------------------------------------------------------- runs

@@ -124,9 +124,7 @@ def test_a_run_is_evaluated_at_one_step_and_on_other_data(tmp_path):
         (1, 1.0, 1.0)
     ]
     assert len(whet.evaluate(run, rewards=always)) == 2
-    with pytest.raises(
-        CheckpointError, match="no checkpoint of that stage and step; there are: 0-main-000001, 0-main"
-    ):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7; there are: 0-main-000001, 0-main"):
         whet.evaluate(run, rewards=always, step=7)
     with pytest.raises(ConfigError, match=r"rewards.reward: it was a function of a Python program"):
         whet.evaluate(run)

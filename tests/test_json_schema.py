@@ -6,12 +6,16 @@ import functools
 import json
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
 from whet.cli import app
@@ -27,6 +31,7 @@ from whet.config.load import load
 from whet.config.recipes import RECIPES, resolve
 from whet.config.rules import REFUSED, RULES
 from whet.config.schema import AlgorithmConfig, Config
+from whet.config.shorthand import SECTIONS, SOURCES
 from whet.rewards.builtin import BUILTIN
 from whet.types import ConfigError, Json
 
@@ -52,7 +57,7 @@ def node(path: tuple[str, ...]) -> dict[str, Any]:
 def options(at: dict[str, Any]) -> list[dict[str, Any]]:
     """The kinds of value that a node allows, each by itself."""
     found = [o for part in at.get("anyOf", [at]) for o in (options(part) if "anyOf" in part else [part])]
-    return [o for o in found if o.get("type") in ("object", "array")] or found
+    return [o for o in found if o.get("type") in ("object", "array", ["object", "string"])] or found
 
 
 def everything(at: Any) -> Iterator[dict[str, Any]]:
@@ -99,6 +104,48 @@ def test_sections_are_closed_and_have_the_keys_of_the_config_in_order() -> None:
         found = next(option for option in options(node(key.path)) if "properties" in option)
         assert list(found["properties"]) == list(key.section.model_fields)
         assert found["additionalProperties"] is False
+
+
+SHORT: list[tuple[str, bool]] = [
+    (
+        "{model: models/mine, data: tasks.jsonl, algorithm: grpo, rewards: {right: math}, train: {steps: 3}}",
+        True,
+    ),
+    ("{data: {train: [a.jsonl, {path: b.jsonl, weight: 2}], eval: {path: c.jsonl}}}", True),
+    ("{data: {train: {rows: [{prompt: p}]}, demonstrations: d.jsonl}}", True),
+    ("{reference: base, critic: base, tokenizer: folder}", True),
+    ("{stages: [{name: sft, algorithm: sft, data: demo.jsonl}, {name: rl}]}", True),
+    ("{rewards: {right: {function: exact, weight: 2.0}}}", True),
+    ("{model: 3}", False),
+    ("{algorithm: [grpo]}", False),
+    ("{rewards: exact}", False),
+    ("{rollout: native}", False),
+    ("{data: {train: 3}}", False),
+    ("{data: {train: {pth: a.jsonl}}}", False),
+    ("{data: {train: [[a.jsonl]]}}", False),
+    ("{stages: [{name: sft, train: 3}]}", False),
+]
+
+
+@pytest.mark.parametrize(("text", "valid"), SHORT)
+def test_short_forms_are_accepted_as_the_loader_accepts_them(text: str, valid: bool, tmp_path: Path) -> None:
+    said = [error.message for error in Draft202012Validator(made()).iter_errors(yaml.safe_load(text))]
+    assert (not said) == valid, said
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with nullcontext() if valid else pytest.raises(ConfigError):
+        load(file)
+
+
+def test_every_short_form_is_marked_with_its_key() -> None:
+    for path, key in SECTIONS.items():
+        found = node(path)
+        assert (found["type"], found["x-short"]) == (["object", "string"], key)
+        assert key in found["properties"]
+    marked = [found for found in everything(made()["properties"]) if isinstance(found.get("x-short"), str)]
+    stages = [found for found in node(("stages", "*"))["properties"].values() if "x-short" in found]
+    assert {found["title"] for found in stages} == {"Algorithm", "Data", "Critic", "Reference"}
+    assert len(marked) == len(SECTIONS) + len(SOURCES) + len(stages)  # a source stands alone, too
 
 
 def test_bounds_stand_where_pydantic_has_them() -> None:

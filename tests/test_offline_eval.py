@@ -14,7 +14,7 @@ import pytest
 from whet.config.load import Loaded, load
 from whet.config.plan import plans
 from whet.config.sections.eval import OfflineConfig
-from whet.offline import Judged, check, judge, read, with_file
+from whet.offline import Judged, check, judge, read
 from whet.rewards.combine import RewardSet
 from whet.types import ConfigError, DataError, Json, WhetError
 
@@ -126,7 +126,7 @@ def test_replies_of_one_row_may_be_a_text_and_their_number_may_differ(tmp_path: 
     [
         (
             {"responses": []},
-            r"line 2: column 'responses' holds list \[\]; eval\.offline\.response=responses must name",
+            r"line 2: column 'responses' holds list \[\]; expected a reply as text",
         ),
         ({"responses": ["a", 3]}, r"line 2: column 'responses' holds list \['a', 3\]"),
         ({"responses": None}, r"line 2: column 'responses' holds NoneType None"),
@@ -142,11 +142,14 @@ def test_rows_that_cannot_be_read_are_named(tmp_path: Path, row: dict[str, Json]
 
 
 def test_what_is_missing_or_idle_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check(load(None, ["train.steps=3", "eval.samples=2"], {}), whole=True)
-    for said in ("eval.offline: name the file", "rewards: rewards score the replies",
-                 "train.steps: has no effect", "eval.samples: has no effect"):  # fmt: skip
-        assert said in str(caught.value)
+    for given, problems in (
+        ([], ("eval.offline: name the file", "whet eval runs/run", "rewards: rewards score the replies")),
+        (["eval.offline.path=r.jsonl"], ("train.steps: has no effect", "eval.samples: has no effect")),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check(load(None, ["train.steps=3", "eval.samples=2", *given], {}), whole=True)
+        assert all(said in str(caught.value) for said in problems)
+        assert bool(given) == ("has no effect" in str(caught.value))
     loaded = config(tmp_path / "r.parquet", tmp_path, "eval.reward=other")
     with pytest.raises(ConfigError, match=r"eval\.reward: 'other' is not among rewards: score"):
         check(loaded, whole=True)
@@ -160,8 +163,8 @@ def test_a_plan_names_the_command_of_a_file_that_only_evaluates(tmp_path: Path) 
 
 
 def test_a_training_config_may_be_used_with_a_file(tmp_path: Path) -> None:
-    loaded = load(None, ["train.steps=3", "rewards.answer.function=exact"], {})
-    offline = check(with_file(loaded, tmp_path / "r.jsonl"), whole=False)
+    given = {"eval": {"offline": {"path": str(tmp_path / "r.jsonl")}}}  # as --offline
+    offline = check(load(None, ["train.steps=3", "rewards.answer.function=exact"], given), whole=False)
     assert offline.path == str(tmp_path / "r.jsonl")
 
 

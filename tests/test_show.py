@@ -107,6 +107,29 @@ def test_the_summary(tmp_path: Path) -> None:
         assert expected in lines, expected
 
 
+def test_checkpoints_to_go_on_from_with_their_commands(tmp_path: Path) -> None:
+    run = tmp_path / "a run"
+    make(run).close()
+    title = "checkpoints to go on from"
+    assert title not in lines_of(show.summary(run))
+    for step in range(2, 9):
+        (run / "checkpoints" / f"1-grpo-{step:06d}").mkdir(parents=True)
+    lines = lines_of(show.summary(run), width=600)
+    at = lines.index(title)
+    file, folder = f"'{run}/config.yaml'", f"{run}/checkpoints"
+    assert lines[at + 1 : at + 3] == [
+        f"grpo step 8 whet train {file}",
+        f"grpo step 7 whet train {file} 'checkpoint.resume={folder}/1-grpo-000007' 'run_dir={run}-from-7'",
+    ]
+    assert lines[at + 5 : at + 7] == [
+        f"grpo step 4 whet train {file} 'checkpoint.resume={folder}/1-grpo-000004' 'run_dir={run}-from-4'",
+        f"and 2 earlier ones in {folder}",
+    ]
+    (run / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "rewards": {"r": {"function": "object:r"}}}))
+    lines = lines_of(show.summary(run), width=600)
+    assert f"grpo step 8 whet.train('{run}/config.yaml', rewards=...)" in lines
+
+
 def test_a_run_in_progress_and_one_killed_in_a_line(tmp_path: Path) -> None:
     make(tmp_path).close()
     with files.RunLock(tmp_path):
@@ -155,9 +178,8 @@ def test_given_replies_are_shown_as_they_are_trained(name: str, tmp_path: Path) 
     steps = ["train.steps=2", "train.tasks_per_step=1", "checkpoint.export=false"]
     whet.train(**{**RUN, **given}, overrides=[f"run_dir={tmp_path}", f"algorithm.name={name}", *steps])
     lines = lines_of(show.rollouts(tmp_path, 1))
-    assert [line for line in lines if line.startswith("reply")] == ["reply ba", "reply ab"][
-        : 1 + (name == "dpo")
-    ]
+    replies = [line for line in lines if line.startswith(("reply", "chosen", "rejected"))]
+    assert replies == {"sft": ["reply ba"], "dpo": ["chosen ba", "rejected ab"]}[name]
     assert "prompt ab>" in lines
     with pytest.raises(DataError, match="only the first step's are written"):
         show.rollouts(tmp_path, 2)

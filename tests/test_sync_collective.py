@@ -129,7 +129,8 @@ def test_who_never_joins_is_named(started: Children) -> None:
     ):
         end.send(1, big(1))
     with pytest.raises(
-        WhetError, match=r"version 2 cannot be broadcast: e-2 .*make a new group of the living ones"
+        WhetError,
+        match=r"version 2 cannot be broadcast: e-2 .*open a new group with the receivers that still run",
     ):
         end.send(2, big(2))
 

@@ -636,7 +636,7 @@ def test_the_critic_starts_as_the_policy_unless_it_has_a_folder() -> None:
     over = trainer.critic(values(model__model_path="m", **{f"{CRITIC}.model.override_config": {"a": 1}}))
     assert (over["critic.path"], over["critic.overrides"]) == ("m", {"a": 1})
     assert trainer.critic(values(**{f"{CRITIC}.ppo_epochs": 4}))["critic.update_epochs"] == 4
-    with pytest.raises(ConfigError, match="would hold every value"):
+    with pytest.raises(ConfigError, match="would prevent every change of a value"):
         trainer.critic(values(**{f"{CRITIC}.cliprange_value": 0.0}))
 
 

@@ -918,7 +918,7 @@ def test_gdpo_normalises_entries_of_what_the_reward_returns() -> None:
         "algorithm.advantage.part_weights": None,
     }
     said = refusal(algorithm.advantage, {**given, "algorithm.gdpo_reward_weights": [1.0]})
-    assert "1 of them for 2 gdpo_reward_keys" in said
+    assert "got 1 weights for 2 gdpo_reward_keys" in said
     assert "gdpo_reward_keys" in refusal(algorithm.advantage, {**given, "algorithm.gdpo_reward_keys": None})
 
 

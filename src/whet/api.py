@@ -119,6 +119,11 @@ def train(
         raise ConfigError(
             "config: expected a file, got a mapping; give sections by keyword: whet.train(**config)"
         )
+    for name, call in (("on_step", on_step), ("on_eval", on_eval)):
+        if call is not None and not callable(call):
+            raise ConfigError(
+                f"{name}: got {call!r}, expected a function that takes the row of a step (a dict)"
+            )
     functions, named = named_functions(rewards)
     if named is not None:
         sections["rewards"] = named

@@ -6,12 +6,11 @@ torch is imported only after the config is valid, and reward processes fork befo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from whet import environment
 from whet.api import (
@@ -115,7 +114,7 @@ def evaluate(
     if named is not None:
         loaded = only_rewards(loaded, named)
     loaded = with_rows(loaded, rows)
-    chosen = None if is_model(target) else partial(_chosen, stage=stage, step=step)
+    chosen = Chosen(stage, step)
     return judge_checkpoints(loaded, functions, rows=rows, chosen=chosen, model=is_model(target))
 
 
@@ -145,8 +144,22 @@ def _for_model(folder: Path, sections: Mapping[str, Any]) -> dict[str, Any]:
     return {**base, **sections, "data": {"train": data["eval"], **data}}
 
 
-def _chosen(path: Path, state: Json, *, stage: str | None, step: int | None) -> bool:
-    return stage in (None, state["stage_name"]) and step in (None, state["step"])
+class Chosen(NamedTuple):
+    """Which checkpoints are evaluated; None: of any stage, of any step."""
+
+    stage: str | None = None
+    step: int | None = None
+
+    def has(self, state: Json) -> bool:
+        """Whether a checkpoint with this state is one of them."""
+        return self.stage in (None, state["stage_name"]) and self.step in (None, state["step"])
+
+    def __str__(self) -> str:
+        given = [("stage", self.stage), ("step", self.step)]
+        return " and ".join(f"{name} {value}" for name, value in given if value is not None)
+
+
+ALL = Chosen()
 
 
 def judge_checkpoints(
@@ -154,11 +167,11 @@ def judge_checkpoints(
     functions: Mapping[str, RewardFunction] | None = None,
     *,
     rows: Sequence[Given] = (),
-    chosen: Callable[[Path, Json], bool] | None = None,
+    chosen: Chosen = ALL,
     model: bool = False,
 ) -> list[dict[str, Json]]:
-    """`evaluate` of a config. functions: rewards by name. rows: what is written before data is read. chosen: whether a
-    checkpoint, by its folder and state, is evaluated (None: all are). model: the config's own model, not checkpoints.
+    """`evaluate` of a config. functions: rewards by name. rows: what is written before data is read. chosen: the
+    checkpoints that are evaluated. model: the config's own model, not checkpoints.
     """
     loaded = brought_here(loaded)
     planned = [replace(plan, models_elsewhere=False) for plan in plans(loaded)]
@@ -184,17 +197,17 @@ def judge_checkpoints(
         return _bench(loaded, planned, rewards, out, found=found, stack=stack)
 
 
-def _found(root: Path, chosen: Callable[[Path, Json], bool] | None) -> list[Path]:
+def _found(root: Path, chosen: Chosen) -> list[Path]:
     """The checkpoints to evaluate, oldest first. CheckpointError where there is none."""
     from whet import checkpoint
 
     found = checkpoint.all_in(root) if root.is_dir() else []
     if not found:
         raise CheckpointError(f"{root} has no checkpoint to evaluate; the run has not saved one yet")
-    kept = [p for p in found if chosen is None or chosen(p, checkpoint.read_state(p))]
+    kept = [p for p in found if chosen == ALL or chosen.has(checkpoint.read_state(p))]
     if not kept:
         raise CheckpointError(
-            f"{root} has no checkpoint of that stage and step; there are: {', '.join(p.name for p in found)} "
+            f"{root} has no checkpoint of {chosen}; there are: {', '.join(p.name for p in found)} "
             "(checkpoint.keep says how many are kept)"
         )
     return kept

@@ -7,17 +7,14 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal, Optional
 
 import typer
 
 from whet import secrets
-from whet.notices import say, say_columns, say_missing
-from whet.options import Dialect, File, Gpus, Mem, Overrides, TrustScript, UnusedChoice, UnusedKeys
+from whet.notices import say, say_columns, say_missing, write
+from whet.options import SETTINGS, Dialect, File, Gpus, Mem, Overrides, TrustScript, UnusedChoice, UnusedKeys
 from whet.types import ConfigError, WhetError
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(
     name="whet",
@@ -49,7 +46,7 @@ def whet(
     """
 
 
-@app.command()
+@app.command(context_settings=SETTINGS)
 def train(
     file: File,
     overrides: Overrides = None,
@@ -83,17 +80,23 @@ def train(
     raise typer.Exit(run_training(loaded, change=change))
 
 
-@app.command()
+@app.command(context_settings=SETTINGS)
 def plan(
     file: File,
     overrides: Overrides = None,
     dialect: Dialect = None,
     like: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--simulate", help="Predict the speed from the times of this run directory."),
+        typer.Option(
+            "--simulate", help="Predict the speed of the schedule from the times of this run directory."
+        ),
     ] = None,
     arithmetic: Annotated[
-        bool, typer.Option("--arithmetic", help="Also test the bits of float32 on this CPU: a few seconds.")
+        bool,
+        typer.Option(
+            "--arithmetic",
+            help="Also compute a digest of float32 arithmetic on this CPU, to compare machines: a few seconds.",
+        ),
     ] = False,
     gpus: Gpus = None,
     mem: Mem = None,
@@ -158,7 +161,7 @@ def _say_arithmetic(kind: Literal["auto", "torch", "compiled"], *, exact: bool) 
     typer.echo(f"float32 on this CPU: {arithmetic(kernels.load(kind))}")
 
 
-@app.command()
+@app.command(context_settings=SETTINGS)
 def rehearse(
     file: File,
     overrides: Overrides = None,
@@ -169,10 +172,10 @@ def rehearse(
     ] = None,
     trust_script: TrustScript = False,
 ) -> None:
-    """Try a run at small size on this machine, also one for other machines: one or two minutes.
+    """Try a run at small size on this machine, also a run for other machines. It takes one or two minutes.
 
-    The rehearsal uses the same architecture at tiny size with random weights, the real data, chat template, rewards
-    and batch arithmetic. It runs a few steps, kill -9 and resume. Exit code 1: some part would have failed.
+    The rehearsal uses the same architecture at tiny size with random weights, and the real data, chat template, rewards
+    and batch arithmetic. It trains a few steps, kills the run and resumes it. Exit code 1: some part failed.
 
     \b
     Example: whet rehearse examples/from_verl.yaml
@@ -189,11 +192,11 @@ def rehearse(
     found = try_small(file, overrides or (), dialect, say=say, trust_script=trust_script)
     Console().print(found)
     if output:
-        output.write_text(found.to_json() + "\n", encoding="utf-8")
+        write(output, found.to_json() + "\n")
     raise typer.Exit(0 if found.passed else 1)
 
 
-@app.command("eval")
+@app.command("eval", context_settings=SETTINGS)
 def evaluate(
     target: Annotated[
         Path, typer.Argument(help="A run directory, a model's folder, or a config file.", show_default=False)
@@ -206,16 +209,17 @@ def evaluate(
     reward: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(
-            help="Reward in place of the run's: math, rewards.py:f ...; several add up.", show_default=False
+            help="Reward in place of the run's: math, rewards.py:f ...; give it several times for a sum.",
+            show_default=False,
         ),
     ] = None,
     stage: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Only checkpoints of this stage.", show_default=False),
+        typer.Option(help="Evaluate only the checkpoints of this stage.", show_default=False),
     ] = None,
     step: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Only the checkpoint of this step.", show_default=False),
+        typer.Option(help="Evaluate only the checkpoint of this step.", show_default=False),
     ] = None,
     offline: Annotated[
         Optional[Path],  # noqa: UP045
@@ -254,7 +258,7 @@ def evaluate(
     else:
         written = _judge_file(target, overrides or (), offline, dialect=dialect)
     if output:
-        output.write_text(written + "\n", encoding="utf-8")
+        write(output, written + "\n")
 
 
 @app.command()
@@ -330,20 +334,20 @@ def _judge_file(file: Path, overrides: Sequence[str], replies: Path | None, *, d
     """Print the metrics of replies from a file. Returns them and the numbers of every reply as JSON."""
     from whet.config.load import load
 
-    loaded = load(file, overrides, dialect=dialect)
+    values = {"eval": {"offline": {"path": str(replies)}}} if replies else None
+    loaded = load(file, overrides, values, dialect)
     say(loaded)
     from rich.console import Console
 
     from whet.bench import judge_file
-    from whet.offline import with_file
     from whet.track.accuracy import by_source
 
-    judged = judge_file(with_file(loaded, replies), whole=replies is None)
+    judged = judge_file(loaded, whole=replies is None)
     Console().print(by_source(judged.metrics))
     return json.dumps({"metrics": judged.metrics, "replies": judged.rows}, indent=1, ensure_ascii=False)
 
 
-@app.command()
+@app.command(context_settings=SETTINGS)
 def convert(
     file: File,
     overrides: Overrides = None,
@@ -386,11 +390,11 @@ def convert(
     say(loaded)
     say_missing(loaded)
     if output:
-        output.write_text(native_yaml(loaded), encoding="utf-8")
+        write(output, native_yaml(loaded))
     else:
         typer.echo(native_yaml(loaded), nl=False)
     if report and loaded.translation:
-        report.write_text(markdown(loaded.translation, f"Translation of {file}"), encoding="utf-8")
+        write(report, markdown(loaded.translation, f"Translation of {file}"))
 
 
 @app.command()
@@ -398,12 +402,16 @@ def keys(
     dialect: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            help="Only keys of this table, e.g. verl-ppo; verl means all tables of verl.", show_default=False
+            help="List only the keys of this table, e.g. verl-ppo; verl means all tables of verl.",
+            show_default=False,
         ),
     ] = None,
     status: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Only keys with this status.", show_default=False),
+        typer.Option(
+            help="List only keys with this status: mapped, translated, derived, coming or refused.",
+            show_default=False,
+        ),
     ] = None,
     algorithms: Annotated[
         bool, typer.Option("--algorithms", help="List recipes and their parts instead.")
@@ -474,7 +482,7 @@ def schema(
 
     text = json.dumps(made(), indent=1, ensure_ascii=False)
     if output:
-        output.write_text(text + "\n", encoding="utf-8")
+        write(output, text + "\n")
     else:
         typer.echo(text)
 
@@ -484,21 +492,30 @@ def show(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     step: Annotated[Optional[int], typer.Option(help="Show rollouts of this step.")] = None,  # noqa: UP045
     stage: Annotated[Optional[str], typer.Option(help="Stage of the step. Default: the last.")] = None,  # noqa: UP045
-    task: Annotated[Optional[int], typer.Option(help="Only this task's rollouts (its uid).")] = None,  # noqa: UP045
-    tokens: Annotated[bool, typer.Option(help="List every token with both log-probs.")] = False,
+    task: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Show only the rollouts of the task with this uid."),
+    ] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="List every token with the log-probs of trainer and engine.")
+    ] = False,
     limit: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Show at most so many rollouts of the step."),
+        typer.Option(min=1, help="Show at most this many rollouts of the step."),
     ] = None,
     timeline: Annotated[
         bool,
-        typer.Option("--timeline", help="Show instead where the time went, and how busy each process was."),
+        typer.Option(
+            "--timeline",
+            help="Show where the time went and how busy each process was, in place of the summary.",
+        ),
     ] = False,
 ) -> None:
     """Print the summary of a run, single rollouts of a step, or where the time went.
 
-    The bubble is the share of the processes' time, after start-up, in which they waited. It covers the driver where it
-    samples or trains, and each trainer rank, engine replica, explorer and evaluation process while it runs.
+    The summary says whether the run is learning, and lists the checkpoints with the commands that continue from them.
+    --timeline shows the bubble: the share of the processes' time, after start-up, in which they waited. It covers the
+    driver where it samples or trains, and each trainer rank, engine replica, explorer and evaluation process.
 
     \b
     Example: whet show runs/first_run

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +25,7 @@ from whet.buffer.buffer import Buffer
 from whet.buffer.queue import ExplorerQueue
 from whet.buffer.stores import Store, open_store
 from whet.config.checks_sync import content_of
+from whet.config.resuming import other_code
 from whet.context import Context
 from whet.explorer import Explorer, InFlight, explorer_into, grouping, queue_name
 from whet.guard import stacks
@@ -95,10 +96,11 @@ async def explore_stage(job: Job, index: int, home: Path) -> None:
     try:
         if not await begun_by_trainer(weights, store):
             return
+        check_code(queue.owner, job.loaded.code, store.noted("code"))
         store.release(queue.owner)  # what an earlier process of this name had
         explorer.in_flight.start(left=0)
         async with lease(queue):
-            await follow(explorer, queue, weights)
+            await follow(explorer, queue, weights, code=job.loaded.code)
     finally:
         await explorer.close()
         queue.close()
@@ -169,15 +171,32 @@ async def begun_by_trainer(weights: Followed, store: Store) -> bool:
     return False
 
 
-async def follow(explorer: Explorer, queue: ExplorerQueue, weights: Followed) -> None:
-    """Load every new version, until the trainer has finished the stage or a stop is requested."""
+def check_code(name: str, own: Mapping[str, str], trainers: Mapping[str, str] | None) -> None:
+    """WhetError if an explorer of this name has other code of the user's than its trainer: digests by file."""
+    if differing := other_code(trainers or {}, own):
+        files = ", ".join(str(change.at[0]) for change in differing)
+        raise WhetError(
+            f"explorer {name!r} has other code than the trainer: {files}. One run would have rollouts of both. Give "
+            "both processes the same files, and restart this explorer; a trainer reads its files when it starts"
+        )
+
+
+async def follow(
+    explorer: Explorer, queue: ExplorerQueue, weights: Followed, *, code: Mapping[str, str]
+) -> None:
+    """Load every new version, until the trainer has finished the stage or a stop is requested.
+
+    code: digests of the user's code in this process. The trainer's are compared with them at every version, since a
+    trainer may have been restarted with other code.
+    """
     context, monitor = explorer.context, explorer.context.monitor
     reported, before, idle = time.monotonic(), 0, Idle(weights)
     monitor.display.phase("explore")
     while not context.stopping and not queue.store.noted("finished"):
         if queue.broken is not None:
             raise queue.broken
-        await weights.take()
+        if await weights.take():
+            check_code(context.cfg.buffer.explorer_name, code, queue.store.noted("code"))
         monitor.watch.beat("exploring")
         idle.look((queue.count, weights.receiver.version), busy=bool(explorer.in_flight.playing))
         if time.monotonic() - reported > SAY_S:

@@ -250,10 +250,10 @@ class Explorer:
         """Where explorers in separate processes put groups."""
         return [end.store for end in (self.buffer, self.rounds) if isinstance(end, TrainerQueue | Rounds)]
 
-    def tell(self, name: str, version: int) -> None:
+    def tell(self, name: str, value: Json) -> None:
         """Leave a note for explorers in separate processes."""
         for store in self.stores:
-            store.note(name, version)
+            store.note(name, value)
 
     # -- counted, saved and resumed
 

@@ -90,7 +90,7 @@ def parse_json(text: bytes, where: str, error: type[WhetError], *, constants: bo
         value = _DECODERS[constants].decode(text.decode(json.detect_encoding(text)).rstrip())
     except json.JSONDecodeError as e:
         line = f"line {e.lineno}, " if b"\n" in text.strip() else ""
-        raise error(f"{where}: not JSON: {e.msg} at {line}column {e.colno}") from e
+        raise error(f"{where}: not JSON: {e.msg.removesuffix(' at')} at {line}column {e.colno}") from e
     except RecursionError as e:
         raise error(f"{where}: {too_deep()}") from e
     except ValueError as e:

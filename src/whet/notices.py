@@ -1,10 +1,13 @@
-"""What a command says of a config before it works with it, on stderr."""
+"""What a command says of a config before it works with it, on stderr; and the files of -o."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+
+from whet.types import ConfigError
 
 if TYPE_CHECKING:
     from whet.config.load import Loaded
@@ -34,3 +37,12 @@ def say_missing(loaded: Loaded) -> None:
 
     for text in missing(loaded):
         typer.echo(f"note: {text}", err=True)
+
+
+def write(path: Path, text: str) -> None:
+    """Write the file of -o, and the folders that it is to be in."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"cannot write {path}: {e.strerror}; give another file") from e

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from whet.config.evaluation import reward_weights
@@ -47,7 +46,7 @@ def check(loaded: Loaded, *, whole: bool) -> OfflineConfig:
     """The file to score. Raises one ConfigError with all missing keys. If the config is `whole`, only for an offline
     evaluation (not a training config with another file), keys without an effect are errors too."""
     cfg = loaded.config
-    problems = [*_missing(cfg), *(_idle(loaded) if whole else ())]
+    problems = [*_missing(cfg), *(_idle(loaded) if whole and cfg.eval.offline is not None else ())]
     if problems:
         said = [(loaded.where(key), f"{key}: {text}") for key, text in problems]
         raise ConfigError(listing(said, str(loaded.file or "the config")))
@@ -57,7 +56,11 @@ def check(loaded: Loaded, *, whole: bool) -> OfflineConfig:
 
 def _missing(cfg: Config) -> Iterator[tuple[str, str]]:
     if cfg.eval.offline is None:
-        yield "eval.offline", "name the file of replies: eval.offline.path, or --offline FILE"
+        yield (
+            "eval.offline",
+            "name the file of replies: eval.offline.path, or --offline FILE; to evaluate the checkpoints of a run, "
+            f"give its run directory: whet eval {cfg.run_dir}",
+        )
     if not cfg.rewards:
         yield (
             "rewards",
@@ -133,7 +136,8 @@ def _replies(row: dict[str, Json], column: str, *, where: str) -> Sequence[str]:
         else f"no column {top!r}; there are: {', '.join(sorted(row)) or 'none'}"
     )
     raise DataError(
-        f"{where}: {found}; eval.offline.response={column} must name a non-empty list of replies as text."
+        f"{where}: {found}; expected a reply as text, or a non-empty list of them: eval.offline.response=COLUMN names "
+        "their column."
     )
 
 
@@ -159,12 +163,3 @@ def _row(r: Rollout) -> dict[str, Json]:
         "reward_parts": r.reward_parts,
         "error": r.error,
     }
-
-
-def with_file(loaded: Loaded, path: Path | None) -> Loaded:
-    """The config with another file of replies in `eval.offline`; the columns stay the same."""
-    if path is None:
-        return loaded
-    before = loaded.config.eval.offline or OfflineConfig(path=str(path))
-    after = loaded.config.eval.model_copy(update={"offline": before.model_copy(update={"path": str(path)})})
-    return replace(loaded, config=loaded.config.model_copy(update={"eval": after}))

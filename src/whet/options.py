@@ -8,6 +8,9 @@ from typing import Annotated, Optional
 
 import typer
 
+SETTINGS = {"ignore_unknown_options": True}
+"""Of a command that takes settings: one that is written as an option (--train.steps=5) is named with them."""
+
 
 class UnusedChoice(StrEnum):
     """How a key that nothing reads is handled."""

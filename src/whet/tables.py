@@ -19,6 +19,8 @@ T = TypeVar("T")
 _USER = "whet_user_"
 """Begins the names of modules that are files of the user's."""
 
+_NO_NAME = "a file alone does not say which function; expected {}:NAME"
+
 
 def find(table: Mapping[str, T], name: str, *, what: str) -> T:
     """The entry `name` of a table, or the object at `package.module:name` or `path/to/file.py:name`.
@@ -29,6 +31,8 @@ def find(table: Mapping[str, T], name: str, *, what: str) -> T:
         return table[name]
     if ":" in name:
         return cast(T, load_object(name, what=what))
+    if name.endswith(".py"):
+        raise ConfigError(f"{what} {name!r}: {_NO_NAME.format(name)}")
     raise ConfigError(
         f"{what} {name!r} is not known{near(name, table)}; known: {', '.join(sorted(table))}; "
         "or give your own as 'package.module:name' or 'path/to/file.py:name'."
@@ -39,6 +43,8 @@ def unknown(table: Mapping[str, object], name: str) -> str | None:
     """What is wrong with a name that is neither in the table nor one of the user's."""
     if name in table or ":" in name:
         return None
+    if name.endswith(".py"):
+        return f"{name!r}: {_NO_NAME.format(name)}"
     return (
         f"{name!r} is not known{near(name, table)}; known: {', '.join(table)}, or your own as 'package.module:name' or "
         "'path/to/file.py:name'"
@@ -78,7 +84,8 @@ def load_module(path: Path):  # type: ignore[no-untyped-def]
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
-        raise OSError(f"no such file: {path}")
+        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise OSError(f"no such file: {path}{near(path.name, beside)}")
     loader = importlib.util.spec_from_file_location(name, path)
     assert loader is not None
     assert loader.loader is not None

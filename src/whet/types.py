@@ -128,7 +128,8 @@ class Message:
 class Task:
     """One prompt, with the data that a reward needs to score the reply.
 
-    `prompt` is either chat messages (then the chat template is applied) or plain text (then it is not).
+    `prompt` is either chat messages (then the chat template is applied) or plain text (then it is not); '' where the
+    response is a whole text to learn.
     """
 
     uid: int

@@ -169,18 +169,42 @@ def _shown(path: Path) -> str:
 
 
 def _given(name: str, function: Callable[..., Any] | None) -> dict[str, str]:
-    """Of a function that was given from Python, by its file; by the name of its reward where that is no module."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    """Of a function that was given from Python: its own lines and what it holds, by the name of its reward; and its
+    file, where that is a module."""
     if function is None:
         return {}
+    held, function = _held(function)
     bare = inspect.unwrap(function)
     code = bare if inspect.isroutine(bare) or inspect.isclass(bare) else type(bare)
     try:
         path = Path(inspect.getsourcefile(code) or "")
-        if code.__module__ != "__main__" and path.is_file():
-            return {} if path.is_relative_to(Path(__file__).parents[1]) else _digests(path.resolve())
+        if path.is_relative_to(Path(__file__).parents[1]):
+            return {}
+        files = _digests(path.resolve()) if code.__module__ != "__main__" and path.is_file() else {}
         text = inspect.getsource(code)
     except (OSError, TypeError):
         return {name: "no source"}  # typed into an interpreter: nothing can be compared
-    return {name: f"{hashlib.sha256(text.encode()).hexdigest()[:16]}"}
+    return {name: f"{hashlib.sha256(f'{text}{held}'.encode()).hexdigest()[:16]}", **files}
+
+
+def _held(function: Callable[..., Any]) -> tuple[list[str], Callable[..., Any]]:
+    """The plain values that a function was made with, as text, and the function without its partial arguments: closures
+    of one text may differ in them. Objects count by their kind alone: their text may be another one in each process."""
+    held: list[Any] = []
+    while isinstance(function, functools.partial):
+        held += [*function.args, *sorted(function.keywords.items())]
+        function = function.func
+    held += getattr(function, "__defaults__", None) or ()
+    held += sorted((getattr(function, "__kwdefaults__", None) or {}).items())
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:
+            held.append(None)  # a name that has no value yet
+    return [_plain(value) for value in held], function
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_plain, value))})"
+    return repr(value) if isinstance(value, str | int | float | None) else type(value).__name__

@@ -67,7 +67,7 @@ class Draft:
         key, equals, value = (part.strip() for part in text.partition("="))
         source = f"override {text}"
         if not equals or not key or key[0] in "+~-":
-            self.problems.append((source, "expected key.path=value, without +, ~ or --"))
+            self.problems.append((source, _no_override(key)))
             return
         parsed = parse(value)
         given = path_of(key, stage_names(self.tree))
@@ -211,6 +211,18 @@ def _replaced(tree: Json, path: Path, value: Json, at: Path) -> Json:
         return merge(tree, {path[0]: value}, _in_base(at))
     inner = tree if isinstance(tree, dict) else {}
     return {**inner, path[0]: _replaced(inner.get(path[0]), path[1:], value, (*at, path[0]))}
+
+
+def _no_override(key: str) -> str:
+    """What is expected in place of an argument that is no `key.path=value`."""
+    expected = "expected key.path=value, without +, ~ or --"
+    name = key.lstrip("+~-")
+    if name and lookup(path_of(name, ())):
+        return f"{expected}: {name}=VALUE"
+    if name and key.startswith("--"):
+        hint = did_you_mean(path_of(name, ()))
+        return f"no such option (--help lists them); for a setting, {expected}{hint}"
+    return expected
 
 
 def _without(tree: Json, path: Path) -> Json:

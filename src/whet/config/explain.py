@@ -21,6 +21,7 @@ from whet.config.faults import mismatch, shown
 from whet.config.keys import Key, did_you_mean, dotted, lookup
 from whet.config.parse import parse
 from whet.config.rules import visible_when
+from whet.config.shorthand import short_for
 from whet.config.tree import STAGE_SECTIONS, path_of
 from whet.tables import near
 from whet.types import ConfigError
@@ -70,6 +71,8 @@ def explain(key: str) -> Explanation:
     """A key, a section, or `key=value`. Raises ConfigError with the nearest known keys."""
     name, equals, value = key.strip().partition("=")
     found = _find(name)
+    if equals and (short := short_for(found.path)):
+        found = _find(dotted((*found.path, short)))
     rows = tuple(
         (k.path[-1], "section" if k.section else k.words, default_of(k), first_sentence(k))
         for k in keys.keys().values()

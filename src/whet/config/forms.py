@@ -2,9 +2,10 @@
 
 Every section stands where it is used, without references, because the same section is read under other conditions in
 another place. Added to each key: `title`; `x-unit`; `x-level` (beginner, expert); `x-visible-when`, the condition
-under which something reads it (`conditions` says how to read one); `x-choices` for open names. Added to the whole:
-`x-conditions`, what the named conditions mean; `x-constraints`, rules over several keys with the error's text: the
-condition that is refused, or overrides that break the rule.
+under which something reads it (`conditions` says how to read one); `x-choices` for open names; `x-short`, the key
+whose value a text in place of a section is. Added to the whole: `x-conditions`, what the named conditions mean;
+`x-constraints`, rules over several keys with the error's text: the condition that is refused, or overrides that break
+the rule.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from whet.config.keys import settings as keys_of_settings
 from whet.config.recipe_table import RECIPES
 from whet.config.rules import REFUSED, RULES, Rule, visible_when
 from whet.config.schema import Config, Section
+from whet.config.shorthand import SOURCES, short_for
 from whet.config.tree import STAGE_SECTIONS
 from whet.types import Json
 
@@ -85,15 +87,28 @@ def _written(node: Mapping[str, Any], path: Path, defs: Mapping[str, Any]) -> No
             out[several] = [_written(part, path, defs) for part in node[several]]
     if "properties" in node:
         out["properties"] = {
-            name: _described(_written(inner, (*path, name), defs), keys()[(*path, name)])
+            name: _shortened(
+                _described(_written(inner, (*path, name), defs), keys()[(*path, name)]), (*path, name)
+            )
             | _chosen_from(".".join((*path, name)))
             for name, inner in node["properties"].items()
         }
     for entries in ("items", "additionalProperties"):
         if isinstance(node.get(entries), dict):
             inner = (*path, "*") if (*path, "*") in keys() else path
-            out[entries] = _written(node[entries], inner, defs)
+            out[entries] = _shortened(_written(node[entries], inner, defs), inner)
     return out
+
+
+def _shortened(node: Node, path: Path) -> Node:
+    """A node with the short forms that the loader takes (`shorthand`): a text in place of a section, with `x-short`,
+    the key whose value it is; one source in place of a list of them."""
+    path = path[2:] if path[:2] == ("stages", "*") else path
+    if path in SOURCES:
+        whole = {k: v for k, v in node.items() if k not in ("type", "items")}
+        return {**whole, "anyOf": [{"type": "array", "items": node["items"]}, node["items"]]}
+    short = short_for(path)
+    return node if short is None else {**node, "type": ["object", "string"], "x-short": short}
 
 
 def _described(node: Node, key: Key) -> Node:

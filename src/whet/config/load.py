@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -39,11 +39,13 @@ from whet.dialects.tables import NATIVE, dialect, other_end, version_of
 from whet.dialects.translate import Translation, translate
 from whet.inputs import MOST_CONFIG_BYTES, read_text
 from whet.secrets import learn_overrides
+from whet.tables import near
 from whet.types import ConfigError, Json
 
 Unused = Literal["refuse", "warn"]
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 SCRIPT = ".sh"
+_ENDINGS = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,10 @@ def load(
 
     A launch script (.sh) is config, too: `overrides` are then its arguments, but for those that begin with `whet.`.
     """
+    if isinstance(overrides, str):
+        raise ConfigError(
+            f"overrides: got the text {overrides!r}; expected a list of such texts: [{overrides!r}]"
+        )
     draft, notes, program = Draft(), tuple[str, ...](), ""
     if path is not None and Path(path).suffix == SCRIPT:
         draft, dialect, notes, program = _launched(Path(path), overrides, dialect, trust=trust_script)
@@ -284,12 +290,29 @@ def _of_the_program(program: str, problems: Sequence[tuple[str, str]]) -> list[t
     ]
 
 
+def _check_is_file(file: Path) -> None:
+    """ConfigError where there is a folder, or nothing, at the path of a config."""
+    if file.is_dir():
+        raise ConfigError(
+            f"{file} is a folder; expected a config file ({_ENDINGS}) or a launch script ({SCRIPT})"
+        )
+    if not file.exists() and not file.is_symlink():
+        beside = file.parent.iterdir() if file.parent.is_dir() else ()
+        raise ConfigError(f"{file}: cannot be read: No such file{near(file.name, _configs(beside))}")
+
+
+def _configs(files: Iterable[Path]) -> list[str]:
+    """The names among these files that a config or a launch script may have."""
+    return sorted(file.name for file in files if file.suffix in (*SUFFIXES, SCRIPT))
+
+
 def _read(file: Path, text: str | None = None) -> Draft:
     """The draft of a file, with the line of every key. `text`: content to use instead of that of the file."""
+    if text is None:
+        _check_is_file(file)
     if file.suffix not in SUFFIXES:
         raise ConfigError(
-            f"{file}: the name of a config file ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, that of a launch "
-            f"script in {SCRIPT}; rename it."
+            f"{file}: the name of a config file ends in {_ENDINGS}, that of a launch script in {SCRIPT}; rename it."
         )
     if text is None:
         text = read_text(file, ConfigError, most=MOST_CONFIG_BYTES)

@@ -27,7 +27,12 @@ from whet.types import ConfigError, Json
 FUNCTIONS = {".".join(map(str, path[1:])): table for path, table in TABLES.items()}
 """What each part of an algorithm may be."""
 
-__all__ = ["RECIPES", "Chosen", "Kind", "Recipe", "Resolved", "resolve"]
+__all__ = ["RECIPES", "Chosen", "Kind", "Recipe", "Resolved", "kind_of", "resolve"]
+
+
+def kind_of(cfg: AlgorithmConfig) -> Kind | None:
+    """The kind of data that an algorithm learns from; None where its name is not known."""
+    return RECIPES[cfg.name].kind if cfg.name in RECIPES else None
 
 
 @dataclass(frozen=True)
@@ -294,8 +299,8 @@ def _check_parts(cfg: AlgorithmConfig, r: Resolved) -> None:
     given = r.settings["advantage"].settings
     if r.advantage == "gdpo" and given["part_weights"] and len(given["part_weights"]) != len(given["parts"]):
         raise ConfigError(
-            f"algorithm.advantage.part_weights: {len(given['part_weights'])} of them for {len(given['parts'])} parts; "
-            "give one for each"
+            f"algorithm.advantage.part_weights: got {len(given['part_weights'])} weights for {len(given['parts'])} "
+            "parts; give one for each"
         )
     settings = r.settings["loss"].settings
     if "pair_loss" in settings:
@@ -310,13 +315,14 @@ def _check_parts(cfg: AlgorithmConfig, r: Resolved) -> None:
 def _check_pair_losses(given: Mapping[str, Any]) -> None:
     names, weights = given["pair_loss"], given["pair_weights"]
     if not names:
-        raise ConfigError("algorithm.loss.pair_loss is empty: name at least one loss, as sigmoid.")
+        raise ConfigError("algorithm.loss.pair_loss is empty: name at least one loss, e.g. sigmoid.")
     if weights and len(weights) != len(names):
         raise ConfigError(
-            f"algorithm.loss.pair_weights: {len(weights)} of them for {len(names)} losses of pair_loss; give one for "
-            "each"
+            f"algorithm.loss.pair_weights: got {len(weights)} weights for {len(names)} losses of pair_loss; "
+            "give one for each"
         )
     if "exo" in names and given["label_smoothing"] == 0:
         raise ConfigError(
-            "algorithm.loss.pair_loss=exo has the logarithm of label_smoothing, which is 0: give one above 0, as 1e-3."
+            "algorithm.loss.pair_loss=exo takes the logarithm of label_smoothing, which is 0: set it above 0, e.g. "
+            "1e-3."
         )

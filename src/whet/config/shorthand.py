@@ -9,6 +9,8 @@ from __future__ import annotations
 from whet.config.keys import Path
 from whet.types import Json
 
+SOURCES: tuple[Path, ...] = (("data", "train"), ("data", "eval"), ("data", "demonstrations"))
+"""Lists of sources. One source needs no list."""
 SECTIONS: dict[Path, str] = {
     ("model",): "path",
     ("tokenizer",): "path",
@@ -17,10 +19,14 @@ SECTIONS: dict[Path, str] = {
     ("algorithm",): "name",
     ("rewards", "*"): "function",
     ("data",): "train",
+    **{(*source, "*"): "path" for source in SOURCES},
 }
-"""Sections that a text may stand for, and the key whose value it is. A star stands for any name."""
-SOURCES: tuple[Path, ...] = (("data", "train"), ("data", "eval"), ("data", "demonstrations"))
-"""Lists of sources. A text is the path of one, and one needs no list."""
+"""Sections that a text may stand for, and the key whose value it is. A star stands for any name or place."""
+
+
+def short_for(at: Path) -> str | None:
+    """The key below this path whose value a text in its place is, or None."""
+    return SECTIONS.get(at) or SECTIONS.get((*at[:-1], "*") if at else ())
 
 
 def expanded(value: Json, at: Path = ()) -> Json:
@@ -29,9 +35,7 @@ def expanded(value: Json, at: Path = ()) -> Json:
         return [expanded(stage) if isinstance(stage, dict) else stage for stage in value]
     if at in SOURCES:
         return _sources(value)
-    if at and at[:-1] in SOURCES and isinstance(at[-1], int):
-        return {"path": value} if isinstance(value, str) else value
-    named = SECTIONS.get(at) or SECTIONS.get((*at[:-1], "*") if at else ())
+    named = short_for(at)
     if isinstance(value, str) and named is not None and not _may_be_a_section(value):
         value = {named: value}
     if not isinstance(value, dict) or len(at) > 1:

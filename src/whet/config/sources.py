@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from whet.config.evaluation import reward_weights
+from whet.config.recipes import kind_of
 from whet.config.schema import Config, DataConfig, SourceConfig
 from whet.tables import near
 
@@ -33,6 +34,7 @@ def source_problems(cfg: Config) -> Iterator[tuple[str, str]]:
         for n, source in enumerate(getattr(cfg.data, part)):
             yield from ((f"data.{part}[{n}]", said) for said in _rows(source))
             yield from ((f"data.{part}[{n}]", said) for said in _columns(source))
+            yield from ((f"data.{part}[{n}].prompt", said) for said in _no_prompt(cfg, source, part))
             yield from ((f"data.{part}[{n}].rewards", said) for said in _rewards(cfg, source, part))
     by_difficulty = cfg.data.order in ("easy_first", "hard_first")
     for part in ("train", "demonstrations") if by_difficulty else ():
@@ -65,6 +67,19 @@ def _columns(source: SourceConfig) -> Iterator[str]:
     )
     for key in sorted(twice):
         yield f"messages holds whole conversations with prompt and response; leave {key} out"
+
+
+def _no_prompt(cfg: Config, source: SourceConfig, part: str) -> Iterator[str]:
+    """A source of texts without prompts is learned from, and can do nothing else."""
+    if source.prompt is not None or source.messages is not None:
+        return
+    if kind_of(cfg.algorithm) not in ("demonstrations", None) and part != "demonstrations":
+        yield f"is null, but algorithm.name={cfg.algorithm.name} needs prompts; name the column"
+    if part == "eval" and cfg.rewards:
+        yield "is null, but the rewards score replies to prompts; leave out rewards, or name the column"
+    for key in ("template", "system_prompt", "system_prompt_column", "reply_prefix"):
+        if getattr(source, key) is not None:
+            yield f"is null, so {key} has no prompt to act on; leave {key} out"
 
 
 def _rewards(cfg: Config, source: SourceConfig, part: str) -> Iterator[str]:

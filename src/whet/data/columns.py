@@ -36,6 +36,7 @@ class Fields:
     """A row, read by the column names of its source."""
 
     prompt: Prompt
+    """'': the row has none, and `response` is a whole text."""
     label: str
     answer: Json
     response: str | None
@@ -52,6 +53,11 @@ def named(source: SourceConfig) -> dict[str, str]:
     unread = ("prompt", "response") if source.messages is not None else ()
     columns = {f: getattr(source, f) for f in _COLUMNS if f not in unread}
     return {f: c for f, c in columns.items() if c is not None}
+
+
+def has_no_prompts(source: SourceConfig) -> bool:
+    """Whether the responses of a source are whole texts."""
+    return source.prompt is None and source.messages is None
 
 
 def used(source: SourceConfig) -> tuple[str, ...]:
@@ -72,13 +78,16 @@ def parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None, where
 def _parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None) -> Fields:
     label, system = _own(row, source.label), _own(row, source.system_prompt_column)
     asked: Prompt
-    if source.messages is None:
-        asked = _prompt(_required(row, source.prompt), source)
-        response = _reply(_optional(row, source, "response"), source.response, asked=asked)
-    else:
-        *before, last = _conversation(_required(row, source.messages), source.messages)
+    response: str | None
+    if source.messages is not None:
+        *before, last = _conversation(_required(row, source.messages, "messages"), source.messages)
         asked, response = tuple(before), last.content
-    prompt = as_prompt(
+    elif source.prompt is None:
+        asked, response = "", _whole(_required(row, source.response, "response"), source.response)
+    else:
+        asked = _prompt(_required(row, source.prompt, "prompt"), source.prompt, source.template)
+        response = _reply(_optional(row, source, "response"), source.response, asked=asked)
+    prompt = asked and as_prompt(
         asked,
         chat=chat,
         system=source.system_prompt if system is None else system,
@@ -120,18 +129,27 @@ def lookup(row: Row, column: str) -> Json:
 # ---------------------------------------------------------------- prompts and replies
 
 
-def _prompt(value: Json, source: SourceConfig) -> Prompt:
+def _prompt(value: Json, column: str, template: str | None) -> Prompt:
     if isinstance(value, str) and value:
-        return value if source.template is None else source.template.replace("{prompt}", value)
+        return value if template is None else template.replace("{prompt}", value)
     if not isinstance(value, list) or not value:
         raise DataError(
-            _wrong(source.prompt, value, "a non-empty text or a non-empty list of {role, content} messages")
+            _wrong(column, value, "a non-empty text or a non-empty list of {role, content} messages")
         )
-    if source.template is not None:
+    if template is not None:
         raise DataError(
-            f"column {source.prompt!r} holds messages, but the source's template is for plain text; leave it out."
+            f"column {column!r} holds messages, but the source's template is for plain text; leave it out."
         )
-    return tuple(_message(m, source.prompt) for m in value)
+    return tuple(_message(m, column) for m in value)
+
+
+def _whole(value: Json, column: str) -> str:
+    """A text without a prompt."""
+    if not isinstance(value, str) or not value:
+        raise DataError(
+            _wrong(column, value, "a non-empty text, since the source has no prompt (prompt: null)")
+        )
+    return value
 
 
 def _conversation(value: Json, column: str) -> list[Message]:
@@ -179,10 +197,13 @@ def _reply(value: Json, column: str, *, asked: Prompt) -> str | None:
 # ---------------------------------------------------------------- values
 
 
-def _required(row: Row, column: str) -> Json:
+def _required(row: Row, column: str, field: str) -> Json:
     value = lookup(row, column)
     if value is _ABSENT:
-        raise DataError(f"no column {column!r}; columns: {', '.join(_present(row, column)) or 'none'}.")
+        raise DataError(
+            f"no column {column!r}; columns: {', '.join(_present(row, column)) or 'none'}. Name the column to read in "
+            f"the source: `{field}: COLUMN`."
+        )
     return value
 
 
@@ -197,7 +218,7 @@ def _optional(row: Row, source: SourceConfig, field: str) -> Json:
     """A column that may be absent under its default name; a name of your own must be there."""
     column = getattr(source, field)
     if column != SourceConfig.model_fields[field].default:
-        return _required(row, column)
+        return _required(row, column, field)
     value = lookup(row, column)
     return None if value is _ABSENT else value
 
@@ -213,7 +234,7 @@ def _own(row: Row, column: str | None) -> str | None:
 
 
 def _number(row: Row, column: str) -> float:
-    value = _required(row, column)
+    value = _required(row, column, "difficulty")
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if (
         not number or not -_LARGEST <= value <= _LARGEST

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 
 from whet.config.schema import DataConfig, SourceConfig
-from whet.data.chat import Prompt, encode_history, encode_prompts, encode_texts
-from whet.data.columns import PER_ROW, Fields, named, parse, used
+from whet.data.chat import Prompt, encode_history, encode_prompts, encode_texts, encode_whole
+from whet.data.columns import PER_ROW, Fields, has_no_prompts, named, parse, used
 from whet.data.rows import SourceRows, read_rows
 from whet.guard import pulse
 from whet.types import ConfigError, DataError, Task
@@ -100,10 +100,12 @@ def prepare(
     return out
 
 
-def prompt_key(prompt: Prompt) -> str:
-    """Equal for equal prompts. System messages and the beginning of a reply do not count; a text equals the user
-    message with that text.
+def prompt_key(prompt: Prompt, response: str | None) -> str:
+    """Equal for equal prompts; of rows without a prompt, for equal responses. System messages and the beginning of a
+    reply do not count; a text equals the user message with that text.
     """
+    if not prompt:
+        return repr(response)
     if isinstance(prompt, str):
         return repr([("user", prompt)])
     asked = prompt[:-1] if prompt[-1].role == "assistant" else prompt
@@ -158,7 +160,11 @@ def _prepare(work: _Work) -> Prepared:
     work.counts.update(rows=len(rows), kept=len(numbers))
     if not numbers:
         told = ", ".join(f"{n} {what}" for what, n in sorted(work.counts.items()))
-        raise DataError(f"Data source {rows.name!r} is empty after filtering: {told}.")
+        excluded = work.counts["held_out"] == len(rows)
+        remedy = (
+            " Every row has the prompt of a held-out task: give data.eval other tasks." if excluded else ""
+        )
+        raise DataError(f"Data source {rows.name!r} is empty after filtering: {told}.{remedy}")
     token_ids = np.concatenate(pieces)
     row_K = np.array(numbers, dtype=np.int64)
     end_K = np.cumsum(lengths, dtype=np.int64)
@@ -201,7 +207,7 @@ def _batch(
     for i, row in enumerate(rows.slice(begin, end, used(work.source)), begin):
         fields = parse(row, work.source, name=rows.name, chat=work.data.chat, where=rows.where(i))
         found |= fields.found
-        if prompt_key(fields.prompt) in work.exclude:
+        if prompt_key(fields.prompt, fields.response) in work.exclude:
             work.counts["held_out"] += 1
         else:
             kept.append((i, fields))
@@ -217,7 +223,10 @@ def _batch(
 
 
 def _prompt_tokens(work: _Work, rows: SourceRows, kept: Sequence[tuple[int, Fields]]) -> list[list[int]]:
-    """The tokens of each row's prompt. DataError that names the row whose messages the chat template refuses."""
+    """The tokens of each row's prompt; of a row without one, the first token of its response, which nothing predicts.
+    DataError that names the row whose messages the chat template refuses."""
+    if has_no_prompts(work.source):
+        return [encode_whole(work.tokenizer, f.response or "")[:1] for _, f in kept]
     if work.turns == "all":
         return [_at(rows.where(i), partial(_history, work.tokenizer, f.prompt)) for i, f in kept]
     try:
@@ -246,6 +255,8 @@ def _reply_lengths(work: _Work, kept: Sequence[tuple[int, Fields]]) -> list[dict
     lengths: list[dict[str, int]] = [{} for _ in kept]
     if work.max_response_tokens is None:
         return lengths
+    if has_no_prompts(work.source):
+        return [{"response": len(encode_whole(work.tokenizer, f.response or "")) - 1} for _, f in kept]
     for name in ("response", "rejected"):
         having = [k for k, (_, f) in enumerate(kept) if getattr(f, name) is not None]
         texts = encode_texts(work.tokenizer, [getattr(kept[k][1], name) for k in having])

@@ -2,7 +2,8 @@
 
 The first row decides for all rows. A column of a default name (`prompt`, `response`, `rejected`, `answer`) is always
 the one that is read; other names stand in for what is absent. Names and forms are those of TRL 1.16 (dataset formats),
-`question` and `answer` those of GSM8K.
+`question` and `answer` those of GSM8K. Under SFT a `text` alone is a response without a prompt, as TRL's language
+modeling.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from whet.config.functions import Kind
 from whet.config.load import Loaded
+from whet.config.recipes import kind_of
 from whet.config.schema import Config, SourceConfig
 from whet.data.files import is_here
 from whet.data.parts import Row, SourceRows
@@ -34,22 +37,23 @@ def with_columns(
     parts: of the section `data` that are read. plan: only data that is here is read, and no function of the user's is
     called.
     """
-    known: dict[str, tuple[SourceConfig, str]] = {}
+    known: dict[tuple[str, Kind | None], tuple[SourceConfig, str]] = {}
 
-    def one(source: SourceConfig) -> SourceConfig:
+    def one(source: SourceConfig, kind: Kind | None) -> SourceConfig:
         unread = plan and (source.path is None or not is_here(source.path))
         if unread or names_columns(source):
             return source
-        key = source.model_dump_json(exclude_unset=True)
+        key = source.model_dump_json(exclude_unset=True), kind
         if key not in known:
             rows = read_rows(source.model_copy(update={"skip": 0, "limit": 1}))
-            read = recognised(source, rows)
+            read = recognised(source, rows, kind=kind)
             known[key] = read, told(source, read, rows)
         return known[key][0]
 
     def every(cfg: Config) -> Config:
         given = {part: getattr(cfg.data, part) for part in parts}
-        read = {part: tuple(map(one, sources)) for part, sources in given.items()}
+        kind = kind_of(cfg.algorithm)
+        read = {part: tuple(one(source, kind) for source in sources) for part, sources in given.items()}
         changed = {part: sources for part, sources in read.items() if sources != given[part]}
         return cfg.model_copy(update={"data": cfg.data.model_copy(update=changed)}) if changed else cfg
 
@@ -63,12 +67,17 @@ def names_columns(source: SourceConfig) -> bool:
     return "messages" in given or {"prompt", "response"} <= given
 
 
-def recognised(source: SourceConfig, rows: SourceRows) -> SourceConfig:
-    """The source with the columns named that its first row has. DataError where several columns could be meant."""
+def recognised(source: SourceConfig, rows: SourceRows, *, kind: Kind | None = None) -> SourceConfig:
+    """The source with the columns named that its first row has. DataError where several columns could be meant.
+
+    kind: of the algorithm that reads them; demonstrations may be texts without a prompt.
+    """
     if names_columns(source):
         return source
     row = rows.row(0)
     given = source.model_fields_set & set(_READ)
+    if kind == "demonstrations" and _is_whole_text(row, source):
+        return source.model_copy(update={"prompt": None, "response": "text"})
     found = _found(row, given, where=rows.where(0))
     update = {field: column for field, column in found.items() if field not in given}
     return source.model_copy(update=update) if update else source
@@ -79,7 +88,10 @@ def told(source: SourceConfig, read: SourceConfig, rows: SourceRows) -> str:
     changed = [f for f in _READ if getattr(source, f) != getattr(read, f)]
     if not changed:
         return ""
-    chosen = ", ".join(f"{field} from column {getattr(read, field)!r}" for field in changed)
+    chosen = ", ".join(
+        f"no {field}" if (column := getattr(read, field)) is None else f"{field} from column {column!r}"
+        for field in changed
+    )
     return f"data source {rows.name}: {chosen} (of {', '.join(sorted(rows.row(0)))}); name columns to read others"
 
 
@@ -133,6 +145,14 @@ def _holds_prompt(row: Row, reply: str | None) -> bool:
         return True
     asked = row.get("prompt")
     return isinstance(asked, str) and value[-2].get("content") == asked
+
+
+def _is_whole_text(row: Row, source: SourceConfig) -> bool:
+    """Whether a row is a text to learn as a whole: nothing else in it is a prompt or a reply, nor is one named."""
+    others = ("prompt", "response", "question", *CONVERSATIONS, *REPLIES)
+    given = source.model_fields_set
+    named = "response" in given or ("prompt" in given and source.prompt is not None)
+    return not named and "text" in row and not any(c in row for c in others)
 
 
 def _is_conversation(value: Json) -> bool:

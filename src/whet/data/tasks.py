@@ -16,7 +16,7 @@ import numpy as np
 
 from whet import seeds
 from whet.config.schema import DataConfig, SourceConfig
-from whet.data.chat import encode_history, encode_response
+from whet.data.chat import encode_history, encode_response, encode_whole
 from whet.data.columns import parse, used
 from whet.data.prepare import BATCH_ROWS, Prepared, Turns, fit, prepare, prompt_key
 from whet.data.rows import read_rows
@@ -63,7 +63,7 @@ class TaskStream:
             sources,
             data,
             tokenizer=tokenizer,
-            exclude={prompt_key(t.prompt) for t in exclude},
+            exclude={prompt_key(t.prompt, t.response) for t in exclude},
             max_response_tokens=max_response_tokens,
             counts=counts,
             turns=turns,
@@ -96,7 +96,8 @@ class TaskStream:
 
     def plain_text(self) -> list[str]:
         """Names of the sources whose prompts are plain text, judged by the first row of each."""
-        return [s.rows.name for s in self._sources if len(s) and isinstance(s.task(0, 0).prompt, str)]
+        first = [(s.rows.name, s.task(0, 0).prompt) for s in self._sources if len(s)]
+        return [name for name, prompt in first if prompt and isinstance(prompt, str)]
 
     def next(self, n: int) -> list[Task]:
         """The next n tasks."""
@@ -279,11 +280,15 @@ def labelled(reply: Rollout) -> Rollout:
     """A demonstration with the label of its row as reward: 1 desirable, 0 not."""
     label = reply.task.extra.get("desirable")
     if not isinstance(label, bool | int | float) or label not in (0, 1):
+        given = "it has no label" if label is None else f"its label is {label!r}"
         raise DataError(
-            f"Task {reply.task.uid} of source {reply.task.source!r}: its label is {label!r}, expected true or false: "
-            "name the label's column in the source's `desirable`."
+            f"Task {reply.task.uid} of source {reply.task.source!r}: {given}, expected true or false: "
+            "name the label's column in the source: `desirable: COLUMN`."
         )
     return reply.scored(float(label), {})
+
+
+_REPLIES = {"response": "response", "rejected": "rejected reply"}
 
 
 def _reply(
@@ -298,11 +303,12 @@ def _reply(
 ) -> Rollout:
     text = getattr(task, field)
     if text is None:
+        others = ", ".join(sorted(task.extra)) or "none"
         raise DataError(
-            f"Task {task.uid} of source {task.source!r} has no {field} to train on: name its column in "
-            f"the source's `{field}`."
+            f"Task {task.uid} of source {task.source!r} has no {_REPLIES[field]} to train on: name its column in "
+            f"the source: `{field}: COLUMN`. Columns that nothing reads: {others}."
         )
-    reply = encode_response(tokenizer, text)
+    reply = encode_response(tokenizer, text) if task.prompt else encode_whole(tokenizer, text)[1:]
     cut = len(reply) > max_tokens
     if cut and not overlong.startswith("truncate"):
         raise DataError(

@@ -150,7 +150,7 @@ def _kind(launch: Launch, wanted: str | None) -> str | None:
     if wanted and kind in named(wanted):
         return f"{kind}@{wanted.partition('@')[2]}" if "@" in wanted else kind
     if wanted is None and kind is not None and kind not in FILES and kind not in ("cosmos", "trinity"):
-        raise ConfigError(f"line {launch.line}: {launch.module}: a {kind} config is coming, not built yet")
+        raise ConfigError(f"line {launch.line}: {launch.module}: a {kind} config is not built yet")
     return wanted or kind
 
 

@@ -203,7 +203,7 @@ def _asked(request: Mapping[str, object], folder: str) -> dict[str, Any]:
     outcome: dict[str, Any] = json.loads(done.stdout)
     if why := outcome["refused"]:
         raise ConfigError(
-            f"a launch script is run by bash in a sandbox, and there is none here: {why}. --trust-script runs it "
+            f"bash runs a launch script in a sandbox, and this machine has none: {why}. --trust-script runs it "
             "without one: what it starts is noted only, but it may write files; for scripts of your own only"
         )
     return outcome

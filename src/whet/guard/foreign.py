@@ -49,7 +49,7 @@ def number(value: object, where: str = "") -> float:
     if hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, bool | int | float):
-        raise ValueError(f"{type(value).__name__}{where}; expected a finite number or a dict of them")
+        raise ValueError(f"{_given(value)}{where}; expected a finite number or a dict of them")
     try:
         out = float(value)
     except OverflowError as error:
@@ -57,6 +57,13 @@ def number(value: object, where: str = "") -> float:
     if not math.isfinite(out) or abs(out) > LARGEST:
         raise ValueError(f"{out}{where}; expected {_EXPECTED}")
     return out
+
+
+def _given(value: object) -> str:
+    """A value that is no number, for people."""
+    if value is None:
+        return "None (is a `return` missing?)"
+    return f"the text {words(repr(value), 60)}" if isinstance(value, str) else type(value).__name__
 
 
 _EXPECTED = f"a finite number between {-LARGEST:g} and {LARGEST:g}"

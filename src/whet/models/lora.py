@@ -154,7 +154,7 @@ def attach(model: PreTrainedModel, cfg: LoraConfig, *, seed: int, key: str = "mo
         try:
             inject_adapter_in_model(_peft(cfg, _targets(cfg, model)), model)
         except ValueError as error:
-            raise ConfigError(f"{key}: {error}") from error
+            raise ConfigError(f"{key}: {error} Linear layers of the model: {_linear_names(model)}") from error
         del model.peft_config  # transformers would refuse to write the model
         for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]:
             model.set_submodule(name, _own(name, module, head=head, dropout=cfg.dropout, key=key))
@@ -178,6 +178,13 @@ def _targets(cfg: LoraConfig, model: PreTrainedModel) -> list[str] | str:
         return cfg.targets if isinstance(cfg.targets, str) else list(cfg.targets)
     head = model.get_output_embeddings()
     return [name for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
+
+
+def _linear_names(model: PreTrainedModel) -> str:
+    """The last parts of the names of linear layers, for people."""
+    return ", ".join(
+        sorted({name.rpartition(".")[2] for name, m in model.named_modules() if type(m) is nn.Linear})
+    )
 
 
 def _peft(cfg: LoraConfig, targets: list[str] | str) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from whet.config.load import Loaded
+from whet.config.recipes import kind_of
 from whet.config.schema import Config, EnvironmentConfig, SourceConfig
 from whet.config.sources import verifiers
 from whet.data.recognise import recognised
@@ -83,7 +84,7 @@ def _source(out: Probed, cfg: Config, source: SourceConfig, key: str, *, stage: 
     source = source.model_copy(update={"limit": min(source.limit or ROWS, ROWS)})
     data = cfg.data.model_copy(update={} if real else {"overlong": "filter", "max_prompt_tokens": 2**20})
     try:
-        source = recognised(source, read_rows(source))
+        source = recognised(source, read_rows(source), kind=kind_of(cfg.algorithm))
         tokenizer_cfg = (
             cfg.tokenizer if real else cfg.tokenizer.model_copy(update={"build": "bpe", "path": None})
         )

@@ -152,7 +152,8 @@ class Collective:
     def _begin(self, version: int) -> Patience:
         if self.broken is not None:
             raise WhetError(
-                f"weights version {version} cannot be broadcast: {self.broken}; make a new group of the living ones"
+                f"weights version {version} cannot be broadcast: {self.broken}; open a new group with the "
+                "receivers that still run"
             )
         patience = Patience(self.timeout_s)
         if self.rank == 0:

@@ -237,11 +237,11 @@ class RunDirectory:
         begin, after = data[: wanted["bytes"]], data[wanted["bytes"] :]
         if hashlib.sha256(begin).hexdigest() != wanted["sha256"]:
             count = data.count(b"\n")
+            now = "other lines" if count >= wanted["lines"] else count
             raise WhetError(
                 f"{self.path / METRICS} is damaged: when {checkpoint} was written it began with {wanted['lines']} "
-                f"lines, now it has {'others' if count >= wanted['lines'] else count}, so a resumed run would have a "
-                f"gap in its record. Restore the file, or resume in another run_dir with "
-                f"checkpoint.resume={checkpoint}"
+                f"lines, now it has {now}, so a resumed run would have a gap in its record. Restore the file, or "
+                f"resume in another run_dir with checkpoint.resume={checkpoint}"
             )
         write_bytes(self.path / METRICS, begin)
         places = (self._place(line["stage"], line["step"]) for _, line in parsed(after, self.path / METRICS))

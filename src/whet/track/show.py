@@ -6,6 +6,7 @@ The run may be in progress, or have been killed in the middle of a line: complet
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,12 @@ from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
+from whet.config.code import GIVEN
+from whet.config.recipes import RECIPES
 from whet.config.schema import AlgorithmConfig, EvalConfig
-from whet.config.tree import get
+from whet.config.tree import get, leaves
 from whet.data.tokenizer_files import check_files
+from whet.storage.manifests import oldest_first
 from whet.track.files import is_running
 from whet.track.learning import signs, trend
 from whet.track.metrics import ACCURACY, FAILED, HELD_OUT, REWARD
@@ -38,6 +42,9 @@ from whet.track.written import list_steps, read_config, read_lines, read_manifes
 from whet.types import DataError, Json
 
 Lines = list[dict[str, Json]]
+
+CHECKPOINTS = 5
+"""Largest number of checkpoints that a summary lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,7 @@ class Written:
 def read(run_dir: Path) -> Written:
     """Raises DataError if this is not a run directory, or a file in it was not written by a run."""
     if not any((run_dir / name).exists() for name in ("metrics.jsonl", "run.log")):
-        raise DataError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
+        raise DataError(f"{run_dir} is not a run directory: it has no metrics.jsonl{_runs_in(run_dir)}")
     manifest = read_manifest(run_dir)
     return Written(
         path=run_dir,
@@ -75,6 +82,14 @@ def read(run_dir: Path) -> Written:
         manifest=manifest.get("starts", [{}])[-1],
         changes=manifest.get("changes", []),
     )
+
+
+def _runs_in(folder: Path) -> str:
+    """A hint where a folder is not there, or holds run directories."""
+    if not folder.exists():
+        return "; no such folder"
+    inner = sorted(str(path.parent) for path in folder.glob("*/metrics.jsonl"))
+    return f"; run directories in it: {', '.join(inner[:5])}" if inner else ""
 
 
 # ---------------------------------------------------------------- the summary
@@ -88,6 +103,7 @@ def summary(run_dir: Path) -> RenderableType:
         ("changes without an effect on results", _changes(run, "free")),
         ("stages", _stages(run)),
         ("is it learning?", _learning(run)),
+        ("checkpoints to go on from", _checkpoints(run)),
         ("held-out", _evaluations(run)),
         ("seconds by phase", _phases(run)),
         ("rollouts without a reward", _failures(run)),
@@ -181,6 +197,38 @@ def _learning(run: Written) -> Table | None:
         for sign in found:
             table.add_row("", Text(printable(str(sign)), "dim"))
     return table if table.row_count else None
+
+
+def _checkpoints(run: Written) -> Table | None:
+    """The newest checkpoints, and the command that goes on from each: from the newest in this run directory, from an
+    earlier one in another."""
+    folder = run.path / "checkpoints"
+    found = oldest_first(path.name for path in folder.glob("*-*"))[::-1]
+    if not found or not run.config:
+        return None
+    table = _table("", "")
+    for name in found[:CHECKPOINTS]:
+        place, _, step = name.partition("-")[2].rpartition("-")
+        where = f"{place} step {int(step)}"
+        other = [f"checkpoint.resume={folder / name}", f"run_dir={run.path}-from-{int(step)}"]
+        table.add_row(Text(where), Text(_go_on(run, [] if name == found[0] else other), overflow="fold"))
+    if len(found) > CHECKPOINTS:
+        table.add_row("", Text(f"and {len(found) - CHECKPOINTS} earlier ones in {folder}", "dim"))
+    more = (
+        "add train.steps=N for more steps; --change (in Python change=True) and key=value for other settings"
+    )
+    table.add_row("", Text(more, "dim"))
+    return table
+
+
+def _go_on(run: Written, overrides: Sequence[str]) -> str:
+    """The command, or the call where rewards were functions of a Python program."""
+    file = str(run.path / "config.yaml")
+    named = [value for path, value in leaves(run.config) if "rewards" in path]
+    if any(isinstance(value, str) and value.startswith(GIVEN) for value in named):
+        given = f", overrides={list(overrides)!r}" if overrides else ""
+        return f"whet.train({file!r}, rewards=...{given})"
+    return " ".join(["whet train", *(shlex.quote(part) for part in (file, *overrides))])
 
 
 def seconds_of(run: Written, stage: str) -> float | None:
@@ -359,8 +407,9 @@ def rollouts(
         raise DataError(f"{path} has no task {uid}; `whet show {run_dir} --step {step}` lists them")
     tokenizer = _tokenizer(run_dir) if tokens else None
     parts: list[RenderableType] = [Text(path.stem, "bold")]
+    pairs = _are_pairs(read_config(run_dir), path.stem.rpartition("-step-")[0])
     for row in rows[:limit]:
-        parts += ["", _rollout(row), *(_strands(row, tokenizer) if tokens else [])]
+        parts += ["", _rollout(row, pairs=pairs), *(_strands(row, tokenizer) if tokens else [])]
     if limit is not None and len(rows) > limit:
         parts += ["", Text(f"{len(rows) - limit} more rollouts; --limit {len(rows)} shows all", "dim")]
     return Group(*parts)
@@ -381,7 +430,16 @@ def _find(run_dir: Path, step: int, stage: str | None) -> Path:
     return hits[0]
 
 
-def _rollout(row: dict[str, Json]) -> RenderableType:
+def _are_pairs(config: dict[str, Json], stage: str) -> bool:
+    """Whether the rollouts of a stage are chosen and rejected replies."""
+    names = [s.get("name") for s in config.get("stages") or [{"name": stage}]]
+    recipes = [RECIPES.get(str(name)) for name in _algorithms(config)]
+    return any(r is not None and r.kind == "preferences" for n, r in zip(names, recipes) if n == stage)
+
+
+def _rollout(row: dict[str, Json], *, pairs: bool) -> RenderableType:
+    """pairs: the reply of index 0 is the chosen one, the other the rejected one."""
+    reply = ("chosen", "rejected")[row["index"] > 0] if pairs else "reply"
     reward = "no reward" if row["reward"] is None else f"reward {row['reward']:g}"
     judged = row["reward"] if row["advantage"] is None else row["advantage"]
     head = Text.assemble(
@@ -399,7 +457,7 @@ def _rollout(row: dict[str, Json]) -> RenderableType:
     )
     lines = [head]
     for name, style in (("prompt", ""), ("text", "cyan")):
-        label = "reply" if name == "text" else name
+        label = reply if name == "text" else name
         lines.append(Text.assemble((f"{label:10}", "dim"), (printable(row[name]) or "(empty)", style)))
     if row["answer"] is not None:
         lines.append(Text.assemble(("expected  ", "dim"), shorten(_answer(row["answer"]))))

@@ -48,11 +48,13 @@ class SourceConfig(Section):
     """The rows themselves, for a small number of rows; they become part of the config. Put large data into files."""
     weight: Above0 = 1.0
     """Sampling weight of this source in the mix, relative to the other sources."""
-    prompt: str = "prompt"
-    """Column of the prompt: text, or a list of {role, content} messages. Columns that you do not name are recognised
-    where the default ones are absent: `messages`; `question` or `text` as the prompt; `completion` or `chosen` as the
-    response (the `answer` of a `question`, if there is neither); conversations in `chosen` and `rejected` with a shared
-    prompt. run.log and `whet plan` tell the choice; if several could be meant, name one."""
+    prompt: str | None = "prompt"
+    """Column of the prompt: text, or a list of {role, content} messages. null: the rows have no prompt, and SFT learns
+    all tokens of the response but the first. Columns that you do not name are recognised where the default ones are
+    absent: `messages`; `question` or `text` as the prompt; `completion` or `chosen` as the response (the `answer` of a
+    `question`, if there is neither); conversations in `chosen` and `rejected` with a shared prompt; for SFT a `text`
+    alone as a response without a prompt. run.log and `whet plan` tell the choice; if several could be meant, name
+    one."""
     messages: str | None = None
     """Column of whole conversations that end with a reply, instead of `prompt` and `response`: the last message is the
     response, all messages before it are the prompt."""

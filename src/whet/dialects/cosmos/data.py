@@ -72,7 +72,7 @@ def _test_size(values: Values, key: str, *, otherwise: float) -> int | float:
     """An int counts rows, a float is a share of them; at least one row."""
     size: int | float = otherwise if values[key] is None else values[key]
     if isinstance(size, float) and size >= 1:
-        raise ConfigError(f"{key}={size}: a share from 0.0 to below 1.0, or a whole number of rows.")
+        raise ConfigError(f"{key}={size}: expected a share from 0.0 to below 1.0, or a whole number of rows.")
     return size or 1
 
 

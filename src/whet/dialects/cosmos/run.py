@@ -133,7 +133,7 @@ def checkpoint(values: Values) -> dict[str, Json]:
     if every <= 0 and epochs <= 0:
         raise ConfigError(f"{at}save_freq={every} must be greater than 0 (or {at}save_freq_in_epoch).")
     if keep == 0 or keep < -1:
-        raise ConfigError(f"{at}max_keep={keep}: at least 1, or -1 for all.")
+        raise ConfigError(f"{at}max_keep={keep}: expected at least 1, or -1 for all.")
     out |= {
         "checkpoint.keep": keep if keep > 0 else None,
         "checkpoint.async_save": values[at + "save_mode"] == "async",
@@ -149,7 +149,7 @@ def trackers(values: Values) -> dict[str, Json]:
     names = [name.lower() for name in texts(values, "logging.logger")]
     for name in names:
         if name not in TRACKERS:
-            raise ConfigError(f"logging.logger: {name!r} is not known; {', '.join(TRACKERS)}.")
+            raise ConfigError(f"logging.logger: {name!r} is not known; known: {', '.join(TRACKERS)}.")
     return {"track.trackers": ["jsonl", *dict.fromkeys(names)]}
 
 
@@ -169,7 +169,7 @@ def uploads(values: Values) -> dict[str, Json]:
     if values[at + "upload_hf"]:
         if name.count("/") != 1:
             raise ConfigError(
-                f"{at}hf_repo_name={name!r}: write ORG/NAME; nobody is asked whose the token is."
+                f"{at}hf_repo_name={name!r}: write ORG/NAME; whet does not ask the hub for the owner of the token."
             )
         exports.append(f"hf://{name}")
     return out | ({"checkpoint.upload_exports_to": exports} if exports else {})
@@ -184,7 +184,7 @@ def profile(values: Values) -> dict[str, Json]:
     wait, warmup, active = (values[f"{SUB_PROFILER}{key}_steps"] for key in ("wait", "warmup", "active"))
     if active > MOST:
         raise ConfigError(
-            f"{SUB_PROFILER}active_steps={active}: no viewer opens such a trace; at most {MOST}"
+            f"{SUB_PROFILER}active_steps={active}: a viewer cannot open a trace of so many steps; give at most {MOST}"
         )
     ranks = values[SUB_PROFILER + "rank_filter"]
     return {

@@ -164,7 +164,9 @@ def length(values: Values) -> Native:
     """Steps of the explorer or of the trainer, whichever ends first; else passes over the taskset."""
     steps = [n for key in ("buffer.total_steps", "trainer.total_steps") if (n := values[key])]
     if values["buffer.total_steps"] == 0 and at_least(values, "0.5.2"):
-        raise ConfigError("buffer.total_steps: 0 is no step at all from 0.5.2 on; write how many, or null.")
+        raise ConfigError(
+            "buffer.total_steps: 0 means no step from Trinity-RFT 0.5.2 on; give the number of steps, or null."
+        )
     return {"train.steps": min(steps)} if steps else {"train.epochs": values["buffer.total_epochs"]}
 
 
@@ -274,7 +276,7 @@ def _source(values: Values, own: Own, what: str, *, at: str) -> Native:
     template = WORKFLOWS[workflow(values, own, what)].template
     storage = str(own.get("storage_type") or "file")
     if storage == "queue":
-        raise ConfigError(f"{what}.storage_type: tasks cannot come from a queue; here: file.")
+        raise ConfigError(f"{what}.storage_type: whet reads tasks from files only; write file.")
     known_as(storage, {"file": 1}, key=f"{what}.storage_type", coming=("sql",))
     name, prefix = text(own, "name"), text(own, "format.reply_prefix")
     return {

@@ -69,7 +69,7 @@ def critic(values: Values) -> Native:
     decay, clip = values[f"{optim}.weight_decay"], values[f"{CRITIC}.cliprange_value"]
     if has_critic(values) and not clip:
         raise ConfigError(
-            f"{CRITIC}.cliprange_value: 0 would hold every value where it was; write 0.5, the default."
+            f"{CRITIC}.cliprange_value: 0 would prevent every change of a value; write 0.5, the default."
         )
     optimizer = {
         "lr": values[f"{optim}.lr"],
@@ -321,7 +321,7 @@ def _contents(values: Values, what: str) -> list[str]:
     for part in parts:
         known_as(str(part), dict.fromkeys(("model", "optimizer", "extra", "hf_model")), key=key)
     if "model" not in parts:
-        raise ConfigError(f"{key}: {list(parts)} has no model, and without its weights no run goes on.")
+        raise ConfigError(f"{key}: {list(parts)} has no model, and a run cannot resume without its weights.")
     return list(parts)
 
 

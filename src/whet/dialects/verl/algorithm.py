@@ -92,7 +92,7 @@ def _parts(v: Values) -> dict[str, Json]:
     weights = v["algorithm.gdpo_reward_weights"]
     if weights is not None and len(weights) != len(keys):
         raise ConfigError(
-            f"algorithm.gdpo_reward_weights: {len(weights)} of them for {len(keys)} gdpo_reward_keys"
+            f"algorithm.gdpo_reward_weights: got {len(weights)} weights for {len(keys)} gdpo_reward_keys"
         )
     return {
         "algorithm.advantage.parts": [key if key == "score" else f"score/{key}" for key in keys],

@@ -44,7 +44,7 @@ def rows(v: Values, which: str, native: str) -> Native:
         return {f"{native}.path": given, **some}
     if remote := [path for path in files if is_remote(path)]:
         raise ConfigError(
-            f"{key}: {remote[0]}: a class of yours is given paths of this machine; copy the file here"
+            f"{key}: {remote[0]}: your class gets paths of this machine only; copy the file to this machine"
         )
     if not isinstance(v["data.custom_cls.name"], str):
         raise ConfigError("data.custom_cls.path needs data.custom_cls.name, the class in that file")
@@ -156,7 +156,7 @@ def overlong_penalty(v: Values) -> Native:
         return NOTHING
     if has_reward_model(v):
         raise ConfigError(
-            f"{at}.enable=True: beside a reward model verl pays its score alone; set it to False"
+            f"{at}.enable=True: with a reward model, verl uses its score alone; set it to False"
         )
     if not v[f"{at}.len"] or v[f"{at}.penalty_factor"] is None:
         raise ConfigError(f"{at}.enable=True needs {at}.len, a whole number >= 1, and {at}.penalty_factor")

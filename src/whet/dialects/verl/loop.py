@@ -120,7 +120,7 @@ def _parts(v: Values, key: str) -> list[str]:
     if unknown := sorted(set(given) - set(CONTENTS)):
         raise ConfigError(f"{key}: {', '.join(unknown)} is not one of {', '.join(CONTENTS)}")
     if "model" not in given:
-        raise ConfigError(f"{key}={shown(given)} has no model, and no run can go on without its weights")
+        raise ConfigError(f"{key}={shown(given)} has no model, and a run cannot resume without its weights")
     return given
 
 
@@ -221,7 +221,7 @@ def profile(v: Values) -> Native:
     if not steps:
         return NOTHING
     if len(set(folders.values())) > 1:
-        raise ConfigError(f"{', '.join(folders)}: one folder holds all traces of a run; write the same")
+        raise ConfigError(f"{', '.join(folders)}: all traces of a run are in one folder; give the same one")
     return {
         "profile.steps": sorted(steps),
         "profile.record_shapes": True,

@@ -252,7 +252,7 @@ def policy(v: Values) -> Native:
     flat, nested = v.get(f"{at}.*") or {}, v[f"{at}.model_config"] or {}
     for key in flat.keys() & nested.keys():
         if flat[key] != nested[key]:
-            raise ConfigError(f"{at}: {key} stands in it twice, keep one")
+            raise ConfigError(f"{at}: {key} is given twice; keep one")
     frozen = v[f"{at}.moe_config.freeze_moe_router"]
     return {
         "model.path": anywhere(v, f"{MODEL}.path"),

@@ -252,7 +252,7 @@ def _contents(v: Values, which: str) -> list[str]:
     if unknown := sorted(set(given) - set(CONTENTS)):
         raise ConfigError(f"{key}: {', '.join(unknown)} is not one of {', '.join(CONTENTS)}")
     if "model" not in given:
-        raise ConfigError(f"{key}={given} has no model, and no run can go on without its weights")
+        raise ConfigError(f"{key}={given} has no model, and a run cannot resume without its weights")
     return given
 
 

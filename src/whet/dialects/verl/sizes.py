@@ -222,7 +222,7 @@ def shuffling(v: Values) -> Native:
     """Another order of the rollouts in every pass, by the run's seed, in whole groups, for policy and critic alike."""
     wanted = v[f"{ACTOR}.shuffle"]
     if wanted and v[f"{ACTOR}.data_loader_seed"] is None:
-        raise ConfigError(f"{ACTOR}.shuffle=True: data_loader_seed must be set, too, as verl asks")
+        raise ConfigError(f"{ACTOR}.shuffle=True: data_loader_seed must be set, too, as in verl")
     if has_critic(v) and v[f"{CRITIC}.shuffle"] != wanted:
         raise NotSupportedYet(
             f"{CRITIC}.shuffle={v[f'{CRITIC}.shuffle']}: another choice than {ACTOR}.shuffle={wanted} is coming, not "
