@@ -337,6 +337,22 @@ CASES: dict[str, Case] = {
         "algorithm.loss={divergence: forward_topk, top_k: 4}",
         -0.5,
     ),
+    "algorithm.loss.distill_coef": (
+        f"algorithm.name=gkd; {OTHERS}; reference.path=B; algorithm.entropy_coef=0.1",
+        0.5,
+    ),
+    "algorithm.loss.jsd_beta": (
+        f"algorithm.name=gkd; {OTHERS}; reference.path=B; algorithm.loss.divergence=jsd",
+        0.1,
+    ),
+    "algorithm.loss.top_k_of": (
+        f"algorithm.name=gkd; {OTHERS}; reference.path=B; algorithm.loss={{divergence: jsd_topk, top_k: 2}}",
+        "policy",
+    ),
+    "algorithm.loss.top_k_rest": (
+        f"algorithm.name=gkd; {OTHERS}; reference.path=B; algorithm.loss={{divergence: jsd_topk, top_k: 2}}",
+        "renormalize",
+    ),
     "algorithm.loss.max_divergence": (f"algorithm.name=gkd; {OTHERS}; reference.path=B", 1e-3),
     "algorithm.advantage.handle_zero_tail": (
         "algorithm.name=optimal_token_baseline; rollout.sampling.max_tokens=16",

@@ -369,7 +369,7 @@ def open_learner(
         kl_coef=algorithm.kl_coef,
     )
     if algorithm.full_kl_coef and reference is not None:
-        policy.full_kl = FullKl(algorithm.full_kl_coef, reference, algorithm.top_k)
+        policy.full_kl = FullKl(algorithm.full_kl_coef, reference, algorithm.divergence)
     if learner.skipping.why:
         log.info(
             "stage %s: rollouts whose weight in the gradient is 0: %s", context.name, learner.skipping.why

@@ -18,7 +18,7 @@ from whet.algos.aggregate import weights
 from whet.algos.correction import WEIGHTS, Weigh, correct, kept
 from whet.algos.critic import value_loss
 from whet.algos.demonstration import among_experts, mixed, mixed_weights, mu_at, own, without_experts
-from whet.algos.distillation import OF_ENGINE, TopK
+from whet.algos.distillation import KL, OF_ENGINE, Divergence, over_tokens
 from whet.algos.kl import adapt, mean_kl
 from whet.algos.losses import LOSSES, LOSSES_OVER, regularized
 from whet.algos.resample import counts
@@ -62,9 +62,9 @@ class Algorithm:
     kl_coef: float
     """First weight of the KL in the reward (0: none there)."""
     full_kl_coef: float
-    """Weight of the KL over the whole vocabulary, which the engine adds to the loss (0: none)."""
-    top_k: TopK | None
-    """It is the KL of the reference to the policy, over the reference's likeliest tokens."""
+    """Weight of the divergence over many tokens, which the engine adds to the loss (0: none)."""
+    divergence: Divergence
+    """Which one it is."""
     next_kl_coef: Callable[[Batch, float], float]
     """The weight after a step that used the given one."""
     correct: Callable[[Batch, int], tuple[Batch, Metrics]]
@@ -130,7 +130,7 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         dynamic_sampling=r.dynamic_sampling,
         kl_coef=r.reward_kl.coef,
         full_kl_coef=_full_kl_coef(r),
-        top_k=_top_k(r),
+        divergence=_divergence(r),
         next_kl_coef=partial(_next_kl_coef, r.reward_kl),
         correct=partial(correct, cfg=r.correction, weigh=_weigh(r)),
         resample=partial(_resampled, r),
@@ -149,15 +149,15 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
 def _full_kl_coef(r: Resolved) -> float:
     """The weight of the term that the engine computes from both models' output layers."""
     if r.loss == "gkd":
-        return float(r.settings["loss"].settings["divergence"] in OF_ENGINE)
+        given = r.settings["loss"].settings
+        return given["distill_coef"] if given["divergence"] in OF_ENGINE else 0.0
     return r.kl.coef if r.kl.estimator == "full" else 0.0
 
 
-def _top_k(r: Resolved) -> TopK | None:
-    given = r.settings["loss"].settings
-    if r.loss != "gkd" or given["divergence"] != "forward_topk":
-        return None
-    return TopK(given["top_k"], given["min_logprob"], given["max_divergence"])
+def _divergence(r: Resolved) -> Divergence:
+    """What that term is: the KL to the reference, if nothing else is named."""
+    of_engine = r.loss == "gkd" and r.settings["loss"].settings["divergence"] in OF_ENGINE
+    return over_tokens(**_taken(over_tokens, r.settings["loss"])) if of_engine else KL
 
 
 def _loss_of(

@@ -366,7 +366,7 @@ class RankGroup:
     def update(self, batch: Batch, loss: LossFn) -> Metrics:
         kl, full_kl = self.full_kl, None
         if kl is not None:
-            full_kl = kl.coef, kl.reference.role, kl.top  # type: ignore[attr-defined]
+            full_kl = kl.coef, kl.reference.role, kl.of  # type: ignore[attr-defined]
         dealt = self._deal(batch.to("cpu"), learns=True)
         with self.span("update"):
             answers = self._ask("update", each=[(part, loss, full_kl) for part in self._by_rank(dealt)])

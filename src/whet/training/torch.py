@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -21,13 +20,13 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from whet import seeds
-from whet.algos.distillation import TopK
+from whet.algos.distillation import KL, Divergence
 from whet.algos.segments import need
 from whet.batch import Batch, Loss, LossFn, Outputs
 from whet.config.schema import OptimizerConfig
 from whet.models.attention import PackedAttention
 from whet.models.context_parallel import Share
-from whet.models.divergence import forward_kl, full_kl
+from whet.models.divergence import divergence
 from whet.models.dropout import Noise, token_names
 from whet.models.float8 import check as check_float8
 from whet.models.kernels import Ops
@@ -59,12 +58,12 @@ OPTIMIZER_STEP = "optimizer step"
 
 @dataclass(frozen=True)
 class FullKl:
-    """A term of the loss: coef times the KL to the reference over the whole vocabulary, at the policy's own tokens;
-    with `top` that of the reference to the policy, over the reference's likeliest tokens."""
+    """A term of the loss: coef times a divergence from the reference over many tokens at each place, at the policy's
+    own tokens; its KL over the whole vocabulary, if no other is named."""
 
     coef: float
     reference: TorchEngine
-    top: TopK | None = None
+    of: Divergence = KL
 
     def added(self, result: Loss, batch: Batch, kl_N: Tensor) -> Loss:
         if batch.expert_R is not None:
@@ -492,9 +491,9 @@ class TorchEngine:
         out = self._outputs(batch, hidden_AD, at_A)
         result = loss(batch, out)
         if self.full_kl is not None:
-            other = self.full_kl.reference
-            kl_N = within(other.module, self._full_kl_N, other, batch, hidden_AD, at_A, reference_AD)
-            result = self.full_kl.added(result, batch, kl_N)
+            term, other = self.full_kl, self.full_kl.reference
+            kl_N = within(other.module, self._full_kl_N, term, batch, hidden_AD, at_A, reference_AD)
+            result = term.added(result, batch, kl_N)
         return (result.loss_N * need(batch.weight_N, "batch.weight_N")).sum(), out, result
 
     def _collisions(self, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
@@ -505,15 +504,14 @@ class TorchEngine:
         return need(self._outputs(batch, hidden_AD, at_A).entropy_N, "outputs.entropy_N")
 
     def _full_kl_N(
-        self, other: TorchEngine, batch: Batch, hidden_AD: Tensor, at_A: Tensor, reference_AD: Tensor | None
+        self, term: FullKl, batch: Batch, hidden_AD: Tensor, at_A: Tensor, reference_AD: Tensor | None
     ) -> Tensor:
+        other = term.reference
         if reference_AD is None:
             with torch.no_grad():
                 reference_AD = other._alone(lambda batch, hidden_AD, at_A: hidden_AD, batch)
         heads = (self.decoder.head, other.decoder.head)
-        top = None if self.full_kl is None else self.full_kl.top
-        kl = full_kl if top is None else partial(forward_kl, top=top)
-        kl_A = kl(hidden_AD, reference_AD, heads=heads, temperature=self.cut.temperature)
+        kl_A = divergence(hidden_AD, reference_AD, heads=heads, of=term.of, temperature=self.cut.temperature)
         return self._spread(kl_A, at_A, batch.tokens)
 
     def _outputs(self, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Outputs:
