@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from whet import seeds
 from whet.algos.critic import Scale
 from whet.algos.demonstration import without_experts
+from whet.algos.entropy import EntropyBonus
 from whet.algos.preference import kl_zero
 from whet.algos.segments import sampled_logp_N
 from whet.algos.skipping import Skipping, shares, skip, skipping, without_effect
@@ -101,6 +102,7 @@ class Learner:
     meter: Meter | None = None
     """None: the device's speed is not known."""
     kl_coef: float = 0.0
+    entropy: EntropyBonus = field(default_factory=lambda: EntropyBonus(0.0))
     value_scale: Scale = field(default_factory=Scale)
     """Units in which the critic predicts returns; one scale for a whole step."""
     thread: ThreadPoolExecutor | None = None
@@ -243,8 +245,15 @@ class Learner:
         """One optimizer step of the policy. Denominators count the whole minibatch, skipped rollouts included."""
         algorithm = self.context.algorithm
         weighted = replace(minibatch, weight_N=algorithm.weights(minibatch, step + 1))
-        loss = algorithm.loss_of(weighted, self.policy.forward)  # sees the whole minibatch before it is split
-        return {f"train/{k}": v for k, v in self.policy.update(computed(weighted), loss).items()}
+        coef = algorithm.entropy.weight(self.entropy)
+        loss = algorithm.loss_of(
+            weighted, self.policy.forward, coef
+        )  # sees the whole minibatch before it is split
+        found = self.policy.update(computed(weighted), loss)
+        if algorithm.entropy.target_nats is not None:
+            self.entropy = algorithm.entropy.after(self.entropy, found.get("entropy_nats"))
+            found["entropy_coef"] = coef
+        return {f"train/{k}": v for k, v in found.items()}
 
     def update_critic(self, minibatch: Batch) -> Metrics:
         """One optimizer step of the critic."""
@@ -323,6 +332,7 @@ class Learner:
         return {
             "version": self.version,
             "kl_coef": self.kl_coef,
+            "entropy": asdict(self.entropy),
             "value_scale": asdict(self.value_scale),
             "exact": self.exact,
             "experts": self.demonstrations.stream.state() if self.demonstrations else None,
@@ -332,6 +342,8 @@ class Learner:
         """Resume from `state`. Returns the data that demonstrations come from where it has changed, as
         `TaskStream.restore` does."""
         self.kl_coef, self.value_scale = state["kl_coef"], Scale(**state["value_scale"])
+        if self.context.algorithm.entropy.target_nats is not None and "entropy" in state:
+            self.entropy = EntropyBonus(**state["entropy"])  # checkpoints of older versions have none
         self.exact = self.exact and state["exact"]
         self.policy.version = state["version"]
         if self.demonstrations is None or not (state["experts"] or not changed):
@@ -367,6 +379,7 @@ def open_learner(
         reused=reused,
         ranks=ranks,
         kl_coef=algorithm.kl_coef,
+        entropy=EntropyBonus(algorithm.entropy.coef),
     )
     if algorithm.full_kl_coef and reference is not None:
         policy.full_kl = FullKl(algorithm.full_kl_coef, reference, algorithm.divergence)
@@ -420,7 +433,7 @@ def _cut(context: Context, models: Models) -> MicroBatchPolicy:
         context.cfg.train,
         models.model,
         whole_groups=context.algorithm.whole_groups,
-        entropy_grad=context.algorithm.entropy_grad,
+        entropy_grad=context.algorithm.entropy.is_on,
         temperature=trained_temperature(context),
     )
 

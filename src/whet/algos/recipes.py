@@ -19,6 +19,7 @@ from whet.algos.correction import WEIGHTS, Weigh, correct, kept
 from whet.algos.critic import value_loss
 from whet.algos.demonstration import among_experts, mixed, mixed_weights, mu_at, own, without_experts
 from whet.algos.distillation import KL, OF_ENGINE, Divergence, over_tokens
+from whet.algos.entropy import EntropyControl
 from whet.algos.kl import adapt, mean_kl
 from whet.algos.losses import LOSSES, LOSSES_OVER, regularized
 from whet.algos.resample import counts
@@ -52,8 +53,8 @@ class Algorithm:
     """`value_N` must be filled in, and the critic learns with `value_loss`."""
     needs_old: Callable[[bool], bool]
     """Given whether sampled log-probs are exact: must the trainer recompute `logp_old_N`? Else None."""
-    entropy_grad: bool
-    """The loss needs the gradient of the entropy."""
+    entropy: EntropyControl
+    """The weight of the entropy bonus; where there may be one the loss needs the gradient of the entropy."""
     parts: tuple[str, ...]
     """Parts of the reward that the advantage reads apart: `part_RC` has a column for each."""
     whole_groups: bool
@@ -74,9 +75,10 @@ class Algorithm:
     advantage: Callable[[Batch, float], Batch]
     """The batch, given the weight of the KL in the reward, with `adv_N` (and `return_N`) set."""
     loss: LossFn
-    """The loss of a whole minibatch, or of any batch on its own."""
-    loss_of: Callable[[Batch, Forward], LossFn]
-    """The loss for parts of a minibatch, which is given with its weights; whole-minibatch values come first."""
+    """The loss of a whole minibatch, or of any batch on its own, with the first weight of the entropy."""
+    loss_of: Callable[[Batch, Forward, float], LossFn]
+    """The loss for parts of a minibatch, which is given with its weights, and with the weight of the entropy;
+    whole-minibatch values come first."""
     weights: Callable[[Batch, int], Tensor]
     """`weight_N` of a whole minibatch, given the number of the training step (the first is 1)."""
     mu: Callable[[int], float] | None
@@ -112,7 +114,6 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         regularized,
         kl_coef=0.0 if r.kl.estimator == "full" else r.kl.coef,
         estimator=r.kl.estimator,
-        entropy_coef=r.entropy_coef,
         entropy_own_mean=r.entropy_own_mean,
         positive_nll_coef=r.positive_nll_coef,
         of_pairs=r.pairs,
@@ -124,7 +125,7 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         needs=r.needs,
         needs_critic=r.needs_critic,
         needs_old=partial(_needs_old, r, uses_old),
-        entropy_grad=r.entropy_coef != 0,
+        entropy=_entropy(r),
         parts=tuple(r.settings["advantage"].settings.get("parts", ())) if r.advantage == "gdpo" else (),
         whole_groups=r.kind == "preferences",
         dynamic_sampling=r.dynamic_sampling,
@@ -137,7 +138,7 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         advantage=partial(
             _with_advantage, r, _bind(advantage, r.settings["advantage"], what="advantage", positional=1)
         ),
-        loss=_with_experts(r, whole(policy, totals=None)),
+        loss=_with_experts(r, whole(policy, entropy_coef=r.entropy_coef, totals=None)),
         loss_of=partial(_loss_of, r, policy, whole),
         weights=partial(_weights, r, norm_tokens=norm_tokens),
         mu=partial(mu_at, r.mix) if r.mix else None,
@@ -161,14 +162,20 @@ def _divergence(r: Resolved) -> Divergence:
 
 
 def _loss_of(
-    r: Resolved, policy: LossFn, whole: Callable[..., LossFn], minibatch: Batch, forward: Forward
+    r: Resolved,
+    policy: LossFn,
+    whole: Callable[..., LossFn],
+    minibatch: Batch,
+    forward: Forward,
+    entropy_coef: float,
 ) -> LossFn:
     """The loss for the parts of one minibatch."""
     if r.loss in LOSSES_OVER:
         over = LOSSES_OVER[r.loss]
         policy = over(own(minibatch), forward(minibatch, "logprobs"), **_taken(over, r.settings["loss"]))
     own_means = r.entropy_own_mean or r.positive_nll_coef > 0 or (r.pairs and r.kl.coef > 0)
-    return _with_experts(r, whole(policy, totals=Totals.of(minibatch) if own_means else None))
+    totals = Totals.of(minibatch) if own_means else None
+    return _with_experts(r, whole(policy, entropy_coef=entropy_coef, totals=totals))
 
 
 def _with_experts(r: Resolved, policy: LossFn) -> LossFn:
@@ -177,6 +184,11 @@ def _with_experts(r: Resolved, policy: LossFn) -> LossFn:
         return policy
     expert = LOSSES[r.settings["mix.loss"].name]
     return mixed(policy, partial(expert, **_taken(expert, r.settings["mix.loss"])))
+
+
+def _entropy(r: Resolved) -> EntropyControl:
+    low, high = r.entropy_coef_min, r.entropy_coef_max
+    return EntropyControl(r.entropy_coef, r.entropy_target, r.entropy_coef_delta, low, high)
 
 
 def _weigh(r: Resolved) -> Weigh | None:

@@ -67,6 +67,10 @@ class Resolved:
     refill: Literal["sample", "copy"]
     groups: GroupsConfig
     entropy_coef: float
+    entropy_target: float | None
+    entropy_coef_delta: float
+    entropy_coef_min: float
+    entropy_coef_max: float
     kl: KlConfig
     reward_kl: RewardKlConfig
     correction: CorrectionConfig
@@ -137,6 +141,10 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         refill=cfg.refill,
         groups=cfg.groups if recipe.kind == "online" else GroupsConfig(),
         entropy_coef=cfg.entropy_coef,
+        entropy_target=cfg.entropy_target,
+        entropy_coef_delta=cfg.entropy_coef_delta,
+        entropy_coef_min=cfg.entropy_coef_min,
+        entropy_coef_max=cfg.entropy_coef_max,
         kl=cfg.kl,
         reward_kl=cfg.reward_kl,
         correction=cfg.correction,

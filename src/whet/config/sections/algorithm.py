@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from whet.config.sections.aggregation import Aggregation
-from whet.config.sections.base import Count, NonNegative, Positive, Section
+from whet.config.sections.base import Above0, Count, NonNegative, Positive, Section
 from whet.config.sections.correction import CorrectionConfig
 from whet.config.sections.groups import GroupsConfig
 from whet.config.sections.kl import KlConfig, RewardKlConfig
@@ -39,7 +39,18 @@ class AlgorithmConfig(Section):
     whiten: bool | None = None
     """Normalize advantages to mean 0 and variance 1 over the batch. Default: the recipe's."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus; 0 is off (entropy is still measured where it costs nothing)."""
+    """Weight of the entropy bonus, with entropy_target the first one; 0 is off (entropy is still measured where it
+    costs nothing)."""
+    entropy_target: Above0 | None = None
+    """Adaptive entropy control (Skywork-OR1): mean entropy in nats a token. In every optimizer step the weight of the
+    bonus rises by entropy_coef_delta if the entropy was at most this, else it falls; the bonus counts only after a step
+    with such an entropy. Default: the weight is constant."""
+    entropy_coef_delta: Above0 = 0.005
+    """With entropy_target: by how much the weight of the entropy moves in an optimizer step."""
+    entropy_coef_min: NonNegative = 0.0
+    """With entropy_target: smallest weight of the entropy."""
+    entropy_coef_max: Above0 = 1.0
+    """With entropy_target: largest weight of the entropy."""
     kl: KlConfig = Field(default_factory=KlConfig)
     """KL to the reference, as a term of the loss."""
     reward_kl: RewardKlConfig = Field(default_factory=RewardKlConfig)
