@@ -200,7 +200,7 @@ def policy(ranks: Ranks, layout: Layout, way: Way, note: Note) -> None:
     note_metrics(note, many.update(weighted(), pg_loss), one.update(weighted(), pg_loss))
     note_tensors(note, "gradients", moved(many, before), moved(one, before))
     one, many = pair(ranks, layout, way, model=model_of(layout, way), **learning())
-    for want in ("logprobs", "collision"):
+    for want in ("logprobs", "collision", "discriminant", "centred_discriminant"):
         found, expected = many.forward(weighted(), want), one.forward(weighted(), want)  # type: ignore[arg-type]
         note("log-probs", error(found, expected))
     for seed in range(STEPS):

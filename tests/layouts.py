@@ -25,7 +25,7 @@ from whet.models.collectives import Peers
 from whet.models.divergence import divergence
 from whet.models.dropout import Noise, token_names
 from whet.models.forward import Decoder, output_head
-from whet.models.logprobs import collisions, token_logprobs
+from whet.models.logprobs import collisions, discriminants, token_logprobs
 from whet.models.lora import attach, dropping, learned, refresh
 from whet.models.mesh import Dims, expert_mesh, make_mesh
 from whet.models.packing import layout
@@ -164,6 +164,9 @@ class Learner:
                 for name, of in DIVERGENCES.items()
             },
             "collision": spread(collisions(hidden_AD.detach(), head=head)),
+            "discriminant": spread(
+                discriminants(hidden_AD.detach(), micro.token_ids_N[at_A], head=head, centred=True)
+            ),
         }
 
     def loss(self, micro: Batch, out: dict[str, Tensor]) -> Tensor:

@@ -456,6 +456,15 @@ CASES: dict[str, Case] = {
         "mask",
     ),
     "algorithm.top_entropy_quantile": ("", 0.5),
+    "algorithm.entropy_clip": (
+        "rollout.group_size=16; rollout.sampling.max_tokens=16; algorithm.whiten=true",
+        "batch",
+    ),
+    "algorithm.entropy_clip_mu": ("rollout.group_size=4; algorithm.entropy_clip=batch", 0.1),
+    "algorithm.entropy_clip_max_frac": (
+        "rollout.group_size=4; algorithm={entropy_clip: vocabulary, entropy_clip_mu: 0.1}",
+        0.01,
+    ),
     "algorithm.loss.tau": ("algorithm.name=opmd", 0.5),
     "algorithm.loss.topr_threshold": (f"algorithm.name=topr; {MOVED}", 0.9),
     "algorithm.loss.rec_clip_mode": (

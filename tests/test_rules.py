@@ -55,6 +55,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "algorithm.kl.estimator": [
         ("algorithm.name=dpo", "-rewards", "algorithm.kl={coef: 0.1, estimator: full}"),
     ],
+    "algorithm.entropy_clip": [("algorithm.loss=geo_mean", "algorithm.entropy_clip=batch")],
     "algorithm.top_entropy_quantile": [("algorithm.loss=kl_cov", "algorithm.top_entropy_quantile=0.2")],
     "algorithm.advantage_low": [("algorithm.advantage_low=1.0", "algorithm.advantage_high=0.0")],
     "algorithm.resample": [(*MIX, "algorithm.resample=pow")],

@@ -37,7 +37,7 @@ from whet.models.trainable import choose
 from whet.placement import Jobs, engine_of, run_concurrently
 from whet.track.metrics import merge
 from whet.track.timeline import Kind
-from whet.training.engine import TrainEngine
+from whet.training.engine import TrainEngine, Want
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.passes import passes, untaught
 from whet.training.ranks import RankGroup, Ranks
@@ -49,6 +49,14 @@ from whet.whole import Make
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+OF_POLICY: Mapping[Want, str] = {
+    "entropy": "entropy_N",
+    "collision": "collision_N",
+    "discriminant": "discriminant_N",
+    "centred_discriminant": "discriminant_N",
+}
+"""What an algorithm may need of the policy before the step, and the field of the batch that has it."""
 
 
 @dataclass(frozen=True)
@@ -179,10 +187,9 @@ class Learner:
             asked["logp_old_N"] = self.policy, partial(self.policy.forward, seen, "logprobs")
         if self.reference is not None:
             asked["logp_ref_N"] = self.reference, partial(self.reference.forward, seen, "logprobs")
-        if "entropy" in algorithm.needs:
-            asked["entropy_N"] = self.policy, partial(self.policy.forward, seen, "entropy")
-        if "collision" in algorithm.needs:
-            asked["collision_N"] = self.policy, partial(self.policy.forward, seen, "collision")
+        for want, name in OF_POLICY.items():
+            if want in algorithm.needs:
+                asked[name] = self.policy, partial(self.policy.forward, seen, want)
         if self.critic is not None:
             asked["value_N"] = self.critic, partial(self.critic.forward, seen, "values")
         found = {name: among_skipped(batch, x_N) for name, x_N in run_concurrently(asked).items()}

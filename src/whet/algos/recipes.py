@@ -25,7 +25,7 @@ from whet.algos.losses import LOSSES, LOSSES_OVER, regularized
 from whet.algos.resample import counts
 from whet.algos.segments import need
 from whet.algos.terms import Totals
-from whet.algos.whitening import bounded, of_top_entropy
+from whet.algos.whitening import bounded, of_top_entropy, without_entropy_losers
 from whet.batch import Batch, Loss, LossFn, Outputs
 from whet.config import schema
 from whet.config.functions import Need
@@ -313,6 +313,15 @@ def _with_advantage(r: Resolved, function: Callable[..., object], entire: Batch,
     if "entropy" in r.needs:
         entropy_N = need(batch.entropy_N, "batch.entropy_N")
         adv_N = of_top_entropy(adv_N, entropy_N, batch.mask_N, quantile=r.top_entropy_quantile)
+    if r.entropy_clip != "none":
+        adv_N = without_entropy_losers(
+            adv_N,
+            need(batch.discriminant_N, "batch.discriminant_N"),
+            batch.mask_N,
+            centred=r.entropy_clip == "vocabulary",
+            mu=r.entropy_clip_mu,
+            max_frac=r.entropy_clip_max_frac,
+        )
     return replace(entire, adv_N=torch.where(batch.mask_N, adv_N, adv_N.new_zeros(())), return_N=return_N)
 
 

@@ -14,7 +14,7 @@ from whet.batch import Batch, LossFn
 from whet.models.published import Send
 from whet.types import Metrics
 
-Want = Literal["logprobs", "values", "entropy", "collision"]
+Want = Literal["logprobs", "values", "entropy", "collision", "discriminant", "centred_discriminant"]
 T = TypeVar("T")
 
 
@@ -42,7 +42,7 @@ class TrainEngine(Protocol):
 
     def forward(self, batch: Batch, want: Want) -> Tensor:
         """[N] float32, no gradient; 0 where mask_N is false. entropy: in nats. collision: the sum over the
-        vocabulary of p^2."""
+        vocabulary of p^2. discriminant, centred_discriminant: by how much the entropy falls with the token's logit."""
 
     def update(self, batch: Batch, loss: LossFn) -> Metrics:
         """Micro-batches, backward, clip, one optimizer step. The loss is sum(loss_N * batch.weight_N)."""

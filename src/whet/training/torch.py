@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -30,7 +31,7 @@ from whet.models.divergence import divergence
 from whet.models.dropout import Noise, token_names
 from whet.models.float8 import check as check_float8
 from whet.models.kernels import Ops
-from whet.models.logprobs import collisions, token_logprobs
+from whet.models.logprobs import OF_LOGITS, token_logprobs
 from whet.models.lora import adapted, dropping, learned, merged, refresh
 from whet.models.offload import kept_on_host
 from whet.models.optim import Optimizer
@@ -146,7 +147,9 @@ class TorchEngine:
         if (want == "values") != (self.value_head is not None):
             raise WhetError(f"a {'critic' if self.value_head else 'policy'} engine does not compute {want}")
         parts: list[Tensor] = []
-        said = {"collision": self._collisions, "entropy": self._entropies}.get(want, self._said)
+        said = self._entropies if want == "entropy" else self._said
+        if want in OF_LOGITS:
+            said = partial(self._of_logits, OF_LOGITS[want])
         with self.span(f"forward {want}"), self._awake():
             if self.parallel.stage is not None:
                 self._flow(
@@ -496,9 +499,12 @@ class TorchEngine:
             result = term.added(result, batch, kl_N)
         return (result.loss_N * need(batch.weight_N, "batch.weight_N")).sum(), out, result
 
-    def _collisions(self, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
-        sums_A = collisions(hidden_AD, head=self.decoder.head, temperature=self.cut.temperature)
-        return self._spread(sums_A, at_A, batch.tokens)
+    def _of_logits(
+        self, compute: Callable[..., Tensor], batch: Batch, hidden_AD: Tensor, at_A: Tensor
+    ) -> Tensor:
+        targets_A, head = batch.token_ids_N[at_A], self.decoder.head
+        found_A = compute(hidden_AD, targets_A, head=head, temperature=self.cut.temperature)
+        return self._spread(found_A, at_A, batch.tokens)
 
     def _entropies(self, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
         return need(self._outputs(batch, hidden_AD, at_A).entropy_N, "outputs.entropy_N")

@@ -92,6 +92,16 @@ class AlgorithmConfig(Section):
     top_entropy_quantile: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Share of a step's tokens that the policy loss learns from: those where the policy before the step had the highest
     entropy; the paper: 0.2 (arXiv:2506.01939). The others keep their place in means. 1: all."""
+    entropy_clip: Literal["none", "batch", "vocabulary"] = "none"
+    """Leave out tokens with a negative advantage whose update would make the entropy fall most, by the policy before
+    the step (arXiv:2602.03392). batch: against the mean of the step's tokens (Clip_B); vocabulary: against what is
+    expected at each place (Clip_V). The others, and those left out, keep their place in means."""
+    entropy_clip_mu: Above0 = 2.5
+    """entropy_clip: left out is what lies more than so many standard deviations of the step's tokens off (Clip_B: 2.5;
+    Clip_V: 8.5)."""
+    entropy_clip_max_frac: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """entropy_clip: largest share of the step's tokens that is left out, at least one token: those that lie farthest
+    off (Clip_V: 1e-4). Default: no limit."""
     positive_nll_coef: NonNegative = 0.0
     """Term added to any policy loss: this weight times the mean of -log pi over the tokens of rollouts with a reward
     above 0."""
