@@ -291,6 +291,7 @@ CASES: dict[str, Case] = {
         True,
     ),
     "algorithm.correction.staleness_decay": ("rollout.sync_interval=2", 0.5),
+    "algorithm.correction.second_moment": ("rollout.sync_interval=2", 1e-9),
     "algorithm.correction.denominator": (
         "rollout.sync_interval=2; algorithm.correction.weight={name: token, high: 1.0, outside: mask}",
         "all",

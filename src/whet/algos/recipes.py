@@ -28,6 +28,7 @@ from whet.algos.terms import Totals
 from whet.algos.whitening import bounded, of_top_entropy, without_entropy_losers
 from whet.batch import Batch, Loss, LossFn, Outputs
 from whet.config import schema
+from whet.config.correction import compares
 from whet.config.functions import Need
 from whet.config.recipes import Chosen, Kind, Resolved, resolve
 from whet.tables import find, near
@@ -358,7 +359,7 @@ def _needs_old(r: Resolved, uses_old: bool, exact: bool) -> bool:
     """'auto' leaves exact engines their own log-probs: they are the trainer's, bit for bit."""
     if r.kind != "online":
         return False
-    if r.correction.weight or r.correction.reject:
+    if compares(r.correction):
         return True  # also of exact engines: what they sampled may be of an older version
     return r.old_logprobs == "recompute" or (r.old_logprobs == "auto" and uses_old and not exact)
 
