@@ -235,6 +235,12 @@ def reference(ranks: Ranks, layout: Layout, way: Way, note: Note) -> None:
     far_many.copy_from(many)
     said = far_many.forward(weighted(), "logprobs"), many.forward(weighted(), "logprobs")
     torch.testing.assert_close(*said, rtol=0, atol=0)
+    far_one.copy_from(one)
+    note_metrics(note, many.update(weighted(), pg_loss), one.update(weighted(), pg_loss))
+    far_one.copy_from(one, 0.25)
+    far_many.copy_from(many, 0.25)
+    found, expected = (far.forward(weighted(), "logprobs") for far in (far_many, far_one))
+    note("log-probs", error(found, expected))
 
 
 def resumed(ranks: Ranks, layout: Layout, way: Way, note: Note, *, folder: Path) -> None:

@@ -249,6 +249,7 @@ CASES: dict[str, Case] = {
     ),
     "reference.reset_interval": (REFERENCE, 1),
     "reference.reset_interval_epochs": (f"{REFERENCE}; data.train.0.limit=2", 1),
+    "reference.mixup_alpha": (f"{REFERENCE}; reference.reset_interval=1; train.steps=4", 0.5),
     "reference.reset_optimizer": (f"{REFERENCE}; reference.reset_interval=1", True),
     **source("train", ""),
     **source("eval", EVAL, f"{EVAL}"),

@@ -69,6 +69,9 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     ],
     "algorithm.kl.coef": [("algorithm.name=gkd", "reference.path=teacher", "algorithm.kl.coef=0.1")],
     "reference.path": [("algorithm.name=distill",), ("algorithm.name=gkd",)],
+    "reference.mixup_alpha": [
+        (LORA, "algorithm.kl.coef=0.1", "reference.reset_interval=1", "reference.mixup_alpha=0.5")
+    ],
     "reference.reset_interval": [(*DISTILL, "reference.reset_interval=2")],
     "reference.reset_interval_epochs": [(*DISTILL, "reference.reset_interval_epochs=1")],
     "rewards": [("-rewards",)],

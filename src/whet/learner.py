@@ -318,11 +318,11 @@ class Learner:
         return self.meter.flops(batch, policy_learns=step >= self.context.plan.critic_warmup_steps)
 
     def reset_reference(self, done: int) -> None:
-        """Every so many steps or epochs copy the policy to the reference; the optimizer may be reset."""
+        """Every so many steps or epochs move the reference to the policy; the optimizer may be reset."""
         cfg = self.context.cfg.reference
         due = self.context.due(done, cfg.reset_interval, epochs=cfg.reset_interval_epochs)
         if self.reference is not None and due:
-            self.reference.copy_from(self.policy)
+            self.reference.copy_from(self.policy, cfg.mixup_alpha)
             if cfg.reset_optimizer:
                 self.policy.forget()
 

@@ -55,8 +55,9 @@ class TrainEngine(Protocol):
         several processes, one has each whole tensor for as long as `send` looks at it. On another machine they are
         brought here first, so that what `send` writes is always on this one. Raises what `send` raises."""
 
-    def copy_from(self, other: Any) -> None:
-        """Take the weights of another engine of the same model."""
+    def copy_from(self, other: Any, share: float = 1.0) -> None:
+        """Take the weights of another engine of the same model; of a share below 1 the weights become share * other +
+        (1 - share) * own."""
 
     def save(self, path: Path, *, moments: bool = True) -> None:
         """Weights and the schedule's place into a folder; with `moments` the optimizer's, too."""

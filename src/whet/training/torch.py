@@ -46,6 +46,7 @@ from whet.track.files import reading
 from whet.training.balance import Dealt, deal, together
 from whet.training.engine import Want
 from whet.training.micro_batches import MicroBatchPolicy
+from whet.training.mixing import mix
 from whet.training.sums import Sums
 from whet.types import CheckpointError, Metrics, WhetError
 
@@ -275,11 +276,11 @@ class TorchEngine:
         }
 
     @torch.no_grad()
-    def copy_from(self, other: TorchEngine) -> None:
-        """Take another engine's weights, in place."""
+    def copy_from(self, other: TorchEngine, share: float = 1.0) -> None:
+        """Take another engine's weights, or this share of them, in place."""
         theirs = dict(learned(other.module) if adapted(self.module) else other.weights())
         for name, p in learned(self.module):
-            local(p).copy_(local(theirs[name]))
+            local(p).copy_(mix(local(p), local(theirs[name]), share))
         refresh(self.module)
 
     def forget(self) -> None:
