@@ -200,7 +200,7 @@ def policy(ranks: Ranks, layout: Layout, way: Way, note: Note) -> None:
     note_metrics(note, many.update(weighted(), pg_loss), one.update(weighted(), pg_loss))
     note_tensors(note, "gradients", moved(many, before), moved(one, before))
     one, many = pair(ranks, layout, way, model=model_of(layout, way), **learning())
-    for want in ("logprobs", "collision"):
+    for want in ("logprobs", "collision", "discriminant", "centred_discriminant"):
         found, expected = many.forward(weighted(), want), one.forward(weighted(), want)  # type: ignore[arg-type]
         note("log-probs", error(found, expected))
     for seed in range(STEPS):
@@ -235,6 +235,12 @@ def reference(ranks: Ranks, layout: Layout, way: Way, note: Note) -> None:
     far_many.copy_from(many)
     said = far_many.forward(weighted(), "logprobs"), many.forward(weighted(), "logprobs")
     torch.testing.assert_close(*said, rtol=0, atol=0)
+    far_one.copy_from(one)
+    note_metrics(note, many.update(weighted(), pg_loss), one.update(weighted(), pg_loss))
+    far_one.copy_from(one, 0.25)
+    far_many.copy_from(many, 0.25)
+    found, expected = (far.forward(weighted(), "logprobs") for far in (far_many, far_one))
+    note("log-probs", error(found, expected))
 
 
 def resumed(ranks: Ranks, layout: Layout, way: Way, note: Note, *, folder: Path) -> None:

@@ -16,22 +16,30 @@ from transformers import PreTrainedModel
 from batches import micro_batches
 from test_train_torch import random_groups
 from tiny import tiny_model
-from whet.algos.distillation import TopK
+from whet.algos.distillation import Divergence, TopK
 from whet.batch import Batch, pack, select
 from whet.config.schema import LoraConfig
 from whet.models import hf_forward, kernels, router
 from whet.models.attention import PackedAttention
 from whet.models.collectives import Peers
-from whet.models.divergence import forward_kl, full_kl
+from whet.models.divergence import divergence
 from whet.models.dropout import Noise, token_names
 from whet.models.forward import Decoder, output_head
-from whet.models.logprobs import collisions, token_logprobs
+from whet.models.logprobs import collisions, discriminants, token_logprobs
 from whet.models.lora import attach, dropping, learned, refresh
 from whet.models.mesh import Dims, expert_mesh, make_mesh
 from whet.models.packing import layout
 from whet.models.parallel import Parallel, parallelize
 
 OPS = kernels.load("torch")
+
+DIVERGENCES = {
+    "kl": Divergence(),
+    "forward_kl": Divergence(0.0, TopK(5, floor=-6.0), least=0.0, most=4.0),
+    "jsd": Divergence(0.3),
+    "jsd_topk": Divergence(0.5, TopK(4, "both", "tail")),
+}
+"""From the reference, over many tokens."""
 
 
 @dataclass(frozen=True)
@@ -151,11 +159,14 @@ class Learner:
         return {
             "logp": spread(logp_A),
             "entropy": spread(entropy_A),
-            "kl": spread(full_kl(hidden_AD, reference_AD, heads=(head, head))),
-            "forward_kl": spread(
-                forward_kl(hidden_AD, reference_AD, heads=(head, head), top=TopK(5, floor=-6.0, most=4.0))
-            ),
+            **{
+                name: spread(divergence(hidden_AD, reference_AD, heads=(head, head), of=of))
+                for name, of in DIVERGENCES.items()
+            },
             "collision": spread(collisions(hidden_AD.detach(), head=head)),
+            "discriminant": spread(
+                discriminants(hidden_AD.detach(), micro.token_ids_N[at_A], head=head, centred=True)
+            ),
         }
 
     def loss(self, micro: Batch, out: dict[str, Tensor]) -> Tensor:
@@ -163,7 +174,9 @@ class Learner:
             loss_N = (out["value"] - micro.adv_N) ** 2
         else:
             loss_N = (
-                -out["logp"] * micro.adv_N - 0.1 * out["entropy"] + 0.05 * (out["kl"] + out["forward_kl"])
+                -out["logp"] * micro.adv_N
+                - 0.1 * out["entropy"]
+                + 0.05 * sum(out[name] for name in DIVERGENCES)
             )
         for name, x in {**out, "loss": loss_N}.items():
             self.seen[name] = torch.cat((self.seen.get(name, x.new_zeros(0)), x.detach()))

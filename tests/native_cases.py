@@ -252,6 +252,7 @@ CASES: dict[str, Case] = {
     ),
     "reference.reset_interval": (REFERENCE, 1),
     "reference.reset_interval_epochs": (f"{REFERENCE}; data.train.0.limit=2", 1),
+    "reference.mixup_alpha": (f"{REFERENCE}; reference.reset_interval=1; train.steps=4", 0.5),
     "reference.reset_optimizer": (f"{REFERENCE}; reference.reset_interval=1", True),
     **source("train", ""),
     **source("eval", EVAL, f"{EVAL}"),
@@ -272,6 +273,10 @@ CASES: dict[str, Case] = {
     "algorithm.norm_tokens": ("algorithm.loss_agg_mode=token-sum-norm", 3),
     "algorithm.whiten": ("", True),
     "algorithm.entropy_coef": ("", 0.1),
+    "algorithm.entropy_target": ("algorithm.entropy_coef=0.1", 9.0),
+    "algorithm.entropy_coef_delta": ("algorithm.entropy_target=9.0; algorithm.entropy_coef=0.1", 0.05),
+    "algorithm.entropy_coef_min": ("algorithm.entropy_target=9.0", 0.1),
+    "algorithm.entropy_coef_max": ("algorithm.entropy_target=9.0; algorithm.entropy_coef=0.1", 0.01),
     "algorithm.kl.coef": ("", 0.1),
     "algorithm.kl.estimator": (REFERENCE, "k2"),
     "algorithm.reward_kl.coef": ("", 0.1),
@@ -290,6 +295,7 @@ CASES: dict[str, Case] = {
         True,
     ),
     "algorithm.correction.staleness_decay": ("rollout.sync_interval=2", 0.5),
+    "algorithm.correction.second_moment": ("rollout.sync_interval=2", 1e-9),
     "algorithm.correction.denominator": (
         "rollout.sync_interval=2; algorithm.correction.weight={name: token, high: 1.0, outside: mask}",
         "all",
@@ -339,6 +345,22 @@ CASES: dict[str, Case] = {
         f"algorithm.name=gkd; {OTHERS}; reference.path=B; "
         "algorithm.loss={divergence: forward_topk, top_k: 4}",
         -0.5,
+    ),
+    "algorithm.loss.distill_coef": (
+        f"algorithm.name=gkd; {OTHERS}; reference.path=B; algorithm.entropy_coef=0.1",
+        0.5,
+    ),
+    "algorithm.loss.jsd_beta": (
+        f"algorithm.name=gkd; {OTHERS}; reference.path=B; algorithm.loss.divergence=jsd",
+        0.1,
+    ),
+    "algorithm.loss.top_k_of": (
+        f"algorithm.name=gkd; {OTHERS}; reference.path=B; algorithm.loss={{divergence: jsd_topk, top_k: 2}}",
+        "policy",
+    ),
+    "algorithm.loss.top_k_rest": (
+        f"algorithm.name=gkd; {OTHERS}; reference.path=B; algorithm.loss={{divergence: jsd_topk, top_k: 2}}",
+        "renormalize",
     ),
     "algorithm.loss.max_divergence": (f"algorithm.name=gkd; {OTHERS}; reference.path=B", 1e-3),
     "algorithm.advantage.handle_zero_tail": (
@@ -439,6 +461,15 @@ CASES: dict[str, Case] = {
         "mask",
     ),
     "algorithm.top_entropy_quantile": ("", 0.5),
+    "algorithm.entropy_clip": (
+        "rollout.group_size=16; rollout.sampling.max_tokens=16; algorithm.whiten=true",
+        "batch",
+    ),
+    "algorithm.entropy_clip_mu": ("rollout.group_size=4; algorithm.entropy_clip=batch", 0.1),
+    "algorithm.entropy_clip_max_frac": (
+        "rollout.group_size=4; algorithm={entropy_clip: vocabulary, entropy_clip_mu: 0.1}",
+        0.01,
+    ),
     "algorithm.loss.tau": ("algorithm.name=opmd", 0.5),
     "algorithm.loss.topr_threshold": (f"algorithm.name=topr; {MOVED}", 0.9),
     "algorithm.loss.rec_clip_mode": (

@@ -18,7 +18,7 @@ from torch import Tensor
 import sections
 from batches import by_rollout, concat, doubles, logp_now, make_batch, micro_batches, ragged
 from unread import check_algorithm
-from whet.algos.correction import kept
+from whet.algos.correction import below_second_moment, kept, log_ratio
 from whet.algos.losses import regularized, reinforce
 from whet.algos.recipes import build
 from whet.batch import Batch, Outputs, select, split
@@ -262,6 +262,36 @@ def test_rejection_against_a_loop(
     check(random_drift(seed, far=far), {**keys, "reject": tests})
 
 
+def test_the_second_moment_by_hand() -> None:
+    # (log w)^2: 0.49, 0.36, 1.21, 1; the mean of all 0.765, without the largest 0.6167, then 0.425, then 0.36
+    batch = drifted(TWO, [0.7, -0.6, 1.1, -1.0])
+    for most, expected in (
+        (0.8, [[1, 1], [1, 1]]),
+        (0.7, [[1, 1], [0, 1]]),
+        (0.5, [[1, 1], [0, 0]]),
+        (0.4, [[0, 1], [0, 0]]),
+        (0.1, [[0, 1], [0, 0]]),  # one is left
+    ):
+        assert weights_of(batch, second_moment=most) == expected
+    assert weights_of(batch, second_moment=0.5, reject=[{"low": 1.0}]) == [[1, 0], [0, 0]]
+    gap = drifted(TWO, [math.nan, 0.1, 0.1, 0.1])
+    assert weights_of(gap, second_moment=0.5) == [[0, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_second_moment_against_a_loop(seed: int) -> None:
+    batch = random_drift(seed, far=seed % 2 == 0)
+    log = (batch.logp_old_N - batch.logp_sample_N).clamp(-20, 20)[batch.mask_N].tolist()
+    for most in (1e-6, 0.01, 0.1, 1.0, 500.0):
+        left = sorted((x * x for x in log), reverse=True)
+        while len(left) > 1 and sum(left) / len(left) >= most:
+            left.pop(0)
+        kept = below_second_moment(batch, log_ratio(batch), most)
+        found = log_ratio(batch)[kept & batch.mask_N].square()
+        assert sorted(found.tolist(), reverse=True) == pytest.approx(left, rel=1e-9, abs=1e-18)
+        assert kept[~batch.mask_N].all()
+
+
 def test_a_log_prob_that_is_no_number_is_rejected_by_every_test() -> None:
     for over in ("token", "max", "sum", "mean"):
         batch = drifted(TWO, [math.nan, 0.0, 0.0, 0.0])
@@ -422,4 +452,5 @@ def test_a_correction_asks_for_the_trainers_logprobs(exact: bool) -> None:
 
     assert needs(weight="token")
     assert needs(reject=[{"high": 2.0}])
+    assert needs(second_moment=0.04)
     assert not needs(), "reinforce has no ratio"

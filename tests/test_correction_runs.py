@@ -14,6 +14,7 @@ from tiny import tiny_model
 from whet.config.schema import OptimizerConfig, ScheduleConfig
 from whet.models import kernels
 from whet.training.micro_batches import MicroBatchPolicy
+from whet.training.mixing import mix
 from whet.training.torch import TorchEngine
 from whet.types import ConfigError
 
@@ -85,6 +86,35 @@ def test_reset_of_the_reference_may_begin_the_optimizer_anew(tmp_path: Path) -> 
     kept, anew = losses("kept", reset_interval=2), losses("anew", reset_interval=2, reset_optimizer=True)
     assert kept[:3] == anew[:3], "the same until a step was taken with other moments"
     assert kept[3] != anew[3]
+
+
+def test_a_soft_reference_by_hand() -> None:
+    own, other = torch.tensor([1.0, -2.0]), torch.tensor([3.0, 2.0])
+    assert mix(own, other, 0.6).tolist() == pytest.approx([2.2, 0.4])
+    assert mix(own, other, 1.0) is other
+    half = mix(own.bfloat16(), other.bfloat16(), 0.3)
+    assert half.dtype == torch.bfloat16
+    assert half.tolist() == (own * 0.7 + other * 0.3).bfloat16().tolist(), "rounded once"
+
+
+def test_a_soft_reference_stays_behind_and_a_stopped_run_goes_on_with_it(tmp_path: Path) -> None:
+    def run(name: str, steps: int, **reference: Any) -> list[dict[str, Any]]:
+        return learn(
+            tmp_path / name,
+            {"name": "grpo", "kl": {"coef": 0.01}},
+            train=STEPS | {"steps": steps},
+            reference={"reset_interval": 1, **reference},
+            checkpoint={"interval": 1, "export": False},
+        )
+
+    soft = run("soft", 6, mixup_alpha=0.5)
+    for steps in (3, 6):
+        run("parted", steps, mixup_alpha=0.5)
+    one, other = (tmp_path / name / "run" / "metrics.jsonl" for name in ("soft", "parted"))
+    assert one.read_bytes() == other.read_bytes()
+    copied = run("copied", 6)
+    assert [m["train/kl_reference_nats"] for m in copied] == [0.0] * 6, "the policy itself, before every step"
+    assert abs(soft[1]["train/kl_reference_nats"]) > 0
 
 
 def test_a_forgotten_optimizer_steps_as_a_new_one_at_its_place_in_the_schedule() -> None:

@@ -145,14 +145,34 @@ def test_a_teacher_in_place_of_rewards() -> None:
     later = distillation(values() | on | {"distillation.kl_discount_factor": 0.9})
     assert later["algorithm.advantage.distill_discount"] == 0.9
     assert distillation(values() | on | {"distillation.top_k": -1}) == distillation(values() | on)
-    for key, value in (("include_prompt", True), ("top_k", 10)):
-        with pytest.raises(NotSupportedYet, match=key):
-            distillation(values() | on | {f"distillation.{key}": value})
+    with pytest.raises(NotSupportedYet, match="include_prompt"):
+        distillation(values() | on | {"distillation.include_prompt": True})
     with pytest.raises(NotSupportedYet, match="kl_beta"):
         distillation(values(kl_beta=0.1) | on)
     for wrong in (values("sft"), values(variant="dapo")):
         with pytest.raises(ConfigError, match=r"distillation\.enable"):
             distillation(wrong | on)
+
+
+def test_a_teacher_that_judges_likely_tokens() -> None:
+    on = {"distillation.enable": True, "distillation.model_name_or_path": "teacher", "distillation.top_k": 8}
+    at, given = "algorithm.loss.", {"distillation.jsd_beta": 0.3, "distillation.kl_penalty_coef": 2.0}
+    assert algorithm(values() | {"distillation.top_k": 8}) == {"algorithm.name": "grpo"}, "no teacher"
+    assert algorithm(values(variant="gspo") | on) == {"algorithm.name": "gkd"}
+    assert distillation(values() | on | given) == {
+        at + "divergence": "jsd_topk", at + "jsd_beta": 0.3, at + "top_k": 8, at + "top_k_of": "policy",
+        at + "top_k_rest": "drop", at + "distill_coef": 2.0, "reference.path": "teacher",
+    }  # fmt: skip
+    for wrong in (
+        values() | {"distillation.kl_discount_factor": 0.5},
+        values(aipo_rho=2.0),
+        values(use_decoupled_loss=True),
+        values(off_policy_masking_delta=0.1),
+    ):
+        with pytest.raises(NotSupportedYet, match=r"with distillation\.top_k=8"):
+            distillation(wrong | on)
+    with pytest.raises(ConfigError, match="from 0 to 1"):
+        distillation(values() | on | {"distillation.jsd_beta": 1.5})
 
 
 def test_trainers_of_other_models_are_coming() -> None:

@@ -84,6 +84,8 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "distillation.model_revision": TEACHER | {"distillation.model_name_or_path": "org/teacher"},
     "distillation.kl_penalty_coef": TEACHER,
     "distillation.kl_discount_factor": TEACHER,
+    "distillation.top_k": TEACHER,
+    "distillation.jsd_beta": TEACHER | {"distillation.top_k": 8},
     SUB + "rank_filter": PROFILES | {"train.max_num_steps": 9},
     **{
         f"policy.lora.{name}": LORA

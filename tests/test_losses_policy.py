@@ -571,7 +571,7 @@ def gradients(
 
     engine.optimizer.clip = look  # type: ignore[method-assign]
     batch = replace(batch, logp_old_N=engine.forward(batch, "logprobs") + 0.1 * torch.sin(batch.token_ids_N))
-    return seen, engine.update(batch, algorithm.loss_of(batch, engine.forward))
+    return seen, engine.update(batch, algorithm.loss_of(batch, engine.forward, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -591,7 +591,7 @@ def test_the_engines_cuts_change_no_gradient(name: str, keys: dict[str, Any]) ->
         batch,
         weight_N=weights(batch, resolve(schema.AlgorithmConfig(name=name)).loss_agg_mode, norm_tokens=8),
     )
-    grad = algorithm.entropy_grad
+    grad = algorithm.entropy.is_on
     whole, metrics = gradients(algorithm, batch, MicroBatchPolicy(max_tokens=10_000, entropy_grad=grad))
     assert sum(float(g.abs().sum()) for g in whole.values()) > 0
     if name.endswith("_cov"):

@@ -259,6 +259,8 @@ def test_a_student_learns_from_its_teacher_on_its_own_replies(tmp_path: Path) ->
             {"name": "distill"},
             {"name": "gkd"},
             {"name": "gkd", "loss": {"divergence": "forward_topk", "top_k": 3}},
+            {"name": "gkd", "loss": {"divergence": "jsd"}},
+            {"name": "gkd", "loss": {"divergence": "jsd_topk", "top_k": 2}},
         )
     ):
         where = str(tmp_path / f"student-{number}")

@@ -93,6 +93,12 @@ def test_weights_travel_between_processes(two: tuple[RankGroup, RankGroup]) -> N
     assert not torch.equal(before, wanted)
     assert torch.equal(said, wanted)
     here = TorchEngine(tiny_model(seed=4), kernels.load("auto"), cut=CUT)
+    between = TorchEngine(tiny_model(), kernels.load("auto"), cut=CUT)
+    between.copy_from(policy)
+    for each in (reference, between):
+        each.copy_from(here, 0.25)
+    said, wanted = (each.forward(weighted(), "logprobs") for each in (reference, between))
+    torch.testing.assert_close(said, wanted, rtol=1e-5, atol=1e-6)
     reference.copy_from(here)
     assert torch.equal(reference.forward(weighted(), "logprobs"), here.forward(weighted(), "logprobs"))
 

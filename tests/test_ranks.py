@@ -41,7 +41,7 @@ def test_losses_travel(name: str) -> None:
     def forward(batch: Batch, want: str) -> torch.Tensor:
         return -torch.ones(batch.tokens)
 
-    loss = algorithm.loss_of(replace(batch, logp_old_N=batch.logp_sample_N), forward)  # type: ignore[arg-type]
+    loss = algorithm.loss_of(replace(batch, logp_old_N=batch.logp_sample_N), forward, 0.0)  # type: ignore[arg-type]
     assert callable(pickle.loads(pickle.dumps(loss)))
     pickle.dumps(algorithm.value_loss)
 

@@ -181,8 +181,9 @@ def test_what_the_step_is_told() -> None:
     online = {n for n, recipe in RECIPES.items() if recipe.kind == "online"}
     assert {n for n in online if not made(n).needs_old(False)} == by_themselves
     assert {n for n in RECIPES if made(n).needs_old(True)} == set()
-    assert made("grpo", entropy_coef=0.01).entropy_grad
-    assert not made("grpo").entropy_grad
+    assert made("grpo", entropy_coef=0.01).entropy.is_on
+    assert made("grpo", entropy_target=0.2).entropy.is_on
+    assert not made("grpo").entropy.is_on
 
 
 @pytest.mark.parametrize(
@@ -406,7 +407,10 @@ def test_a_loss_of_the_wrong_shape_is_refused_with_what_was_expected(mine: str, 
     batch = make_batch([["paa"]], [1.0])
     batch = replace(batch, adv_N=batch.mask_N.double(), logp_old_N=logp_now(batch).detach())
     algorithm = made("grpo", loss=f"{mine}:{name}")
-    for loss in (algorithm.loss, algorithm.loss_of(batch, lambda b, want: logp_now(b))):
+    for loss in (
+        algorithm.loss,
+        algorithm.loss_of(batch, lambda b, want: logp_now(b), algorithm.entropy.coef),
+    ):
         with pytest.raises(WhetError, match=rf"must return whet\.batch\.Loss.* of shape \(3,\).*{got}"):
             loss(batch, Outputs(logp_N=logp_now(batch)))
 

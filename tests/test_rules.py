@@ -55,6 +55,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "algorithm.kl.estimator": [
         ("algorithm.name=dpo", "-rewards", "algorithm.kl={coef: 0.1, estimator: full}"),
     ],
+    "algorithm.entropy_clip": [("algorithm.loss=geo_mean", "algorithm.entropy_clip=batch")],
     "algorithm.top_entropy_quantile": [("algorithm.loss=kl_cov", "algorithm.top_entropy_quantile=0.2")],
     "algorithm.advantage_low": [("algorithm.advantage_low=1.0", "algorithm.advantage_high=0.0")],
     "algorithm.resample": [(*MIX, "algorithm.resample=pow")],
@@ -63,8 +64,14 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         (ASYNC, "buffer.replay.queue=true", "algorithm.refill=copy"),
         (ASYNC, "mode=train", "buffer.url=sqlite:///q", "algorithm.refill=copy"),
     ],
+    "algorithm.entropy_coef_min": [
+        ("algorithm.entropy_target=0.2", "algorithm.entropy_coef_min=0.2", "algorithm.entropy_coef_max=0.1")
+    ],
     "algorithm.kl.coef": [("algorithm.name=gkd", "reference.path=teacher", "algorithm.kl.coef=0.1")],
     "reference.path": [("algorithm.name=distill",), ("algorithm.name=gkd",)],
+    "reference.mixup_alpha": [
+        (LORA, "algorithm.kl.coef=0.1", "reference.reset_interval=1", "reference.mixup_alpha=0.5")
+    ],
     "reference.reset_interval": [(*DISTILL, "reference.reset_interval=2")],
     "reference.reset_interval_epochs": [(*DISTILL, "reference.reset_interval_epochs=1")],
     "rewards": [("-rewards",)],

@@ -162,6 +162,20 @@ def test_a_copy_is_equal_to_the_bit_and_does_not_follow(make: Maker) -> None:
     assert not torch.equal(before, policy.forward(batch, "logprobs"))
 
 
+def test_a_share_of_a_copy_lies_between(make: Maker) -> None:
+    policy, reference = make(), make(seed=5, learns=False)
+    policy.update(weighted(), pg_loss)
+    before = policy.forward(weighted(), "logprobs")
+    reference.copy_from(policy, 0.25)
+    wanted = TorchEngine(tiny_model(seed=5), kernels.load("auto"), cut=CUT)
+    own, theirs = tensors(wanted), tensors(oracle(1))
+    for name, p in wanted.module.named_parameters():
+        p.data.copy_(0.75 * own[name] + 0.25 * theirs[name])
+    said = reference.forward(weighted(), "logprobs")
+    torch.testing.assert_close(said, wanted.forward(weighted(), "logprobs"), rtol=1e-4, atol=1e-5)
+    assert torch.equal(before, policy.forward(weighted(), "logprobs"))
+
+
 def test_a_forgetful_optimizer_begins_anew(make: Maker) -> None:
     """After `forget` the moments are those of a new optimizer: an update moves the weights as its first one would."""
     engine, plain = make(), make()

@@ -260,6 +260,27 @@ def test_arguments_of_functions() -> None:
     [
         ("opmd", {}, {"advantage": "opmd", "advantage.opmd_baseline": "mean"}),
         (
+            "clipb",
+            {},
+            {
+                "advantage": "grpo",
+                "advantage.std_epsilon": 1e-6,
+                "entropy_clip": "batch",
+                "entropy_clip_mu": 2.5,
+            },
+        ),
+        (
+            "clipv",
+            {"mu": 2.0, "epsilon": 1e-4},
+            {
+                "advantage": "grpo",
+                "advantage.std_epsilon": 1e-4,
+                "entropy_clip": "vocabulary",
+                "entropy_clip_mu": 2.0,
+                "entropy_clip_max_frac": 1e-4,
+            },
+        ),
+        (
             "opmd",
             {"opmd_baseline": "logavgexp", "tau": 0.5},
             {"advantage": "opmd", "advantage.opmd_baseline": "logavgexp", "advantage.tau": 0.5},
@@ -448,7 +469,7 @@ def test_arguments_that_cannot_be_are_refused(kind: str, args: dict[str, Json], 
         ({"algorithm__algorithm_type": "grop"}, "did you mean 'grpo'"),
         ({"algorithm__advantage_fn": "ppo", "algorithm__algorithm_type": "grpo"}, "needs a critic"),
         ({"algorithm__advantage_fn": "grpo"}, "needs a critic"),
-        ({"algorithm__advantage_fn": "clipb", "algorithm__algorithm_type": "grpo"}, "clipb is coming"),
+        ({"algorithm__advantage_fn": "gigpo", "algorithm__algorithm_type": "grpo"}, "gigpo is coming"),
         (
             {
                 "algorithm.advantage_fn_args.*": {"duplicate_experiences": True},

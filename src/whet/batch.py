@@ -61,6 +61,9 @@ class Batch:
     """float32: sum over the vocabulary of p^2, by the policy before the step (optimal-token baseline)."""
     entropy_N: Tensor | None = None
     """float32: entropy of the policy before the step at each sampled token, in nats (top_entropy_quantile)."""
+    discriminant_N: Tensor | None = None
+    """float32: by how much the entropy falls with the logit of each sampled token, by the policy before the step, in
+    nats; less its mean over the vocabulary with entropy_clip=vocabulary."""
     kl_zero_R: Tensor | None = None
     """float32: KTO's reference point, one number for the whole batch, given to every rollout."""
     adv_N: Tensor | None = None

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from whet import seeds
 from whet.algos.critic import Scale
 from whet.algos.demonstration import without_experts
+from whet.algos.entropy import EntropyBonus
 from whet.algos.preference import kl_zero
 from whet.algos.segments import sampled_logp_N
 from whet.algos.skipping import Skipping, shares, skip, skipping, without_effect
@@ -36,7 +37,7 @@ from whet.models.trainable import choose
 from whet.placement import Jobs, engine_of, run_concurrently
 from whet.track.metrics import merge
 from whet.track.timeline import Kind
-from whet.training.engine import TrainEngine
+from whet.training.engine import TrainEngine, Want
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.passes import passes, untaught
 from whet.training.ranks import RankGroup, Ranks
@@ -48,6 +49,14 @@ from whet.whole import Make
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+OF_POLICY: Mapping[Want, str] = {
+    "entropy": "entropy_N",
+    "collision": "collision_N",
+    "discriminant": "discriminant_N",
+    "centred_discriminant": "discriminant_N",
+}
+"""What an algorithm may need of the policy before the step, and the field of the batch that has it."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,7 @@ class Learner:
     meter: Meter | None = None
     """None: the device's speed is not known."""
     kl_coef: float = 0.0
+    entropy: EntropyBonus = field(default_factory=lambda: EntropyBonus(0.0))
     value_scale: Scale = field(default_factory=Scale)
     """Units in which the critic predicts returns; one scale for a whole step."""
     thread: ThreadPoolExecutor | None = None
@@ -177,10 +187,9 @@ class Learner:
             asked["logp_old_N"] = self.policy, partial(self.policy.forward, seen, "logprobs")
         if self.reference is not None:
             asked["logp_ref_N"] = self.reference, partial(self.reference.forward, seen, "logprobs")
-        if "entropy" in algorithm.needs:
-            asked["entropy_N"] = self.policy, partial(self.policy.forward, seen, "entropy")
-        if "collision" in algorithm.needs:
-            asked["collision_N"] = self.policy, partial(self.policy.forward, seen, "collision")
+        for want, name in OF_POLICY.items():
+            if want in algorithm.needs:
+                asked[name] = self.policy, partial(self.policy.forward, seen, want)
         if self.critic is not None:
             asked["value_N"] = self.critic, partial(self.critic.forward, seen, "values")
         found = {name: among_skipped(batch, x_N) for name, x_N in run_concurrently(asked).items()}
@@ -243,8 +252,15 @@ class Learner:
         """One optimizer step of the policy. Denominators count the whole minibatch, skipped rollouts included."""
         algorithm = self.context.algorithm
         weighted = replace(minibatch, weight_N=algorithm.weights(minibatch, step + 1))
-        loss = algorithm.loss_of(weighted, self.policy.forward)  # sees the whole minibatch before it is split
-        return {f"train/{k}": v for k, v in self.policy.update(computed(weighted), loss).items()}
+        coef = algorithm.entropy.weight(self.entropy)
+        loss = algorithm.loss_of(
+            weighted, self.policy.forward, coef
+        )  # sees the whole minibatch before it is split
+        found = self.policy.update(computed(weighted), loss)
+        if algorithm.entropy.target_nats is not None:
+            self.entropy = algorithm.entropy.after(self.entropy, found.get("entropy_nats"))
+            found["entropy_coef"] = coef
+        return {f"train/{k}": v for k, v in found.items()}
 
     def update_critic(self, minibatch: Batch) -> Metrics:
         """One optimizer step of the critic."""
@@ -302,11 +318,11 @@ class Learner:
         return self.meter.flops(batch, policy_learns=step >= self.context.plan.critic_warmup_steps)
 
     def reset_reference(self, done: int) -> None:
-        """Every so many steps or epochs copy the policy to the reference; the optimizer may be reset."""
+        """Every so many steps or epochs move the reference to the policy; the optimizer may be reset."""
         cfg = self.context.cfg.reference
         due = self.context.due(done, cfg.reset_interval, epochs=cfg.reset_interval_epochs)
         if self.reference is not None and due:
-            self.reference.copy_from(self.policy)
+            self.reference.copy_from(self.policy, cfg.mixup_alpha)
             if cfg.reset_optimizer:
                 self.policy.forget()
 
@@ -323,6 +339,7 @@ class Learner:
         return {
             "version": self.version,
             "kl_coef": self.kl_coef,
+            "entropy": asdict(self.entropy),
             "value_scale": asdict(self.value_scale),
             "exact": self.exact,
             "experts": self.demonstrations.stream.state() if self.demonstrations else None,
@@ -332,6 +349,8 @@ class Learner:
         """Resume from `state`. Returns the data that demonstrations come from where it has changed, as
         `TaskStream.restore` does."""
         self.kl_coef, self.value_scale = state["kl_coef"], Scale(**state["value_scale"])
+        if self.context.algorithm.entropy.target_nats is not None and "entropy" in state:
+            self.entropy = EntropyBonus(**state["entropy"])  # checkpoints of older versions have none
         self.exact = self.exact and state["exact"]
         self.policy.version = state["version"]
         if self.demonstrations is None or not (state["experts"] or not changed):
@@ -367,9 +386,10 @@ def open_learner(
         reused=reused,
         ranks=ranks,
         kl_coef=algorithm.kl_coef,
+        entropy=EntropyBonus(algorithm.entropy.coef),
     )
     if algorithm.full_kl_coef and reference is not None:
-        policy.full_kl = FullKl(algorithm.full_kl_coef, reference, algorithm.top_k)
+        policy.full_kl = FullKl(algorithm.full_kl_coef, reference, algorithm.divergence)
     if learner.skipping.why:
         log.info(
             "stage %s: rollouts whose weight in the gradient is 0: %s", context.name, learner.skipping.why
@@ -420,7 +440,7 @@ def _cut(context: Context, models: Models) -> MicroBatchPolicy:
         context.cfg.train,
         models.model,
         whole_groups=context.algorithm.whole_groups,
-        entropy_grad=context.algorithm.entropy_grad,
+        entropy_grad=context.algorithm.entropy.is_on,
         temperature=trained_temperature(context),
     )
 

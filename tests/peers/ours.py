@@ -104,7 +104,7 @@ def loss(row: Row, case: Case) -> Numbers:
     def forward(part: Batch, what: str) -> Tensor:
         return case.logp_N
 
-    return with_gradient(made.loss_of(batch, forward), batch, logp_N, case)
+    return with_gradient(made.loss_of(batch, forward, made.entropy.coef), batch, logp_N, case)
 
 
 def with_gradient(function: LossFn, batch: Batch, logp_N: Tensor, case: Case) -> Numbers:

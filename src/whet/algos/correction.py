@@ -16,6 +16,7 @@ from torch import Tensor
 
 from whet.algos.segments import need, sampled_logp_N, sampled_R
 from whet.batch import Batch
+from whet.config.correction import compares
 from whet.config.schema import CorrectionConfig, RejectConfig
 from whet.types import Metrics
 
@@ -38,6 +39,8 @@ def correct(
     weight_N, outside_N = weigh(ours, log_N) if weigh else (torch.ones_like(log_N), None)
     gap_N = (version - batch.version_N).clamp(min=0)
     keep_N = passes(ours, log_N, cfg.reject)
+    if cfg.second_moment is not None:
+        keep_N &= below_second_moment(ours, log_N, cfg.second_moment)
     weight_N = torch.where(keep_N, weight_N * cfg.staleness_decay**gap_N, 0.0)
     weight_N = torch.where(ours.mask_N, weight_N, 1.0)
     stats = _stats(weight_N[ours.mask_N], gap_M=gap_N[ours.mask_N])
@@ -47,7 +50,7 @@ def correct(
 
 
 def is_on(cfg: CorrectionConfig) -> bool:
-    return cfg.weight is not None or bool(cfg.reject) or cfg.staleness_decay != 1.0
+    return compares(cfg) or cfg.staleness_decay != 1.0
 
 
 def kept(batch: Batch) -> Batch:
@@ -120,6 +123,22 @@ def passes(batch: Batch, log_N: Tensor, tests: tuple[RejectConfig, ...]) -> Tens
     for test in tests:
         keep_N &= _passes(batch, log_N, test)
     return keep_N
+
+
+def below_second_moment(batch: Batch, log_N: Tensor, most: float) -> Tensor:
+    """[N] bool: the sampled tokens without those of the largest (log w)^2, as few of these as make the mean of the
+    others less than `most`; one token is left in any case. M2PO, arXiv:2510.01161, as AReaL 1.0, which looks at each
+    micro-batch; here at the whole step. Tokens that tie with one that goes may stay, the later ones."""
+    keep_N = torch.ones_like(batch.mask_N)
+    square_M = log_N[batch.mask_N].square().nan_to_num(nan=torch.inf)
+    if len(square_M) == 0:
+        return keep_N
+    sorted_M, order_M = square_M.sort(descending=True, stable=True)
+    rest_M = sorted_M.flip(0).cumsum(0).flip(0) / torch.arange(len(sorted_M), 0, -1, device=sorted_M.device)
+    below_M = (rest_M < most).nonzero().flatten()
+    gone = int(below_M[0]) if len(below_M) else len(sorted_M) - 1
+    kept_M = torch.ones_like(square_M, dtype=torch.bool).index_fill(0, order_M[:gone], False)
+    return keep_N.masked_scatter(batch.mask_N, kept_M)
 
 
 def _passes(batch: Batch, log_N: Tensor, test: RejectConfig) -> Tensor:

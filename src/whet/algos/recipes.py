@@ -18,15 +18,17 @@ from whet.algos.aggregate import weights
 from whet.algos.correction import WEIGHTS, Weigh, correct, kept
 from whet.algos.critic import value_loss
 from whet.algos.demonstration import among_experts, mixed, mixed_weights, mu_at, own, without_experts
-from whet.algos.distillation import OF_ENGINE, TopK
+from whet.algos.distillation import KL, OF_ENGINE, Divergence, over_tokens
+from whet.algos.entropy import EntropyControl
 from whet.algos.kl import adapt, mean_kl
 from whet.algos.losses import LOSSES, LOSSES_OVER, regularized
 from whet.algos.resample import counts
 from whet.algos.segments import need
 from whet.algos.terms import Totals
-from whet.algos.whitening import bounded, of_top_entropy
+from whet.algos.whitening import bounded, of_top_entropy, without_entropy_losers
 from whet.batch import Batch, Loss, LossFn, Outputs
 from whet.config import schema
+from whet.config.correction import compares
 from whet.config.functions import Need
 from whet.config.recipes import Chosen, Kind, Resolved, resolve
 from whet.tables import find, near
@@ -52,8 +54,8 @@ class Algorithm:
     """`value_N` must be filled in, and the critic learns with `value_loss`."""
     needs_old: Callable[[bool], bool]
     """Given whether sampled log-probs are exact: must the trainer recompute `logp_old_N`? Else None."""
-    entropy_grad: bool
-    """The loss needs the gradient of the entropy."""
+    entropy: EntropyControl
+    """The weight of the entropy bonus; where there may be one the loss needs the gradient of the entropy."""
     parts: tuple[str, ...]
     """Parts of the reward that the advantage reads apart: `part_RC` has a column for each."""
     whole_groups: bool
@@ -62,9 +64,9 @@ class Algorithm:
     kl_coef: float
     """First weight of the KL in the reward (0: none there)."""
     full_kl_coef: float
-    """Weight of the KL over the whole vocabulary, which the engine adds to the loss (0: none)."""
-    top_k: TopK | None
-    """It is the KL of the reference to the policy, over the reference's likeliest tokens."""
+    """Weight of the divergence over many tokens, which the engine adds to the loss (0: none)."""
+    divergence: Divergence
+    """Which one it is."""
     next_kl_coef: Callable[[Batch, float], float]
     """The weight after a step that used the given one."""
     correct: Callable[[Batch, int], tuple[Batch, Metrics]]
@@ -74,9 +76,10 @@ class Algorithm:
     advantage: Callable[[Batch, float], Batch]
     """The batch, given the weight of the KL in the reward, with `adv_N` (and `return_N`) set."""
     loss: LossFn
-    """The loss of a whole minibatch, or of any batch on its own."""
-    loss_of: Callable[[Batch, Forward], LossFn]
-    """The loss for parts of a minibatch, which is given with its weights; whole-minibatch values come first."""
+    """The loss of a whole minibatch, or of any batch on its own, with the first weight of the entropy."""
+    loss_of: Callable[[Batch, Forward, float], LossFn]
+    """The loss for parts of a minibatch, which is given with its weights, and with the weight of the entropy;
+    whole-minibatch values come first."""
     weights: Callable[[Batch, int], Tensor]
     """`weight_N` of a whole minibatch, given the number of the training step (the first is 1)."""
     mu: Callable[[int], float] | None
@@ -112,7 +115,6 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         regularized,
         kl_coef=0.0 if r.kl.estimator == "full" else r.kl.coef,
         estimator=r.kl.estimator,
-        entropy_coef=r.entropy_coef,
         entropy_own_mean=r.entropy_own_mean,
         positive_nll_coef=r.positive_nll_coef,
         of_pairs=r.pairs,
@@ -124,20 +126,20 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         needs=r.needs,
         needs_critic=r.needs_critic,
         needs_old=partial(_needs_old, r, uses_old),
-        entropy_grad=r.entropy_coef != 0,
+        entropy=_entropy(r),
         parts=tuple(r.settings["advantage"].settings.get("parts", ())) if r.advantage == "gdpo" else (),
         whole_groups=r.kind == "preferences",
         dynamic_sampling=r.dynamic_sampling,
         kl_coef=r.reward_kl.coef,
         full_kl_coef=_full_kl_coef(r),
-        top_k=_top_k(r),
+        divergence=_divergence(r),
         next_kl_coef=partial(_next_kl_coef, r.reward_kl),
         correct=partial(correct, cfg=r.correction, weigh=_weigh(r)),
         resample=partial(_resampled, r),
         advantage=partial(
             _with_advantage, r, _bind(advantage, r.settings["advantage"], what="advantage", positional=1)
         ),
-        loss=_with_experts(r, whole(policy, totals=None)),
+        loss=_with_experts(r, whole(policy, entropy_coef=r.entropy_coef, totals=None)),
         loss_of=partial(_loss_of, r, policy, whole),
         weights=partial(_weights, r, norm_tokens=norm_tokens),
         mu=partial(mu_at, r.mix) if r.mix else None,
@@ -149,26 +151,32 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
 def _full_kl_coef(r: Resolved) -> float:
     """The weight of the term that the engine computes from both models' output layers."""
     if r.loss == "gkd":
-        return float(r.settings["loss"].settings["divergence"] in OF_ENGINE)
+        given = r.settings["loss"].settings
+        return given["distill_coef"] if given["divergence"] in OF_ENGINE else 0.0
     return r.kl.coef if r.kl.estimator == "full" else 0.0
 
 
-def _top_k(r: Resolved) -> TopK | None:
-    given = r.settings["loss"].settings
-    if r.loss != "gkd" or given["divergence"] != "forward_topk":
-        return None
-    return TopK(given["top_k"], given["min_logprob"], given["max_divergence"])
+def _divergence(r: Resolved) -> Divergence:
+    """What that term is: the KL to the reference, if nothing else is named."""
+    of_engine = r.loss == "gkd" and r.settings["loss"].settings["divergence"] in OF_ENGINE
+    return over_tokens(**_taken(over_tokens, r.settings["loss"])) if of_engine else KL
 
 
 def _loss_of(
-    r: Resolved, policy: LossFn, whole: Callable[..., LossFn], minibatch: Batch, forward: Forward
+    r: Resolved,
+    policy: LossFn,
+    whole: Callable[..., LossFn],
+    minibatch: Batch,
+    forward: Forward,
+    entropy_coef: float,
 ) -> LossFn:
     """The loss for the parts of one minibatch."""
     if r.loss in LOSSES_OVER:
         over = LOSSES_OVER[r.loss]
         policy = over(own(minibatch), forward(minibatch, "logprobs"), **_taken(over, r.settings["loss"]))
     own_means = r.entropy_own_mean or r.positive_nll_coef > 0 or (r.pairs and r.kl.coef > 0)
-    return _with_experts(r, whole(policy, totals=Totals.of(minibatch) if own_means else None))
+    totals = Totals.of(minibatch) if own_means else None
+    return _with_experts(r, whole(policy, entropy_coef=entropy_coef, totals=totals))
 
 
 def _with_experts(r: Resolved, policy: LossFn) -> LossFn:
@@ -177,6 +185,11 @@ def _with_experts(r: Resolved, policy: LossFn) -> LossFn:
         return policy
     expert = LOSSES[r.settings["mix.loss"].name]
     return mixed(policy, partial(expert, **_taken(expert, r.settings["mix.loss"])))
+
+
+def _entropy(r: Resolved) -> EntropyControl:
+    low, high = r.entropy_coef_min, r.entropy_coef_max
+    return EntropyControl(r.entropy_coef, r.entropy_target, r.entropy_coef_delta, low, high)
 
 
 def _weigh(r: Resolved) -> Weigh | None:
@@ -301,6 +314,15 @@ def _with_advantage(r: Resolved, function: Callable[..., object], entire: Batch,
     if "entropy" in r.needs:
         entropy_N = need(batch.entropy_N, "batch.entropy_N")
         adv_N = of_top_entropy(adv_N, entropy_N, batch.mask_N, quantile=r.top_entropy_quantile)
+    if r.entropy_clip != "none":
+        adv_N = without_entropy_losers(
+            adv_N,
+            need(batch.discriminant_N, "batch.discriminant_N"),
+            batch.mask_N,
+            centred=r.entropy_clip == "vocabulary",
+            mu=r.entropy_clip_mu,
+            max_frac=r.entropy_clip_max_frac,
+        )
     return replace(entire, adv_N=torch.where(batch.mask_N, adv_N, adv_N.new_zeros(())), return_N=return_N)
 
 
@@ -337,7 +359,7 @@ def _needs_old(r: Resolved, uses_old: bool, exact: bool) -> bool:
     """'auto' leaves exact engines their own log-probs: they are the trainer's, bit for bit."""
     if r.kind != "online":
         return False
-    if r.correction.weight or r.correction.reject:
+    if compares(r.correction):
         return True  # also of exact engines: what they sampled may be of an older version
     return r.old_logprobs == "recompute" or (r.old_logprobs == "auto" and uses_old and not exact)
 

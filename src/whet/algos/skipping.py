@@ -64,6 +64,7 @@ def _reads_zero(r: Resolved) -> str:
         **{f"loss.{key}": r.settings["loss"].settings[key] != value for key, value in loss.skips_if.items()},
         "kl.coef": r.kl.coef > 0,
         "entropy_coef": r.entropy_coef != 0,
+        "entropy_target": r.entropy_target is not None,
         "positive_nll_coef": r.positive_nll_coef > 0,
     }
     return ", ".join(f"algorithm.{key} is on" for key, on in terms.items() if on)
@@ -77,6 +78,8 @@ def _asks_first(r: Resolved) -> str:
         return "algorithm.reward_kl subtracts its KL from the rewards"
     if "entropy" in r.needs:
         return "algorithm.top_entropy_quantile compares their entropies"
+    if r.entropy_clip != "none":
+        return "algorithm.entropy_clip compares what they do to the entropy"
     asks = ":" in r.advantage or r.needs & {"critic", "collision", "old"}
     return f"the advantage {r.advantage} reads them, or may read them" if asks else ""
 

@@ -32,6 +32,27 @@ def of_top_entropy(adv_N: Tensor, entropy_N: Tensor, mask_N: Tensor, *, quantile
     return torch.where(entropy_N >= least, adv_N, 0.0)
 
 
+def without_entropy_losers(
+    adv_N: Tensor, discriminant_N: Tensor, mask_N: Tensor, *, centred: bool, mu: float, max_frac: float | None
+) -> Tensor:
+    """The advantages, 0 where they are negative and the entropy would fall most (arXiv:2602.03392, as Trinity-RFT 0.6):
+    v > mu std(v), v = mean(S) - S over the sampled tokens (Clip_B), or -S where S is centred at each place (Clip_V),
+    std with n. With max_frac at most int(max_frac n) tokens, and at least 1: those with the largest v.
+    """
+    adv_M, v_M = adv_N[mask_N], -discriminant_N[mask_N].double()
+    if len(v_M) == 0:
+        return adv_N
+    mean = v_M.mean()
+    std = (v_M - mean).square().mean().sqrt()
+    v_M = v_M if centred else v_M - mean
+    out_M = (adv_M < 0) & (v_M > mu * std) & (std >= 1e-12)
+    if max_frac is not None:
+        most = max(int(max_frac * len(v_M)), 1)
+        first = torch.where(out_M, v_M, -torch.inf).sort(descending=True, stable=True).indices[:most]
+        out_M &= torch.zeros_like(out_M).index_fill(0, first, True)
+    return adv_N.masked_scatter(mask_N, torch.where(out_M, 0.0, adv_M))
+
+
 def bounded(x_N: Tensor, low: float | None, high: float | None) -> Tensor:
     """x, no lower than `low` and no higher than `high`; None is no bound."""
     return x_N if low is None and high is None else x_N.clamp(low, high)

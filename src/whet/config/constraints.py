@@ -134,7 +134,8 @@ ALGORITHM = (
         ("algorithm.correction.reject=[{over: sum}]",),
     ),
     Constraint(
-        "algorithm.old_logprobs algorithm.correction.weight algorithm.correction.reject",
+        "algorithm.old_logprobs algorithm.correction.weight algorithm.correction.reject "
+        "algorithm.correction.second_moment",
         ("algorithm.old_logprobs=sampled", "algorithm.correction.weight=token"),
     ),
     Constraint(

@@ -10,9 +10,14 @@ from whet.types import ConfigError, Json
 KEY = "algorithm.correction"
 
 
+def compares(c: CorrectionConfig) -> bool:
+    """Whether the trainer's log-probs are compared with the engine's."""
+    return bool(c.weight or c.reject) or c.second_moment is not None
+
+
 def check_correction(c: CorrectionConfig, weight: Mapping[str, Json], *, old_logprobs: str) -> None:
     """Raise ConfigError. weight: the settings of the importance weight."""
-    if old_logprobs == "sampled" and (c.weight or c.reject):
+    if old_logprobs == "sampled" and compares(c):
         raise ConfigError(
             "algorithm.old_logprobs='sampled' uses the log-probs of the engine as those of the trainer, so every ratio "
             f"of {KEY} would be 1: set it to recompute, or leave it out."

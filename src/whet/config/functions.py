@@ -17,9 +17,12 @@ Kind = Literal["online", "demonstrations", "preferences", "labels"]
 """What is learned from: the policy's own rollouts, given replies, pairs of a better and a worse one, replies marked as
 desirable or not."""
 
-Need = Literal["critic", "reference", "baseline", "entropy", "collision", "kl_zero", "old"]
+Need = Literal[
+    "critic", "reference", "baseline", "entropy", "collision", "discriminant", "centred_discriminant", "kl_zero", "old"
+]  # fmt: skip
 """What must be at hand beside rewards: values, reference log-probs, the greedy reply's reward, entropies, the sum of
-p^2, KTO's reference point, log-probs of the policy before the step."""
+p^2, by how much the entropy falls with a token's logit, KTO's reference point, log-probs of the policy before the
+step."""
 
 Skips = Literal["nothing", "no weight", "no advantage"]
 """Rollouts that have no part in a loss's gradient, whatever the policy says of them, nor in that of other rollouts:

@@ -67,11 +67,18 @@ class Resolved:
     advantage_low: float | None
     advantage_high: float | None
     top_entropy_quantile: float
+    entropy_clip: str
+    entropy_clip_mu: float
+    entropy_clip_max_frac: float | None
     resample: str
     resample_power: float
     refill: Literal["sample", "copy"]
     groups: GroupsConfig
     entropy_coef: float
+    entropy_target: float | None
+    entropy_coef_delta: float
+    entropy_coef_min: float
+    entropy_coef_max: float
     kl: KlConfig
     reward_kl: RewardKlConfig
     correction: CorrectionConfig
@@ -137,11 +144,18 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         advantage_low=cfg.advantage_low,
         advantage_high=cfg.advantage_high,
         top_entropy_quantile=cfg.top_entropy_quantile,
+        entropy_clip=cfg.entropy_clip,
+        entropy_clip_mu=cfg.entropy_clip_mu,
+        entropy_clip_max_frac=cfg.entropy_clip_max_frac,
         resample=cfg.resample,
         resample_power=cfg.resample_power,
         refill=cfg.refill,
         groups=cfg.groups if recipe.kind == "online" else GroupsConfig(),
         entropy_coef=cfg.entropy_coef,
+        entropy_target=cfg.entropy_target,
+        entropy_coef_delta=cfg.entropy_coef_delta,
+        entropy_coef_min=cfg.entropy_coef_min,
+        entropy_coef_max=cfg.entropy_coef_max,
         kl=cfg.kl,
         reward_kl=cfg.reward_kl,
         correction=cfg.correction,
@@ -277,7 +291,11 @@ def unread_settings(cfg: AlgorithmConfig) -> Iterator[tuple[str, str]]:
 
 def _term_needs(cfg: AlgorithmConfig) -> frozenset[Need]:
     needs: set[Need] = {"reference"} if max(cfg.kl.coef, cfg.reward_kl.coef) > 0 else set()
-    return frozenset(needs | ({"entropy"} if cfg.top_entropy_quantile < 1 else set()))
+    if cfg.top_entropy_quantile < 1:
+        needs.add("entropy")
+    if cfg.entropy_clip != "none":
+        needs.add("discriminant" if cfg.entropy_clip == "batch" else "centred_discriminant")
+    return frozenset(needs)
 
 
 def unknown(name: str, table: Mapping[str, object]) -> str:

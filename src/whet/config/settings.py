@@ -365,15 +365,28 @@ class Rec(Clip):
 class Gkd(Section):
     """The divergence from a teacher at the policy's own tokens (arXiv:2306.13649)."""
 
-    divergence: Literal["low_var_kl", "k2", "k3", "abs", "full", "forward_topk"] = "low_var_kl"
+    divergence: Literal["low_var_kl", "k2", "k3", "abs", "full", "forward_topk", "jsd", "jsd_topk"] = (
+        "low_var_kl"
+    )
     """An estimator of the KL of the policy to the teacher at the sampled token; full: that KL over the vocabulary;
-    forward_topk: the KL of the teacher to the policy over the teacher's top_k likeliest tokens."""
+    forward_topk: the KL of the teacher to the policy over the teacher's top_k likeliest tokens; jsd: the generalized
+    Jensen-Shannon divergence over the vocabulary; jsd_topk: the same over likely tokens."""
+    jsd_beta: Fraction = 0.5
+    """jsd, jsd_topk: weight of the teacher in the mixture that both are compared with. 0: the KL of the teacher to the
+    policy; 1: the KL of the policy to the teacher."""
     top_k: Annotated[int, Field(ge=1)] = 32
-    """Tokens of the teacher that forward_topk compares at each place."""
+    """Likely tokens that forward_topk and jsd_topk compare at each place."""
+    top_k_of: Literal["teacher", "policy", "both"] = "both"
+    """jsd_topk: whose top_k likeliest tokens. both: all that are among either's."""
+    top_k_rest: Literal["tail", "renormalize", "drop"] = "tail"
+    """jsd_topk: the probability of the other tokens is compared as one more token (tail), given to those that are
+    compared (renormalize), or left out (drop)."""
     min_logprob: Annotated[float, Field(lt=0.0)] | None = None
     """forward_topk: log-probs of both models count as at least this, in nats. None: as they are."""
     max_divergence: Above0 | None = None
     """A token's divergence counts as at most this, in nats, and has no gradient above. None: no limit."""
+    distill_coef: Above0 = 1.0
+    """Factor on the divergence."""
 
 
 class SftPhi(Section):

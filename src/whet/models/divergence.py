@@ -1,7 +1,7 @@
-"""The KL divergence over the whole vocabulary, or over the likeliest tokens of a teacher, without keeping [A, V] logits
-of either model.
+"""A divergence of the policy and the reference over the whole vocabulary, or over likely tokens, without keeping [A, V]
+logits of either model.
 
-Shape letters: A rows asked for, D hidden, V vocabulary, K likeliest tokens.
+Shape letters: A rows asked for, D hidden, V vocabulary, S tokens that are compared (all, or the likeliest and a rest).
 """
 
 from __future__ import annotations
@@ -14,55 +14,120 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from whet.algos.distillation import TopK
+from whet.algos.distillation import Divergence, TopK, of_support
 from whet.models.logprobs import OutputHead, logits, slope
 from whet.models.products import column_sums, product
 from whet.types import WhetError
 
 
-def full_kl(
+def divergence(
     hidden_AD: Tensor,
     reference_AD: Tensor,
     *,
     heads: tuple[OutputHead, OutputHead],
+    of: Divergence,
     temperature: float = 1.0,
     chunk: int = 256,
 ) -> Tensor:
-    """[A] float32: sum over the vocabulary of p (log p - log q), nats; p of the first head, q of the second.
+    """[A] float32, nats: the divergence `of` of p, of the first head, and q, of the second, bounded as it says.
 
-    The gradient flows to `hidden_AD` and the first head's parameters only: with e = log p - log q - KL,
-    d KL / d logit = p e. `chunk` rows of both logits at a time, computed again in backward. WhetError where the two
-    heads are not over the same vocabulary.
+    The gradient flows to `hidden_AD` and the first head's parameters only. `chunk` rows of both logits at a time,
+    computed again in backward. WhetError where whole vocabularies are compared and the two heads' differ; among likely
+    tokens one vocabulary may have more rows at its end.
     """
     sizes = [h.size for h in heads]
-    if sizes[0] != sizes[1]:
+    if of.top is None and sizes[0] != sizes[1]:
         raise WhetError(
-            f"algorithm.kl.estimator=full compares whole vocabularies, and the policy's has {sizes[0]} tokens, but the "
-            f"reference's {sizes[1]}: use another estimator, or a reference with the same tokenizer"
+            f"whole vocabularies are compared, and the policy's has {sizes[0]} tokens, but the reference's {sizes[1]}: "
+            "take another algorithm.kl.estimator or algorithm.loss.divergence, or a reference with the same tokenizer"
         )
-    job = _DivergenceJob(heads[0], heads[1], temperature, chunk)
-    return _FullKl.apply(hidden_AD, heads[0].linear.weight, heads[0].linear.bias, reference_AD, job)
+    job = _Job(heads[0], heads[1], temperature, chunk, of)
+    found_A = _Divergence.apply(hidden_AD, heads[0].linear.weight, heads[0].linear.bias, reference_AD, job)
+    return found_A if of.least is None and of.most is None else found_A.clamp(min=of.least, max=of.most)
 
 
 @dataclass(frozen=True)
-class _DivergenceJob:
+class _Support:
+    """The tokens that some rows compare."""
+
+    logp_AS: Tensor
+    logq_AS: Tensor
+    kept_AS: Tensor | None = None
+    """False where a token stands a second time. None: none does."""
+    token_AS: Tensor | None = None
+    """None: all tokens that this rank has."""
+
+
+@dataclass(frozen=True)
+class _Job:
     head: OutputHead
     reference: OutputHead
     temperature: float
     chunk: int
+    of: Divergence
 
     def spans(self, rows: int) -> list[slice]:
         return [slice(start, start + self.chunk) for start in range(0, rows, self.chunk)]
 
-    def terms(self, hidden_AD: Tensor, reference_AD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[A, V] logits, probabilities, log p - log q."""
+    def compared(self, hidden_AD: Tensor, reference_AD: Tensor) -> tuple[Tensor, Tensor, _Support]:
+        """[A, V] logits and log p, and the tokens that are compared."""
         z_AV = logits(self.head, hidden_AD, self.temperature)
         logp_AV = self.head.log_softmax(z_AV)
-        gap_AV = logp_AV - self.reference.log_softmax(logits(self.reference, reference_AD, self.temperature))
-        return z_AV, logp_AV.exp_(), gap_AV
+        logq_AV = self.reference.log_softmax(logits(self.reference, reference_AD, self.temperature))
+        if self.of.top is None:
+            return z_AV, logp_AV, _Support(logp_AV, logq_AV)
+        token_AS, kept_AS = self._likely(self.of.top, logp_AV, logq_AV)
+        logp_AS, logq_AS = at(self.head, logp_AV, token_AS), at(self.reference, logq_AV, token_AS)
+        return z_AV, logp_AV, _Support(logp_AS, logq_AS, kept_AS, token_AS)
+
+    def _likely(self, top: TopK, logp_AV: Tensor, logq_AV: Tensor) -> tuple[Tensor, Tensor | None]:
+        """([A, S] the likeliest tokens, [A, S] bool False where the policy's stand among the teacher's already)."""
+        below = min(self.head.size, self.reference.size)
+        found = {
+            "policy": lambda: likeliest(self.head, logp_AV, k=top.k, below=below),
+            "teacher": lambda: likeliest(self.reference, logq_AV, k=top.k, below=below),
+        }
+        if top.of != "both":
+            return found[top.of](), None
+        theirs_AK, own_AK = found["teacher"](), found["policy"]()
+        new_AK = (own_AK[:, :, None] != theirs_AK[:, None]).all(-1)
+        return torch.cat((theirs_AK, own_AK), 1), torch.cat((torch.ones_like(new_AK), new_AK), 1)
+
+    def whole(self, x_A: Tensor) -> Tensor:
+        """Sums over the tokens compared, from those of this rank's part."""
+        return self.head.add(x_A) if self.of.top is None else x_A
 
 
-class _FullKl(torch.autograd.Function):
+def likeliest(head: OutputHead, logp_AV: Tensor, *, k: int, below: int) -> Tensor:
+    """[A, K] the tokens with the largest log-probs of the whole vocabulary, all of them smaller than `below`."""
+    start = 0 if head.vocabulary is None else head.vocabulary.span.start
+    own = min(max(below - start, 0), logp_AV.shape[1])
+    logp_AK, token_AK = logp_AV[:, :own].topk(min(k, own))
+    if head.vocabulary is None:
+        return token_AK
+    peers = head.vocabulary.peers
+    found = logp_AK.new_zeros(2, peers.size, len(logp_AK), k, dtype=torch.float64)  # exact for tokens, too
+    found[0, peers.rank] = -torch.inf
+    found[0, peers.rank, :, : logp_AK.shape[1]] = logp_AK.double()
+    found[1, peers.rank, :, : logp_AK.shape[1]] = token_AK.double() + start
+    every_AW, tokens_AW = peers.add(found).transpose(1, 2).flatten(2)
+    return tokens_AW.gather(1, every_AW.topk(min(k, below)).indices).long()
+
+
+def at(head: OutputHead, logp_AV: Tensor, token_AS: Tensor) -> Tensor:
+    """[A, S] the log-probs of some tokens of the whole vocabulary."""
+    row_AS, own_AS = _rows(head, token_AS)
+    return head.add(torch.where(own_AS, logp_AV.gather(1, row_AS), 0.0))
+
+
+def _rows(head: OutputHead, token_AS: Tensor) -> tuple[Tensor, Tensor]:
+    """(row of each token in this rank's part of a vocabulary, whether it is this rank's)."""
+    if head.vocabulary is None:
+        return token_AS, torch.ones_like(token_AS, dtype=torch.bool)
+    return head.vocabulary.local(token_AS)
+
+
+class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -70,31 +135,39 @@ class _FullKl(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         reference_AD: Tensor,
-        job: _DivergenceJob,
+        job: _Job,
     ) -> Tensor:
-        kl_A = torch.empty(len(hidden_AD), dtype=torch.float32, device=hidden_AD.device)
-        for at in job.spans(len(hidden_AD)):
-            _, p_AV, gap_AV = job.terms(hidden_AD[at], reference_AD[at])
-            kl_A[at] = job.head.add((p_AV * gap_AV).sum(-1))
-        ctx.save_for_backward(hidden_AD, weight_VD, bias_V, reference_AD, kl_A)
+        found_A = torch.empty(len(hidden_AD), dtype=torch.float32, device=hidden_AD.device)
+        for rows in job.spans(len(hidden_AD)):
+            _, _, s = job.compared(hidden_AD[rows], reference_AD[rows])
+            found_A[rows] = job.whole(of_support(job.of, s.logp_AS, s.logq_AS, s.kept_AS)[0].sum(-1))
+        ctx.save_for_backward(hidden_AD, weight_VD, bias_V, reference_AD)
         ctx.job = job
-        return kl_A
+        return found_A
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dkl_A: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_AD, weight_VD, bias_V, reference_AD, kl_A = ctx.saved_tensors
-        job: _DivergenceJob = ctx.job
+    def backward(ctx: Any, dfound_A: Tensor) -> tuple[Tensor | None, ...]:
+        """d / d logit_v = g_v - p_v (sum of g), g_v the derivative by log p_v, 0 of tokens that are not compared."""
+        hidden_AD, weight_VD, bias_V, reference_AD = ctx.saved_tensors
+        job: _Job = ctx.job
 
-        def slopes(at: slice) -> tuple[Tensor, Tensor]:
-            z_AV, p_AV, gap_AV = job.terms(hidden_AD[at], reference_AD[at])
-            return z_AV, p_AV.mul_(gap_AV.sub_(kl_A[at, None])).mul_(dkl_A[at, None])
+        def slopes(rows: slice) -> tuple[Tensor, Tensor]:
+            z_AV, logp_AV, s = job.compared(hidden_AD[rows], reference_AD[rows])
+            g_AS = of_support(job.of, s.logp_AS, s.logq_AS, s.kept_AS)[1]
+            dz_AV = logp_AV.exp().mul_(-job.whole(g_AS.sum(-1))[:, None])
+            if s.token_AS is None:
+                dz_AV += g_AS
+            else:
+                row_AS, own_AS = _rows(job.head, s.token_AS)
+                dz_AV.scatter_add_(1, row_AS, torch.where(own_AS, g_AS, 0.0))
+            return z_AV, dz_AV.mul_(dfound_A[rows, None])
 
         return *_gradients(job, slopes, hidden_AD, weight_VD, bias_V), None, None
 
 
 def _gradients(
-    job: _DivergenceJob,
+    job: _Job,
     slopes: Callable[[slice], tuple[Tensor, Tensor]],
     hidden_AD: Tensor,
     weight_VD: Tensor,
@@ -116,105 +189,3 @@ def _gradients(
     job.head.add(dhidden_AD)
     db_V = dbias_V if bias_V is None or dbias_V is None else dbias_V.to(bias_V.dtype)
     return dhidden_AD, dweight_VD.to(weight_VD.dtype), db_V
-
-
-# ---------------------------------------------------------------- over the likeliest tokens of a teacher
-
-
-def forward_kl(
-    hidden_AD: Tensor,
-    teacher_AD: Tensor,
-    *,
-    heads: tuple[OutputHead, OutputHead],
-    top: TopK,
-    temperature: float = 1.0,
-    chunk: int = 256,
-) -> Tensor:
-    """[A] float32: sum over the teacher's K likeliest tokens of q (log q - log p), nats; p of the first head, q of the
-    second, neither of them renormalized; at least 0.
-
-    The gradient flows to `hidden_AD` and the first head's parameters only: d / d logit_v = p_v Q - q_v, where Q is the
-    sum of q over the K tokens, and q_v is 0 for the others. The teacher's vocabulary may have more rows at its end.
-    """
-    job = _TopKJob(heads[0], heads[1], temperature, chunk, top)
-    kl_A = _ForwardKl.apply(hidden_AD, heads[0].linear.weight, heads[0].linear.bias, teacher_AD, job)
-    return kl_A.clamp(min=0.0, max=top.most)
-
-
-@dataclass(frozen=True)
-class _TopKJob(_DivergenceJob):
-    top: TopK
-
-    def chosen(self, hidden_AD: Tensor, teacher_AD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """[A, V] logits and log p; [A, K] the tokens, and log q and log p there."""
-        z_AV = logits(self.head, hidden_AD, self.temperature)
-        logp_AV = self.head.log_softmax(z_AV)
-        logq_AV = self.reference.log_softmax(logits(self.reference, teacher_AD, self.temperature))
-        logq_AK, token_AK = likeliest(self.reference, logq_AV, k=self.top.k, below=self.head.size)
-        row_AK, own_AK = _rows(self.head, token_AK)
-        logp_AK = self.head.add(torch.where(own_AK, logp_AV.gather(1, row_AK), 0.0))
-        return z_AV, logp_AV, token_AK, logq_AK, logp_AK
-
-    def floored(self, logp_AK: Tensor) -> Tensor:
-        return logp_AK if self.top.floor is None else logp_AK.clamp(min=self.top.floor)
-
-
-def likeliest(head: OutputHead, logp_AV: Tensor, *, k: int, below: int) -> tuple[Tensor, Tensor]:
-    """[A, K] the largest log-probs of the whole vocabulary, and their tokens, all of them smaller than `below`."""
-    start = 0 if head.vocabulary is None else head.vocabulary.span.start
-    own = min(max(below - start, 0), logp_AV.shape[1])
-    logp_AK, token_AK = logp_AV[:, :own].topk(min(k, own))
-    if head.vocabulary is None:
-        return logp_AK, token_AK
-    peers = head.vocabulary.peers
-    found = logp_AK.new_zeros(2, peers.size, len(logp_AK), k, dtype=torch.float64)  # exact for tokens, too
-    found[0, peers.rank] = -torch.inf
-    found[0, peers.rank, :, : logp_AK.shape[1]] = logp_AK.double()
-    found[1, peers.rank, :, : logp_AK.shape[1]] = token_AK.double() + start
-    every_AW, tokens_AW = peers.add(found).transpose(1, 2).flatten(2)
-    best_AK, at_AK = every_AW.topk(min(k, below))
-    return best_AK.float(), tokens_AW.gather(1, at_AK).long()
-
-
-def _rows(head: OutputHead, token_AK: Tensor) -> tuple[Tensor, Tensor]:
-    """(row of each token in this rank's part of a vocabulary, whether it is this rank's)."""
-    if head.vocabulary is None:
-        return token_AK, torch.ones_like(token_AK, dtype=torch.bool)
-    return head.vocabulary.local(token_AK)
-
-
-class _ForwardKl(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_AD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        teacher_AD: Tensor,
-        job: _TopKJob,
-    ) -> Tensor:
-        kl_A = torch.empty(len(hidden_AD), dtype=torch.float32, device=hidden_AD.device)
-        for at in job.spans(len(hidden_AD)):
-            _, _, _, logq_AK, logp_AK = job.chosen(hidden_AD[at], teacher_AD[at])
-            logq_AK = job.floored(logq_AK)
-            kl_A[at] = (logq_AK.exp() * (logq_AK - job.floored(logp_AK))).sum(-1)
-        ctx.save_for_backward(hidden_AD, weight_VD, bias_V, teacher_AD)
-        ctx.job = job
-        return kl_A
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dkl_A: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_AD, weight_VD, bias_V, teacher_AD = ctx.saved_tensors
-        job: _TopKJob = ctx.job
-
-        def slopes(at: slice) -> tuple[Tensor, Tensor]:
-            z_AV, logp_AV, token_AK, logq_AK, logp_AK = job.chosen(hidden_AD[at], teacher_AD[at])
-            q_AK = job.floored(logq_AK).exp()
-            if job.top.floor is not None:
-                q_AK = torch.where(logp_AK >= job.top.floor, q_AK, 0.0)
-            row_AK, own_AK = _rows(job.head, token_AK)
-            dz_AV = logp_AV.exp_().mul_(q_AK.sum(-1, keepdim=True))
-            return z_AV, dz_AV.scatter_add_(1, row_AK, torch.where(own_AK, -q_AK, 0.0)).mul_(dkl_A[at, None])
-
-        return *_gradients(job, slopes, hidden_AD, weight_VD, bias_V), None, None

@@ -7,7 +7,9 @@ bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,10 +116,15 @@ def token_logprobs(
 
 @torch.no_grad()
 def collisions(
-    hidden_AD: Tensor, *, head: OutputHead, temperature: float = 1.0, chunk: int = _CHUNK
+    hidden_AD: Tensor,
+    targets_A: Tensor | None = None,
+    *,
+    head: OutputHead,
+    temperature: float = 1.0,
+    chunk: int = _CHUNK,
 ) -> Tensor:
     """[A] float32: sum over the vocabulary of p^2, p = softmax(logits / temperature): the chance that two samples
-    collide. No gradient; `chunk` rows of logits at a time.
+    collide, whatever the targets are. No gradient; `chunk` rows of logits at a time.
     """
     out_A = torch.empty(len(hidden_AD), dtype=torch.float32, device=hidden_AD.device)
     for start in range(0, len(hidden_AD), chunk):
@@ -125,6 +132,45 @@ def collisions(
         logp_AV = head.log_softmax(logits(head, hidden_AD[at], temperature))
         out_A[at] = head.add(logp_AV.mul_(2).exp_().sum(-1))
     return out_A
+
+
+@torch.no_grad()
+def discriminants(
+    hidden_AD: Tensor,
+    targets_A: Tensor,
+    *,
+    head: OutputHead,
+    temperature: float = 1.0,
+    centred: bool = False,
+    chunk: int = _CHUNK,
+) -> Tensor:
+    """[A] float32: S = p (H + log p) of each target, p its probability, H the entropy in nats: to first order the
+    entropy falls by S for each unit that the target's logit rises (arXiv:2602.03392 Theorem 3.2). centred: less the
+    mean of S over tokens drawn from p. No gradient; `chunk` rows of logits at a time.
+    """
+    out_A = torch.empty(len(hidden_AD), dtype=torch.float32, device=hidden_AD.device)
+    for start in range(0, len(hidden_AD), chunk):
+        at = slice(start, start + chunk)
+        logp_AV = head.log_softmax(logits(head, hidden_AD[at], temperature))
+        p_AV = logp_AV.exp()
+        entropy_A = head.add(torch.special.entr(p_AV).sum(-1))
+        row_A, own_A = (
+            (targets_A[at], None) if head.vocabulary is None else head.vocabulary.local(targets_A[at])
+        )
+        logp_A = logp_AV.gather(1, row_A[:, None]).squeeze(1)
+        logp_A = logp_A if own_A is None else head.add(torch.where(own_A, logp_A, 0.0))
+        out_A[at] = logp_A.exp() * (entropy_A + logp_A)
+        if centred:
+            out_A[at] -= head.add((p_AV.square_() * logp_AV.add_(entropy_A[:, None])).sum(-1))
+    return out_A
+
+
+OF_LOGITS: Mapping[str, Callable[..., Tensor]] = {
+    "collision": collisions,
+    "discriminant": discriminants,
+    "centred_discriminant": partial(discriminants, centred=True),
+}
+"""What is computed of a place's logits and its token, without gradient: `TrainEngine.forward`."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+from whet.config.correction import compares
 from whet.config.recipes import resolve
 from whet.config.schema import Config
 from whet.rollout.engine import Capabilities
@@ -53,7 +54,7 @@ def reads_logprobs(cfg: Config) -> Iterator[str]:
     if algorithm.kind != "online":
         return
     c = algorithm.correction
-    if c.weight is not None or c.reject or c.staleness_decay != 1.0:
+    if compares(c) or c.staleness_decay != 1.0:
         yield "algorithm.correction"
     if algorithm.old_logprobs == "sampled":
         yield "algorithm.old_logprobs=sampled"

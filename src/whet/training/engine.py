@@ -14,7 +14,7 @@ from whet.batch import Batch, LossFn
 from whet.models.published import Send
 from whet.types import Metrics
 
-Want = Literal["logprobs", "values", "entropy", "collision"]
+Want = Literal["logprobs", "values", "entropy", "collision", "discriminant", "centred_discriminant"]
 T = TypeVar("T")
 
 
@@ -42,7 +42,7 @@ class TrainEngine(Protocol):
 
     def forward(self, batch: Batch, want: Want) -> Tensor:
         """[N] float32, no gradient; 0 where mask_N is false. entropy: in nats. collision: the sum over the
-        vocabulary of p^2."""
+        vocabulary of p^2. discriminant, centred_discriminant: by how much the entropy falls with the token's logit."""
 
     def update(self, batch: Batch, loss: LossFn) -> Metrics:
         """Micro-batches, backward, clip, one optimizer step. The loss is sum(loss_N * batch.weight_N)."""
@@ -55,8 +55,9 @@ class TrainEngine(Protocol):
         several processes, one has each whole tensor for as long as `send` looks at it. On another machine they are
         brought here first, so that what `send` writes is always on this one. Raises what `send` raises."""
 
-    def copy_from(self, other: Any) -> None:
-        """Take the weights of another engine of the same model."""
+    def copy_from(self, other: Any, share: float = 1.0) -> None:
+        """Take the weights of another engine of the same model; of a share below 1 the weights become share * other +
+        (1 - share) * own."""
 
     def save(self, path: Path, *, moments: bool = True) -> None:
         """Weights and the schedule's place into a folder; with `moments` the optimizer's, too."""

@@ -32,10 +32,11 @@ from whet.models.lora import learned, refresh
 from whet.models.mesh import Dims, expert_mesh, make_mesh
 from whet.models.parallel import parallelize
 from whet.models.published import Adapter, Send, filled
-from whet.models.sharded import DataParallel, Sharding
+from whet.models.sharded import DataParallel, Sharding, local
 from whet.models.tensor_files import Piece
 from whet.track.lanes import Notes
 from whet.track.timeline import clock
+from whet.training.mixing import mix
 from whet.training.parts import Held
 from whet.training.profile import Profiler, memory_peaks
 from whet.training.torch import MICRO_BATCH, OPTIMIZER_STEP, FullKl, TorchEngine
@@ -216,11 +217,18 @@ class _Rank:
         """Most memory so far in MiB: of the process and, on CUDA, of its GPU since the last time."""
         return memory_peaks()
 
-    def load(self, name: str, path: str) -> None:
-        self.engines[name].load(Path(path))
+    @torch.no_grad()
+    def load(self, name: str, path: str, share: float) -> None:
+        """What is saved there, or this share of it beside the weights as they are."""
+        engine = self.engines[name]
+        named = list(learned(engine.module)) if share < 1 else []
+        before = [local(p).clone() for _, p in named]
+        engine.load(Path(path))
+        for own, (_, p) in zip(before, named, strict=True):
+            local(p).copy_(mix(own, local(p), share))
 
-    def copy(self, name: str, other: str) -> None:
-        self.engines[name].copy_from(self.engines[other])
+    def copy(self, name: str, other: str, share: float) -> None:
+        self.engines[name].copy_from(self.engines[other], share)
 
     def forget(self, name: str) -> None:
         self.engines[name].forget()

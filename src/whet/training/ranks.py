@@ -366,7 +366,7 @@ class RankGroup:
     def update(self, batch: Batch, loss: LossFn) -> Metrics:
         kl, full_kl = self.full_kl, None
         if kl is not None:
-            full_kl = kl.coef, kl.reference.role, kl.top  # type: ignore[attr-defined]
+            full_kl = kl.coef, kl.reference.role, kl.of  # type: ignore[attr-defined]
         dealt = self._deal(batch.to("cpu"), learns=True)
         with self.span("update"):
             answers = self._ask("update", each=[(part, loss, full_kl) for part in self._by_rank(dealt)])
@@ -414,14 +414,17 @@ class RankGroup:
         return write
 
     def load(self, path: Path) -> None:
+        self._load(path)
+
+    def _load(self, path: Path, share: float = 1.0) -> None:
         with self.ranks.lines.carried(path) as there:
-            self._ask("load", each=[(each,) for each in there])
+            self._ask("load", each=[(each, share) for each in there])
         self._stale = True
 
-    def copy_from(self, other: RankGroup | TorchEngine) -> None:
-        """Take another model's weights; through this process, if it is in other ones."""
+    def copy_from(self, other: RankGroup | TorchEngine, share: float = 1.0) -> None:
+        """Take another model's weights, or this share of them; through this process, if it is in other ones."""
         if isinstance(other, RankGroup) and other.ranks is self.ranks:
-            self._ask("copy", other.role)
+            self._ask("copy", other.role, share)
             self._stale = True
             return
         theirs = learned(other.module) if adapted(self._module) else other.weights()
@@ -429,7 +432,7 @@ class RankGroup:
             tensors = {name: x.detach().cpu().contiguous() for name, x in theirs}
             own = {name for name, _ in learned(self._module)}
             save_file({n: x for n, x in tensors.items() if n in own}, Path(folder) / "model.safetensors")
-            self.load(Path(folder))
+            self._load(Path(folder), share)
 
     def forget(self) -> None:
         self._ask("forget")

@@ -21,17 +21,17 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from whet import seeds
-from whet.algos.distillation import TopK
+from whet.algos.distillation import KL, Divergence
 from whet.algos.segments import need
 from whet.batch import Batch, Loss, LossFn, Outputs
 from whet.config.schema import OptimizerConfig
 from whet.models.attention import PackedAttention
 from whet.models.context_parallel import Share
-from whet.models.divergence import forward_kl, full_kl
+from whet.models.divergence import divergence
 from whet.models.dropout import Noise, token_names
 from whet.models.float8 import check as check_float8
 from whet.models.kernels import Ops
-from whet.models.logprobs import collisions, token_logprobs
+from whet.models.logprobs import OF_LOGITS, token_logprobs
 from whet.models.lora import adapted, dropping, learned, merged, refresh
 from whet.models.offload import kept_on_host
 from whet.models.optim import Optimizer
@@ -46,6 +46,7 @@ from whet.track.files import reading
 from whet.training.balance import Dealt, deal, together
 from whet.training.engine import Want
 from whet.training.micro_batches import MicroBatchPolicy
+from whet.training.mixing import mix
 from whet.training.sums import Sums
 from whet.types import CheckpointError, Metrics, WhetError
 
@@ -59,12 +60,12 @@ OPTIMIZER_STEP = "optimizer step"
 
 @dataclass(frozen=True)
 class FullKl:
-    """A term of the loss: coef times the KL to the reference over the whole vocabulary, at the policy's own tokens;
-    with `top` that of the reference to the policy, over the reference's likeliest tokens."""
+    """A term of the loss: coef times a divergence from the reference over many tokens at each place, at the policy's
+    own tokens; its KL over the whole vocabulary, if no other is named."""
 
     coef: float
     reference: TorchEngine
-    top: TopK | None = None
+    of: Divergence = KL
 
     def added(self, result: Loss, batch: Batch, kl_N: Tensor) -> Loss:
         if batch.expert_R is not None:
@@ -147,7 +148,9 @@ class TorchEngine:
         if (want == "values") != (self.value_head is not None):
             raise WhetError(f"a {'critic' if self.value_head else 'policy'} engine does not compute {want}")
         parts: list[Tensor] = []
-        said = {"collision": self._collisions, "entropy": self._entropies}.get(want, self._said)
+        said = self._entropies if want == "entropy" else self._said
+        if want in OF_LOGITS:
+            said = partial(self._of_logits, OF_LOGITS[want])
         with self.span(f"forward {want}"), self._awake():
             if self.parallel.stage is not None:
                 self._flow(
@@ -273,11 +276,11 @@ class TorchEngine:
         }
 
     @torch.no_grad()
-    def copy_from(self, other: TorchEngine) -> None:
-        """Take another engine's weights, in place."""
+    def copy_from(self, other: TorchEngine, share: float = 1.0) -> None:
+        """Take another engine's weights, or this share of them, in place."""
         theirs = dict(learned(other.module) if adapted(self.module) else other.weights())
         for name, p in learned(self.module):
-            local(p).copy_(local(theirs[name]))
+            local(p).copy_(mix(local(p), local(theirs[name]), share))
         refresh(self.module)
 
     def forget(self) -> None:
@@ -492,28 +495,30 @@ class TorchEngine:
         out = self._outputs(batch, hidden_AD, at_A)
         result = loss(batch, out)
         if self.full_kl is not None:
-            other = self.full_kl.reference
-            kl_N = within(other.module, self._full_kl_N, other, batch, hidden_AD, at_A, reference_AD)
-            result = self.full_kl.added(result, batch, kl_N)
+            term, other = self.full_kl, self.full_kl.reference
+            kl_N = within(other.module, self._full_kl_N, term, batch, hidden_AD, at_A, reference_AD)
+            result = term.added(result, batch, kl_N)
         return (result.loss_N * need(batch.weight_N, "batch.weight_N")).sum(), out, result
 
-    def _collisions(self, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
-        sums_A = collisions(hidden_AD, head=self.decoder.head, temperature=self.cut.temperature)
-        return self._spread(sums_A, at_A, batch.tokens)
+    def _of_logits(
+        self, compute: Callable[..., Tensor], batch: Batch, hidden_AD: Tensor, at_A: Tensor
+    ) -> Tensor:
+        targets_A, head = batch.token_ids_N[at_A], self.decoder.head
+        found_A = compute(hidden_AD, targets_A, head=head, temperature=self.cut.temperature)
+        return self._spread(found_A, at_A, batch.tokens)
 
     def _entropies(self, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
         return need(self._outputs(batch, hidden_AD, at_A).entropy_N, "outputs.entropy_N")
 
     def _full_kl_N(
-        self, other: TorchEngine, batch: Batch, hidden_AD: Tensor, at_A: Tensor, reference_AD: Tensor | None
+        self, term: FullKl, batch: Batch, hidden_AD: Tensor, at_A: Tensor, reference_AD: Tensor | None
     ) -> Tensor:
+        other = term.reference
         if reference_AD is None:
             with torch.no_grad():
                 reference_AD = other._alone(lambda batch, hidden_AD, at_A: hidden_AD, batch)
         heads = (self.decoder.head, other.decoder.head)
-        top = None if self.full_kl is None else self.full_kl.top
-        kl = full_kl if top is None else partial(forward_kl, top=top)
-        kl_A = kl(hidden_AD, reference_AD, heads=heads, temperature=self.cut.temperature)
+        kl_A = divergence(hidden_AD, reference_AD, heads=heads, of=term.of, temperature=self.cut.temperature)
         return self._spread(kl_A, at_A, batch.tokens)
 
     def _outputs(self, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Outputs:

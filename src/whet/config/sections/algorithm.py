@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from whet.config.sections.aggregation import Aggregation
-from whet.config.sections.base import Count, NonNegative, Positive, Section
+from whet.config.sections.base import Above0, Count, NonNegative, Positive, Section
 from whet.config.sections.correction import CorrectionConfig
 from whet.config.sections.groups import GroupsConfig
 from whet.config.sections.kl import KlConfig, RewardKlConfig
@@ -39,7 +39,18 @@ class AlgorithmConfig(Section):
     whiten: bool | None = None
     """Normalize advantages to mean 0 and variance 1 over the batch. Default: the recipe's."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus; 0 is off (entropy is still measured where it costs nothing)."""
+    """Weight of the entropy bonus, with entropy_target the first one; 0 is off (entropy is still measured where it
+    costs nothing)."""
+    entropy_target: Above0 | None = None
+    """Adaptive entropy control (Skywork-OR1): mean entropy in nats a token. In every optimizer step the weight of the
+    bonus rises by entropy_coef_delta if the entropy was at most this, else it falls; the bonus counts only after a step
+    with such an entropy. Default: the weight is constant."""
+    entropy_coef_delta: Above0 = 0.005
+    """With entropy_target: by how much the weight of the entropy moves in an optimizer step."""
+    entropy_coef_min: NonNegative = 0.0
+    """With entropy_target: smallest weight of the entropy."""
+    entropy_coef_max: Above0 = 1.0
+    """With entropy_target: largest weight of the entropy."""
     kl: KlConfig = Field(default_factory=KlConfig)
     """KL to the reference, as a term of the loss."""
     reward_kl: RewardKlConfig = Field(default_factory=RewardKlConfig)
@@ -81,6 +92,16 @@ class AlgorithmConfig(Section):
     top_entropy_quantile: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Share of a step's tokens that the policy loss learns from: those where the policy before the step had the highest
     entropy; the paper: 0.2 (arXiv:2506.01939). The others keep their place in means. 1: all."""
+    entropy_clip: Literal["none", "batch", "vocabulary"] = "none"
+    """Leave out tokens with a negative advantage whose update would make the entropy fall most, by the policy before
+    the step (arXiv:2602.03392). batch: against the mean of the step's tokens (Clip_B); vocabulary: against what is
+    expected at each place (Clip_V). The others, and those left out, keep their place in means."""
+    entropy_clip_mu: Above0 = 2.5
+    """entropy_clip: left out is what lies more than so many standard deviations of the step's tokens off (Clip_B: 2.5;
+    Clip_V: 8.5)."""
+    entropy_clip_max_frac: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """entropy_clip: largest share of the step's tokens that is left out, at least one token: those that lie farthest
+    off (Clip_V: 1e-4). Default: no limit."""
     positive_nll_coef: NonNegative = 0.0
     """Term added to any policy loss: this weight times the mean of -log pi over the tokens of rollouts with a reward
     above 0."""

@@ -27,7 +27,7 @@ class RejectConfig(Section):
 class CorrectionConfig(Section):
     """Off-policy correction: the policy loss is weighted by w = pi_old / pi_sampled, and tokens can be rejected.
 
-    Without `weight`, `reject` and `staleness_decay` it is off. KL and entropy are never weighted.
+    Without `weight`, `reject`, `second_moment` and `staleness_decay` it is off. KL and entropy are never weighted.
     """
 
     weight: str | dict[str, Any] | None = None
@@ -38,6 +38,9 @@ class CorrectionConfig(Section):
     """Multiply the weight of a token by this factor to the power of the age of its policy, in versions. 1: off."""
     reject: tuple[RejectConfig, ...] = ()
     """Tests of tokens or rollouts; a token or rollout that fails one test has weight 0."""
+    second_moment: Above0 | None = None
+    """Reject the tokens with the largest (log w)^2 until the mean of the others over the step is below this (M2PO,
+    arXiv:2510.01161; 0.04 there). None: off."""
     denominator: Literal["kept", "all"] = "kept"
     """Denominator of the averages in the loss. kept: tokens of weight 0 are excluded from the loss, KL and entropy
     (verl); all: these tokens count in the denominator, in KL and in entropy (Cosmos-RL, IcePop)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -130,5 +130,8 @@ class ReferenceConfig(Section):
     reset_interval_epochs: Count = 0
     """Epochs of the training data between such copies, in addition: the copy is made in the step that completes the
     epoch. 0: not by epochs."""
+    mixup_alpha: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Weight of the policy in such a copy: the reference becomes alpha * policy + (1 - alpha) * reference, weight by
+    weight (TR-DPO's soft update, arXiv:2404.09656; TRL: ref_model_mixup_alpha). 1: the policy itself."""
     reset_optimizer: bool = False
     """Reset the moments of the policy's optimizer at each such copy; its schedule continues."""

@@ -24,9 +24,11 @@ OTHER_MODELS = {
 
 
 def algorithm(values: Values) -> dict[str, Json]:
-    """The recipe: grpo, gspo, dapo (which drops groups of equal rewards), or sft."""
+    """The recipe: grpo, gspo, dapo (which drops equal groups), sft, or gkd with a teacher's likely tokens."""
     if is_sft(values):
         return {"algorithm.name": "sft"}
+    if judges_likely(values):
+        return {"algorithm.name": "gkd"}
     variant = values[POLICY + "variant"]
     return {"algorithm.name": variant} | (_dropping(values) if variant == "dapo" else {})
 
@@ -180,30 +182,62 @@ def pays(values: Values) -> bool:
     return not distills(values)
 
 
+def judges_likely(values: Values) -> bool:
+    """Whether the teacher judges the likely tokens of each place, in place of the sampled one."""
+    return distills(values) and int(values["distillation.top_k"]) > 0  # type: ignore[call-overload]
+
+
 def distillation(values: Values) -> dict[str, Json]:
-    """A teacher in place of rewards: every token learns how much likelier the teacher finds it."""
+    """A teacher in place of rewards: every token learns how much likelier the teacher finds it, or every place how far
+    the policy is from the teacher among its likely tokens."""
     if not distills(values):
         return {}
     at = "distillation."
     if is_sft(values) or values[POLICY + "variant"] == "dapo":
         why = "is of RL jobs" if is_sft(values) else "pays no rewards, and dapo would drop every group"
         raise ConfigError(f"{at}enable=true {why}; leave it out, or take variant grpo or gspo.")
-    beyond = {
-        "include_prompt": values[at + "include_prompt"],
-        "top_k": values[at + "top_k"] > 0,
-    }
-    for key in (key for key, is_asked in beyond.items() if is_asked):
+    if values[at + "include_prompt"]:
         raise NotSupportedYet(
-            f"{at}{key}={values[at + key]} is coming, not built yet; today each sampled token is judged by itself"
+            f"{at}include_prompt=true is coming, not built yet; today the tokens of replies are judged"
         )
     if values[POLICY + "kl_beta"] != 0:
         raise NotSupportedYet(
             f"{POLICY}kl_beta beside {at}enable is coming, not built yet: a teacher and a reference; set it 0."
         )
     discount = values[at + "kl_discount_factor"]
+    path = at_revision(values, values[at + "model_name_or_path"], at + "model_revision")
+    if judges_likely(values):
+        return _likely(values) | {"reference.path": path}
     return {
         "algorithm.advantage": "distill",
         "algorithm.advantage.distill_coef": values[at + "kl_penalty_coef"],
         **({"algorithm.advantage.distill_discount": discount} if discount else {}),
-        "reference.path": at_revision(values, values[at + "model_name_or_path"], at + "model_revision"),
+        "reference.path": path,
+    }
+
+
+def _likely(values: Values) -> dict[str, Json]:
+    """The divergence over likely tokens as the loss: Cosmos multiplies it by the token's ratio and differentiates
+    both, and the part of the ratio has mean 0."""
+    at, of = "algorithm.loss.", "distillation."
+    if not 0 <= values[of + "jsd_beta"] <= 1:  # type: ignore[operator]
+        raise ConfigError(f"{of}jsd_beta={values[of + 'jsd_beta']}: expected a number from 0 to 1.")
+    beside = {
+        of + "kl_discount_factor": values[of + "kl_discount_factor"] != 0,
+        POLICY + "aipo_rho": values[POLICY + "aipo_rho"] is not None,
+        POLICY + "use_decoupled_loss": values[POLICY + "use_decoupled_loss"],
+        POLICY + "off_policy_masking_delta": values[POLICY + "off_policy_masking_delta"] is not None,
+    }
+    for key in (key for key, given in beside.items() if given):
+        raise NotSupportedYet(
+            f"{key} with {of}top_k={values[of + 'top_k']} is coming, not built yet: today the divergence over likely "
+            "tokens is the loss, without an advantage or a ratio; leave it out, or set top_k=0."
+        )
+    return {
+        at + "divergence": "jsd_topk",
+        at + "jsd_beta": values[of + "jsd_beta"],
+        at + "top_k": values[of + "top_k"],
+        at + "top_k_of": "policy",
+        at + "top_k_rest": "drop",
+        at + "distill_coef": values[of + "kl_penalty_coef"],
     }

@@ -44,6 +44,8 @@ ADVANTAGES: dict[str, Native] = {
     "reinforceplusplus": {"gamma": 1.0},
     "on_policy_distill": {"kl_coef": 1.0},
     "jsd": {"kl_coef": 1.0, "lambda_coef": 0.5, "temperature": 1.0, "chunk_size": None},
+    "clipb": {"epsilon": 1e-6, "mu": 2.5},
+    "clipv": {"epsilon": 1e-6, "mu": 8.5, "max_frac": 1e-4},
     "none": {},
 }
 """The advantages with their arguments and defaults."""
@@ -51,10 +53,12 @@ ADVANTAGES: dict[str, Native] = {
 _NEEDS = {"duplicate_experiences": "std_threshold", "epsilon": "std_normalize"}
 """Arguments that only another one makes count; the second of rec."""
 
-NEWER = ("clipb", "clipv", "gigpo")
+NEWER = ("gigpo",)
 _NATIVE = {
     "ppo": "gae",
     "grpo_verl": "grpo",
+    "clipb": "grpo",
+    "clipv": "grpo",
     "reinforceplusplus": "reinforce_plus_plus",
     "on_policy_distill": "distill",
     "jsd": "distill",
@@ -72,8 +76,12 @@ _ARGUMENTS = {
     "rank_penalty": "advantage.rank_penalty",
     "enable_step_norm": "advantage.divide_by_turns",
     "drop": "resample",
+    "mu": "entropy_clip_mu",
+    "max_frac": "entropy_clip_max_frac",
 }
 """Arguments by their native names; those that are null or false by default are left out at it."""
+_ENTROPY_CLIP = {"clipb": "batch", "clipv": "vocabulary"}
+"""Advantages of grpo that leave tokens out: entropy_clip."""
 _OF_ONE = {"ppo": "ppo", "on_policy_distill": "on_policy_distill", "jsd": "jsd"}
 """Advantages that only one algorithm_type has the models for."""
 
@@ -121,6 +129,8 @@ def _settings(name: str, given: Mapping[str, Json]) -> Native:
             del told["advantage.distill_mixture"]  # log teacher - log policy, as in Trinity
         else:
             told["advantage.distill_estimator"] = "jsd"
+    if name in _ENTROPY_CLIP:
+        told["entropy_clip"] = _ENTROPY_CLIP[name]
     if name == "rloo":
         told["advantage.single_rollout"] = "raw"
     if name == "rec" and given["std_normalize"]:
