@@ -13,11 +13,11 @@ import typer
 
 from whet import secrets
 from whet.notices import say, say_columns, say_missing
-from whet.options import Dialect, File, Gpus, Mem, Overrides, TrustScript, UnusedChoice, UnusedKeys
+from whet.options import Dialect, File, Gpus, Mem, Overrides, Prove, TrustScript, UnusedChoice, UnusedKeys
 from whet.types import ConfigError, WhetError
 
 if TYPE_CHECKING:
-    pass
+    from whet.config.load import Loaded
 
 app = typer.Typer(
     name="whet",
@@ -361,13 +361,19 @@ def convert(
     gpus: Gpus = None,
     mem: Mem = None,
     trust_script: TrustScript = False,
+    proves: Prove = False,
 ) -> None:
     """Write a config of another system with whet's own keys, and the origin of each line.
 
     The layout is taken from the file, or fits the machines of --gpus.
 
+    --prove imports the package of that system and calls its code with the settings of the file: batch sizes, steps,
+    learning rates, KL, and advantages and losses of random batches. The file is read as the installed release, unless
+    --dialect names another. Exit code 1: a row differs without a note, or cannot be compared.
+
     \b
     Example: whet convert examples/from_skyrl.yaml
+    Example: whet convert examples/from_verl.yaml --prove
     Example: whet convert examples/from_verl.sh trainer.total_epochs=5
     Example: whet convert examples/from_skyrl.yaml -o native.yaml --report report.md
     Example: whet convert examples/from_skyrl.yaml --gpus 8x2 --mem 80
@@ -378,19 +384,31 @@ def convert(
     from whet.dialects.convert import native_yaml
     from whet.dialects.report import markdown
 
+    def read(dialect: str | None) -> Loaded:
+        return load(file, overrides or (), dialect=dialect, trust_script=trust_script, here=False)
+
     given = machines(gpus, mem) if gpus else None
     with as_if(given):
-        loaded = load(file, overrides or (), dialect=dialect, trust_script=trust_script, here=False)
+        loaded = read(dialect)
+        if proves and "@" not in (dialect or ""):
+            from whet.prove.proof import release
+
+            loaded = read(release(loaded))
     with as_if(given or (ENOUGH if loaded.translation else None)):
         plans(loaded, here=False)
     say(loaded)
     say_missing(loaded)
     if output:
         output.write_text(native_yaml(loaded), encoding="utf-8")
-    else:
+    elif not proves:
         typer.echo(native_yaml(loaded), nl=False)
     if report and loaded.translation:
         report.write_text(markdown(loaded.translation, f"Translation of {file}"), encoding="utf-8")
+    if proves:
+        from whet.prove.proof import printed
+
+        with as_if(given or ENOUGH):
+            raise typer.Exit(0 if printed(loaded) else 1)
 
 
 @app.command()

@@ -55,6 +55,14 @@ Dialect = Annotated[
     ),
 ]
 
+Prove = Annotated[
+    bool,
+    typer.Option(
+        "--prove",
+        help="Compare with the installed package of that system, and print the table instead of the file.",
+    ),
+]
+
 TrustScript = Annotated[
     bool,
     typer.Option(
