@@ -61,7 +61,7 @@ def test_defaults_that_changed(key: str, version: str, before: Any, since: Any) 
 
 def test_a_file_is_read_as_a_release_that_has_its_keys() -> None:
     assert version_of("cosmos-grpo", ["train.optm_lr"]) == "0.3.6"
-    assert version_of("cosmos-grpo", ["train.optm_warmup_start_factor"]) == "0.4.4"
+    assert version_of("cosmos-grpo", ["train.optm_warmup_start_factor"]) == "0.4.7"
     assert version_of("cosmos-grpo", [POLICY + "remote_reward.enabled"]) == "0.4.1", "gone in 0.4.2"
     assert version_of("cosmos-grpo", ["train.optm_lr"], "cosmos@0.3.8") == "0.3.8"
 
@@ -287,10 +287,10 @@ def test_a_file_whose_keys_tell_no_release_says_what_depends_on_it() -> None:
     made = load(file, rows, here=False).translation
     assert made is not None
     assert made.version == "0.3.6"
-    assert made.otherwise[0] == "0.4.4"
+    assert made.otherwise[0] == "0.4.7"
     assert "train.optimizer.schedule.warmup_ends" in made.otherwise[1]
-    assert "its keys do not tell the release: read as 0.4.4 it would differ in" in summary(made)
-    for said in ("cosmos@0.3.6", "cosmos-grpo@0.4.4"):
+    assert "its keys do not tell the release: read as 0.4.7 it would differ in" in summary(made)
+    for said in ("cosmos@0.3.6", "cosmos-grpo@0.4.7"):
         told = load(file, rows, dialect=said, here=False).translation
         assert told is not None
         assert told.version == said.partition("@")[2]
@@ -298,7 +298,7 @@ def test_a_file_whose_keys_tell_no_release_says_what_depends_on_it() -> None:
 
 
 def test_the_other_end_of_the_releases_that_fit_is_the_farthest() -> None:
-    assert other_end("cosmos-grpo", ["train.optm_lr"], "0.3.6") == "0.4.4"
-    assert other_end("cosmos-grpo", ["train.optm_warmup_start_factor"], "0.4.4") == "0.4.2"
+    assert other_end("cosmos-grpo", ["train.optm_lr"], "0.3.6") == "0.4.7"
+    assert other_end("cosmos-grpo", ["train.optm_warmup_start_factor"], "0.4.7") == "0.4.2"
     assert other_end("cosmos-grpo", [POLICY + "remote_reward.enabled"], "0.4.1") == "0.4.0"
-    assert other_end("cosmos-grpo", [POLICY + "algo"], "0.4.4") == "", "no other release has it"
+    assert other_end("cosmos-grpo", ["train.prefetch_payloads"], "0.4.7") == "", "no other release has it"

@@ -712,8 +712,8 @@ def test_a_version_may_be_said_and_what_it_has_not_is_told(tmp_path):
     path = written(tmp_path, VERL)
     assert load(path, dialect="verl").translation.version == versions.DOCUMENTS["verl"]
     said = load(path, dialect="verl@0.9", here=False).translation
-    assert said.version == "0.9.0"
-    assert summary(said).startswith("verl-ppo file, read as 0.9.0")
+    assert said.version == "0.9.1"
+    assert summary(said).startswith("verl-ppo file, read as 0.9.1")
     with pytest.raises(ConfigError, match=r"--dialect verl@7: expected one of 0\.4\.0"):
         load(path, dialect="verl@7")
     of = Dialect(

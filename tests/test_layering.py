@@ -42,6 +42,7 @@ LAYERS: list[set[str]] = [
         "bench",
         "export",
         "rehearsal",
+        "prove",
         "cluster",
         "web",
     },

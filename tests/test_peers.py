@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peers import cases, ours
+from peers import ours
 from peers.rows import ROWS
 from peers.table import Row
 from test_algorithms_doc import table
@@ -16,6 +16,8 @@ from whet.algos.advantages import ADVANTAGES
 from whet.algos.aggregate import AGGREGATIONS
 from whet.algos.kl import ESTIMATORS, RATIO_ESTIMATORS
 from whet.algos.losses import LOSSES
+from whet.prove import cases
+from whet.prove.numbers import difference
 
 ROOT = Path(__file__).parent.parent
 
@@ -89,11 +91,11 @@ def test_our_side_has_numbers(peer: str) -> None:
 def test_a_difference_is_seen_wherever_it_is_sampled() -> None:
     mask = torch.tensor([[1.0, 0.0]])
     same = {"x": torch.tensor([[4.0, 9.0]])}
-    assert ours.difference(same, {"x": torch.tensor([[4.0, 0.0]])}, (), mask) == 0
-    assert ours.difference(same, {"x": torch.tensor([[3.0, 9.0]])}, (), mask) == 0.25
-    assert ours.difference(same, {"x": torch.tensor([[torch.nan, 9.0]])}, (), mask) == torch.inf
+    assert difference(same, {"x": torch.tensor([[4.0, 0.0]])}, (), mask) == 0
+    assert difference(same, {"x": torch.tensor([[3.0, 9.0]])}, (), mask) == 0.25
+    assert difference(same, {"x": torch.tensor([[torch.nan, 9.0]])}, (), mask) == torch.inf
     with pytest.raises(ValueError, match="shape"):
-        ours.difference(same, {"x": torch.zeros(3)}, (), mask)
+        difference(same, {"x": torch.zeros(3)}, (), mask)
 
 
 def test_padding_keeps_every_token_at_its_place() -> None:

@@ -264,5 +264,25 @@ def test_keys_that_change_memory_or_speed_alone_are_accepted() -> None:
 
 def test_a_release_is_known_by_its_keys() -> None:
     assert version_of("verl-ppo", ["data.train_files"]) == "0.4.0"
-    assert version_of("verl-ppo", ["data.train_files", "skip.<name>.enable"]) == "main"
+    assert version_of("verl-ppo", ["data.train_files", "skip.<name>.enable"]) == "0.9.1"
     assert version_of("verl-ppo", ["algorithm.rollout_is_mode"]) == "0.6.0"
+
+
+def test_0_9_1_is_read_with_its_own_keys() -> None:
+    given: dict[str, Json] = {
+        **FITS,
+        A + "fsdp_config.use_no_sync_for_gradient_accumulation": True,
+        R + "router_config_path": "router.yaml",
+        "actor_rollout_ref.model.lora.dtype": None,
+        "distillation.distillation_loss._target_": "verl.workers.config.DistillationLossConfig",
+        "trainer.checkpoint_callback_class": None,
+    }
+    assert told(given, "0.9.1") == []
+    assert version_of("verl-ppo", ["trainer.checkpoint_callback_class"]) == "0.9.1"
+    assert version_of("verl-ppo", ["data.train_files"], "verl@0.9.1") == "0.9.1"
+    asks = {**FITS, "trainer.checkpoint_callback_class": "mine.Callback"}
+    assert "coming, not built yet" in " ".join(told(asks, "0.9.1"))
+    # formulas of main: gspo honours loss_agg_mode
+    gspo = {**FITS, A + "policy_loss.loss_mode": "gspo", A + "loss_agg_mode": "token-mean"}
+    modes = {v: made(gspo, v).tree["algorithm"]["loss_agg_mode"] for v in ("0.9.0", "main", "0.9.1")}
+    assert modes == {"0.9.0": "seq-mean-token-mean", "main": "token-mean", "0.9.1": "token-mean"}

@@ -7,14 +7,35 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import typer
 
 from whet import secrets
 from whet.notices import say, say_columns, say_missing, write
-from whet.options import SETTINGS, Dialect, File, Gpus, Mem, Overrides, TrustScript, UnusedChoice, UnusedKeys
+from whet.options import (
+    SETTINGS,
+    Arithmetic,
+    Dialect,
+    File,
+    Gpus,
+    LikeRun,
+    Limit,
+    Mem,
+    OfTask,
+    Overrides,
+    Prove,
+    Status,
+    TableName,
+    Timeline,
+    TrustScript,
+    UnusedChoice,
+    UnusedKeys,
+)
 from whet.types import ConfigError, WhetError
+
+if TYPE_CHECKING:
+    from whet.config.load import Loaded
 
 app = typer.Typer(
     name="whet",
@@ -85,19 +106,8 @@ def plan(
     file: File,
     overrides: Overrides = None,
     dialect: Dialect = None,
-    like: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(
-            "--simulate", help="Predict the speed of the schedule from the times of this run directory."
-        ),
-    ] = None,
-    arithmetic: Annotated[
-        bool,
-        typer.Option(
-            "--arithmetic",
-            help="Also compute a digest of float32 arithmetic on this CPU, to compare machines: a few seconds.",
-        ),
-    ] = False,
+    like: LikeRun = None,
+    arithmetic: Arithmetic = False,
     gpus: Gpus = None,
     mem: Mem = None,
     unused: UnusedKeys = UnusedChoice.refuse,
@@ -365,13 +375,19 @@ def convert(
     gpus: Gpus = None,
     mem: Mem = None,
     trust_script: TrustScript = False,
+    proves: Prove = False,
 ) -> None:
     """Write a config of another system with whet's own keys, and the origin of each line.
 
     The layout is taken from the file, or fits the machines of --gpus.
 
+    --prove imports the package of that system and calls its code with the settings of the file: batch sizes, steps,
+    learning rates, KL, and advantages and losses of random batches. The file is read as the installed release, unless
+    --dialect names another. Exit code 1: a row differs without a note, or cannot be compared.
+
     \b
     Example: whet convert examples/from_skyrl.yaml
+    Example: whet convert examples/from_verl.yaml --prove
     Example: whet convert examples/from_verl.sh trainer.total_epochs=5
     Example: whet convert examples/from_skyrl.yaml -o native.yaml --report report.md
     Example: whet convert examples/from_skyrl.yaml --gpus 8x2 --mem 80
@@ -382,37 +398,37 @@ def convert(
     from whet.dialects.convert import native_yaml
     from whet.dialects.report import markdown
 
+    def read(dialect: str | None) -> Loaded:
+        return load(file, overrides or (), dialect=dialect, trust_script=trust_script, here=False)
+
     given = machines(gpus, mem) if gpus else None
     with as_if(given):
-        loaded = load(file, overrides or (), dialect=dialect, trust_script=trust_script, here=False)
+        loaded = read(dialect)
+        if proves and "@" not in (dialect or ""):
+            from whet.prove.proof import release
+
+            loaded = read(release(loaded))
     with as_if(given or (ENOUGH if loaded.translation else None)):
         plans(loaded, here=False)
     say(loaded)
     say_missing(loaded)
     if output:
         write(output, native_yaml(loaded))
-    else:
+    elif not proves:
         typer.echo(native_yaml(loaded), nl=False)
     if report and loaded.translation:
         write(report, markdown(loaded.translation, f"Translation of {file}"))
+    if proves:
+        from whet.prove.proof import printed
+
+        with as_if(given or ENOUGH):
+            raise typer.Exit(0 if printed(loaded) else 1)
 
 
 @app.command()
 def keys(
-    dialect: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            help="List only the keys of this table, e.g. verl-ppo; verl means all tables of verl.",
-            show_default=False,
-        ),
-    ] = None,
-    status: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            help="List only keys with this status: mapped, translated, derived, coming or refused.",
-            show_default=False,
-        ),
-    ] = None,
+    dialect: TableName = None,
+    status: Status = None,
     algorithms: Annotated[
         bool, typer.Option("--algorithms", help="List recipes and their parts instead.")
     ] = False,
@@ -492,24 +508,12 @@ def show(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     step: Annotated[Optional[int], typer.Option(help="Show rollouts of this step.")] = None,  # noqa: UP045
     stage: Annotated[Optional[str], typer.Option(help="Stage of the step. Default: the last.")] = None,  # noqa: UP045
-    task: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Show only the rollouts of the task with this uid."),
-    ] = None,
+    task: OfTask = None,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="List every token with the log-probs of trainer and engine.")
     ] = False,
-    limit: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Show at most this many rollouts of the step."),
-    ] = None,
-    timeline: Annotated[
-        bool,
-        typer.Option(
-            "--timeline",
-            help="Show where the time went and how busy each process was, in place of the summary.",
-        ),
-    ] = False,
+    limit: Limit = None,
+    timeline: Timeline = False,
 ) -> None:
     """Print the summary of a run, single rollouts of a step, or where the time went.
 

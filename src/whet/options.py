@@ -58,10 +58,67 @@ Dialect = Annotated[
     ),
 ]
 
+Prove = Annotated[
+    bool,
+    typer.Option(
+        "--prove",
+        help="Compare with the installed package of that system, and print the table instead of the file.",
+    ),
+]
+
 TrustScript = Annotated[
     bool,
     typer.Option(
         "--trust-script",
         help="Run a launch script (.sh) without a sandbox: for your own scripts, on systems without a sandbox.",
+    ),
+]
+
+TableName = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        help="List only the keys of this table, e.g. verl-ppo; verl means all tables of verl.",
+        show_default=False,
+    ),
+]
+
+Status = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        help="List only keys with this status: mapped, translated, derived, coming or refused.",
+        show_default=False,
+    ),
+]
+
+Timeline = Annotated[
+    bool,
+    typer.Option(
+        "--timeline",
+        help="Show where the time went and how busy each process was, in place of the summary.",
+    ),
+]
+
+Limit = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(min=1, help="Show at most this many rollouts of the step."),
+]
+
+OfTask = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(help="Show only the rollouts of the task with this uid."),
+]
+
+LikeRun = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(
+        "--simulate", help="Predict the speed of the schedule from the times of this run directory."
+    ),
+]
+
+Arithmetic = Annotated[
+    bool,
+    typer.Option(
+        "--arithmetic",
+        help="Also compute a digest of float32 arithmetic on this CPU, to compare machines: a few seconds.",
     ),
 ]

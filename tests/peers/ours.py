@@ -6,27 +6,26 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from peers.cases import Case
-from peers.table import Numbers, Row
+from peers.table import Row
 from sections import algorithm as flat_section
 from whet.algos.recipes import Algorithm, build
-from whet.batch import Batch, LossFn, Outputs
 from whet.config.load import load
+from whet.config.schedules import factor
 from whet.config.schema import AlgorithmConfig, Config, CriticConfig
+from whet.prove import numbers
+from whet.prove.cases import Case
+from whet.prove.numbers import Numbers
 from whet.types import Json
 
 ROOT = Path(__file__).parents[2]
 
-READ_AS = {"verl": "verl@main", "skyrl": "skyrl@0.3", "trinity": "trinity@0.6", "cosmos": "cosmos@0.4"}
-"""The version of each peer that its keys are read as: the newest that whet has read. The formulas of verl 0.9.1 are
-those of main."""
+READ_AS = {"verl": "verl@0.9.1", "skyrl": "skyrl@0.3", "trinity": "trinity@0.6", "cosmos": "cosmos@0.4"}
+"""The version of each peer that its keys are read as: the newest that whet has read."""
 
 FILES = {
     "verl": "tests/dialects/verl_letters.yaml",
@@ -78,53 +77,19 @@ def algorithm(row: Row, *, width: int = 16) -> Algorithm:
     return build(whole.algorithm, critic=whole.critic, max_tokens=width)
 
 
-def _before(made: Algorithm, batch: Batch) -> Batch:
-    """A batch as it is before the advantages: with old log-probs if the algorithm has the trainer recompute them."""
-    known = replace(batch, logp_old_N=batch.logp_old_N if made.needs_old(False) else None)
-    return made.correct(known, 0)[0]
-
-
 def advantage(row: Row, case: Case) -> Numbers:
     """`advantage`, and `return` where a critic learns."""
-    made = algorithm(row)
-    batch = made.advantage(_before(made, case.batch), made.kl_coef)
-    out = {"advantage": case.padded(batch.adv_N)}
-    if batch.return_N is not None:
-        out["return"] = case.padded(batch.return_N)
-    return out
+    return numbers.advantage(algorithm(row), case)
 
 
 def loss(row: Row, case: Case) -> Numbers:
     """`loss`, a scalar, and `grad`, its gradient by the log-probs of the policy."""
-    made = algorithm(row, width=case.width)
-    batch = _before(made, case.batch)
-    batch = replace(batch, weight_N=made.weights(batch, 1))
-    logp_N = case.logp_N.clone().requires_grad_()
-
-    def forward(part: Batch, what: str) -> Tensor:
-        return case.logp_N
-
-    return with_gradient(made.loss_of(batch, forward, made.entropy.coef), batch, logp_N, case)
-
-
-def with_gradient(function: LossFn, batch: Batch, logp_N: Tensor, case: Case) -> Numbers:
-    result = function(batch, Outputs(logp_N=logp_N, entropy_N=torch.zeros_like(logp_N)))
-    total = (result.loss_N * batch.weight_N).sum()
-    total.backward()
-    assert logp_N.grad is not None
-    return {"loss": total.detach(), "grad": case.padded(logp_N.grad)}
+    return numbers.loss(algorithm(row, width=case.width), case)
 
 
 def value_loss(row: Row, case: Case) -> Numbers:
     """The critic's loss and its gradient by the values."""
-    made = algorithm(row, width=case.width)
-    assert made.value_loss is not None
-    batch = replace(case.batch, weight_N=made.value_weights(case.batch))
-    value_N = case.value_N.clone().requires_grad_()
-    total = (made.value_loss(batch, Outputs(value_N=value_N)).loss_N * batch.weight_N).sum()
-    total.backward()
-    assert value_N.grad is not None
-    return {"loss": total.detach(), "grad": case.padded(value_N.grad)}
+    return numbers.value_loss(algorithm(row, width=case.width), case)
 
 
 def adaptive_kl(row: Row, case: Case) -> Numbers:
@@ -133,15 +98,11 @@ def adaptive_kl(row: Row, case: Case) -> Numbers:
     return {"coef": torch.tensor(made.next_kl_coef(case.batch, made.kl_coef), dtype=torch.float64)}
 
 
-def difference(theirs: Numbers, ours: Numbers, names: tuple[str, ...], mask: Tensor) -> float:
-    """The largest difference, relative to the larger of 1 and their number; padded numbers count where sampled."""
-    worst = 0.0
-    for name in names or tuple(theirs):
-        a, b = theirs[name].detach().double(), ours[name].detach().double()
-        if a.shape != b.shape:
-            raise ValueError(f"{name}: theirs has shape {tuple(a.shape)}, ours {tuple(b.shape)}")
-        if a.shape == mask.shape:
-            a, b = a[mask > 0], b[mask > 0]
-        apart = ((a - b).abs() / a.abs().clamp(min=1.0)).nan_to_num(nan=torch.inf)
-        worst = max([worst, *apart.flatten().tolist()])
-    return worst
+TOTAL = 40
+"""Steps of a schedule."""
+
+
+def schedule(row: Row, case: Case) -> Numbers:
+    """Whet's factors of the policy's learning rate."""
+    made = config(row).train.optimizer.schedule
+    return {"factor": torch.tensor([factor(made, step, TOTAL) for step in range(TOTAL)], dtype=torch.float64)}

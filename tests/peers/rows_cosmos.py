@@ -6,51 +6,49 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from peers import ours
-from peers.cases import Case, in_pair_order
-from peers.loading import theirs
-from peers.schedules import TOTAL, dummy, factors, schedule
-from peers.table import Numbers, Row
+from peers.ours import TOTAL, schedule
+from peers.table import Row
+from whet.prove import cosmos
+from whet.prove.cases import Case, in_pair_order
+from whet.prove.cosmos import ADVANTAGE, EPS, FLOAT32, GRPO, SCHEDULERS, P
+from whet.prove.numbers import Numbers
 from whet.types import Json
 
-P = "train.train_policy."
-GRPO = "cosmos_rl.policy.trainer.llm_trainer.grpo_trainer:compute_loss"
-FLOAT32 = 2e-6
-EPS = 1e-7
 NEAR = ("one turn", "several turns", "a group of one")
 
 
-def policy_config(keys: Mapping[str, Json]) -> Any:
-    """Cosmos's own section, with its defaults."""
-    told = {key.removeprefix(P): value for key, value in keys.items() if key.startswith(P)}
-    known = {name: value for name, value in told.items() if not name.startswith("dataset.")}
-    return theirs("cosmos", "cosmos_rl.policy.config:GrpoConfig")(type="grpo", **known)
-
-
 def loss(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    """Over the packed log-probs of the sampled tokens. The denominator is the trainer's own log-prob or the engine's,
-    as the trainer chooses it (use_rollout_logprobs_for_loss, use_decoupled_loss)."""
-    made = policy_config(keys)
-    at = case.batch.mask_N
-    logp_N = case.logp_N.clone().requires_grad_()
-    lengths = torch.bincount(case.batch.rollout_N[at], minlength=case.batch.rollouts)
-    starts = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
-    sampled, old = case.batch.logp_sample_N[at], case.batch.logp_old_N[at]
-    total, _, _ = function(
-        logp_N[at],
-        sampled if made.use_rollout_logprobs_for_loss else old,
-        case.batch.logp_ref_N[at],
-        case.batch.adv_N[at],
-        starts,
-        SimpleNamespace(train=SimpleNamespace(train_policy=made)),
-        case.mask.bool(),
-        rollout_per_token_logps=sampled if made.use_decoupled_loss else None,
+    return cosmos.loss(function, case, cosmos.section(keys))
+
+
+def advantage(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    return cosmos.advantage(made, case, cosmos.section(keys))
+
+
+def rates(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    told = {key.removeprefix("train."): value for key, value in keys.items() if key.startswith("train.optm")}
+    defaults = {"optm_warmup_start_factor": 0.0, "optm_decay_ratio": None, "optm_min_lr_factor": 0.0}
+    return {"factor": cosmos.rates(SimpleNamespace(**defaults | told), TOTAL)}
+
+
+def dpo(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    logp = case.padded(case.logp_N).requires_grad_()
+
+    def sums(x: Tensor) -> tuple[Tensor, ...]:
+        return in_pair_order(case, (x * case.mask).sum(-1)).chunk(2)
+
+    ref = sums(case.padded(case.batch.logp_ref_N))
+    total = function(
+        *sums(logp),
+        float(keys["dpo_beta"]),
+        reference_chosen_logps=ref[0],
+        reference_rejected_logps=ref[1],
     )
     total.backward()
-    return {"loss": total.detach(), "grad": case.padded(logp_N.grad)}
+    return {"loss": total.detach(), "grad": logp.grad}
 
 
 def policy(keys: Mapping[str, Json], covers: tuple[str, ...], **rest: Any) -> Row:
@@ -91,21 +89,11 @@ LOSSES = (
 )
 
 
-def advantage(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    """Group by group."""
-    algo = made(None, unbiased=bool(keys.get(f"{P}unbiased_advantage", False)))
-    out_R = torch.zeros_like(case.batch.reward_R)
-    for group in case.batch.group_R.unique():
-        at = case.batch.group_R == group
-        out_R[at] = torch.tensor(algo.compute_advantage(case.batch.reward_R[at].tolist())).double()
-    return {"advantage": out_R[:, None] * case.mask}
-
-
 def estimator(unbiased: bool, **rest: Any) -> Row:
     return Row(
         peer="cosmos",
         what=f"advantage of GRPO, unbiased_advantage={unbiased}",
-        theirs="cosmos_rl.dispatcher.algo.grpo:GRPO",
+        theirs=ADVANTAGE,
         call=advantage,
         ours=ours.advantage,
         keys={f"{P}unbiased_advantage": unbiased},
@@ -127,37 +115,6 @@ ADVANTAGES = (
 )
 
 
-def dpo(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    logp = case.padded(case.logp_N).requires_grad_()
-
-    def sums(x: Tensor) -> tuple[Tensor, ...]:
-        return in_pair_order(case, (x * case.mask).sum(-1)).chunk(2)
-
-    ref = sums(case.padded(case.batch.logp_ref_N))
-    total = function(
-        *sums(logp),
-        float(keys["dpo_beta"]),
-        reference_chosen_logps=ref[0],
-        reference_rejected_logps=ref[1],
-    )
-    total.backward()
-    return {"loss": total.detach(), "grad": logp.grad}
-
-
-def rates(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    optimizer = dummy()
-    told = {key.removeprefix("train."): value for key, value in keys.items() if key.startswith("train.optm")}
-    defaults = {"optm_warmup_start_factor": 0.0, "optm_decay_ratio": None, "optm_min_lr_factor": 0.0}
-    config = SimpleNamespace(train=SimpleNamespace(**defaults | told))
-
-    class Optimizers(list[Any]):
-        model_parts = (None,)
-        optimizers = ((optimizer,),)
-
-    scheduler = next(iter(function(Optimizers([optimizer]), config, TOTAL)))
-    return factors(scheduler, optimizer)
-
-
 def rate(kind: str, ratio: float | None) -> Row:
     keys = {
         "train.max_num_steps": TOTAL,
@@ -169,7 +126,7 @@ def rate(kind: str, ratio: float | None) -> Row:
     return Row(
         peer="cosmos",
         what=f"learning rate, optm_decay_type={kind}, optm_decay_ratio={ratio}",
-        theirs="cosmos_rl.policy.trainer.optm:build_lr_schedulers",
+        theirs=SCHEDULERS,
         call=rates,
         ours=schedule,
         keys=keys,

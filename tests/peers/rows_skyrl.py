@@ -3,55 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
-import torch
-
 from peers import ours
-from peers.cases import Case
-from peers.loading import theirs
-from peers.table import Numbers, Row
+from peers.table import Row
+from whet.prove import skyrl
+from whet.prove.cases import Case
+from whet.prove.numbers import Numbers
+from whet.prove.skyrl import FLOAT32, PPO, A
 from whet.types import Json
 
-PPO = "skyrl.backends.skyrl_train.utils.ppo_utils"
-A = "trainer.algorithm."
-OFF = f"{A}off_policy_correction."
-FLOAT32 = 2e-6
 WITHOUT_FAR = ("one turn", "several turns", "a group of one")
 
 
-def config(keys: Mapping[str, Json]) -> Any:
-    """SkyRL's config of the algorithm."""
-    made = theirs("skyrl", "skyrl.train.config:AlgorithmConfig")()
-    for key, value in keys.items():
-        *path, name = key.removeprefix(A).split(".")
-        at = made
-        for part in path:
-            at = getattr(at, part)
-        assert hasattr(at, name), f"SkyRL has no {key}"
-        setattr(at, name, value)
-    return made
-
-
-def own(keys: Mapping[str, Json]) -> dict[str, Json]:
-    return {key: value for key, value in keys.items() if key.startswith(A)}
-
-
 def advantage(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    """As `compute_advantages_and_returns` calls it, with the normalisation over the batch if there is one."""
-    made = config(own(keys))
-    adv, returns = function(
-        token_level_rewards=case.reward,
-        response_mask=case.mask,
-        index=case.index,
-        values=case.padded(case.batch.value_N),
-        grpo_norm_by_std=made.grpo_norm_by_std,
-        gamma=made.gamma,
-        lambd=made.lambd,
-        config=made,
-    )
-    return {"advantage": adv, "return": returns} if made.advantage_estimator == "gae" else {"advantage": adv}
+    return skyrl.advantage(function, case, skyrl.section(keys))
+
+
+def loss(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    return skyrl.loss(function, case, skyrl.section(keys))
+
+
+def value_loss(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    return skyrl.value_loss(function, case, skyrl.section(keys))
 
 
 CRITIC: Mapping[str, Json] = {
@@ -129,33 +103,6 @@ ADVANTAGES = (
         differs="SkyRL lets an environment's tokens discount and carry values (docs/algorithms.md, `gae`)",
     ),
 )
-
-
-def loss(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    """The loss of a minibatch: the reduction scales the advantages, then the loss is a sum; the KL, if there is one, is
-    a mean over sequences (`_forward_backward_micro` of workers/worker.py)."""
-    made = config(own(keys))
-    if f"{A}use_kl_loss" not in keys:
-        made.use_kl_loss = False
-    mask = case.mask
-    scale = theirs("skyrl", f"{PPO}:apply_loss_reduction_to_advantages_minibatch")
-    starts = [0, *(i for i, (a, b) in enumerate(pairwise(case.index), 1) if a != b), len(case.index)]
-    adv = case.padded(case.batch.adv_N)
-    reduced = scale(
-        adv, mask, made.loss_reduction, 1, made.max_seq_len, prompt_boundaries=list(pairwise(starts))
-    )
-    logp = case.padded(case.logp_N).requires_grad_()
-    sampled = case.padded(case.batch.logp_sample_N)
-    torch.manual_seed(0)
-    total, _ = function(logp, case.padded(case.batch.logp_old_N), reduced, made, mask, sampled)
-    if made.use_kl_loss:
-        approximate, mean = (
-            theirs("skyrl", path) for path in (f"{PPO}:compute_approx_kl", f"{PPO}:masked_mean")
-        )
-        kl = approximate(logp, case.padded(case.batch.logp_ref_N), mask, made.kl_estimator_type)
-        total = total + made.kl_loss_coef * mean(kl, mask, dim=-1).mean()
-    total.backward()
-    return {"loss": total.detach(), "grad": logp.grad}
 
 
 def policy(
@@ -319,14 +266,6 @@ KL = (
         "(docs/algorithms.md, Aggregation)",
     ),
 )
-
-
-def value_loss(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    values = case.padded(case.value_N).requires_grad_()
-    old, returns = case.padded(case.batch.value_N), case.padded(case.batch.return_N)
-    total, _ = function(values, old, returns, config(own(keys)), case.mask)
-    total.backward()
-    return {"loss": total.detach(), "grad": values.grad}
 
 
 OTHERS = (

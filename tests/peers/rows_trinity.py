@@ -3,75 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from peers import ours
-from peers.cases import Case, in_pair_order
-from peers.loading import theirs
-from peers.table import Numbers, Row
+from peers.table import Row
+from whet.prove.cases import Case, in_pair_order
+from whet.prove.numbers import Numbers
+from whet.prove.trinity import EPS, FLOAT32, arguments, by_group, in_trainer, loss
 from whet.types import Json
 
 LOSS = "trinity.algorithm.policy_loss_fn"
 ADV = "trinity.algorithm.advantage_fn"
-FLOAT32 = 2e-6
 NEAR = ("one turn", "several turns", "a group of one")
-EPS = 1e-7
-"""Tolerance where Trinity adds 1e-8 to a denominator."""
 
 # ---------------------------------------------------------------- advantages
-
-
-def arguments(made: Any, keys: Mapping[str, Json], section: str) -> dict[str, Any]:
-    return {**made.default_args(), **dict(keys.get(f"algorithm.{section}_args") or {})}
-
-
-def in_trainer(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    """Of an advantage that the trainer computes from its padded batch."""
-    batch = {
-        "token_level_rewards": case.reward,
-        "response_mask": case.mask,
-        "values": case.padded(case.batch.value_N),
-        "reward_baselines": case.batch.baseline_R,
-        "old_log_probs": case.padded(case.batch.logp_old_N),
-        "teacher_logprobs": case.padded(case.batch.logp_ref_N),
-    }
-    exps = SimpleNamespace(batch=batch, non_tensor_batch={"uid": case.index})
-    made(**arguments(made, keys, "advantage_fn"))(exps)
-    out = {"advantage": exps.batch["advantages"]}
-    return out | ({"return": exps.batch["returns"]} if made.__name__ == "PPOAdvantageFn" else {})
-
-
-def experiences(case: Case) -> list[Any]:
-    """One for each rollout."""
-    experience, eid = (
-        theirs("trinity", f"trinity.common.experience:{name}") for name in ("Experience", "EID")
-    )
-    sampled, mask, exists = case.padded(case.batch.logp_sample_N), case.mask, case.exists
-    return [
-        experience(
-            eid=eid(batch=0, task=int(group), run=row, step=0),
-            tokens=torch.zeros(1 + int(exists[row].sum()), dtype=torch.int32),
-            prompt_length=1,
-            reward=float(case.batch.reward_R[row]),
-            action_mask=mask[row, : int(exists[row].sum())].bool(),
-            logprobs=sampled[row, : int(exists[row].sum())],
-        )
-        for row, group in enumerate(case.batch.group_R.tolist())
-    ]
-
-
-def by_group(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    """Of an advantage that an operator computes from a list of experiences."""
-    all_of = experiences(case)
-    made(**arguments(made, keys, "advantage_fn"))(list(all_of))
-    out = torch.zeros(case.batch.rollouts, case.width, dtype=torch.float64)
-    for row, exp in enumerate(all_of):
-        out[row, : len(exp.advantages)] = exp.advantages
-    return {"advantage": out}
 
 
 def estimator(
@@ -259,36 +207,6 @@ ADVANTAGES = (
 )
 
 # ---------------------------------------------------------------- losses
-
-
-def loss(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    """The policy loss as the class computes it, plus the KL in the loss. The engine's log-probs are the ratio's
-    denominator, as `rollout_correction` has it by default (bypass_mode: True)."""
-    function = made(**arguments(made, keys, "policy_loss_fn"))
-    logp = case.padded(case.logp_N).requires_grad_()
-    tensors: dict[str, Tensor] = {
-        "old_logprob": case.padded(case.batch.logp_sample_N),
-        "action_mask": case.mask,
-        "advantages": case.padded(case.batch.adv_N if case.batch.adv_N is not None else case.logp_N),
-    }
-    total, _ = function(logp, **tensors)
-    if keys.get("algorithm.kl_loss_fn", "none") != "none":
-        kinds = {
-            "k1": "K1Fn",
-            "k2": "K2Fn",
-            "k3": "K3Fn",
-            "low_var_kl": "LowVarKLFn",
-            "abs": "AbsFn",
-            "corrected_k3": "CorrectedK3Fn",
-        }
-        kl = theirs("trinity", f"trinity.algorithm.kl_fn.kl_fn:{kinds[str(keys['algorithm.kl_loss_fn'])]}")(
-            **dict(keys["algorithm.kl_loss_fn_args"])
-        )
-        mode = function.loss_agg_mode
-        ref, old = case.padded(case.batch.logp_ref_N), tensors["old_logprob"]
-        total = total + kl.calculate_kl_loss(logp, ref, case.mask, mode, old)[0]
-    total.backward()
-    return {"loss": total.detach(), "grad": logp.grad}
 
 
 def policy(

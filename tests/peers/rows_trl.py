@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from peers import ours
-from peers.cases import Case, in_pair_order
-from peers.loading import theirs
-from peers.table import Numbers, Row
+from peers.table import Row
+from whet.prove.cases import Case, in_pair_order
+from whet.prove.numbers import Numbers
+from whet.prove.peers import theirs
 from whet.types import Json
 
 FLOAT32 = 2e-6

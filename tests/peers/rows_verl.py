@@ -2,80 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from peers import ours
-from peers.cases import Case
-from peers.loading import theirs
-from peers.schedules import by_verl, schedule
-from peers.table import FULL, Numbers, Row
+from peers.ours import TOTAL, schedule
+from peers.table import FULL, Row
+from whet.prove import schedules
+from whet.prove.cases import Case
+from whet.prove.numbers import Numbers
+from whet.prove.peers import theirs
+from whet.prove.verl import ACTOR, CORE, EPS, FLOAT32, advantage, gdpo, loss, value_loss
 from whet.types import Json
 
-CORE = "verl.trainer.ppo.core_algos"
-HELPER = "verl.trainer.ppo.rollout_corr_helper"
-ACTOR = "actor_rollout_ref.actor."
 IS = "algorithm.rollout_correction.rollout_is"
 RS = "algorithm.rollout_correction.rollout_rs"
 
 DOCUMENTED = "docs/algorithms.md"
 
 
-def section(keys: Mapping[str, Json], prefix: str) -> dict[str, Any]:
-    """The keys below a prefix, without it."""
-    return {key.removeprefix(prefix): value for key, value in keys.items() if key.startswith(prefix)}
-
-
 # ---------------------------------------------------------------- advantages
-
-
-def advantage(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    """As `compute_advantage` of ray_trainer.py calls the estimators; each takes what it names of it."""
-    algorithm = section(keys, "algorithm.")
-    config = SimpleNamespace(gamma=algorithm.get("gamma", 1.0), **algorithm_of_gdpo(algorithm))
-    config.get = lambda name, default=None: getattr(config, name, default)
-    offered: dict[str, Any] = {
-        "token_level_rewards": case.reward,
-        "response_mask": case.mask,
-        "index": case.index,
-        "norm_adv_by_std_in_grpo": algorithm.get("norm_adv_by_std_in_grpo", True),
-        "config": config,
-        "values": case.padded(case.batch.value_N),
-        "gamma": algorithm.get("gamma", 1.0),
-        "lam": algorithm.get("lam", 1.0),
-        "reward_baselines": case.batch.baseline_R,
-        "old_log_probs": case.padded(case.batch.logp_old_N),
-        "sum_pi_squared": case.padded(case.batch.collision_N),
-    }
-    taken = function.__code__.co_varnames[: function.__code__.co_argcount]
-    adv, returns = function(**{name: value for name, value in offered.items() if name in taken})
-    out = {"advantage": adv}
-    if "values" in taken:
-        out["return"] = returns
-    return out
-
-
-def algorithm_of_gdpo(algorithm: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in algorithm.items() if name.startswith("gdpo")}
-
-
-def gdpo(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    """With the parts of the reward in the batch, as compute_score returned them."""
-    config = SimpleNamespace(**section(keys, "algorithm."))
-    config.get = lambda name, default=None: getattr(config, name, default)
-    parts = case.batch.part_RC.numpy()
-    named = {name: parts[:, n] for n, name in enumerate(config.gdpo_reward_keys)}
-    batch = {"prompts": torch.zeros(case.batch.rollouts, 1), "attention_mask": _attention(case)}
-    adv, _ = function(case.reward, case.mask, case.index, config=config, non_tensor_batch=named, batch=batch)
-    return {"advantage": adv}
-
-
-def _attention(case: Case) -> Tensor:
-    return torch.cat([torch.ones(case.batch.rollouts, 1), case.exists], -1).long()
 
 
 def estimator(
@@ -99,10 +48,6 @@ def estimator(
     )
 
 
-FLOAT32 = 2e-6
-"""Tolerance where the peer computes in float32."""
-EPS = 1e-7
-"""Tolerance where the peer adds 1e-8 to a denominator."""
 NEAR = ("one turn", "several turns", "a group of one")
 
 EMPTY = f"an empty reply counts in no group here, in verl as a score of its group ({DOCUMENTED}, Notation)"
@@ -186,55 +131,6 @@ ADVANTAGES = (
 
 
 # ---------------------------------------------------------------- losses
-
-
-def actor(keys: Mapping[str, Json], case: Case) -> Any:
-    """verl's config of the actor, with the counts of the minibatch that its trainer fills in."""
-    mine = section(keys, ACTOR)
-    policy = section(mine, "policy_loss.")
-    correction = section(keys, "algorithm.rollout_correction.")
-    known = {name: value for name, value in mine.items() if not name.startswith("policy_loss.")}
-    nested = theirs("verl", "verl.workers.config:PolicyLossConfig")(**policy)
-    if correction:
-        object.__setattr__(nested, "rollout_correction", correction)
-    made = theirs("verl", "verl.workers.config:ActorConfig")(
-        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=nested, **known
-    )
-    made.global_batch_info.update(
-        dp_size=1,
-        batch_num_tokens=case.mask.sum(),
-        global_batch_size=case.batch.rollouts,
-        loss_scale_factor=made.loss_scale_factor,
-    )
-    return made
-
-
-def loss(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    """The policy loss with rollout correction, KL and aggregation, as `ppo_loss` of workers/utils/losses.py puts them
-    together."""
-    config = actor(keys, case)
-    mask, weight = case.mask, None
-    old = case.padded(case.batch.logp_old_N)
-    sampled = case.padded(case.batch.logp_sample_N)
-    bypass = keys.get("algorithm.rollout_correction.bypass_mode")
-    if bypass:
-        old = sampled
-    correction = section(keys, "algorithm.rollout_correction.")
-    if correction and not bypass:
-        unify = theirs("verl", f"{HELPER}:compute_rollout_correction_and_rejection_mask")
-        weights, mask, _ = unify(old, sampled, case.mask, **correction)
-        weight = None if weights is None else weights.batch["rollout_is_weights"]
-        config.global_batch_info["batch_num_tokens"] = mask.sum()
-    logp = case.padded(case.logp_N).requires_grad_()
-    mode = config.loss_agg_mode
-    torch.manual_seed(0)
-    total, _ = function(old, logp, case.padded(case.batch.adv_N), mask, mode, config, weight)
-    if config.use_kl_loss:
-        penalty, agg_loss = (theirs("verl", f"{CORE}:{name}") for name in ("kl_penalty", "agg_loss"))
-        kl = penalty(logp, case.padded(case.batch.logp_ref_N), config.kl_loss_type)
-        total = total + config.kl_loss_coef * agg_loss(kl, mask, mode, **config.global_batch_info)
-    total.backward()
-    return {"loss": total.detach(), "grad": logp.grad}
 
 
 def policy(
@@ -451,22 +347,6 @@ CORRECTIONS = (
 # ---------------------------------------------------------------- the critic, the KL's controller, schedules
 
 
-def value_loss(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    values = case.padded(case.value_N).requires_grad_()
-    total, _ = function(
-        values,
-        case.padded(case.batch.return_N),
-        case.padded(case.batch.value_N),
-        case.mask,
-        keys["critic.cliprange_value"],
-        keys["critic.loss_agg_mode"],
-        batch_num_tokens=case.mask.sum(),
-        global_batch_size=case.batch.rollouts,
-    )
-    total.backward()
-    return {"loss": total.detach(), "grad": values.grad}
-
-
 def controller(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
     """The KL of the batch as `apply_kl_penalty` of ray_trainer.py takes it, then one update."""
     at = "algorithm.kl_ctrl."
@@ -477,6 +357,20 @@ def controller(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
     kl = penalty(old, ref, str(keys["algorithm.kl_penalty"])) * case.mask
     made.update(float(mean(kl, case.mask, axis=-1).mean()), case.batch.rollouts)
     return {"coef": torch.tensor(float(made.value), dtype=torch.float64)}
+
+
+def by_verl(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """Of `get_*_schedule_with_warmup`, which take what they name of the optimizer's section."""
+    mine = {key.rpartition(".")[2]: value for key, value in keys.items()}
+    offered = {
+        "num_warmup_steps": mine.get("lr_warmup_steps"),
+        "num_training_steps": TOTAL,
+        "min_lr_ratio": mine.get("min_lr_ratio"),
+    }
+    taken = inspect.signature(function).parameters
+    optimizer = schedules.dummy()
+    made = function(optimizer, **{name: value for name, value in offered.items() if name in taken})
+    return {"factor": schedules.of_scheduler(made, optimizer, TOTAL)}
 
 
 OTHERS = (

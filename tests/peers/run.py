@@ -1,7 +1,8 @@
 """`make test-peers`: every row of the comparison, as a table by peer; docs/peers.md is written from it with --write.
+Then the keys of the peers' own default files, and what `whet convert --prove` says to a file of each.
 
-Exit status 1 if a row differs without a documented reason, if a documented difference is none any more, or if a peer
-does not load.
+Exit status 1 if a row differs without a documented reason, if a documented difference is none any more, if a peer does
+not load, if whet does not know a key, or if a proof fails.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 import traceback
@@ -19,12 +21,15 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from peers import loading, ours
-from peers.cases import cases
+from peers import defaults, ours
 from peers.rows import ROWS
 from peers.table import Row
+from whet.prove import peers as loading
+from whet.prove.cases import cases
+from whet.prove.numbers import difference
 
-PAGE = Path(__file__).parents[2] / "docs" / "peers.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "peers.md"
 
 EQUAL, DOCUMENTED, DIFFERS, STALE, BROKEN, NOT_LOADED = (
     "equal",
@@ -63,7 +68,7 @@ def compare(row: Row) -> Result:
     try:
         for case in cases(row.kinds):
             theirs = row.call(function, case, ours.given(row) if row.native is None else row.keys)
-            apart = ours.difference(theirs, row.ours(row, case), row.only, case.mask)
+            apart = difference(theirs, row.ours(row, case), row.only, case.mask)
             if apart > worst:
                 worst, where = apart, case.name
     except Exception as e:
@@ -102,6 +107,39 @@ def apart(peer: str, what: str) -> list[Result]:
     return [Result(**result) for result in json.loads(done.stdout.splitlines()[-1])]
 
 
+EXAMPLES = {
+    "verl": "from_verl.yaml",
+    "skyrl": "from_skyrl.yaml",
+    "trinity": "from_trinity.yaml",
+    "cosmos": "from_cosmos.toml",
+}
+"""A file of each peer."""
+
+
+def keys_known(peer: str) -> bool:
+    """Whether whet knows all keys of the peer's own default files; those that it does not are printed."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        lacking = defaults.unknown(peer, ours.READ_AS[peer])
+    print(f"keys of the default files of {loading.PACKAGES[peer]}: {len(lacking)} not known to whet")
+    print(*(f"  {each}" for each in lacking), sep="\n", end="\n" if lacking else "")
+    return not lacking
+
+
+def proved(peer: str) -> bool:
+    """Whether `whet convert --prove` holds for the file of a peer; its table is printed."""
+    command = [sys.executable, "-m", "whet", "convert", f"examples/{EXAMPLES[peer]}", "--prove"]
+    wide = os.environ | {"COLUMNS": "180"}
+    done = subprocess.run(command, cwd=ROOT, env=wide, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout, flush=True)
+    return done.returncode == 0
+
+
+def held(peer: str, what: str) -> bool:
+    """Of one peer, in this process: its keys and its proof."""
+    quiet()
+    return bool(what) or peer not in EXAMPLES or all([keys_known(peer), proved(peer)])
+
+
 def line(result: Result) -> str:
     text = f"{result.status:22} {result.what}"
     if result.where:
@@ -124,7 +162,6 @@ whet makes of the same settings: a config in the peer's keys, translated as `whe
 Batches are random and ragged: several turns, groups of one, a uniform group, empty replies, and log-probs so far apart
 that every clamp acts. Two numbers are equal if they differ by less than the row's tolerance (1e-9; 1e-7 where the peer
 adds 1e-8 to a denominator; 2e-6 where it computes in float32), relative to the larger of 1 and the peer's number.
-verl's keys are read as those of main, whose formulas are those of 0.9.1.
 
 Not compared: TRL's group advantages, which cannot be called apart from its generation loop, and functions that whet
 does not have. The rows are in `tests/peers`; `make test-peers WRITE=--write` writes this page.
@@ -162,7 +199,10 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write docs/peers.md")
     parser.add_argument("--what", default="", help="only rows whose settings have this text")
     parser.add_argument("--results", action="store_true", help="print the results of one peer as JSON")
+    parser.add_argument("--hold", action="store_true", help="only the keys and the proof of one peer")
     told = parser.parse_args()
+    if told.hold:
+        return int(not held(told.peers[0], told.what))
     if told.results:
         print(json.dumps([asdict(result) for result in measured(told.peers[0], told.what)]))
         return 0
@@ -171,9 +211,14 @@ def main() -> int:
         by_peer[peer] = apart(peer, told.what)
         print(headline(peer, by_peer[peer]))
         print(*(f"  {line(result)}" for result in by_peer[peer]), sep="\n", flush=True)
+    command = [sys.executable, "-m", "peers.run", "--hold"]
+    holds = [
+        subprocess.run([*command, peer, "--what", told.what], check=False).returncode == 0 for peer in by_peer
+    ]
     if told.write:
         PAGE.write_text(page(by_peer), encoding="utf-8")
-    return int(any(result.status not in GOOD for results in by_peer.values() for result in results))
+    rows = [result.status in GOOD for results in by_peer.values() for result in results]
+    return int(not all([*rows, *holds]))
 
 
 if __name__ == "__main__":

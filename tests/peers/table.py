@@ -6,13 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
-from peers.cases import KINDS, Case
+from whet.prove.cases import KINDS, Case
+from whet.prove.numbers import Numbers
 from whet.types import Json
-
-Numbers = dict[str, Tensor]
-"""What is compared, by name; padded [R, T], or a scalar."""
 
 ONE_TURN = ("one turn", "a group of one", "far apart")
 FULL = tuple(kind for kind in KINDS if kind != "an empty reply")

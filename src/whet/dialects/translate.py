@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from whet.config.faults import shown
 from whet.config.keys import TABLES, Path, dotted
@@ -61,6 +61,8 @@ class Translation:
     """Native path -> 'file.yaml:12 foreign.key', or 'default of foreign.key'."""
     otherwise: tuple[str, tuple[str, ...]] = ("", ())
     """Another release that has as many of the file's keys, and the native keys that differ if it is read as that."""
+    foreign: Mapping[str, Json] = field(default_factory=dict)
+    """The file as it is, under its own names, overrides included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,7 @@ def translate(tree: Mapping[str, Json], dialect: Dialect, *, origins: Mapping[Pa
         problems=tuple(dict.fromkeys(file.problems)),
         unbuilt=tuple(_by_feature(file.unbuilt)),
         origins={path_of(w.native, ()): _origin(w, dialect) for w in chosen},
+        foreign=tree,
     )
 
 

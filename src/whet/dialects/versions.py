@@ -13,13 +13,25 @@ from whet.dialects.row import Difference, Row, Values, VersionRange
 from whet.types import ConfigError
 
 VERSIONS: dict[str, tuple[str, ...]] = {
-    "verl": ("0.4.0", "0.4.1", "0.5.0", "0.6.0", "0.6.1", "0.7.0", "0.7.1", "0.8.0", "0.9.0", "main"),
+    "verl": (
+        "0.4.0",
+        "0.4.1",
+        "0.5.0",
+        "0.6.0",
+        "0.6.1",
+        "0.7.0",
+        "0.7.1",
+        "0.8.0",
+        "0.9.0",
+        "main",
+        "0.9.1",
+    ),
     "skyrl": ("doc", "train-0.1", "train-0.2", "train-0.3", "train-0.4", "0.1", "0.2", "0.3", "main"),
-    "cosmos": ("0.3.6", "0.3.7", "0.3.8", "0.3.9", "0.4.0", "0.4.1", "0.4.2", "0.4.3", "0.4.4"),
+    "cosmos": ("0.3.6", "0.3.7", "0.3.8", "0.3.9", "0.4.0", "0.4.1", "0.4.2", "0.4.3", "0.4.4", "0.4.7"),
     "trinity": ("0.4.0", "0.4.1", "0.5.0", "0.5.1", "0.5.2", "0.6.0"),
 }
-"""Releases that were read, oldest first. main: verl of 22 August 2026 (1dda039), SkyRL of 21 August 2026 (a956457).
-doc: SkyRL of 26 June 2025 (bafdbb5), from which its document is."""
+"""Releases that were read, oldest first. main: verl of 22 August 2026 (1dda039), between 0.9.0 and 0.9.1; SkyRL of 21
+August 2026 (a956457). doc: SkyRL of 26 June 2025 (bafdbb5), from which its document is."""
 
 DOCUMENTS = {"verl": "0.4.0", "skyrl": "doc", "cosmos": "0.3.6", "trinity": "0.4.0"}
 """The version of each system's configuration reference."""

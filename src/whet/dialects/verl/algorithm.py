@@ -167,8 +167,8 @@ CLIPPED = ("ppo", "gspo", "geo_mean", "clip_cov", "cispo")
 """Losses that read clip_ratio and its sides."""
 
 BY_SEQUENCE = ("gspo", "sapo", "geo_mean")
-"""Losses that verl averages over sequences, whatever loss_agg_mode says; gspo until 0.9.0: since 0.9.1, which is read
-as main, it honours loss_agg_mode."""
+"""Losses that verl averages over sequences, whatever loss_agg_mode says; gspo until 0.9.0: after it, it honours
+loss_agg_mode."""
 
 SETTINGS = {
     "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg"},

@@ -6,16 +6,16 @@ Shape letters as in docs/words.md; T is the length of the longest response, from
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from batches import make_batch
 from whet.algos.aggregate import pairs
 from whet.batch import Batch
+from whet.prove.pictures import make_batch
 
 KINDS = ("one turn", "several turns", "a group of one", "an empty reply", "far apart")
 """far apart: log-probs of the policies differ by up to 60 nats, so that every clamp acts."""
@@ -46,8 +46,9 @@ class Case:
     def width(self) -> int:
         return int(self.column_N.max()) + 1
 
-    def padded(self, x_N: Tensor) -> Tensor:
-        """[R, T] with 0 at padding; at an environment's tokens what x has there."""
+    def padded(self, x_N: Tensor | None) -> Tensor:
+        """[R, T] with 0 at padding; at an environment's tokens what x has there. x is a field that this case has."""
+        assert x_N is not None
         at = self.column_N >= 0
         out = x_N.new_zeros(self.batch.rollouts, self.width)
         return out.index_put((self.batch.rollout_N[at], self.column_N[at]), x_N[at])
@@ -75,10 +76,10 @@ class Case:
         return out.index_put((torch.arange(len(last)), last), self.batch.reward_R)
 
 
-def case(kind: str, seed: int) -> Case:
-    """A batch of some kind; the same for the same seed."""
+def case(kind: str, seed: int, *, sizes: Sequence[int] = (), parts: int = 2) -> Case:
+    """A batch of some kind; the same for the same arguments. sizes: of the groups; parts: of each reward."""
     rng = np.random.default_rng([KINDS.index(kind), seed])
-    sizes = [4, 3, 5, 2] if kind != "a group of one" else [3, 1, 4, 1]
+    sizes = sizes or ([4, 3, 5, 2] if kind != "a group of one" else [3, 1, 4, 1])
     pictures = [[_picture(rng, several=kind == "several turns") for _ in range(n)] for n in sizes]
     if kind == "an empty reply":
         pictures[1][1] = "pp"
@@ -110,7 +111,7 @@ def case(kind: str, seed: int) -> Case:
             return_N=values[1],
             collision_N=torch.tensor(rng.uniform(size=batch.tokens)) * mask,
             baseline_R=torch.tensor(rng.integers(0, 5, size=batch.rollouts) / 4),
-            part_RC=torch.tensor(rng.integers(0, 5, size=(batch.rollouts, 2)) / 4),
+            part_RC=torch.tensor(rng.integers(0, 5, size=(batch.rollouts, parts)) / 4),
             adv_N=adv_N,
         ),
         near(old_N, 0.4),

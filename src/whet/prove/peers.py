@@ -29,7 +29,22 @@ PACKAGES = {
 }
 """Peer -> its package on the index."""
 
+NEWEST = {
+    "verl": "0.9.1",
+    "skyrl": "0.3.0",
+    "trinity": "0.6.0",
+    "cosmos": "0.4.7",
+    "trl": "1.16.0",
+}
+"""The releases that whet is held against (`make test-peers`)."""
+
 STUBBED: dict[str, tuple[str, ...]] = {
+    "verl": ("peft", "cachetools", "uvicorn", "fastapi"),
+    "skyrl": ("aiohttp", "httpx", "peft", "flash_attn"),
+    "trinity": (
+        *("peft", "cachetools", "uvicorn", "fastapi", "sqlalchemy"),
+        "torch.utils.tensorboard",  # asks for a version of tensorboard, which is not installed here
+    ),
     "cosmos": (
         *("pynvml", "diffusers", "torchvision", "av", "liger_kernel", "peft", "redis", "zmq", "nest_asyncio"),
         *("blobfile", "modelscope", "qwen_vl_utils", "torchao", "fastapi", "uvicorn", "kernels", "strenum"),
@@ -37,7 +52,7 @@ STUBBED: dict[str, tuple[str, ...]] = {
         "cosmos_rl.utils.pipelining",  # as the patch
     ),
 }
-"""Peer -> modules that a stand-in may replace; one of the peer's own always is replaced."""
+"""Peer -> modules that a stand-in may replace. A part of a package always is replaced."""
 
 
 class _Anything(type):
@@ -59,7 +74,7 @@ def _standin(name: str) -> Any:
 
 
 class _Standin(types.ModuleType):
-    __path__: typing.ClassVar[list[str]] = []
+    __path__: typing.ClassVar[list[str]] = []  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -86,7 +101,7 @@ class _Standins(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def standins(peer: str) -> tuple[str, ...]:
-    """The modules of `STUBBED` that are the peer's own, or not installed here."""
+    """The modules of `STUBBED` that are parts of a package, or not installed here."""
     return tuple(
         name for name in STUBBED.get(peer, ()) if "." in name or importlib.util.find_spec(name) is None
     )

@@ -1,0 +1,160 @@
+"""`whet convert FILE --prove`: every check of one file, by the installed package of its system."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from whet.config.load import Loaded
+from whet.config.plan import plans
+from whet.dialects.versions import VERSIONS
+from whet.prove import cosmos, peers, skyrl, trinity, verl
+from whet.prove.checks import GOOD, NOT_COMPARED, Check, File, Result, absent, compared, table, without
+from whet.types import ConfigError, Json
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """How the files of one kind are held against their system."""
+
+    peer: str
+    known: Callable[[], Json]
+    """All keys of the installed release, as a tree."""
+    configured: Callable[[Mapping[str, Json]], Any]
+    """The peer's own config of a file's tree."""
+    checks: Callable[[Any, File], Iterator[Check]]
+
+
+SYSTEMS = {
+    "verl-ppo": System(peer="verl", known=verl.known, configured=verl.configured, checks=verl.checks),
+    "skyrl": System(peer="skyrl", known=skyrl.known, configured=skyrl.configured, checks=skyrl.checks),
+    "trinity": System(
+        peer="trinity", known=trinity.known, configured=trinity.configured, checks=trinity.checks
+    ),
+    "cosmos-grpo": System(
+        peer="cosmos", known=cosmos.known, configured=cosmos.configured, checks=cosmos.checks
+    ),
+}
+"""By the name of a dialect."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """All rows."""
+
+    title: str
+    results: tuple[Result, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether every row is equal, or differs as whet says."""
+        return all(result.status in GOOD for result in self.results)
+
+
+def require(kind: str) -> str:
+    """The peer of a kind of file, installed. Raises ConfigError with the command that installs it."""
+    if kind not in SYSTEMS:
+        raise ConfigError(f"--prove: expected a file of {', '.join(SYSTEMS)}; this one is {kind}")
+    peer = SYSTEMS[kind].peer
+    if peers.version(peer) is None:
+        package, newest = peers.PACKAGES[peer], peers.NEWEST[peer]
+        raise ConfigError(
+            f"--prove compares with the code of {package}, which is not installed in the environment that runs whet. "
+            f"Install it, without its engines: {sys.executable} -m pip install --no-deps {package}=={newest} (the "
+            "table names what else its code imports)"
+        )
+    return peer
+
+
+def release(loaded: Loaded) -> str | None:
+    """How to read a file as the installed release of its system: `verl@0.9.1`; as before, where whet does not read that
+    release. Raises ConfigError where the package is not installed."""
+    if loaded.translation is None:
+        return None
+    kind = loaded.translation.dialect
+    peer = require(kind)
+    version = peers.version(peer) or ""
+    known = [each for each in VERSIONS[peer] if version == each or version.startswith(f"{each}.")]
+    return f"{kind}@{known[-1] if known else loaded.translation.version}"
+
+
+def printed(loaded: Loaded) -> bool:
+    """Print the table of a file. Whether all of it holds."""
+    proof = prove(loaded)
+    Console().print(table(proof.title, proof.results))
+    return proof.holds
+
+
+def prove(loaded: Loaded) -> Proof:
+    """Hold a translated file against its system's own code. Raises ConfigError where the package is not installed."""
+    made = loaded.translation
+    if made is None:
+        raise ConfigError(f"--prove: {loaded.file} is a native file; expected one of another system")
+    if len(loaded.stages) > 1:
+        raise ConfigError(f"--prove: {loaded.file} has {len(loaded.stages)} stages; expected a file with one")
+    peer = require(made.dialect)
+    told = {line.key: line.differs for line in made.lines if line.differs}
+    title = f"{loaded.file}: read as {peer} {made.version}, held against {peers.PACKAGES[peer]} {peers.version(peer)}"
+    with _quiet():
+        results = tuple(_results(SYSTEMS[made.dialect], _file(loaded), told))
+    return Proof(title=title, results=results)
+
+
+def _file(loaded: Loaded) -> File:
+    assert loaded.translation is not None
+    name = loaded.names[0]
+
+    @functools.cache
+    def steps(rows: int) -> int:
+        total = plans(loaded, here=False, rows={name: rows})[0].total_steps
+        assert total is not None
+        return total
+
+    plan = plans(loaded, here=False)[0]
+    return File(tree=loaded.translation.foreign, config=loaded.stages[0], plan=plan, steps=steps)
+
+
+def _results(system: System, file: File, told: Mapping[str, str]) -> Iterator[Result]:
+    package = f"{peers.PACKAGES[system.peer]} {peers.version(system.peer)}"
+    try:
+        peers.prepared(system.peer)
+        unknown = list(absent(dict(file.tree), system.known()))
+        theirs = system.configured(without(file.tree, unknown))
+        checks = list(system.checks(theirs, file))
+    except Exception as e:  # noqa: BLE001  (the peer's code may raise anything)
+        yield Result(what="all", status=NOT_COMPARED, told=f"{package} raised {type(e).__name__}: {e}")
+        return
+    if unknown:
+        yield Result(what="keys", status=NOT_COMPARED, told=f"{package} has not {_listed(unknown)}")
+    for check in checks:
+        yield compared(check, told)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the peer prints, warns of and logs."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        before = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(before)

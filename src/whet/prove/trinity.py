@@ -1,0 +1,270 @@
+"""How Trinity-RFT's own functions are called, and what `--prove` compares of one of its files."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from whet.prove import numbers, schedules, verl
+from whet.prove.cases import Case, case
+from whet.prove.checks import (
+    Check,
+    File,
+    NotComparable,
+    micro_batch,
+    of_rows,
+    our_micro_batch,
+    scalars,
+    some_rows,
+)
+from whet.prove.numbers import Numbers
+from whet.prove.peers import theirs
+from whet.types import Json
+
+CONFIG = "trinity.common.config:Config"
+VALIDATORS = "trinity.common.config_validator"
+OPTIMIZER = "trinity.trainer.verl.config:_build_optimizer_config"
+ALGORITHM = "trinity.algorithm"
+FLOAT32 = 2e-6
+"""Tolerance where Trinity computes in float32."""
+EPS = 1e-7
+"""Tolerance where Trinity adds 1e-8 to a denominator."""
+
+
+def arguments(made: Any, keys: Mapping[str, Json], section: str) -> dict[str, Any]:
+    return {**made.default_args(), **dict(keys.get(f"algorithm.{section}_args") or {})}
+
+
+def in_trainer(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """Of an advantage that the trainer computes from its padded batch."""
+    batch = {
+        "token_level_rewards": case.reward,
+        "response_mask": case.mask,
+        "values": case.padded(case.batch.value_N),
+        "reward_baselines": case.batch.baseline_R,
+        "old_log_probs": case.padded(case.batch.logp_old_N),
+        "teacher_logprobs": case.padded(case.batch.logp_ref_N),
+    }
+    exps = SimpleNamespace(batch=batch, non_tensor_batch={"uid": case.index})
+    made(**arguments(made, keys, "advantage_fn"))(exps)
+    out = {"advantage": exps.batch["advantages"]}
+    return out | ({"return": exps.batch["returns"]} if made.__name__ == "PPOAdvantageFn" else {})
+
+
+def experiences(case: Case) -> list[Any]:
+    """One for each rollout."""
+    experience, eid = (
+        theirs("trinity", f"trinity.common.experience:{name}") for name in ("Experience", "EID")
+    )
+    sampled, mask, exists = case.padded(case.batch.logp_sample_N), case.mask, case.exists
+    return [
+        experience(
+            eid=eid(batch=0, task=int(group), run=row, step=0),
+            tokens=torch.zeros(1 + int(exists[row].sum()), dtype=torch.int32),
+            prompt_length=1,
+            reward=float(case.batch.reward_R[row]),
+            action_mask=mask[row, : int(exists[row].sum())].bool(),
+            logprobs=sampled[row, : int(exists[row].sum())],
+        )
+        for row, group in enumerate(case.batch.group_R.tolist())
+    ]
+
+
+def by_group(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """Of an advantage that an operator computes from a list of experiences."""
+    all_of = experiences(case)
+    made(**arguments(made, keys, "advantage_fn"))(list(all_of))
+    out = torch.zeros(case.batch.rollouts, case.width, dtype=torch.float64)
+    for row, exp in enumerate(all_of):
+        out[row, : len(exp.advantages)] = exp.advantages
+    return {"advantage": out}
+
+
+def loss(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """The policy loss as the class computes it, plus the KL in the loss. The engine's log-probs are the ratio's
+    denominator, as `rollout_correction` has it by default (bypass_mode: True)."""
+    function = made(**arguments(made, keys, "policy_loss_fn"))
+    logp = case.padded(case.logp_N).requires_grad_()
+    tensors: dict[str, Tensor] = {
+        "old_logprob": case.padded(case.batch.logp_sample_N),
+        "action_mask": case.mask,
+        "advantages": case.padded(case.batch.adv_N if case.batch.adv_N is not None else case.logp_N),
+    }
+    total, _ = function(logp, **tensors)
+    if keys.get("algorithm.kl_loss_fn", "none") != "none":
+        kinds = {
+            "k1": "K1Fn",
+            "k2": "K2Fn",
+            "k3": "K3Fn",
+            "low_var_kl": "LowVarKLFn",
+            "abs": "AbsFn",
+            "corrected_k3": "CorrectedK3Fn",
+        }
+        kl = theirs("trinity", f"trinity.algorithm.kl_fn.kl_fn:{kinds[str(keys['algorithm.kl_loss_fn'])]}")(
+            **dict(keys["algorithm.kl_loss_fn_args"])
+        )
+        mode = function.loss_agg_mode
+        ref, old = case.padded(case.batch.logp_ref_N), tensors["old_logprob"]
+        total = total + kl.calculate_kl_loss(logp, ref, case.mask, mode, old)[0]
+    total.backward()
+    return {"loss": total.detach(), "grad": logp.grad}
+
+
+# ---------------------------------------------------------------- a file
+
+
+@cache
+def known() -> Json:
+    """All keys of Trinity's config."""
+    return dataclasses.asdict(theirs("trinity", CONFIG)())
+
+
+def configured(tree: Mapping[str, Json]) -> Any:
+    """Trinity's config of a file, as `load_config` makes it, with what two of its validators fill in."""
+    made = OmegaConf.merge(OmegaConf.structured(theirs("trinity", CONFIG)), dict(tree))
+    config: Any = OmegaConf.to_object(made)
+    with tempfile.TemporaryDirectory() as place:
+        config.checkpoint_job_dir = place
+        for name in ("AlgorithmConfigValidator", "BufferConfigValidator"):
+            theirs("trinity", f"{VALIDATORS}:{name}")().validate(config)
+    return config
+
+
+def checks(config: Any, file: File) -> Iterator[Check]:
+    """The rows of a file."""
+    chosen = config.algorithm
+    keys = {
+        f"algorithm.{name}": getattr(chosen, name)
+        for name in ("advantage_fn_args", "policy_loss_fn_args", "kl_loss_fn", "kl_loss_fn_args")
+    }
+    group = min(file.plan.group_size, 8)
+    batches = [case("one turn", seed, sizes=[group] * 4) for seed in (0, 1)]
+    kind = theirs("trinity", f"{ALGORITHM}:ALGORITHM_TYPE").get(chosen.algorithm_type)
+    estimate = theirs("trinity", f"{ALGORITHM}:ADVANTAGE_FN").get(chosen.advantage_fn)
+    lose = theirs("trinity", f"{ALGORITHM}:POLICY_LOSS_FN").get(chosen.policy_loss_fn)
+    # whet's norm is the longest reply that may be, Trinity's that of the batch
+    shown = ("algorithm.loss_agg_mode",) if chosen.loss_agg_mode == "seq-mean-token-sum-norm" else ()
+    bypass = (chosen.rollout_correction or {}).get("bypass_mode", True)
+    yield Check(
+        what="batches",
+        called=f"{VALIDATORS}:BufferConfigValidator",
+        theirs=lambda _: (
+            scalars(
+                rollouts_of_a_mini_batch=config.buffer.train_batch_size,
+                rollouts_of_a_task=chosen.repeat_times,
+            )
+            | micro_batch(None, config.trainer.max_token_len_per_gpu)
+        ),
+        ours=lambda _: (
+            scalars(
+                rollouts_of_a_mini_batch=file.plan.tasks_per_step
+                * file.plan.group_size
+                / file.plan.minibatches,
+                rollouts_of_a_task=file.plan.group_size,
+            )
+            | our_micro_batch(file.plan)
+        ),
+    )
+    yield Check(
+        what="training steps",
+        called=CONFIG,
+        theirs=lambda _: of_rows(partial(steps, config), file.plan),
+        ours=lambda _: of_rows(file.steps, file.plan),
+    )
+    yield Check(
+        what="learning rate of each step",
+        called=OPTIMIZER,
+        theirs=lambda _: {"over Trinity's peak": rates(config, file.steps(some_rows(file.plan)[2]))},
+        ours=lambda _: {
+            "over Trinity's peak": schedules.of_steps(file.plan, file.steps(some_rows(file.plan)[2]))
+            / chosen.optimizer.lr
+        },
+    )
+    yield Check(
+        what=f"advantage, {chosen.advantage_fn}",
+        called=f"{estimate.__module__}:{estimate.__name__}",
+        theirs=lambda each: (in_trainer if kind.compute_advantage_in_trainer else by_group)(
+            estimate, each, keys
+        ),
+        ours=lambda each: numbers.advantage(numbers.built(file.config, each), each),
+        cases=batches,
+        tolerance=FLOAT32,
+    )
+    yield Check(
+        what=f"KL in the loss, {chosen.kl_loss_fn}",
+        called="trinity.algorithm.kl_fn.kl_fn",
+        theirs=lambda each: _kl(lose, each, keys),
+        ours=lambda each: numbers.kl_in_loss(file.config, each),
+        cases=batches,
+        keys=(*shown,),
+        tolerance=EPS,
+    )
+    yield Check(
+        what="KL in the reward",
+        called="",
+        theirs=lambda _: scalars(
+            coefficient=(chosen.kl_penalty_fn_args or {}).get("kl_coef", 0.0) if _penalises(chosen) else 0.0
+        ),
+        ours=lambda _: scalars(coefficient=file.config.algorithm.reward_kl.coef),
+    )
+    yield Check(
+        what="entropy in the loss",
+        called="",
+        theirs=lambda _: scalars(coefficient=_entropy(chosen)),
+        ours=lambda _: scalars(coefficient=file.config.algorithm.entropy_coef),
+    )
+    yield Check(
+        what=f"loss and gradient, {chosen.policy_loss_fn}, without the KL",
+        called=f"{lose.__module__}:{lose.__name__}",
+        refused="" if bypass else "Trinity's trainer computes the log-probs anew (bypass_mode: false)",
+        theirs=lambda each: loss(lose, each, {**keys, "algorithm.kl_loss_fn": "none"}),
+        ours=lambda each: numbers.bare_loss(file.config, each),
+        cases=batches,
+        keys=(*shown, "algorithm.policy_loss_fn"),
+        tolerance=EPS,
+    )
+
+
+def _penalises(chosen: Any) -> bool:
+    return chosen.kl_penalty_fn not in (None, "none")
+
+
+def _entropy(chosen: Any) -> float:
+    if chosen.entropy_loss_fn in (None, "none"):
+        return 0.0
+    return float((chosen.entropy_loss_fn_args or {}).get("entropy_coef", 0.0))
+
+
+def _kl(lose: Any, each: Case, keys: Mapping[str, Json]) -> Numbers:
+    bare = {**keys, "algorithm.kl_loss_fn": "none"}
+    return numbers.apart(loss(lose, each, keys), loss(lose, each, bare))
+
+
+def steps(config: Any, rows: int) -> int:
+    """The steps that the file gives."""
+    if config.buffer.total_steps:
+        return int(config.buffer.total_steps)
+    raise NotComparable("Trinity counts the steps of total_epochs while it opens the files")
+
+
+def rates(config: Any, steps: int) -> Tensor:
+    """[steps] the factor of the learning rate, by verl's scheduler with the options that Trinity gives it."""
+    strategy = config.trainer.trainer_strategy
+    if strategy == "megatron":
+        raise NotComparable("Megatron's scheduler needs Megatron-LM")
+    optim = theirs("trinity", OPTIMIZER)(
+        config.algorithm.optimizer, strategy, config.buffer.total_steps or steps
+    )
+    optimizer = schedules.dummy()
+    scheduler = theirs("trinity", verl.ENGINE)._build_lr_scheduler(
+        SimpleNamespace(optimizer_config=SimpleNamespace(**optim), rank=1), optimizer
+    )
+    return schedules.of_scheduler(scheduler, optimizer, steps)

@@ -1,0 +1,144 @@
+"""A small package that stands for Cosmos-RL in tests of `--prove`: config, advantage, loss, count of steps and learning
+rates in a few lines each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CONFIG = """
+from pydantic import BaseModel, Field
+
+class GrpoConfig(BaseModel):
+    type: str = "grpo"
+    variant: str = "grpo"
+    dataset: dict = {}
+    reward_function: list = []
+    prompt_column_name: str = ""
+    response_column_name: str = ""
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    loss_type: str = "token-mean"
+    kl_beta: float = 0.0
+    lower_bound_ratio: float = 3.0
+    unbiased_advantage: bool = False
+    mini_batch: int = 2
+    mu_iterations: int = 1
+    on_policy: bool = False
+    use_rollout_logprobs_for_loss: bool = False
+    use_decoupled_loss: bool = False
+
+class Train(BaseModel):
+    train_policy: GrpoConfig = GrpoConfig()
+    output_dir: str = ""
+    epoch: int = 1
+    max_num_steps: int | None = None
+    train_batch_per_replica: int = 8
+    optm_lr: float = 1e-6
+    optm_warmup_steps: int = 20
+
+class Parallelism(BaseModel):
+    n_init_replicas: int = 1
+
+class Policy(BaseModel):
+    parallelism: Parallelism = Parallelism()
+    model_name_or_path: str = ""
+    model_max_length: int = 4096
+
+class Rollout(BaseModel):
+    n_generation: int = 16
+    max_response_length: int = 2048
+
+class Config(BaseModel):
+    train: Train = Train()
+    policy: Policy = Policy()
+    rollout: Rollout = Rollout()
+"""
+
+ADVANTAGE = """
+class GRPO:
+    def __init__(self, reward, unbiased=False):
+        self.unbiased = unbiased
+
+    def compute_advantage(self, rewards):
+        mean = sum(rewards) / len(rewards)
+        std = (sum((x - mean) ** 2 for x in rewards) / len(rewards)) ** 0.5
+        return [(x - mean) / (1 if self.unbiased else std + 1e-6) for x in rewards]
+"""
+
+STATUS = """
+class PolicyStatusManager:
+    def recompute_total_steps(self, samples):
+        steps = samples // (self.config.train.train_batch_per_replica * len(self.get_all_atoms_arrived_replicas()))
+        most = self.config.train.max_num_steps
+        self.total_steps = min(steps, most) if most else steps
+"""
+
+LOSS = '''
+import torch
+
+def compute_loss(current, old, ref, advantages, starts, config, mask, rollout_per_token_logps=None):
+    """Token by token, then the mean."""
+    policy = config.train.train_policy
+    losses = []
+    for now, before, other, adv in zip(current, old, ref, advantages):
+        ratio = (now - before).exp()
+        clipped = ratio.clamp(1 - policy.epsilon_low, 1 + policy.epsilon_high)
+        loss = torch.maximum(-adv * ratio, -adv * clipped)
+        losses.append(torch.minimum(loss, -adv * policy.lower_bound_ratio) if adv < 0 else loss)
+    return SCALE * torch.stack(losses).mean(), None, None
+'''
+
+SCHEDULER = """
+from torch.optim.lr_scheduler import LambdaLR
+
+def build_lr_schedulers(optimizers, config, steps):
+    warmup = config.train.optm_warmup_steps
+    return [LambdaLR(each, lambda n: n / max(warmup - 1, 1) if n < warmup else 1.0) for each in optimizers]
+"""
+
+FILE = """\
+[train]
+output_dir = "runs/double"
+max_num_steps = 40
+train_batch_per_replica = 32
+optm_lr = 3e-4
+optm_warmup_steps = 4
+
+[train.train_policy]
+type = "grpo"
+dataset.name = "words.jsonl"
+prompt_column_name = "prompt"
+response_column_name = "answer"
+mini_batch = 8
+reward_function = ["single_choice"]
+
+[policy]
+model_name_or_path = "model"
+model_max_length = 32
+
+[rollout]
+max_response_length = 8
+n_generation = 4
+"""
+
+
+def write(folder: Path, *, scale: float = 1.0) -> Path:
+    """The package below `folder`, which goes on the path. scale: of its loss; 1 is right."""
+    for name, text in {
+        "policy/config.py": CONFIG,
+        "dispatcher/algo/grpo.py": ADVANTAGE,
+        "dispatcher/status.py": STATUS,
+        "policy/trainer/llm_trainer/grpo_trainer.py": LOSS + f"\nSCALE = {scale}\n",
+        "policy/trainer/optm.py": SCHEDULER,
+    }.items():
+        path = folder / "cosmos_rl" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        for above in path.parents:
+            if above == folder:
+                break
+            (above / "__init__.py").touch()
+    metadata = folder / "cosmos_rl-0.4.7.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: cosmos-rl\nVersion: 0.4.7\n", encoding="utf-8")
+    return folder

@@ -1,0 +1,144 @@
+"""`whet convert FILE --prove`, with a small package in the place of Cosmos-RL's own (tests/cosmos_double.py). The
+systems are asked themselves in `make test-peers`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cosmos_double
+from whet.config.load import load
+from whet.prove import checks, peers, proof
+from whet.prove.cases import case
+from whet.types import ConfigError
+
+ROOT = Path(__file__).parent.parent
+LOSS = "loss and gradient, grpo, without the KL"
+DOUBLE = os.environ | {"COLUMNS": "400", "OMP_NUM_THREADS": "1"}
+
+
+def prove(tmp_path: Path, *arguments: str, text: str = cosmos_double.FILE) -> tuple[int, dict[str, str], str]:
+    """(exit status, result by row, everything written) of a process that has the double's folder on its path."""
+    file = tmp_path / "job.toml"
+    file.write_text(text, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "whet", "convert", str(file), "--prove", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=DOUBLE | {"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+    )
+    cells = [re.split(r"\s*│\s*", line.strip("│ ")) for line in done.stdout.splitlines() if "│" in line]
+    rows = {row[0]: row[4] for row in cells if len(row) == 5 and row[0]}
+    return done.returncode, rows, done.stdout + done.stderr
+
+
+def test_a_file_that_means_the_same_is_equal_in_every_row(tmp_path: Path) -> None:
+    cosmos_double.write(tmp_path)
+    status, rows, said = prove(tmp_path)
+    assert set(rows.values()) == {"equal"}, said
+    assert {"batches", "training steps", "learning rate of each step", "advantage, grpo"} <= set(rows)
+    assert "held against cosmos-rl 0.4.7" in said
+    # 128 rollouts of the file's 32 a step, 4 a task: 8 tasks; 1, 17 // 8, 55 // 8 and 50 steps, 40 at most
+    assert "steps 1 2 6 40" in said
+    assert status == 0
+
+
+def test_what_differs_and_what_cannot_be_compared_fails(tmp_path: Path) -> None:
+    """The loss is half of whet's: that whet says that Cosmos's means are over mini-batches is no reason on one whole
+    batch. One module cannot be imported, and one key of the file is none of the installed release."""
+    cosmos_double.write(tmp_path, scale=0.5)
+    (tmp_path / "cosmos_rl" / "dispatcher" / "status.py").write_text(
+        "raise OSError('no disk')", encoding="utf-8"
+    )
+    text = cosmos_double.FILE.replace("[rollout]\n", "[rollout]\nbackend = 'vllm'\n")
+    status, rows, said = prove(tmp_path, text=text)
+    assert "differs: train.train_policy.loss_type" in said
+    assert rows[LOSS].startswith("DIFFERS: by up to"), said
+    assert rows["keys"].startswith("not compared: cosmos-rl 0.4.7 has not rollout.backend"), said
+    assert rows["training steps"].startswith("not compared: OSError: no disk (status.py:1)")
+    assert (rows["batches"], rows["advantage, grpo"]) == ("equal", "equal")
+    assert status == 1
+
+
+def test_a_package_that_is_not_installed_is_named_with_its_command(tmp_path: Path) -> None:
+    if peers.version("cosmos"):
+        pytest.skip("cosmos-rl is installed here")
+    status, rows, said = prove(tmp_path)
+    assert (status, rows) == (2, {})
+    assert "cosmos-rl, which is not installed" in said
+    assert f"-m pip install --no-deps cosmos-rl=={peers.NEWEST['cosmos']}" in said
+
+
+def test_files_that_cannot_be_proved_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"first_run\.yaml is a native file"):
+        proof.prove(load(ROOT / "examples" / "first_run.yaml"))
+    with pytest.raises(
+        ConfigError, match="expected a file of verl-ppo, skyrl, trinity, cosmos-grpo; this one is"
+    ):
+        proof.require("verl-sft")
+
+
+def test_the_releases_are_those_that_the_peers_environment_installs() -> None:
+    text = (ROOT / "tests" / "peers" / "requirements.txt").read_text(encoding="utf-8")
+    wanted = {peers.PACKAGES[peer]: version for peer, version in peers.NEWEST.items()}
+    pinned = dict(line.split("==") for line in text.splitlines() if "==" in line)
+    assert wanted.items() <= pinned.items()
+
+
+def _check(theirs: float, ours: float, **rest: object) -> checks.Check:
+    def number(x: float) -> checks.Numbers:
+        return checks.scalars(x=x)
+
+    return checks.Check(
+        what="x", called="m:f", theirs=lambda _: number(theirs), ours=lambda _: number(ours), **rest
+    )
+
+
+def test_each_status_of_a_row() -> None:
+    told = {"a.b": "Because.", "c": "Not this."}
+    assert checks.compared(_check(1.0, 1.0, keys=("a.b",)), told).status == checks.EQUAL
+    other = checks.compared(_check(1.0, 2.0, keys=("a.b",)), told)
+    assert (other.status, other.told) == (checks.TOLD, "by up to 1 Because.")
+    assert checks.compared(_check(1.0, 2.0, keys=("a",)), told).status == checks.DIFFERS
+    assert checks.compared(_check(1.0, 2.0), told).status == checks.DIFFERS, "no key, no excuse"
+    refused = checks.compared(_check(1.0, 1.0, refused="too large"), told)
+    assert (refused.status, refused.told) == (checks.NOT_COMPARED, "too large")
+    assert checks.compared(_check(1e9, 1e9 + 0.5), told).status == checks.EQUAL, "relative to the number"
+    assert checks.compared(_check(float("nan"), 1.0), told).status == checks.DIFFERS
+
+
+def test_a_row_shows_the_case_that_is_farthest_apart() -> None:
+    batches = [case("one turn", seed, sizes=[2, 2]) for seed in (0, 1)]
+
+    def numbers(each: object) -> checks.Numbers:
+        return {
+            "x": torch.zeros_like(batches[0].mask) if each is batches[0] else torch.ones_like(batches[1].mask)
+        }
+
+    found = checks.compared(
+        checks.Check(
+            what="x",
+            called="",
+            theirs=numbers,
+            ours=lambda each: {"x": torch.zeros_like(each.mask)},
+            cases=batches,
+        ),
+        {},
+    )
+    assert (found.status, found.theirs, found.ours) == (checks.DIFFERS, "x 1 to 1", "x 0 to 0")
+    assert "one turn, seed 1" in found.told
+
+
+def test_keys_that_a_config_does_not_have() -> None:
+    known = {"a": {"b": 1, "open": {}, "none": None}, "c": 2}
+    tree = {"a": {"b": 2, "open": {"x": 1}, "none": {"y": 1}, "z": 0}, "d": {"e": 1}}
+    assert list(checks.absent(tree, known)) == ["a.z", "d"]
+    assert checks.without(tree, ["a.z", "d"]) == {"a": {"b": 2, "open": {"x": 1}, "none": {"y": 1}}}
