@@ -16,6 +16,7 @@ from whet.notices import say, say_columns, say_missing, write
 from whet.options import (
     SETTINGS,
     Arithmetic,
+    Change,
     Dialect,
     File,
     Gpus,
@@ -72,13 +73,7 @@ def train(
     file: File,
     overrides: Overrides = None,
     dialect: Dialect = None,
-    change: Annotated[
-        bool,
-        typer.Option(
-            "--change",
-            help="Resume with changed settings, also those that change results: a branch of the run.",
-        ),
-    ] = False,
+    change: Change = False,
     unused: UnusedKeys = UnusedChoice.refuse,
     trust_script: TrustScript = False,
 ) -> None:

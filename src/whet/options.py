@@ -122,3 +122,11 @@ Arithmetic = Annotated[
         help="Also compute a digest of float32 arithmetic on this CPU, to compare machines: a few seconds.",
     ),
 ]
+
+Change = Annotated[
+    bool,
+    typer.Option(
+        "--change",
+        help="Resume with changed settings, also those that change results: a branch of the run.",
+    ),
+]
