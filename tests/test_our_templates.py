@@ -37,6 +37,8 @@ def test_the_form_of_a_template_is_recognised(template: OurTemplate) -> None:
         ),
         ('{{ tools }} {"name": a name, "arguments": an object}', (), ReplyForm("json")),
         ('{{ tools }} <|tool_call|>{"name": a name, "arguments": an object}', (), ReplyForm()),
+        ('{{ tools }} functools[{"name": [name], "arguments": [an object]}, ...]', (), ReplyForm()),
+        ('{{ tools }} {"name": a name, "description": "", "parameters": {}}', (), ReplyForm()),
         ('no t.o.o.l.s {"name": a name, "arguments": an object}', (), ReplyForm()),
     ],
 )
