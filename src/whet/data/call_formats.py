@@ -1,15 +1,15 @@
 """The call formats: how the families of models write a tool call, one reader and one writer for each.
 
 Semantics are those of vLLM's tool parsers (main, 2026) and of the models' own chat templates, with one difference: what
-they give back as plain text because it does not parse is `Malformed` here. A reader goes from left to right and stops at the
-first thing that it does not understand, so a reply is read in one pass, however hostile it is. JSON is read where it
-stands, not cut out first, so that a marker inside one of its strings is a part of that string.
+they give back as plain text because it does not parse is `Malformed` here. A reader goes from left to right and stops
+at the first thing that it does not understand, so a reply is read in one pass, however hostile it is. JSON is read
+where it stands, not cut out first, so a marker inside one of its strings is a part of that string.
 
 transformers 5.23 has readers too (`parse_response` with a `response_template` that a tokenizer may bring along). They
 know more families and stream. They are not used: a call that has no end is read as a whole one, and half a marker as
 text; an end marker inside a string ends the call; a key given twice, infinities and half surrogate pairs pass; deep
-nesting is a RecursionError; text loses its outer white space by default; and a template's own regular expressions, which
-may take exponential time, run over the model's text.
+nesting is a RecursionError; text loses its outer white space by default; and a template's own regular expressions,
+which may take exponential time, run over the model's text.
 """
 
 from __future__ import annotations
