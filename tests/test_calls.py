@@ -70,6 +70,12 @@ DOCUMENTED: list[tuple[str, str, Message]] = [
         "<tool_call>\n<function=now>\n</function>\n</tool_call>",
         Message("assistant", "", None, (call("now"),)),
     ),
+    # XML of others
+    (
+        "qwen3_coder",
+        "Write <parameter name='a'>1</parameter> in </function>.",
+        Message("assistant", "Write <parameter name='a'>1</parameter> in </function>."),
+    ),
     # Llama 3.1's model card and prompt formats
     (
         "llama3",

@@ -501,7 +501,7 @@ def _format(
 
 
 _SEEK_REST = (SEEK_ALL_END, SEEK, SEEK_SEP, SEEK_END)
-_XML_REST = (CALL_END, FUNCTION_END, PARAMETER, "</parameter>")
+_XML_REST = (CALL_END, PARAMETER)  # </function> and </parameter> are in other XML, too
 _GLM_REST = (CALL_END, ARGUMENT, "</arg_key>", "<arg_value>", "</arg_value>")
 
 CALL_FORMATS: dict[str, CallFormat] = {
