@@ -41,6 +41,7 @@ DOCUMENTED: list[tuple[str, str, Message]] = [
     ("hermes", "21 degrees.", Message("assistant", "21 degrees.")),
     ("hermes", "\n <b>21</b>\n", Message("assistant", "\n <b>21</b>\n")),
     ("hermes", "<think>\n\n</think>\n\n21", Message("assistant", "21", "")),
+    ("hermes", "<think>\n  a \n\t\n</think>\n\n  21 \n", Message("assistant", "  21 \n", "  a \n\t")),
     (
         "hermes",
         'I look.\n<tool_call>{"name":"f"}</tool_call>\n',
@@ -68,6 +69,12 @@ DOCUMENTED: list[tuple[str, str, Message]] = [
         "qwen3_coder",
         "<tool_call>\n<function=now>\n</function>\n</tool_call>",
         Message("assistant", "", None, (call("now"),)),
+    ),
+    # XML of others
+    (
+        "qwen3_coder",
+        "Write <parameter name='a'>1</parameter> in </function>.",
+        Message("assistant", "Write <parameter name='a'>1</parameter> in </function>."),
     ),
     # Llama 3.1's model card and prompt formats
     (

@@ -240,10 +240,10 @@ def _heads(name: str) -> list[str]:
 
 
 def _ratio(head: str, piece: str, entry: ReplyForm) -> float:
-    """How much longer eight times the text takes."""
+    """How much longer sixteen times the text takes."""
     long = head + piece * (MEGABYTE // len(piece))
     seconds = []
-    for text in (long[: MEGABYTE // 8], long):
+    for text in (long[: MEGABYTE // 16], long):
         start = time.process_time()
         read_reply(text, entry, SCHEMA)
         seconds.append(max(time.process_time() - start, 0.002))
@@ -252,8 +252,8 @@ def _ratio(head: str, piece: str, entry: ReplyForm) -> float:
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_a_hostile_megabyte_takes_time_in_proportion_to_its_length(name: str) -> None:
-    """About eight times that of an eighth; if it went by the square, sixty-four times. A busy machine may try again."""
+    """Sixteen times the text: about sixteen times the time, not 256. A busy machine may try again."""
     for head in _heads(name):
         for piece in HOSTILE:
             ratios = (_ratio(head, piece, form(name)) for _ in range(3))
-            assert any(ratio < 32 for ratio in ratios), (head, piece)
+            assert any(ratio < 40 for ratio in ratios), (head, piece)

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fuzz import checkpoints, readers, runs
+from fuzz import checkpoints, readers, replies, runs
 from fuzz.case import Case
 from fuzz.readers import FUZZERS
 from fuzz.run import case, judge, run, verdicts
@@ -22,7 +23,8 @@ from whet.models import load
 
 ROOT = Path(__file__).parents[1]
 CASES = {
-    "config": 20, "data": 40, "checkpoint": 30, "template": 40, "model": 20, "run": 30, "adapter": 8, "judge": 8
+    "config": 20, "data": 40, "checkpoint": 30, "template": 40, "reply": 100, "model": 20,
+    "run": 30, "adapter": 8, "judge": 8
 }  # fmt: skip
 
 
@@ -52,6 +54,7 @@ def test_what_is_not_damaged_is_read(fuzzer: str, tmp_path: Path) -> None:
         "model": readers.model_folder(),
         "checkpoint": checkpoints.files(),
         "template": {"template": readers.TEMPLATES[0].encode()},
+        "reply": {"hermes": replies.good("hermes").encode()},
         "run": runs.run_files(),
         "adapter": runs.adapter_files(),
         "judge": runs.judge_files(),
@@ -109,6 +112,11 @@ def a_template_without_a_limit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(templates, "MOST_WORK", 10**18)
 
 
+def a_call_that_is_silently_text(patch: pytest.MonkeyPatch) -> None:
+    read = replies.read_reply
+    patch.setattr(replies, "read_reply", lambda *given: replace(read(*given), malformed=None))
+
+
 def checksums_that_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     from whet import checkpoint
 
@@ -129,6 +137,7 @@ PLANTED: dict[Plant, tuple[str, int, str]] = {
     recursion_in_c_on_what_nests_deep: ("config", 55, "died of SIGSEGV"),
     a_wrong_type_that_is_read: ("data", 0, "wrong, but was read"),
     a_template_without_a_limit: ("template", 100, "did not come to an end"),
+    a_call_that_is_silently_text: ("reply", 0, "wrong, but was read"),
     checksums_that_are_not_compared: ("checkpoint", 0, "wrong, but was read"),
 }
 """The fuzzer that finds it, the first of the fifty cases in which it does, as what."""

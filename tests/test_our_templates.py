@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from calling import BRACKETS, SCHEMA, WEATHER
+from calling import BRACKETS, SCHEMA, WEATHER, call
 from templates_of_ours import TEMPLATES, OurTemplate, our_tokenizer
 from whet.data.calls import (
     ReplyForm,
@@ -37,6 +37,8 @@ def test_the_form_of_a_template_is_recognised(template: OurTemplate) -> None:
         ),
         ('{{ tools }} {"name": a name, "arguments": an object}', (), ReplyForm("json")),
         ('{{ tools }} <|tool_call|>{"name": a name, "arguments": an object}', (), ReplyForm()),
+        ('{{ tools }} functools[{"name": [name], "arguments": [an object]}, ...]', (), ReplyForm()),
+        ('{{ tools }} {"name": a name, "description": "", "parameters": {}}', (), ReplyForm()),
         ('no t.o.o.l.s {"name": a name, "arguments": an object}', (), ReplyForm()),
     ],
 )
@@ -61,41 +63,49 @@ def _render(template: OurTemplate, *messages: Message, prompt: bool = True) -> s
 QUESTION, AGAIN = Message("user", "Weather?"), Message("user", "And now?")
 
 
-def _turn(template: OurTemplate, *, called: bool) -> tuple[Message, str]:
+def _turn(
+    template: OurTemplate, *, calls: int, says: bool = True, thinks: bool = True
+) -> tuple[Message, str]:
     """A reply as a message, and what the policy samples for it, without an end token."""
-    content = "I look." if template.beside or not called else ""
-    reasoning = "because" if template.form.thinking or template.form.channels else None
-    calls = (WEATHER,) if called else ()
-    text = write_calls(template.form, calls, content, reasoning, opened=template.opens)
-    return Message(
-        "assistant", content, reasoning, tuple(ToolCall(c.name, c.arguments, "id1") for c in calls)
-    ), text
+    marked = template.form.thinking or template.form.channels
+    reasoning = "be\n cause" if marked and thinks else "" if template.opens else None
+    content = " I look. " if says else ""
+    called = (WEATHER, call("now"))[:calls]
+    text = write_calls(template.form, called, content, reasoning, opened=template.opens)
+    with_ids = tuple(ToolCall(c.name, c.arguments, f"id{i}") for i, c in enumerate(called))
+    return Message("assistant", content, reasoning, with_ids), text
+
+
+TURNS = [(calls, says, thinks) for calls in (0, 1, 2) for says in (True, False) for thinks in (True, False)]
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda t: t.name)
-@pytest.mark.parametrize("called", [False, True])
-def test_our_templates_do_to_a_history_what_their_table_says(template: OurTemplate, called: bool) -> None:
-    message, text = _turn(template, called=called)
-    lead = _render(template, QUESTION)
-    later = Message("tool", "21", tool_call_id="id1", name="get_weather") if called else AGAIN
-    full = _render(template, QUESTION, message, later)
-    kept = template.keeps_on_tool if called else template.keeps_on_user
-    end = template.ends[-1] if template.form.channels and called else template.ends[0]
-    if template.end_in_history is not None and not (template.form.channels and called):
-        end = template.end_in_history
-    assert full.startswith(lead + text + end) == kept
-    assert ("21" in full[len(lead) :]) == (called and template.name != "drops_results")
-    assert (
-        opens_thought(template.form, lead[len(_render(template, QUESTION, prompt=False)) :]) == template.opens
-    )
-    if template.name == "next_opener":
-        assert any(full[len(lead + text) :].startswith(opener) for opener in template.ends[1:])
+def test_our_templates_do_to_a_history_what_their_table_says(template: OurTemplate) -> None:
+    can = [t for t in TURNS if (template.parallel or t[0] < 2) and (template.beside or not (t[0] and t[1]))]
+    assert len(can) >= 6
+    for calls, says, thinks in can:
+        message, text = _turn(template, calls=calls, says=says, thinks=thinks)
+        lead = _render(template, QUESTION)
+        results = [Message("tool", f"21{c.id}", tool_call_id=c.id, name=c.name) for c in message.tool_calls]
+        full = _render(template, QUESTION, message, *(results or [AGAIN]))
+        end = template.end_in_history if template.end_in_history is not None else template.ends[0]
+        end = "<|call|>" if template.form.channels and calls else end
+        thought = bool(message.reasoning) or template.opens
+        kept = template.keeps_on_tool if calls else template.keeps_on_user or not thought
+        assert full.startswith(lead + text + end) == kept, (full, lead + text + end)
+        assert all((m.content in full) == (template.name != "drops_results") for m in results)
+        assert (
+            opens_thought(template.form, lead[len(_render(template, QUESTION, prompt=False)) :])
+            == template.opens
+        )
+        if template.name == "next_opener":
+            assert any(full[len(lead + text) :].startswith(opener) for opener in template.ends[1:])
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda t: t.name)
 def test_our_tokenizers_give_replies_back(template: OurTemplate) -> None:
     tokenizer = our_tokenizer(template)
-    message, text = _turn(template, called=True)
+    message, text = _turn(template, calls=1, says=template.beside)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert len(ids) < len(text.encode())
@@ -109,7 +119,7 @@ def test_our_tokenizers_give_replies_back(template: OurTemplate) -> None:
 def test_the_other_rewritings() -> None:
     by_name = {t.name: t for t in TEMPLATES}
     switch = by_name["keep_switch"]
-    message, text = _turn(switch, called=False)
+    message, text = _turn(switch, calls=0)
     told = {"messages": [m.to_json() for m in (QUESTION, message, AGAIN)], "preserve_thinking": True}
     assert text in rendered(switch.text, **told)
     assert text not in rendered(switch.text, **{**told, "preserve_thinking": False})

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 import yaml
 
-from fuzz import checkpoints, runs
+from fuzz import checkpoints, replies, runs
 from fuzz.case import Case, Fuzzer
 from fuzz.mutate import as_json, changed, containers, damaged
 from whet.config.load import load
@@ -374,6 +374,7 @@ FUZZERS: dict[str, Fuzzer] = {
     "model": Fuzzer(_model, _read_model),
     "checkpoint": Fuzzer(_checkpoint, checkpoints.read),
     "template": Fuzzer(_template, _read_template),
+    "reply": Fuzzer(replies.make_reply, replies.read),
     "run": Fuzzer(lambda random: runs.make_run(random, _damaged_file), runs.read_run),
     "adapter": Fuzzer(lambda random: runs.make_adapter(random, _damaged_file), runs.read_adapter),
     "judge": Fuzzer(lambda random: runs.make_judge(random, _damaged_file), runs.read_judge),

@@ -1,15 +1,15 @@
 """The call formats: how the families of models write a tool call, one reader and one writer for each.
 
-Semantics are those of vLLM's tool parsers (0.24) and of the models' own chat templates, with one difference: what they
-hand back as plain text when it does not parse, is `Malformed` here. A reader goes from left to right and stops at the
-first thing that it does not understand, so a reply is read in one pass, however hostile it is. JSON is read where it
-stands, not cut out first, so that a marker inside one of its strings is a part of that string.
+Semantics are those of vLLM's tool parsers (main, 2026) and of the models' own chat templates, with one difference: what
+they give back as plain text because it does not parse is `Malformed` here. A reader goes from left to right and stops
+at the first thing that it does not understand, so a reply is read in one pass, however hostile it is. JSON is read
+where it stands, not cut out first, so a marker inside one of its strings is a part of that string.
 
 transformers 5.23 has readers too (`parse_response` with a `response_template` that a tokenizer may bring along). They
 know more families and stream. They are not used: a call that has no end is read as a whole one, and half a marker as
 text; an end marker inside a string ends the call; a key given twice, infinities and half surrogate pairs pass; deep
-nesting is a RecursionError; arguments lose white space by default; and a template's own regular expressions, which may
-take exponential time, run over the model's text.
+nesting is a RecursionError; text loses its outer white space by default; and a template's own regular expressions,
+which may take exponential time, run over the model's text.
 """
 
 from __future__ import annotations
@@ -227,12 +227,11 @@ class _Tags:
     end: str
     """After the last argument."""
     untyped: Untyped
+    """As vLLM's parser of the family has it."""
 
 
 _XML = _Tags((PARAMETER, ">"), ("\n", "\n</parameter>"), _VALUE_END, FUNCTION_END, "text")
-_GLM = _Tags(
-    (ARGUMENT, "</arg_key>"), ("\n<arg_value>", "</arg_value>"), _ARGUMENT_END, CALL_END, "json"
-)  # as vLLM 0.24's glm45
+_GLM = _Tags((ARGUMENT, "</arg_key>"), ("\n<arg_value>", "</arg_value>"), _ARGUMENT_END, CALL_END, "json")
 
 
 def _read_tagged(reading: Reading, name: str, tags: _Tags) -> dict[str, Json]:
@@ -502,7 +501,7 @@ def _format(
 
 
 _SEEK_REST = (SEEK_ALL_END, SEEK, SEEK_SEP, SEEK_END)
-_XML_REST = (CALL_END, FUNCTION_END, PARAMETER, "</parameter>")
+_XML_REST = (CALL_END, PARAMETER)  # </function> and </parameter> are in other XML, too
 _GLM_REST = (CALL_END, ARGUMENT, "</arg_key>", "<arg_value>", "</arg_value>")
 
 CALL_FORMATS: dict[str, CallFormat] = {

@@ -127,7 +127,7 @@ def read_by_schema(text: str, tool: ToolSpec | None, key: str, untyped: Untyped)
 
     A text that may be a string stays as it is, white space included; but `null` and `None` are null where the schema
     has that, too. Other types are read as JSON. A text that is not of its type stays text, as in transformers 5.23 and
-    vLLM 0.24: the tool's own check tells the policy what is wrong with it.
+    vLLM: the tool's own check tells the policy what is wrong with it.
     """
     types = _types(tool, key)
     if "string" in types:

@@ -243,8 +243,8 @@ _TELLTALE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3", (PYTHON,)),
 )
 """What the templates of a format have in their text; the first that fits is it."""
-_BARE = re.compile(r'\\?"name\\?"\s*:[^{}:]{0,80}\\?"(parameters|arguments)\\?"\s*:')
-"""A call as a plain object, in the instructions of a template."""
+_BARE = re.compile(r'(?<!\[)\{\s*\\?"name\\?"\s*:[^{}:]{0,80}\\?"(parameters|arguments)\\?"\s*:')
+"""A call as a plain object, in the instructions of a template; one in a list has a marker of its own (Phi-4)."""
 _OTHER_MARKER = re.compile(r"[<\[][^<>\[\]\s]{0,20}tool_?calls?[^<>\[\]\s]{0,20}[>\]]", re.IGNORECASE)
 
 
