@@ -16,7 +16,7 @@ from whet.config.plan import plans
 from whet.config.schema import DataConfig, SourceConfig, TokenizerConfig
 from whet.data.chat import encode_whole
 from whet.data.columns import parse
-from whet.data.recognise import recognised, told
+from whet.data.recognise import holds_texts, recognised, told
 from whet.data.rows import read_rows
 from whet.data.tasks import TaskStream, demonstration
 from whet.data.tokenizer import load_tokenizer
@@ -41,12 +41,25 @@ def stream(tokenizer: Any, *, exclude: Any = (), longest: int = 8, **data: Any) 
 def test_a_text_alone_is_whole_under_sft_and_a_prompt_elsewhere() -> None:
     source = SourceConfig(rows=ROWS)
     rows = read_rows(source)
-    read = recognised(source, rows, kind="demonstrations")
+    read = recognised(source, rows, texts=True)
     assert (read.prompt, read.response) == (None, "text")
     assert "no prompt, response from column 'text'" in told(source, read, rows)
-    assert recognised(source, rows, kind="online").prompt == "text"
+    assert recognised(source, rows).prompt == "text"
     fields = parse(ROWS[0], read, name="t", chat=None, where="row 1")
     assert (fields.prompt, fields.response, fields.extra) == ("", "abca", {})
+
+
+def test_only_what_sft_learns_may_be_a_text_without_a_prompt() -> None:
+    def parts(**more: Any) -> dict[str, bool]:
+        cfg = load(None, (), {**RUN, "rewards": {}, "algorithm": "sft", **more}).config
+        return {part: holds_texts(cfg, part) for part in ("train", "eval")}
+
+    assert parts() == {"train": True, "eval": True}
+    assert parts(rewards={"r": "exact"}) == {
+        "train": True,
+        "eval": False,
+    }  # replies to held-out prompts are scored
+    assert parts(algorithm="grpo") == parts(algorithm="dpo") == {"train": False, "eval": False}
 
 
 @pytest.mark.parametrize(
@@ -55,13 +68,14 @@ def test_a_text_alone_is_whole_under_sft_and_a_prompt_elsewhere() -> None:
         ({"text": "p", "completion": "c"}, {}),
         ({"text": "p", "response": "c"}, {}),
         ({"text": "x", "prompt": "p"}, {}),
+        ({"text": "p", "answer": "a"}, {}),
         ({"text": "p", "reply": "c"}, {"response": "reply"}),
         ({"text": "x", "ask": "p"}, {"prompt": "ask"}),
     ],
 )
 def test_a_text_beside_a_prompt_or_a_reply_is_not_whole(row: Any, given: Any) -> None:
     source = SourceConfig(rows=(row,), **given)
-    assert recognised(source, read_rows(source), kind="demonstrations").prompt is not None
+    assert recognised(source, read_rows(source), texts=True).prompt is not None
 
 
 def test_every_token_but_the_first_is_learned(tokenizer: Any) -> None:
@@ -82,16 +96,14 @@ def test_a_begin_token_and_an_end_in_the_text_are_not_doubled(tokenizer: Any) ->
 
         def __call__(self, text: Any, add_special_tokens: bool = True, **more: Any) -> Any:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            if not add_special_tokens:
-                return {"input_ids": ids}
-            return {"input_ids": [99, *ids]}
+            return {"input_ids": [99, *ids] if add_special_tokens else ids}
 
         def __getattr__(self, name: str) -> Any:
             return getattr(tokenizer, name)
 
-    a, end = encode_whole(tokenizer, "a")
-    assert encode_whole(Begun(), "a") == [99, a, end]  # type: ignore[arg-type]
-    assert encode_whole(tokenizer, f"a{tokenizer.eos_token}") == [a, end]
+    ((a, end),) = encode_whole(tokenizer, ["a"])
+    assert encode_whole(Begun(), ["a", "aa"]) == [[99, a, end], [99, a, a, end]]  # type: ignore[arg-type]
+    assert encode_whole(tokenizer, [f"a{tokenizer.eos_token}"]) == [[a, end]]
 
 
 def test_limits_and_held_out_texts(tokenizer: Any) -> None:

@@ -196,12 +196,11 @@ def encode_response(tokenizer: Tokenizer, text: str) -> list[int]:
     return [*encode_texts(tokenizer, [text])[0], tokenizer.eos_token_id]
 
 
-def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A text without a prompt: encoded as a plain-text prompt, with the end-of-text token after it if its own last
+def encode_whole(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Texts without prompts: each encoded as a plain-text prompt, with the end-of-text token after it if its own last
     token is another one (as TRL 1.16 for language modeling)."""
     end = encode_response(tokenizer, "")
-    token_ids = encode_prompts(tokenizer, [text])[0]
-    return token_ids if token_ids[-1:] == end else [*token_ids, *end]
+    return [ids if ids[-1:] == end else [*ids, *end] for ids in encode_prompts(tokenizer, texts)]
 
 
 def encode_history(tokenizer: Tokenizer, prompt: Sequence[Message]) -> tuple[list[int], list[int]]:

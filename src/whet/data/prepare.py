@@ -226,7 +226,7 @@ def _prompt_tokens(work: _Work, rows: SourceRows, kept: Sequence[tuple[int, Fiel
     """The tokens of each row's prompt; of a row without one, the first token of its response, which nothing predicts.
     DataError that names the row whose messages the chat template refuses."""
     if has_no_prompts(work.source):
-        return [encode_whole(work.tokenizer, f.response or "")[:1] for _, f in kept]
+        return [ids[:1] for ids in encode_whole(work.tokenizer, [f.response or "" for _, f in kept])]
     if work.turns == "all":
         return [_at(rows.where(i), partial(_history, work.tokenizer, f.prompt)) for i, f in kept]
     try:
@@ -256,7 +256,8 @@ def _reply_lengths(work: _Work, kept: Sequence[tuple[int, Fields]]) -> list[dict
     if work.max_response_tokens is None:
         return lengths
     if has_no_prompts(work.source):
-        return [{"response": len(encode_whole(work.tokenizer, f.response or "")) - 1} for _, f in kept]
+        whole = encode_whole(work.tokenizer, [f.response or "" for _, f in kept])
+        return [{"response": len(ids) - 1} for ids in whole]
     for name in ("response", "rejected"):
         having = [k for k, (_, f) in enumerate(kept) if getattr(f, name) is not None]
         texts = encode_texts(work.tokenizer, [getattr(kept[k][1], name) for k in having])

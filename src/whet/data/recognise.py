@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from whet.config.functions import Kind
 from whet.config.load import Loaded
 from whet.config.recipes import kind_of
 from whet.config.schema import Config, SourceConfig
@@ -37,23 +36,25 @@ def with_columns(
     parts: of the section `data` that are read. plan: only data that is here is read, and no function of the user's is
     called.
     """
-    known: dict[tuple[str, Kind | None], tuple[SourceConfig, str]] = {}
+    known: dict[tuple[str, bool], tuple[SourceConfig, str]] = {}
 
-    def one(source: SourceConfig, kind: Kind | None) -> SourceConfig:
+    def one(source: SourceConfig, texts: bool) -> SourceConfig:
         unread = plan and (source.path is None or not is_here(source.path))
         if unread or names_columns(source):
             return source
-        key = source.model_dump_json(exclude_unset=True), kind
+        key = source.model_dump_json(exclude_unset=True), texts
         if key not in known:
             rows = read_rows(source.model_copy(update={"skip": 0, "limit": 1}))
-            read = recognised(source, rows, kind=kind)
+            read = recognised(source, rows, texts=texts)
             known[key] = read, told(source, read, rows)
         return known[key][0]
 
     def every(cfg: Config) -> Config:
         given = {part: getattr(cfg.data, part) for part in parts}
-        kind = kind_of(cfg.algorithm)
-        read = {part: tuple(one(source, kind) for source in sources) for part, sources in given.items()}
+        read = {
+            part: tuple(one(source, holds_texts(cfg, part)) for source in sources)
+            for part, sources in given.items()
+        }
         changed = {part: sources for part, sources in read.items() if sources != given[part]}
         return cfg.model_copy(update={"data": cfg.data.model_copy(update=changed)}) if changed else cfg
 
@@ -67,16 +68,22 @@ def names_columns(source: SourceConfig) -> bool:
     return "messages" in given or {"prompt", "response"} <= given
 
 
-def recognised(source: SourceConfig, rows: SourceRows, *, kind: Kind | None = None) -> SourceConfig:
+def holds_texts(cfg: Config, part: str) -> bool:
+    """Whether rows of a part of `data` may be texts without prompts: SFT learns them, and replies to them are not
+    scored."""
+    return kind_of(cfg.algorithm) == "demonstrations" and not (part == "eval" and cfg.rewards)
+
+
+def recognised(source: SourceConfig, rows: SourceRows, *, texts: bool = False) -> SourceConfig:
     """The source with the columns named that its first row has. DataError where several columns could be meant.
 
-    kind: of the algorithm that reads them; demonstrations may be texts without a prompt.
+    texts: its rows may be texts without prompts.
     """
     if names_columns(source):
         return source
     row = rows.row(0)
     given = source.model_fields_set & set(_READ)
-    if kind == "demonstrations" and _is_whole_text(row, source):
+    if texts and _is_whole_text(row, source):
         return source.model_copy(update={"prompt": None, "response": "text"})
     found = _found(row, given, where=rows.where(0))
     update = {field: column for field, column in found.items() if field not in given}
@@ -149,7 +156,7 @@ def _holds_prompt(row: Row, reply: str | None) -> bool:
 
 def _is_whole_text(row: Row, source: SourceConfig) -> bool:
     """Whether a row is a text to learn as a whole: nothing else in it is a prompt or a reply, nor is one named."""
-    others = ("prompt", "response", "question", *CONVERSATIONS, *REPLIES)
+    others = ("prompt", "response", "question", "answer", *CONVERSATIONS, *REPLIES)
     given = source.model_fields_set
     named = "response" in given or ("prompt" in given and source.prompt is not None)
     return not named and "text" in row and not any(c in row for c in others)

@@ -308,7 +308,7 @@ def _reply(
             f"Task {task.uid} of source {task.source!r} has no {_REPLIES[field]} to train on: name its column in "
             f"the source: `{field}: COLUMN`. Columns that nothing reads: {others}."
         )
-    reply = encode_response(tokenizer, text) if task.prompt else encode_whole(tokenizer, text)[1:]
+    reply = encode_response(tokenizer, text) if task.prompt else encode_whole(tokenizer, [text])[0][1:]
     cut = len(reply) > max_tokens
     if cut and not overlong.startswith("truncate"):
         raise DataError(

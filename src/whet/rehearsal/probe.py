@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from whet.config.load import Loaded
-from whet.config.recipes import kind_of
 from whet.config.schema import Config, EnvironmentConfig, SourceConfig
 from whet.config.sources import verifiers
-from whet.data.recognise import recognised
+from whet.data.recognise import holds_texts, recognised
 from whet.data.rows import read_rows
 from whet.data.tasks import TaskStream, texts
 from whet.data.tokenizer import load_tokenizer
@@ -57,7 +56,7 @@ def probe(loaded: Loaded) -> Probed:
             for n, source in enumerate(getattr(cfg.data, part)):
                 known = repr((source, cfg.data.max_prompt_tokens, cfg.data.overlong))
                 if known not in seen:
-                    seen[known] = _source(out, cfg, source, f"data.{part}[{n}]", stage=name)
+                    seen[known] = _source(out, cfg, source, part, n, stage=name)
                 if seen[known]:
                     out.lost[f"{name}/{part}/{n}"] = seen[known]
     tried: set[str] = set()
@@ -77,14 +76,14 @@ def probe(loaded: Loaded) -> Probed:
 # ---------------------------------------------------------------- data
 
 
-def _source(out: Probed, cfg: Config, source: SourceConfig, key: str, *, stage: str) -> str:
-    """Read one source. Returns why it cannot be used, or ''."""
-    what = f"{key} {source.name or source.path or source.function or ''}".strip()
+def _source(out: Probed, cfg: Config, source: SourceConfig, part: str, n: int, *, stage: str) -> str:
+    """Read source n of a part of `data`. Returns why it cannot be used, or ''."""
+    what = f"data.{part}[{n}] {source.name or source.path or source.function or ''}".strip()
     real = real_tokenizer(cfg) is not None
     source = source.model_copy(update={"limit": min(source.limit or ROWS, ROWS)})
     data = cfg.data.model_copy(update={} if real else {"overlong": "filter", "max_prompt_tokens": 2**20})
     try:
-        source = recognised(source, read_rows(source), kind=kind_of(cfg.algorithm))
+        source = recognised(source, read_rows(source), texts=holds_texts(cfg, part))
         tokenizer_cfg = (
             cfg.tokenizer if real else cfg.tokenizer.model_copy(update={"build": "bpe", "path": None})
         )
@@ -95,7 +94,7 @@ def _source(out: Probed, cfg: Config, source: SourceConfig, key: str, *, stage: 
         out.findings.append(fails(what, str(e)))
         return str(e)
     out.findings.append(works(what, _lengths(stream, tasks, real=real, limit=cfg.data.max_prompt_tokens)))
-    if key.startswith("data.train"):
+    if part == "train":
         out.tasks.setdefault(stage, []).extend(tasks[:TRIED])
     return ""
 
