@@ -23,6 +23,6 @@ class Numbers:
         return self.encode_prompt(conversation[-count:] if count else ())
 
     def parse_reply(
-        self, token_ids: Sequence[int], before: Sequence[int] = (), tools: Sequence[ToolSpec] = ()
+        self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = (), begun: str = ""
     ) -> Message:
         return Message("assistant", " ".join(map(str, token_ids)))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from templates_of_ours import TEMPLATES, OurTemplate, our_tokenizer
-from whet.data.calls import opens_thought, write_calls
+from whet.data.calls import write_calls
 from whet.data.chat import lead
 from whet.data.codec import History, MessageCodec
 from whet.types import ConfigError, Message, ToolCall, ToolSpec
@@ -79,12 +79,11 @@ def played(
     out = Played([*system, Message("user", text())])
     out.begin(codec.encode_prompt(out.conversation, TOOLS))
     for turn in range(rng.randint(1, 4)):
-        before = out.strands[-1]
-        reply, ids, end = scripted(template, codec, rng, before)
+        reply, ids, end = scripted(template, codec, rng)
         if cuts and rng.random() < 0.3:
             ids, end = ids[: rng.randint(0, len(ids))], None
         out.add([*ids, *([] if end is None else [end])], sampled=True)
-        heard = codec.parse_reply(ids, before[: -len(ids) - (end is not None) or None], TOOLS)
+        heard = codec.parse_reply(ids, TOOLS)
         if end is not None:
             assert heard.malformed is None, heard
             assert [(c.name, c.arguments) for c in heard.tool_calls] == [
@@ -106,12 +105,12 @@ def played(
 
 
 def scripted(
-    template: OurTemplate, codec: MessageCodec, rng: random.Random, before: list[int]
+    template: OurTemplate, codec: MessageCodec, rng: random.Random
 ) -> tuple[Message, list[int], int]:
     """What the policy says now: as a message, as tokens, and its end token."""
     tokenizer = codec.tokenizer
     form = codec.form
-    opened = opens_thought(form, str(tokenizer.decode(before[-16:])))
+    opened = template.opens
     thinks = opened or ((form.thinking is not None or form.channels) and rng.random() < 0.5)
     count = rng.choice((0, 0, 1, 1, 2 if template.parallel else 1))
     words = [w for w in WORDS if w.strip() == w and w and "{" not in w]
@@ -209,6 +208,23 @@ def test_what_the_check_says_is_what_the_table_says(name: str) -> None:
     if found.thoughts is not None:
         assert found.thoughts == template.keeps_on_user
     assert found.ends == (template.end_in_history != "")
+
+
+def test_a_reply_goes_on_from_what_the_prompt_has_of_it() -> None:
+    codec = codec_of(BY_NAME["append"])
+    call = '<tool_call>\n{"name": "add", "arguments": {"x": "1"}}\n</tool_call>'
+    for cut in (0, 1, 12, 30, len(call)):
+        ids = codec.tokenizer(call[cut:], add_special_tokens=False)["input_ids"]
+        heard = codec.parse_reply(ids, TOOLS, call[:cut])
+        assert heard.tool_calls == (ToolCall("add", {"x": "1"}),), cut
+
+
+def test_a_thought_that_the_question_speaks_of_is_not_open() -> None:
+    template = BY_NAME["append"]
+    codec = codec_of(template)
+    codec.encode_prompt([Message("user", "write <think>")])
+    said = codec.tokenizer("yes", add_special_tokens=False)["input_ids"]
+    assert codec.parse_reply(said) == Message("assistant", "yes")
 
 
 def test_tools_without_a_known_call_format_are_refused() -> None:

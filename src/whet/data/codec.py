@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from whet.data.call_formats import CALL_FORMATS
@@ -28,8 +29,6 @@ MARK = "\ufdd1\ufdd2"
 _QUESTION = Message("user", "q")
 _REPLY, _THOUGHT, _TOOL, _RESULT = "reply7x", "thought7x", "tool7x", "result7x"
 """Words to be found again."""
-_HEADER_TOKENS = 16
-"""Tokens before a reply in which an opened thought is looked for."""
 
 
 class MessageCodec:
@@ -147,16 +146,24 @@ class MessageCodec:
     # -- and back
 
     def parse_reply(
-        self, token_ids: Sequence[int], before: Sequence[int] = (), tools: Sequence[ToolSpec] = ()
+        self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = (), begun: str = ""
     ) -> Message:
-        """A sampled reply, without its end token, which followed `before`. Its calls are read if there are tools."""
+        """A sampled reply, without its end token. Its calls are read if there are tools. begun: what the prompt has of
+        it."""
         form = self.form if tools or self.form.channels else replace(self.form, calls=None)
         if form == ReplyForm():
-            return Message("assistant", str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True)))
-        opened = opens_thought(form, self._text(before[-_HEADER_TOKENS:]))
-        reply = read_reply(self._text(token_ids), form, tools, opened=opened)
+            said = str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+            return Message("assistant", begun + said)
+        opened = opens_thought(form, self._header)
+        reply = read_reply(begun + self._text(token_ids), form, tools, opened=opened)
         thought = None if reply.reasoning is None else self._control.sub("", reply.reasoning)
         return replace(reply, content=self._control.sub("", reply.content), reasoning=thought)
+
+    @cached_property
+    def _header(self) -> str:
+        """What the template writes before a reply. Nothing in the conversation is part of it."""
+        without, whole = (render(self.tokenizer, [_QUESTION], header=header) for header in (False, True))
+        return whole.removeprefix(without)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids)))

@@ -85,9 +85,9 @@ class Codec(Protocol):
         conversation do not begin with `existing`."""
 
     def parse_reply(
-        self, token_ids: Sequence[int], before: Sequence[int] = (), tools: Sequence[ToolSpec] = ()
+        self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = (), begun: str = ""
     ) -> Message:
-        """A reply, without its end token, to the tokens `before`."""
+        """A reply, without its end token. begun: what the prompt has of it."""
 
 
 def to_sampling(cfg: SamplingConfig) -> Sampling:
@@ -256,15 +256,20 @@ class Episode:
         for name, value in step.parts.items():
             self.parts[name] = number(self.parts.get(name, 0.0) + value, f" as the sum of the part {name!r}")
 
+    @property
+    def begun(self) -> str:
+        """What the prompt has of the next reply."""
+        last = self.conversation[-1]
+        return last.content if last.role == "assistant" else ""
+
     def add_reply(self, reply: Message) -> None:
         """What the policy has said, as a message. Its calls get ids that are unique in the rollout, of nine letters and
         digits, as Mistral's templates demand."""
         turn = len(self.replies)
         calls = tuple(replace(c, id=c.id or f"c{turn:04}{n:04}") for n, c in enumerate(reply.tool_calls, 1))
         reply = replace(reply, tool_calls=calls)
-        if self.conversation[-1].role == "assistant":  # the prompt has the beginning of the reply
-            begun = self.conversation.pop()
-            reply = replace(reply, content=begun.content + reply.content)
+        if self.begun:  # the reply has it
+            self.conversation.pop()
         self.conversation.append(reply)
         turns = self.strand.turns
         calls_made = len(calls) if self.tools else None
@@ -412,10 +417,9 @@ async def _converse(episode: Episode, play: Play, env: Env, world: World) -> tup
     assert codec is not None
     await _open(episode, play, env)
     for turn in range(1, play.max_turns + 1):
-        before = list(episode.strand.token_ids)
         reason = await _reply(episode, play)
         world.begin_turn()
-        episode.add_reply(codec.parse_reply(episode.replies[-1], before, episode.tools))
+        episode.add_reply(codec.parse_reply(episode.replies[-1], episode.tools, episode.begun))
         step = as_step(await env.step(episode.conversation[-1]))
         if step.fault is not None:
             raise EnvFault(f"fault: {words(step.fault, MOST_SAID)}")
@@ -571,7 +575,8 @@ async def _chat(
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
     _, reply = await _sample(strand, sampling, play, episode.session)
     episode.strands[fork] = strand
-    return play.codec.parse_reply(reply, strand.token_ids[: -len(reply) or None])
+    begun = messages[-1].content if messages and messages[-1].role == "assistant" else ""
+    return play.codec.parse_reply(reply, begun=begun)
 
 
 def chat_sampling(sampling: Sampling, settings: Mapping[str, Json]) -> Sampling:

@@ -118,7 +118,9 @@ def _lengths(rollouts: Sequence[Rollout]) -> Metrics:
         out[f"rollout/stop_{stop}_frac"] = count / len(rollouts)
     if tooled := [t for r in rollouts for t in r.turns if t.calls is not None]:
         out["rollout/calls_mean"] = sum(turn.calls or 0 for turn in tooled) / len(rollouts)
-        out["rollout/malformed_frac"] = sum(turn.malformed is not None for turn in tooled) / len(tooled)
+        # a reply that reached its limit is no mistake of form
+        wrong = [t for t in tooled if t.malformed is not None and t.finish_reason != "length"]
+        out["rollout/malformed_frac"] = len(wrong) / len(tooled)
     ends = Counter(r.finish_reason for r in rollouts)
     for reason in ("stop", "length", "abort"):
         out[f"rollout/finish_{reason}_frac"] = ends[reason] / len(rollouts)
