@@ -1,5 +1,4 @@
-"""`whet convert FILE --prove`, with a small package in the place of Cosmos-RL's own (tests/cosmos_double.py). The systems
-are asked themselves in `make test-peers`."""
+"""`whet convert FILE --prove`, with a small package in the place of Cosmos-RL's own (tests/cosmos_double.py)."""
 
 from __future__ import annotations
 

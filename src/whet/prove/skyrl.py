@@ -158,7 +158,7 @@ def checks(config: Any, file: File) -> Iterator[Check]:
         if made.advantage_batch_normalize
         else "",
         theirs=lambda each: advantage(estimate, each, made),
-        ours=lambda each: numbers.advantage(numbers.built(file.config, each), each),
+        ours=lambda each: numbers.advantage(numbers.built(file.config, each), each, kl=False),
         cases=batches,
         tolerance=FLOAT32,
     )
