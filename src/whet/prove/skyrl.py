@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from whet.prove import numbers, schedules
@@ -112,8 +113,9 @@ def known() -> Json:
 
 def configured(tree: Mapping[str, Json]) -> Any:
     """SkyRL's config of a file."""
+    resolved = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True)
     return theirs("skyrl", "skyrl.train.config.config:build_nested_dataclass")(
-        theirs("skyrl", CONFIG), dict(tree)
+        theirs("skyrl", CONFIG), resolved
     )
 
 
