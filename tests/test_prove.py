@@ -1,5 +1,4 @@
-"""`whet convert FILE --prove`, with a small package in the place of Cosmos-RL's own (tests/cosmos_double.py). The
-systems are asked themselves in `make test-peers`."""
+"""`whet convert FILE --prove`, with a small package in the place of Cosmos-RL's own (tests/cosmos_double.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +12,9 @@ import pytest
 import torch
 
 import cosmos_double
+from peers.ours import READ_AS
 from whet.config.load import load
+from whet.dialects import versions
 from whet.prove import checks, peers, proof
 from whet.prove.cases import case
 from whet.types import ConfigError
@@ -91,6 +92,9 @@ def test_the_releases_are_those_that_the_peers_environment_installs() -> None:
     wanted = {peers.PACKAGES[peer]: version for peer, version in peers.NEWEST.items()}
     pinned = dict(line.split("==") for line in text.splitlines() if "==" in line)
     assert wanted.items() <= pinned.items()
+    for peer, read_as in READ_AS.items():
+        version = versions.version_named(peer, read_as.partition("@")[2])
+        assert peers.NEWEST[peer].startswith(version), "rows are read as the release that is installed"
 
 
 def _check(theirs: float, ours: float, **rest: object) -> checks.Check:

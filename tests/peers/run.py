@@ -1,5 +1,5 @@
-"""`make test-peers`: every row of the comparison, as a table by peer; docs/peers.md is written from it with --write.
-Then the keys of the peers' own default files, and what `whet convert --prove` says to a file of each.
+"""`make test-peers`: every row of the comparison by peer, the keys of the peers' default files, and what
+`whet convert --prove` says to a file of each. docs/peers.md is written from the rows with --write.
 
 Exit status 1 if a row differs without a documented reason, if a documented difference is none any more, if a peer does
 not load, if whet does not know a key, or if a proof fails.
@@ -164,7 +164,9 @@ that every clamp acts. Two numbers are equal if they differ by less than the row
 adds 1e-8 to a denominator; 2e-6 where it computes in float32), relative to the larger of 1 and the peer's number.
 
 Not compared: TRL's group advantages, which cannot be called apart from its generation loop, and functions that whet
-does not have. The rows are in `tests/peers`; `make test-peers WRITE=--write` writes this page.
+does not have. The rows are in `tests/peers`; `make test-peers WRITE=--write` writes this page. It also reads the
+default files that come with the packages (whet knows every key of them), and runs `whet convert FILE --prove`, which
+compares the settings of one file of yours in the same way, on a file of each system.
 
 | peer | version | rows | equal | differs as documented | other |
 |---|---|---|---|---|---|

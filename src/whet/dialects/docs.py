@@ -13,7 +13,7 @@ from whet.dialects.listing import differing, span
 from whet.dialects.report import cell
 from whet.dialects.row import Row, Status, aliases, unbuilt
 from whet.dialects.tables import TABLES, every_line
-from whet.dialects.versions import DOCUMENTS
+from whet.dialects.versions import DOCUMENTS, VERSIONS
 
 PAGES = {
     "from_verl.md": (
@@ -47,7 +47,12 @@ An unknown key is refused. A key that is left out has the default of its documen
 A file is read as one release: the one that is given (`--dialect {system_name}@VERSION`), else the one that has most of
 the file's keys. Where several have as many, {document} is taken if it is one of them (the release of the configuration
 reference), else the newest. Defaults and meanings differ between releases, and numbers with them: the report before a
-run names the native keys that depend on the release where the file's keys do not tell it.
+run names the native keys that depend on the release where the file's keys do not tell it. Releases that are read:
+{releases}.
+
+`whet convert FILE --prove` compares what whet makes of a file with the installed package of {system}: batch sizes,
+steps, learning rates, KL, and advantages and losses of random batches, by {system}'s own code. It prints a table, and
+exits with 1 if a row differs without a note, or cannot be compared.
 """
 
 
@@ -55,7 +60,8 @@ def page(name: str) -> str:
     """One page of `PAGES`."""
     system, tables = PAGES[name]
     key = TABLES[tables[0]][0]
-    intro = INTRO.format(system=system, first=tables[0], system_name=key, document=DOCUMENTS[key])
+    names = {"first": tables[0], "system_name": key, "document": DOCUMENTS[key]}
+    intro = INTRO.format(system=system, releases=", ".join(VERSIONS[key]), **names)
     parts = [intro, "## Counts\n", _counts(tables)]
     for each in tables:
         parts += [f"## {each}\n", *_sections(every_line(each), TABLES[each][0])]

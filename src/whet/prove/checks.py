@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -174,13 +175,12 @@ def some_rows(plan: Plan) -> list[int]:
 
 def table(title: str, results: Sequence[Result]) -> Table:
     """For a terminal."""
-    out = Table(title=title, title_justify="left", show_lines=False, expand=False)
+    out = Table(title=escape(title), title_justify="left", show_lines=False, expand=False)
     for name in ("what", "called", "theirs", "whet's", "result"):
         out.add_column(name, overflow="fold")
     colour = {EQUAL: "green", TOLD: "yellow", DIFFERS: "red", NOT_COMPARED: "red"}
     for each in results:
-        said = f"[{colour[each.status]}]{each.status}[/]"
-        if each.told:
-            said += ": " + each.told.replace("[", "\\[")
-        out.add_row(each.what, each.called.rpartition(":")[2], each.theirs, each.ours, said)
+        said = f"[{colour[each.status]}]{each.status}[/]" + (f": {escape(each.told)}" if each.told else "")
+        cells = (each.what, each.called.rpartition(":")[2], each.theirs, each.ours)
+        out.add_row(*map(escape, cells), said)
     return out

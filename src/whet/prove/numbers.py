@@ -23,9 +23,9 @@ def before(made: Algorithm, batch: Batch) -> Batch:
     return made.correct(known, 0)[0]
 
 
-def advantage(made: Algorithm, case: Case) -> Numbers:
-    """`advantage`, and `return` where a critic learns."""
-    batch = made.advantage(before(made, case.batch), made.kl_coef)
+def advantage(made: Algorithm, case: Case, *, kl: bool = True) -> Numbers:
+    """`advantage`, and `return` where a critic learns; with or without the KL in the reward."""
+    batch = made.advantage(before(made, case.batch), made.kl_coef if kl else 0.0)
     assert batch.adv_N is not None
     out = {"advantage": case.padded(batch.adv_N)}
     if batch.return_N is not None:

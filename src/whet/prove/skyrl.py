@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from whet.prove import numbers, schedules
@@ -112,8 +113,9 @@ def known() -> Json:
 
 def configured(tree: Mapping[str, Json]) -> Any:
     """SkyRL's config of a file."""
+    resolved = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True)
     return theirs("skyrl", "skyrl.train.config.config:build_nested_dataclass")(
-        theirs("skyrl", CONFIG), dict(tree)
+        theirs("skyrl", CONFIG), resolved
     )
 
 
@@ -158,7 +160,7 @@ def checks(config: Any, file: File) -> Iterator[Check]:
         if made.advantage_batch_normalize
         else "",
         theirs=lambda each: advantage(estimate, each, made),
-        ours=lambda each: numbers.advantage(numbers.built(file.config, each), each),
+        ours=lambda each: numbers.advantage(numbers.built(file.config, each), each, kl=False),
         cases=batches,
         tolerance=FLOAT32,
     )

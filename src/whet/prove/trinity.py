@@ -140,19 +140,13 @@ def configured(tree: Mapping[str, Json]) -> Any:
 
 def checks(config: Any, file: File) -> Iterator[Check]:
     """The rows of a file."""
+    yield from _of_run(config, file)
+    yield from _of_formulas(config, file)
+
+
+def _of_run(config: Any, file: File) -> Iterator[Check]:
+    """Sizes, steps, learning rates."""
     chosen = config.algorithm
-    keys = {
-        f"algorithm.{name}": getattr(chosen, name)
-        for name in ("advantage_fn_args", "policy_loss_fn_args", "kl_loss_fn", "kl_loss_fn_args")
-    }
-    group = min(file.plan.group_size, 8)
-    batches = [case("one turn", seed, sizes=[group] * 4) for seed in (0, 1)]
-    kind = theirs("trinity", f"{ALGORITHM}:ALGORITHM_TYPE").get(chosen.algorithm_type)
-    estimate = theirs("trinity", f"{ALGORITHM}:ADVANTAGE_FN").get(chosen.advantage_fn)
-    lose = theirs("trinity", f"{ALGORITHM}:POLICY_LOSS_FN").get(chosen.policy_loss_fn)
-    # whet's norm is the longest reply that may be, Trinity's that of the batch
-    shown = ("algorithm.loss_agg_mode",) if chosen.loss_agg_mode == "seq-mean-token-sum-norm" else ()
-    bypass = (chosen.rollout_correction or {}).get("bypass_mode", True)
     yield Check(
         what="batches",
         called=f"{VALIDATORS}:BufferConfigValidator",
@@ -188,13 +182,30 @@ def checks(config: Any, file: File) -> Iterator[Check]:
             / chosen.optimizer.lr
         },
     )
+
+
+def _of_formulas(config: Any, file: File) -> Iterator[Check]:
+    """Advantages, KL and losses on random batches."""
+    chosen = config.algorithm
+    keys = {
+        f"algorithm.{name}": getattr(chosen, name)
+        for name in ("advantage_fn_args", "policy_loss_fn_args", "kl_loss_fn", "kl_loss_fn_args")
+    }
+    group = min(file.plan.group_size, 8)
+    batches = [case("one turn", seed, sizes=[group] * 4) for seed in (0, 1)]
+    kind = theirs("trinity", f"{ALGORITHM}:ALGORITHM_TYPE").get(chosen.algorithm_type)
+    estimate = theirs("trinity", f"{ALGORITHM}:ADVANTAGE_FN").get(chosen.advantage_fn)
+    lose = theirs("trinity", f"{ALGORITHM}:POLICY_LOSS_FN").get(chosen.policy_loss_fn)
+    # whet's norm is the longest reply that may be, Trinity's that of the batch
+    shown = ("algorithm.loss_agg_mode",) if chosen.loss_agg_mode == "seq-mean-token-sum-norm" else ()
+    bypass = (chosen.rollout_correction or {}).get("bypass_mode", True)
     yield Check(
         what=f"advantage, {chosen.advantage_fn}",
         called=f"{estimate.__module__}:{estimate.__name__}",
         theirs=lambda each: (in_trainer if kind.compute_advantage_in_trainer else by_group)(
             estimate, each, keys
         ),
-        ours=lambda each: numbers.advantage(numbers.built(file.config, each), each),
+        ours=lambda each: numbers.advantage(numbers.built(file.config, each), each, kl=False),
         cases=batches,
         tolerance=FLOAT32,
     )

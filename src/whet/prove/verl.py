@@ -279,7 +279,7 @@ def _of_formulas(config: DictConfig, keys: dict[str, Json], file: File) -> Itera
         what=f"advantage, {estimator}",
         called=f"{CORE}:{estimate.__name__}",
         theirs=lambda each: (gdpo if estimator == "gdpo" else advantage)(estimate, each, keys),
-        ours=lambda each: numbers.advantage(numbers.built(file.config, each), each),
+        ours=lambda each: numbers.advantage(numbers.built(file.config, each), each, kl=False),
         cases=batches,
         tolerance=FLOAT32,
     )
