@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 from whet.envs.env import EnvFault
 from whet.envs.schemas import check_schema
@@ -28,7 +28,7 @@ INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER
 """Variables of this process that a server gets; the others may be secrets."""
 MOST_LINE = 16 * 2**20
 """Bytes of one message of a server."""
-MOST_STDERR = 1000
+MOST_STDERR = 250
 """Characters of a server's standard error that an error repeats: the last ones."""
 MOST_PAGES = 100
 """Of its list of tools."""
@@ -202,25 +202,23 @@ class Session:
                 self.opened.set_result((client, found))
                 await self.stop.wait()
         except (Exception, asyncio.CancelledError) as error:
-            why = self.transport.how_it_ended() or _reason(error, self.server)
-            failed = error if isinstance(error, EnvFault | ConfigError) else EnvFault(
-                f"the MCP server {name!r} could not be started: {why}"
-            )  # fmt: skip
             if not self.opened.done():
-                self.opened.set_exception(failed)
+                self.opened.set_exception(self._failed(error))
                 self.opened.exception()  # where nobody waits
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
             self.stop.set()
 
-
-def _reason(error: BaseException, server: Server) -> str:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if isinstance(error, TimeoutError):
-        return f"it did not list its tools within start_timeout_s={server.start_timeout_s:g}"
-    return said(error) or type(error).__name__
+    def _failed(self, error: BaseException) -> Exception:
+        """What those are told who wait for a start that failed."""
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, EnvFault | ConfigError):
+            return error
+        late = f"it did not list its tools within start_timeout_s={self.server.start_timeout_s:g}"
+        why = late if isinstance(error, TimeoutError) else self.transport.how_it_ended() or said(error)
+        return EnvFault(f"the MCP server {self.server.command[0]!r} could not be started: {why}")
 
 
 def _client(transport: Stdio) -> Any:
@@ -294,21 +292,26 @@ class Stdio:
 
     async def __aexit__(self, *error: object) -> None:
         assert self.process is not None
+        assert self.process.stdin is not None
         with suppress(OSError):
-            self.process.stdin.close()  # type: ignore[union-attr]
+            self.process.stdin.close()
         try:
-            async with asyncio.timeout(STOP_S):
-                await self.process.wait()
-        except TimeoutError:
-            pass
+            await self._waited()
         finally:
-            with suppress(ProcessLookupError):
-                self.process.kill()
+            transport = cast(Any, self.process)._transport  # a child of the server may hold its pipes open
+            transport.close()  # which kills it
             for task in self._tasks:
                 task.cancel()
             for stream in self._streams:
                 stream.close()
-        await asyncio.wait(self._tasks)
+        await self._waited()
+
+    async def _waited(self) -> None:
+        """The server has ended, or the time for it."""
+        assert self.process is not None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await self.process.wait()
 
     async def _read(self, heard: Any) -> None:
         """Messages of the server, up to its end."""
@@ -325,9 +328,7 @@ class Stdio:
                 except (ValueError, RecursionError):
                     continue  # what a library prints there, for one
                 await heard.send(message)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_S):
-                    await self.process.wait()
+            await self._waited()
         except ValueError:
             self.why = f"a message of it is longer than {MOST_LINE} bytes"
         except (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
