@@ -140,12 +140,11 @@ async def _call(server: Server, name: str, /, **arguments: Json) -> list[str] | 
     except EnvFault:
         raise
     except Exception as error:  # the server's answer, or the end of it
-        await asyncio.sleep(0)
-        if session.over or session.transport.ended.is_set() or not _is_answer(error):
-            why = session.transport.how_it_ended() or said(error)
-            session.stop.set()
-            raise EnvFault(f"the MCP server {server.command[0]!r} broke in {name}: {why}") from error
-        raise ToolError(said(error)) from error
+        await asyncio.sleep(0)  # its end is known by now
+        if not session.over and _is_answer(error):
+            raise ToolError(said(error)) from error
+        why = session.transport.how_it_ended() or said(error)
+        raise EnvFault(f"the MCP server {server.command[0]!r} broke in {name}: {why}") from error
     session.late = 0
     texts = [_text(part) for part in result.content]
     if result.is_error:
@@ -154,10 +153,11 @@ async def _call(server: Server, name: str, /, **arguments: Json) -> list[str] | 
 
 
 def _is_answer(error: Exception) -> bool:
-    """The server answered, with an error of JSON-RPC that is about the call."""
-    from mcp_types import INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND
+    """The server answered, with an error of JSON-RPC."""
+    from mcp import MCPError
+    from mcp_types import CONNECTION_CLOSED
 
-    return getattr(error, "code", None) in (INVALID_PARAMS, METHOD_NOT_FOUND, INTERNAL_ERROR)
+    return isinstance(error, MCPError) and error.code != CONNECTION_CLOSED
 
 
 def _text(part: Any) -> str:
