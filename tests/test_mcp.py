@@ -67,7 +67,7 @@ if "dies_first" in modes:
 if "chatty" in modes:
     print("starting up ...", flush=True)
     print("[" * 100_000, flush=True)
-names = ["echo", "env", "die", "hang", "error", "refuse", "image", "huge"]
+names = ["echo", "env", "die", "hang", "error", "refuse", "image", "huge", "block"]
 if "changes" in modes and starts > 1:
     names = ["other"]
 schema = {"type": "object", "properties": {"text": {"type": "string"}}, "required": []}
@@ -101,6 +101,8 @@ for line in sys.stdin:
         elif name == "image":
             image = {"type": "image", "data": "AAAA", "mimeType": "image/png"}
             answer(number, result={"content": [image, {"type": "text", "text": "a cat"}]})
+        elif name == "block":
+            time.sleep(1000)
         elif name == "huge":
             sys.stdout.write("x" * 100_000_000)
             sys.stdout.flush()
@@ -203,7 +205,7 @@ def test_tools_are_read_page_by_page_and_once(
 ) -> None:
     server = by_hand("chatty")
     names = [tool.spec.name for tool in tools_of(server)]
-    assert names == ["echo", "env", "die", "hang", "error", "refuse", "image", "huge"]
+    assert names == ["echo", "env", "die", "hang", "error", "refuse", "image", "huge", "block"]
     tools_of(server)
     (pid,) = starts()
     assert gone(pid)
@@ -258,19 +260,26 @@ def test_a_server_that_dies_is_a_fault_and_is_started_again(
     assert all(gone(pid) for pid in starts())
 
 
-def test_a_call_without_an_answer_is_late_and_a_server_that_gives_none_is_ended(
-    by_hand: Callable[..., Server], starts: Callable[[], list[int]]
+def test_a_call_without_an_answer_is_late_and_a_server_that_answers_nothing_is_ended(
+    by_hand: Callable[..., Server], starts: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(mcp_module, "CHECK_S", 1.0)
+
     async def play(env: ToolEnv) -> list[str]:
-        found = [await call(env, "hang") for _ in range(2)]
-        found.append(await call(env, "echo", text="still here"))
-        found += [await call(env, "hang") for _ in range(3)]
+        found = [await call(env, "hang"), await call(env, "echo", text="still here")]
+        (session,) = mcp_module._sessions.values()
+        assert session.checking is not None
+        await session.checking  # it lists its tools
+        assert not session.over
+        found.append(await call(env, "block"))
+        await session.checking
+        assert session.over
         return [*found, await call(env, "echo", text="a new one")]
 
-    late = "Error: timeout: hang took more than 0.5 s"
-    found = story(by_hand(), play, tool_timeout_s=0.5)
+    found = story(by_hand(), play, tool_timeout_s=1.5)
     _, first, second = starts()
-    assert found == [late, late, f"still here\n{first}", late, late, late, f"a new one\n{second}"]
+    hang, block = (f"Error: timeout: {name} took more than 1.5 s" for name in ("hang", "block"))
+    assert found == [hang, f"still here\n{first}", block, f"a new one\n{second}"]
 
 
 def test_a_server_that_offers_other_tools_later_is_a_fault(by_hand: Callable[..., Server]) -> None:

@@ -32,8 +32,8 @@ MOST_STDERR = 250
 """Characters of a server's standard error that an error repeats: the last ones."""
 MOST_PAGES = 100
 """Of its list of tools."""
-MOST_LATE = 3
-"""Calls in a row that are late, before a server is ended."""
+CHECK_S = 10.0
+"""How long a server has, after a call without an answer, to list its tools once more; one that does not is ended."""
 STOP_S = 1.0
 """How long a server may take to end once its input is closed."""
 
@@ -80,7 +80,8 @@ class Server:
 
 def tools_of(server: Server) -> list[Tool]:
     """The tools of a server. ConfigError if it cannot be started, or offers what cannot be used."""
-    return [Tool(spec, partial(_call, server, spec.name)) for spec in _listed(server.key)]
+    before = partial(_session, server)
+    return [Tool(spec, partial(_call, server, spec.name), before=before) for spec in _listed(server.key)]
 
 
 @cache
@@ -124,20 +125,23 @@ _sessions: dict[str, Session] = {}
 """Of this process, by the key of their server."""
 
 
-async def _call(server: Server, name: str, /, **arguments: Json) -> list[str] | Json:
-    """What a tool returns. ToolError if it says that it failed, EnvFault if the server is broken."""
+async def _session(server: Server) -> Session:
+    """The one of this process, started if there is none. EnvFault if it cannot be."""
     session = _sessions.get(server.key)
     if session is None or session.over or session.loop is not asyncio.get_running_loop():
         session = _sessions[server.key] = Session(server, _listed(server.key))
+    await asyncio.shield(session.opened)
+    return session
+
+
+async def _call(server: Server, name: str, /, **arguments: Json) -> list[str] | Json:
+    """What a tool returns. ToolError if it says that it failed, EnvFault if the server is broken."""
+    session = await _session(server)
+    client, _ = session.opened.result()
     try:
-        client, _ = await asyncio.shield(session.opened)
         result = await client.call_tool(name.removeprefix(server.prefix), arguments)
     except asyncio.CancelledError:
-        session.late += 1
-        if session.late >= MOST_LATE:
-            session.stop.set()
-        raise
-    except EnvFault:
+        session.check()
         raise
     except Exception as error:  # the server's answer, or the end of it
         await asyncio.sleep(0)  # its end is known by now
@@ -145,7 +149,6 @@ async def _call(server: Server, name: str, /, **arguments: Json) -> list[str] | 
             raise ToolError(said(error)) from error
         why = session.transport.how_it_ended() or said(error)
         raise EnvFault(f"the MCP server {server.command[0]!r} broke in {name}: {why}") from error
-    session.late = 0
     texts = [_text(part) for part in result.content]
     if result.is_error:
         raise ToolError("\n".join(texts) or f"{name} failed and does not say why")
@@ -176,8 +179,7 @@ class Session:
         self.opened: asyncio.Future[tuple[Any, tuple[ToolSpec, ...]]] = self.loop.create_future()
         """The client, and the tools. EnvFault if it cannot be started."""
         self.stop = asyncio.Event()
-        self.late = 0
-        """Calls in a row that got no answer in their time."""
+        self.checking: asyncio.Task[None] | None = None
         self.transport = Stdio(server, self.stop)
         self.task = self.loop.create_task(self._serve())
 
@@ -185,6 +187,18 @@ class Session:
     def over(self) -> bool:
         """It takes no calls any more."""
         return self.stop.is_set() or self.task.done()
+
+    def check(self) -> None:
+        """End it if it does not answer any more."""
+        if self.checking is None or self.checking.done():
+            self.checking = self.loop.create_task(self._check())
+
+    async def _check(self) -> None:
+        try:
+            async with asyncio.timeout(CHECK_S):
+                await self.opened.result()[0].list_tools()
+        except Exception:  # noqa: BLE001  whatever it is, it is no list
+            self.stop.set()
 
     async def end(self) -> None:
         self.stop.set()

@@ -209,6 +209,8 @@ class ToolEnv:
 
     async def _run(self, tool: Tool, call: ToolCall) -> Answer:
         limit_s = self.limits.tool_timeout_s
+        if tool.before is not None:
+            await tool.before()
         outcome = await self.world.run(partial(tool.call, call.arguments), limit_s, is_async=tool.is_async)
         if outcome.late:
             if tool.owner is not None:
