@@ -648,6 +648,45 @@ def test_a_host_refuses_them_before_it_plays(opened: Callable[..., EnvHosts]) ->
         opened(cut="up")
 
 
+PREPARED = """
+from whet.envs.env import EnvStep
+
+
+class Plain:
+    def __init__(self, task, note): ...
+
+    async def first(self):
+        return []
+
+    async def step(self, reply):
+        return EnvStep()
+
+    def prepare(self, arguments):
+        raise ValueError("this is a matter of its own")
+
+
+class Prepared(Plain):
+    @classmethod
+    def prepare(cls, arguments):
+        with open(arguments["note"], "a") as file:
+            file.write("x")
+"""
+
+
+@pytest.mark.parametrize(("name", "noted"), [("Plain", None), ("Prepared", "x")])
+def test_a_factory_is_prepared_once_in_a_host(tmp_path: Path, name: str, noted: str | None) -> None:
+    (tmp_path / "prepared.py").write_text(PREPARED)
+    note = tmp_path / "note"
+    cfg = EnvironmentConfig(make=f"{tmp_path}/prepared.py:{name}", arguments={"note": str(note)})
+    hosts = EnvHosts(cfg)
+    try:
+        _, found = play(hosts, {uid: [says(content="x")] for uid in range(3)})
+    finally:
+        hosts.close()
+    assert [rollout.error for rollout in found.values()] == [None] * 3
+    assert (note.read_text() if note.exists() else None) == noted
+
+
 # ---------------------------------------------------------------- tools that misbehave, in a host
 
 

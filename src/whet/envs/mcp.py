@@ -252,7 +252,8 @@ async def _list(client: Any, prefix: str) -> tuple[ToolSpec, ...]:
     cursor: str | None = None
     for _ in range(MOST_PAGES):
         page = await client.list_tools(cursor=cursor)
-        found += [ToolSpec(prefix + t.name, t.description or "", t.input_schema) for t in page.tools]
+        told = [ToolSpec(prefix + t.name, t.description or "", t.input_schema) for t in page.tools]
+        found += [ToolSpec.from_json(spec.to_json()) for spec in told]  # as a task brings it to a host
         cursor = page.next_cursor
         if cursor is None:
             return tuple(found)
