@@ -42,13 +42,23 @@ def found(function: str) -> dict[str, str]:
 
 def test_every_key_that_names_code_is_read() -> None:
     """One of each kind, and none that is whet's own or no code."""
+    tools = {"functions": ["t.py:f", "t.py:g"], "tool_class": "c.py:C"}
     stages = config(
         imports=["setup.py", "a.package"],
         rewards={"mine": {"function": "r.py:f"}, "ours": {"function": "exact"}},
         algorithm={"name": "grpo", "advantage": "adv.py:a", "loss": "loss.py:l"},
-        rollout={**CONFIG["rollout"], "engine": "e.py:E"},
+        rollout={**CONFIG["rollout"], "engine": "e.py:E", "env": {"make": "v.py:V", "arguments": tools}},
     )
-    assert {*named(stages[0])} >= {"setup.py", "a.package", "r.py:f", "adv.py:a", "loss.py:l", "e.py:E"}
+    assert {*named(stages[0])} >= {
+        "setup.py",
+        "a.package",
+        "r.py:f",
+        "adv.py:a",
+        "loss.py:l",
+        "e.py:E",
+        "v.py:V",
+    }
+    assert {*named(stages[0])} >= {"t.py:f", "t.py:g", "c.py:C"}
     assert "exact" not in {*named(stages[0])}
 
 

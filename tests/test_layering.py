@@ -59,6 +59,7 @@ OWN_MODULE = {
     "swanlab",
     "peft",
     "streamlit",
+    "mcp",
 }
 """Each is imported by one module at most; `ray`, by one package."""
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from whet.config.schema import EnvironmentConfig
 from whet.envs import calls as calls_module
@@ -244,8 +247,18 @@ def test_a_fault_of_the_world_in_a_tool_is_a_fault_of_the_episode() -> None:
     def down() -> None:
         raise EnvFault("the database is down")
 
+    cancelled = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(100)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
     with pytest.raises(EnvFault, match="the database is down"):
-        steps(env_of(down), says(("down", {})))
+        steps(env_of(down, waits), says(("waits", {}), ("down", {}), ("waits", {})))
+    assert cancelled == [True, True]
 
 
 # ---------------------------------------------------------------- malformed replies
@@ -611,6 +624,10 @@ def test_a_config_names_functions_and_a_class(opened: Callable[..., EnvHosts], f
         ),
         ({"functions": ["FILE:add"], "cut": "centre"}, "cut='centre'; expected one of left, middle, right"),
         ({"functions": ["FILE:add"], "malformed": "x"}, "malformed='x'; expected one of tell, end"),
+        (
+            {"functions": ["FILE:add"], "result_chars": 10**5},
+            "expected at most 524288 characters of .*=8 results",
+        ),
         ({"tool_class": "FILE:add"}, "tool_class='.*'; expected a class"),
         ({"search": {"paths": "x"}}, r"search: 'paths' is not known; did you mean 'path'\?"),
         ({"search": []}, r"search=\[\]; expected a section with path"),
@@ -629,6 +646,45 @@ def test_a_host_refuses_them_before_it_plays(opened: Callable[..., EnvHosts]) ->
         ConfigError, match=r"rollout.env.arguments.cut='up'; expected one of left, middle, right"
     ):
         opened(cut="up")
+
+
+PREPARED = """
+from whet.envs.env import EnvStep
+
+
+class Plain:
+    def __init__(self, task, note): ...
+
+    async def first(self):
+        return []
+
+    async def step(self, reply):
+        return EnvStep()
+
+    def prepare(self, arguments):
+        raise ValueError("this is a matter of its own")
+
+
+class Prepared(Plain):
+    @classmethod
+    def prepare(cls, arguments):
+        with open(arguments["note"], "a") as file:
+            file.write("x")
+"""
+
+
+@pytest.mark.parametrize(("name", "noted"), [("Plain", None), ("Prepared", "x")])
+def test_a_factory_is_prepared_once_in_a_host(tmp_path: Path, name: str, noted: str | None) -> None:
+    (tmp_path / "prepared.py").write_text(PREPARED)
+    note = tmp_path / "note"
+    cfg = EnvironmentConfig(make=f"{tmp_path}/prepared.py:{name}", arguments={"note": str(note)})
+    hosts = EnvHosts(cfg)
+    try:
+        _, found = play(hosts, {uid: [says(content="x")] for uid in range(3)})
+    finally:
+        hosts.close()
+    assert [rollout.error for rollout in found.values()] == [None] * 3
+    assert (note.read_text() if note.exists() else None) == noted
 
 
 # ---------------------------------------------------------------- tools that misbehave, in a host
@@ -742,3 +798,24 @@ def test_marks_count_what_runs(tmp_path: Path) -> None:
         assert marks.take() != slot  # its code goes on
     assert host_module.Marks.read(path) == set()
     assert marks.take() == slot
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_the_page_says_what_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "tools.md").read_text()
+    code, config, schema = re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("shop.py").write_text(code)
+    arguments = yaml.safe_load(config)["rollout"]["env"]["arguments"]
+    (spec,) = tools.specs(arguments)
+    assert spec.parameters == json.loads(schema)
+    rows = re.findall(r"^\| `(\w+)\((.*)\)` \| `(.*)` \|$", page, re.MULTILINE)
+    assert len(rows) == 3
+    asked = [(name, dict(re.findall(r"(\w+)=([^,]+)", given))) for name, given, _ in rows]
+    reply = says(*((name, {key: json.loads(value) for key, value in given.items()}) for name, given in asked))
+    (step,) = steps(tools(task(), World(1, no_reply), **arguments), reply)
+    assert told(step) == [answer for _, _, answer in rows]
+    names = set(re.findall(r"`(\w+)`", page)) & {f.name for f in fields(Limits)}
+    assert {"cut", "malformed"} | names == {f.name for f in fields(Limits)}

@@ -238,6 +238,7 @@ def test_what_cannot_be_called_by_name_or_has_no_schema_is_refused() -> None:
 
 def test_docstrings_of_other_shapes_lose_nothing_that_is_said() -> None:
     assert parse_docstring("") == ("", {})
+    assert parse_docstring("A.\n\n:class:`B`: is one.") == ("A.\n\n:class:`B`: is one.", {})
     assert parse_docstring("Only a line: with a colon.") == ("Only a line: with a colon.", {})
     assert parse_docstring("A.\n\nArgs:\n    x: y\n\nB: not a section") == (
         "A.\n\nB: not a section", {"x": "y"},

@@ -24,7 +24,8 @@ from whet.config.secrets import dump
 from whet.types import Json
 
 NAMES = """
-    imports.* rewards.*.function data.*.*.function rollout.engine rollout.env.make buffer.replay.priority
+    imports.* rewards.*.function data.*.*.function rollout.engine rollout.env.make rollout.env.arguments.functions.*
+    rollout.env.arguments.tool_class buffer.replay.priority
     algorithm.advantage.name algorithm.loss.name algorithm.mix.loss.name algorithm.correction.weight.name"""
 """The keys whose values may name code of the user's. That of trackers changes no result."""
 

@@ -7,6 +7,7 @@ out.
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import time
@@ -131,13 +132,17 @@ MakeEnv = Callable[[Task, World], Env]
 
 
 class Factory(Protocol):
-    """What `rollout.env.make` may have beside `__call__`; a plain function or class needs none of it."""
-
-    def specs(self, arguments: Mapping[str, Json]) -> list[ToolSpec]:
-        """The tools of all its environments, which prompts tell the policy of. It makes no environment."""
+    """What `rollout.env.make` may have beside `__call__`: methods of a callable object, or class methods of a class. A
+    plain function has none of them."""
 
     def prepare(self, arguments: Mapping[str, Json]) -> None:
         """Called once in each host, before its first environment is made: for what takes long."""
+
+
+def factory_method(make: object, name: str) -> Callable[[Mapping[str, Json]], Any] | None:
+    """A method of a `Factory`, if it has it. What a class has for its environments is none."""
+    method = getattr(make, name, None)
+    return method if inspect.ismethod(method) else None
 
 
 # ---------------------------------------------------------------- checks of what foreign code returns

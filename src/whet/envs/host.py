@@ -27,7 +27,16 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from whet.envs.calls import CANCEL_S, MOST_AT_ONCE, Runs
-from whet.envs.env import Path, World, as_messages, as_step, as_tools, pack_messages, pack_step
+from whet.envs.env import (
+    Path,
+    World,
+    as_messages,
+    as_step,
+    as_tools,
+    factory_method,
+    pack_messages,
+    pack_step,
+)
 from whet.guard import confine
 from whet.guard.imports import import_all
 from whet.guard.line import messages
@@ -159,11 +168,12 @@ class Marked(Awaitable[Any]):
     def _run(self, go_on: Callable[[], Any]) -> Any:
         """The user's code, up to where it waits."""
         self.marks.on_loop = self.number
+        self.marks.enter(self.slot, self.number)
         try:
-            with self.marks.running(self.slot, self.number):
-                return go_on()
+            return go_on()
         finally:
             self.marks.on_loop = None
+            self.marks.leave(self.slot)
 
 
 class LoopClock:
@@ -516,7 +526,7 @@ def serve(connection: Connection) -> None:
         import_all(asked["imports"])
         make = load_object(asked["make"], what="rollout.env.make")
         check_arguments(make, asked["arguments"])
-        if callable(prepare := getattr(make, "prepare", None)):
+        if (prepare := factory_method(make, "prepare")) is not None:
             prepare(asked["arguments"])
     except BaseException as error:  # noqa: BLE001  the user's module runs here for the first time
         ours = isinstance(error, ConfigError)

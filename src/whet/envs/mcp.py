@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 from whet.envs.env import EnvFault
 from whet.envs.schemas import check_schema
@@ -28,12 +28,12 @@ INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER
 """Variables of this process that a server gets; the others may be secrets."""
 MOST_LINE = 16 * 2**20
 """Bytes of one message of a server."""
-MOST_STDERR = 1000
+MOST_STDERR = 250
 """Characters of a server's standard error that an error repeats: the last ones."""
 MOST_PAGES = 100
 """Of its list of tools."""
-MOST_LATE = 3
-"""Calls in a row that are late, before a server is ended."""
+CHECK_S = 10.0
+"""How long a server has, after a call without an answer, to list its tools once more; one that does not is ended."""
 STOP_S = 1.0
 """How long a server may take to end once its input is closed."""
 
@@ -80,7 +80,8 @@ class Server:
 
 def tools_of(server: Server) -> list[Tool]:
     """The tools of a server. ConfigError if it cannot be started, or offers what cannot be used."""
-    return [Tool(spec, partial(_call, server, spec.name)) for spec in _listed(server.key)]
+    before = partial(_session, server)
+    return [Tool(spec, partial(_call, server, spec.name), before=before) for spec in _listed(server.key)]
 
 
 @cache
@@ -124,29 +125,30 @@ _sessions: dict[str, Session] = {}
 """Of this process, by the key of their server."""
 
 
-async def _call(server: Server, name: str, /, **arguments: Json) -> list[str] | Json:
-    """What a tool returns. ToolError if it says that it failed, EnvFault if the server is broken."""
+async def _session(server: Server) -> Session:
+    """The one of this process, started if there is none. EnvFault if it cannot be."""
     session = _sessions.get(server.key)
     if session is None or session.over or session.loop is not asyncio.get_running_loop():
         session = _sessions[server.key] = Session(server, _listed(server.key))
+    await asyncio.shield(session.opened)
+    return session
+
+
+async def _call(server: Server, name: str, /, **arguments: Json) -> list[str] | Json:
+    """What a tool returns. ToolError if it says that it failed, EnvFault if the server is broken."""
+    session = await _session(server)
+    client, _ = session.opened.result()
     try:
-        client, _ = await asyncio.shield(session.opened)
         result = await client.call_tool(name.removeprefix(server.prefix), arguments)
     except asyncio.CancelledError:
-        session.late += 1
-        if session.late >= MOST_LATE:
-            session.stop.set()
-        raise
-    except EnvFault:
+        session.check()
         raise
     except Exception as error:  # the server's answer, or the end of it
-        await asyncio.sleep(0)
-        if session.over or session.transport.ended.is_set() or not _is_answer(error):
-            why = session.transport.how_it_ended() or said(error)
-            session.stop.set()
-            raise EnvFault(f"the MCP server {server.command[0]!r} broke in {name}: {why}") from error
-        raise ToolError(said(error)) from error
-    session.late = 0
+        await asyncio.sleep(0)  # its end is known by now
+        if not session.over and _is_answer(error):
+            raise ToolError(said(error)) from error
+        why = session.transport.how_it_ended() or said(error)
+        raise EnvFault(f"the MCP server {server.command[0]!r} broke in {name}: {why}") from error
     texts = [_text(part) for part in result.content]
     if result.is_error:
         raise ToolError("\n".join(texts) or f"{name} failed and does not say why")
@@ -154,10 +156,11 @@ async def _call(server: Server, name: str, /, **arguments: Json) -> list[str] | 
 
 
 def _is_answer(error: Exception) -> bool:
-    """The server answered, with an error of JSON-RPC that is about the call."""
-    from mcp_types import INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND
+    """The server answered, with an error of JSON-RPC."""
+    from mcp import MCPError
+    from mcp_types import CONNECTION_CLOSED
 
-    return getattr(error, "code", None) in (INVALID_PARAMS, METHOD_NOT_FOUND, INTERNAL_ERROR)
+    return isinstance(error, MCPError) and error.code != CONNECTION_CLOSED
 
 
 def _text(part: Any) -> str:
@@ -176,8 +179,7 @@ class Session:
         self.opened: asyncio.Future[tuple[Any, tuple[ToolSpec, ...]]] = self.loop.create_future()
         """The client, and the tools. EnvFault if it cannot be started."""
         self.stop = asyncio.Event()
-        self.late = 0
-        """Calls in a row that got no answer in their time."""
+        self.checking: asyncio.Task[None] | None = None
         self.transport = Stdio(server, self.stop)
         self.task = self.loop.create_task(self._serve())
 
@@ -185,6 +187,18 @@ class Session:
     def over(self) -> bool:
         """It takes no calls any more."""
         return self.stop.is_set() or self.task.done()
+
+    def check(self) -> None:
+        """End it if it does not answer any more."""
+        if self.checking is None or self.checking.done():
+            self.checking = self.loop.create_task(self._check())
+
+    async def _check(self) -> None:
+        try:
+            async with asyncio.timeout(CHECK_S):
+                await self.opened.result()[0].list_tools()
+        except Exception:  # noqa: BLE001  whatever it is, it is no list
+            self.stop.set()
 
     async def end(self) -> None:
         self.stop.set()
@@ -202,25 +216,23 @@ class Session:
                 self.opened.set_result((client, found))
                 await self.stop.wait()
         except (Exception, asyncio.CancelledError) as error:
-            why = self.transport.how_it_ended() or _reason(error, self.server)
-            failed = error if isinstance(error, EnvFault | ConfigError) else EnvFault(
-                f"the MCP server {name!r} could not be started: {why}"
-            )  # fmt: skip
             if not self.opened.done():
-                self.opened.set_exception(failed)
+                self.opened.set_exception(self._failed(error))
                 self.opened.exception()  # where nobody waits
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
             self.stop.set()
 
-
-def _reason(error: BaseException, server: Server) -> str:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if isinstance(error, TimeoutError):
-        return f"it did not list its tools within start_timeout_s={server.start_timeout_s:g}"
-    return said(error) or type(error).__name__
+    def _failed(self, error: BaseException) -> Exception:
+        """What those are told who wait for a start that failed."""
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, EnvFault | ConfigError):
+            return error
+        late = f"it did not list its tools within start_timeout_s={self.server.start_timeout_s:g}"
+        why = late if isinstance(error, TimeoutError) else self.transport.how_it_ended() or said(error)
+        return EnvFault(f"the MCP server {self.server.command[0]!r} could not be started: {why}")
 
 
 def _client(transport: Stdio) -> Any:
@@ -240,7 +252,8 @@ async def _list(client: Any, prefix: str) -> tuple[ToolSpec, ...]:
     cursor: str | None = None
     for _ in range(MOST_PAGES):
         page = await client.list_tools(cursor=cursor)
-        found += [ToolSpec(prefix + t.name, t.description or "", t.input_schema) for t in page.tools]
+        told = [ToolSpec(prefix + t.name, t.description or "", t.input_schema) for t in page.tools]
+        found += [ToolSpec.from_json(spec.to_json()) for spec in told]  # as a task brings it to a host
         cursor = page.next_cursor
         if cursor is None:
             return tuple(found)
@@ -294,21 +307,26 @@ class Stdio:
 
     async def __aexit__(self, *error: object) -> None:
         assert self.process is not None
+        assert self.process.stdin is not None
         with suppress(OSError):
-            self.process.stdin.close()  # type: ignore[union-attr]
+            self.process.stdin.close()
         try:
-            async with asyncio.timeout(STOP_S):
-                await self.process.wait()
-        except TimeoutError:
-            pass
+            await self._waited()
         finally:
-            with suppress(ProcessLookupError):
-                self.process.kill()
+            transport = cast(Any, self.process)._transport  # a child of the server may hold its pipes open
+            transport.close()  # which kills it
             for task in self._tasks:
                 task.cancel()
             for stream in self._streams:
                 stream.close()
-        await asyncio.wait(self._tasks)
+        await self._waited()
+
+    async def _waited(self) -> None:
+        """The server has ended, or the time for it."""
+        assert self.process is not None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await self.process.wait()
 
     async def _read(self, heard: Any) -> None:
         """Messages of the server, up to its end."""
@@ -325,9 +343,7 @@ class Stdio:
                 except (ValueError, RecursionError):
                     continue  # what a library prints there, for one
                 await heard.send(message)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_S):
-                    await self.process.wait()
+            await self._waited()
         except ValueError:
             self.why = f"a message of it is longer than {MOST_LINE} bytes"
         except (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):

@@ -145,7 +145,9 @@ _SECTION = re.compile(
 _ARGUMENTS = ("args", "arguments", "parameters", "params")
 _GOOGLE = re.compile(r"(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 _NUMPY = re.compile(r"()(\w+)\s*(?::.*)?()")
-_FIELD = re.compile(r":(\w+)\s*([^:]*):\s*(.*)")
+_FIELD = re.compile(
+    r":(param|parameter|arg|argument|type|returns?|rtype|raises?|yields?|ytype)\b\s*([^:]*):\s*(.*)"
+)
 
 
 def parse_docstring(text: str) -> tuple[str, dict[str, str]]:

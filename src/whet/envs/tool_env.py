@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, get_args
 
-from whet.envs.env import EnvFault, EnvStep, World
+from whet.envs.env import MOST_TEXT, EnvFault, EnvStep, World
 from whet.envs.mcp import Server, tools_of
 from whet.envs.search import Documents, build, search_tool
 from whet.envs.tools import (
@@ -70,6 +70,11 @@ class Limits:
         for name, known in (("cut", get_args(Side)), ("malformed", ("tell", "end"))):
             if getattr(self, name) not in known:
                 raise _refused(name, getattr(self, name), f"one of {', '.join(known)}")
+        if (told := self.result_chars * self.max_parallel_calls) > MOST_TEXT // 2:
+            most = (
+                f"at most {MOST_TEXT // 2} characters of max_parallel_calls={self.max_parallel_calls} results"
+            )
+            raise _refused("result_chars", self.result_chars, f"{most}; these are {told}")
 
 
 def _refused(name: str, value: object, expected: str) -> ConfigError:
@@ -132,8 +137,12 @@ class ToolEnv:
         if reply.malformed is not None:
             return await self._malformed(reply.malformed)
         self.malformed = 0
-        work = [self._answer(n, call) for n, call in enumerate(reply.tool_calls)]
-        answers = await asyncio.gather(*work)
+        work = [asyncio.ensure_future(self._answer(n, call)) for n, call in enumerate(reply.tool_calls)]
+        try:
+            answers = await asyncio.gather(*work)
+        finally:
+            for each in work:  # where one of them was a fault
+                each.cancel()
         if len(self.world.runs.left) >= MOST_LEFT:
             return EnvStep(fault=f"{MOST_LEFT} calls of tools took more than their time, and go on")
         messages = [
@@ -190,7 +199,7 @@ class ToolEnv:
             return Answer(f"Error: not called: all {self.limits.max_calls} calls of this episode are used up")
         if tool is None:
             there = f"{near(call.name, self.named)}; there are: {', '.join(self.named) or 'none'}"
-            return Answer(f"Error: there is no tool {call.name[:64]!r}{there}")
+            return Answer(words(f"Error: there is no tool {call.name[:64]!r}{there}", MOST_SHOWN))
         if wrong := tool.wrong(call.arguments):
             return Answer(f"Error: {call.name} was not called: {words(wrong, MOST_SHOWN)}")
         self.calls += 1
@@ -203,6 +212,8 @@ class ToolEnv:
 
     async def _run(self, tool: Tool, call: ToolCall) -> Answer:
         limit_s = self.limits.tool_timeout_s
+        if tool.before is not None:
+            await tool.before()
         outcome = await self.world.run(partial(tool.call, call.arguments), limit_s, is_async=tool.is_async)
         if outcome.late:
             if tool.owner is not None:

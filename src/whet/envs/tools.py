@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -43,6 +43,8 @@ class Tool:
     owner: object = None
     """Calls of tools with the same owner run one after the other, in the order of the calls: they share what it holds.
     None: calls run at the same time."""
+    before: Callable[[], Awaitable[object]] | None = None
+    """Awaited before each call, such as the start of a server; its time is not the call's."""
     converters: Mapping[str, Callable[[Json], Any]] = field(default_factory=dict)
     """Of arguments whose Python type JSON does not have, by name."""
 
@@ -71,7 +73,8 @@ def tool_from_function(
     spec = schemas.spec_of(function, name)
     hints = schemas.hints(function)
     found = {key: schemas.converter(hints.get(key, Any)) for key in spec.parameters["properties"]}
-    return Tool(spec, function, owner, {key: value for key, value in found.items() if value is not None})
+    converters = {key: value for key, value in found.items() if value is not None}
+    return Tool(spec, function, owner, converters=converters)
 
 
 def tools_from_object(thing: object) -> dict[str, Tool]:
