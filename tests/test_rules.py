@@ -22,6 +22,7 @@ DISTILL = ("algorithm.name=distill", "reference.path=teacher")
 PARITY = "machine.logprob_parity=on"
 ASYNC = "rollout.schedule=async"
 LORA = "model.lora={}"
+ONLINE_DPO = "algorithm.name=online_dpo"
 EVAL = "data.eval=[{path: test.jsonl}]"
 RANKS = "train.parallel.dp_replicate=2"
 
@@ -40,6 +41,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "data.eval": [(EVAL, "eval.at_start=false", "eval.at_end=false"), ("mode=eval",)],
     "data.demonstrations": [("algorithm.name=mix",)],
     "algorithm.dynamic_sampling": [
+        (ONLINE_DPO, "algorithm.dynamic_sampling=false"),
         ("algorithm.name=reinforce", "rollout.group_size=1", "algorithm.dynamic_sampling=true"),
         (*DISTILL, "-rewards", "algorithm.dynamic_sampling=true"),
     ],
@@ -53,8 +55,11 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         ("algorithm.loss.fallback_to_policy_gradient=true", "train.update_epochs=2")
     ],
     "algorithm.kl.estimator": [
+        (ONLINE_DPO, "algorithm.kl.coef=0.1", "algorithm.kl.estimator=full"),
         ("algorithm.name=dpo", "-rewards", "algorithm.kl={coef: 0.1, estimator: full}"),
     ],
+    "algorithm.groups.truncated": [(ONLINE_DPO, "algorithm.groups.truncated=mask")],
+    "algorithm.groups.uniform_by": [(ONLINE_DPO, "algorithm.groups.uniform_by=[exact]")],
     "algorithm.entropy_clip": [("algorithm.loss=geo_mean", "algorithm.entropy_clip=batch")],
     "algorithm.top_entropy_quantile": [("algorithm.loss=kl_cov", "algorithm.top_entropy_quantile=0.2")],
     "algorithm.advantage_low": [("algorithm.advantage_low=1.0", "algorithm.advantage_high=0.0")],
@@ -76,7 +81,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "reference.reset_interval_epochs": [(*DISTILL, "reference.reset_interval_epochs=1")],
     "rewards": [("-rewards",)],
     "rollout.env": [("rollout.env={make: 'games.py:Guess'}", "data.chat=false")],
-    "rollout.group_size": [("rollout.group_size=1",)],
+    "rollout.group_size": [("rollout.group_size=1",), (ONLINE_DPO, "rollout.group_size=1")],
     "rollout.sampling.temperature": [
         ("rollout.sampling.temperature=0.0",),
         ("algorithm.name=remax", "rollout.group_size=1", "rollout.sampling.temperature=0.0"),

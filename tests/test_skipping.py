@@ -31,6 +31,7 @@ GIVEN: list[tuple[str, dict[str, Any]]] = [
     ("sft_is", {}),
     ("sft_phi", {"phi_cutoff": 0.9}),
     ("dpo", {"beta": 0.1, "label_smoothing": 0.0}),
+    ("online_dpo", {"beta": 0.1, "label_smoothing": 0.0}),
     ("simpo", {"beta": 2.0, "target_margin": 0.5}),
     ("cpo", {"beta": 0.1, "label_smoothing": 0.0, "nll_weight": 1.0}),
     ("orpo", {"odds_weight": 0.5}),

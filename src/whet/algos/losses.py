@@ -120,6 +120,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "sft_is": sft_is,
     "sft_phi": sft_phi,
     "dpo": dpo,
+    "online_dpo": dpo,
     "simpo": simpo,
     "cpo": cpo,
     "orpo": orpo,

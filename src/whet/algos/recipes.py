@@ -128,7 +128,7 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         needs_old=partial(_needs_old, r, uses_old),
         entropy=_entropy(r),
         parts=tuple(r.settings["advantage"].settings.get("parts", ())) if r.advantage == "gdpo" else (),
-        whole_groups=r.kind == "preferences",
+        whole_groups=r.pairs,
         dynamic_sampling=r.dynamic_sampling,
         kl_coef=r.reward_kl.coef,
         full_kl_coef=_full_kl_coef(r),

@@ -19,6 +19,8 @@ def problems(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
             yield "algorithm.groups.uniform_by", f"'{name}' is not among rewards: {known}"
     kept = (groups.keep_best or 0) + (groups.keep_worst or 0)
     key = "algorithm.groups.keep_best" if groups.keep_best else "algorithm.groups.keep_worst"
+    if algorithm.pairs:
+        return  # the recipe keeps two, which may be all
     if kept >= size:
         yield (
             key,

@@ -55,6 +55,7 @@ LOSSES = {
     "sft_is": "Cross entropy weighted by the token's probability (DFT).",
     "sft_phi": "Cross entropy weighted by p (1 - p) (CHORD).",
     "dpo": "A chosen and a rejected reply, compared relative to a reference.",
+    "online_dpo": "The best and the worst reply of a group, compared relative to a reference.",
     "simpo": "A chosen and a rejected reply, compared by mean log-prob, without a reference.",
     "cpo": "A chosen and a rejected reply, compared without a reference, beside the likelihood of the chosen one.",
     "orpo": "Cross entropy of the chosen reply, plus the odds ratio to the rejected one.",

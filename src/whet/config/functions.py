@@ -165,6 +165,7 @@ LOSSES: dict[str, LossEntry] = {
         ratio=False,
         pairs=True,
     ),
+    "online_dpo": LossEntry(settings=settings.Dpo, needs=frozenset({"reference"}), anchor="none", pairs=True),
     "simpo": LossEntry(
         settings=settings.Simpo,
         kind="preferences",

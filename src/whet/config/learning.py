@@ -34,7 +34,8 @@ def train_problems(cfg: Config, algorithm: Resolved | None) -> Iterator[Said]:
 def cuts_groups(algorithm: Resolved) -> bool:
     """Whether rollouts of a group may be in different minibatches. Advantages are computed before, over whole groups;
     a loss on pairs, a mean over groups and a mix with demonstrations need them whole."""
-    return algorithm.kind == "online" and algorithm.mix is None and algorithm.loss_agg_mode != "prompt-mean"
+    whole = algorithm.pairs or algorithm.mix is not None or algorithm.loss_agg_mode == "prompt-mean"
+    return algorithm.kind == "online" and not whole
 
 
 def _minibatches(key: str, wanted: int, train: TrainConfig, rollouts: int) -> Iterator[Said]:

@@ -205,7 +205,7 @@ def _cuts(
     assert plan.shape is not None
     rollouts, each = plan.rollouts_per_step // minibatches, plan.rollouts_per_step
     default = micro_batch_tokens(plan.device, plan.shape.hidden)
-    pairs = plan.algorithm.kind == "preferences"
+    pairs = plan.algorithm.pairs
     cut = memory.cut(
         train, lengths, rollouts=-(-rollouts // spread.dp), default_tokens=default, whole_groups=pairs
     )
@@ -246,7 +246,7 @@ def _models(plan: Plan, setting: Setting, lengths: Lengths) -> list[ModelMemory]
     assert plan.learns is not None
     rollouts = plan.rollouts_per_minibatch
     default = micro_batch_tokens(plan.device, setting.shape.hidden)
-    pairs = plan.algorithm.kind == "preferences"
+    pairs = plan.algorithm.pairs
     cut = memory.cut(plan.train, lengths, rollouts=rollouts, default_tokens=default, whole_groups=pairs)
     forward = memory.forward_cut(plan.train, cut, lengths, rollouts=plan.rollouts_per_step)
     out = [

@@ -318,6 +318,15 @@ RECIPES: dict[str, Recipe] = {
         source="arXiv:2305.18290 eq. 7",
         note="Prefer the chosen reply to the rejected one, by log-probability against the reference.",
     ),
+    "online_dpo": Recipe(
+        advantage="none",
+        loss="online_dpo",
+        loss_agg_mode="pair-mean",
+        dynamic_sampling=True,
+        source="arXiv:2402.04792",
+        note="DPO on the best and the worst of the policy's own replies to a task, by their rewards; groups with equal "
+        "rewards are replaced.",
+    ),
     "sft_is": Recipe(
         kind="demonstrations",
         advantage="none",

@@ -136,7 +136,7 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         advantage=settings["advantage"].name,
         loss=settings["loss"].name,
         settings=settings,
-        loss_agg_mode=str(pick("loss_agg_mode")),
+        loss_agg_mode="pair-mean" if loss.pairs else str(pick("loss_agg_mode")),
         norm_tokens=cfg.norm_tokens,
         mean_over_rollouts=cfg.mean_over_rollouts,
         whiten=bool(pick("whiten")),
@@ -150,7 +150,7 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         resample=cfg.resample,
         resample_power=cfg.resample_power,
         refill=cfg.refill,
-        groups=cfg.groups if recipe.kind == "online" else GroupsConfig(),
+        groups=_groups(cfg, recipe.kind, pairs=loss.pairs),
         entropy_coef=cfg.entropy_coef,
         entropy_target=cfg.entropy_target,
         entropy_coef_delta=cfg.entropy_coef_delta,
@@ -179,6 +179,13 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
     weight = settings.get("correction.weight")
     check_correction(cfg.correction, weight.settings if weight else {}, old_logprobs=cfg.old_logprobs)
     return resolved
+
+
+def _groups(cfg: AlgorithmConfig, kind: Kind, *, pairs: bool) -> GroupsConfig:
+    """What is done with groups. A loss on pairs of sampled replies has the best and the worst of each."""
+    if kind != "online":
+        return GroupsConfig()
+    return cfg.groups.model_copy(update={"keep_best": 1, "keep_worst": 1}) if pairs else cfg.groups
 
 
 def _anchor(loss: LossEntry, chosen: Chosen) -> Literal["old", "sampled", "none"]:
@@ -311,6 +318,11 @@ def _check_parts(cfg: AlgorithmConfig, r: Resolved) -> None:
         raise ConfigError(
             f"algorithm.loss={r.loss!r} learns from {wants} data, but algorithm.name={r.name!r} gives it "
             f"{r.kind} data: set algorithm.name to one of {names}, or choose another loss."
+        )
+    if r.loss_agg_mode == "pair-mean" and not r.pairs:
+        raise ConfigError(
+            f"algorithm.loss={r.loss!r} is no loss on pairs, but algorithm.name={r.name!r} averages over pairs: give "
+            "algorithm.loss_agg_mode, or take another algorithm.name."
         )
     if r.mix is not None and r.mix.mu == 0 and not r.mix.mu_valley:
         raise ConfigError("algorithm.mix.mu=0: the demonstrations would count nothing; set it above 0.")

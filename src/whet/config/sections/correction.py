@@ -40,7 +40,7 @@ class CorrectionConfig(Section):
     """Tests of tokens or rollouts; a token or rollout that fails one test has weight 0."""
     second_moment: Above0 | None = None
     """Reject the tokens with the largest (log w)^2 until the mean of the others over the step is below this (M2PO,
-    arXiv:2510.01161; 0.04 there). None: off."""
+    arXiv:2510.01161; AReaL's example: 0.04). None: off."""
     denominator: Literal["kept", "all"] = "kept"
     """Denominator of the averages in the loss. kept: tokens of weight 0 are excluded from the loss, KL and entropy
     (verl); all: these tokens count in the denominator, in KL and in entropy (Cosmos-RL, IcePop)."""
