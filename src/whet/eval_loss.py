@@ -15,7 +15,7 @@ from whet.batch import Batch, Outputs, pack
 from whet.config.functions import Kind
 from whet.training.engine import TrainEngine
 from whet.training.sums import Sums
-from whet.types import DataError, Group, Json, Metrics, Task
+from whet.types import DataError, Group, Json, Message, Metrics, Task
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ Look = Callable[[Batch], Batch]
 
 
 def given(
-    tasks: Sequence[Task], kind: Kind, *, judged: bool, fits: Callable[[Task, str], bool]
+    tasks: Sequence[Task], kind: Kind, *, judged: bool, fits: Callable[[Task, str | Message], bool]
 ) -> list[Task]:
     """The held-out tasks with the fields that a kind of learning needs. Tasks whose reply is too long are left out and
     logged.

@@ -16,7 +16,7 @@ from whet.config.evaluation import EvalSampling, evaluates, judges
 from whet.config.resuming import fingerprint
 from whet.config.schema import Config
 from whet.context import Context
-from whet.data.chat import encode_response
+from whet.data.chat import encode_reply
 from whet.data.replies import reader
 from whet.data.tasks import reply_limit
 from whet.early_stopping import should_stop, values_of
@@ -41,7 +41,7 @@ from whet.track.written import read_lines
 from whet.training.engine import TrainEngine
 from whet.training.ranks import Ranks
 from whet.training.throughput import Meter
-from whet.types import Group, Json, Metrics, Task, WhetError
+from whet.types import Group, Json, Message, Metrics, Task, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -322,9 +322,9 @@ def held_out_replies(context: Context, models: Models, tasks: list[Task]) -> lis
     if kind == "online" or not evaluates(cfg):
         return []
 
-    def fits(task: Task, text: str) -> bool:
+    def fits(task: Task, reply: str | Message) -> bool:
         longest = reply_limit(task, limit, cfg.data.max_total_tokens)
-        return not drops or len(encode_response(models.tokenizer, text)) <= longest
+        return not drops or len(encode_reply(models.tokenizer, task.prompt, reply, task.tools)) <= longest
 
     return reader(cfg, kind, models.tokenizer)(given(tasks, kind, judged=judges(cfg), fits=fits))
 

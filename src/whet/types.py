@@ -120,7 +120,7 @@ class Message:
     @property
     def said(self) -> str:
         """Everything that is told in it, for limits and for people."""
-        calls = "".join(f"{call.name}{json.dumps(call.arguments)}" for call in self.tool_calls)
+        calls = "".join(json.dumps({"name": c.name, "arguments": c.arguments}) for c in self.tool_calls)
         return f"{self.reasoning or ''}{self.content}{calls}"
 
 
@@ -139,9 +139,9 @@ class Task:
     prompt: str | tuple[Message, ...]
     answer: Json = None
     """The reference answer, passed to rewards untouched."""
-    response: str | None = None
-    """A demonstration (SFT) or the chosen reply of a preference pair (DPO)."""
-    rejected: str | None = None
+    response: str | Message | None = None
+    """A demonstration (SFT) or the chosen reply of a preference pair (DPO); a message if it has calls or reasoning."""
+    rejected: str | Message | None = None
     """The rejected reply of a preference pair (DPO)."""
     extra: dict[str, Json] = field(default_factory=dict)
     """All further columns of the row, passed to rewards untouched."""
@@ -154,6 +154,9 @@ class Task:
         value: dict[str, Json] = {f.name: getattr(self, f.name) for f in fields(self)}
         if not isinstance(self.prompt, str):
             value["prompt"] = [message.to_json() for message in self.prompt]
+        for name in ("response", "rejected"):
+            if isinstance(value[name], Message):
+                value[name] = value[name].to_json()
         return value | {"tools": [tool.to_json() for tool in self.tools]}
 
     @staticmethod
@@ -162,6 +165,8 @@ class Task:
         if not isinstance(prompt, str):
             prompt = tuple(Message.from_json(m) for m in prompt)
         tools = tuple(ToolSpec.from_json(tool) for tool in value.get("tools") or ())
+        replies = {n: value[n] for n in ("response", "rejected") if isinstance(value.get(n), dict)}
+        value = {**value, **{name: Message.from_json(reply) for name, reply in replies.items()}}
         return Task(**{**value, "prompt": prompt, "token_ids": tuple(value["token_ids"]), "tools": tools})
 
 

@@ -103,9 +103,13 @@ def encode_prompt(
 
 
 def encode_prompts(
-    tokenizer: Tokenizer, prompts: Sequence[Prompt], *, template: str | None = None
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    *,
+    template: str | None = None,
+    tools: Sequence[Sequence[ToolSpec]] = (),
 ) -> list[list[int]]:
-    """`encode_prompt` for many at once.
+    """`encode_prompt` for many at once. tools: of each prompt.
 
     Messages: rendered with the header of the assistant's turn, then encoded as they stand. A last message of the
     assistant is the beginning of the reply: it follows the header and is not closed. Plain text: encoded as it
@@ -113,7 +117,8 @@ def encode_prompts(
     """
     control = tokenizer.all_special_tokens
     texts = [
-        p if isinstance(p, str) else lead(tokenizer, neutral(control, p), template=template) for p in prompts
+        p if isinstance(p, str) else lead(tokenizer, neutral(control, p), template=template, tools=told)
+        for p, told in zip(prompts, tools or [()] * len(prompts))
     ]
     ids = encode_rendered(tokenizer, texts)
     opening = [i for i in tokenizer("")["input_ids"] if i == tokenizer.bos_token_id][:1]
@@ -129,6 +134,8 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return ids
 
 
+MARK = "\ufdd1\ufdd2"
+"""Stands for a reply: no character of any language."""
 _CUT = "\ufdd0"
 """Parts a control token's text in two, so that it is read as text: no character of any language."""
 
@@ -196,6 +203,50 @@ def encode_response(tokenizer: Tokenizer, text: str) -> list[int]:
     return [*encode_texts(tokenizer, [text])[0], tokenizer.eos_token_id]
 
 
+def encode_reply(
+    tokenizer: Tokenizer, prompt: Prompt, reply: str | Message, tools: Sequence[ToolSpec] = ()
+) -> list[int]:
+    """`encode_response` of a reply to a prompt, which may have calls and reasoning."""
+    if isinstance(reply, str):
+        return encode_response(tokenizer, reply)
+    text = reply_text(tokenizer, prompt, reply, tools)
+    return [*encode_rendered(tokenizer, [text])[0], *encode_response(tokenizer, "")]
+
+
+def reply_text(
+    tokenizer: Tokenizer, prompt: Prompt, reply: str | Message, tools: Sequence[ToolSpec] = ()
+) -> str:
+    """A reply as the policy would write it, without its end. Of a message with calls or reasoning: what the chat
+    template writes after the header of the reply. DataError for a template that does not."""
+    if isinstance(reply, str):
+        return reply
+    if isinstance(prompt, str) or prompt[-1].role == "assistant":
+        raise DataError(
+            "The reply has tool calls or reasoning, which the chat template writes: that needs a prompt of messages, "
+            "and no beginning of the reply (reply_prefix)."
+        )
+    safe = neutral(tokenizer.all_special_tokens, [*prompt, reply], replies=False)
+    before, whole = (
+        lead(tokenizer, safe[:-1], tools=tools),
+        render(tokenizer, safe, tools=tools, header=False),
+    )
+    if not whole.startswith(before):
+        raise DataError(
+            "The chat template writes a reply with tool calls or reasoning otherwise than after the header that it "
+            f"gives a reply, so a policy trained on it would be asked otherwise.\n  header:   {before[-60:]!r}\n"
+            f"  rendered: {whole[max(0, len(before) - 60) : len(before) + 40]!r}"
+        )
+    rest, closing = whole[len(before) :], _closing(tokenizer)
+    ends = (closing, *sorted(tokenizer.all_special_tokens, key=len, reverse=True))
+    return next((rest[: -len(end)] for end in ends if end and rest.endswith(end)), rest)
+
+
+def _closing(tokenizer: Tokenizer) -> str:
+    """What the template writes after a reply that ends a conversation."""
+    said = render(tokenizer, [Message("user", "q"), Message("assistant", MARK)], header=False)
+    return said.rpartition(MARK)[2]
+
+
 def encode_whole(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Texts without prompts: each encoded as a plain-text prompt, with the end-of-text token after it if its own last
     token is another one (as TRL 1.16 for language modeling)."""
@@ -203,7 +254,9 @@ def encode_whole(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return [ids if ids[-1:] == end else [*ids, *end] for ids in encode_prompts(tokenizer, texts)]
 
 
-def encode_history(tokenizer: Tokenizer, prompt: Sequence[Message]) -> tuple[list[int], list[int]]:
+def encode_history(
+    tokenizer: Tokenizer, prompt: Sequence[Message], tools: Sequence[ToolSpec] = ()
+) -> tuple[list[int], list[int]]:
     """`encode_prompt` of a conversation, and which of its tokens are replies (1) with their end tokens.
 
     Each reply is tokenised by itself after what the policy would have been given at that point, so the tokens are
@@ -211,10 +264,11 @@ def encode_history(tokenizer: Tokenizer, prompt: Sequence[Message]) -> tuple[lis
     needs a template that only appends: DataError for one that rewrites what came before or does not end a reply
     with a special token. White space around a reply goes if the template drops it.
     """
-    prompt = neutral(tokenizer.all_special_tokens, prompt, replies=False)
+    safe = neutral(tokenizer.all_special_tokens, prompt, replies=False)
     replies = [i for i, m in enumerate(prompt[:-1]) if m.role == "assistant"]
-    leads = [lead(tokenizer, prompt[:i]) for i in (*replies, len(prompt))]
-    heads = [_head(before, after, prompt[i].content) for i, (before, after) in zip(replies, pairwise(leads))]
+    leads = [lead(tokenizer, safe[:i], tools=tools) for i in (*replies, len(safe))]
+    texts = [reply_text(tokenizer, tuple(prompt[:i]), as_reply(safe[i]), tools) for i in replies]
+    heads = [_head(before, after, text) for text, (before, after) in zip(texts, pairwise(leads))]
     said = [head[len(before) :] for before, head in zip(leads, heads)]
     told = [leads[0], *(after[len(head) :] for head, after in zip(heads, leads[1:]))]
     told_ids, said_ids = encode_rendered(tokenizer, told), encode_rendered(tokenizer, said)
@@ -228,6 +282,11 @@ def encode_history(tokenizer: Tokenizer, prompt: Sequence[Message]) -> tuple[lis
         token_ids += [*reply, *after]
         mask += [1] * (len(reply) + 1) + [0] * (len(after) - 1)
     return token_ids, mask
+
+
+def as_reply(message: Message) -> str | Message:
+    """A reply that is more than its text stays a message: the chat template says how it is written."""
+    return message if message.tool_calls or message.reasoning is not None else message.content
 
 
 def _head(before: str, after: str, reply: str) -> str:

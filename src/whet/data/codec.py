@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from whet.data.call_formats import CALL_FORMATS
 from whet.data.calls import ReplyForm, opens_thought, read_reply, recognised_form
-from whet.data.chat import encode_rendered, lead, neutral, render, rest_of, template_of
+from whet.data.chat import MARK, encode_rendered, lead, neutral, render, rest_of, template_of
 from whet.types import ConfigError, DataError, Message, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 History = Literal["append", "template"]
 
-MARK = "\ufdd1\ufdd2"
-"""Stands for a reply: no character of any language."""
 _QUESTION = Message("user", "q")
 _REPLY, _THOUGHT, _TOOL, _RESULT = "reply7x", "thought7x", "tool7x", "result7x"
 """Words to be found again."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
 
 from whet.config.schema import SourceConfig
-from whet.data.chat import Prompt, as_prompt
+from whet.data.chat import Prompt, as_prompt, as_reply
 from whet.data.parts import Row
-from whet.types import ConfigError, DataError, Json, Message
+from whet.types import ConfigError, DataError, Json, Message, ToolSpec
 
 _ABSENT = object()
 _LARGEST = sys.float_info.max
@@ -20,6 +21,7 @@ _COLUMNS = (
     "answer",
     "response",
     "rejected",
+    "tools",
     "desirable",
     "label",
     "difficulty",
@@ -39,8 +41,9 @@ class Fields:
     """'': the row has none, and `response` is a whole text."""
     label: str
     answer: Json
-    response: str | None
-    rejected: str | None
+    response: str | Message | None
+    rejected: str | Message | None
+    tools: tuple[ToolSpec, ...]
     difficulty: float | None
     extra: dict[str, Json]
     """Every column of which nothing, or only a part inside it, was read; and `desirable`, under that name."""
@@ -78,10 +81,10 @@ def parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None, where
 def _parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None) -> Fields:
     label, system = _own(row, source.label), _own(row, source.system_prompt_column)
     asked: Prompt
-    response: str | None
+    response: str | Message | None
     if source.messages is not None:
         *before, last = _conversation(_required(row, source.messages, "messages"), source.messages)
-        asked, response = tuple(before), last.content
+        asked, response = tuple(before), as_reply(last)
     elif source.prompt is None:
         asked, response = "", _whole(_required(row, source.response, "response"), source.response)
     else:
@@ -100,6 +103,7 @@ def _parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None) -> F
         answer=_optional(row, source, "answer"),
         response=response,
         rejected=_reply(_optional(row, source, "rejected"), source.rejected, asked=asked),
+        tools=_tools(_optional(row, source, "tools"), source.tools),
         difficulty=None if source.difficulty is None else _number(row, source.difficulty),
         extra={k: v for k, v in row.items() if k not in columns.values()} | _desirable(row, source),
         found=frozenset(
@@ -166,17 +170,55 @@ def _conversation(value: Json, column: str) -> list[Message]:
     return messages
 
 
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names of what an assistant thought: OpenAI's servers, newer ones, gpt-oss."""
+_MESSAGE = ("role", "content", "tool_calls", *_THOUGHTS, "tool_call_id", "name")
+
+
 def _message(value: Json, column: str) -> Message:
+    calls = isinstance(value, dict) and value.get("tool_calls")
+    if calls and value.get("content") is None:
+        value = {**value, "content": ""}
     if not isinstance(value, dict) or not all(isinstance(value.get(k), str) for k in ("role", "content")):
         raise DataError(_wrong(column, value, "messages whose role and content are text"))
-    if more := sorted(k for k, v in value.items() if v is not None and k not in ("role", "content")):
+    given = {k: v for k, v in value.items() if v is not None}
+    if more := sorted(k for k in given if k not in _MESSAGE):
         raise DataError(
-            f"column {column!r}: a message has {', '.join(more)}; only role and content can be used."
+            f"column {column!r}: a message has {', '.join(more)}; expected {', '.join(_MESSAGE)}."
         )
-    return Message(value["role"], value["content"])
+    if (calls or given.keys() & {*_THOUGHTS}) and given["role"] != "assistant":
+        raise DataError(
+            f"column {column!r}: a message of {given['role']!r} has calls or reasoning of an assistant."
+        )
+    thoughts = [given[name] for name in _THOUGHTS if name in given]
+    texts = [*thoughts, *(given[name] for name in ("tool_call_id", "name") if name in given)]
+    if len(thoughts) > 1 or not all(isinstance(text, str) for text in texts):
+        raise DataError(_wrong(column, value, "texts in a message, and reasoning under one name"))
+    try:
+        return Message.from_json({**given, "reasoning_content": thoughts[0] if thoughts else None})
+    except (ValueError, TypeError, LookupError, AttributeError) as e:
+        expected = "tool_calls as [{function: {name, arguments}}]"
+        raise DataError(f"{_wrong(column, calls, expected)} ({type(e).__name__}: {str(e)[:100]})") from e
 
 
-def _reply(value: Json, column: str, *, asked: Prompt) -> str | None:
+def _tools(value: Json, column: str) -> tuple[ToolSpec, ...]:
+    """Tools in OpenAI's form, as a list or as its JSON text."""
+    if value is None or value == "":
+        return ()
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(given, list):
+            raise TypeError("it is no list")
+        found = tuple(ToolSpec.from_json(tool) for tool in given)
+        if not all(isinstance(t.name, str) and isinstance(t.parameters, dict) for t in found):
+            raise TypeError("a name is no text, or parameters are no object")
+        return found
+    except (ValueError, TypeError, LookupError, AttributeError) as e:
+        expected = "a list of tools, [{type: function, function: {name, description, parameters}}]"
+        raise DataError(f"{_wrong(column, value, expected)} ({e})") from e
+
+
+def _reply(value: Json, column: str, *, asked: Prompt) -> str | Message | None:
     """A reply given as text, as a message, or as messages that end with it: then the others are the prompt's."""
     if value is None or isinstance(value, str):
         return value
@@ -191,7 +233,7 @@ def _reply(value: Json, column: str, *, asked: Prompt) -> str | None:
         raise DataError(
             f"column {column!r}: the messages before the reply differ from the prompt; give the reply only."
         )
-    return messages[-1].content
+    return as_reply(messages[-1])
 
 
 # ---------------------------------------------------------------- values

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 
 from whet.config.schema import DataConfig, SourceConfig
-from whet.data.chat import Prompt, encode_history, encode_prompts, encode_texts, encode_whole
+from whet.data.chat import Prompt, encode_history, encode_prompts, encode_texts, encode_whole, reply_text
 from whet.data.columns import PER_ROW, Fields, has_no_prompts, named, parse, used
 from whet.data.rows import SourceRows, read_rows
 from whet.guard import pulse
-from whet.types import ConfigError, DataError, Task
+from whet.types import ConfigError, DataError, Message, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -67,6 +67,7 @@ class Prepared:
             answer=f.answer,
             response=f.response,
             rejected=f.rejected,
+            tools=f.tools,
             extra=f.extra,
             token_ids=tuple(self.token_ids[begin : int(self.end_K[k])].tolist()),
         )
@@ -100,7 +101,7 @@ def prepare(
     return out
 
 
-def prompt_key(prompt: Prompt, response: str | None) -> str:
+def prompt_key(prompt: Prompt, response: str | Message | None) -> str:
     """Equal for equal prompts; of rows without a prompt, for equal responses. System messages and the beginning of a
     reply do not count; a text equals the user message with that text.
     """
@@ -213,7 +214,7 @@ def _batch(
             kept.append((i, fields))
     all_ids = _prompt_tokens(work, rows, kept)
     out = []
-    for (i, fields), ids, replies in zip(kept, all_ids, _reply_lengths(work, kept)):
+    for (i, fields), ids, replies in zip(kept, all_ids, _reply_lengths(work, rows, kept)):
         if not ids:
             raise DataError(f"{rows.where(i)}: the prompt has no tokens.")
         drawn = _fitted(work, ids, replies, where=rows.where(i))
@@ -226,20 +227,24 @@ def _prompt_tokens(work: _Work, rows: SourceRows, kept: Sequence[tuple[int, Fiel
     """The tokens of each row's prompt; of a row without one, the first token of its response, which nothing predicts.
     DataError that names the row whose messages the chat template refuses."""
     if has_no_prompts(work.source):
-        return [ids[:1] for ids in encode_whole(work.tokenizer, [f.response or "" for _, f in kept])]
+        return [ids[:1] for ids in encode_whole(work.tokenizer, [str(f.response or "") for _, f in kept])]
     if work.turns == "all":
-        return [_at(rows.where(i), partial(_history, work.tokenizer, f.prompt)) for i, f in kept]
+        return [_at(rows.where(i), partial(_history, work.tokenizer, f)) for i, f in kept]
     try:
-        return encode_prompts(work.tokenizer, [f.prompt for _, f in kept])
+        tools = [f.tools for _, f in kept]
+        return encode_prompts(work.tokenizer, [f.prompt for _, f in kept], tools=tools)
     except DataError:  # together is faster, one by one says which
-        return [_at(rows.where(i), partial(encode_prompts, work.tokenizer, [f.prompt]))[0] for i, f in kept]
+        return [
+            _at(rows.where(i), partial(encode_prompts, work.tokenizer, [f.prompt], tools=[f.tools]))[0]
+            for i, f in kept
+        ]
 
 
-def _history(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+def _history(tokenizer: Tokenizer, f: Fields) -> list[int]:
     return (
-        encode_prompts(tokenizer, [prompt])[0]
-        if isinstance(prompt, str)
-        else encode_history(tokenizer, prompt)[0]
+        encode_prompts(tokenizer, [f.prompt])[0]
+        if isinstance(f.prompt, str)
+        else encode_history(tokenizer, f.prompt, f.tools)[0]
     )
 
 
@@ -250,21 +255,26 @@ def _at(where: str, encode: Callable[[], T]) -> T:
         raise DataError(f"{where}: {e}") from e
 
 
-def _reply_lengths(work: _Work, kept: Sequence[tuple[int, Fields]]) -> list[dict[str, int]]:
+def _reply_lengths(work: _Work, rows: SourceRows, kept: Sequence[tuple[int, Fields]]) -> list[dict[str, int]]:
     """Tokens of each row's response and rejected reply, end token included, where replies are used."""
     lengths: list[dict[str, int]] = [{} for _ in kept]
     if work.max_response_tokens is None:
         return lengths
     if has_no_prompts(work.source):
-        whole = encode_whole(work.tokenizer, [f.response or "" for _, f in kept])
+        whole = encode_whole(work.tokenizer, [str(f.response or "") for _, f in kept])
         return [{"response": len(ids) - 1} for ids in whole]
     for name in ("response", "rejected"):
         having = [k for k, (_, f) in enumerate(kept) if getattr(f, name) is not None]
-        texts = encode_texts(work.tokenizer, [getattr(kept[k][1], name) for k in having])
+        texts = encode_texts(work.tokenizer, [_said(work, rows, *kept[k], name) for k in having])
         for k, ids in zip(having, texts):
             work.counts["unknown_tokens"] += _unknown(work.tokenizer, np.array(ids))
             lengths[k][name] = len(ids) + 1
     return lengths
+
+
+def _said(work: _Work, rows: SourceRows, row: int, f: Fields, name: str) -> str:
+    """A reply as text. DataError that names the row."""
+    return _at(rows.where(row), partial(reply_text, work.tokenizer, f.prompt, getattr(f, name), f.tools))
 
 
 def _fitted(work: _Work, ids: list[int], replies: Mapping[str, int], *, where: str) -> list[int] | None:

@@ -16,12 +16,12 @@ import numpy as np
 
 from whet import seeds
 from whet.config.schema import DataConfig, SourceConfig
-from whet.data.chat import encode_history, encode_response, encode_whole
+from whet.data.chat import encode_history, encode_reply, encode_whole, reply_text
 from whet.data.columns import parse, used
 from whet.data.prepare import BATCH_ROWS, Prepared, Turns, fit, prepare, prompt_key
 from whet.data.rows import read_rows
 from whet.guard import pulse
-from whet.types import CheckpointError, ConfigError, DataError, Json, Rollout, Task, given_tokens
+from whet.types import CheckpointError, ConfigError, DataError, Json, Message, Rollout, Task, given_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -206,8 +206,9 @@ def texts(sources: Sequence[SourceConfig]) -> Iterator[str]:
             pulse.beat(f"reading {rows.name}")
             for i, row in enumerate(rows.slice(begin, begin + BATCH_ROWS, used(source)), begin):
                 f = parse(row, source, name=rows.name, chat=None, where=rows.where(i))
-                yield from [f.prompt] if isinstance(f.prompt, str) else [m.content for m in f.prompt]
+                yield from [f.prompt] if isinstance(f.prompt, str) else [m.said for m in f.prompt]
                 yield from (t for t in (f.answer, f.response, f.rejected) if isinstance(t, str))
+                yield from (t.said for t in (f.response, f.rejected) if isinstance(t, Message))
 
 
 # ---------------------------------------------------------------- replies to learn from
@@ -272,7 +273,7 @@ def _learned(task: Task, tokenizer: Tokenizer, overlong: str) -> list[int]:
     n = len(task.token_ids)
     if isinstance(task.prompt, str):
         return [0] * n
-    _, mask = encode_history(tokenizer, task.prompt)
+    _, mask = encode_history(tokenizer, task.prompt, task.tools)
     return fit(mask, n, overlong) if len(mask) > n else mask
 
 
@@ -301,14 +302,19 @@ def _reply(
     learned: Sequence[int],
     index: int = 0,
 ) -> Rollout:
-    text = getattr(task, field)
-    if text is None:
+    given = getattr(task, field)
+    if given is None:
         others = ", ".join(sorted(task.extra)) or "none"
         raise DataError(
             f"Task {task.uid} of source {task.source!r} has no {_REPLIES[field]} to train on: name its column in "
             f"the source: `{field}: COLUMN`. Columns that nothing reads: {others}."
         )
-    reply = encode_response(tokenizer, text) if task.prompt else encode_whole(tokenizer, [text])[0][1:]
+    if task.prompt:
+        reply = encode_reply(tokenizer, task.prompt, given, task.tools)
+        text = reply_text(tokenizer, task.prompt, given, task.tools)
+    else:
+        text = str(given)
+        reply = encode_whole(tokenizer, [text])[0][1:]
     cut = len(reply) > max_tokens
     if cut and not overlong.startswith("truncate"):
         raise DataError(

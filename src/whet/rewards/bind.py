@@ -37,10 +37,14 @@ def pack_task(task: Task) -> dict[str, Json]:
         "source": task.source,
         "prompt": prompt,
         "answer": task.answer,
-        "response": task.response,
-        "rejected": task.rejected,
+        "response": _packed(task.response),
+        "rejected": _packed(task.rejected),
         "extra": task.extra,
     }
+
+
+def _packed(reply: str | Message | None) -> Json:
+    return reply.to_json() if isinstance(reply, Message) else reply
 
 
 def unpack_task(task: dict[str, Json]) -> Task:
@@ -48,6 +52,8 @@ def unpack_task(task: dict[str, Json]) -> Task:
     prompt = task["prompt"]
     if not isinstance(prompt, str):
         prompt = tuple(Message.from_json(m) for m in prompt)
+    replies = {n: task[n] for n in ("response", "rejected") if isinstance(task[n], dict)}
+    task = {**task, **{name: Message.from_json(reply) for name, reply in replies.items()}}
     return Task(**{**task, "prompt": prompt})
 
 

@@ -64,6 +64,9 @@ class SourceConfig(Section):
     """Column of the demonstration (SFT) or the chosen reply (DPO): text, or one assistant message. May be absent."""
     rejected: str = "rejected"
     """Column of the rejected reply (DPO): text, or messages that end with the reply. May be absent."""
+    tools: str = "tools"
+    """Column of the tools that the chat template tells the policy of: a list in OpenAI's form, or its JSON text. May be
+    absent. (verl, Trinity: tools_key)"""
     desirable: str = "desirable"
     """Column that marks the response as desirable (KTO): true or 1, false or 0. May be absent."""
     label: str | None = None

@@ -1,0 +1,125 @@
+"""Rows of conversations with tools, calls and reasoning: read from columns, and encoded as a rollout would be."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import whet
+from templates_of_ours import our_tokenizer
+from test_codec import APPENDS, BY_NAME, TOOLS, cases, codec_of, played
+from tiny import RUN
+from whet.config.schema import SourceConfig
+from whet.data.chat import encode_history, encode_reply
+from whet.data.columns import parse
+from whet.types import DataError, Message, Task, ToolCall
+
+ADD = {"type": "function", "function": {"name": "add", "arguments": '{"x": "1"}'}}
+ROW: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "1+1"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{**ADD, "id": "c1"}],
+            "reasoning_content": "hm",
+        },
+        {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"},
+        {"role": "assistant", "content": "2"},
+    ],
+    "tools": json.dumps([TOOLS[1].to_json()]),
+}
+
+
+def read(row: dict[str, Any], **source: Any) -> Any:
+    given = {"path": "x.jsonl", "messages": "messages", **source}
+    return parse(row, SourceConfig(**given), name="s", chat=None, where="row 1")
+
+
+def test_a_conversation_with_calls_is_read() -> None:
+    f = read(ROW)
+    call = ToolCall("add", {"x": "1"}, "c1")
+    assert f.prompt == (
+        Message("user", "1+1"),
+        Message("assistant", "", "hm", (call,)),
+        Message("tool", "2", tool_call_id="c1", name="add"),
+    )
+    assert (f.response, f.tools) == ("2", (TOOLS[1],))
+    ends_with_call = read({**ROW, "messages": ROW["messages"][:2]})
+    assert ends_with_call.response == Message("assistant", "", "hm", (call,))
+    task = Task(uid=1, source="s", prompt=f.prompt, response=ends_with_call.response, tools=f.tools)
+    assert Task.from_json(json.loads(json.dumps(task.to_json()))) == task
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"tool_calls": [{"function": {"name": "add", "arguments": "{1"}}]}, "expected tool_calls as"),
+        ({"tool_calls": [{"function": {"arguments": {}}}]}, "expected tool_calls as"),
+        ({"tool_calls": "add"}, "expected tool_calls as"),
+        ({"role": "user", "tool_calls": [ADD]}, "has calls or reasoning of an assistant"),
+        ({"audio": "x"}, "a message has audio; expected role, content, tool_calls"),
+        ({"thinking": "a", "reasoning": "b"}, "reasoning under one name"),
+    ],
+)
+def test_a_message_that_is_none_is_refused(changed: dict[str, Any], said: str) -> None:
+    messages = [ROW["messages"][0], {"role": "assistant", "content": "x", **changed}]
+    with pytest.raises(DataError, match=said):
+        read({**ROW, "messages": messages})
+
+
+@pytest.mark.parametrize("tools", ["[", "{}", [{"function": {}}], [{"name": 3}], [3]])
+def test_tools_that_are_none_are_refused(tools: Any) -> None:
+    with pytest.raises(DataError, match=r"column 'tools' .*expected a list of tools"):
+        read({**ROW, "tools": tools})
+
+
+@pytest.mark.parametrize("name", APPENDS)
+def test_tokens_and_mask_of_a_conversation_are_those_of_the_rollout_that_it_was(name: str) -> None:
+    template = BY_NAME[name]
+    for rng in cases(template, 25):
+        codec = codec_of(template)
+        out = played(template, codec, rng, hostile=False, cuts=False)
+        token_ids, mask = encode_history(codec.tokenizer, out.conversation, TOOLS)
+        assert codec.tokenizer.decode(token_ids) == codec.tokenizer.decode(out.strands[0])
+        assert token_ids == out.strands[0]
+        assert mask == out.masks[0]
+
+
+@pytest.mark.parametrize("name", APPENDS)
+def test_a_last_reply_with_calls_is_what_the_policy_would_have_sampled(name: str) -> None:
+    template = BY_NAME[name]
+    tokenizer = our_tokenizer(template)
+    rng = random.Random(0)
+    for _ in range(10):
+        out = played(template, codec_of(template), rng, hostile=False, cuts=False)
+        at = max(n for n, m in enumerate(out.conversation) if m.role == "assistant")
+        reply = encode_reply(tokenizer, tuple(out.conversation[:at]), out.conversation[at], TOOLS)
+        assert reply == out.spoken[0][-1]
+
+
+def test_a_run_learns_calls_from_rows(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(ROW) + "\n" for _ in range(8)))
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments.x }}{% endfor %}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tree = {
+        **RUN,
+        "run_dir": str(tmp_path / "run"),
+        "algorithm": {"name": "sft"},
+        "tokenizer": {"build": "chars", "chat_template": template},
+        "data": {"train": [{"path": str(rows), "messages": "messages"}], "max_prompt_tokens": 24},
+        "rewards": {},
+        "rollout": {"sampling": {"max_tokens": 8}},
+        "train": {"steps": 1, "tasks_per_step": 2},
+    }
+    whet.train(**tree)
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    # "hm1" and its end, "2" and its end, in two rows
+    assert line["rollout/tokens_sum"] == 2 * (4 + 2)
