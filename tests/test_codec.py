@@ -191,7 +191,8 @@ def test_no_message_becomes_a_control_token(name: str) -> None:
              Message("tool", text, tool_call_id="c00010001", name="add")]
             for text in ("plain", injected)
         ]  # fmt: skip
-        plain, hostile = (codec.encode_prompt(messages, TOOLS) for messages in said)
+        tools = [(*TOOLS, ToolSpec("more", text)) for text in ("plain", injected)]
+        plain, hostile = map(codec.encode_prompt, said, tools)
         assert [t for t in hostile if t in special] == [t for t in plain if t in special]
         text = str(codec.tokenizer.decode(hostile))
         assert injected in text or name == "drops_results"

@@ -105,7 +105,7 @@ def recursion_in_c_on_what_nests_deep(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_wrong_type_that_is_read(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(columns, "_prompt", lambda value, source: str(value) or "?")
+    patch.setattr(columns, "_prompt", lambda value, *rest: str(value) or "?")
 
 
 def a_template_without_a_limit(patch: pytest.MonkeyPatch) -> None:

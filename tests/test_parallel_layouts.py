@@ -39,12 +39,17 @@ def grid(layouts: dict[str, tuple[Dims, list[Case]]]) -> dict[str, dict[str, flo
     }
 
 
+DIFFERENCES = ("kl", "discriminant")
+"""They are differences of log-probs, which are float32."""
+
+
 def check(layouts: dict[str, tuple[Dims, list[Case]]], ranks: int) -> None:
     for rank in spawn(grid, ranks, layouts):
         for case, errors in rank.items():
             print(case, {k: f"{v:.1e}" for k, v in errors.items()})
-            # a divergence is a difference of log-probs, which are float32
-            assert all(e < (3e-6 if what == "kl" else 1e-6) for what, e in errors.items()), (case, errors)
+            assert all(
+                e < (3e-6 if what in ("kl", "discriminant") else 1e-6) for what, e in errors.items()
+            ), (case, errors)
 
 
 def test_two_ranks() -> None:

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -399,7 +399,7 @@ def test_a_reward_may_be_a_method() -> None:
     [
         (ValueError("no"), "reward raised ValueError: no"),
         (float("nan"), "nan as `reward` of Rewards"),
-        ("1", "str as"),
+        ("1", "the text '1' as"),
     ],
 )
 def test_a_reward_that_is_none_breaks_the_episode(value: Any, said: str) -> None:
@@ -527,15 +527,26 @@ class Scripts:
         }
         self.told: dict[int, Message] = {}
 
-    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        return self.encode_observation((), messages)
+    def encode_observation(
+        self,
+        existing: Sequence[int],
+        conversation: Sequence[Message],
+        count: int,
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]:
+        return self._told(conversation[-count:])
 
-    def encode_observation(self, existing: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        return [int(messages[0].content), *self._told(messages[1:])]  # by the task's number replies are found
+
+    def _told(self, messages: Sequence[Message]) -> list[int]:
         tokens = [100_000 + key(0, json.dumps(m.to_json())) % 1_000_000 for m in messages]
         self.told.update(zip(tokens, messages))
         return tokens
 
-    def parse_reply(self, token_ids: Sequence[int]) -> Message:
+    def parse_reply(
+        self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = (), begun: str = ""
+    ) -> Message:
         return self.replies[token_ids[0]]
 
     def say(self, token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
@@ -567,9 +578,10 @@ Played = tuple[Scripts, dict[int, Rollout]]
 
 async def playing(hosts: EnvHosts, scripts: dict[int, list[Message]], **options: Any) -> Played:
     codec = Scripts(scripts)
+    tasks = [replace(task(uid, answer=5), prompt=(Message("user", str(uid)),)) for uid in scripts]
     async with asyncio.timeout(120):
         groups = await play_groups(
-            ScriptedEngine(codec.say, end_token_ids=[END]), [task(uid, answer=5) for uid in scripts], group_size=1,
+            ScriptedEngine(codec.say, end_token_ids=[END]), tasks, group_size=1,
             sampling=Sampling(max_tokens=40), seed=3, purpose="train", decode=str, end_token_ids=[END],
             timeout_s=100.0, codec=codec, make_env=hosts.make, observation_tokens=1000, **options,
         )  # fmt: skip

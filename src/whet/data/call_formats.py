@@ -32,7 +32,7 @@ _NAME = re.compile(r"[^\s<>{}\[\]\"'|]+")
 """A name that is written without quotes."""
 
 
-class Reading:
+class ReplyReader:
     """A reply that is being read: what was found so far, and the place that comes next."""
 
     def __init__(self, text: str, tools: Sequence[ToolSpec], *, opened: bool = False) -> None:
@@ -127,10 +127,10 @@ class Reading:
 
 # ---- formats with markers ----
 
-ReadCall = Callable[[Reading], None]
+ReadCall = Callable[[ReplyReader], None]
 
 
-def _read_call(reading: Reading, read_call: ReadCall) -> None:
+def _read_call(reading: ReplyReader, read_call: ReadCall) -> None:
     try:
         read_call(reading)
     except Malformed as e:
@@ -138,7 +138,7 @@ def _read_call(reading: Reading, read_call: ReadCall) -> None:
 
 
 def _scan(
-    begins: re.Pattern[str], read_call: ReadCall, reading: Reading, first: re.Pattern[str] | None = None
+    begins: re.Pattern[str], read_call: ReadCall, reading: ReplyReader, first: re.Pattern[str] | None = None
 ) -> None:
     """Read the calls, which begin where `begins` is found, or `first` at the very beginning; the text around them is
     content. A reader that finds text instead of a call goes past it."""
@@ -161,7 +161,7 @@ def _marked(*markers: str) -> re.Pattern[str]:
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 
 
-def _read_hermes(reading: Reading) -> None:
+def _read_hermes(reading: ReplyReader) -> None:
     reading.take(CALL)
     call = reading.object(reading.json(), ("arguments",))
     reading.need(CALL_END, after="the JSON object")
@@ -180,7 +180,7 @@ FUNCTION, FUNCTION_END, PARAMETER = "<function=", "</function>", "<parameter="
 _VALUE_END = re.compile(rf"</parameter>(?=\s*+(?:{PARAMETER}|{FUNCTION_END}))")
 
 
-def _read_xml(reading: Reading) -> None:
+def _read_xml(reading: ReplyReader) -> None:
     """Qwen3-coder at times leaves out the outer tags, so they are not needed."""
     wrapped = reading.take(CALL)
     reading.need(FUNCTION, after=CALL)
@@ -204,7 +204,7 @@ ARGUMENT = "<arg_key>"
 _ARGUMENT_END = re.compile(rf"</arg_value>(?=\s*+(?:{ARGUMENT}|{CALL_END}))")
 
 
-def _read_glm(reading: Reading) -> None:
+def _read_glm(reading: ReplyReader) -> None:
     reading.take(CALL)
     name = reading.name(CALL)
     reading.call(name, _read_tagged(reading, name, _GLM))
@@ -234,7 +234,7 @@ _XML = _Tags((PARAMETER, ">"), ("\n", "\n</parameter>"), _VALUE_END, FUNCTION_EN
 _GLM = _Tags((ARGUMENT, "</arg_key>"), ("\n<arg_value>", "</arg_value>"), _ARGUMENT_END, CALL_END, "json")
 
 
-def _read_tagged(reading: Reading, name: str, tags: _Tags) -> dict[str, Json]:
+def _read_tagged(reading: ReplyReader, name: str, tags: _Tags) -> dict[str, Json]:
     arguments: dict[str, Json] = {}
     reading.white()
     while not reading.take(tags.end):
@@ -250,7 +250,7 @@ def _read_tagged(reading: Reading, name: str, tags: _Tags) -> dict[str, Json]:
     return arguments
 
 
-def _tagged_text(reading: Reading, key: str, tags: _Tags) -> str:
+def _tagged_text(reading: ReplyReader, key: str, tags: _Tags) -> str:
     """A value as text: nothing is taken from it but the line end that the format puts at either side."""
     before, after = tags.value
     if before.strip():
@@ -283,7 +283,7 @@ def as_text(value: Json) -> str:
 MISTRAL, MISTRAL_ARGS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
-def _read_mistral(reading: Reading) -> None:
+def _read_mistral(reading: ReplyReader) -> None:
     """A list of objects (tokenizers before v11) or a name and its arguments."""
     reading.take(MISTRAL)
     reading.white()
@@ -313,7 +313,7 @@ SEEK_ALL, SEEK_ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end
 SEEK, SEEK_SEP, SEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
 
-def _read_deepseek(reading: Reading) -> None:
+def _read_deepseek(reading: ReplyReader) -> None:
     """V3.1 has the name before the separator; V3 a type there, and after it the name and a block of JSON."""
     reading.take(SEEK_ALL)
     reading.need(SEEK, after=SEEK_ALL)
@@ -359,12 +359,12 @@ _LLAMA = re.compile(rf'{re.escape(PYTHON)}|\{{\s*+"name"')
 _NOWHERE = re.compile(r"(?!)")
 
 
-def _calls_something(reading: Reading, value: Json) -> bool:
+def _calls_something(reading: ReplyReader, value: Json) -> bool:
     named = isinstance(value, dict) and isinstance(value.get("name"), str)
     return named and (any(key in value for key in _BARE_KEYS) or value["name"] in reading.tools)
 
 
-def _read_llama(reading: Reading) -> None:
+def _read_llama(reading: ReplyReader) -> None:
     """Anywhere in the text, as in vLLM; one or more objects with semicolons between."""
     sure = reading.take(PYTHON)
     while True:
@@ -381,7 +381,7 @@ def _write_llama(calls: Sequence[ToolCall]) -> str:
     return "; ".join(_as_object(call, "parameters") for call in calls)
 
 
-def _read_json(reading: Reading) -> None:
+def _read_json(reading: ReplyReader) -> None:
     """One object, alone in the reply. An object that calls nothing is an answer."""
     value = reading.json()
     if _calls_something(reading, value):
@@ -409,7 +409,7 @@ _HEADER = re.compile(
 _STOP = _marked(*ENDS, "<|start|>", CHANNEL, MESSAGE, CONSTRAIN)
 
 
-def _read_harmony(reading: Reading) -> None:
+def _read_harmony(reading: ReplyReader) -> None:
     """gpt-oss. The reply follows `<|start|>assistant`; the end token of its last message is not in the text."""
     marked = _STOP.search(reading.text) or reading.text.lstrip().startswith("to=")
     if not marked and not reading.opened:
@@ -426,7 +426,7 @@ def _read_harmony(reading: Reading) -> None:
         channel, name = _read_header(reading)
 
 
-def _read_header(reading: Reading) -> tuple[str, str | None]:
+def _read_header(reading: ReplyReader) -> tuple[str, str | None]:
     """A message's channel, and the tool that it calls."""
     end = reading.text.find(MESSAGE, reading.at, reading.at + MOST_NAME + len(MESSAGE))
     header = _HEADER.fullmatch(reading.text, reading.at, end) if end >= 0 else None
@@ -440,7 +440,7 @@ def _read_header(reading: Reading) -> tuple[str, str | None]:
     return header["channel"], tool and tool.removeprefix("functions.")
 
 
-def _read_body(reading: Reading, channel: str) -> None:
+def _read_body(reading: ReplyReader, channel: str) -> None:
     """A message's text. Only the last message of a reply may have no end, unless it is a thought."""
     found = _STOP.search(reading.text, reading.at)
     end = found.start() if found else len(reading.text)
@@ -453,7 +453,7 @@ def _read_body(reading: Reading, channel: str) -> None:
         raise Malformed("the reasoning in the analysis channel has no end: expected <|end|>")
 
 
-def _read_commentary(reading: Reading, name: str) -> None:
+def _read_commentary(reading: ReplyReader, name: str) -> None:
     arguments = reading.arguments(name[:40])
     reading.white()
     if reading.at < len(reading.text):
@@ -481,7 +481,7 @@ def write_harmony(calls: str, content: str, reasoning: str | None) -> str:
 class CallFormat:
     """How calls are read and written."""
 
-    read: Callable[[Reading], None]
+    read: Callable[[ReplyReader], None]
     """Reads what follows the thought, to its end."""
     write: Callable[[Sequence[ToolCall]], str]
     markers: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ from whet.data.call_formats import (
     PARAMETER,
     PYTHON,
     SEEK_SEP,
-    Reading,
+    ReplyReader,
     as_text,
     write_harmony,
 )
@@ -94,7 +94,7 @@ def read_reply(
     """
     if opened and not _thinks(form):
         raise ValueError("A reply can begin inside a thought only if its form marks reasoning.")
-    reading = Reading(text, tools, opened=opened)
+    reading = ReplyReader(text, tools, opened=opened)
     try:
         _read_thought(reading, form)
         _read_rest(reading, form)
@@ -108,7 +108,7 @@ def _thinks(form: ReplyForm) -> bool:
     return form.thinking is not None or form.channels
 
 
-def _read_thought(reading: Reading, form: ReplyForm) -> None:
+def _read_thought(reading: ReplyReader, form: ReplyForm) -> None:
     if form.thinking is None:
         return
     begin, end = form.thinking.begin, form.thinking.end
@@ -118,14 +118,14 @@ def _read_thought(reading: Reading, form: ReplyForm) -> None:
     reading.thoughts.append(thought.strip("\n"))
 
 
-def _read_rest(reading: Reading, form: ReplyForm) -> None:
+def _read_rest(reading: ReplyReader, form: ReplyForm) -> None:
     if form.calls is None:
         reading.content.append(reading.text[reading.at :])
     else:
         CALL_FORMATS[form.calls].read(reading)
 
 
-def _check_rest(reading: Reading, form: ReplyForm) -> None:
+def _check_rest(reading: ReplyReader, form: ReplyForm) -> None:
     """What is left as content must not have a part of a call or of a thought."""
     entry = CALL_FORMATS[form.calls] if form.calls is not None else None
     thinking = (form.thinking.begin, form.thinking.end) if form.thinking is not None else ()
@@ -138,7 +138,7 @@ def _check_rest(reading: Reading, form: ReplyForm) -> None:
             raise Malformed(f"the reply ends inside {marker}")
 
 
-def _content(reading: Reading, form: ReplyForm) -> str:
+def _content(reading: ReplyReader, form: ReplyForm) -> str:
     if form.channels:
         return "\n".join(reading.content)
     if not reading.calls:
@@ -147,7 +147,7 @@ def _content(reading: Reading, form: ReplyForm) -> str:
     return "\n".join(piece.strip("\n") for piece in reading.content if piece.strip())
 
 
-def _reasoning(reading: Reading) -> str | None:
+def _reasoning(reading: ReplyReader) -> str | None:
     return "\n".join(reading.thoughts) if reading.thoughts else None
 
 

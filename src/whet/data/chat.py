@@ -140,10 +140,8 @@ _CUT = "\ufdd0"
 """Parts a control token's text in two, so that it is read as text: no character of any language."""
 
 
-def neutral(control: Collection[str], messages: Sequence[Message], *, replies: bool = True) -> list[Message]:
-    """The messages with the texts of control tokens in them parted: what a message says never becomes one. The text
-    stays as it is (`encode_rendered`). The beginning of a reply at the end is the user's own, and so is every reply
-    with `replies` false: their control tokens stay."""
+def parted(control: Collection[str], value: Json) -> Json:
+    """A JSON value with the texts of control tokens in it parted."""
     several = sorted((text for text in control if len(text) > 1), key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, (*several, _CUT))))
 
@@ -155,16 +153,22 @@ def neutral(control: Collection[str], messages: Sequence[Message], *, replies: b
         if isinstance(value, str):
             return pattern.sub(part, value)
         if isinstance(value, dict):
-            return {key: safe(entry) for key, entry in value.items()}
+            return {safe(key): safe(entry) for key, entry in value.items()}
         return [safe(entry) for entry in value] if isinstance(value, list) else value
+
+    return safe(value)
+
+
+def neutral(control: Collection[str], messages: Sequence[Message], *, replies: bool = True) -> list[Message]:
+    """The messages with the texts of control tokens in them parted: what a message says never becomes one. The text
+    stays as it is (`encode_rendered`). The beginning of a reply at the end is the user's own, and so is every reply
+    with `replies` false: their control tokens stay."""
 
     def one(message: Message, *, last: bool) -> Message:
         if message.role == "assistant" and (last or not replies):
             return replace(message, content=message.content.replace(_CUT, _CUT * 2))
-        calls = tuple(replace(call, arguments=safe(call.arguments)) for call in message.tool_calls)
-        return replace(
-            message, content=safe(message.content), reasoning=safe(message.reasoning), tool_calls=calls
-        )
+        role = {"role": message.role}  # the template's own word
+        return Message.from_json(parted(control, message.to_json()) | role)
 
     return [one(message, last=n == len(messages)) for n, message in enumerate(messages, 1)]
 

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Literal
 
 from whet.data.call_formats import CALL_FORMATS
 from whet.data.calls import ReplyForm, opens_thought, read_reply, recognised_form
-from whet.data.chat import MARK, encode_rendered, lead, neutral, render, rest_of, template_of
+from whet.data.chat import (
+    MARK,
+    encode_rendered,
+    lead,
+    neutral,
+    parted,
+    render,
+    rest_of,
+    template_of,
+)
 from whet.types import ConfigError, DataError, Message, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
@@ -94,7 +103,7 @@ class MessageCodec:
     ) -> list[int] | None:
         """By difference."""
         marked = _marked(reply)
-        safe = neutral(self._special, [_QUESTION, marked, *new])
+        safe, tools = neutral(self._special, [_QUESTION, marked, *new]), self._safe(tools)
         base = render(self.tokenizer, safe[:2], tools=tools, header=False)
         full = lead(self.tokenizer, safe, tools=tools)
         marks = base.count(MARK)
@@ -139,7 +148,13 @@ class MessageCodec:
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         """The text that the reply follows."""
-        return lead(self.tokenizer, neutral(self._special, [*map(self._inline, messages)]), tools=tools)
+        return lead(
+            self.tokenizer, neutral(self._special, [*map(self._inline, messages)]), tools=self._safe(tools)
+        )
+
+    def _safe(self, tools: Sequence[ToolSpec]) -> list[ToolSpec]:
+        """Descriptions come from servers, too: they become no control tokens either."""
+        return [ToolSpec.from_json(parted(self._special, tool.to_json())) for tool in tools]
 
     # -- and back
 
@@ -247,7 +262,7 @@ class Findings:
             out.append("no end token closes a reply; the next message's first token does")
         if self.tools and self.calls is None:
             out.append(
-                "it tells of tools, in a call format that is not known here: give tokenizer.tool_format"
+                "it tells of tools, in a call format that is not known here: give rollout.env.tool_format"
             )
         if not self.tools:
             out.append("it tells the policy of no tools")

@@ -17,7 +17,7 @@ MOST_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Ended:
     """What came of a call."""
 
     value: Any = None
@@ -43,7 +43,7 @@ class Runs:
     """Late code that goes on."""
 
 
-async def run(runs: Runs, function: Callable[[], Any], limit_s: float, *, is_async: bool) -> Outcome:
+async def run(runs: Runs, function: Callable[[], Any], limit_s: float, *, is_async: bool) -> Ended:
     """What comes of an async function here, or of a plain one in a thread of its own, within limit_s seconds.
 
     A plain function that returns an awaitable is awaited here. RuntimeError if no thread can be started.
@@ -56,8 +56,8 @@ async def run(runs: Runs, function: Callable[[], Any], limit_s: float, *, is_asy
 
 
 async def _within(
-    runs: Runs, work: asyncio.Future[Outcome], limit_s: float, thread: asyncio.Future[Outcome] | None = None
-) -> Outcome:
+    runs: Runs, work: asyncio.Future[Ended], limit_s: float, thread: asyncio.Future[Ended] | None = None
+) -> Ended:
     begun = runs.clock()
     try:
         while not work.done():
@@ -66,9 +66,9 @@ async def _within(
                 work.cancel()
                 if thread is None or thread.done():
                     await asyncio.wait({work}, timeout=CANCEL_S)
-                return Outcome(late=True)
+                return Ended(late=True)
             await asyncio.wait({work}, timeout=min(left_s, 60.0))
-        return Outcome(error=asyncio.CancelledError()) if work.cancelled() else work.result()
+        return Ended(error=asyncio.CancelledError()) if work.cancelled() else work.result()
     finally:
         work.cancel()
         for part in (work, thread):
@@ -77,38 +77,36 @@ async def _within(
                 part.add_done_callback(runs.left.discard)
 
 
-async def _outcome(
-    runs: Runs, function: Callable[[], Any], thread: asyncio.Future[Outcome] | None
-) -> Outcome:
+async def _outcome(runs: Runs, function: Callable[[], Any], thread: asyncio.Future[Ended] | None) -> Ended:
     """Of a function that is called here, or that runs in a thread already."""
     try:
-        outcome = Outcome(function()) if thread is None else await asyncio.shield(thread)
+        outcome = Ended(function()) if thread is None else await asyncio.shield(thread)
         if inspect.isawaitable(outcome.value):
-            return Outcome(await runs.marked(outcome.value))
+            return Ended(await runs.marked(outcome.value))
         return outcome
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # noqa: BLE001  foreign code, SystemExit included
-        return Outcome(error=error)
+        return Ended(error=error)
 
 
 def _in_thread(
     function: Callable[[], Any], running: Callable[[], AbstractContextManager[None]]
-) -> asyncio.Future[Outcome]:
+) -> asyncio.Future[Ended]:
     """A thread that holds up nobody, neither other code nor the end of the process."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[Outcome] = loop.create_future()
+    future: asyncio.Future[Ended] = loop.create_future()
 
-    def settle(outcome: Outcome) -> None:
+    def settle(outcome: Ended) -> None:
         if not future.done():
             future.set_result(outcome)
 
     def work() -> None:
         with running():
             try:
-                outcome = Outcome(function())
+                outcome = Ended(function())
             except BaseException as error:  # noqa: BLE001  foreign code, SystemExit included
-                outcome = Outcome(error=error)
+                outcome = Ended(error=error)
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(settle, outcome)
 

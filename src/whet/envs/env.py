@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, get_args
 
-from whet.envs.calls import Outcome, Runs, run
+from whet.envs.calls import Ended, Runs, run
 from whet.guard.foreign import number
 from whet.types import Json, Message, StopReason, Task, ToolCall, ToolSpec, WhetError
 
@@ -100,9 +100,7 @@ class World:
         """Of `chat` in this turn."""
         self.runs = Runs(time.monotonic, nullcontext, lambda waits: waits)
 
-    def run(
-        self, function: Callable[[], Any], limit_s: float, *, is_async: bool = False
-    ) -> Awaitable[Outcome]:
+    def run(self, function: Callable[[], Any], limit_s: float, *, is_async: bool = False) -> Awaitable[Ended]:
         """Run foreign code of the episode, such as a tool: an async function here, a plain one in a thread of its own.
 
         Its value or what it raised, or that it took more than limit_s seconds. An async function that is late is

@@ -67,7 +67,7 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class Compared:
     """What came of a check."""
 
     what: str
@@ -79,11 +79,11 @@ class Result:
     """Why they differ, or were not compared."""
 
 
-def compared(check: Check, told: Mapping[str, str]) -> Result:
+def compared(check: Check, told: Mapping[str, str]) -> Compared:
     """Run one check. told: by key of the file, where whet says that it differs."""
     worst, where, shown = 0.0, "", ("", "")
     if check.refused:
-        return Result(what=check.what, called=check.called, status=NOT_COMPARED, told=check.refused)
+        return Compared(what=check.what, called=check.called, status=NOT_COMPARED, told=check.refused)
     try:
         for case in check.cases:
             theirs, ours = check.theirs(case), check.ours(case)
@@ -93,17 +93,17 @@ def compared(check: Check, told: Mapping[str, str]) -> Result:
                 mask = NOWHERE if case is None else case.mask
                 shown = summary(theirs, mask), summary(ours, mask)
     except NotComparable as e:
-        return Result(what=check.what, called=check.called, status=NOT_COMPARED, told=str(e))
+        return Compared(what=check.what, called=check.called, status=NOT_COMPARED, told=str(e))
     except Exception as e:  # noqa: BLE001  (the peer's code may raise anything)
         at = traceback.extract_tb(e.__traceback__)[-1]
         said = f"{type(e).__name__}: {e} ({Path(at.filename).name}:{at.lineno})"
-        return Result(what=check.what, called=check.called, status=NOT_COMPARED, told=said)
+        return Compared(what=check.what, called=check.called, status=NOT_COMPARED, told=said)
     row = {"what": check.what, "called": check.called, "theirs": shown[0], "ours": shown[1]}
     if worst <= check.tolerance:
-        return Result(**row, status=EQUAL)
+        return Compared(**row, status=EQUAL)
     why = [text for key, text in told.items() if key in check.keys]
     apart_by = f"by up to {worst:.2g}" + (f" ({where})" if where else "")
-    return Result(**row, status=TOLD if why else DIFFERS, told=" ".join([apart_by, *why]))
+    return Compared(**row, status=TOLD if why else DIFFERS, told=" ".join([apart_by, *why]))
 
 
 def summary(numbers: Numbers, mask: Tensor) -> str:
@@ -156,6 +156,14 @@ def our_micro_batch(plan: Plan) -> Numbers:
     return micro_batch(plan.train.micro_batch_rollouts, plan.train.micro_batch_tokens)
 
 
+def our_batches(plan: Plan) -> Numbers:
+    """Whet's sizes of a step."""
+    mini_batch = plan.tasks_per_step * plan.group_size / plan.minibatches
+    return scalars(
+        tasks=plan.tasks_per_step, rollouts_of_a_mini_batch=mini_batch, passes=plan.passes
+    ) | our_micro_batch(plan)
+
+
 def scalars(**numbers: float) -> Numbers:
     return {
         name.replace("_", " "): torch.tensor(float(x), dtype=torch.float64) for name, x in numbers.items()
@@ -173,7 +181,7 @@ def some_rows(plan: Plan) -> list[int]:
     return [tasks, 2 * tasks + 1, 7 * tasks - 1, 50 * tasks]
 
 
-def table(title: str, results: Sequence[Result]) -> Table:
+def table(title: str, results: Sequence[Compared]) -> Table:
     """For a terminal."""
     out = Table(title=escape(title), title_justify="left", show_lines=False, expand=False)
     for name in ("what", "called", "theirs", "whet's", "result"):

@@ -18,7 +18,7 @@ from whet.config.load import Loaded
 from whet.config.plan import plans
 from whet.dialects.versions import VERSIONS
 from whet.prove import cosmos, peers, skyrl, trinity, verl
-from whet.prove.checks import GOOD, NOT_COMPARED, Check, File, Result, absent, compared, table, without
+from whet.prove.checks import GOOD, NOT_COMPARED, Check, Compared, File, absent, compared, table, without
 from whet.types import ConfigError, Json
 
 
@@ -52,7 +52,7 @@ class Proof:
     """All rows."""
 
     title: str
-    results: tuple[Result, ...]
+    results: tuple[Compared, ...]
 
     @property
     def holds(self) -> bool:
@@ -123,7 +123,7 @@ def _file(loaded: Loaded) -> File:
     return File(tree=loaded.translation.foreign, config=loaded.stages[0], plan=plan, steps=steps)
 
 
-def _results(system: System, file: File, told: Mapping[str, str]) -> Iterator[Result]:
+def _results(system: System, file: File, told: Mapping[str, str]) -> Iterator[Compared]:
     package = f"{peers.PACKAGES[system.peer]} {peers.version(system.peer)}"
     try:
         peers.prepared(system.peer)
@@ -131,10 +131,10 @@ def _results(system: System, file: File, told: Mapping[str, str]) -> Iterator[Re
         theirs = system.configured(without(file.tree, unknown))
         checks = list(system.checks(theirs, file))
     except Exception as e:  # noqa: BLE001  (the peer's code may raise anything)
-        yield Result(what="all", status=NOT_COMPARED, told=f"{package} raised {type(e).__name__}: {e}")
+        yield Compared(what="all", status=NOT_COMPARED, told=f"{package} raised {type(e).__name__}: {e}")
         return
     if unknown:
-        yield Result(what="keys", status=NOT_COMPARED, told=f"{package} has not {_listed(unknown)}")
+        yield Compared(what="keys", status=NOT_COMPARED, told=f"{package} has not {_listed(unknown)}")
     for check in checks:
         yield compared(check, told)
 

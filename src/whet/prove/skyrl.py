@@ -22,7 +22,7 @@ from whet.prove.checks import (
     NotComparable,
     micro_batch,
     of_rows,
-    our_micro_batch,
+    our_batches,
     scalars,
     some_rows,
 )
@@ -130,16 +130,7 @@ def checks(config: Any, file: File) -> Iterator[Check]:
         what="batches",
         called="skyrl.train.utils.utils:validate_batch_sizes",
         theirs=lambda _: sizes(config),
-        ours=lambda _: (
-            scalars(
-                tasks=file.plan.tasks_per_step,
-                rollouts_of_a_mini_batch=file.plan.tasks_per_step
-                * file.plan.group_size
-                / file.plan.minibatches,
-                passes=file.plan.passes,
-            )
-            | our_micro_batch(file.plan)
-        ),
+        ours=lambda _: our_batches(file.plan),
     )
     yield Check(
         what="training steps",

@@ -23,7 +23,7 @@ from whet.prove.checks import (
     NotComparable,
     micro_batch,
     of_rows,
-    our_micro_batch,
+    our_batches,
     scalars,
     some_rows,
 )
@@ -239,16 +239,7 @@ def _of_run(config: DictConfig, file: File) -> Iterator[Check]:
         what="batches",
         called=f"{TRAINER}._update_actor",
         theirs=lambda _: update_of(config) | _micro(config.actor_rollout_ref.actor),
-        ours=lambda _: (
-            scalars(
-                tasks=file.plan.tasks_per_step,
-                rollouts_of_a_mini_batch=file.plan.tasks_per_step
-                * file.plan.group_size
-                / file.plan.minibatches,
-                passes=file.plan.passes,
-            )
-            | our_micro_batch(file.plan)
-        ),
+        ours=lambda _: our_batches(file.plan),
     )
     yield Check(
         what="training steps",

@@ -159,7 +159,7 @@ SIGNS = (
         20,
         tool_unused,
         "at least one tool was never called in the last {window} steps (reward/part/env/calls/NAME is 0)",
-        "leave the tool out, or say in its description when it helps",
+        "leave the tool out (rollout.env.arguments), or say in its description when it helps",
     ),
     Sign(
         "malformed replies",
