@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from whet.types import Message, ToolSpec
+from whet.types import Json, Message, ToolSpec
 
 
 class Numbers:
     """`Message("user", "7 8")` is the tokens 7 and 8. No token separates messages."""
+
+    def of(self, kwargs: Mapping[str, Json]) -> Numbers:
+        return self
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         return [int(word) for m in messages for word in m.content.split()]

@@ -54,6 +54,7 @@ LONG = "data.max_prompt_tokens=3; data.overlong=truncate_right"
 MOE = "model.scratch.architecture=qwen3_moe; model.scratch.num_experts=4"
 TURN = "{{ m.content }}{{ mark }}{{ eos_token if m.role == 'assistant' }}"
 CHAT = f'data.chat=true; tokenizer.chat_template="{{% for m in messages %}}{TURN}{{% endfor %}}"'
+TOLD = f"{CHAT[:-1]}{{% if tools %}}{{{{ tools[0].function.name }}}}{{% endif %}}{CHAT[-1]}"
 REWRITES = (
     "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
 )
@@ -188,6 +189,8 @@ def source(part: str, context: str, other: str = "") -> dict[str, Case]:
         f"{at}.answer": (context, "answer2"),
         f"{at}.response": (f"{SFT}; {other}" if part != "demonstrations" else context, "response2"),
         f"{at}.rejected": (f"{DPO}; {other}", "rejected2"),
+        f"{at}.tools": (f"{context}; {TOLD}", "tools2"),
+        f"{at}.chat_template_kwargs": (f"{context}; {CHAT}", "mark"),
         f"{at}.desirable": (labelled, "desirable2"),
         f"{at}.label": (context, "kind"),
         f"{at}.difficulty": (f"{context}; {order}; {first}.difficulty=hard", "hard2"),

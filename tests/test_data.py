@@ -360,7 +360,7 @@ def message(**kw):
         ({"prompt": []}, {}, "line 2: column 'prompt' holds list"),
         ({"prompt": ["x"]}, {}, "line 2: column 'prompt' holds str 'x'; expected messages"),
         (message(content=None), {}, "line 2: column 'prompt' holds dict"),
-        (message(tool_calls=[1]), {}, "line 2: .*a message has tool_calls; only role and content"),
+        (message(tool_calls=[1]), {}, "line 2: .*a message of 'user' has calls or reasoning of an assistant"),
         (message(), {"template": "{prompt}"}, "line 2: .*the source's template is for plain text"),
         (message(role="system"), {"system_prompt": "s"}, "line 2: .*already has a system message"),
         ({"prompt": "x", "response": 1}, {}, "line 2: column 'response' holds int 1; expected text, or"),

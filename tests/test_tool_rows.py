@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import whet
 from templates_of_ours import our_tokenizer
 from test_codec import APPENDS, BY_NAME, TOOLS, cases, codec_of, played
 from tiny import RUN
-from whet.config.schema import SourceConfig
+from whet.config.schema import DataConfig, SourceConfig, TokenizerConfig
 from whet.data.chat import encode_history, encode_reply
+from whet.data.codec import MessageCodec
 from whet.data.columns import parse
+from whet.data.prepare import prepare
+from whet.data.tokenizer import load_tokenizer
 from whet.types import DataError, Message, Task, ToolCall
 
 ADD = {"type": "function", "function": {"name": "add", "arguments": '{"x": "1"}'}}
@@ -100,6 +104,79 @@ def test_a_last_reply_with_calls_is_what_the_policy_would_have_sampled(name: str
         at = max(n for n, m in enumerate(out.conversation) if m.role == "assistant")
         reply = encode_reply(tokenizer, tuple(out.conversation[:at]), out.conversation[at], TOOLS)
         assert reply == out.spoken[0][-1]
+
+
+ASKS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>"
+    "{% if not think %}-{% endif %}{% endif %}"
+)
+
+
+def prepared(source: SourceConfig, data: DataConfig, tokenizer: Any) -> Any:
+    given: dict[str, Any] = {"exclude": (), "max_response_tokens": None, "counts": Counter()}
+    return prepare([source], data, tokenizer=tokenizer, **given)[0]
+
+
+def said_with(kwargs: Any, **source: Any) -> str:
+    """The prompt of a row with variables of the chat template, in a run whose own say think=true."""
+    cfg = TokenizerConfig(build="chars", chat_template=ASKS, chat_template_kwargs={"think": True})
+    tokenizer = load_tokenizer(cfg, model_path=None, texts=["ab<>-"])
+    given = SourceConfig(rows=({"prompt": "a", "answer": "b", "extra": 1, **kwargs},), **source)
+    task = prepared(given, DataConfig(chat=True), tokenizer).task(0, 0)
+    return str(tokenizer.decode(task.token_ids))
+
+
+def test_variables_of_a_row_count_before_those_of_the_run() -> None:
+    on, off = "<user>a<eos><assistant>", "<user>a<eos><assistant>-"
+    assert said_with({}) == on
+    assert said_with({"chat_template_kwargs": {"think": False}}) == off
+    assert said_with({"chat_template_kwargs": {"think": None}}) == on  # as parquet fills in
+    assert said_with({"think": False}) == on
+    assert said_with({"think": False}, chat_template_kwargs="think") == off
+    assert said_with({"chat_template_kwargs": {"think": False}}, chat_template_kwargs=None) == on
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"chat_template_kwargs": {"thinks": True}},
+            "thinks: the chat template has no variable of this name",
+        ),
+        ({"chat_template_kwargs": {"messages": []}}, "messages is given by the run itself"),
+        ({"tools": [{"name": "add"}]}, "The row has tools, but the chat template tells of none"),
+    ],
+)
+def test_what_the_template_does_not_tell_is_refused(row: Any, said: str) -> None:
+    with pytest.raises(DataError, match=f"row 1: .*{said}"):
+        said_with(row)
+
+
+def test_tools_of_a_plain_text_are_refused() -> None:
+    cfg = TokenizerConfig(build="chars")
+    tokenizer = load_tokenizer(cfg, model_path=None, texts=["ab"])
+    source = SourceConfig(rows=({"prompt": "a", "tools": [{"name": "add"}]},))
+    with pytest.raises(DataError, match="row 1: The prompt is plain text, but the row has tools"):
+        prepared(source, DataConfig(), tokenizer)
+
+
+def test_every_turn_of_a_rollout_has_the_variables_of_its_row() -> None:
+    cfg = TokenizerConfig(build="chars", chat_template=ASKS, chat_template_kwargs={"think": True})
+    codec = MessageCodec(load_tokenizer(cfg, model_path=None, texts=["ab<>-"]))
+    user, reply = Message("user", "a"), Message("assistant", "b")
+    for kwargs, header in (({}, "<assistant>"), ({"think": False}, "<assistant>-")):
+        own = codec.of(kwargs)
+        prompt = own.encode_prompt([user])
+        assert codec.tokenizer.decode(prompt) == f"<user>a<eos>{header}"
+        there = [
+            *prompt,
+            *codec.tokenizer.encode("b", add_special_tokens=False),
+            codec.tokenizer.eos_token_id,
+        ]
+        told = own.encode_observation(there, [user, reply, user], 1)
+        assert told is not None
+        assert codec.tokenizer.decode(told) == f"<user>a<eos>{header}"
+    assert codec.of({"think": False}) is codec.of({"think": False})
 
 
 def test_a_run_learns_calls_from_rows(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from whet.config.evaluation import EvalSampling, evaluates, judges
 from whet.config.resuming import fingerprint
 from whet.config.schema import Config
 from whet.context import Context
-from whet.data.chat import encode_reply
+from whet.data.chat import encode_reply, with_kwargs
 from whet.data.replies import reader
 from whet.data.tasks import reply_limit
 from whet.early_stopping import should_stop, values_of
@@ -324,7 +324,8 @@ def held_out_replies(context: Context, models: Models, tasks: list[Task]) -> lis
 
     def fits(task: Task, reply: str | Message) -> bool:
         longest = reply_limit(task, limit, cfg.data.max_total_tokens)
-        return not drops or len(encode_reply(models.tokenizer, task.prompt, reply, task.tools)) <= longest
+        tokenizer = with_kwargs(models.tokenizer, task.chat_template_kwargs)
+        return not drops or len(encode_reply(tokenizer, task.prompt, reply, task.tools)) <= longest
 
     return reader(cfg, kind, models.tokenizer)(given(tasks, kind, judged=judges(cfg), fits=fits))
 

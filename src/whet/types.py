@@ -149,6 +149,8 @@ class Task:
     """The prompt as tokens, after template and truncation. Filled by the task stream."""
     tools: tuple[ToolSpec, ...] = ()
     """What the policy may call; the chat template tells it of them."""
+    chat_template_kwargs: dict[str, Json] = field(default_factory=dict)
+    """Variables of the chat template, before those of the run."""
 
     def to_json(self) -> dict[str, Json]:
         value: dict[str, Json] = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import traceback
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,25 +39,35 @@ def read_template(value: str) -> str:
     return read_text(path, ConfigError, most=MOST_CONFIG_BYTES)
 
 
-def with_arguments(template: str, arguments: Mapping[str, Json]) -> str:
+_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", *_TOKENS)
+"""Variables that `render` gives."""
+
+
+def with_arguments(
+    template: str, arguments: Mapping[str, Json], *, key: str = "tokenizer.chat_template_kwargs"
+) -> str:
     """The template with `arguments` as default values of its variables.
 
-    They become part of it, so that every prompt and every later turn is rendered with them. ConfigError for a
-    name that the template does not use.
+    They become part of it, so that every prompt and every later turn is rendered with them. key: what errors call
+    them. ConfigError for a name that the template does not use.
     """
     for name in arguments:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise ConfigError(
-                f"tokenizer.chat_template_kwargs.{name}: the chat template has no variable of this name, so the key "
-                "would have no effect; leave it out or correct it."
+                f"{key}.{name}: the chat template has no variable of this name, so the key would have no effect; leave "
+                "it out or correct it."
             )
-    return "".join(map(_default, arguments.items())) + template
+    return "".join(_default(name, value, key) for name, value in arguments.items()) + template
 
 
-def _default(argument: tuple[str, Json]) -> str:
-    name, value = argument
+def _default(name: str, value: Json, key: str) -> str:
+    if name in _GIVEN:
+        raise ConfigError(
+            f"{key}: {name} is given by the run itself, so the key would have no effect; leave it out."
+        )
     if not name.isidentifier():
-        raise ConfigError(f"tokenizer.chat_template_kwargs: {name!r} is not a valid name of a variable.")
+        raise ConfigError(f"{key}: {name!r} is not a valid name of a variable.")
     # Jinja writes numbers, texts, lists, maps, True and None as Python does, and drops the line end after a block
     return f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}\n"
 
@@ -90,6 +103,26 @@ def as_prompt(
     return prompt
 
 
+def with_kwargs(tokenizer: Tokenizer, kwargs: Mapping[str, Json]) -> Tokenizer:
+    """The tokenizer with a task's variables of the chat template; the task's count before those of the run.
+
+    DataError for a tokenizer without a template, and for a name that the template does not use.
+    """
+    return _with_kwargs(tokenizer, template_of(tokenizer), json.dumps(kwargs)) if kwargs else tokenizer
+
+
+@lru_cache(64)
+def _with_kwargs(tokenizer: Tokenizer, template: str | None, kwargs: str) -> Tokenizer:
+    if template is None:
+        raise DataError("The row has chat_template_kwargs, but the tokenizer has no chat template.")
+    out = copy(tokenizer)
+    try:
+        out.chat_template = with_arguments(template, json.loads(kwargs), key="chat_template_kwargs")
+    except ConfigError as e:
+        raise DataError(str(e)) from e
+    return out
+
+
 def encode_prompt(
     tokenizer: Tokenizer,
     prompt: Prompt,
@@ -108,18 +141,34 @@ def encode_prompts(
     *,
     template: str | None = None,
     tools: Sequence[Sequence[ToolSpec]] = (),
+    kwargs: Sequence[Mapping[str, Json]] = (),
 ) -> list[list[int]]:
-    """`encode_prompt` for many at once. tools: of each prompt.
+    """`encode_prompt` for many at once. tools, kwargs: of each prompt, see `with_kwargs`.
 
     Messages: rendered with the header of the assistant's turn, then encoded as they stand. A last message of the
     assistant is the beginning of the reply: it follows the header and is not closed. Plain text: encoded as it
     stands, after a begin-of-text token where the tokenizer itself would put one.
     """
     control = tokenizer.all_special_tokens
-    texts = [
-        p if isinstance(p, str) else lead(tokenizer, neutral(control, p), template=template, tools=told)
-        for p, told in zip(prompts, tools or [()] * len(prompts))
-    ]
+    told = zip(prompts, tools or [()] * len(prompts), kwargs or [{}] * len(prompts), strict=True)
+    texts = []
+    for prompt, specs, own in told:
+        if isinstance(prompt, str):
+            if specs or own:
+                raise DataError(
+                    "The prompt is plain text, but the row has tools or chat_template_kwargs, of which only the chat "
+                    "template tells: set data.chat to true, or the source's `tools` and `chat_template_kwargs` to null."
+                )
+            texts.append(prompt)
+            continue
+        if specs and not re.search(r"\btools\b", template_of(tokenizer) or ""):
+            raise DataError(
+                "The row has tools, but the chat template tells of none: give one that does "
+                "(tokenizer.chat_template), or set the source's `tools` to null."
+            )
+        texts.append(
+            lead(with_kwargs(tokenizer, own), neutral(control, prompt), template=template, tools=specs)
+        )
     ids = encode_rendered(tokenizer, texts)
     opening = [i for i in tokenizer("")["input_ids"] if i == tokenizer.bos_token_id][:1]
     return [opening + x if isinstance(p, str) else x for p, x in zip(prompts, ids)]

@@ -8,10 +8,11 @@ whole and begins another strand (`Codec` in rollout/episode.py).
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from whet.data.call_formats import CALL_FORMATS
@@ -25,8 +26,9 @@ from whet.data.chat import (
     render,
     rest_of,
     template_of,
+    with_kwargs,
 )
-from whet.types import ConfigError, DataError, Message, ToolCall, ToolSpec
+from whet.types import ConfigError, DataError, Json, Message, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -54,7 +56,8 @@ class MessageCodec:
         history: History = "append",
         calls: str | None = None,
     ) -> None:
-        self.tokenizer, self.history = tokenizer, history
+        self.tokenizer, self.history, self._calls = tokenizer, history, calls
+        self._of = lru_cache(64)(self._with)
         self.ends = frozenset(ends) | ({tokenizer.eos_token_id} - {None})
         self._end_texts = [str(tokenizer.convert_ids_to_tokens(end)) for end in sorted(self.ends)]
         self._special = set(tokenizer.all_special_tokens)
@@ -64,6 +67,16 @@ class MessageCodec:
         self.form = recognised_form(template, [*self._special, *tokenizer.get_added_vocab()])
         if calls is not None:
             self.form = ReplyForm(calls, None if CALL_FORMATS[calls].channels else self.form.thinking)
+
+    def of(self, kwargs: Mapping[str, Json]) -> MessageCodec:
+        """The codec of a task with variables of the chat template. DataError for one that the template lacks."""
+        if not kwargs:
+            return self
+        return self._of(json.dumps(kwargs))
+
+    def _with(self, kwargs: str) -> MessageCodec:
+        tokenizer = with_kwargs(self.tokenizer, json.loads(kwargs))
+        return MessageCodec(tokenizer, ends=self.ends, history=self.history, calls=self._calls)
 
     # -- to tokens
 

@@ -22,6 +22,7 @@ _COLUMNS = (
     "response",
     "rejected",
     "tools",
+    "chat_template_kwargs",
     "desirable",
     "label",
     "difficulty",
@@ -44,6 +45,7 @@ class Fields:
     response: str | Message | None
     rejected: str | Message | None
     tools: tuple[ToolSpec, ...]
+    chat_template_kwargs: dict[str, Json]
     difficulty: float | None
     extra: dict[str, Json]
     """Every column of which nothing, or only a part inside it, was read; and `desirable`, under that name."""
@@ -103,7 +105,10 @@ def _parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None) -> F
         answer=_optional(row, source, "answer"),
         response=response,
         rejected=_reply(_optional(row, source, "rejected"), source.rejected, asked=asked),
-        tools=_tools(_optional(row, source, "tools"), source.tools),
+        tools=_tools(_optional(row, source, "tools"), str(source.tools)),
+        chat_template_kwargs=_kwargs(
+            _optional(row, source, "chat_template_kwargs"), str(source.chat_template_kwargs)
+        ),
         difficulty=None if source.difficulty is None else _number(row, source.difficulty),
         extra={k: v for k, v in row.items() if k not in columns.values()} | _desirable(row, source),
         found=frozenset(
@@ -218,6 +223,13 @@ def _tools(value: Json, column: str) -> tuple[ToolSpec, ...]:
         raise DataError(f"{_wrong(column, value, expected)} ({e})") from e
 
 
+def _kwargs(value: Json, column: str) -> dict[str, Json]:
+    """Variables of the chat template; a column of anything but maps is one, with the column's name. A null is none, as
+    parquet fills in."""
+    given = value if isinstance(value, dict) else {column.rpartition(".")[2]: value}
+    return {name: v for name, v in given.items() if v is not None}
+
+
 def _reply(value: Json, column: str, *, asked: Prompt) -> str | Message | None:
     """A reply given as text, as a message, or as messages that end with it: then the others are the prompt's."""
     if value is None or isinstance(value, str):
@@ -257,8 +269,10 @@ def _present(row: Row, column: str) -> list[str]:
 
 
 def _optional(row: Row, source: SourceConfig, field: str) -> Json:
-    """A column that may be absent under its default name; a name of your own must be there."""
+    """A column that may be absent under its default name, or if none is named; a name of your own must be there."""
     column = getattr(source, field)
+    if column is None:
+        return None
     if column != SourceConfig.model_fields[field].default:
         return _required(row, column, field)
     value = lookup(row, column)

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 
 from whet.config.schema import DataConfig, SourceConfig
-from whet.data.chat import Prompt, encode_history, encode_prompts, encode_texts, encode_whole, reply_text
+from whet.data.chat import (
+    Prompt,
+    encode_history,
+    encode_prompts,
+    encode_texts,
+    encode_whole,
+    reply_text,
+    with_kwargs,
+)
 from whet.data.columns import PER_ROW, Fields, has_no_prompts, named, parse, used
 from whet.data.rows import SourceRows, read_rows
 from whet.guard import pulse
@@ -68,6 +76,7 @@ class Prepared:
             response=f.response,
             rejected=f.rejected,
             tools=f.tools,
+            chat_template_kwargs=f.chat_template_kwargs,
             extra=f.extra,
             token_ids=tuple(self.token_ids[begin : int(self.end_K[k])].tolist()),
         )
@@ -230,17 +239,19 @@ def _prompt_tokens(work: _Work, rows: SourceRows, kept: Sequence[tuple[int, Fiel
         return [ids[:1] for ids in encode_whole(work.tokenizer, [str(f.response or "") for _, f in kept])]
     if work.turns == "all":
         return [_at(rows.where(i), partial(_history, work.tokenizer, f)) for i, f in kept]
+
+    def together(fields: Sequence[Fields]) -> list[list[int]]:
+        tools, kwargs = [f.tools for f in fields], [f.chat_template_kwargs for f in fields]
+        return encode_prompts(work.tokenizer, [f.prompt for f in fields], tools=tools, kwargs=kwargs)
+
     try:
-        tools = [f.tools for _, f in kept]
-        return encode_prompts(work.tokenizer, [f.prompt for _, f in kept], tools=tools)
+        return together([f for _, f in kept])
     except DataError:  # together is faster, one by one says which
-        return [
-            _at(rows.where(i), partial(encode_prompts, work.tokenizer, [f.prompt], tools=[f.tools]))[0]
-            for i, f in kept
-        ]
+        return [_at(rows.where(i), partial(together, [f]))[0] for i, f in kept]
 
 
 def _history(tokenizer: Tokenizer, f: Fields) -> list[int]:
+    tokenizer = with_kwargs(tokenizer, f.chat_template_kwargs)
     return (
         encode_prompts(tokenizer, [f.prompt])[0]
         if isinstance(f.prompt, str)
@@ -274,7 +285,12 @@ def _reply_lengths(work: _Work, rows: SourceRows, kept: Sequence[tuple[int, Fiel
 
 def _said(work: _Work, rows: SourceRows, row: int, f: Fields, name: str) -> str:
     """A reply as text. DataError that names the row."""
-    return _at(rows.where(row), partial(reply_text, work.tokenizer, f.prompt, getattr(f, name), f.tools))
+
+    def text() -> str:
+        tokenizer = with_kwargs(work.tokenizer, f.chat_template_kwargs)
+        return reply_text(tokenizer, f.prompt, getattr(f, name), f.tools)
+
+    return _at(rows.where(row), text)
 
 
 def _fitted(work: _Work, ids: list[int], replies: Mapping[str, int], *, where: str) -> list[int] | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from whet import seeds
 from whet.config.schema import DataConfig, SourceConfig
-from whet.data.chat import encode_history, encode_reply, encode_whole, reply_text
+from whet.data.chat import encode_history, encode_reply, encode_whole, reply_text, with_kwargs
 from whet.data.columns import parse, used
 from whet.data.prepare import BATCH_ROWS, Prepared, Turns, fit, prepare, prompt_key
 from whet.data.rows import read_rows
@@ -273,6 +273,7 @@ def _learned(task: Task, tokenizer: Tokenizer, overlong: str) -> list[int]:
     n = len(task.token_ids)
     if isinstance(task.prompt, str):
         return [0] * n
+    tokenizer = with_kwargs(tokenizer, task.chat_template_kwargs)
     _, mask = encode_history(tokenizer, task.prompt, task.tools)
     return fit(mask, n, overlong) if len(mask) > n else mask
 
@@ -310,6 +311,7 @@ def _reply(
             f"the source: `{field}: COLUMN`. Columns that nothing reads: {others}."
         )
     if task.prompt:
+        tokenizer = with_kwargs(tokenizer, task.chat_template_kwargs)
         reply = encode_reply(tokenizer, task.prompt, given, task.tools)
         text = reply_text(tokenizer, task.prompt, given, task.tools)
     else:

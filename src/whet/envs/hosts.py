@@ -80,7 +80,7 @@ class HostedEnv:
         self.place = await self.hosts.find(alone=self.world.alone)
         self.number = next(self.hosts.numbers)
         self.place.playing[self.number] = self
-        packed = pack_task(self.task) | {"tools": [tool.to_json() for tool in self.task.tools]}
+        packed = pack_task(self.task)
         try:
             told = await self._call("first", packed, self.world.key)
         except TypeError as error:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from whet.tables import near
-from whet.types import ConfigError, Json, Message, Rollout, Task
+from whet.types import ConfigError, Json, Rollout, Task
 
 RewardFunction = Callable[..., Any]
 """`(response: str, task: Task, **arguments) -> float | dict`, plain or async. The dict holds "score",
@@ -31,30 +31,12 @@ BATCH = "batch"
 
 def pack_task(task: Task) -> dict[str, Json]:
     """A task as JSON for `bind`, without its tokens, which no reward needs."""
-    prompt = task.prompt if isinstance(task.prompt, str) else [m.to_json() for m in task.prompt]
-    return {
-        "uid": task.uid,
-        "source": task.source,
-        "prompt": prompt,
-        "answer": task.answer,
-        "response": _packed(task.response),
-        "rejected": _packed(task.rejected),
-        "extra": task.extra,
-    }
-
-
-def _packed(reply: str | Message | None) -> Json:
-    return reply.to_json() if isinstance(reply, Message) else reply
+    return task.to_json() | {"token_ids": ()}
 
 
 def unpack_task(task: dict[str, Json]) -> Task:
     """What `pack_task` has packed."""
-    prompt = task["prompt"]
-    if not isinstance(prompt, str):
-        prompt = tuple(Message.from_json(m) for m in prompt)
-    replies = {n: task[n] for n in ("response", "rejected") if isinstance(task[n], dict)}
-    task = {**task, **{name: Message.from_json(reply) for name, reply in replies.items()}}
-    return Task(**{**task, "prompt": prompt})
+    return Task.from_json(task)
 
 
 def pack_rollout(rollout: Rollout) -> dict[str, Json]:

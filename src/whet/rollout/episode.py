@@ -71,6 +71,9 @@ CLOSE_S = 10.0
 class Codec(Protocol):
     """Messages to tokens and back: `data.codec.MessageCodec`."""
 
+    def of(self, kwargs: Mapping[str, Json]) -> Codec:
+        """That of a task with variables of the chat template."""
+
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """A conversation, up to where the policy speaks."""
 
@@ -401,6 +404,8 @@ def raised(error: Exception) -> str:
 
 async def _turns(episode: Episode, play: Play) -> tuple[FinishReason, StopReason]:
     """The policy and the environment in turn."""
+    assert play.codec is not None
+    play = replace(play, codec=play.codec.of(episode.task.chat_template_kwargs))
     assert play.make_env is not None
     world = World(key(episode.key_of(()), "env"), partial(_chat, episode, play), alone=episode.alone)
     env = play.make_env(episode.task, world)

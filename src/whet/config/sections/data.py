@@ -64,9 +64,13 @@ class SourceConfig(Section):
     """Column of the demonstration (SFT) or the chosen reply (DPO): text, or one assistant message. May be absent."""
     rejected: str = "rejected"
     """Column of the rejected reply (DPO): text, or messages that end with the reply. May be absent."""
-    tools: str = "tools"
+    tools: str | None = "tools"
     """Column of the tools that the chat template tells the policy of: a list in OpenAI's form, or its JSON text. May be
-    absent. (verl, Trinity: tools_key)"""
+    absent; null: none is read. (verl, Trinity: tools_key)"""
+    chat_template_kwargs: str | None = "chat_template_kwargs"
+    """Column of each row's variables of the chat template, which count before tokenizer.chat_template_kwargs: a map,
+    e.g. {enable_thinking: false}, or the value of one variable named like the column. May be absent; null: none is
+    read. (verl: enable_thinking_key)"""
     desirable: str = "desirable"
     """Column that marks the response as desirable (KTO): true or 1, false or 0. May be absent."""
     label: str | None = None
