@@ -380,6 +380,7 @@ CONTEXTS: dict[str, Given] = {
     },
     **{f"{at}lr_warmup_init": WARM for at in OPTIM},
     "data.multiturn.messages_key": MULTI_TURN,
+    "data.multiturn.tools_key": MULTI_TURN,
     A + "fsdp_config.grad_offload": {},
     A + "megatron.expert_model_parallel_size": MEGATRON,
     "model.fsdp_config.cpu_offload": {"model.fsdp_config.offload_params": True},

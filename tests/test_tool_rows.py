@@ -20,7 +20,7 @@ from whet.data.codec import MessageCodec
 from whet.data.columns import parse
 from whet.data.prepare import prepare
 from whet.data.tokenizer import load_tokenizer
-from whet.types import DataError, Message, Task, ToolCall
+from whet.types import DataError, Message, Task, ToolCall, ToolSpec
 
 ADD = {"type": "function", "function": {"name": "add", "arguments": '{"x": "1"}'}}
 ROW: dict[str, Any] = {
@@ -57,6 +57,24 @@ def test_a_conversation_with_calls_is_read() -> None:
     assert ends_with_call.response == Message("assistant", "", "hm", (call,))
     task = Task(uid=1, source="s", prompt=f.prompt, response=ends_with_call.response, tools=f.tools)
     assert Task.from_json(json.loads(json.dumps(task.to_json()))) == task
+
+
+def test_nulls_that_parquet_fills_in_are_absent() -> None:
+    call = {
+        "type": "function",
+        "function": {"name": "add", "arguments": {"x": "1", "other": None}},
+        "id": "c1",
+    }
+    message = {**ROW["messages"][1], "tool_calls": [call], "name": None, "audio": None}
+    tools = [
+        {"function": {"name": "add", "description": None, "parameters": {"x": {"type": "string"}, "y": None}}}
+    ]
+    f = read({"messages": [ROW["messages"][0], message], "tools": tools})
+    assert f.response == Message("assistant", "", "hm", (ToolCall("add", {"x": "1"}, "c1"),))
+    assert f.tools == (ToolSpec("add", "", {"x": {"type": "string"}}),)
+    kept = {**call, "function": {"name": "add", "arguments": '{"x": null}'}}
+    f = read({"messages": [ROW["messages"][0], {**message, "tool_calls": [kept]}]})
+    assert f.response == Message("assistant", "", "hm", (ToolCall("add", {"x": None}, "c1"),))
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,9 @@ _COLUMNS = (
 )
 """Fields of a source that name columns."""
 
+_OPTIONAL = ("enable_thinking",)
+"""Names of columns, beside those of the defaults, that may be absent: verl 0.9.1's of thinking in a row."""
+
 PER_ROW = ("label", "system_prompt_column")
 """Those of them that a row may lack though they were named, since the source has a value for such rows."""
 
@@ -181,29 +184,36 @@ _MESSAGE = ("role", "content", "tool_calls", *_THOUGHTS, "tool_call_id", "name")
 
 
 def _message(value: Json, column: str) -> Message:
+    value = _without_nulls(value)
     calls = isinstance(value, dict) and value.get("tool_calls")
     if calls and value.get("content") is None:
         value = {**value, "content": ""}
     if not isinstance(value, dict) or not all(isinstance(value.get(k), str) for k in ("role", "content")):
         raise DataError(_wrong(column, value, "messages whose role and content are text"))
-    given = {k: v for k, v in value.items() if v is not None}
-    if more := sorted(k for k in given if k not in _MESSAGE):
+    if more := sorted(k for k in value if k not in _MESSAGE):
         raise DataError(
             f"column {column!r}: a message has {', '.join(more)}; expected {', '.join(_MESSAGE)}."
         )
-    if (calls or given.keys() & {*_THOUGHTS}) and given["role"] != "assistant":
+    if (calls or value.keys() & {*_THOUGHTS}) and value["role"] != "assistant":
         raise DataError(
-            f"column {column!r}: a message of {given['role']!r} has calls or reasoning of an assistant."
+            f"column {column!r}: a message of {value['role']!r} has calls or reasoning of an assistant."
         )
-    thoughts = [given[name] for name in _THOUGHTS if name in given]
-    texts = [*thoughts, *(given[name] for name in ("tool_call_id", "name") if name in given)]
+    thoughts = [value[name] for name in _THOUGHTS if name in value]
+    texts = [*thoughts, *(value[name] for name in ("tool_call_id", "name") if name in value)]
     if len(thoughts) > 1 or not all(isinstance(text, str) for text in texts):
         raise DataError(_wrong(column, value, "texts in a message, and reasoning under one name"))
     try:
-        return Message.from_json({**given, "reasoning_content": thoughts[0] if thoughts else None})
+        return Message.from_json({**value, "reasoning_content": thoughts[0] if thoughts else None})
     except (ValueError, TypeError, LookupError, AttributeError) as e:
         expected = "tool_calls as [{function: {name, arguments}}]"
         raise DataError(f"{_wrong(column, calls, expected)} ({type(e).__name__}: {str(e)[:100]})") from e
+
+
+def _without_nulls(value: Json) -> Json:
+    """Without the entries of maps that are null, as parquet fills them in for what other rows have."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def _tools(value: Json, column: str) -> tuple[ToolSpec, ...]:
@@ -211,7 +221,7 @@ def _tools(value: Json, column: str) -> tuple[ToolSpec, ...]:
     if value is None or value == "":
         return ()
     try:
-        given = json.loads(value) if isinstance(value, str) else value
+        given = json.loads(value) if isinstance(value, str) else _without_nulls(value)
         if not isinstance(given, list):
             raise TypeError("it is no list")
         found = tuple(ToolSpec.from_json(tool) for tool in given)
@@ -226,8 +236,10 @@ def _tools(value: Json, column: str) -> tuple[ToolSpec, ...]:
 def _kwargs(value: Json, column: str) -> dict[str, Json]:
     """Variables of the chat template; a column of anything but maps is one, with the column's name. A null is none, as
     parquet fills in."""
-    given = value if isinstance(value, dict) else {column.rpartition(".")[2]: value}
-    return {name: v for name, v in given.items() if v is not None}
+    found: dict[str, Json] = _without_nulls(
+        value if isinstance(value, dict) else {column.rpartition(".")[2]: value}
+    )
+    return found
 
 
 def _reply(value: Json, column: str, *, asked: Prompt) -> str | Message | None:
@@ -273,7 +285,7 @@ def _optional(row: Row, source: SourceConfig, field: str) -> Json:
     column = getattr(source, field)
     if column is None:
         return None
-    if column != SourceConfig.model_fields[field].default:
+    if column not in (SourceConfig.model_fields[field].default, *_OPTIONAL):
         return _required(row, column, field)
     value = lookup(row, column)
     return None if value is _ABSENT else value

@@ -140,6 +140,7 @@ def _sources(v: Values, native: str, key: str, paths: Json, splits: Json) -> dic
         at = f"{native}.{n}"
         columns = {"messages": v["messages_key"]}
         columns |= {"system_prompt_column": v["system_key"]} if v["system_key"] != "system" else {}
+        columns |= {"tools": v["tools_key"]} if v["tools_key"] != "tools" else {}
         part = {"path": path, **columns, **rows_of_split(split, f"{key}_splits")}
         if PurePath(path).suffix and part["split"] == "train":  # a single file is all of it train
             del part["split"]

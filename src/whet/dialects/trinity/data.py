@@ -328,6 +328,7 @@ FORMAT: Native = {
     "prompt_key": "prompt",
     "response_key": "response",
     "messages_key": "message",
+    "tools_key": "tools",
     "chosen_key": "chosen",
     "rejected_key": "rejected",
 }
@@ -385,6 +386,7 @@ def _replies(own: Own, what: str, *, at: str, pairs: bool = False) -> Native:
         }
     elif talk:
         columns = {"messages": form["messages_key"]}
+        columns |= {"tools": form["tools_key"]} if form["tools_key"] != "tools" else {}
     else:
         columns = {"prompt": form["prompt_key"], "response": form["response_key"]}
     return {

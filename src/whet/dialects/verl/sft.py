@@ -70,7 +70,12 @@ def data(v: Values) -> Native:
 def _columns(v: Values, native: str) -> Native:
     """A column of conversations, or one of prompts and one of replies; keys into a column's dict become dots."""
     if has_turns(v):
-        return {f"{native}.messages": v["data.multiturn.messages_key"]}
+        tools = v["data.multiturn.tools_key"]
+        return {
+            f"{native}.messages": v["data.multiturn.messages_key"],
+            **({f"{native}.tools": tools} if tools != "tools" else {}),
+            f"{native}.chat_template_kwargs": v["data.multiturn.enable_thinking_key"],
+        }
     return {f"{native}.{which}": _column(v, which) for which in ("prompt", "response")}
 
 
