@@ -12,8 +12,9 @@ import pytest
 
 from codecs_numbers import Numbers
 from whet.config.schema import SamplingConfig
-from whet.envs.env import EnvStep, World
-from whet.rollout.episode import Pace, play_groups, to_sampling
+from whet.envs.env import EnvStep, World, as_step
+from whet.rollout.episode import play_groups, to_sampling
+from whet.rollout.pace import Pace
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import rollout_key
 from whet.types import Completion, Group, Message, Rollout, Sampling, Task, Turn, VersionSpan
@@ -287,9 +288,34 @@ def test_turns_append_and_never_rewrite() -> None:
     assert [c.sampling.max_tokens for c in engine.calls] == [6, 4, 2]  # the limit is the rollout's
     assert len({c.sampling.key for c in engine.calls}) == 1
     assert envs[0].heard == [Message("assistant", t) for t in ("101", "301", "301")]
+    assert [m.content for m in r.messages] == ["100", "101", "202 300", "301", "201 300", "301"]
     assert r.text == "101 301 301"
     assert (r.reward, r.reward_parts, r.finish_reason) == (1.5, {"env": 1.5}, "stop")
     assert r.turns == tuple(Turn(start, start + 2, "stop", 0.5) for start in (3, 7, 11))
+
+
+def test_the_state_that_an_environment_tells_last_is_the_rollouts() -> None:
+    class Board(Countdown):
+        async def step(self, reply: Message) -> EnvStep:
+            state = {"heard": len(self.heard) + 1} if len(self.heard) < 2 else None
+            return replace(await super().step(reply), state=state)
+
+    engine = ScriptedEngine(count_up, end_token_ids=[END])
+    r = one(engine, make_env=lambda t, world: Board(3), codec=Numbers())
+    assert (len(r.turns), r.state) == (3, {"heard": 2})
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (object(), "not a JSON value"),
+        (float("nan"), "not a JSON value"),
+        ("x" * 2**20, "characters; at most"),
+    ],
+)
+def test_a_state_that_is_no_small_json_value_is_refused(state: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"EnvStep.state: .*{said}"):
+        as_step(EnvStep(state=state))
 
 
 def test_every_rollout_has_its_own_environment() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
@@ -23,7 +24,7 @@ from whet.rewards.bind import bind, pack_rollout, pack_task
 from whet.rewards.combine import RewardSet, check_failures, score
 from whet.track.metrics import summarise
 from whet.track.record import RunDirectory
-from whet.types import ConfigError, DataError, Group, Message, Rollout, Task, WhetError
+from whet.types import ConfigError, DataError, Group, Message, Rollout, Task, ToolCall, WhetError
 
 
 def task(answer=None, **more) -> Task:
@@ -285,9 +286,72 @@ def test_bind_gives_a_function_what_it_asks_for():
     bind(reordered, {"bonus": 3}, name="r")(packed, reply)
     bind(compute_score, {"scale": 2}, name="r")(packed, reply)
     assert seen["plain"] == ("text", t)
-    assert seen["reordered"] == (1, 3, {"finish_reason": "stop", "tokens": 5, "text": "text"}, "text")
-    assert seen["verl"] == ("s", "text", [1, {"a": None}], {"k": 2}, 2)
+    assert seen["reordered"][:2] == (1, 3)
+    assert seen["reordered"][3] == "text"
+    told = {"finish_reason": "stop", "tokens": 5, "text": "text", "messages": [], "turns": [], "state": None}
+    assert seen["reordered"][2].items() >= told.items()
+    info = {"k": 2, "num_turns": 2, "rollout_reward_scores": {}}
+    assert seen["verl"] == ("s", "text", [1, {"a": None}], info, 2)
     assert bind(later, {}, name="r")(packed, reply) == 7.0
+
+
+EPISODE = (
+    Message("user", "begin"),
+    Message("assistant", "", tool_calls=(ToolCall("add", {"x": 1}, "c1"),)),
+    Message("tool", "2", tool_call_id="c1", name="add"),
+    Message("tool", "3", tool_call_id="c2", name="add"),
+    Message("assistant", "three"),
+)
+
+
+def test_a_reward_has_the_episode_at_hand():
+    t = Task(uid=1, source="s", prompt=(Message("user", "hi"),), extra={"extra_info": {"k": 2}})
+    one = replace(
+        rollout(t, "three", tokens=5),
+        messages=EPISODE, state={"board": [1, 2]}, stop_reason="done", reward=0.5, reward_parts={"env": 0.5},
+    )  # fmt: skip
+    packed, reply = pack_task(t), pack_rollout(one)
+    seen = {}
+
+    def own(response, rollout):
+        seen["own"] = rollout
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        seen["verl"] = extra_info
+
+    def trl(prompts, completions):
+        return [float(len(messages)) for messages in completions]
+
+    bind(own, {}, name="r")(packed, reply)
+    bind(compute_score, {}, name="r")(packed, reply)
+    assert [m["role"] for m in seen["own"]["messages"]] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert seen["own"]["messages"][1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"x": 1}}
+    assert (seen["own"]["state"], seen["own"]["stop_reason"]) == ({"board": [1, 2]}, "done")
+    assert (seen["own"]["reward"], seen["own"]["parts"]) == (0.5, {"env": 0.5})
+    # the prompt, two replies, one answer of the tools
+    assert seen["verl"] == {"k": 2, "num_turns": 4, "rollout_reward_scores": {"env": 0.5}}
+    assert bind(trl, {}, name="r")(packed, rollouts=[reply, reply]) == {"0": 5.0, "1": 5.0}
+    again = groups.decode(groups.encode(Group(t, (one,)))).rollouts[0]
+    assert (again.messages, again.state) == (one.messages, one.state)
+
+
+def test_verls_function_of_batches_gets_a_group(tmp_path):
+    file = tmp_path / "batch.py"
+    file.write_text(
+        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos, scale=1):\n"
+        "    assert data_sources == ['s'] * 3 and ground_truths == ['b'] * 3\n"
+        "    assert [info['num_turns'] for info in extra_infos] == [2] * 3\n"
+        "    return [{'score': scale * len(s), 'long': float(len(s) > 1)} if s else None for s in solution_strs]\n"
+    )
+    t = Task(uid=1, source="s", prompt="q", answer="b")
+    length = RewardConfig(function=f"{file}:compute_score", arguments={"scale": 2})
+    scored = run([group(t, "a", "bb", "")], {"len": length})[0].rollouts
+    assert [r.reward for r in scored] == [2.0, 4.0, 0.0]
+    assert [r.reward_parts for r in scored] == [
+        {"len": 2.0, "len/long": 0.0},
+        {"len": 4.0, "len/long": 1.0},
+        {},
+    ]
 
 
 @pytest.mark.parametrize(

@@ -392,6 +392,11 @@ class Rollout:
     finish_reason: FinishReason
     stop_reason: StopReason | None = None
     """Why its episode ended; None for a single reply."""
+    messages: tuple[Message, ...] = ()
+    """What was said in its episode after the prompt, replies and the environment's answers, in their order. Empty for a
+    single reply."""
+    state: Json = None
+    """What its environment last told rewards (`EnvStep.state`)."""
     text: str = ""
     """The reply as text (all sampled tokens, without end tokens): for rewards and for users."""
     reward: float | None = None

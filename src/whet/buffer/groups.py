@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from whet.types import TOKEN_TYPES, Group, Json, Rollout, Strand, Task, Turn, WhetError
+from whet.types import TOKEN_TYPES, Group, Json, Message, Rollout, Strand, Task, Turn, WhetError
 
 _TOKENS = pa.schema({name: pa.list_(pa.from_numpy_dtype(dtype)) for name, dtype in TOKEN_TYPES.items()})
 _REST = tuple(f.name for f in fields(Rollout) if f.name not in ("strands", "task"))
@@ -25,7 +25,8 @@ def encode(group: Group) -> bytes:
     rest = {
         "task": group.task.to_json(),
         "rollouts": [
-            {name: getattr(r, name) for name in _REST} | {"strands": [s.turns for s in r.strands]}
+            {name: getattr(r, name) for name in _REST}
+            | {"strands": [s.turns for s in r.strands], "messages": [m.to_json() for m in r.messages]}
             for r in group.rollouts
         ],
     }
@@ -79,7 +80,8 @@ def _rollout(task: Task, row: dict[str, Json], strands: Iterator[dict[str, np.nd
         Strand(turns=tuple(Turn(**turn) for turn in turns), **_next(strands))
         for turns in row.pop("strands", (before,))
     ]
-    return Rollout(task=task, strands=tuple(made), **row)
+    said = tuple(Message.from_json(message) for message in row.pop("messages", ()))
+    return Rollout(task=task, strands=tuple(made), messages=said, **row)
 
 
 def _next(strands: Iterator[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -55,6 +55,8 @@ class EnvStep:
     """For this turn; the reward of the rollout is the sum over its turns."""
     parts: dict[str, float] = field(default_factory=dict)
     """Further numbers to be recorded, by name; a rollout has their sums."""
+    state: Json = None
+    """What rewards are told of the world: a JSON value; that of the last step that has one counts."""
     done: bool = True
     """The episode is over."""
     fault: str | None = None
@@ -218,11 +220,23 @@ def as_step(value: object) -> EnvStep:
         messages=as_messages(value.messages, "EnvStep.messages"),
         reward=None if value.reward is None else number(value.reward, " as EnvStep.reward"),
         parts=_parts(value.parts),
+        state=_state(value.state),
         done=value.done,
         stop=_stop(value),
         fault=value.fault,
         history=history,
     )
+
+
+def _state(value: Json) -> Json:
+    """A JSON value of bounded size, as it is read again."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise ValueError(f"EnvStep.state: not a JSON value: {e}") from e
+    if len(text) > MOST_TEXT:
+        raise ValueError(f"EnvStep.state: {len(text)} characters; at most {MOST_TEXT} are allowed")
+    return json.loads(text)
 
 
 def _parts(value: object) -> dict[str, float]:

@@ -1,9 +1,10 @@
 """From a reward function, however it is written, to a function the jail can call.
 
-Three shapes are known by the names of their parameters: `reward(response, task, ...)`, which may also take
-`rollout`; verl's `compute_score(data_source, solution_str, ground_truth, extra_info)`; and TRL's
-`reward(prompts, completions, ...)`, which gets all rollouts of a group at once. Each may take columns of the data by
-name: the reference answer as `answer`, and all that `task.extra` holds. A value under `arguments` stands over them.
+Four shapes are known by the names of their parameters: `reward(response, task, ...)`, which may also take
+`rollout`; verl's `compute_score(data_source, solution_str, ground_truth, extra_info)`; and two that get all rollouts of
+a group at once: TRL's `reward(prompts, completions, ...)`, and that of verl's batch manager,
+`compute_score(data_sources, solution_strs, ground_truths, extra_infos)`. Each may take columns of the data by name: the
+reference answer as `answer`, and all that `task.extra` holds. A value under `arguments` stands over them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ further numbers to be recorded, and under "answer", as text, the answer found in
 
 _GIVEN = ("response", "task", "rollout")
 _GIVEN_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_GIVEN_VERL_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _GIVEN_TRL = ("prompts", "completions")
+_SHAPES = {_GIVEN_VERL[1]: _GIVEN_VERL, _GIVEN_VERL_BATCH[1]: _GIVEN_VERL_BATCH, _GIVEN_TRL[1]: _GIVEN_TRL}
+"""By the parameter that tells them."""
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 BATCH = "batch"
@@ -40,8 +44,22 @@ def unpack_task(task: dict[str, Json]) -> Task:
 
 
 def pack_rollout(rollout: Rollout) -> dict[str, Json]:
-    """The data of a rollout that a reward gets beside the text."""
-    return {"finish_reason": rollout.finish_reason, "tokens": rollout.tokens, "text": rollout.text}
+    """The data of a rollout that a reward gets beside the text: what is said of it in docs/rewards.md."""
+    return {
+        "index": rollout.index,
+        "finish_reason": rollout.finish_reason,
+        "stop_reason": rollout.stop_reason,
+        "tokens": rollout.tokens,
+        "text": rollout.text,
+        "messages": [message.to_json() for message in rollout.messages],
+        "turns": [
+            {"reward": t.reward, "calls": t.calls, "malformed": t.malformed, "tokens": t.end - t.start}
+            for t in rollout.turns
+        ],
+        "reward": rollout.reward,
+        "parts": rollout.reward_parts,
+        "state": rollout.state,
+    }
 
 
 def bind(
@@ -54,9 +72,9 @@ def bind(
     ConfigError where the task lacks a column that the function needs. columns: parameters may be columns of the data.
     """
     parameters = inspect.signature(function).parameters
-    given = next((shape for shape in (_GIVEN_VERL, _GIVEN_TRL) if shape[1] in parameters), _GIVEN)
+    given = next((shape for told, shape in _SHAPES.items() if told in parameters), _GIVEN)
     _check(parameters, given, arguments, name=name, columns=columns)
-    batch = given is _GIVEN_TRL
+    batch = given in (_GIVEN_TRL, _GIVEN_VERL_BATCH)
     asked = [p for p in parameters.values() if p.kind not in _VARIADIC]
     wanted = {p.name: p.default is p.empty for p in asked if p.name not in (*given, *arguments)}
     every = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -78,11 +96,11 @@ def bind(
         if rollout is None and not rollouts:
             return {"score": 0.0, BATCH: float(batch)}
         if batch:
-            passed = _trl(whole, [r["text"] for r in rollouts], named)
+            passed = (_trl if given is _GIVEN_TRL else _verl_batch)(whole, rollouts, named)
             passed = {key: value for key, value in passed.items() if every or key in parameters}
             return _by_position(_awaited(function(**{**passed, **arguments})), len(rollouts))
         assert rollout is not None
-        values = _verl(whole, rollout["text"]) if given is _GIVEN_VERL else (rollout["text"], whole, rollout)
+        values = _verl(whole, rollout) if given is _GIVEN_VERL else (rollout["text"], whole, rollout)
         passed = {key: value for key, value in zip(given, values) if key in parameters}
         return _awaited(function(**named, **passed, **arguments))
 
@@ -93,25 +111,51 @@ def _awaited(value: Any) -> Any:
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
-def _trl(task: Task, texts: Sequence[str], columns: Mapping[str, Json]) -> dict[str, Json]:
-    """What TRL 1.16 passes to a reward: lists with an entry for every completion; of a chat, lists of messages."""
+def _trl(task: Task, rollouts: Sequence[Json], columns: Mapping[str, Json]) -> dict[str, Json]:
+    """What TRL 1.16 passes to a reward: lists with an entry for every completion; of a chat, lists of messages, which
+    are all that followed the prompt where tools were called."""
     chat = not isinstance(task.prompt, str)
     prompt = [m.to_json() for m in task.prompt] if chat else task.prompt  # type: ignore[union-attr]
-    completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
-    lists = {name: [value] * len(texts) for name, value in columns.items()}
-    return {**lists, "prompts": [prompt] * len(texts), "completions": completions}
+    completions = [
+        (r["messages"] or [{"role": "assistant", "content": r["text"]}]) if chat else r["text"]
+        for r in rollouts
+    ]
+    lists = {name: [value] * len(rollouts) for name, value in columns.items()}
+    return {**lists, "prompts": [prompt] * len(rollouts), "completions": completions}
 
 
 def _by_position(values: Any, count: int) -> dict[str, Json]:
-    """The values of a batch as a dict; of a completion without a value (None) there is no entry."""
+    """The values of a batch as a dict: by position, further numbers as "position/name". Of a completion without a value
+    (None) there is no entry."""
     if not hasattr(values, "__len__") or isinstance(values, str | Mapping) or len(values) != count:
         got = f"{len(values)} values" if hasattr(values, "__len__") else f"a {type(values).__name__}"
         raise ValueError(f"returned {got} for {count} completions; expected a list with a number for each")
-    return {str(n): value for n, value in enumerate(values) if value is not None}
+    out: dict[str, Json] = {}
+    for n, value in enumerate(values):
+        if isinstance(value, Mapping):
+            if "score" not in value:
+                raise ValueError(f"a dict without 'score' for completion {n}: {sorted(map(str, value))[:5]}")
+            out |= {str(n) if name == "score" else f"{n}/{name}": number for name, number in value.items()}
+        elif value is not None:
+            out[str(n)] = value
+    return out
 
 
-def _verl(task: Task, text: str) -> tuple[str, str, Json, Json]:
-    return task.source, text, task.answer, task.extra.get("extra_info", task.extra)
+def _verl_batch(task: Task, rollouts: Sequence[Json], columns: Mapping[str, Json]) -> dict[str, Json]:
+    """What verl 0.9.1 passes with reward_manager=batch; here those of one group."""
+    lists = zip(*(_verl(task, rollout) for rollout in rollouts))
+    return {**columns, **{name: list(values) for name, values in zip(_GIVEN_VERL_BATCH, lists)}}
+
+
+def _verl(task: Task, rollout: Mapping[str, Json]) -> tuple[str, str, Json, Json]:
+    """What verl 0.9.1 passes. num_turns: the prompt, the replies and the answers to them; 2 for a single reply."""
+    extra = task.extra.get("extra_info", task.extra)
+    if isinstance(extra, dict):
+        speakers = [m["role"] == "assistant" for m in rollout["messages"]]
+        after = speakers[speakers.index(True) :] if True in speakers else [True]
+        turns = 1 + sum(a or b for a, b in zip(after, [True, *after]))
+        extra = {**extra, "num_turns": turns, "rollout_reward_scores": rollout["parts"]}
+    return task.source, rollout["text"], task.answer, extra
 
 
 def _check(

@@ -258,8 +258,11 @@ def _of_position(result: CallResult, position: int) -> CallResult | None:
     """The result for one rollout of a batch: a failure is everyone's. None: the function gave it no value."""
     if result.failure is not None:
         return result
-    value = result.parts.get(str(position))
-    return None if value is None else CallResult(parts={"score": value})
+    own, more = str(position), f"{position}/"
+    if own not in result.parts:
+        return None
+    further = {name.removeprefix(more): v for name, v in result.parts.items() if name.startswith(more)}
+    return CallResult(parts={"score": result.parts[own], **further})
 
 
 def _encode(task: Task) -> str:

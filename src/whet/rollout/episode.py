@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -35,6 +33,8 @@ from whet.envs.env import (
 from whet.guard.foreign import MOST_SAID, number, words
 from whet.guard.worker import describe
 from whet.rollout.engine import RolloutEngine
+from whet.rollout.growing import Growing
+from whet.rollout.pace import Pace
 from whet.rollout.requests import Decode, ends_of
 from whet.seeds import key, rollout_key
 from whet.types import (
@@ -48,10 +48,8 @@ from whet.types import (
     Rollout,
     Sampling,
     StopReason,
-    Strand,
     Task,
     ToolSpec,
-    Turn,
     WhetError,
 )
 
@@ -114,97 +112,6 @@ class Play:
     pace: Pace
 
 
-LEAST_FINISHED = 8
-"""Finished rollouts that make a mean."""
-
-
-@dataclass
-class Pace:
-    """How long a rollout may take: `timeout_s`, and no longer than `factor` times the mean of those finished so far."""
-
-    timeout_s: float
-    factor: float | None = None
-    count: int = field(default=0, repr=False)
-    seconds: float = field(default=0.0, repr=False)
-    told: set[tuple[str, ...]] = field(default_factory=set, repr=False)
-    """Kinds of errors, with their places, whose traceback stands in the log."""
-
-    @property
-    def limit_s(self) -> float:
-        if self.factor is None or self.count < LEAST_FINISHED:
-            return self.timeout_s
-        return min(self.timeout_s, self.factor * self.seconds / self.count)
-
-    def said(self, limit_s: float) -> str:
-        """The limit and where it comes from."""
-        if limit_s == self.timeout_s:
-            return f"rollout.timeout_s={limit_s:g}"
-        return f"{limit_s:.3g} s, rollout.timeout_factor={self.factor:g} times the mean"
-
-    def untold(self, error: Exception) -> Exception | None:
-        """The error if its traceback is still to be written down: once for each place that it comes from."""
-        frames = traceback.extract_tb(error.__traceback__)
-        place = (type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames[-1:]))
-        if isinstance(error, WhetError) or place in self.told:
-            return None
-        self.told.add(place)
-        return error
-
-    def finished(self, seconds: float) -> None:
-        """One more rollout came to its end."""
-        self.count += 1
-        self.seconds += seconds
-
-
-@dataclass
-class Growing:
-    """A strand in the making."""
-
-    token_ids: list[int]
-    key: int
-    """Of its random numbers."""
-    mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    sample_logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._fill(len(self.token_ids))
-
-    def add_observation(self, token_ids: list[int]) -> None:
-        """Tokens that the policy did not sample."""
-        self.token_ids += token_ids
-        self._fill(len(token_ids))
-
-    def add_completion(self, completion: Completion) -> None:
-        """Tokens that it did."""
-        self.token_ids += completion.token_ids
-        self.mask += [1] * len(completion.token_ids)
-        unknown = [math.nan] * len(completion.token_ids)
-        self.logprobs += unknown if completion.logprobs is None else completion.logprobs
-        self.sample_logprobs += unknown if completion.sample_logprobs is None else completion.sample_logprobs
-        self.versions += completion.versions
-        end = len(self.token_ids)
-        self.turns.append(Turn(end - len(completion.token_ids), end, completion.finish_reason))
-
-    def _fill(self, count: int) -> None:
-        self.mask += [0] * count
-        self.logprobs += [0.0] * count
-        self.sample_logprobs += [0.0] * count
-        self.versions += [-1] * count
-
-    def strand(self) -> Strand:
-        return Strand(
-            token_ids=np.array(self.token_ids, np.int32),
-            mask=np.array(self.mask, np.bool_),
-            logprobs=np.array(self.logprobs, np.float32),
-            sample_logprobs=np.array(self.sample_logprobs, np.float32),
-            versions=np.array(self.versions, np.int32),
-            turns=tuple(self.turns),
-        )
-
-
 @dataclass
 class Episode:
     """A rollout in the making."""
@@ -218,6 +125,10 @@ class Episode:
     """Its environment gets a process of its own."""
     conversation: list[Message] = field(default_factory=list)
     """All messages so far, where there is an environment; a plain prompt is a user's."""
+    said: list[Message] = field(default_factory=list)
+    """Those after the prompt, in their order, whatever became of the history."""
+    state: Json = None
+    """What the environment told rewards last."""
     tools: tuple[ToolSpec, ...] = ()
     """What the policy may call."""
     strands: dict[Fork, Growing] = field(default_factory=dict)
@@ -251,6 +162,7 @@ class Episode:
     def add_step(self, step: EnvStep) -> None:
         """The environment's numbers for the last turn."""
         turns = self.strand.turns
+        self.state = self.state if step.state is None else step.state
         if step.reward is not None:
             turns[-1] = replace(turns[-1], reward=step.reward)
             self.reward = number(
@@ -274,6 +186,7 @@ class Episode:
         if self.begun:  # the reply has it
             self.conversation.pop()
         self.conversation.append(reply)
+        self.said.append(reply)
         turns = self.strand.turns
         calls_made = len(calls) if self.tools else None
         turns[-1] = replace(turns[-1], calls=calls_made, malformed=reply.malformed)
@@ -289,6 +202,8 @@ class Episode:
             strands=tuple(self.strands[fork].strand() for fork in sorted(self.strands)),
             finish_reason=reason,
             stop_reason=stop,
+            messages=tuple(self.said),
+            state=self.state,
             text=decode([token for reply in self.replies for token in reply]),
             reward=self.reward if error is None else None,
             reward_parts=scores if error is None else {},
@@ -456,7 +371,7 @@ async def _open(episode: Episode, play: Play, env: Env) -> None:
             )
         episode.conversation = [Message("user", task.prompt)]
         return
-    episode.conversation = [*task.prompt, *first]
+    episode.conversation, episode.said = [*task.prompt, *first], first
     try:
         if more:
             episode.prompt_tokens = len(play.codec.encode_prompt(task.prompt, episode.tools))
@@ -494,7 +409,7 @@ def _observe(episode: Episode, play: Play, step: EnvStep, fork: Fork) -> StopRea
         return "observations"
     if _left(episode, play, len(whole)) < 1:
         return "tokens" if _left(episode, play, 0) < 1 else "context"
-    episode.conversation = conversation
+    episode.conversation, episode.said = conversation, [*episode.said, *step.messages]
     if extends:
         strand.add_observation(whole[len(there) :])
     else:

@@ -354,11 +354,13 @@ def to_parquet(rollouts: Sequence[Rollout], advantages: Sequence[float | None] |
         "uid": [t.uid for t in tasks],
         "source": [t.source for t in tasks],
         "prompt": [prompt_text(t.prompt) for t in tasks],
-        "answer": [json.dumps(t.answer, ensure_ascii=False, default=str) for t in tasks],
+        "answer": [_as_json(t.answer) for t in tasks],
         "extracted": [r.answer for r in rollouts],
         "reward_parts": [sorted(r.reward_parts.items()) for r in rollouts],
         "advantage": list(advantages) if advantages is not None else [None] * len(rollouts),
     }
+    columns["messages"] = [_as_json([m.to_json() for m in r.messages]) for r in rollouts]
+    columns["state"] = [_as_json(r.state) for r in rollouts]
     columns["turns"] = [json.dumps(_turns(r)) for r in rollouts]
     columns["strand_tokens"] = [[len(s.token_ids) for s in r.strands] for r in rollouts]
     for name in TOKEN_TYPES:
@@ -368,6 +370,10 @@ def to_parquet(rollouts: Sequence[Rollout], advantages: Sequence[float | None] |
             columns[name] = [getattr(r, name) for r in rollouts]
     arrays = [_column(columns[field.name], field.type) for field in ROLLOUTS]
     return parquet_bytes(pa.table(arrays, schema=ROLLOUTS))
+
+
+def _as_json(value: Json) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _turns(rollout: Rollout) -> list[Json]:

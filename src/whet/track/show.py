@@ -39,7 +39,7 @@ from whet.track.report import (
     shorten,
 )
 from whet.track.written import list_steps, read_config, read_lines, read_manifest, read_rollouts
-from whet.types import DataError, Json
+from whet.types import DataError, Json, Message
 
 Lines = list[dict[str, Json]]
 
@@ -457,6 +457,9 @@ def _rollout(row: dict[str, Json], *, pairs: bool) -> RenderableType:
     )
     lines = [head]
     for name, style in (("prompt", ""), ("text", "cyan")):
+        if name == "text" and row["messages"]:
+            lines += [_message(message) for message in row["messages"]]
+            continue
         label = reply if name == "text" else name
         lines.append(Text.assemble((f"{label:10}", "dim"), (printable(row[name]) or "(empty)", style)))
     if row["answer"] is not None:
@@ -471,6 +474,19 @@ def _rollout(row: dict[str, Json], *, pairs: bool) -> RenderableType:
     if row["error"]:
         lines.append(Text(f"error     {printable(row['error'])}", "red"))
     return Group(*lines)
+
+
+def _message(value: dict[str, Json]) -> Text:
+    """What was said in an episode: by whom, the thoughts, the text, the calls."""
+    message = Message.from_json(value)
+    said = Text.assemble((f"{shorten(message.role):10}", "dim"))
+    if message.reasoning:
+        said.append(f"{printable(message.reasoning)} ", "dim italic")
+    said.append(printable(message.content), "cyan" if message.role == "assistant" else "")
+    for call in message.tool_calls:
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        said.append(f" {printable(call.name)}({printable(arguments)})", "magenta")
+    return said
 
 
 def _turn(number: int, turn: dict[str, Json]) -> Text:

@@ -17,7 +17,7 @@ from whet.config.parse import parse
 from whet.config.renamed import renamed
 from whet.data.parquet import read_parquet
 from whet.inputs import MOST_CONFIG_BYTES, MOST_JSON_BYTES, check_regular, parse_json, read_bytes, read_text
-from whet.types import DataError, Json
+from whet.types import DataError, Json, Message
 
 STAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 """What a stage may be called: files are named by it."""
@@ -38,6 +38,8 @@ ROLLOUTS = pa.schema(
         ("stop_reason", pa.string()),
         ("error", pa.string()),
         ("turns", pa.string()),
+        ("messages", pa.string()),
+        ("state", pa.string()),
         ("strand_tokens", pa.list_(pa.int32())),
         ("token_ids", pa.list_(pa.int32())),
         ("mask", pa.list_(pa.int8())),
@@ -49,7 +51,8 @@ ROLLOUTS = pa.schema(
 """Columns of a rollout file. `prompt` is for people: messages as 'role: content' lines; the exact prompt is
 in `token_ids`, where `mask` is 0. The lists of tokens are those of all strands of a rollout, one after the other;
 `strand_tokens` are their lengths. `turns` are its replies as JSON, each with the number of its strand, the place of its
-tokens there and what is known of it (`types.Turn`). `answer` is the task's, as JSON; `extracted` is what a reward took
+tokens there and what is known of it (`types.Turn`). `messages`, as JSON, are what was said in an episode after the
+prompt, `state` what its environment told rewards. `answer` is the task's, as JSON; `extracted` is what a reward took
 from the reply. `advantage` is the mean over the sampled tokens."""
 
 _MAY_BE_NULL = ("extracted", "reward", "advantage", "stop_reason", "error")
@@ -61,10 +64,11 @@ def _without(schema: pa.Schema, *names: str) -> pa.Schema:
 
 
 _EARLIER = (
-    _without(ROLLOUTS, "stop_reason", "turns"),
-    _without(ROLLOUTS, "stop_reason", "turns", "strand_tokens"),
+    _without(ROLLOUTS, "messages", "state"),
+    _without(ROLLOUTS, "messages", "state", "stop_reason", "turns"),
+    _without(ROLLOUTS, "messages", "state", "stop_reason", "turns", "strand_tokens"),
 )
-"""Of earlier files, which this release reads: without turns, or with one strand a rollout."""
+"""Of earlier files, which this release reads: without messages, without turns, or with one strand a rollout."""
 _BY = "; is the file from another program, or damaged?"
 
 
@@ -132,6 +136,7 @@ def read_rollouts(path: Path) -> list[dict[str, Json]]:
     for number, row in enumerate(rows, start=1):
         row.setdefault("strand_tokens", [len(row["token_ids"] or ())])
         row |= {"stop_reason": row.get("stop_reason"), "turns": row.get("turns", "[]")}
+        row |= {"messages": row.get("messages", "[]"), "state": row.get("state", "null")}
         lists = [row[name] for name in _PER_TOKEN]
         empty = [name for name, value in row.items() if value is None and name not in _MAY_BE_NULL]
         empty += [name for name, values in zip(_PER_TOKEN, lists) if values is not None and None in values]
@@ -141,12 +146,26 @@ def read_rollouts(path: Path) -> list[dict[str, Json]]:
             raise DataError(f"{path}, row {number}: {', '.join(_PER_TOKEN)} differ in length{_BY}")
         if None in row["strand_tokens"] or sum(row["strand_tokens"]) != len(row["token_ids"]):
             raise DataError(f"{path}, row {number}: strand_tokens does not add up to its tokens{_BY}")
-        for name in ("answer", "turns"):
+        for name in ("answer", "turns", "messages", "state"):
             where = f"{path}, row {number}, {name}"
             row[name] = parse_json(row[name].encode(), where, DataError, constants=True)
-        if not isinstance(row["turns"], list) or not all(isinstance(turn, dict) for turn in row["turns"]):
-            raise DataError(f"{path}, row {number}: turns is no list of objects{_BY}")
+        for name, known in (("turns", _is_object), ("messages", _is_message)):
+            if not isinstance(row[name], list) or not all(map(known, row[name])):
+                raise DataError(f"{path}, row {number}: {name} is no list of {name}{_BY}")
     return rows
+
+
+def _is_object(value: Json) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_message(value: Json) -> bool:
+    try:
+        message = Message.from_json(value)
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return False
+    texts = (message.role, message.content, message.reasoning or "")
+    return all(isinstance(text, str) for text in texts)
 
 
 def list_steps(folder: Path) -> list[tuple[str, int, Path]]:

@@ -124,9 +124,9 @@ def _gsm8k(v: Values) -> Native:
 
 
 MANAGERS: dict[str, str | None] = {
-    **dict.fromkeys(("naive", "dapo", "gdpo", "rate_limited", "remote"), "naive"),
+    **dict.fromkeys(("naive", "batch", "dapo", "gdpo", "rate_limited", "remote"), "naive"),
     "prime": "prime",
-    **dict.fromkeys(("batch", "diffusion", "visual")),
+    **dict.fromkeys(("diffusion", "visual")),
 }
 
 
