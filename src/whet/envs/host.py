@@ -33,16 +33,18 @@ from whet.envs.env import (
     as_messages,
     as_step,
     as_tools,
+    check_arguments,
     factory_method,
     pack_messages,
     pack_step,
+    unpack_step,
 )
 from whet.guard import confine
 from whet.guard.imports import import_all
 from whet.guard.line import messages
 from whet.guard.worker import describe
 from whet.rewards.bind import unpack_task
-from whet.tables import load_object, near
+from whet.tables import load_object
 from whet.types import ConfigError, Json, Message, ToolSpec
 
 MODULE = "whet.envs.host"
@@ -311,6 +313,8 @@ class EnvHost:
             known.task = asyncio.create_task(
                 self._answer(known, self._step(known, Message.from_json(what[0])))
             )
+        elif kind == "resume":
+            known.task = asyncio.create_task(self._answer(known, self._resume(known, what[0])))
         elif kind == "reply":
             known.world.answered(what[0], Message.from_json(what[1]))
         elif kind == "refused":
@@ -347,7 +351,14 @@ class EnvHost:
         return {
             "messages": _checked(lambda value: pack_messages(as_messages(value, "first")), told),
             "tools": _checked(lambda value: [tool.to_json() for tool in as_tools(value)], tools),
+            "resumes": callable(getattr(playing.env, "resume", None)),
         }
+
+    async def _resume(self, playing: Playing, packed: Json) -> None:
+        turns = [(Message.from_json(reply), unpack_step(step)) for reply, step in packed]
+        for _ in turns:
+            playing.world.begin_turn()
+        await self._call(playing, "resume", partial(playing.env.resume, turns))
 
     async def _step(self, playing: Playing, reply: Message) -> Json:
         playing.world.begin_turn()
@@ -457,7 +468,8 @@ class EnvHost:
 
 def methods(env: Any) -> list[Any]:
     """Those of an environment that the host calls."""
-    return [method for name in ("first", "step", "close") if (method := getattr(env, name, None)) is not None]
+    names = ("first", "step", "resume", "close")
+    return [method for name in names if (method := getattr(env, name, None)) is not None]
 
 
 def _checked(check: Callable[[Any], Json], value: Any) -> Json:
@@ -566,24 +578,3 @@ def _guard(host: EnvHost, loop: asyncio.AbstractEventLoop) -> None:
             why = f"timeout: code in an async method held the event loop for more than {host.timeout_s:g} s"
             host.say("hung", host.marks.on_loop or 0, why)
             return
-
-
-def check_arguments(make: Callable[..., Any], arguments: Mapping[str, Json]) -> None:
-    """ConfigError if `make(task, world, **arguments)` cannot be called."""
-    parameters = inspect.signature(make).parameters
-    free = [name for name in list(parameters)[1:] if name != "world"]
-    variadic = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for name in arguments:
-        if name not in free and not variadic:
-            raise ConfigError(
-                f"rollout.env.arguments: {name!r} is no argument of make{near(name, free)}; it has: "
-                f"{', '.join(free) or 'none'}"
-            )
-    try:
-        world = {"world": None} if "world" in parameters else {}
-        inspect.signature(make).bind(None, **world, **arguments)
-    except TypeError as error:
-        raise ConfigError(
-            f"rollout.env.make takes ({', '.join(parameters)}): {error}; expected make(task, **arguments) or "
-            "make(task, world, **arguments), with a value in rollout.env.arguments for what has no default"
-        ) from None

@@ -119,6 +119,8 @@ class ToolEnv:
         self._locks: dict[int, asyncio.Lock] = {}
         self._broken: dict[int, str] = {}
         """Owners of tools one of whose calls goes on, with the name of the tool."""
+        self.resume = self._resume if state is None else None
+        """What a state remembers of calls, only the calls can bring about."""
 
     async def first(self) -> list[Message]:
         """What `reset` of the state tells."""
@@ -150,6 +152,13 @@ class ToolEnv:
             for call, answer in zip(reply.tool_calls, answers)
         ]
         return await self._step(messages, reply.tool_calls, answers, done=not messages)
+
+    async def _resume(self, turns: Sequence[tuple[Message, EnvStep]]) -> None:
+        """Count what was called, as `step` has."""
+        for reply, _ in turns:
+            self.malformed = 0 if reply.malformed is None else self.malformed + 1
+            for place, call in enumerate(reply.tool_calls):
+                self._refused(place, call)
 
     async def close(self) -> None:
         """`close` of the state, which is optional."""
@@ -188,9 +197,8 @@ class ToolEnv:
         stop: StopReason | None = "malformed" if done and malformed else None
         return EnvStep(messages, reward, {k: float(value) for k, value in parts.items()}, done, stop=stop)
 
-    async def _answer(self, place: int, call: ToolCall) -> Answer:
-        """Of the call at this place in its reply, from 0. What stands before the first `await` happens in the order of
-        the calls."""
+    def _refused(self, place: int, call: ToolCall) -> Answer | None:
+        """Of the call at this place in its reply, from 0, if it is not to run; else it is counted."""
         tool = self.named.get(call.name)
         if place >= self.limits.max_parallel_calls:
             most = self.limits.max_parallel_calls
@@ -203,6 +211,14 @@ class ToolEnv:
         if wrong := tool.wrong(call.arguments):
             return Answer(f"Error: {call.name} was not called: {words(wrong, MOST_SHOWN)}")
         self.calls += 1
+        return None
+
+    async def _answer(self, place: int, call: ToolCall) -> Answer:
+        """Of the call at this place in its reply. What stands before the first `await` happens in the order of the
+        calls."""
+        if (refused := self._refused(place, call)) is not None:
+            return refused
+        tool = self.named[call.name]
         if tool.owner is None:
             return await self._run(tool, call)
         async with self._locks.setdefault(id(tool.owner), asyncio.Lock()):  # waits in the order of the calls

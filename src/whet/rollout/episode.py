@@ -213,6 +213,8 @@ class Episode:
     """The key of the random numbers of a fork."""
     alone: bool = False
     """Its environment gets a process of its own."""
+    attempt: int = 0
+    """How often the rollout has failed before."""
     conversation: list[Message] = field(default_factory=list)
     """All messages so far, where there is an environment; a plain prompt is a user's."""
     tools: tuple[ToolSpec, ...] = ()
@@ -337,17 +339,17 @@ async def play_groups(
         pace=pace or Pace(timeout_s),
     )
 
-    def start(task: Task, index: int, *, alone: bool) -> Episode:
+    def start(task: Task, index: int, *, alone: bool, attempt: int) -> Episode:
         def key_of(fork: Fork) -> int:
             return rollout_key(seed, task.uid, index, purpose=purpose, fork=fork)
 
-        return Episode(task, index, sampling, key_of, alone)
+        return Episode(task, index, sampling, key_of, alone, attempt)
 
     async def one(task: Task, index: int) -> Rollout:
         lost, alone, tried = 0, False, 0
         while True:
             try:
-                rollout = await _finish(start(task, index, alone=alone), play)
+                rollout = await _finish(start(task, index, alone=alone, attempt=tried), play)
             except EnvRestarted as error:  # of another episode, as far as is known: not a try of this one
                 lost += 1
                 alone = alone or error.suspect or lost == MOST_LOST
@@ -402,7 +404,8 @@ def raised(error: Exception) -> str:
 async def _turns(episode: Episode, play: Play) -> tuple[FinishReason, StopReason]:
     """The policy and the environment in turn."""
     assert play.make_env is not None
-    world = World(key(episode.key_of(()), "env"), partial(_chat, episode, play), alone=episode.alone)
+    ask, own = partial(_chat, episode, play), key(episode.key_of(()), "env")
+    world = World(own, ask, alone=episode.alone, index=episode.index, attempt=episode.attempt)
     env = play.make_env(episode.task, world)
     try:
         ended = await _converse(episode, play, env, world)
