@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, get_args
 
+from whet.config.sections.rollout import TOOL_TIMEOUT_S
 from whet.envs.env import MOST_TEXT, EnvFault, EnvStep, World
 from whet.envs.mcp import Server, tools_of
 from whet.envs.search import Documents, build, search_tool
@@ -45,7 +46,7 @@ class Limits:
     """Calls of one reply that run; the others are answered with an error."""
     max_calls: int | None = None
     """Calls of an episode that run; the others are answered with an error. None: no limit."""
-    tool_timeout_s: float = 30.0
+    tool_timeout_s: float = TOOL_TIMEOUT_S
     """Longest time of a call. `rollout.env.timeout_s` bounds all calls of a reply together."""
     result_chars: int = 4096
     """Characters of a result that the policy is told."""

@@ -9,6 +9,12 @@ from pydantic import Field
 from whet.config.sections.base import Above0, Count, Fraction, NonNegative, Positive, Section
 
 
+TOOLS = "whet.envs.tool_env:tools"
+"""The environment that runs tool calls."""
+TOOL_TIMEOUT_S = 30.0
+"""Longest time of a call of a tool, where the arguments of TOOLS give none."""
+
+
 class SamplingConfig(Section):
     """Sampling parameters."""
 
