@@ -10,6 +10,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,14 +176,15 @@ def _written(tree: dict[str, Any]) -> str:
 
 def killed_until_done(
     tree: dict[str, Any],
-    moments: Sequence[Callable[[], bool]],
+    moments: Sequence[Callable[[], Callable[[], bool]]],
     check: Callable[[], None] = lambda: None,
     first: str = "",
 ) -> int:
     """Run to the end; a process is killed at each of the moments. check: of what a kill has left. Returns how many
     kills hit a run that was under way."""
     hits = 0
-    for moment in moments:
+    for begin in moments:
+        moment = begin()
         process = start(tree, first=first)
         deadline = time.monotonic() + 120
         while process.poll() is None and not moment():
@@ -205,16 +207,15 @@ def start_and_wait(tree: dict[str, Any], first: str = "") -> int:
     return code
 
 
-def grown(run_dir: Path, seed: int, most: int = 60) -> Callable[[], bool]:
-    """The moment when the journal has a random number of answers more than at first."""
+def grown(run_dir: Path, seed: int, *, recorded: bool) -> Callable[[], bool]:
+    """The moment when the tools have drawn a random number of answers more. recorded: and a step is written down."""
     rng = random.Random(seed)
-    more, pause_s = rng.randint(1, most), rng.uniform(0.0, 0.01)
-    first: list[int] = []
+    before, more, pause_s = len(drawn(run_dir.parent)), rng.randint(1, 60), rng.uniform(0.0, 0.01)
 
     def come() -> bool:
-        now = sum(path.read_bytes().count(b"\n") for path in (run_dir / "journal").glob("*.jsonl"))
-        first.append(now)
-        if now - first[0] < more:
+        if len(drawn(run_dir.parent)) < before + more or (
+            recorded and not any(run_dir.glob("rollouts/*.parquet"))
+        ):
             return False
         time.sleep(pause_s)
         return True
@@ -253,11 +254,12 @@ def test_the_journal_alone_repeats_a_run_of_random_tools(unbroken: dict[str, Any
     shutil.copytree(clean / "journal", run_dir / "journal")
     before = drawn(clean.parent)
 
+    metrics = run_dir / "metrics.jsonl"
+
     def lines(count: int) -> Callable[[], bool]:
-        metrics = run_dir / "metrics.jsonl"
         return lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= count
 
-    assert killed_until_done(tree, [lines(1), lines(4)]) == 2
+    assert killed_until_done(tree, [partial(lines, 1), partial(lines, 4)]) == 2
     assert drawn(clean.parent) == before
     names = [str(p.relative_to(clean)) for part in SAME for p in [clean / part, *(clean / part).rglob("*")]]
     files = [name for name in names if (clean / name).is_file()]
@@ -291,7 +293,7 @@ def test_a_run_that_is_killed_tells_no_other_story_of_what_it_has_recorded(
             kept = in_journal(run_dir)
             assert all(kept[answer] for answer in answers(tree))
 
-    moments = [grown(run_dir, 100 * seed + n) for n in range(kills)]
+    moments = [partial(grown, run_dir, 100 * seed + n, recorded=n == kills - 1) for n in range(kills)]
     assert killed_until_done(tree, moments, check, first) == kills
     last = records[-1]
     assert len(last.lines) == 4 + 3
