@@ -347,11 +347,12 @@ class EnvHost:
             playing.pool.shutdown(wait=False)
             playing.pool = None
         told = await self._call(playing, "first", playing.env.first)
-        tools = getattr(playing.env, "tools", ())
         return {
-            "messages": _checked(lambda value: pack_messages(as_messages(value, "first")), told),
-            "tools": _checked(lambda value: [tool.to_json() for tool in as_tools(value)], tools),
-            "resumes": callable(getattr(playing.env, "resume", None)),
+            "messages": self._checked(playing, lambda: pack_messages(as_messages(told, "first"))),
+            "tools": self._checked(
+                playing, lambda: [tool.to_json() for tool in as_tools(getattr(playing.env, "tools", ()))]
+            ),
+            "resumes": self._checked(playing, lambda: callable(getattr(playing.env, "resume", None))),
         }
 
     async def _resume(self, playing: Playing, packed: Json) -> None:
@@ -363,7 +364,7 @@ class EnvHost:
     async def _step(self, playing: Playing, reply: Message) -> Json:
         playing.world.begin_turn()
         answer = await self._call(playing, "step", partial(playing.env.step, reply))
-        return _checked(lambda step: pack_step(as_step(step)), answer)
+        return self._checked(playing, lambda: pack_step(as_step(answer)))
 
     async def close(self, playing: Playing) -> None:
         """End one episode, whatever it does; its `close` has CLOSE_S."""
@@ -388,6 +389,18 @@ class EnvHost:
         self.say("closed", playing.number)
 
     # -- calls of foreign code
+
+    def _checked(self, playing: Playing, check: Callable[[], Json]) -> Json:
+        """A value of the right type, packed. CallFailed if it is none. A value is foreign code, too: `__float__`,
+        `.item()`, `__len__`."""
+        self.marks.on_loop = playing.number
+        try:
+            with self.marks.running(playing.slot, playing.number):
+                return check()
+        except BaseException as error:  # noqa: BLE001  SystemExit included
+            raise CallFailed(f"bad value: {describe(error, name=False)}") from None
+        finally:
+            self.marks.on_loop = None
 
     async def _call(
         self, playing: Playing, name: str, function: Callable[[], Any], limit_s: float | None = None
@@ -414,6 +427,8 @@ class EnvHost:
         if work.cancelled():
             raise CallFailed(f"raised CancelledError in {name}")
         value, error, unanswered = work.result()
+        if isinstance(error, MemoryError):  # what took it may hold it for ever
+            raise Stuck(f"raised {describe(error)} in {name}")
         if error is not None:
             raise CallFailed(f"raised {describe(error)} in {name}")
         if unanswered:
@@ -470,14 +485,6 @@ def methods(env: Any) -> list[Any]:
     """Those of an environment that the host calls."""
     names = ("first", "step", "resume", "close")
     return [method for name in names if (method := getattr(env, name, None)) is not None]
-
-
-def _checked(check: Callable[[Any], Json], value: Any) -> Json:
-    """The packed value. CallFailed if it is none of the right type."""
-    try:
-        return check(value)
-    except Exception as error:  # noqa: BLE001  a value is foreign code, too: __float__, .item(), __len__
-        raise CallFailed(f"bad value: {describe(error, name=False)}") from None
 
 
 # ---------------------------------------------------------------- served

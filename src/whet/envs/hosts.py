@@ -44,7 +44,7 @@ from whet.envs.env import (
 )
 from whet.guard.foreign import said, words
 from whet.guard.line import Local, LocalLine, how_it_ended
-from whet.guard.printed import Printed
+from whet.guard.printed import Printed, PrintingPipe
 from whet.rewards.bind import pack_task
 from whet.secrets import redact_tree
 from whet.types import ConfigError, DataError, Json, Message, Task, ToolSpec, WhetError
@@ -208,14 +208,16 @@ class EnvHosts:
         self.numbers = count(1)
         self._deaths = 0
         self._broken: str | None = None
-        self._lines = Local(0, 1, module=host.MODULE)
+        self.printed = Printed()
+        self._pipe = PrintingPipe(self.printed, "environment")
+        """For what a host's native code and the programs that it starts print."""
+        self._lines = Local(0, 1, module=host.MODULE, output=self._pipe.fd)
         self._hosts: list[_HostProcess] = []
         self._starting = threading.Lock()
         self._news = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._work: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.printed = Printed()
         try:
             for _ in range(cfg.hosts):
                 self._add(self._start(alone=False))
@@ -266,6 +268,7 @@ class EnvHosts:
             line.kill()
         self._hosts.clear()
         self._lines.close()
+        self._pipe.close()
         self.printed.close()
 
     # -- starting

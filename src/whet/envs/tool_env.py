@@ -236,7 +236,7 @@ class ToolEnv:
             if tool.owner is not None:
                 self._broken[id(tool.owner)] = call.name
             return Answer(f"Error: timeout: {call.name} took more than {limit_s:g} s")
-        if isinstance(outcome.error, EnvFault):
+        if isinstance(outcome.error, EnvFault | MemoryError):
             raise outcome.error
         if outcome.error is not None:
             return Answer(error_text(outcome.error))

@@ -8,7 +8,6 @@ from pydantic import Field
 
 from whet.config.sections.base import Above0, Count, Fraction, NonNegative, Positive, Section
 
-
 TOOLS = "whet.envs.tool_env:tools"
 """The environment that runs tool calls."""
 TOOL_TIMEOUT_S = 30.0
