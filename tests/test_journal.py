@@ -66,7 +66,10 @@ def test_what_was_written_is_found_by_the_next_process(folder: Path) -> None:
     assert (second.find("g", 0, "q"), second.other("g", 0)) == (None, None)
     write(second, ("e", 0, "q", "newer"))
     second.close()
-    assert Journal(folder).find("e", 0, "q") == "newer"
+    third = Journal(folder)
+    assert third.find("e", 0, "q") == "newer"
+    assert third.other("e", 1) is None  # it followed the older one
+    assert third.find("f", 0, "q") == 3
     assert len(list(folder.iterdir())) == 2  # a process writes into none of an earlier one
 
 
@@ -165,7 +168,7 @@ def test_what_no_resume_asks_for_goes(folder: Path) -> None:
     assert left(journal) == [0, 1, 2, 3]
     journal.drop(0, 2)
     assert left(journal) == left(Journal(folder)) == [2, 3]
-    assert [journal.find("every", 0, f"q{step}") for step in range(4)] == [None, None, 2, 3]
+    assert [journal.find("every", 0, f"q{step}") for step in range(4)] == [None, None, None, 3]
     journal.drop(1, 0)
     assert left(journal) == left(Journal(folder)) == []
     assert journal.find("next", 0, "q") == 0

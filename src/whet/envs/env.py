@@ -55,7 +55,8 @@ class EnvStep:
     reward: float | None = None
     """For this turn; the reward of the rollout is the sum over its turns."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Further numbers to be recorded, by name; a rollout has their sums."""
+    """Further numbers to be recorded, by name; a rollout has their sums. That of `cost` is what `rollout.env.max_cost`
+    bounds, in any unit."""
     done: bool = True
     """The episode is over."""
     fault: str | None = None

@@ -57,8 +57,8 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         """Reads what the run's earlier processes have written. WhetError if a file cannot be read."""
         self.folder = folder
-        self._lines: dict[tuple[str, int], dict[str, _Line]] = {}
-        """By episode and turn, then by what was asked there."""
+        self._lines: dict[tuple[str, int], tuple[str, _Line]] = {}
+        """By episode and turn: what was asked there last, and where the answer stands."""
         self._writes: SimpleQueue[_Write | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._broken: WhetError | None = None
@@ -78,13 +78,13 @@ class Journal:
 
     def find(self, episode: str, turn: int, asked: str) -> Json | None:
         """What was answered to this question, the last time that it was. None: nothing."""
-        line = self._lines.get((episode, turn), {}).get(asked)
-        return None if line is None else _read_line(line)
+        known, line = self._lines.get((episode, turn), (None, None))
+        return None if line is None or known != asked else _read_line(line)
 
     def other(self, episode: str, turn: int) -> Json | None:
-        """What was answered there to any question. None: nothing was asked there."""
-        lines = self._lines.get((episode, turn))
-        return _read_line(next(reversed(lines.values()))) if lines else None
+        """What was answered there last, to any question. None: nothing was asked there."""
+        known = self._lines.get((episode, turn))
+        return None if known is None else _read_line(known[1])
 
     async def write(self, episode: str, turn: int, asked: str, answer: Json) -> None:
         """The answer is on the disk when this returns. EnvBroken if it cannot be written: the run must not go on."""
@@ -98,9 +98,8 @@ class Journal:
         self._writes.put(_Write(self._path, (episode, turn), asked, data, written))
         await written
 
-    def forget(self, episode: str) -> None:
-        """The episode begins anew: its later answers take the place of these."""
-        turn = 0
+    def forget(self, episode: str, turn: int = 0) -> None:
+        """The episode goes on otherwise from this turn on, and other answers follow."""
         while self._lines.pop((episode, turn), None) is not None:
             turn += 1
 
@@ -112,12 +111,7 @@ class Journal:
         for path in gone:
             with suppress(FileNotFoundError):
                 path.unlink()
-        for name, lines in list(self._lines.items()):
-            kept = {asked: line for asked, line in lines.items() if line.path not in gone}
-            if kept:
-                self._lines[name] = kept
-            else:
-                del self._lines[name]
+        self._lines = {name: known for name, known in self._lines.items() if known[1].path not in gone}
 
     def close(self) -> None:
         """All that was given to `write` is written."""
@@ -143,7 +137,7 @@ class Journal:
             if line.endswith(b"\n"):  # else a kill has cut it short
                 try:
                     episode, turn, asked, _ = json.loads(line)
-                    self._know((episode, turn), asked, _Line(path, start, len(line)))
+                    self._know((str(episode), int(turn)), asked, _Line(path, start, len(line)))
                 except (ValueError, TypeError, RecursionError):
                     damaged += 1
             start += len(line)
@@ -200,9 +194,9 @@ class Journal:
             write.written.set_exception(EnvBroken(str(self._broken)))
 
     def _know(self, name: tuple[str, int], asked: str, line: _Line) -> None:
-        lines = self._lines.setdefault(name, {})
-        lines.pop(asked, None)  # the last one stands last
-        lines[asked] = line
+        """What followed an earlier answer does not follow this one."""
+        self.forget(*name)
+        self._lines[name] = asked, line
 
 
 def _read_line(line: _Line) -> Json:

@@ -243,7 +243,7 @@ class JournaledEnv:
         resume: Any = getattr(self.env, "resume", None)
         if resume is None:
             self._begin_anew("the environment has no `resume`")
-        if opening != self.opening:
+        if digest(opening) != digest(self.opening):
             self._begin_anew("its first messages or its tools are others now")
         await resume(self.turns)
 

@@ -73,6 +73,7 @@ class Environments:
             "make_env": make,
             "codec": codec,
             "max_turns": env.max_turns,
+            "max_cost": env.max_cost,
             "observation_tokens": env.observation_tokens,
         }
 

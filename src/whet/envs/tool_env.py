@@ -17,6 +17,7 @@ from whet.envs.env import MOST_TEXT, EnvFault, EnvStep, World
 from whet.envs.mcp import Server, tools_of
 from whet.envs.search import Documents, build, search_tool
 from whet.envs.tools import (
+    Priced,
     Side,
     Tool,
     by_name,
@@ -89,6 +90,7 @@ class Answer:
     text: str
     failed: bool = True
     cut: bool = False
+    cost: float | None = None
 
 
 class ToolEnv:
@@ -184,13 +186,15 @@ class ToolEnv:
         malformed: int = 0,
     ) -> EnvStep:
         names = [call.name for call in calls]
-        parts = {
+        parts: dict[str, float] = {
             "calls": len(calls),
             "calls_failed": sum(answer.failed for answer in answers),
             "results_cut": sum(answer.cut for answer in answers),
             "malformed": malformed,
             **{f"calls/{name}": names.count(name) for name in self.named},
         }
+        if costs := [answer.cost for answer in answers if answer.cost is not None]:
+            parts["cost"] = sum(costs)
         before, self.reward = self.reward, await self._state_reward()
         has_reward = getattr(self.state, "reward", None) is not None
         penalty = malformed * self.limits.malformed_penalty
@@ -240,11 +244,14 @@ class ToolEnv:
             raise outcome.error
         if outcome.error is not None:
             return Answer(error_text(outcome.error))
+        value, cost = outcome.value, None
         try:
-            text, cut = fit(render(outcome.value), self.limits.result_chars, self.limits.cut)
+            if isinstance(value, Priced):
+                value, cost = value.value, number(value.cost, " as Priced.cost")
+            text, cut = fit(render(value), self.limits.result_chars, self.limits.cut)
         except Exception as error:  # noqa: BLE001  a value is foreign code, too: its methods
             return Answer(error_text(error))
-        return Answer(text, failed=False, cut=cut)
+        return Answer(text, failed=False, cut=cut, cost=cost)
 
     # -- the state
 

@@ -106,6 +106,7 @@ class Play:
     make_env: MakeEnv | None
     codec: Codec | None
     max_turns: int
+    max_cost: float | None
     observation_tokens: int
     max_total_tokens: int | None
     pace: Pace
@@ -311,6 +312,7 @@ async def play_groups(
     make_env: MakeEnv | None = None,
     codec: Codec | None = None,
     max_turns: int = 8,
+    max_cost: float | None = None,
     observation_tokens: int = 1024,
     max_total_tokens: int | None = None,
     ended: Callable[[Task], object] = lambda task: None,
@@ -318,12 +320,12 @@ async def play_groups(
     """`group_size` rollouts of each task, all at once, in the order of the tasks.
 
     Without `make_env` a rollout is one reply to the task's tokens. With it, the environment's first messages follow the
-    prompt, and the environment answers every reply, for at most `max_turns` turns; `sampling.max_tokens` bounds the
-    sampled tokens of all turns together, `observation_tokens` those that a strand has beyond the prompt and the sampled
-    ones, `max_total_tokens` a full strand, prompt included. A rollout that raises or takes longer than `timeout_s` (or
-    than `pace` allows) is retried `retries` times; then it ends as `abort`, with its finished turns and the reason in
-    `error`. It never affects other rollouts. ended: called with its task when a rollout is over. Raises EnvBroken if
-    environments cannot be played any more.
+    prompt, and the environment answers every reply, for at most `max_turns` turns and until its part `cost` adds up to
+    `max_cost`; `sampling.max_tokens` bounds the sampled tokens of all turns together, `observation_tokens` those that a
+    strand has beyond the prompt and the sampled ones, `max_total_tokens` a full strand, prompt included. A rollout that
+    raises or takes longer than `timeout_s` (or than `pace` allows) is retried `retries` times; then it ends as `abort`,
+    with its finished turns and the reason in `error`. It never affects other rollouts. ended: called with its task when
+    a rollout is over. Raises EnvBroken if environments cannot be played any more.
     """
     if make_env is not None and codec is None:
         raise ValueError("make_env needs a codec, which encodes the environment's messages as tokens")
@@ -334,6 +336,7 @@ async def play_groups(
         make_env=make_env,
         codec=codec,
         max_turns=max_turns,
+        max_cost=max_cost,
         observation_tokens=observation_tokens,
         max_total_tokens=max_total_tokens,
         pace=pace or Pace(timeout_s),
@@ -434,6 +437,8 @@ async def _converse(episode: Episode, play: Play, env: Env, world: World) -> tup
             return reason, "tokens" if _left(episode, play, 0) < 1 else "context"
         if turn == play.max_turns:
             return "length", "turns"
+        if play.max_cost is not None and episode.parts.get("cost", 0.0) >= play.max_cost:
+            return "length", "cost"
         if (stop := _observe(episode, play, step, (turn, 0))) is not None:
             return "length", stop
     return "length", "turns"
