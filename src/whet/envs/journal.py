@@ -135,11 +135,11 @@ class Journal:
         start, damaged = 0, 0
         for line in data.splitlines(keepends=True):
             if line.endswith(b"\n"):  # else a kill has cut it short
-                try:
-                    episode, turn, asked, _ = json.loads(line)
-                    self._know((str(episode), int(turn)), asked, _Line(path, start, len(line)))
-                except (ValueError, TypeError, RecursionError):
-                    damaged += 1
+                match _parsed(line):
+                    case [str(episode), int(turn), str(asked), _]:
+                        self._know((episode, turn), asked, _Line(path, start, len(line)))
+                    case _:
+                        damaged += 1
             start += len(line)
         if damaged:
             log.warning("%s: %d damaged lines; what they answered is asked anew", path, damaged)
@@ -197,6 +197,14 @@ class Journal:
         """What followed an earlier answer does not follow this one."""
         self.forget(*name)
         self._lines[name] = asked, line
+
+
+def _parsed(line: bytes) -> Json | None:
+    """None for what is no JSON."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _read_line(line: _Line) -> Json:
