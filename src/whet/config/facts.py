@@ -96,9 +96,8 @@ def _tools_outlast_step(cfg: Config) -> bool:
     if env is None or env.make != TOOLS:
         return False
     limit_s = env.arguments.get("tool_timeout_s", TOOL_TIMEOUT_S)
-    return (
-        isinstance(limit_s, int | float) and limit_s >= env.timeout_s
-    )  # what is no number, the tools refuse
+    # what is no number, the tools refuse
+    return isinstance(limit_s, int | float) and limit_s >= env.timeout_s
 
 
 def named(cfg: Config, algorithm: Resolved) -> dict[str, Json]:

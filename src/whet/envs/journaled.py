@@ -65,10 +65,10 @@ def digest(*values: Json) -> str:
 
 def promise(cfg: Config) -> str:
     """In words, for the log: what of a run with an environment a resume repeats."""
-    if cfg.mode in ("explore", "eval"):
+    if cfg.mode != "both":
         return (
-            f"a process with mode={cfg.mode} keeps no journal of what its environments answer: after a kill they are "
-            "asked anew"
+            f"the processes of a run with mode={cfg.mode} keep no journal of what environments answer: after a kill "
+            "these are asked anew"
         )
     if cfg.rollout.schedule == "async":
         which = "with rollout.schedule=async, a rollout is repeated as far as the policy says the same again"

@@ -32,6 +32,8 @@ class Environments:
         """Opened with the first environment."""
         self._place = 0, 0
         self._counts: Counts = Counts()
+        self._about: dict[str, str] = {}
+        """Of what the hosts have loaded; a file may change while they run."""
         self._hosts: dict[str, EnvHosts] = {}
         self._told = 0
         self._said: set[str] = set()
@@ -62,13 +64,15 @@ class Environments:
         self._say("resume: %s", promise(cfg))
         known = env.model_dump_json()
         if known not in self._hosts:
+            self._about[known] = about(cfg)
             self._hosts[known] = EnvHosts(env, imports=cfg.imports)
         make: MakeEnv = self._hosts[known].make
         if self._folder is not None:
             if self._journal is None:
                 self._journal = Journal(self._folder)
                 self._journal.at(*self._place)
-            make = journaled(make, self._journal, about(cfg), counts=self._counts, repeated=repeated)
+            what = self._about[known]
+            make = journaled(make, self._journal, what, counts=self._counts, repeated=repeated)
         return {
             "make_env": make,
             "codec": codec,

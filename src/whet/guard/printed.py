@@ -123,10 +123,11 @@ class PrintingPipe:
             os.close(self.fd)
 
     def _work(self) -> None:
-        ended = False
+        ended, there = False, select.poll()
+        there.register(self._read, select.POLLIN)
         while not ended:
             ended = self._closed.is_set()  # one more look
-            if not select.select([self._read], [], [], 0.0 if ended else 0.1)[0]:
+            if not there.poll(0 if ended else 100):
                 continue
             data = os.read(self._read, BLOCK)
             kept = data[:MOST_BYTES]
