@@ -541,6 +541,7 @@ CASES: dict[str, Case] = {
     "rollout.env.make": (ENV, "rows.py:Stubborn"),
     "rollout.env.arguments": (ENV, {"bonus": 1.0}),
     "rollout.env.max_turns": (ENV, 1),
+    "rollout.env.max_cost": (ENV.replace("Game", "Paid"), 1.0),
     "rollout.env.observation_tokens": (ENV, 2),
     "rollout.env.tool_format": (
         ENV.replace("observation", "tool_format: json, observation").replace("Game", "Caller"),

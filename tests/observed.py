@@ -125,6 +125,11 @@ def Stubborn(task):
     return Game(task, done=True)
 
 
+class Paid(Game):
+    async def step(self, reply):
+        return EnvStep([Message("user", "1")], 1.0, {"cost": 1.0}, done=False)
+
+
 class Caller(Game):
     tools = [ToolSpec("add", "adds", {})]
 """

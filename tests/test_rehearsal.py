@@ -125,6 +125,23 @@ def test_data_and_rewards_that_cannot_work_are_told_each_by_itself(tmp_path):
     assert "the reference answer as the reply gets 1" in said["rewards.right"]
 
 
+def test_tools_are_opened_before_the_run_and_what_cannot_be_is_told(tmp_path):
+    (tmp_path / "shop.py").write_text("def price(fruit: str) -> float:\n    return 1.0\n")
+    broken_server = {"command": ["/nowhere/server"]}
+    for arguments, kind, said in [
+        ({"functions": [f"{tmp_path}/shop.py:price"]}, "works", "tools: price"),
+        ({"functions": [f"{tmp_path}/shop.py:prise"]}, "fails", "did you mean 'price'"),
+        ({"mcp": [broken_server]}, "fails", "MCP"),
+        ({"search": {"path": f"{tmp_path}/none.jsonl"}}, "fails", "none.jsonl"),
+    ]:
+        env = {"make": "whet.envs.tool_env:tools", "arguments": arguments}
+        rollout = {"group_size": 8, "sampling": {"max_tokens": 4096}, "env": env}
+        file = small(tmp_path, rollout=rollout)
+        found = {f.what: f for f in probe(load(file, rehearsal=True)).findings}
+        finding = found["rollout.env (whet.envs.tool_env:tools)"]
+        assert (finding.kind, said in finding.said) == (kind, True), finding
+
+
 def test_what_the_real_run_takes_is_arithmetic(tmp_path):
     loaded = load(small(tmp_path))
     found = {f.what: f.said for f in predict(loaded, plans(loaded))}

@@ -22,7 +22,7 @@ from whet.envs import host as host_module
 from whet.envs.env import EnvFault, EnvStep, World
 from whet.envs.hosts import EnvHosts
 from whet.envs.tool_env import Limits, ToolEnv, tools
-from whet.envs.tools import ToolError, tool_from_function, tools_from_object
+from whet.envs.tools import Priced, ToolError, tool_from_function, tools_from_object
 from whet.rollout.episode import play_groups
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import key
@@ -163,6 +163,39 @@ def test_long_results_are_cut_and_counted() -> None:
     (step,) = steps(env_of(long, result_chars=6, cut="left"), says(("long", {"n": 3}), ("long", {"n": 4})))
     assert told(step) == ["ababab", "[... 2 characters cut ...]ababab"]
     assert (step.parts["results_cut"], step.parts["calls_failed"]) == (1.0, 0.0)
+
+
+def test_what_calls_cost_is_added_up() -> None:
+    def ask(cost: float) -> Priced:
+        return Priced({"x": 1}, cost)
+
+    def free() -> str:
+        return "x"
+
+    first, second, third = steps(
+        env_of(ask, free),
+        says(("ask", {"cost": 0.5}), ("free", {}), ("ask", {"cost": 0.25})),
+        says(("free", {}), ("ask", {"cost": "1"})),
+        says(content="done"),
+    )
+    assert told(first) == ['{"x": 1}', "x", '{"x": 1}']
+    assert first.parts["cost"] == 0.75
+    assert "cost" not in second.parts | third.parts
+
+
+def test_a_rollout_ends_when_it_has_cost_enough(opened: Callable[..., EnvHosts], file: Path) -> None:
+    file.write_text(
+        FUNCTIONS
+        + "\n\nfrom whet.envs.tools import Priced\n\ndef pay(a: float) -> Priced:\n    return Priced(1, a)\n"
+    )
+    hosts = opened(functions=[f"{file}:pay"])
+    scripts = {uid: [says(("pay", {"a": uid / 4}))] * 5 + [says(content="done")] for uid in (0, 1, 2, 4)}
+    _, found = play(hosts, scripts, max_cost=1.0)
+    assert {uid: (len(r.strands[0].turns), r.stop_reason) for uid, r in found.items()} == {
+        0: (6, "done"), 1: (4, "cost"), 2: (2, "cost"), 4: (1, "cost"),
+    }  # fmt: skip
+    assert [r.reward_parts["env/cost"] for r in found.values()] == [0.0, 1.0, 1.0, 1.0]
+    assert all(r.error is None for r in found.values())
 
 
 def test_a_late_tool_is_told_and_the_others_are_not_held_up() -> None:

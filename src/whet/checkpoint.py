@@ -196,6 +196,11 @@ class Saver:
         earlier = [p for p in all_in(self.root) if (place_of(p.name) or at) < at]
         return "new" in self.keep.best_of({**{p.name: score_of(p) for p in earlier}, "new": score})
 
+    def oldest(self) -> tuple[int, int] | None:
+        """Number of the stage and step of the oldest checkpoint there is."""
+        found = all_in(self.root)
+        return place_of(found[0].name) if found else None
+
     def best(self) -> list[str]:
         """Names of the best checkpoints there are."""
         return self.keep.best_of({p.name: score_of(p) for p in all_in(self.root)})

@@ -524,7 +524,7 @@ def player(
         retries=cfg.rollout.retries,
         max_total_tokens=cfg.data.max_total_tokens,
         ended=ended,
-        **models.environments.arguments(cfg, models.tokenizer, ends),
+        **models.environments.arguments(cfg, models.tokenizer, ends, repeated=purpose == "eval"),
     )
 
 

@@ -20,6 +20,7 @@ from whet.data.chat import encode_reply, with_kwargs
 from whet.data.replies import reader
 from whet.data.tasks import reply_limit
 from whet.early_stopping import should_stop, values_of
+from whet.envs.opened import Environments
 from whet.eval_loss import eval_loss, given
 from whet.evaluation import Ask, accuracy, evaluate, shown
 from whet.explorer import player
@@ -77,8 +78,8 @@ class Recorder:
     """The part of the config that a checkpoint stores."""
     code: Mapping[str, str] = field(default_factory=dict)
     """Digests of the user's code (`config.code.digests`)."""
-    environments: Callable[[], Metrics] = dict
-    """What became of the processes of environments since the last step."""
+    environments: Environments = field(default_factory=Environments)
+    """They count what became of their processes, and have a journal."""
     ranks: Mapping[str, Ranks] = field(default_factory=dict)
     meter: Meter | None = None
     recent: deque[Metrics] = field(default_factory=lambda: deque(maxlen=LONGEST))
@@ -114,6 +115,7 @@ class Recorder:
         self.display.step(metrics, timings)
         self._tell_signs(done, metrics)
         self.directory.timeline.flush()
+        self.environments.at(self.context.index, done)
         return metrics
 
     def _tell_signs(self, done: int, metrics: Metrics) -> None:
@@ -136,7 +138,7 @@ class Recorder:
                 out |= {f"memory/{whose}rank_{rank}_{name}": value for name, value in peaks.items()}
         if self.ranks:
             out["speed/tokens_per_rank_s"] = tokens / step / trainers(self.ranks)
-        out |= {"speed/tokens_per_s": tokens / step} | self.environments()
+        out |= {"speed/tokens_per_s": tokens / step} | self.environments.timings()
         if self.meter is not None and seconds.get("update"):
             out["speed/mfu"] = flops / seconds["update"] / self.meter.peak
             out["speed/tokens_per_device_s"] = tokens / step / self.meter.devices
@@ -228,6 +230,9 @@ class Recorder:
             self.directory.sync()
             self.saver.wait()  # what is kept for the checkpoint before the last may go once the last is on the disk
             self.saver.save(engines, self.state(done) | state())
+            cfg = self.context.cfg.rollout
+            ahead = cfg.max_staleness + cfg.sync_interval - 1  # a rollout that is older is given up
+            self.environments.saved(self.saver.oldest, ahead=ahead)
 
     def export_due(self, done: int) -> bool:
         """The last step's is the stage's own, which `run_stage` writes."""
@@ -298,7 +303,7 @@ def open_recorder(context: Context, job: Job, learner: Learner, tasks: list[Task
         write_export=partial(_export, context.cfg, models),
         fingerprint=fingerprint(job.loaded.as_given),
         code=job.loaded.code,
-        environments=models.environments.timings,
+        environments=models.environments,
         metrics_so_far=partial(read_lines, records.directory.path / "metrics.jsonl"),
         ranks=learner.ranks,
         meter=learner.meter,

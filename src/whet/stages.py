@@ -79,6 +79,7 @@ async def _run_stage(job: Job, index: int, before: StageEnd, *, start: Path | No
         if start is not None:
             done = stage.restore(start, state, changed=job.change)
     learner, saver = stage.learner, job.records.saver
+    job.models.environments.at(index, done or 0)
     job.records.display.stage(index, done=done or 0, steps=stage.context.plan.steps)
     stage.explorer.tell("code", dict(job.loaded.code))
     stage.explorer.tell("began", await stage.weights.begin(resumed=start is not None))

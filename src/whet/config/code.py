@@ -29,6 +29,9 @@ NAMES = """
     algorithm.advantage.name algorithm.loss.name algorithm.mix.loss.name algorithm.correction.weight.name"""
 """The keys whose values may name code of the user's. That of trackers changes no result."""
 
+ENVIRONMENT = "rollout.env.make rollout.env.arguments.functions.* rollout.env.arguments.tool_class"
+"""Those of them that an environment consists of."""
+
 GIVEN = "object:"
 """Begins the name of a function that was given from Python."""
 
@@ -36,15 +39,18 @@ _OURS = "whet"
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def digests(stages: Sequence[Config], given: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+def digests(
+    stages: Sequence[Config], given: Mapping[str, Callable[..., Any]], keys: str = NAMES
+) -> dict[str, str]:
     """The user's code by its file: 16 digits of the file's SHA-256, or name and version of an installed package.
 
-    stages: the whole config of each. given: functions from Python, by the names of their rewards. A file counts with
+    stages: the whole config of each. given: functions from Python, by the names of their rewards. keys: those whose
+    values are looked at. A file counts with
     the files of the user's that it imports. A function of a script or notebook counts with its own lines only: the
     other lines are not its code.
     """
     found: dict[str, str] = {}
-    for name in dict.fromkeys(name for cfg in stages for name in named(cfg)):
+    for name in dict.fromkeys(name for cfg in stages for name in named(cfg, keys)):
         if name.startswith(GIVEN):
             found |= _given(name, given.get(name.removeprefix(GIVEN)))
         elif path := _file(name):
@@ -52,11 +58,11 @@ def digests(stages: Sequence[Config], given: Mapping[str, Callable[..., Any]]) -
     return dict(sorted(found.items()))
 
 
-def named(cfg: Config) -> Iterator[str]:
+def named(cfg: Config, keys: str = NAMES) -> Iterator[str]:
     """The code that a config names, as it names it."""
     values = dump(cfg)
     tree = {**values, "algorithm": with_settings(values["algorithm"])}
-    for key in NAMES.split():
+    for key in keys.split():
         for value in _at(tree, key.split(".")):
             if isinstance(value, str) and (":" in value or key == "imports.*"):
                 yield value

@@ -9,6 +9,7 @@ from whet.config.checks_parallel import world
 from whet.config.evaluation import evaluates, judges
 from whet.config.recipes import Resolved
 from whet.config.schema import Config
+from whet.config.sections.rollout import TOOL_TIMEOUT_S, TOOLS
 from whet.config.trackers import lists_runs
 from whet.types import Json
 
@@ -77,12 +78,26 @@ NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
         "profile.steps is empty, or contains a step that the stage has.",
         lambda cfg, algorithm: min(cfg.profile.steps, default=0) <= (cfg.train.steps or math.inf),
     ),
+    "tools_outlast_step": (
+        "rollout.env.make is whet.envs.tool_env:tools, and a call of a tool may take as long as a whole step or longer "
+        "(rollout.env.arguments.tool_timeout_s, which is 30 where it is not given).",
+        lambda cfg, algorithm: _tools_outlast_step(cfg),
+    ),
     "samples": (
         "Replies are sampled: in training (kind is online) or in evaluation.",
         lambda cfg, algorithm: algorithm.kind == "online" or judges(cfg),
     ),
 }
 """Named conditions: what each means, and its value in one stage."""
+
+
+def _tools_outlast_step(cfg: Config) -> bool:
+    env = cfg.rollout.env
+    if env is None or env.make != TOOLS:
+        return False
+    limit_s = env.arguments.get("tool_timeout_s", TOOL_TIMEOUT_S)
+    # what is no number, the tools refuse
+    return isinstance(limit_s, int | float) and limit_s >= env.timeout_s
 
 
 def named(cfg: Config, algorithm: Resolved) -> dict[str, Json]:

@@ -18,7 +18,8 @@ from typing import Any, Protocol, get_args
 
 from whet.envs.calls import Ended, Runs, run
 from whet.guard.foreign import number
-from whet.types import Json, Message, StopReason, Task, ToolCall, ToolSpec, WhetError
+from whet.tables import near
+from whet.types import ConfigError, Json, Message, StopReason, Task, ToolCall, ToolSpec, WhetError
 
 MOST_TEXT = 2**20
 """Characters of all messages of one call."""
@@ -54,7 +55,8 @@ class EnvStep:
     reward: float | None = None
     """For this turn; the reward of the rollout is the sum over its turns."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Further numbers to be recorded, by name; a rollout has their sums."""
+    """Further numbers to be recorded, by name; a rollout has their sums. That of `cost` is what `rollout.env.max_cost`
+    bounds, in any unit."""
     state: Json = None
     """What rewards are told of the world: a JSON value; that of the last step that has one counts."""
     done: bool = True
@@ -68,7 +70,9 @@ class EnvStep:
 
 
 class Env(Protocol):
-    """An object may also have `tools`, a list of ToolSpec: what the policy may call, read after `first`."""
+    """An object may also have `tools`, a list of ToolSpec: what the policy may call, read after `first`. It may also
+    have `async def resume(self, turns: list[tuple[Message, EnvStep]]) -> None`, called after `first`: go on after these
+    replies, which were answered like this, without playing them again (`envs.journaled`)."""
 
     async def first(self) -> list[Message]:
         """Messages that follow the prompt, before the first reply."""
@@ -90,11 +94,12 @@ class World:
     """What an environment may use of the run.
 
     rng: random numbers of the rollout, the same in every run with this seed. key: the 64-bit number they come from.
-    alone: the episode gets a process of its own.
+    alone: the episode gets a process of its own. index: number of the rollout in its group. attempt: how often it has
+    failed before.
     """
 
-    def __init__(self, key: int, ask: Ask, *, alone: bool = False) -> None:
-        self.key, self.ask, self.alone = key, ask, alone
+    def __init__(self, key: int, ask: Ask, *, alone: bool = False, index: int = 0, attempt: int = 0) -> None:
+        self.key, self.ask, self.alone, self.index, self.attempt = key, ask, alone, index, attempt
         self.rng = random.Random(key)
         self.turn = 0
         """Number of the reply that is being answered, from 1; 0 in `first`."""
@@ -143,6 +148,27 @@ def factory_method(make: object, name: str) -> Callable[[Mapping[str, Json]], An
     """A method of a `Factory`, if it has it. What a class has for its environments is none."""
     method = getattr(make, name, None)
     return method if inspect.ismethod(method) else None
+
+
+def check_arguments(make: Callable[..., Any], arguments: Mapping[str, Json]) -> None:
+    """ConfigError if `make(task, world, **arguments)` cannot be called."""
+    parameters = inspect.signature(make).parameters
+    free = [name for name in list(parameters)[1:] if name != "world"]
+    variadic = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in arguments:
+        if name not in free and not variadic:
+            raise ConfigError(
+                f"rollout.env.arguments: {name!r} is no argument of make{near(name, free)}; it has: "
+                f"{', '.join(free) or 'none'}"
+            )
+    try:
+        world = {"world": None} if "world" in parameters else {}
+        inspect.signature(make).bind(None, **world, **arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"rollout.env.make takes ({', '.join(parameters)}): {error}; expected make(task, **arguments) or "
+            "make(task, world, **arguments), with a value in rollout.env.arguments for what has no default"
+        ) from None
 
 
 # ---------------------------------------------------------------- checks of what foreign code returns

@@ -33,16 +33,18 @@ from whet.envs.env import (
     as_messages,
     as_step,
     as_tools,
+    check_arguments,
     factory_method,
     pack_messages,
     pack_step,
+    unpack_step,
 )
 from whet.guard import confine
 from whet.guard.imports import import_all
 from whet.guard.line import messages
 from whet.guard.worker import describe
 from whet.rewards.bind import unpack_task
-from whet.tables import load_object, near
+from whet.tables import load_object
 from whet.types import ConfigError, Json, Message, ToolSpec
 
 MODULE = "whet.envs.host"
@@ -311,6 +313,8 @@ class EnvHost:
             known.task = asyncio.create_task(
                 self._answer(known, self._step(known, Message.from_json(what[0])))
             )
+        elif kind == "resume":
+            known.task = asyncio.create_task(self._answer(known, self._resume(known, what[0])))
         elif kind == "reply":
             known.world.answered(what[0], Message.from_json(what[1]))
         elif kind == "refused":
@@ -343,16 +347,24 @@ class EnvHost:
             playing.pool.shutdown(wait=False)
             playing.pool = None
         told = await self._call(playing, "first", playing.env.first)
-        tools = getattr(playing.env, "tools", ())
         return {
-            "messages": _checked(lambda value: pack_messages(as_messages(value, "first")), told),
-            "tools": _checked(lambda value: [tool.to_json() for tool in as_tools(value)], tools),
+            "messages": self._checked(playing, lambda: pack_messages(as_messages(told, "first"))),
+            "tools": self._checked(
+                playing, lambda: [tool.to_json() for tool in as_tools(getattr(playing.env, "tools", ()))]
+            ),
+            "resumes": self._checked(playing, lambda: callable(getattr(playing.env, "resume", None))),
         }
+
+    async def _resume(self, playing: Playing, packed: Json) -> None:
+        turns = [(Message.from_json(reply), unpack_step(step)) for reply, step in packed]
+        for _ in turns:
+            playing.world.begin_turn()
+        await self._call(playing, "resume", partial(playing.env.resume, turns))
 
     async def _step(self, playing: Playing, reply: Message) -> Json:
         playing.world.begin_turn()
         answer = await self._call(playing, "step", partial(playing.env.step, reply))
-        return _checked(lambda step: pack_step(as_step(step)), answer)
+        return self._checked(playing, lambda: pack_step(as_step(answer)))
 
     async def close(self, playing: Playing) -> None:
         """End one episode, whatever it does; its `close` has CLOSE_S."""
@@ -377,6 +389,18 @@ class EnvHost:
         self.say("closed", playing.number)
 
     # -- calls of foreign code
+
+    def _checked(self, playing: Playing, check: Callable[[], Json]) -> Json:
+        """A value of the right type, packed. CallFailed if it is none. A value is foreign code, too: `__float__`,
+        `.item()`, `__len__`."""
+        self.marks.on_loop = playing.number
+        try:
+            with self.marks.running(playing.slot, playing.number):
+                return check()
+        except BaseException as error:  # noqa: BLE001  SystemExit included
+            raise CallFailed(f"bad value: {describe(error, name=False)}") from None
+        finally:
+            self.marks.on_loop = None
 
     async def _call(
         self, playing: Playing, name: str, function: Callable[[], Any], limit_s: float | None = None
@@ -403,6 +427,8 @@ class EnvHost:
         if work.cancelled():
             raise CallFailed(f"raised CancelledError in {name}")
         value, error, unanswered = work.result()
+        if isinstance(error, MemoryError):  # what took it may hold it for ever
+            raise Stuck(f"raised {describe(error)} in {name}")
         if error is not None:
             raise CallFailed(f"raised {describe(error)} in {name}")
         if unanswered:
@@ -457,15 +483,8 @@ class EnvHost:
 
 def methods(env: Any) -> list[Any]:
     """Those of an environment that the host calls."""
-    return [method for name in ("first", "step", "close") if (method := getattr(env, name, None)) is not None]
-
-
-def _checked(check: Callable[[Any], Json], value: Any) -> Json:
-    """The packed value. CallFailed if it is none of the right type."""
-    try:
-        return check(value)
-    except Exception as error:  # noqa: BLE001  a value is foreign code, too: __float__, .item(), __len__
-        raise CallFailed(f"bad value: {describe(error, name=False)}") from None
+    names = ("first", "step", "resume", "close")
+    return [method for name in names if (method := getattr(env, name, None)) is not None]
 
 
 # ---------------------------------------------------------------- served
@@ -566,24 +585,3 @@ def _guard(host: EnvHost, loop: asyncio.AbstractEventLoop) -> None:
             why = f"timeout: code in an async method held the event loop for more than {host.timeout_s:g} s"
             host.say("hung", host.marks.on_loop or 0, why)
             return
-
-
-def check_arguments(make: Callable[..., Any], arguments: Mapping[str, Json]) -> None:
-    """ConfigError if `make(task, world, **arguments)` cannot be called."""
-    parameters = inspect.signature(make).parameters
-    free = [name for name in list(parameters)[1:] if name != "world"]
-    variadic = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for name in arguments:
-        if name not in free and not variadic:
-            raise ConfigError(
-                f"rollout.env.arguments: {name!r} is no argument of make{near(name, free)}; it has: "
-                f"{', '.join(free) or 'none'}"
-            )
-    try:
-        world = {"world": None} if "world" in parameters else {}
-        inspect.signature(make).bind(None, **world, **arguments)
-    except TypeError as error:
-        raise ConfigError(
-            f"rollout.env.make takes ({', '.join(parameters)}): {error}; expected make(task, **arguments) or "
-            "make(task, world, **arguments), with a value in rollout.env.arguments for what has no default"
-        ) from None

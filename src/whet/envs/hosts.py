@@ -4,10 +4,10 @@ A host plays many episodes at once. When it dies or hangs, the episode that was 
 other episodes begin anew in another host with the same random numbers. If the cause is not known for sure, an episode
 that ran code when the host died is played again in a host of its own.
 
-The driver sends ("first", number, task, key), ("step", number, reply), ("close", number), ("reply", number, call,
-message) and ("refused", number, call, why). A host sends ("done", number, value), ("failed", number, why),
-("stuck", number, why), ("hung", number or 0, why), ("chat", number, call, path, messages, sampling), ("closed",
-number), ("said", text, characters left out) and ("beat",).
+The driver sends ("first", number, task, key), ("resume", number, replies and steps), ("step", number, reply), ("close",
+number), ("reply", number, call, message) and ("refused", number, call, why). A host sends ("done", number, value),
+("failed", number, why), ("stuck", number, why), ("hung", number or 0, why), ("chat", number, call, path, messages,
+sampling), ("closed", number), ("said", text, characters left out) and ("beat",).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -38,13 +38,15 @@ from whet.envs.env import (
     as_messages,
     as_tools,
     pack_messages,
+    pack_step,
     unpack_messages,
     unpack_step,
 )
 from whet.guard.foreign import said, words
 from whet.guard.line import Local, LocalLine, how_it_ended
-from whet.guard.printed import Printed
+from whet.guard.printed import Printed, PrintingPipe
 from whet.rewards.bind import pack_task
+from whet.secrets import redact_tree
 from whet.types import ConfigError, DataError, Json, Message, Task, ToolSpec, WhetError
 
 log = logging.getLogger(__name__)
@@ -75,6 +77,8 @@ class HostedEnv:
     """Of the call under way."""
     chats: set[asyncio.Task[None]] = field(default_factory=set)
     tools: list[ToolSpec] = field(default_factory=list)
+    resume: Callable[[Sequence[tuple[Message, EnvStep]]], Awaitable[None]] | None = None
+    """What the environment has of this name; known after `first`."""
 
     async def first(self) -> list[Message]:
         self.place = await self.hosts.find(alone=self.world.alone)
@@ -89,10 +93,14 @@ class HostedEnv:
                 "must be JSON values"
             ) from error
         self.tools = as_tools([ToolSpec.from_json(tool) for tool in told["tools"]])
+        self.resume = self._resume if told["resumes"] else None
         return as_messages(unpack_messages(told["messages"]), "first")
 
     async def step(self, reply: Message) -> EnvStep:
         return unpack_step(await self._call("step", *pack_messages([reply])))
+
+    async def _resume(self, turns: Sequence[tuple[Message, EnvStep]]) -> None:
+        await self._call("resume", [[reply.to_json(), pack_step(step)] for reply, step in turns])
 
     async def close(self) -> None:
         """The host closes the environment; nobody waits for it."""
@@ -109,7 +117,7 @@ class HostedEnv:
             raise self.lost(self.place)
         self.answer = asyncio.get_running_loop().create_future()
         self.place.send(kind, self.number, *what)
-        return await self.answer
+        return redact_tree(await self.answer)  # it is written down
 
     def lost(self, place: _HostProcess) -> Exception:
         """What the death of its host is to this episode."""
@@ -136,7 +144,7 @@ class HostedEnv:
     async def _chat(self, call: int, path: Sequence[int], messages: Json, sampling: dict[str, Json]) -> None:
         assert self.place is not None
         try:
-            told = as_messages(unpack_messages(messages), "messages of world.chat")
+            told = as_messages(unpack_messages(redact_tree(messages)), "messages of world.chat")
             reply = await self.world.ask(tuple(map(int, path)), told, sampling)
             self.place.send("reply", self.number, call, *pack_messages([reply]))
         except Exception as error:  # noqa: BLE001  the engine's, which the environment may catch
@@ -200,14 +208,16 @@ class EnvHosts:
         self.numbers = count(1)
         self._deaths = 0
         self._broken: str | None = None
-        self._lines = Local(0, 1, module=host.MODULE)
+        self.printed = Printed()
+        self._pipe = PrintingPipe(self.printed, "environment")
+        """For what a host's native code and the programs that it starts print."""
+        self._lines = Local(0, 1, module=host.MODULE, output=self._pipe.fd)
         self._hosts: list[_HostProcess] = []
         self._starting = threading.Lock()
         self._news = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._work: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.printed = Printed()
         try:
             for _ in range(cfg.hosts):
                 self._add(self._start(alone=False))
@@ -258,6 +268,7 @@ class EnvHosts:
             line.kill()
         self._hosts.clear()
         self._lines.close()
+        self._pipe.close()
         self.printed.close()
 
     # -- starting

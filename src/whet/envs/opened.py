@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.config.schema import Config
 from whet.data.codec import MessageCodec
+from whet.envs.env import MakeEnv
 from whet.envs.hosts import EnvHosts
+from whet.envs.journal import Journal
+from whet.envs.journaled import Counts, about, journaled, promise
 from whet.types import Metrics
 
 if TYPE_CHECKING:
@@ -21,20 +25,34 @@ log = logging.getLogger(__name__)
 class Environments:
     """Hosts that have been started; stages with equal sections share them. Close it with the run."""
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Path | None = None) -> None:
+        """journal: the folder of the run's journal. None: this process keeps none."""
+        self._folder = journal
+        self._journal: Journal | None = None
+        """Opened with the first environment."""
+        self._place = 0, 0
+        self._counts: Counts = Counts()
+        self._about: dict[str, str] = {}
+        """Of what the hosts have loaded; a file may change while they run."""
         self._hosts: dict[str, EnvHosts] = {}
         self._told = 0
         self._said: set[str] = set()
         """What was logged of chat templates."""
 
     def arguments(
-        self, cfg: Config, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
+        self,
+        cfg: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        ends: Collection[int],
+        *,
+        repeated: bool = False,
     ) -> dict[str, Any]:
         """What `play_groups` gets for a stage; nothing for a stage without an environment.
 
-        ends: the model's end tokens. What the chat template does to a conversation is logged. ConfigError for an
-        environment that cannot be loaded, or a tokenizer without a chat template; DataError for a template that refuses
-        a second turn.
+        ends: the model's end tokens. repeated: the same tasks are played again after later steps. What the chat
+        template does to a conversation, and what of the environment's answers a resume repeats, is logged. ConfigError
+        for an environment that cannot be loaded, or a tokenizer without a chat template; DataError for a template that
+        refuses a second turn.
         """
         env = cfg.rollout.env
         if env is None:
@@ -42,29 +60,61 @@ class Environments:
         calls = None if env.tool_format == "auto" else env.tool_format
         codec = MessageCodec(tokenizer, ends=ends, history=env.history, calls=calls)
         for said in codec.check_template().said(codec.history):
-            if said not in self._said:
-                log.info("chat template: %s", said)
-            self._said.add(said)
+            self._say("chat template: %s", said)
+        self._say("resume: %s", promise(cfg))
         known = env.model_dump_json()
         if known not in self._hosts:
+            self._about[known] = about(cfg)
             self._hosts[known] = EnvHosts(env, imports=cfg.imports)
+        make: MakeEnv = self._hosts[known].make
+        if self._folder is not None:
+            if self._journal is None:
+                self._journal = Journal(self._folder)
+                self._journal.at(*self._place)
+            what = self._about[known]
+            make = journaled(make, self._journal, what, counts=self._counts, repeated=repeated)
         return {
-            "make_env": self._hosts[known].make,
+            "make_env": make,
             "codec": codec,
             "max_turns": env.max_turns,
+            "max_cost": env.max_cost,
             "observation_tokens": env.observation_tokens,
         }
 
+    def _say(self, form: str, said: str) -> None:
+        """Log it once."""
+        if said not in self._said:
+            log.info(form, said)
+        self._said.add(said)
+
+    def at(self, stage: int, step: int) -> None:
+        """What is played from here on comes after `step` steps of a stage."""
+        self._place = stage, step
+        if self._journal is not None:
+            self._journal.at(stage, step)
+
+    def saved(self, oldest: Callable[[], tuple[int, int] | None], *, ahead: int) -> None:
+        """A checkpoint was saved. oldest: gives stage and step of the oldest one that there is. ahead: how many steps
+        before a checkpoint a rollout may have begun that is under way in it."""
+        if self._journal is not None and (place := oldest()) is not None:
+            self._journal.drop(place[0], place[1] - ahead)
+
     def timings(self) -> Metrics:
-        """Hosts that were replaced since the last call; nothing for a run without an environment."""
+        """Since the last call: hosts that were replaced, answers that came from the journal, and those that the journal
+        had for another question. Nothing for a run without an environment."""
         if not self._hosts:
             return {}
         total = sum(hosts.restarts for hosts in self._hosts.values())
         new, self._told = total - self._told, total
-        return {"env/host_restarts_count": float(new)}
+        counted = {
+            f"env/{name}_count": float(self._counts.pop(name, 0)) for name in ("replayed", "asked_anew")
+        }
+        return {"env/host_restarts_count": float(new), **counted}
 
     def close(self) -> None:
         """End all hosts."""
         for hosts in self._hosts.values():
             hosts.close()
         self._hosts.clear()
+        if self._journal is not None:
+            self._journal.close()

@@ -12,10 +12,12 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, get_args
 
+from whet.config.sections.rollout import TOOL_TIMEOUT_S
 from whet.envs.env import MOST_TEXT, EnvFault, EnvStep, World
 from whet.envs.mcp import Server, tools_of
 from whet.envs.search import Documents, build, search_tool
 from whet.envs.tools import (
+    Priced,
     Side,
     Tool,
     by_name,
@@ -45,7 +47,7 @@ class Limits:
     """Calls of one reply that run; the others are answered with an error."""
     max_calls: int | None = None
     """Calls of an episode that run; the others are answered with an error. None: no limit."""
-    tool_timeout_s: float = 30.0
+    tool_timeout_s: float = TOOL_TIMEOUT_S
     """Longest time of a call. `rollout.env.timeout_s` bounds all calls of a reply together."""
     result_chars: int = 4096
     """Characters of a result that the policy is told."""
@@ -88,6 +90,7 @@ class Answer:
     text: str
     failed: bool = True
     cut: bool = False
+    cost: float | None = None
 
 
 class ToolEnv:
@@ -119,6 +122,8 @@ class ToolEnv:
         self._locks: dict[int, asyncio.Lock] = {}
         self._broken: dict[int, str] = {}
         """Owners of tools one of whose calls goes on, with the name of the tool."""
+        self.resume = self._resume if state is None else None
+        """What a state remembers of calls, only the calls can bring about."""
 
     async def first(self) -> list[Message]:
         """What `reset` of the state tells."""
@@ -151,6 +156,13 @@ class ToolEnv:
         ]
         return await self._step(messages, reply.tool_calls, answers, done=not messages)
 
+    async def _resume(self, turns: Sequence[tuple[Message, EnvStep]]) -> None:
+        """Count what was called, as `step` has."""
+        for reply, _ in turns:
+            self.malformed = 0 if reply.malformed is None else self.malformed + 1
+            for place, call in enumerate(reply.tool_calls):
+                self._refused(place, call)
+
     async def close(self) -> None:
         """`close` of the state, which is optional."""
         if callable(close := getattr(self.state, "close", None)):
@@ -174,13 +186,15 @@ class ToolEnv:
         malformed: int = 0,
     ) -> EnvStep:
         names = [call.name for call in calls]
-        parts = {
+        parts: dict[str, float] = {
             "calls": len(calls),
             "calls_failed": sum(answer.failed for answer in answers),
             "results_cut": sum(answer.cut for answer in answers),
             "malformed": malformed,
             **{f"calls/{name}": names.count(name) for name in self.named},
         }
+        if costs := [answer.cost for answer in answers if answer.cost is not None]:
+            parts["cost"] = sum(costs)
         before, self.reward = self.reward, await self._state_reward()
         has_reward = getattr(self.state, "reward", None) is not None
         penalty = malformed * self.limits.malformed_penalty
@@ -188,9 +202,8 @@ class ToolEnv:
         stop: StopReason | None = "malformed" if done and malformed else None
         return EnvStep(messages, reward, {k: float(value) for k, value in parts.items()}, done, stop=stop)
 
-    async def _answer(self, place: int, call: ToolCall) -> Answer:
-        """Of the call at this place in its reply, from 0. What stands before the first `await` happens in the order of
-        the calls."""
+    def _refused(self, place: int, call: ToolCall) -> Answer | None:
+        """Of the call at this place in its reply, from 0, if it is not to run; else it is counted."""
         tool = self.named.get(call.name)
         if place >= self.limits.max_parallel_calls:
             most = self.limits.max_parallel_calls
@@ -203,6 +216,14 @@ class ToolEnv:
         if wrong := tool.wrong(call.arguments):
             return Answer(f"Error: {call.name} was not called: {words(wrong, MOST_SHOWN)}")
         self.calls += 1
+        return None
+
+    async def _answer(self, place: int, call: ToolCall) -> Answer:
+        """Of the call at this place in its reply. What stands before the first `await` happens in the order of the
+        calls."""
+        if (refused := self._refused(place, call)) is not None:
+            return refused
+        tool = self.named[call.name]
         if tool.owner is None:
             return await self._run(tool, call)
         async with self._locks.setdefault(id(tool.owner), asyncio.Lock()):  # waits in the order of the calls
@@ -219,15 +240,18 @@ class ToolEnv:
             if tool.owner is not None:
                 self._broken[id(tool.owner)] = call.name
             return Answer(f"Error: timeout: {call.name} took more than {limit_s:g} s")
-        if isinstance(outcome.error, EnvFault):
+        if isinstance(outcome.error, EnvFault | MemoryError):
             raise outcome.error
         if outcome.error is not None:
             return Answer(error_text(outcome.error))
+        value, cost = outcome.value, None
         try:
-            text, cut = fit(render(outcome.value), self.limits.result_chars, self.limits.cut)
+            if isinstance(value, Priced):
+                value, cost = value.value, number(value.cost, " as Priced.cost")
+            text, cut = fit(render(value), self.limits.result_chars, self.limits.cut)
         except Exception as error:  # noqa: BLE001  a value is foreign code, too: its methods
             return Answer(error_text(error))
-        return Answer(text, failed=False, cut=cut)
+        return Answer(text, failed=False, cut=cut, cost=cost)
 
     # -- the state
 

@@ -34,6 +34,14 @@ class ToolError(Exception):
 
 
 @dataclass(frozen=True)
+class Priced:
+    """What a tool may return: a result, and what the call has cost, in the unit of `rollout.env.max_cost`."""
+
+    value: Any
+    cost: float
+
+
+@dataclass(frozen=True)
 class Tool:
     """A function that the policy may call."""
 

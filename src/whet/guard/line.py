@@ -95,8 +95,10 @@ class LocalLine:
 
     address = LOOPBACK
 
-    def __init__(self, module: str, number: int, *, folder: Path, threads: int, gpu: int = 0) -> None:
-        """module: whose `serve` is called. folder: for the file of its stack."""
+    def __init__(
+        self, module: str, number: int, *, folder: Path, threads: int, gpu: int = 0, output: int = 2
+    ) -> None:
+        """module: whose `serve` is called. folder: for the file of its stack. output: file descriptor of its prints."""
         self.gpu, self.file = gpu, folder / f"stack-{number}"
         ours, theirs = socket.socketpair()
         env = os.environ | {
@@ -121,7 +123,8 @@ class LocalLine:
                 pass_fds=[theirs.fileno()],
                 env=env,
                 stdin=subprocess.DEVNULL,
-                stdout=2,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
         self.connection = Connection(ours.detach())
@@ -162,9 +165,9 @@ class Local:
 
     host, near = LOOPBACK, True
 
-    def __init__(self, count: int, threads: int, *, module: str, first_gpu: int = 0) -> None:
-        """first_gpu: of the first process; the others' follow."""
-        self.module, self.threads, self.first_gpu = module, threads, first_gpu
+    def __init__(self, count: int, threads: int, *, module: str, first_gpu: int = 0, output: int = 2) -> None:
+        """first_gpu: of the first process; the others' follow. output: the file descriptor that they print to."""
+        self.module, self.threads, self.first_gpu, self.output = module, threads, first_gpu, output
         self.folder = Path(tempfile.mkdtemp(prefix="whet-processes-"))
         self.lines: list[LocalLine] = []
         try:
@@ -191,7 +194,9 @@ class Local:
 
     def _start(self, number: int) -> LocalLine:
         gpu = self.first_gpu + number
-        return LocalLine(self.module, number, folder=self.folder, threads=self.threads, gpu=gpu)
+        return LocalLine(
+            self.module, number, folder=self.folder, threads=self.threads, gpu=gpu, output=self.output
+        )
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

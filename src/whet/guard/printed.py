@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +28,10 @@ FIRST_LINES = 10
 """Lines of one source that the console shows, too."""
 LINE = 2000
 """Characters of one line."""
+BLOCK = 65536
+"""Bytes that are read from a pipe at once: what it holds."""
+FLOOD_S = 0.01
+"""Pause after a full pipe: whoever prints without end waits, and costs this process little."""
 
 
 @dataclass
@@ -96,3 +102,35 @@ class Printed:
         if source.cut:
             log.info("%s printed %d bytes more, which are not in this log", name, source.cut)
             source.cut = 0
+
+
+class PrintingPipe:
+    """A pipe for what processes print past Python: their `fd`. A thread reads it into a `Printed`; `close` it."""
+
+    def __init__(self, printed: Printed, name: str) -> None:
+        self.printed, self.name = printed, name
+        self._read, self.fd = os.pipe()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="whet-printed", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """What is in the pipe is logged; what is printed later is lost. Safe to call twice."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._thread.join()
+            os.close(self._read)
+            os.close(self.fd)
+
+    def _work(self) -> None:
+        ended, there = False, select.poll()
+        there.register(self._read, select.POLLIN)
+        while not ended:
+            ended = self._closed.is_set()  # one more look
+            if not there.poll(0 if ended else 100):
+                continue
+            data = os.read(self._read, BLOCK)
+            kept = data[:MOST_BYTES]
+            self.printed.take(self.name, kept.decode(errors="replace"), dropped_bytes=len(data) - len(kept))
+            if len(data) == BLOCK:
+                time.sleep(FLOOD_S)

@@ -176,7 +176,7 @@ def _environment(out: Probed, cfg: Config, stage: str, env: EnvironmentConfig) -
         if not tasks:
             yield left_open(what, "it loads; there are no rows to play it on")
             return
-        told, step = asyncio.run(_turn(hosts, tasks[0], env))
+        told, tools, step = asyncio.run(_turn(hosts, tasks[0], env))
     except (WhetError, EnvFault, EnvRestarted) as e:
         out.worldless.add(stage)
         yield fails(what, str(e))
@@ -189,17 +189,23 @@ def _environment(out: Probed, cfg: Config, stage: str, env: EnvironmentConfig) -
         yield fails(what, f"fault: {step.fault}")
         return
     end = "ends the episode" if step.done else f"is answered with {len(step.messages)} messages"
-    yield works(what, f"{len(told)} messages at first; an empty reply gets {step.reward} and {end}")
+    named = f"; tools: {', '.join(tools)}" if tools else ""
+    yield works(what, f"{len(told)} messages at first; an empty reply gets {step.reward} and {end}{named}")
 
 
-async def _turn(hosts: EnvHosts, task: Task, env: EnvironmentConfig) -> tuple[list[Message], EnvStep]:
+async def _turn(
+    hosts: EnvHosts, task: Task, env: EnvironmentConfig
+) -> tuple[list[Message], list[str], EnvStep]:
+    """The first messages, the names of the tools, the answer to an empty reply."""
+
     async def ask(path: object, messages: list[Message], sampling: object) -> Message:
         return Message("assistant", "")
 
     played = hosts.make(task, World(0, ask))
     try:
         async with asyncio.timeout(3 * env.timeout_s + 10):
-            return await played.first(), await played.step(Message("assistant", ""))
+            told = await played.first()
+            return told, [tool.name for tool in played.tools], await played.step(Message("assistant", ""))
     finally:
         await played.close()
 

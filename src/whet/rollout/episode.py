@@ -107,6 +107,7 @@ class Play:
     make_env: MakeEnv | None
     codec: Codec | None
     max_turns: int
+    max_cost: float | None
     observation_tokens: int
     max_total_tokens: int | None
     pace: Pace
@@ -123,6 +124,8 @@ class Episode:
     """The key of the random numbers of a fork."""
     alone: bool = False
     """Its environment gets a process of its own."""
+    attempt: int = 0
+    """How often the rollout has failed before."""
     conversation: list[Message] = field(default_factory=list)
     """All messages so far, where there is an environment; a plain prompt is a user's."""
     said: list[Message] = field(default_factory=list)
@@ -227,6 +230,7 @@ async def play_groups(
     make_env: MakeEnv | None = None,
     codec: Codec | None = None,
     max_turns: int = 8,
+    max_cost: float | None = None,
     observation_tokens: int = 1024,
     max_total_tokens: int | None = None,
     ended: Callable[[Task], object] = lambda task: None,
@@ -234,12 +238,12 @@ async def play_groups(
     """`group_size` rollouts of each task, all at once, in the order of the tasks.
 
     Without `make_env` a rollout is one reply to the task's tokens. With it, the environment's first messages follow the
-    prompt, and the environment answers every reply, for at most `max_turns` turns; `sampling.max_tokens` bounds the
-    sampled tokens of all turns together, `observation_tokens` those that a strand has beyond the prompt and the sampled
-    ones, `max_total_tokens` a full strand, prompt included. A rollout that raises or takes longer than `timeout_s` (or
-    than `pace` allows) is retried `retries` times; then it ends as `abort`, with its finished turns and the reason in
-    `error`. It never affects other rollouts. ended: called with its task when a rollout is over. Raises EnvBroken if
-    environments cannot be played any more.
+    prompt, and the environment answers every reply, for at most `max_turns` turns and until its part `cost` adds up to
+    `max_cost`; `sampling.max_tokens` bounds the sampled tokens of all turns together, `observation_tokens` those that a
+    strand has beyond the prompt and the sampled ones, `max_total_tokens` a full strand, prompt included. A rollout that
+    raises or takes longer than `timeout_s` (or than `pace` allows) is retried `retries` times; then it ends as `abort`,
+    with its finished turns and the reason in `error`. It never affects other rollouts. ended: called with its task when
+    a rollout is over. Raises EnvBroken if environments cannot be played any more.
     """
     if make_env is not None and codec is None:
         raise ValueError("make_env needs a codec, which encodes the environment's messages as tokens")
@@ -250,22 +254,23 @@ async def play_groups(
         make_env=make_env,
         codec=codec,
         max_turns=max_turns,
+        max_cost=max_cost,
         observation_tokens=observation_tokens,
         max_total_tokens=max_total_tokens,
         pace=pace or Pace(timeout_s),
     )
 
-    def start(task: Task, index: int, *, alone: bool) -> Episode:
+    def start(task: Task, index: int, *, alone: bool, attempt: int) -> Episode:
         def key_of(fork: Fork) -> int:
             return rollout_key(seed, task.uid, index, purpose=purpose, fork=fork)
 
-        return Episode(task, index, sampling, key_of, alone)
+        return Episode(task, index, sampling, key_of, alone, attempt)
 
     async def one(task: Task, index: int) -> Rollout:
         lost, alone, tried = 0, False, 0
         while True:
             try:
-                rollout = await _finish(start(task, index, alone=alone), play)
+                rollout = await _finish(start(task, index, alone=alone, attempt=tried), play)
             except EnvRestarted as error:  # of another episode, as far as is known: not a try of this one
                 lost += 1
                 alone = alone or error.suspect or lost == MOST_LOST
@@ -322,7 +327,8 @@ async def _turns(episode: Episode, play: Play) -> tuple[FinishReason, StopReason
     assert play.codec is not None
     play = replace(play, codec=play.codec.of(episode.task.chat_template_kwargs))
     assert play.make_env is not None
-    world = World(key(episode.key_of(()), "env"), partial(_chat, episode, play), alone=episode.alone)
+    ask, own = partial(_chat, episode, play), key(episode.key_of(()), "env")
+    world = World(own, ask, alone=episode.alone, index=episode.index, attempt=episode.attempt)
     env = play.make_env(episode.task, world)
     try:
         ended = await _converse(episode, play, env, world)
@@ -351,6 +357,8 @@ async def _converse(episode: Episode, play: Play, env: Env, world: World) -> tup
             return reason, "tokens" if _left(episode, play, 0) < 1 else "context"
         if turn == play.max_turns:
             return "length", "turns"
+        if play.max_cost is not None and episode.parts.get("cost", 0.0) >= play.max_cost:
+            return "length", "cost"
         if (stop := _observe(episode, play, step, (turn, 0))) is not None:
             return "length", stop
     return "length", "turns"

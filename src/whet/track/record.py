@@ -6,6 +6,7 @@
     batches/STAGE-step-000012.parquet             checkpoints/    export/
     run.log          tensorboard/STAGE/           lock             pid and host of the run
     timeline.json    what was done when (`whet show RUN --timeline`)
+    journal/         what environments have answered since the oldest checkpoint (`envs.journal`)
     dumps.jsonl      files that were written elsewhere (track.rollouts_dump ...), by step and SHA-256
     uploads.json     checkpoints that were copied elsewhere (checkpoint.upload_to)
 

@@ -8,6 +8,11 @@ from pydantic import Field
 
 from whet.config.sections.base import Above0, Count, Fraction, NonNegative, Positive, Section
 
+TOOLS = "whet.envs.tool_env:tools"
+"""The environment that runs tool calls."""
+TOOL_TIMEOUT_S = 30.0
+"""Longest time of a call of a tool, where the arguments of TOOLS give none."""
+
 
 class SamplingConfig(Section):
     """Sampling parameters."""
@@ -46,6 +51,9 @@ class EnvironmentConfig(Section):
     """Further arguments of make, by name."""
     max_turns: Positive = 8
     """Maximum number of replies of the policy in one rollout. sampling.max_tokens limits their tokens together."""
+    max_cost: Above0 | None = None
+    """A rollout ends after the turn with which the part `cost` of its environment's answers (`EnvStep.parts`, or
+    whet.envs.tools.Priced of a tool) adds up to this, in the unit of that part. null: no limit."""
     observation_tokens: Positive = 1024
     """Maximum number of tokens of the environment in one rollout, in addition to max_prompt_tokens and max_tokens; a
     rollout whose next messages would exceed it ends with the reason length."""
