@@ -13,7 +13,8 @@ import pytest
 from codecs_numbers import Numbers
 from whet.config.schema import SamplingConfig
 from whet.envs.env import EnvStep, World
-from whet.rollout.episode import Pace, play_groups, to_sampling
+from whet.rollout.episode import play_groups, to_sampling
+from whet.rollout.pace import Pace
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import rollout_key
 from whet.types import Completion, Group, Message, Rollout, Sampling, Task, Turn, VersionSpan

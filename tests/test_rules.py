@@ -81,6 +81,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "reference.reset_interval_epochs": [(*DISTILL, "reference.reset_interval_epochs=1")],
     "rewards": [("-rewards",)],
     "rollout.env": [("rollout.env={make: 'games.py:Guess'}", "data.chat=false")],
+    "rollout.env.input_tokens": [("rollout.env={make: 'games.py:Guess', input_tokens: 7}", "data.chat=true")],
     "rollout.group_size": [("rollout.group_size=1",), (ONLINE_DPO, "rollout.group_size=1")],
     "rollout.sampling.temperature": [
         ("rollout.sampling.temperature=0.0",),

@@ -37,7 +37,8 @@ from whet.guard.ledger import Ledger
 from whet.job import Models, decoder_of, end_tokens
 from whet.rewards.combine import RewardSet, check_failures, score
 from whet.rollout.engine import RolloutEngine
-from whet.rollout.episode import Pace, play_groups, to_sampling
+from whet.rollout.episode import play_groups, to_sampling
+from whet.rollout.pace import Pace
 from whet.types import Group, Json, Metrics, Sampling, Task, WhetError
 
 T = TypeVar("T")

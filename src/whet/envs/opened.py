@@ -53,6 +53,9 @@ class Environments:
             "codec": codec,
             "max_turns": env.max_turns,
             "observation_tokens": env.observation_tokens,
+            "max_tokens_per": env.max_tokens_per,
+            "tokens_after_prompt": env.tokens_after_prompt,
+            "input_tokens": env.input_tokens,
         }
 
     def timings(self) -> Metrics:

@@ -10,11 +10,10 @@ import asyncio
 import logging
 import math
 import time
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 from uuid import uuid4
 
 import numpy as np
@@ -35,6 +34,7 @@ from whet.envs.env import (
 from whet.guard.foreign import MOST_SAID, number, words
 from whet.guard.worker import describe
 from whet.rollout.engine import RolloutEngine
+from whet.rollout.pace import Pace
 from whet.rollout.requests import Decode, ends_of
 from whet.seeds import key, rollout_key
 from whet.types import (
@@ -59,6 +59,9 @@ log = logging.getLogger(__name__)
 
 Fork = tuple[int, ...]
 """Names a strand within its rollout, see `Episode.strands`."""
+
+MaxTokensPer = Literal["rollout", "turn"]
+"""What `sampling.max_tokens` limits."""
 
 MOST_CHATS = 256
 """Calls of `world.chat` in one rollout."""
@@ -109,48 +112,9 @@ class Play:
     observation_tokens: int
     max_total_tokens: int | None
     pace: Pace
-
-
-LEAST_FINISHED = 8
-"""Finished rollouts that make a mean."""
-
-
-@dataclass
-class Pace:
-    """How long a rollout may take: `timeout_s`, and no longer than `factor` times the mean of those finished so far."""
-
-    timeout_s: float
-    factor: float | None = None
-    count: int = field(default=0, repr=False)
-    seconds: float = field(default=0.0, repr=False)
-    told: set[tuple[str, ...]] = field(default_factory=set, repr=False)
-    """Kinds of errors, with their places, whose traceback stands in the log."""
-
-    @property
-    def limit_s(self) -> float:
-        if self.factor is None or self.count < LEAST_FINISHED:
-            return self.timeout_s
-        return min(self.timeout_s, self.factor * self.seconds / self.count)
-
-    def said(self, limit_s: float) -> str:
-        """The limit and where it comes from."""
-        if limit_s == self.timeout_s:
-            return f"rollout.timeout_s={limit_s:g}"
-        return f"{limit_s:.3g} s, rollout.timeout_factor={self.factor:g} times the mean"
-
-    def untold(self, error: Exception) -> Exception | None:
-        """The error if its traceback is still to be written down: once for each place that it comes from."""
-        frames = traceback.extract_tb(error.__traceback__)
-        place = (type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames[-1:]))
-        if isinstance(error, WhetError) or place in self.told:
-            return None
-        self.told.add(place)
-        return error
-
-    def finished(self, seconds: float) -> None:
-        """One more rollout came to its end."""
-        self.count += 1
-        self.seconds += seconds
+    max_tokens_per: MaxTokensPer = "rollout"
+    tokens_after_prompt: int | None = None
+    input_tokens: int | None = None
 
 
 @dataclass
@@ -311,14 +275,18 @@ async def play_groups(
     max_turns: int = 8,
     observation_tokens: int = 1024,
     max_total_tokens: int | None = None,
+    max_tokens_per: MaxTokensPer = "rollout",
+    tokens_after_prompt: int | None = None,
+    input_tokens: int | None = None,
     ended: Callable[[Task], object] = lambda task: None,
 ) -> list[Group]:
     """`group_size` rollouts of each task, all at once, in the order of the tasks.
 
     Without `make_env` a rollout is one reply to the task's tokens. With it, the environment's first messages follow the
     prompt, and the environment answers every reply, for at most `max_turns` turns; `sampling.max_tokens` bounds the
-    sampled tokens of all turns together, `observation_tokens` those that a strand has beyond the prompt and the sampled
-    ones, `max_total_tokens` a full strand, prompt included. A rollout that raises or takes longer than `timeout_s` (or
+    sampled tokens of all turns together (or of each, by `max_tokens_per`), `observation_tokens` those that a strand has
+    beyond the prompt and the sampled ones, `tokens_after_prompt` both, `max_total_tokens` a full strand, prompt
+    included, `input_tokens` what a reply follows. A rollout that raises or takes longer than `timeout_s` (or
     than `pace` allows) is retried `retries` times; then it ends as `abort`, with its finished turns and the reason in
     `error`. It never affects other rollouts. ended: called with its task when a rollout is over. Raises EnvBroken if
     environments cannot be played any more.
@@ -335,6 +303,9 @@ async def play_groups(
         observation_tokens=observation_tokens,
         max_total_tokens=max_total_tokens,
         pace=pace or Pace(timeout_s),
+        max_tokens_per=max_tokens_per,
+        tokens_after_prompt=tokens_after_prompt,
+        input_tokens=input_tokens,
     )
 
     def start(task: Task, index: int, *, alone: bool) -> Episode:
@@ -427,7 +398,7 @@ async def _converse(episode: Episode, play: Play, env: Env, world: World) -> tup
         # in this order: what the environment says, the limits of the reply, those of the rollout
         if step.done:
             return reason, step.stop or "done"
-        if reason == "length":
+        if reason == "length" and play.max_tokens_per == "rollout":
             return reason, "tokens" if _left(episode, play, 0) < 1 else "context"
         if turn == play.max_turns:
             return "length", "turns"
@@ -464,6 +435,11 @@ async def _open(episode: Episode, play: Play, env: Env) -> None:
             f"the environment's first messages have {given} tokens, more than "
             f"rollout.env.observation_tokens={play.observation_tokens} allows"
         )
+    if play.input_tokens is not None and (length := len(episode.strand.token_ids)) > play.input_tokens:
+        raise WhetError(
+            f"the prompt has {length} tokens with the environment's tools and first messages, more than "
+            f"rollout.env.input_tokens={play.input_tokens} allows"
+        )
 
 
 def _observe(episode: Episode, play: Play, step: EnvStep, fork: Fork) -> StopReason | None:
@@ -487,6 +463,8 @@ def _observe(episode: Episode, play: Play, step: EnvStep, fork: Fork) -> StopRea
     sampled = sum(strand.mask) if extends else 0 if step.history is not None else episode.sampled
     if len(whole) - sampled - episode.prompt_tokens > play.observation_tokens:
         return "observations"
+    if play.input_tokens is not None and len(whole) > play.input_tokens:
+        return "context"
     if _left(episode, play, len(whole)) < 1:
         return "tokens" if _left(episode, play, 0) < 1 else "context"
     episode.conversation = conversation
@@ -515,8 +493,13 @@ def _given(episode: Episode, strand: Growing) -> int:
 
 def _left(episode: Episode, play: Play, length: int) -> int:
     """Tokens that may still be sampled in the conversation, in a strand of this length."""
-    left = episode.sampling.max_tokens - episode.sampled
-    return left if play.max_total_tokens is None else min(left, play.max_total_tokens - length)
+    used = episode.sampled if play.max_tokens_per == "rollout" else 0
+    left = [episode.sampling.max_tokens - used]
+    if play.max_total_tokens is not None:
+        left.append(play.max_total_tokens - length)
+    if play.tokens_after_prompt is not None:
+        left.append(play.tokens_after_prompt + episode.prompt_tokens - length)
+    return min(left)
 
 
 async def _reply(episode: Episode, play: Play) -> FinishReason:
