@@ -93,7 +93,9 @@ def test_the_limits_of_other_systems_on_turns() -> None:
         ({"max_turns": 9, "max_tokens_per": "turn", "input_tokens": 10}, 1, [1, 1, 1], "context"),
     ]
     for limits, most, turns, stop in cases:
-        (group,) = asyncio.run(play_groups(engine, tasks, sampling=Sampling(max_tokens=most), **limits, **fixed))
+        (group,) = asyncio.run(
+            play_groups(engine, tasks, sampling=Sampling(max_tokens=most), **limits, **fixed)
+        )
         (r,) = group.rollouts
         assert [turn.end - turn.start for turn in r.strand.turns] == turns, limits
         assert (r.error, r.finish_reason, r.stop_reason) == (None, "length", stop), limits

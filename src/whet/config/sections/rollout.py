@@ -58,11 +58,12 @@ class EnvironmentConfig(Section):
     input_tokens: Positive | None = None
     """Maximum number of tokens that a reply may follow, prompt included; a rollout whose next reply would follow more
     ends with the reason length. null: no limit beside the others. (SkyRL: max_input_length)"""
-    history: Literal["append", "template"] = "append"
+    history: Literal["append", "template", "inline"] = "append"
     """append: what was sampled and said stays as it is, and what follows a reply is appended, even where the chat
     template would drop earlier thoughts. template: each reply follows the conversation as the template renders it, as a
-    server shows it; where that changes earlier tokens, another strand of the rollout begins. With both, each sampled
-    token is trained once, after the tokens that it was sampled after."""
+    server shows it; where that changes earlier tokens, another strand of the rollout begins. inline: the messages of
+    the environment continue the reply as plain text, without the template; replies then end by sampling.stop, such as
+    </search>. Always, each sampled token is trained once, after the tokens that it was sampled after."""
     tool_format: Literal[
         "auto", "hermes", "qwen3_coder", "llama3", "mistral", "mistral_v11", "gpt_oss", "glm", "deepseek_v3",
         "deepseek", "json",
