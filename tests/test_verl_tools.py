@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from test_tool_env import END, Scripts, no_reply, says
+from whet.envs import verl_tools
 from whet.envs.env import EnvFault, EnvStep, World
 from whet.envs.verl_tools import VerlEnv, interactions_of, tools, tools_of
 from whet.rollout.episode import play_groups
@@ -293,6 +294,28 @@ def test_the_row_says_which_agent_plays_it(files: Path) -> None:
         played(row(agent_name="swe_agent"), tool_config=path)
     env, _ = played(row(extra_info={"tool_selection": ["other"]}), tool_config=path)
     assert env.tools == []
+
+
+def test_rows_that_name_no_agent_are_told_of_once(files: Path, caplog: pytest.LogCaptureFixture) -> None:
+    verl_tools._tell_of_rows.cache_clear()
+    arguments: dict[str, Any] = {"tool_config": f"{files}/tools.yaml", "default_agent": "single_turn_agent"}
+    played(row(agent_name="single_turn_agent"), says(content="x"), **arguments)
+    assert not caplog.records
+    for _ in range(2):
+        played(row(), says(content="x"), **arguments)
+    (told,) = caplog.records
+    assert "rows without a column agent_name are played in one turn" in told.getMessage()
+
+
+def test_a_class_is_named_by_its_module_as_in_verl(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a file below the working directory, where `python -m verl...` would find it."""
+    monkeypatch.chdir(files)
+    (files / "mine").mkdir()
+    (files / "mine" / "own_tools.py").write_text(CLASSES)
+    text = (files / "tools.yaml").read_text().replace(f"{files}/tools.py:Account", "mine.own_tools.Account")
+    (files / "named.yaml").write_text(text)
+    _, (first,) = played(row(), says(("pay", {"amount": 1})), tool_config=f"{files}/named.yaml")
+    assert [m.content for m in first.messages] == ["sum 1e"]
 
 
 def test_what_is_broken_is_a_fault_and_no_result(files: Path) -> None:

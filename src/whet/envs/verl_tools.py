@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,6 +21,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
+from whet.config.code import class_place
 from whet.config.interpolate import interpolate
 from whet.envs.env import MOST_TEXT, EnvFault, EnvStep, World
 from whet.envs.schemas import check_name, spec_of
@@ -28,6 +30,8 @@ from whet.guard.foreign import number, words
 from whet.guard.worker import describe
 from whet.tables import load_module, load_object, near
 from whet.types import ConfigError, Json, Message, StopReason, Task, ToolCall, ToolSpec
+
+log = logging.getLogger(__name__)
 
 SINGLE = "single_turn_agent"
 """verl's name for one reply without tools."""
@@ -140,6 +144,8 @@ class VerlEnv:
             raise EnvFault(
                 f"agent_name={self.agent!r} in the row; expected one of {', '.join(get_args(Agent))}"
             )
+        if self.agent == SINGLE and "agent_name" not in task.extra and asked.sources:
+            _tell_of_rows()
         self.named = {} if self.agent == SINGLE else _selected(asked, info)
         self.tools = [tool.spec for tool in self.named.values()]
         """What the policy is told of."""
@@ -299,6 +305,16 @@ class VerlEnv:
         return outcome.value
 
 
+@cache
+def _tell_of_rows() -> None:
+    """Once for each process: verl says nothing, and a run without a call follows."""
+    log.warning(
+        "rows without a column agent_name are played in one turn, without tools (default_agent=%s, as verl's "
+        "actor_rollout_ref.rollout.agent.default_agent_loop)",
+        SINGLE,
+    )
+
+
 def _takes(method: Callable[..., Any], name: str) -> bool:
     parameters = inspect.signature(method).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -394,9 +410,7 @@ def _entries(path: str | None, section: str) -> list[dict[str, Any]]:
 
 def _class(entry: Mapping[str, Any], path: str | None) -> Callable[..., Any]:
     """The class of an entry: package.module.Class, as verl has it, or path/to/file.py:Class."""
-    name = str(entry["class_name"])
-    if ":" not in name:
-        name = ":".join(name.rpartition(".")[::2])
+    name = class_place(str(entry["class_name"]))
     return load_object(name, what=f"{path}: class_name")
 
 
