@@ -543,6 +543,9 @@ CASES: dict[str, Case] = {
     "rollout.env.max_turns": (ENV, 1),
     "rollout.env.max_cost": (ENV.replace("Game", "Paid"), 1.0),
     "rollout.env.observation_tokens": (ENV, 2),
+    "rollout.env.max_tokens_per": (ENV.replace("max_tokens=8", "max_tokens=2"), "turn"),
+    "rollout.env.tokens_after_prompt": (ENV, 2),
+    "rollout.env.input_tokens": (f"{ENV}; data.max_prompt_tokens=10", 10),
     "rollout.env.tool_format": (
         ENV.replace("observation", "tool_format: json, observation").replace("Game", "Caller"),
         "gpt_oss",

@@ -70,6 +70,29 @@ def test_a_file_is_read_and_never_run() -> None:
     assert not {m for m in set(sys.modules) - before if "boom" in m}
 
 
+def test_a_file_of_tools_counts_with_the_classes_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's YAML, whose classes are named by module or by file; one of the standard library does not count."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("own.py").write_text("import beside\n\n\nclass Tool: ...\n")
+    Path("beside.py").write_text("x = 1\n")
+    Path("module_of_tools.py").write_text("class Other: ...\n")
+    names = ["own.py:Tool", "module_of_tools.Other", "no.such.Tool", "json.decoder.JSONDecoder"]
+    Path("tools.yaml").write_text(json.dumps({"tools": [{"class_name": name} for name in names]}))
+    Path("functions.py").write_text("def f(): ...\n")
+    arguments = {
+        "tool_config": "tools.yaml",
+        "function_tools": "functions.py",
+        "interaction_config": "none.yaml",
+    }
+    env = {"make": "whet.envs.verl_tools:tools", "arguments": arguments}
+    stages = config(rollout={**CONFIG["rollout"], "env": env})
+    assert set(digests(stages, {})) == {
+        "tools.yaml", "own.py", "beside.py", "module_of_tools.py", "functions.py",
+    }  # fmt: skip
+
+
 def test_a_changed_character_changes_the_digest_and_only_that_of_its_file() -> None:
     Path("a.py").write_text("x = 1\n")
     Path("b.py").write_text("x = 1\n")

@@ -199,6 +199,24 @@ def test_no_message_becomes_a_control_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
+def test_inline_messages_continue_the_reply_as_they_stand(name: str) -> None:
+    """Whatever the template is: the texts one after the other, control tokens in them spelled, no end and no header."""
+    template = BY_NAME[name]
+    codec, plain = codec_of(template, "inline"), codec_of(template)
+    special = set(codec.tokenizer.all_special_ids)
+    question, reply = Message("user", "q"), Message("assistant", "<search>x</search>")
+    existing = codec.encode_prompt([question])
+    assert existing == plain.encode_prompt([question])
+    new = [Message("user", f"\n<information>{template.special[0]} é"), Message("user", "</information>")]
+    added = codec.encode_observation(existing, [question, reply, *new], 2)
+    assert added is not None
+    assert codec.tokenizer.decode(added) == "".join(m.content for m in new)
+    assert not special & set(added)
+    (said, *_) = codec.check_template().said("inline")
+    assert "continues it as plain text" in said
+
+
+@pytest.mark.parametrize("name", BY_NAME)
 def test_what_the_check_says_is_what_the_table_says(name: str) -> None:
     template = BY_NAME[name]
     found = codec_of(template).check_template()

@@ -302,3 +302,25 @@ def test_the_other_end_of_the_releases_that_fit_is_the_farthest() -> None:
     assert other_end("cosmos-grpo", ["train.optm_warmup_start_factor"], "0.4.7") == "0.4.2"
     assert other_end("cosmos-grpo", [POLICY + "remote_reward.enabled"], "0.4.1") == "0.4.0"
     assert other_end("cosmos-grpo", ["train.prefetch_payloads"], "0.4.7") == "", "no other release has it"
+
+
+TURNS = "rollout.multi_turn_config."
+
+
+def test_several_turns_have_tools_of_this_file_or_none() -> None:
+    given = {TURNS + "enable": True, TURNS + "enable_tools": True, TURNS + "max_assistant_turns": 3}
+    tree = made("0.4.4", {**given, "policy.model_max_length": 900}).tree
+    assert tree["rollout"]["env"] == {
+        "make": "whet.envs.tool_env:tools", "max_turns": 3, "max_tokens_per": "turn", "observation_tokens": 900,
+        "history": "template",
+    }  # fmt: skip
+    assert tree["data"]["chat"] is True
+    assert "env" not in made("0.4.4", {**given, TURNS + "enable": False}).tree["rollout"]
+    file = Path(__file__).parent / "dialects" / "cosmos_tools.toml"
+    env = load(file, rehearsal=True).config.rollout.env
+    assert env is not None
+    assert (env.arguments, env.max_turns) == ({"functions": ["tests/dialects/tools/functions.py:add"]}, 4)
+    for key, value in (("add_generation_prompt", False), ("continue_final_message", True)):
+        (text,) = said("0.4.4", {TURNS + "enable": True, TURNS + key: value})
+        assert "always" in text
+        assert said("0.4.4", {TURNS + key: value}) == [], "where there is one turn, nothing reads it"

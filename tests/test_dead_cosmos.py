@@ -47,6 +47,7 @@ DECAYS = {"train.optm_decay_type": "linear"}
 TEACHER = {"distillation.enable": True}
 
 CONTEXTS: dict[str, dict[str, Any]] = {
+    "rollout.multi_turn_config.max_assistant_turns": {"rollout.multi_turn_config.enable": True},
     "custom": {POLICY + "dataset.name": "rows.py:rows"},
     POLICY + "dataset.subset": FOLDER,
     POLICY + "dataset.split": FOLDER,

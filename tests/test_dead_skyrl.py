@@ -47,7 +47,17 @@ EIGHT = [f"{P}.policy_num_gpus_per_node=8"]
 PROFILER = "trainer.policy.torch_profiler_config"
 ASYNC = "trainer.fully_async.enabled=true"
 
+TURNS = ["environment.env_class=search", "generator.max_turns=3", "generator.max_input_length=4096"]
+
 CONTEXTS: dict[str, list[str]] = {
+    **dict.fromkeys(("generator.max_turns", "generator.max_input_length", "environment.skyrl_gym"), TURNS),
+    "generator.use_conversation_multi_turn": TURNS,
+    "generator.step_wise_trajectories": [*TURNS, "generator.use_conversation_multi_turn=true"],
+    "generator.append_eos_token_after_stop_str_in_multi_turn": [
+        *TURNS,
+        "generator.use_conversation_multi_turn=true",
+        'generator.sampling_params.stop=["x"]',
+    ],
     "trainer.critic": GAE,
     f"{A}.value_": GAE,
     f"{A}.normalize_reward": GAE,
@@ -131,6 +141,10 @@ CONTEXTS: dict[str, list[str]] = {
 """By the beginning of a key, the longest that fits: what must be on for it to be read."""
 
 OTHERS: dict[str, Json] = {
+    "generator.max_turns": 4,
+    "generator.max_input_length": 5000,
+    "generator.use_conversation_multi_turn": True,
+    "environment.skyrl_gym.*": {"search": {"topk": 3}},
     "deepspeed_config.train.gradient_clipping": 2.0,
     "generator.chat_template.name_or_path": "t.jinja",
     "generator.chat_template.source": "name",

@@ -29,7 +29,15 @@ IS, RS = "algorithm.rollout_is", "algorithm.rollout_correction.rollout_rs"
 MOE, SFT_MOE = A + "megatron.override_transformer_config.moe_", "engine.override_transformer_config.moe_"
 DISTILL = "distillation.distillation_loss."
 
+TURNS = R + "multi_turn."
+TOOLS: Given = {TURNS + "enable": True, TURNS + "tool_config_path": "tools.yaml"}
+AGENT: Given = {**TOOLS, R + "mode": "async"}
+
 OTHER: Given = {
+    TURNS + "format": "qwen3_coder",
+    TURNS + "tool_response_truncate_side": "left",
+    **{TURNS + f"max_{key}turns": 3 for key in ("", "assistant_", "user_")},
+    R + "agent.default_agent_loop": "tool_agent",
     "algorithm.gdpo_reward_keys": ["score", "right"],
     "algorithm.gdpo_reward_weights": [0.5, 2.0],
     DISTILL + "loss_mode": "k2",
@@ -235,6 +243,15 @@ GDPO: Given = {
 }
 
 CONTEXTS: dict[str, Given] = {
+    TURNS + "enable": {TURNS + "tool_config_path": "tools.yaml"},
+    **{TURNS + key: {TURNS + "enable": True} for key in ("tool_config_path", "interaction_config_path")},
+    TURNS + "function_tool_path": {TURNS + "enable": True},
+    **{TURNS + key: TOOLS for key in ("max_turns", "max_assistant_turns", "max_user_turns")},
+    **dict.fromkeys(
+        (TURNS + "format", TURNS + "use_inference_chat_template", TURNS + "max_parallel_calls"), AGENT
+    ),
+    **dict.fromkeys((TURNS + "max_tool_response_length", TURNS + "tool_response_truncate_side"), AGENT),
+    R + "agent.default_agent_loop": AGENT,
     **dict.fromkeys(("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"), GDPO),
     "distillation.enabled": {k: v for k, v in TEACHER.items() if k != "distillation.enabled"},
     **dict.fromkeys(("distillation.teacher_models.*", DISTILL + "use_task_rewards"), TEACHER),

@@ -81,6 +81,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "reference.reset_interval_epochs": [(*DISTILL, "reference.reset_interval_epochs=1")],
     "rewards": [("-rewards",)],
     "rollout.env": [("rollout.env={make: 'games.py:Guess'}", "data.chat=false")],
+    "rollout.env.input_tokens": [("rollout.env={make: 'games.py:Guess', input_tokens: 7}", "data.chat=true")],
     "rollout.env.timeout_s": [
         ("rollout.env={make: 'whet.envs.tool_env:tools', timeout_s: 30}",),
         ("rollout.env={make: 'whet.envs.tool_env:tools', arguments: {tool_timeout_s: 61}}",),

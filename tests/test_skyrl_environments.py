@@ -8,7 +8,7 @@ import pytest
 
 from whet.config.load import Loaded
 from whet.config.load import load as load_config
-from whet.dialects.row import NotSupportedYet, Values
+from whet.dialects.row import Native, NotSupportedYet, Values
 from whet.dialects.skyrl import learn, run
 from whet.dialects.tables import table
 from whet.dialects.versions import VERSION
@@ -69,17 +69,89 @@ def test_aime_reads_the_column_of_its_answer() -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("text2sql", "several turns and tools"),
-        ("lcb", "run the reply's code"),
-        ("llm_as_a_judge", "judges behind an API"),
-        ("multiply", "your own code registers"),
-        (None, "your own code registers"),
+        (
+            "lcb",
+            r"runs what the policy writes as a program.*; write an environment that does so in a sandbox",
+        ),
+        ("multiply", r"your own code registers.*environment\.env_class=path/to/file\.py:name"),
+        (None, r"your own code registers.*environment\.env_class=path/to/file\.py:name"),
     ],
 )
-def test_other_environments_are_refused_with_what_is_missing(name: Json, why: str) -> None:
-    with pytest.raises(NotSupportedYet, match=why) as e:
+def test_other_environments_are_refused_with_what_to_do(name: Json, why: str) -> None:
+    with pytest.raises(NotSupportedYet, match=why):
         run.environment(values({"environment.env_class": name}))
-    assert "environment.env_class=path/to/file.py:name" in str(e.value)
+
+
+# ---------------------------------------------------------------- several turns
+
+SEARCH: dict[str, Json] = {
+    "environment.env_class": "search", "generator.max_turns": 4, "generator.max_input_length": 900,
+    "environment.skyrl_gym.*": {"search": {"topk": 3, "search_url": "http://there"}, "text2sql": {"db_path": "sql"}},
+}  # fmt: skip
+
+
+def env(given: dict[str, Json], version: str = "main") -> Native:
+    made = run.environment(values({**SEARCH, **given}, version))
+    return {key.removeprefix("rollout.env."): value for key, value in made.items()}
+
+
+def test_an_environment_of_skyrl_gym_is_played_by_its_own_code() -> None:
+    assert env({}) == {
+        "make": "whet.envs.skyrl_gym:make",
+        "arguments": {"env": "search", "max_turns": 4, "topk": 3, "search_url": "http://there"},
+        "max_turns": 4, "max_tokens_per": "turn", "input_tokens": 900, "observation_tokens": 900, "history": "append",
+    }  # fmt: skip
+    once = env(
+        {"environment.env_class": "text2sql", "generator.max_turns": 1, "generator.max_input_length": 512}
+    )
+    assert once["arguments"] == {"env": "text2sql", "max_turns": 1, "db_path": "sql"}
+    mine = env({"environment.env_class": "games.py:Game"})
+    assert mine["arguments"] == {"env": "games.py:Game", "max_turns": 4}
+    over = run.environment(values({**SEARCH, "environment.env_class": "gsm8k"}))
+    assert over == {"rewards.gsm8k.function": "whet.rewards.gsm8k:gsm8k"}, "it ends after one reply"
+
+
+def test_how_turns_follow_each_other() -> None:
+    template, kept, raw = (
+        "generator.chat_template.name_or_path",
+        "qwen3_with_thinking",
+        "use_conversation_multi_turn",
+    )
+    assert env({template: kept})["history"] == "append"
+    assert env({template: "qwen3_without_thinking"})["history"] == "template"
+    assert env({f"generator.{raw}": False, template: "qwen3_without_thinking"})["history"] == "inline"
+    assert env({}, "doc")["history"] == "inline", "the document's default"
+    assert env({"generator.step_wise_trajectories": True})["history"] == "template"
+    assert run.chat_template(values({template: kept})) == {}
+    stop: dict[str, Json] = {"generator.sampling_params.stop": ["</answer>"]}
+    assert env(stop)["history"] == "append"
+    unclosed = {"generator.append_eos_token_after_stop_str_in_multi_turn": False}
+    with pytest.raises(ConfigError, match="closed as the chat template closes it"):
+        env({**stop, **unclosed})
+    assert env(unclosed)["history"] == "append", "without stop texts nothing reads it"
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({f"{A}.loss_reduction": "sequence_mean"}, "trains every turn as a sequence of its own"),
+        ({f"{A}.advantage_estimator": "gae"}, "without a critic alone"),
+        (
+            {"generator.use_conversation_multi_turn": False},
+            r"needs generator\.use_conversation_multi_turn=true",
+        ),
+    ],
+)
+def test_turns_as_sequences_of_their_own(given: dict[str, Json], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        env({"generator.step_wise_trajectories": True, **given})
+
+
+def test_the_longest_input_holds_the_prompt() -> None:
+    with pytest.raises(ConfigError, match=r"must be at least trainer\.max_prompt_length=512"):
+        env({"generator.max_input_length": 400})
+    with pytest.raises(NotSupportedYet, match="the penalty is one of replies of one turn"):
+        env({f"{A}.overlong_buffer_len": 16})
 
 
 # ---------------------------------------------------------------- registered names

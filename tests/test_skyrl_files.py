@@ -97,9 +97,7 @@ def test_what_changes_nothing_is_accepted(override: str) -> None:
     "override",
     [
         "trainer.algorithm.zero_variance_filter=true",
-        "generator.max_turns=4",
         "generator.run_engines_locally=false",
-        "environment.env_class=text2sql",
     ],
 )
 def test_what_is_not_built_is_refused_by_name(override: str) -> None:
@@ -328,9 +326,9 @@ def test_zero_reward_on_non_stop_and_dumps_and_exports(work: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "feature"),
     [
-        ("generator.rate_limit.enabled=true", "several turns and tools"),
-        ("generator.miniswe_config_path=a.yaml", "several turns and tools"),
-        ("harbor_trial_config.trials_dir=there", "several turns and tools"),
+        ("generator.rate_limit.enabled=true", "Write an environment"),
+        ("generator.miniswe_config_path=a.yaml", "Write an environment"),
+        ("harbor_trial_config.trials_dir=there", "Write an environment"),
         ("trainer.arctic_rl.zero_stage=2", "ArcticRL's trainer and servers"),
         ("trainer.num_dummy_steps=5", "trial runs on made-up rows"),
     ],

@@ -69,6 +69,61 @@ def test_what_an_environment_says_counts_too() -> None:
         assert (len(r.strand.token_ids), r.error, r.finish_reason) == (tokens, None, "length")
 
 
+def test_the_limits_of_other_systems_on_turns() -> None:
+    """The prompt has 2 tokens and 2 follow, then turns of two sampled and two told.
+
+    tokens_after_prompt (verl): what is sampled and told together. input_tokens (SkyRL): what a reply follows, which is
+    4, 8, 12 here. Neither is touched by `max_tokens`, which is for each turn: with 1 every reply is cut, and answered.
+    """
+    tasks = [Task(uid=1, source="s", prompt=(Message("user", "50 51"),), token_ids=(50, 51))]
+    engine = ScriptedEngine(lambda *_: [ON, 1])
+    fixed: dict[str, Any] = {
+        "group_size": 1, "seed": 1, "purpose": "train", "decode": str, "end_token_ids": [1], "timeout_s": 5.0,
+        "make_env": lambda task, world: Echo(), "codec": Numbers(), "observation_tokens": 100,
+    }  # fmt: skip
+    cases: list[tuple[dict[str, Any], int, list[int], str]] = [
+        ({"tokens_after_prompt": 12}, 50, [2, 2, 2], "context"),
+        ({"tokens_after_prompt": 11}, 50, [2, 2, 1], "context"),
+        ({"tokens_after_prompt": 10}, 50, [2, 2], "context"),
+        ({"input_tokens": 12}, 50, [2, 2, 2], "context"),
+        ({"input_tokens": 11}, 50, [2, 2], "context"),
+        ({"max_turns": 3}, 4, [2, 2], "tokens"),
+        ({"max_turns": 3, "max_tokens_per": "turn"}, 4, [2, 2, 2], "turns"),
+        ({"max_turns": 3, "max_tokens_per": "turn"}, 1, [1, 1, 1], "turns"),
+        ({"max_turns": 9, "max_tokens_per": "turn", "input_tokens": 10}, 1, [1, 1, 1], "context"),
+    ]
+    for limits, most, turns, stop in cases:
+        (group,) = asyncio.run(
+            play_groups(engine, tasks, sampling=Sampling(max_tokens=most), **limits, **fixed)
+        )
+        (r,) = group.rollouts
+        assert [turn.end - turn.start for turn in r.strand.turns] == turns, limits
+        assert (r.error, r.finish_reason, r.stop_reason) == (None, "length", stop), limits
+    (group,) = asyncio.run(
+        play_groups(engine, tasks, sampling=Sampling(max_tokens=4), input_tokens=3, **fixed)
+    )
+    assert "the prompt has 4 tokens" in str(group.rollouts[0].error)
+
+
+def test_the_plan_counts_every_turn() -> None:
+    """16 tokens a reply, 8 a prompt: together, in four turns, and with each of the limits."""
+    env = {"make": "games.py:Guess", "max_turns": 4, "observation_tokens": 10}
+    chat = {"tokenizer": {"build": "chars", "chat_template": "{{ messages }}"}}
+
+    def longest(**limits: Any) -> int:
+        run = {
+            **BASE, **chat, "rollout": BASE["rollout"] | {"env": env | limits},
+            "data": BASE["data"] | {"max_total_tokens": None, "chat": True},
+            "model": {"scratch": BASE["model"]["scratch"] | {"max_position_embeddings": 200}},
+        }  # fmt: skip
+        return plans(load(None, (), run))[0].max_sequence_tokens
+
+    assert longest() == 8 + 16 + 10
+    assert longest(max_tokens_per="turn") == 8 + 4 * 16 + 10
+    assert longest(max_tokens_per="turn", tokens_after_prompt=30) == 8 + 30
+    assert longest(max_tokens_per="turn", input_tokens=20) == 20 + 16
+
+
 BASE: dict[str, Any] = {
     "model": {
         "scratch": {

@@ -922,8 +922,19 @@ def test_rewards_by_name_or_file() -> None:
         judging.rewards(grpo(buffer__explorer_input__default_reward_fn_type="rm_gallery_reward"))
     with pytest.raises(ConfigError, match="did you mean math_reward"):
         judging.rewards(grpo(buffer__explorer_input__default_reward_fn_type="math_rewrd"))
-    with pytest.raises(NotSupportedYet, match="workflow of several turns"):
-        judging.rewards(grpo(buffer__explorer_input__default_workflow_type="alfworld_workflow"))
+    for workflow, why in (
+        ("RAFT_alfworld_workflow", "it plays ALFWorld by that package"),
+        ("TCOD_b2f_scienceworld_workflow", "it plays ScienceWorld"),
+        ("frozen_lake_workflow", "it plays gymnasium's FrozenLake"),
+        ("async_math_rm_workflow", "another model judges its replies"),
+        ("agentscope_react_workflow", "it is an agent in another program"),
+        ("tool_call_workflow", "its prompts are made of columns"),
+        ("my_workflow", "it is code over Trinity-RFT's own interfaces"),
+    ):
+        with pytest.raises(
+            NotSupportedYet, match=rf"{workflow} is not read: {why}.*whet\.rollout\.env\.make"
+        ):
+            judging.rewards(grpo(buffer__explorer_input__default_workflow_type=workflow))
     with pytest.raises(ConfigError, match="must be given"):
         judging.rewards(grpo())
 

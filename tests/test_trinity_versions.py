@@ -280,3 +280,26 @@ def test_a_run_ends_with_its_last_full_batch() -> None:
     made = read("0.5.2", {"buffer.total_epochs": 3})
     assert get(made.tree, ("train", "drop_last")) == "end"
     assert get(read("0.5.2", {"buffer.total_steps": 3}).tree, ("train", "drop_last")) is None
+
+
+def told(given: dict[str, Json]) -> list[str]:
+    found = read("0.6.0", given)
+    return [text for _, text in (*found.problems, *found.unbuilt)]
+
+
+@pytest.mark.parametrize("key", ["workflow_key", "reward_fn_key"])
+def test_a_row_does_not_choose_what_judges_it(key: str) -> None:
+    column = f"buffer.explorer_input.taskset.format.{key}"
+    (text,) = [text for text in told({column: "kind"}) if column in text]
+    assert "A row never says which code judges it" in text
+    assert not [text for text in told({column: ""}) if column in text]
+
+
+def test_settings_of_servers_for_workflows_change_nothing() -> None:
+    at = "explorer.rollout_model."
+    given = {
+        at + "enable_history": True, at + "enable_auto_tool_choice": True, at + "tool_call_parser": "hermes",
+        at + "reasoning_parser": "qwen3", at + "enable_openai_api": True,
+        "buffer.explorer_input.taskset.format.messages_key": "talk",
+    }  # fmt: skip
+    assert not [text for text in told(given) if any(key in text for key in given)]

@@ -280,3 +280,51 @@ def test_the_example_is_a_valid_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded.translation is not None
     assert loaded.translation.dialect == "verl-ppo"
     assert plans(loaded, rows={"main": 124})[0].steps == 70, "7 full batches of 16 in each of 10 epochs"
+
+
+ENDS = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+TALK = """
+class EchoInteraction:
+    def __init__(self, config):
+        self.said = config["said"]
+
+    async def start_interaction(self, instance_id=None, **kwargs):
+        return instance_id
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        return False, self.said, float(len(messages)), {}
+
+    async def finalize_interaction(self, instance_id, **kwargs):
+        pass
+"""
+
+
+def test_an_interaction_of_verl_plays_in_a_run(work: Path) -> None:
+    """At most 3 replies and 24 tokens after the prompt, sampled and said; the interaction says two tokens."""
+    (work / "talk.py").write_text(TALK)
+    entry = {"class_name": f"{work}/talk.py:EchoInteraction", "config": {"said": "ab"}}
+    (work / "talk.yaml").write_text(json.dumps({"interaction": [entry]}))
+    rows = pq.read_table(work / "train.parquet").to_pylist()
+    for row in rows:
+        row["extra_info"]["interaction_kwargs"] = {"name": "echo"}
+    pq.write_table(pa.Table.from_pylist(rows), work / "train.parquet")
+    at = "actor_rollout_ref.rollout."
+    overrides = [
+        "data.max_response_length=24", "trainer.total_training_steps=2", "trainer.test_freq=-1", f"{at}mode=async",
+        f"{at}ignore_eos=False", f"{at}agent.default_agent_loop=tool_agent", f"{at}multi_turn.enable=True",
+        f"{at}multi_turn.max_assistant_turns=3", f"{at}multi_turn.interaction_config_path={work}/talk.yaml",
+        "trainer.val_before_train=False", f"whet.tokenizer.chat_template={json.dumps(ENDS)}",
+    ]  # fmt: skip
+    done = whet.train(HERE / "verl_letters.yaml", overrides=overrides)
+    assert done.finished
+    (first, *_) = sorted((work / "run" / "rollouts").glob("*.parquet"))
+    found = pq.read_table(first).to_pylist()
+    for row in found:
+        turns = json.loads(row["turns"])
+        told = sum(not sampled for sampled in row["mask"]) - turns[0]["start"]
+        assert told == 2 * (len(turns) - 1), "two tokens after each reply but the last"
+        assert len(row["mask"]) - turns[0]["start"] <= 24
+        assert row["stop_reason"] in ("turns", "tokens", "context")
+    most = max(found, key=lambda row: len(json.loads(row["turns"])))
+    assert len(json.loads(most["turns"])) == 3
+    assert dict(most["reward_parts"])["env/turn_scores"] == 2 + 4, "it has heard two messages, then four"

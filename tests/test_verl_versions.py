@@ -233,7 +233,7 @@ def test_keys_of_a_feature_that_is_off_rest(given: dict[str, Json]) -> None:
 @pytest.mark.parametrize(
     ("given", "area"),
     [
-        ({R + "multi_turn.enable": True}, "several turns and tools"),
+        ({R + "agent.default_agent_loop": "swe_agent"}, "or an environment of yours"),
         ({"distillation.enabled": True}, "must have the model_path of a teacher"),
         ({A + "fsdp_config.qat.enable": True}, "quantised training"),
         ({"actor_rollout_ref.model.mtp.enable": True}, "multi-token prediction"),

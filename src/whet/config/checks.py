@@ -15,7 +15,14 @@ from whet.config import (
     checks_sync,
     rules,
 )
-from whet.config.evaluation import all_asked, eval_problems, observation_tokens, reply_tokens
+from whet.config.evaluation import (
+    all_asked,
+    eval_problems,
+    observation_tokens,
+    reply_tokens,
+    tokens_after_prompt,
+    total_tokens,
+)
 from whet.config.keys import Path, dotted, lookup
 from whet.config.learning import train_problems
 from whet.config.mixing import given_problems
@@ -115,8 +122,8 @@ def _model(cfg: Config) -> Iterator[Problem]:
         return
     yield from stop_tokens(cfg, found.vocab_size if found else None)
     reply, told = max(cfg.rollout.sampling.max_tokens, reply_tokens(cfg)), observation_tokens(cfg)
-    longest = cfg.data.max_prompt_tokens + reply + told
-    longest = min(longest, cfg.data.max_total_tokens or longest)
+    longest = cfg.data.max_prompt_tokens + tokens_after_prompt(cfg, reply)
+    longest = min(longest, total_tokens(cfg, reply) or longest)
     if found and found.max_positions and longest > found.max_positions:
         limit = "model.scratch.max_position_embeddings" if s else "the model's max_position_embeddings"
         fix = f"raise {limit} or lower" if s else "lower"

@@ -18,24 +18,35 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from whet.config.recipes import with_settings
 from whet.config.schema import Config
 from whet.config.secrets import dump
+from whet.config.tree import leaves
 from whet.types import Json
 
 NAMES = """
     imports.* rewards.*.function data.*.*.function rollout.engine rollout.env.make rollout.env.arguments.functions.*
-    rollout.env.arguments.tool_class buffer.replay.priority
+    rollout.env.arguments.tool_class rollout.env.arguments.tool_config rollout.env.arguments.interaction_config
+    rollout.env.arguments.function_tools buffer.replay.priority
     algorithm.advantage.name algorithm.loss.name algorithm.mix.loss.name algorithm.correction.weight.name"""
 """The keys whose values may name code of the user's. That of trackers changes no result."""
 
 ENVIRONMENT = "rollout.env.make rollout.env.arguments.functions.* rollout.env.arguments.tool_class"
 """Those of them that an environment consists of."""
 
+WHOLE = (
+    "imports.*",
+    *(f"rollout.env.arguments.{name}" for name in ("tool_config", "interaction_config", "function_tools")),
+)
+"""Those of NAMES whose values are modules or files, without a name in them."""
+
 GIVEN = "object:"
 """Begins the name of a function that was given from Python."""
 
 _OURS = "whet"
+_YAML = (".yaml", ".yml")
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -64,7 +75,7 @@ def named(cfg: Config, keys: str = NAMES) -> Iterator[str]:
     tree = {**values, "algorithm": with_settings(values["algorithm"])}
     for key in keys.split():
         for value in _at(tree, key.split(".")):
-            if isinstance(value, str) and (":" in value or key == "imports.*"):
+            if isinstance(value, str) and (":" in value or key in WHOLE):
                 yield value
 
 
@@ -83,9 +94,10 @@ def _at(tree: Json, path: Sequence[str]) -> Iterator[Json]:
 
 
 def _file(name: str) -> Path | None:
-    """The file of 'path/to/file.py:name' or 'package.module:name'. None: whet's own, or there is none."""
+    """The file of 'path/to/file.py:name' or 'package.module:name', or a YAML file that names classes. None: whet's own,
+    or there is none."""
     place = name.rpartition(":")[0] or name
-    if place.endswith(".py"):
+    if place.endswith((".py", *_YAML)):
         return Path(place).resolve() if Path(place).is_file() else None
     return None if place.partition(".")[0] == _OURS else module_file(place)
 
@@ -123,7 +135,10 @@ def _digests(path: Path) -> dict[str, str]:
 
 
 def _imports(path: Path, text: bytes) -> Iterator[Path]:
-    """The files that a Python file imports, as far as its text tells."""
+    """The files that a Python file imports, as far as its text tells; of a YAML file those of the classes in it."""
+    if path.suffix in _YAML:
+        yield from _classes(text)
+        return
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
@@ -142,6 +157,29 @@ def _imports(path: Path, text: bytes) -> Iterator[Path]:
         else:
             continue
         yield from (found for module in modules if (found := module_file(module)) is not None)
+
+
+def _classes(text: bytes) -> Iterator[Path]:
+    """The files of all `class_name` in a YAML file of verl's tools (envs/verl_tools.py)."""
+    try:
+        found = [*leaves(yaml.safe_load(text))]
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
+        return  # who loads it says so
+    for path, value in found:
+        if path[-1:] == ("class_name",) and isinstance(value, str) and (file := _file(class_place(value))):
+            yield file
+
+
+def class_place(name: str) -> str:
+    """'package.module:Class' of package.module.Class, as verl names classes; another form as it is.
+
+    A module that is not found is a file below the working directory, as it is for `python -m`.
+    """
+    if ":" in name:
+        return name
+    module, _, inner = name.rpartition(".")
+    file = f"{module.replace('.', '/')}.py"
+    return f"{module if module_file(module) or not Path(file).is_file() else file}:{inner}"
 
 
 def _is_users(path: Path) -> bool:

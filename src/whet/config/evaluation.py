@@ -70,6 +70,24 @@ def observation_tokens(cfg: Config) -> int:
     return cfg.rollout.env.observation_tokens if cfg.rollout.env else 0
 
 
+def tokens_after_prompt(cfg: Config, max_tokens: int) -> int:
+    """The most tokens of a rollout after its prompt, if sampling.max_tokens is max_tokens."""
+    env = cfg.rollout.env
+    if env is None:
+        return max_tokens
+    sampled = max_tokens * (env.max_turns if env.max_tokens_per == "turn" else 1)
+    most = sampled + env.observation_tokens
+    return min(most, env.tokens_after_prompt or most)
+
+
+def total_tokens(cfg: Config, max_tokens: int) -> int | None:
+    """The most tokens of a rollout with its prompt, where the config limits them together."""
+    env, limits = cfg.rollout.env, [cfg.data.max_total_tokens]
+    if env is not None and env.input_tokens is not None:
+        limits.append(env.input_tokens + max_tokens)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def _over(base: SamplingConfig, over: SamplingConfig | None) -> SamplingConfig:
     return base.model_copy(update={k: getattr(over, k) for k in over.model_fields_set}) if over else base
 

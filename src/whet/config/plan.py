@@ -18,7 +18,14 @@ from whet.config.checks import Problem, hard_problems, unused
 from whet.config.checks_run import not_installed
 from whet.config.derived import Plan, for_critic, with_lr
 from whet.config.describe import describe
-from whet.config.evaluation import eval_sampling, evaluates, judges, observation_tokens, reply_tokens
+from whet.config.evaluation import (
+    eval_sampling,
+    evaluates,
+    judges,
+    reply_tokens,
+    tokens_after_prompt,
+    total_tokens,
+)
 from whet.config.faults import listing, named
 from whet.config.hardware import cuda_bytes
 from whet.config.keys import dotted
@@ -139,7 +146,7 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
     size = shape(cfg.model, cfg.tokenizer)
     device = device_of(cfg)
     tensors = size.tensors if size else None
-    told = observation_tokens(cfg)
+    reply = max(cfg.rollout.sampling.max_tokens, reply_tokens(cfg))
     return Plan(
         name=name,
         algorithm=algorithm,
@@ -157,9 +164,9 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
         critic_warmup_steps=cfg.critic.warmup_steps if algorithm.needs_critic else 0,
         optimizer=cfg.train.optimizer,
         prompt_tokens=cfg.data.max_prompt_tokens,
-        reply_tokens=max(cfg.rollout.sampling.max_tokens, reply_tokens(cfg)) + told,
-        train_reply_tokens=cfg.rollout.sampling.max_tokens + told,
-        total_tokens=cfg.data.max_total_tokens,
+        reply_tokens=tokens_after_prompt(cfg, reply),
+        train_reply_tokens=tokens_after_prompt(cfg, cfg.rollout.sampling.max_tokens),
+        total_tokens=total_tokens(cfg, reply),
         max_num_seqs=cfg.rollout.max_num_seqs,
         eval_sampling=eval_sampling(cfg),
         evaluates=evaluates(cfg),

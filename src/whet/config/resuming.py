@@ -57,7 +57,8 @@ CLASSES: Mapping[Class, str] = {
         rollout.engine rollout.quantization rollout.group_size rollout.sampling rollout.sync_interval
         rollout.max_staleness rollout.schedule rollout.partial_rollout rollout.spare_tasks
         rollout.env.make rollout.env.arguments rollout.env.max_turns rollout.env.max_cost
-        rollout.env.observation_tokens rollout.env.history rollout.env.tool_format
+        rollout.env.observation_tokens rollout.env.history rollout.env.max_tokens_per
+        rollout.env.tokens_after_prompt rollout.env.input_tokens rollout.env.tool_format
         buffer.replay buffer.url buffer.order sync.driven_by sync.dtype
         train.steps train.epochs train.drop_last train.tasks_per_step train.minibatches train.update_epochs
         train.shuffle_minibatches train.router_aux_loss_coef train.router_aux_loss_scope train.router_z_loss_coef

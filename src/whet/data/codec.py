@@ -33,7 +33,7 @@ from whet.types import ConfigError, DataError, Json, Message, ToolCall, ToolSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-History = Literal["append", "template"]
+History = Literal["append", "template", "inline"]
 
 _QUESTION = Message("user", "q")
 _REPLY, _THOUGHT, _TOOL, _RESULT = "reply7x", "thought7x", "tool7x", "result7x"
@@ -44,7 +44,8 @@ class MessageCodec:
     """By the tokenizer's chat template. `ends`: tokens that end a reply, the tokenizer's own is always one of them.
 
     history: append keeps every token; template renders the whole conversation for each reply as it would be in
-    deployment, and appends where that changes nothing. calls: the format of tool calls, a key of CALL_FORMATS; None: as
+    deployment, and appends where that changes nothing; inline keeps every token, and what is new continues the reply as
+    plain text. calls: the format of tool calls, a key of CALL_FORMATS; None: as
     the template tells.
     """
 
@@ -106,6 +107,9 @@ class MessageCodec:
         """
         if count < 1:
             raise DataError("A turn needs at least one new message.")
+        if self.history == "inline":
+            said = "".join(message.content for message in neutral(self._special, conversation[-count:]))
+            return encode_rendered(self.tokenizer, [said])[0]
         if self.history == "append":
             return self._after_reply(existing, conversation[-count - 1], conversation[-count:], tools)
         rest = rest_of(self._rendered(conversation, tools), self._text(existing))
@@ -258,7 +262,9 @@ class Findings:
     def said(self, history: History) -> list[str]:
         """For people, one sentence each."""
         out = []
-        if not self.appends:
+        if history == "inline":
+            out.append("it writes the prompt alone; what follows a reply continues it as plain text")
+        elif not self.appends:
             out.append(
                 "it rewrites what came before, so every turn begins a strand of its own (rollout.env.history)"
             )

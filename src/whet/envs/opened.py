@@ -79,6 +79,9 @@ class Environments:
             "max_turns": env.max_turns,
             "max_cost": env.max_cost,
             "observation_tokens": env.observation_tokens,
+            "max_tokens_per": env.max_tokens_per,
+            "tokens_after_prompt": env.tokens_after_prompt,
+            "input_tokens": env.input_tokens,
         }
 
     def _say(self, form: str, said: str) -> None:

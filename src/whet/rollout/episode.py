@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 from uuid import uuid4
 
 import numpy as np
@@ -57,6 +57,9 @@ log = logging.getLogger(__name__)
 
 Fork = tuple[int, ...]
 """Names a strand within its rollout, see `Episode.strands`."""
+
+MaxTokensPer = Literal["rollout", "turn"]
+"""What `sampling.max_tokens` limits."""
 
 MOST_CHATS = 256
 """Calls of `world.chat` in one rollout."""
@@ -111,6 +114,9 @@ class Play:
     observation_tokens: int
     max_total_tokens: int | None
     pace: Pace
+    max_tokens_per: MaxTokensPer = "rollout"
+    tokens_after_prompt: int | None = None
+    input_tokens: int | None = None
 
 
 @dataclass
@@ -233,17 +239,21 @@ async def play_groups(
     max_cost: float | None = None,
     observation_tokens: int = 1024,
     max_total_tokens: int | None = None,
+    max_tokens_per: MaxTokensPer = "rollout",
+    tokens_after_prompt: int | None = None,
+    input_tokens: int | None = None,
     ended: Callable[[Task], object] = lambda task: None,
 ) -> list[Group]:
     """`group_size` rollouts of each task, all at once, in the order of the tasks.
 
     Without `make_env` a rollout is one reply to the task's tokens. With it, the environment's first messages follow the
     prompt, and the environment answers every reply, for at most `max_turns` turns and until its part `cost` adds up to
-    `max_cost`; `sampling.max_tokens` bounds the sampled tokens of all turns together, `observation_tokens` those that a
-    strand has beyond the prompt and the sampled ones, `max_total_tokens` a full strand, prompt included. A rollout that
-    raises or takes longer than `timeout_s` (or than `pace` allows) is retried `retries` times; then it ends as `abort`,
-    with its finished turns and the reason in `error`. It never affects other rollouts. ended: called with its task when
-    a rollout is over. Raises EnvBroken if environments cannot be played any more.
+    `max_cost`; `sampling.max_tokens` bounds the sampled tokens of all turns together (or of each, by `max_tokens_per`),
+    `observation_tokens` those that a strand has beyond the prompt and the sampled ones, `tokens_after_prompt` both,
+    `max_total_tokens` a full strand, prompt included, `input_tokens` what a reply follows. A rollout that raises or
+    takes longer than `timeout_s` (or than `pace` allows) is retried `retries` times; then it ends as `abort`, with its
+    finished turns and the reason in `error`. It never affects other rollouts. ended: called with its task when a
+    rollout is over. Raises EnvBroken if environments cannot be played any more.
     """
     if make_env is not None and codec is None:
         raise ValueError("make_env needs a codec, which encodes the environment's messages as tokens")
@@ -258,6 +268,9 @@ async def play_groups(
         observation_tokens=observation_tokens,
         max_total_tokens=max_total_tokens,
         pace=pace or Pace(timeout_s),
+        max_tokens_per=max_tokens_per,
+        tokens_after_prompt=tokens_after_prompt,
+        input_tokens=input_tokens,
     )
 
     def start(task: Task, index: int, *, alone: bool, attempt: int) -> Episode:
@@ -353,7 +366,7 @@ async def _converse(episode: Episode, play: Play, env: Env, world: World) -> tup
         # in this order: what the environment says, the limits of the reply, those of the rollout
         if step.done:
             return reason, step.stop or "done"
-        if reason == "length":
+        if reason == "length" and play.max_tokens_per == "rollout":
             return reason, "tokens" if _left(episode, play, 0) < 1 else "context"
         if turn == play.max_turns:
             return "length", "turns"
@@ -392,6 +405,11 @@ async def _open(episode: Episode, play: Play, env: Env) -> None:
             f"the environment's first messages have {given} tokens, more than "
             f"rollout.env.observation_tokens={play.observation_tokens} allows"
         )
+    if play.input_tokens is not None and (length := len(episode.strand.token_ids)) > play.input_tokens:
+        raise WhetError(
+            f"the prompt has {length} tokens with the environment's tools and first messages, more than "
+            f"rollout.env.input_tokens={play.input_tokens} allows"
+        )
 
 
 def _observe(episode: Episode, play: Play, step: EnvStep, fork: Fork) -> StopReason | None:
@@ -415,6 +433,8 @@ def _observe(episode: Episode, play: Play, step: EnvStep, fork: Fork) -> StopRea
     sampled = sum(strand.mask) if extends else 0 if step.history is not None else episode.sampled
     if len(whole) - sampled - episode.prompt_tokens > play.observation_tokens:
         return "observations"
+    if play.input_tokens is not None and len(whole) > play.input_tokens:
+        return "context"
     if _left(episode, play, len(whole)) < 1:
         return "tokens" if _left(episode, play, 0) < 1 else "context"
     episode.conversation, episode.said = conversation, [*episode.said, *step.messages]
@@ -443,8 +463,13 @@ def _given(episode: Episode, strand: Growing) -> int:
 
 def _left(episode: Episode, play: Play, length: int) -> int:
     """Tokens that may still be sampled in the conversation, in a strand of this length."""
-    left = episode.sampling.max_tokens - episode.sampled
-    return left if play.max_total_tokens is None else min(left, play.max_total_tokens - length)
+    used = episode.sampled if play.max_tokens_per == "rollout" else 0
+    left = [episode.sampling.max_tokens - used]
+    if play.max_total_tokens is not None:
+        left.append(play.max_total_tokens - length)
+    if play.tokens_after_prompt is not None:
+        left.append(play.tokens_after_prompt + episode.prompt_tokens - length)
+    return min(left)
 
 
 async def _reply(episode: Episode, play: Play) -> FinishReason:

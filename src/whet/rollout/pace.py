@@ -1,4 +1,4 @@
-"""How long a rollout may take, and what is told of those that fail."""
+"""How long a rollout may take, and which errors of rollouts are written down."""
 
 from __future__ import annotations
 

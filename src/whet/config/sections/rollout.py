@@ -50,18 +50,28 @@ class EnvironmentConfig(Section):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of make, by name."""
     max_turns: Positive = 8
-    """Maximum number of replies of the policy in one rollout. sampling.max_tokens limits their tokens together."""
+    """Maximum number of replies of the policy in one rollout."""
     max_cost: Above0 | None = None
     """A rollout ends after the turn with which the part `cost` of its environment's answers (`EnvStep.parts`, or
     whet.envs.tools.Priced of a tool) adds up to this, in the unit of that part. null: no limit."""
+    max_tokens_per: Literal["rollout", "turn"] = "rollout"
+    """What sampling.max_tokens limits. rollout: the tokens of all replies of a rollout together. turn: those of each
+    reply; a reply that is cut there is answered by the environment like any other. (SkyRL: max_generate_length)"""
     observation_tokens: Positive = 1024
     """Maximum number of tokens of the environment in one rollout, in addition to max_prompt_tokens and max_tokens; a
     rollout whose next messages would exceed it ends with the reason length."""
-    history: Literal["append", "template"] = "append"
+    tokens_after_prompt: Positive | None = None
+    """Maximum number of tokens that follow the prompt, sampled ones and those of the environment together; the prompt
+    has the descriptions of the tools. null: no limit beside the others. (verl: max_response_length)"""
+    input_tokens: Positive | None = None
+    """Maximum number of tokens that a reply may follow, prompt included; a rollout whose next reply would follow more
+    ends with the reason length. null: no limit beside the others. (SkyRL: max_input_length)"""
+    history: Literal["append", "template", "inline"] = "append"
     """append: what was sampled and said stays as it is, and what follows a reply is appended, even where the chat
     template would drop earlier thoughts. template: each reply follows the conversation as the template renders it, as a
-    server shows it; where that changes earlier tokens, another strand of the rollout begins. With both, each sampled
-    token is trained once, after the tokens that it was sampled after."""
+    server shows it; where that changes earlier tokens, another strand of the rollout begins. inline: the messages of
+    the environment continue the reply as plain text, without the template; replies then end by sampling.stop, such as
+    </search>. Always, each sampled token is trained once, after the tokens that it was sampled after."""
     tool_format: Literal[
         "auto", "hermes", "qwen3_coder", "llama3", "mistral", "mistral_v11", "gpt_oss", "glm", "deepseek_v3",
         "deepseek", "json",

@@ -102,6 +102,28 @@ def chat(values: Values) -> dict[str, Json]:
     return out | ({"tokenizer.chat_template_kwargs": {"enable_thinking": True}} if thinks else {})
 
 
+TURNS = "rollout.multi_turn_config."
+
+
+def several_turns(values: Values) -> bool:
+    """Whether conversations have several turns."""
+    return bool(values[TURNS + "enable"]) and not is_sft(values)
+
+
+def environment(values: Values) -> dict[str, Json]:
+    """Turns with tools. A file names none: Cosmos-RL has them from the script that starts a run."""
+    if not several_turns(values):
+        return {}
+    return {
+        "data.chat": True,
+        "rollout.env.make": "whet.envs.tool_env:tools",
+        "rollout.env.max_turns": values[TURNS + "max_assistant_turns"],
+        "rollout.env.max_tokens_per": "turn",
+        "rollout.env.observation_tokens": values["policy.model_max_length"],
+        "rollout.env.history": "template",
+    }
+
+
 # ---------------------------------------------------------------- files and trackers
 
 

@@ -65,32 +65,78 @@ VERIFIERS = {
     "aime": ("whet.rewards.answer_line:aime", "reward_model.ground_truth"),
 }
 """Environments of SkyRL-Gym that judge a single reply by its text: (the reward, the column of the answer)."""
-REFUSED = {
-    **dict.fromkeys(
-        ("gsm8k_multi_turn", "text2sql", "search", "searchcode", "rlm"),
-        "several turns and tools are coming, not built yet",
-    ),
-    "lcb": "rewards that run the reply's code are coming, not built yet",
-    "llm_as_a_judge": "judges behind an API are coming, not built yet (rewards.NAME.model is one on this machine)",
-}
-"""Other environments of SkyRL -> what is missing."""
+RUN_CODE = ("lcb", "searchcode", "rlm")
+"""Environments of SkyRL-Gym that run what the policy writes as a program, with the rights of the run."""
+PLAYED = ("gsm8k_multi_turn", "text2sql", "search", "llm_as_a_judge")
+"""Other environments of SkyRL-Gym: they are played by their own code (`whet.envs.skyrl_gym`)."""
 
 
 def environment(v: Values) -> Native:
-    """Environments that judge a single reply by its text, or a function of yours in place of one."""
+    """What judges, or plays and judges: a reward for replies of one turn, a function of yours in place of one, an
+    environment of SkyRL-Gym, or a class of yours in its shape (with max_turns above 1)."""
+    check_input_length(v)
     name = v["environment.env_class"]
-    if name in VERIFIERS:
+    mine = isinstance(name, str) and ":" in name
+    if name in VERIFIERS:  # over after one reply, whatever max_turns says
         return {f"rewards.{name}.function": VERIFIERS[name][0], **_overlong(v, name)}
-    if isinstance(name, str) and ":" in name:
+    if mine and not several_turns(v):
         return {"rewards.score.function": name, **_overlong(v, "score")}
-    why = REFUSED.get(
-        name or "",
-        "an environment that your own code registers, which is not read; those of several turns are coming",
-    )
+    if mine or name in PLAYED:
+        return _played(v, name)
+    if name in RUN_CODE:
+        raise NotSupportedYet(
+            f"environment.env_class={name}: it runs what the policy writes as a program, with the rights of the run; "
+            "write an environment that does so in a sandbox (docs/environments.md)"
+        )
     raise NotSupportedYet(
-        f"environment.env_class={shown(name)}: {why}. Here: {', '.join(VERIFIERS)}. A judge of single replies can be a "
-        "reward function: environment.env_class=path/to/file.py:name"
+        f"environment.env_class={shown(name)}: a name that your own code registers, which is not read. By name: "
+        f"{', '.join((*VERIFIERS, *PLAYED))}. Of yours: environment.env_class=path/to/file.py:name of a reward "
+        "function, or with generator.max_turns above 1 of a class"
     )
+
+
+def _played(v: Values, name: str) -> Native:
+    """An environment of SkyRL-Gym's shape. max_generate_length is for each turn, and a turn whose input is longer than
+    max_input_length is not sampled."""
+    if v[f"{A}.overlong_buffer_len"] is not None:
+        raise NotSupportedYet(
+            f"{A}.overlong_buffer_len={v[f'{A}.overlong_buffer_len']} with environment.env_class={name} is coming, not "
+            "built yet: the penalty is one of replies of one turn"
+        )
+    own = (v["environment.skyrl_gym.*"] or {}).get(name) or {}
+    return {
+        "rollout.env.make": "whet.envs.skyrl_gym:make",
+        "rollout.env.arguments": {"env": name, "max_turns": v["generator.max_turns"], **own},
+        "rollout.env.max_turns": v["generator.max_turns"],
+        "rollout.env.max_tokens_per": "turn",
+        "rollout.env.input_tokens": input_length(v),
+        "rollout.env.observation_tokens": input_length(v),
+        "rollout.env.history": _history(v),
+    }
+
+
+def _history(v: Values) -> str:
+    """Whether turns are messages, and whether what was thought earlier stays in them."""
+    if not v["generator.use_conversation_multi_turn"]:
+        if v["generator.step_wise_trajectories"]:
+            raise ConfigError(
+                "generator.step_wise_trajectories=true needs generator.use_conversation_multi_turn=true"
+            )
+        return "inline"
+    if v["generator.step_wise_trajectories"]:
+        kind = v[f"{A}.loss_reduction"]
+        if has_critic(v) or kind != "token_mean":
+            raise NotSupportedYet(
+                "generator.step_wise_trajectories=true trains every turn as a sequence of its own. Here a rollout is "
+                f"one sequence, which is the same with {A}.loss_reduction=token_mean and without a critic alone"
+            )
+        return "template"
+    if not v["generator.append_eos_token_after_stop_str_in_multi_turn"] and v[f"{TRAIN}.stop"]:
+        raise ConfigError(
+            "generator.append_eos_token_after_stop_str_in_multi_turn=false: a message that a stop text ends is closed "
+            "as the chat template closes it; leave it out, or set generator.use_conversation_multi_turn=false"
+        )
+    return "template" if v["generator.chat_template.name_or_path"] == BUILT_IN_TEMPLATES[1] else "append"
 
 
 def _overlong(v: Values, judge: str) -> Native:
@@ -187,8 +233,8 @@ def _check_mini_batch(v: Values, role: str) -> None:
         raise ConfigError(f"a rank's mini batch, {own} = {rank}, must divide its batch of {batch} rollouts")
 
 
-def check_input_length(v: Values) -> Native:
-    """With one turn the input is the prompt, with several it grows from there."""
+def check_input_length(v: Values) -> None:
+    """ConfigError unless the longest input is the prompt's with one turn, and at least that with several."""
     longest, prompt = input_length(v), v["trainer.max_prompt_length"]
     if v["generator.max_turns"] > 1:
         if longest < prompt:
@@ -200,7 +246,6 @@ def check_input_length(v: Values) -> Native:
             f"generator.max_input_length={longest} must equal trainer.max_prompt_length={prompt} when "
             "generator.max_turns=1"
         )
-    return NOTHING
 
 
 def several_turns(v: Values) -> bool:
@@ -283,7 +328,8 @@ BUILT_IN_TEMPLATES = ("qwen3_with_thinking", "qwen3_without_thinking")
 
 
 def chat_template(v: Values) -> Native:
-    """A template from a file; those that SkyRL has by name keep the thinking of earlier turns or not."""
+    """A template from a file. Those that SkyRL has by name are Qwen3's own and say whether what was thought in earlier
+    turns stays (`_history`)."""
     at = "generator.chat_template"
     name, kwargs = v[f"{at}.name_or_path"], v["generator.chat_template_kwargs"]
     out: dict[str, Json] = {"tokenizer.chat_template_kwargs": kwargs} if kwargs else {}
@@ -292,10 +338,7 @@ def chat_template(v: Values) -> Native:
     if v[f"{at}.source"] == "file":
         return out | {"tokenizer.chat_template": name}
     if name in BUILT_IN_TEMPLATES:
-        raise NotSupportedYet(
-            f"{at}.name_or_path={name}: SkyRL's own templates are coming (several turns and tools); today: "
-            f"{at}.source=file with the path of a Jinja template"
-        )
+        return out
     raise ConfigError(
         f"{at}.name_or_path={shown(name)}: expected one of {', '.join(BUILT_IN_TEMPLATES)}, or a path with "
         f"{at}.source=file"

@@ -75,6 +75,39 @@ WORKFLOWS = {
     **{f"async_{name}": each for name, each in ONE_TURN.items() if "distill" not in name},
 }
 
+_WORLD = "it plays {} by that package, with prompts of its own"
+_AGENT = "it is an agent in another program, which asks a server for replies"
+_JUDGE = "another model judges its replies; rewards.NAME.model is a reward model on this machine"
+_OWN_PROMPT = "its prompts are made of columns of its own data; make a column of messages"
+NOT_READ: dict[str, str] = {
+    **dict.fromkeys(("math_rm_workflow", "async_math_rm_workflow"), _JUDGE),
+    **dict.fromkeys(
+        ("math_ruler_workflow", "async_math_ruler_workflow", "math_trainable_ruler_workflow"), _JUDGE
+    ),
+    "rubric_judge_workflow": _JUDGE,
+    **dict.fromkeys(("tool_call_workflow", "toolcall_workflow"), _OWN_PROMPT),
+    **dict.fromkeys(
+        ("sdpo_workflow", "sdpo_scienqa_workflow", "on_policy_distill_sciqa_workflow"), _OWN_PROMPT
+    ),
+    **dict.fromkeys(("simple_mm_workflow", "async_simple_mm_workflow"), "its prompts have images"),
+    **dict.fromkeys(
+        ("agentscope_workflow_adapter", "agentscope_workflow_adapter_v1", "as_react_workflow"), _AGENT
+    ),
+    **dict.fromkeys(("agentscope_react_workflow", "agentscope_react_math_workflow"), _AGENT),
+    **dict.fromkeys(("agentscopev0_react_math_workflow", "agentscope_v1_react_search_workflow"), _AGENT),
+    "email_search_workflow": _AGENT,
+    "frozen_lake_workflow": _WORLD.format("gymnasium's FrozenLake"),
+    "sudoku_workflow": "it plays puzzles of Trinity-RFT's own code",
+}
+"""Trinity-RFT 0.6's other workflows, and why a file with them is not read."""
+WORLDS = {
+    "alfworld": "ALFWorld",
+    "sciworld": "ScienceWorld",
+    "scienceworld": "ScienceWorld",
+    "webshop": "WebShop",
+}
+"""Parts of names of workflows that play such a world."""
+
 TRINITY = "whet.rewards.trinity"
 REWARDS: dict[str, str] = {
     "accuracy_reward": "math",
@@ -102,14 +135,20 @@ def workflow(values: Values, own: Own, what: str) -> str:
         name = text(values, at) or "simple_workflow"
     if name in WORKFLOWS:
         return name
-    _refuse_typo(name, WORKFLOWS, at=at)
+    if name not in NOT_READ:
+        _refuse_typo(name, WORKFLOWS, at=at)
     raise NotSupportedYet(
-        f"{at}: {name}, a workflow of several turns, with tools or of your own, is coming, not built yet; here, all of "
-        f"one turn: {', '.join(ONE_TURN)}.",
-        area="several turns and tools",
-        key=at,
-        value=name,
+        f"{at}: {name} is not read: {_why_not(name)}. Of one turn there are here: {', '.join(ONE_TURN)}. For several "
+        "turns write an environment (docs/environments.md), and in the file default_workflow_type: simple_workflow and "
+        "whet.rollout.env.make: path/to/file.py:NAME."
     )
+
+
+def _why_not(name: str) -> str:
+    """Why a workflow is not read."""
+    world = next((told for part, told in WORLDS.items() if part in name.lower()), None)
+    otherwise = _WORLD.format(world) if world else "it is code over Trinity-RFT's own interfaces"
+    return NOT_READ.get(name, otherwise)
 
 
 def is_one_turn(values: Values) -> bool:

@@ -9,11 +9,13 @@ from whet.config.urls import is_remote
 from whet.dialects.megatron import adapted_layers, begins, router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
+from whet.dialects.versions import since
 from whet.types import ConfigError, Json
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
+TURNS = f"{ROLLOUT}.multi_turn"
 MODEL = "actor_rollout_ref.model"
 CRITIC = "critic"
 FSDP = f"{ACTOR}.fsdp_config"
@@ -169,7 +171,23 @@ def has_reward_model(v: Values) -> bool:
 
 
 def has_turns(v: Values) -> bool:
-    return bool(v[f"{ROLLOUT}.multi_turn.enable"])
+    """Whether rollouts may have several turns."""
+    return bool(v[f"{TURNS}.enable"] or (sources(v) and agent_loops(v)))
+
+
+def sources(v: Values) -> dict[str, str]:
+    """The keys that name what answers a reply, by the argument of `whet.envs.verl_tools`."""
+    known = {
+        "tool_config": f"{TURNS}.tool_config_path",
+        "function_tools": f"{TURNS}.function_tool_path",
+        "interaction_config": f"{TURNS}.interaction_config_path",
+    }
+    return {name: key for name, key in known.items() if v.get(key)}
+
+
+def agent_loops(v: Values) -> bool:
+    """Whether verl's agent loops play; before 0.7.0 rollout.mode says so, else its SGLang rollouts do."""
+    return since(v, "verl", "0.7.0") or v[f"{ROLLOUT}.mode"] == "async"
 
 
 def same_family(v: Values) -> Native:
