@@ -232,6 +232,10 @@ CASES: dict[str, Case] = {
     "tokenizer.vocab_size": ("tokenizer.build=words", 8),
     "tokenizer.chat_template": (CHAT, "{% for m in messages %}1{{ m.content }}{% endfor %}"),
     "tokenizer.chat_template_kwargs": (CHAT, {"mark": "+"}),
+    "tokenizer.date": (
+        CHAT.replace("{{{{ mark", "{{{{ strftime_now('%d') }}}}{{{{ mark") + "; tokenizer.date=2026-01-31",
+        "2026-01-30",
+    ),
     "critic.path": (PPO, "A"),
     **lora("critic.lora", PPO),
     "critic.warmup_steps": (PPO, 1),

@@ -247,7 +247,7 @@ def test_what_is_no_number_is_unscored(judge, tmp_path):
     assert ask([group("", [""])], judge)[0].error == "reward rm: bad_value: the conversation is empty"
     refuses = "{{ raise_exception('no system here') }}"
     (found, *_) = ask([group()], judge, chat_template=refuses)
-    assert "refuses the conversation: no system here" in (found.error or "")
+    assert "refuses the messages (system, user, assistant): no system here" in (found.error or "")
 
 
 def test_a_rollout_with_an_error_stays_as_it_is(judge):

@@ -484,7 +484,7 @@ def _format(
 
 
 def _xml(tags: _Tags, around: tuple[str, str], gap: str) -> CallFormat:
-    read, write = (partial(f, tags=tags, around=around) for f in (_read_xml, _write_xml))
+    read, write = partial(_read_xml, tags=tags, around=around), partial(_write_xml, tags=tags, around=around)
     strays = (around[1], PARAMETER)  # </function> and </parameter> are in other XML, too
     return _format(read, write, around[0], FUNCTION, strays=strays, gap=gap)
 

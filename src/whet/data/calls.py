@@ -256,7 +256,7 @@ _TELLTALE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("granite", ("<|tool_call|> followed by a JSON list",)),
     ("functools", ("functools[", "arguments")),
     ("cohere", ("<|START_ACTION|>", "tool_name")),
-    ("llama3", (PYTHON, "parameters")),
+    ("llama3", (PYTHON, '"parameters"')),
 )
 """What the templates of a format have in their text; the first that fits is it."""
 _BARE = re.compile(r'(?<!\[)\{\s*\\?"name\\?"\s*:[^{}:]{0,80}\\?"(parameters|arguments)\\?"\s*:')

@@ -6,6 +6,7 @@ import re
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -189,8 +190,22 @@ def encode_rendered(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int
     if not any(_CUT in text for text in texts):
         return encode_texts(tokenizer, texts)
     parted = [*map(_pieces, texts)]
-    pieces = iter(encode_texts(tokenizer, [p for parts in parted for p in parts]))
-    return [[token for _ in parts for token in next(pieces)] for parts in parted]
+    begun = encode_texts(tokenizer, [first for first, *_ in parted])
+    more = iter(_continued(tokenizer, [piece for _, *rest in parted for piece in rest]))
+    return [[*first, *(t for _ in rest for t in next(more))] for first, (_, *rest) in zip(begun, parted)]
+
+
+def _continued(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """`encode_texts` of what follows other text: without the space that some tokenizers put before each text
+    (Llama 2)."""
+    plain, (mark, one, both) = (
+        encode_texts(tokenizer, texts),
+        encode_texts(tokenizer, [_CUT, "a", f"{_CUT}a"]),
+    )
+    if both == [*mark, *one]:
+        return plain
+    after = encode_texts(tokenizer, [_CUT + text for text in texts])
+    return [ids[len(mark) :] if ids[: len(mark)] == mark else alone for ids, alone in zip(after, plain)]
 
 
 def encode_response(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -260,6 +275,14 @@ def lead(
     return render(tokenizer, messages, template=template, tools=tools)
 
 
+_DAY = "whet_day"
+
+
+def set_day(tokenizer: Tokenizer, day: date) -> None:
+    """From now on its chat template is told that this is today, wherever it is rendered: a run goes on for days."""
+    setattr(tokenizer, _DAY, day)
+
+
 def template_of(tokenizer: Tokenizer) -> str | None:
     """Its own chat template."""
     jinja = tokenizer.chat_template
@@ -286,8 +309,9 @@ def render(
     plain = [m.to_json() for m in messages]
     told = [tool.to_json() for tool in tools] or None
     given = {**tokenizer.special_tokens_map, "messages": plain, "tools": told, "documents": None}
+    day = getattr(tokenizer, _DAY, None)
     try:
-        text = rendered(jinja, **given, add_generation_prompt=header)
+        text = rendered(jinja, day=day, **given, add_generation_prompt=header)
         text.encode()  # half a surrogate pair is no text
     except Exception as e:  # a template is foreign code: it can fail in any way
         roles = ", ".join(m.role for m in messages[:6]) + (", ..." if len(messages) > 6 else "")

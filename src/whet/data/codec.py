@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from whet.data.call_formats import CALL_FORMATS
 from whet.data.calls import ReplyForm, opens_thought, read_reply, recognised_form
 from whet.data.chat import encode_rendered, lead, neutral, parted, render, rest_of, template_of
+from whet.data.templates import asks_for_date
 from whet.types import ConfigError, DataError, Message, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class MessageCodec:
         self.ends = frozenset(ends) | ({tokenizer.eos_token_id} - {None})
         self._end_texts = [str(tokenizer.convert_ids_to_tokens(end)) for end in sorted(self.ends)]
         self._special = set(tokenizer.all_special_tokens)
+        self._special_ids = frozenset(tokenizer.all_special_ids)
         longest = sorted(self._special, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest)) or "(?!)")
         template = template_of(tokenizer)
@@ -117,18 +119,21 @@ class MessageCodec:
         return told[1:] if told[:1] == [existing[-1]] else None
 
     def _joined(self, existing: Sequence[int], text: str) -> list[int]:
-        """The tokens of text that follows tokens. DataError where the tokenizer would take both for one."""
-        token_ids = encode_rendered(self.tokenizer, [text])[0]
-        if token_ids and token_ids[0] in self.tokenizer.all_special_ids:
-            return token_ids
-        before = self._text(existing[-4:]) or "r"
+        """The tokens of text that follows tokens, by difference. DataError where the tokenizer would take both for
+        one."""
+        closed = bool(existing) and existing[-1] in self._special_ids
+        last = self._text(existing[-1:] if closed else existing[-4:])
+        before = last if closed else parted(self._special, last) or "r"
         both, alone = encode_rendered(self.tokenizer, [before + text, before])
-        if both != [*alone, *token_ids]:
+        if both[: len(alone)] != alone:
+            token_ids = encode_rendered(self.tokenizer, [text])[0]
+            if token_ids and token_ids[0] in self._special_ids:
+                return token_ids
             raise DataError(
                 "The chat template joins a reply with the text after it (its last token would change): "
                 "add an end token after the reply in tokenizer.chat_template."
             )
-        return token_ids
+        return both[len(alone) :]
 
     def _inline(self, reply: Message) -> Message:
         """A reply for a template that knows no field for thoughts: they stand in its text."""
@@ -194,7 +199,7 @@ class MessageCodec:
             tools=_TOOL in self._tried([_QUESTION], [tool]),
             results=_RESULT in self._tried([*self._called(tool)], [tool]),
             calls=self.form.calls,
-            dated=bool(re.search("strftime_now|date_string", template_of(self.tokenizer) or "")),
+            dated=asks_for_date(template_of(self.tokenizer) or ""),
         )
 
     def _called(self, tool: ToolSpec) -> list[Message]:
@@ -233,7 +238,7 @@ class Findings:
     calls: str | None
     """Format of the calls."""
     dated: bool
-    """The text has the day's date."""
+    """The text has the day's date (`tokenizer.date`)."""
 
     def said(self, history: History) -> list[str]:
         """For people, one sentence each."""

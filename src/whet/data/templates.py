@@ -12,7 +12,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime
+from datetime import date, datetime, time
 from functools import lru_cache, wraps
 from math import prod
 from typing import Any
@@ -261,6 +261,15 @@ def strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+def _clock(moment: datetime) -> Callable[[str], str]:
+    """A `strftime_now` that stands still."""
+
+    def strftime_now(form: str) -> str:
+        return moment.strftime(form)
+
+    return strftime_now
+
+
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     return dict(*args, **kwargs)
 
@@ -282,14 +291,21 @@ def _compiled(template: str) -> Template:
     return _Environment().from_string(template)
 
 
-def rendered(template: str, **variables: Any) -> str:
-    """What a chat template makes of its variables.
+def asks_for_date(template: str) -> bool:
+    """Whether a chat template may write today's date."""
+    return "strftime_now" in template
+
+
+def rendered(template: str, *, day: date | None = None, **variables: Any) -> str:
+    """What a chat template makes of its variables. day: what it is told is today; None: what today is.
 
     Errors: TemplateError for one that is malformed, refuses what it is given, or goes over a limit; it may raise
     anything else that its expressions do.
     """
     _spent.work = 0
     parts, size = [], 0
+    if day is not None:
+        variables["strftime_now"] = _clock(datetime.combine(day, time.min))
     for part in _compiled(template).generate(**variables):
         parts.append(part)
         size += len(part)
