@@ -23,9 +23,9 @@ from whet.types import DataError, Json, Message, ToolCall, ToolSpec
 
 _TOKEN = re.compile(
     r"<[|｜][^<>\s'\"|｜{}]{1,40}[|｜]>|<\|[a-zA-Z_:/]{1,40}>|<[a-zA-Z_:/]{1,40}\|>|\[/?[A-Z]{3}[A-Z_]{0,30}\]"
-    r"|</?(?:s|bos|eos|sep)>|<(?:start|end)_of_[a-z_]+>|\]~!?b[\]\[]|\[e~\["
+    r"|</?(?:s|bos|eos|sep|seed:[a-z_]+)>|<(?:start|end)_of_[a-z_]+>|\]~!?b[\]\[]|\[e~\["
 )
-_MARKER = re.compile(r"</?(?:think|tool_call|seed:think|seed:tool_call|minimax:tool_call)>")
+_MARKER = re.compile(r"</?(?:think|tool_call|minimax:tool_call)>")
 QUESTION, SAID = Message("user", "q7x"), "said7x"
 TOOL = ToolSpec("tool7x", "d", {"type": "object", "properties": {"x": {"type": "string"}}})
 
@@ -98,7 +98,19 @@ def subject_of(found: Found, kind: str = "byte pairs") -> Subject:
         exact=kind != "spaced",
         tools=form.calls is not None and _says(tokenizer, _called(call), "tool7x"),
         thinks=thinking.end not in header,
+        writes_thoughts=any(_thought(tokenizer, calls) for calls in ((), (call,))),
     )
+
+
+def _thought(tokenizer: PreTrainedTokenizerFast, calls: tuple[ToolCall, ...]) -> bool:
+    """Whether the template writes the field of thoughts of a last reply."""
+    reply = Message("assistant", "" if calls else "a", SAID, calls).to_json()
+    tools = [TOOL.to_json()] if calls else None
+    try:
+        told = tokenizer.apply_chat_template([QUESTION.to_json(), reply], tools=tools, tokenize=False)
+    except Exception:  # a template is foreign code
+        return False
+    return SAID in str(told)
 
 
 def _called(*calls: ToolCall, content: str = "") -> list[Message]:

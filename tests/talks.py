@@ -14,11 +14,13 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
+from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from whet.data.calls import ReplyForm, write_calls
 from whet.data.codec import History, MessageCodec
+from whet.data.templates import CUT, MARK
 from whet.types import DataError, Json, Message, ToolCall, ToolSpec
 
 DAY = datetime(2026, 1, 2)
@@ -46,6 +48,8 @@ class Subject:
     """A part of a text has the same tokens alone."""
     tools: bool = True
     """It tells of tools, in a known format."""
+    writes_thoughts: bool = True
+    """It knows a field for them."""
     thinks: bool = True
     """A reply may begin with a thought, if its form has them."""
 
@@ -92,7 +96,7 @@ WORDS = (
 )  # fmt: skip
 ODD = (
     "e\u0301", "n\u0303\u0323", "👩‍👩‍👧‍👦", "🙂", "🇫🇷", "שלום\u202e", "مرحبا", "日本", "ſtraße", "ﬁ", "\x00", "\x1b[0m",
-    "\ufeff", "\u2028", "\u200d", "\u00a0", "\ud7ff", "\ue000", "\ufffd", "\ufdd0", "\ufdd1\ufdd2", "\U00010000",
+    "\ufeff", "\u2028", "\u200d", "\u00a0", "\ud7ff", "\ue000", "\ufffd", "\ufdd0", CUT, MARK, MARK[1], "\U00010000",
     "\U0010ffff", "é",
 )  # fmt: skip
 """Combining marks, joiners, right to left, what stands beside the surrogates, and what the codec uses for marks."""
@@ -210,6 +214,8 @@ class Told:
     """Every reply in the strand was read as what it was said to be."""
     canonical: bool
     """And was split into tokens as the tokenizer does."""
+    words: bool = True
+    """No control token was sampled in it but those that end a reply."""
 
 
 @dataclass
@@ -252,7 +258,8 @@ def play(subject: Subject, script: Script, codec: MessageCodec) -> Talk:
     tools, talk = script.tools, Talk()
     system = [Message("system", script.system)] if script.system is not None else []
     conversation = [*system, Message("user", script.question)]
-    clean = canonical = True
+    clean = canonical = words = True
+    special = set(subject.tokenizer.all_special_ids)
     for turn, line in enumerate(script.lines, 1):
         text, reply = spoken(subject, line, tools)
         begun = text[: script.begun] if turn == 1 and not subject.opens else ""
@@ -277,6 +284,7 @@ def play(subject: Subject, script: Script, codec: MessageCodec) -> Talk:
         same = (heard.content, heard.reasoning) == (reply.content, reply.reasoning)
         clean = clean and exact and bool(end) and same
         canonical = canonical and line.seed is None and not begun
+        words = words and canonical and not special & {*ids}
         calls = tuple(replace(c, id=c.id or f"c{turn:04}{n:04}") for n, c in enumerate(heard.tool_calls, 1))
         heard = replace(heard, tool_calls=calls)
         told = [
@@ -289,13 +297,13 @@ def play(subject: Subject, script: Script, codec: MessageCodec) -> Talk:
         added = codec.encode_observation(talk.strands[-1], conversation, len(new), tools)
         if added is None:
             talk.begin(codec.encode_prompt(conversation, tools))
-            clean = canonical = True
+            clean = canonical = words = True
         else:
             talk.add(added, sampled=False)
         strand = talk.strands[-1]
         fresh = list(strand) if added is None else added
         number = len(talk.strands) - 1
-        talk.places.append(Told(conversation, tools, list(strand), fresh, number, clean, canonical))
+        talk.places.append(Told(conversation, tools, list(strand), fresh, number, clean, canonical, words))
     return talk
 
 
@@ -364,8 +372,11 @@ def check_mask(talk: Talk) -> None:
 
 def oracle(subject: Subject, conversation: list[Message], tools: tuple[ToolSpec, ...]) -> str:
     """The conversation as transformers renders it, up to where the policy speaks. Raises what a template raises."""
-    before = conversation[-1].content if conversation[-1].role == "assistant" else ""
-    messages = conversation[:-1] if before or conversation[-1].role == "assistant" else conversation
+    begun = conversation[-1].role == "assistant"
+    before = conversation[-1].content if begun else ""
+    messages = conversation[:-1] if begun else conversation
+    if not subject.writes_thoughts:  # they stand in the text
+        messages = [inline(subject, m) for m in messages]
     with patch.object(chat_template_utils, "datetime", _Day):
         rendered = subject.tokenizer.apply_chat_template(
             copy.deepcopy([m.to_json() for m in messages]),
@@ -376,6 +387,13 @@ def oracle(subject: Subject, conversation: list[Message], tools: tuple[ToolSpec,
     return str(rendered) + before
 
 
+def inline(subject: Subject, message: Message) -> Message:
+    if message.reasoning is None or subject.form.thinking is None:
+        return message
+    said = write_calls(replace(subject.form, calls=None), (), message.content, message.reasoning)
+    return replace(message, content=said, reasoning=None)
+
+
 class _Day:
     now = staticmethod(lambda: DAY)
 
@@ -383,7 +401,10 @@ class _Day:
 def check_places(subject: Subject, talk: Talk, codec: MessageCodec) -> None:
     special = set(subject.tokenizer.all_special_ids)
     for place in talk.places:
-        whole = oracle(subject, place.conversation, place.tools)
+        try:
+            whole = oracle(subject, place.conversation, place.tools)
+        except TemplateError:  # of an empty reply, say
+            continue
         fresh = place.added == place.token_ids
         if not faithful(subject, whole) or "\ufffd" in decoded(subject, place.token_ids):
             continue
@@ -399,9 +420,14 @@ def check_places(subject: Subject, talk: Talk, codec: MessageCodec) -> None:
             )
         spelled = any(c in said(m) for m in place.conversation for c in subject.control)
         spelled = spelled or any(c in str(t.to_json()) for t in place.tools for c in subject.control)
-        if same and place.canonical and not spelled:
-            ids = subject.tokenizer(whole, add_special_tokens=False)["input_ids"]
+        if spelled or not (same or subject.appends):
+            continue
+        ids = subject.tokenizer(whole, add_special_tokens=False)["input_ids"]
+        if same and place.canonical:
             check(place.token_ids == ids, "a strand has the tokens of that text", place.token_ids, ids)
+        elif place.words:
+            marks = [[t for t in each if t in special] for each in (place.token_ids, ids)]
+            check(marks[0] == marks[1], "a strand has the control tokens of the template", text, whole)
 
 
 def said(message: Message) -> str:
@@ -419,7 +445,7 @@ def check_control(subject: Subject, script: Script, codec: MessageCodec) -> None
 
     system = [Message("system", script.system)] if script.system is not None else []
     messages = [*system, Message("user", script.question)]
-    harmless = [replace(m, content=plain(m.content) or "x") for m in messages]
+    harmless = [replace(m, content=plain(m.content)) for m in messages]
     tools = tuple(
         replace(t, description=plain(t.description), parameters=_each(t.parameters, plain))
         for t in script.tools

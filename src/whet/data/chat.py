@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from jinja2.exceptions import TemplateError
 
-from whet.data.templates import rendered
+from whet.data.templates import CUT, rendered
 from whet.data.timed import encoded
 from whet.inputs import MOST_CONFIG_BYTES, read_text
 from whet.types import ConfigError, DataError, Json, Message, ToolSpec
@@ -130,18 +130,14 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return ids
 
 
-_CUT = "\ufdd0"
-"""Parts a control token's text in two, so that it is read as text: no character of any language."""
-
-
 def parted(control: Collection[str], value: Json) -> Json:
     """A JSON value with the texts of control tokens in it parted."""
     several = sorted((text for text in control if len(text) > 1), key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, (*several, _CUT))))
+    pattern = re.compile("|".join(map(re.escape, (*several, CUT))))
 
     def part(found: re.Match[str]) -> str:
         text = found.group()
-        return text * 2 if text == _CUT else f"{text[0]}{_CUT}{text[1:]}"
+        return text * 2 if text == CUT else f"{text[0]}{CUT}{text[1:]}"
 
     def safe(value: Json) -> Json:
         if isinstance(value, str):
@@ -160,7 +156,7 @@ def neutral(control: Collection[str], messages: Sequence[Message], *, replies: b
 
     def one(message: Message, *, last: bool) -> Message:
         if message.role == "assistant" and (last or not replies):
-            return replace(message, content=message.content.replace(_CUT, _CUT * 2))
+            return replace(message, content=message.content.replace(CUT, CUT * 2))
         role = {"role": message.role}  # the template's own word
         return Message.from_json(parted(control, message.to_json()) | role)
 
@@ -173,7 +169,7 @@ def rest_of(rendered: str, begin: str) -> str | None:
     for n, piece in enumerate(pieces):
         if len(begin) < len(piece) or n == len(pieces) - 1:
             rest = [piece[len(begin) :], *pieces[n + 1 :]]
-            return _CUT.join(p.replace(_CUT, _CUT * 2) for p in rest) if piece.startswith(begin) else None
+            return CUT.join(p.replace(CUT, CUT * 2) for p in rest) if piece.startswith(begin) else None
         if not begin.startswith(piece):
             return None
         begin = begin[len(piece) :]
@@ -182,12 +178,12 @@ def rest_of(rendered: str, begin: str) -> str | None:
 
 def _pieces(rendered: str) -> list[str]:
     """The text between the cuts."""
-    return [p.replace(_CUT * 2, _CUT) for p in re.split(f"(?<!{_CUT}){_CUT}(?!{_CUT})", rendered)]
+    return [p.replace(CUT * 2, CUT) for p in re.split(f"(?<!{CUT}){CUT}(?!{CUT})", rendered)]
 
 
 def encode_rendered(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """`encode_texts` of rendered templates, whose messages were made `neutral`."""
-    if not any(_CUT in text for text in texts):
+    if not any(CUT in text for text in texts):
         return encode_texts(tokenizer, texts)
     parted = [*map(_pieces, texts)]
     begun = encode_texts(tokenizer, [first for first, *_ in parted])
@@ -200,11 +196,11 @@ def _continued(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     (Llama 2)."""
     plain, (mark, one, both) = (
         encode_texts(tokenizer, texts),
-        encode_texts(tokenizer, [_CUT, "a", f"{_CUT}a"]),
+        encode_texts(tokenizer, [CUT, "a", f"{CUT}a"]),
     )
     if both == [*mark, *one]:
         return plain
-    after = encode_texts(tokenizer, [_CUT + text for text in texts])
+    after = encode_texts(tokenizer, [CUT + text for text in texts])
     return [ids[len(mark) :] if ids[: len(mark)] == mark else alone for ids, alone in zip(after, plain)]
 
 
@@ -306,7 +302,7 @@ def render(
             "chat messages. Give a template in tokenizer.chat_template (Jinja text or a file), or give prompts as "
             "plain text."
         )
-    plain = [m.to_json() for m in messages]
+    plain = [_with_aliases(m.to_json()) for m in messages]
     told = [tool.to_json() for tool in tools] or None
     given = {**tokenizer.special_tokens_map, "messages": plain, "tools": told, "documents": None}
     day = getattr(tokenizer, _DAY, None)
@@ -317,6 +313,12 @@ def render(
         roles = ", ".join(m.role for m in messages[:6]) + (", ..." if len(messages) > 6 else "")
         raise DataError(f"The chat template refuses the messages ({roles}): {_said(e)}") from e
     return text
+
+
+def _with_aliases(message: dict[str, Json]) -> dict[str, Json]:
+    """A message with another name for what was thought, which gpt-oss's template reads (as transformers 5.23)."""
+    thought = message.get("reasoning_content")
+    return message if thought is None else message | {"thinking": thought}
 
 
 def _said(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """The messages of an episode as tokens, and the policy's tokens as messages.
 
-Tokens are only appended. What follows a reply is found by difference: a short conversation is rendered with a mark in
-the place of the reply, once as it ends and once with the new messages; what stands after the mark is what the template
+Tokens are only appended. What follows a reply is found by difference: the conversation is rendered with a mark in the
+place of the reply, once as it ends and once with the new messages; what stands after the mark is what the template
 writes after any reply of that shape. Where the two do not agree, nothing is appended: the conversation is rendered as a
 whole and begins another strand (`Codec` in rollout/episode.py).
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from whet.data.call_formats import CALL_FORMATS
 from whet.data.calls import ReplyForm, opens_thought, read_reply, recognised_form
 from whet.data.chat import encode_rendered, lead, neutral, parted, render, rest_of, template_of
-from whet.data.templates import asks_for_date
+from whet.data.templates import MARK, asks_for_date
 from whet.types import ConfigError, DataError, Message, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 History = Literal["append", "template"]
 
-MARK = "\ufdd1\ufdd2"
-"""Stands for a reply: no character of any language."""
 _QUESTION = Message("user", "q")
 _REPLY, _THOUGHT, _TOOL, _RESULT = "reply7x", "thought7x", "tool7x", "result7x"
 """Words to be found again."""
@@ -89,17 +87,24 @@ class MessageCodec:
         if count < 1:
             raise DataError("A turn needs at least one new message.")
         if self.history == "append":
-            return self._after_reply(existing, conversation[-count - 1], conversation[-count:], tools)
+            before, new = conversation[:-count], conversation[-count:]
+            return self._after_reply(existing, before, new, tools)
         rest = rest_of(self._rendered(conversation, tools), self._text(existing))
         return None if rest is None else self._joined(existing, rest)
 
     def _after_reply(
-        self, existing: Sequence[int], reply: Message, new: Sequence[Message], tools: Sequence[ToolSpec]
+        self,
+        existing: Sequence[int],
+        before: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[ToolSpec],
     ) -> list[int] | None:
-        """By difference."""
-        marked = _marked(reply)
-        safe, tools = neutral(self._special, [_QUESTION, marked, *new]), self._safe(tools)
-        base = render(self.tokenizer, safe[:2], tools=tools, header=False)
+        """By difference. before: the conversation with the reply; a template may count its calls, or put the system
+        message into the last message of the user."""
+        *earlier, reply = before
+        safe, tools = neutral(self._special, [*map(self._inline, earlier), reply, *new]), self._safe(tools)
+        safe[len(earlier)] = _marked(safe[len(earlier)])
+        base = render(self.tokenizer, safe[: len(before)], tools=tools, header=False)
         full = lead(self.tokenizer, safe, tools=tools)
         marks = base.count(MARK)
         if not marks or full.count(MARK) < marks:
@@ -137,12 +142,21 @@ class MessageCodec:
 
     def _inline(self, reply: Message) -> Message:
         """A reply for a template that knows no field for thoughts: they stand in its text."""
-        known = "reasoning_content" in (template_of(self.tokenizer) or "")
-        if known or reply.reasoning is None or self.form.thinking is None:
+        if reply.reasoning is None or self.form.thinking is None or self._writes_thoughts:
             return reply
         t = self.form.thinking
         said = f"{t.begin}{t.inside}{reply.reasoning}{t.inside}{t.end}{t.after}{reply.content}"
         return replace(reply, content=said, reasoning=None)
+
+    @cached_property
+    def _writes_thoughts(self) -> bool:
+        """Whether the template writes the field for thoughts, of a reply or of one with a call."""
+        tool = ToolSpec(_TOOL)
+        call = ToolCall(_TOOL, {}, "c00010001")
+        said = [Message("assistant", _REPLY, _THOUGHT), Message("assistant", "", _THOUGHT, (call,))]
+        return any(
+            _THOUGHT in self._tried([_QUESTION, reply], [tool] * bool(reply.tool_calls)) for reply in said
+        )
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         """The text that the reply follows."""
@@ -189,7 +203,7 @@ class MessageCodec:
         alone = self._plain(first, header=False)
         whole = self._plain([*first, later])
         existing = self.encode_prompt([_QUESTION])
-        appended = self._after_reply(existing, reply, [later], ())
+        appended = self._after_reply(existing, first, [later], ())
         tool = ToolSpec(_TOOL, "d", {"type": "object", "properties": {"x": {"type": "string"}}})
         return Findings(
             appends=appended is not None,
@@ -214,7 +228,7 @@ class MessageCodec:
     def _tried(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         """What the template makes of tools; nothing if it refuses them."""
         try:
-            return render(self.tokenizer, messages, tools=tools)
+            return render(self.tokenizer, messages, tools=tools, header=messages[-1].role != "assistant")
         except DataError:
             return ""
 

@@ -44,6 +44,13 @@ _GROWING = frozenset(
 """Functions and filters whose result may have the product of the sizes of what they are given."""
 _WIDTH = re.compile(r"\d{6}|\*")
 
+CUT = "\U00010137"
+"""Parts a control token's text in what a template is given (`data.chat.parted`): a sign that is hardly ever written.
+Where a text has it, it stands twice. It is printable, so Python's repr, which some templates use, leaves it."""
+MARK = f"{CUT}\U00010138{CUT}"
+"""Stands for a reply. No text has it once its cuts are doubled."""
+_NOT_ASCII = re.compile(rf"{CUT}{CUT}|{MARK}|[^\x00-\x7f]")
+
 
 class TooMuch(SecurityError):
     """A template exceeded a limit."""
@@ -281,9 +288,14 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _NOT_ASCII.sub(_escaped, text) if ensure_ascii else text
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """As JSON in ASCII, but for cuts and marks."""
+    text = found.group()
+    return text if text in (CUT, MARK) else json.dumps(text[0])[1:-1]
 
 
 @lru_cache(maxsize=64)
