@@ -279,10 +279,11 @@ def set_day(tokenizer: Tokenizer, day: date) -> None:
     setattr(tokenizer, _DAY, day)
 
 
-def template_of(tokenizer: Tokenizer) -> str | None:
-    """Its own chat template."""
+def template_of(tokenizer: Tokenizer, *, tools: bool = False) -> str | None:
+    """Its own chat template: of several the one named default, or tool_use where there are tools (as transformers)."""
     jinja = tokenizer.chat_template
-    jinja = jinja.get("default") if isinstance(jinja, dict) else jinja
+    if isinstance(jinja, dict):
+        jinja = jinja.get("tool_use" if tools and "tool_use" in jinja else "default")
     return jinja if isinstance(jinja, str) else None
 
 
@@ -295,7 +296,7 @@ def render(
     header: bool = True,
 ) -> str:
     """The conversation as text; header: ending with the header of the assistant's turn."""
-    jinja = read_template(template) if template is not None else template_of(tokenizer)
+    jinja = read_template(template) if template is not None else template_of(tokenizer, tools=bool(tools))
     if jinja is None:
         raise ConfigError(
             f"The tokenizer {tokenizer.name_or_path!r} has no chat template, but the prompt is a list of "

@@ -53,7 +53,7 @@ class MessageCodec:
         self._special_ids = frozenset(tokenizer.all_special_ids)
         longest = sorted(self._special, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest)) or "(?!)")
-        template = template_of(tokenizer)
+        template = template_of(tokenizer, tools=True)
         self.form = recognised_form(template, [*self._special, *tokenizer.get_added_vocab()])
         if calls is not None:
             self.form = ReplyForm(calls, None if CALL_FORMATS[calls].channels else self.form.thinking)
