@@ -233,8 +233,8 @@ CASES: dict[str, Case] = {
     "tokenizer.chat_template": (CHAT, "{% for m in messages %}1{{ m.content }}{% endfor %}"),
     "tokenizer.chat_template_kwargs": (CHAT, {"mark": "+"}),
     "tokenizer.date": (
-        CHAT.replace("{{{{ mark", "{{{{ strftime_now('%d') }}}}{{{{ mark") + "; tokenizer.date=2026-01-31",
-        "2026-01-30",
+        CHAT.replace("{{ mark", "{% if strftime_now('%Y') == '2019' %}a{% endif %}{{ mark"),
+        "2019-01-30",
     ),
     "critic.path": (PPO, "A"),
     **lora("critic.lora", PPO),

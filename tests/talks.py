@@ -327,7 +327,7 @@ def tokens_of(subject: Subject, text: str, line: Line) -> list[int]:
         after = str(subject.tokenizer.eos_token)
         return list(subject.tokenizer(after + piece, add_special_tokens=False)["input_ids"][1:])
 
-    rng = Random(line.seed)
+    rng = Random(f"{line.seed} {text}")
     if line.seed is None or not subject.exact:
         ids = encode(text)
     else:

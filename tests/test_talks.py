@@ -1,7 +1,7 @@
 """Whatever is said, in whatever tokens: a strand has what the policy sampled, marked, and what the template writes.
 
-A thousand random conversations, two hundred thousand in `make sweep` (about an hour of one core), on our own templates
-with three kinds of tokenizers; and in the sweep on the real templates of a folder (TEMPLATES=folder).
+A thousand random conversations, a hundred thousand in `make sweep` (half an hour of one core), on our own templates with
+three kinds of tokenizers; and in the sweep on the real templates of a folder (TEMPLATES=folder), two hundred on each.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from whet.data.chat import encode_texts, lead
 from whet.data.codec import History, MessageCodec
 from whet.types import ConfigError, DataError, Message, ToolCall, ToolSpec
 
-FEW, MANY = 14, 1400
-REAL = 150
+FEW, MANY = 14, 700
+REAL = 50
 
 
 @pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.sweep)])

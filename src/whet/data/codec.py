@@ -102,7 +102,7 @@ class MessageCodec:
         """By difference. before: the conversation with the reply; a template may count its calls, or put the system
         message into the last message of the user."""
         *earlier, reply = before
-        safe, tools = neutral(self._special, [*map(self._inline, earlier), reply, *new]), self._safe(tools)
+        safe, tools = [*map(self._inline, neutral(self._special, [*before, *new]))], self._safe(tools)
         safe[len(earlier)] = _marked(safe[len(earlier)])
         base = render(self.tokenizer, safe[: len(before)], tools=tools, header=False)
         full = lead(self.tokenizer, safe, tools=tools)
@@ -141,7 +141,8 @@ class MessageCodec:
         return both[len(alone) :]
 
     def _inline(self, reply: Message) -> Message:
-        """A reply for a template that knows no field for thoughts: they stand in its text."""
+        """A reply for a template that knows no field for thoughts: they stand in its text. The markers around them may
+        be control tokens, so the reply is neutral already."""
         if reply.reasoning is None or self.form.thinking is None or self._writes_thoughts:
             return reply
         t = self.form.thinking
@@ -160,9 +161,8 @@ class MessageCodec:
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         """The text that the reply follows."""
-        return lead(
-            self.tokenizer, neutral(self._special, [*map(self._inline, messages)]), tools=self._safe(tools)
-        )
+        safe = [*map(self._inline, neutral(self._special, messages))]
+        return lead(self.tokenizer, safe, tools=self._safe(tools))
 
     def _safe(self, tools: Sequence[ToolSpec]) -> list[ToolSpec]:
         """Descriptions come from servers, too: they become no control tokens either."""
