@@ -5,15 +5,18 @@ The same holds for random conversations (test_talks.py).
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from talks import codec_of
 from templates_of_ours import TEMPLATES, our_subject
 from whet.algos.groups import refine
 from whet.buffer.buffer import sorted_out
 from whet.config.sections.groups import GroupsConfig
+from whet.data.calls import ReplyForm, Thinking
 from whet.data.codec import MessageCodec
 from whet.types import Group, Message, Rollout, Task, ToolCall, ToolSpec
 
@@ -133,6 +136,50 @@ def test_a_result_of_a_second_call_counts_what_was_called_before() -> None:
         assert c.tokenizer.decode(more) == "<|turn|>5 user c<|over|>"
     finally:
         c.tokenizer.chat_template = before
+
+
+def test_thoughts_in_the_text_keep_their_markers_and_no_others() -> None:
+    """A template that knows no field for thoughts (Ministral 3): the markers are tokens, what is thought is text."""
+    c = MessageCodec(codec("inst").tokenizer)
+    c.form = ReplyForm(None, Thinking("[INST]", "[/INST]", "", ""))  # markers that are control tokens there
+    begin, end = ids(c, "[INST]"), ids(c, "[/INST]")
+    reply = Message("assistant", "yes", "so [INST]")
+    prompt = c.encode_prompt([QUESTION, reply, AGAIN])
+    assert [t for t in prompt if t in (*begin, *end)] == [*begin, *end] * 3
+    assert "[INST]so [INST][/INST]yes" in str(c.tokenizer.decode(prompt))
+
+
+def test_a_tokenizer_that_puts_a_space_before_each_text_puts_it_once() -> None:
+    """Llama 2: what follows a reply, or the first letter of a spelled control token, is no text of its own."""
+    c = codec("append", "spaced")
+    prompt = c.encode_prompt([Message("user", "a<|over|>b")])
+    assert c.tokenizer.decode(prompt) == "<|turn|>user\na<|over|>b<|over|>\n<|turn|>assistant\n"
+    assert prompt.count(ids(c, "<|over|>")[0]) == 1
+    existing = [*c.encode_prompt([QUESTION]), *ids(c, "<|over|>")]
+    more = c.encode_observation(existing, [QUESTION, Message("assistant", ""), AGAIN], 1)
+    whole = "<|turn|>user\nq<|over|>\n<|turn|>assistant\n<|over|>\n<|turn|>user\nagain<|over|>\n<|turn|>assistant\n"
+    assert [*existing, *(more or [])] == ids(c, whole)
+
+
+def test_the_template_for_tools_is_used_where_there_are_tools() -> None:
+    c = codec("append")
+    tokenizer, before = c.tokenizer, c.tokenizer.chat_template
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tool_use": before}
+    try:
+        both = MessageCodec(tokenizer)
+        assert both.form.calls == "hermes"
+        assert tokenizer.decode(both.encode_prompt([QUESTION])) == "q"
+        assert both.encode_prompt([QUESTION], [ADD]) == codec_with(tokenizer, before).encode_prompt(
+            [QUESTION], [ADD]
+        )
+    finally:
+        tokenizer.chat_template = before
+
+
+def codec_with(tokenizer: PreTrainedTokenizerFast, template: str) -> MessageCodec:
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = template
+    return MessageCodec(other)
 
 
 def test_a_rollout_whose_world_broke_is_absent_from_its_group() -> None:

@@ -1,7 +1,8 @@
 """Whatever is said, in whatever tokens: a strand has what the policy sampled, marked, and what the template writes.
 
-A thousand random conversations, a hundred thousand in `make sweep` (half an hour of one core), on our own templates with
-three kinds of tokenizers; and in the sweep on the real templates of a folder (TEMPLATES=folder), two hundred on each.
+A thousand random conversations, a hundred thousand in `make sweep` (half an hour of one core), on our own templates
+with three kinds of tokenizers; and in the sweep on the real templates of a folder (TEMPLATES=folder), two hundred on
+each.
 """
 
 from __future__ import annotations
