@@ -8,8 +8,10 @@ TORCH  ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
 
 # Tests of the same kind as those of `make test`, with more seeds, layouts and families; those of everything that computes
 # under switches that stand for other machines; ten thousand damaged inputs for each reader of what comes from outside.
-# Hours; SWEEP=100 is a taste of the last.
+# Hours; SWEEP=100 is a taste of the last. A hundred thousand random conversations take half an hour of one core;
+# TEMPLATES=folder has real chat templates talk, too (*.jinja, tokenizer_config.json).
 SWEEP  ?= 10000
+TEMPLATES ?=
 
 # `make golden BASE=<commit>`: a dozen runs by that commit and by the working tree, compared number by number.
 
@@ -29,7 +31,7 @@ test-peers: .peers-venv/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests .peers-venv/bin/python -m peers.run $(WRITE)
 
 sweep: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sweep --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	TEMPLATES="$(TEMPLATES)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sweep --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python tests/variants.py
 	OMP_NUM_THREADS=1 PYTHONPATH=tests nice -n 10 $(BIN)/python -m fuzz.run all $(SWEEP)
 

@@ -235,6 +235,10 @@ CASES: dict[str, Case] = {
     "tokenizer.vocab_size": ("tokenizer.build=words", 8),
     "tokenizer.chat_template": (CHAT, "{% for m in messages %}1{{ m.content }}{% endfor %}"),
     "tokenizer.chat_template_kwargs": (CHAT, {"mark": "+"}),
+    "tokenizer.date": (
+        CHAT.replace("{{ mark", "{% if strftime_now('%Y') == '2019' %}a{% endif %}{{ mark"),
+        "2019-01-30",
+    ),
     "critic.path": (PPO, "A"),
     **lora("critic.lora", PPO),
     "critic.warmup_steps": (PPO, 1),

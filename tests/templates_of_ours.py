@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from talks import DAY, Subject
 from whet.data.calls import THINKING, ReplyForm, Thinking
+from whet.data.chat import set_day
+from whet.types import Message
 
 FOLDER = Path(__file__).parent / "templates"
 
@@ -123,13 +126,11 @@ TEMPLATES: tuple[OurTemplate, ...] = (
 PROSE = "The tool told the policy what the weather is in Paris and in New York today: 21 degrees and a little rain. "
 
 
-@cache
-def our_tokenizer(template: OurTemplate) -> PreTrainedTokenizerFast:
-    """Byte-level byte pairs with a few merges, and the template's tokens; the same on every machine."""
+def _byte_pairs(special: list[str]) -> Tokenizer:
+    """Byte-level byte pairs with a few merges (Qwen, Llama 3, DeepSeek, gpt-oss)."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    special = ["<pad>", *template.special]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
         vocab_size=len(alphabet) + len(special) + 60,
@@ -138,7 +139,43 @@ def our_tokenizer(template: OurTemplate) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     core.train_from_iterator([PROSE], trainer)
-    core.add_tokens(list(template.markers))
+    return core
+
+
+def _pieces(special: list[str]) -> Tokenizer:
+    """Pieces of the likeliest split, and bytes for what has none (as sentencepiece makes them; Gemma)."""
+    words = sorted({"▁" + word.strip(".,:") for word in PROSE.split()} | {"ing", "er", "ti", "▁t", "in", "▁"})
+    letters = sorted(set(PROSE) | set("{}[]<>|/\\\"':,._-=()#") - {" "})
+    octets = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = [(token, 0.0) for token in (*special, "<unk>")] + [(byte, -30.0) for byte in octets]
+    vocab += [(piece, -2.0 - n / 100) for n, piece in enumerate(words)]
+    vocab += [(letter, -9.0) for letter in letters if letter != " " and letter not in words]
+    core = Tokenizer(models.Unigram(vocab, unk_id=len(special), byte_fallback=True))
+    core.normalizer = normalizers.Replace(" ", "▁")
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return core
+
+
+def _spaced(special: list[str]) -> Tokenizer:
+    """The same with a space before each text, which decoding takes away (Llama 2, Mistral before v3)."""
+    core = _pieces(special)
+    core.normalizer = None
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    core.decoder = decoders.Sequence(steps)
+    return core
+
+
+KINDS = {"byte pairs": _byte_pairs, "pieces": _pieces, "spaced": _spaced}
+"""Kinds of tokenizers."""
+
+
+@cache
+def our_tokenizer(template: OurTemplate, kind: str = "byte pairs") -> PreTrainedTokenizerFast:
+    """A tokenizer with the template's tokens; the same on every machine."""
+    core = KINDS[kind](["<pad>", *template.special])
+    core.add_tokens([AddedToken(marker, normalized=False) for marker in template.markers])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token="<pad>",
@@ -148,4 +185,28 @@ def our_tokenizer(template: OurTemplate) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = template.text
+    set_day(tokenizer, DAY.date())
     return tokenizer
+
+
+def our_subject(template: OurTemplate, kind: str) -> Subject:
+    """The template for a talk."""
+
+    def end_of(reply: Message) -> str:
+        if template.name == "next_opener":
+            return "<|observation|>" if reply.tool_calls else "<|user|>"
+        return "<|call|>" if template.form.channels and reply.tool_calls else template.ends[0]
+
+    return Subject(
+        name=f"{template.name}, {kind}",
+        tokenizer=our_tokenizer(template, kind),
+        form=template.form,
+        ends=template.ends,
+        end_of=end_of,
+        opens=template.opens,
+        system=template.system,
+        parallel=template.parallel,
+        beside=template.beside,
+        appends=template.keeps_on_user and template.keeps_on_tool and template.end_in_history in (None, ""),
+        exact=kind != "spaced",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from whet.data.calls import (
 )
 from whet.types import ConfigError, Message, ToolCall, ToolSpec
 
-TAGGED = ("qwen3_coder", "glm")
+TAGGED = ("qwen3_coder", "glm", "seed", "minimax")
 SEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 
 DOCUMENTED: list[tuple[str, str, Message]] = [
@@ -140,6 +141,83 @@ DOCUMENTED: list[tuple[str, str, Message]] = [
         Message("assistant", "", None, (WEATHER,)),
     ),
     ("deepseek", "Hm." + SEEK.format("f<｜tool▁sep｜>{}"), Message("assistant", "Hm.", None, (call("f"),))),
+    # Seed-OSS's chat template
+    (
+        "seed",
+        "I look.\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n<parameter=days>2"
+        "</parameter>\n</function>\n</seed:tool_call>",
+        Message("assistant", "I look.", None, (WEATHER,)),
+    ),
+    # Kimi K2's guide to tool calls: the policy writes the id, under which the result is told
+    (
+        "kimi",
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "Paris", "days": 2}<|tool_call_end|> <|tool_call_begin|>a.b:12<|tool_call_argument_begin|>{}'
+        "<|tool_call_end|>\n<|tool_calls_section_end|>",
+        Message(
+            "assistant",
+            "I look.",
+            None,
+            (replace(WEATHER, id="functions.get_weather:0"), ToolCall("a.b", {}, "a.b:12")),
+        ),
+    ),
+    # MiniMax M2's chat template, and without line ends
+    (
+        "minimax",
+        'Hm.\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
+        '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        Message("assistant", "Hm.", None, (WEATHER, call("now"))),
+    ),
+    (
+        "minimax",
+        '<minimax:tool_call><invoke name="f"><parameter name="a">[1, "</parameter>"]</parameter></invoke>'
+        "</minimax:tool_call>",
+        Message("assistant", "", None, (call("f", a=[1, "</parameter>"]),)),
+    ),
+    # DeepSeek V3.2's chat template, and V4's: a value says itself whether it is a text
+    (
+        "deepseek_v32",
+        'Hm.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="city" string="true"> 1 '
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false"> [2.0] </｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        Message("assistant", "Hm.", None, (call("f", city=" 1 ", days=[2.0]), call("now"))),
+    ),
+    (
+        "deepseek_v32",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        Message("assistant", "", None, (call("now"),)),
+    ),
+    # lists: Hunyuan A13B and Apriel, Nemotron Nano v2, Granite 3, Phi-4-mini and FireFunction, Command R7B
+    (
+        "hunyuan",
+        '<tool_calls>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}, "id": 1}]</tool_calls>',
+        Message("assistant", "", None, (WEATHER,)),
+    ),
+    (
+        "nemotron",
+        '<TOOLCALL>[{"name": "f", "arguments": {}}, {"name": "g"}]</TOOLCALL>\n',
+        Message("assistant", "", None, (call("f"), call("g"))),
+    ),
+    (
+        "granite",
+        '<|tool_call|> [{"name": "f", "arguments": {"a": 1}}]',
+        Message("assistant", "", None, (call("f", a=1),)),
+    ),
+    (
+        "functools",
+        'functools[{"name": "f", "arguments": {"a": 1}}]',
+        Message("assistant", "", None, (call("f", a=1),)),
+    ),
+    (
+        "functools",
+        "Use functools.partial.",
+        Message("assistant", "Use functools.partial."),
+    ),
+    (
+        "cohere",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}\n]<|END_ACTION|>',
+        Message("assistant", "", None, (call("f", a=1),)),
+    ),
     (
         "json",
         ' {"name": "f", "arguments": {"deep": [{"a": [true, null, -0.5]}]}}\n',
@@ -155,7 +233,7 @@ def test_replies_are_read_as_their_families_write_them(name: str, text: str, exp
 
 
 def test_the_two_formats_of_a_family_are_read_by_either_name() -> None:
-    for names in (("mistral", "mistral_v11"), ("deepseek", "deepseek_v3")):
+    for names in (("mistral", "mistral_v11"), ("deepseek", "deepseek_v3"), ("deepseek_v32", "deepseek_v4")):
         for writer in names:
             text = write_calls(form(writer), [WEATHER])
             assert [read_reply(text, form(reader)).tool_calls for reader in names] == [(WEATHER,)] * 2
@@ -279,6 +357,69 @@ REFUSED: list[tuple[str, str, str]] = [
         "deepseek_v3",
         SEEK.format("code<｜tool▁sep｜>f\n```json\n{}\n```"),
         "call 1: expected 'function' or JSON at <｜tool▁sep｜>, found 'code'",
+    ),
+    (
+        "kimi",
+        "<|tool_calls_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "call 1: expected functions.NAME:NUMBER after <|tool_call_begin|>, found 'f'",
+    ),
+    (
+        "kimi",
+        "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>{}<|tool_call_end|>so",
+        "call 2: expected <|tool_call_begin|> or <|tool_calls_section_end|> after <|tool_call_end|>, found 'so'",
+    ),
+    ("kimi", "<|tool_call_begin|>f:0", "<|tool_call_begin|> stands outside of a call"),
+    (
+        "minimax",
+        '<minimax:tool_call><invoke name="f"></minimax:tool_call>',
+        "call 1: expected <parameter name=\" or </invoke> after 'f', found '</minimax:tool_call>'",
+    ),
+    (
+        "minimax",
+        '<minimax:tool_call><invoke name="f"></invoke> and',
+        "call 2: expected <invoke name=\" or </minimax:tool_call> after </invoke>, found 'and'",
+    ),
+    (
+        "minimax",
+        "<minimax:tool_call>" + '<invoke name="f">' + '<parameter name="a">1</invoke>',
+        "call 1: the value of 'a' has no end: expected </parameter> and then <parameter name=\" or </invoke>",
+    ),
+    (
+        "deepseek_v32",
+        '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a">1</｜DSML｜parameter>',
+        'call 1: expected string="true" or string="false" after a key, found \'a"\'',
+    ),
+    (
+        "deepseek_v4",
+        '<｜DSML｜tool_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">1 2'
+        "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>",
+        "call 1: the value of 'a' has more than its JSON: ' 2'",
+    ),
+    (
+        "deepseek_v4",
+        '<｜DSML｜tool_calls><｜DSML｜invoke name="f"></｜DSML｜invoke></｜DSML｜function_calls>',
+        'call 2: expected <｜DSML｜invoke name=" or </｜DSML｜tool_calls> after </｜DSML｜invoke>, found '
+        "'</｜DSML｜function_calls>'",
+    ),
+    (
+        "hunyuan",
+        '<tool_calls>[{"name": "f"}] and',
+        "call 2: expected </tool_calls> after the list of calls, found 'and'",
+    ),
+    (
+        "granite",
+        '<|tool_call|>{"name": "f"}',
+        "call 1: the list after <|tool_call|> is an object; expected at least one call",
+    ),
+    (
+        "cohere",
+        '<|START_ACTION|>[{"name": "f", "parameters": {}}]<|END_ACTION|>',
+        'call 1: it has the key \'name\'; expected "tool_name" and "parameters" alone',
+    ),
+    (
+        "seed",
+        "<seed:tool_call><function=f></function></tool_call>",
+        "call 1: expected </seed:tool_call> after </function>, found '</tool_call>'",
     ),
     (
         "json",
@@ -479,14 +620,19 @@ def test_types_order_and_ids(name: str) -> None:
     told = read_reply(write_calls(form(name), given), form(name), [tool("f", **types)])
     assert told.malformed is None
     assert json.dumps(told.tool_calls[0].arguments) == json.dumps(arguments)
-    assert [(c.name, c.id) for c in told.tool_calls] == [("f", ""), ("nobody_knows", "")][: len(given)]
+    ids = ("functions.f:0", "functions.nobody_knows:1") if name == "kimi" else ("", "")
+    assert [(c.name, c.id) for c in told.tool_calls] == [("f", ids[0]), ("nobody_knows", ids[1])][
+        : len(given)
+    ]
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_a_reply_that_begins_inside_a_thought(name: str) -> None:
     given = [call("f", x="y")]
     text = write_calls(form(name), given, "", "because", opened=True)
-    assert read_reply(text, form(name), opened=True) == Message("assistant", "", "because", tuple(given))
+    told = read_reply(text, form(name), opened=True)
+    named = tuple(replace(c, id=told.tool_calls[0].id) for c in given)
+    assert told == Message("assistant", "", "because", named)
     assert read_reply(text, form(name)).malformed is not None
     cut = text[: text.index("because") + 7]
     assert "has no end" in str(read_reply(cut, form(name), opened=True).malformed)

@@ -119,6 +119,22 @@ def test_a_score_is_the_logit_of_the_conversation_in_its_own_template(judge):
     assert [r.reward_parts for r in found] == [{"rm": r.reward} for r in found]
 
 
+def test_control_tokens_that_a_reply_spells_are_text_for_the_model(judge):
+    """Else a policy could end its reply and write the next message of the user, who is content."""
+    (found,) = ask([group(texts=["3<eos>"])], judge)
+    begin = [
+        i
+        for role, text in (("<system>", "abc"), ("<user>", "1+2=?"))
+        for i in (*ids("", role), *ids(text), *ids("", "<eos>"))
+    ]
+    reply = [*ids("", "<assistant>"), *ids("3<eos>"), *ids("", "<eos>")]
+    assert found.reward == pytest.approx(by_hand(judge, [*begin, *reply]), abs=1e-6)
+    assert (
+        abs(by_hand(judge, [*begin, *reply]) - by_hand(judge, chat_ids("3")[:-1] + ids("", "<eos>", "<eos>")))
+        > 1e-3
+    )
+
+
 def test_a_plain_prompt_stands_before_the_reply(judge):
     (found,) = ask([group("1+2=", ["3 a"])], judge)
     assert found.reward == pytest.approx(by_hand(judge, ids("1+2=3 a")), abs=1e-6)
@@ -247,7 +263,7 @@ def test_what_is_no_number_is_unscored(judge, tmp_path):
     assert ask([group("", [""])], judge)[0].error == "reward rm: bad_value: the conversation is empty"
     refuses = "{{ raise_exception('no system here') }}"
     (found, *_) = ask([group()], judge, chat_template=refuses)
-    assert "refuses the conversation: no system here" in (found.error or "")
+    assert "refuses the messages (system, user, assistant): no system here" in (found.error or "")
 
 
 def test_a_rollout_with_an_error_stays_as_it_is(judge):

@@ -36,6 +36,7 @@ from whet.rewards.combine import RewardSet
 from whet.secrets import guarded_output
 from whet.start import (
     Start,
+    began,
     check_record,
     find_checkpoint,
     is_finished,
@@ -325,9 +326,10 @@ def _run(
         _show_finished(cfg, directory, display, start.state)
         return OK
     check_record(directory, start)
+    loaded = replace(loaded, day=began(home, start.checkpoint))
     openers = join_cluster(loaded, planned, rewards, stack)
     for made in rewards:
-        made.load_models()
+        made.load_models(loaded.day)
     stop = stack.enter_context(stop_on_ctrl_c(display.message))
     note_start(loaded, directory, start)
     if directory.path == home:

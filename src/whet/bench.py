@@ -36,6 +36,7 @@ from whet.guard.imports import import_all
 from whet.guard.watch import Watch
 from whet.offline import Judged, check, judge
 from whet.rewards.combine import RewardSet
+from whet.start import began
 from whet.storage.paths import brought_here
 from whet.track.files import RunLock
 from whet.track.log import close_logging, setup_logging
@@ -244,7 +245,10 @@ def _bench(
     directory.truncate_to(0, -1)
     display = Display([(p.name, p.total_steps or 0) for p in planned], quiet=True)
     stack.callback(display.close)
+    loaded = replace(loaded, day=began(out.parent))
     openers = join_cluster(loaded, planned, rewards, stack)
+    for made in rewards:
+        made.load_models(loaded.day)
     watch = stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded)))
     models = open_models(
         loaded, planned, display=display, timeline=directory.timeline, watch=watch, **openers

@@ -158,7 +158,7 @@ def open_models(
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     display.phase("read data")
     sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.demonstrations, *c.data.eval)]
-    tokenizer = load_tokenizer(cfg.tokenizer, model_path=cfg.model.path, texts=texts(sources))
+    tokenizer = load_tokenizer(cfg.tokenizer, model_path=cfg.model.path, texts=texts(sources), day=loaded.day)
     display.phase("load model")
     place: Place = Here()
     if rank_lines is None and plans[0].models_elsewhere:

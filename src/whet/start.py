@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from whet.config.secrets import for_people
 from whet.storage.manifests import place_of
 from whet.track import run_paths
 from whet.track.files import reading
+from whet.track.written import read_manifest
 from whet.types import CheckpointError, Json
 
 if TYPE_CHECKING:
@@ -81,6 +83,16 @@ def find_start(loaded: Loaded, run_dir: Path) -> tuple[Path, Json] | None:
             f"checkpoint.resume={resume}: no such folder; expected auto, never, fresh or the folder of a checkpoint"
         )
     return path, checkpoint.read_state(path)
+
+
+def began(home: Path, resumed: Path | None = None) -> date:
+    """The day on which a run began, UTC: that of its first start in manifest.json. A run that is resumed from another
+    run's checkpoint has begun with that one. Today, where nothing is written down."""
+    other = resumed.resolve().parents[1] if resumed else home
+    for run_dir in (home, other):
+        if starts := read_manifest(run_dir).get("starts"):
+            return datetime.fromisoformat(starts[0]["started_utc"]).date()
+    return datetime.now(UTC).date()
 
 
 def may_go_on(cfg: Config) -> bool:

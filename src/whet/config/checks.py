@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path as File
 
 from whet.config import (
@@ -87,7 +88,16 @@ def _structure(cfg: Config) -> Iterator[Problem]:
             "tokenizer.chat_template",
             f"'{template}' is neither a file nor a template (it has no Jinja '{{'); give the text or a path",
         )
+    if tokenizer.date is not None and not _is_date(tokenizer.date):
+        yield "tokenizer.date", f"'{tokenizer.date}' is no date; expected one as 2026-01-31"
     yield from source_problems(cfg)
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _model(cfg: Config) -> Iterator[Problem]:

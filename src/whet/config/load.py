@@ -16,6 +16,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,6 +68,8 @@ class Loaded:
     """Keys that were left out, since nothing reads them, and why; what was taken for granted in a launch script."""
     code: Mapping[str, str] = field(default_factory=dict)
     """Digests of the user's code by file (`config.code.digests`), once a run starts."""
+    day: date | None = None
+    """The day on which the run began, once it starts: what chat templates are told is today."""
     given: Config | None = None
     """The config before remote paths were replaced by local copies; None: it has no remote paths."""
 

@@ -47,7 +47,7 @@ CLASSES: Mapping[Class, str] = {
         stages.*.name""",
     "numbers": """
         seed imports data algorithm rewards
-        model.lora.dropout tokenizer.chat_template tokenizer.chat_template_kwargs
+        model.lora.dropout tokenizer.chat_template tokenizer.chat_template_kwargs tokenizer.date
         critic.lora.dropout critic.warmup_steps critic.minibatches critic.update_epochs critic.value_clip
         critic.loss_agg_mode critic.normalize_decay
         critic.optimizer.lr critic.optimizer.param_groups critic.optimizer.betas critic.optimizer.eps

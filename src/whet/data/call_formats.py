@@ -17,146 +17,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
+from whet.data.call_reader import MOST_NAME, ReadCall, ReplyReader, any_of, read_each, scan
 from whet.data.call_values import Malformed, Untyped, kind, read_by_schema, read_json, shown, write_json
-from whet.types import Json, ToolCall, ToolSpec
-
-LEAST_MARKER = 5
-"""So many characters of a marker at the end of a reply are a marker that was cut off; fewer are text."""
-MOST_NAME = 200
-"""Characters of a tool's name, or of the header of a message."""
-
-_WHITE = re.compile(r"\s*")
-_NAME = re.compile(r"[^\s<>{}\[\]\"'|]+")
-"""A name that is written without quotes."""
-
-
-class ReplyReader:
-    """A reply that is being read: what was found so far, and the place that comes next."""
-
-    def __init__(self, text: str, tools: Sequence[ToolSpec], *, opened: bool = False) -> None:
-        self.text = text
-        self.tools = {tool.name: tool for tool in tools}
-        self.opened = opened
-        self.at = 0
-        self.calls: list[ToolCall] = []
-        self.content: list[str] = []
-        self.thoughts: list[str] = []
-
-    def white(self) -> None:
-        """Go past white space."""
-        found = _WHITE.match(self.text, self.at)
-        self.at = found.end() if found else self.at
-
-    def take(self, marker: str) -> bool:
-        """Go past a marker if it stands here."""
-        here = self.text.startswith(marker, self.at)
-        self.at += len(marker) * here
-        return here
-
-    def take_after_white(self, marker: str) -> bool:
-        """Go past white space and a marker if it stands there."""
-        start = self.at
-        self.white()
-        found = self.take(marker)
-        self.at = self.at if found else start
-        return found
-
-    def need(self, *markers: str, after: str) -> None:
-        """Go past white space and one of the markers."""
-        self.white()
-        if not any(self.take(marker) for marker in markers):
-            expected = " or ".join(markers)
-            raise Malformed(f"expected {expected} after {after}, found {shown(self.text, self.at)}")
-
-    def until(self, marker: str, *, what: str) -> str:
-        """The text up to a marker; go past both."""
-        end = self.text.find(marker, self.at)
-        if end < 0:
-            raise Malformed(f"{what} has no end: expected {marker!r} after {shown(self.text, self.at)}")
-        piece = self.text[self.at : end]
-        self.at = end + len(marker)
-        return piece
-
-    def json(self) -> Json:
-        """The JSON value that comes next."""
-        self.white()
-        value, self.at = read_json(self.text, self.at)
-        return value
-
-    def arguments(self, name: str) -> dict[str, Json]:
-        """The JSON object that comes next."""
-        value = self.json()
-        if not isinstance(value, dict):
-            raise Malformed(f"the arguments of {name!r} are {kind(value)}; expected a JSON object")
-        return value
-
-    def call(self, name: str, arguments: dict[str, Json]) -> None:
-        """One call more, which is read to its end. The tool loop gives it its id."""
-        if not name.strip() or len(name) > MOST_NAME:
-            raise Malformed(f"the tool's name has {len(name)} characters; expected 1 to {MOST_NAME}")
-        self.calls.append(ToolCall(name, arguments))
-
-    def name(self, what: str) -> str:
-        """The unquoted name that comes next."""
-        self.white()
-        found = _NAME.match(self.text, self.at, self.at + MOST_NAME + 1)
-        if found is None:
-            raise Malformed(f"expected the tool's name after {what}, found {shown(self.text, self.at)}")
-        self.at = found.end()
-        return found.group()
-
-    def object(self, value: Json, keys: tuple[str, ...]) -> tuple[str, dict[str, Json]]:
-        """Name and arguments of a call as an object; the arguments may be left out."""
-        if not isinstance(value, dict):
-            raise Malformed(f'it is {kind(value)}; expected an object with "name" and "{keys[0]}"')
-        unknown = [key for key in value if key not in ("name", "type", "id", *keys)]
-        if unknown:
-            raise Malformed(f'it has the key {unknown[0][:40]!r}; expected "name" and "{keys[0]}" alone')
-        name, given = value.get("name"), [key for key in keys if key in value]
-        if not isinstance(name, str):
-            raise Malformed(f'its "name" is {kind(name)}; expected the tool\'s name as a string')
-        if len(given) > 1:
-            raise Malformed(f"it has {' and '.join(given)}; expected one of them")
-        arguments = value[given[0]] if given else {}
-        if not isinstance(arguments, dict):
-            raise Malformed(f'its "{given[0]}" is {kind(arguments)}; expected an object')
-        return name, arguments
-
+from whet.types import Json, ToolCall
 
 # ---- formats with markers ----
-
-ReadCall = Callable[[ReplyReader], None]
-
-
-def _read_call(reading: ReplyReader, read_call: ReadCall) -> None:
-    try:
-        read_call(reading)
-    except Malformed as e:
-        raise Malformed(f"call {len(reading.calls) + 1}: {e}") from None
-
-
-def _scan(
-    begins: re.Pattern[str], read_call: ReadCall, reading: ReplyReader, first: re.Pattern[str] | None = None
-) -> None:
-    """Read the calls, which begin where `begins` is found, or `first` at the very beginning; the text around them is
-    content. A reader that finds text instead of a call goes past it."""
-    start = reading.at
-    found = (first and first.match(reading.text, start)) or begins.search(reading.text, start)
-    while found:
-        reading.at, before = found.start(), len(reading.calls)
-        _read_call(reading, read_call)
-        if len(reading.calls) > before:
-            reading.content.append(reading.text[start : found.start()])
-            start = reading.at
-        found = begins.search(reading.text, reading.at)
-    reading.content.append(reading.text[start:])
-
-
-def _marked(*markers: str) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, markers)))
-
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 
@@ -172,36 +39,35 @@ def _write_hermes(calls: Sequence[ToolCall]) -> str:
     return "\n".join(f"{CALL}\n{_as_object(call, 'arguments')}\n{CALL_END}" for call in calls)
 
 
-def _as_object(call: ToolCall, key: str) -> str:
-    return f'{{"name": {write_json(call.name)}, "{key}": {write_json(call.arguments)}}}'
+def _as_object(call: ToolCall, key: str, named: str = "name") -> str:
+    return f'{{"{named}": {write_json(call.name)}, "{key}": {write_json(call.arguments)}}}'
 
 
 FUNCTION, FUNCTION_END, PARAMETER = "<function=", "</function>", "<parameter="
-_VALUE_END = re.compile(rf"</parameter>(?=\s*+(?:{PARAMETER}|{FUNCTION_END}))")
+SEED, SEED_END = "<seed:tool_call>", "</seed:tool_call>"
 
 
-def _read_xml(reading: ReplyReader) -> None:
+def _read_xml(reading: ReplyReader, tags: _Tags, around: tuple[str, str]) -> None:
     """Qwen3-coder at times leaves out the outer tags, so they are not needed."""
-    wrapped = reading.take(CALL)
-    reading.need(FUNCTION, after=CALL)
+    begin, end = around
+    wrapped = reading.take(begin)
+    reading.need(FUNCTION, after=begin)
     name = reading.name(FUNCTION)
     reading.need(">", after=f"{FUNCTION}{name}")
-    arguments = _read_tagged(reading, name, _XML)
+    arguments = _read_tagged(reading, name, tags)
     if wrapped:
-        reading.need(CALL_END, after=FUNCTION_END)
+        reading.need(end, after=FUNCTION_END)
     else:
-        reading.take_after_white(CALL_END)
+        reading.take_after_white(end)
     reading.call(name, arguments)
 
 
-def _write_xml(calls: Sequence[ToolCall]) -> str:
-    return "\n".join(
-        f"{CALL}\n{FUNCTION}{c.name}>\n{_tagged(c, _XML)}{FUNCTION_END}\n{CALL_END}" for c in calls
-    )
+def _write_xml(calls: Sequence[ToolCall], tags: _Tags, around: tuple[str, str]) -> str:
+    begin, end = around
+    return "\n".join(f"{begin}\n{FUNCTION}{c.name}>\n{_tagged(c, tags)}{FUNCTION_END}\n{end}" for c in calls)
 
 
 ARGUMENT = "<arg_key>"
-_ARGUMENT_END = re.compile(rf"</arg_value>(?=\s*+(?:{ARGUMENT}|{CALL_END}))")
 
 
 def _read_glm(reading: ReplyReader) -> None:
@@ -214,7 +80,35 @@ def _write_glm(calls: Sequence[ToolCall]) -> str:
     return "\n".join(f"{CALL}{call.name}\n{_tagged(call, _GLM)}{CALL_END}" for call in calls)
 
 
-@dataclass(frozen=True, slots=True)
+MINIMAX, MINIMAX_END, INVOKE = "<minimax:tool_call>", "</minimax:tool_call>", "<invoke name="
+DSML = "｜DSML｜"
+_DSML_BLOCKS = [(f"<{DSML}{name}>", f"</{DSML}{name}>") for name in ("function_calls", "tool_calls")]
+"""Of DeepSeek V3.2, and of V4."""
+
+
+def _read_invokes(reading: ReplyReader, tags: _Tags, blocks: Sequence[tuple[str, str]]) -> None:
+    """A block of calls, each an element with its name as an attribute."""
+    begin, end = next(block for block in blocks if reading.take(block[0]))
+    invoke = _invoke(tags)
+    reading.need(invoke, after=begin)
+    while True:
+        name = reading.until('">', what="the tool's name")
+        reading.call(name, _read_tagged(reading, name[:40], tags))
+        reading.need(invoke, end, after=tags.end)
+        if reading.text.endswith(end, 0, reading.at):
+            return
+
+
+def _write_invokes(calls: Sequence[ToolCall], tags: _Tags, block: tuple[str, str]) -> str:
+    each = (f'{_invoke(tags)}{c.name}">\n{_tagged(c, tags)}{tags.end}\n' for c in calls)
+    return f"{block[0]}\n{''.join(each)}{block[1]}"
+
+
+def _invoke(tags: _Tags) -> str:
+    return tags.end.replace("</", "<").replace(">", ' name="')
+
+
+@dataclass(frozen=True)
 class _Tags:
     """How arguments are written as tagged text."""
 
@@ -222,16 +116,27 @@ class _Tags:
     """Around a key."""
     value: tuple[str, str]
     """Around a value, line ends included; a reader needs no line ends."""
-    value_end: re.Pattern[str]
-    """The tag that ends a value is the one that something of the call follows: others are a part of the value."""
     end: str
     """After the last argument."""
     untyped: Untyped
     """As vLLM's parser of the family has it."""
+    typed: bool = False
+    """A key says itself whether its value is a text or JSON."""
+
+    @cached_property
+    def value_end(self) -> re.Pattern[str]:
+        """The tag that ends a value is the one that something of the call follows: others are a part of the value."""
+        return re.compile(rf"{self.value[1].strip()}(?=\s*+(?:{re.escape(self.key[0])}|{self.end}))")
 
 
-_XML = _Tags((PARAMETER, ">"), ("\n", "\n</parameter>"), _VALUE_END, FUNCTION_END, "text")
-_GLM = _Tags((ARGUMENT, "</arg_key>"), ("\n<arg_value>", "</arg_value>"), _ARGUMENT_END, CALL_END, "json")
+_XML = _Tags((PARAMETER, ">"), ("\n", "\n</parameter>"), FUNCTION_END, "text")
+_SEED = _Tags((PARAMETER, ">"), ("", "</parameter>"), FUNCTION_END, "text")
+_GLM = _Tags((ARGUMENT, "</arg_key>"), ("\n<arg_value>", "</arg_value>"), CALL_END, "json")
+_MINIMAX = _Tags(('<parameter name="', '">'), ("", "</parameter>"), "</invoke>", "json")
+_DSML = _Tags(
+    (f'<{DSML}parameter name="', ">"), ("", f"</{DSML}parameter>"), f"</{DSML}invoke>", "text", typed=True
+)
+_TYPED = re.compile(r'(.*)" string="(true|false)"', re.DOTALL)
 
 
 def _read_tagged(reading: ReplyReader, name: str, tags: _Tags) -> dict[str, Json]:
@@ -240,14 +145,34 @@ def _read_tagged(reading: ReplyReader, name: str, tags: _Tags) -> dict[str, Json
     while not reading.take(tags.end):
         reading.need(tags.key[0], tags.end, after=f"an argument of {name!r}" if arguments else f"{name!r}")
         key = reading.until(tags.key[1], what=f"a key of {name!r}").strip()
+        key, textual = _declared(key) if tags.typed else (key, None)
         if not key or len(key) > MOST_NAME:
             raise Malformed(f"a key of {name!r} has {len(key)} characters; expected 1 to {MOST_NAME}")
         if key in arguments:
             raise Malformed(f"{name!r} has the argument {key[:40]!r} twice")
         text = _tagged_text(reading, key, tags)
-        arguments[key] = read_by_schema(text, reading.tools.get(name), key, tags.untyped)
+        if textual is None:
+            arguments[key] = read_by_schema(text, reading.tools.get(name), key, tags.untyped)
+        else:
+            arguments[key] = text if textual else _whole_json(text, key)
         reading.white()
     return arguments
+
+
+def _declared(text: str) -> tuple[str, bool]:
+    """A key, and whether its value is a text."""
+    found = _TYPED.fullmatch(text)
+    if found is None:
+        raise Malformed(f'expected string="true" or string="false" after a key, found {text[:60]!r}')
+    return found[1], found[2] == "true"
+
+
+def _whole_json(text: str, key: str) -> Json:
+    bare = text.strip()
+    value, end = read_json(bare)
+    if end < len(bare):
+        raise Malformed(f"the value of {key[:40]!r} has more than its JSON: {shown(bare, end)}")
+    return value
 
 
 def _tagged_text(reading: ReplyReader, key: str, tags: _Tags) -> str:
@@ -270,8 +195,10 @@ def _tagged_text(reading: ReplyReader, key: str, tags: _Tags) -> str:
 
 def _tagged(call: ToolCall, tags: _Tags) -> str:
     (key, key_end), (value, value_end) = tags.key, tags.value
+    said = {True: '" string="true"', False: '" string="false"'} if tags.typed else {True: "", False: ""}
     return "".join(
-        f"{key}{name}{key_end}{value}{as_text(given)}{value_end}\n" for name, given in call.arguments.items()
+        f"{key}{name}{said[isinstance(given, str)]}{key_end}{value}{as_text(given)}{value_end}\n"
+        for name, given in call.arguments.items()
     )
 
 
@@ -283,26 +210,54 @@ def as_text(value: Json) -> str:
 MISTRAL, MISTRAL_ARGS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """Calls as one JSON list of objects."""
+
+    begin: str
+    end: str = ""
+    name: str = "name"
+    arguments: str = "arguments"
+
+
+_MISTRAL = _Listed(MISTRAL)
+_HUNYUAN = _Listed("<tool_calls>", "</tool_calls>")
+_NEMOTRON = _Listed("<TOOLCALL>", "</TOOLCALL>")
+_GRANITE = _Listed("<|tool_call|>")
+_FUNCTOOLS = _Listed("functools")
+_COHERE = _Listed("<|START_ACTION|>", "<|END_ACTION|>", "tool_name", "parameters")
+
+
+def _read_list(reading: ReplyReader, listed: _Listed) -> None:
+    reading.take(listed.begin)
+    calls = reading.json()
+    if not isinstance(calls, list) or not calls:
+        found = "empty" if calls == [] else kind(calls)
+        raise Malformed(f"the list after {listed.begin} is {found}; expected at least one call")
+    for value in calls:
+        reading.call(*reading.object(value, (listed.arguments,), listed.name))
+    if listed.end:
+        reading.need(listed.end, after="the list of calls")
+
+
+def _write_list(calls: Sequence[ToolCall], listed: _Listed) -> str:
+    each = (_as_object(call, listed.arguments, listed.name) for call in calls)
+    return f"{listed.begin}[{', '.join(each)}]{listed.end}"
+
+
 def _read_mistral(reading: ReplyReader) -> None:
     """A list of objects (tokenizers before v11) or a name and its arguments."""
+    start = reading.at
     reading.take(MISTRAL)
     reading.white()
-    if not reading.text.startswith("[", reading.at):
-        name = reading.name(MISTRAL)
-        if reading.take(MISTRAL_ID):
-            reading.name(MISTRAL_ID)
-        reading.take(MISTRAL_ARGS)
-        return reading.call(name, reading.arguments(name))
-    calls = reading.json()
-    if not calls:
-        raise Malformed(f"the list after {MISTRAL} is empty; expected at least one call")
-    for value in calls:
-        reading.call(*reading.object(value, ("arguments",)))
-    return None
-
-
-def _write_mistral(calls: Sequence[ToolCall]) -> str:
-    return f"{MISTRAL}[{', '.join(_as_object(call, 'arguments') for call in calls)}]"
+    if reading.text.startswith("[", reading.at):
+        reading.at = start
+        return _read_list(reading, _MISTRAL)
+    name = reading.name(MISTRAL)
+    if reading.take(MISTRAL_ID):
+        reading.name(MISTRAL_ID)
+    reading.take(MISTRAL_ARGS)
+    return reading.call(name, reading.arguments(name))
 
 
 def _write_mistral_v11(calls: Sequence[ToolCall]) -> str:
@@ -347,6 +302,34 @@ def _write_deepseek_v3(calls: Sequence[ToolCall]) -> str:
 def _write_deepseek(calls: Sequence[ToolCall]) -> str:
     each = (f"{SEEK}{c.name}{SEEK_SEP}{write_json(c.arguments)}{SEEK_END}" for c in calls)
     return SEEK_ALL + "".join(each) + SEEK_ALL_END
+
+
+KIMI_ALL, KIMI_ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI, KIMI_ARGS, KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_KIMI_ID = re.compile(r"(?:functions\.)?(\S+):[0-9]{1,9}")
+
+
+def _read_kimi(reading: ReplyReader) -> None:
+    """A call's id is written by the policy, and its result is told under it: it has the tool's name in it."""
+    reading.take(KIMI_ALL)
+    reading.need(KIMI, after=KIMI_ALL)
+    while True:
+        id = reading.until(KIMI_ARGS, what="the call's id").strip()
+        found = _KIMI_ID.fullmatch(id[: MOST_NAME + 20])
+        if found is None:
+            raise Malformed(f"expected functions.NAME:NUMBER after {KIMI}, found {id[:40]!r}")
+        arguments = reading.arguments(found[1][:40])
+        reading.need(KIMI_END, after="the arguments")
+        reading.call(found[1], arguments, id)
+        reading.need(KIMI, KIMI_ALL_END, after=KIMI_END)
+        if reading.text.endswith(KIMI_ALL_END, 0, reading.at):
+            return
+
+
+def _write_kimi(calls: Sequence[ToolCall]) -> str:
+    ids = (c.id if _KIMI_ID.fullmatch(c.id) else f"functions.{c.name}:{n}" for n, c in enumerate(calls))
+    each = (f"{KIMI}{id}{KIMI_ARGS}{write_json(c.arguments)}{KIMI_END}" for id, c in zip(ids, calls))
+    return KIMI_ALL + "".join(each) + KIMI_ALL_END
 
 
 # ---- formats without a marker: an object is a call if it looks like one, and text otherwise ----
@@ -406,7 +389,7 @@ _HEADER = re.compile(
     r"\s*+(?:to=(?P<first>[^\s<]+)\s*+)?<\|channel\|>(?P<channel>analysis|commentary|final)"
     r"(?:\s++to=(?P<second>[^\s<]+))?\s*+(?:(?:<\|constrain\|>)?\w+)?\s*"
 )
-_STOP = _marked(*ENDS, "<|start|>", CHANNEL, MESSAGE, CONSTRAIN)
+_STOP = any_of(*ENDS, "<|start|>", CHANNEL, MESSAGE, CONSTRAIN)
 
 
 def _read_harmony(reading: ReplyReader) -> None:
@@ -417,7 +400,7 @@ def _read_harmony(reading: ReplyReader) -> None:
     channel, name = ("analysis", None) if reading.opened else _read_header(reading)
     while True:
         if name is not None:
-            _read_call(reading, partial(_read_commentary, name=name))
+            read_each(reading, partial(_read_commentary, name=name))
         else:
             _read_body(reading, channel)
         if reading.at == len(reading.text):
@@ -497,24 +480,45 @@ class CallFormat:
 def _format(
     read: ReadCall, write: Callable[[Sequence[ToolCall]], str], *markers: str, **more: Json
 ) -> CallFormat:
-    return CallFormat(partial(_scan, _marked(*markers), read), write, markers, **more)
+    return CallFormat(partial(scan, any_of(*markers), read), write, markers, **more)
+
+
+def _xml(tags: _Tags, around: tuple[str, str], gap: str) -> CallFormat:
+    read, write = partial(_read_xml, tags=tags, around=around), partial(_write_xml, tags=tags, around=around)
+    strays = (around[1], PARAMETER)  # </function> and </parameter> are in other XML, too
+    return _format(read, write, around[0], FUNCTION, strays=strays, gap=gap)
+
+
+def _invokes(tags: _Tags, blocks: Sequence[tuple[str, str]], written: int, gap: str) -> CallFormat:
+    read = partial(_read_invokes, tags=tags, blocks=blocks)
+    write = partial(_write_invokes, tags=tags, block=blocks[written])
+    return _format(read, write, *(begin for begin, _ in blocks), strays=tuple(e for _, e in blocks), gap=gap)
+
+
+def _list(listed: _Listed, marker: str = "") -> CallFormat:
+    read, write = partial(_read_list, listed=listed), partial(_write_list, listed=listed)
+    return _format(read, write, marker or listed.begin, strays=(listed.end,) if listed.end else ())
 
 
 _SEEK_REST = (SEEK_ALL_END, SEEK, SEEK_SEP, SEEK_END)
-_XML_REST = (CALL_END, PARAMETER)  # </function> and </parameter> are in other XML, too
+_KIMI_REST = (KIMI_ALL_END, KIMI, KIMI_ARGS, KIMI_END)
 _GLM_REST = (CALL_END, ARGUMENT, "</arg_key>", "<arg_value>", "</arg_value>")
 
 CALL_FORMATS: dict[str, CallFormat] = {
-    # Hermes 2 Pro, Qwen2.5, Qwen3
+    # Hermes 2 Pro, Qwen2.5, Qwen3, Granite 4
     "hermes": _format(_read_hermes, _write_hermes, CALL, strays=(CALL_END,), gap="\n"),
-    # Qwen3-Coder, Qwen3.5, Nemotron 3
-    "qwen3_coder": _format(_read_xml, _write_xml, CALL, FUNCTION, strays=_XML_REST, gap="\n\n"),
+    # Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5
+    "qwen3_coder": _xml(_XML, (CALL, CALL_END), "\n\n"),
+    # Seed-OSS
+    "seed": _xml(_SEED, (SEED, SEED_END), "\n"),
     # Llama 3.1 to 3.3
     "llama3": CallFormat(
-        partial(_scan, _LLAMA, _read_llama, first=_OBJECT), _write_llama, (PYTHON,), gap=PYTHON
+        partial(scan, _LLAMA, _read_llama, first=_OBJECT), _write_llama, (PYTHON,), gap=PYTHON
     ),
     # Mistral with a tokenizer before v11, and from v11 on; each is read by either name
-    "mistral": _format(_read_mistral, _write_mistral, MISTRAL, strays=(MISTRAL_ARGS, MISTRAL_ID)),
+    "mistral": _format(
+        _read_mistral, partial(_write_list, listed=_MISTRAL), MISTRAL, strays=(MISTRAL_ARGS, MISTRAL_ID)
+    ),
     "mistral_v11": _format(_read_mistral, _write_mistral_v11, MISTRAL, strays=(MISTRAL_ARGS, MISTRAL_ID)),
     # gpt-oss
     "gpt_oss": CallFormat(_read_harmony, _write_harmony, (CHANNEL, "<|start|>"), channels=True),
@@ -523,6 +527,23 @@ CALL_FORMATS: dict[str, CallFormat] = {
     # DeepSeek V3 and R1, and from V3.1 on; each is read by either name
     "deepseek_v3": _format(_read_deepseek, _write_deepseek_v3, SEEK_ALL, strays=_SEEK_REST),
     "deepseek": _format(_read_deepseek, _write_deepseek, SEEK_ALL, strays=_SEEK_REST),
+    # Kimi K2
+    "kimi": _format(_read_kimi, _write_kimi, KIMI_ALL, strays=_KIMI_REST),
+    # MiniMax M2
+    "minimax": _invokes(_MINIMAX, [(MINIMAX, MINIMAX_END)], 0, "\n"),
+    # DeepSeek V3.2, and V4; each is read by either name
+    "deepseek_v32": _invokes(_DSML, _DSML_BLOCKS, 0, "\n\n"),
+    "deepseek_v4": _invokes(_DSML, _DSML_BLOCKS, 1, "\n\n"),
+    # Hunyuan A13B, Apriel
+    "hunyuan": _list(_HUNYUAN),
+    # Nemotron Nano v2, Llama Nemotron
+    "nemotron": _list(_NEMOTRON),
+    # Granite 3
+    "granite": _list(_GRANITE),
+    # Phi-4-mini, FireFunction v2
+    "functools": _list(_FUNCTOOLS, "functools["),
+    # Command R7B
+    "cohere": _list(_COHERE),
     # any model that is told so in its prompt
-    "json": CallFormat(partial(_scan, _NOWHERE, _read_json, first=_OBJECT), _write_json),
+    "json": CallFormat(partial(scan, _NOWHERE, _read_json, first=_OBJECT), _write_json),
 }

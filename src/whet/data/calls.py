@@ -14,18 +14,22 @@ from whet.data.call_formats import (
     CALL,
     CALL_FORMATS,
     CHANNEL,
+    DSML,
     FUNCTION,
-    LEAST_MARKER,
+    INVOKE,
+    KIMI_ALL,
     MESSAGE,
+    MINIMAX,
     MISTRAL,
     MISTRAL_ARGS,
     PARAMETER,
     PYTHON,
+    SEED,
     SEEK_SEP,
-    ReplyReader,
     as_text,
     write_harmony,
 )
+from whet.data.call_reader import LEAST_MARKER, ReplyReader
 from whet.data.call_values import Malformed
 from whet.tables import near
 from whet.types import ConfigError, Json, Message, ToolCall, ToolSpec
@@ -50,6 +54,8 @@ THINKING: dict[str, Thinking] = {
     "[THINK]": Thinking("[THINK]", "[/THINK]", "", ""),
     # Seed-OSS
     "<seed:think>": Thinking("<seed:think>", "</seed:think>"),
+    # Command R7B
+    "<|START_THINKING|>": Thinking("<|START_THINKING|>", "<|END_THINKING|>", "", ""),
 }
 
 
@@ -237,15 +243,27 @@ _TELLTALE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("deepseek", (SEEK_SEP,)),
     ("mistral_v11", (MISTRAL, MISTRAL_ARGS)),
     ("mistral", (MISTRAL,)),
+    ("kimi", (KIMI_ALL,)),
+    ("minimax", (MINIMAX, INVOKE)),
+    ("deepseek_v4", (DSML, "tool_calls>")),
+    ("deepseek_v32", (DSML,)),
+    ("seed", (SEED, PARAMETER)),
     ("qwen3_coder", (FUNCTION, PARAMETER)),
     ("glm", (CALL, ARGUMENT)),
     ("hermes", (CALL, "arguments")),
-    ("llama3", (PYTHON,)),
+    ("hunyuan", ("<tool_calls>[", "arguments")),
+    ("nemotron", ("<TOOLCALL>[", "arguments")),
+    ("granite", ("<|tool_call|> followed by a JSON list",)),
+    ("functools", ("functools[", "arguments")),
+    ("cohere", ("<|START_ACTION|>", "tool_name")),
+    ("llama3", (PYTHON, '"parameters"')),
 )
 """What the templates of a format have in their text; the first that fits is it."""
 _BARE = re.compile(r'(?<!\[)\{\s*\\?"name\\?"\s*:[^{}:]{0,80}\\?"(parameters|arguments)\\?"\s*:')
 """A call as a plain object, in the instructions of a template; one in a list has a marker of its own (Phi-4)."""
-_OTHER_MARKER = re.compile(r"[<\[][^<>\[\]\s]{0,20}tool_?calls?[^<>\[\]\s]{0,20}[>\]]", re.IGNORECASE)
+_OTHER_MARKER = re.compile(
+    r"[<\[][^<>\[\]\s]{0,20}(?:tool|function)_?calls?[^<>\[\]\s]{0,20}[>\]]", re.IGNORECASE
+)
 
 
 def recognised_form(template: str | None, special_tokens: Collection[str] = ()) -> ReplyForm:

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from datetime import date
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from jinja2.exceptions import TemplateError
 
-from whet.data.templates import rendered
+from whet.data.templates import CUT, MARK, rendered
 from whet.data.timed import encoded
 from whet.inputs import MOST_CONFIG_BYTES, read_text
 from whet.types import ConfigError, DataError, Json, Message, ToolSpec
@@ -44,21 +45,29 @@ _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", *_TOKENS)
 """Variables that `render` gives."""
 
 
+Templates = str | dict[str, str]
+"""A tokenizer's chat template, or several by name."""
+
+
 def with_arguments(
-    template: str, arguments: Mapping[str, Json], *, key: str = "tokenizer.chat_template_kwargs"
-) -> str:
-    """The template with `arguments` as default values of its variables.
+    templates: Templates, arguments: Mapping[str, Json], *, key: str = "tokenizer.chat_template_kwargs"
+) -> Templates:
+    """The template with `arguments` as default values of its variables; of several each with those that it uses.
 
     They become part of it, so that every prompt and every later turn is rendered with them. key: what errors call
-    them. ConfigError for a name that the template does not use.
+    them. ConfigError for a name that no template uses.
     """
-    for name in arguments:
-        if not re.search(rf"\b{re.escape(name)}\b", template):
+    several = {"default": templates} if isinstance(templates, str) else templates
+    out = dict(several)
+    for name, value in reversed([*arguments.items()]):
+        using = [n for n, jinja in several.items() if re.search(rf"\b{re.escape(name)}\b", jinja)]
+        if not using:
             raise ConfigError(
                 f"{key}.{name}: the chat template has no variable of this name, so the key would have no effect; leave "
                 "it out or correct it."
             )
-    return "".join(_default(name, value, key) for name, value in arguments.items()) + template
+        out |= {n: _default(name, value, key) + out[n] for n in using}
+    return out["default"] if isinstance(templates, str) else out
 
 
 def _default(name: str, value: Json, key: str) -> str:
@@ -108,16 +117,21 @@ def with_kwargs(tokenizer: Tokenizer, kwargs: Mapping[str, Json]) -> Tokenizer:
 
     DataError for a tokenizer without a template, and for a name that the template does not use.
     """
-    return _with_kwargs(tokenizer, template_of(tokenizer), json.dumps(kwargs)) if kwargs else tokenizer
+    return (
+        _with_kwargs(tokenizer, json.dumps(tokenizer.chat_template), json.dumps(kwargs))
+        if kwargs
+        else tokenizer
+    )
 
 
 @lru_cache(64)
-def _with_kwargs(tokenizer: Tokenizer, template: str | None, kwargs: str) -> Tokenizer:
-    if template is None:
+def _with_kwargs(tokenizer: Tokenizer, template: str, kwargs: str) -> Tokenizer:
+    """template: the tokenizer's own as JSON, so that another one is not taken for it."""
+    if not (jinja := json.loads(template)):
         raise DataError("The row has chat_template_kwargs, but the tokenizer has no chat template.")
     out = copy(tokenizer)
     try:
-        out.chat_template = with_arguments(template, json.loads(kwargs), key="chat_template_kwargs")
+        out.chat_template = with_arguments(jinja, json.loads(kwargs), key="chat_template_kwargs")
     except ConfigError as e:
         raise DataError(str(e)) from e
     return out
@@ -161,7 +175,7 @@ def encode_prompts(
                 )
             texts.append(prompt)
             continue
-        if specs and not re.search(r"\btools\b", template_of(tokenizer) or ""):
+        if specs and not re.search(r"\btools\b", template_of(tokenizer, tools=True) or ""):
             raise DataError(
                 "The row has tools, but the chat template tells of none: give one that does "
                 "(tokenizer.chat_template), or set the source's `tools` to null."
@@ -183,20 +197,14 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return ids
 
 
-MARK = "\ufdd1\ufdd2"
-"""Stands for a reply: no character of any language."""
-_CUT = "\ufdd0"
-"""Parts a control token's text in two, so that it is read as text: no character of any language."""
-
-
 def parted(control: Collection[str], value: Json) -> Json:
     """A JSON value with the texts of control tokens in it parted."""
     several = sorted((text for text in control if len(text) > 1), key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, (*several, _CUT))))
+    pattern = re.compile("|".join(map(re.escape, (*several, CUT))))
 
     def part(found: re.Match[str]) -> str:
         text = found.group()
-        return text * 2 if text == _CUT else f"{text[0]}{_CUT}{text[1:]}"
+        return text * 2 if text == CUT else f"{text[0]}{CUT}{text[1:]}"
 
     def safe(value: Json) -> Json:
         if isinstance(value, str):
@@ -215,7 +223,7 @@ def neutral(control: Collection[str], messages: Sequence[Message], *, replies: b
 
     def one(message: Message, *, last: bool) -> Message:
         if message.role == "assistant" and (last or not replies):
-            return replace(message, content=message.content.replace(_CUT, _CUT * 2))
+            return replace(message, content=message.content.replace(CUT, CUT * 2))
         role = {"role": message.role}  # the template's own word
         return Message.from_json(parted(control, message.to_json()) | role)
 
@@ -228,7 +236,7 @@ def rest_of(rendered: str, begin: str) -> str | None:
     for n, piece in enumerate(pieces):
         if len(begin) < len(piece) or n == len(pieces) - 1:
             rest = [piece[len(begin) :], *pieces[n + 1 :]]
-            return _CUT.join(p.replace(_CUT, _CUT * 2) for p in rest) if piece.startswith(begin) else None
+            return CUT.join(p.replace(CUT, CUT * 2) for p in rest) if piece.startswith(begin) else None
         if not begin.startswith(piece):
             return None
         begin = begin[len(piece) :]
@@ -237,16 +245,30 @@ def rest_of(rendered: str, begin: str) -> str | None:
 
 def _pieces(rendered: str) -> list[str]:
     """The text between the cuts."""
-    return [p.replace(_CUT * 2, _CUT) for p in re.split(f"(?<!{_CUT}){_CUT}(?!{_CUT})", rendered)]
+    return [p.replace(CUT * 2, CUT) for p in re.split(f"(?<!{CUT}){CUT}(?!{CUT})", rendered)]
 
 
 def encode_rendered(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """`encode_texts` of rendered templates, whose messages were made `neutral`."""
-    if not any(_CUT in text for text in texts):
+    if not any(CUT in text for text in texts):
         return encode_texts(tokenizer, texts)
     parted = [*map(_pieces, texts)]
-    pieces = iter(encode_texts(tokenizer, [p for parts in parted for p in parts]))
-    return [[token for _ in parts for token in next(pieces)] for parts in parted]
+    begun = encode_texts(tokenizer, [first for first, *_ in parted])
+    more = iter(_continued(tokenizer, [piece for _, *rest in parted for piece in rest]))
+    return [[*first, *(t for _ in rest for t in next(more))] for first, (_, *rest) in zip(begun, parted)]
+
+
+def _continued(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """`encode_texts` of what follows other text: without the space that some tokenizers put before each text
+    (Llama 2)."""
+    plain, (mark, one, both) = (
+        encode_texts(tokenizer, texts),
+        encode_texts(tokenizer, [CUT, "a", f"{CUT}a"]),
+    )
+    if both == [*mark, *one]:
+        return plain
+    after = encode_texts(tokenizer, [CUT + text for text in texts])
+    return [ids[len(mark) :] if ids[: len(mark)] == mark else alone for ids, alone in zip(after, plain)]
 
 
 def encode_response(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -368,10 +390,19 @@ def lead(
     return render(tokenizer, messages, template=template, tools=tools)
 
 
-def template_of(tokenizer: Tokenizer) -> str | None:
-    """Its own chat template."""
+_DAY = "whet_day"
+
+
+def set_day(tokenizer: Tokenizer, day: date) -> None:
+    """From now on its chat template is told that this is today, wherever it is rendered: a run goes on for days."""
+    setattr(tokenizer, _DAY, day)
+
+
+def template_of(tokenizer: Tokenizer, *, tools: bool = False) -> str | None:
+    """Its own chat template: of several the one named default, or tool_use where there are tools (as transformers)."""
     jinja = tokenizer.chat_template
-    jinja = jinja.get("default") if isinstance(jinja, dict) else jinja
+    if isinstance(jinja, dict):
+        jinja = jinja.get("tool_use" if tools and "tool_use" in jinja else "default")
     return jinja if isinstance(jinja, str) else None
 
 
@@ -384,23 +415,30 @@ def render(
     header: bool = True,
 ) -> str:
     """The conversation as text; header: ending with the header of the assistant's turn."""
-    jinja = read_template(template) if template is not None else template_of(tokenizer)
+    jinja = read_template(template) if template is not None else template_of(tokenizer, tools=bool(tools))
     if jinja is None:
         raise ConfigError(
             f"The tokenizer {tokenizer.name_or_path!r} has no chat template, but the prompt is a list of "
             "chat messages. Give a template in tokenizer.chat_template (Jinja text or a file), or give prompts as "
             "plain text."
         )
-    plain = [m.to_json() for m in messages]
+    plain = [_with_aliases(m.to_json()) for m in messages]
     told = [tool.to_json() for tool in tools] or None
     given = {**tokenizer.special_tokens_map, "messages": plain, "tools": told, "documents": None}
+    day = getattr(tokenizer, _DAY, None)
     try:
-        text = rendered(jinja, **given, add_generation_prompt=header)
+        text = rendered(jinja, day=day, **given, add_generation_prompt=header)
         text.encode()  # half a surrogate pair is no text
     except Exception as e:  # a template is foreign code: it can fail in any way
         roles = ", ".join(m.role for m in messages[:6]) + (", ..." if len(messages) > 6 else "")
         raise DataError(f"The chat template refuses the messages ({roles}): {_said(e)}") from e
     return text
+
+
+def _with_aliases(message: dict[str, Json]) -> dict[str, Json]:
+    """A message with another name for what was thought, which gpt-oss's template reads (as transformers 5.23)."""
+    thought = message.get("reasoning_content")
+    return message if thought is None else message | {"thinking": thought}
 
 
 def _said(error: Exception) -> str:

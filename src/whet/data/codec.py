@@ -1,7 +1,7 @@
 """The messages of an episode as tokens, and the policy's tokens as messages.
 
-Tokens are only appended. What follows a reply is found by difference: a short conversation is rendered with a mark in
-the place of the reply, once as it ends and once with the new messages; what stands after the mark is what the template
+Tokens are only appended. What follows a reply is found by difference: the conversation is rendered with a mark in the
+place of the reply, once as it ends and once with the new messages; what stands after the mark is what the template
 writes after any reply of that shape. Where the two do not agree, nothing is appended: the conversation is rendered as a
 whole and begins another strand (`Codec` in rollout/episode.py).
 """
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Literal
 from whet.data.call_formats import CALL_FORMATS
 from whet.data.calls import ReplyForm, opens_thought, read_reply, recognised_form
 from whet.data.chat import (
-    MARK,
     encode_rendered,
     lead,
     neutral,
@@ -28,6 +27,7 @@ from whet.data.chat import (
     template_of,
     with_kwargs,
 )
+from whet.data.templates import MARK, asks_for_date
 from whet.types import ConfigError, DataError, Json, Message, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
@@ -62,9 +62,10 @@ class MessageCodec:
         self.ends = frozenset(ends) | ({tokenizer.eos_token_id} - {None})
         self._end_texts = [str(tokenizer.convert_ids_to_tokens(end)) for end in sorted(self.ends)]
         self._special = set(tokenizer.all_special_tokens)
+        self._special_ids = frozenset(tokenizer.all_special_ids)
         longest = sorted(self._special, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest)) or "(?!)")
-        template = template_of(tokenizer)
+        template = template_of(tokenizer, tools=True)
         self.form = recognised_form(template, [*self._special, *tokenizer.get_added_vocab()])
         if calls is not None:
             self.form = ReplyForm(calls, None if CALL_FORMATS[calls].channels else self.form.thinking)
@@ -111,17 +112,24 @@ class MessageCodec:
             said = "".join(message.content for message in neutral(self._special, conversation[-count:]))
             return encode_rendered(self.tokenizer, [said])[0]
         if self.history == "append":
-            return self._after_reply(existing, conversation[-count - 1], conversation[-count:], tools)
+            before, new = conversation[:-count], conversation[-count:]
+            return self._after_reply(existing, before, new, tools)
         rest = rest_of(self._rendered(conversation, tools), self._text(existing))
         return None if rest is None else self._joined(existing, rest)
 
     def _after_reply(
-        self, existing: Sequence[int], reply: Message, new: Sequence[Message], tools: Sequence[ToolSpec]
+        self,
+        existing: Sequence[int],
+        before: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[ToolSpec],
     ) -> list[int] | None:
-        """By difference."""
-        marked = _marked(reply)
-        safe, tools = neutral(self._special, [_QUESTION, marked, *new]), self._safe(tools)
-        base = render(self.tokenizer, safe[:2], tools=tools, header=False)
+        """By difference. before: the conversation with the reply; a template may count its calls, or put the system
+        message into the last message of the user."""
+        *earlier, reply = before
+        safe, tools = [*map(self._inline, neutral(self._special, [*before, *new]))], self._safe(tools)
+        safe[len(earlier)] = _marked(safe[len(earlier)])
+        base = render(self.tokenizer, safe[: len(before)], tools=tools, header=False)
         full = lead(self.tokenizer, safe, tools=tools)
         marks = base.count(MARK)
         if not marks or full.count(MARK) < marks:
@@ -141,33 +149,45 @@ class MessageCodec:
         return told[1:] if told[:1] == [existing[-1]] else None
 
     def _joined(self, existing: Sequence[int], text: str) -> list[int]:
-        """The tokens of text that follows tokens. DataError where the tokenizer would take both for one."""
-        token_ids = encode_rendered(self.tokenizer, [text])[0]
-        if token_ids and token_ids[0] in self.tokenizer.all_special_ids:
-            return token_ids
-        before = self._text(existing[-4:]) or "r"
+        """The tokens of text that follows tokens, by difference. DataError where the tokenizer would take both for
+        one."""
+        closed = bool(existing) and existing[-1] in self._special_ids
+        last = self._text(existing[-1:] if closed else existing[-4:])
+        before = last if closed else parted(self._special, last) or "r"
         both, alone = encode_rendered(self.tokenizer, [before + text, before])
-        if both != [*alone, *token_ids]:
+        if both[: len(alone)] != alone:
+            token_ids = encode_rendered(self.tokenizer, [text])[0]
+            if token_ids and token_ids[0] in self._special_ids:
+                return token_ids
             raise DataError(
                 "The chat template joins a reply with the text after it (its last token would change): "
                 "add an end token after the reply in tokenizer.chat_template."
             )
-        return token_ids
+        return both[len(alone) :]
 
     def _inline(self, reply: Message) -> Message:
-        """A reply for a template that knows no field for thoughts: they stand in its text."""
-        known = "reasoning_content" in (template_of(self.tokenizer) or "")
-        if known or reply.reasoning is None or self.form.thinking is None:
+        """A reply for a template that knows no field for thoughts: they stand in its text. The markers around them may
+        be control tokens, so the reply is neutral already."""
+        if reply.reasoning is None or self.form.thinking is None or self._writes_thoughts:
             return reply
         t = self.form.thinking
         said = f"{t.begin}{t.inside}{reply.reasoning}{t.inside}{t.end}{t.after}{reply.content}"
         return replace(reply, content=said, reasoning=None)
 
+    @cached_property
+    def _writes_thoughts(self) -> bool:
+        """Whether the template writes the field for thoughts, of a reply or of one with a call."""
+        tool = ToolSpec(_TOOL)
+        call = ToolCall(_TOOL, {}, "c00010001")
+        said = [Message("assistant", _REPLY, _THOUGHT), Message("assistant", "", _THOUGHT, (call,))]
+        return any(
+            _THOUGHT in self._tried([_QUESTION, reply], [tool] * bool(reply.tool_calls)) for reply in said
+        )
+
     def _rendered(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         """The text that the reply follows."""
-        return lead(
-            self.tokenizer, neutral(self._special, [*map(self._inline, messages)]), tools=self._safe(tools)
-        )
+        safe = [*map(self._inline, neutral(self._special, messages))]
+        return lead(self.tokenizer, safe, tools=self._safe(tools))
 
     def _safe(self, tools: Sequence[ToolSpec]) -> list[ToolSpec]:
         """Descriptions come from servers, too: they become no control tokens either."""
@@ -208,7 +228,7 @@ class MessageCodec:
         alone = self._plain(first, header=False)
         whole = self._plain([*first, later])
         existing = self.encode_prompt([_QUESTION])
-        appended = self._after_reply(existing, reply, [later], ())
+        appended = self._after_reply(existing, first, [later], ())
         tool = ToolSpec(_TOOL, "d", {"type": "object", "properties": {"x": {"type": "string"}}})
         return Findings(
             appends=appended is not None,
@@ -218,7 +238,7 @@ class MessageCodec:
             tools=_TOOL in self._tried([_QUESTION], [tool]),
             results=_RESULT in self._tried([*self._called(tool)], [tool]),
             calls=self.form.calls,
-            dated=bool(re.search("strftime_now|date_string", template_of(self.tokenizer) or "")),
+            dated=asks_for_date(template_of(self.tokenizer) or ""),
         )
 
     def _called(self, tool: ToolSpec) -> list[Message]:
@@ -233,7 +253,7 @@ class MessageCodec:
     def _tried(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         """What the template makes of tools; nothing if it refuses them."""
         try:
-            return render(self.tokenizer, messages, tools=tools)
+            return render(self.tokenizer, messages, tools=tools, header=messages[-1].role != "assistant")
         except DataError:
             return ""
 
@@ -257,7 +277,7 @@ class Findings:
     calls: str | None
     """Format of the calls."""
     dated: bool
-    """The text has the day's date."""
+    """The text has the day's date (`tokenizer.date`)."""
 
     def said(self, history: History) -> list[str]:
         """For people, one sentence each."""

@@ -12,7 +12,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime
+from datetime import date, datetime, time
 from functools import lru_cache, wraps
 from math import prod
 from typing import Any
@@ -43,6 +43,13 @@ _GROWING = frozenset(
 )  # fmt: skip
 """Functions and filters whose result may have the product of the sizes of what they are given."""
 _WIDTH = re.compile(r"\d{6}|\*")
+
+CUT = "\U00010137"
+"""Parts a control token's text in what a template is given (`data.chat.parted`): a sign that is hardly ever written.
+Where a text has it, it stands twice. It is printable, so Python's repr, which some templates use, leaves it."""
+MARK = f"{CUT}\U00010138{CUT}"
+"""Stands for a reply. No text has it once its cuts are doubled."""
+_NOT_ASCII = re.compile(rf"{CUT}{CUT}|{MARK}|[^\x00-\x7f]")
 
 
 class TooMuch(SecurityError):
@@ -261,6 +268,15 @@ def strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+def _clock(moment: datetime) -> Callable[[str], str]:
+    """A `strftime_now` that stands still."""
+
+    def strftime_now(form: str) -> str:
+        return moment.strftime(form)
+
+    return strftime_now
+
+
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     return dict(*args, **kwargs)
 
@@ -272,9 +288,14 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _NOT_ASCII.sub(_escaped, text) if ensure_ascii else text
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """As JSON in ASCII, but for cuts and marks."""
+    text = found.group()
+    return text if text in (CUT, MARK) else json.dumps(text[0])[1:-1]
 
 
 @lru_cache(maxsize=64)
@@ -282,14 +303,21 @@ def _compiled(template: str) -> Template:
     return _Environment().from_string(template)
 
 
-def rendered(template: str, **variables: Any) -> str:
-    """What a chat template makes of its variables.
+def asks_for_date(template: str) -> bool:
+    """Whether a chat template may write today's date."""
+    return "strftime_now" in template
+
+
+def rendered(template: str, *, day: date | None = None, **variables: Any) -> str:
+    """What a chat template makes of its variables. day: what it is told is today; None: what today is.
 
     Errors: TemplateError for one that is malformed, refuses what it is given, or goes over a limit; it may raise
     anything else that its expressions do.
     """
     _spent.work = 0
     parts, size = [], 0
+    if day is not None:
+        variables["strftime_now"] = _clock(datetime.combine(day, time.min))
     for part in _compiled(template).generate(**variables):
         parts.append(part)
         size += len(part)

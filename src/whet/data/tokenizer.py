@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,8 @@ from tokenizers import Tokenizer as Core
 
 from whet.config.schema import TokenizerConfig
 from whet.config.urls import hub_hint
-from whet.data.chat import read_template, with_arguments
+from whet.data.chat import read_template, set_day, template_of, with_arguments
+from whet.data.templates import asks_for_date
 from whet.data.timed import encoded
 from whet.data.tokenizer_files import check_files
 from whet.tables import near
@@ -39,11 +41,12 @@ It tells of no tools."""
 
 
 def load_tokenizer(
-    cfg: TokenizerConfig, *, model_path: str | None, texts: Iterable[str] = ()
+    cfg: TokenizerConfig, *, model_path: str | None, texts: Iterable[str] = (), day: date | None = None
 ) -> PreTrainedTokenizerFast:
     """The run's tokenizer: from `cfg.path`, or built, or else the model's folder; never from the network.
 
-    texts: what a built tokenizer is made from; read only then. Raises ConfigError.
+    texts: what a built tokenizer is made from; read only then. day: on which the run began; None: today. Raises
+    ConfigError.
     """
     if cfg.build is not None and cfg.path is not None:
         raise ConfigError("Give tokenizer.path or tokenizer.build, not both.")
@@ -53,11 +56,20 @@ def load_tokenizer(
     if cfg.chat_template is not None:
         tokenizer.chat_template = read_template(cfg.chat_template)
     if cfg.chat_template_kwargs:
-        if not isinstance(tokenizer.chat_template, str):
+        if not tokenizer.chat_template:
             raise ConfigError(
                 "tokenizer.chat_template_kwargs: the tokenizer has no chat template, so they would have no effect."
             )
         tokenizer.chat_template = with_arguments(tokenizer.chat_template, cfg.chat_template_kwargs)
+    today = date.fromisoformat(cfg.date) if cfg.date else day or datetime.now(UTC).date()
+    if asks_for_date(template_of(tokenizer) or ""):
+        log.info("chat template: it is told that today is %s (tokenizer.date)", today)
+    elif cfg.date is not None:
+        raise ConfigError(
+            "tokenizer.date: the chat template does not ask for the date (strftime_now), so the key would have no "
+            "effect; leave it out. A template with a variable of its own takes tokenizer.chat_template_kwargs."
+        )
+    set_day(tokenizer, today)
     return tokenizer
 
 

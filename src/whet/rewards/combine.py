@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import partial
 from types import TracebackType
 from typing import Protocol
@@ -101,10 +102,11 @@ class RewardSet:
             )
         return RewardSet(weights, jail, seed, workers.max_failure_rate, models=models)
 
-    def load_models(self) -> None:
-        """Read the models' weights. ConfigError or CheckpointError names the reward and its folder."""
+    def load_models(self, day: date | None = None) -> None:
+        """Read the models' weights. day: as in `load_tokenizer`. ConfigError or CheckpointError names the reward and
+        its folder."""
         for model in self.models.values():
-            model.load()
+            model.load(day)
 
     def close(self) -> None:
         if self.jail:

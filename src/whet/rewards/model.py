@@ -7,19 +7,18 @@ rollouts of a step nor an interruption changes a bit of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2.exceptions import TemplateError
-
 from whet.config import schema
 from whet.config.sizes import check_files
-from whet.data.chat import encode_prompts, encode_texts, read_template
+from whet.data.chat import encode_prompts, encode_rendered, neutral, parted, read_template, render, set_day
 from whet.guard.foreign import number
 from whet.guard.jail import CallResult, Failure
 from whet.guard.weights import check_weights
-from whet.types import CheckpointError, ConfigError, Rollout, WhetError
+from whet.types import CheckpointError, ConfigError, DataError, Message, Rollout, WhetError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -55,9 +54,11 @@ class ModelReward:
         except WhetError as error:
             raise type(error)(f"rewards.{self.name}.model: {error}") from error
 
-    def load(self) -> None:
-        """Read the weights now. ConfigError or CheckpointError names the key and the folder."""
-        assert self.loaded
+    def load(self, day: date | None = None) -> None:
+        """Read the weights now. day: as in `load_tokenizer`. ConfigError or CheckpointError names the key and the
+        folder."""
+        if self.loaded.tokenizer is not None and day is not None:
+            set_day(self.loaded.tokenizer, day)
 
     def score(self, rollout: Rollout) -> CallResult:
         """The logit of a rollout as "score"; where inputs may be truncated, also "truncated", 0 or 1."""
@@ -68,8 +69,8 @@ class ModelReward:
             )
         try:
             token_ids = self._tokens(rollout)
-        except TemplateError as error:
-            return _failed(f"the chat template refuses the conversation: {error}")
+        except DataError as error:
+            return _failed(str(error))
         limit, parts = loaded.max_tokens, {}
         if cfg.overlong != "unscored":
             parts["truncated"] = float(limit is not None and len(token_ids) > limit)
@@ -101,12 +102,11 @@ class ModelReward:
                 f"rewards.{self.name}.model: its tokenizer has no chat template, but the prompts are chat messages; "
                 "give chat_template (Jinja text or a file)"
             )
-        said = [m.to_json() for m in prompt]
-        begun = said.pop()["content"] if said[-1]["role"] == "assistant" else ""  # the reply goes on from it
-        said.append({"role": "assistant", "content": begun + rollout.text})
-        text = tokenizer.apply_chat_template(said, tokenize=False)
-        assert isinstance(text, str)
-        return encode_texts(tokenizer, [text])[0]
+        control, begun = tokenizer.all_special_tokens, prompt[-1].role == "assistant"
+        said = (prompt[-1].content if begun else "") + rollout.text  # the reply goes on from it
+        reply = Message("assistant", parted(control, said))
+        before = neutral(control, prompt[:-1] if begun else prompt)
+        return encode_rendered(tokenizer, [render(tokenizer, [*before, reply], header=False)])[0]
 
 
 def _failed(why: str) -> CallResult:

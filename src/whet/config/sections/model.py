@@ -78,6 +78,9 @@ class TokenizerConfig(Section):
     """Jinja chat template: text, or the path of a file. Default: the template of the tokenizer."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, e.g. {enable_thinking: false}; an exported tokenizer has them as defaults."""
+    date: str | None = None
+    """The day that the chat template is told is today (its strftime_now), as 2026-01-31; the hour is 0:00. Default: the
+    day on which the run began, UTC; a resumed run keeps it."""
 
 
 class CriticConfig(Section):

@@ -73,8 +73,9 @@ class EnvironmentConfig(Section):
     the environment continue the reply as plain text, without the template; replies then end by sampling.stop, such as
     </search>. Always, each sampled token is trained once, after the tokens that it was sampled after."""
     tool_format: Literal[
-        "auto", "hermes", "qwen3_coder", "llama3", "mistral", "mistral_v11", "gpt_oss", "glm", "deepseek_v3",
-        "deepseek", "json",
+        "auto", "hermes", "qwen3_coder", "seed", "llama3", "mistral", "mistral_v11", "gpt_oss", "glm", "deepseek_v3",
+        "deepseek", "kimi", "minimax", "deepseek_v32", "deepseek_v4", "hunyuan", "nemotron", "granite", "functools",
+        "cohere", "json",
     ] = "auto"  # fmt: skip
     """How replies call tools. auto: as the chat template asks for it. A reply whose calls cannot be read is malformed,
     never text. (verl: multi_turn.format; vLLM: tool_call_parser)"""
