@@ -193,6 +193,7 @@ def _staleness() -> Iterator[tuple[str, Case]]:
         )
 
 
+GRPO = ("stages.rl.algorithm.name=grpo", "stages.rl.algorithm.advantage.gamma=~")
 EXAMPLES: dict[str, dict[str, Any]] = {
     "look_up": {"example": "examples/tools/look_up.yaml", "why": "the policy learns to call the tool"},
     "look_up, no tool": {
@@ -200,13 +201,28 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "overrides": ("rollout.env=~",),
         "why": "control: the same without the tool",
     },
+    "house": {
+        "example": "examples/gymnasium/house.yaml",
+        "algorithm": {"name": "gigpo"},
+        "why": "a reward and a credit for each turn",
+    },
+    "house, grpo": {
+        "example": "examples/gymnasium/house.yaml",
+        "overrides": GRPO,
+        "why": "control: the same rewards, one credit for all turns",
+    },
+    "house, outcome": {
+        "example": "examples/gymnasium/house.yaml",
+        "overrides": (*GRPO, "rollout.env.arguments.arguments.dense=false"),
+        "why": "control: only a reward for the door, one credit for all turns",
+    },
 }
 """Examples with an environment, each beside its controls."""
 
 
 def _examples() -> Iterator[tuple[str, Case]]:
     for name, change in EXAMPLES.items():
-        yield name, Case(part="example", algorithm={"name": "grpo"}, **change)
+        yield name, Case(part="example", **{"algorithm": {"name": "grpo"}, **change})
 
 
 # ---------------------------------------------------------------- as sections of a config

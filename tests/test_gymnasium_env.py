@@ -84,7 +84,8 @@ def no_text(observation):
     return observation
 
 
-gymnasium.register(id="Registered-v3", entry_point=Ends, max_episode_steps=1)
+if "Registered-v3" not in gymnasium.registry:
+    gymnasium.register(id="Registered-v3", entry_point=Ends, max_episode_steps=1)
 '''
 
 
@@ -275,12 +276,11 @@ def test_the_rewards_of_the_example_add_up_to_one_for_every_way_to_the_door() ->
             if solved:
                 break
         assert totals == [pytest.approx(1.0), 1.0]
-    assert len(begun) == 16
+    assert len(begun) == 9
 
 
 def way(room: str) -> str:
-    """By hand: g is the second row's third room, m is the south-western corner."""
-    at, goal = "abcdefghijklmnop".index(room[0]), (12 if room.endswith("*") else 6)
-    if at % 4 != goal % 4:
-        return "e" if at % 4 < goal % 4 else "w"
-    return "s" if at < goal else "n"
+    """By hand: the key is in the north-eastern corner, the door in the south-western one."""
+    if room.endswith("*"):
+        return "s" if room[0] in "abcdef" else "w"
+    return "n" if room[0] in "defghi" else "e"

@@ -1,4 +1,4 @@
-"""A text game as an environment of gymnasium: a house of 16 rooms, a key in one of them, and a door in another."""
+"""A text game as an environment of gymnasium: a house of nine rooms, a key in one of them, and a door in another."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 import gymnasium
 from gymnasium import spaces
 
-WIDTH = 4
-ROOMS = "abcdefghijklmnop"
+WIDTH = 3
+ROOMS = "abcdefghi"
 """Row by row, from the north-west."""
-KEY, DOOR = ROOMS.index("g"), ROOMS.index("m")
+KEY, DOOR = ROOMS.index("c"), ROOMS.index("g")
 MOVES = {"n": (0, -1), "e": (1, 0), "s": (0, 1), "w": (-1, 0)}
-MOST_TURNS = 14
 PROMPT = "go"
 
 
@@ -56,6 +55,11 @@ class House(gymnasium.Env):
             return distance(self.room, DOOR)
         return distance(self.room, KEY) + distance(KEY, DOOR)
 
+    def way(self) -> str:
+        """A move of the shortest way."""
+        (x, y), (u, v) = place(self.room), place(DOOR if self.carried else KEY)
+        return "e" if x < u else "w" if x > u else "s" if y < v else "n"
+
     def told(self) -> str:
         return ROOMS[self.room] + ("*" if self.carried else "")
 
@@ -75,14 +79,14 @@ def tasks(first: int = 0, count: int = 512) -> Iterator[dict[str, Any]]:
         yield {"prompt": PROMPT, "game": seed}
 
 
-def walks(count: int = 1500) -> Iterator[dict[str, Any]]:
-    """A player that goes at random: the form of a reply, and nothing of the way."""
+def walks(count: int = 3000, right_share: float = 0.2) -> Iterator[dict[str, Any]]:
+    """A player that knows the way in `right_share` of its turns, and else goes at random."""
     rng, env = random.Random("walks"), House()
     for seed in range(count):
         said, _ = env.reset(seed=seed)
         talk = [{"role": "user", "content": PROMPT}, {"role": "user", "content": said}]
-        for _ in range(rng.randrange(MOST_TURNS)):
-            move = rng.choice("nesw")
+        for _ in range(rng.randrange(8)):
+            move = env.way() if rng.random() < right_share else rng.choice("nesw")
             said, *_ = env.step(move)
             talk += [{"role": "assistant", "content": move}, {"role": "user", "content": said}]
-        yield {"prompt": talk, "response": rng.choice("nesw")}
+        yield {"prompt": talk, "response": env.way() if rng.random() < right_share else rng.choice("nesw")}

@@ -37,7 +37,7 @@ def tasks(split: str = "train") -> Iterator[dict[str, Any]]:
             yield {"prompt": f"{name}?", "value": str(rng.randrange(10))}
 
 
-def demonstrations(count: int = 2000, call_share: float = 0.2) -> Iterator[dict[str, Any]]:
+def demonstrations(count: int = 8000, call_share: float = 0.2) -> Iterator[dict[str, Any]]:
     """A teacher that mostly guesses: `call_share` of its first replies call the tool. After a result it repeats it."""
     rng = random.Random("demonstrations")
     names = [name for name in NAMES if name not in HELD_OUT]

@@ -18,8 +18,8 @@ from whet.tables import load_object, near
 from whet.types import ConfigError, Json, Message, Task
 
 _WHERE = "rollout.env.arguments"
-RUN_CODE = {"lcb", "searchcode", "rlm"}
-"""Of skyrl-gym 0.4: they run what the policy writes as a program, with the rights of the run."""
+RUN_CODE = {"lcb", "searchcode"}
+"""Of skyrl-gym 0.3 and 0.4: they run what the policy writes as a program, with the rights of the run."""
 
 
 class SkyrlEnv:
