@@ -1,4 +1,4 @@
-"""Environments of gymnasium: texts and actions, ends and limits, seeds, replies that are no action, in host processes."""
+"""Environments of gymnasium: texts and actions, ends and limits, seeds, and replies that are no action."""
 
 from __future__ import annotations
 
@@ -180,9 +180,7 @@ def test_rollouts_of_a_task_begin_as_its_column_says_or_each_by_itself(games: Pa
     columns = {uid: {"game": 40 + uid} for uid in (1, 2, 3)}
     scripts = {uid: ["left"] for uid in columns}
     for seed in ("game", None):
-        codec, found = played(
-            MAKE, ends(games, "t", seed=seed), scripts, columns, group_size=6, max_turns=1
-        )
+        codec, found = played(MAKE, ends(games, "t", seed=seed), scripts, columns, group_size=6, max_turns=1)
         begun = {uid: [codec.results(r)[0] for r in group] for uid, group in found.items()}
         if seed:
             oracle = {uid: f"rooms {gymnasium_draw(40 + uid)} 0" for uid in columns}

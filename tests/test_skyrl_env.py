@@ -141,7 +141,9 @@ def test_what_the_metrics_say_is_recorded_however_the_episode_ends(own: str) -> 
 
 def test_an_action_that_differs_from_the_reply_is_a_fault_by_name(own: str) -> None:
     columns: dict[int, dict[str, Any]] = {1: {"goal": "x"}, 2: {"goal": "x"}}
-    _, found = played(MAKE, {"env": own, "hint": "h", "cuts": True}, {1: ["xyz"], 2: ["x", "y", "z"]}, columns)
+    _, found = played(
+        MAKE, {"env": own, "hint": "h", "cuts": True}, {1: ["xyz"], 2: ["x", "y", "z"]}, columns
+    )
     assert "postprocessed_action that differs from the reply ('x')" in str(found[1][0].error)
     assert found[1][0].reward is None
     assert (found[2][0].error, found[2][0].reward) == (None, 1.0)  # one letter is the same action

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -40,7 +41,7 @@ def _entries(count: int, *, seed: int) -> list[dict[str, Any]]:
     made = reasoning_gym.create_dataset(
         "spell_backward", seed=seed, size=count, min_word_len=3, max_word_len=3
     )
-    return [dict(made[n]) for n in range(count)]
+    return [json.loads(json.dumps(made[n])) for n in range(count)]
 
 
 def _row(entry: dict[str, Any]) -> dict[str, Any]:

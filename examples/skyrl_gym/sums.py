@@ -1,4 +1,4 @@
-"""Sums for SkyRL's environment gsm8k_multi_turn: replies end with '#### NUMBER', and it asks again after a wrong one."""
+"""Sums for SkyRL's environment gsm8k_multi_turn: replies end with '#### NUMBER', and a wrong one has another try."""
 
 from __future__ import annotations
 
