@@ -193,7 +193,6 @@ def _staleness() -> Iterator[tuple[str, Case]]:
         )
 
 
-GRPO = ("stages.rl.algorithm.name=grpo", "stages.rl.algorithm.advantage.gamma=~")
 EXAMPLES: dict[str, dict[str, Any]] = {
     "look_up": {"example": "examples/tools/look_up.yaml", "why": "the policy learns to call the tool"},
     "look_up, no tool": {
@@ -204,17 +203,16 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "house": {
         "example": "examples/gymnasium/house.yaml",
         "algorithm": {"name": "gigpo"},
-        "why": "a reward and a credit for each turn",
-    },
-    "house, grpo": {
-        "example": "examples/gymnasium/house.yaml",
-        "overrides": GRPO,
-        "why": "control: the same rewards, one credit for all turns",
+        "why": "GiGPO, and a reward for each turn",
     },
     "house, outcome": {
         "example": "examples/gymnasium/house.yaml",
-        "overrides": (*GRPO, "rollout.env.arguments.arguments.dense=false"),
-        "why": "control: only a reward for the door, one credit for all turns",
+        "overrides": (
+            "stages.rl.algorithm.name=grpo",
+            "stages.rl.algorithm.advantage.gamma=~",
+            "rollout.env.arguments.arguments.dense=false",
+        ),
+        "why": "control: GRPO, and a reward for the door alone",
     },
 }
 """Examples with an environment, each beside its controls."""

@@ -21,7 +21,7 @@ WORDS = {
     "function": "Losses and advantages that are part of no recipe, with the rest of `grpo`",
     "offline": "Recipes that learn from given replies",
     "staleness": "GRPO with an engine that gets new weights every so many steps",
-    "example": "Examples with an environment, each above its controls",
+    "example": "Examples with an environment, above their controls",
 }
 COLUMNS = 8
 
@@ -201,9 +201,8 @@ EXAMPLES = {
         "look_up, no tool": ("right, without the tool", "#d9480f"),
     },
     "A key, then a door": {
-        "house": ("credit for each turn", "#2f6fde"),
-        "house, grpo": ("one for all turns", "#0f766e"),
-        "house, outcome": ("one, reward for the door alone", "#d9480f"),
+        "house": ("reward and credit for each turn", "#2f6fde"),
+        "house, outcome": ("for the outcome alone", "#d9480f"),
     },
 }
 """Panels: cases with their words and colours."""
