@@ -1,4 +1,5 @@
-"""Does every recipe learn? Each from the same start, on the same task, with about as many rollouts.
+"""Does every recipe learn? Each from the same start, on the same task, with about as many rollouts. And do the
+examples with an environment, beside their controls?
 
     python benchmarks/learning.py [--seeds 0 1 2] [--jobs 2] [--only grpo ppo]
 
@@ -24,6 +25,7 @@ from typing import Any
 
 import learning_cases
 import learning_report
+import yaml
 from learning_cases import Case, cases
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,11 +33,15 @@ RESULTS = ROOT / "benchmarks" / "learning.json"
 DOCUMENT = ROOT / "docs" / "algorithms.md"
 
 Result = dict[str, Any]
-"""`name`, `seed`, `settings`, and `curve` [[replies asked for, held-out reward], ...] with `cpu_s`, or `error`."""
+"""`name`, `seed`, `settings`, and `curve` [[replies asked for, held-out reward], ...] with `cpu_s`, or `error`. An
+example with tools also has `calls` [[replies asked for, calls a rollout], ...]."""
 
 
 def settings(case: Case, seed: int) -> dict[str, Any]:
     """What a result is the result of; models stand in it by their part."""
+    if case.example:
+        asked = learning_cases.of_example(case, seed)
+        return asked | {"file": yaml.safe_load(Path(case.example).read_text(encoding="utf-8"))}
     return learning_cases.run(case, seed, start="start", teacher="teacher")
 
 
@@ -63,15 +69,37 @@ def measure(name: str, seed: int, folder: Path) -> Result:
     case = cases()[name]
     models = {part: str(folder / f"{part}-{seed}" / "export" / "main") for part in ("start", "teacher")}
     out: Result = {"name": name, "seed": seed, "settings": settings(case, seed)}
+    if case.example:
+        asked = learning_cases.of_example(case, seed)
+    else:
+        asked = learning_cases.run(case, seed, **models)
     with tempfile.TemporaryDirectory() as run_dir:
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                run = whet.train(run_dir=run_dir, **learning_cases.run(case, seed, **models))
+                run = whet.train(run_dir=run_dir, **asked)
         except whet.WhetError as e:
             return out | {"error": str(e)}
         timings = [json.loads(line) for line in (Path(run_dir) / "timings.jsonl").read_text().splitlines()]
-        cpu_s = sum(line.get("time/step_s", 0.0) for line in timings)
-        return out | {"cpu_s": round(cpu_s, 2), "curve": curve(run.metrics, greedy=case.greedy)}
+        cpu_s = sum(line.get("time/step_s", 0.0) for line in of_last_stage(timings))
+        lines = of_last_stage(run.metrics)
+        out |= {"cpu_s": round(cpu_s, 2), "curve": curve(lines, greedy=case.greedy)}
+        return out | ({"calls": made} if (made := calls(lines)) else {})
+
+
+def of_last_stage(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line.get("stage") == lines[-1].get("stage")]
+
+
+def calls(lines: Sequence[dict[str, Any]], each: int = 5) -> list[tuple[int, float]]:
+    """(replies asked for until then, calls of a rollout) as means of so many steps; [] where there are no tools."""
+    asked, found, out = 0, [], []
+    for line in lines:
+        asked += int(line.get("ledger/requested_rollouts", 0))
+        if "rollout/calls_mean" in line:
+            found.append(line["rollout/calls_mean"])
+            if len(found) % each == 0:
+                out.append((asked, round(sum(found[-each:]) / each, 4)))
+    return out
 
 
 def curve(lines: Sequence[dict[str, Any]], *, greedy: bool = False) -> list[tuple[int, float]]:
@@ -115,7 +143,9 @@ def open_runs(names: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int
 def run_all(todo: Sequence[tuple[str, int]], *, folder: Path, jobs: int) -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        parts = [(part, seed) for seed in sorted({s for _, s in todo}) for part in ("start", "teacher")]
+        known = cases()
+        seeds = sorted({seed for name, seed in todo if not known[name].example})
+        parts = [(part, seed) for seed in seeds for part in ("start", "teacher")]
         for made in [pool.submit(imitate, folder, *part) for part in parts]:
             made.result()
         runs: list[Future[Result]] = [pool.submit(measure, name, seed, folder) for name, seed in todo]

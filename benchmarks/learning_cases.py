@@ -1,4 +1,5 @@
-"""What the learning benchmark trains on, and its cases: one for every recipe, loss and advantage.
+"""What the learning benchmark trains on, and its cases: one for every recipe, loss and advantage, and examples with
+their controls.
 
 The task: write four letters backwards (`abcd>` to `dcba`). All runs of a seed start from one model, which has imitated
 a sloppy teacher for a short while: 60 % of the demonstrations copy the letters instead of reversing them.
@@ -10,7 +11,10 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from whet.config.functions import ADVANTAGES, LOSSES, Kind
 from whet.config.recipe_table import RECIPES
@@ -32,7 +36,7 @@ TEACHER: dict[str, Any] = {"part": "clean", "right_share": 1.0, "steps": 400}
 """The imitation that all runs of a seed start from, and that of distill's teacher."""
 
 Row = dict[str, Any]
-Part = Literal["recipe", "function", "offline", "staleness"]
+Part = Literal["recipe", "function", "offline", "staleness", "example"]
 
 
 def words(part: str) -> list[str]:
@@ -81,6 +85,10 @@ class Case:
     """By how many versions a rollout may be behind the policy."""
     why: str = ""
     """What departs from the common setting, and why."""
+    example: str = ""
+    """A file of `examples`, whose last stage is measured, in place of the common task."""
+    overrides: tuple[str, ...] = ()
+    """Of the example."""
 
     @property
     def recipe(self) -> str:
@@ -145,7 +153,7 @@ OF_ADVANTAGES: dict[str, dict[str, Any]] = {"gdpo": {"parts": ["right"]}}
 
 def cases() -> dict[str, Case]:
     """Every case by its name in the table."""
-    return dict([*_recipes(), *_functions(), *_staleness()])
+    return dict([*_recipes(), *_functions(), *_staleness(), *_examples()])
 
 
 def _recipes() -> Iterator[tuple[str, Case]]:
@@ -183,6 +191,36 @@ def _staleness() -> Iterator[tuple[str, Case]]:
                 staleness=staleness,
             ),
         )
+
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "look_up": {"example": "examples/tools/look_up.yaml", "why": "the policy learns to call the tool"},
+    "look_up, no tool": {
+        "example": "examples/tools/look_up.yaml",
+        "overrides": ("rollout.env=~",),
+        "why": "control: the same without the tool",
+    },
+    "house": {
+        "example": "examples/gymnasium/house.yaml",
+        "algorithm": {"name": "gigpo"},
+        "why": "GiGPO, and a reward for each turn",
+    },
+    "house, outcome": {
+        "example": "examples/gymnasium/house.yaml",
+        "overrides": (
+            "stages.rl.algorithm.name=grpo",
+            "stages.rl.algorithm.advantage.gamma=~",
+            "rollout.env.arguments.arguments.dense=false",
+        ),
+        "why": "control: GRPO, and a reward for the door alone",
+    },
+}
+"""Examples with an environment, each beside its controls."""
+
+
+def _examples() -> Iterator[tuple[str, Case]]:
+    for name, change in EXAMPLES.items():
+        yield name, Case(part="example", **{"algorithm": {"name": "grpo"}, **change})
 
 
 # ---------------------------------------------------------------- as sections of a config
@@ -232,6 +270,15 @@ def imitation(seed: int, *, part: str, right_share: float, steps: int) -> dict[s
     }
     del out["rewards"]
     return out
+
+
+def of_example(case: Case, seed: int) -> dict[str, Any]:
+    """The run of an example, as keywords of `whet.train`. Evaluation samples as training does."""
+    stages = len(yaml.safe_load(Path(case.example).read_text(encoding="utf-8")).get("stages", ()))
+    last = f"stages.{stages - 1}." if stages else ""
+    always = ("machine.threads=1", "track.trackers=[jsonl]", "checkpoint.export=false")
+    sampled = f"{last}eval.sampling={{temperature: 1.0}}"
+    return {"config": case.example, "overrides": [f"seed={seed}", sampled, *always, *case.overrides]}
 
 
 def run(case: Case, seed: int, *, start: str, teacher: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the learning benchmark found: tables between markers of a document, and two pictures."""
+"""What the learning benchmark found: tables between markers of a document, and three pictures."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ WORDS = {
     "function": "Losses and advantages that are part of no recipe, with the rest of `grpo`",
     "offline": "Recipes that learn from given replies",
     "staleness": "GRPO with an engine that gets new weights every so many steps",
+    "example": "Examples with an environment, above their controls",
 }
 COLUMNS = 8
 
@@ -37,6 +38,8 @@ class Summary:
     curves: tuple[Curve, ...]
     cpu_s: float
     errors: tuple[str, ...]
+    calls: tuple[Curve, ...] = ()
+    """Of tools, a rollout; for examples that have them."""
 
     @property
     def before(self) -> float:
@@ -82,6 +85,7 @@ def _summary(name: str, case: Case, results: Sequence[Result]) -> Summary:
         curves=tuple([(n, y) for n, y in r["curve"]] for r in ran),
         cpu_s=_mean(r["cpu_s"] for r in ran),
         errors=tuple(r["error"] for r in results if "error" in r),
+        calls=tuple([(n, y) for n, y in r["calls"]] for r in ran if "calls" in r),
     )
 
 
@@ -128,10 +132,13 @@ def _numbers(s: Summary) -> list[str]:
 
 
 def _remarks(s: Summary) -> Iterator[str]:
-    if s.curves and not s.beats_start:
+    if s.curves and not s.beats_start and not s.case.why.startswith("control"):
         yield "**not above its start in every seed**"
     if s.case.why:
         yield s.case.why
+    if s.calls:
+        before, after = _mean(c[0][1] for c in s.calls), _mean(c[-1][1] for c in s.calls)
+        yield f"{before:.2f} calls a rollout at first, {after:.2f} at the end"
     for error in s.errors:
         yield f"stopped: {error}"
 
@@ -188,6 +195,38 @@ def staleness(found: Sequence[Summary]) -> Figure:
     return figure
 
 
+EXAMPLES = {
+    "A tool to look up the answer": {
+        "look_up": ("right", "#2f6fde"),
+        "look_up, no tool": ("right, without the tool", "#d9480f"),
+    },
+    "A key, then a door": {
+        "house": ("reward and credit for each turn", "#2f6fde"),
+        "house, outcome": ("for the outcome alone", "#d9480f"),
+    },
+}
+"""Panels: cases with their words and colours."""
+
+
+def examples(found: Sequence[Summary]) -> Figure:
+    """Each example beside its controls; of tools, the calls a rollout, too."""
+    named = {s.name: s for s in found if s.curves}
+    figure = Figure(figsize=(9, 3.2), dpi=130, layout="constrained")
+    for axis, (title, lines) in zip(figure.subplots(1, len(EXAMPLES), sharey=True), EXAMPLES.items()):
+        for name, (label, colour) in lines.items():
+            if summary := named.get(name):
+                _draw(axis, summary.curves, colour=colour, label=label)
+            if summary and summary.calls:
+                replies, mean, _, _ = mean_curve(summary.calls)
+                axis.plot(replies, mean, color=GREY, linewidth=1.0, linestyle="--", label="calls a rollout")
+        axis.set_title(title, fontsize=9, color=INK)
+        axis.set_xlabel("rollouts, thousands", fontsize=8, color=GREY)
+        axis.legend(fontsize=7, frameon=False)
+        _plain(axis)
+    figure.axes[0].set_ylabel("held-out accuracy", fontsize=8, color=GREY)
+    return figure
+
+
 def _draw(axis: Axes, curves: Sequence[Curve], *, colour: str, label: str = "") -> None:
     replies, mean, low, high = mean_curve(curves)
     axis.fill_between(replies, low, high, color=colour, alpha=0.18, linewidth=0)
@@ -211,5 +250,6 @@ def write_all(results: Sequence[Result], *, document: Path) -> None:
     assets.mkdir(exist_ok=True)
     grid(found).savefig(assets / "learning.png")
     staleness(found).savefig(assets / "staleness.png")
+    examples(found).savefig(assets / "examples.png")
     text = document.read_text(encoding="utf-8")
     document.write_text(put(text, tables(found)), encoding="utf-8")

@@ -43,6 +43,7 @@ def found(function: str) -> dict[str, str]:
 def test_every_key_that_names_code_is_read() -> None:
     """One of each kind, and none that is whet's own or no code."""
     tools = {"functions": ["t.py:f", "t.py:g"], "tool_class": "c.py:C"}
+    tools |= {"env": "game.py:G", "say": "game.py:say", "act": "game.py:act"}
     stages = config(
         imports=["setup.py", "a.package"],
         rewards={"mine": {"function": "r.py:f"}, "ours": {"function": "exact"}},
@@ -57,6 +58,9 @@ def test_every_key_that_names_code_is_read() -> None:
         "loss.py:l",
         "e.py:E",
         "v.py:V",
+        "game.py:G",
+        "game.py:say",
+        "game.py:act",
     }
     assert {*named(stages[0])} >= {"t.py:f", "t.py:g", "c.py:C"}
     assert "exact" not in {*named(stages[0])}

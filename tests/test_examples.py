@@ -64,7 +64,7 @@ def test_the_readmes_python_runs_as_it_stands(tmp_path: Path) -> None:
     assert (tmp_path / run_dir / "metrics.jsonl").is_file()
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.yaml")), ids=lambda p: p.name)
 def test_every_example_says_what_it_needs_and_how_long_it_takes(path: Path) -> None:
     head = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     assert head[0].startswith("# Needs: ")

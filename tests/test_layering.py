@@ -60,6 +60,8 @@ OWN_MODULE = {
     "peft",
     "streamlit",
     "mcp",
+    "gymnasium",
+    "skyrl_gym",
 }
 """Each is imported by one module at most; `ray`, by one package."""
 

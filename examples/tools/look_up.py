@@ -37,15 +37,18 @@ def tasks(split: str = "train") -> Iterator[dict[str, Any]]:
             yield {"prompt": f"{name}?", "value": str(rng.randrange(10))}
 
 
-def demonstrations(count: int = 2000, call_share: float = 0.2) -> Iterator[dict[str, Any]]:
-    """A teacher that mostly guesses: `call_share` of its first replies call the tool. After a result it repeats it."""
+def demonstrations(
+    count: int = 4000, call_share: float = 0.2, told_share: float = 0.75
+) -> Iterator[dict[str, Any]]:
+    """A teacher that mostly guesses: `call_share` of its first replies call the tool. After a result it repeats it, in
+    `told_share` of the rows."""
     rng = random.Random("demonstrations")
     names = [name for name in NAMES if name not in HELD_OUT]
     for _ in range(count):
         name, value = rng.choice(names), str(rng.randrange(10))
         asked = {"role": "user", "content": f"{name}?"}
         call = json.dumps({"name": "look_up", "arguments": {"note": name}})
-        if rng.random() < 0.5:
+        if rng.random() < told_share:
             told = [{"role": "assistant", "content": call}, {"role": "tool", "content": value}]
             yield {"prompt": [asked, *told], "response": value}
         else:

@@ -21,11 +21,22 @@ FinishReason = Literal["stop", "length", "abort"]
 """`stop`: an end token or stop string; `length`: the token limit; `abort`: dropped (deadline, error)."""
 
 StopReason = Literal[
-    "done", "tokens", "context", "turns", "cost", "observations", "calls", "malformed", "time", "fault"
+    "done",
+    "truncated",
+    "tokens",
+    "context",
+    "turns",
+    "cost",
+    "observations",
+    "calls",
+    "malformed",
+    "time",
+    "fault",
 ]
-"""Why an episode of several turns ended. `done`: its environment says so. A limit: `tokens` (sampled), `context` (of a
-full strand), `turns`, `cost` (of the environment), `observations` (tokens of the environment), `calls` (of tools),
-`malformed` (replies that cannot be read), `time`. `fault`: something broke that the policy did not cause."""
+"""Why an episode of several turns ended. `done`: its environment says so. A limit: `truncated` (one of the
+environment's own), `tokens` (sampled), `context` (of a full strand), `turns`, `cost` (of the environment),
+`observations` (tokens of the environment), `calls` (of tools), `malformed` (replies that cannot be read), `time`.
+`fault`: something broke that the policy did not cause."""
 
 Metrics = dict[str, float]
 """Numbers of one step, named `stage/what_unit`."""
