@@ -163,8 +163,8 @@ Batches are random and ragged: several turns, groups of one, a uniform group, em
 that every clamp acts. Two numbers are equal if they differ by less than the row's tolerance (1e-9; 1e-7 where the peer
 adds 1e-8 to a denominator; 2e-6 where it computes in float32), relative to the larger of 1 and the peer's number.
 
-Not compared: TRL's group advantages, which cannot be called apart from its generation loop, and functions that whet
-does not have. The rows are in `tests/peers`; `make test-peers WRITE=--write` writes this page. It also reads the
+Not compared: TRL's group advantages, which cannot be called apart from its generation loop, functions that whet does not
+have, and M2PO (`correction.second_moment`), which none of these packages has. The rows are in `tests/peers`; `make test-peers WRITE=--write` writes this page. It also reads the
 default files that come with the packages (whet knows every key of them), and runs `whet convert FILE --prove`, which
 compares the settings of one file of yours in the same way, on a file of each system.
 
