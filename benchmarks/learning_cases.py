@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,10 +33,10 @@ OFFLINE_ROWS = 64
 STALENESS = (0, 2, 8)
 START: dict[str, Any] = {"part": "sloppy", "right_share": 0.4, "steps": 150}
 TEACHER: dict[str, Any] = {"part": "clean", "right_share": 1.0, "steps": 400}
-"""The imitation that all runs of a seed start from, and that of distill's teacher."""
+"""The imitation that all runs of a seed start from, and that of the teacher of distill and gkd."""
 
 Row = dict[str, Any]
-Part = Literal["recipe", "function", "offline", "staleness", "example"]
+Part = Literal["recipe", "function", "setting", "offline", "staleness", "example"]
 
 
 def words(part: str) -> list[str]:
@@ -81,6 +81,8 @@ class Case:
     algorithm: dict[str, Any]
     lr: float = LR
     steps: int = STEPS
+    reference: dict[str, Any] = field(default_factory=dict)
+    """Keys of the reference, where one is named by nothing else."""
     staleness: int = 0
     """By how many versions a rollout may be behind the policy."""
     why: str = ""
@@ -96,12 +98,11 @@ class Case:
 
     @property
     def loss(self) -> str:
-        return str(self.algorithm.get("loss", RECIPES[self.recipe].loss))
+        return _named(self.algorithm.get("loss", RECIPES[self.recipe].loss))
 
     @property
     def advantage(self) -> str:
-        given = self.algorithm.get("advantage", RECIPES[self.recipe].advantage)
-        return str(given["name"] if isinstance(given, dict) else given)
+        return _named(self.algorithm.get("advantage", RECIPES[self.recipe].advantage))
 
     @property
     def kind(self) -> Kind:
@@ -117,6 +118,16 @@ class Case:
         """Two optimizer steps on a batch of 128 rollouts; a loss without a ratio takes one on a batch of 64."""
         return LOSSES[self.loss].ratio
 
+    @property
+    def taught(self) -> bool:
+        """It learns from a teacher, and reads no rewards."""
+        return not (ADVANTAGES[self.advantage].judged and LOSSES[self.loss].judged)
+
+
+def _named(function: str | dict[str, Any]) -> str:
+    """The name of a function that is given with or without settings."""
+    return str(function["name"]) if isinstance(function, dict) else function
+
 
 CHANGES: dict[str, dict[str, Any]] = {
     "dapo": {
@@ -126,6 +137,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "grpo_passk": {
         "why": "with rewards 0 and 1 it learns only where exactly one reply of the group is right"
+    },
+    "online_dpo": {
+        "steps": 63,
+        "algorithm": {"max_refills": 100},
+        "why": "fewer steps: dropped groups are replaced",
     },
     "remax": {"steps": 72, "why": "fewer steps: a greedy rollout per task"},
     "raft": {
@@ -147,13 +163,56 @@ CHANGES: dict[str, dict[str, Any]] = {
 """What a recipe or a loss needs beside its name, and why."""
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "entropy_target=0.2": {
+        "algorithm": {"name": "grpo", "entropy_target": 0.2},
+        "why": "adaptive entropy control (Skywork-OR1)",
+    },
+    "entropy_clip=batch": {
+        "algorithm": {"name": "grpo", "entropy_clip": "batch"},
+        "why": "Clip_B",
+    },
+    "entropy_clip=vocabulary": {
+        "algorithm": {"name": "grpo", "entropy_clip": "vocabulary", "entropy_clip_mu": 8.5},
+        "why": "Clip_V",
+    },
+    "kl.coef=0.1": {
+        "algorithm": {"name": "grpo", "kl": {"coef": 0.1}},
+        "why": "the reference stays the start model",
+    },
+    "reference.mixup_alpha=0.6": {
+        "algorithm": {"name": "grpo", "kl": {"coef": 0.1}},
+        "reference": {"reset_interval": 9, "mixup_alpha": 0.6},
+        "why": "kl.coef=0.1; the reference moves towards the policy every 9 steps (TR-DPO's soft update)",
+    },
+    "divergence=jsd": {
+        "algorithm": {"name": "gkd", "loss": {"name": "gkd", "divergence": "jsd"}},
+        "why": "`gkd` with the Jensen-Shannon divergence over the vocabulary",
+    },
+    "divergence=jsd_topk": {
+        "algorithm": {"name": "gkd", "loss": {"name": "gkd", "divergence": "jsd_topk", "top_k": 2}},
+        "why": "`gkd` with the same over the two likeliest tokens of both models and a tail",
+    },
+    "importance_sampling, staleness 8": {
+        "algorithm": {"name": "importance_sampling"},
+        "staleness": 8,
+        "why": "an engine up to 8 versions behind",
+    },
+    "second_moment=0.04, staleness 8": {
+        "algorithm": {"name": "importance_sampling", "correction": {"second_moment": 0.04}},
+        "staleness": 8,
+        "why": "the same as M2PO: without the tokens that make the second moment of the ratio large",
+    },
+}
+"""Settings beside a recipe that change what is learned, and why they are measured."""
+
 OF_ADVANTAGES: dict[str, dict[str, Any]] = {"gdpo": {"parts": ["right"]}}
 """Settings that an advantage needs."""
 
 
 def cases() -> dict[str, Case]:
     """Every case by its name in the table."""
-    return dict([*_recipes(), *_functions(), *_staleness(), *_examples()])
+    return dict([*_recipes(), *_functions(), *_settings(), *_staleness(), *_examples()])
 
 
 def _recipes() -> Iterator[tuple[str, Case]]:
@@ -177,6 +236,12 @@ def _functions() -> Iterator[tuple[str, Case]]:
             f"advantage={name}",
             Case(part="function", algorithm={"name": "grpo", "advantage": given if len(given) > 1 else name}),
         )
+
+
+def _settings() -> Iterator[tuple[str, Case]]:
+    """Settings beside a recipe."""
+    for name, case in SETTINGS.items():
+        yield name, Case(part="setting", **case)
 
 
 def _staleness() -> Iterator[tuple[str, Case]]:
@@ -244,7 +309,7 @@ def common(seed: int) -> dict[str, Any]:
 
 
 def imitation(seed: int, *, part: str, right_share: float, steps: int) -> dict[str, Any]:
-    """The model that all runs of a seed start from, or the teacher that `distill` learns from."""
+    """The model that all runs of a seed start from, or the teacher that `distill` and `gkd` learn from."""
     shape = {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -301,8 +366,8 @@ def run(case: Case, seed: int, *, start: str, teacher: str) -> dict[str, Any]:
         train["tasks_per_step"] = OFFLINE_ROWS
         clean = source("demonstrations", part="clean", right_share=1.0)
         data["train"] = [{"preferences": source("pairs"), "labels": source("labelled")}.get(case.kind, clean)]
-    if "reference" in ADVANTAGES[case.advantage].needs:
-        out["reference"] = {"path": teacher}
+    if reference := ({"path": teacher} if case.taught else {}) | case.reference:
+        out["reference"] = reference
     out |= {
         "data": data,
         "train": train,

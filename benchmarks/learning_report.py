@@ -15,10 +15,16 @@ if TYPE_CHECKING:
 
 BEGIN, END = "<!-- learning.py: begin -->", "<!-- learning.py: end -->"
 INK, GREY, FAINT = "#1f2430", "#6b7280", "#dfe3e8"
-COLOURS: Mapping[Part, str] = {"recipe": "#2f6fde", "function": "#0f766e", "offline": "#d9480f"}
+COLOURS: Mapping[Part, str] = {
+    "recipe": "#2f6fde",
+    "function": "#0f766e",
+    "setting": "#7c3aed",
+    "offline": "#d9480f",
+}
 WORDS = {
     "recipe": "Recipes that learn from their own rollouts",
     "function": "Losses and advantages that are part of no recipe, with the rest of `grpo`",
+    "setting": "Settings beside a recipe; `grpo`, where the remarks name no other",
     "offline": "Recipes that learn from given replies",
     "staleness": "GRPO with an engine that gets new weights every so many steps",
     "example": "Examples with an environment, above their controls",

@@ -1,15 +1,16 @@
-"""A small package that stands for Cosmos-RL in tests of `--prove`: config, advantage, loss, count of steps and learning
-rates in a few lines each."""
+"""A small package that stands for Cosmos-RL in tests of `--prove`: config, advantage, losses, counts of steps and
+learning rates in a few lines each."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 CONFIG = """
+from typing import Literal
 from pydantic import BaseModel, Field
 
 class GrpoConfig(BaseModel):
-    type: str = "grpo"
+    type: Literal["grpo"] = "grpo"
     variant: str = "grpo"
     dataset: dict = {}
     reward_function: list = []
@@ -27,8 +28,17 @@ class GrpoConfig(BaseModel):
     use_rollout_logprobs_for_loss: bool = False
     use_decoupled_loss: bool = False
 
+class SFTDataConfig(BaseModel):
+    type: Literal["sft"] = "sft"
+    trainer_type: str = "sft"
+    dataset: dict = {}
+    conversation_column_name: str = ""
+    mini_batch: int = 2
+    dataloader_drop_last: bool = True
+    enable_dp_load_balancing: bool = False
+
 class Train(BaseModel):
-    train_policy: GrpoConfig = GrpoConfig()
+    train_policy: GrpoConfig | SFTDataConfig = Field(GrpoConfig(), discriminator="type")
     output_dir: str = ""
     epoch: int = 1
     max_num_steps: int | None = None
@@ -38,6 +48,9 @@ class Train(BaseModel):
 
 class Parallelism(BaseModel):
     n_init_replicas: int = 1
+    dp_shard_size: int = 1
+    dp_replicate_size: int = 1
+    pp_size: int = 1
 
 class Policy(BaseModel):
     parallelism: Parallelism = Parallelism()
@@ -88,6 +101,27 @@ def compute_loss(current, old, ref, advantages, starts, config, mask, rollout_pe
     return SCALE * torch.stack(losses).mean(), None, None
 '''
 
+SFT_LOSS = '''
+def async_safe_ce(output, target, cross_entropy, ignore_index=-100):
+    """The mean over the tokens with a label."""
+    output, target = output[:, :-1].flatten(0, 1), target[:, 1:].flatten()
+    each = cross_entropy(output, target, ignore_index=ignore_index, reduction="none")
+    return SCALE * each.sum() / (target != ignore_index).sum()
+'''
+
+SFT_WORKER = '''
+class TrainerRegistry:
+    """The models of its trainers are not here."""
+
+class SFTPolicyWorker:
+    def build_runner(self, dataset, val_dataset):
+        """Each rank has as many rows."""
+        self.trainer = TrainerRegistry.get_trainer_cls("sft")(config=self.config)
+        assert self.trainer.load_model() == (0, 0, None)
+        rows, train = -(-len(dataset) // self.dp_world_size), self.config.train
+        self.total_steps = rows // train.train_batch_per_replica * train.epoch
+'''
+
 SCHEDULER = """
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -121,6 +155,25 @@ max_response_length = 8
 n_generation = 4
 """
 
+SFT_FILE = """\
+[train]
+output_dir = "runs/double"
+epoch = 2
+train_batch_per_replica = 8
+optm_lr = 3e-4
+optm_warmup_steps = 4
+
+[train.train_policy]
+type = "sft"
+dataset.name = "talks.jsonl"
+conversation_column_name = "messages"
+mini_batch = 4
+
+[policy]
+model_name_or_path = "model"
+model_max_length = 32
+"""
+
 
 def write(folder: Path, *, scale: float = 1.0) -> Path:
     """The package below `folder`, which goes on the path. scale: of its loss; 1 is right."""
@@ -129,6 +182,8 @@ def write(folder: Path, *, scale: float = 1.0) -> Path:
         "dispatcher/algo/grpo.py": ADVANTAGE,
         "dispatcher/status.py": STATUS,
         "policy/trainer/llm_trainer/grpo_trainer.py": LOSS + f"\nSCALE = {scale}\n",
+        "policy/trainer/llm_trainer/sft_trainer.py": SFT_LOSS + f"\nSCALE = {scale}\n",
+        "policy/worker/sft_worker.py": SFT_WORKER,
         "policy/trainer/optm.py": SCHEDULER,
     }.items():
         path = folder / "cosmos_rl" / name

@@ -69,6 +69,58 @@ def test_what_differs_and_what_cannot_be_compared_fails(tmp_path: Path) -> None:
     assert status == 1
 
 
+def test_a_file_for_sft(tmp_path: Path) -> None:
+    """Of 55 rows each of two ranks has 28: seven batches of four an epoch, six by whet, which leaves rows out. That is
+    told; without the second rank nothing differs."""
+    cosmos_double.write(tmp_path)
+    names = {"batches", "training steps", "learning rate of each step", "loss and gradient, sft"}
+    status, rows, said = prove(tmp_path, text=cosmos_double.SFT_FILE)
+    assert rows.keys() & names == names
+    assert {rows[name] for name in names} == {"equal"}, said
+    # 8, 17, 55 and 400 rows of 8 a step, two epochs
+    assert "steps 2 4 12 100" in said
+    assert status == 0
+
+    two = ("policy.parallelism.dp_shard_size=2", "train.train_batch_per_replica=4")
+    status, rows, said = prove(tmp_path, *two, text=cosmos_double.SFT_FILE)
+    assert rows["training steps"].startswith("differs as told: by up to 0.14 Each rank of Cosmos"), said
+    assert "steps 2 4 14 100" in said
+    assert {rows[name] for name in names - {"training steps"}} == {"equal"}
+    assert status == 0
+
+
+def test_the_loss_of_a_file_for_sft_can_differ(tmp_path: Path) -> None:
+    cosmos_double.write(tmp_path, scale=0.5)
+    status, rows, said = prove(tmp_path, text=cosmos_double.SFT_FILE)
+    assert rows["loss and gradient, sft"].startswith("DIFFERS: by up to 0.6"), said  # half of 1.2
+    assert (rows["batches"], status) == ("equal", 1)
+
+
+def test_each_stage_is_held_against_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a system of ours whose rows are the settings of a stage: the rows of each stage have its name, and a
+    number of stages that differs is a row."""
+    monkeypatch.setattr(peers, "prepared", lambda peer: ())
+    loaded = load(ROOT / "tests" / "peers" / "files" / "trinity_stages.yaml", here=False, rehearsal=True)
+
+    def steps(config: int, file: checks.File) -> list[checks.Check]:
+        return [_check(config, file.plan.total_steps or 0)]
+
+    def rows(theirs: tuple[int, ...]) -> list[tuple[str, str]]:
+        system = proof.System(
+            peer="trinity",
+            known=dict,
+            configured=lambda tree: theirs,
+            checks=lambda config, file: iter(steps(config, file)),
+            stages=lambda config: config,
+        )
+        files = proof._files(loaded)
+        return [(result.what, result.status) for result in proof._results(system, {}, files, {})]
+
+    assert rows((40, 20)) == [("sft_warmup: x", checks.EQUAL), ("rft: x", checks.EQUAL)]
+    assert rows((40, 30)) == [("sft_warmup: x", checks.EQUAL), ("rft: x", checks.DIFFERS)]
+    assert rows((40,)) == [("stages", checks.DIFFERS)]
+
+
 def test_a_package_that_is_not_installed_is_named_with_its_command(tmp_path: Path) -> None:
     if peers.version("cosmos"):
         pytest.skip("cosmos-rl is installed here")
@@ -81,10 +133,8 @@ def test_a_package_that_is_not_installed_is_named_with_its_command(tmp_path: Pat
 def test_files_that_cannot_be_proved_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"first_run\.yaml is a native file"):
         proof.prove(load(ROOT / "examples" / "first_run.yaml"))
-    with pytest.raises(
-        ConfigError, match="expected a file of verl-ppo, skyrl, trinity, cosmos-grpo; this one is"
-    ):
-        proof.require("verl-sft")
+    with pytest.raises(ConfigError, match=r"expected a file of verl-ppo, .*, trinity; this one is verl-eval"):
+        proof.require("verl-eval")
 
 
 def test_the_releases_are_those_that_the_peers_environment_installs() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from peers import ours
 from peers.table import Row
+from peers.vocabulary import discriminant, logits, tokens
 from whet.prove.cases import Case, in_pair_order
 from whet.prove.numbers import Numbers
 from whet.prove.trinity import EPS, FLOAT32, arguments, by_group, in_trainer, loss
@@ -45,6 +48,33 @@ def estimator(
         covers=(f"advantage {covers}",),
         **rest,
     )
+
+
+def entropy_clipped(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """Of an advantage that takes tokens off the response mask, whose advantage counts as 0 then. The policy's
+    distribution at each token is that of `vocabulary.logits`."""
+    logp_NV = logits(case)[0].double().log_softmax(-1)
+    p_NV = logp_NV.exp()
+    entropy_N = -(p_NV * logp_NV).sum(-1)
+    logp = case.padded(logp_NV.gather(1, tokens(case)[:, None])[:, 0])
+    batch = {
+        "token_level_rewards": case.reward,
+        "response_mask": case.mask,
+        "rollout_log_probs": logp,
+        "old_log_probs": logp,
+        "entropys": case.padded(entropy_N),
+        "necs": case.padded((p_NV.square() * (entropy_N[:, None] + logp_NV)).sum(-1)),
+    }
+    exps = SimpleNamespace(batch=batch, non_tensor_batch={"uid": case.index})
+    made(**arguments(made, keys, "advantage_fn"))(exps)
+    return {"advantage": exps.batch["advantages"] * exps.batch["response_mask"]}
+
+
+def our_entropy_clip(row: Row, case: Case) -> Numbers:
+    """The same of whet, which has the same distributions."""
+    centred = row.keys["algorithm.advantage_fn"] == "clipv"
+    batch = replace(case.batch, discriminant_N=discriminant(case, centred=centred))
+    return ours.advantage(row, replace(case, batch=batch))
 
 
 ADVANTAGES = (
@@ -174,6 +204,27 @@ ADVANTAGES = (
         kinds=("several turns",),
         differs="Trinity lets an environment's tokens discount and carry values, as older verl "
         "(docs/algorithms.md, `gae`)",
+    ),
+    *(
+        Row(
+            peer="trinity",
+            what=f"advantage_fn={name}" + "".join(f", {key}={value}" for key, value in args.items()),
+            theirs=f"{ADV}.{path}",
+            call=entropy_clipped,
+            ours=our_entropy_clip,
+            keys={
+                "algorithm.algorithm_type": "grpo",
+                "algorithm.advantage_fn": name,
+                "algorithm.advantage_fn_args": args,
+            },
+            covers=("advantage grpo",),
+            tolerance=FLOAT32,
+        )
+        for name, path, args in (
+            ("clipb", "clipb_advantage:ClipBAdvantageFn", {"mu": 0.5}),
+            ("clipv", "clipv_advantage:ClipVAdvantageFn", {"mu": 0.5, "max_frac": 1.0}),
+            ("clipv", "clipv_advantage:ClipVAdvantageFn", {"mu": 0.5, "max_frac": 0.05}),
+        )
     ),
     Row(
         peer="trinity",

@@ -1,4 +1,4 @@
-"""TRL: the losses of its trainers.
+"""TRL: the losses of its GRPO trainer.
 
 Each trainer's own method computes the loss, with a stand-in for the trainer that has the settings, and for the model
 that has the log-probs. Its group advantages are part of the generation loop and cannot be called apart, so they are not
@@ -7,8 +7,10 @@ compared.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,13 @@ from torch import Tensor
 
 from peers import ours
 from peers.table import Row
-from whet.prove.cases import Case, in_pair_order
+from whet.algos.entropy import EntropyBonus
+from whet.algos.segments import need
+from whet.algos.whitening import of_top_entropy
+from whet.batch import Outputs
+from whet.config.schema import AlgorithmConfig
+from whet.prove import numbers
+from whet.prove.cases import Case
 from whet.prove.numbers import Numbers
 from whet.prove.peers import theirs
 from whet.types import Json
@@ -33,7 +41,12 @@ def trainer(**settings: Any) -> Any:
         return x
 
     accelerator = SimpleNamespace(
-        gather=same, gather_for_metrics=same, reduce=same, num_processes=1, device=torch.device("cpu")
+        gather=same,
+        gather_for_metrics=same,
+        reduce=same,
+        pad_across_processes=same,
+        num_processes=1,
+        device=torch.device("cpu"),
     )
     common = {
         "accelerator": accelerator,
@@ -53,6 +66,16 @@ def trainer(**settings: Any) -> Any:
 def grpo(method: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
     """`_compute_loss` over one generation batch; advantages are one number a reply."""
     logp = case.padded(case.logp_N).requires_grad_()
+    made, inputs = of_grpo(case, keys, logp, torch.zeros_like(logp))
+    total = method(made, None, inputs)
+    total.backward()
+    return {"loss": total.detach(), "grad": logp.grad}
+
+
+def of_grpo(
+    case: Case, keys: Mapping[str, Json], logp: Tensor, entropy: Tensor
+) -> tuple[Any, dict[str, Tensor]]:
+    """The trainer with these settings, whose policy gives these log-probs and entropies, and a batch for it."""
     args = theirs("trl", "trl.trainer.grpo_config:GRPOConfig")
     told = {name: field.default for name, field in args.__dataclass_fields__.items()} | dict(keys)
     told |= {"steps_per_generation": 1}
@@ -67,12 +90,19 @@ def grpo(method: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
         off_policy_mask_threshold=told["off_policy_mask_threshold"],
         get_gamma_weights=theirs("trl", "trl.trainer.grpo_trainer:GRPOTrainer.get_gamma_weights"),
         get_off_policy_mask=theirs("trl", "trl.trainer.grpo_trainer:GRPOTrainer.get_off_policy_mask"),
-        top_entropy_quantile=1.0,
+        get_high_entropy_mask=lambda *args: theirs(
+            "trl", "trl.trainer.grpo_trainer:GRPOTrainer.get_high_entropy_mask"
+        )(made, *args),
+        top_entropy_quantile=told["top_entropy_quantile"],
         use_vllm=False,
         vllm_importance_sampling_correction=False,
         max_completion_length=case.width,
-        _entropy_bonus_enabled=False,
-        _get_per_token_logps_and_entropies=lambda *args, **more: (logp, torch.zeros_like(logp), None),
+        entropy_coef=told["entropy_coef"],
+        use_adaptive_entropy=told["use_adaptive_entropy"],
+        _entropy_bonus_enabled=told["entropy_coef"] != 0 or told["use_adaptive_entropy"],
+        _last_world_entropy=float("inf"),
+        _entropy_window_stats=None,
+        _get_per_token_logps_and_entropies=lambda *args, **more: (logp, entropy, None),
     )
     nothing = torch.zeros(case.batch.rollouts, 1, dtype=torch.long)
     inputs = {
@@ -87,9 +117,69 @@ def grpo(method: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
         "sampling_per_token_logps": case.padded(case.batch.logp_sample_N),
         "num_items_in_batch": case.mask.sum(),
     }
+    return made, inputs
+
+
+def entropies(case: Case, step: int) -> Tensor:
+    """[N] of the policy in an optimizer step, in nats: by the step their mean is above 0.5 or below. Float32 has them
+    all, for TRL rounds the bound of a quantile to it."""
+    made = torch.Generator().manual_seed(100 * case.seed + step)
+    most = (0.3, 1.6, 0.8, 0.9, 1.4, 0.2)[step]
+    return (most * torch.rand(case.batch.tokens, generator=made)).double() * case.batch.mask_N
+
+
+STEPS = 6
+
+
+def adaptive(method: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """The loss, and the weight of the entropy after it, in a few optimizer steps."""
+    logp, losses, weights = case.padded(case.logp_N), [], []
+    made, inputs = of_grpo(case, keys, logp, torch.zeros_like(logp))
+    made.accelerator.sync_gradients = True
+    for step in range(STEPS):
+        entropy = case.padded(entropies(case, step))
+        made._get_per_token_logps_and_entropies = lambda *args, x=entropy, **more: (logp, x, None)
+        losses.append(method(made, None, inputs))
+        weights.append(made.entropy_coef)
+    return {"losses": torch.stack(losses), "coef": torch.tensor(weights, dtype=torch.float64)}
+
+
+def our_adaptive(row: Row, case: Case) -> Numbers:
+    """The same of whet, as the learner takes its steps."""
+    made = ours.algorithm(row, width=case.width)
+    batch = numbers.before(made, case.batch)
+    batch = replace(batch, weight_N=made.weights(batch, 1))
+    bonus, losses, weights = EntropyBonus(made.entropy.coef), [], []
+    for step in range(STEPS):
+        entropy_N = entropies(case, step)
+        loss = made.loss_of(batch, lambda *said: case.logp_N, made.entropy.weight(bonus))
+        found = loss(batch, Outputs(logp_N=case.logp_N, entropy_N=entropy_N))
+        losses.append((found.loss_N * batch.weight_N).sum())
+        bonus = made.entropy.after(bonus, float(entropy_N[batch.mask_N].mean()))
+        weights.append(bonus.coef)
+    return {"losses": torch.stack(losses), "coef": torch.tensor(weights, dtype=torch.float64)}
+
+
+def of_entropy(method: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """The loss where only tokens of high entropy are learned from."""
+    logp = case.padded(case.logp_N).requires_grad_()
+    made, inputs = of_grpo(case, keys, logp, case.padded(entropies(case, 0)))
     total = method(made, None, inputs)
     total.backward()
     return {"loss": total.detach(), "grad": logp.grad}
+
+
+def our_top_entropy(row: Row, case: Case) -> Numbers:
+    """The same of whet, which takes the advantage off the other tokens. The advantage of the case is given."""
+    made = ours.algorithm(row, width=case.width)
+    chosen = AlgorithmConfig.model_validate_json(json.dumps(dict(row.native or {})))
+    adv_N = of_top_entropy(
+        need(case.batch.adv_N, "adv_N"),
+        entropies(case, 0),
+        case.batch.mask_N,
+        quantile=chosen.top_entropy_quantile,
+    )
+    return numbers.loss(made, replace(case, batch=replace(case.batch, adv_N=adv_N)))
 
 
 def policy(keys: Mapping[str, Json], native: Mapping[str, Json], covers: tuple[str, ...], **rest: Any) -> Row:
@@ -97,12 +187,10 @@ def policy(keys: Mapping[str, Json], native: Mapping[str, Json], covers: tuple[s
         peer="trl",
         what="GRPO, " + ", ".join(f"{key}={value}" for key, value in keys.items()),
         theirs="trl.trainer.grpo_trainer:GRPOTrainer._compute_loss",
-        call=grpo,
-        ours=ours.loss,
         keys=keys,
         native={"name": "grpo", "old_logprobs": "recompute", **native},
         covers=covers,
-        **{"kinds": NEAR, **rest},
+        **{"call": grpo, "ours": ours.loss, "kinds": NEAR, **rest},
     )
 
 
@@ -163,217 +251,41 @@ GRPO = (
         ("loss vespo",),
         kinds=(*NEAR, "far apart"),
     ),
-)
-
-# ---------------------------------------------------------------- pairs and labels
-
-
-def outputs(logps: Tensor, mask: Tensor) -> SimpleNamespace:
-    """What the model's fused head gives."""
-    return SimpleNamespace(
-        log_probs=logps * mask,
-        entropy=torch.zeros_like(logps),
-        mean_logits=torch.zeros_like(logps),
-        is_top1=torch.zeros_like(logps, dtype=torch.bool),
-        label_mask=mask,
-    )
-
-
-def sequences(mask: Tensor) -> dict[str, Tensor]:
-    """Token ids and masks with one token of prompt before the replies."""
-    whole = torch.cat([torch.zeros(len(mask), 1), mask], -1)
-    return {
-        "input_ids": torch.ones_like(whole).long(),
-        "attention_mask": torch.ones_like(whole).long(),
-        "completion_mask": whole.long(),
-    }
-
-
-def dpo(method: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    logp = case.padded(case.logp_N).requires_grad_()
-    mask = in_pair_order(case, case.mask)
-    ref = (in_pair_order(case, case.padded(case.batch.logp_ref_N)) * mask).sum(-1)
-    made = trainer(
-        beta=keys["beta"],
-        label_smoothing=keys.get("label_smoothing", 0.0),
-        loss_types=[keys["loss_type"]],
-        loss_weights=[1.0],
-        f_divergence_type="reverse_kl",
-        ld_alpha=None,
-        precompute_ref_logps=True,
-        use_weighting=False,
-    )
-    chosen, rejected = ref.chunk(2)
-    inputs = {**sequences(mask), "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-    total = method(made, lambda **more: outputs(in_pair_order(case, logp), mask), inputs, False)
-    total.backward()
-    return {"loss": total.detach(), "grad": logp.grad}
-
-
-def kto(method: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    logp = case.padded(case.logp_N).requires_grad_()
-    mask = case.mask
-    made = trainer(
-        beta=keys["beta"],
-        desirable_weight=keys["desirable_weight"],
-        undesirable_weight=keys["undesirable_weight"],
-        loss_type="kto",
-        calculate_KL=True,
-        precompute_ref_logps=True,
-        _compute_kl_logps=lambda model, batch: case.batch.kl_zero_R,
-    )
-    inputs = {
-        **sequences(mask),
-        "label": case.batch.reward_R > 0,
-        "ref_logps": (case.padded(case.batch.logp_ref_N) * mask).sum(-1),
-        "ref_KL_logps": torch.zeros_like(case.batch.kl_zero_R),
-    }
-    total = method(made, lambda **more: outputs(logp, mask), inputs, False)
-    total.backward()
-    return {"loss": total.detach(), "grad": logp.grad}
-
-
-def means(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:
-    """[pairs] mean log-probs of the chosen and of the rejected replies."""
-    mean = (logp * case.mask).sum(-1) / case.mask.sum(-1)
-    chosen, rejected = in_pair_order(case, mean).chunk(2)
-    return chosen, rejected
-
-
-def orpo(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    """`get_batch_loss_metrics` with a forward pass whose cross entropy is TRL's: over the tokens of the batch, or
-    (first_term=reply) the paper's."""
-    logp = case.padded(case.logp_N).requires_grad_()
-    chosen, rejected = means(case, logp)
-    mask = in_pair_order(case, case.mask).chunk(2)[0]
-    by_token = -(in_pair_order(case, logp).chunk(2)[0] * mask).sum() / mask.sum()
-    nll = -chosen.mean() if keys["first_term"] == "reply" else by_token
-    self = trainer(beta=keys["beta"])
-    self.odds_ratio_loss = lambda *told: made.odds_ratio_loss(self, *told)
-    nothing = torch.zeros(1)
-    self.concatenated_forward = lambda model, batch: (chosen, rejected, nothing, nothing, nll)
-    total, _ = made.get_batch_loss_metrics(self, None, {})
-    total.backward()
-    return {"loss": total.detach(), "grad": logp.grad}
-
-
-def simpo(method: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    """CPO's trainer with loss_type=simpo and cpo_alpha=0."""
-    logp = case.padded(case.logp_N).requires_grad_()
-    made = trainer(
-        alpha=0.0,
-        beta=keys["beta"],
-        simpo_gamma=keys["simpo_gamma"],
-        label_smoothing=0.0,
-        loss_type="simpo",
-    )
-    total = method(made, *means(case, logp))[0].mean()
-    total.backward()
-    return {"loss": total.detach(), "grad": logp.grad}
-
-
-def sft(method: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    logp = case.padded(case.logp_N).requires_grad_()
-    made = trainer(
-        compute_loss_func=None,
-        label_smoother=None,
-        args=SimpleNamespace(loss_type=keys["loss_type"], average_tokens_across_devices=True),
-    )
-    made.accelerator.parallelism_config, made.get_tp_size = None, lambda: 1
-    inputs = {**sequences(case.mask), "labels": case.mask.long()}
-    total = method(made, lambda **more: outputs(logp, case.mask), inputs, False, case.mask.sum())
-    total.backward()
-    return {"loss": total.detach(), "grad": logp.grad}
-
-
-def given(
-    what: str, path: str, call: Any, keys: Mapping[str, Json], native: Mapping[str, Json], **rest: Any
-) -> Row:
-    return Row(
-        peer="trl",
-        what=f"{what}, " + ", ".join(f"{key}={value}" for key, value in keys.items()),
-        theirs=f"trl.{path}",
-        call=call,
-        ours=ours.loss,
-        keys=keys,
-        native=native,
-        covers=rest.pop("covers", (f"loss {native['name']}",)),
-        **{"kinds": ("pairs",), **rest},
-    )
-
-
-DPO = "trainer.dpo_trainer:DPOTrainer._compute_loss"
-
-GIVEN = (
-    given("DPO", DPO, dpo, {"loss_type": "sigmoid", "beta": 0.3}, {"name": "dpo", "beta": 0.3}),
-    given(
-        "DPO",
-        DPO,
-        dpo,
-        {"loss_type": "robust", "beta": 0.3, "label_smoothing": 0.1},
-        {"name": "dpo", "beta": 0.3, "pair_loss": "robust", "label_smoothing": 0.1},
+    policy(
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.05},
+        {"name": "luspo", "clip_low": 0.05, "clip_high": 0.05},
+        ("loss gspo", "aggregation seq-mean-token-sum"),
     ),
-    given(
-        "DPO",
-        DPO,
-        dpo,
-        {"loss_type": "hinge", "beta": 0.3},
-        {"name": "dpo", "beta": 0.3, "pair_loss": "hinge"},
+    policy(
+        {"loss_type": "dapo", "top_entropy_quantile": 0.3},
+        {"loss_agg_mode": "token-mean", "top_entropy_quantile": 0.3},
+        ("loss ppo",),
+        call=of_entropy,
+        ours=our_top_entropy,
     ),
-    given(
-        "DPO",
-        DPO,
-        dpo,
-        {"loss_type": "ipo", "beta": 0.3},
-        {"name": "dpo", "beta": 0.3, "pair_loss": "ipo"},
-    ),
-    given(
-        "KTO",
-        "trainer.kto_trainer:KTOTrainer._compute_loss",
-        kto,
-        {"beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.8},
-        {"name": "kto", "beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.8},
-    ),
-    given(
-        "ORPO",
-        "experimental.orpo.orpo_trainer:ORPOTrainer",
-        orpo,
-        {"beta": 0.2, "first_term": "reply"},
-        {"name": "orpo", "odds_weight": 0.2},
-        tolerance=FLOAT32,
-    ),
-    given(
-        "ORPO",
-        "experimental.orpo.orpo_trainer:ORPOTrainer",
-        orpo,
-        {"beta": 0.2, "first_term": "token"},
-        {"name": "orpo", "odds_weight": 0.2},
-        tolerance=FLOAT32,
-        differs="TRL's first term is a mean over the tokens of the batch (docs/algorithms.md, `orpo`)",
-    ),
-    given(
-        "SimPO (CPO's trainer)",
-        "experimental.cpo.cpo_trainer:CPOTrainer.cpo_loss",
-        simpo,
-        {"beta": 2.0, "simpo_gamma": 0.5},
-        {"name": "simpo", "beta": 2.0, "target_margin": 0.5},
-    ),
-    given(
-        "SFT",
-        "trainer.sft_trainer:SFTTrainer.compute_loss",
-        sft,
-        {"loss_type": "nll"},
-        {"name": "sft"},
-        kinds=("one turn", "several turns"),
-    ),
-    given(
-        "SFT",
-        "trainer.sft_trainer:SFTTrainer.compute_loss",
-        sft,
-        {"loss_type": "dft"},
-        {"name": "sft_is"},
-        kinds=("one turn", "several turns"),
+    policy(
+        {
+            "loss_type": "dapo",
+            "use_adaptive_entropy": True,
+            "entropy_coef": 0.1,
+            "entropy_target": 0.5,
+            "entropy_coef_delta": 0.02,
+            "entropy_coef_min": 0.07,
+            "entropy_coef_max": 0.13,
+        },
+        {
+            "loss_agg_mode": "token-mean",
+            "entropy_agg_mode": "token-mean",
+            "entropy_coef": 0.1,
+            "entropy_target": 0.5,
+            "entropy_coef_delta": 0.02,
+            "entropy_coef_min": 0.07,
+            "entropy_coef_max": 0.13,
+        },
+        ("loss ppo",),
+        call=adaptive,
+        ours=our_adaptive,
     ),
 )
 
-ROWS = (*GRPO, *GIVEN)
+ROWS = GRPO

@@ -107,13 +107,13 @@ def apart(peer: str, what: str) -> list[Result]:
     return [Result(**result) for result in json.loads(done.stdout.splitlines()[-1])]
 
 
-EXAMPLES = {
-    "verl": "from_verl.yaml",
-    "skyrl": "from_skyrl.yaml",
-    "trinity": "from_trinity.yaml",
-    "cosmos": "from_cosmos.toml",
+FILES = {
+    "verl": ("examples/from_verl.yaml", "tests/peers/files/verl_sft.yaml"),
+    "skyrl": ("examples/from_skyrl.yaml",),
+    "trinity": ("examples/from_trinity.yaml", "tests/peers/files/trinity_stages.yaml"),
+    "cosmos": ("examples/from_cosmos.toml", "tests/peers/files/cosmos_sft.toml"),
 }
-"""A file of each peer."""
+"""Files of each peer."""
 
 
 def keys_known(peer: str) -> bool:
@@ -125,9 +125,9 @@ def keys_known(peer: str) -> bool:
     return not lacking
 
 
-def proved(peer: str) -> bool:
-    """Whether `whet convert --prove` holds for the file of a peer; its table is printed."""
-    command = [sys.executable, "-m", "whet", "convert", f"examples/{EXAMPLES[peer]}", "--prove"]
+def proved(file: str) -> bool:
+    """Whether `whet convert --prove` holds for a file; its table is printed."""
+    command = [sys.executable, "-m", "whet", "convert", file, "--prove"]
     wide = os.environ | {"COLUMNS": "180"}
     done = subprocess.run(command, cwd=ROOT, env=wide, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout, flush=True)
@@ -135,9 +135,9 @@ def proved(peer: str) -> bool:
 
 
 def held(peer: str, what: str) -> bool:
-    """Of one peer, in this process: its keys and its proof."""
+    """Of one peer, in this process: its keys and its proofs."""
     quiet()
-    return bool(what) or peer not in EXAMPLES or all([keys_known(peer), proved(peer)])
+    return bool(what) or peer not in FILES or all([keys_known(peer), *map(proved, FILES[peer])])
 
 
 def line(result: Result) -> str:
@@ -163,10 +163,11 @@ Batches are random and ragged: several turns, groups of one, a uniform group, em
 that every clamp acts. Two numbers are equal if they differ by less than the row's tolerance (1e-9; 1e-7 where the peer
 adds 1e-8 to a denominator; 2e-6 where it computes in float32), relative to the larger of 1 and the peer's number.
 
-Not compared: TRL's group advantages, which cannot be called apart from its generation loop, and functions that whet
-does not have. The rows are in `tests/peers`; `make test-peers WRITE=--write` writes this page. It also reads the
-default files that come with the packages (whet knows every key of them), and runs `whet convert FILE --prove`, which
-compares the settings of one file of yours in the same way, on a file of each system.
+Not compared: TRL's group advantages, which cannot be called apart from its generation loop, functions that whet does
+not have, and M2PO (`correction.second_moment`), which none of these packages has. The rows are in `tests/peers`;
+`make test-peers WRITE=--write` writes this page. It also reads the default files that come with the packages (whet
+knows every key of them), and runs `whet convert FILE --prove`, which compares the settings of one file of yours in the
+same way, on files of each system: RL, SFT, and one of two stages.
 
 | peer | version | rows | equal | differs as documented | other |
 |---|---|---|---|---|---|

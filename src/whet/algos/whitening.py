@@ -23,7 +23,7 @@ def whiten(x_N: Tensor, mask_N: Tensor, *, ddof: int = 1) -> Tensor:
 def of_top_entropy(adv_N: Tensor, entropy_N: Tensor, mask_N: Tensor, *, quantile: float) -> Tensor:
     """The advantages of a share of the batch's n sampled tokens, those with the highest entropy; 0 elsewhere.
 
-    arXiv:2506.01939. int(quantile (n - 1)) + 1 tokens, as TRL 1.9, and all that tie with the last of them.
+    arXiv:2506.01939. int(quantile (n - 1)) + 1 tokens, as TRL 1.16, and all that tie with the last of them.
     """
     entropy_M = entropy_N[mask_N]
     if len(entropy_M) == 0:

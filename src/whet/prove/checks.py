@@ -35,10 +35,8 @@ class NotComparable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """A translated file of another system."""
+    """What whet makes of a file of another system, or of one stage of it."""
 
-    tree: Mapping[str, Json]
-    """As the file has it, under its own names, overrides included."""
     config: Config
     """Whet's."""
     plan: Plan

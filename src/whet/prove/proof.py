@@ -9,7 +9,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -17,8 +17,19 @@ from rich.console import Console
 from whet.config.load import Loaded
 from whet.config.plan import plans
 from whet.dialects.versions import VERSIONS
-from whet.prove import cosmos, peers, skyrl, trinity, verl
-from whet.prove.checks import GOOD, NOT_COMPARED, Check, Compared, File, absent, compared, table, without
+from whet.prove import cosmos, cosmos_sft, peers, skyrl, trinity, verl, verl_sft
+from whet.prove.checks import (
+    DIFFERS,
+    GOOD,
+    NOT_COMPARED,
+    Check,
+    Compared,
+    File,
+    absent,
+    compared,
+    table,
+    without,
+)
 from whet.types import ConfigError, Json
 
 
@@ -32,17 +43,27 @@ class System:
     configured: Callable[[Mapping[str, Json]], Any]
     """The peer's own config of a file's tree."""
     checks: Callable[[Any, File], Iterator[Check]]
+    stages: Callable[[Any], Sequence[Any]] = lambda config: (config,)
+    """The configs of the stages of such a config."""
 
 
 SYSTEMS = {
-    "verl-ppo": System(peer="verl", known=verl.known, configured=verl.configured, checks=verl.checks),
-    "skyrl": System(peer="skyrl", known=skyrl.known, configured=skyrl.configured, checks=skyrl.checks),
+    kind: System(peer=peer, known=of.known, configured=of.configured, checks=of.checks)
+    for kind, peer, of in (
+        ("verl-ppo", "verl", verl),
+        ("verl-sft", "verl", verl_sft),
+        ("skyrl", "skyrl", skyrl),
+        ("cosmos-grpo", "cosmos", cosmos),
+        ("cosmos-sft", "cosmos", cosmos_sft),
+    )
+} | {
     "trinity": System(
-        peer="trinity", known=trinity.known, configured=trinity.configured, checks=trinity.checks
-    ),
-    "cosmos-grpo": System(
-        peer="cosmos", known=cosmos.known, configured=cosmos.configured, checks=cosmos.checks
-    ),
+        peer="trinity",
+        known=trinity.known,
+        configured=trinity.configured,
+        checks=trinity.checks,
+        stages=trinity.stages,
+    )
 }
 """By the name of a dialect."""
 
@@ -99,42 +120,60 @@ def prove(loaded: Loaded) -> Proof:
     made = loaded.translation
     if made is None:
         raise ConfigError(f"--prove: {loaded.file} is a native file; expected one of another system")
-    if len(loaded.stages) > 1:
-        raise ConfigError(f"--prove: {loaded.file} has {len(loaded.stages)} stages; expected a file with one")
     peer = require(made.dialect)
     told = {line.key: line.differs for line in made.lines if line.differs}
     title = f"{loaded.file}: read as {peer} {made.version}, held against {peers.PACKAGES[peer]} {peers.version(peer)}"
     with _quiet():
-        results = tuple(_results(SYSTEMS[made.dialect], _file(loaded), told))
+        results = tuple(_results(SYSTEMS[made.dialect], made.foreign, _files(loaded), told))
     return Proof(title=title, results=results)
 
 
-def _file(loaded: Loaded) -> File:
-    assert loaded.translation is not None
-    name = loaded.names[0]
+def _files(loaded: Loaded) -> dict[str, File]:
+    """Each stage, by its name."""
+    return {name: _file(loaded, number) for number, name in enumerate(loaded.names)}
 
+
+def _file(loaded: Loaded, number: int) -> File:
     @functools.cache
     def steps(rows: int) -> int:
-        total = plans(loaded, here=False, rows={name: rows})[0].total_steps
+        total = plans(loaded, here=False, rows={loaded.names[number]: rows})[number].total_steps
         assert total is not None
         return total
 
-    plan = plans(loaded, here=False)[0]
-    return File(tree=loaded.translation.foreign, config=loaded.stages[0], plan=plan, steps=steps)
+    return File(config=loaded.stages[number], plan=plans(loaded, here=False)[number], steps=steps)
 
 
-def _results(system: System, file: File, told: Mapping[str, str]) -> Iterator[Compared]:
+def _results(
+    system: System, tree: Mapping[str, Json], files: Mapping[str, File], told: Mapping[str, str]
+) -> Iterator[Compared]:
+    """The rows of all stages, one stage after the other; of several each row has its stage's name."""
     package = f"{peers.PACKAGES[system.peer]} {peers.version(system.peer)}"
     try:
         peers.prepared(system.peer)
-        unknown = list(absent(dict(file.tree), system.known()))
-        theirs = system.configured(without(file.tree, unknown))
-        checks = list(system.checks(theirs, file))
+        unknown = list(absent(dict(tree), system.known()))
+        stages = system.stages(system.configured(without(tree, unknown)))
     except Exception as e:  # noqa: BLE001  (the peer's code may raise anything)
         yield Compared(what="all", status=NOT_COMPARED, told=f"{package} raised {type(e).__name__}: {e}")
         return
     if unknown:
         yield Compared(what="keys", status=NOT_COMPARED, told=f"{package} has not {_listed(unknown)}")
+    if len(stages) != len(files):
+        yield Compared(what="stages", status=DIFFERS, theirs=str(len(stages)), ours=str(len(files)))
+        return
+    for (name, file), theirs in zip(files.items(), stages, strict=True):
+        of = f"{name}: " if len(files) > 1 else ""
+        for result in _of_stage(system, theirs, file, told, package):
+            yield replace(result, what=of + result.what)
+
+
+def _of_stage(
+    system: System, theirs: Any, file: File, told: Mapping[str, str], package: str
+) -> Iterator[Compared]:
+    try:
+        checks = list(system.checks(theirs, file))
+    except Exception as e:  # noqa: BLE001  (the peer's code may raise anything)
+        yield Compared(what="all", status=NOT_COMPARED, told=f"{package} raised {type(e).__name__}: {e}")
+        return
     for check in checks:
         yield compared(check, told)
 

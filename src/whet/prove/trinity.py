@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from whet.prove import numbers, schedules, verl
+from whet.prove import given, numbers, schedules, verl
 from whet.prove.cases import Case, case
 from whet.prove.checks import (
     Check,
@@ -33,6 +33,8 @@ CONFIG = "trinity.common.config:Config"
 VALIDATORS = "trinity.common.config_validator"
 OPTIMIZER = "trinity.trainer.verl.config:_build_optimizer_config"
 ALGORITHM = "trinity.algorithm"
+STAGES = ("stages",)
+"""The key that tells how a stage inherits: its settings differ by that, its formulas do not."""
 FLOAT32 = 2e-6
 """Tolerance where Trinity computes in float32."""
 EPS = 1e-7
@@ -128,20 +130,49 @@ def known() -> Json:
 
 
 def configured(tree: Mapping[str, Json]) -> Any:
-    """Trinity's config of a file, as `load_config` makes it, with what two of its validators fill in."""
+    """Trinity's config of a file, as `load_config` makes it."""
     made = OmegaConf.merge(OmegaConf.structured(theirs("trinity", CONFIG)), dict(tree))
-    config: Any = OmegaConf.to_object(made)
-    with tempfile.TemporaryDirectory() as place:
-        config.checkpoint_job_dir = place
-        for name in ("AlgorithmConfigValidator", "BufferConfigValidator"):
-            theirs("trinity", f"{VALIDATORS}:{name}")().validate(config)
-    return config
+    return OmegaConf.to_object(made)
+
+
+def stages(config: Any) -> list[Any]:
+    """The config of each stage, as Trinity's launcher goes through them, with what two of its validators fill in."""
+    found = list(config) if config.stages else [config]
+    for stage in found:
+        with tempfile.TemporaryDirectory() as place:
+            stage.checkpoint_job_dir = place
+            for name in ("AlgorithmConfigValidator", "BufferConfigValidator"):
+                theirs("trinity", f"{VALIDATORS}:{name}")().validate(stage)
+    return found
 
 
 def checks(config: Any, file: File) -> Iterator[Check]:
-    """The rows of a file."""
+    """The rows of a stage. Where given replies are learned there is a loss alone."""
     yield from _of_run(config, file)
-    yield from _of_formulas(config, file)
+    kind = theirs("trinity", f"{ALGORITHM}:ALGORITHM_TYPE").get(config.algorithm.algorithm_type)
+    yield from {"sft": _of_replies, "dpo": _of_pairs}.get(kind.schema, _of_formulas)(config, file)
+
+
+def _of_replies(config: Any, file: File) -> Iterator[Check]:
+    lose = theirs("trinity", f"{ALGORITHM}:POLICY_LOSS_FN").get(config.algorithm.policy_loss_fn)
+    keys = {"algorithm.policy_loss_fn_args": config.algorithm.policy_loss_fn_args}
+    yield given.of_loss(
+        file,
+        config.algorithm.policy_loss_fn,
+        theirs=lambda each: loss(lose, each, keys),
+        called=f"{lose.__module__}:{lose.__name__}",
+        tolerance=EPS,
+    )
+
+
+def _of_pairs(config: Any, file: File) -> Iterator[Check]:
+    yield Check(
+        what=f"loss and gradient, {config.algorithm.policy_loss_fn}",
+        called="trinity.algorithm.policy_loss_fn.dpo_loss:DPOLossFn",
+        theirs=lambda _: {},
+        ours=lambda _: {},
+        refused="Trinity sums the log-ratios over a micro-batch, whet over each pair",
+    )
 
 
 def _of_run(config: Any, file: File) -> Iterator[Check]:
@@ -166,12 +197,14 @@ def _of_run(config: Any, file: File) -> Iterator[Check]:
             )
             | our_micro_batch(file.plan)
         ),
+        keys=STAGES,
     )
     yield Check(
         what="training steps",
         called=CONFIG,
         theirs=lambda _: of_rows(partial(steps, config), file.plan),
         ours=lambda _: of_rows(file.steps, file.plan),
+        keys=STAGES,
     )
     yield Check(
         what="learning rate of each step",
@@ -181,6 +214,7 @@ def _of_run(config: Any, file: File) -> Iterator[Check]:
             "over Trinity's peak": schedules.of_steps(file.plan, file.steps(some_rows(file.plan)[2]))
             / chosen.optimizer.lr
         },
+        keys=STAGES,
     )
 
 

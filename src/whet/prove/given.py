@@ -1,0 +1,70 @@
+"""What `--prove` compares of a file that learns from given replies (SFT): whet's side, the same for every system."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from whet.prove import numbers, schedules
+from whet.prove.cases import Case, case
+from whet.prove.checks import Check, File, of_rows, our_micro_batch, scalars, some_rows
+from whet.prove.numbers import Numbers
+
+
+def of_run(
+    file: File,
+    *,
+    batches: Callable[[], Numbers],
+    batches_by: str,
+    steps: Callable[[int], int],
+    steps_by: str,
+    rates: Callable[[int], Tensor],
+    rates_by: str,
+    peak: float,
+    keys: tuple[str, ...] = (),
+) -> Iterator[Check]:
+    """Sizes, steps and learning rates. Of the peer: the rows of a step with what bounds a micro-batch, the training
+    steps for so many rows, the factor of the learning rate in each of so many steps, and the peak; each with what is
+    called for it. keys: those whose told differences show in the number of steps."""
+    total = file.steps(some_rows(file.plan)[2])
+    yield Check(
+        what="batches",
+        called=batches_by,
+        theirs=lambda _: batches(),
+        ours=lambda _: scalars(rows_of_a_step=file.plan.tasks_per_step) | our_micro_batch(file.plan),
+    )
+    yield Check(
+        what="training steps",
+        called=steps_by,
+        theirs=lambda _: of_rows(steps, file.plan),
+        ours=lambda _: of_rows(file.steps, file.plan),
+        keys=keys,
+    )
+    yield Check(
+        what="learning rate of each step",
+        called=rates_by,
+        theirs=lambda _: {"over the peak": rates(total)},
+        ours=lambda _: {"over the peak": schedules.of_steps(file.plan, total) / peak},
+    )
+
+
+def of_loss(
+    file: File,
+    name: str,
+    *,
+    theirs: Callable[[Case], Numbers],
+    called: str,
+    tolerance: float = 1e-9,
+    keys: tuple[str, ...] = (),
+) -> Check:
+    """The loss of replies of one and of several turns, of which the policy's turns are learned, and its gradient."""
+    return Check(
+        what=f"loss and gradient, {name}",
+        called=called,
+        theirs=theirs,
+        ours=lambda each: numbers.loss(numbers.built(file.config, each), each),
+        cases=[case(kind, 0) for kind in ("one turn", "several turns")],
+        tolerance=tolerance,
+        keys=keys,
+    )
