@@ -23,6 +23,7 @@ from whet.envs.env import EnvFault, EnvStep, World
 from whet.envs.hosts import EnvHosts
 from whet.envs.tool_env import Limits, ToolEnv, tools
 from whet.envs.tools import Priced, ToolError, tool_from_function, tools_from_object
+from whet.envs.verl_tools import VerlArguments
 from whet.rollout.episode import play_groups
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import key
@@ -850,7 +851,8 @@ def test_marks_count_what_runs(tmp_path: Path) -> None:
 
 def test_the_page_says_what_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parent.parent / "docs" / "tools.md").read_text()
-    code, config, schema = re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)
+    code, config, schema, of_verl = re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)
+    assert VerlArguments(**yaml.safe_load(of_verl)["rollout"]["env"]["arguments"])
     monkeypatch.chdir(tmp_path)
     Path("shop.py").write_text(code)
     arguments = yaml.safe_load(config)["rollout"]["env"]["arguments"]

@@ -99,10 +99,15 @@ def test_the_limits_of_other_systems_on_turns() -> None:
         (r,) = group.rollouts
         assert [turn.end - turn.start for turn in r.strand.turns] == turns, limits
         assert (r.error, r.finish_reason, r.stop_reason) == (None, "length", stop), limits
-    (group,) = asyncio.run(
-        play_groups(engine, tasks, sampling=Sampling(max_tokens=4), input_tokens=3, **fixed)
-    )
-    assert "the prompt has 4 tokens" in str(group.rollouts[0].error)
+    for limit, said in (
+        ({"input_tokens": 3}, "the prompt has 4 tokens"),
+        (
+            {"tokens_after_prompt": 2},
+            "first messages have 2 tokens; rollout.env.tokens_after_prompt=2 leaves none",
+        ),
+    ):
+        (group,) = asyncio.run(play_groups(engine, tasks, sampling=Sampling(max_tokens=4), **limit, **fixed))
+        assert said in str(group.rollouts[0].error)
 
 
 def test_the_plan_counts_every_turn() -> None:

@@ -45,8 +45,7 @@ class MessageCodec:
 
     history: append keeps every token; template renders the whole conversation for each reply as it would be in
     deployment, and appends where that changes nothing; inline keeps every token, and what is new continues the reply as
-    plain text. calls: the format of tool calls, a key of CALL_FORMATS; None: as
-    the template tells.
+    plain text. calls: the format of tool calls, a key of CALL_FORMATS; None: as the template tells.
     """
 
     def __init__(

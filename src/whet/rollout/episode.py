@@ -405,6 +405,11 @@ async def _open(episode: Episode, play: Play, env: Env) -> None:
             f"the environment's first messages have {given} tokens, more than "
             f"rollout.env.observation_tokens={play.observation_tokens} allows"
         )
+    if play.tokens_after_prompt is not None and given >= play.tokens_after_prompt:
+        raise WhetError(
+            f"the environment's first messages have {given} tokens; rollout.env.tokens_after_prompt="
+            f"{play.tokens_after_prompt} leaves none for a reply"
+        )
     if play.input_tokens is not None and (length := len(episode.strand.token_ids)) > play.input_tokens:
         raise WhetError(
             f"the prompt has {length} tokens with the environment's tools and first messages, more than "
