@@ -208,8 +208,8 @@ def start_and_wait(tree: dict[str, Any], first: str = "") -> int:
 
 
 def grown(run_dir: Path, seed: int, most: int, *, recorded: bool) -> Callable[[], bool]:
-    """The moment when the tools have drawn a random number of answers more, up to `most`. recorded: and a step is written
-    down."""
+    """The moment when the tools have drawn a random number of answers more, up to `most`. recorded: and a step is
+    written down."""
     rng = random.Random(seed)
     before, more, pause_s = len(drawn(run_dir.parent)), rng.randint(1, most), rng.uniform(0.0, 0.01)
 
