@@ -207,10 +207,11 @@ def start_and_wait(tree: dict[str, Any], first: str = "") -> int:
     return code
 
 
-def grown(run_dir: Path, seed: int, *, recorded: bool) -> Callable[[], bool]:
-    """The moment when the tools have drawn a random number of answers more. recorded: and a step is written down."""
+def grown(run_dir: Path, seed: int, most: int, *, recorded: bool) -> Callable[[], bool]:
+    """The moment when the tools have drawn a random number of answers more, up to `most`. recorded: and a step is
+    written down."""
     rng = random.Random(seed)
-    before, more, pause_s = len(drawn(run_dir.parent)), rng.randint(1, 60), rng.uniform(0.0, 0.01)
+    before, more, pause_s = len(drawn(run_dir.parent)), rng.randint(1, most), rng.uniform(0.0, 0.01)
 
     def come() -> bool:
         if len(drawn(run_dir.parent)) < before + more or (
@@ -269,18 +270,18 @@ def test_the_journal_alone_repeats_a_run_of_random_tools(unbroken: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("name", "seed", "kills", "first"),
+    ("name", "seed", "kills", "whole"),
     [
-        ("Agent", 1, 3, WHOLE),
-        ("Agent", 2, 2, ""),
-        ("Remembers", 3, 2, WHOLE),
-        *(pytest.param("Agent", seed, 10, "", marks=pytest.mark.sweep) for seed in (4, 5)),
-        pytest.param("Agent", 6, 10, WHOLE, marks=pytest.mark.sweep),
-        pytest.param("Remembers", 7, 10, WHOLE, marks=pytest.mark.sweep),
+        ("Agent", 1, 3, True),
+        ("Agent", 2, 2, False),
+        ("Remembers", 3, 2, True),
+        *(pytest.param("Agent", seed, 10, False, marks=pytest.mark.sweep) for seed in (4, 5)),
+        pytest.param("Agent", 6, 10, True, marks=pytest.mark.sweep),
+        pytest.param("Remembers", 7, 10, True, marks=pytest.mark.sweep),
     ],
 )
 def test_a_run_that_is_killed_tells_no_other_story_of_what_it_has_recorded(
-    tmp_path: Path, name: str, seed: int, kills: int, first: str
+    tmp_path: Path, name: str, seed: int, kills: int, whole: bool
 ) -> None:
     tree = tree_in(tmp_path, name)
     run_dir = Path(tree["run_dir"])
@@ -289,12 +290,14 @@ def test_a_run_that_is_killed_tells_no_other_story_of_what_it_has_recorded(
     def check() -> None:
         """Of what stands in a record, all was in the journal before."""
         records.append(Record(run_dir))
-        if first and (run_dir / "rollouts").is_dir():
+        if whole and (run_dir / "rollouts").is_dir():
             kept = in_journal(run_dir)
             assert all(kept[answer] for answer in answers(tree))
 
-    moments = [partial(grown, run_dir, 100 * seed + n, recorded=n == kills - 1) for n in range(kills)]
-    assert killed_until_done(tree, moments, check, first) == kills
+    moments = [
+        partial(grown, run_dir, 100 * seed + n, 120 // kills, recorded=n == kills - 1) for n in range(kills)
+    ]
+    assert killed_until_done(tree, moments, check, WHOLE if whole else "") == kills
     last = records[-1]
     assert len(last.lines) == 4 + 3
     for record in records:
@@ -302,7 +305,7 @@ def test_a_run_that_is_killed_tells_no_other_story_of_what_it_has_recorded(
     assert any(record.files for record in records[:-1])  # something had been recorded before a kill
     told, kept = answers(tree), in_journal(run_dir)
     assert len(told) == len(set(told)) == told_in(run_dir)
-    assert all(kept[answer] == 1 for answer in told if first)
+    assert all(kept[answer] == 1 for answer in told if whole)
     assert set(kept) <= set(drawn(tmp_path))  # at least once: what was drawn at a kill may be nowhere else
 
 
