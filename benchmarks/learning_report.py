@@ -21,7 +21,7 @@ WORDS = {
     "function": "Losses and advantages that are part of no recipe, with the rest of `grpo`",
     "offline": "Recipes that learn from given replies",
     "staleness": "GRPO with an engine that gets new weights every so many steps",
-    "example": "Examples with an environment, above their controls",
+    "example": "Examples with an environment, and their controls",
 }
 COLUMNS = 8
 
