@@ -27,7 +27,7 @@ WORDS = {
     "setting": "Settings beside a recipe; `grpo`, where the remarks name no other",
     "offline": "Recipes that learn from given replies",
     "staleness": "GRPO with an engine that gets new weights every so many steps",
-    "example": "Examples with an environment, above their controls",
+    "example": "Examples with an environment, and their controls",
 }
 COLUMNS = 8
 
