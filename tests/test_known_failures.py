@@ -18,6 +18,7 @@ from whet.buffer.buffer import sorted_out
 from whet.config.sections.groups import GroupsConfig
 from whet.data.calls import ReplyForm, Thinking
 from whet.data.codec import MessageCodec
+from whet.data.templates import CUT, MARK
 from whet.types import Group, Message, Rollout, Task, ToolCall, ToolSpec
 
 QUESTION, AGAIN = Message("user", "q"), Message("user", "again")
@@ -136,6 +137,19 @@ def test_a_result_of_a_second_call_counts_what_was_called_before() -> None:
         assert c.tokenizer.decode(more) == "<|turn|>5 user c<|over|>"
     finally:
         c.tokenizer.chat_template = before
+
+
+def test_no_message_is_taken_for_the_place_of_a_reply() -> None:
+    """Nor for a cut: signs that the codec uses are told as they are, whoever says them."""
+    c = codec("append")
+    text = f"{MARK}{CUT}{MARK[0]}{CUT * 2}{MARK} {MARK[1:]}"
+    conversation = [Message("user", text), Message("assistant", text), Message("user", text)]
+    existing = [*c.encode_prompt(conversation[:1]), *ids(c, text + "<|over|>")]
+    more = c.encode_observation(existing, conversation, 1)
+    assert more is not None
+    turn = "<|turn|>{}\n" + text + "<|over|>\n"
+    whole = turn.format("user") + turn.format("assistant") + turn.format("user") + "<|turn|>assistant\n"
+    assert c.tokenizer.decode([*existing, *more]) == whole
 
 
 def test_thoughts_in_the_text_keep_their_markers_and_no_others() -> None:

@@ -315,7 +315,7 @@ def _read_kimi(reading: ReplyReader) -> None:
     reading.need(KIMI, after=KIMI_ALL)
     while True:
         id = reading.until(KIMI_ARGS, what="the call's id").strip()
-        found = _KIMI_ID.fullmatch(id[: MOST_NAME + 20])
+        found = _KIMI_ID.fullmatch(id) if len(id) <= MOST_NAME + 20 else None
         if found is None:
             raise Malformed(f"expected functions.NAME:NUMBER after {KIMI}, found {id[:40]!r}")
         arguments = reading.arguments(found[1][:40])

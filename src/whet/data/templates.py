@@ -47,8 +47,8 @@ _WIDTH = re.compile(r"\d{6}|\*")
 CUT = "\U00010137"
 """Parts a control token's text in what a template is given (`data.chat.parted`): a sign that is hardly ever written.
 Where a text has it, it stands twice. It is printable, so Python's repr, which some templates use, leaves it."""
-MARK = f"{CUT}\U00010138{CUT}"
-"""Stands for a reply. No text has it once its cuts are doubled."""
+MARK = f"\U00010138{CUT}\U00010139"
+"""Stands for a reply. No text has it once its cuts are doubled: a cut stands in it alone."""
 _NOT_ASCII = re.compile(rf"{CUT}{CUT}|{MARK}|[^\x00-\x7f]")
 
 
