@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 BEGIN, END = "<!-- learning.py: begin -->", "<!-- learning.py: end -->"
 INK, GREY, FAINT = "#1f2430", "#6b7280", "#dfe3e8"
-COLOURS: Mapping[Part, str] = {"recipe": "#2f6fde", "function": "#0f766e", "setting": "#7c3aed", "offline": "#d9480f"}
+COLOURS: Mapping[Part, str] = {
+    "recipe": "#2f6fde",
+    "function": "#0f766e",
+    "setting": "#7c3aed",
+    "offline": "#d9480f",
+}
 WORDS = {
     "recipe": "Recipes that learn from their own rollouts",
     "function": "Losses and advantages that are part of no recipe, with the rest of `grpo`",
