@@ -220,7 +220,8 @@ def test_every_recipe_advantage_and_policy_loss_is_measured(bench: Any) -> None:
 
 
 def test_all_online_cases_use_the_same_number_of_rollouts_but_those_that_say_so(bench: Any) -> None:
-    for name, case in bench.cases().items():
+    common = {name: case for name, case in bench.cases().items() if not case.example}
+    for name, case in common.items():
         sections = bench.settings(case, 0)
         train = sections["train"]
         assert train["steps"] % 9 == 0, (
@@ -231,6 +232,17 @@ def test_all_online_cases_use_the_same_number_of_rollouts_but_those_that_say_so(
             rollouts = train["steps"] * own * 8
             assert rollouts == 81 * 128 or "fewer steps" in case.why, name
             assert train["steps"] * train["minibatches"] == 2 * 81 or "fewer steps" in case.why, name
+
+
+def test_calls_are_means_of_some_steps_of_the_last_stage(bench: Any) -> None:
+    lines = [
+        {"stage": "sft", "rollout/calls_mean": 9.0},
+        {"stage": "rl", "ledger/requested_rollouts": 8.0, "rollout/calls_mean": 0.5},
+        {"stage": "rl", "eval/accuracy": 0.5},
+        {"stage": "rl", "ledger/requested_rollouts": 8.0, "rollout/calls_mean": 1.0},
+        {"stage": "rl", "ledger/requested_rollouts": 8.0, "rollout/calls_mean": 2.0},
+    ]
+    assert bench.calls(bench.of_last_stage(lines), each=2) == [(16, 0.75)]
 
 
 def test_no_word_is_in_two_parts(bench: Any) -> None:
