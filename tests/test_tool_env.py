@@ -8,7 +8,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from whet.config.schema import EnvironmentConfig
+from whet.config.schema import EnvironmentConfig, SourceConfig
+from whet.data.columns import parse
 from whet.envs import calls as calls_module
 from whet.envs import host as host_module
 from whet.envs.env import EnvFault, EnvStep, World
@@ -27,7 +28,7 @@ from whet.envs.verl_tools import VerlArguments
 from whet.rollout.episode import play_groups
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import key
-from whet.types import ConfigError, Message, Rollout, Sampling, Task, ToolCall, ToolSpec
+from whet.types import ConfigError, Json, Message, Rollout, Sampling, Task, ToolCall, ToolSpec
 
 
 async def no_reply(*asked: Any) -> Message:
@@ -561,6 +562,9 @@ class Scripts:
         }
         self.told: dict[int, Message] = {}
 
+    def of(self, kwargs: Mapping[str, Json]) -> Scripts:
+        return self
+
     def encode_observation(
         self,
         existing: Sequence[int],
@@ -851,7 +855,11 @@ def test_marks_count_what_runs(tmp_path: Path) -> None:
 
 def test_the_page_says_what_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parent.parent / "docs" / "tools.md").read_text()
-    code, config, schema, of_verl = re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)
+    code, config, schema, row, of_verl = re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)
+    source = SourceConfig(path="rows.jsonl", messages="messages")
+    read = parse(json.loads(row), source, name="rows", chat=None, where="row 1")
+    assert (read.response, read.tools[0].name) == ("1.5 euros", "price")
+    assert read.chat_template_kwargs == {"enable_thinking": True}
     assert VerlArguments(**yaml.safe_load(of_verl)["rollout"]["env"]["arguments"])
     monkeypatch.chdir(tmp_path)
     Path("shop.py").write_text(code)

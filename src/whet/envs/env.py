@@ -57,8 +57,6 @@ class EnvStep:
     parts: dict[str, float] = field(default_factory=dict)
     """Further numbers to be recorded, by name; a rollout has their sums. That of `cost` is what `rollout.env.max_cost`
     bounds, in any unit."""
-    state: Json = None
-    """What rewards are told of the world: a JSON value; that of the last step that has one counts."""
     done: bool = True
     """The episode is over."""
     fault: str | None = None
@@ -67,6 +65,8 @@ class EnvStep:
     """Why it is over, where `done` and not simply done: a limit of the environment's own."""
     history: list[Message] | None = None
     """Replaces the whole conversation from here on, the prompt included; `messages` follow it."""
+    state: Json = None
+    """What rewards are told of the world: a JSON value; that of the last step that has one counts."""
 
 
 class Env(Protocol):
