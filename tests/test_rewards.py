@@ -329,7 +329,7 @@ def test_a_reward_has_the_episode_at_hand():
     assert (seen["own"]["state"], seen["own"]["stop_reason"]) == ({"board": [1, 2]}, "done")
     assert (seen["own"]["reward"], seen["own"]["parts"]) == (0.5, {"env": 0.5})
     # the prompt, two replies, one answer of the tools
-    assert seen["verl"] == {"k": 2, "num_turns": 4, "rollout_reward_scores": {"env": 0.5}}
+    assert seen["verl"] == {"k": 2, "board": [1, 2], "num_turns": 4, "rollout_reward_scores": {"env": 0.5}}
     assert bind(trl, {}, name="r")(packed, rollouts=[reply, reply]) == {"0": 5.0, "1": 5.0}
     again = groups.decode(groups.encode(Group(t, (one,)))).rollouts[0]
     assert (again.messages, again.state) == (one.messages, one.state)

@@ -264,6 +264,9 @@ def test_an_interaction_speaks_as_the_user(files: Path) -> None:
         ("final", "4", None),
     ]
     assert env.data.turn_scores == [0.0, 1.0]
+    assert [step.state for step in found] == [
+        {"turn_scores": [0.0], "tool_rewards": []}, {"turn_scores": [0.0, 1.0], "tool_rewards": []},
+    ]  # fmt: skip
     with pytest.raises(EnvFault, match="name='other' in the row; expected one of guess"):
         played(
             row(extra_info={"interaction_kwargs": {"name": "other"}}), interaction_config=f"{files}/talk.yaml"

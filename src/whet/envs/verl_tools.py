@@ -200,7 +200,7 @@ class VerlEnv:
         ]
         self.data.messages += [{"role": "tool", "content": answer.text} for answer in answers]
         self.data.tool_rewards += [answer.reward for answer in answers]
-        return EnvStep(messages, parts=self._parts(reply, answers), done=False)
+        return EnvStep(messages, parts=self._parts(reply, answers), done=False, state=self._state())
 
     async def close(self) -> None:
         """Release what lives as long as the rollout."""
@@ -220,7 +220,7 @@ class VerlEnv:
             kwargs = self._kwargs(tool, "calc_reward_kwargs")
             value = await self._own(partial(tool.thing.calc_reward, self.data.request_id, **kwargs))
             parts[f"reward/{tool.spec.name}"] = number(value, f" as calc_reward of {tool.spec.name}")
-        return EnvStep(parts=parts, done=True, stop=stop)
+        return EnvStep(parts=parts, done=True, stop=stop, state=self._state())
 
     async def _talk(self, reply: Message) -> EnvStep:
         assert self.interaction is not None
@@ -233,9 +233,14 @@ class VerlEnv:
             self.data.turn_scores.append(number(score, " as the score of generate_response"))
             parts["turn_scores"] = self.data.turn_scores[-1]
         if done:
-            return EnvStep(parts=parts, done=True)
+            return EnvStep(parts=parts, done=True, state=self._state())
         self.data.messages.append({"role": "user", "content": said})
-        return EnvStep([Message("user", said)], parts=parts, done=False)
+        return EnvStep([Message("user", said)], parts=parts, done=False, state=self._state())
+
+    def _state(self) -> dict[str, Any]:
+        """What verl adds to a reward function's extra_info."""
+        scores = {"turn_scores": list(self.data.turn_scores), "tool_rewards": list(self.data.tool_rewards)}
+        return {**self.data.extra_fields, **scores}
 
     def _parts(self, reply: Message, answers: Sequence[Answer]) -> dict[str, float]:
         names = [call.name for call in reply.tool_calls]

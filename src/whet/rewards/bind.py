@@ -148,13 +148,15 @@ def _verl_batch(task: Task, rollouts: Sequence[Json], columns: Mapping[str, Json
 
 
 def _verl(task: Task, rollout: Mapping[str, Json]) -> tuple[str, str, Json, Json]:
-    """What verl 0.9.1 passes. num_turns: the prompt, the replies and the answers to them; 2 for a single reply."""
+    """What verl 0.9.1 passes. extra_info has what the environment told (verl's extra_fields) and num_turns: the prompt,
+    the replies and the answers to them; 2 for a single reply."""
     extra = task.extra.get("extra_info", task.extra)
     if isinstance(extra, dict):
         speakers = [m["role"] == "assistant" for m in rollout["messages"]]
         after = speakers[speakers.index(True) :] if True in speakers else [True]
         turns = 1 + sum(a or b for a, b in zip(after, [True, *after]))
-        extra = {**extra, "num_turns": turns, "rollout_reward_scores": rollout["parts"]}
+        told = rollout["state"] if isinstance(rollout["state"], dict) else {}
+        extra = {**extra, **told, "num_turns": turns, "rollout_reward_scores": rollout["parts"]}
     return task.source, rollout["text"], task.answer, extra
 
 
