@@ -217,7 +217,9 @@ class Watcher:
         )
         stack.enter_context(patch("whet.track.curve.plot", lambda path: None))
         stack.enter_context(patch("whet.track.show.report", lambda path, curve=None: ""))
-        stack.enter_context(patch("whet.track.manifest.describe", lambda **said: {}))
+        stack.enter_context(
+            patch("whet.track.manifest.describe", lambda **said: {"started_utc": "2026-01-01T00:00:00"})
+        )
         put(RewardSet, "from_config", staticmethod(self._rewards))
         put(RewardSet, "close", lambda rewards: None)
         note = self._noting

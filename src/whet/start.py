@@ -20,8 +20,7 @@ from whet.config.secrets import for_people
 from whet.storage.manifests import place_of
 from whet.track import run_paths
 from whet.track.files import reading
-from whet.track.written import read_manifest
-from whet.types import CheckpointError, Json
+from whet.types import CheckpointError, DataError, Json
 
 if TYPE_CHECKING:
     from whet.track.record import RunDirectory
@@ -88,10 +87,18 @@ def find_start(loaded: Loaded, run_dir: Path) -> tuple[Path, Json] | None:
 def began(home: Path, resumed: Path | None = None) -> date:
     """The day on which a run began, UTC: that of its first start in manifest.json. A run that is resumed from another
     run's checkpoint has begun with that one. Today, where nothing is written down."""
+    from whet.track.written import read_manifest  # pyarrow is heavy
+
     other = resumed.resolve().parents[1] if resumed else home
     for run_dir in (home, other):
         if starts := read_manifest(run_dir).get("starts"):
-            return datetime.fromisoformat(starts[0]["started_utc"]).date()
+            try:
+                return datetime.fromisoformat(starts[0]["started_utc"]).date()
+            except (KeyError, ValueError, TypeError) as error:
+                raise DataError(
+                    f"{run_dir}: its manifest.json has no date of the first start (started_utc: {error}); is the file "
+                    "from another program, or damaged?"
+                ) from error
     return datetime.now(UTC).date()
 
 

@@ -180,7 +180,9 @@ class Task:
         tools = tuple(ToolSpec.from_json(tool) for tool in value.get("tools") or ())
         replies = {n: value[n] for n in ("response", "rejected") if isinstance(value.get(n), dict)}
         value = {**value, **{name: Message.from_json(reply) for name, reply in replies.items()}}
-        return Task(**{**value, "prompt": prompt, "token_ids": tuple(value["token_ids"]), "tools": tools})
+        return Task(
+            **{**value, "prompt": prompt, "token_ids": tuple(value.get("token_ids") or ()), "tools": tools}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
