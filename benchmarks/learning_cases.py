@@ -154,6 +154,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "why": "4 demonstrations beside 16 tasks",
     },
     "gkd": {"why": "from a teacher trained on right demonstrations; rewards are only measured"},
+    "alphapo": {"lr": 5e-5, "why": "lr 5e-5: with that of the others both replies of a pair become unlikely"},
     "distill": {"why": "from a teacher trained on right demonstrations; rewards are only measured"},
     "cross_entropy": {
         "algorithm": {"advantage": "reward", "groups": {"min_reward": 1.0}},
