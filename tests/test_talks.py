@@ -35,6 +35,22 @@ def test_random_conversations(template: OurTemplate, kind: str, count: int) -> N
         assert found is None, found
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "script"),
+    [
+        ("harmony", "byte pairs", 94),
+        ("harmony", "pieces", 349),
+        ("keeps_thoughts", "byte pairs", 220),
+        ("xml_calls", "byte pairs", 585),
+    ],
+)
+def test_a_cut_reply_that_the_template_happens_to_continue_begins_a_strand(
+    name: str, kind: str, script: int
+) -> None:
+    (template,) = (t for t in TEMPLATES if t.name == name)
+    assert search(our_subject(template, kind), "template", [script]) is None
+
+
 @pytest.mark.sweep
 def test_random_conversations_on_real_templates() -> None:
     folder = os.environ.get("TEMPLATES")

@@ -143,25 +143,24 @@ class MessageCodec:
         ended = bool(existing) and existing[-1] in self.ends
         begin = close if ended or reply.tool_calls else 0
         told = self._joined(existing, after[begin:])
+        if told is None:
+            raise DataError(
+                "The chat template joins a reply with the text after it (its last token would change): "
+                "add an end token after the reply in tokenizer.chat_template."
+            )
         if not ended:
             return told
         return told[1:] if told[:1] == [existing[-1]] else None
 
-    def _joined(self, existing: Sequence[int], text: str) -> list[int]:
-        """The tokens of text that follows tokens, by difference. DataError where the tokenizer would take both for
-        one."""
+    def _joined(self, existing: Sequence[int], text: str) -> list[int] | None:
+        """The tokens of text that follows tokens, by difference. None where the tokenizer would take both for one."""
         closed = bool(existing) and existing[-1] in self._special_ids
         last = self._text(existing[-1:] if closed else existing[-4:])
         before = last if closed else parted(self._special, last) or "r"
         both, alone = encode_rendered(self.tokenizer, [before + text, before])
         if both[: len(alone)] != alone:
             token_ids = encode_rendered(self.tokenizer, [text])[0]
-            if token_ids and token_ids[0] in self._special_ids:
-                return token_ids
-            raise DataError(
-                "The chat template joins a reply with the text after it (its last token would change): "
-                "add an end token after the reply in tokenizer.chat_template."
-            )
+            return token_ids if token_ids and token_ids[0] in self._special_ids else None
         return both[len(alone) :]
 
     def _inline(self, reply: Message) -> Message:
