@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
@@ -45,7 +45,7 @@ from whet.guard.line import messages
 from whet.guard.worker import describe
 from whet.rewards.bind import unpack_task
 from whet.tables import load_object
-from whet.types import ConfigError, Json, Message, ToolSpec
+from whet.types import ConfigError, Json, Message
 
 MODULE = "whet.envs.host"
 TICK_S = 0.25
@@ -335,8 +335,7 @@ class EnvHost:
 
     async def _first(self, playing: Playing, packed: Json) -> Json:
         takes_world = "world" in inspect.signature(self.make).parameters
-        told = tuple(ToolSpec.from_json(tool) for tool in packed.pop("tools"))
-        task = replace(unpack_task(packed), tools=told)
+        task = unpack_task(packed)
         given = (task, playing.world) if takes_world else (task,)
         playing.env = await self._call(playing, "make", partial(self.make, *given, **self.arguments))
         for name in ("first", "step"):

@@ -138,7 +138,7 @@ class JournaledEnv:
     # -- an Env
 
     async def first(self) -> list[Message]:
-        self.asked = digest(self.about, pack_task(self.task), [tool.to_json() for tool in self.task.tools])
+        self.asked = digest(self.about, pack_task(self.task))
         self.opening = await self._found() or await self._live(self._open)
         self.answer = self.opening
         self.tools = as_tools([ToolSpec.from_json(tool) for tool in self.opening["tools"]])

@@ -25,6 +25,7 @@ from whet.config.code import class_place
 from whet.config.interpolate import interpolate
 from whet.envs.env import MOST_TEXT, EnvFault, EnvStep, World
 from whet.envs.schemas import check_name, spec_of
+from whet.envs.tool_env import Answer
 from whet.envs.tools import Side, error_text, fit
 from whet.guard.foreign import number, words
 from whet.guard.worker import describe
@@ -122,12 +123,9 @@ class VerlTool:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the policy is told of one call."""
+class VerlAnswer(Answer):
+    """With what the tool gives for the call."""
 
-    text: str
-    failed: bool = True
-    cut: bool = False
     reward: float = 0.0
 
 
@@ -242,7 +240,7 @@ class VerlEnv:
         scores = {"turn_scores": list(self.data.turn_scores), "tool_rewards": list(self.data.tool_rewards)}
         return {**self.data.extra_fields, **scores}
 
-    def _parts(self, reply: Message, answers: Sequence[Answer]) -> dict[str, float]:
+    def _parts(self, reply: Message, answers: Sequence[VerlAnswer]) -> dict[str, float]:
         names = [call.name for call in reply.tool_calls]
         counts = {
             "calls": len(names),
@@ -254,12 +252,12 @@ class VerlEnv:
         }
         return {name: float(value) for name, value in counts.items()} if self.tools else {}
 
-    async def _answer(self, call: ToolCall, most: int) -> Answer:
+    async def _answer(self, call: ToolCall, most: int) -> VerlAnswer:
         """most: characters of its result, where the arguments name no limit."""
         tool, limit_s = self.named.get(call.name), self.asked.call_timeout_s
         if tool is None:
             there = f"{near(call.name, self.named)}; there are: {', '.join(self.named) or 'none'}"
-            return Answer(words(f"Error: there is no tool {call.name[:64]!r}{there}", MOST_SHOWN))
+            return VerlAnswer(words(f"Error: there is no tool {call.name[:64]!r}{there}", MOST_SHOWN))
         if tool.is_function:
             work, is_async = partial(tool.thing, **call.arguments), inspect.iscoroutinefunction(tool.thing)
         else:
@@ -267,19 +265,19 @@ class VerlEnv:
             work, is_async = partial(self._run, tool.thing, call.arguments, own, made), True
         outcome = await self.world.run(work, limit_s, is_async=is_async)
         if outcome.late:
-            return Answer(f"Error: timeout: {call.name} took more than {limit_s:g} s")
+            return VerlAnswer(f"Error: timeout: {call.name} took more than {limit_s:g} s")
         if isinstance(outcome.error, EnvFault):
             raise outcome.error
         if outcome.error is not None:
-            return Answer(error_text(outcome.error))
+            return VerlAnswer(error_text(outcome.error))
         try:
             said, reward = _result(outcome.value)
         except EnvFault:
             raise
         except Exception as error:  # noqa: BLE001  a value is foreign code, too: its methods
-            return Answer(error_text(error))
+            return VerlAnswer(error_text(error))
         text, cut = fit(said, self.asked.result_chars or most, self.asked.cut)
-        return Answer(text, failed=False, cut=cut, reward=reward)
+        return VerlAnswer(text, failed=False, cut=cut, reward=reward)
 
     async def _run(
         self, thing: Any, arguments: dict[str, Json], own: dict[str, Json], made: dict[str, Json]
