@@ -271,6 +271,16 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "algorithm": {"name": "gigpo"},
         "why": "GiGPO, and a reward for each turn",
     },
+    "house, critic": {
+        "example": "examples/gymnasium/house.yaml",
+        "algorithm": {"name": "turn_ppo"},
+        "overrides": (
+            "stages.rl.algorithm.name=turn_ppo",
+            "stages.rl.algorithm.advantage.std_epsilon=~",
+            "stages.rl.critic.optimizer.lr=1e-3",
+        ),
+        "why": "turn-level GAE with a critic, and a reward for each turn",
+    },
     "house, outcome": {
         "example": "examples/gymnasium/house.yaml",
         "overrides": (

@@ -27,7 +27,7 @@ from whet.algos.advantages import (
     whiten,
 )
 from whet.algos.segments import group_max, strictly_below, turn_of_M
-from whet.algos.turns import gigpo, step_wise_grpo
+from whet.algos.turns import gigpo, step_wise_grpo, turn_level_gae
 from whet.batch import Batch, select
 from whet.types import WhetError
 
@@ -309,6 +309,56 @@ def test_step_wise_grpo_by_hand() -> None:
     assert by_rollout(batch, adv_N) == [pytest.approx(x) for x in ([-unit / 2] * 3, [unit], [lone / 3] * 3)]
 
 
+def test_turn_level_gae_by_hand() -> None:
+    # gamma = lam = 0.5. Turns of two and one token; values 1 and 2 before them (100 elsewhere); rewards 1 and 3.
+    # delta_2 = 3 + 0 - 2 = 1; delta_1 = 1 + 0.5 * 2 - 1 = 1; A_2 = 1, A_1 = 1 + 0.25 * 1 = 1.25; R = A + V.
+    batch = make_batch([["paaoao"]], [4.0])
+    at = [0.0, 0.5, 0.5, 0.0, 3.0, 0.0]
+    batch = replace(batch, value_N=torch.tensor([100, 1, 100, 100, 2, 100]).double())
+    adv_N, return_N = turn_level_gae(batch, reward_N=torch.tensor(at).double(), gamma=0.5, lam=0.5)
+    assert adv_N.tolist() == [0, 1.25, 1.25, 0, 1, 0]
+    assert return_N is not None
+    assert return_N.tolist() == [0, 2.25, 2.25, 0, 3, 0]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.7), (0.9, 0.0), (0.0, 1.0)])
+@pytest.mark.parametrize("seed", range(4))
+def test_turn_level_gae_against_a_loop(seed: int, gamma: float, lam: float) -> None:
+    batch = ragged(seed)
+    reward_N = token_rewards(batch, kl_coef=0.2)
+    adv_N, return_N = turn_level_gae(batch, reward_N=reward_N, gamma=gamma, lam=lam)
+    assert batch.value_N is not None
+    assert return_N is not None
+    mask, segment = batch.mask_N.tolist(), batch.segment_N.tolist()
+    for row in range(batch.rollouts):
+        turns: list[list[int]] = []
+        for n in (batch.rollout_N == row).nonzero().flatten().tolist():
+            if not mask[n]:
+                continue
+            if turns and turns[-1][-1] == n - 1 and segment[n - 1] == segment[n]:
+                turns[-1].append(n)
+            else:
+                turns.append([n])
+        advantage, following = 0.0, 0.0
+        for turn in reversed(turns):
+            value = float(batch.value_N[turn[0]])
+            delta = sum(float(reward_N[n]) for n in turn) + gamma * following - value
+            advantage, following = delta + gamma * lam * advantage, value
+            for n in turn:
+                assert float(adv_N[n]) == pytest.approx(advantage, rel=1e-11, abs=1e-12)
+                assert float(return_N[n]) == pytest.approx(advantage + value, rel=1e-11, abs=1e-12)
+    assert (adv_N[~batch.mask_N] == 0).all()
+
+
+def test_turns_of_one_token_have_the_gae_of_tokens() -> None:
+    batch = make_batch([["paoaoa", "poa"]], [1.0, -2.0])
+    given = {"reward_N": token_rewards(batch), "gamma": 0.9, "lam": 0.8}
+    for one, other in zip(turn_level_gae(batch, **given), gae(batch, **given)):
+        assert one is not None
+        assert other is not None
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
 def gigpo_batch() -> Batch:
     """Two rollouts of one task, two turns each, and one of another task: prompt 1 1, then what is answered.
 
@@ -419,6 +469,7 @@ ALL = {
     "tir_optimal_token_baseline": {},
     "step_wise_grpo": {"std_epsilon": EPS, "divide_by_turns": True},
     "gigpo": {"normalize_std": True, "std_epsilon": EPS, "gamma": 0.9, "turn_weight": 1.0},
+    "turn_level_gae": {"gamma": 0.9, "lam": 0.8},
 }
 
 

@@ -176,8 +176,8 @@ PAIRS = {"dpo", "mpo", "online_dpo", "cpo", "simpo", "alphapo", "orpo"}
 
 
 def test_what_the_step_is_told() -> None:
-    assert {n for n in RECIPES if made(n).needs_critic} == {"ppo"}
-    assert {n for n in RECIPES if made(n).value_loss is not None} == {"ppo"}
+    assert {n for n in RECIPES if made(n).needs_critic} == {"ppo", "turn_ppo"}
+    assert {n for n in RECIPES if made(n).value_loss is not None} == {"ppo", "turn_ppo"}
     assert {n for n in RECIPES if made(n).whole_groups} == PAIRS
     assert {n for n in RECIPES if made(n).dynamic_sampling} == {"dapo", "online_dpo"}
     by_themselves = {

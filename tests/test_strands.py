@@ -163,6 +163,7 @@ ADVANTAGE_SETTINGS: dict[str, dict[str, Any]] = {
     "maxrl": {"std_epsilon": 1e-6},
     "best": {},
     "gae": {"gamma": 0.97, "lam": 0.9},
+    "turn_level_gae": {"gamma": 0.97, "lam": 0.9},
     "reinforce": {"gamma": 0.97},
     "reinforce_plus_plus": {"gamma": 0.9},
     "reinforce_plus_plus_baseline": {},

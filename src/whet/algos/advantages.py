@@ -33,7 +33,7 @@ from whet.algos.baselines import (
 from whet.algos.kl import reference_kl
 from whet.algos.segments import discounted, last_sampled_R, need, old_logp_N, turn_of_M
 from whet.algos.token_baseline import optimal_token_baseline, tir_optimal_token_baseline
-from whet.algos.turns import gigpo, step_wise_grpo
+from whet.algos.turns import gigpo, step_wise_grpo, turn_level_gae
 from whet.algos.whitening import whiten
 from whet.batch import Batch
 
@@ -152,6 +152,7 @@ ADVANTAGES: dict[str, Callable[..., Advantage]] = {
     "maxrl": maxrl,
     "best": best,
     "gae": gae,
+    "turn_level_gae": turn_level_gae,
     "reinforce": reinforce,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,

@@ -15,6 +15,7 @@ ADVANTAGES = {
     "maxrl": "Reward minus the mean of the group, divided by that mean.",
     "best": "1 for the best rollout of each group, 0 for the others.",
     "gae": "Generalized advantage estimation with a critic, token by token.",
+    "turn_level_gae": "The same turn by turn: all tokens of a turn have its advantage.",
     "reinforce": "Discounted return, token by token.",
     "reinforce_plus_plus": "Discounted return, whitened over the batch.",
     "reinforce_plus_plus_baseline": "Reward minus the mean of the group, whitened over the batch.",

@@ -90,6 +90,7 @@ ADVANTAGES: dict[str, AdvantageEntry] = {
     "maxrl": AdvantageEntry(settings=settings.Maxrl, compares=True),
     "best": AdvantageEntry(compares=True),
     "gae": AdvantageEntry(settings=settings.Gae, needs=frozenset({"critic"})),
+    "turn_level_gae": AdvantageEntry(settings=settings.TurnLevelGae, needs=frozenset({"critic"})),
     "reinforce": AdvantageEntry(
         settings=settings.Discount,
     ),

@@ -63,6 +63,14 @@ RECIPES: dict[str, Recipe] = {
         source="arXiv:1707.06347 eq. 7; arXiv:1506.02438 eq. 16",
         note="A critic gives every token its own advantage.",
     ),
+    "turn_ppo": Recipe(
+        advantage="turn_level_gae",
+        loss="ppo",
+        loss_agg_mode="token-mean",
+        whiten=True,
+        source="arXiv:2512.17008",
+        note="PPO with turns as actions: a critic gives every turn of an episode its own advantage.",
+    ),
     "gspo": Recipe(
         advantage="grpo",
         loss="gspo",

@@ -135,6 +135,15 @@ class Gae(Discount):
     """Lambda: 1 is the return less the value, 0 the one-step error."""
 
 
+class TurnLevelGae(Section):
+    """Generalized advantage estimation over turns, with a critic."""
+
+    gamma: Fraction = 1.0
+    """Discount a turn."""
+    lam: Fraction = 1.0
+    """Lambda: 1 is the return less the value, 0 the error of one turn."""
+
+
 class Gigpo(Std):
     """GRPO over episodes, beside an advantage for each turn (GiGPO)."""
 
