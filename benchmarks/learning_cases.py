@@ -266,6 +266,10 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "overrides": ("rollout.env=~",),
         "why": "control: the same without the tool",
     },
+    "sums": {
+        "example": "examples/skyrl_gym/sums.yaml",
+        "why": "an environment of SkyRL: another try after a wrong reply",
+    },
     "house": {
         "example": "examples/gymnasium/house.yaml",
         "algorithm": {"name": "gigpo"},

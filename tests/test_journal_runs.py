@@ -19,6 +19,7 @@ import pytest
 
 import whet
 from forked import Started
+from test_apart import Processes
 from whet.config.load import load
 from whet.data.tasks import texts
 from whet.data.tokenizer import load_tokenizer
@@ -120,11 +121,17 @@ def drawn(folder: Path) -> list[str]:
 
 def in_journal(run_dir: Path) -> Counter[str]:
     """The answers of whole lines of the journal."""
-    found: Counter[str] = Counter()
+    return Counter(text for texts in by_turn(run_dir).values() for text in texts)
+
+
+def by_turn(run_dir: Path) -> dict[tuple[str, int], list[str]]:
+    """The same by episode and turn."""
+    found: dict[tuple[str, int], list[str]] = {}
     for path in sorted((run_dir / "journal").glob("*.jsonl")):
         for line in path.read_bytes().split(b"\n")[:-1]:
-            _, _, _, entry = json.loads(line)
-            found.update(message["content"] for message in entry["value"]["messages"])
+            episode, turn, _, entry = json.loads(line)
+            said = [message["content"] for message in entry["value"]["messages"]]
+            found.setdefault((episode, turn), []).extend(said)
     return found
 
 
@@ -390,3 +397,35 @@ def test_without_the_journal_the_records_would_differ(tmp_path: Path) -> None:
     assert start_and_wait(tree) == 0
     with pytest.raises(AssertionError):
         first.check(Record(run_dir))
+
+
+def test_an_explorer_that_is_killed_is_told_the_same_again(tmp_path: Path) -> None:
+    """Each answer within a rollout that stood in its journal when it was killed is in the record of the run."""
+    tree = tree_in(tmp_path)
+    apart = Processes(tmp_path)
+    beside = {
+        "buffer": {"url": f"sqlite:///{tmp_path}/groups.db", "lease_s": 5.0},
+        "sync": {"timeout_s": 60.0},
+    }
+    apart.config.write_text(json.dumps(tree | beside | {"eval": {"interval": 0}}))
+    run_dir, moments = Path(tree["run_dir"]), (20, 90, 150)
+    written: set[str] = set()
+    try:
+        apart.start("train")
+        for moment in moments:
+            apart.start("one")
+            apart.until(lambda m=moment: len(drawn(tmp_path)) >= m)  # type: ignore[misc]
+            apart.kill("one")
+            there = by_turn(run_dir / "explorers" / "one")
+            followed = [texts for (name, turn), texts in there.items() if (name, turn + 1) in there]
+            written.update(text for texts in followed for text in texts)
+        apart.start("one")
+        assert [apart.ends(name) for name in ("train", "one")] == [0, 0]
+    finally:
+        apart.close()
+    told = answers(tree)
+    assert len(set(told)) == len(told) == told_in(run_dir)
+    assert len(written) > 16
+    assert written <= set(told)
+    # a kill may come between an answer and the journal
+    assert sum(turns(run_dir)) <= len(drawn(tmp_path)) <= sum(turns(run_dir)) + 16 * len(moments)

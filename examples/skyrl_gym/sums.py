@@ -14,21 +14,21 @@ ASKED = (
 
 
 def tasks(split: str = "train", count: int = 2000) -> Iterator[dict[str, Any]]:
-    """`3+4`, with the columns that SkyRL's data has."""
+    """`7+7`, with the columns that SkyRL's data has."""
     rng = random.Random(f"sums {split}")
     for _ in range(count):
-        a, b = rng.randrange(5), rng.randrange(5)
-        yield {"prompt": f"{a}+{b}", "reward_spec": {"method": "rule", "ground_truth": str(a + b)}}
+        a = rng.randrange(10)
+        yield {"prompt": f"{a}+{a}", "reward_spec": {"method": "rule", "ground_truth": str(a + a)}}
 
 
 def demonstrations(count: int = 3000, right_share: float = 0.4) -> Iterator[dict[str, Any]]:
-    """A teacher that mostly answers a number from 0 to 8 that comes to its mind."""
+    """A teacher that is right in two of five replies, and else answers any other double."""
     rng = random.Random("demonstrations")
     for row in tasks("demonstrations", count):
         right = row["reward_spec"]["ground_truth"]
-        said = right if rng.random() < right_share else str(rng.randrange(9))
+        said = right if rng.random() < right_share else str(2 * rng.randrange(10))
         prompt = [{"role": "user", "content": row["prompt"]}]
         if rng.random() < 0.3:
-            wrong = {"role": "assistant", "content": f"#### {rng.randrange(9)}"}
+            wrong = {"role": "assistant", "content": f"#### {2 * rng.randrange(10)}"}
             prompt += [wrong, {"role": "user", "content": ASKED}]
         yield {"prompt": prompt, "response": f"#### {said}"}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,6 +71,7 @@ async def explore_stage(job: Job, index: int, home: Path) -> None:
     cfg, name = job.loaded.stages[index], job.loaded.names[index]
     engine, model = job.models.engine, job.models.model.requires_grad_(False)
     assert engine is not None
+    stale = cfg.rollout.max_staleness + cfg.rollout.sync_interval - 1  # a rollout that is older is given up
     store = open_store(cfg.buffer.url, queue=queue_name(cfg, name), order=cfg.buffer.order)
     begun = begin(job, index)
     context = begun.context
@@ -80,7 +81,7 @@ async def explore_stage(job: Job, index: int, home: Path) -> None:
         owner=cfg.buffer.explorer_name,
         groups_per_step=context.plan.own_tasks_per_step,
         group_size=context.plan.group_size,
-        max_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_interval - 1,
+        max_staleness=stale,
         spare=cfg.rollout.spare_tasks,
         lease_s=cfg.buffer.lease_s,
         version=None if cfg.rollout.schedule == "async" else lambda: engine.version,
@@ -93,14 +94,20 @@ async def explore_stage(job: Job, index: int, home: Path) -> None:
     explorer.in_flight = InFlight(explorer.buffer, draw, explorer.explore, explorer.slots)
     adapters = content_of(cfg) == "adapters"  # the engine's own: what is under adapters is here already
     weights = Followed(context, engine, home / "weights", module=model if adapters else None)
+
+    def at(version: int) -> None:
+        job.models.environments.at(index, version)
+        job.models.environments.drop(index, version - stale)
+
     try:
         if not await begun_by_trainer(weights, store):
             return
         check_code(queue.owner, job.loaded.code, store.noted("code"))
         store.release(queue.owner)  # what an earlier process of this name had
+        at(engine.version)
         explorer.in_flight.start(left=0)
         async with lease(queue):
-            await follow(explorer, queue, weights, code=job.loaded.code)
+            await follow(explorer, queue, weights, code=job.loaded.code, at=at)
     finally:
         await explorer.close()
         queue.close()
@@ -182,12 +189,17 @@ def check_code(name: str, own: Mapping[str, str], trainers: Mapping[str, str] | 
 
 
 async def follow(
-    explorer: Explorer, queue: ExplorerQueue, weights: Followed, *, code: Mapping[str, str]
+    explorer: Explorer,
+    queue: ExplorerQueue,
+    weights: Followed,
+    *,
+    code: Mapping[str, str],
+    at: Callable[[int], object],
 ) -> None:
     """Load every new version, until the trainer has finished the stage or a stop is requested.
 
     code: digests of the user's code in this process. The trainer's are compared with them at every version, since a
-    trainer may have been restarted with other code.
+    trainer may have been restarted with other code. at: called with every version from which is sampled now.
     """
     context, monitor = explorer.context, explorer.context.monitor
     reported, before, idle = time.monotonic(), 0, Idle(weights)
@@ -197,6 +209,7 @@ async def follow(
             raise queue.broken
         if await weights.take():
             check_code(context.cfg.buffer.explorer_name, code, queue.store.noted("code"))
+            at(weights.engine.version)
         monitor.watch.beat("exploring")
         idle.look((queue.count, weights.receiver.version), busy=bool(explorer.in_flight.playing))
         if time.monotonic() - reported > SAY_S:
@@ -311,7 +324,9 @@ async def evaluate_all(job: Job, home: Path) -> None:
             state = checkpoint.read_state(path)
             if evaluation is None or evaluation.context.index != state["stage"]:
                 evaluation = open_evaluation(job, state["stage"])
+            job.models.environments.at(state["stage"], state["step"])
             await evaluation.of(path, state)
+            job.models.environments.drop(state["stage"], state["step"] + 1)
             done.add(path.name)
             _note(directory.path, path.name)
             since = time.monotonic()

@@ -208,7 +208,7 @@ def open_models(
         engine,
         sampler,
         sampler_on_ranks=on_ranks,
-        environments=Environments(Path(cfg.run_dir) / "journal" if cfg.mode == "both" else None),
+        environments=Environments(Path(cfg.run_dir) / "journal"),
         rank_lines=rank_lines,
         place=place,
     )

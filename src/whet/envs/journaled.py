@@ -65,12 +65,12 @@ def digest(*values: Json) -> str:
 
 def promise(cfg: Config) -> str:
     """In words, for the log: what of a run with an environment a resume repeats."""
-    if cfg.mode != "both":
-        return (
-            f"the processes of a run with mode={cfg.mode} keep no journal of what environments answer: after a kill "
-            "these are asked anew"
+    if cfg.mode == "explore":
+        which = (
+            "an explorer that starts again under its name is told the same. A rollout that another explorer takes over "
+            "asks its environment anew"
         )
-    if cfg.rollout.schedule == "async":
+    elif cfg.rollout.schedule == "async":
         which = "with rollout.schedule=async, a rollout is repeated as far as the policy says the same again"
     else:
         which = (

@@ -26,7 +26,7 @@ class Environments:
     """Hosts that have been started; stages with equal sections share them. Close it with the run."""
 
     def __init__(self, journal: Path | None = None) -> None:
-        """journal: the folder of the run's journal. None: this process keeps none."""
+        """journal: the folder of this process's journal. None: it keeps none."""
         self._folder = journal
         self._journal: Journal | None = None
         """Opened with the first environment."""
@@ -100,7 +100,12 @@ class Environments:
         """A checkpoint was saved. oldest: gives stage and step of the oldest one that there is. ahead: how many steps
         before a checkpoint a rollout may have begun that is under way in it."""
         if self._journal is not None and (place := oldest()) is not None:
-            self._journal.drop(place[0], place[1] - ahead)
+            self.drop(place[0], place[1] - ahead)
+
+    def drop(self, stage: int, step: int) -> None:
+        """What was played before `step` steps of a stage were done is not played again."""
+        if self._journal is not None:
+            self._journal.drop(stage, step)
 
     def timings(self) -> Metrics:
         """Since the last call: hosts that were replaced, answers that came from the journal, and those that the journal
