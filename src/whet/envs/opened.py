@@ -73,16 +73,7 @@ class Environments:
                 self._journal.at(*self._place)
             what = self._about[known]
             make = journaled(make, self._journal, what, counts=self._counts, repeated=repeated)
-        return {
-            "make_env": make,
-            "codec": codec,
-            "max_turns": env.max_turns,
-            "max_cost": env.max_cost,
-            "observation_tokens": env.observation_tokens,
-            "max_tokens_per": env.max_tokens_per,
-            "tokens_after_prompt": env.tokens_after_prompt,
-            "input_tokens": env.input_tokens,
-        }
+        return {"make_env": make, "codec": codec}
 
     def _say(self, form: str, said: str) -> None:
         """Log it once."""
