@@ -32,8 +32,10 @@ class EpisodeLimits:
     """Tokens of a strand, prompt included ('context')."""
 
     def left(self, max_tokens: int, *, sampled: int, prompt: int, length: int) -> int:
-        """Tokens that may still be sampled after `sampled` ones, in a strand of `length` tokens, of which `prompt` are the
-        prompt."""
+        """Tokens that may still be sampled.
+
+        sampled: those so far. length: of the strand, in which the first `prompt` tokens are the prompt.
+        """
         left = [max_tokens - (sampled if self.max_tokens_per == "rollout" else 0)]
         if self.tokens_after_prompt is not None:
             left.append(self.tokens_after_prompt + prompt - length)
