@@ -531,5 +531,9 @@ class DataError(WhetError):
     """A data file or row that cannot be used."""
 
 
+class ReplyRefused(DataError):
+    """A reply of the policy that the chat template does not render, so no conversation can go on after it."""
+
+
 class CheckpointError(WhetError):
     """A checkpoint that cannot be written or read."""

@@ -45,6 +45,7 @@ from whet.types import (
     Group,
     Json,
     Message,
+    ReplyRefused,
     Request,
     Rollout,
     Sampling,
@@ -191,6 +192,11 @@ class Episode:
         turns = self.strand.turns
         calls_made = len(calls) if self.tools else None
         turns[-1] = replace(turns[-1], calls=calls_made, malformed=reply.malformed)
+
+    def refuse_reply(self, why: str) -> None:
+        """Nothing can follow the last reply."""
+        turns = self.strand.turns
+        turns[-1] = replace(turns[-1], malformed=why)
 
     def rollout(
         self, reason: FinishReason, stop: StopReason | None, *, decode: Decode, error: str | None
@@ -349,7 +355,12 @@ async def _converse(episode: Episode, play: Play, env: Env, world: World) -> tup
             return "length", "turns"
         if play.limits.max_cost is not None and episode.parts.get("cost", 0.0) >= play.limits.max_cost:
             return "length", "cost"
-        if (stop := _observe(episode, play, step, (turn, 0))) is not None:
+        try:
+            stop = _observe(episode, play, step, (turn, 0))
+        except ReplyRefused as error:
+            episode.refuse_reply(str(error))
+            return reason, "malformed"
+        if stop is not None:
             return "length", stop
     return "length", "turns"
 
