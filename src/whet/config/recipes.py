@@ -359,7 +359,8 @@ def _check_reprompt(given: RepromptConfig) -> None:
     for name, wanted in places.items():
         if lacks := [place for place in wanted if place not in getattr(given, name)]:
             raise ConfigError(
-                f"algorithm.reprompt.{name} has no {lacks[0]}, so the teacher would not see it: add {lacks[0]}."
+                f"algorithm.reprompt.{name}: got a text without {lacks[0]}, so the teacher would not be shown it: add "
+                f"{lacks[0]}."
             )
 
 
