@@ -217,7 +217,7 @@ def test_kl_in_the_reward_needs_old_logprobs_even_without_a_ratio() -> None:
 @pytest.mark.parametrize("name", [n for n, r in RECIPES.items() if r.kind == "online" and n not in PAIRS])
 def test_a_whole_online_step(name: str) -> None:
     """Advantage, weights, loss, gradient: finite, only at sampled tokens, and towards what was rewarded."""
-    algorithm = made(name, **({"loss": {"divergence": "k2"}} if name == "sdpo" else {}))
+    algorithm = made(name, **({"divergence": "k2"} if name == "sdpo" else {}))
     batch = make_batch([["paa", "paoa", "pa"], ["pa", "poa"]], [2.0, 0.0, 1.0, -1.0, 1.0])
     batch = replace(batch, logp_old_N=batch.logp_sample_N, value_N=torch.zeros(batch.tokens).double())
     batch = replace(batch, expert_R=torch.zeros(batch.rollouts, dtype=torch.bool))
