@@ -77,6 +77,9 @@ class Batch:
     skipped_R: Tensor | None = None
     """bool: the rollout has no effect on the gradient, so the policy's update leaves it out, and models that have not
     computed it before do not: their log-probs are NaN. None: no rollout is skipped."""
+    reprompted: Batch | None = None
+    """The same rollouts after other prompts, which is what the reference computes; its sampled tokens are those of this
+    batch, in the same order. None: the reference computes this batch."""
 
     @property
     def rollouts(self) -> int:
@@ -89,6 +92,11 @@ class Batch:
     @property
     def tokens(self) -> int:
         return len(self.token_ids_N)
+
+    @property
+    def of_reference(self) -> Batch:
+        """What the reference computes."""
+        return self if self.reprompted is None else self.reprompted
 
     @property
     def segments_R(self) -> Tensor:
@@ -221,16 +229,22 @@ def select(batch: Batch, rows: Tensor) -> Batch:
     at_S = _segments_of(batch, rows)
     at_N = _ranges(batch.start_S[at_S], batch.length_S[at_S])
     at = {"N": at_N, "S": at_S}
-    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "reprompted"}
     of: dict[str, Any] = {
         name: None if value is None else value[at.get(name.rpartition("_")[2], rows)]
         for name, value in values.items()
     }
+    of["reprompted"] = None if batch.reprompted is None else select(batch.reprompted, rows)
     of["rollout_S"] = torch.arange(len(rows), device=rows.device).repeat_interleave(batch.segments_R[rows])
     of["segment_N"] = torch.arange(len(at_S), device=rows.device).repeat_interleave(of["length_S"])
     of["rollout_N"] = of["rollout_S"][of["segment_N"]]
     of["group_R"] = torch.unique_consecutive(of["group_R"], return_inverse=True)[1]
     return Batch(**of)
+
+
+def at_sampled(batch: Batch, other: Batch, x_M: Tensor) -> Tensor:
+    """[N] the values at the sampled tokens of another batch, which has the same ones in the same order; 0 elsewhere."""
+    return x_M.new_zeros(batch.tokens).masked_scatter(batch.mask_N.to(x_M.device), x_M[other.mask_N])
 
 
 def tokens_of(batch: Batch, rows: Tensor) -> Tensor:

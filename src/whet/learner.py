@@ -21,13 +21,14 @@ from whet.algos.entropy import EntropyBonus
 from whet.algos.preference import kl_zero
 from whet.algos.segments import sampled_logp_N
 from whet.algos.skipping import Skipping, shares, skip, skipping, without_effect
-from whet.batch import Batch, among_skipped, computed, pack, select, with_parts
+from whet.batch import Batch, among_skipped, at_sampled, computed, pack, select, with_parts
 from whet.config.mixing import experts_per_step
 from whet.config.recipes import resolve
 from whet.config.schema import LoraConfig, TrainConfig
 from whet.context import Context
 from whet.data.demonstrations import Demonstrations
 from whet.data.replies import reader
+from whet.data.reprompt import Reprompter, open_reprompter
 from whet.data.tasks import TaskStream, learned_turns
 from whet.job import Models
 from whet.models.load import build as build_model
@@ -102,6 +103,8 @@ class Learner:
     sampled: Sampled = field(default_factory=Sampled)
     demonstrations: Demonstrations | None = None
     """Beside the policy's own rollouts in every step; None: there are none."""
+    reprompt: Reprompter | None = None
+    """Gives the reference other prompts; None: it sees those of the policy."""
     reused: Callable[[], int] | None = None
     """How many groups of the last step were trained on before; None: groups are never replayed."""
     ranks: Mapping[str, Ranks] = field(default_factory=dict)
@@ -123,7 +126,7 @@ class Learner:
     # -- asked by the loop
 
     async def prepare(self, step: int, groups: list[Group]) -> tuple[Batch, Metrics]:
-        """The groups as one batch with all that the loss reads, and the numbers of the off-policy correction."""
+        """The groups as one batch with all that the loss reads, and the numbers of what was done to them."""
         return await self._compute(partial(self.prepared, step, groups))
 
     async def learn(self, step: int, batch: Batch, groups: list[Group]) -> Learned:
@@ -147,8 +150,10 @@ class Learner:
 
     def prepared(self, step: int, groups: list[Group]) -> tuple[Batch, Metrics]:
         """See `prepare`. Where rewards alone decide which rollouts have an effect, no model computes the others."""
-        algorithm, corrected = self.context.algorithm, Metrics()
+        algorithm, numbers = self.context.algorithm, Metrics()
         batch = pack(groups) if self.demonstrations is None else self.demonstrations.among(groups)
+        if self.reprompt is not None:
+            batch, numbers = self.reprompt(batch, groups)
         if algorithm.parts:
             batch = with_parts(batch, groups, algorithm.parts)
         if self.skipping.before_models:
@@ -158,7 +163,8 @@ class Learner:
         if not self.skipping.before_models:
             batch, corrected = algorithm.correct(batch, self.version)
             batch = self.judge(step, batch)
-        return batch, corrected
+            numbers |= corrected
+        return batch, numbers
 
     def judge(self, step: int, batch: Batch) -> Batch:
         """The batch with counts, advantages and skipped rollouts. Minibatches are partitioned as if none were
@@ -186,7 +192,7 @@ class Learner:
         if algorithm.kind == "online" and (self.recomputes_old or unknown):
             asked["logp_old_N"] = self.policy, partial(self.policy.forward, seen, "logprobs")
         if self.reference is not None:
-            asked["logp_ref_N"] = self.reference, partial(self.reference.forward, seen, "logprobs")
+            asked["logp_ref_N"] = self.reference, partial(_reference_logp, self.reference, seen)
         for want, name in OF_POLICY.items():
             if want in algorithm.needs:
                 asked[name] = self.policy, partial(self.policy.forward, seen, want)
@@ -199,7 +205,10 @@ class Learner:
             found["value_N"] = self.value_scale.restored(found["value_N"], batch.mask_N)
         if self.reference is not None and "kl_zero" in algorithm.needs:
             found["kl_zero_R"] = kl_zero(batch, policy=self.policy.forward, reference=self.reference.forward)
-        return replace(batch, **found)
+        reprompted = (
+            batch.reprompted if algorithm.full_kl_coef else None
+        )  # else the update reads logp_ref_N alone
+        return replace(batch, reprompted=reprompted, **found)
 
     @property
     def recomputes_old(self) -> bool:
@@ -383,6 +392,7 @@ def open_learner(
         skipping=skipping(context.plan.algorithm, cfg.train),
         exact=exact,
         demonstrations=_demonstrations(context, models, held_out),
+        reprompt=_reprompter(context, models),
         reused=reused,
         ranks=ranks,
         kl_coef=algorithm.kl_coef,
@@ -551,6 +561,20 @@ def model_at(
         dtype=models.model.dtype,
         head=head,
     )
+
+
+def _reference_logp(reference: TrainEngine, batch: Batch) -> Tensor:
+    """[N] of the batch's sampled tokens, after the prompts that the reference sees."""
+    return at_sampled(batch, batch.of_reference, reference.forward(batch.of_reference, "logprobs"))
+
+
+def _reprompter(context: Context, models: Models) -> Reprompter | None:
+    """None where the reference sees the policy's prompts."""
+    given = resolve(context.cfg.algorithm).reprompt
+    if given is None:
+        return None
+    positions: int | None = getattr(models.model.config, "max_position_embeddings", None)
+    return open_reprompter(given, models.tokenizer, positions=positions)
 
 
 def _demonstrations(context: Context, models: Models, held_out: Sequence[Task]) -> Demonstrations | None:

@@ -32,6 +32,7 @@ from whet.config.sections.model import (
 from whet.config.sections.parallel import ParallelConfig
 from whet.config.sections.precision import PrecisionConfig
 from whet.config.sections.profile import ProfileConfig
+from whet.config.sections.reprompt import RepromptConfig
 from whet.config.sections.reward_model import RewardModelConfig
 from whet.config.sections.rollout import EnvironmentConfig, RolloutConfig, SamplingConfig
 from whet.config.sections.run import CheckpointConfig, MachineConfig, RewardWorkersConfig, TrackConfig
@@ -74,6 +75,7 @@ __all__ = [
     "ReasoningGymConfig",
     "ReferenceConfig",
     "RejectConfig",
+    "RepromptConfig",
     "RewardConfig",
     "RewardKlConfig",
     "RewardModelConfig",
