@@ -21,7 +21,7 @@ from whet.algos.entropy import EntropyBonus
 from whet.algos.preference import kl_zero
 from whet.algos.segments import sampled_logp_N
 from whet.algos.skipping import Skipping, shares, skip, skipping, without_effect
-from whet.batch import Batch, among_skipped, computed, pack, select, with_parts
+from whet.batch import Batch, LossTerms, among_skipped, computed, pack, select, with_parts
 from whet.config.mixing import experts_per_step
 from whet.config.recipes import resolve
 from whet.config.schema import LoraConfig, TrainConfig
@@ -43,6 +43,7 @@ from whet.training.passes import passes, untaught
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.throughput import Meter, meter_of
 from whet.training.torch import MICRO_BATCH, FullKl, TorchEngine
+from whet.training.unreduced import evaluated
 from whet.types import Group, Json, Metrics, Task, WhetError
 from whet.whole import Make
 
@@ -86,6 +87,10 @@ class Learned(NamedTuple):
     """Task uids of the groups of which nothing was learned: their updates were skipped."""
     flops: float
     """Operations of the update; 0 where they are not measured."""
+    terms: Sequence[LossTerms] = ()
+    """Of each optimizer step of the policy, where the step's batch is recorded."""
+    logp_N: Tensor | None = None
+    """Log-probs by the policy before the step, where the step's batch is recorded."""
 
 
 @dataclass
@@ -113,6 +118,8 @@ class Learner:
     entropy: EntropyBonus = field(default_factory=lambda: EntropyBonus(0.0))
     value_scale: Scale = field(default_factory=Scale)
     """Units in which the critic predicts returns; one scale for a whole step."""
+    terms: list[LossTerms] = field(default_factory=list)
+    """Of the current step."""
     thread: ThreadPoolExecutor | None = None
     """Where it computes while rollouts are sampled."""
 
@@ -211,18 +218,27 @@ class Learner:
     def learned(self, step: int, batch: Batch, groups: list[Group]) -> Learned:
         """See `learn`. The engine's and the trainer's log-probs are compared before the weights change: in the first
         update."""
+        self.terms, logp_N = [], None
+        own = without_experts(batch)
         with self.context.monitor.phase("update"):
+            if self.records(step):
+                logp_N = among_skipped(own, self.policy.forward(computed(own), "logprobs"))
             updates, lost = self.update(step, batch)
         first = {k: v for k, v in updates[0].items() if "/mismatch_" in k}
         self.check_mismatch(step, first)
-        own = without_experts(batch)
         return Learned(
             batch=own,
             groups=groups,
             metrics=merge(updates) | first | self.measure(step, own),
             skipped=tuple(groups[n].task.uid for n in lost),
             flops=self._flops(step, own),
+            terms=[each.own(batch) for each in self.terms],
+            logp_N=logp_N,
         )
+
+    def records(self, step: int) -> bool:
+        """Whether the batch of the step after `step` steps is recorded, and with it what the loss is made of."""
+        return self.context.due(step + 1, self.context.cfg.track.batches_interval)
 
     def update(self, step: int, batch: Batch) -> tuple[list[Metrics], Sequence[int]]:
         """Every optimizer step of the policy and of the critic: the policy's first, or both at once on separate ranks.
@@ -232,7 +248,7 @@ class Learner:
             parts = self.minibatches(step, batch, self.context.cfg.train)
             jobs["policy"] = (
                 self.policy,
-                lambda: [self.update_policy(step, select(batch, rows)) for rows in parts],
+                lambda: [self.update_policy(step, rows, select(batch, rows)) for rows in parts],
             )
         if self.critic is not None and plan.critic is not None:
             own = without_experts(batch)
@@ -248,15 +264,22 @@ class Learner:
             log.warning("step %d: %s", step + 1, why)
         return [numbers for steps in done.values() for numbers in steps], lost
 
-    def update_policy(self, step: int, minibatch: Batch) -> Metrics:
-        """One optimizer step of the policy. Denominators count the whole minibatch, skipped rollouts included."""
+    def update_policy(self, step: int, rows: Tensor, minibatch: Batch) -> Metrics:
+        """One optimizer step of the policy, on these rollouts of the step's batch. Denominators count the whole
+        minibatch, skipped rollouts included."""
         algorithm = self.context.algorithm
         weighted = replace(minibatch, weight_N=algorithm.weights(minibatch, step + 1))
         coef = algorithm.entropy.weight(self.entropy)
         loss = algorithm.loss_of(
             weighted, self.policy.forward, coef
         )  # sees the whole minibatch before it is split
-        found = self.policy.update(computed(weighted), loss)
+        seen = computed(weighted)
+        if self.records(step):
+            if minibatch.skipped_R is not None:
+                rows = rows[~minibatch.skipped_R]
+            out, result = evaluated(self.policy, seen, loss, entropy=algorithm.entropy.is_on)
+            self.terms.append(LossTerms.of(rows, seen, out, result))
+        found = self.policy.update(seen, loss)
         if algorithm.entropy.target_nats is not None:
             self.entropy = algorithm.entropy.after(self.entropy, found.get("entropy_nats"))
             found["entropy_coef"] = coef
