@@ -37,6 +37,8 @@ LAYERS: list[set[str]] = [
         "cli",
         "notices",
         "options",
+        "commands_records",
+        "replay",
         "api",
         "start",
         "bench",

@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 def silent(task: Task, world: World) -> Env:
     """In the place of an environment that must not be asked. Raises EnvBroken."""
     raise EnvBroken(
-        f"the journal has no answer to what rollout {world.index} of task {task.uid} asks its environment. A run keeps the "
-        "answers since its oldest checkpoint, and repeats no rollout that failed by a fault or a time limit. `whet replay "
-        "--play` asks the environment itself"
+        f"the journal has no answer to what rollout {world.index} of task {task.uid} asks its environment. A run keeps "
+        "the answers since its oldest checkpoint, and repeats no rollout that failed by a fault or a time limit. `whet "
+        "replay --play` asks the environment itself"
     )
 
 
