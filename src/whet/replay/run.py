@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 Rows = Sequence[Mapping[str, Json]]
 
+NEVER = 2**40
+"""Steps between evaluations, so that none is due. With 0 the config would be refused: its held-out data had no use."""
+
 
 @dataclass(frozen=True)
 class Replayed:
@@ -191,8 +194,9 @@ def aside(recorded: Recorded, step: int) -> Iterator[tuple[Path, Loaded]]:
 
 def _quiet(cfg: Config, home: Path, step: int) -> Config:
     evaluations: dict[str, object] = {"at_start": False, "at_end": False}
-    if cfg.rollout.sync_interval == 1:  # else an evaluation decides when the engine gets new weights
-        evaluations |= {"interval": 0, "interval_epochs": 0}
+    if cfg.rollout.sync_interval == 1 or not (cfg.eval.interval or cfg.eval.interval_epochs):
+        # else evaluations decide when the engine gets new weights
+        evaluations |= {"interval": NEVER, "interval_epochs": 0}
     contents = cfg.checkpoint.save_contents
     return cfg.model_copy(
         update={
