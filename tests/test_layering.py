@@ -39,6 +39,7 @@ LAYERS: list[set[str]] = [
         "options",
         "commands_records",
         "replay",
+        "diff",
         "api",
         "start",
         "bench",

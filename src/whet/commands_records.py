@@ -92,6 +92,28 @@ def replay(
     raise typer.Exit(0 if found.equal else 1)
 
 
+def diff(
+    a: Annotated[Path, typer.Argument(help="A run directory.", show_default=False)],
+    b: Annotated[Path, typer.Argument(help="Another run directory.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Compare two runs: config, environment, data, and the first step and token at which their records differ.
+
+    What both have recorded is compared bit for bit, and the causes that the records tell of are listed. Exit code 1:
+    something that both have recorded differs, or no step is in both.
+
+    \b
+    Example: whet diff runs/seed1 runs/seed1-again
+    Example: whet diff runs/before runs/after --json
+    """
+    from whet.diff import view
+    from whet.diff.runs import compared
+
+    found = compared(a, b)
+    _print(view.as_json(found) if as_json else view.view(found))
+    raise typer.Exit(0 if found.equal else 1)
+
+
 def _print(view: Any) -> None:
     """Tables on the console; plain values as JSON."""
     from rich.console import Console
@@ -105,3 +127,4 @@ def _print(view: Any) -> None:
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     app.command()(replay)
+    app.command()(diff)

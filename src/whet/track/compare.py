@@ -6,7 +6,7 @@ Two numbers are equal if their bits are: 0.0 and -0.0 differ, a NaN equals itsel
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -171,26 +171,25 @@ def _presence(mine: Sequence[Name], theirs: Sequence[Name]) -> Compared:
 def _compared(field: str, pairs: Sequence[tuple[Name, Row, Row]]) -> Compared:
     count, odd, first = 0, 0, None
     for name, a, b in pairs:
-        per_token = field in PER_TOKEN
-        if per_token:
-            found = differing(a[field], b[field])
-            count += max(_number_of(field, a), _number_of(field, b))
+        if field in PER_TOKEN:
+            told = _told(field, a, b)
+            found = [at for at in differing(a[field], b[field]) if at in told]
+            count += len(told)
         else:
             found = [] if same(a[field], b[field]) else [0]
             count += 1
         odd += len(found)
         if found and first is None:
-            first = (
-                _at_token(field, name, a, b, found[0])
-                if per_token
-                else Difference(field, a[field], b[field], name)
-            )
+            whole = Difference(field, a[field], b[field], name)
+            first = _at_token(field, name, a, b, found[0]) if field in PER_TOKEN else whole
     return Compared(field, count, odd, first)
 
 
-def _number_of(field: str, row: Row) -> int:
-    """Tokens of which a column says something."""
-    return int(sum(row["mask"])) if field in SAMPLED else len(row[field])
+def _told(field: str, a: Row, b: Row) -> Collection[int]:
+    """Tokens of which a column says something, in either rollout."""
+    if field in SAMPLED:
+        return {n for row in (a, b) for n, sampled in enumerate(row["mask"]) if sampled}
+    return range(max(len(a[field]), len(b[field])))
 
 
 def _at_token(field: str, name: Name, a: Row, b: Row, at: int) -> Difference:
