@@ -77,7 +77,7 @@ def replay(
         scored = rescored(recorded, number, step)
         _print(view.rescored_json(scored) if as_json else view.rescored_view(scored))
         raise typer.Exit(0 if scored.equal else 1)
-    wanted = recorded.step(number, step)
+    wanted = recorded.step(number, step, play=play)
     if wanted.start is None:
         raise ConfigError(f"--step {step} cannot be replayed: {wanted.why}")
     from whet.replay.run import replay as recompute

@@ -98,24 +98,34 @@ class Recorded:
             if is_step(line) and line["stage"] in self.names
         ]
 
-    def step(self, stage: int, step: int) -> Step:
+    def step(self, stage: int, step: int, *, play: bool = False) -> Step:
         """Where the replay of a step starts: the latest checkpoint before its rollouts were sampled, or, if there is
-        none, before its update; or the beginning of the run."""
+        none, before its update; or the beginning of the run. play: environments are asked again."""
         mode = self.plans[stage].mode
         ahead = self.loaded.stages[stage].rollout.max_staleness if mode == "overlapped" else 0
-        before = [s for s in self.starts if s.at < (stage, step) and self._leads(s, stage, step)]
+        before = [s for s in self.starts if s.at < (stage, step) and self._leads(s, stage, step, play=play)]
         if not before:
             return Step(stage, step, None, why=self._why_none(stage))
         sampling = [s for s in before if s.checkpoint is not None and s.at <= (stage, step - 1 - ahead)]
         start = (sampling or before)[-1]
         return Step(stage, step, start, self._forward(start, stage, step))
 
-    def _leads(self, start: Start, stage: int, step: int) -> bool:
+    def _leads(self, start: Start, stage: int, step: int, *, play: bool) -> bool:
         """Whether the steps from a start to this one follow from it: the optimizer is there, the config of the last
-        start of the run holds for them, and no stage on the way depends on timing."""
+        start of the run holds for them, the journal has what environments have answered, and no stage on the way
+        depends on timing."""
         way = range(start.at[0] + (start.at[1] >= self.done(start.at[0])), stage + 1)
         whole = start.moments or start.at == (stage, step - 1)
-        return whole and not self.changed_after(start.at) and not any(map(self.refused, way))
+        told = play or start.checkpoint is not None or self._told_all or not any(map(self._has_env, way))
+        return whole and told and not self.changed_after(start.at) and not any(map(self.refused, way))
+
+    def _has_env(self, stage: int) -> bool:
+        return self.loaded.stages[stage].rollout.env is not None
+
+    @property
+    def _told_all(self) -> bool:
+        """Whether the journal still has its first answers: what comes before the oldest checkpoint is dropped."""
+        return any((self.path / "journal").glob("*-0-000000.jsonl"))
 
     def changed_after(self, at: tuple[int, int]) -> list[dict[str, Json]]:
         """The branches that began later."""
@@ -150,6 +160,11 @@ class Recorded:
             return (
                 f"the run was continued with another config after step {last['step']} of stage {last['stage']!r} "
                 f"({last['key']}), and there is no checkpoint from which the config of its last start holds"
+            )
+        if self._has_env(stage) and not self._told_all:
+            return (
+                "there is no checkpoint before it, and the journal has what environments have answered since the "
+                "oldest checkpoint alone. --play asks them again"
             )
         return "no checkpoint before it has the state of the optimizer (checkpoint.save_contents)"
 

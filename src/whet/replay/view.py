@@ -124,9 +124,8 @@ def _row(each: Compared) -> Iterator[RenderableType]:
 def step_view(found: Replayed) -> RenderableType:
     """The whole step, or the rollouts that `Replayed.only` has left."""
     assert found.step.start is not None
-    head = (
-        f"{found.stage} step {found.step.step}, from {found.step.start.name}, {found.step.forward} steps run"
-    )
+    steps = "1 step run" if found.step.forward == 1 else f"{found.step.forward} steps run"
+    head = f"{found.stage} step {found.step.step}, from {found.step.start.name}, {steps}"
     verdict = Text("equal in every bit", "bold green") if found.equal else Text("not equal", "bold red")
     notes = [Text(printable(note), "yellow") for note in found.notes]
     return Group(Text(head, "bold"), *notes, "", compared(found.compared), "", verdict)
