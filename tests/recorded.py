@@ -68,11 +68,11 @@ def edit(path: Path, row: int, field: str, place: int | None, change: Any) -> tu
     return old, new
 
 
-def edit_metric(run_dir: Path, step: int, name: str, change: Any) -> tuple[float, float]:
+def edit_metric(run_dir: Path, step: int, name: str, change: Any, stage: str = "main") -> tuple[float, float]:
     """Change one number of a line of metrics.jsonl: old and new value."""
     file = run_dir / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    (line,) = (x for x in lines if x["step"] == step and name in x)
+    (line,) = (x for x in lines if (x["stage"], x["step"]) == (stage, step) and name in x)
     old, line[name] = line[name], change(line[name])
     file.write_text("".join(json.dumps(x, sort_keys=True) + "\n" for x in lines))
     return old, line[name]

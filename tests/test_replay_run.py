@@ -426,7 +426,7 @@ def test_the_command_prints_tables_and_exits_by_the_verdict(rl: Path, tmp_path: 
     assert shown.exit_code == 1
     assert "not equal" in shown.output
     assert new.hex() in shown.output
-    assert "ratio 2" in shown.output
+    assert "terms of the loss, update epoch 2, optimizer step " in shown.output
     assert called("replay", str(run), "--step", "3", "--rollout", "4").exit_code == 0
 
 

@@ -176,7 +176,7 @@ def rollout_view(found: Replayed, name: Name, tokens: Path | None) -> Renderable
     parts: list[RenderableType] = [step_view(one), "", Text(head, "bold")]
     if now:
         parts.append(_values(was, now))
-    parts += ["", _tokens(was, now, batch, tokens)]
+    parts += ["", Text("log-probs", "bold"), _tokens(was, now, batch, tokens), *_losses(now, batch)]
     if not batch:
         parts.append(Text("it was not trained on, so it has no terms of the loss", "dim"))
     return Group(*parts)
@@ -205,48 +205,51 @@ def _values(was: Mapping[str, Json], now: Mapping[str, Json]) -> Table:
 
 def _tokens(
     was: Mapping[str, Json], now: Mapping[str, Json], batch: Mapping[str, Json], run_dir: Path | None
-) -> RenderableType:
-    """Two tables with a row for each sampled token: its log-prob as recorded, as sampled again, and by the trainer
-    before the step; and the terms of the loss."""
+) -> Table:
+    """A row for each sampled token: its log-prob as recorded, as sampled again, and by the trainer before the step."""
     from whet.track.show import tokenizer_of
 
     tokenizer = tokenizer_of(run_dir) if run_dir else None
-    ids, mask = (now or batch)[_column(now, "token_ids")], (now or batch)[_column(now, "mask")]
-    terms = _terms(batch)
-    tokens = table(
-        "place", "token", *(["<text"] if tokenizer else []), "recorded", "sampled again", "trainer"
-    )
-    losses = table("place", *(title for title, _ in terms))
-    for at in (n for n, sampled in enumerate(mask) if sampled):
+    ids, places = (now or batch)[_column(now, "token_ids")], _trained(now, batch)
+    made = table("place", "token", *(["<text"] if tokenizer else []), "recorded", "sampled again", "trainer")
+    for at in places:
         text = [Text(repr(tokenizer.decode([ids[at]], skip_special_tokens=False)))] if tokenizer else []
-        before, again = _nth(was.get("logprobs"), at), _nth(now.get("logprobs"), at)
+        before, again = _sampled(was, at), _sampled(now, at)
         other = bool(was) and (not same(before, again) or not same(_nth(was["token_ids"], at), ids[at]))
         shown = pair(before, again) if other else (_cell(before), _cell(again))
         trainer = _cell(_nth(batch.get("logp_N"), at))
-        tokens.add_row(str(at), str(ids[at]), *text, *shown, trainer, style="red" if other else "")
-        losses.add_row(str(at), *(_cell(_nth(values, at)) for _, values in terms))
-    parts: list[RenderableType] = [Text("log-probs of the sampled tokens", "bold"), tokens]
-    if terms:
-        parts += ["", Text("terms of the loss", "bold"), losses]
-    return Group(*parts)
+        made.add_row(str(at), str(ids[at]), *text, *shown, trainer, style="red" if other else "")
+    return made
+
+
+def _trained(now: Mapping[str, Json], batch: Mapping[str, Json]) -> list[int]:
+    """Places of the tokens that are trained."""
+    return [n for n, on in enumerate((now or batch)[_column(now, "mask")]) if on]
+
+
+def _sampled(row: Mapping[str, Json], at: int) -> Json:
+    """The log-prob of a token that a policy has sampled."""
+    return _nth(row.get("logprobs"), at) if _nth(row.get("versions"), at) != -1 else None
 
 
 def _column(now: Mapping[str, Json], name: str) -> str:
     return name if now else f"{name}_N"
 
 
-def _terms(batch: Mapping[str, Json]) -> list[tuple[str, Json]]:
-    """(title, values by token) of the advantage and of the loss of each update epoch."""
-    found = [("advantage", batch["adv_N"])] if batch.get("adv_N") else []
-    epochs = sorted(
-        {name.partition("/")[0] for name in batch if name.startswith("update_") and batch[name] is not None}
-    )
-    for number, epoch in enumerate(epochs, start=1):
-        after = f" {number}" if len(epochs) > 1 else ""
-        for term in TERMS:
-            if (values := batch.get(f"{epoch}/{term}_N")) is not None:
-                found.append((f"{TITLES.get(term, term)}{after}", values))
-    return found
+def _losses(now: Mapping[str, Json], batch: Mapping[str, Json]) -> Iterator[RenderableType]:
+    """A table of the advantage and of the terms of the loss for each update epoch."""
+    epochs = {name.partition("/")[0]: None for name in batch if name.startswith("update_")}
+    for epoch in epochs:
+        named = {"advantage": batch.get("adv_N")}
+        named |= {TITLES.get(term, term): batch.get(f"{epoch}/{term}_N") for term in TERMS}
+        terms = {title: values for title, values in named.items() if values is not None}
+        if "loss" not in terms:
+            continue  # it was skipped
+        number = f"{epoch.replace('_', ' epoch ')}, optimizer step {batch[f'{epoch}/optimizer_step_R']}"
+        made = table("place", *terms)
+        for at in _trained(now, batch):
+            made.add_row(str(at), *(_cell(_nth(values, at)) for values in terms.values()))
+        yield from ("", Text(f"terms of the loss, {number}", "bold"), made)
 
 
 def _nth(values: Json, at: int) -> Json:
