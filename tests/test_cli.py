@@ -33,6 +33,8 @@ COMMANDS = {
     "schema",
     "export",
     "scale",
+    "replay",
+    "diff",
 }
 
 # ---------------------------------------------------------------- what is imported

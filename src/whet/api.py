@@ -451,7 +451,7 @@ def watchdog_timeout_s(loaded: Loaded) -> float:
 
 def join_cluster(
     loaded: Loaded, planned: Sequence[Plan], rewards: Sequence[RewardSet], stack: ExitStack
-) -> dict[str, Callable[..., Any]]:
+) -> dict[str, Any]:
     """How `open_shared` opens the parts of the run that are in a cluster, if the config has any; only then Ray is
     used. ConfigError if the parts do not all fit."""
     cfg = loaded.config
@@ -467,7 +467,7 @@ def join_cluster(
         if isinstance(made.jail, RewardHosts):
             stack.callback(made.jail.close)  # before the cluster is left
             made.jail.open()
-    found: dict[str, Callable[..., Any]] = {}
+    found: dict[str, Any] = {}
     if replicas:
         found["opener"] = engines.open_replicas
     if c.ranks:

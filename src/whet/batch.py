@@ -286,3 +286,44 @@ def among_skipped(batch: Batch, x_N: Tensor) -> Tensor:
         return x_N
     out_N = torch.where(batch.mask_N, torch.nan, 0.0).to(x_N)
     return out_N.masked_scatter(~batch.skipped_R[batch.rollout_N].to(x_N.device), x_N)
+
+
+# ---------------------------------------------------------------- what a loss is made of
+
+
+_TOLD_TWICE = ("ratio_max",)
+"""Statistics that are maxima over what another one has of each token."""
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Of one optimizer step, before it."""
+
+    rows: Tensor
+    """[R] its rollouts, as numbers of the step's batch."""
+    values: dict[str, Tensor]
+    """[N] of the tokens of these rollouts, one rollout after the other, or [R]; the name ends in the letter. `logp_N`,
+    `weight_N` and `loss_N`: the loss is the sum of loss_N * weight_N. Statistics of the loss have their own names."""
+
+    @staticmethod
+    def of(rows: Tensor, batch: Batch, out: Outputs, loss: Loss) -> LossTerms:
+        """batch: of these rows, with its weights."""
+        assert out.logp_N is not None
+        assert batch.weight_N is not None
+        values = {"logp_N": out.logp_N, "weight_N": batch.weight_N, "loss_N": loss.loss_N}
+        for name, x in loss.stats.items():
+            letter = {batch.tokens: "N", batch.rollouts: "R"}.get(len(x))
+            if letter is not None and name not in _TOLD_TWICE:  # else of a part of the rollouts
+                values[f"{name}_{letter}"] = x
+        return LossTerms(rows, {name: x.detach() for name, x in values.items()})
+
+    def own(self, batch: Batch) -> LossTerms:
+        """Without demonstrations, the rows as numbers of the batch without them. batch: the step's, with them."""
+        if batch.expert_R is None:
+            return self
+        part = select(batch, self.rows)
+        kept = (~batch.expert_R[self.rows]).nonzero().flatten()
+        at = {"N": tokens_of(part, kept), "R": kept}
+        numbers_R = (~batch.expert_R).long().cumsum(0) - 1
+        values = {name: x[at[name[-1]]] for name, x in self.values.items()}
+        return LossTerms(numbers_R[self.rows[kept]], values)

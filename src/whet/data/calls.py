@@ -264,8 +264,8 @@ _BARE = re.compile(r'(?<!\[)\{\s*\\?"name\\?"\s*:[^{}:]{0,80}\\?"(parameters|arg
 _OTHER_MARKER = re.compile(
     r"[<\[][^<>\[\]\s]{0,20}(?:tool|function)_?calls?[^<>\[\]\s]{0,20}[>\]]|<\|role_sep\|>", re.IGNORECASE
 )
-"""Of a format that is not in CALL_FORMATS. GigaChat 3 writes a call as a message of the role 'function call', whose name
-`<|role_sep|>` ends (vLLM 0.14's gigachat3 parser)."""
+"""Of a format that is not in CALL_FORMATS. GigaChat 3 writes a call as a message of the role 'function call', whose
+name `<|role_sep|>` ends (vLLM 0.14's gigachat3 parser)."""
 
 
 def recognised_form(template: str | None, special_tokens: Collection[str] = ()) -> ReplyForm:

@@ -405,7 +405,7 @@ def rollouts(
     rows = [row for row in read_rollouts(path) if uid is None or row["uid"] == uid]
     if not rows:
         raise DataError(f"{path} has no task {uid}; `whet show {run_dir} --step {step}` lists them")
-    tokenizer = _tokenizer(run_dir) if tokens else None
+    tokenizer = tokenizer_of(run_dir) if tokens else None
     parts: list[RenderableType] = [Text(path.stem, "bold")]
     pairs = _are_pairs(read_config(run_dir), path.stem.rpartition("-step-")[0])
     for row in rows[:limit]:
@@ -521,7 +521,7 @@ def _tokens(row: dict[str, Json], span: slice, tokenizer: Tokenizer | None) -> T
     return table
 
 
-def _tokenizer(run_dir: Path) -> Tokenizer | None:
+def tokenizer_of(run_dir: Path) -> Tokenizer | None:
     """The tokenizer of the run's own exports or checkpoints, if it has written one yet."""
     found = sorted(run_dir.rglob("tokenizer.json"))
     if not found:
