@@ -35,6 +35,7 @@ LAYERS: list[set[str]] = [
     {
         "__main__",
         "cli",
+        "commands_runs",
         "notices",
         "options",
         "api",
@@ -44,7 +45,7 @@ LAYERS: list[set[str]] = [
         "rehearsal",
         "prove",
         "cluster",
-        "web",
+        "view",
     },
 ]
 """By first name below `whet`; `whet/__init__.py` is of the last layer."""
@@ -58,7 +59,6 @@ OWN_MODULE = {
     "mlflow",
     "swanlab",
     "peft",
-    "streamlit",
     "mcp",
     "gymnasium",
     "skyrl_gym",
