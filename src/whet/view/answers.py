@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from whet.types import Json
-from whet.view import rollouts, runs
+from whet.view import compare, mismatch, records, rewards, rollouts, runs
 from whet.view.source import Ask, NotThere, Runs
 
 ROUTES: tuple[tuple[str, Callable[[Ask], Json]], ...] = (
@@ -21,6 +21,14 @@ ROUTES: tuple[tuple[str, Callable[[Ask], Json]], ...] = (
     ("api/runs/{run}/rollouts/{stage}/{step}/{row}", rollouts.rollout),
     ("api/runs/{run}/groups/{stage}/{step}/{uid}", rollouts.group),
     ("api/runs/{run}/search", rollouts.search),
+    ("api/runs/{run}/rewards", rewards.rewards),
+    ("api/runs/{run}/ledger", records.ledger),
+    ("api/runs/{run}/timeline", records.timeline),
+    ("api/runs/{run}/mismatch", mismatch.mismatch),
+    ("api/runs/{run}/evals", records.evals),
+    ("api/runs/{run}/evals/flips", records.flips),
+    ("api/compare", compare.compare),
+    ("api/compare/replies", compare.replies),
 )
 
 
