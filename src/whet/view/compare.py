@@ -9,7 +9,7 @@ from whet.config.tree import leaves
 from whet.track.overview import Lines
 from whet.types import Json
 from whet.view.rollouts import summaries
-from whet.view.source import Ask, Run
+from whet.view.source import Ask, Shown
 
 MOST_PAIRS = 2000
 
@@ -32,7 +32,7 @@ def compare(ask: Ask) -> Json:
     }
 
 
-def _both(ask: Ask) -> tuple[Run, Run]:
+def _both(ask: Ask) -> tuple[Shown, Shown]:
     return ask.runs.run(ask.text("a")), ask.runs.run(ask.text("b"))
 
 

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from whet.track.written import read_table
 from whet.types import Json
 from whet.view.rollouts import summaries
-from whet.view.source import Ask, Run, finite
+from whet.view.source import Ask, Shown, finite
 
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 TOTAL = "reward"
@@ -122,7 +122,7 @@ def _pearson(a: np.ndarray, b: np.ndarray) -> float | None:
     return finite(float((x * y).sum()) / scale) if scale > 0 else None
 
 
-def _extremes(run: Run, files: Sequence[tuple[int, Path]]) -> Json:
+def _extremes(run: Shown, files: Sequence[tuple[int, Path]]) -> Json:
     """The rollouts with the highest and the lowest reward; of equal ones the newest."""
     best: list[tuple[float, int, int]] = []
     worst: list[tuple[float, int, int]] = []

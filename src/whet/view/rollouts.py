@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from whet.inputs import parse_json
 from whet.track.written import read_table, rows_of
 from whet.types import DataError, Json
 from whet.view.runs import commands
-from whet.view.source import Ask, NotThere, Run
+from whet.view.source import Ask, NotThere, Shown
 
 SHORT = 80
 """Characters of a prompt and a reply in a summary."""
@@ -124,15 +124,18 @@ def listed(ask: Ask) -> Json:
     """Summaries of one step, or of all steps of all stages."""
     run = ask.run
     if ask.get("files") == "all":
-        return _all(run)
+        return all_summaries(run)
     stage, step = ask.stage, ask.number("step")
     table = run.kept(summaries, run.file(stage, step, ask.folder))
     return {"stage": stage, "step": step, "columns": columns_of(table)}
 
 
-def _all(run: Run) -> Json:
+def all_summaries(run: Shown, steps: Mapping[str, Collection[int]] | None = None) -> Json:
+    """Summaries of all stages, of all their steps or of these."""
     tables, problems = [], []
     for stage, step, path in run.files():
+        if steps is not None and step not in steps.get(stage, ()):
+            continue
         try:
             table = run.kept(summaries, path)
         except DataError as e:
@@ -180,7 +183,7 @@ def _rows_of_task(table: pa.Table, uid: int) -> list[int]:
     return np.flatnonzero(pc.fill_null(table["uid"], -1).to_numpy() == uid).tolist()
 
 
-def _note(run: Run, stage: str, step: int, rows: Sequence[dict[str, Json]]) -> str:
+def _note(run: Shown, stage: str, step: int, rows: Sequence[dict[str, Json]]) -> str:
     """What the record knows of rollouts of the step that it does not have."""
     config = run.config
     own: dict[str, Json] = next((s for s in config.get("stages") or [] if s.get("name") == stage), {})
@@ -206,7 +209,7 @@ def _note(run: Run, stage: str, step: int, rows: Sequence[dict[str, Json]]) -> s
 
 
 def whole(
-    run: Run, stage: str, step: int, places: Sequence[int], table: pa.Table, path: Path
+    run: Shown, stage: str, step: int, places: Sequence[int], table: pa.Table, path: Path
 ) -> list[dict[str, Json]]:
     """Rows of a file with all their columns, what a token says, and what else the pages show."""
     tokenizer, out = run.tokenizer, []

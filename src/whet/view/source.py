@@ -114,7 +114,7 @@ class Growing:
         return self.lines
 
 
-class Run:
+class Shown:
     """One run directory, read bit by bit. Files that cannot be read raise DataError."""
 
     def __init__(self, number: int, path: Path) -> None:
@@ -213,13 +213,13 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
 class Runs:
     """The runs that are shown, by the numbers they have in addresses."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[Shown, ...]
 
     @classmethod
     def of(cls, paths: Iterable[Path]) -> Runs:
-        return cls(tuple(Run(number, path) for number, path in enumerate(paths)))
+        return cls(tuple(Shown(number, path) for number, path in enumerate(paths)))
 
-    def run(self, number: str) -> Run:
+    def run(self, number: str) -> Shown:
         """NotThere if there is no such run."""
         for run in self.runs:
             if run.id == number:
@@ -235,7 +235,7 @@ class Ask:
     params: Mapping[str, str]
 
     @property
-    def run(self) -> Run:
+    def run(self) -> Shown:
         return self.runs.run(self.params["run"])
 
     def get(self, name: str) -> str | None:
