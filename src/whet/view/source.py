@@ -248,12 +248,14 @@ class Ask:
         return value
 
     def number(self, name: str, default: int | None = None) -> int:
-        """BadQuestion if it is missing and has no default, or is no number from 0 to 2**62."""
+        """BadQuestion if it is missing and has no default, or is no number of at most 18 digits."""
         value = self.params.get(name)
         if not value and default is not None:
             return default
-        if value is None or not value.isascii() or not value.isdigit() or len(value) > 18:
-            raise BadQuestion(f"parameter {name} is {str(value)[:40]!r}, expected a whole number from 0 on")
+        if not value:
+            raise BadQuestion(f"parameter {name} is missing")
+        if not value.isascii() or not value.isdigit() or len(value) > 18:
+            raise BadQuestion(f"parameter {name} is {value[:40]!r}, expected a whole number from 0 on")
         return int(value)
 
     @property
