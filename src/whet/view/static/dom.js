@@ -125,7 +125,7 @@ export function table(columns, rows, props = {}) {
   const heads = columns.map((column) => (typeof column === "string" ? { name: column } : column));
   const cell = (tag, column, child, scope) => h(tag, { class: column.right ? "right" : null, title: column.title, scope }, child);
   const body = rows.map((row) => h("tr", row.props ?? {}, (row.cells ?? row).map((child, n) =>
-    h("td", { class: heads[n].right ? "right" : null }, typeof child === "number" ? number(child) : child))));
+    h("td", { class: heads[n].right ? "right" : null }, typeof child === "number" || child === null || child === undefined ? number(child) : child))));
   return h("div", { class: "scroll" }, h("table", props, h("thead", {}, h("tr", {}, heads.map((c) => cell("th", c, c.name, "col")))),
     h("tbody", {}, body)));
 }

@@ -3,7 +3,7 @@
 import { apart, css, DASHES } from "./color.js";
 import { duration, h, number, put, svg, visible } from "./dom.js";
 
-const [LEFT, RIGHT, TOP, BOTTOM] = [56, 14, 8, 34];
+const [LEFT, RIGHT, TOP, BOTTOM] = [52, 14, 12, 34];
 const FEW_POINTS = 48;
 
 // ---------------------------------------------------------------- axes
@@ -13,7 +13,7 @@ export function ticks(low, high, count = 5) {
   if (!(high > low)) return [low];
   const rough = (high - low) / Math.max(count, 1);
   const size = 10 ** Math.floor(Math.log10(rough));
-  const step = size * [1, 2, 5, 10].find((n) => n * size >= rough * 0.999);
+  const step = size * [1, 2, 2.5, 5, 10].find((n) => n * size >= rough * 0.999);
   const found = [];
   for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) found.push(Number((n * step).toPrecision(12)));
   return found;
@@ -60,7 +60,7 @@ function frame(width, height, xs, ys, x, y, options) {
       svg("text", { x: x(value), y: bottom + 15, "text-anchor": "middle" }, (options.xText ?? ((n) => number(n, 6)))(value))]),
     svg("line", { x1: LEFT, x2: width - RIGHT, y1: bottom, y2: bottom, class: "base" }),
     svg("text", { x: width - RIGHT, y: height - 3, "text-anchor": "end", class: "unit" }, options.xLabel ?? "step"),
-    options.yLabel && svg("text", { x: LEFT + 4, y: TOP + 8, class: "unit" }, options.yLabel));
+    options.yLabel && svg("text", { x: LEFT + 4, y: TOP - 3, class: "unit" }, options.yLabel));
 }
 
 // ---------------------------------------------------------------- curves
@@ -156,12 +156,12 @@ export function chart(options) {
     const drag = svg("rect", { class: "drag", y: TOP, height: height - TOP - BOTTOM, width: 0, visibility: "hidden" });
     const image = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: 0,
       "aria-label": `${options.name}: ${said}` },
-    frame(width, height, few, log ? logTicks(low, high) : ticks(low, high, Math.floor(height / 45)), x, y, options),
+    frame(width, height, few, log ? logTicks(low, high) : ticks(low, high, Math.floor(height / 36)), x, y, options),
     bands.map((band, b) => svg("path", { d: area({ x: inside[b].map((n) => band.x[n]), low: inside[b].map((n) => band.low[n]),
       high: inside[b].map((n) => band.high[n]) }, x, y), fill: css(apart(band.color ?? 0)), opacity: 0.16 })),
-    breaks.filter((one) => one.x > left && one.x < right).map((one) => [
+    breaks.filter((one) => one.x >= left && one.x < right).map((one) => [
       svg("line", { x1: x(one.x), x2: x(one.x), y1: TOP, y2: height - BOTTOM, class: "break" }),
-      svg("text", { x: x(one.x) + 4, y: height - BOTTOM - 5, class: "unit" }, one.text)]),
+      svg("text", { x: x(one.x) + 4, y: TOP + 3, class: "unit" }, one.text)]),
     marks.filter((one) => one.x >= left && one.x <= right).map((one) => svg("path", { class: "mark",
       d: `M${x(one.x)} ${height - BOTTOM}l-4 7h8z` }, svg("title", {}, one.text))),
     kept.map((one, n) => [

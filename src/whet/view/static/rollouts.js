@@ -9,7 +9,7 @@ import { hashOf, link } from "./route.js";
 const MOST_SPARKS = 16;
 const SEARCH_MS = 250;
 const COLUMNS = [
-  { key: "step", name: "step", width: "7.5rem" },
+  { key: "step", name: "step", width: "6.5rem" },
   { key: "row", name: "row", width: "3.4rem", right: true },
   { key: "uid", name: "task·index", width: "6rem", right: true, title: "uid of the task, and which of its rollouts" },
   { key: "source", name: "source", width: "7rem" },
@@ -20,9 +20,9 @@ const COLUMNS = [
   { key: "turns", name: "turns", width: "3.6rem", right: true },
   { key: "stop", name: "ended by", width: "6rem", title: "stop reason of the episode, else finish reason of the reply" },
   { key: "calls", name: "calls", width: "3.6rem", right: true },
-  { key: "flags", name: "flags", width: "6rem", title: "malformed: a reply that cannot be read; fault: something broke" },
-  { key: "prompt", name: "prompt", width: "minmax(8rem, 1fr)" },
-  { key: "text", name: "reply", width: "minmax(8rem, 1.4fr)" },
+  { key: "flags", name: "flags", width: "5.6rem", title: "malformed: a reply that cannot be read; fault: something broke" },
+  { key: "prompt", name: "prompt", width: "minmax(7rem, 1fr)" },
+  { key: "text", name: "reply", width: "minmax(9rem, 1.8fr)" },
 ];
 const FLAGS = [["calls", "calls"], ["malformed", "malformed"], ["fault", "fault"]];
 const RANGES = [["step", "step"], ["reward", "reward"], ["tokens", "tokens"]];
@@ -87,7 +87,8 @@ function sorted({ columns }, rows, key, down) {
 export async function rolloutsPage(context) {
   const run = context.run;
   const url = address(ofRun(run.id, "rollouts"), { files: "all" });
-  let data = unpacked(await get(url));
+  const trouble = h("div", {});
+  let data = taken(await get(url));
   const [bar, count] = [h("div", { class: "filters", role: "search" }), h("span", { class: "dim", data: { count: "" } })];
   const search = { text: null, hits: null, complete: true };
 
@@ -106,6 +107,13 @@ export async function rolloutsPage(context) {
     sorted: (key) => set({ sort: key, down: context.query.sort === key && context.query.down !== "1" ? "1" : null }),
     moved: (place) => context.setQuery({ ...context.query, at: place || null }),
   });
+
+  function taken(answer) {
+    const problems = answer.problems ?? [];
+    put(trouble, problems.length > 0 && h("section", { class: "panel bad", data: { problems: problems.length } }, h("h2", {}, "Files that could not be read"),
+      h("ul", {}, problems.map((text) => h("li", {}, visible(text))))));
+    return unpacked(answer);
+  }
 
   function draw() {
     const { sort = null, down, at } = context.query;
@@ -164,14 +172,13 @@ export async function rolloutsPage(context) {
     g: () => list.move(-1e9), G: () => list.move(1e9) });
   context.shown = () => { draw(); list.focus(); };
   context.update = async () => {
-    const next = await get(url);
-    data = unpacked(next);
+    data = taken(await get(url));
     draw();
   };
   drawBar();
   await find();
   draw();
-  return [bar, h("div", { class: "bar slim" }, count, h("span", { class: "space" }), h("span", { class: "dim" }, "j k move, Enter opens, / searches, Escape leaves")), list.element];
+  return [trouble, bar, h("div", { class: "bar slim" }, count, h("span", { class: "space" }), h("span", { class: "dim" }, "j k move, Enter opens, / searches, Escape leaves")), list.element];
 }
 
 async function searched(run, q, stage, search) {

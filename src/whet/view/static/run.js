@@ -23,17 +23,17 @@ export async function runPage(context) {
     drawFacts(run);
     await curves.draw();
   };
-  return [top, curves.element, side, log, configPanel(context.run), startsPanel(context.run)];
+  return [top, curves.element, side, log, configPanel(context.run), startPanel(context.run)];
 }
 
 function headline(run) {
-  const last = run.manifest?.starts?.at(-1) ?? {};
+  const last = run.manifest ?? {};
   const tokens = (run.stages ?? []).reduce((sum, stage) => sum + (stage.tokens ?? 0), 0);
   const seconds = (run.stages ?? []).reduce((sum, stage) => sum + (stage.seconds ?? 0), 0);
   return [["state", run.state], ["tokens", short(tokens)], ["time in steps", duration(seconds)], ["seed", last.seed],
     ["started (UTC)", last.started_utc && visible(last.started_utc).replace("T", " ").replace(/\+00:00$/, "")],
     ["machine", [last.host, last.cpu, last.gpu].flat().filter((one) => typeof one === "string").map(visible).join(", ")],
-    ["starts", run.manifest?.starts?.length], ["whet", last.packages?.whet], ["torch", last.packages?.torch]];
+    ["whet", last.packages?.whet], ["torch", last.packages?.torch]];
 }
 
 function problems(run) {
@@ -60,13 +60,13 @@ function stages(run) {
   const right = (name) => ({ name, right: true });
   const change = (from, to) => (from ?? to ?? null) === null ? "–" : `${number(from, 3)} → ${number(to, 3)}`;
   return panel("Stages", {}, table(["stage", "algorithm", right("steps"), right("time"), right("tokens"), right("reward"), right("held-out")],
-    (run.stages ?? []).map((stage) => [visible(stage.name), visible(stage.algorithm ?? "–"), stage.steps, duration(stage.seconds), short(stage.tokens),
+    (run.stages ?? []).map((stage) => [visible(stage.name), visible(stage.algorithm ?? "–"), stage.steps_planned ? `${number(stage.steps)} / ${number(stage.steps_planned)}` : stage.steps, duration(stage.seconds), short(stage.tokens),
       change(stage.reward_from, stage.reward_to), change(stage.held_out_from, stage.held_out_to)]), { "data-table": "stages" }));
 }
 
 function checkpoints(run) {
   if (!(run.checkpoints ?? []).length) return null;
-  return panel("Checkpoints to go on from", {}, run.checkpoints.slice(-8).map((one) =>
+  return panel("Checkpoints to go on from", {}, run.checkpoints.slice(0, 8).map((one) =>
     h("div", { class: "checkpoint" }, h("b", {}, `${visible(one.stage)} step ${one.step}`), command(one.command))));
 }
 
@@ -93,10 +93,9 @@ function configPanel(run) {
     h("pre", { tabindex: 0, data: { config: "" } }, visible(run.config_yaml ?? "none")));
 }
 
-function startsPanel(run) {
-  const starts = run.manifest?.starts ?? [];
-  return starts.length ? h("details", { class: "panel" }, h("summary", {}, `Starts: ${starts.length}, with packages and machine`),
-    h("pre", { tabindex: 0 }, visible(JSON.stringify(starts, null, 2)))) : null;
+function startPanel(run) {
+  return Object.keys(run.manifest ?? {}).length ? h("details", { class: "panel" }, h("summary", {}, "The last start: packages, machine, code"),
+    h("pre", { tabindex: 0 }, visible(JSON.stringify(run.manifest, null, 2)))) : null;
 }
 
 // ---------------------------------------------------------------- curves
@@ -173,7 +172,7 @@ function stepsOf(run, rows, stage) {
     place,
     where: (x) => { const found = place(x); return found ? `${visible(found.stage)} step ${number(found.step)}` : number(x); },
     pick: (values) => ({ x: order.map(at), y: order.map((n) => values[n]) }),
-    breaks: all.length > 1 ? all.map((name) => ({ x: starts.get(name), text: visible(name) })).concat() : [],
+    breaks: all.length > 1 ? all.map((name) => ({ x: starts.get(name), text: visible(name) })) : [],
     marks: order.filter((n) => rows[FAILED]?.[n] > 0).map((n) => ({ x: at(n), text: `${number(rows[FAILED][n])} rollouts failed` })),
   };
 }
