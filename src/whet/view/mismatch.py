@@ -47,20 +47,26 @@ def apart(path: Path) -> Apart:
     size = np.abs(difference[known])
     if not len(size):
         return Apart(None, None, None, [0] * (len(EDGES) - 1), len(taken), [])
-    counts, _ = np.histogram(np.minimum(size, EDGES[-1]), EDGES)
-    order = np.argsort(-size, kind="stable")[:WORST]
+    classes = np.clip(np.searchsorted(EDGES, size, side="right") - 1, 0, len(EDGES) - 2)
     worst = []
-    for at in known[order[size[order] > 0]].tolist():
+    for at in known[_largest(size)].tolist():
         row = int(np.searchsorted(ends, at, side="right")) - 1
         worst.append((row, int(at - ends[row]), int(tokens[at]), float(difference[at])))
     return Apart(
         mean=float(size.mean()),
         p99=float(np.quantile(size, 0.99)),
         largest=float(size.max()),
-        counts=counts.tolist(),
+        counts=np.bincount(classes, minlength=len(EDGES) - 1).tolist(),
         unknown=len(taken) - len(known),
         worst=worst,
     )
+
+
+def _largest(size: np.ndarray) -> np.ndarray:
+    """Places of the largest ones above 0; of equal ones the first."""
+    least = np.partition(size, -WORST)[-WORST] if len(size) > WORST else 0.0
+    places = np.flatnonzero((size >= least) & (size > 0))
+    return places[np.argsort(-size[places], kind="stable")][:WORST]
 
 
 def mismatch(ask: Ask) -> Json:
