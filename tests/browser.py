@@ -31,7 +31,7 @@ FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-port=0",
 )
-PATIENCE_S = 60.0
+PATIENCE_S = 15.0
 """Nothing takes so long, on any machine: past it the browser hangs."""
 _CODES = {"Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37, "ArrowDown": 40, "End": 35}
 
@@ -151,6 +151,10 @@ class Browser:
             code = {"windowsVirtualKeyCode": _CODES.get(key, ord(key[0].upper()))}
             self.ask("Input.dispatchKeyEvent", type="keyDown", key=key, **text, **code)
             self.ask("Input.dispatchKeyEvent", type="keyUp", key=key, **code)
+
+    def move(self, x: float, y: float) -> None:
+        """Move the mouse."""
+        self.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
         """Press the mouse in one place and let it go in another."""

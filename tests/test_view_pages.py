@@ -31,6 +31,7 @@ from whet.config.parse import parse
 from whet.track.record import RunDirectory
 from whet.track.written import ROLLOUTS
 from whet.types import Message, Rollout, Strand, Task, ToolCall, Turn
+from whet.view.export import write_report
 from whet.view.server import Server
 from whet.view.source import Runs, find_runs
 
@@ -43,7 +44,7 @@ PICTURES = os.environ.get("VIEW_PICTURES")
 TABS = ("", "/rollouts", "/rewards", "/ledger", "/timeline", "/mismatch", "/evals")
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 UNSEEN = "a\u202eb\u200b\x1b[2Jc"
-SHOWN = "a⟨202E⟩b⟨200B⟩␛[2Jc"
+SHOWN = "a⟨202E⟩b⟨200B⟩⟨001B⟩[2Jc"
 WORDS = ["ask>", "one", " two", "\n", HOSTILE, UNSEEN, "<end>"]
 
 
@@ -202,6 +203,7 @@ def browser(opened: Browser) -> Iterator[Browser]:
     opened.problems.clear()
     opened.refused.clear()
     opened.asked.clear()
+    opened.move(0, 0)
     yield opened
     assert opened.problems == []
 
@@ -344,6 +346,8 @@ def test_keys_walk_through_rollouts(browser: Browser, address: str, runs: dict[s
     browser.press("?")
     assert browser.evaluate("document.getElementById('keys').open")
     browser.press("Escape")
+    assert not browser.evaluate("document.getElementById('keys').open")
+    assert browser.evaluate("location.hash").startswith(f"{here}/rollout/main/1/2")
     browser.press("u")
     browser.wait("document.body.dataset.page === 'run' && document.body.dataset.ready")
 
@@ -519,3 +523,55 @@ def test_a_hundred_thousand_rollouts_scroll(browser: Browser, tmp_path: Path) ->
         browser.press("G", "Enter")
         browser.wait("document.body.dataset.page === 'rollout' && document.body.dataset.ready")
         assert browser.evaluate("location.hash") == "#/run/0/rollout/rl/50/2047"
+
+
+def test_an_exported_page_needs_no_server(
+    browser: Browser, runs: dict[str, str], folder: Path, tmp_path: Path
+) -> None:
+    """From file://, with nothing asked of anybody; rollouts that it does not bring are named as such."""
+    paths = find_runs([folder])
+    write_report(paths, tmp_path / "report.html", most=8)
+    address = (tmp_path / "report.html").as_uri()
+    browser.go(f"{address}#/")
+    assert count(browser, "[data-run]") == len(runs)
+    assert len(texts(browser, "[data-exported]")) == 1
+    picture(browser, "exported")
+    for name, run in runs.items():
+        for tab in TABS:
+            browser.go(f"{address}#/run/{run}{tab}")
+            assert texts(browser, "[data-error]") == [] or name == "damaged", f"{name}{tab}"
+    here = f"{address}#/run/{runs['hostile']}"
+    browser.go(f"{here}/rollouts?q=SCRIPT")
+    assert browser.evaluate("document.body.dataset.shown") == "6"
+    browser.go(f"{here}/rollout/rl/2/0?view=tokens")
+    assert texts(browser, ".tokens .token")[5] == SHOWN.replace(" ", "·")
+    assert browser.evaluate("[window.hacked ?? 0, document.images.length]") == [0, 0]
+    browser.go(f"{address}#/run/{runs['single']}/rollout/main/2/999")
+    assert "exported without it" in texts(browser, "[data-error]")[0]
+    assert {url.partition("#")[0] for url in browser.asked if not url.startswith("data:")} == {address}
+
+
+def test_evaluations_show_what_flipped(
+    browser: Browser, address: str, runs: dict[str, str], folder: Path
+) -> None:
+    """Counted from the files: tasks with a reward of the eval.success threshold or more after, and less before."""
+    here = folder / "single" / "eval"
+    before, after = (pq.read_table(here / f"main-step-{step:06d}.parquet").to_pylist() for step in (0, 3))
+    right = [{row["uid"]: row["reward"] >= 1.0 for row in rows} for rows in (before, after)]
+    mended = sum(right[1][uid] and not right[0][uid] for uid in right[0])
+    browser.go(f"{address}#/run/{runs['single']}/evals?from=0&to=3")
+    told = browser.evaluate(
+        "[...document.querySelectorAll('[data-flips]')].map(one => [one.dataset.flips, one.dataset.count])"
+    )
+    assert dict(told)["mended"] == str(mended)
+
+
+def test_a_count_of_the_ledger_opens_its_rollouts(
+    browser: Browser, address: str, runs: dict[str, str]
+) -> None:
+    browser.go(f"{address}#/run/{runs['hostile']}/ledger")
+    linked = "document.querySelector('[data-total=\"without a reward\"] a')"
+    assert browser.evaluate(f"{linked}.textContent") == "2"
+    browser.evaluate(f"{linked}.click()")
+    browser.wait("document.body.dataset.page === 'rollouts' && document.body.dataset.ready")
+    assert browser.evaluate("document.body.dataset.shown") == "2"

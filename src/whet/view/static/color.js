@@ -28,9 +28,10 @@ export function diverging(share) {
   return between(BLUE_ORANGE, (share + 1) / 2);
 }
 
-/** The color of one of several things. */
+/** The color of one of several things; after eight, lighter ones. */
 export function apart(n) {
-  return APART[n % APART.length];
+  const color = APART[n % APART.length];
+  return n < APART.length ? color : color.map((value) => Math.round(value + 0.5 * (255 - value)));
 }
 
 /** [red, green, blue] for the CSSOM and for attributes. */

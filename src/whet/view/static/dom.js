@@ -38,17 +38,14 @@ export function put(element, ...children) {
 
 // ---------------------------------------------------------------- text of models
 
-const NAMED = { 9: "→", 10: "↵", 13: "␍", 32: "·", 127: "␡" };
+const NAMED = { 9: "→", 10: "↵", 32: "·" };
 // Controls, soft hyphen, what changes the direction of writing, what has no width, half characters, private tags.
 const UNSEEN =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\ufff9-\uffff]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]|\udb40[\udc00-\udfff]/g;
 
-/** How a character that is not seen is shown: its symbol, else its code point. */
+/** How a character that is not seen is shown: by its code point. Fonts that have pictures of controls are rare. */
 function symbol(character) {
-  const code = character.codePointAt(0);
-  if (NAMED[code]) return NAMED[code];
-  if (code < 32) return String.fromCharCode(0x2400 + code);
-  return `⟨${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
+  return `⟨${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`;
 }
 
 /** Text with characters that are not seen, or that would turn the order of others, as symbols. New lines and tabs stay. */

@@ -133,7 +133,7 @@ async function poll(context, header) {
 
 function keyPressed(event) {
   const typing = event.target.closest?.("input, select, textarea");
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || document.getElementById("keys").open) return;
   if (typing) {
     if (event.key === "Escape") event.target.blur();
     return;

@@ -7,6 +7,9 @@ import { chart, histogram, lanesChart, legend } from "./plot.js";
 import { hashOf, link, rolloutLink, stageNames, stageOf } from "./route.js";
 
 const QUANTILES = ["min", "p10", "p25", "p50", "p75", "p90", "max"];
+const ASKED = "asked for";
+const NOT_ROLLOUTS = /calls|replies|results/;
+const LOSSES = /drop|fail|fault|without|malformed|cut|retr|abort/;
 const right = (name, title) => ({ name, title, right: true });
 
 /** A page about one stage: its selection, and what `make` gives for it, again when the run goes on. */
@@ -24,14 +27,14 @@ async function stagePage(context, title, told, make) {
 // ---------------------------------------------------------------- rewards
 
 export function rewardsPage(context) {
-  return stagePage(context, "Rewards", "line: median and mean; areas: a tenth to nine tenths, a quarter to three quarters", async (stage) => {
+  return stagePage(context, "Rewards", "areas: from a tenth to nine tenths, and from a quarter to three quarters of the rollouts", async (stage) => {
     const told = await get(address(ofRun(context.run.id, "rewards"), { stage }));
     if (!told.steps?.length || !Object.values(told.parts ?? {}).some((part) => part.count?.some((n) => n > 0))) {
       return h("p", { class: "note", data: { empty: "" } }, `The rollouts of ${visible(stage)} have no rewards: it learns from demonstrations, or none are scored yet.`);
     }
     const distribution = ([name, part]) => h("div", {}, h("h3", {}, visible(name)), spread(name, told.steps, part, context.run.id, stage));
     const sources = Object.entries(told.sources ?? {});
-    return [panel("Distribution of each part", {}, h("div", { class: "charts" }, Object.entries(told.parts).map(distribution))),
+    return [panel("Distribution of each part", {}, legend(["median", "mean"]), h("div", { class: "charts" }, Object.entries(told.parts).map(distribution))),
       sources.length > 1 && panel("Total reward by source", {}, h("div", { class: "charts" }, sources.map(distribution))),
       (told.correlation?.names ?? []).length > 1 && panel("Correlation of the parts", {}, correlation(told.correlation)),
       panel("Extremes", {}, h("div", { class: "columns" }, extremes(context.run.id, stage, "best", told.extremes?.best), extremes(context.run.id, stage, "worst", told.extremes?.worst))),
@@ -79,7 +82,7 @@ export async function ledgerPage(context) {
     return told.stages.length ? told.stages.map((stage) => ledgerOf(run.id, stage, told.filters ?? {})) : h("p", { class: "note", data: { empty: "" } }, "No step has been recorded yet.");
   }));
   await context.update();
-  return [h("div", { class: "bar" }, h("h2", {}, "Ledger"), h("span", { class: "dim" }, "requested = trained + dropped + failed + pending; a count opens the rollouts that are kept of it")), holder];
+  return [h("div", { class: "bar" }, h("h2", {}, "Ledger"), h("span", { class: "dim" }, "asked for = trained on + dropped + failed + pending; a count opens the rollouts that are recorded of it")), holder];
 }
 
 function ledgerOf(run, { stage, steps, counts, totals }, filters) {
@@ -94,8 +97,8 @@ function ledgerOf(run, { stage, steps, counts, totals }, filters) {
   };
   const drawn = names.filter((name) => totals[name] && !/pending/.test(name));
   return panel(visible(stage), { data: { ledger: stage } },
-    table(["account", right("rollouts"), right("share")], names.map((name) => [visible(name), h("span", { data: { total: name } }, count(name, totals[name])),
-      totals.requested ? `${number((100 * totals[name]) / totals.requested, 3)} %` : "–"]), { "data-table": "ledger" }),
+    table(["account", right("count"), right("share of rollouts")], names.map((name) => [visible(name), h("span", { data: { total: name } }, count(name, totals[name])),
+      totals[ASKED] && !NOT_ROLLOUTS.test(name) ? `${number((100 * totals[name]) / totals[ASKED], 3)} %` : "–"]), { "data-table": "ledger", class: "narrow" }),
     drawn.length > 0 && steps.length > 1 && [legend(drawn.slice(0, 8).map(visible)), chart({ name: `ledger of ${stage}`, height: 180, wholeX: true,
       series: drawn.slice(0, 8).map((name) => ({ name, x: steps, y: counts[name] })), yLabel: "rollouts",
       open: (step) => { location.hash = hashOf(["run", run, "rollouts"], { stage, step_from: step, step_to: step }); } })],
@@ -106,7 +109,7 @@ function ledgerOf(run, { stage, steps, counts, totals }, filters) {
 function perStep(steps, names, counts, count) {
   const most = 200;
   const order = steps.map((_, n) => n).reverse();
-  const odd = order.filter((n) => names.some((name) => /reject|drop|fail|fault|unscored|retr/.test(name) && counts[name]?.[n] > 0));
+  const odd = order.filter((n) => names.some((name) => LOSSES.test(name) && counts[name]?.[n] > 0));
   const kept = order.length > most ? [...new Set([...odd, ...order])].slice(0, most) : order;
   return [kept.length < order.length && h("p", { class: "dim" }, `${most} of ${number(order.length)} steps: those with losses first`),
     table([right("step"), ...names.map((name) => right(visible(name)))], kept.map((n) => [number(steps[n]), ...names.map((name) =>
@@ -123,7 +126,7 @@ export async function timelinePage(context) {
     const bubble = told.bubble ?? { columns: [], rows: [] };
     return [panel("What each process did, and when it waited", {}, lanesChart(told.lanes, told.seconds)),
       bubble.rows.length > 0 && panel("Bubble: the share of the processes' time in which they waited", {},
-        table(bubble.columns.map((name, n) => (n ? right(visible(name)) : visible(name))), bubble.rows.map((row) => row.map((one) => (typeof one === "string" ? visible(one) : one))), { "data-table": "bubble" }))];
+        table(bubble.columns.map((name, n) => (bubble.rows.some((row) => typeof row[n] === "number") ? right(visible(name)) : visible(name))), bubble.rows.map((row) => row.map((one) => (typeof one === "string" ? visible(one) : one))), { "data-table": "bubble" }))];
   }));
   await context.update();
   return [h("div", { class: "bar" }, h("h2", {}, "Timeline"), h("span", { class: "dim" }, "drag or + − ← → zoom and move, a double click shows everything")), holder];

@@ -65,13 +65,16 @@ function frame(width, height, xs, ys, x, y, options) {
 
 // ---------------------------------------------------------------- curves
 
-/** The points of a series that can be drawn, and its smoothed form: an exponential mean, without the bias of its start. */
-function points(series, log, smooth, [low, high]) {
+/** The points of a series that can be drawn, and its smoothed form: an exponential mean, without the bias of its start,
+ * that begins anew with each stage. */
+function points(series, log, smooth, [low, high], breaks) {
   const [x, y, soft] = [[], [], []];
-  let [mean, weight] = [0, 0];
+  let [mean, weight, stage] = [0, 0, 0];
   for (let n = 0; n < series.x.length; n++) {
     const value = series.y[n];
     if (value === null || value === undefined || Number.isNaN(value) || (log && value <= 0)) continue;
+    const now = breaks.filter((one) => one.x < series.x[n]).length;
+    if (now !== stage) [mean, weight, stage] = [0, 0, now];
     mean = smooth * mean + (1 - smooth) * value;
     weight = smooth * weight + (1 - smooth);
     if (series.x[n] < low || series.x[n] > high) continue;
@@ -143,7 +146,7 @@ export function chart(options) {
     const ends = [...series, ...bands].filter((one) => one.x.length).map((one) => [one.x[0], one.x[one.x.length - 1]]);
     const all = ends.length ? [Math.min(...ends.map((pair) => pair[0])), Math.max(...ends.map((pair) => pair[1]))] : [0, 1];
     const [left, right] = zoom ?? (all[1] > all[0] ? all : [all[0] - 0.5, all[1] + 0.5]);
-    const kept = series.map((one) => points(one, log, smooth, [left, right]));
+    const kept = series.map((one) => points(one, log, smooth, [left, right], breaks));
     const inside = bands.map((band) => band.x.map((_, n) => n).filter((n) => band.x[n] >= left && band.x[n] <= right));
     const [low, high] = range([...kept.map((one) => one.y), ...bands.flatMap((band, b) =>
       [inside[b].map((n) => band.low[n] ?? NaN), inside[b].map((n) => band.high[n] ?? NaN)])], log);

@@ -175,6 +175,7 @@ function tokensView(strand, state) {
   const card = h("div", { class: "card", role: "status", hidden: true, data: { card: "" } });
   const flow = h("div", { class: `tokens ${state.numbers ? "numbered" : ""}`, tabindex: 0, role: "list", "aria-label": `tokens of the strand by ${how.name}; arrow keys move`, data: { tokens: strand.tokens.length, color: state.color } });
   let at = -1;
+  let pointed = false;
 
   function element(token, n) {
     const value = how.of(token) ?? null;
@@ -194,7 +195,7 @@ function tokensView(strand, state) {
     const part = document.createDocumentFragment();
     for (let n = from; n < Math.min(from + AT_ONCE, strand.tokens.length); n++) {
       const token = strand.tokens[n];
-      if (n === strand.shared && n > 0) part.append(h("span", { class: "fork", role: "listitem", data: { fork: n } }, `⑂ forks from strand ${strand.from} at ${n}`));
+      if (n === strand.shared && n > 0) part.append(h("span", { class: "fork", role: "listitem", data: { fork: n } }, `↳ forks from strand ${strand.from} at ${n}`));
       part.append(element(token, n));
       if (token.text?.includes("\n")) part.append(h("br"));
     }
@@ -214,8 +215,13 @@ function tokensView(strand, state) {
     card.style.top = place.bottom + card.offsetHeight + 10 < innerHeight ? `${place.bottom + 6}px` : `${place.top - card.offsetHeight - 6}px`;
   }
 
-  flow.addEventListener("pointerover", (event) => show(event.target.closest(".token")));
-  flow.addEventListener("pointerleave", () => show(null));
+  // A pointer that rests, while the keys move, hides nothing.
+  const point = (span) => {
+    if (span || pointed) show(span);
+    pointed = Boolean(span);
+  };
+  flow.addEventListener("pointerover", (event) => point(event.target.closest(".token")));
+  flow.addEventListener("pointerleave", () => point(null));
   flow.addEventListener("blur", () => show(null));
   flow.addEventListener("keydown", (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
@@ -223,6 +229,7 @@ function tokensView(strand, state) {
     const next = Math.min(Math.max(at + by, 0), strand.tokens.length - 1);
     const span = flow.querySelector(`[data-n="${next}"]`);
     span?.scrollIntoView({ block: "nearest" });
+    pointed = false;
     show(span);
     event.preventDefault();
   });

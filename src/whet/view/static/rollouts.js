@@ -1,7 +1,7 @@
 /* All rollouts of a run: filters, search, order, keys. */
 
 import { fixed, h, line, number, put, select, visible } from "./dom.js";
-import { address, column, get, isExported, ofRun } from "./api.js";
+import { address, column, get, isExported, isThere, ofRun } from "./api.js";
 import { sparkline } from "./plot.js";
 import { virtualList } from "./table.js";
 import { hashOf, link } from "./route.js";
@@ -103,6 +103,7 @@ export async function rolloutsPage(context) {
         [c.malformed[n] ? h("span", { class: "flag" }, "malformed") : "", c.fault[n] ? h("span", { class: "flag bad", title: visible(c.fault[n] === true ? "" : c.fault[n]) }, "fault") : ""],
         line(c.prompt[n], 90), line(c.text[n], 90)];
     },
+    absent: (n) => !isThere(ofRun(run.id, "rollouts", data.columns.stage[n], data.columns.step[n], data.columns.row[n])),
     open: (n) => { location.hash = hashOf(["run", run.id, "rollout", data.columns.stage[n], data.columns.step[n], data.columns.row[n]]); },
     sorted: (key) => set({ sort: key, down: context.query.sort === key && context.query.down !== "1" ? "1" : null }),
     moved: (place) => context.setQuery({ ...context.query, at: place || null }),

@@ -30,7 +30,7 @@ function headline(run) {
   const last = run.manifest ?? {};
   const tokens = (run.stages ?? []).reduce((sum, stage) => sum + (stage.tokens ?? 0), 0);
   const seconds = (run.stages ?? []).reduce((sum, stage) => sum + (stage.seconds ?? 0), 0);
-  return [["state", run.state], ["tokens", short(tokens)], ["time in steps", duration(seconds)], ["seed", last.seed],
+  return [["tokens", short(tokens)], ["time in steps", duration(seconds)], ["seed", last.seed],
     ["started (UTC)", last.started_utc && visible(last.started_utc).replace("T", " ").replace(/\+00:00$/, "")],
     ["machine", [last.host, last.cpu, last.gpu].flat().filter((one) => typeof one === "string").map(visible).join(", ")],
     ["whet", last.packages?.whet], ["torch", last.packages?.torch]];

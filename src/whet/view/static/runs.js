@@ -126,7 +126,7 @@ async function replies(context, pair, names) {
   const stages = [...new Set(both.map((file) => file.stage))];
   const stage = stages.includes(context.query.stage) ? context.query.stage : stages[stages.length - 1];
   const steps = both.filter((file) => file.stage === stage).map((file) => file.step);
-  const step = steps.includes(Number(context.query.step)) ? Number(context.query.step) : steps[0];
+  const step = steps.includes(Number(context.query.step)) ? Number(context.query.step) : steps[steps.length - 1];
   const go = (query) => { location.hash = hashOf(["compare"], { a: pair[0], b: pair[1], m: context.query.m, stage, step, ...query }); };
   const list = await shown(async () => {
     const pairs = await get(address("api/compare/replies", { a: pair[0], b: pair[1], stage, step }));

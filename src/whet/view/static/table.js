@@ -4,7 +4,7 @@ import { h, put } from "./dom.js";
 
 /**
  * options: columns [{key, name, width, right, title, sort}], height (of a row, pixels), cells(row) -> texts and nodes,
- * open(row), sorted(key): a heading was chosen, moved(place): another row is current.
+ * absent(row): it cannot be opened, open(row), sorted(key): a heading was chosen, moved(place): another row is current.
  * The result has `element`, `show(rows, {sort, down, place})`, `move(by)`, `open()`, `place`, `focus()`.
  */
 export function virtualList(options) {
@@ -37,7 +37,7 @@ export function virtualList(options) {
     sight.style.setProperty("transform", `translateY(${start * height}px)`);
     put(sight, inSight.map((row, n) => {
       const place = start + n;
-      return h("div", { class: "row", role: "row", id: `row-${place}`, "aria-rowindex": place + 2, "aria-selected": String(place === list.place),
+      return h("div", { class: options.absent?.(row) ? "row absent" : "row", role: "row", id: `row-${place}`, "aria-rowindex": place + 2, "aria-selected": String(place === list.place),
         data: { place }, on: { click: (event) => { if (!event.target.closest("a")) { set(place); open(); } } } },
       options.cells(row).map((child, c) => h("div", { role: "gridcell", class: columns[c].right ? "right" : null }, child)));
     }));

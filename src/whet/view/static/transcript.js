@@ -22,7 +22,7 @@ export function transcript(rollout, strands) {
     if (told && told.strand !== strand) {
       strand = told.strand;
       const { from, shared } = strands[strand] ?? {};
-      cards.push(h("div", { class: "fork", data: { fork: shared ?? 0 } }, `⑂ strand ${strand}`, from !== null && from !== undefined ? `, forks from strand ${from} at token ${shared}` : ", begins anew"));
+      cards.push(h("div", { class: "fork", data: { fork: shared ?? 0 } }, `↳ strand ${strand}`, from !== null && from !== undefined ? `, forks from strand ${from} at token ${shared}` : ", begins anew"));
     }
     cards.push(replyCard(message, told, turn, rollout));
     turn += 1;
