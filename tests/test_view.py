@@ -36,7 +36,7 @@ from whet.track.record import RunDirectory
 from whet.track.timeline import Span
 from whet.track.written import ROLLOUTS, read_rollouts
 from whet.types import ConfigError, DataError, Json, WhetError
-from whet.view import answers, compare, export, records, rewards, rollouts
+from whet.view import answers, batches, compare, export, records, rewards, rollouts
 from whet.view.server import Server
 from whet.view.source import BadQuestion, NotThere, Runs, find_runs
 
@@ -54,10 +54,11 @@ HOSTILE = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real run of three steps, with evaluations and an export. Not to be written to."""
+    """A real run of three steps, with evaluations, batches and an export. Not to be written to."""
     path = tmp_path_factory.mktemp("view") / "trained"
     held = {"eval": [{"path": "tests/data/words.jsonl", "limit": 4}]}
-    config = {**RUN, "data": {**RUN["data"], **held}, "eval": {"interval": 1}}
+    record = {"track": {**RUN["track"], "batches_interval": 1}, "eval": {"interval": 1}}
+    config = {**RUN, **record, "data": {**RUN["data"], **held}}
     whet.train(**config, overrides=[f"run_dir={path}"])
     return path
 
@@ -165,6 +166,7 @@ def test_one_rollout_comes_whole_with_the_text_of_its_tokens(trained: Path) -> N
         assert "".join(told["pieces"][0]) == tokenizer.decode(row["token_ids"], skip_special_tokens=False)
         group = [m for m, other in enumerate(rows) if other["uid"] == row["uid"]]
         assert told["group"]["rows"] == group
+        assert told["trainer_logprobs"] == row["logprobs"]  # log-prob parity: they are equal to the bit
         assert told["group"]["rewards"] == [rows[m]["reward"] for m in group]
         assert told["commands"]["show"].endswith(f"--step 2 --task {row['uid']} --tokens")
     told = ask(trained, f"api/runs/0/groups/{stage}/2/{rows[0]['uid']}")
@@ -220,17 +222,77 @@ def test_what_winners_repeat_is_counted(tmp_path: Path) -> None:
     assert told["losers"][0] == ["I do not know", 0, 2]
 
 
-def test_differences_of_log_probs_are_those_of_the_files(made: Path) -> None:
+def batch(uid: int, index: int, *, trainer: list[float | None], engine: list[float]) -> dict[str, Any]:
+    """A row of a file of batches: a token of the prompt, then sampled ones."""
+    n = len(engine)
+    return {
+        "uid": uid, "index": index, "token_ids_N": [0, *range(1, n + 1)], "mask_N": [False] + [True] * n,
+        "logp_old_N": [0.0, *trainer], "logp_sample_N": [0.0, *engine], "adv_N": [0.0] + [0.5] * n,
+    }  # fmt: skip
+
+
+def write_batch(path: Path, rows: list[dict[str, Any]]) -> None:
+    schema = pa.schema([(name, kind) for name, kind in batches.COLUMNS.items() if name in rows[0]])
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+
+
+def test_differences_of_log_probs_are_those_of_metrics_and_batches(made: Path) -> None:
+    run = RunDirectory(made, ["sft", "grpo"])
+    for step in (3, 4):
+        run.log(
+            "grpo",
+            step,
+            metrics={"train/mismatch_mean_nats": 0.5 * step, "train/mismatch_max_nats": 4.0},
+            timings={},
+        )
+    run.close()
     told = ask(made, "api/runs/0/mismatch?stage=grpo")
-    assert told["steps"] == [1, 2]
-    assert told["mean"] == told["max"] == told["p99"] == [0.0625, 0.0625]
-    at = next(n for n, edge in enumerate(told["edges"]) if edge > 0.0625) - 1
-    assert [counts[at] for counts in told["counts"]] == [2, 2]
-    assert sum(map(sum, told["counts"])) == 4
-    assert told["worst"][0] == [1, 0, 1, "1", -0.0625]  # the sampler said -0.0625, the trainer -0.125
+    assert (told["steps"], told["mean"], told["max"], told["p99"]) == (
+        [3, 4],
+        [1.5, 2.0],
+        [4.0, 4.0],
+        [None, None],
+    )
+    assert (told["counts"], told["worst"]) == ([], None)
+    assert "track.batches_interval" in told["note"]
+    rows = [
+        batch(0, 1, trainer=[-1.0, -2.0], engine=[-1.0, -2.0625]),
+        batch(0, 0, trainer=[None, -3.0], engine=[-1.0, -2.5]),  # of one no model computed the log-prob
+    ]
+    write_batch(made / "batches/grpo-step-000002.parquet", rows)
+    told = ask(made, "api/runs/0/mismatch?stage=grpo")
+    assert told["steps"] == [2, 3, 4]
+    assert (told["mean"][0], told["max"][0]) == (None, None)
+    assert told["p99"][0] == pytest.approx(0.0625 + 0.98 * (0.5 - 0.0625))  # of 0, 0.0625, 0.5
+    classes = [
+        next(n for n, edge in enumerate(told["edges"]) if edge > size) - 1 for size in (0.0, 0.0625, 0.5)
+    ]
+    assert [n for n, count in enumerate(told["counts"][0]) if count == 1] == classes
+    assert sum(told["counts"][0]) == 3
+    assert told["counts"][1:] == [[0] * len(told["counts"][0])] * 2
+    assert told["worst"] == [[2, 0, 2, "2", -0.5], [2, 1, 2, "2", 0.0625]]
+    assert "1 tokens were not computed" in told["note"]
     (made / "export").mkdir()
-    Tokenizer(WordLevel({"abc>": 0, "cba": 1}, unk_token="abc>")).save(str(made / "export/tokenizer.json"))
+    Tokenizer(WordLevel({"abc>": 0, "cba": 2}, unk_token="abc>")).save(str(made / "export/tokenizer.json"))
     assert ask(made, "api/runs/0/mismatch?stage=grpo")["worst"][0][3] == "cba"
+
+
+def test_a_rollout_has_what_its_batch_says_of_tokens(made: Path) -> None:
+    path = made / "batches/grpo-step-000002.parquet"
+    write_batch(path, [batch(0, 1, trainer=[-9.0], engine=[0.0]), batch(0, 0, trainer=[-0.5], engine=[0.0])])
+    told = ask(made, "api/runs/0/rollouts/grpo/2/0")
+    assert (told["trainer_logprobs"], told["advantages"]) == ([0.0, -0.5], [0.0, 0.5])
+    assert "entropy" not in told
+    assert "trainer_logprobs" not in ask(made, "api/runs/0/rollouts/grpo/1/0")
+    assert "trainer_logprobs" not in ask(made, "api/runs/0/rollouts/grpo/2/0?of=eval")
+    other = batch(0, 0, trainer=[-0.5], engine=[0.0]) | {"token_ids_N": [0, 9]}
+    write_batch(path, [other])  # a rollout of other tokens is another one
+    assert "trainer_logprobs" not in ask(made, "api/runs/0/rollouts/grpo/2/0")
+    pq.write_table(pa.table({"uid": ["a"]}), path)
+    for url in ("rollouts/grpo/2/0", "mismatch?stage=grpo"):
+        with pytest.raises(DataError, match=r"grpo-step-000002\.parquet"):
+            ask(made, f"api/runs/0/{url}")
 
 
 def test_the_ledger_counts_and_names_filters(made: Path) -> None:
@@ -402,6 +464,17 @@ def test_damage_is_told_and_nothing_else_is_lost(name: str, damage: bytes, made:
         )  # those of step 2
 
 
+def test_a_damaged_line_of_metrics_does_not_hide_rollouts(made: Path) -> None:
+    before = ask(made, "api/runs/0/rollouts?files=all")
+    (made / "metrics.jsonl").write_text("no\n{}\n")
+    after = ask(made, "api/runs/0/rollouts?files=all")
+    assert (after["columns"], before["problems"]) == (before["columns"], [])
+    assert "metrics.jsonl line 1 is not JSON" in after["problems"][0]
+    assert ask(made, "api/runs/0/rewards?stage=grpo")["steps"] == [1, 2]
+    with pytest.raises(DataError, match=r"metrics\.jsonl line 1"):
+        ask(made, "api/runs/0/ledger")
+
+
 def test_files_of_earlier_releases_are_read(made: Path) -> None:
     (file,) = made.glob("rollouts/grpo-step-000001.parquet")
     table, whole = pq.read_table(file), read_rollouts(file)
@@ -483,7 +556,6 @@ def test_ten_thousand_rollouts(tmp_path: Path) -> None:
     assert set(map(len, listed["prompt"])) == {80}
     told = ask(tmp_path, "api/runs/0/rewards?stage=s")
     assert told["parts"]["reward"]["count"] == [1000] * 10
-    assert ask(tmp_path, "api/runs/0/mismatch?stage=s")["max"] == [0.0] * 10
     assert ask(tmp_path, "api/runs/0/search?q=ppp")["complete"] is False
 
 

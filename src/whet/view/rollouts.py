@@ -15,8 +15,9 @@ from tokenizers import Tokenizer
 
 from whet.track.written import read_table, rows_of
 from whet.types import DataError, Json
+from whet.view.batches import per_token
 from whet.view.runs import commands
-from whet.view.source import Ask, NotThere, Shown
+from whet.view.source import Ask, NotThere, Shown, tried
 
 SHORT = 80
 """Characters of a prompt and a reply in a summary."""
@@ -78,12 +79,13 @@ def _of_turns(text: str | None, path: Path) -> tuple[int, int | None, int | None
 
 
 def flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """(values of all rows, where each row begins and the last ends) of a column of lists; a null is 0."""
+    """(values of all rows, where each row begins and the last ends) of a column of lists; a null is 0, or NaN."""
     lists = column.combine_chunks()
+    values = lists.flatten()
+    if not pa.types.is_floating(values.type):
+        values = pc.fill_null(values, pa.scalar(0).cast(values.type))
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
-    return pc.fill_null(lists.flatten(), 0).to_numpy(zero_copy_only=False), np.concatenate(
-        [[0], np.cumsum(lengths)]
-    )
+    return values.to_numpy(zero_copy_only=False), np.concatenate([[0], np.cumsum(lengths)])
 
 
 def sampled(mask: pa.ChunkedArray) -> pa.Array:
@@ -134,7 +136,8 @@ def listed(ask: Ask) -> Json:
 
 def all_summaries(run: Shown, steps: Mapping[str, Collection[int]] | None = None) -> Json:
     """Summaries of all stages, of all their steps or of these."""
-    tables, problems = [], []
+    tables, problems = [], list[str]()
+    tried(problems, lambda: run.lines("metrics.jsonl"), None)
     for stage, step, path in run.files():
         if steps is not None and step not in steps.get(stage, ()):
             continue
@@ -214,7 +217,7 @@ def whole(
     run: Shown, stage: str, step: int, places: Sequence[int], table: pa.Table, path: Path
 ) -> list[dict[str, Json]]:
     """Rows of a file with all their columns, what a token says, and what else the pages show."""
-    tokenizer, out = run.tokenizer, []
+    tokenizer, out, folder = run.tokenizer, [], path.parent.name
     groups: dict[int, Json] = {}
     for place in places:
         row = rows_of(table.slice(place, 1), path, first=place)[0]
@@ -228,6 +231,7 @@ def whole(
                 "row": place,
                 "rows": table.num_rows,
                 **row,
+                **(per_token(run, stage, step, row) if folder == "rollouts" else {}),
                 "group": groups[uid],
                 "pieces": _strand_pieces(row, tokenizer) if tokenizer is not None else None,
                 "commands": commands(run, stage, step, uid),

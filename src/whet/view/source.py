@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
+from whet.config.tree import stage_names
 from whet.track.overview import Lines, Written, state_of, tokenizer_of
 from whet.track.written import list_steps, read_config, read_manifest, read_more, read_table
 from whet.types import ConfigError, DataError, Json, WhetError
@@ -23,7 +24,17 @@ T = TypeVar("T")
 
 MARKS = ("metrics.jsonl", "run.log", "manifest.json", "config.yaml")
 """A folder with one of them is a run directory: a run that was killed during its start has no metrics yet."""
-RECORDS = (*MARKS, "timings.jsonl", "timeline.json", "lock", "rollouts", "eval", "checkpoints", "export")
+RECORDS = (
+    *MARKS,
+    "timings.jsonl",
+    "timeline.json",
+    "lock",
+    "rollouts",
+    "eval",
+    "batches",
+    "checkpoints",
+    "export",
+)
 """Whatever a run adds to its record, one of these changes."""
 MOST_RUNS = 1000
 
@@ -156,9 +167,13 @@ class Shown:
 
     @property
     def stages(self) -> list[str]:
-        """In the order in which they ran; of those without a line by name."""
-        ran = list(dict.fromkeys(line["stage"] for line in self.lines("metrics.jsonl")))
-        return list(dict.fromkeys([*ran, *(stage for stage, _, _ in list_steps(self.path / "rollouts"))]))
+        """In the order in which they ran. A damaged metrics.jsonl does not hide the stages of rollout files."""
+        ran = [
+            line["stage"] for line in tried([], lambda: self.lines("metrics.jsonl"), list[dict[str, Json]]())
+        ]
+        files = [stage for stage, _, _ in list_steps(self.path / "rollouts")]
+        named = [name for name in tried([], lambda: stage_names(self.config), list[str]()) if name in files]
+        return list(dict.fromkeys([*ran, *named, *files]))
 
     def files(self, folder: str = "rollouts", stage: str | None = None) -> list[tuple[str, int, Path]]:
         """(stage, step, path) of the files of steps, in the run's order."""
@@ -180,6 +195,10 @@ class Shown:
     def table(self, path: Path) -> pa.Table:
         """A file of rollouts with all columns; few are held at once."""
         return self._whole.of(read_table, path)
+
+    def batch(self, read: Callable[[Path], pa.Table], path: Path) -> pa.Table:
+        """A file of batches; few are held at once."""
+        return self._whole.of(read, path)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
