@@ -930,6 +930,18 @@ def test_a_run_is_read_from_python(made: Path, trained: Path) -> None:
     assert result.run.metrics == result.metrics
 
 
+def test_the_readme_plots_from_a_run(trained: Path, tmp_path: Path) -> None:
+    """Its code as it stands, but for the run and the step."""
+    blocks = re.findall(r"```python\n(.*?)```", Path("README.md").read_text(), re.S)
+    (code,) = (block for block in blocks if "load_run" in block)
+    assert "runs/mine" in code
+    code = code.replace("runs/mine", str(trained)).replace("step=300", "step=3")
+    command = [sys.executable, "-c", f"{code}\nprint(rollouts.num_rows, len(rows))"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["8", "3"]
+    assert (tmp_path / "reward.png").stat().st_size > 0
+
+
 @pytest.mark.parametrize("path", ["nothing", "."])
 def test_a_folder_that_is_no_run_is_named(path: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not a run directory"):
