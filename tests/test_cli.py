@@ -33,6 +33,7 @@ COMMANDS = {
     "schema",
     "export",
     "scale",
+    "view",
     "replay",
     "diff",
 }

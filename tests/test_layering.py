@@ -36,6 +36,7 @@ LAYERS: list[set[str]] = [
     {
         "__main__",
         "cli",
+        "commands_runs",
         "notices",
         "options",
         "commands_records",
@@ -48,7 +49,7 @@ LAYERS: list[set[str]] = [
         "rehearsal",
         "prove",
         "cluster",
-        "web",
+        "view",
     },
 ]
 """By first name below `whet`; `whet/__init__.py` is of the last layer."""
@@ -62,7 +63,6 @@ OWN_MODULE = {
     "mlflow",
     "swanlab",
     "peft",
-    "streamlit",
     "mcp",
     "gymnasium",
     "skyrl_gym",

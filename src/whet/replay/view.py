@@ -207,7 +207,7 @@ def _tokens(
     was: Mapping[str, Json], now: Mapping[str, Json], batch: Mapping[str, Json], run_dir: Path | None
 ) -> Table:
     """A row for each sampled token: its log-prob as recorded, as sampled again, and by the trainer before the step."""
-    from whet.track.show import tokenizer_of
+    from whet.track.overview import tokenizer_of
 
     tokenizer = tokenizer_of(run_dir) if run_dir else None
     ids, places = (now or batch)[_column(now, "token_ids")], _trained(now, batch)
