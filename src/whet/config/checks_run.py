@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from whet.config.engines import ENGINES
+from whet.config.engines import unknown_engine
 from whet.config.recipes import resolve
 from whet.config.schema import Config, ProfileConfig
 from whet.config.secrets import MASK, is_secret, left_out, masked_url
@@ -40,7 +40,7 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     yield from _remote_paths(cfg)
     yield from _folders(cfg)
     yield from _dumps(cfg)
-    if problem := unknown(ENGINES, cfg.rollout.engine):
+    if problem := unknown_engine(cfg.rollout.engine):
         yield "rollout.engine", problem
     yield from _trackers(cfg)
     yield from _profile(cfg)
