@@ -50,7 +50,9 @@ async def train_step(stage: Stage, step: int) -> Metrics:
         step, groups
     )  # packed; log-probs, values, correction, advantages
     learned = await learner.learn(step, batch, groups)  # minibatches, optimizer steps
-    proved = await weights.publish(step, explorer)  # a new version, once nothing is sampled that must not see it
+    proved = await weights.publish(
+        step, explorer
+    )  # a new version, once nothing is sampled that must not see it
     played = await explorer.trained(groups, learned.skipped)  # frees room: the next tasks may start
     stage.context.monitor.step = step + 1
     learner.reset_reference(step + 1)

@@ -114,7 +114,9 @@ def kept(name: str, text: str) -> Json:
         from whet.rollout.http.supported import FIELDS, ROUTES
 
         fields = {
-            schema: {"properties": dict.fromkeys(answer["components"]["schemas"][schema]["properties"], {})}
+            schema: {
+                "properties": {name: {} for name in answer["components"]["schemas"][schema]["properties"]}
+            }
             for schema in FIELDS
         }
         paths = {path: {} for path in answer["paths"] if path in ROUTES}
@@ -137,7 +139,9 @@ def differences(ours: Json, theirs: Json, at: str = "") -> list[str]:
             pairs = zip(ours.values(), theirs.values())
             return [d for a, b in list(pairs)[:1] for d in differences(a, b, f"{at}.*")]
         missing = [f"{at}.{key} is not there" for key in ours if key not in theirs]
-        return missing + [d for key in ours if key in theirs for d in differences(ours[key], theirs[key], f"{at}.{key}")]
+        return missing + [
+            d for key in ours if key in theirs for d in differences(ours[key], theirs[key], f"{at}.{key}")
+        ]
     if isinstance(ours, list) and isinstance(theirs, list):
         pairs = [(a, b) for a, b in zip(ours, theirs) if a is not None and b is not None]
         return [d for a, b in pairs[:1] for d in differences(a, b, f"{at}[]")]

@@ -82,7 +82,7 @@ class Router:
         self._can: Capabilities | None = None
         """Of every replica; None before there was one."""
         self._proof, self._measured = "", dict[str, float]()
-        """Of the version `target`: as the first replica that has a proof gave it, and the worst of what all measured."""
+        """Of the version `target`: as the first replica that has a proof gave it; the worst of what all measured."""
         self._kept = False
         """Requests were stopped where they are."""
         self._unplaced: frozenset[Part] = frozenset()

@@ -158,7 +158,9 @@ def apart(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> t
     """(mean, largest) absolute difference. Infinite where the numbers of tokens differ."""
     if [len(row) for row in one] != [len(row) for row in other]:
         return math.inf, math.inf
-    difference = np.abs(np.concatenate([np.asarray(row) for row in one]) - np.concatenate([*map(np.asarray, other)]))
+    difference = np.abs(
+        np.concatenate([np.asarray(row) for row in one]) - np.concatenate([*map(np.asarray, other)])
+    )
     return float(difference.mean()), float(difference.max())
 
 

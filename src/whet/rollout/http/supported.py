@@ -133,11 +133,13 @@ def unfit(config: Mapping[str, Any], *, speculative: Any, max_context: int) -> s
         )
     if config["max_model_len"] <= max_context:
         return (
-            f"was started with --max-model-len {config['max_model_len']}, and rollouts have up to {max_context} tokens; "
-            f"start it with at least {max_context + 1}"
+            f"was started with --max-model-len {config['max_model_len']}, and rollouts have up to {max_context} "
+            f"tokens; start it with at least {max_context + 1}"
         )
     if speculative:
-        return "was started with speculative decoding, whose draft model gets no new weights; start it without"
+        return (
+            "was started with speculative decoding, whose draft model gets no new weights; start it without"
+        )
     return ""
 
 

@@ -180,7 +180,10 @@ class VllmEngine:
 
     async def health(self) -> Health:
         """See `RolloutEngine`."""
-        found = [(m["name"], m["labels"], float(m["value"])) for m in _COUNT.finditer(await self.calls.ask(METRICS))]
+        found = [
+            (m["name"], m["labels"], float(m["value"]))
+            for m in _COUNT.finditer(await self.calls.ask(METRICS))
+        ]
         requests = sum(
             value
             for name, labels, value in found
@@ -314,7 +317,9 @@ def completion(choice: dict[str, Any], sampling: Sampling, *, name: str) -> Comp
     finish: FinishReason = reason
     tokens, rows = choice["token_ids"], choice["logprobs"]["content"]
     if [row["token_id"] for row in rows] != tokens:
-        raise WhetError(f"{name} told log-probs of {len(rows)} other tokens than the {len(tokens)} that it sampled")
+        raise WhetError(
+            f"{name} told log-probs of {len(rows)} other tokens than the {len(tokens)} that it sampled"
+        )
     told = [_finite(row["logprob"], name) for row in rows]
     return Completion(
         token_ids=tokens,
