@@ -35,6 +35,8 @@ LAYERS: list[set[str]] = [
     {
         "__main__",
         "cli",
+        "engine_commands",
+        "engines",
         "notices",
         "options",
         "api",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import typer
 
-from whet import secrets
+from whet import engine_commands, secrets
 from whet.notices import say, say_columns, say_missing, write
 from whet.options import (
     SETTINGS,
@@ -48,6 +48,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Make training files from published data.")
 app.add_typer(data_app, name="data")
+engine_commands.register(app)
 
 
 def _version(wanted: bool) -> None:

@@ -11,11 +11,14 @@ from typing import Any, Literal
 
 import aiohttp
 
+from whet.rollout.replica import Late
 from whet.rollout.requests import RequestError
 from whet.types import WhetError
 
 PAUSES_S = (0.1, 0.5)
 """Before each repetition of a call whose connection was lost."""
+DEAD = "EngineCore encountered an issue"
+"""What vLLM answers when the process that computes has died."""
 MOST_TOLD = 500
 """Characters of a server's error that are passed on."""
 
@@ -48,8 +51,8 @@ class Limits:
         return f"rollout.{key}={getattr(self, kind):g}"
 
 
-class Unreachable(WhetError):
-    """The server does not answer, or not in time."""
+class Unreachable(Late):
+    """The server does not answer, or not in time, or says that it is dead: what it was asked for is not at fault."""
 
 
 class Calls:
@@ -126,6 +129,8 @@ class Calls:
         told = f"{self.url} refused {call.what} with status {said.status}: {message[:MOST_TOLD]}"
         if said.status in (401, 403):
             told += "; rollout.server.token names the environment variable that has its token"
+        if said.status == 503 or DEAD in message:
+            return Unreachable(told)
         return (RequestError if said.status in (400, 422) else WhetError)(told)
 
     def _opened(self) -> aiohttp.ClientSession:

@@ -87,11 +87,8 @@ class Folder:
             copy_weights(self.model, update.named())
             module = self.model
         path = self.root / f"weights-{update.version:08d}"
-        size = 0
         with atomic_folder(path, durable=False) as new:
-            for number, tensors in enumerate(_files(module)):
-                save_file(tensors, new / f"model-{number:05d}.safetensors", {"format": "pt"})
-                size += sum(t.nbytes for t in tensors.values())
+            size = write_weights(module, new)
         written_s = time.monotonic() - began
         expected, before = self.canary.expected(module, self.ops, update.version), self.last
         self.last = expected
@@ -111,6 +108,15 @@ class Folder:
         """Remove all versions."""
         for path in self.root.glob("weights-*"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def write_weights(module: PreTrainedModel, folder: Path) -> int:
+    """All weights, with the effect of adapters, as safetensors. Returns their bytes."""
+    size = 0
+    for number, tensors in enumerate(_files(module)):
+        save_file(tensors, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
+        size += sum(t.nbytes for t in tensors.values())
+    return size
 
 
 def _files(module: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
