@@ -28,8 +28,8 @@ Handler = Callable[[Any], Awaitable[Any]]
 class Server:
     """What both have: a thread with an event loop, requests by their ids, and weights from a file."""
 
-    def __init__(self, engine: NativeEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: NativeEngine, *, port: int = 0) -> None:
+        self.engine, self.port = engine, port
         engine.beat = lambda what: time.sleep(0.002)  # a reply takes long enough to be interrupted
         self.running: dict[str, asyncio.Task[Completion]] = {}
         self.aborted: set[str] = set()
@@ -65,7 +65,7 @@ class Server:
             app.router.add_route("*", path, self._answering(handler))
         self._runner = web.AppRunner(app, shutdown_timeout=5.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         self._up.set()
 
@@ -141,14 +141,14 @@ def told(done: Completion, sampling: Sampling) -> list[float]:
 class VllmServer(Server):
     """vLLM 0.32, as it was recorded (`backends.transcripts`): every answer is a recorded one, with other values."""
 
-    def __init__(self, engine: NativeEngine) -> None:
+    def __init__(self, engine: NativeEngine, *, port: int = 0) -> None:
         self.recorded = read()
         self.label = "default"
         self.asked: list[tuple[str, Any]] = []
         """Every call: path and body."""
         self.fails: dict[str, Callable[[Any], Awaitable[Any]]] = {}
         """What is done instead of a call, by its path: faults are injected here."""
-        super().__init__(engine)
+        super().__init__(engine, port=port)
 
     def routes(self) -> dict[str, Handler]:
         own = {

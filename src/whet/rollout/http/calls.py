@@ -19,6 +19,8 @@ PAUSES_S = (0.1, 0.5)
 """Before each repetition of a call whose connection was lost."""
 DEAD = "EngineCore encountered an issue"
 """What vLLM answers when the process that computes has died."""
+KEPT_S = 2.0
+"""An idle connection is closed here before vLLM closes it (after 5 s): a call over one that is being closed is lost."""
 MOST_TOLD = 500
 """Characters of a server's error that are passed on."""
 
@@ -139,7 +141,7 @@ class Calls:
         if self._session is None or self._loop is not loop:
             self._drop()
             no_limit = aiohttp.ClientTimeout(total=None, sock_connect=10.0)  # each call has its own
-            connector = aiohttp.TCPConnector(limit=0)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
             self._session = aiohttp.ClientSession(
                 headers=self._headers, timeout=no_limit, connector=connector
             )
