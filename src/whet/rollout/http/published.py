@@ -114,7 +114,8 @@ def write_weights(module: PreTrainedModel, folder: Path) -> int:
     """All weights, with the effect of adapters, as safetensors. Returns their bytes."""
     size = 0
     for number, tensors in enumerate(_files(module)):
-        save_file(tensors, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
+        name = f"model-{number:05d}.safetensors" if number else "model.safetensors"
+        save_file(tensors, folder / name, {"format": "pt"})
         size += sum(t.nbytes for t in tensors.values())
     return size
 
