@@ -69,9 +69,8 @@ def test_a_url_without_a_server_is_told(tmp_path: Path) -> None:
         vllm(inputs(tmp_path, urls=("http://127.0.0.1:9",), timeout_s=0.2))
 
 
-def test_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPEN", "open sesame, open")
-    opener = Opener(inputs(tmp_path, token="OPEN"))
+def test_token(tmp_path: Path) -> None:
+    opener = Opener(inputs(tmp_path, token="open sesame, open"))
     assert opener.token == opener.env()["VLLM_API_KEY"] == "open sesame, open"
     assert "VLLM_API_KEY" not in Opener(inputs(tmp_path)).env()
 

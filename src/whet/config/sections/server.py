@@ -18,7 +18,7 @@ class ServerConfig(Section):
     and those of a server that dies or hangs are asked of the others. Start them with the options that docs/backends.md
     lists. Default: whet starts one server."""
     token: str | None = None
-    """Name of the environment variable that has the token of the servers (vllm serve --api-key). Default: no token."""
+    """Token of the servers (vllm serve --api-key), best as a reference: ${oc.env:NAME}. Default: no token."""
     command: str | None = None
     """Executable of the server that whet starts. Default: vllm in the environment of `whet engine install vllm`, else
     vllm on PATH."""

@@ -130,7 +130,7 @@ class Calls:
             message = text
         told = f"{self.url} refused {call.what} with status {said.status}: {message[:MOST_TOLD]}"
         if said.status in (401, 403):
-            told += "; rollout.server.token names the environment variable that has its token"
+            told += "; give its token as rollout.server.token"
         if said.status == 503 or DEAD in message:
             return Unreachable(told)
         return (RequestError if said.status in (400, 422) else WhetError)(told)

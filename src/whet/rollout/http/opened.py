@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from whet.rollout.http.vllm import VllmEngine
 from whet.rollout.replica import Replica
 from whet.rollout.router import Router
 from whet.track.files import atomic_folder
-from whet.types import ConfigError, WhetError
+from whet.types import WhetError
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +60,9 @@ class Opener:
         self.limits = Limits(
             answer=self.server.timeout_s, load=self.server.load_timeout_s, reply=inputs.reply_timeout_s
         )
-        self.token = token_of(self.server.token)
+        self.token = self.server.token
+        if self.token is not None:
+            secrets.learn("rollout.server.token", self.token)
         self.urls = {f"engine-{n}": url for n, url in enumerate(self.server.urls)}
 
     async def all(self) -> list[Replica]:
@@ -153,16 +154,6 @@ class Opener:
             max_context=inputs.max_context,
             end_token_ids=inputs.end_token_ids,
         )
-
-
-def token_of(name: str | None, env: Mapping[str, str] = os.environ) -> str | None:
-    """The token in an environment variable. Raises ConfigError where it is not set."""
-    if name is None:
-        return None
-    if not env.get(name):
-        raise ConfigError(f"rollout.server.token={name}: this environment variable is not set")
-    secrets.learn(name, env[name])
-    return env[name]
 
 
 def vllm(inputs: EngineInputs) -> RolloutEngine:
