@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from asking import reply
 from clients import Sglang
 from servers import Server, SglangServer, VllmServer
-from serving import vllm_engine
+from serving import REAL, real_server, vllm_engine
 from tiny import FAMILIES, VOCAB, tiny_model
 from whet import environment, seeds
 from whet.batch import Batch, pack
@@ -29,6 +29,7 @@ from whet.models.load import build
 from whet.models.logprob_parity import self_test
 from whet.rollout.engine import RolloutEngine, WeightUpdate
 from whet.rollout.hf import HfEngine
+from whet.rollout.http.vllm import RESUME
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
 from whet.rollout.requests import RequestError
@@ -53,13 +54,13 @@ def letters(token_ids: list[int]) -> str:
 
 def module(seed: int = 0) -> PreTrainedModel:
     """intermediate_size is a multiple of 32: silu of torch rounds the last numbers of a tensor differently, so that
-    with the PyTorch twins other widths are not exact."""
+    with the PyTorch twins other widths are not exact. head_dim: vLLM has no attention for 16 on a CPU."""
     scratch = ScratchConfig(
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,
         intermediate_size=64,
         initializer_range=0.1,
     )
@@ -117,6 +118,20 @@ def vllm(url: str) -> RolloutEngine:
     return engine
 
 
+def real() -> Iterator[RolloutEngine]:
+    """A real server, as it would be at its start."""
+    engine = vllm_engine(real_server(module, LIMIT).url, module(), max_context=LIMIT, end_token_ids=[END])
+
+    async def fresh() -> None:
+        await engine.calls.ask(RESUME)
+        await engine.open()
+        await engine.update_weights(WeightUpdate(version=0, module=module()))
+
+    run(fresh())
+    yield engine
+    run(engine.close())
+
+
 ENGINES: dict[str, Callable[[], Iterator[RolloutEngine]]] = {
     "native-torch": lambda: iter([native("torch")]),
     "native": lambda: iter([native("auto")]),
@@ -127,6 +142,8 @@ ENGINES: dict[str, Callable[[], Iterator[RolloutEngine]]] = {
     "vllm-recorded": lambda: served(VllmServer, vllm),
     "sglang-shaped": lambda: served(SglangServer, lambda url: Sglang(url, vocab=VOCAB, max_context=LIMIT)),
 }
+if REAL:
+    ENGINES["vllm"] = real
 WITH_MODELS = {name for name in ENGINES if "scripted" not in name}
 
 
