@@ -17,7 +17,10 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor() -> None:
-    """Show which engines are installed and supported, and what to do where something lacks."""
+    """Show which engines are installed and supported, and what to do where something lacks.
+
+    Example: whet doctor
+    """
     from whet.engines import findings, supported
 
     for finding in findings():
