@@ -18,7 +18,10 @@ TEMPLATES ?=
 # `make test-peers`: formulas and translations against the peers' own packages, in an environment of their own: network, two
 # GB and some minutes. WRITE=--write also writes docs/peers.md.
 
-.PHONY: demo test test-peers sweep golden check format docs bits bench bench-learn bench-train clean
+# `make test-backends`: the contract suite over a real vLLM, in an environment of its own (network, 3.5 GB, some minutes), or
+# over the one that VLLM names.
+
+.PHONY: demo test test-peers test-backends sweep golden check format docs bits bench bench-learn bench-train clean
 
 demo: $(VENV)/.installed
 	$(BIN)/whet train examples/first_run.yaml
@@ -29,6 +32,14 @@ test: $(VENV)/.installed-dev
 
 test-peers: .peers-venv/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests .peers-venv/bin/python -m peers.run $(WRITE)
+
+VLLM ?= .vllm-env/bin/vllm
+
+test-backends: $(VENV)/.installed-dev $(VLLM)
+	WHET_VLLM="$(VLLM)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_backends.py tests/test_rollout_contract.py -k "vllm or real"
+
+.vllm-env/bin/vllm: $(VENV)/.installed
+	$(BIN)/whet engine install vllm --folder .vllm-env
 
 sweep: $(VENV)/.installed-dev
 	TEMPLATES="$(TEMPLATES)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sweep --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -90,4 +101,4 @@ PEERS := .peers-venv/bin/python -m pip install --quiet
 	touch $@
 
 clean:
-	rm -rf $(VENV) .bench-venv .peers-venv build dist src/*.egg-info
+	rm -rf $(VENV) .bench-venv .peers-venv .vllm-env build dist src/*.egg-info

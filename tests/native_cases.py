@@ -750,6 +750,14 @@ CLUSTER = (
     "cluster.health_timeout_s", "cluster.start_timeout_s",
 )  # fmt: skip
 
+SERVER = tuple(
+    f"rollout.server.{name}"
+    for name in (
+        "urls", "token", "command", "options", "env", "weights_dir", "canary_bound", "timeout_s", "load_timeout_s",
+        "start_timeout_s", "restarts",
+    )
+)  # fmt: skip
+
 PARTS = ("cluster.ranks", "cluster.reward_hosts", "cluster.explorers")
 
 RANKS = tuple(
@@ -775,6 +783,7 @@ BELOW: dict[str, str] = {
     "checkpoint.sharded": "ranks start for it: test_checkpoint_parts.py",
     **dict.fromkeys(APART, "of processes that explore and train apart: test_apart.py has a test of each"),
     **dict.fromkeys(PARTS, "Ray starts for it: test_cluster_parts.py has a test of each"),
+    **dict.fromkeys(SERVER, "a server is asked for it: test_http_keys.py has a test of each"),
     **dict.fromkeys(CLUSTER, "Ray starts for it: test_cluster.py has a test of each"),
     **{f"eval.offline.{name}": "training refuses it, `whet eval` reads it" for name in OFFLINE},
 }

@@ -37,6 +37,8 @@ LAYERS: list[set[str]] = [
         "__main__",
         "cli",
         "commands_runs",
+        "engine_commands",
+        "engines",
         "notices",
         "options",
         "commands_records",

@@ -594,9 +594,9 @@ def test_runs_are_found_in_folders(made: Path, tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     assert find_runs([tmp_path]) == [tmp_path / "again", made]
     assert find_runs([made, tmp_path]) == [made, tmp_path / "again"]
-    with pytest.raises(ConfigError, match="no such folder"):
+    with pytest.raises(DataError, match="no such folder"):
         find_runs([tmp_path / "nothing"])
-    with pytest.raises(ConfigError, match="is not a run directory and has none"):
+    with pytest.raises(DataError, match="is not a run directory and has none"):
         find_runs([tmp_path / "notes"])
 
 

@@ -323,6 +323,9 @@ def open_engine(
             quantization=cfg.rollout.quantization,
             beat=watch.beat,
             span=partial(timeline.piece, lane=SAMPLING),
+            server=cfg.rollout.server,
+            reply_timeout_s=cfg.rollout.timeout_s,
+            run_dir=Path(cfg.run_dir).absolute(),
         )
     )
     if lacks := missing(engine):

@@ -36,6 +36,7 @@ from whet.config.sections.reprompt import RepromptConfig
 from whet.config.sections.reward_model import RewardModelConfig
 from whet.config.sections.rollout import EnvironmentConfig, RolloutConfig, SamplingConfig
 from whet.config.sections.run import CheckpointConfig, MachineConfig, RewardWorkersConfig, TrackConfig
+from whet.config.sections.server import ServerConfig
 from whet.config.sections.sync import SyncConfig
 from whet.config.sections.train import (
     CriticOptimizerConfig,
@@ -85,6 +86,7 @@ __all__ = [
     "ScheduleConfig",
     "ScratchConfig",
     "Section",
+    "ServerConfig",
     "SourceConfig",
     "StageConfig",
     "SyncConfig",

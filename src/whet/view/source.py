@@ -48,16 +48,16 @@ class BadQuestion(WhetError):
 
 
 def find_runs(given: Sequence[Path]) -> list[Path]:
-    """The run directories: those given, and those in given folders, by name. ConfigError for a path with neither."""
+    """The run directories: those given, and those in given folders, by name. DataError for a path with neither."""
     found: list[Path] = []
     for path in given:
         if not path.exists():
-            raise ConfigError(
+            raise DataError(
                 f"{path}: no such folder; expected a run directory, or a folder with run directories"
             )
         inner = [path] if _is_run(path) else sorted(p for p in path.glob("*") if _is_run(p))
         if not inner:
-            raise ConfigError(
+            raise DataError(
                 f"{path} is not a run directory and has none: a run directory has metrics.jsonl or run.log"
             )
         found += inner
