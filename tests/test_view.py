@@ -901,7 +901,7 @@ def test_the_command_exports_and_names_mistakes(made: Path, tmp_path: Path) -> N
     assert "4 of 4 rollouts" in out.replace("\n", " ")
     process = whet_view(str(tmp_path / "no"), "--no-open")
     out, err = process.communicate(timeout=120)
-    assert (process.returncode, out) == (2, "")
+    assert (process.returncode, out) == (1, "")
     assert err.startswith("whet: ")
     assert "no such folder" in err
     assert "Traceback" not in err
