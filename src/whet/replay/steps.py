@@ -12,7 +12,8 @@ from whet.checkpoint import STATE, all_in
 from whet.config.load import Loaded
 from whet.config.plan import Plan, plans
 from whet.storage.manifests import place_of
-from whet.track.written import list_steps, read_lines, read_manifest
+from whet.track import show
+from whet.track.written import list_steps
 from whet.types import ConfigError, DataError, Json
 
 BEGINNING = "the beginning of the run"
@@ -176,19 +177,18 @@ def is_step(line: dict[str, Json]) -> bool:
 
 def read(run_dir: Path) -> Recorded:
     """Raises ConfigError or DataError where this is no run directory, or a file in it was not written by a run."""
-    loaded = config_of(run_dir, ())
-    manifest = read_manifest(run_dir)
-    lines = read_lines(run_dir / "metrics.jsonl")
-    if not any(map(is_step, lines)):
+    written = show.read(run_dir)
+    if not any(map(is_step, written.metrics)):
         raise DataError(f"{run_dir}: metrics.jsonl has no training step yet, so there is nothing to replay")
+    loaded = config_of(run_dir, ())
     return Recorded(
         path=run_dir,
         loaded=loaded,
         plans=plans(loaded, here=False),
         starts=[Start((0, 0)), *_checkpoints(run_dir / "checkpoints")],
-        lines=lines,
-        branches=[c for c in manifest.get("changes", []) if c["kind"] == "branch"],
-        manifest=manifest.get("starts", [{}])[-1],
+        lines=written.metrics,
+        branches=[c for c in written.changes if c["kind"] == "branch"],
+        manifest=written.manifest,
     )
 
 
