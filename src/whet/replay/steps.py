@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from whet.bench import config_of
@@ -89,7 +90,12 @@ class Recorded:
 
     def done(self, stage: int) -> int:
         """The last step of a stage."""
-        return max((x["step"] for x in self.lines if x["stage"] == self.names[stage]), default=0)
+        return self._last.get(self.names[stage], 0)
+
+    @cached_property
+    def _last(self) -> dict[str, int]:
+        """The last step of each stage; a resumed run has removed what came later."""
+        return {line["stage"]: line["step"] for line in self.lines}
 
     def steps(self) -> list[Step]:
         """All recorded steps, in their order."""
@@ -123,7 +129,7 @@ class Recorded:
     def _has_env(self, stage: int) -> bool:
         return self.loaded.stages[stage].rollout.env is not None
 
-    @property
+    @cached_property
     def _told_all(self) -> bool:
         """Whether the journal still has its first answers: what comes before the oldest checkpoint is dropped."""
         return any((self.path / "journal").glob("*-0-000000.jsonl"))
