@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,11 +111,15 @@ class Recorded:
         none, before its update; or the beginning of the run. play: environments are asked again."""
         mode = self.plans[stage].mode
         ahead = self.loaded.stages[stage].rollout.max_staleness if mode == "overlapped" else 0
-        before = [s for s in self.starts if s.at < (stage, step) and self._leads(s, stage, step, play=play)]
-        if not before:
+        sampled = stage, step - 1 - ahead
+        earlier = self.starts[: bisect_left(self.starts, (stage, step), key=lambda s: s.at)]
+        leading = (s for s in reversed(earlier) if self._leads(s, stage, step, play=play))
+        start = next(leading, None)
+        if start is None:
             return Step(stage, step, None, why=self._why_none(stage))
-        sampling = [s for s in before if s.checkpoint is not None and s.at <= (stage, step - 1 - ahead)]
-        start = (sampling or before)[-1]
+        if start.at > sampled:  # it has the rollouts of the step
+            before = next((s for s in leading if s.at <= sampled), None)
+            start = before if before is not None and before.checkpoint is not None else start
         return Step(stage, step, start, self._forward(start, stage, step))
 
     def _leads(self, start: Start, stage: int, step: int, *, play: bool) -> bool:
