@@ -168,6 +168,35 @@ def test_the_terms_are_those_that_were_trained_on(rl: Path) -> None:
     assert sum(losses) / 4 == pytest.approx(found.numbers["train/loss"], rel=1e-5, abs=1e-7)
 
 
+def test_terms_of_a_mix_stand_at_their_rollouts(tmp_path: Path) -> None:
+    """In the first optimizer step the policy is that before the step: so are its log-probs, rollout by rollout."""
+    run = trained(
+        tmp_path / "run",
+        algorithm={"name": "mix"},
+        train={"steps": 2, "tasks_per_step": 4, "minibatches": 2, "optimizer": {"lr": 0.05}},
+        data={"demonstrations": [{"rows": PAIRS, "name": "pairs"}]},
+    )
+    found = again(run, 2)
+    assert found.equal
+    first = [row for row in found.batch if row["update_1/optimizer_step_R"] == 1]
+    later = [row for row in found.batch if row["update_1/optimizer_step_R"] == 2]
+    assert len(first) + len(later) == len(found.recorded)
+    assert all(row["update_1/logp_N"] == row["logp_N"] for row in first)
+    assert all(row["update_1/logp_N"] != row["logp_N"] for row in later)
+
+
+def test_evaluations_are_left_out_and_their_syncs_are_not(tmp_path: Path) -> None:
+    """With sync_interval > 1 an evaluation brings the engine new weights."""
+    run = trained(
+        tmp_path / "run",
+        algorithm={"name": "grpo", "correction": {"weight": {"name": "token", "high": 2.0}}},
+        data={"eval": [{"path": "tests/data/held_out.jsonl"}]},
+        rollout={"group_size": 2, "sampling": {"max_tokens": 4}, "sync_interval": 3},
+        eval={"interval": 2},
+    )
+    assert again(run, 3).equal
+
+
 # ---------------------------------------------------------------- one bit
 
 
@@ -357,6 +386,7 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
     data.write_text(data.read_text().replace('"b"', '"c"'))
     with pytest.raises(CheckpointError, match="Data source 'words' has changed"):
         again(run, 3)
+    assert again(run, 1).notes[0] == f"data {data} has changed since the run"
 
 
 # ---------------------------------------------------------------- asynchronous runs

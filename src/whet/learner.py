@@ -114,8 +114,8 @@ class Learner:
     entropy: EntropyBonus = field(default_factory=lambda: EntropyBonus(0.0))
     value_scale: Scale = field(default_factory=Scale)
     """Units in which the critic predicts returns; one scale for a whole step."""
-    terms: list[LossTerms] = field(default_factory=list)
-    """Of the current step."""
+    terms: list[LossTerms] | None = None
+    """Of the current step, if its batch is recorded."""
     thread: ThreadPoolExecutor | None = None
     """Where it computes while rollouts are sampled."""
 
@@ -220,10 +220,11 @@ class Learner:
     def learned(self, step: int, batch: Batch, groups: list[Group]) -> Learned:
         """See `learn`. The engine's and the trainer's log-probs are compared before the weights change: in the first
         update."""
-        self.terms, logp_N = [], None
+        recorded = self.context.due(step + 1, self.context.cfg.track.batches_interval)
+        self.terms, logp_N = [] if recorded else None, None
         own = without_experts(batch)
         with self.context.monitor.phase("update"):
-            if self.records(step):
+            if recorded:
                 logp_N = among_skipped(own, self.policy.forward(computed(own), "logprobs"))
             updates, lost = self.update(step, batch)
         first = {k: v for k, v in updates[0].items() if "/mismatch_" in k}
@@ -234,13 +235,9 @@ class Learner:
             metrics=merge(updates) | first | self.measure(step, own),
             skipped=tuple(groups[n].task.uid for n in lost),
             flops=self._flops(step, own),
-            terms=[each.own(batch) for each in self.terms],
+            terms=[each.own(batch) for each in self.terms or ()],
             logp_N=logp_N,
         )
-
-    def records(self, step: int) -> bool:
-        """Whether the batch of the step after `step` steps is recorded, and with it what the loss is made of."""
-        return self.context.due(step + 1, self.context.cfg.track.batches_interval)
 
     def update(self, step: int, batch: Batch) -> tuple[list[Metrics], Sequence[int]]:
         """Every optimizer step of the policy and of the critic: the policy's first, or both at once on separate ranks.
@@ -276,7 +273,7 @@ class Learner:
             weighted, self.policy.forward, coef
         )  # sees the whole minibatch before it is split
         seen = computed(weighted)
-        if self.records(step):
+        if self.terms is not None:
             if minibatch.skipped_R is not None:
                 rows = rows[~minibatch.skipped_R]
             out, result = evaluated(self.policy, seen, loss, entropy=algorithm.entropy.is_on)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from whet import environment
-from whet.api import Stop
+from whet.api import Stop, run_loop
 from whet.bench import alone
 from whet.checkpoint import read_state
 from whet.replay.run import aside, opened
 from whet.replay.steps import Recorded, Start
-from whet.track.compare import Compared, Difference, by_name, place_of, same
+from whet.track.compare import Compared, Difference, by_name, same, token_place
 from whet.track.log import close_logging, setup_logging
 from whet.track.written import read_rollouts
 from whet.types import ConfigError, Group, Json, Rollout, Strand, Task
@@ -84,6 +84,7 @@ def _by_policy(
             from whet.stages import begin
         planned = [replace(plan, models_elsewhere=False) for plan in recorded.plans]
         job = opened(alone(loaded), planned, [], Environments(), Stop(), stack)
+        stack.callback(lambda: run_loop(job.close()))
         context = begin(job, stage).context
         # as sampled, not as trained
         train = context.cfg.train.model_copy(update={"temperature": None})
@@ -110,7 +111,7 @@ def _compared(rows: Rows, logp_N: Tensor, version: int, name: str) -> Compared:
             count += 1
             if not same(was, now):
                 odd += 1
-                first = first or Difference("logprobs", was, now, who, *place_of(row, at))
+                first = first or Difference("logprobs", was, now, who, *token_place(row, at))
         begin += size
     return Compared(f"logprobs by {name} (version {version})", count, odd, first)
 

@@ -33,10 +33,10 @@ from whet.config.schema import CheckpointConfig, Config, TrackConfig
 from whet.config.sections.profile import ProfileConfig
 from whet.guard.imports import import_all
 from whet.guard.watch import Watch
-from whet.replay.steps import Recorded, Step
+from whet.replay.steps import Recorded, Step, is_step
 from whet.rewards.combine import RewardSet
 from whet.secrets import guarded_output
-from whet.start import began
+from whet.start import began, data_files
 from whet.storage.paths import brought_here
 from whet.track import compare
 from whet.track.callbacks import Callbacks
@@ -174,7 +174,7 @@ def replay(
         records = replace(job.records, saver=Unsaved(), trackers=[*job.records.trackers, ends])
         branches = any(recorded.place(change) == step.start.at for change in recorded.branches)
         run_loop(run_all(replace(job, records=records, change=branches), path, state))
-        return _found(recorded, step, home, _notes(recorded, loaded, state), state)
+        return _found(recorded, step, home, _notes(recorded, loaded, step.stage, state), state)
 
 
 @contextmanager
@@ -256,18 +256,32 @@ def opened(
 # ---------------------------------------------------------------- what is compared with the record
 
 
-def _notes(recorded: Recorded, loaded: Loaded, state: Json) -> list[str]:
-    """What is not as it was in the run."""
+def _notes(recorded: Recorded, loaded: Loaded, stage: int, state: Json) -> list[str]:
+    """What is not as it was in the run, and what the terms of the loss lack."""
     from whet.job import pick_device
     from whet.models.arithmetic import facts
-    from whet.track.manifest import other_arithmetic
+    from whet.track.manifest import file_sha256, other_arithmetic
 
     changed = other_code(state.get("code") or recorded.code, loaded.code)
     notes = [f"{change.at[0]} has changed since the run: {change.old} -> {change.new}" for change in changed]
+    if not state.get("stage_name"):  # a checkpoint holds its data to its rows
+        now = {str(file): file_sha256(file) for file in data_files(loaded)}
+        was = recorded.manifest.get("data_sha256") or {}
+        notes += [
+            f"data {file} has changed since the run" for file in now if was.get(file, now[file]) != now[file]
+        ]
     cfg, device = loaded.config, pick_device(loaded.config).type
     bits = facts(device, kernels=cfg.machine.kernels, float32=dtype_on(cfg, device) == "float32")
     told = other_arithmetic(recorded.manifest, {"arithmetic": bits})
-    return notes + ([f"this machine computes differently: {told.partition(': ')[2]}"] if told else [])
+    notes += [f"this machine computes differently: {told.partition(': ')[2]}"] if told else []
+    r, lora = recorded.plans[stage].algorithm, loaded.stages[stage].model.lora
+    if r.loss == "gkd" or (r.kl.coef > 0 and r.kl.estimator == "full"):
+        notes.append(
+            "the divergence over many tokens is added where the loss is summed: it is not among the terms"
+        )
+    if lora is not None and lora.dropout > 0:
+        notes.append("the terms of the loss are those without dropout (model.lora.dropout)")
+    return notes
 
 
 def _waiting(state: Json) -> set[int]:
@@ -283,6 +297,7 @@ def _found(recorded: Recorded, step: Step, home: Path, notes: list[str], state: 
     rollouts, batches = (recorded.file(folder, step.stage, step.step) for folder in ("rollouts", "batches"))
     again = read_rollouts(home / "rollouts" / file) if (home / "rollouts" / file).exists() else []
     lines = [x for x in read_lines(home / "metrics.jsonl") if (x["stage"], x["step"]) == (name, step.step)]
+    (numbers,) = filter(is_step, lines)
     there = _waiting(state)
     if waited := [row for row in again if row["uid"] in there]:
         notes.append(
@@ -306,7 +321,7 @@ def _found(recorded: Recorded, step: Step, home: Path, notes: list[str], state: 
         again=again,
         batch=compare.read_batch(home / "batches" / file),
         numbers=recorded.numbers(step.stage, step.step) or {},
-        numbers_again=lines[-1],
+        numbers_again=numbers,
     )
 
 

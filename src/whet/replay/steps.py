@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from whet.bench import config_of
@@ -89,7 +91,12 @@ class Recorded:
 
     def done(self, stage: int) -> int:
         """The last step of a stage."""
-        return max((x["step"] for x in self.lines if x["stage"] == self.names[stage]), default=0)
+        return self._last.get(self.names[stage], 0)
+
+    @cached_property
+    def _last(self) -> dict[str, int]:
+        """The last step of each stage; a resumed run has removed what came later."""
+        return {line["stage"]: line["step"] for line in self.lines}
 
     def steps(self) -> list[Step]:
         """All recorded steps, in their order."""
@@ -104,11 +111,15 @@ class Recorded:
         none, before its update; or the beginning of the run. play: environments are asked again."""
         mode = self.plans[stage].mode
         ahead = self.loaded.stages[stage].rollout.max_staleness if mode == "overlapped" else 0
-        before = [s for s in self.starts if s.at < (stage, step) and self._leads(s, stage, step, play=play)]
-        if not before:
+        sampled = stage, step - 1 - ahead
+        earlier = self.starts[: bisect_left(self.starts, (stage, step), key=lambda s: s.at)]
+        leading = (s for s in reversed(earlier) if self._leads(s, stage, step, play=play))
+        start = next(leading, None)
+        if start is None:
             return Step(stage, step, None, why=self._why_none(stage))
-        sampling = [s for s in before if s.checkpoint is not None and s.at <= (stage, step - 1 - ahead)]
-        start = (sampling or before)[-1]
+        if start.at > sampled:  # it has the rollouts of the step
+            before = next((s for s in leading if s.at <= sampled), None)
+            start = before if before is not None and before.checkpoint is not None else start
         return Step(stage, step, start, self._forward(start, stage, step))
 
     def _leads(self, start: Start, stage: int, step: int, *, play: bool) -> bool:
@@ -123,7 +134,7 @@ class Recorded:
     def _has_env(self, stage: int) -> bool:
         return self.loaded.stages[stage].rollout.env is not None
 
-    @property
+    @cached_property
     def _told_all(self) -> bool:
         """Whether the journal still has its first answers: what comes before the oldest checkpoint is dropped."""
         return any((self.path / "journal").glob("*-0-000000.jsonl"))
@@ -178,9 +189,9 @@ def is_step(line: dict[str, Json]) -> bool:
 def read(run_dir: Path) -> Recorded:
     """Raises ConfigError or DataError where this is no run directory, or a file in it was not written by a run."""
     written = overview.read(run_dir)
-    loaded = config_of(run_dir, ())
     if not any(map(is_step, written.metrics)):
         raise DataError(f"{run_dir}: metrics.jsonl has no training step yet, so there is nothing to replay")
+    loaded = config_of(run_dir, ())
     return Recorded(
         path=run_dir,
         loaded=loaded,

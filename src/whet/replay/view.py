@@ -20,6 +20,7 @@ from whet.types import ConfigError, Json
 
 TERMS = ("ratio", "clip_frac", "masked_frac", "kl_loss_nats", "weight", "loss")
 """What the table of tokens has of the loss; JSON has all of it."""
+SIDES = "recorded", "recomputed"
 TITLES = {"clip_frac": "clipped", "masked_frac": "masked", "kl_loss_nats": "KL"}
 
 
@@ -97,7 +98,7 @@ def listing_json(recorded: Recorded) -> Json:
 
 def compared(found: Sequence[Compared]) -> Table:
     """A row for each field that has a difference, and of rollouts for each; equal columns of the batch are one row."""
-    made = table("<compared", "values", "equal", "<first difference", "<recorded", "<recomputed")
+    made = table("<compared", "values", "equal", "<first difference", *(f"<{side}" for side in SIDES))
     quiet = [c for c in found if c.field.startswith("batches/") and not c.differing]
     for each in found:
         if each not in quiet:
@@ -140,7 +141,7 @@ def step_json(found: Replayed) -> Json:
         "steps_run": found.step.forward,
         "notes": list(found.notes),
         "equal": found.equal,
-        "compared": [plain(each.to_json()) for each in found.compared],
+        "compared": [plain(each.to_json(SIDES)) for each in found.compared],
     }
 
 
@@ -159,7 +160,7 @@ def rescored_json(found: Rescored) -> Json:
         "stage": found.stage,
         "step": found.step,
         "equal": found.equal,
-        "compared": [plain(each.to_json()) for each in found.compared],
+        "compared": [plain(each.to_json(SIDES)) for each in found.compared],
         "tokens_without_checkpoint": {str(v): n for v, n in found.unknown.items()},
     }
 
@@ -188,7 +189,7 @@ def _first(rows: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
 
 def _values(was: Mapping[str, Json], now: Mapping[str, Json]) -> Table:
     """What is recorded of the whole rollout."""
-    made = table("<", "<recorded", "<recomputed")
+    made = table("<", *(f"<{side}" for side in SIDES))
     parts = {name: None for row in (was, now) for name in row.get("reward_parts", {})}
     rows = [(f, was.get(f), now.get(f)) for f in ("text", "finish_reason", "reward", "advantage", "error")]
     rows += [

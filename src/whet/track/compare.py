@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -61,9 +61,13 @@ class Difference:
         """Both for a screen; numbers that print alike in hexadecimal."""
         return pair(self.a, self.b)
 
-    def to_json(self) -> dict[str, Json]:
-        values = {"a": self.a, "b": self.b, "a_hex": _hex(self.a), "b_hex": _hex(self.b)}
-        return {**asdict(self), **values, "rollout": list(self.rollout) if self.rollout else None}
+    def to_json(self, sides: tuple[str, str] = ("a", "b")) -> dict[str, Json]:
+        """sides: what the two are called. Floats also in hexadecimal."""
+        out: dict[str, Json] = {"field": self.field, "rollout": list(self.rollout) if self.rollout else None}
+        out |= {"strand": self.strand, "token": self.place}
+        for side, value in zip(sides, (self.a, self.b)):
+            out |= {side: value, f"{side}_hex": value.hex() if isinstance(value, float) else None}
+        return out
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,9 @@ class Compared:
     def equal(self) -> int:
         return self.count - self.differing
 
-    def to_json(self) -> dict[str, Json]:
-        first = self.first.to_json() if self.first else None
+    def to_json(self, sides: tuple[str, str] = ("a", "b")) -> dict[str, Json]:
+        """sides: see `Difference.to_json`."""
+        first = self.first.to_json(sides) if self.first else None
         return {"field": self.field, "compared": self.count, "equal": self.equal, "first_difference": first}
 
 
@@ -97,10 +102,6 @@ def _shown(value: Json) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return shorten(value if isinstance(value, str) else str(value))
-
-
-def _hex(value: Json) -> str | None:
-    return value.hex() if isinstance(value, float) else None
 
 
 # ---------------------------------------------------------------- values
@@ -193,7 +194,7 @@ def _told(field: str, a: Row, b: Row) -> Collection[int]:
 
 
 def _at_token(field: str, name: Name, a: Row, b: Row, at: int) -> Difference:
-    strand, place = place_of(a if at < len(a[field]) else b, at)
+    strand, place = token_place(a if at < len(a[field]) else b, at)
     return Difference(field, _nth(a[field], at), _nth(b[field], at), name, strand, place)
 
 
@@ -201,7 +202,7 @@ def _nth(values: Sequence[Json], at: int) -> Json:
     return values[at] if at < len(values) else ABSENT
 
 
-def place_of(row: Row, at: int) -> tuple[int, int]:
+def token_place(row: Row, at: int) -> tuple[int, int]:
     """Strand of a token of a rollout, and its place there."""
     start = 0
     for strand, end in enumerate(accumulate(row["strand_tokens"])):
@@ -240,7 +241,7 @@ def _column(field: str, pairs: Sequence[tuple[Name, Json, Json]], rows: Mapping[
             first = Difference(field, a, b, name)
             if lists:
                 at = found[0]
-                strand, place = place_of({"strand_tokens": rows[name].get("length_S", [len(a)])}, at)
+                strand, place = token_place({"strand_tokens": rows[name].get("length_S", [len(a)])}, at)
                 first = Difference(field, _nth(a, at), _nth(b, at), name, strand, place)
     return Compared(field, count, odd, first)
 
