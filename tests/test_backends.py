@@ -36,6 +36,8 @@ def test_real_answers_have_the_shape_that_the_double_has() -> None:
     for name, (method, path, body) in ASKED.items():
         if name == "lost_folder":
             continue
+        if name == "too_long":
+            body = body | {"token_ids": [3] * (LIMIT + 1)}
         said = ask(server.url, method, path, body, name)
         assert said["status"] == recorded[name]["status"], name
         if name != "stream":
