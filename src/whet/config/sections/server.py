@@ -29,8 +29,8 @@ class ServerConfig(Section):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the server that whet starts, in addition to those of whet."""
     weights_dir: str | None = None
-    """Folder through which new weights pass to the servers, which read it under the same path. Default: run_dir/engine.
-    On Linux a folder in /dev/shm is memory."""
+    """Folder of this run alone, through which new weights pass to the servers, which read it under the same path.
+    Default: run_dir/engine. On Linux a folder in /dev/shm is memory."""
     canary_bound: Above0 | None = None
     """Largest mean difference between the log-probs of trainer and server after a weight sync, over fixed prompts, in
     nats a token. Above it the step stops, because the server does not have the weights of the trainer. Default: 0.001

@@ -7,8 +7,8 @@ import json
 import logging
 import os
 import time
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -156,25 +156,31 @@ class Opener:
         )
 
 
+class Servers(Router):
+    """A `Router` over servers, and the folder by which they get weights."""
+
+    def __init__(self, folder: Folder, replicas: list[Replica], **how: Any) -> None:
+        super().__init__(replicas, ship=folder.ship, exact=False, **how)
+        self.folder = folder
+
+    async def close(self) -> None:
+        await super().close()
+        self.folder.close()
+
+
 def vllm(inputs: EngineInputs) -> RolloutEngine:
     """`rollout.engine: vllm`. Waits until all servers answer."""
     opener, server = Opener(inputs), inputs.server
-    replicas = asyncio.run(opener.all())
-    router = Router(
-        replicas,
-        restart=partial(_again, opener),
+    opener.folder.close()  # what a killed run has left
+    router = Servers(
+        opener.folder,
+        asyncio.run(opener.all()),
+        restart=opener.replica,
         restarts=server.restarts,
-        ship=opener.folder.ship,
         rows=inputs.max_num_seqs,
         health_timeout_s=server.timeout_s,
         load_s=server.load_timeout_s,
         start_timeout_s=server.start_timeout_s,
-        exact=False,
     )
     router.beat = inputs.beat
     return router
-
-
-async def _again(opener: Opener, name: str) -> Replica:
-    """A replica in the place of a dropped one. It is at the version that the router has next."""
-    return await opener.replica(name)

@@ -60,6 +60,8 @@ CAN = Capabilities(
     reproducible="server",
     score_temperatures=False,
 )
+ABORT_S = 5.0
+"""A server that does not answer an abort in time keeps nobody waiting."""
 NO_LOGPROB = -9999.0
 """What a server says where a log-prob is NaN or minus infinity."""
 TAGS: dict[Part, str] = {"weights": "weights", "cache": "kv_cache"}
@@ -254,7 +256,7 @@ class VllmEngine:
         telling = asyncio.ensure_future(self.calls.ask(ABORT, {"request_ids": [f"generate-tokens-{rid}"]}))
         telling.add_done_callback(lambda done: done.cancelled() or done.exception())
         if self._gate.closed is None:
-            await asyncio.shield(asyncio.wait({telling}))
+            await asyncio.shield(asyncio.wait({telling}, timeout=ABORT_S))
 
     async def _load(self, version: Version, number: int) -> None:
         """The phases of an update: stop, load, name, forget what was cached, go on. Nobody passes meanwhile."""
