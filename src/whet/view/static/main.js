@@ -46,12 +46,14 @@ function match(path) {
 
 function runHeader(run, current) {
   return h("div", { class: "run-header" },
-    h("h1", {}, visible(run.name ?? run.path)), stateBadge(run.state), h("span", { class: "dim path" }, visible(run.path)),
+    h("h1", {}, visible(run.name ?? run.path)), stateBadge(run), h("span", { class: "dim path" }, visible(run.path)),
     h("nav", { class: "tabs", "aria-label": "pages of the run" }, TABS.map(([path, text]) =>
       h("a", { href: hashOf(["run", run.id, path]), "aria-current": path === current ? "page" : null }, text))));
 }
 
-function stateBadge(state) {
+/** What a run does; one that does nothing and cannot be read whole is damaged, as in the list of runs. */
+function stateBadge(run) {
+  const state = run.state !== "running" && (run.problems ?? []).length ? "damaged" : run.state;
   return h("span", { class: `badge ${String(state).replaceAll(" ", "-")}`, data: { state } }, state);
 }
 
@@ -118,7 +120,7 @@ async function poll(context, header) {
       if (next === known || !context.isCurrent()) continue;
       known = next;
       if (context.run) context.run = next;
-      if (context.run) header.querySelector(".badge")?.replaceWith(stateBadge(next.state));
+      if (context.run) header.querySelector(".badge")?.replaceWith(stateBadge(next));
       await context.update?.(next);
       document.body.dataset.updates = Number(document.body.dataset.updates ?? 0) + 1;
     } catch (error) {

@@ -135,18 +135,19 @@ export async function timelinePage(context) {
 // ---------------------------------------------------------------- mismatch
 
 export function mismatchPage(context) {
-  return stagePage(context, "Mismatch", "of the log-probs with which tokens were sampled and those under the policy that is trained", async (stage) => {
+  return stagePage(context, "Mismatch", "between the log-probs of the engine that samples and those of the trainer, before the update", async (stage) => {
     const told = await get(address(ofRun(context.run.id, "mismatch"), { stage }));
     const note = told.note && h("p", { class: "note" }, visible(told.note));
     if (!told.steps?.length) return note || h("p", { class: "note", data: { empty: "" } }, "No step of this stage has sampled tokens.");
     const totals = (told.counts ?? []).reduce((sum, counts) => counts.map((count, n) => count + (sum[n] ?? 0)), []);
-    const drawn = [["mean", told.mean], ["p99", told.p99], ["max", told.max]].filter(([, values]) => values);
+    const drawn = [["mean", told.mean], ["p99", told.p99], ["max", told.max]].filter(([, values]) => values?.some((value) => value !== null));
     return [note, panel("Absolute difference, nats", { data: { mismatch: told.steps.length } }, legend(drawn.map(([name]) => name)),
       chart({ name: "mismatch", wholeX: true, height: 220, yLabel: "nats", series: drawn.map(([name, y]) => ({ name, x: told.steps, y })),
         open: (step) => { location.hash = hashOf(["run", context.run.id, "rollouts"], { stage, step_from: step, step_to: step }); } })),
-    totals.length > 0 && panel("Sampled tokens by difference, all steps", {}, histogram({ name: "tokens by difference", edges: told.edges, counts: totals, xLabel: "nats", log: true })),
-    panel("Tokens with the largest differences", {}, (told.worst ?? []).length ? table(["rollout", right("place"), "token", right("difference, nats")], told.worst.map(([step, row, place, text, difference]) =>
-      [rolloutLink(context.run.id, stage, step, row), place, h("code", {}, visible(text)), number(difference)]), { "data-table": "worst" }) : h("p", { class: "dim" }, "none differ"))];
+    totals.some((count) => count > 0) && panel("Sampled tokens by difference, all recorded steps", {}, histogram({ name: "tokens by difference", edges: told.edges, counts: totals, xLabel: "nats", log: true })),
+    told.worst && panel("Tokens with the largest differences", {}, told.worst.length ? table(["rollout", right("place"), "token", right("trainer minus sampler, nats")], told.worst.map(([step, row, place, text, difference]) =>
+      [row === null ? `${visible(stage)} ${step}` : link(["run", context.run.id, "rollout", stage, step, row], { view: "tokens", color: "difference" }, `${visible(stage)} ${step}/${row}`),
+        place, h("code", {}, visible(text)), number(difference)]), { "data-table": "worst" }) : h("p", { class: "dim" }, "none differ"))];
   });
 }
 

@@ -1,6 +1,6 @@
 /* Charts drawn as SVG: curves over steps, histograms, lanes of time, small bars. */
 
-import { apart, css, DASHES } from "./color.js";
+import { apart, css, DASHES, ink } from "./color.js";
 import { duration, h, number, put, svg, visible } from "./dom.js";
 
 const [LEFT, RIGHT, TOP, BOTTOM] = [52, 14, 12, 34];
@@ -166,7 +166,7 @@ export function chart(options) {
       svg("line", { x1: x(one.x), x2: x(one.x), y1: TOP, y2: height - BOTTOM, class: "break" }),
       svg("text", { x: x(one.x) + 4, y: TOP + 3, class: "unit" }, one.text)]),
     marks.filter((one) => one.x >= left && one.x <= right).map((one) => svg("path", { class: "mark",
-      d: `M${x(one.x)} ${height - BOTTOM}l-4 7h8z` }, svg("title", {}, one.text))),
+      d: `M${x(one.x)} ${TOP - 2}l-4 -7h8z` }, svg("title", {}, one.text))),
     kept.map((one, n) => [
       svg("path", { d: path(one.x, one.y, x, y, width), class: smooth ? "curve raw" : "curve", stroke: colorOf(n),
         "stroke-dasharray": DASHES[n % DASHES.length] }),
@@ -201,7 +201,7 @@ export function chart(options) {
     put(cursor, svg("line", { x1: x(at), x2: x(at), y1: TOP, y2: height - BOTTOM }),
       kept.map((one, s) => close[s] !== null && one.x[close[s]] === at
         && svg("circle", { cx: x(at), cy: y(smooth > 0 ? one.soft[close[s]] : one.y[close[s]]), r: 3.5, fill: colorOf(s) })));
-    put(tip, h("div", { class: "where" }, where(at)), lines, marks.filter((mark) => mark.x === at).map((mark) => h("div", {}, `▲ ${mark.text}`)));
+    put(tip, h("div", { class: "where" }, where(at)), lines, marks.filter((mark) => mark.x === at).map((mark) => h("div", {}, `▼ ${mark.text}`)));
     tip.hidden = false;
     const left = x(at) > width / 2 ? x(at) - tip.offsetWidth - 12 : x(at) + 12;
     tip.style.left = `${Math.max(left, 0)}px`;
@@ -315,13 +315,13 @@ export function histogram({ name, edges, counts, xLabel, height = 150, log = fal
   return figure;
 }
 
-/** The rewards of a group as small bars from zero; the one of `chosen` is filled. */
+/** The rewards of a group as small bars from zero; the one of `chosen` is filled. Without a reward: a cross. */
 export function sparkline(values, chosen = -1, [low, high] = [Math.min(0, ...values), Math.max(0, ...values)]) {
   const [width, height, span] = [Math.min(values.length * 5, 80), 16, high - low || 1];
   const y = (value) => height - 1 - ((value - low) / span) * (height - 2);
   return svg("svg", { class: "spark", width, height, "aria-hidden": "true", "data-spark": values.length },
     values.map((value, n) => value === null
-      ? svg("text", { x: (n * width) / values.length, y: height - 2, "font-size": 9 }, "×")
+      ? svg("path", { d: `M${(n * width) / values.length} ${height - 5}l3.5 3.5m0 -3.5l-3.5 3.5`, class: n === chosen ? "chosen" : null })
       : svg("rect", { x: (n * width) / values.length, width: Math.max(width / values.length - 1, 1), y: Math.min(y(value), y(0)) - 0.5,
         height: Math.abs(y(value) - y(0)) + 1, class: n === chosen ? "chosen" : null })));
 }
@@ -350,7 +350,8 @@ export function lanesChart(lanes, seconds) {
       if (end < from || start > to || right < left) return [];
       const inner = kind === "part" ? 5 : 0;
       if (right - left > 7 * name.length && kind !== "part") {
-        labels.push(svg("text", { x: left + 4, y: n * row + 15, class: kind === "wait" ? "on-wait" : "on-work" }, visible(name)));
+        labels.push(svg("text", kind === "wait" ? { x: left + 4, y: n * row + 15, class: "inside" }
+          : { x: left + 4, y: n * row + 15, class: "inside", style: { fill: ink(apart(colors.get(name))) } }, visible(name)));
       }
       return [svg("rect", { x: left, width: Math.max(right - left, 0.6), y: n * row + 3 + inner, height: row - 6 - 2 * inner, rx: 1.5,
         class: `span ${kind}`, fill: kind === "wait" ? "url(#hatch)" : css(apart(colors.get(name))), "data-text":
@@ -361,10 +362,10 @@ export function lanesChart(lanes, seconds) {
         svg("rect", { width: 6, height: 6, class: "hatch-ground" }), svg("line", { x1: 0, y1: 0, x2: 0, y2: 6, class: "hatch" }))),
       lanes.map((lane, n) => [svg("text", { x: names - 8, y: n * row + 16, "text-anchor": "end", class: "lane" }, visible(lane.name)),
         svg("line", { x1: names, x2: width - RIGHT, y1: n * row + row, y2: n * row + row, class: "grid" })]),
-      boxes, labels,
       ticks(from, to, Math.floor(width / 120)).map((value) => [
         svg("line", { x1: x(value), x2: x(value), y1: 0, y2: height - 30, class: "grid" }),
         svg("text", { x: x(value), y: height - 14, "text-anchor": "middle" }, number(value, 6))]),
+      boxes, labels,
       svg("text", { x: width - RIGHT, y: height - 2, "text-anchor": "end", class: "unit" }, "seconds since the start"));
     put(holder, image);
     const time = (event) => from + ((Math.min(Math.max(event.clientX - holder.getBoundingClientRect().left, names), width - RIGHT) - names)

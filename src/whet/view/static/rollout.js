@@ -12,17 +12,23 @@ const VIEWS = [["tokens", "tokens"], ["text", "text"], ["messages", "transcript"
 
 /** What tokens can be coloured by. of(token): a number, or null for none. kind: how numbers become colours. */
 const COLORS = {
-  logprob: { name: "log-prob", of: (t) => t.logprob, kind: "sequential", unit: "nats", told: "log-prob of the token under the policy that is trained, when it was sampled" },
-  difference: { name: "sampler minus trainer", of: (t) => (t.trainer ?? t.logprob) === null || t.sampled === null ? null : t.sampled - (t.trainer ?? t.logprob), kind: "diverging",
-    unit: "nats", told: "log-prob under the distribution sampled from (penalty and filters applied), minus that under the policy that is trained" },
-  ratio: { name: "ratio", of: (t) => (t.trainer ?? t.logprob) === null || t.sampled === null ? null : Math.exp((t.trainer ?? t.logprob) - t.sampled), kind: "ratio",
-    unit: "", told: "probability under the policy that is trained, over that sampled with" },
+  logprob: { name: "log-prob", of: (t) => t.logprob, kind: "sequential", unit: "nats", told: "by the engine, under the distribution that is trained, when the token was sampled" },
+  difference: { name: "sampler minus trainer", of: (t) => minus(t.logprob, t.trainer), kind: "diverging", unit: "nats",
+    told: "the engine's log-prob minus the trainer's, of the same distribution: 0 where both are equal to the bit" },
+  ratio: { name: "ratio", of: (t) => { const nats = minus(t.trainer, t.logprob); return nats === null ? null : Math.exp(nats); }, kind: "ratio", unit: "",
+    told: "the trainer's probability over the engine's, before the update" },
+  filters: { name: "sampled with minus log-prob", of: (t) => minus(t.sampled, t.logprob), kind: "diverging", unit: "nats",
+    told: "log-prob after penalty and filters (top_k, top_p, min_p), minus that before them" },
   advantage: { name: "advantage", of: (t) => t.advantage, kind: "diverging", unit: "", told: "advantage: of each token if it was recorded, else the rollout's mean over its sampled tokens" },
   entropy: { name: "entropy", of: (t) => t.entropy, kind: "sequential", unit: "nats", told: "entropy of the distribution" },
   version: { name: "version", of: (t) => (t.mask ? t.version : null), kind: "class", unit: "", told: "version of the policy that sampled the token" },
   mask: { name: "mask", of: (t) => t.mask, kind: "class", unit: "", told: "1: sampled by the policy, and trained in this strand; 0: prompt, or told by the environment" },
   strand: { name: "strand", of: (t) => (t.shared ? 0 : t.strand + 1), kind: "class", unit: "", told: "tokens that an earlier strand begins with, too, and this strand's own" },
 };
+
+function minus(one, other) {
+  return (one ?? null) === null || (other ?? null) === null ? null : one - other;
+}
 
 /** The tokens of each strand, with the values recorded of them; values of tokens that were not sampled are null. */
 export function strandsOf(rollout) {
@@ -35,8 +41,8 @@ export function strandsOf(rollout) {
     const tokens = [];
     for (let n = from; n < to; n++) {
       tokens.push({ place: n - from, strand, id: rollout.token_ids[n], text: rollout.pieces?.[strand]?.[n - from] ?? null, mask: rollout.mask[n],
-        logprob: sampledOnly(rollout.logprobs, n), sampled: sampledOnly(rollout.sample_logprobs, n), trainer: sampledOnly(rollout.trainer_logprobs, n),
-        entropy: sampledOnly(rollout.entropy, n), version: rollout.versions[n], advantage: rollout.mask[n] ? (perToken ? perToken[n] : rollout.advantage) : null, shared: false });
+        logprob: sampledOnly(rollout.logprobs, n), sampled: sampledOnly(rollout.sample_logprobs, n), trainer: sampledOnly(rollout.trainer_logprobs, n), reference: sampledOnly(rollout.reference_logprobs, n),
+        entropy: sampledOnly(rollout.entropy, n), version: rollout.versions[n], advantage: rollout.mask[n] ? perToken?.[n] ?? rollout.advantage : null, shared: false });
     }
     return tokens;
   });
@@ -235,8 +241,10 @@ function tokensView(strand, state) {
   });
   append(0);
   const none = strand.tokens.every((token) => token.text === null);
+  const untold = strand.tokens.some((token) => token.mask) && strand.tokens.every((token) => token.trainer === null);
   return [h("div", { class: "legend", data: { legend: state.color } }, h("span", { class: "dim" }, `${how.name}:`), key, h("span", { class: "dim" }, how.told)),
-    h("div", { class: "legend" }, h("span", {}, h("span", { class: "token sampled" }, "underlined"), "sampled by the policy"), h("span", { class: "dim" }, none ? "The run has no tokenizer yet: tokens are shown as ids." : "· blank, ↵ new line, → tab, ⟨200E⟩ a character that is not seen")),
+    h("div", { class: "legend" }, h("span", {}, h("span", { class: "token sampled" }, "underlined"), "sampled by the policy"), h("span", { class: "dim" }, none ? "The run has no tokenizer yet: tokens are shown as ids." : "· blank, ↵ new line, → tab, ⟨200E⟩ a character that is not seen"),
+    untold && h("span", { class: "dim" }, "The trainer's log-probs of this step are not recorded: see track.batches_interval.")),
     flow, card];
 }
 
@@ -244,8 +252,8 @@ function cardOf(token) {
   const entries = [["place", number(token.place)], ["id", token.id], ["text", token.text === null ? null : h("code", {}, blanks(token.text))],
     ["mask", token.mask ? "1, sampled" : "0"], ["log-prob", token.logprob === null ? null : `${fixed(token.logprob, 5)}  (p ${number(Math.exp(token.logprob), 3)})`],
     ["sampled with", token.sampled === null ? null : `${fixed(token.sampled, 5)}  (p ${number(Math.exp(token.sampled), 3)})`],
-    ["trainer", token.trainer === null ? null : fixed(token.trainer, 5)],
-    ["difference", token.mask ? fixed(COLORS.difference.of(token), 5) : null], ["ratio", token.mask ? fixed(COLORS.ratio.of(token), 5) : null],
+    ["trainer", token.trainer === null ? null : fixed(token.trainer, 5)], ["reference", token.reference === null ? null : fixed(token.reference, 5)],
+    ["difference", token.trainer === null ? null : fixed(COLORS.difference.of(token), 5)], ["ratio", token.trainer === null ? null : fixed(COLORS.ratio.of(token), 5)],
     ["entropy", token.entropy === null ? null : fixed(token.entropy, 4)], ["advantage", token.advantage === null ? null : fixed(token.advantage, 4)],
     ["version", token.mask ? token.version : null]];
   return facts(entries);

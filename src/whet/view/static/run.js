@@ -59,6 +59,7 @@ function learning(run) {
 function stages(run) {
   const right = (name) => ({ name, right: true });
   const change = (from, to) => (from ?? to ?? null) === null ? "–" : `${number(from, 3)} → ${number(to, 3)}`;
+  if (!(run.stages ?? []).length) return panel("Stages", {}, h("p", { class: "dim" }, "No stage has begun."));
   return panel("Stages", {}, table(["stage", "algorithm", right("steps"), right("time"), right("tokens"), right("reward"), right("held-out")],
     (run.stages ?? []).map((stage) => [visible(stage.name), visible(stage.algorithm ?? "–"), stage.steps_planned ? `${number(stage.steps)} / ${number(stage.steps_planned)}` : stage.steps, duration(stage.seconds), short(stage.tokens),
       change(stage.reward_from, stage.reward_to), change(stage.held_out_from, stage.held_out_to)]), { "data-table": "stages" }));
