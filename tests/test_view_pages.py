@@ -146,7 +146,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ("aaaae", "abcde", "edcba", "cacac")
     held_out.write_text("".join(json.dumps({"prompt": f"{w}>", "answer": w[::-1]}) + "\n" for w in words))
     evaluated = {**RUN["data"], "eval": [{"name": "held-out", "path": str(held_out)}]}
-    train(folder / "single", data=evaluated, eval={"interval": 1})
+    track = {"trackers": ["jsonl"], "batches_interval": 1}
+    train(folder / "single", data=evaluated, eval={"interval": 1}, track=track)
     train(folder / "again", data=evaluated, eval={"interval": 1}, seed=5)
     train(folder / "async", rollout={**RUN["rollout"], "max_staleness": 2, "schedule": "async"})
     agent_run(folder / "agent")
@@ -369,7 +370,12 @@ def test_tokens_show_what_was_recorded_of_them(
     assert f"id{row['token_ids'][0]}" in card
     picture(browser, "tokens")
     browser.press("c")
-    browser.wait("document.querySelector('.tokens').dataset.color !== 'logprob'")
+    browser.wait("document.querySelector('.tokens').dataset.color === 'difference'")
+    picture(browser, "tokens-difference")
+    shown = browser.evaluate(
+        "[...document.querySelectorAll('.tokens .sampled')].map(one => one.dataset.value)"
+    )
+    assert set(shown) == {"0"}, "on one machine the engine's log-probs and the trainer's are equal to the bit"
 
 
 def test_text_of_models_is_never_markup(browser: Browser, address: str, runs: dict[str, str]) -> None:
