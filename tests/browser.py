@@ -31,7 +31,7 @@ FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-port=0",
 )
-PATIENCE_S = 15.0
+PATIENCE_S = 60.0
 """Nothing takes so long, on any machine: past it the browser hangs."""
 _CODES = {"Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37, "ArrowDown": 40, "End": 35}
 

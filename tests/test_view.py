@@ -464,6 +464,14 @@ def test_damage_is_told_and_nothing_else_is_lost(name: str, damage: bytes, made:
         )  # those of step 2
 
 
+def test_a_damaged_tokenizer_hides_only_the_text_of_tokens(made: Path) -> None:
+    (made / "export").mkdir()
+    for text in ('{"model": 5}', "\xff", "{"):
+        (made / "export/tokenizer.json").write_text(text, encoding="latin-1")
+        assert ask(made, "api/runs/0/rollouts/grpo/1/0")["pieces"] is None
+        assert any("tokenizer.json" in problem for problem in ask(made, "api/runs/0")["problems"])
+
+
 def test_a_damaged_line_of_metrics_does_not_hide_rollouts(made: Path) -> None:
     before = ask(made, "api/runs/0/rollouts?files=all")
     (made / "metrics.jsonl").write_text("no\n{}\n")
@@ -613,7 +621,7 @@ async def talk(port: int, request: str) -> tuple[int, dict[str, str], bytes]:
     head, _, body = raw.partition(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
     headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines[1:])}
-    return int(lines[0].split()[1]), headers, body
+    return int(lines[0].split()[1]), headers, gzip.decompress(body) if "content-encoding" in headers else body
 
 
 def get(path: str, *more: str, host: str = "localhost", method: str = "GET") -> str:
@@ -630,20 +638,22 @@ async def served(path: Path, *requests: str, **options: Any) -> list[tuple[int, 
 
 
 def test_the_page_and_the_answers_over_a_socket(made: Path) -> None:
-    page, script, listed, head = asyncio.run(
+    page, script, listed, plain, head = asyncio.run(
         served(
             made,
             get("/"),
             get("/main.js", host="127.0.0.1:PORT"),
-            get("/api/runs", "Accept-Encoding: gzip"),
+            get("/api/runs", "Accept-Encoding: br, gzip"),
+            get("/api/runs"),
             get("/api/runs", method="HEAD"),
         )
     )
-    assert page[0] == script[0] == listed[0] == head[0] == 200
+    assert page[0] == script[0] == listed[0] == plain[0] == head[0] == 200
     assert page[1]["content-type"].startswith("text/html")
     assert script[1]["content-type"].startswith("text/javascript")
     assert listed[1]["content-encoding"] == "gzip"
-    assert json.loads(gzip.decompress(listed[2])) == ask(made, "api/runs")
+    assert json.loads(listed[2]) == json.loads(plain[2]) == ask(made, "api/runs")
+    assert "content-encoding" not in plain[1]
     assert head[2] == b""
     for _, headers, _ in (page, script, listed, head):
         assert "default-src 'self'" in headers["content-security-policy"]
@@ -692,7 +702,7 @@ def test_errors_are_json_with_a_status(made: Path) -> None:
     found = asyncio.run(served(made, *map(get, paths)))
     assert [status for status, _, _ in found] == list(paths.values())
     for _, _, body in found:
-        assert list(json.loads(gzip.decompress(body))) == ["error"]
+        assert list(json.loads(body)) == ["error"]
 
 
 def test_nothing_changed_is_answered_by_304(made: Path) -> None:
@@ -710,7 +720,7 @@ def test_nothing_changed_is_answered_by_304(made: Path) -> None:
                 file.write('{"stage": "grpo", "step": 3}\n')
             after = await talk(server.port, get("/api/runs/0", f"If-None-Match: {tag}"))
             assert after[0] == 200
-            assert json.loads(gzip.decompress(after[2]))["step"] == 3
+            assert json.loads(after[2])["step"] == 3
         finally:
             await server.stop()
 
@@ -721,14 +731,15 @@ def test_with_a_token_every_request_needs_it(made: Path) -> None:
     token = "s3cret-of-mine"
     wrong = [
         get("/"), get("/api/runs"), get("/main.js"), get("/api/runs?token=s3cret-of-min"), get("/?token="),
-        get("/api/runs", "Authorization: Bearer no"), get("/api/runs", "Cookie: whet_token=\xe9"),
+        get("/api/runs", "Authorization: Bearer no"), get("/api/runs", "Cookie: whet_token_PORT=\xe9"),
     ]  # fmt: skip
     right = [
         get(f"/?token={token}", host="gpu7.example:80"), get("/api/runs", f"Authorization: Bearer {token}"),
-        get("/api/runs", f"Cookie: whet_token={token}"),
+        get("/api/runs", f"Cookie: whet_token_PORT={token}"), get(f"/api/runs?token={token}"),
     ]  # fmt: skip
     found = asyncio.run(served(made, *wrong, *right, token=token))
-    assert [status for status, _, _ in found] == [401] * len(wrong) + [200] * len(right)
+    assert [status for status, _, _ in found] == [401] * len(wrong) + [303, 200, 200, 200]
+    assert found[len(wrong)][1]["location"] == "/"  # the address in the browser has no token
     cookie = found[len(wrong)][1]["set-cookie"]
     assert "HttpOnly" in cookie
     assert "SameSite=Strict" in cookie
@@ -838,6 +849,15 @@ def test_an_exported_page_needs_nothing_from_elsewhere(made: Path, tmp_path: Pat
     index = (export.STATIC / "index.html").read_text()
     assert set(re.findall(r'modulepreload" href="([^"]*)"', index)) == names
     assert not [url for url in unpack(page) if "/rollouts/" in url]
+
+
+def test_a_damaged_run_is_exported_with_what_is_left(made: Path, tmp_path: Path) -> None:
+    (made / "metrics.jsonl").write_text("no\n{}\n")
+    told = export.write_report([made], tmp_path / "a.html", most=9)
+    assert "4 of 4 rollouts" in told
+    found: Any = unpack((tmp_path / "a.html").read_text())
+    assert "metrics.jsonl line 1 is not JSON" in found["api/runs/0"]["problems"][0]
+    assert found["api/runs"]["runs"][0]["state"] == "damaged"
 
 
 def test_hostile_text_cannot_leave_the_data_of_an_export(tmp_path: Path) -> None:

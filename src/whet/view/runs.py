@@ -88,6 +88,7 @@ def run(ask: Ask) -> Json:
     written = read_run(run, problems)
     no_log: list[str] = []
     log = tried(problems, lambda: _log(run.path), no_log)
+    tried(problems, run.read_tokenizer, None)
     state = state_of(run.path)
     names = {name for line in (*written.metrics, *written.timings) for name in line}
     return {

@@ -200,19 +200,25 @@ class Shown:
         """A file of batches; few are held at once."""
         return self._whole.of(read, path)
 
+    def read_tokenizer(self) -> Tokenizer | None:
+        """Of the newest export or checkpoint; looked for again when one is added. WhetError if it is damaged."""
+        exported = self._facts.of(tokenizer_of, self.path / "export")
+        return exported or self._facts.of(tokenizer_of, self.path / "checkpoints")
+
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Of the newest export or checkpoint; looked for again when one is added."""
-        return self._facts.of(_tokenizer, self.path / "export") or self._facts.of(
-            _tokenizer, self.path / "checkpoints"
-        )
+        """None of a damaged one, too: tokens are shown without their text then, and the run's page says why."""
+        try:
+            return self.read_tokenizer()
+        except WhetError:
+            return None
 
 
 def count_rows(path: Path) -> int:
     """Rollouts in a file, from its end alone."""
     try:
         return pq.read_metadata(path).num_rows
-    except (pa.ArrowException, OSError) as e:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
         raise DataError(f"{path}: not a readable parquet file: {e}") from e
 
 
@@ -222,10 +228,6 @@ def _config(path: Path) -> dict[str, Json]:
 
 def _manifest(path: Path) -> dict[str, Json]:
     return read_manifest(path.parent)
-
-
-def _tokenizer(folder: Path) -> Tokenizer | None:
-    return tokenizer_of(folder)
 
 
 @dataclass(frozen=True)
@@ -301,7 +303,7 @@ def tried(problems: list[str], make: Callable[[], T], default: T) -> T:
     """What `make` gives, or the default: then the problems say why."""
     try:
         return make()
-    except (DataError, OSError) as e:
+    except (WhetError, OSError) as e:
         problems.append(str(e))
         return default
 
