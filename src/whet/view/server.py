@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
+from threading import Lock
 from urllib.parse import quote
 
 from aiohttp import web
@@ -49,6 +50,7 @@ class Answers:
     """Another server answers with other marks: it may show other runs."""
     _kept: OrderedDict[str, tuple[str, bytes]] = field(default_factory=OrderedDict)
     _size: int = 0
+    _lock: Lock = field(default_factory=Lock)
 
     def mark(self, url: str) -> str:
         """Another text whenever the answer may be another one."""
@@ -61,7 +63,8 @@ class Answers:
         if before is not None and before[0] == mark:
             return before[1]
         made = encoded(answer(self.runs, url))
-        self._keep(url, mark, made)
+        with self._lock:
+            self._keep(url, mark, made)
         return made
 
     def _keep(self, url: str, mark: str, made: bytes) -> None:

@@ -66,7 +66,7 @@ export function rewardsPage(context) {
           h(
             "p",
             { class: "dim" },
-            "Where the reward rises and the held-out accuracy does not, the policy learns the reward, not the task.",
+            "A reward that rises while the held-out accuracy does not is a sign of reward hacking.",
           ),
           await shown(() => besideHeldOut(context.run, stage)),
         ),
@@ -148,7 +148,7 @@ function correlation({ names, values }) {
   return table(
     ["", ...names.map((name) => right(visible(name)))],
     names.map((name, n) => [visible(name), ...values[n].map(cell)]),
-    { class: "heat", "data-table": "correlation" },
+    { class: "heat narrow", "data-table": "correlation" },
   );
 }
 
