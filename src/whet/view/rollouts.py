@@ -234,7 +234,7 @@ def whole(
                 **(per_token(run, stage, step, row) if folder == "rollouts" else {}),
                 "group": groups[uid],
                 "pieces": _strand_pieces(row, tokenizer) if tokenizer is not None else None,
-                "commands": commands(run, stage, step, uid),
+                "commands": commands(run, stage, step, uid, row["index"]),
             }
         )
     return out

@@ -214,7 +214,10 @@ EVALUATED = "time/evaluate_s"
 """In the line of timings.jsonl that goes with an evaluation."""
 
 
-def commands(run: Shown, stage: str, step: int, uid: int) -> dict[str, str]:
-    """What shows a rollout in a terminal."""
-    place = ["--stage", stage, "--step", str(step), "--task", str(uid)]
-    return {"show": shlex.join(["whet", "show", str(run.path), *place, "--tokens"])}
+def commands(run: Shown, stage: str, step: int, uid: int, index: int) -> dict[str, str]:
+    """What shows a rollout in a terminal, and what computes it again."""
+    place = [str(run.path), "--stage", stage, "--step", str(step), "--task", str(uid)]
+    return {
+        "show": shlex.join(["whet", "show", *place, "--tokens"]),
+        "replay": shlex.join(["whet", "replay", *place, "--index", str(index)]),
+    }

@@ -83,7 +83,7 @@ function replyCard(message, turn, place, rollout) {
     h(
       "header",
       {},
-      h("b", {}, `turn ${place}`),
+      h("b", {}, `turn ${place + 1}`),
       turn && h("span", { class: "dim" }, `${turn.end - turn.start} tokens, ${visible(turn.finish_reason)}`),
       turn?.reward !== null && turn?.reward !== undefined && h("span", {}, `reward ${number(turn.reward)}`),
       more.map(([name, value]) =>
