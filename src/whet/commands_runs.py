@@ -23,7 +23,11 @@ def show(
     stage: Annotated[Optional[str], typer.Option(help="Stage of the step. Default: the last.")] = None,  # noqa: UP045
     task: OfTask = None,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="List every token with the log-probs of trainer and engine.")
+        bool,
+        typer.Option(
+            "--tokens",
+            help="List every token with its log-prob by the engine, before and after sampling filters.",
+        ),
     ] = False,
     limit: Limit = None,
     timeline: Timeline = False,

@@ -26,11 +26,11 @@ const COLORS = {
     told: "by the engine, under the distribution that is trained, when the token was sampled",
   },
   difference: {
-    name: "sampler minus trainer",
-    of: (t) => minus(t.logprob, t.trainer),
+    name: "trainer minus sampler",
+    of: (t) => minus(t.trainer, t.logprob),
     kind: "diverging",
     unit: "nats",
-    told: "the engine's log-prob minus the trainer's, of the same distribution: 0 where both are equal to the bit",
+    told: "the trainer's log-prob before the update minus the engine's, of the same distribution: 0 where both are equal to the bit",
   },
   ratio: {
     name: "ratio",
