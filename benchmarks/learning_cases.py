@@ -121,7 +121,9 @@ class Case:
     @property
     def taught(self) -> bool:
         """It learns from a teacher, and reads no rewards."""
-        return not (ADVANTAGES[self.advantage].judged and LOSSES[self.loss].judged)
+        return not (
+            RECIPES[self.recipe].reprompts or (ADVANTAGES[self.advantage].judged and LOSSES[self.loss].judged)
+        )
 
 
 def _named(function: str | dict[str, Any]) -> str:
@@ -154,6 +156,13 @@ CHANGES: dict[str, dict[str, Any]] = {
         "why": "4 demonstrations beside 16 tasks",
     },
     "gkd": {"why": "from a teacher trained on right demonstrations; rewards are only measured"},
+    "sdpo": {
+        "algorithm": {
+            "loss": {"name": "gkd", "top_k": 4},
+            "reprompt": {"template": "{prompt}{solution}", "solution_template": "{reply}>"},
+        },
+        "why": "the start model has never seen a prompt with a reply in it",
+    },
     "alphapo": {"lr": 5e-5, "why": "lr 5e-5: with that of the others both replies of a pair become unlikely"},
     "distill": {"why": "from a teacher trained on right demonstrations; rewards are only measured"},
     "cross_entropy": {

@@ -162,7 +162,7 @@ def test_variables_of_a_row_count_before_those_of_the_run() -> None:
             "thinks: the chat template has no variable of this name",
         ),
         ({"chat_template_kwargs": {"messages": []}}, "messages is given by the run itself"),
-        ({"tools": [{"name": "add"}]}, "The row has tools, but the chat template tells of none"),
+        ({"tools": [{"name": "add"}]}, "The row has tools, but the chat template does not write tools"),
     ],
 )
 def test_what_the_template_does_not_tell_is_refused(row: Any, said: str) -> None:

@@ -170,14 +170,14 @@ def encode_prompts(
         if isinstance(prompt, str):
             if specs or own:
                 raise DataError(
-                    "The prompt is plain text, but the row has tools or chat_template_kwargs, of which only the chat "
-                    "template tells: set data.chat to true, or the source's `tools` and `chat_template_kwargs` to null."
+                    "The prompt is plain text, but the row has tools or chat_template_kwargs, which only a chat "
+                    "template reads: set data.chat to true, or the source's `tools` and `chat_template_kwargs` to null."
                 )
             texts.append(prompt)
             continue
         if specs and not re.search(r"\btools\b", template_of(tokenizer, tools=True) or ""):
             raise DataError(
-                "The row has tools, but the chat template tells of none: give one that does "
+                "The row has tools, but the chat template does not write tools: give one that does "
                 "(tokenizer.chat_template), or set the source's `tools` to null."
             )
         texts.append(
@@ -307,8 +307,8 @@ def reply_text(
     )
     if not whole.startswith(before):
         raise DataError(
-            "The chat template writes a reply with tool calls or reasoning otherwise than after the header that it "
-            f"gives a reply, so a policy trained on it would be asked otherwise.\n  header:   {before[-60:]!r}\n"
+            "The chat template does not write a reply with tool calls or reasoning right after the header of a reply. "
+            f"A policy trained on such a reply would be sampled after another prompt.\n  header:   {before[-60:]!r}\n"
             f"  rendered: {whole[max(0, len(before) - 60) : len(before) + 40]!r}"
         )
     rest, closing = whole[len(before) :], _closing(tokenizer)
