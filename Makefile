@@ -18,7 +18,10 @@ TEMPLATES ?=
 # `make test-peers`: formulas and translations against the peers' own packages, in an environment of their own: network, two
 # GB and some minutes. WRITE=--write also writes docs/peers.md.
 
-.PHONY: demo test test-peers sweep golden check format docs bits bench bench-learn bench-train clean
+# `make site`: the documentation as web pages in build/site; a link or an anchor that leads nowhere is an error.
+# `make check-wheel`: the wheel in a clean environment, from outside the checkout: help, version, a short first run.
+
+.PHONY: demo test test-peers sweep golden check check-wheel format docs site bits bench bench-learn bench-train clean
 
 demo: $(VENV)/.installed
 	$(BIN)/whet train examples/first_run.yaml
@@ -51,6 +54,22 @@ format: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m whet.config.docs > docs/config.md
 	$(BIN)/python -m whet.dialects.docs docs
+	$(BIN)/python -m whet.reference docs
+	$(BIN)/python tests/test_tutorials.py
+
+site: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+check-wheel: $(VENV)/.installed-dev
+	rm -rf build/wheel
+	$(BIN)/python -m build --outdir build/wheel .
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt "$(TORCH)"
+	build/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt build/wheel/whet-*.whl
+	cp -r examples build/wheel/examples
+	cd build/wheel && venv/bin/whet --help > help.txt && venv/bin/python -m whet --version
+	cd build/wheel && venv/bin/whet train examples/first_run.yaml stages.sft.train.steps=20 stages.rl.train.steps=5
+	cd build/wheel && venv/bin/whet show runs/first_run > show.txt && venv/bin/whet convert examples/from_verl.sh > native.yaml
 
 bits: $(VENV)/.installed
 	$(BIN)/python benchmarks/bits.py
@@ -72,6 +91,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable ".[dev]"
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) --editable ".[docs]"
 	touch $@
 
 .bench-venv/.installed: benchmarks/requirements.txt
