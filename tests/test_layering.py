@@ -37,6 +37,7 @@ LAYERS: list[set[str]] = [
         "cli",
         "notices",
         "options",
+        "reference",
         "api",
         "start",
         "bench",

@@ -70,5 +70,11 @@ def test_the_source_distribution_can_be_built_and_tried(built: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"src/{name}" for name in PACKAGE} <= names
-    assert {"pyproject.toml", "README.md", "LICENSE", "examples/first_run.yaml", "examples/spelling.py"} <= names
+    assert {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "examples/first_run.yaml",
+        "examples/spelling.py",
+    } <= names
     assert not any(name.endswith((".pyc", ".so")) for name in names)
