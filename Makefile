@@ -58,7 +58,7 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python tests/test_tutorials.py
 
 site: $(VENV)/.installed-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check-wheel: $(VENV)/.installed-dev
 	rm -rf build/wheel

@@ -13,7 +13,7 @@ def first_letter(response: str, task: whet.Task) -> float:
 rewards_by_step = []
 result = whet.train(
     "docs/tutorials/vowels.yaml",
-    data={"train": rows, "max_prompt_tokens": 8},
+    data={"train": rows[2:], "eval": rows[:2], "max_prompt_tokens": 8},
     rewards=first_letter,
     train={"steps": 8},
     run_dir="runs/from_python",
@@ -21,5 +21,5 @@ result = whet.train(
 )
 print("mean reward of each step:", [round(reward, 2) for reward in rewards_by_step])
 
-(metrics,) = whet.evaluate(result.run_dir, data=rows, rewards=first_letter, step=8)
+(metrics,) = whet.evaluate(result.run_dir, rewards=first_letter)
 print("accuracy of the checkpoint:", metrics["eval/accuracy"])
