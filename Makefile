@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
-# The CPU build of torch, where pip can see one (see README, "Two commands"); TORCH=torch==2.13.0 takes the default build.
+# The CPU build of torch, where pip can see one (see docs/install.md); TORCH=torch==2.13.0 takes the default build.
 TORCH  ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
 
 # Tests of the same kind as those of `make test`, with more seeds, layouts and families; those of everything that computes
@@ -57,7 +57,7 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python -m whet.reference docs
 	$(BIN)/python tests/test_tutorials.py
 
-site: $(VENV)/.installed-docs
+site: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check-wheel: $(VENV)/.installed-dev
@@ -91,10 +91,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable ".[dev]"
-	touch $@
-
-$(VENV)/.installed-docs: $(VENV)/.installed
-	$(PIP) --editable ".[docs]"
 	touch $@
 
 .bench-venv/.installed: benchmarks/requirements.txt
