@@ -15,13 +15,20 @@ TEMPLATES ?=
 
 # `make golden BASE=<commit>`: a dozen runs by that commit and by the working tree, compared number by number.
 
+# `make test-view`: the viewer's pages in a headless Chromium (Debian: `apt-get install chromium`), with a picture of each in
+# build/view. The tests of `make test` have them, too, where there is a browser.
+
 # `make test-peers`: formulas and translations against the peers' own packages, in an environment of their own: network, two
 # GB and some minutes. WRITE=--write also writes docs/peers.md.
 
 # `make site`: the documentation as web pages in build/site; a link or an anchor that leads nowhere is an error.
 # `make check-wheel`: the wheel in a clean environment, from outside the checkout: help, version, a short first run.
 
-.PHONY: demo test test-peers sweep golden check check-wheel format docs site bits bench bench-learn bench-train clean
+# `make test-backends`: the contract suite over a real vLLM, in an environment of its own (network, 3.5 GB, some minutes), or
+# over the one that VLLM names.
+
+.PHONY: demo test test-view test-peers test-backends sweep golden check check-wheel format docs site bits bench \
+	bench-learn bench-train clean
 
 demo: $(VENV)/.installed
 	$(BIN)/whet train examples/first_run.yaml
@@ -30,8 +37,19 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+test-view: $(VENV)/.installed-dev
+	VIEW_PICTURES=build/view OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/test_view_pages.py
+
 test-peers: .peers-venv/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests .peers-venv/bin/python -m peers.run $(WRITE)
+
+VLLM ?= .vllm-env/bin/vllm
+
+test-backends: $(VENV)/.installed-dev $(VLLM)
+	WHET_VLLM="$(VLLM)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_backends.py tests/test_rollout_contract.py -k "vllm or real"
+
+.vllm-env/bin/vllm: $(VENV)/.installed
+	$(BIN)/whet engine install vllm --folder .vllm-env
 
 sweep: $(VENV)/.installed-dev
 	TEMPLATES="$(TEMPLATES)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sweep --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -109,4 +127,4 @@ PEERS := .peers-venv/bin/python -m pip install --quiet
 	touch $@
 
 clean:
-	rm -rf $(VENV) .bench-venv .peers-venv build dist src/*.egg-info
+	rm -rf $(VENV) .bench-venv .peers-venv .vllm-env build dist src/*.egg-info

@@ -85,6 +85,7 @@ def overhead(episodes: int, out: Any) -> None:
     from whet.data.tokenizer import load_tokenizer
     from whet.envs.hosts import EnvHosts
     from whet.rollout.episode import play_groups
+    from whet.rollout.limits import EpisodeLimits
     from whet.rollout.scripted import ScriptedEngine
     from whet.types import Message, Sampling, Task
 
@@ -111,7 +112,8 @@ def overhead(episodes: int, out: Any) -> None:
             options: dict[str, Any] = {
                 "group_size": 1, "sampling": Sampling(max_tokens=10_000), "seed": 0, "purpose": "train",
                 "decode": lambda ids: "", "end_token_ids": (tokenizer.eos_token_id,), "timeout_s": 300.0,
-                "make_env": hosts.make, "codec": codec, "max_turns": TURNS, "observation_tokens": 10_000,
+                "make_env": hosts.make, "codec": codec,
+                "limits": EpisodeLimits(max_turns=TURNS, observation_tokens=10_000),
             }  # fmt: skip
             asyncio.run(play_groups(engine, tasks[:8], **options))  # imports and caches
             host = hosts._shared[0].line.process.pid

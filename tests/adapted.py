@@ -11,6 +11,7 @@ from whet.config.schema import EnvironmentConfig
 from whet.envs.env import EnvStep, World
 from whet.envs.hosts import EnvHosts
 from whet.rollout.episode import play_groups
+from whet.rollout.limits import EpisodeLimits
 from whet.rollout.scripted import ScriptedEngine
 from whet.types import Message, Rollout, Sampling, Task
 
@@ -43,19 +44,22 @@ def played(
     arguments: Mapping[str, Any],
     scripts: Mapping[int, Sequence[str]],
     columns: Mapping[int, Mapping[str, Any]] | None = None,
+    max_turns: int = 8,
     **options: Any,
 ) -> tuple[Scripts, dict[int, list[Rollout]]]:
     """The group of each task, and the codec that knows what the policy was told. ConfigError where a host refuses."""
     codec = Scripts({uid: [reply(text) for text in script] for uid, script in scripts.items()})
     tasks = [task(uid, **(columns or {}).get(uid, {})) for uid in scripts]
-    options = {"group_size": 1, "observation_tokens": 1000, "timeout_s": 100.0, **options}
+    options = {"group_size": 1, "timeout_s": 100.0, **options}
+    limits = EpisodeLimits(observation_tokens=1000, max_turns=max_turns)
     hosts = EnvHosts(EnvironmentConfig(make=make, arguments=dict(arguments), timeout_s=30.0))
 
     async def play() -> list[Any]:
         async with asyncio.timeout(120):
             return await play_groups(
                 ScriptedEngine(codec.say, end_token_ids=[END]), tasks, sampling=Sampling(max_tokens=40), seed=3,
-                purpose="train", decode=str, end_token_ids=[END], codec=codec, make_env=hosts.make, **options,
+                purpose="train", decode=str, end_token_ids=[END], codec=codec, make_env=hosts.make,
+                limits=limits, **options,
             )  # fmt: skip
 
     try:

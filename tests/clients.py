@@ -1,4 +1,4 @@
-"""Rollout engines that can only be asked over HTTP: clients of servers like those of `servers`."""
+"""A rollout engine that can only be asked over HTTP: a client of a server like SGLang's, see `servers`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from whet.types import (
     Sampling,
     ScoreRequest,
     TokenLogprobs,
-    VersionSpan,
     WhetError,
     spans_of,
 )
@@ -32,7 +31,7 @@ T = TypeVar("T")
 
 
 class HttpEngine:
-    """What both clients do here: who may ask when, and what becomes of a call that is given up."""
+    """Who may ask when, and what becomes of a call that is given up."""
 
     def __init__(self, url: str, *, vocab: int, max_context: int, version: int = 0) -> None:
         self.url, self.vocab, self.max_context, self.version = url, vocab, max_context, version
@@ -104,7 +103,7 @@ class HttpEngine:
                 raise (RequestError if said.status == 400 else WhetError)(message)
             if said.content_type == "text/event-stream":
                 async for line in said.content:
-                    if line.startswith(b"data: "):
+                    if line.startswith(b"data: {"):
                         event = json.loads(line.removeprefix(b"data: "))
                         if "message" in event:
                             raise WhetError(event["message"])
@@ -128,90 +127,6 @@ def known(values: list[float], sampling: Sampling, can: Capabilities) -> dict[st
 
 def written(update: WeightUpdate, folder: str) -> None:
     save_file({name: t.contiguous() for name, t in update.named()}, Path(folder) / "model.safetensors")
-
-
-class Vllm(HttpEngine):
-    """Over a server like vLLM's."""
-
-    async def ask(self, request: Request, on_tokens: OnTokens | None) -> Completion:
-        s = request.sampling
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "min_tokens")
-        body = {
-            "request_id": request.id,
-            "token_ids": list(request.prompt),
-            "sampling_params": {name: getattr(s, name) for name in names}
-            | {"seed": s.key, "stop_token_ids": s.stop_token_ids, "ignore_eos": s.ignore_eos},
-            "stream": on_tokens is not None,
-        }
-        count = 0
-        try:
-            async for event in self.events("/inference/v1/generate", body):
-                choice = event["choices"][0]
-                if on_tokens is not None and "finish_reason" not in choice:
-                    count += len(choice["token_ids"])
-                    on_tokens(choice["token_ids"])
-        except BaseException:
-            await self.abort(request.id)
-            raise
-        if choice["finish_reason"] == "abort":
-            raise WhetError(f"the server aborted request {request.id}")
-        assert on_tokens is None or count == len(choice["token_ids"])
-        return Completion(
-            token_ids=choice["token_ids"],
-            **known([row["logprob"] for row in choice["logprobs"]["content"]], s, self.can),
-            spans=tuple(VersionSpan(v["version"], v["start"], v["end"]) for v in choice["weight_versions"]),
-            finish_reason=choice["finish_reason"],
-        )
-
-    async def abort(self, rid: str) -> None:
-        await self.post("/inference/v1/abort_requests", {"request_ids": [rid]})
-
-    async def scored(self, request: ScoreRequest) -> TokenLogprobs:
-        params = {"max_tokens": 1, "temperature": request.temperature, "prompt_logprobs": request.top_k}
-        body = {"token_ids": list(request.token_ids), "sampling_params": params}
-        said = await self.post("/inference/v1/generate", body)
-        rows = said["prompt_logprobs"][request.start :]
-        return TokenLogprobs(
-            version=said["weight_version"],
-            logprobs=[row[0]["logprob"] for row in rows],
-            top=[[(r["token_id"], r["logprob"]) for r in row[1:]] for row in rows] if request.top_k else [],
-        )
-
-    async def update_weights(self, update: WeightUpdate) -> Receipt:
-        with tempfile.TemporaryDirectory() as folder:
-            await asyncio.to_thread(written, update, folder)
-            await self.post("/pause?mode=keep")
-            await self.post("/start_weight_update")
-            await self.post("/update_weights", {"update_info": {"path": folder}})
-            await self.post("/finish_weight_update", {"weight_version": update.version})
-        proof = (await self.post("/weight_checker", {"action": "checksum"}))["checksum"]
-        await self.post("/resume")
-        self.version = update.version
-        self.gate.updated()
-        return Receipt(self.url, update.version, proof)
-
-    async def pause(self, finish: bool) -> None:
-        if finish:
-            await self.gate.pause(True)
-        else:
-            self.gate.entry.shut()
-        await self.post(f"/pause?mode={'wait' if finish else 'keep'}")
-
-    async def resume(self) -> None:
-        await self.post("/resume")
-        self.gate.resume()
-
-    async def place(self, device: Literal["gpu", "cpu"], what: frozenset[Part] = PARTS) -> None:
-        if device == "cpu":
-            await self.post("/sleep?level=1&mode=keep")  # all or nothing
-        for part, tag in (("weights", "weights"), ("cache", "kv_cache")):
-            if (part in what) == (device == "gpu"):
-                await self.post(f"/wake_up?tags={tag}")
-
-    async def health(self) -> Health:
-        counts = await self.post("/metrics", method="GET")
-        requests, tokens = counts["request_success_total"], counts["generation_tokens_total"]
-        return Health(since=self.since, requests=int(requests), tokens=int(tokens))
 
 
 class Sglang(HttpEngine):

@@ -72,6 +72,15 @@ REMOTE = "track.trackers=[wandb]"
 REPLAY = "buffer.replay.share=0.5; train.steps=6"
 FREE = "rollout.max_staleness=4; rollout.schedule=async; train.steps=4"
 CONTROLLED = "linear_decay_use_count_control_randomization"
+SDPO = (
+    "algorithm.name=sdpo; algorithm.reprompt.success_reward=0.3; rollout.group_size=4; "
+    "model.scratch.max_position_embeddings=512"
+)
+THINKS = (
+    f"{SDPO}; data.chat=true; data.train.0.reply_prefix='<think>t</think>'; tokenizer.chat_template="
+    "\"{% for m in messages %}{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}"
+    "{{ '' if m.role == 'assistant' else '#' }}{% endfor %}\""
+)
 BEST = (
     f"{EVAL}; eval.interval=1; eval.samples=4; eval.sampling.temperature=1.0; train.steps=4; train.optimizer.lr=0.05; "
     "checkpoint.keep=1; checkpoint.keep_best.metric=eval/held/reward_mean"
@@ -506,6 +515,14 @@ CASES: dict[str, Case] = {
     ),
     "algorithm.positive_nll_coef": ("", 0.3),
     "algorithm.entropy_agg_mode": ("algorithm.entropy_coef=0.1", "token-mean"),
+    "algorithm.reprompt.success_reward": (SDPO, 0.5),
+    "algorithm.reprompt.own_success": (SDPO, True),
+    "algorithm.reprompt.thoughts": (THINKS, False),
+    "algorithm.reprompt.feedback": (SDPO, "says"),
+    "algorithm.reprompt.template": (SDPO, "{solution}{prompt}"),
+    "algorithm.reprompt.solution_template": (SDPO, "{reply}"),
+    "algorithm.reprompt.feedback_template": (f"{SDPO}; algorithm.reprompt.feedback=says", "!{feedback}"),
+    "algorithm.reprompt.max_prompt_tokens": (SDPO, 1),
     "algorithm.mix.demonstration_ratio": (f"{MIX}; train.tasks_per_step=4", 0.25),
     "algorithm.mix.loss": (MIX, "sft_is"),
     "algorithm.mix.loss.phi_cutoff": (f"{MIX}; algorithm.mix.loss=sft_phi", 0.01),
@@ -733,6 +750,14 @@ CLUSTER = (
     "cluster.health_timeout_s", "cluster.start_timeout_s",
 )  # fmt: skip
 
+SERVER = tuple(
+    f"rollout.server.{name}"
+    for name in (
+        "urls", "token", "command", "options", "env", "weights_dir", "canary_bound", "timeout_s", "load_timeout_s",
+        "start_timeout_s", "restarts",
+    )
+)  # fmt: skip
+
 PARTS = ("cluster.ranks", "cluster.reward_hosts", "cluster.explorers")
 
 RANKS = tuple(
@@ -758,6 +783,7 @@ BELOW: dict[str, str] = {
     "checkpoint.sharded": "ranks start for it: test_checkpoint_parts.py",
     **dict.fromkeys(APART, "of processes that explore and train apart: test_apart.py has a test of each"),
     **dict.fromkeys(PARTS, "Ray starts for it: test_cluster_parts.py has a test of each"),
+    **dict.fromkeys(SERVER, "a server is asked for it: test_http_keys.py has a test of each"),
     **dict.fromkeys(CLUSTER, "Ray starts for it: test_cluster.py has a test of each"),
     **{f"eval.offline.{name}": "training refuses it, `whet eval` reads it" for name in OFFLINE},
 }

@@ -1,8 +1,9 @@
-"""Two small servers shaped like the HTTP interfaces of vLLM and SGLang, each around a `NativeEngine` in a thread."""
+"""Two small servers with the HTTP interfaces of vLLM and SGLang, each around a `NativeEngine` in a thread."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 import time
@@ -10,14 +11,16 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
+from backends.transcripts import read
 from whet.rollout.engine import OnTokens, WeightUpdate
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.requests import RequestError
 from whet.sync.manifest import describe
-from whet.types import Completion, Request, Sampling, ScoreRequest, TokenLogprobs, WhetError
+from whet.types import Completion, Request, Sampling, ScoreRequest, TokenLogprobs, VersionSpan, WhetError
 
 Handler = Callable[[Any], Awaitable[Any]]
 
@@ -25,8 +28,8 @@ Handler = Callable[[Any], Awaitable[Any]]
 class Server:
     """What both have: a thread with an event loop, requests by their ids, and weights from a file."""
 
-    def __init__(self, engine: NativeEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: NativeEngine, *, port: int = 0) -> None:
+        self.engine, self.port = engine, port
         engine.beat = lambda what: time.sleep(0.002)  # a reply takes long enough to be interrupted
         self.running: dict[str, asyncio.Task[Completion]] = {}
         self.aborted: set[str] = set()
@@ -62,7 +65,7 @@ class Server:
             app.router.add_route("*", path, self._answering(handler))
         self._runner = web.AppRunner(app, shutdown_timeout=5.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         self._up.set()
 
@@ -72,12 +75,15 @@ class Server:
             try:
                 said = await handler(body)
             except RequestError as error:
-                return web.json_response({"message": str(error)}, status=400)
+                return self.refusal(error, 400)
             except WhetError as error:
-                return web.json_response({"message": str(error)}, status=500)
+                return self.refusal(error, 500)
             return said if isinstance(said, web.StreamResponse) else web.json_response(said or {})
 
         return answer
+
+    def refusal(self, error: WhetError, status: int) -> web.Response:
+        return web.json_response({"message": str(error)}, status=status)
 
     async def ask(self, request: Request, on_tokens: OnTokens | None = None) -> Completion | None:
         """None: it was aborted."""
@@ -111,7 +117,7 @@ class Server:
             end = last(await work)
         except WhetError as error:
             end = {"message": str(error)}
-        await said.write(f"data: {json.dumps(end)}\n\n".encode())
+        await said.write(f"data: {json.dumps(end)}\n\ndata: [DONE]\n\n".encode())
         return said
 
     async def load(self, path: Path, version: int) -> str:
@@ -133,98 +139,188 @@ def told(done: Completion, sampling: Sampling) -> list[float]:
 
 
 class VllmServer(Server):
-    """POST /inference/v1/generate and its neighbours."""
+    """vLLM 0.32, as it was recorded (`backends.transcripts`): every answer is a recorded one, with other values."""
+
+    def __init__(self, engine: NativeEngine, *, port: int = 0) -> None:
+        self.recorded = read()
+        self.label = "default"
+        self.asked: list[tuple[str, Any]] = []
+        """Every call: path and body."""
+        self.fails: dict[str, Callable[[Any], Awaitable[Any]]] = {}
+        """What is done instead of a call, by its path: faults are injected here."""
+        super().__init__(engine, port=port)
 
     def routes(self) -> dict[str, Handler]:
-        return {
+        own = {
+            "/version": self.version,
+            "/openapi.json": self.openapi,
+            "/server_info": self.server_info,
             "/inference/v1/generate": self.generate,
-            "/inference/v1/abort_requests": self.abort_requests,
+            "/abort_requests": self.abort_requests,
             "/pause": self.pause,
             "/resume": self.resume,
-            "/start_weight_update": self.start_weight_update,
-            "/update_weights": self.update_weights,
-            "/finish_weight_update": self.finish_weight_update,
-            "/weight_checker": self.weight_checker,
+            "/collective_rpc": self.collective_rpc,
+            "/update_weight_version": self.update_weight_version,
+            "/reset_prefix_cache": self.reset_prefix_cache,
             "/sleep": self.sleep,
             "/wake_up": self.wake_up,
             "/metrics": self.metrics,
         }
+        return {path: self._noting(path, handler) for path, handler in own.items()}
+
+    def _noting(self, path: str, handler: Handler) -> Handler:
+        async def noted(body: dict[str, Any]) -> Any:
+            self.asked.append((path, {k: v for k, v in body.items() if k != "http"}))
+            return await self.fails.get(path, handler)(body)
+
+        return noted
+
+    def answer(self, name: str) -> Any:
+        return copy.deepcopy(self.recorded[name]["answer"])
+
+    def refusal(self, error: WhetError, status: int) -> web.Response:
+        said = self.answer("too_long" if status == 400 else "lost_folder")
+        said["error"]["message"] = str(error)
+        return web.json_response(said, status=status)
+
+    async def version(self, body: dict[str, Any]) -> Any:
+        return self.answer("version")
+
+    async def openapi(self, body: dict[str, Any]) -> Any:
+        return self.answer("openapi")
+
+    async def server_info(self, body: dict[str, Any]) -> Any:
+        said = self.answer("server_info")
+        said["vllm_config"]["model_config"]["max_model_len"] = self.engine.max_context + 1
+        return said
 
     async def generate(self, body: dict[str, Any]) -> Any:
         given = dict(body["sampling_params"])
+        rid = f"generate-tokens-{body['request_id']}"
         if (top := given.pop("prompt_logprobs", None)) is not None:
-            found = await self.scored(body["token_ids"], temperature=given["temperature"], top=top)
-            rows = [
-                [{"token_id": t, "logprob": v} for t, v in ((token, logp), *likely)]
-                for token, logp, likely in zip(
-                    body["token_ids"][1:], found.logprobs, found.top or [[]] * len(found.logprobs)
-                )
-            ]
-            return {"prompt_logprobs": [None, *rows], "weight_version": found.version}
-        sampling = Sampling(
-            key=given.pop("seed"), **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-        )
-        request = Request(
-            id=body["request_id"], session="", prompt=tuple(body["token_ids"]), sampling=sampling
-        )
+            return await self._score(rid, body["token_ids"], top)
+        assert (given.pop("n"), given.pop("logprobs")) == (1, 0)
+        ends = given.pop("stop_token_ids")
+        # every end token comes with the request, whatever the model's own are
+        self.engine.end_token_ids = frozenset()
+        if ends:
+            given["ignore_eos"] = False
+        values = {k: v for k, v in given.items() if k != "seed"}
+        sampling = Sampling(key=given["seed"], stop_token_ids=tuple(ends), **values)
+        request = Request(id=rid, session="", prompt=tuple(body["token_ids"]), sampling=sampling)
         if not body.get("stream"):
-            return self._choice(await self.ask(request), sampling)
+            said = self.answer("generate")
+            done = await self.ask(request)
+            self._choose(said, done.token_ids if done else [], done, sampling)
+            said["request_id"] = rid
+            return said
         return await self.stream(
             body["http"],
             request,
-            lambda tokens: {"choices": [{"token_ids": tokens}]},
-            lambda done: self._choice(done, sampling),
+            lambda tokens: self._event(rid, tokens, None, sampling),
+            lambda done: self._event(rid, [], done, sampling, ends=True),
         )
 
-    def _choice(self, done: Completion | None, sampling: Sampling) -> dict[str, Any]:
-        if done is None:
-            return {"choices": [{"token_ids": [], "finish_reason": "abort"}]}
-        rows = [{"token_id": t, "logprob": v} for t, v in zip(done.token_ids, told(done, sampling))]
-        return {
-            "choices": [
-                {
-                    "token_ids": done.token_ids,
-                    "logprobs": {"content": rows},
-                    "weight_versions": [span._asdict() for span in done.spans],
-                    "finish_reason": done.finish_reason,
-                }
-            ]
-        }
+    def _event(
+        self, rid: str, tokens: list[int], done: Completion | None, sampling: Sampling, *, ends: bool = False
+    ) -> Any:
+        """One chunk. The log-probs are those of the last one, which are known with the completion."""
+        chunks = [line for line in self.answer("stream").splitlines() if line.startswith("data: {")]
+        said = json.loads(chunks[-1 if ends else 0].removeprefix("data: "))
+        said["request_id"] = rid
+        self._choose(said, tokens, done, sampling, ends=ends)
+        if done is not None:
+            said["choices"][0]["logprobs"] = {"content": _rows(done.token_ids, told(done, sampling))}
+        return said
 
-    async def abort_requests(self, body: dict[str, Any]) -> None:
+    def _choose(
+        self, said: Any, tokens: list[int], done: Completion | None, sampling: Sampling, *, ends: bool = True
+    ) -> None:
+        choice = said["choices"][0]
+        choice["token_ids"] = tokens
+        choice["logprobs"] = {"content": _rows(done.token_ids, told(done, sampling)) if done else []}
+        choice["finish_reason"] = (done.finish_reason if done else "abort") if ends else None
+        choice["weight_versions"] = self._versions(done.spans) if done else None
+
+    def _versions(self, spans: tuple[VersionSpan, ...]) -> list[dict[str, Any]]:
+        return [{"version": str(s.version), "start": s.start, "end": s.end} for s in spans]
+
+    async def _score(self, rid: str, ids: list[int], top: int) -> Any:
+        found = await self.scored(ids, temperature=1.0, top=top)
+        rows: list[Any] = [None]
+        for token, logp, likely in zip(ids[1:], found.logprobs, found.top or [[]] * len(found.logprobs)):
+            row = {str(token): {"logprob": logp, "rank": top + 1, "decoded_token": None}}
+            row |= {
+                str(t): {"logprob": v, "rank": n + 1, "decoded_token": None}
+                for n, (t, v) in enumerate(likely)
+            }
+            rows.append(row)
+        said = self.answer("score")
+        said |= {"request_id": rid, "prompt_logprobs": rows}
+        said["choices"][0]["weight_versions"] = [{"version": str(found.version), "start": 0, "end": 1}]
+        return said
+
+    async def abort_requests(self, body: dict[str, Any]) -> Any:
         for rid in body["request_ids"]:
             self.abort(rid)
+        return self.answer("abort")
 
-    async def pause(self, body: dict[str, Any]) -> None:
+    async def pause(self, body: dict[str, Any]) -> Any:
         await self.engine.pause({"wait": True, "keep": False}[body["mode"]])
+        return self.answer("pause")
 
-    async def resume(self, body: dict[str, Any]) -> None:
+    async def resume(self, body: dict[str, Any]) -> Any:
         await self.engine.resume()
+        return self.answer("resume")
 
-    async def start_weight_update(self, body: dict[str, Any]) -> None:
-        self.staged = None
+    async def collective_rpc(self, body: dict[str, Any]) -> Any:
+        """Takes what it finds, and does not say what it lacks."""
+        assert body["method"] == "reload_weights"
+        folder = Path(body["kwargs"]["weights_path"])
+        found = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+        own = dict(self.engine.module.named_parameters())
+        with torch.no_grad():
+            for name, parameter in own.items():
+                if name in found:
+                    parameter.copy_(found[name])
+        tensors = iter([(name, p.detach().clone()) for name, p in own.items()])
+        await self.engine.update_weights(WeightUpdate(version=self.engine.version, tensors=tensors))
+        await self.engine.pause(False)
+        return {"results": [None]}
 
-    async def update_weights(self, body: dict[str, Any]) -> None:
-        self.staged = Path(body["update_info"]["path"])
+    async def update_weight_version(self, body: dict[str, Any]) -> Any:
+        self.engine.version = int(body["new_version"])
+        return self.answer("label") | {"new_version": body["new_version"]}
 
-    async def finish_weight_update(self, body: dict[str, Any]) -> None:
-        assert self.staged is not None
-        await self.load(self.staged, body["weight_version"])
+    async def reset_prefix_cache(self, body: dict[str, Any]) -> Any:
+        return self.answer("reset")
 
-    async def weight_checker(self, body: dict[str, Any]) -> dict[str, str]:
-        return {"checksum": describe(0, self.engine.module.named_parameters()).digest}
-
-    async def sleep(self, body: dict[str, Any]) -> None:
+    async def sleep(self, body: dict[str, Any]) -> Any:
         await self.engine.place("cpu")
+        return self.answer("sleep")
 
-    async def wake_up(self, body: dict[str, Any]) -> None:
+    async def wake_up(self, body: dict[str, Any]) -> Any:
         names = {"weights": "weights", "kv_cache": "cache"}
         await self.engine.place("gpu", frozenset({names[body["tags"]]}))  # type: ignore[arg-type]
+        return self.answer("wake_cache")
 
     async def metrics(self, body: dict[str, Any]) -> web.Response:
+        """Totals: requests that ended by length stand for all."""
         health = await self.engine.health()
-        lines = {"request_success_total": health.requests, "generation_tokens_total": health.tokens}
-        return web.Response(text="".join(f"vllm:{name} {float(x)}\n" for name, x in lines.items()))
+        values = {
+            'request_success_total{engine="0",finished_reason="length"': health.requests,
+            "generation_tokens_total": health.tokens,
+        }
+        lines = []
+        for line in self.answer("metrics").splitlines():
+            named = next((v for k, v in values.items() if line.startswith(f"vllm:{k}")), 0)
+            lines.append(f"{line.rpartition(' ')[0]} {float(named)}")
+        return web.Response(text="\n".join(lines) + "\n")
+
+
+def _rows(tokens: list[int], logprobs: list[float]) -> list[dict[str, Any]]:
+    rows = [{"token_id": t, "logprob": v, "rank": 1} for t, v in zip(tokens, logprobs)]
+    return [row | {"top_logprobs": [row]} for row in rows]
 
 
 class SglangServer(Server):

@@ -26,6 +26,7 @@ COMMANDS = {
     "eval",
     "explain",
     "show",
+    "view",
     "data gsm8k",
     "keys",
     "convert",
@@ -33,6 +34,10 @@ COMMANDS = {
     "schema",
     "export",
     "scale",
+    "replay",
+    "diff",
+    "doctor",
+    "engine install",
 }
 
 # ---------------------------------------------------------------- what is imported
@@ -146,7 +151,7 @@ def test_every_command_has_an_example_that_is_right(monkeypatch: pytest.MonkeyPa
     for name, lines in found.items():
         assert lines, name
         for line in lines:
-            assert line.startswith(f"whet {name} "), line
+            assert f"{line} ".startswith(f"whet {name} "), line
             line = line.partition(" --simulate")[0]  # the run to go by is the reader's
             line = line.partition(" --prove")[0]  # and so is the other system's package
             if ".sh" in line and sandbox.lacking():
@@ -156,7 +161,7 @@ def test_every_command_has_an_example_that_is_right(monkeypatch: pytest.MonkeyPa
             elif name == "train":
                 line = line.replace(" --change", "", 1)
                 assert call(line.replace("train", "plan", 1), monkeypatch) == 0
-            elif name in ("eval", "rehearse", "export"):  # they would do what they say, for minutes
+            elif name in ("eval", "rehearse", "export", "engine install"):  # they would do what they say
                 assert call(f"whet {name} --help", monkeypatch) == 0
             else:  # the folders of these are the reader's: that is all there is to be said against them
                 assert call(line, monkeypatch) in (0, 1)

@@ -20,7 +20,21 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from batches import make_batch
-from native_cases import APART, BASE, BELOW, CASES, CLUSTER, ENDS, OFFLINE, PARTS, PPO, RANKS, REFUSED, ROWS
+from native_cases import (
+    APART,
+    BASE,
+    BELOW,
+    CASES,
+    CLUSTER,
+    ENDS,
+    OFFLINE,
+    PARTS,
+    PPO,
+    RANKS,
+    REFUSED,
+    ROWS,
+    SERVER,
+)
 from observed import Watcher, write_files
 from whet.algos.recipes import build
 from whet.bench import judge_file
@@ -219,7 +233,7 @@ def test_a_key_about_replies_that_were_written_elsewhere(
 
 def test_nothing_is_left_out() -> None:
     assert {name.rpartition(".")[2] for name in BELOW if name.startswith("eval.offline.")} == set(OFFLINE)
-    assert BELOW.keys() - {f"eval.offline.{key}" for key in OFFLINE} - {*APART, *CLUSTER, *PARTS, *RANKS} == {
+    assert BELOW.keys() - {f"eval.offline.{key}" for key in OFFLINE} - {*APART, *CLUSTER, *PARTS, *RANKS, *SERVER} == {
         "critic.head", "checkpoint.load_contents", "algorithm.advantage.divide_by_turns",
         "algorithm.advantage.reset_at_turns",
         "checkpoint.sharded", "profile.ranks",

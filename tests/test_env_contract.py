@@ -26,6 +26,7 @@ from whet.envs.env import (
 )
 from whet.envs.hosts import EnvHosts
 from whet.rollout.episode import play_groups
+from whet.rollout.limits import EpisodeLimits
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import key, rollout_key
 from whet.types import Json, Message, Rollout, Sampling, Task
@@ -352,7 +353,7 @@ def test_every_environment_is_closed_once_however_it_ends(opened: Opened, tmp_pa
     note = tmp_path / "note"
     hosts = opened(name, note=str(note))
     play(hosts.make, 3)
-    play(hosts.make, 2, max_turns=1)
+    play(hosts.make, 2, limits=EpisodeLimits(max_turns=1))
     hosts.close()
     assert note.read_text() == "closed\n" * 5
 
@@ -400,12 +401,12 @@ def test_a_rewritten_history_begins_a_strand_unless_it_extends_the_tokens(extend
 
 def test_what_an_environment_says_is_bounded() -> None:
     def rollout(most: int) -> Rollout:
-        return play(Sums, 1, observation_tokens=most)[10]
+        return play(Sums, 1, limits=EpisodeLimits(observation_tokens=most))[10]
 
     assert rollout(3).error is None
     cut = rollout(2)  # its first message and one answer
     assert (cut.finish_reason, len(cut.strands[0].turns), cut.error) == ("length", 2, None)
-    none = play(Sums, 1, observation_tokens=0)[10]
+    none = play(Sums, 1, limits=EpisodeLimits(observation_tokens=0))[10]
     assert none.error is not None
     assert "first messages have 1 tokens" in none.error
 

@@ -14,6 +14,7 @@ from codecs_numbers import Numbers
 from whet.config.schema import SamplingConfig
 from whet.envs.env import EnvStep, World, as_step
 from whet.rollout.episode import play_groups, to_sampling
+from whet.rollout.limits import EpisodeLimits
 from whet.rollout.pace import Pace
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import rollout_key
@@ -339,7 +340,7 @@ def test_turns_and_tokens_are_bounded() -> None:
         engine,
         make_env=lambda t, world: Countdown(99),
         codec=Numbers(),
-        max_turns=4,
+        limits=EpisodeLimits(max_turns=4),
         sampling=Sampling(max_tokens=50),
     )
     assert (len(engine.calls), r.finish_reason, r.tokens) == (4, "length", 8)

@@ -5,6 +5,7 @@ The same holds for random conversations (test_talks.py).
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from dataclasses import replace
 
@@ -19,7 +20,11 @@ from whet.config.sections.groups import GroupsConfig
 from whet.data.calls import ReplyForm, Thinking
 from whet.data.codec import MessageCodec
 from whet.data.templates import CUT, MARK
-from whet.types import Group, Message, Rollout, Task, ToolCall, ToolSpec
+from whet.envs.env import EnvStep
+from whet.rollout.episode import play_groups
+from whet.rollout.limits import EpisodeLimits
+from whet.rollout.scripted import ScriptedEngine
+from whet.types import Group, Message, Rollout, Sampling, Task, ToolCall, ToolSpec
 
 QUESTION, AGAIN = Message("user", "q"), Message("user", "again")
 ADD = ToolSpec("add", "Adds.", {"type": "object", "properties": {"x": {"type": "string"}}})
@@ -173,6 +178,55 @@ def test_a_tokenizer_that_puts_a_space_before_each_text_puts_it_once() -> None:
     more = c.encode_observation(existing, [QUESTION, Message("assistant", ""), AGAIN], 1)
     whole = "<|turn|>user\nq<|over|>\n<|turn|>assistant\n<|over|>\n<|turn|>user\nagain<|over|>\n<|turn|>assistant\n"
     assert [*existing, *(more or [])] == ids(c, whole)
+
+
+def test_a_reply_that_the_template_does_not_render_ends_its_episode_alone() -> None:
+    """Mistral's templates want a text or calls of each reply. What the policy has sampled is trained on."""
+    c = codec("append")
+    strict = copy.deepcopy(c.tokenizer)
+    strict.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' and not m.content %}"
+        "{{ raise_exception('a reply needs a text') }}{% endif %}<|turn|>{{ m.role }}\n{{ m.content }}<|over|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+    )
+    strict_codec = MessageCodec(strict, ends=c.ends, history="template")
+    end = ids(c, "<|over|>")
+
+    class Asks:
+        async def first(self) -> list[Message]:
+            return []
+
+        async def step(self, reply: Message) -> EnvStep:
+            return EnvStep([AGAIN], reward=0.5, done=False)
+
+    replies = {0: [end], 1: [[*ids(c, "yes"), *end], end], 2: [[*ids(c, "yes"), *end]] * 3}
+    tasks = [
+        Task(uid=u, source="s", prompt=(QUESTION,), token_ids=tuple(c.encode_prompt([QUESTION])))
+        for u in replies
+    ]
+
+    def say(prompt: list[int], sampling: Sampling, version: int) -> list[int]:
+        return next(script)
+
+    found = {}
+    for task in tasks:
+        script = iter(replies[task.uid])
+        played = play_groups(
+            ScriptedEngine(say, end_token_ids=end), [task], group_size=1, sampling=Sampling(max_tokens=20), seed=0,
+            purpose="train", decode=str, end_token_ids=end, timeout_s=30.0, codec=strict_codec,
+            make_env=lambda task, world: Asks(), limits=EpisodeLimits(max_turns=3),
+        )  # fmt: skip
+        ((found[task.uid],),) = [group.rollouts for group in asyncio.run(played)]
+    told = {
+        uid: (r.error, r.stop_reason, r.finish_reason, r.reward, len(r.strand.turns))
+        for uid, r in found.items()
+    }
+    assert told == {
+        0: (None, "malformed", "stop", 0.5, 1),
+        1: (None, "malformed", "stop", 1.0, 2),
+        2: (None, "turns", "length", 1.5, 3),
+    }
+    assert "a reply needs a text" in str(found[1].strand.turns[-1].malformed)
 
 
 def test_the_template_for_tools_is_used_where_there_are_tools() -> None:

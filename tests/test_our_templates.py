@@ -43,6 +43,11 @@ def test_the_form_of_a_template_is_recognised(template: OurTemplate) -> None:
             ReplyForm("functools"),
         ),
         ('{{ tools }} <|function_call|>{"name": a name, "arguments": an object}', (), ReplyForm()),
+        (
+            '{{ tools }} function call<|role_sep|>\n{"name": a name, "arguments": an object}',
+            (),
+            ReplyForm(),
+        ),
         ("{{ tools }} <|python_tag|> as <function=name>{}</function>", (), ReplyForm()),
         ("{{ tools }}<|tool_calls_section_begin|>", (), ReplyForm("kimi")),
         ("{{ tools }}<minimax:tool_call>", (), ReplyForm()),

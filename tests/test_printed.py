@@ -109,7 +109,7 @@ def test_a_chatterbox_costs_its_worker_no_time_and_every_byte_is_counted() -> No
 def test_an_environment_host_says_lines_in_time_and_counts_the_rest() -> None:
     heard: list[tuple[object, ...]] = []
     clock = Clock()
-    out = host.Output(lambda *what: heard.append(what), clock=clock)
+    out = host.PrintedLines(lambda *what: heard.append(what), clock=clock)
     out.write("a\nbeginning")
     out.write(" and end\n")
     assert heard == [("said", "a", 0), ("said", "beginning and end", 0)]

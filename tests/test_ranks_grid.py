@@ -12,12 +12,14 @@ import torch
 
 import grid
 from grid import LAYOUTS, WAYS, Layout, Way
+from test_reprompt import two_prompts
 from test_train_torch import pg_loss, weighted
+from whet.algos.distillation import Divergence, TopK
 from whet.models import kernels
 from whet.models.mesh import Dims
 from whet.models.sharded import Sharding
 from whet.training.ranks import Ranks
-from whet.training.torch import TorchEngine
+from whet.training.torch import FullKl, TorchEngine
 from whet.types import CheckpointError
 
 DROPPING = replace(WAYS["LoRA"], cut=replace(WAYS["LoRA"].cut, checkpoint=True))
@@ -126,6 +128,26 @@ def test_rollouts_of_several_strands_learn_the_same_on_ranks(ranks: Ranks, name:
     assert many.update(batch, pg_loss) == pytest.approx(one.update(batch, pg_loss), rel=1e-4, abs=1e-5)
     for (name, theirs), (_, mine) in zip(many.weights(), one.weights(), strict=True):
         torch.testing.assert_close(theirs, mine, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("name", ["dp_shard 2", "pp 2", "tp 2"])
+def test_a_reference_with_other_prompts_teaches_the_same_on_ranks(ranks: Ranks, name: str) -> None:
+    layout, way = LAYOUTS[name], WAYS["shared prompts"]
+    if layout.dims.world != ranks.dims.world:
+        return
+    one, many = grid.pair(ranks, layout, way, model=grid.model_of(layout, way), **grid.learning())
+    far = grid.model_of(layout, way, seed=9).requires_grad_(False)
+    far_one, far_many = grid.pair(ranks, layout, way, model=far, role="reference")
+    for engine, reference in ((one, far_one), (many, far_many)):
+        engine.full_kl = FullKl(0.3, reference, Divergence(0.5, TopK(4, "policy", "tail")))  # type: ignore[arg-type]
+    errors, note = grid.worst()
+    for seed in range(2):
+        batch = two_prompts(seed)
+        said = (each.forward(batch.of_reference, "logprobs") for each in (far_many, far_one))
+        note("log-probs", grid.error(*said))
+        grid.note_metrics(note, many.update(batch, pg_loss), one.update(batch, pg_loss))
+    grid.note_tensors(note, "weights", dict(many.weights()), dict(one.weights()))
+    assert_small(errors, name)
 
 
 @pytest.mark.parametrize("name", ["dp_shard 2", "pp 2", "tp 2", "dp_replicate 2 x ep 2"])

@@ -116,7 +116,7 @@ def test_the_users_keys_win() -> None:
 
 def test_who_needs_a_reference() -> None:
     needs = {name for name in RECIPES if resolve(given(name)).needs_reference}
-    assert needs == {"dpo", "mpo", "online_dpo", "kto", "distill", "gkd"}
+    assert needs == {"dpo", "mpo", "online_dpo", "kto", "distill", "gkd", "sdpo"}
     assert resolve(given("grpo", kl=schema.KlConfig(coef=0.01))).needs_reference
 
 
@@ -184,6 +184,7 @@ def test_what_the_step_is_told() -> None:
         "asymre",
         "dppo",
         "gkd",
+        "sdpo",
         "gpg",
         "online_dpo",
         "opmd",
@@ -216,7 +217,7 @@ def test_kl_in_the_reward_needs_old_logprobs_even_without_a_ratio() -> None:
 @pytest.mark.parametrize("name", [n for n, r in RECIPES.items() if r.kind == "online" and n not in PAIRS])
 def test_a_whole_online_step(name: str) -> None:
     """Advantage, weights, loss, gradient: finite, only at sampled tokens, and towards what was rewarded."""
-    algorithm = made(name)
+    algorithm = made(name, **({"divergence": "k2"} if name == "sdpo" else {}))
     batch = make_batch([["paa", "paoa", "pa"], ["pa", "poa"]], [2.0, 0.0, 1.0, -1.0, 1.0])
     batch = replace(batch, logp_old_N=batch.logp_sample_N, value_N=torch.zeros(batch.tokens).double())
     batch = replace(batch, expert_R=torch.zeros(batch.rollouts, dtype=torch.bool))
@@ -228,7 +229,7 @@ def test_a_whole_online_step(name: str) -> None:
     (grad,) = torch.autograd.grad((loss.loss_N * batch.weight_N).sum(), logp)
     assert torch.isfinite(grad).all()
     assert (grad[~batch.mask_N] == 0).all()
-    if name in ("distill", "gkd"):
+    if name in ("distill", "gkd", "sdpo"):
         return  # towards the teacher, whatever is rewarded
     best, worst = by_rollout(batch, grad)[0], by_rollout(batch, grad)[3]
     assert all(g < 0 for g in best)

@@ -18,10 +18,12 @@ from whet.config.schema import Config
 
 PPO = "algorithm.name=ppo"
 MIX = ("algorithm.name=mix", "data.demonstrations=[{path: given.jsonl}]")
+SDPO = ("algorithm.name=sdpo",)
 DISTILL = ("algorithm.name=distill", "reference.path=teacher")
 PARITY = "machine.logprob_parity=on"
 ASYNC = "rollout.schedule=async"
 LORA = "model.lora={}"
+VLLM = "rollout.engine=vllm"
 ONLINE_DPO = "algorithm.name=online_dpo"
 EVAL = "data.eval=[{path: test.jsonl}]"
 RANKS = "train.parallel.dp_replicate=2"
@@ -72,7 +74,14 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "algorithm.entropy_coef_min": [
         ("algorithm.entropy_target=0.2", "algorithm.entropy_coef_min=0.2", "algorithm.entropy_coef_max=0.1")
     ],
-    "algorithm.kl.coef": [("algorithm.name=gkd", "reference.path=teacher", "algorithm.kl.coef=0.1")],
+    "algorithm.kl.coef": [
+        ("algorithm.name=gkd", "reference.path=teacher", "algorithm.kl.coef=0.1"),
+        ("algorithm.name=distill", "algorithm.reprompt={}", "algorithm.kl.coef=0.1"),
+    ],
+    "algorithm.reward_kl.coef": [
+        ("algorithm.name=distill", "algorithm.reprompt={}", "algorithm.reward_kl.coef=0.1")
+    ],
+    "algorithm.mix": [(*MIX, "algorithm.loss=gkd", "algorithm.reprompt={}")],
     "reference.path": [("algorithm.name=distill",), ("algorithm.name=gkd",)],
     "reference.mixup_alpha": [
         (LORA, "algorithm.kl.coef=0.1", "reference.reset_interval=1", "reference.mixup_alpha=0.5")
@@ -80,13 +89,21 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "reference.reset_interval": [(*DISTILL, "reference.reset_interval=2")],
     "reference.reset_interval_epochs": [(*DISTILL, "reference.reset_interval_epochs=1")],
     "rewards": [("-rewards",)],
-    "rollout.env": [("rollout.env={make: 'games.py:Guess'}", "data.chat=false")],
+    "rollout.env": [
+        ("rollout.env={make: 'games.py:Guess'}", "data.chat=false"),
+        (*SDPO, "rollout.env={make: 'games.py:Guess'}", "data.chat=true"),
+    ],
     "rollout.env.input_tokens": [("rollout.env={make: 'games.py:Guess', input_tokens: 7}", "data.chat=true")],
     "rollout.env.timeout_s": [
         ("rollout.env={make: 'whet.envs.tool_env:tools', timeout_s: 30}",),
         ("rollout.env={make: 'whet.envs.tool_env:tools', arguments: {tool_timeout_s: 61}}",),
     ],
-    "rollout.group_size": [("rollout.group_size=1",), (ONLINE_DPO, "rollout.group_size=1")],
+    "rollout.group_size": [
+        ("rollout.group_size=1",),
+        (ONLINE_DPO, "rollout.group_size=1"),
+        (*SDPO, "rollout.group_size=1"),
+    ],
+    "train.parallel.cp": [(*SDPO, "train.parallel.cp=2")],
     "rollout.sampling.temperature": [
         ("rollout.sampling.temperature=0.0",),
         ("algorithm.name=remax", "rollout.group_size=1", "rollout.sampling.temperature=0.0"),
@@ -100,6 +117,10 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "buffer.replay.cooldown_steps": [("buffer.replay={share: 0.5, cooldown_steps: null}",)],
     "buffer.url": [("mode=train",), ("mode=explore",)],
     "cluster.health_timeout_s": [("rollout.replicas=1", "rollout.timeout_s=5", "cluster.health_timeout_s=5")],
+    "rollout.server.timeout_s": [(VLLM, "rollout.timeout_s=5", "rollout.server.timeout_s=5")],
+    "rollout.sampling.stop": [(VLLM, "rollout.sampling.stop=[x]")],
+    "eval.sampling.stop": [(VLLM, EVAL, "eval.sampling.stop=[x]")],
+    "rollout.engine": [(VLLM, "mode=train"), (VLLM, "mode=explore")],
     "sync.content": [
         ("rollout.replicas=1", "sync.content=adapters"),
         (LORA, "rollout.replicas=1", "sync.content=adapters", "rollout.quantization=int8"),

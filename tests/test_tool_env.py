@@ -26,6 +26,7 @@ from whet.envs.tool_env import Limits, ToolEnv, tools
 from whet.envs.tools import Priced, ToolError, tool_from_function, tools_from_object
 from whet.envs.verl_tools import VerlArguments
 from whet.rollout.episode import play_groups
+from whet.rollout.limits import EpisodeLimits
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import key
 from whet.types import ConfigError, Json, Message, Rollout, Sampling, Task, ToolCall, ToolSpec
@@ -614,20 +615,21 @@ def opened(file: Path) -> Iterator[Callable[..., EnvHosts]]:
 Played = tuple[Scripts, dict[int, Rollout]]
 
 
-async def playing(hosts: EnvHosts, scripts: dict[int, list[Message]], **options: Any) -> Played:
+async def playing(hosts: EnvHosts, scripts: dict[int, list[Message]], **limits: Any) -> Played:
     codec = Scripts(scripts)
     tasks = [replace(task(uid, answer=5), prompt=(Message("user", str(uid)),)) for uid in scripts]
     async with asyncio.timeout(120):
         groups = await play_groups(
             ScriptedEngine(codec.say, end_token_ids=[END]), tasks, group_size=1,
             sampling=Sampling(max_tokens=40), seed=3, purpose="train", decode=str, end_token_ids=[END],
-            timeout_s=100.0, codec=codec, make_env=hosts.make, observation_tokens=1000, **options,
+            timeout_s=100.0, codec=codec, make_env=hosts.make,
+            limits=EpisodeLimits(observation_tokens=1000, **limits),
         )  # fmt: skip
     return codec, {group.task.uid: group.rollouts[0] for group in groups}
 
 
-def play(hosts: EnvHosts, scripts: dict[int, list[Message]], **options: Any) -> Played:
-    return asyncio.run(playing(hosts, scripts, **options))
+def play(hosts: EnvHosts, scripts: dict[int, list[Message]], **limits: Any) -> Played:
+    return asyncio.run(playing(hosts, scripts, **limits))
 
 
 def sums(uid: int) -> list[Message]:

@@ -14,6 +14,7 @@ from whet.config.load import load
 from whet.config.plan import plans
 from whet.envs.env import EnvStep
 from whet.rollout.episode import play_groups
+from whet.rollout.limits import EpisodeLimits
 from whet.rollout.scripted import ScriptedEngine
 from whet.types import ConfigError, Message, Rollout, Sampling, Task
 
@@ -28,7 +29,8 @@ def played(prompts: list[int], *, most: int | None, **options: Any) -> list[Roll
     engine = ScriptedEngine(lambda *_: [ON] * 20)
     groups = play_groups(
         engine, tasks, group_size=1, sampling=Sampling(max_tokens=6, min_tokens=4), seed=1, purpose="train",
-        decode=str, end_token_ids=[1], timeout_s=5.0, max_total_tokens=most, **options,
+        decode=str, end_token_ids=[1], timeout_s=5.0, limits=EpisodeLimits(max_total_tokens=most),
+        **options,
     )  # fmt: skip
     return [group.rollouts[0] for group in asyncio.run(asyncio.wait_for(groups, 20))]
 
@@ -59,11 +61,13 @@ def test_what_an_environment_says_counts_too() -> None:
     engine = ScriptedEngine(lambda *_: [ON, 1])
     options: dict[str, Any] = {
         "group_size": 1, "sampling": Sampling(max_tokens=50), "seed": 1, "purpose": "train", "decode": str,
-        "end_token_ids": [1], "timeout_s": 5.0, "make_env": lambda task, world: Echo(), "max_turns": 9,
+        "end_token_ids": [1], "timeout_s": 5.0, "make_env": lambda task, world: Echo(),
         "codec": Numbers(),
     }  # fmt: skip
     for most, turns, tokens in ((None, 9, 38), (14, 3, 14), (13, 3, 13), (15, 3, 14)):
-        (group,) = asyncio.run(play_groups(engine, tasks, max_total_tokens=most, **options))
+        (group,) = asyncio.run(
+            play_groups(engine, tasks, limits=EpisodeLimits(max_turns=9, max_total_tokens=most), **options)
+        )
         (r,) = group.rollouts
         assert (sum(r.strand.mask) + 1) // 2 == turns
         assert (len(r.strand.token_ids), r.error, r.finish_reason) == (tokens, None, "length")
@@ -79,7 +83,7 @@ def test_the_limits_of_other_systems_on_turns() -> None:
     engine = ScriptedEngine(lambda *_: [ON, 1])
     fixed: dict[str, Any] = {
         "group_size": 1, "seed": 1, "purpose": "train", "decode": str, "end_token_ids": [1], "timeout_s": 5.0,
-        "make_env": lambda task, world: Echo(), "codec": Numbers(), "observation_tokens": 100,
+        "make_env": lambda task, world: Echo(), "codec": Numbers(),
     }  # fmt: skip
     cases: list[tuple[dict[str, Any], int, list[int], str]] = [
         ({"tokens_after_prompt": 12}, 50, [2, 2, 2], "context"),
@@ -94,7 +98,13 @@ def test_the_limits_of_other_systems_on_turns() -> None:
     ]
     for limits, most, turns, stop in cases:
         (group,) = asyncio.run(
-            play_groups(engine, tasks, sampling=Sampling(max_tokens=most), **limits, **fixed)
+            play_groups(
+                engine,
+                tasks,
+                sampling=Sampling(max_tokens=most),
+                limits=EpisodeLimits(observation_tokens=100, **limits),
+                **fixed,
+            )
         )
         (r,) = group.rollouts
         assert [turn.end - turn.start for turn in r.strand.turns] == turns, limits
@@ -106,7 +116,11 @@ def test_the_limits_of_other_systems_on_turns() -> None:
             "first messages have 2 tokens; rollout.env.tokens_after_prompt=2 leaves none",
         ),
     ):
-        (group,) = asyncio.run(play_groups(engine, tasks, sampling=Sampling(max_tokens=4), **limit, **fixed))
+        given: dict[str, Any] = {
+            "sampling": Sampling(max_tokens=4),
+            "limits": EpisodeLimits(observation_tokens=100, **limit),
+        }
+        (group,) = asyncio.run(play_groups(engine, tasks, **given, **fixed))
         assert said in str(group.rollouts[0].error)
 
 

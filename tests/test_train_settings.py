@@ -18,7 +18,8 @@ from whet.config.plan import plan
 from whet.config.schema import DataConfig, SourceConfig, TokenizerConfig
 from whet.data.tasks import TaskStream
 from whet.data.tokenizer import load_tokenizer
-from whet.learner import Learner, model_at
+from whet.learner import Learner
+from whet.trained_models import model_at
 from whet.types import ConfigError
 
 ROOT = Path(__file__).parents[1]

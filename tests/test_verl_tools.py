@@ -15,6 +15,7 @@ from whet.envs import verl_tools
 from whet.envs.env import EnvFault, EnvStep, World
 from whet.envs.verl_tools import VerlEnv, interactions_of, tools, tools_of
 from whet.rollout.episode import play_groups
+from whet.rollout.limits import EpisodeLimits
 from whet.rollout.scripted import ScriptedEngine
 from whet.tables import load_module
 from whet.types import ConfigError, Message, Rollout, Sampling, Task
@@ -344,7 +345,8 @@ def rollout(files: Path, script: list[Message], **limits: Any) -> tuple[Scripts,
     work = play_groups(
         ScriptedEngine(codec.say, end_token_ids=[END]), [row()], group_size=1, sampling=Sampling(max_tokens=40),
         seed=3, purpose="train", decode=str, end_token_ids=[END], timeout_s=60.0, codec=codec,
-        make_env=lambda task, world: tools(task, world, **arguments), observation_tokens=40, **limits,
+        make_env=lambda task, world: tools(task, world, **arguments),
+        limits=EpisodeLimits(observation_tokens=40, **limits),
     )  # fmt: skip
     ((r,),) = [group.rollouts for group in asyncio.run(work)]
     assert r.error is None, r.error

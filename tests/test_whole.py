@@ -22,12 +22,12 @@ from whet.config.plan import plans
 from whet.config.schema import LoraConfig, OptimizerConfig
 from whet.guard import pulse
 from whet.job import build_policy
-from whet.learner import build_critic
 from whet.models.apart import call
 from whet.models.lora import adapted, attach, merged
 from whet.models.mesh import Dims
 from whet.models.published import filled, structure_of, weights_of, without_values, write_own
 from whet.sync.manifest import describe
+from whet.trained_models import build_critic
 from whet.training.ranks import RankGroup, Ranks
 from whet.types import CheckpointError, ConfigError, WhetError
 from whet.whole import InFiles, Whole

@@ -77,6 +77,9 @@ class Batch:
     skipped_R: Tensor | None = None
     """bool: the rollout has no effect on the gradient, so the policy's update leaves it out, and models that have not
     computed it before do not: their log-probs are NaN. None: no rollout is skipped."""
+    reprompted: Batch | None = None
+    """The same rollouts after other prompts, which is what the reference computes; its sampled tokens are those of this
+    batch, in the same order. None: the reference computes this batch."""
 
     @property
     def rollouts(self) -> int:
@@ -89,6 +92,11 @@ class Batch:
     @property
     def tokens(self) -> int:
         return len(self.token_ids_N)
+
+    @property
+    def of_reference(self) -> Batch:
+        """What the reference computes."""
+        return self if self.reprompted is None else self.reprompted
 
     @property
     def segments_R(self) -> Tensor:
@@ -221,16 +229,22 @@ def select(batch: Batch, rows: Tensor) -> Batch:
     at_S = _segments_of(batch, rows)
     at_N = _ranges(batch.start_S[at_S], batch.length_S[at_S])
     at = {"N": at_N, "S": at_S}
-    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "reprompted"}
     of: dict[str, Any] = {
         name: None if value is None else value[at.get(name.rpartition("_")[2], rows)]
         for name, value in values.items()
     }
+    of["reprompted"] = None if batch.reprompted is None else select(batch.reprompted, rows)
     of["rollout_S"] = torch.arange(len(rows), device=rows.device).repeat_interleave(batch.segments_R[rows])
     of["segment_N"] = torch.arange(len(at_S), device=rows.device).repeat_interleave(of["length_S"])
     of["rollout_N"] = of["rollout_S"][of["segment_N"]]
     of["group_R"] = torch.unique_consecutive(of["group_R"], return_inverse=True)[1]
     return Batch(**of)
+
+
+def at_sampled(batch: Batch, other: Batch, x_M: Tensor) -> Tensor:
+    """[N] the values at the sampled tokens of another batch, which has the same ones in the same order; 0 elsewhere."""
+    return x_M.new_zeros(batch.tokens).masked_scatter(batch.mask_N.to(x_M.device), x_M[other.mask_N])
 
 
 def tokens_of(batch: Batch, rows: Tensor) -> Tensor:
@@ -272,3 +286,44 @@ def among_skipped(batch: Batch, x_N: Tensor) -> Tensor:
         return x_N
     out_N = torch.where(batch.mask_N, torch.nan, 0.0).to(x_N)
     return out_N.masked_scatter(~batch.skipped_R[batch.rollout_N].to(x_N.device), x_N)
+
+
+# ---------------------------------------------------------------- what a loss is made of
+
+
+_TOLD_TWICE = ("ratio_max",)
+"""Statistics that are maxima over what another one has of each token."""
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Of one optimizer step, before it."""
+
+    rows: Tensor
+    """[R] its rollouts, as numbers of the step's batch."""
+    values: dict[str, Tensor]
+    """[N] of the tokens of these rollouts, one rollout after the other, or [R]; the name ends in the letter. `logp_N`,
+    `weight_N` and `loss_N`: the loss is the sum of loss_N * weight_N. Statistics of the loss have their own names."""
+
+    @staticmethod
+    def of(rows: Tensor, batch: Batch, out: Outputs, loss: Loss) -> LossTerms:
+        """batch: of these rows, with its weights."""
+        assert out.logp_N is not None
+        assert batch.weight_N is not None
+        values = {"logp_N": out.logp_N, "weight_N": batch.weight_N, "loss_N": loss.loss_N}
+        for name, x in loss.stats.items():
+            letter = {batch.tokens: "N", batch.rollouts: "R"}.get(len(x))
+            if letter is not None and name not in _TOLD_TWICE:  # else of a part of the rollouts
+                values[f"{name}_{letter}"] = x
+        return LossTerms(rows, {name: x.detach() for name, x in values.items()})
+
+    def own(self, batch: Batch) -> LossTerms:
+        """Without demonstrations, the rows as numbers of the batch without them. batch: the step's, with them."""
+        if batch.expert_R is None:
+            return self
+        part = select(batch, self.rows)
+        kept = (~batch.expert_R[self.rows]).nonzero().flatten()
+        at = {"N": tokens_of(part, kept), "R": kept}
+        numbers_R = (~batch.expert_R).long().cumsum(0) - 1
+        values = {name: x[at[name[-1]]] for name, x in self.values.items()}
+        return LossTerms(numbers_R[self.rows[kept]], values)

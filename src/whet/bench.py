@@ -115,7 +115,7 @@ def evaluate(
     if named is not None:
         loaded = only_rewards(loaded, named)
     loaded = with_rows(loaded, rows)
-    chosen = Chosen(stage, step)
+    chosen = Selected(stage, step)
     return judge_checkpoints(loaded, functions, rows=rows, chosen=chosen, model=is_model(target))
 
 
@@ -145,7 +145,7 @@ def _for_model(folder: Path, sections: Mapping[str, Any]) -> dict[str, Any]:
     return {**base, **sections, "data": {"train": data["eval"], **data}}
 
 
-class Chosen(NamedTuple):
+class Selected(NamedTuple):
     """Which checkpoints are evaluated; None: of any stage, of any step."""
 
     stage: str | None = None
@@ -160,7 +160,7 @@ class Chosen(NamedTuple):
         return " and ".join(f"{name} {value}" for name, value in given if value is not None)
 
 
-ALL = Chosen()
+ALL = Selected()
 
 
 def judge_checkpoints(
@@ -168,7 +168,7 @@ def judge_checkpoints(
     functions: Mapping[str, RewardFunction] | None = None,
     *,
     rows: Sequence[Given] = (),
-    chosen: Chosen = ALL,
+    chosen: Selected = ALL,
     model: bool = False,
 ) -> list[dict[str, Json]]:
     """`evaluate` of a config. functions: rewards by name. rows: what is written before data is read. chosen: the
@@ -198,7 +198,7 @@ def judge_checkpoints(
         return _bench(loaded, planned, rewards, out, found=found, stack=stack)
 
 
-def _found(root: Path, chosen: Chosen) -> list[Path]:
+def _found(root: Path, chosen: Selected) -> list[Path]:
     """The checkpoints to evaluate, oldest first. CheckpointError where there is none."""
     from whet import checkpoint
 

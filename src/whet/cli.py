@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import typer
 
-from whet import secrets
+from whet import commands_records, commands_runs, engine_commands, secrets
 from whet.notices import say, say_columns, say_missing, write
 from whet.options import (
     SETTINGS,
@@ -21,14 +21,11 @@ from whet.options import (
     File,
     Gpus,
     LikeRun,
-    Limit,
     Mem,
-    OfTask,
     Overrides,
     Prove,
     Status,
     TableName,
-    Timeline,
     TrustScript,
     UnusedChoice,
     UnusedKeys,
@@ -499,69 +496,6 @@ def schema(
         typer.echo(text)
 
 
-@app.command()
-def show(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
-    step: Annotated[Optional[int], typer.Option(help="Show rollouts of this step.")] = None,  # noqa: UP045
-    stage: Annotated[Optional[str], typer.Option(help="Stage of the step. Default: the last.")] = None,  # noqa: UP045
-    task: OfTask = None,
-    tokens: Annotated[
-        bool, typer.Option("--tokens", help="List every token with the log-probs of trainer and engine.")
-    ] = False,
-    limit: Limit = None,
-    timeline: Timeline = False,
-) -> None:
-    """Print the summary of a run, single rollouts of a step, or where the time went.
-
-    The summary says whether the run is learning, and lists the checkpoints with the commands that continue from them.
-    --timeline shows the bubble: the share of the processes' time, after start-up, in which they waited. It covers the
-    driver where it samples or trains, and each trainer rank, engine replica, explorer and evaluation process.
-
-    \b
-    Example: whet show runs/first_run
-    Example: whet show runs/first_run --step 10 --limit 4
-    Example: whet show runs/first_run --stage sft --step 1 --tokens
-    Example: whet show runs/first_run --timeline
-    """
-    from rich.console import Console
-
-    from whet.track.show import rollouts, summary
-    from whet.track.time_report import show as where_time_went
-
-    if timeline:
-        if (step, stage, task, limit) != (None, None, None, None) or tokens:
-            raise ConfigError(
-                "--timeline shows the whole run: leave out --step, --stage, --task, --tokens and --limit"
-            )
-        view = where_time_went(run)
-    else:
-        view = (
-            summary(run)
-            if step is None
-            else rollouts(run, step, stage=stage, uid=task, tokens=tokens, limit=limit)
-        )
-    Console().print(view)
-
-
-@app.command()
-def scale(
-    run: Annotated[Path, typer.Argument(help="Run directory of a run in progress.")],
-    replicas: Annotated[int, typer.Option(min=1, help="Number of engine replicas.")],
-) -> None:
-    """Add or remove engine replicas of a run in progress; the sampled tokens stay the same.
-
-    A replica that leaves finishes its requests first; a replica that joins gets the weights first. The number applies
-    to the running process: a restarted run begins with rollout.replicas.
-
-    \b
-    Example: whet scale runs/first_run --replicas 4
-    """
-    from whet.rollout.scale import ask
-
-    ask(run, replicas)
-    typer.echo(f"requested {replicas} replicas; {run / 'run.log'} reports the result")
-
-
 @data_app.command()
 def gsm8k(
     source: Annotated[
@@ -577,6 +511,11 @@ def gsm8k(
 
     for name, count in convert(source, to).items():
         typer.echo(f"{to / name}.parquet: {count} tasks")
+
+
+commands_runs.add_to(app)
+commands_records.add_to(app)
+engine_commands.register(app)
 
 
 def main() -> None:

@@ -11,10 +11,11 @@ from dataclasses import replace
 import torch
 
 from whet.algos.recipes import Algorithm
-from whet.batch import Batch, Outputs, pack
+from whet.batch import Batch, pack
 from whet.config.functions import Kind
 from whet.training.engine import TrainEngine
 from whet.training.sums import Sums
+from whet.training.unreduced import evaluated
 from whet.types import DataError, Group, Json, Message, Metrics, Task
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,6 @@ def _likelihood(policy: TrainEngine, batch: Batch, algorithm: Algorithm, look: L
 def _as_trained(policy: TrainEngine, batch: Batch, algorithm: Algorithm, look: Look) -> Metrics:
     batch = algorithm.advantage(look(batch), 0.0)
     batch = replace(batch, weight_N=algorithm.weights(batch, 1))
-    out = Outputs(logp_N=policy.forward(batch, "logprobs"))
     sums = Sums()
-    sums.add(batch, out, algorithm.loss(batch, out))
+    sums.add(batch, *evaluated(policy, batch, algorithm.loss, entropy=algorithm.entropy.is_on))
     return sums.means() | {"replies": float(batch.rollouts)}

@@ -38,6 +38,7 @@ from whet.job import Models, decoder_of, end_tokens
 from whet.rewards.combine import RewardSet, check_failures, score
 from whet.rollout.engine import RolloutEngine
 from whet.rollout.episode import play_groups, to_sampling
+from whet.rollout.limits import limits_of
 from whet.rollout.pace import Pace
 from whet.types import Group, Json, Metrics, Sampling, Task, WhetError
 
@@ -522,7 +523,7 @@ def player(
         timeout_s=cfg.rollout.timeout_s,
         pace=pace,
         retries=cfg.rollout.retries,
-        max_total_tokens=cfg.data.max_total_tokens,
+        limits=limits_of(cfg),
         ended=ended,
         **models.environments.arguments(cfg, models.tokenizer, ends, repeated=purpose == "eval"),
     )

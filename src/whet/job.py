@@ -145,10 +145,12 @@ def open_models(
     watch: Watch,
     opener: Opener | None = None,
     rank_lines: RankLines | None = None,
+    environments: Environments | None = None,
 ) -> Models:
     """Tokenizer, model, kernels, engine. The self-test reports whether sampling and training agree to the bit.
 
-    opener: makes the engine as `open_engine`, the default, does. rank_lines: see `Models`.
+    opener: makes the engine as `open_engine`, the default, does. rank_lines: see `Models`. environments: None: they are
+    asked, and what they answer is written to the journal of a run that samples itself.
     """
     cfg = loaded.config
     device = pick_device(cfg)
@@ -208,7 +210,7 @@ def open_models(
         engine,
         sampler,
         sampler_on_ranks=on_ranks,
-        environments=Environments(Path(cfg.run_dir) / "journal"),
+        environments=environments or Environments(Path(cfg.run_dir) / "journal"),
         rank_lines=rank_lines,
         place=place,
     )
@@ -321,6 +323,9 @@ def open_engine(
             quantization=cfg.rollout.quantization,
             beat=watch.beat,
             span=partial(timeline.piece, lane=SAMPLING),
+            server=cfg.rollout.server,
+            reply_timeout_s=cfg.rollout.timeout_s,
+            run_dir=Path(cfg.run_dir).absolute(),
         )
     )
     if lacks := missing(engine):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from whet import seeds
 from whet.algos.critic import Scale
@@ -21,30 +19,27 @@ from whet.algos.entropy import EntropyBonus
 from whet.algos.preference import kl_zero
 from whet.algos.segments import sampled_logp_N
 from whet.algos.skipping import Skipping, shares, skip, skipping, without_effect
-from whet.batch import Batch, among_skipped, computed, pack, select, with_parts
+from whet.batch import Batch, LossTerms, among_skipped, at_sampled, computed, pack, select, with_parts
 from whet.config.mixing import experts_per_step
 from whet.config.recipes import resolve
-from whet.config.schema import LoraConfig, TrainConfig
+from whet.config.schema import TrainConfig
 from whet.context import Context
 from whet.data.demonstrations import Demonstrations
 from whet.data.replies import reader
+from whet.data.reprompt import Reprompter, open_reprompter
 from whet.data.tasks import TaskStream, learned_turns
 from whet.job import Models
-from whet.models.load import build as build_model
-from whet.models.load import value_head
-from whet.models.lora import attach, merged
-from whet.models.trainable import choose
-from whet.placement import Jobs, engine_of, run_concurrently
+from whet.placement import Jobs, run_concurrently
 from whet.track.metrics import merge
 from whet.track.timeline import Kind
+from whet.trained_models import critic_of, cut_of, policy_of, reference_of
 from whet.training.engine import TrainEngine, Want
-from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.passes import passes, untaught
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.throughput import Meter, meter_of
 from whet.training.torch import MICRO_BATCH, FullKl, TorchEngine
+from whet.training.unreduced import evaluated
 from whet.types import Group, Json, Metrics, Task, WhetError
-from whet.whole import Make
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +81,10 @@ class Learned(NamedTuple):
     """Task uids of the groups of which nothing was learned: their updates were skipped."""
     flops: float
     """Operations of the update; 0 where they are not measured."""
+    terms: Sequence[LossTerms] = ()
+    """Of each optimizer step of the policy, where the step's batch is recorded."""
+    logp_N: Tensor | None = None
+    """Log-probs by the policy before the step, where the step's batch is recorded."""
 
 
 @dataclass
@@ -102,6 +101,8 @@ class Learner:
     sampled: Sampled = field(default_factory=Sampled)
     demonstrations: Demonstrations | None = None
     """Beside the policy's own rollouts in every step; None: there are none."""
+    reprompt: Reprompter | None = None
+    """Gives the reference other prompts; None: it sees those of the policy."""
     reused: Callable[[], int] | None = None
     """How many groups of the last step were trained on before; None: groups are never replayed."""
     ranks: Mapping[str, Ranks] = field(default_factory=dict)
@@ -113,6 +114,8 @@ class Learner:
     entropy: EntropyBonus = field(default_factory=lambda: EntropyBonus(0.0))
     value_scale: Scale = field(default_factory=Scale)
     """Units in which the critic predicts returns; one scale for a whole step."""
+    terms: list[LossTerms] | None = None
+    """Of the current step, if its batch is recorded."""
     thread: ThreadPoolExecutor | None = None
     """Where it computes while rollouts are sampled."""
 
@@ -123,7 +126,7 @@ class Learner:
     # -- asked by the loop
 
     async def prepare(self, step: int, groups: list[Group]) -> tuple[Batch, Metrics]:
-        """The groups as one batch with all that the loss reads, and the numbers of the off-policy correction."""
+        """The groups as one batch with all that the loss reads, and the numbers of what was done to them."""
         return await self._compute(partial(self.prepared, step, groups))
 
     async def learn(self, step: int, batch: Batch, groups: list[Group]) -> Learned:
@@ -147,8 +150,10 @@ class Learner:
 
     def prepared(self, step: int, groups: list[Group]) -> tuple[Batch, Metrics]:
         """See `prepare`. Where rewards alone decide which rollouts have an effect, no model computes the others."""
-        algorithm, corrected = self.context.algorithm, Metrics()
+        algorithm, numbers = self.context.algorithm, Metrics()
         batch = pack(groups) if self.demonstrations is None else self.demonstrations.among(groups)
+        if self.reprompt is not None:
+            batch, numbers = self.reprompt(batch, groups)
         if algorithm.parts:
             batch = with_parts(batch, groups, algorithm.parts)
         if self.skipping.before_models:
@@ -158,7 +163,8 @@ class Learner:
         if not self.skipping.before_models:
             batch, corrected = algorithm.correct(batch, self.version)
             batch = self.judge(step, batch)
-        return batch, corrected
+            numbers |= corrected
+        return batch, numbers
 
     def judge(self, step: int, batch: Batch) -> Batch:
         """The batch with counts, advantages and skipped rollouts. Minibatches are partitioned as if none were
@@ -186,7 +192,7 @@ class Learner:
         if algorithm.kind == "online" and (self.recomputes_old or unknown):
             asked["logp_old_N"] = self.policy, partial(self.policy.forward, seen, "logprobs")
         if self.reference is not None:
-            asked["logp_ref_N"] = self.reference, partial(self.reference.forward, seen, "logprobs")
+            asked["logp_ref_N"] = self.reference, partial(_reference_logp, self.reference, seen)
         for want, name in OF_POLICY.items():
             if want in algorithm.needs:
                 asked[name] = self.policy, partial(self.policy.forward, seen, want)
@@ -199,7 +205,10 @@ class Learner:
             found["value_N"] = self.value_scale.restored(found["value_N"], batch.mask_N)
         if self.reference is not None and "kl_zero" in algorithm.needs:
             found["kl_zero_R"] = kl_zero(batch, policy=self.policy.forward, reference=self.reference.forward)
-        return replace(batch, **found)
+        reprompted = (
+            batch.reprompted if algorithm.full_kl_coef else None
+        )  # else the update reads logp_ref_N alone
+        return replace(batch, reprompted=reprompted, **found)
 
     @property
     def recomputes_old(self) -> bool:
@@ -211,17 +220,23 @@ class Learner:
     def learned(self, step: int, batch: Batch, groups: list[Group]) -> Learned:
         """See `learn`. The engine's and the trainer's log-probs are compared before the weights change: in the first
         update."""
+        recorded = self.context.due(step + 1, self.context.cfg.track.batches_interval)
+        self.terms, logp_N = [] if recorded else None, None
+        own = without_experts(batch)
         with self.context.monitor.phase("update"):
+            if recorded:
+                logp_N = among_skipped(own, self.policy.forward(computed(own), "logprobs"))
             updates, lost = self.update(step, batch)
         first = {k: v for k, v in updates[0].items() if "/mismatch_" in k}
         self.check_mismatch(step, first)
-        own = without_experts(batch)
         return Learned(
             batch=own,
             groups=groups,
             metrics=merge(updates) | first | self.measure(step, own),
             skipped=tuple(groups[n].task.uid for n in lost),
             flops=self._flops(step, own),
+            terms=[each.own(batch) for each in self.terms or ()],
+            logp_N=logp_N,
         )
 
     def update(self, step: int, batch: Batch) -> tuple[list[Metrics], Sequence[int]]:
@@ -232,7 +247,7 @@ class Learner:
             parts = self.minibatches(step, batch, self.context.cfg.train)
             jobs["policy"] = (
                 self.policy,
-                lambda: [self.update_policy(step, select(batch, rows)) for rows in parts],
+                lambda: [self.update_policy(step, rows, select(batch, rows)) for rows in parts],
             )
         if self.critic is not None and plan.critic is not None:
             own = without_experts(batch)
@@ -248,15 +263,22 @@ class Learner:
             log.warning("step %d: %s", step + 1, why)
         return [numbers for steps in done.values() for numbers in steps], lost
 
-    def update_policy(self, step: int, minibatch: Batch) -> Metrics:
-        """One optimizer step of the policy. Denominators count the whole minibatch, skipped rollouts included."""
+    def update_policy(self, step: int, rows: Tensor, minibatch: Batch) -> Metrics:
+        """One optimizer step of the policy, on these rollouts of the step's batch. Denominators count the whole
+        minibatch, skipped rollouts included."""
         algorithm = self.context.algorithm
         weighted = replace(minibatch, weight_N=algorithm.weights(minibatch, step + 1))
         coef = algorithm.entropy.weight(self.entropy)
         loss = algorithm.loss_of(
             weighted, self.policy.forward, coef
         )  # sees the whole minibatch before it is split
-        found = self.policy.update(computed(weighted), loss)
+        seen = computed(weighted)
+        if self.terms is not None:
+            if minibatch.skipped_R is not None:
+                rows = rows[~minibatch.skipped_R]
+            out, result = evaluated(self.policy, seen, loss, entropy=algorithm.entropy.is_on)
+            self.terms.append(LossTerms.of(rows, seen, out, result))
+        found = self.policy.update(seen, loss)
         if algorithm.entropy.target_nats is not None:
             self.entropy = algorithm.entropy.after(self.entropy, found.get("entropy_nats"))
             found["entropy_coef"] = coef
@@ -372,9 +394,9 @@ def open_learner(
 ) -> Learner:
     """The policy starts from what the stage before left in the model. held_out: tasks that demonstrations leave out."""
     cfg, algorithm = context.cfg, context.algorithm
-    policy = _policy(context, models, ranks)
-    reference = _reference(context, models, ranks, policy.cut) if algorithm.needs_reference else None
-    critic = _critic(context, models, ranks) if algorithm.needs_critic else None
+    policy = policy_of(context, models, ranks)
+    reference = reference_of(context, models, ranks, policy.cut) if algorithm.needs_reference else None
+    critic = critic_of(context, models, ranks) if algorithm.needs_critic else None
     learner = Learner(
         context=context,
         policy=policy,
@@ -383,6 +405,7 @@ def open_learner(
         skipping=skipping(context.plan.algorithm, cfg.train),
         exact=exact,
         demonstrations=_demonstrations(context, models, held_out),
+        reprompt=_reprompter(context, models),
         reused=reused,
         ranks=ranks,
         kl_coef=algorithm.kl_coef,
@@ -402,7 +425,7 @@ def open_learner(
 
 def untrained(context: Context, models: Models) -> Learner:
     """The policy alone, to be evaluated."""
-    policy = TorchEngine(models.model.requires_grad_(False), models.ops, cut=_cut(context, models))
+    policy = TorchEngine(models.model.requires_grad_(False), models.ops, cut=cut_of(context, models))
     learner = Learner(context, policy, reference=None, critic=None, skipping=Skipping(), exact=models.exact)
     watch(learner)
     return learner
@@ -427,130 +450,18 @@ def trainers(ranks: Mapping[str, Ranks]) -> int:
     return sum(each.dims.world for each in ranks.values()) + ("policy" not in ranks)
 
 
-def trained_temperature(context: Context) -> float:
-    """What the trainer divides logits by: the sampling temperature; 1 where nothing was sampled (or greedily)."""
-    cfg = context.cfg
-    sampled = cfg.rollout.sampling.temperature if context.algorithm.kind == "online" else 1.0
-    return cfg.train.temperature or sampled or 1.0
+def _reference_logp(reference: TrainEngine, batch: Batch) -> Tensor:
+    """[N] of the batch's sampled tokens, after the prompts that the reference sees."""
+    return at_sampled(batch, batch.of_reference, reference.forward(batch.of_reference, "logprobs"))
 
 
-def _cut(context: Context, models: Models) -> MicroBatchPolicy:
-    """How the policy's batches are split."""
-    return MicroBatchPolicy.of(
-        context.cfg.train,
-        models.model,
-        whole_groups=context.algorithm.whole_groups,
-        entropy_grad=context.algorithm.entropy.is_on,
-        temperature=trained_temperature(context),
-    )
-
-
-def _policy(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> TorchEngine:
-    cfg, plan = context.cfg, context.plan
-    choose(models.model, cfg.train.trainable)
-    return engine_of(
-        models,
-        cfg,
-        "policy",
-        models.policy,
-        ranks=ranks,
-        cut=_cut(context, models),
-        optimizer=cfg.train.optimizer,
-        total_steps=plan.optimizer_steps,
-        updates_per_step=plan.updates_per_step,
-        max_skipped=cfg.train.max_skipped_steps,
-        seed=seeds.key(cfg.seed, "policy", plan.name),
-        rests="policy" in cfg.train.offload,
-    )
-
-
-def _reference(
-    context: Context, models: Models, ranks: Mapping[str, Ranks], cut: MicroBatchPolicy
-) -> TorchEngine:
-    """Frozen: from its folder, or a copy of the current policy."""
-    cfg = context.cfg
-    path, overrides = cfg.reference.path, cfg.reference.overrides
-    if path is None:
-        start = models.policy.copied()
-    else:
-        start = models.place.made("reference", model_at(models, context, path, overrides=overrides))
-    start.model.requires_grad_(False)
-    rests = "reference" in cfg.train.offload
-    return engine_of(models, cfg, "reference", start, ranks=ranks, cut=cut, rests=rests)
-
-
-def _critic(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> TorchEngine:
-    cfg, plan = context.cfg, context.plan
-    train = plan.critic
-    assert train is not None, "planned without a critic"
-    path, name = cfg.critic.path, cfg.critic.head
-    make: Make
-    if path is None:
-        make = partial(_of_policy, models.policy.maker())
-    else:
-        make = model_at(models, context, path, overrides=cfg.critic.overrides, head=name)
-    seed = seeds.key(cfg.seed, "critic")
-    start = models.place.made("critic", partial(build_critic, make, lora=cfg.critic.lora, seed=seed))
-    model = start.model
-    head = value_head(model.config.hidden_size, cfg.seed, path=path, name=name).to(model.device, model.dtype)
-    cut = MicroBatchPolicy.of(
-        train, model, whole_groups=False, entropy_grad=False, temperature=1.0, critic=True
-    )
-    return engine_of(
-        models,
-        cfg,
-        "critic",
-        start,
-        ranks=ranks,
-        cut=cut,
-        value_head=head,
-        whole=path is None,
-        optimizer=train.optimizer,
-        total_steps=plan.critic_optimizer_steps,
-        updates_per_step=plan.critic_updates_per_step,
-        max_skipped=cfg.train.max_skipped_steps,
-        seed=seeds.key(cfg.seed, "critic", plan.name),
-        rests="critic" in cfg.train.offload,
-    )
-
-
-def _of_policy(make: Make) -> PreTrainedModel:
-    """A model of its own that begins as the policy."""
-    return copy.deepcopy(merged(make())).requires_grad_(True)
-
-
-def build_critic(make: Make, *, lora: LoraConfig | None, seed: int) -> PreTrainedModel:
-    """The model with its adapters."""
-    model = make()
-    if lora is not None:
-        attach(model, lora, seed=seed, key="critic.lora")
-    return model
-
-
-def model_at(
-    models: Models,
-    context: Context,
-    path: str,
-    *,
-    overrides: dict[str, Any] | None,
-    head: str | None = None,
-) -> Make:
-    """Reads the model of a folder. overrides: of its config.json; None: the policy's. head: name of a value head that
-    the folder may hold.
-    """
-    cfg = context.cfg
-    own = {"path": path, "scratch": None} | ({} if overrides is None else {"overrides": overrides})
-    return partial(
-        build_model,
-        cfg.model.model_copy(update=own),
-        vocab_size=len(models.tokenizer),
-        eos_token_id=models.tokenizer.eos_token_id,
-        pad_token_id=models.tokenizer.pad_token_id,
-        seed=cfg.seed,
-        device=models.model.device,
-        dtype=models.model.dtype,
-        head=head,
-    )
+def _reprompter(context: Context, models: Models) -> Reprompter | None:
+    """None where the reference sees the policy's prompts."""
+    given = resolve(context.cfg.algorithm).reprompt
+    if given is None:
+        return None
+    positions: int | None = getattr(models.model.config, "max_position_embeddings", None)
+    return open_reprompter(given, models.tokenizer, positions=positions)
 
 
 def _demonstrations(context: Context, models: Models, held_out: Sequence[Task]) -> Demonstrations | None:

@@ -46,12 +46,10 @@ async def train_step(stage: Stage, step: int) -> Metrics:
     explorer, learner, weights = stage.explorer, stage.learner, stage.weights
     groups = await explorer.collect(step, learner.version)  # may sample ahead from here on
     weights.check()
-    batch, corrected = await learner.prepare(
-        step, groups
-    )  # packed; log-probs, values, correction, advantages
+    batch, corrected = await learner.prepare(step, groups)  # packed; log-probs, values, advantages
     learned = await learner.learn(step, batch, groups)  # minibatches, optimizer steps
-    await weights.publish(step, explorer)  # a new version, once nothing is sampled that must not see it
+    proved = await weights.publish(step, explorer)  # a new version, given to the engine
     played = await explorer.trained(groups, learned.skipped)  # frees room: the next tasks may start
     stage.context.monitor.step = step + 1
     learner.reset_reference(step + 1)
-    return stage.recorder.record(step + 1, played, learned, corrected | explorer.balance())
+    return stage.recorder.record(step + 1, played, learned, corrected | explorer.balance() | proved)

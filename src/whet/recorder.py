@@ -100,7 +100,8 @@ class Recorder:
         with this step, trained on or not. accounts: of the ledger. Returns the numbers."""
         cfg, name = self.context.cfg.track, self.context.name
         if self.context.due(done, cfg.batches_interval):
-            self.directory.write_batch(name, done, to_table(learned.batch, learned.groups))
+            table = to_table(learned.batch, learned.groups, learned.logp_N, learned.terms)
+            self.directory.write_batch(name, done, table)
         rollouts = [r for g in played for r in g.rollouts]
         if self.context.algorithm.kind != "online":
             if done == 1:  # one example of what is trained on: the other rows are those of the data

@@ -23,15 +23,16 @@ PUBLIC = {
     "whet": (
         "train",
         "evaluate",
+        "load_run",
         "Result",
+        "Run",
         "Task",
         "Message",
         "Rollout",
         "Completion",
         "Sampling",
-        "ScriptedEngine",
     )
-    + ("WhetError", "ConfigError", "DataError", "CheckpointError"),
+    + ("ScriptedEngine", "WhetError", "ConfigError", "DataError", "CheckpointError"),
     "whet.types": ("ToolSpec", "ToolCall", "Strand", "Turn", "StopReason", "FinishReason"),
     "whet.envs.env": ("Env", "EnvStep", "EnvFault", "World"),
     "whet.envs.tools": ("ToolError", "Priced"),

@@ -300,6 +300,8 @@ class Receipt:
     error: str = ""
     missed: bool = False
     """It was not taken because something that was not sent is not there: send it whole."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """What was measured to prove it, by the name of the metric: of engines that no digest can be asked of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,6 +531,10 @@ class Stopped(Exception):
 
 class DataError(WhetError):
     """A data file or row that cannot be used."""
+
+
+class ReplyRefused(DataError):
+    """A reply of the policy that the chat template does not render, so no conversation can go on after it."""
 
 
 class CheckpointError(WhetError):

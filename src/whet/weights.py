@@ -20,7 +20,7 @@ from whet.sync.weights import publish, sync
 from whet.training.engine import TrainEngine
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.ranks import RankGroup, Ranks
-from whet.types import Json
+from whet.types import Json, Metrics
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +55,9 @@ class Weights:
         if self.out is not None:
             self.out.look()
 
-    async def publish(self, step: int, explorer: Explorer) -> None:
+    async def publish(self, step: int, explorer: Explorer) -> Metrics:
         """One more version of the policy. From here engine.version == policy.version, save with
-        rollout.sync_interval > 1."""
+        rollout.sync_interval > 1. Returns what was measured to prove it."""
         await explorer.barrier(step, self.policy.version + 1)
         due = self.due(step, lambda: explorer.explored)
         publishing = publish(
@@ -69,9 +69,10 @@ class Weights:
             out=self.out,
         )
         within = deadlines.sync(self.context.cfg)
-        await self.context.monitor.wait(publishing, "the weight sync", within=within)
+        measured = await self.context.monitor.wait(publishing, "the weight sync", within=within)
         if due:
             self.explored_at_sync = explorer.explored
+        return measured
 
     def due(self, step: int, explored: Callable[[], int]) -> bool:
         """Whether the step after `step` steps ends in a weight sync: every so many steps, at the end, and before an

@@ -7,15 +7,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from peers import ours
 from peers.table import Row
 from peers.vocabulary import discriminant, logits, tokens
-from whet.prove.cases import Case, in_pair_order
+from whet.prove.cases import Case
 from whet.prove.numbers import Numbers
-from whet.prove.trinity import EPS, FLOAT32, arguments, by_group, in_trainer, loss
+from whet.prove.trinity import EPS, FLOAT32, arguments, by_group, in_trainer, loss, pair_loss
 from whet.types import Json
 
 LOSS = "trinity.algorithm.policy_loss_fn"
@@ -406,21 +403,19 @@ def demonstration(
     )
 
 
-def dpo(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    """Chosen and rejected replies in turn."""
-    function = made(**arguments(made, keys, "policy_loss_fn"))
-    logp = case.padded(case.logp_N).requires_grad_()
-    pairs = case.batch.rollouts // 2
-
-    def in_turn(x: Tensor) -> Tensor:
-        ordered = in_pair_order(case, x)
-        return torch.stack([ordered[:pairs], ordered[pairs:]], 1).flatten(0, 1)
-
-    total, _ = function(
-        in_turn(logp), ref_logprob=in_turn(case.padded(case.batch.logp_ref_N)), action_mask=in_turn(case.mask)
+def pairs(kind: str, **rest: Any) -> Row:
+    return Row(
+        peer="trinity",
+        what=f"policy_loss_fn=dpo, beta=0.3, label_smoothing=0.1, {kind}",
+        theirs=f"{LOSS}.dpo_loss:DPOLossFn",
+        call=pair_loss,
+        ours=ours.loss,
+        keys={"algorithm.policy_loss_fn_args": {"beta": 0.3, "label_smoothing": 0.1}},
+        native={"name": "dpo", "beta": 0.3, "label_smoothing": 0.1},
+        covers=("loss dpo",),
+        kinds=(kind,),
+        **rest,
     )
-    total.backward()
-    return {"loss": total.detach(), "grad": logp.grad}
 
 
 GIVEN = (
@@ -428,16 +423,9 @@ GIVEN = (
     demonstration("sft_is", "chord_policy_loss:SFTISLossFn", {}),
     demonstration("sft_phi", "chord_policy_loss:SFTPhiLossFn", {}),
     demonstration("sft_phi", "chord_policy_loss:SFTPhiLossFn", {"phi_cutoff": 0.5}, {"cutoff_prob": 0.5}),
-    Row(
-        peer="trinity",
-        what="policy_loss_fn=dpo, beta=0.3, label_smoothing=0.1",
-        theirs=f"{LOSS}.dpo_loss:DPOLossFn",
-        call=dpo,
-        ours=ours.loss,
-        keys={"algorithm.policy_loss_fn_args": {"beta": 0.3, "label_smoothing": 0.1}},
-        native={"name": "dpo", "beta": 0.3, "label_smoothing": 0.1},
-        covers=("loss dpo",),
-        kinds=("pairs",),
+    pairs("one pair"),
+    pairs(
+        "pairs",
         differs="Trinity sums the log-ratios over a micro-batch instead of over each pair (docs/algorithms.md, `dpo`)",
     ),
 )

@@ -109,7 +109,7 @@ def apart(peer: str, what: str) -> list[Result]:
 
 FILES = {
     "verl": ("examples/from_verl.yaml", "tests/peers/files/verl_sft.yaml"),
-    "skyrl": ("examples/from_skyrl.yaml",),
+    "skyrl": ("examples/from_skyrl.yaml", "tests/peers/files/skyrl_sft.yaml"),
     "trinity": ("examples/from_trinity.yaml", "tests/peers/files/trinity_stages.yaml"),
     "cosmos": ("examples/from_cosmos.toml", "tests/peers/files/cosmos_sft.toml"),
 }

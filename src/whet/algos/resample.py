@@ -25,12 +25,12 @@ EPSILON = 1e-8
 def counts(
     batch: Batch, method: str, *, stream: int, power: float, groups: int, finished_only: bool
 ) -> Tensor | None:
-    """[R] the product of all that counts rollouts; None where each counts once.
+    """[R] the product of all that counts rollouts, with the counts that the batch has; None where each counts once.
 
     method: a key of RESAMPLE, or 'none'. groups: how many the step should have; copies replace missing ones.
     finished_only: truncated rollouts count 0 times.
     """
-    factors: list[Tensor] = []
+    factors: list[Tensor] = [] if batch.count_R is None else [batch.count_R]
     if method != "none":
         factors.append(RESAMPLE[method](batch, stream=stream, power=power))
     if groups > int(batch.group_R[-1]) + 1:

@@ -25,6 +25,9 @@ def rollout(cfg: Config) -> Deadline:
 
 def sync(cfg: Config) -> Deadline:
     """A weight sync: rollouts in flight finish, then the weights are sent."""
+    if cfg.rollout.engine == "vllm":
+        keys = _said(cfg, "rollout.timeout_s", "rollout.server.load_timeout_s")
+        return Deadline(cfg.rollout.timeout_s + cfg.rollout.server.load_timeout_s, keys)
     if not cfg.rollout.replicas:
         return rollout(cfg)
     keys = _said(cfg, "rollout.timeout_s", "sync.timeout_s")
@@ -43,6 +46,7 @@ def group(cfg: Config, *, judges: int, times: int = 1, leased: bool = False) -> 
 def silence(cfg: Config, stages: Sequence[Config], *, least_s: float = 0.0) -> float:
     """Longest time of a process without progress: machine.watchdog_timeout_s, but more than any single timeout."""
     longest = [least_s, cfg.rollout.timeout_s + cfg.sync.timeout_s, cfg.cluster.start_timeout_s]
+    longest += [sync(cfg).seconds, cfg.rollout.server.start_timeout_s]
     for c in stages:
         longest += [
             group(c, judges=len(c.rewards), times=2, leased=True).seconds,

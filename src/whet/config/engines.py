@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from whet.tables import unknown
+
 
 @dataclass(frozen=True)
 class EngineRow:
@@ -28,4 +30,21 @@ ENGINES: Mapping[str, EngineRow] = {
     "hf": EngineRow(
         "The forward of transformers, one request at a time: slow, to compare with.", "whet.rollout.hf:opened"
     ),
+    "vllm": EngineRow(
+        "Servers in processes of their own, over HTTP; new weights go through a folder.",
+        "whet.rollout.http.opened:vllm",
+    ),
 }
+
+NOT_BUILT: Mapping[str, str] = {
+    "sglang": "SGLang is not supported yet: no build of it for a machine without a GPU exists, so nothing of it has "
+    "been seen running with whet (docs/backends.md); use rollout.engine=vllm or native",
+    "trtllm": "TensorRT-LLM is not supported: whet does not speak its interface; use rollout.engine=vllm, or native",
+}
+"""Engines of other systems that a config may name, and what to use."""
+NOT_BUILT = {**NOT_BUILT, "tensorrt-llm": NOT_BUILT["trtllm"], "tensorrt_llm": NOT_BUILT["trtllm"]}
+
+
+def unknown_engine(name: str) -> str | None:
+    """Why there is no engine of this name, if there is none."""
+    return NOT_BUILT.get(name) or unknown(ENGINES, name)

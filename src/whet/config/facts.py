@@ -43,7 +43,7 @@ NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
         lambda cfg, algorithm: algorithm.compares,
     ),
     "judged": (
-        "The advantage reads rewards, and the loss the advantage.",
+        "The advantage reads rewards and the loss the advantage, or rewards decide which reply the reference is shown.",
         lambda cfg, algorithm: algorithm.judged,
     ),
     "needs_greedy_reply": (
@@ -67,6 +67,10 @@ NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
     "mixes": (
         "Demonstrations are mixed with own rollouts: algorithm.mix, or the recipe's.",
         lambda cfg, algorithm: algorithm.mix is not None,
+    ),
+    "reprompts": (
+        "The reference scores rollouts after other prompts: algorithm.reprompt, or the recipe's.",
+        lambda cfg, algorithm: algorithm.reprompt is not None,
     ),
     "lists_runs": (
         "track.trackers names wandb, mlflow, swanlab or your own class.",

@@ -25,6 +25,8 @@ class Recipe:
     dynamic_sampling: bool = False
     expert_loss: str | None = None
     """Loss of the demonstrations among the own rollouts (algorithm.mix). None: there are none."""
+    reprompts: bool = False
+    """The reference scores rollouts after other prompts (algorithm.reprompt)."""
     source: str
     note: str
 
@@ -301,6 +303,17 @@ RECIPES: dict[str, Recipe] = {
         source="arXiv:2306.13649",
         note="Distillation on the policy's own replies by the gradient of a divergence from the teacher "
         "(reference.path), in place of a policy gradient.",
+    ),
+    "sdpo": Recipe(
+        advantage="none",
+        loss="gkd",
+        loss_agg_mode="token-mean",
+        settings={"divergence": "jsd_topk", "jsd_beta": 0.5, "top_k": 100, "top_k_of": "policy"},
+        reprompts=True,
+        source="arXiv:2601.20802",
+        note="The policy is its own teacher: gkd, where the prompt of the teacher also shows a successful reply of the "
+        "group (algorithm.reprompt). The paper's teacher is a running mean of the policy: reference.reset_interval=1, "
+        "reference.mixup_alpha=0.05.",
     ),
     "reinforce": Recipe(
         advantage="reinforce",

@@ -19,6 +19,7 @@ from whet.config.schema import (
     GroupsConfig,
     KlConfig,
     MixConfig,
+    RepromptConfig,
     RewardKlConfig,
 )
 from whet.tables import near
@@ -89,7 +90,7 @@ class Resolved:
     compares: bool
     """Rollouts of a task are compared with each other."""
     judged: bool
-    """The advantage reads rewards, and the loss the advantage."""
+    """The advantage reads rewards and the loss the advantage, or rewards decide which reply the reference is shown."""
     ratio: bool
     """The loss compares with the policy before the step."""
     anchor: Literal["old", "sampled", "none"]
@@ -103,6 +104,8 @@ class Resolved:
     """The loss is one number a reply."""
     mix: MixConfig | None
     """Demonstrations among the own rollouts, their loss filled in. None: there are none."""
+    reprompt: RepromptConfig | None
+    """The prompts with which the reference scores rollouts. None: those of the policy."""
     source: str
     note: str
 
@@ -130,6 +133,7 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
     settings = {part: chosen for part, chosen, _ in _parts(cfg, recipe)}
     advantage = ADVANTAGES[recipe.advantage if settings["advantage"].is_own else settings["advantage"].name]
     loss = LOSSES[recipe.loss if settings["loss"].is_own else settings["loss"].name]
+    reprompt = cfg.reprompt or (RepromptConfig() if recipe.reprompts else None)
     resolved = Resolved(
         name=cfg.name,
         kind=recipe.kind,
@@ -164,7 +168,7 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         max_refills=cfg.max_refills,
         needs=advantage.needs | loss.needs | _term_needs(cfg),
         compares=advantage.compares and settings["advantage"].settings.get("single_rollout") != "raw",
-        judged=advantage.judged and loss.judged,
+        judged=(advantage.judged and loss.judged) or reprompt is not None,
         ratio=loss.ratio or settings["loss"].is_own,
         anchor="old" if settings["loss"].is_own else _anchor(loss, settings["loss"]),
         positive_nll_coef=cfg.positive_nll_coef,
@@ -172,6 +176,7 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         pairs=loss.pairs,
         whole_replies=loss.whole_replies,
         mix=_mix(cfg, settings),
+        reprompt=reprompt,
         source=recipe.source,
         note=recipe.note,
     )
@@ -332,6 +337,8 @@ def _check_parts(cfg: AlgorithmConfig, r: Resolved) -> None:
             f"algorithm.advantage.part_weights: got {len(given['part_weights'])} weights for {len(given['parts'])} "
             "parts; give one for each"
         )
+    if r.reprompt is not None:
+        _check_reprompt(r.reprompt)
     settings = r.settings["loss"].settings
     if "pair_loss" in settings:
         _check_pair_losses(settings)
@@ -340,6 +347,21 @@ def _check_parts(cfg: AlgorithmConfig, r: Resolved) -> None:
             f"algorithm.loss.rec_regularizer={settings['rec_regularizer']} adds nothing at rec_regularizer_coef=0: "
             "give one above 0."
         )
+
+
+def _check_reprompt(given: RepromptConfig) -> None:
+    """Every template must have its places, or what it should show would be left out."""
+    places = {
+        "template": ["{prompt}", "{solution}"] + ["{feedback}"] * (given.feedback is not None),
+        "solution_template": ["{reply}"],
+        "feedback_template": ["{feedback}"],
+    }
+    for name, wanted in places.items():
+        if lacks := [place for place in wanted if place not in getattr(given, name)]:
+            raise ConfigError(
+                f"algorithm.reprompt.{name}: got a text without {lacks[0]}, so the teacher would not be shown it: add "
+                f"{lacks[0]}."
+            )
 
 
 def _check_pair_losses(given: Mapping[str, Any]) -> None:

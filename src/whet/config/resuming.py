@@ -54,7 +54,8 @@ CLASSES: Mapping[Class, str] = {
         critic.optimizer.momentum critic.optimizer.weight_decay critic.optimizer.decay_all
         critic.optimizer.max_grad_norm critic.optimizer.schedule
         reference
-        rollout.engine rollout.quantization rollout.group_size rollout.sampling rollout.sync_interval
+        rollout.engine rollout.server.options rollout.server.env
+        rollout.quantization rollout.group_size rollout.sampling rollout.sync_interval
         rollout.max_staleness rollout.schedule rollout.partial_rollout rollout.spare_tasks
         rollout.env.make rollout.env.arguments rollout.env.max_turns rollout.env.max_cost
         rollout.env.observation_tokens rollout.env.history rollout.env.max_tokens_per
@@ -84,6 +85,9 @@ CLASSES: Mapping[Class, str] = {
     "free": """
         name run_dir checkpoint track profile reward_workers cluster
         rollout.retries rollout.timeout_s rollout.timeout_factor
+        rollout.server.urls rollout.server.token rollout.server.command rollout.server.weights_dir
+        rollout.server.canary_bound rollout.server.timeout_s rollout.server.load_timeout_s
+        rollout.server.start_timeout_s rollout.server.restarts
         rollout.env.timeout_s rollout.env.hosts rollout.env.memory_mb
         buffer.lease_s buffer.explorer_name sync.method sync.content sync.timeout_s sync.keep
         train.parallel.reshard_after_forward train.parallel.wrap_min_num_params train.parallel.prefetch

@@ -32,9 +32,11 @@ from whet.config.sections.model import (
 from whet.config.sections.parallel import ParallelConfig
 from whet.config.sections.precision import PrecisionConfig
 from whet.config.sections.profile import ProfileConfig
+from whet.config.sections.reprompt import RepromptConfig
 from whet.config.sections.reward_model import RewardModelConfig
 from whet.config.sections.rollout import EnvironmentConfig, RolloutConfig, SamplingConfig
 from whet.config.sections.run import CheckpointConfig, MachineConfig, RewardWorkersConfig, TrackConfig
+from whet.config.sections.server import ServerConfig
 from whet.config.sections.sync import SyncConfig
 from whet.config.sections.train import (
     CriticOptimizerConfig,
@@ -74,6 +76,7 @@ __all__ = [
     "ReasoningGymConfig",
     "ReferenceConfig",
     "RejectConfig",
+    "RepromptConfig",
     "RewardConfig",
     "RewardKlConfig",
     "RewardModelConfig",
@@ -83,6 +86,7 @@ __all__ = [
     "ScheduleConfig",
     "ScratchConfig",
     "Section",
+    "ServerConfig",
     "SourceConfig",
     "StageConfig",
     "SyncConfig",

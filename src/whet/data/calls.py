@@ -262,8 +262,11 @@ _TELLTALE: tuple[tuple[str, tuple[str, ...]], ...] = (
 _BARE = re.compile(r'(?<!\[)\{\s*\\?"name\\?"\s*:[^{}:]{0,80}\\?"(parameters|arguments)\\?"\s*:')
 """A call as a plain object, in the instructions of a template; one in a list has a marker of its own (Phi-4)."""
 _OTHER_MARKER = re.compile(
-    r"[<\[][^<>\[\]\s]{0,20}(?:tool|function)_?calls?[^<>\[\]\s]{0,20}[>\]]", re.IGNORECASE
+    r"[<\[][^<>\[\]\s]{0,20}(?:tool|function)_?calls?[^<>\[\]\s]{0,20}[>\]]|<\|role_sep\|>",
+    re.IGNORECASE,
 )
+"""Of a format that is not in CALL_FORMATS. GigaChat 3 writes a call as a message of the role 'function call', and ends
+the name of a role by `<|role_sep|>` (vLLM 0.14's gigachat3 parser)."""
 
 
 def recognised_form(template: str | None, special_tokens: Collection[str] = ()) -> ReplyForm:

@@ -28,7 +28,7 @@ from whet.data.chat import (
     with_kwargs,
 )
 from whet.data.templates import MARK, asks_for_date
-from whet.types import ConfigError, DataError, Json, Message, ToolCall, ToolSpec
+from whet.types import ConfigError, DataError, Json, Message, ReplyRefused, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -102,11 +102,22 @@ class MessageCodec:
         """What follows `existing`, which ends with a reply, up to where the policy speaks again.
 
         conversation: all messages; the last `count` of them are new and follow the reply. None: what the template makes
-        of the conversation does not begin with `existing`. DataError for a template that joins a reply with the text
-        after it.
+        of the conversation does not begin with `existing`. ReplyRefused for a reply that the template does not render
+        (one without text, for some); DataError for a template that joins a reply with the text after it.
         """
         if count < 1:
             raise DataError("A turn needs at least one new message.")
+        try:
+            return self._observed(existing, conversation, count, tools)
+        except DataError as error:
+            *before, reply = conversation[:-count]
+            if self._renders(before, tools) and not self._renders([*before, reply], tools):
+                raise ReplyRefused(str(error)) from error
+            raise
+
+    def _observed(
+        self, existing: Sequence[int], conversation: Sequence[Message], count: int, tools: Sequence[ToolSpec]
+    ) -> list[int] | None:
         if self.history == "inline":
             said = "".join(message.content for message in neutral(self._special, conversation[-count:]))
             return encode_rendered(self.tokenizer, [said])[0]
@@ -186,6 +197,14 @@ class MessageCodec:
         """The text that the reply follows."""
         safe = [*map(self._inline, neutral(self._special, messages))]
         return lead(self.tokenizer, safe, tools=self._safe(tools))
+
+    def _renders(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> bool:
+        safe = [*map(self._inline, neutral(self._special, messages))]
+        try:
+            render(self.tokenizer, safe, tools=self._safe(tools), header=False)
+        except DataError:
+            return False
+        return True
 
     def _safe(self, tools: Sequence[ToolSpec]) -> list[ToolSpec]:
         """Descriptions come from servers, too: they become no control tokens either."""

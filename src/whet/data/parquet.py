@@ -6,7 +6,7 @@ its size in memory. It is read in batches of rows, and their memory is added up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -23,14 +23,29 @@ MOST_ROWS = 65_536
 """Of one batch."""
 
 
-def read_parquet(file: Path) -> pa.Table:
-    """All rows of a parquet file. Raises DataError for one that is damaged, or too large in memory."""
+def read_schema(file: Path) -> pa.Schema:
+    """The columns of a parquet file. Raises DataError for one that is damaged."""
+    check_regular(file, DataError)
+    try:
+        return pq.read_schema(file)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
+        raise DataError(f"{file}: not a readable parquet file: {e}") from e
+
+
+def read_parquet(file: Path, columns: Collection[str] | None = None) -> pa.Table:
+    """All rows of a parquet file, of all columns or of those of these that it has. Raises DataError for one that is
+    damaged, or too large in memory."""
     check_regular(file, DataError)
     try:
         most = max(ROOM, MOST_GROWTH * file.stat().st_size)
         opened = pq.ParquetFile(file, memory_map=True)
-        opened.scan_contents()  # in little memory; to ask a damaged group what it holds would end the process
-        table = pa.concat_tables([opened.schema_arrow.empty_table(), *_groups(opened, file, most)])
+        schema = opened.schema_arrow
+        wanted = list(schema.names) if columns is None else [n for n in schema.names if n in columns]
+        opened.scan_contents(
+            wanted
+        )  # in little memory; to ask a damaged group what it holds would end the process
+        empty = schema.empty_table().select(wanted)
+        table = pa.concat_tables([empty, *_groups(opened, file, most, wanted, empty.schema)])
         table.validate(full=True)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
         raise DataError(f"{file}: not a readable parquet file: {e}") from e
@@ -41,20 +56,25 @@ def read_parquet(file: Path) -> pa.Table:
     return table
 
 
-def _groups(opened: pq.ParquetFile, file: Path, most: int) -> Iterator[pa.Table]:
+def _groups(
+    opened: pq.ParquetFile, file: Path, most: int, wanted: list[str], schema: pa.Schema
+) -> Iterator[pa.Table]:
     taken = 0
     for number in range(opened.num_row_groups):
         group = opened.metadata.row_group(number)
-        columns = [group.column(n) for n in range(group.num_columns)]
-        _check(taken + sum(map(_least, columns, map(opened.schema.column, range(len(columns))))), file, most)
+        places = [
+            n for n in range(group.num_columns) if opened.schema.column(n).path.partition(".")[0] in wanted
+        ]
+        columns = [group.column(n) for n in places]
+        _check(taken + sum(map(_least, columns, map(opened.schema.column, places))), file, most)
         rows = max(1, min(MOST_ROWS, most // (4 * max(map(_widest, columns), default=1))))
         batches: list[pa.RecordBatch] = []
-        for batch in opened.iter_batches(rows, row_groups=[number]):
+        for batch in opened.iter_batches(rows, row_groups=[number], columns=wanted):
             taken += batch.nbytes
             _check(taken, file, most)
             _check_rows(batch, sum(b.num_rows for b in batches), file, number)
             batches.append(batch)
-        yield pa.Table.from_batches(batches, schema=opened.schema_arrow).combine_chunks()
+        yield pa.Table.from_batches(batches, schema=schema).combine_chunks()
 
 
 def _check_rows(batch: pa.RecordBatch, before: int, file: Path, group: int) -> None:

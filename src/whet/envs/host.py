@@ -489,7 +489,7 @@ def methods(env: Any) -> list[Any]:
 # ---------------------------------------------------------------- served
 
 
-class Output(io.TextIOBase):
+class PrintedLines(io.TextIOBase):
     """What the environments print, as lines for the run's log: so many characters in a time, the rest is counted."""
 
     def __init__(self, say: Say, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -539,7 +539,7 @@ def serve(connection: Connection) -> None:
         asked = json.loads(connection.recv_bytes())
     except (EOFError, OSError):
         return
-    sys.stdout = sys.stderr = output = Output(say)
+    sys.stdout = sys.stderr = output = PrintedLines(say)
     try:
         import_all(asked["imports"])
         make = load_object(asked["make"], what="rollout.env.make")

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from whet.config.code import ENVIRONMENT, digests
@@ -51,10 +52,13 @@ CHANGED = {
 }
 
 
-def about(cfg: Config) -> str:
-    """Digest of what an environment is: its name, its arguments, and the user's code that these name."""
+def about(cfg: Config, code: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Digest of what an environment is: its name, its arguments, and the user's code that these name. code: digests by
+    file that stand for those of the files as they are now."""
     assert cfg.rollout.env is not None
-    return digest(cfg.rollout.env.make, cfg.rollout.env.arguments, digests([cfg], {}, ENVIRONMENT))
+    now = digests([cfg], {}, ENVIRONMENT)
+    then = {file: code.get(file, known) for file, known in now.items()}
+    return digest(cfg.rollout.env.make, cfg.rollout.env.arguments, then)
 
 
 def digest(*values: Json) -> str:

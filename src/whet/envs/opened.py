@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.config.schema import Config
 from whet.data.codec import MessageCodec
-from whet.envs.env import MakeEnv
+from whet.envs.env import Env, EnvBroken, MakeEnv, World
 from whet.envs.hosts import EnvHosts
 from whet.envs.journal import Journal
 from whet.envs.journaled import Counts, about, journaled, promise
-from whet.types import Metrics
+from whet.types import Metrics, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,12 +22,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def silent(task: Task, world: World) -> Env:
+    """In the place of an environment that must not be asked. Raises EnvBroken."""
+    raise EnvBroken(
+        f"the journal has no answer to what rollout {world.index} of task {task.uid} asks its environment. A run keeps "
+        "the answers since its oldest checkpoint, and repeats no rollout that failed by a fault or a time limit. `whet "
+        "replay --play` asks the environment itself"
+    )
+
+
 class Environments:
     """Hosts that have been started; stages with equal sections share them. Close it with the run."""
 
-    def __init__(self, journal: Path | None = None) -> None:
-        """journal: the folder of this process's journal. None: it keeps none."""
+    def __init__(self, journal: Path | None = None, *, told_by: Mapping[str, str] | None = None) -> None:
+        """journal: the folder of this process's journal. None: it keeps none. told_by: of a run that is replayed,
+        the digests of its code by file: environments then answer what the journal has, and are never asked. None: they
+        are asked."""
         self._folder = journal
+        self._told_by = told_by
         self._journal: Journal | None = None
         """Opened with the first environment."""
         self._place = 0, 0
@@ -63,26 +75,18 @@ class Environments:
             self._say("chat template: %s", said)
         self._say("resume: %s", promise(cfg))
         known = env.model_dump_json()
-        if known not in self._hosts:
-            self._about[known] = about(cfg)
-            self._hosts[known] = EnvHosts(env, imports=cfg.imports)
-        make: MakeEnv = self._hosts[known].make
+        if known not in self._about:
+            self._about[known] = about(cfg, self._told_by or {})
+            if self._told_by is None:
+                self._hosts[known] = EnvHosts(env, imports=cfg.imports)
+        make: MakeEnv = silent if self._told_by is not None else self._hosts[known].make
         if self._folder is not None:
             if self._journal is None:
                 self._journal = Journal(self._folder)
                 self._journal.at(*self._place)
             what = self._about[known]
             make = journaled(make, self._journal, what, counts=self._counts, repeated=repeated)
-        return {
-            "make_env": make,
-            "codec": codec,
-            "max_turns": env.max_turns,
-            "max_cost": env.max_cost,
-            "observation_tokens": env.observation_tokens,
-            "max_tokens_per": env.max_tokens_per,
-            "tokens_after_prompt": env.tokens_after_prompt,
-            "input_tokens": env.input_tokens,
-        }
+        return {"make_env": make, "codec": codec}
 
     def _say(self, form: str, said: str) -> None:
         """Log it once."""
@@ -124,5 +128,6 @@ class Environments:
         for hosts in self._hosts.values():
             hosts.close()
         self._hosts.clear()
+        self._about.clear()
         if self._journal is not None:
             self._journal.close()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from whet.models.kernels import Ops
 from whet.models.segments import Segments
-from whet.models.torch_ops import PAGE, Scores, cache_dtype
+from whet.models.torch_ops import PAGE, Weighing, cache_dtype
 
 __all__ = [
     "PAGE",
@@ -39,7 +39,7 @@ class Attend(Protocol):
     """What a model's layers call."""
 
     def __call__(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Scores]
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Weighing]
     ) -> Tensor: ...
 
 
@@ -115,7 +115,7 @@ class PackedAttention:
     ops: Ops
 
     def __call__(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Scores]
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Weighing]
     ) -> Tensor:
         return self.ops.attend_packed(q_NHD, k_NKD, v_NKD, self.segments, **how)
 
@@ -161,7 +161,7 @@ class CachedAttention:
         self.table_BP = self.table_BP.to(device)
 
     def __call__(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Scores]
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Weighing]
     ) -> Tensor:
         self.cache.write(layer, self.page_N, self.slot_N, k_NKD, v_NKD)
         return self.ops.attend_cached(

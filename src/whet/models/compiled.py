@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from whet.models import torch_ops
 from whet.models.build import BuildError, library
 from whet.models.segments import Segments
-from whet.models.torch_ops import Scores
+from whet.models.torch_ops import Weighing
 from whet.types import WhetError
 
 __all__ = ["BuildError", "build"]
@@ -406,13 +406,13 @@ class _AttendPacked(Function):
         return *(_as(given, t) for t in (dq, dk, dv)), None, None, None, None
 
 
-def _plain(how: Scores) -> tuple[float, int, float]:
+def _plain(how: Weighing) -> tuple[float, int, float]:
     """(scale, window, soft-cap), 0 where there is none."""
     return how["scale"], how["window"] or 0, how["softcap"] or 0.0
 
 
 def attend_packed(
-    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, **how: Unpack[Scores]
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, **how: Unpack[Weighing]
 ) -> Tensor:
     if not _native(q_NHD, k_NKD, v_NKD) or q_NHD.shape[2] % 16:
         return torch_ops.attend_packed(q_NHD, k_NKD, v_NKD, segments, **how)
@@ -432,7 +432,7 @@ def attend_cached(
     table_BP: Tensor,
     keys_B: Tensor,
     queries_B: Tensor | None = None,
-    **how: Unpack[Scores],
+    **how: Unpack[Weighing],
 ) -> Tensor:
     _, heads, size = q_NHD.shape
     if not _native(q_NHD) or not _float32(k_pages, v_pages) or size % 16:

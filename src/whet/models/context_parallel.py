@@ -21,7 +21,7 @@ from torch import Tensor
 from whet.models.attention import Attend
 from whet.models.collectives import Peers, exchanged
 from whet.models.packing import PackedLayout
-from whet.models.torch_ops import Scores
+from whet.models.torch_ops import Weighing
 from whet.types import ConfigError
 
 
@@ -70,7 +70,7 @@ class Ulysses:
     """U"""
 
     def __call__(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Scores]
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Weighing]
     ) -> Tensor:
         ranks, heads, kv_heads = self.peers.size, q_NHD.shape[1], k_NKD.shape[1]
         if heads % ranks:

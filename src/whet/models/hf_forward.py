@@ -29,7 +29,7 @@ from whet.models.logprobs import OutputHead, logits
 from whet.models.products import Everywhere
 from whet.models.router import watching
 from whet.models.segments import Segments
-from whet.models.torch_ops import Scores
+from whet.models.torch_ops import Weighing
 from whet.types import ConfigError
 
 _LONGEST_DEPENDENT = ("dynamic", "longrope")
@@ -100,7 +100,7 @@ class _Nobody:
     inner: Attend
 
     def __call__(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Scores]
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Weighing]
     ) -> Tensor:
         out_NHD = self.inner(layer, q_NHD[:0], k_NKD[:0], v_NKD[:0], **how)
         return torch.cat((out_NHD, q_NHD.new_zeros(1, *out_NHD.shape[1:])))
@@ -175,7 +175,7 @@ class _Recorder:
         self.shapes: set[tuple[int, int]] = set()
 
     def __call__(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Scores]
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Weighing]
     ) -> Tensor:
         if k_NKD.shape != v_NKD.shape:
             raise ConfigError(

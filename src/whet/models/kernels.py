@@ -16,7 +16,7 @@ from torch import Tensor
 
 from whet.models import compiled, torch_ops
 from whet.models.segments import Segments
-from whet.models.torch_ops import Scores
+from whet.models.torch_ops import Weighing
 from whet.types import ConfigError
 
 Act = Literal["silu", "gelu_tanh"]
@@ -51,7 +51,7 @@ class Glu(Protocol):
 
 class AttendPacked(Protocol):
     def __call__(
-        self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, **how: Unpack[Scores]
+        self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, **how: Unpack[Weighing]
     ) -> Tensor: ...
 
 
@@ -65,7 +65,7 @@ class AttendCached(Protocol):
         table_BP: Tensor,
         keys_B: Tensor,
         queries_B: Tensor | None = None,
-        **how: Unpack[Scores],
+        **how: Unpack[Weighing],
     ) -> Tensor: ...
 
 

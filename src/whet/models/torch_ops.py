@@ -37,7 +37,7 @@ except ImportError:
     _VARLEN = frozenset()
 
 
-class Scores(TypedDict):
+class Weighing(TypedDict):
     """How a layer of a model weighs its keys; all kinds of attention pass it on."""
 
     scale: float
@@ -155,7 +155,7 @@ def bad_logits(rows: int) -> WhetError:
 
 
 def attend_packed(
-    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, **how: Unpack[Scores]
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, **how: Unpack[Weighing]
 ) -> Tensor:
     """Causal attention of a packed batch; `Segments` defines which tokens each token attends to.
 
@@ -173,7 +173,7 @@ def attend_packed(
     return F.embedding(row_N.to(q_NHD.device), flat).view_as(q_NHD)
 
 
-def _attend_bucket(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, bucket: Bucket, how: Scores) -> Tensor:
+def _attend_bucket(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, bucket: Bucket, how: Weighing) -> Tensor:
     """[B*Q, H*D]: attention of one bucket, rows in the bucket's order."""
     heads, size, kv_heads = q_NHD.shape[1], q_NHD.shape[2], k_NKD.shape[1]
     device = q_NHD.device
@@ -198,7 +198,7 @@ def _attend_bucket(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, bucket: Bucket, 
     return out.view(batch, kv_heads, rows, group, size).transpose(1, 2).reshape(batch * rows, heads * size)
 
 
-def _weigh(q_BKMD: Tensor, k_BKDW: Tensor, v_BKWD: Tensor, mask: Tensor, how: Scores) -> Tensor:
+def _weigh(q_BKMD: Tensor, k_BKDW: Tensor, v_BKWD: Tensor, mask: Tensor, how: Weighing) -> Tensor:
     """softmax(q k / cap ...) v in the exact order: one softmax over W keys, P@V over blocks of 256 keys."""
     score, cap = _product(q_BKMD * how["scale"], k_BKDW), how["softcap"]
     if cap is not None:
@@ -230,13 +230,13 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)[..., :rows, :]
 
 
-def _fits_varlen(q: Tensor, how: Scores) -> bool:
+def _fits_varlen(q: Tensor, how: Weighing) -> bool:
     """Whether torch's variable-length attention computes this."""
     half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
     return half and how["softcap"] is None and {"window_size", "scale", "enable_gqa"} <= _VARLEN
 
 
-def _attend_varlen(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, how: Scores) -> Tensor:
+def _attend_varlen(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, how: Weighing) -> Tensor:
     """Shared prefixes are gathered once per segment."""
     device = q_NHD.device
     q_order = _ranges(segments.q_start_S, segments.q_len_S)
@@ -249,7 +249,7 @@ def _attend_varlen(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segmen
     return out[torch.argsort(q_order).to(device)]
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, q_len_S: Tensor, key_len_S: Tensor, how: Scores) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, q_len_S: Tensor, key_len_S: Tensor, how: Weighing) -> Tensor:
     """torch's variable-length flash attention: the queries of each sequence are its last tokens. Not run here."""
     cu_q, cu_k = (
         F.pad(torch.cumsum(length_S, 0), (1, 0)).to(q.device, torch.int32)
@@ -286,7 +286,7 @@ def attend_cached(
     table_BP: Tensor,
     keys_B: Tensor,
     queries_B: Tensor | None = None,
-    **how: Unpack[Scores],
+    **how: Unpack[Weighing],
 ) -> Tensor:
     """Attention over the pages that each row's table names (no gradient).
 
@@ -318,7 +318,7 @@ def _seen(back: Tensor, window: int | None) -> Tensor:
 
 
 def _attend_step(
-    q_BHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_BP: Tensor, keys_B: Tensor, how: Scores
+    q_BHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_BP: Tensor, keys_B: Tensor, how: Weighing
 ) -> Tensor:
     """One query a row."""
     batch, heads, size = q_BHD.shape
@@ -336,7 +336,7 @@ _ROW_SCORES = 1 << 22
 """Scores (query x key, one head) of a row that are computed at once."""
 
 
-def _attend_row(q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, keys: int, how: Scores) -> Tensor:
+def _attend_row(q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, keys: int, how: Weighing) -> Tensor:
     """The queries of one row over its own pages, in parts of bounded size."""
     heads, size, kv_heads = q_NHD.shape[1], q_NHD.shape[2], k_pages.shape[1]
     k = k_pages.permute(1, 2, 0, 3).reshape(1, kv_heads, size, -1)

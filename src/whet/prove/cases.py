@@ -6,8 +6,9 @@ Shape letters as in docs/words.md; T is the length of the longest response, from
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -119,11 +120,11 @@ def case(kind: str, seed: int, *, sizes: Sequence[int] = (), parts: int = 2) -> 
     )
 
 
-def pair_case(seed: int) -> Case:
+def pair_case(seed: int, *, count: int = 5) -> Case:
     """Pairs of a chosen and a rejected reply of one turn; which of the two stands first is random."""
     rng = np.random.default_rng([99, seed])
-    pictures = [["pp" + "a" * int(rng.integers(1, 9)) for _ in range(2)] for _ in range(5)]
-    rewards = [x for flip in rng.random(5) < 0.5 for x in ((1.0, 0.0) if flip else (0.0, 1.0))]
+    pictures = [["pp" + "a" * int(rng.integers(1, 9)) for _ in range(2)] for _ in range(count)]
+    rewards = [x for flip in rng.random(count) < 0.5 for x in ((1.0, 0.0) if flip else (0.0, 1.0))]
     batch = make_batch(pictures, rewards, seed=seed)
     mask = batch.mask_N.double()
     ref_N = torch.tensor(-rng.exponential(size=batch.tokens) - 1e-3) * mask
@@ -131,6 +132,10 @@ def pair_case(seed: int) -> Case:
     zero_R = torch.full((batch.rollouts,), 0.07, dtype=torch.float64)
     batch = replace(batch, logp_ref_N=ref_N, logp_old_N=None, kl_zero_R=zero_R)
     return Case("pairs", seed, batch, logp_N, torch.zeros_like(logp_N))
+
+
+PAIRS: Mapping[str, Callable[[int], Case]] = {"pairs": pair_case, "one pair": partial(pair_case, count=1)}
+"""Batches of pairs, by the name of their kind."""
 
 
 def in_pair_order(made: Case, x: Tensor) -> Tensor:
@@ -142,7 +147,7 @@ def in_pair_order(made: Case, x: Tensor) -> Tensor:
 def cases(kinds: tuple[str, ...]) -> Iterator[Case]:
     for kind in kinds:
         for seed in SEEDS:
-            yield pair_case(seed) if kind == "pairs" else case(kind, seed)
+            yield PAIRS[kind](seed) if kind in PAIRS else case(kind, seed)
 
 
 def _picture(rng: np.random.Generator, *, several: bool) -> str:

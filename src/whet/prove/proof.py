@@ -17,7 +17,7 @@ from rich.console import Console
 from whet.config.load import Loaded
 from whet.config.plan import plans
 from whet.dialects.versions import VERSIONS
-from whet.prove import cosmos, cosmos_sft, peers, skyrl, trinity, verl, verl_sft
+from whet.prove import cosmos, cosmos_sft, peers, skyrl, skyrl_sft, trinity, verl, verl_sft
 from whet.prove.checks import (
     DIFFERS,
     GOOD,
@@ -53,6 +53,7 @@ SYSTEMS = {
         ("verl-ppo", "verl", verl),
         ("verl-sft", "verl", verl_sft),
         ("skyrl", "skyrl", skyrl),
+        ("skyrl-sft", "skyrl", skyrl_sft),
         ("cosmos-grpo", "cosmos", cosmos),
         ("cosmos-sft", "cosmos", cosmos_sft),
     )

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from whet.prove import given, numbers, schedules, verl
-from whet.prove.cases import Case, case
+from whet.prove.cases import Case, case, cases, in_pair_order
 from whet.prove.checks import (
     Check,
     File,
@@ -120,6 +120,23 @@ def loss(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
     return {"loss": total.detach(), "grad": logp.grad}
 
 
+def pair_loss(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
+    """The loss of pairs. Trinity gets chosen and rejected replies in turn."""
+    function = made(**arguments(made, keys, "policy_loss_fn"))
+    logp = case.padded(case.logp_N).requires_grad_()
+    pairs = case.batch.rollouts // 2
+
+    def in_turn(x: Tensor) -> Tensor:
+        ordered = in_pair_order(case, x)
+        return torch.stack([ordered[:pairs], ordered[pairs:]], 1).flatten(0, 1)
+
+    total, _ = function(
+        in_turn(logp), ref_logprob=in_turn(case.padded(case.batch.logp_ref_N)), action_mask=in_turn(case.mask)
+    )
+    total.backward()
+    return {"loss": total.detach(), "grad": logp.grad}
+
+
 # ---------------------------------------------------------------- a file
 
 
@@ -148,8 +165,8 @@ def stages(config: Any) -> list[Any]:
 
 def checks(config: Any, file: File) -> Iterator[Check]:
     """The rows of a stage. Where given replies are learned there is a loss alone."""
-    yield from _of_run(config, file)
     kind = theirs("trinity", f"{ALGORITHM}:ALGORITHM_TYPE").get(config.algorithm.algorithm_type)
+    yield from _of_run(config, file, replies=2 if kind.schema == "dpo" else 1)
     yield from {"sft": _of_replies, "dpo": _of_pairs}.get(kind.schema, _of_formulas)(config, file)
 
 
@@ -166,24 +183,28 @@ def _of_replies(config: Any, file: File) -> Iterator[Check]:
 
 
 def _of_pairs(config: Any, file: File) -> Iterator[Check]:
+    """On batches of one pair: of several, Trinity sums the log-ratios before the logarithm, whet those of each pair."""
+    chosen = config.algorithm
+    lose = theirs("trinity", f"{ALGORITHM}:POLICY_LOSS_FN").get(chosen.policy_loss_fn)
+    keys = {"algorithm.policy_loss_fn_args": chosen.policy_loss_fn_args}
     yield Check(
-        what=f"loss and gradient, {config.algorithm.policy_loss_fn}",
-        called="trinity.algorithm.policy_loss_fn.dpo_loss:DPOLossFn",
-        theirs=lambda _: {},
-        ours=lambda _: {},
-        refused="Trinity sums the log-ratios over a micro-batch, whet over each pair",
+        what=f"loss and gradient of one pair, {chosen.policy_loss_fn}, without the KL",
+        called=f"{lose.__module__}:{lose.__name__}",
+        theirs=lambda each: pair_loss(lose, each, keys),
+        ours=lambda each: numbers.bare_loss(file.config, each),
+        cases=list(cases(("one pair",))),
     )
 
 
-def _of_run(config: Any, file: File) -> Iterator[Check]:
-    """Sizes, steps, learning rates."""
+def _of_run(config: Any, file: File, *, replies: int) -> Iterator[Check]:
+    """Sizes, steps, learning rates. replies: of an experience of Trinity, which may be a pair."""
     chosen = config.algorithm
     yield Check(
         what="batches",
         called=f"{VALIDATORS}:BufferConfigValidator",
         theirs=lambda _: (
             scalars(
-                rollouts_of_a_mini_batch=config.buffer.train_batch_size,
+                rollouts_of_a_mini_batch=config.buffer.train_batch_size * replies,
                 rollouts_of_a_task=chosen.repeat_times,
             )
             | micro_batch(None, config.trainer.max_token_len_per_gpu)

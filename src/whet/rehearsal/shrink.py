@@ -75,6 +75,10 @@ def what_changed(cfg: Config) -> Iterator[Finding]:
     said |= {"mode"} if cfg.mode != "both" else set()
     if said:
         yield left_open(", ".join(sorted(said)), "the rehearsal is one process on this machine")
+    if cfg.rollout.engine == "vllm":
+        yield left_open(
+            "rollout.engine", "no server is started: the rehearsal samples with the native engine"
+        )
     if resolve(cfg.algorithm).dynamic_sampling:
         yield left_open(
             "algorithm.dynamic_sampling",
@@ -213,7 +217,9 @@ def _train(cfg: Config) -> dict[str, Json]:
 
 
 def _rollout(cfg: Config) -> dict[str, Json]:
-    kept = _without(cfg.rollout.model_dump(mode="json", exclude_unset=True), "max_num_seqs", "replicas")
+    elsewhere = ("engine", "server") if cfg.rollout.engine == "vllm" else ()
+    given = cfg.rollout.model_dump(mode="json", exclude_unset=True)
+    kept = _without(given, "max_num_seqs", "replicas", *elsewhere)
     sampling = _short(kept.get("sampling", {}), cfg.rollout.sampling.max_tokens)
     return kept | {"group_size": min(cfg.rollout.group_size, 4), "sampling": sampling}
 

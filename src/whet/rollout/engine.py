@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from whet.config.schema import ServerConfig
 from whet.types import Completion, Receipt, Request, Sampling, ScoreRequest, TokenLogprobs, WhetError
 
 OnTokens = Callable[[list[int]], object]
@@ -62,6 +64,8 @@ class Capabilities:
     reproducible: Literal["everywhere", "server", "no"]
     """Equal request, equal weights, equal tokens: on every machine and in any batch; only on the same server; or never
     promised."""
+    score_temperatures: bool = True
+    """`ScoreRequest.temperature` other than 1."""
 
     def tells_logprobs(self, sampling: Sampling) -> bool:
         """Whether completions that are sampled so have log-probs."""
@@ -108,7 +112,8 @@ class EngineInputs:
     strings. max_context: longest rollout, prompt included, in tokens. max_num_seqs, cache_mb, quantization:
     rollout.max_num_seqs, machine.kv_cache_mb, rollout.quantization. beat: to be called while requests make progress,
     with what is done; without a call the run counts as hanging after machine.watchdog_timeout_s. span: a context for
-    each piece of work, for the timeline.
+    each piece of work, for the timeline. server: rollout.server, of engines in other processes. reply_timeout_s:
+    rollout.timeout_s. run_dir: where an engine may have a log and a folder of its own.
     """
 
     model: Any
@@ -121,6 +126,9 @@ class EngineInputs:
     quantization: Literal["float8", "int8"] | None
     beat: Callable[[str], object]
     span: Callable[[str], AbstractContextManager[None]]
+    server: ServerConfig
+    reply_timeout_s: float
+    run_dir: Path
 
 
 class RolloutEngine(Protocol):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 from uuid import uuid4
 
 import numpy as np
@@ -34,6 +34,7 @@ from whet.guard.foreign import MOST_SAID, number, words
 from whet.guard.worker import describe
 from whet.rollout.engine import RolloutEngine
 from whet.rollout.growing import Growing
+from whet.rollout.limits import EpisodeLimits
 from whet.rollout.pace import Pace
 from whet.rollout.requests import Decode, ends_of
 from whet.seeds import key, rollout_key
@@ -44,6 +45,7 @@ from whet.types import (
     Group,
     Json,
     Message,
+    ReplyRefused,
     Request,
     Rollout,
     Sampling,
@@ -57,9 +59,6 @@ log = logging.getLogger(__name__)
 
 Fork = tuple[int, ...]
 """Names a strand within its rollout, see `Episode.strands`."""
-
-MaxTokensPer = Literal["rollout", "turn"]
-"""What `sampling.max_tokens` limits."""
 
 MOST_CHATS = 256
 """Calls of `world.chat` in one rollout."""
@@ -109,14 +108,8 @@ class Play:
     """The model's own end tokens: not part of the text."""
     make_env: MakeEnv | None
     codec: Codec | None
-    max_turns: int
-    max_cost: float | None
-    observation_tokens: int
-    max_total_tokens: int | None
+    limits: EpisodeLimits
     pace: Pace
-    max_tokens_per: MaxTokensPer = "rollout"
-    tokens_after_prompt: int | None = None
-    input_tokens: int | None = None
 
 
 @dataclass
@@ -200,6 +193,11 @@ class Episode:
         calls_made = len(calls) if self.tools else None
         turns[-1] = replace(turns[-1], calls=calls_made, malformed=reply.malformed)
 
+    def refuse_reply(self, why: str) -> None:
+        """Nothing can follow the last reply."""
+        turns = self.strand.turns
+        turns[-1] = replace(turns[-1], malformed=why)
+
     def rollout(
         self, reason: FinishReason, stop: StopReason | None, *, decode: Decode, error: str | None
     ) -> Rollout:
@@ -235,25 +233,16 @@ async def play_groups(
     retries: int = 0,
     make_env: MakeEnv | None = None,
     codec: Codec | None = None,
-    max_turns: int = 8,
-    max_cost: float | None = None,
-    observation_tokens: int = 1024,
-    max_total_tokens: int | None = None,
-    max_tokens_per: MaxTokensPer = "rollout",
-    tokens_after_prompt: int | None = None,
-    input_tokens: int | None = None,
+    limits: EpisodeLimits | None = None,
     ended: Callable[[Task], object] = lambda task: None,
 ) -> list[Group]:
     """`group_size` rollouts of each task, all at once, in the order of the tasks.
 
     Without `make_env` a rollout is one reply to the task's tokens. With it, the environment's first messages follow the
-    prompt, and the environment answers every reply, for at most `max_turns` turns and until its part `cost` adds up to
-    `max_cost`; `sampling.max_tokens` bounds the sampled tokens of all turns together (or of each, by `max_tokens_per`),
-    `observation_tokens` those that a strand has beyond the prompt and the sampled ones, `tokens_after_prompt` both,
-    `max_total_tokens` a full strand, prompt included, `input_tokens` what a reply follows. A rollout that raises or
-    takes longer than `timeout_s` (or than `pace` allows) is retried `retries` times; then it ends as `abort`, with its
-    finished turns and the reason in `error`. It never affects other rollouts. ended: called with its task when a
-    rollout is over. Raises EnvBroken if environments cannot be played any more.
+    prompt, and the environment answers every reply, within the `limits`. A rollout that raises or takes longer than
+    `timeout_s` (or than `pace` allows) is retried `retries` times; then it ends as `abort`, with its finished turns and
+    the reason in `error`. It never affects other rollouts. ended: called with its task when a rollout is over. Raises
+    EnvBroken if environments cannot be played any more.
     """
     if make_env is not None and codec is None:
         raise ValueError("make_env needs a codec, which encodes the environment's messages as tokens")
@@ -263,14 +252,8 @@ async def play_groups(
         end_token_ids=frozenset(end_token_ids),
         make_env=make_env,
         codec=codec,
-        max_turns=max_turns,
-        max_cost=max_cost,
-        observation_tokens=observation_tokens,
-        max_total_tokens=max_total_tokens,
+        limits=limits or EpisodeLimits(),
         pace=pace or Pace(timeout_s),
-        max_tokens_per=max_tokens_per,
-        tokens_after_prompt=tokens_after_prompt,
-        input_tokens=input_tokens,
     )
 
     def start(task: Task, index: int, *, alone: bool, attempt: int) -> Episode:
@@ -355,7 +338,7 @@ async def _converse(episode: Episode, play: Play, env: Env, world: World) -> tup
     codec = play.codec
     assert codec is not None
     await _open(episode, play, env)
-    for turn in range(1, play.max_turns + 1):
+    for turn in range(1, play.limits.max_turns + 1):
         reason = await _reply(episode, play)
         world.begin_turn()
         episode.add_reply(codec.parse_reply(episode.replies[-1], episode.tools, episode.begun))
@@ -366,13 +349,18 @@ async def _converse(episode: Episode, play: Play, env: Env, world: World) -> tup
         # in this order: what the environment says, the limits of the reply, those of the rollout
         if step.done:
             return reason, step.stop or "done"
-        if reason == "length" and play.max_tokens_per == "rollout":
+        if reason == "length" and play.limits.max_tokens_per == "rollout":
             return reason, "tokens" if _left(episode, play, 0) < 1 else "context"
-        if turn == play.max_turns:
+        if turn == play.limits.max_turns:
             return "length", "turns"
-        if play.max_cost is not None and episode.parts.get("cost", 0.0) >= play.max_cost:
+        if play.limits.max_cost is not None and episode.parts.get("cost", 0.0) >= play.limits.max_cost:
             return "length", "cost"
-        if (stop := _observe(episode, play, step, (turn, 0))) is not None:
+        try:
+            stop = _observe(episode, play, step, (turn, 0))
+        except ReplyRefused as error:
+            episode.refuse_reply(str(error))
+            return reason, "malformed"
+        if stop is not None:
             return "length", stop
     return "length", "turns"
 
@@ -400,20 +388,23 @@ async def _open(episode: Episode, play: Play, env: Env) -> None:
             episode.strand = episode.begin((), play.codec.encode_prompt(episode.conversation, episode.tools))
     except ConfigError as error:  # it is so for every task
         raise EnvBroken(str(error)) from error
-    if (given := _given(episode, episode.strand)) > play.observation_tokens:
+    if (given := _given(episode, episode.strand)) > play.limits.observation_tokens:
         raise WhetError(
             f"the environment's first messages have {given} tokens, more than "
-            f"rollout.env.observation_tokens={play.observation_tokens} allows"
+            f"rollout.env.observation_tokens={play.limits.observation_tokens} allows"
         )
-    if play.tokens_after_prompt is not None and given >= play.tokens_after_prompt:
+    if play.limits.tokens_after_prompt is not None and given >= play.limits.tokens_after_prompt:
         raise WhetError(
             f"the environment's first messages have {given} tokens; rollout.env.tokens_after_prompt="
-            f"{play.tokens_after_prompt} leaves none for a reply"
+            f"{play.limits.tokens_after_prompt} leaves none for a reply"
         )
-    if play.input_tokens is not None and (length := len(episode.strand.token_ids)) > play.input_tokens:
+    if (
+        play.limits.input_tokens is not None
+        and (length := len(episode.strand.token_ids)) > play.limits.input_tokens
+    ):
         raise WhetError(
             f"the prompt has {length} tokens with the environment's tools and first messages, more than "
-            f"rollout.env.input_tokens={play.input_tokens} allows"
+            f"rollout.env.input_tokens={play.limits.input_tokens} allows"
         )
 
 
@@ -436,9 +427,9 @@ def _observe(episode: Episode, play: Play, step: EnvStep, fork: Fork) -> StopRea
         whole = play.codec.encode_prompt(conversation, episode.tools)
     extends = whole[: len(there)] == there
     sampled = sum(strand.mask) if extends else 0 if step.history is not None else episode.sampled
-    if len(whole) - sampled - episode.prompt_tokens > play.observation_tokens:
+    if len(whole) - sampled - episode.prompt_tokens > play.limits.observation_tokens:
         return "observations"
-    if play.input_tokens is not None and len(whole) > play.input_tokens:
+    if play.limits.input_tokens is not None and len(whole) > play.limits.input_tokens:
         return "context"
     if _left(episode, play, len(whole)) < 1:
         return "tokens" if _left(episode, play, 0) < 1 else "context"
@@ -468,13 +459,8 @@ def _given(episode: Episode, strand: Growing) -> int:
 
 def _left(episode: Episode, play: Play, length: int) -> int:
     """Tokens that may still be sampled in the conversation, in a strand of this length."""
-    used = episode.sampled if play.max_tokens_per == "rollout" else 0
-    left = [episode.sampling.max_tokens - used]
-    if play.max_total_tokens is not None:
-        left.append(play.max_total_tokens - length)
-    if play.tokens_after_prompt is not None:
-        left.append(play.tokens_after_prompt + episode.prompt_tokens - length)
-    return min(left)
+    most, prompt = episode.sampling.max_tokens, episode.prompt_tokens
+    return play.limits.left(most, sampled=episode.sampled, prompt=prompt, length=length)
 
 
 async def _reply(episode: Episode, play: Play) -> FinishReason:
@@ -523,13 +509,13 @@ async def _chat(
     forks = sum(fork[1:] > (0,) for fork in episode.strands)
     if forks >= MOST_CHATS:
         raise WhetError(f"more than {MOST_CHATS} calls of world.chat in one rollout")
-    if (given := _given(episode, strand)) > play.observation_tokens:
+    if (given := _given(episode, strand)) > play.limits.observation_tokens:
         raise WhetError(
             f"a conversation of world.chat has {given} tokens beyond the length of the prompt, more than "
-            f"rollout.env.observation_tokens={play.observation_tokens} allows"
+            f"rollout.env.observation_tokens={play.limits.observation_tokens} allows"
         )
-    if play.max_total_tokens is not None:
-        room = play.max_total_tokens - len(strand.token_ids)
+    if play.limits.max_total_tokens is not None:
+        room = play.limits.max_total_tokens - len(strand.token_ids)
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
     _, reply = await _sample(strand, sampling, play, episode.session)
     episode.strands[fork] = strand

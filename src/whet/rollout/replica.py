@@ -21,6 +21,10 @@ Work = asyncio.Task[Any]
 """A call of `generate` or `score`."""
 
 
+class Late(WhetError):
+    """The deadline has passed."""
+
+
 @dataclass(eq=False)
 class Replica:
     """A separate engine, in this process or elsewhere."""

@@ -19,7 +19,7 @@ from whet.guard.watch import wait
 from whet.rollout.balance import Handed, ReplicaLoads
 from whet.rollout.engine import PARTS, Capabilities, Health, OnTokens, Part, WeightUpdate
 from whet.rollout.gate import Gate
-from whet.rollout.replica import Replica, Work, trace, wrong
+from whet.rollout.replica import Late, Replica, Work, trace, wrong
 from whet.rollout.requests import RequestError
 from whet.rollout.scale import Wish, number_of
 from whet.rollout.weights import Shipment, by_copy
@@ -81,8 +81,8 @@ class Router:
         self._balance = ReplicaLoads(rows, self._usable)
         self._can: Capabilities | None = None
         """Of every replica; None before there was one."""
-        self._proof = ""
-        """Of the version `target`, as the first replica that has one gave it."""
+        self._proof, self._measured = "", dict[str, float]()
+        """Of the version `target`: as the first replica that has a proof gave it; the worst of what all measured."""
         self._kept = False
         """Requests were stopped where they are."""
         self._unplaced: frozenset[Part] = frozenset()
@@ -158,7 +158,7 @@ class Router:
             self._listener = asyncio.get_running_loop().create_task(self._listen(self._wish))
         shipment, version = self.ship(update), update.version
         await self._gate.pause(False)  # nobody is asked while some have the new weights and others do not
-        self.shipment, self.target, self._proof = shipment, version, ""
+        self.shipment, self.target, self._proof, self._measured = shipment, version, "", {}
         try:
             await self._load_all(shipment, version)
             while not self.replicas:
@@ -168,7 +168,7 @@ class Router:
         finally:
             self._rest()
             self._gate.resume()
-        return Receipt(OWNER, version, self._proof)
+        return Receipt(OWNER, version, self._proof, measured=self._measured)
 
     async def pause(self, finish: bool) -> None:
         """See `RolloutEngine`. While requests finish, those of a replica that is lost finish elsewhere."""
@@ -469,13 +469,13 @@ class Router:
                 "load the weights",
                 timeout_s=self.load_s,
             )
-            if isinstance(error, _Late):  # its end frees those that take part in a broadcast with it
+            if isinstance(error, Late):  # its end frees those that take part in a broadcast with it
                 self.drop(replica, f"version {version} could not be loaded: {error}")
             return error
 
         replicas = list(self.replicas.values())
         errors = await asyncio.gather(*map(load, replicas))
-        refused = [e for e in errors if isinstance(e, WhetError) and not isinstance(e, _Late)]
+        refused = [e for e in errors if isinstance(e, WhetError) and not isinstance(e, Late)]
         if replicas and len(refused) == len(replicas) and len({str(e) for e in refused}) == 1:
             raise refused[0]
         for replica, error in zip(replicas, errors):
@@ -496,6 +496,8 @@ class Router:
                 f"it has other weights of version {version}: {receipt.proof}, others {self._proof}"
             )
         self._proof = receipt.proof
+        for name, value in receipt.measured.items():
+            self._measured[name] = max(value, self._measured.get(name, value))
 
     async def _each(self, what: str, do: Callable[[Replica], Awaitable[None]], *, timeout_s: float) -> None:
         """Let every replica do something; one that cannot is dropped."""
@@ -515,7 +517,7 @@ class Router:
         return None
 
     async def _done(self, replica: Replica, work: Awaitable[None], what: str, *, timeout_s: float) -> None:
-        """Until the replica has done this. Raises what that raises; `_Late` after the deadline, or when its process has
+        """Until the replica has done this. Raises what that raises; `Late` after the deadline, or when its process has
         given no sign of life for health_timeout_s."""
         working = asyncio.ensure_future(self._wait(work, f"{replica.name} to {what}", timeout_s))
         silent = asyncio.ensure_future(self._silent(replica, what))
@@ -541,17 +543,17 @@ class Router:
                 return error
             unanswered = 0 if answered else unanswered + 1
         silent = f"its process has not responded for {self.health_timeout_s:g} s (cluster.health_timeout_s)"
-        return _Late(f"{silent}, during: {what}")
+        return Late(f"{silent}, during: {what}")
 
     async def _wait(self, work: Awaitable[Any], what: str, timeout_s: float, limit: str = "") -> Any:
-        """The result within the deadline, or `_Late`."""
+        """The result within the deadline, or `Late`."""
         task = asyncio.ensure_future(work)
         try:
             return await wait(task, owner=OWNER, what=what, timeout_s=timeout_s, limit=limit)
         except WhetError as error:
             if task.done() and not task.cancelled() and task.exception() is error:
                 raise
-            raise _Late(str(error)) from None
+            raise Late(str(error)) from None
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """End a replica beside all else."""
@@ -594,7 +596,3 @@ class Router:
             replica.rest()
         elif replica.asked and quiet_s >= self.health_timeout_s:
             self.drop(replica, f"it has {replica.load} requests and has made no progress for {quiet_s:.1f} s")
-
-
-class _Late(WhetError):
-    """The deadline has passed."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from whet.rollout.engine import RolloutEngine, WeightUpdate
 from whet.rollout.router import Router
 from whet.sync.exchange import Policy, Publisher
-from whet.types import WhetError
+from whet.types import Metrics, WhetError
 
 
 class Sampler(Policy, Protocol):
@@ -24,16 +24,18 @@ async def publish(
     due: bool = True,
     finish: bool = True,
     out: Publisher | None = None,
-) -> None:
+) -> Metrics:
     """Publish one more version of the policy; if a sync is due, `engine.version == policy.version` when this returns.
+    Returns what was measured to prove it.
 
     Trainer and engine share the module in memory, so nothing is moved, or share the sampler's (`through`), which is
     then made equal to the policy. Rollouts in flight finish first, or (`finish` false) continue with the new weights.
     out: where separate explorer processes get the weights from.
     """
     policy.version += 1
-    if due:
-        await sync(policy, engine, through=through, finish=finish, out=out)
+    if not due:
+        return {}
+    return await sync(policy, engine, through=through, finish=finish, out=out)
 
 
 async def sync(
@@ -43,8 +45,8 @@ async def sync(
     through: Sampler | None = None,
     finish: bool = True,
     out: Publisher | None = None,
-) -> None:
-    """Give the engine the policy's current weights and version."""
+) -> Metrics:
+    """Give the engine the policy's current weights and version. Returns what was measured to prove it."""
     if out is not None:
         out.publish(policy)
     if engine is not None:
@@ -52,14 +54,14 @@ async def sync(
     if through is not None:
         through.copy_from(policy)
         through.version = policy.version
-    await hand_over(through or policy, engine)
+    return await hand_over(through or policy, engine)
 
 
-async def hand_over(source: Policy, engine: RolloutEngine | None) -> None:
+async def hand_over(source: Policy, engine: RolloutEngine | None) -> Metrics:
     """Let the engine sample from these weights, under their version. Replicas get them from the processes that have
-    them; an engine in this process, from the module here."""
+    them; an engine in this process, from the module here. Returns what was measured (`Receipt.measured`)."""
     if engine is None:
-        return
+        return {}
     if source.apart and isinstance(engine, Router) and engine.takes_source:
         update = WeightUpdate(version=source.version, source=source)
     else:
@@ -74,3 +76,4 @@ async def hand_over(source: Policy, engine: RolloutEngine | None) -> None:
             f"after the weight sync {receipt.receiver} confirms version {receipt.version} and is at version "
             f"{engine.version}, the policy at {source.version}; its rollouts would use stale weights, so the run stops"
         )
+    return receipt.measured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -10,7 +11,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from whet.batch import Batch
+from whet.batch import Batch, LossTerms, tokens_of
 from whet.types import Group
 
 _REDUNDANT = ("segment_N", "rollout_N", "rollout_S")
@@ -18,11 +19,14 @@ _SAID = ("logp_old_N", "logp_ref_N")
 """Outputs of models before the step: null at tokens of skipped rollouts, which no model computed."""
 
 
-def to_table(batch: Batch, groups: Sequence[Group]) -> pa.Table:
+def to_table(
+    batch: Batch, groups: Sequence[Group], logp_N: Tensor | None = None, terms: Sequence[LossTerms] = ()
+) -> pa.Table:
     """A row for each rollout: uid and index, [R] fields as numbers, [S] fields as lists over its segments, [N] fields
     as lists over the tokens of all its segments, one after the other.
 
-    groups: what the batch was packed from.
+    groups: what the batch was packed from. logp_N: by the policy before the step. terms: of the losses of the optimizer
+    steps; their columns are `update_1/loss_N` and so on, for the first update epoch.
     """
     rollouts = [r for g in groups for r in g.rollouts]
     offsets = {
@@ -42,7 +46,36 @@ def to_table(batch: Batch, groups: Sequence[Group]) -> pa.Table:
         flat = pa.array(values.numpy(), mask=nowhere)
         within = offsets.get(field.name.rpartition("_")[2])
         columns[field.name] = flat if within is None else pa.ListArray.from_arrays(within, flat)
+    found = _spread(batch, terms) | ({} if logp_N is None else {"logp_N": _masked(logp_N)})
+    for name, known in found.items():
+        flat, within = pa.array(known.data, mask=known.mask), offsets.get(name[-1])
+        columns[name] = flat if within is None else pa.ListArray.from_arrays(within, flat)
     return pa.table(columns)
+
+
+def _spread(batch: Batch, terms: Sequence[LossTerms]) -> dict[str, np.ma.MaskedArray]:
+    """The terms of all optimizer steps by column, at their places in the batch."""
+    out: dict[str, np.ma.MaskedArray] = {}
+    times: Counter[int] = Counter()
+    for number, each in enumerate(terms, start=1):
+        rows = each.rows.tolist()
+        epoch = 1 + max((times[row] for row in rows), default=0)
+        times.update(rows)
+        places = {"N": tokens_of(batch, each.rows.to(batch.length_S.device)).cpu(), "R": each.rows.cpu()}
+        values = {**each.values, "optimizer_step_R": torch.full((len(rows),), number)}
+        for name, x in values.items():
+            letter = name[-1]
+            data = x.cpu().numpy()
+            key, size = f"update_{epoch}/{name}", {"N": batch.tokens, "R": batch.rollouts}[letter]
+            if key not in out:
+                out[key] = np.ma.masked_all(size, data.dtype)
+            out[key][places[letter].numpy()] = data
+    return out
+
+
+def _masked(x_N: Tensor) -> np.ma.MaskedArray:
+    """Null where no model has computed it."""
+    return np.ma.masked_invalid(x_N.cpu().numpy())
 
 
 def _offsets(count_R: Tensor) -> pa.Array:

@@ -6,12 +6,10 @@ The run may be in progress, or have been killed in the middle of a line: complet
 from __future__ import annotations
 
 import json
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from math import isfinite
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -19,15 +17,23 @@ from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from whet.config.code import GIVEN
-from whet.config.recipes import RECIPES
-from whet.config.schema import AlgorithmConfig, EvalConfig
-from whet.config.tree import get, leaves
-from whet.data.tokenizer_files import check_files
-from whet.storage.manifests import oldest_first
-from whet.track.files import is_running
-from whet.track.learning import signs, trend
-from whet.track.metrics import ACCURACY, FAILED, HELD_OUT, REWARD
+from whet.config.tree import get
+from whet.track.metrics import HELD_OUT
+from whet.track.overview import (
+    Lines,
+    Written,
+    asked,
+    checkpoints,
+    failures,
+    is_phase,
+    learning_of,
+    numbers_of,
+    passes,
+    read,
+    rollout_file,
+    state_of,
+    tokenizer_of,
+)
 from whet.track.report import (
     Example,
     StageReport,
@@ -38,58 +44,11 @@ from whet.track.report import (
     share,
     shorten,
 )
-from whet.track.written import list_steps, read_config, read_lines, read_manifest, read_rollouts
+from whet.track.written import list_steps, read_rollouts
 from whet.types import DataError, Json, Message
-
-Lines = list[dict[str, Json]]
 
 CHECKPOINTS = 5
 """Largest number of checkpoints that a summary lists."""
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What a run directory holds, read once."""
-
-    path: Path
-    metrics: Lines
-    timings: Lines
-    config: dict[str, Json]
-    manifest: dict[str, Json]
-    """The last start."""
-    changes: Lines
-    """The changes when it was resumed."""
-
-    @property
-    def stages(self) -> list[str]:
-        return list(dict.fromkeys(line["stage"] for line in self.metrics))
-
-    def of(self, stage: str, *having: str) -> Lines:
-        """Lines of a stage that have these numbers."""
-        return [x for x in self.metrics if x["stage"] == stage and all(name in x for name in having)]
-
-
-def read(run_dir: Path) -> Written:
-    """Raises DataError if this is not a run directory, or a file in it was not written by a run."""
-    if not any((run_dir / name).exists() for name in ("metrics.jsonl", "run.log")):
-        raise DataError(f"{run_dir} is not a run directory: it has no metrics.jsonl{_runs_in(run_dir)}")
-    manifest = read_manifest(run_dir)
-    return Written(
-        path=run_dir,
-        metrics=read_lines(run_dir / "metrics.jsonl"),
-        timings=read_lines(run_dir / "timings.jsonl"),
-        config=read_config(run_dir),
-        manifest=manifest.get("starts", [{}])[-1],
-        changes=manifest.get("changes", []),
-    )
-
-
-def _runs_in(folder: Path) -> str:
-    """A hint where a folder is not there, or holds run directories."""
-    if not folder.exists():
-        return "; no such folder"
-    inner = sorted(str(path.parent) for path in folder.glob("*/metrics.jsonl"))
-    return f"; run directories in it: {', '.join(inner[:5])}" if inner else ""
 
 
 # ---------------------------------------------------------------- the summary
@@ -118,8 +77,8 @@ def summary(run_dir: Path) -> RenderableType:
 
 
 def _head(run: Written) -> Table:
-    states = {True: "running", False: "not running", None: "running on another host, or killed there"}
-    state = states[is_running(run.path)]
+    found = state_of(run.path)
+    state: str = "running on another host, or killed there" if found == "elsewhere" else found
     if not run.metrics:
         state += f"; it has no step yet{_last_word(run.path)}"
     config, manifest = run.config, run.manifest
@@ -131,7 +90,7 @@ def _head(run: Written) -> Table:
     rows = {
         "run": f"{run.path}, {state}",
         "model": named_model if config else "?",
-        "algorithm": " then ".join(map(str, _algorithms(config))) if config else "?",
+        "algorithm": " then ".join(run.algorithms) if config else "?",
         "seed": str(config.get("seed", 0)),
         "started": str(manifest.get("started_utc", "?")),
         "machine": ", ".join(str(manifest.get(name, "?")) for name in ("host", "cpu")),
@@ -150,12 +109,6 @@ def _last_word(run_dir: Path) -> str:
     return f". run.log ends with: {shorten(lines[-1])}" if lines else ""
 
 
-def _algorithms(config: dict[str, Json]) -> list[Json]:
-    """The algorithm's name in each stage."""
-    common = config.get("algorithm", {}).get("name", AlgorithmConfig.model_fields["name"].default)
-    return [s.get("algorithm", {}).get("name", common) for s in config.get("stages") or [{}]]
-
-
 def _changes(run: Written, kind: str) -> Table | None:
     """The changes when the run was resumed from a checkpoint."""
     table = _table("stage", "after step", "key", "from", "to")
@@ -168,31 +121,24 @@ def _changes(run: Written, kind: str) -> Table | None:
 
 def _stages(run: Written) -> Table:
     table = _table("stage", "steps", "time", "tokens", "tokens/s", "reward", "held-out")
-    for stage in run.stages:
-        seconds = seconds_of(run, stage)
-        tokens = sum(x["rollout/tokens_sum"] for x in run.of(stage, "rollout/tokens_sum"))
+    for stage in map(partial(numbers_of, run), run.stages):
         table.add_row(
-            stage,
-            str(max(x["step"] for x in run.of(stage))),
-            duration(seconds),
-            count(tokens),
-            count(tokens / seconds) if seconds else "-",
-            # of pairs they are 1 and 0, whatever is learned
-            _from_to([x[REWARD] for x in run.of(stage, REWARD) if ACCURACY not in x]),
-            _from_to([x[HELD_OUT] for x in run.of(stage, HELD_OUT)]),
+            stage.name,
+            str(stage.steps),
+            duration(stage.seconds),
+            count(stage.tokens),
+            count(stage.tokens / stage.seconds) if stage.seconds else "-",
+            _from_to(stage.rewards),
+            _from_to(stage.held_out),
         )
     return table
 
 
 def _learning(run: Written) -> Table | None:
-    """How the headline of each stage has moved, and the signs against it at its last step."""
     table = _table("", "")
     for stage in run.stages:
-        rows = [
-            line for line in run.of(stage) if "rollout/count" in line
-        ]  # evaluations have lines of their own
-        found = signs(rows)
-        words = f"no: {', '.join(s.name for s in found)}" if found else trend(rows)
+        moved, found = learning_of(run, stage)
+        words = f"no: {', '.join(s.name for s in found)}" if found else moved
         table.add_row(Text(stage), Text(printable(words)))
         for sign in found:
             table.add_row("", Text(printable(str(sign)), "dim"))
@@ -200,45 +146,21 @@ def _learning(run: Written) -> Table | None:
 
 
 def _checkpoints(run: Written) -> Table | None:
-    """The newest checkpoints, and the command that goes on from each: from the newest in this run directory, from an
-    earlier one in another."""
-    folder = run.path / "checkpoints"
-    found = oldest_first(path.name for path in folder.glob("*-*"))[::-1]
-    if not found or not run.config:
+    """The newest checkpoints, and the command that goes on from each."""
+    found = checkpoints(run)
+    if not found:
         return None
     table = _table("", "")
-    for name in found[:CHECKPOINTS]:
-        place, _, step = name.partition("-")[2].rpartition("-")
-        where = f"{place} step {int(step)}"
-        other = [f"checkpoint.resume={folder / name}", f"run_dir={run.path}-from-{int(step)}"]
-        table.add_row(Text(where), Text(_go_on(run, [] if name == found[0] else other), overflow="fold"))
+    for one in found[:CHECKPOINTS]:
+        table.add_row(Text(f"{one.stage} step {one.step}"), Text(one.command, overflow="fold"))
     if len(found) > CHECKPOINTS:
-        table.add_row("", Text(f"and {len(found) - CHECKPOINTS} earlier ones in {folder}", "dim"))
+        earlier = f"and {len(found) - CHECKPOINTS} earlier ones in {run.path / 'checkpoints'}"
+        table.add_row("", Text(earlier, "dim"))
     more = (
         "add train.steps=N for more steps; --change (in Python change=True) and key=value for other settings"
     )
     table.add_row("", Text(more, "dim"))
     return table
-
-
-def _go_on(run: Written, overrides: Sequence[str]) -> str:
-    """The command, or the call where rewards were functions of a Python program."""
-    file = str(run.path / "config.yaml")
-    named = [value for path, value in leaves(run.config) if "rewards" in path]
-    if any(isinstance(value, str) and value.startswith(GIVEN) for value in named):
-        given = f", overrides={list(overrides)!r}" if overrides else ""
-        return f"whet.train({file!r}, rewards=...{given})"
-    return " ".join(["whet train", *(shlex.quote(part) for part in (file, *overrides))])
-
-
-def seconds_of(run: Written, stage: str) -> float | None:
-    """Time of a stage: all its phases, evaluation and saving too; None if none was written."""
-    spent = [v for x in run.timings if x["stage"] == stage for k, v in x.items() if _is_phase(k)]
-    return sum(spent) if spent else None
-
-
-def _is_phase(name: str) -> bool:
-    return name.startswith("time/") and name.endswith("_s") and name != "time/step_s"
 
 
 def _from_to(numbers: Sequence[float]) -> Text:
@@ -264,7 +186,7 @@ def _phases(run: Written) -> Table | None:
     spent: dict[str, Counter[str]] = {}
     for line in run.timings:
         for name, seconds in line.items():
-            if _is_phase(name):
+            if is_phase(name):
                 spent.setdefault(name[5:-2], Counter())[line["stage"]] += seconds
     if not spent:
         return None
@@ -279,18 +201,13 @@ def _phases(run: Written) -> Table | None:
 
 
 def _failures(run: Written) -> Table | None:
-    failed: Counter[tuple[str, str]] = Counter()
-    for line in run.metrics:
-        for name, number in line.items():
-            if name.startswith("rollout/failed/"):
-                reason = name.removeprefix("rollout/failed/").removesuffix("_count")
-                failed[line["stage"], reason] += int(number) if isfinite(number) else 0
-    asked = {s: sum(x.get("rollout/count", 0) for x in run.of(s, FAILED)) for s in run.stages}
+    failed = failures(run)
     if not failed:
         return None
     table = _table("stage", "reason", "rollouts", "share")
     for (stage, reason), number in failed.most_common():
-        part = f"{number / asked[stage]:.2%}" if asked[stage] else "-"
+        of = asked(run, stage)
+        part = f"{number / of:.2%}" if of else "-"
         table.add_row(stage, Text(printable(reason)), str(number), part)
     return table
 
@@ -335,14 +252,14 @@ def report(run_dir: Path, *, curve: Path | None = None, examples: int = 3) -> Re
 
 
 def _stage_report(run: Written, stage: str) -> StageReport:
-    held_out, tokens = [x[HELD_OUT] for x in run.of(stage, HELD_OUT)], "rollout/tokens_sum"
+    found = numbers_of(run, stage)
     return StageReport(
         name=stage,
-        steps=max(x["step"] for x in run.of(stage)),
-        seconds=seconds_of(run, stage),
-        tokens=int(sum(n for x in run.of(stage, tokens) if isfinite(n := x[tokens]))),
-        held_out_start=held_out[0] if held_out else None,
-        held_out_end=held_out[-1] if held_out else None,
+        steps=found.steps,
+        seconds=found.seconds,
+        tokens=int(found.tokens),
+        held_out_start=found.held_out[0] if found.held_out else None,
+        held_out_end=found.held_out[-1] if found.held_out else None,
     )
 
 
@@ -369,15 +286,9 @@ def _example(before: dict[str, Json], after: dict[str, Json], config: dict[str, 
         answer=_answer(before["answer"]),
         before=before["text"],
         after=after["text"],
-        passed_before=_passes(before, config),
-        passed_after=_passes(after, config),
+        passed_before=passes(before, config),
+        passed_after=passes(after, config),
     )
-
-
-def _passes(row: dict[str, Json], config: dict[str, Json]) -> bool:
-    least = config.get("eval", {}).get("success", EvalConfig.model_fields["success"].default)
-    value = row["reward"]  # of a held-out reply: by what eval.reward names
-    return isinstance(least, int | float) and value is not None and value >= least
 
 
 def _answer(answer: Json) -> str:
@@ -401,40 +312,18 @@ def rollouts(
 
     Raises DataError naming the steps there are.
     """
-    path = _find(run_dir, step, stage)
+    path = rollout_file(run_dir, step, stage)
     rows = [row for row in read_rollouts(path) if uid is None or row["uid"] == uid]
     if not rows:
         raise DataError(f"{path} has no task {uid}; `whet show {run_dir} --step {step}` lists them")
-    tokenizer = _tokenizer(run_dir) if tokens else None
+    tokenizer = tokenizer_of(run_dir) if tokens else None
     parts: list[RenderableType] = [Text(path.stem, "bold")]
-    pairs = _are_pairs(read_config(run_dir), path.stem.rpartition("-step-")[0])
+    pairs = read(run_dir).kind(path.stem.rpartition("-step-")[0]) == "preferences"
     for row in rows[:limit]:
         parts += ["", _rollout(row, pairs=pairs), *(_strands(row, tokenizer) if tokens else [])]
     if limit is not None and len(rows) > limit:
         parts += ["", Text(f"{len(rows) - limit} more rollouts; --limit {len(rows)} shows all", "dim")]
     return Group(*parts)
-
-
-def _find(run_dir: Path, step: int, stage: str | None) -> Path:
-    files = list_steps(run_dir / "rollouts")
-    stages = read(run_dir).stages if stage is None else [stage]
-    hits = [path for name in reversed(stages) for at, number, path in files if (at, number) == (name, step)]
-    if not hits:
-        there = {name: [n for at, n, _ in files if at == name] for name in sorted({f[0] for f in files})}
-        held = "; ".join(f"{name}: {min(ns)} to {max(ns)}, {len(ns)} steps" for name, ns in there.items())
-        asked = f"step {step}" + (f" of stage {stage!r}" if stage else "")
-        raise DataError(
-            f"{run_dir} has no rollouts of {asked}; rollouts there: {held or 'none'} (track.rollouts_interval; of "
-            "given replies only the first step's are written)"
-        )
-    return hits[0]
-
-
-def _are_pairs(config: dict[str, Json], stage: str) -> bool:
-    """Whether the rollouts of a stage are chosen and rejected replies."""
-    names = [s.get("name") for s in config.get("stages") or [{"name": stage}]]
-    recipes = [RECIPES.get(str(name)) for name in _algorithms(config)]
-    return any(r is not None and r.kind == "preferences" for n, r in zip(names, recipes) if n == stage)
 
 
 def _rollout(row: dict[str, Json], *, pairs: bool) -> RenderableType:
@@ -519,17 +408,3 @@ def _tokens(row: dict[str, Json], span: slice, tokenizer: Tokenizer | None) -> T
         recorded = (f"{logprob:.4f}", f"{sample_logprob:.4f}", str(version)) if mask else ("", "", "")
         table.add_row(str(place), str(token), Text(text), *recorded, style="" if mask else "dim")
     return table
-
-
-def _tokenizer(run_dir: Path) -> Tokenizer | None:
-    """The tokenizer of the run's own exports or checkpoints, if it has written one yet."""
-    found = sorted(run_dir.rglob("tokenizer.json"))
-    if not found:
-        return None
-    check_files(found[-1].parent)
-    try:
-        return Tokenizer.from_file(str(found[-1]))
-    except Exception as e:  # foreign code: it can fail in any way
-        raise DataError(
-            f"{found[-1]}: not a readable tokenizer: {e}; remove it, or export the run again"
-        ) from e

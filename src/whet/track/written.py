@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from whet.config.parse import parse
 from whet.config.renamed import renamed
-from whet.data.parquet import read_parquet
+from whet.data.parquet import read_parquet, read_schema
 from whet.inputs import MOST_CONFIG_BYTES, MOST_JSON_BYTES, check_regular, parse_json, read_bytes, read_text
 from whet.types import DataError, Json, Message
 
@@ -77,15 +79,30 @@ _BY = "; is the file from another program, or damaged?"
 
 def read_lines(path: Path) -> list[dict[str, Json]]:
     """The lines of metrics.jsonl or timings.jsonl, null as NaN; without a truncated last line."""
-    found = []
-    for number, (_, line) in enumerate(lines(path) if path.exists() else (), start=1):
+    return _numbers(lines(path), path) if path.exists() else []
+
+
+def read_more(path: Path, start: int, first: int) -> tuple[list[dict[str, Json]], int]:
+    """`read_lines` from byte `start` on, which is line `first`; and the byte after the last whole line."""
+    with path.open("rb") as file:
+        file.seek(start)
+        data = file.read()
+    whole = data[: data.rfind(b"\n") + 1]
+    return _numbers(parsed(whole, path, first), path, first), start + len(whole)
+
+
+def _numbers(
+    found: Iterator[tuple[bytes, dict[str, Json]]], path: Path, first: int = 1
+) -> list[dict[str, Json]]:
+    out = []
+    for number, (_, line) in enumerate(found, start=first):
         numbers = {k: math.nan if v is None else v for k, v in line.items()}
         if odd := [k for k, v in numbers.items() if k not in ("stage", "step") and not _is_number(v)]:
             raise DataError(
                 f"{path} line {number}: {odd[0][:100]!r} is {str(line[odd[0]])[:60]!r}, expected a number{_BY}"
             )
-        found.append(numbers)
-    return found
+        out.append(numbers)
+    return out
 
 
 def lines(path: Path) -> Iterator[tuple[bytes, dict[str, Json]]]:
@@ -94,14 +111,14 @@ def lines(path: Path) -> Iterator[tuple[bytes, dict[str, Json]]]:
     return parsed(path.read_bytes(), path)
 
 
-def parsed(data: bytes, path: Path) -> Iterator[tuple[bytes, dict[str, Json]]]:
-    """`lines` of what was read from a file."""
+def parsed(data: bytes, path: Path, first: int = 1) -> Iterator[tuple[bytes, dict[str, Json]]]:
+    """`lines` of what was read from a file, from line `first` on."""
     raw = data.splitlines(keepends=True)
-    for number, line in enumerate(raw, start=1):
+    for number, line in enumerate(raw, start=first):
         try:
             value = parse_json(line, "", DataError)
         except DataError as e:
-            if number == len(raw) and not line.endswith(b"\n"):
+            if number == first + len(raw) - 1 and not line.endswith(b"\n"):
                 return
             raise DataError(f"{path} line {number} is not JSON{str(e).removeprefix(': not JSON')}") from e
         if not isinstance(value, dict) or not _is_place(value.get("stage"), value.get("step")):
@@ -123,20 +140,42 @@ def _is_number(value: Json) -> bool:
 # ---------------------------------------------------------------- rollouts
 
 
+def read_table(path: Path, columns: Collection[str] | None = None) -> pa.Table:
+    """A rollout or evaluation file with the columns of `ROLLOUTS`, or these of them: an earlier file, too. The values
+    are those of the file; `rows_of` checks them."""
+    schema = read_schema(path)
+    if not any(schema.equals(known) for known in (ROLLOUTS, *_EARLIER)):
+        odd = [f.name for f in ROLLOUTS if f not in list(schema)] or ["more columns than a run writes"]
+        raise DataError(f"{path} is not a file of rollouts: {', '.join(odd)}{_BY}")
+    wanted = [name for name in ROLLOUTS.names if columns is None or name in columns]
+    absent = [name for name in wanted if name not in schema.names]
+    needs = {"token_ids"} if "strand_tokens" in absent else set()
+    table = read_parquet(path, {*wanted, *needs} - {*absent})
+    arrays = [_as_earlier(name, table) if name in absent else table[name] for name in wanted]
+    return pa.table(arrays, schema=pa.schema([ROLLOUTS.field(name) for name in wanted]))
+
+
+def _as_earlier(name: str, table: pa.Table) -> pa.Array:
+    """A column that an earlier file does not have."""
+    kind, rows = ROLLOUTS.field(name).type, table.num_rows
+    if name == "strand_tokens":
+        lengths = pc.fill_null(pc.list_value_length(table["token_ids"]), 0).combine_chunks()
+        return pa.ListArray.from_arrays(pa.array(np.arange(rows + 1, dtype=np.int32)), lengths, type=kind)
+    return pa.array([{"messages": "[]", "turns": "[]", "state": "null"}.get(name)] * rows, kind)
+
+
 def read_rollouts(path: Path) -> list[dict[str, Json]]:
     """The rows of a rollout or evaluation file; `answer` parsed and `reward_parts` a dict."""
-    table = read_parquet(path)
-    if not any(table.schema.equals(known) for known in (ROLLOUTS, *_EARLIER)):
-        odd = [f.name for f in ROLLOUTS if f not in list(table.schema)] or ["more columns than a run writes"]
-        raise DataError(f"{path} is not a file of rollouts: {', '.join(odd)}{_BY}")
+    return rows_of(read_table(path), path)
+
+
+def rows_of(table: pa.Table, path: Path, *, first: int = 0) -> list[dict[str, Json]]:
+    """Rows of `read_table` as `read_rollouts` gives them; they begin with row `first` of the file."""
     try:
         rows: list[dict[str, Json]] = table.to_pylist(maps_as_pydicts="strict")
     except (KeyError, ValueError) as e:  # a map has a key twice, or none
         raise DataError(f"{path}: reward_parts cannot be read: {e}") from e
-    for number, row in enumerate(rows, start=1):
-        row.setdefault("strand_tokens", [len(row["token_ids"] or ())])
-        row |= {"stop_reason": row.get("stop_reason"), "turns": row.get("turns", "[]")}
-        row |= {"messages": row.get("messages", "[]"), "state": row.get("state", "null")}
+    for number, row in enumerate(rows, start=first + 1):
         lists = [row[name] for name in _PER_TOKEN]
         empty = [name for name, value in row.items() if value is None and name not in _MAY_BE_NULL]
         empty += [name for name, values in zip(_PER_TOKEN, lists) if values is not None and None in values]

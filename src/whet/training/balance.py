@@ -35,6 +35,11 @@ class Dealt:
     real: int
     """So many of them count; those after are there to keep step with the others."""
 
+    @property
+    def of_reference(self) -> Dealt:
+        """What the reference computes of each micro-batch."""
+        return replace(self, micros=tuple(micro.of_reference for micro in self.micros))
+
 
 def deal(batch: Batch, parts: int, limits: MicroBatchLimits) -> list[Dealt]:
     """The parts of all ranks."""
@@ -109,8 +114,9 @@ class _Cutter:
         def measure(prompt_R: Tensor, own_R: Tensor) -> _Measure:
             return _Measure(own_R.tolist(), prompt_R.tolist(), group, limits.shared)
 
-        prompt_R = batch.prompt_S[batch.first_R]
-        length_R = torch.bincount(batch.rollout_N, minlength=batch.rollouts)
+        wide = batch.of_reference  # in a micro-batch the reference may compute more tokens than the policy
+        prompt_R = wide.prompt_S[wide.first_R]
+        length_R = torch.bincount(wide.rollout_N, minlength=wide.rollouts)
         tokens = measure(prompt_R, length_R - prompt_R)
         rollouts = measure(torch.zeros(batch.rollouts), torch.ones(batch.rollouts))
         cost = tokens if limits.work is None else measure(*rollout_flops(limits.work, batch))

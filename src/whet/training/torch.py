@@ -463,7 +463,7 @@ class TorchEngine:
         assert optimizer is not None
         reference: list[Tensor] = []
         if self.full_kl is not None:
-            reference = self.full_kl.reference.flow_hidden(dealt)
+            reference = self.full_kl.reference.flow_hidden(dealt.of_reference)
 
         def last(at: int, micro: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
             total, out, result = self._losses(micro, hidden_AD, at_A, loss, *reference[at : at + 1])
@@ -516,7 +516,7 @@ class TorchEngine:
         other = term.reference
         if reference_AD is None:
             with torch.no_grad():
-                reference_AD = other._alone(lambda batch, hidden_AD, at_A: hidden_AD, batch)
+                reference_AD = other._alone(lambda batch, hidden_AD, at_A: hidden_AD, batch.of_reference)
         heads = (self.decoder.head, other.decoder.head)
         kl_A = divergence(hidden_AD, reference_AD, heads=heads, of=term.of, temperature=self.cut.temperature)
         return self._spread(kl_A, at_A, batch.tokens)

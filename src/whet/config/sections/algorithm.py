@@ -12,6 +12,7 @@ from whet.config.sections.correction import CorrectionConfig
 from whet.config.sections.groups import GroupsConfig
 from whet.config.sections.kl import KlConfig, RewardKlConfig
 from whet.config.sections.mix import MixConfig
+from whet.config.sections.reprompt import RepromptConfig
 from whet.config.sections.reward_model import RewardModelConfig
 
 
@@ -112,6 +113,11 @@ class AlgorithmConfig(Section):
     # -- demonstrations and preferences
     mix: MixConfig | None = None
     """Demonstrations mixed with the policy's own rollouts. Default: the recipe's (mix and mix_chord have one)."""
+
+    # -- distillation
+    reprompt: RepromptConfig | None = None
+    """Self-distillation: the reference is the teacher, and sees another prompt than the policy. With loss=gkd or
+    advantage=distill. Default: the recipe's (sdpo has one)."""
 
 
 class RewardConfig(Section):

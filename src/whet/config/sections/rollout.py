@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from whet.config.sections.base import Above0, Count, Fraction, NonNegative, Positive, Section
+from whet.config.sections.server import ServerConfig
 
 TOOLS = "whet.envs.tool_env:tools"
 """The environment that runs tool calls."""
@@ -93,8 +94,11 @@ class RolloutConfig(Section):
     """Rollouts: how replies are sampled from the policy."""
 
     engine: str = "native"
-    """native: embedded, continuous batching, the trainer's weights by reference. hf: transformers, slow. Or your own:
-    'package.module:name' or 'path/to/file.py:name', called with whet.rollout.engine.EngineInputs."""
+    """native: embedded, continuous batching, the trainer's weights by reference. hf: transformers, slow. vllm: servers
+    in processes of their own, over HTTP (`server`). Or your own: 'package.module:name' or 'path/to/file.py:name',
+    called with whet.rollout.engine.EngineInputs."""
+    server: ServerConfig = Field(default_factory=ServerConfig)
+    """The servers of engine=vllm."""
     replicas: Count = 0
     """Number of engine replicas, each in a separate process with its own copy of the weights, by Ray (see `cluster`).
     0: one engine in the process of the trainer, on the weights of the trainer."""

@@ -99,7 +99,9 @@ class TrackConfig(Section):
     0: none."""
     batches_interval: Count = 0
     """Steps between records of batches: the batch of each n-th step is written to batches/STAGE-step-N.parquet, token
-    by token. A value that no model computed, because the rollout was skipped, is null. 0: none."""
+    by token, with the trainer's log-probs before the step and the terms of the loss in each update epoch; these take
+    further forward passes in such a step. A value that no model computed, because the rollout was skipped, is null. 0:
+    none."""
     rollouts_dir: str | None = None
     """Folder of the records of rollouts. Default: `rollouts` in run_dir; with another folder, `rollouts` is a link to
     it."""

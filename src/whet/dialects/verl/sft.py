@@ -84,6 +84,14 @@ def _column(v: Values, which: str) -> str:
     return ".".join([v[f"data.{which}_key"], *([inside] if isinstance(inside, str) else inside)])
 
 
+def template_kwargs(v: Values) -> Native:
+    """Variables of the chat template; enable_thinking_default comes after the others, as in verl."""
+    kwargs, default = dict(v["data.apply_chat_template_kwargs"]), v.get("data.enable_thinking_default")
+    if has_turns(v) and isinstance(default, bool):
+        kwargs["enable_thinking"] = default
+    return {"tokenizer.chat_template_kwargs": kwargs}
+
+
 def imports(v: Values) -> Native:
     """Modules that are imported before the model is built."""
     return {"imports": texts(v, "model.external_lib")} if v["model.external_lib"] is not None else NOTHING

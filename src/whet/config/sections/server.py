@@ -1,0 +1,46 @@
+"""Section about the servers of an engine that runs in processes of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from whet.config.sections.base import Above0, Count, Section
+
+
+class ServerConfig(Section):
+    """The inference servers of rollout.engine=vllm: those that run already (urls), or one that whet starts on this
+    machine and that ends with the run. `whet doctor` shows what is installed and supported."""
+
+    urls: tuple[str, ...] = ()
+    """Addresses of running servers, such as http://host:8000. Each is a replica: requests are distributed over them,
+    and those of a server that dies or hangs are asked of the others. Start them with the options that docs/backends.md
+    lists. Default: whet starts one server."""
+    token: str | None = None
+    """Token of the servers (vllm serve --api-key), best as a reference: ${oc.env:NAME}. Default: no token."""
+    command: str | None = None
+    """Executable of the server that whet starts. Default: vllm in the environment of `whet engine install vllm`, else
+    vllm on PATH."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the server that whet starts, passed to it unchanged: {tensor-parallel-size: 2} is
+    --tensor-parallel-size 2. true: an option without a value; false: its --no- form; a list: several values; a table:
+    JSON. Options that whet sets itself are refused."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the server that whet starts, in addition to those of whet."""
+    weights_dir: str | None = None
+    """Folder of this run alone, through which new weights pass to the servers, which read it under the same path.
+    Default: run_dir/engine. On Linux a folder in /dev/shm is memory."""
+    canary_bound: Above0 | None = None
+    """Largest mean difference between the log-probs of trainer and server after a weight sync, over fixed prompts, in
+    nats a token. Above it the step stops, because the server does not have the weights of the trainer. Default: 0.001
+    for models in float32, 0.05 in half precision."""
+    timeout_s: Above0 = 60.0
+    """Longest wait for a server to answer anything but a reply, and to make progress on the replies that it samples. A
+    server that exceeds it is dropped, and its requests are asked again."""
+    load_timeout_s: Above0 = 600.0
+    """Longest wait for a server to load one version of the weights, or to sleep or wake up."""
+    start_timeout_s: Above0 = 600.0
+    """Longest wait for a server that whet starts, and for the restart of one when none is left."""
+    restarts: Count = 3
+    """How often a server that died or hangs is started again, or, of urls, asked again whether it is back."""

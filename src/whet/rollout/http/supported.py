@@ -1,0 +1,113 @@
+"""Whether whet can sample from a server: its version, its routes and its settings."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from whet.rollout.http.calls import Call, Calls
+from whet.rollout.http.versions import VLLM, known
+from whet.rollout.requests import RequestError
+from whet.types import ConfigError, WhetError
+
+log = logging.getLogger(__name__)
+
+ROUTES: Mapping[str, str] = {
+    "/inference/v1/generate": "--tokens-only",
+    "/abort_requests": "VLLM_SERVER_DEV_MODE=1",
+    "/pause": "VLLM_SERVER_DEV_MODE=1",
+    "/resume": "VLLM_SERVER_DEV_MODE=1",
+    "/collective_rpc": "VLLM_SERVER_DEV_MODE=1",
+    "/update_weight_version": "VLLM_SERVER_DEV_MODE=1",
+    "/reset_prefix_cache": "VLLM_SERVER_DEV_MODE=1",
+    "/server_info": "VLLM_SERVER_DEV_MODE=1",
+}
+"""Routes that are used, and how a server is started so that it has them."""
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "GenerateRequest": ("token_ids", "sampling_params", "cache_salt", "request_id"),
+    "GenerateTokensChoice": ("token_ids", "logprobs", "finish_reason", "weight_versions"),
+}
+"""Fields that must be in the schema of the server."""
+
+VERSION = Call("/version", "for its version", method="GET")
+OPENAPI = Call("/openapi.json", "for its routes", method="GET")
+INFO = Call("/server_info", "for its settings", method="GET")
+
+
+@dataclass(frozen=True)
+class Detected:
+    """What a server said of itself."""
+
+    version: str
+    sleeps: bool
+    """It can give the memory of an accelerator back."""
+
+
+async def detect(calls: Calls, *, max_context: int) -> Detected:
+    """Ask a server what it is. Raises ConfigError, with what to do, where whet cannot sample from it."""
+    try:
+        version = str((await calls.ask(VERSION))["version"])
+        row = known(version)
+        if row.state == "refused":
+            raise ConfigError(f"{calls.url} is vLLM {version}: {row.says}")
+        if row.state == "unseen":
+            log.warning("%s is vLLM %s: %s", calls.url, version, row.says)
+        openapi = await calls.ask(OPENAPI)
+        if lacks := lacking(openapi):
+            raise ConfigError(f"{calls.url} (vLLM {version}) {lacks}")
+        info = await calls.ask(INFO, query={"config_format": "json"})
+        config = info["vllm_config"]["model_config"]
+        speculative = info["vllm_config"].get("speculative_config")
+    except RequestError as error:
+        raise ConfigError(f"{calls.url} does not answer as vLLM does: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{calls.url} does not answer as vLLM does: it lacks {error}") from error
+    if wrong := unfit(config, speculative=speculative, max_context=max_context):
+        raise ConfigError(f"{calls.url} {wrong}")
+    return Detected(version, bool(config.get("enable_sleep_mode")))
+
+
+def lacking(openapi: Any) -> str:
+    """What the schema of a server lacks, and what to do; empty: nothing."""
+    routes = [route for route in ROUTES if route not in openapi["paths"]]
+    if routes:
+        starts = ", ".join(dict.fromkeys(ROUTES[route] for route in routes))
+        return f"has no {', '.join(routes)}; start it with {starts} (docs/backends.md)"
+    schemas = openapi["components"]["schemas"]
+    fields = [
+        f"{name}.{field}"
+        for name, wanted in FIELDS.items()
+        for field in wanted
+        if field not in schemas.get(name, {}).get("properties", {})
+    ]
+    return f"does not have {', '.join(fields)}; use vLLM {VLLM}" if fields else ""
+
+
+def unfit(config: Mapping[str, Any], *, speculative: Any, max_context: int) -> str:
+    """What of its settings whet cannot work with, and what to do; empty: nothing."""
+    if config["logprobs_mode"] != "processed_logprobs":
+        return (
+            f"was started with --logprobs-mode {config['logprobs_mode']}, whose log-probs are not those of the "
+            "distribution that is sampled; start it with --logprobs-mode processed_logprobs"
+        )
+    if config["max_model_len"] <= max_context:
+        return (
+            f"was started with --max-model-len {config['max_model_len']}, and rollouts have up to {max_context} "
+            f"tokens; start it with at least {max_context + 1}"
+        )
+    if speculative:
+        return (
+            "was started with speculative decoding, whose draft model gets no new weights; start it without"
+        )
+    return ""
+
+
+async def reachable(calls: Calls) -> bool:
+    """Whether a server answers at all."""
+    try:
+        await calls.ask(VERSION)
+    except WhetError:
+        return False
+    return True

@@ -1,0 +1,51 @@
+"""What bounds an episode. `episode` checks the limits in the order in which they stand here, after what the environment
+says; each names its stop reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from whet.config.schema import Config
+
+MaxTokensPer = Literal["rollout", "turn"]
+"""What `sampling.max_tokens` limits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeLimits:
+    """The same for all rollouts of a stage. None: no limit. `sampling.max_tokens` and the clock come beside them."""
+
+    max_tokens_per: MaxTokensPer = "rollout"
+    """The sampled tokens of all turns together are bounded by `sampling.max_tokens` ('tokens'), or those of each."""
+    max_turns: int = 8
+    """Replies ('turns')."""
+    max_cost: float | None = None
+    """Sum of the environment's part `cost` ('cost')."""
+    observation_tokens: int = 1024
+    """Tokens that a strand has beyond the prompt and the sampled ones ('observations')."""
+    input_tokens: int | None = None
+    """Tokens that a reply follows ('context')."""
+    tokens_after_prompt: int | None = None
+    """Tokens of a strand after the prompt, sampled or not ('context')."""
+    max_total_tokens: int | None = None
+    """Tokens of a strand, prompt included ('context')."""
+
+    def left(self, max_tokens: int, *, sampled: int, prompt: int, length: int) -> int:
+        """Tokens that may still be sampled.
+
+        sampled: those so far. length: of the strand, in which the first `prompt` tokens are the prompt.
+        """
+        left = [max_tokens - (sampled if self.max_tokens_per == "rollout" else 0)]
+        if self.tokens_after_prompt is not None:
+            left.append(self.tokens_after_prompt + prompt - length)
+        if self.max_total_tokens is not None:
+            left.append(self.max_total_tokens - length)
+        return min(left)
+
+
+def limits_of(cfg: Config) -> EpisodeLimits:
+    """Those of a stage: rollout.env and data.max_total_tokens."""
+    own = [field.name for field in fields(EpisodeLimits) if field.name != "max_total_tokens"]
+    env = {} if cfg.rollout.env is None else {name: getattr(cfg.rollout.env, name) for name in own}
+    return EpisodeLimits(**env, max_total_tokens=cfg.data.max_total_tokens)

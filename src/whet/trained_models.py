@@ -1,0 +1,152 @@
+"""The models of a stage: the policy that learns, its reference and its critic, in this process or on ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from whet import seeds
+from whet.config.schema import LoraConfig
+from whet.context import Context
+from whet.job import Models
+from whet.models.load import build as build_model
+from whet.models.load import value_head
+from whet.models.lora import attach, merged
+from whet.models.trainable import choose
+from whet.placement import engine_of
+from whet.training.micro_batches import MicroBatchPolicy
+from whet.training.ranks import Ranks
+from whet.training.torch import TorchEngine
+from whet.whole import Make
+
+
+def trained_temperature(context: Context) -> float:
+    """What the trainer divides logits by: the sampling temperature; 1 where nothing was sampled (or greedily)."""
+    cfg = context.cfg
+    sampled = cfg.rollout.sampling.temperature if context.algorithm.kind == "online" else 1.0
+    return cfg.train.temperature or sampled or 1.0
+
+
+def cut_of(context: Context, models: Models) -> MicroBatchPolicy:
+    """How the policy's batches are split."""
+    return MicroBatchPolicy.of(
+        context.cfg.train,
+        models.model,
+        whole_groups=context.algorithm.whole_groups,
+        entropy_grad=context.algorithm.entropy.is_on,
+        temperature=trained_temperature(context),
+    )
+
+
+def policy_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> TorchEngine:
+    """It starts from what the stage before left in the model."""
+    cfg, plan = context.cfg, context.plan
+    choose(models.model, cfg.train.trainable)
+    return engine_of(
+        models,
+        cfg,
+        "policy",
+        models.policy,
+        ranks=ranks,
+        cut=cut_of(context, models),
+        optimizer=cfg.train.optimizer,
+        total_steps=plan.optimizer_steps,
+        updates_per_step=plan.updates_per_step,
+        max_skipped=cfg.train.max_skipped_steps,
+        seed=seeds.key(cfg.seed, "policy", plan.name),
+        rests="policy" in cfg.train.offload,
+    )
+
+
+def reference_of(
+    context: Context, models: Models, ranks: Mapping[str, Ranks], cut: MicroBatchPolicy
+) -> TorchEngine:
+    """Frozen: from its folder, or a copy of the current policy."""
+    cfg = context.cfg
+    path, overrides = cfg.reference.path, cfg.reference.overrides
+    if path is None:
+        start = models.policy.copied()
+    else:
+        start = models.place.made("reference", model_at(models, context, path, overrides=overrides))
+    start.model.requires_grad_(False)
+    rests = "reference" in cfg.train.offload
+    return engine_of(models, cfg, "reference", start, ranks=ranks, cut=cut, rests=rests)
+
+
+def critic_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> TorchEngine:
+    """From its folder, or a copy of the current policy, with a value head."""
+    cfg, plan = context.cfg, context.plan
+    train = plan.critic
+    assert train is not None, "planned without a critic"
+    path, name = cfg.critic.path, cfg.critic.head
+    make: Make
+    if path is None:
+        make = partial(_of_policy, models.policy.maker())
+    else:
+        make = model_at(models, context, path, overrides=cfg.critic.overrides, head=name)
+    seed = seeds.key(cfg.seed, "critic")
+    start = models.place.made("critic", partial(build_critic, make, lora=cfg.critic.lora, seed=seed))
+    model = start.model
+    head = value_head(model.config.hidden_size, cfg.seed, path=path, name=name).to(model.device, model.dtype)
+    cut = MicroBatchPolicy.of(
+        train, model, whole_groups=False, entropy_grad=False, temperature=1.0, critic=True
+    )
+    return engine_of(
+        models,
+        cfg,
+        "critic",
+        start,
+        ranks=ranks,
+        cut=cut,
+        value_head=head,
+        whole=path is None,
+        optimizer=train.optimizer,
+        total_steps=plan.critic_optimizer_steps,
+        updates_per_step=plan.critic_updates_per_step,
+        max_skipped=cfg.train.max_skipped_steps,
+        seed=seeds.key(cfg.seed, "critic", plan.name),
+        rests="critic" in cfg.train.offload,
+    )
+
+
+def _of_policy(make: Make) -> PreTrainedModel:
+    """A model of its own that begins as the policy."""
+    return copy.deepcopy(merged(make())).requires_grad_(True)
+
+
+def build_critic(make: Make, *, lora: LoraConfig | None, seed: int) -> PreTrainedModel:
+    """The model with its adapters."""
+    model = make()
+    if lora is not None:
+        attach(model, lora, seed=seed, key="critic.lora")
+    return model
+
+
+def model_at(
+    models: Models,
+    context: Context,
+    path: str,
+    *,
+    overrides: dict[str, Any] | None,
+    head: str | None = None,
+) -> Make:
+    """Reads the model of a folder. overrides: of its config.json; None: the policy's. head: name of a value head that
+    the folder may hold.
+    """
+    cfg = context.cfg
+    own = {"path": path, "scratch": None} | ({} if overrides is None else {"overrides": overrides})
+    return partial(
+        build_model,
+        cfg.model.model_copy(update=own),
+        vocab_size=len(models.tokenizer),
+        eos_token_id=models.tokenizer.eos_token_id,
+        pad_token_id=models.tokenizer.pad_token_id,
+        seed=cfg.seed,
+        device=models.model.device,
+        dtype=models.model.dtype,
+        head=head,
+    )

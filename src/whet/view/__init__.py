@@ -1,0 +1,1 @@
+"""`whet view`: pages in the browser that show runs, from their directories alone."""

@@ -1,0 +1,85 @@
+"""Every address below `api/` and the function that answers it; no server is needed to ask."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from whet.types import Json
+from whet.view import compare, mismatch, records, rewards, rollouts, runs
+from whet.view.source import Ask, NotThere, Runs
+
+ROUTES: tuple[tuple[str, Callable[[Ask], Json]], ...] = (
+    ("api/runs", runs.runs),
+    ("api/runs/{run}", runs.run),
+    ("api/runs/{run}/metrics", runs.metrics),
+    ("api/runs/{run}/rollouts", rollouts.listed),
+    ("api/runs/{run}/rollouts/{stage}/{step}/{row}", rollouts.rollout),
+    ("api/runs/{run}/groups/{stage}/{step}/{uid}", rollouts.group),
+    ("api/runs/{run}/search", rollouts.search),
+    ("api/runs/{run}/rewards", rewards.rewards),
+    ("api/runs/{run}/ledger", records.ledger),
+    ("api/runs/{run}/timeline", records.timeline),
+    ("api/runs/{run}/mismatch", mismatch.mismatch),
+    ("api/runs/{run}/evals", records.evals),
+    ("api/runs/{run}/evals/flips", records.flips),
+    ("api/compare", compare.compare),
+    ("api/compare/replies", compare.replies),
+)
+
+
+def answer(known: Runs, url: str) -> Json:
+    """What is at an address. Raises NotThere, BadQuestion, or DataError for a file that cannot be read."""
+    function, params = find(url)
+    return function(Ask(known, params))
+
+
+def find(url: str) -> tuple[Callable[[Ask], Json], dict[str, str]]:
+    """The function of an address, and its parameters: those of the path are not changed by the query."""
+    at = urlsplit(url)
+    parts = at.path.strip("/").split("/")
+    for pattern, function in ROUTES:
+        names = pattern.split("/")
+        if len(names) == len(parts) and all(n == p or n[0] == "{" for n, p in zip(names, parts)):
+            path = {n[1:-1]: unquote(p) for n, p in zip(names, parts) if n[0] == "{"}
+            return function, {**_query(at.query), **path}
+    raise NotThere(f"nothing is at {url[:200]}")
+
+
+def _query(text: str) -> dict[str, str]:
+    """Parameters by name. A list of names has its commas before it is decoded, a line each after."""
+    pairs = (part.partition("=") for part in text.split("&") if part)
+    found = {unquote(name): value for name, _, value in pairs}
+    lists = {
+        name: "\n".join(map(unquote, value.split(","))) for name, value in found.items() if name == "names"
+    }
+    return {name: unquote(value) for name, value in found.items()} | lists
+
+
+def concerned(known: Runs, url: str) -> list[str]:
+    """The marks of the runs that an answer is made from."""
+    _, params = find(url)
+    named = {params[name] for name in ("run", "a", "b") if name in params}
+    return [run.stamp() for run in known.runs if run.id in named or not named]
+
+
+def encoded(value: Json) -> bytes:
+    """An answer as JSON in ASCII, gzipped."""
+    try:
+        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(plain(value), allow_nan=False, separators=(",", ":"))
+    return gzip.compress(text.encode("ascii"), 3, mtime=0)
+
+
+def plain(value: Any) -> Json:
+    """The same with null in place of numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else value

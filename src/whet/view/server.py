@@ -1,0 +1,234 @@
+"""The server of `whet view`: the page's files and the answers, over HTTP. It writes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hashlib
+import hmac
+import logging
+import secrets
+import signal
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import quote
+
+from aiohttp import web
+
+from whet.types import ConfigError, WhetError
+from whet.view.answers import answer, concerned, encoded
+from whet.view.source import BadQuestion, NotThere, Runs
+
+log = logging.getLogger(__name__)
+
+STATIC = Path(__file__).parent / "static"
+KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+THREADS = 4
+ROOM = 64 * 2**20
+"""Bytes of answers that are kept until a run changes."""
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclass
+class Answers:
+    """Answers as bytes, by address, while the runs that they are made from do not change."""
+
+    runs: Runs
+    born: str = field(default_factory=lambda: secrets.token_hex(4))
+    """Another server answers with other marks: it may show other runs."""
+    _kept: OrderedDict[str, tuple[str, bytes]] = field(default_factory=OrderedDict)
+    _size: int = 0
+
+    def mark(self, url: str) -> str:
+        """Another text whenever the answer may be another one."""
+        told = "/".join((self.born, url, *concerned(self.runs, url)))
+        return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+
+    def get(self, url: str, mark: str) -> bytes:
+        """The answer as gzipped JSON."""
+        before = self._kept.get(url)
+        if before is not None and before[0] == mark:
+            return before[1]
+        made = encoded(answer(self.runs, url))
+        self._keep(url, mark, made)
+        return made
+
+    def _keep(self, url: str, mark: str, made: bytes) -> None:
+        gone = self._kept.pop(url, None)
+        self._size += len(made) - (len(gone[1]) if gone else 0)
+        self._kept[url] = mark, made
+        while self._size > ROOM and self._kept:
+            _, (_, oldest) = self._kept.popitem(last=False)
+            self._size -= len(oldest)
+
+
+class Server:
+    """Answers GET and HEAD. Everything else, another Host, a wrong token: refused before anything is read."""
+
+    def __init__(self, runs: Runs, *, host: str = "127.0.0.1", token: str | None = None) -> None:
+        """ConfigError for a host that others can reach, without a token."""
+        if not _is_loopback(host) and not token:
+            raise ConfigError(
+                f"--host {host} can be reached from other machines: give --token TEXT (each request then needs it), or "
+                "leave --host out and use a tunnel: ssh -L PORT:127.0.0.1:PORT MACHINE"
+            )
+        if token is not None and (len(token) < 8 or not token.isascii() or not token.isprintable()):
+            raise ConfigError("--token: expected at least 8 printable ASCII characters")
+        self.answers, self.host, self.token = Answers(runs), host, token
+        self.port = 0
+        self._static = {path.name: path for path in STATIC.iterdir() if path.suffix in KINDS}
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="whet-view")
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, port: int = 0) -> None:
+        """Listen. ConfigError if the port is taken."""
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._respond)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self.host, port, shutdown_timeout=0.1).start()
+        except OSError as e:
+            await self.stop()
+            raise ConfigError(
+                f"cannot listen on {self.host} port {port}: {e.strerror}; give another --port"
+            ) from e
+        self.port = self._runner.addresses[0][1]
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # -- inside
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        response = self._refusal(request) or await self._get(request)
+        response.headers.update(HEADERS)
+        return response
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        if request.method not in ("GET", "HEAD"):
+            return _error(request, 405, f"method {request.method}: this server only answers GET and HEAD")
+        if not self._knows(request.headers.get("Host", "")):
+            return _error(request, 403, "this Host is not the address of the viewer")
+        if self.token is not None and not self._has_token(request):
+            return _error(request, 401, "a token is needed: open the address that `whet view` printed")
+        return None
+
+    def _knows(self, host: str) -> bool:
+        """A page of another site may have its name point here, but cannot change the Host that a browser sends. With a
+        token nothing is answered to a page that does not have it."""
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        return self.token is not None or name.lower() in LOCAL
+
+    def _has_token(self, request: web.Request) -> bool:
+        head = request.headers.get("Authorization", "")
+        given = (request.query.get("token"), request.cookies.get(self._cookie), head.removeprefix("Bearer "))
+        own = str(self.token).encode()
+        return any(hmac.compare_digest(one.encode("utf-8", "replace"), own) for one in given if one)
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        path = request.path.lstrip("/")
+        if path.split("/")[0] == "api":
+            return await self._api(request)
+        if (
+            self.token is not None and "token" in request.query
+        ):  # from now on the browser sends it, out of sight
+            response = web.Response(status=303, headers={"Location": f"/{quote(path)}"})
+            response.set_cookie(self._cookie, self.token, httponly=True, samesite="Strict")
+            return response
+        return await self._file(request, path)
+
+    @property
+    def _cookie(self) -> str:
+        """Cookies are those of a machine: each port has a name of its own."""
+        return f"whet_token_{self.port}"
+
+    async def _file(self, request: web.Request, name: str) -> web.Response:
+        """A file of the page, by its name alone."""
+        found = self._static.get(name or "index.html")
+        if found is None:
+            return _error(request, 404, f"nothing is at /{name[:200]}")
+        return web.Response(body=found.read_bytes(), content_type=KINDS[found.suffix], charset="utf-8")
+
+    async def _api(self, request: web.Request) -> web.Response:
+        url = request.rel_url.raw_path.lstrip("/")
+        if query := "&".join(
+            p for p in request.rel_url.raw_query_string.split("&") if not p.startswith("token=")
+        ):
+            url += f"?{query}"
+        loop = asyncio.get_running_loop()
+        try:
+            mark = await loop.run_in_executor(self._pool, self.answers.mark, url)
+            if f'"{mark}"' in request.headers.get("If-None-Match", ""):
+                return web.Response(status=304, headers={"ETag": f'"{mark}"'})
+            body = await loop.run_in_executor(self._pool, self.answers.get, url, mark)
+        except NotThere as e:
+            return _error(request, 404, str(e))
+        except BadQuestion as e:
+            return _error(request, 400, str(e))
+        except (WhetError, OSError) as e:
+            return _error(request, 422, str(e))
+        response = _json(request, 200, body)
+        response.headers["ETag"] = f'"{mark}"'
+        return response
+
+
+def _error(request: web.Request, status: int, text: str) -> web.Response:
+    return _json(request, status, encoded({"error": text}))
+
+
+def _json(request: web.Request, status: int, body: bytes) -> web.Response:
+    """Gzipped JSON, for whom takes it so."""
+    headers = {"Vary": "Accept-Encoding"}
+    if "gzip" in request.headers.get("Accept-Encoding", ""):
+        headers["Content-Encoding"] = "gzip"
+    else:
+        body = gzip.decompress(body)
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(
+    paths: Sequence[Path], *, host: str, port: int, token: str | None, ready: Callable[[str], object]
+) -> None:
+    """Serve until Ctrl-C or SIGTERM. ready: called with the URL once it answers."""
+
+    async def work() -> None:
+        server = Server(Runs.of(paths), host=host, token=token)
+        await server.start(port)
+        end, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, end.set)
+        ready(server.url)
+        await end.wait()
+        await server.stop()
+
+    asyncio.run(work())

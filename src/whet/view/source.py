@@ -1,0 +1,313 @@
+"""What the viewer reads: the runs that were named, and what has been read of their files, until a file changes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer
+
+from whet.config.tree import stage_names
+from whet.track.overview import Lines, Written, state_of, tokenizer_of
+from whet.track.written import list_steps, read_config, read_manifest, read_more, read_table
+from whet.types import ConfigError, DataError, Json, WhetError
+
+T = TypeVar("T")
+
+MARKS = ("metrics.jsonl", "run.log", "manifest.json", "config.yaml")
+"""A folder with one of them is a run directory: a run that was killed during its start has no metrics yet."""
+RECORDS = (
+    *MARKS,
+    "timings.jsonl",
+    "timeline.json",
+    "lock",
+    "rollouts",
+    "eval",
+    "batches",
+    "checkpoints",
+    "export",
+)
+"""Whatever a run adds to its record, one of these changes."""
+MOST_RUNS = 1000
+
+
+class NotThere(WhetError):
+    """What was asked for is not in the record."""
+
+
+class BadQuestion(WhetError):
+    """A parameter that is missing, or has a value that cannot be read."""
+
+
+def find_runs(given: Sequence[Path]) -> list[Path]:
+    """The run directories: those given, and those in given folders, by name. DataError for a path with neither."""
+    found: list[Path] = []
+    for path in given:
+        if not path.exists():
+            raise DataError(
+                f"{path}: no such folder; expected a run directory, or a folder with run directories"
+            )
+        inner = [path] if _is_run(path) else sorted(p for p in path.glob("*") if _is_run(p))
+        if not inner:
+            raise DataError(
+                f"{path} is not a run directory and has none: a run directory has metrics.jsonl or run.log"
+            )
+        found += inner
+    if len(found) > MOST_RUNS:
+        raise ConfigError(f"{len(found)} run directories; name at most {MOST_RUNS}")
+    return list(dict.fromkeys(found))
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_dir() and any((path / name).is_file() for name in MARKS)
+
+
+@dataclass
+class Kept:
+    """What was made of files, until a file is another one: at most so many, the last used ones."""
+
+    most: int
+    _values: OrderedDict[Any, tuple[Json, Any]] = field(default_factory=OrderedDict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def of(self, make: Callable[[Path], T], path: Path) -> T:
+        """`make(path)`, made again when time, size or inode of the file have changed."""
+        stamp = stamp_of(path)
+        with self._lock:
+            before = self._values.get((make, path))
+            if before is not None and before[0] == stamp:
+                self._values.move_to_end((make, path))
+                return before[1]
+        value = make(path)
+        with self._lock:
+            self._values[make, path] = stamp, value
+            while len(self._values) > self.most:
+                self._values.popitem(last=False)
+        return value
+
+
+def stamp_of(path: Path) -> tuple[int, int, int] | None:
+    """Time, size and inode of a file or folder; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+@dataclass
+class Growing:
+    """The lines of a file that grows; only what is new is read."""
+
+    inode: int = -1
+    end: int = 0
+    lines: Lines = field(default_factory=list)
+
+    def read(self, path: Path) -> Lines:
+        """All lines so far."""
+        stamp = stamp_of(path)
+        if stamp is None:
+            return []
+        _, size, inode = stamp
+        if inode != self.inode or size < self.end:
+            self.inode, self.end, self.lines = inode, 0, []
+        if size > self.end:
+            more, self.end = read_more(path, self.end, len(self.lines) + 1)
+            self.lines = [*self.lines, *more]
+        return self.lines
+
+
+class Shown:
+    """One run directory, read bit by bit. Files that cannot be read raise DataError."""
+
+    def __init__(self, number: int, path: Path) -> None:
+        self.id, self.path, self.name = str(number), path, path.resolve().name
+        self._facts, self._whole = Kept(20_000), Kept(2)
+        self._growing = {name: Growing() for name in ("metrics.jsonl", "timings.jsonl")}
+        self._lock = Lock()
+
+    def stamp(self) -> str:
+        """Another text whenever the record has changed."""
+        told = [state_of(self.path), *(stamp_of(self.path / name) for name in RECORDS)]
+        return hashlib.sha256(repr(told).encode()).hexdigest()[:20]
+
+    def lines(self, name: str) -> Lines:
+        """The lines of metrics.jsonl or timings.jsonl."""
+        with self._lock:
+            return self._growing[name].read(self.path / name)
+
+    @property
+    def config(self) -> dict[str, Json]:
+        return self._facts.of(_config, self.path / "config.yaml")
+
+    @property
+    def manifest(self) -> dict[str, Json]:
+        return self._facts.of(_manifest, self.path / "manifest.json")
+
+    @property
+    def written(self) -> Written:
+        """Everything but the rollouts."""
+        manifest = self.manifest
+        return Written(
+            path=self.path,
+            metrics=self.lines("metrics.jsonl"),
+            timings=self.lines("timings.jsonl"),
+            config=self.config,
+            manifest=manifest.get("starts", [{}])[-1],
+            changes=manifest.get("changes", []),
+        )
+
+    @property
+    def stages(self) -> list[str]:
+        """In the order in which they ran. A damaged metrics.jsonl does not hide the stages of rollout files."""
+        ran = [
+            line["stage"] for line in tried([], lambda: self.lines("metrics.jsonl"), list[dict[str, Json]]())
+        ]
+        files = [stage for stage, _, _ in list_steps(self.path / "rollouts")]
+        named = [name for name in tried([], lambda: stage_names(self.config), list[str]()) if name in files]
+        return list(dict.fromkeys([*ran, *named, *files]))
+
+    def files(self, folder: str = "rollouts", stage: str | None = None) -> list[tuple[str, int, Path]]:
+        """(stage, step, path) of the files of steps, in the run's order."""
+        order = {name: n for n, name in enumerate(self.stages)}
+        found = sorted(list_steps(self.path / folder), key=lambda f: (order.get(f[0], len(order)), f[:2]))
+        return [f for f in found if stage in (None, f[0])]
+
+    def file(self, stage: str, step: int, folder: str = "rollouts") -> Path:
+        """NotThere if the step has none."""
+        for at, number, path in list_steps(self.path / folder):
+            if (at, number) == (stage, step):
+                return path
+        raise NotThere(f"{self.path} has no file of step {step} of stage {stage!r} in {folder}")
+
+    def kept(self, make: Callable[[Path], T], path: Path) -> T:
+        """`make(path)`, made once."""
+        return self._facts.of(make, path)
+
+    def table(self, path: Path) -> pa.Table:
+        """A file of rollouts with all columns; few are held at once."""
+        return self._whole.of(read_table, path)
+
+    def batch(self, read: Callable[[Path], pa.Table], path: Path) -> pa.Table:
+        """A file of batches; few are held at once."""
+        return self._whole.of(read, path)
+
+    def read_tokenizer(self) -> Tokenizer | None:
+        """Of the newest export or checkpoint; looked for again when one is added. WhetError if it is damaged."""
+        exported = self._facts.of(tokenizer_of, self.path / "export")
+        return exported or self._facts.of(tokenizer_of, self.path / "checkpoints")
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None of a damaged one, too: tokens are shown without their text then, and the run's page says why."""
+        try:
+            return self.read_tokenizer()
+        except WhetError:
+            return None
+
+
+def count_rows(path: Path) -> int:
+    """Rollouts in a file, from its end alone."""
+    try:
+        return pq.read_metadata(path).num_rows
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
+        raise DataError(f"{path}: not a readable parquet file: {e}") from e
+
+
+def _config(path: Path) -> dict[str, Json]:
+    return read_config(path.parent)
+
+
+def _manifest(path: Path) -> dict[str, Json]:
+    return read_manifest(path.parent)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs that are shown, by the numbers they have in addresses."""
+
+    runs: tuple[Shown, ...]
+
+    @classmethod
+    def of(cls, paths: Iterable[Path]) -> Runs:
+        return cls(tuple(Shown(number, path) for number, path in enumerate(paths)))
+
+    def run(self, number: str) -> Shown:
+        """NotThere if there is no such run."""
+        for run in self.runs:
+            if run.id == number:
+                return run
+        raise NotThere(f"no run {number[:20]!r}; runs: 0 to {len(self.runs) - 1}")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One question: the runs, and the parameters of its address."""
+
+    runs: Runs
+    params: Mapping[str, str]
+
+    @property
+    def run(self) -> Shown:
+        return self.runs.run(self.params["run"])
+
+    def get(self, name: str) -> str | None:
+        return self.params.get(name) or None
+
+    def text(self, name: str) -> str:
+        """BadQuestion if it is missing."""
+        if not (value := self.params.get(name)):
+            raise BadQuestion(f"parameter {name} is missing")
+        return value
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """BadQuestion if it is missing and has no default, or is no number of at most 18 digits."""
+        value = self.params.get(name)
+        if not value and default is not None:
+            return default
+        if not value:
+            raise BadQuestion(f"parameter {name} is missing")
+        if not value.isascii() or not value.isdigit() or len(value) > 18:
+            raise BadQuestion(f"parameter {name} is {value[:40]!r}, expected a whole number from 0 on")
+        return int(value)
+
+    @property
+    def stage(self) -> str:
+        """The stage asked for; the last one that there is, if none is named. NotThere if the run has none."""
+        stages = self.run.stages
+        if (named := self.get("stage")) is not None:
+            if named not in stages:
+                raise NotThere(
+                    f"{self.run.path} has no stage {named[:60]!r}; stages: {', '.join(stages) or 'none'}"
+                )
+            return named
+        if not stages:
+            raise NotThere(f"{self.run.path} has no stage yet")
+        return stages[-1]
+
+    @property
+    def folder(self) -> str:
+        """Where the files of steps lie that are asked for."""
+        return "eval" if self.params.get("of") == "eval" else "rollouts"
+
+
+def tried(problems: list[str], make: Callable[[], T], default: T) -> T:
+    """What `make` gives, or the default: then the problems say why."""
+    try:
+        return make()
+    except (WhetError, OSError) as e:
+        problems.append(str(e))
+        return default
+
+
+def finite(value: float | None) -> float | None:
+    """None in place of a number that JSON does not have."""
+    return None if value is None or not math.isfinite(value) else value

@@ -1,0 +1,87 @@
+"""vLLM engines as a run makes them, on a server that is there; and a real server, where WHET_VLLM names a vllm."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import tempfile
+from collections.abc import Callable, Collection
+from functools import cache
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from whet.models import kernels
+from whet.models.load import export
+from whet.rollout.http.calls import Calls, Limits
+from whet.rollout.http.canary import Canary
+from whet.rollout.http.opened import CPU_ENV, ENV
+from whet.rollout.http.process import ServerProcess, free_port
+from whet.rollout.http.published import Folder
+from whet.rollout.http.vllm import VllmEngine
+
+REAL = os.environ.get("WHET_VLLM")
+"""A vllm to run the contract suite on (make test-backends)."""
+LIMITS = Limits(answer=20.0, load=60.0, reply=60.0)
+
+
+def vllm_engine(
+    url: str,
+    model: PreTrainedModel,
+    *,
+    max_context: int,
+    end_token_ids: Collection[int],
+    limits: Limits = LIMITS,
+    bound: float = 1e-3,
+) -> VllmEngine:
+    """The engine; `open` asks the server what it is."""
+    folder = Folder(
+        Path(tempfile.mkdtemp(prefix="whet-test-weights-")),
+        model=model,
+        ops=kernels.load("auto"),
+        canary=Canary(bound, max_context),
+    )
+    return VllmEngine(
+        Calls(url, limits=limits),
+        folder=folder,
+        vocab=model.get_output_embeddings().out_features,
+        max_context=max_context,
+        end_token_ids=end_token_ids,
+    )
+
+
+class RealServer:
+    """vllm serve, as a run starts it, for a model that it is given the weights of later."""
+
+    def __init__(self, model: PreTrainedModel, *, max_context: int) -> None:
+        assert REAL is not None
+        folder = Path(tempfile.mkdtemp(prefix="whet-test-vllm-"))
+        export(model, None, folder / "model")
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        options = {
+            "host": "127.0.0.1",
+            "port": port,
+            "dtype": "float32",
+            "max-model-len": max_context + 1,
+            "max-num-seqs": 64,
+            "logprobs-mode": "processed_logprobs",
+            "generation-config": "vllm",
+        }
+        flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        command = [REAL, "serve", str(folder / "model"), *flags, "--tokens-only", "--enforce-eager"]
+        self.process = ServerProcess(command, env=ENV | CPU_ENV, log=folder / "engine.log")
+        atexit.register(lambda: asyncio.run(self.process.stop()))
+        asyncio.run(self._ready())
+
+    async def _ready(self) -> None:
+        calls = Calls(self.url, limits=LIMITS)
+        await self.process.ready(calls, timeout_s=300, beat=lambda what: None)
+        await calls.close()
+
+
+@cache
+def real_server(make: Callable[[], PreTrainedModel], max_context: int) -> RealServer:
+    """One for all tests: it takes half a minute to start."""
+    return RealServer(make(), max_context=max_context)

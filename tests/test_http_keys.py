@@ -1,0 +1,126 @@
+"""Every key of rollout.server changes what a run does with its servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from native_cases import SERVER
+from servers import VllmServer
+from test_rollout_contract import END, LIMIT, module
+from vllm_double import executable
+from whet.config.schema import ServerConfig
+from whet.models import kernels
+from whet.rollout.engine import EngineInputs
+from whet.rollout.http.installed import found
+from whet.rollout.http.opened import Opener, vllm
+from whet.rollout.native.engine import NativeEngine
+from whet.rollout.router import Router
+from whet.types import ConfigError, WhetError
+
+
+def inputs(folder: Path, **server: Any) -> EngineInputs:
+    return EngineInputs(
+        model=module(),
+        ops=kernels.load("auto"),
+        end_token_ids=frozenset({END}),
+        decode=str,
+        max_context=LIMIT,
+        max_num_seqs=7,
+        cache_mb=None,
+        quantization=None,
+        beat=lambda what: None,
+        span=lambda what: nullcontext(),
+        server=ServerConfig(**server),
+        reply_timeout_s=50.0,
+        run_dir=folder,
+    )
+
+
+@pytest.fixture
+def server() -> Iterator[VllmServer]:
+    there = VllmServer(NativeEngine(module(), kernels.load("auto"), end_token_ids=[], max_context=LIMIT))
+    yield there
+    there.stop()
+
+
+def test_every_key_has_a_test() -> None:
+    assert set(SERVER) == {f"rollout.server.{name}" for name in ServerConfig.model_fields}
+
+
+def test_urls_are_replicas(server: VllmServer, tmp_path: Path) -> None:
+    router = vllm(inputs(tmp_path, urls=(server.url,)))
+    assert isinstance(router, Router)
+    assert list(router.replicas) == ["engine-0"]
+    assert router.can.logprobs == "unfiltered"
+    asyncio.run(router.close())
+
+
+def test_a_url_without_a_server_is_told(tmp_path: Path) -> None:
+    with pytest.raises(
+        WhetError, match=r"127\.0\.0\.1:9 does not answer within rollout\.server\.timeout_s=0\.2"
+    ):
+        vllm(inputs(tmp_path, urls=("http://127.0.0.1:9",), timeout_s=0.2))
+
+
+def test_token(tmp_path: Path) -> None:
+    opener = Opener(inputs(tmp_path, token="open sesame, open"))
+    assert opener.token == opener.env()["VLLM_API_KEY"] == "open sesame, open"
+    assert "VLLM_API_KEY" not in Opener(inputs(tmp_path)).env()
+
+
+def test_command(tmp_path: Path) -> None:
+    path = executable(tmp_path)
+    assert found(str(path)).command == path
+    with pytest.raises(ConfigError, match=r"rollout\.server\.command"):
+        found(str(tmp_path / "missing"))
+
+
+def test_options_and_what_whet_sets(tmp_path: Path) -> None:
+    command = Opener(inputs(tmp_path, options={"max-num-seqs": 3, "enforce-eager": True})).command(
+        "vllm", 4711
+    )
+    assert command[:3] == ["vllm", "serve", str(tmp_path / "engine" / "model")]
+    pairs = dict(pairwise(command))
+    assert pairs["--max-model-len"] == str(LIMIT + 1)
+    assert (pairs["--dtype"], pairs["--port"], pairs["--host"]) == ("float32", "4711", "127.0.0.1")
+    assert (pairs["--logprobs-mode"], pairs["--max-num-seqs"]) == ("processed_logprobs", "3")
+    assert command[-1] == "--enforce-eager"
+    plain = Opener(inputs(tmp_path)).command("vllm", 4711)
+    assert dict(pairwise(plain))["--max-num-seqs"] == "7"
+    with pytest.raises(ConfigError, match="dtype"):
+        Opener(inputs(tmp_path, options={"dtype": "half"})).command("vllm", 1)
+
+
+def test_env(tmp_path: Path) -> None:
+    own = Opener(inputs(tmp_path)).env()
+    assert own["VLLM_SERVER_DEV_MODE"] == "1"
+    given = Opener(inputs(tmp_path, env={"VLLM_CPU_KVCACHE_SPACE": "9", "MINE": "x"})).env()
+    assert (given["VLLM_CPU_KVCACHE_SPACE"], given["MINE"]) == ("9", "x")
+
+
+def test_weights_dir(tmp_path: Path) -> None:
+    assert Opener(inputs(tmp_path)).folder.root == tmp_path / "engine"
+    assert Opener(inputs(tmp_path, weights_dir=str(tmp_path / "fast"))).folder.root == tmp_path / "fast"
+
+
+def test_canary_bound(tmp_path: Path) -> None:
+    assert Opener(inputs(tmp_path)).folder.canary.bound == 1e-3  # in float32
+    assert Opener(inputs(tmp_path, canary_bound=0.5)).folder.canary.bound == 0.5
+
+
+def test_time_limits_and_restarts(server: VllmServer, tmp_path: Path) -> None:
+    keys = {"timeout_s": 11.0, "load_timeout_s": 12.0, "start_timeout_s": 13.0, "restarts": 4}
+    limits = Opener(inputs(tmp_path, **keys)).limits
+    assert (limits.answer, limits.load, limits.reply) == (11.0, 12.0, 50.0)
+    router = vllm(inputs(tmp_path, urls=(server.url,), **keys))
+    assert isinstance(router, Router)
+    assert (router.health_timeout_s, router.load_s, router.start_timeout_s) == (11.0, 12.0, 13.0)
+    assert router.left == {"engine-0": 4}
+    asyncio.run(router.close())

@@ -1,0 +1,49 @@
+"""`vllm serve` as far as a run needs it: the double of `servers`, as a program.
+
+It takes the arguments of `vllm serve`, and prints what a log may not keep: its token.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from servers import VllmServer
+from whet.models import kernels
+from whet.rollout.native.engine import NativeEngine
+
+
+def main() -> None:
+    serve, folder, *options = sys.argv[1:]
+    assert serve == "serve"
+    given = dict(zip(options, [*options[1:], ""]))
+    print(f"the token is {os.environ['VLLM_API_KEY']}", flush=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, given["--dtype"]))
+    engine = NativeEngine(
+        model.requires_grad_(False),
+        kernels.load("auto"),
+        end_token_ids=[],
+        max_context=int(given["--max-model-len"]) - 1,
+    )
+    VllmServer(engine, port=int(given["--port"]))
+    threading.Event().wait()
+
+
+def executable(folder: Path) -> Path:
+    """A file that starts it, as an installed vllm would be."""
+    path = folder / "vllm"
+    here = Path(__file__).parent
+    path.write_text(
+        f'#!/bin/sh\nPYTHONPATH="{here}:{here.parent / "src"}" exec "{sys.executable}" "{__file__}" "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+if __name__ == "__main__":
+    main()
