@@ -171,6 +171,8 @@ def _parameter(parameter: inspect.Parameter) -> str:
     if parameter.default is parameter.empty:
         return f"{stars}{parameter.name}{typed}"
     default = repr(parameter.default)
+    if isinstance(parameter.default, frozenset):  # whose order differs between processes
+        default = "{" + ", ".join(sorted(map(repr, parameter.default))) + "}"
     return f"{parameter.name}{typed} = {'...' if default.startswith('<') else default}"
 
 
