@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
-# The CPU build of torch, where pip can see one (see README, "Two commands"); TORCH=torch==2.13.0 takes the default build.
+# The CPU build of torch, where pip can see one (see docs/install.md); TORCH=torch==2.13.0 takes the default build.
 TORCH  ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
 
 # Tests of the same kind as those of `make test`, with more seeds, layouts and families; those of everything that computes
@@ -21,10 +21,14 @@ TEMPLATES ?=
 # `make test-peers`: formulas and translations against the peers' own packages, in an environment of their own: network, two
 # GB and some minutes. WRITE=--write also writes docs/peers.md.
 
+# `make site`: the documentation as web pages in build/site; a link or an anchor that leads nowhere is an error.
+# `make check-wheel`: the wheel in a clean environment, from outside the checkout: help, version, a short first run.
+
 # `make test-backends`: the contract suite over a real vLLM, in an environment of its own (network, 3.5 GB, some minutes), or
 # over the one that VLLM names.
 
-.PHONY: demo test test-view test-peers test-backends sweep golden check format docs bits bench bench-learn bench-train clean
+.PHONY: demo test test-view test-peers test-backends sweep golden check check-wheel format docs site bits bench \
+	bench-learn bench-train clean
 
 demo: $(VENV)/.installed
 	$(BIN)/whet train examples/first_run.yaml
@@ -68,6 +72,22 @@ format: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m whet.config.docs > docs/config.md
 	$(BIN)/python -m whet.dialects.docs docs
+	$(BIN)/python -m whet.reference docs
+	$(BIN)/python tests/test_tutorials.py
+
+site: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+check-wheel: $(VENV)/.installed-dev
+	rm -rf build/wheel
+	$(BIN)/python -m build --outdir build/wheel .
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt "$(TORCH)"
+	build/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt build/wheel/whet-*.whl
+	cp -r examples build/wheel/examples
+	cd build/wheel && venv/bin/whet --help > help.txt && venv/bin/python -m whet --version
+	cd build/wheel && venv/bin/whet train examples/first_run.yaml stages.sft.train.steps=20 stages.rl.train.steps=5
+	cd build/wheel && venv/bin/whet show runs/first_run > show.txt && venv/bin/whet convert examples/from_verl.sh > native.yaml
 
 bits: $(VENV)/.installed
 	$(BIN)/python benchmarks/bits.py

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import tomllib
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+import whet
+from whet import reference
 from whet.config.docs import markdown
 from whet.config.keys import dotted, keys
 
@@ -49,6 +57,94 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(file.read_text(encoding="utf-8")), (
                 f"{page.name} links to {target}#{anchor}"
             )
+
+
+@pytest.mark.parametrize("name", reference.PAGES)
+def test_the_committed_reference_is_the_generated_one(name: str):
+    page = ROOT / "docs" / name
+    assert page.read_text(encoding="utf-8") == reference.PAGES[name](), "run: make docs"
+
+
+def test_the_reference_has_every_command_and_every_public_name():
+    commands = reference.cli_page()
+    assert "## whet train\n" in commands
+    assert "## whet data gsm8k\n" in commands
+    assert "| `--tokens` | List every token with the log-probs of trainer and engine. |" in commands
+    names = reference.python_page()
+    assert set(whet.__all__) <= set(reference.PUBLIC["whet"])
+    assert [name for name in whet.__all__ if f"\n### {name}\n" not in names] == []
+    assert "| `stop` | `tuple[str, ...]` | Stop strings: sampling ends once" in names
+
+
+class Nav(yaml.SafeLoader):
+    """mkdocs.yml without the Python names in it."""
+
+
+Nav.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+
+
+def in_nav(entry: Any) -> list[str]:
+    """The files of a navigation."""
+    if isinstance(entry, str):
+        return [entry]
+    inner = entry.values() if isinstance(entry, dict) else entry
+    return [file for each in inner for file in in_nav(each)]
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    named = in_nav(yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Nav)["nav"])
+    assert sorted(named) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+class Loads(HTMLParser):
+    """What a browser would load or ask for while it shows a page: not links that a reader may follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag != "a" and given.get("rel") != "canonical":
+            self.found += [given[name] or "" for name in ("src", "href") if name in given]
+
+
+def test_the_site_builds_strictly_and_asks_no_other_host(tmp_path: Path):
+    pytest.importorskip("material", reason="the extra docs is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 25
+    for page in pages:
+        loads = Loads()
+        loads.feed(page.read_text(encoding="utf-8"))
+        assert [url for url in loads.found if re.match(r"(https?:)?//", url)] == [], page.name
+
+
+def test_what_cites_whet_names_its_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (str(cited["version"]), cited["license"]) == (project["version"], project["license"])
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.name
+)
+def test_issue_forms_have_what_a_form_needs(path: Path):
+    form = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if path.name == "config.yml":
+        assert form == {"blank_issues_enabled": True}
+        return
+    assert form["name"]
+    assert form["description"]
+    ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
+    assert len(ids) == len(set(ids)) > 1
+    for field in form["body"]:
+        assert field["type"] in ("markdown", "textarea", "input", "dropdown")
+        assert field["attributes"]["value" if field["type"] == "markdown" else "label"]
 
 
 def test_the_link_check_can_fail(tmp_path):

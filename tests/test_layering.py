@@ -41,6 +41,7 @@ LAYERS: list[set[str]] = [
         "engines",
         "notices",
         "options",
+        "reference",
         "commands_records",
         "replay",
         "diff",
