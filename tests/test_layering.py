@@ -37,7 +37,7 @@ LAYERS: list[set[str]] = [
         "__main__",
         "cli",
         "commands_runs",
-        "engine_commands",
+        "commands_engines",
         "engines",
         "notices",
         "options",

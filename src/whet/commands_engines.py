@@ -10,7 +10,7 @@ import typer
 engine_app = typer.Typer(no_args_is_help=True, help="Install inference engines, each in its own environment.")
 
 
-def register(app: typer.Typer) -> None:
+def add_to(app: typer.Typer) -> None:
     """Add them to the command line."""
     app.command()(doctor)
     app.add_typer(engine_app, name="engine")
