@@ -36,6 +36,7 @@ LAYERS: list[set[str]] = [
         "__main__",
         "cli",
         "commands_runs",
+        "commands_studio",
         "notices",
         "options",
         "api",
@@ -46,6 +47,7 @@ LAYERS: list[set[str]] = [
         "prove",
         "cluster",
         "view",
+        "studio",
     },
 ]
 """By first name below `whet`; `whet/__init__.py` is of the last layer."""

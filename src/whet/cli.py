@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import typer
 
-from whet import commands_runs, secrets
+from whet import commands_runs, commands_studio, secrets
 from whet.notices import say, say_columns, say_missing, write
 from whet.options import (
     SETTINGS,
@@ -514,6 +514,7 @@ def gsm8k(
 
 
 commands_runs.add_to(app)
+app.command()(commands_studio.studio)
 
 
 def main() -> None:
