@@ -115,9 +115,9 @@ def _opened(tree: Any, path: Path, value: Json) -> tuple[Path, Json]:
             return at, _put({"": expanded(now, base)}, ("", *path[n:]), value)[""]
         if base in TABLES and (now is None or isinstance(now, str)):
             return at, _put({} if now is None else {"name": now}, path[n:], value)
-        if isinstance(now, str) and short_for(base) is not None:
-            return at, _put(expanded({base[-1]: now}, base[:-1]).get(base[-1]) if len(base) == 1 else
-                            {str(short_for(base)): now}, path[n:], value)  # fmt: skip
+        if isinstance(now, str) and (short := short_for(base)) is not None:
+            section = get(expanded({str(base[0]): now}), base) if len(base) == 1 else {short: now}
+            return at, _put(section, path[n:], value)
     return path, value
 
 
@@ -225,7 +225,7 @@ def _set(text: str, path: Path, value: Json, written: str) -> str:
     """The text with a value at a path, by one cut."""
     root = _compose(text)
     if root is None:
-        return _after(text, len(text), _block(_nested(path, value), 0))
+        return _after(text, len(text), _block(_nested(path, value), 0, written))
     key, node, depth = None, root, 0
     while depth < len(path):
         inner_key, inner = _child(node, path[depth])
@@ -243,7 +243,7 @@ def _set(text: str, path: Path, value: Json, written: str) -> str:
         return _into_flow(text, node, entry)
     if isinstance(node, yaml.MappingNode):
         indent = node.value[0][0].start_mark.column
-        lines = _block({rest[0]: new}, indent, written if len(rest) == 1 else "")
+        lines = _block({rest[0]: new}, indent, written)
         return _after(text, _end(text, node), lines)
     if isinstance(node, yaml.SequenceNode):
         return _after(text, _end(text, node), _block([new], _dash(text, node.value[0])[1]))
@@ -252,7 +252,7 @@ def _set(text: str, path: Path, value: Json, written: str) -> str:
     if _content(text, node):  # null, written out
         return _replaced(text, key, node, _nested(rest, value), "")
     indent = key.start_mark.column + 2
-    return _after(text, node.start_mark.index, _block(_nested(rest, value), indent))
+    return _after(text, node.start_mark.index, _block(_nested(rest, value), indent, written))
 
 
 def _replaced(text: str, key: yaml.Node | None, node: yaml.Node, value: Json, written: str) -> str:
@@ -413,11 +413,12 @@ def _block(value: Json, indent: int, written: str = "") -> list[str]:
 
 
 def _lines(value: Json, written: str = "") -> Iterator[str]:
+    """written: how the one single value stands there, where sections around it are all that is new."""
     if isinstance(value, dict):
         for key, one in value.items():
             if isinstance(one, dict) and one:
                 yield f"{scalar(key)}:"
-                yield from (f"  {line}" for line in _lines(one))
+                yield from (f"  {line}" for line in _lines(one, written))
             elif isinstance(one, list) and any(isinstance(entry, dict) and entry for entry in one):
                 yield f"{scalar(key)}:"
                 yield from (f"  {line}" for line in _lines(one))

@@ -15,7 +15,8 @@ from typing import Any
 from whet.secrets import redact
 from whet.types import ConfigError
 
-COMMANDS = ("rehearse", "train")
+COMMANDS = {"rehearse": False, "train": True}
+"""What may be started, and whether it writes a run directory."""
 MOST_LOG_BYTES = 256 * 2**10
 """Of one answer; the page asks again from where it ends."""
 PATIENCE_S = 60.0
@@ -88,6 +89,7 @@ class Jobs:
             "job": self._count,
             "command": job.command,
             "file": job.file,
+            "writes_run": COMMANDS[job.command],
             "began": job.began,
             "exit_code": code,
             "start": start,

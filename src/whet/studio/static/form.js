@@ -144,7 +144,7 @@ function field(view, spot) {
     data: { kind: "field", field: dotted(path), given: String(given), unread: why ? "true" : null } },
   h("div", { class: "label" }, name, h("code", { class: "dim" }, visible(dotted(view.query || view.section === null ? path : path.slice(-1))))),
   h("div", { class: "control" }, control, node["x-unit"] && h("span", { class: "unit" }, node["x-unit"]), reset),
-  h("div", { class: "said" }, problems, why && h("p", { class: "why" }, `No effect: ${why}`),
+  h("div", { class: "about" }, problems, why && h("p", { class: "why" }, `No effect: ${why}`),
     h("p", { class: "origin" }, origin(view, spot)), h("p", { class: "help" }, node.description)));
 }
 
@@ -244,6 +244,7 @@ function origin(view, spot) {
   const differ = view.scope === null && !key.includes("*") && new Set(scopes(view).map((stage) => JSON.stringify(at(stage.resolved, key)))).size > 1;
   if (differ) return "stages differ";
   if (inEffect === undefined || inEffect === null || isSection(inEffect)) return node.default === undefined ? "" : node.default === null ? "not given" : `default ${yaml(node.default)}`;
+  if (view.scope === null && scopes(view).some((stage) => at(stage.given, key) !== undefined)) return `${visible(yaml(inEffect))}, given in stages`;
   return same(inEffect, node.default) ? `default ${visible(yaml(inEffect))}` : `${visible(yaml(inEffect))}, follows from other keys`;
 }
 

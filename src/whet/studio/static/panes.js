@@ -69,7 +69,7 @@ export function logPane(view) {
       const end = job.exit_code === null ? "runs" : job.exit_code === 0 ? "finished" : `ended with exit code ${job.exit_code}`;
       head.textContent = `whet ${job.command} ${visible(job.file)}: ${end}`;
       head.dataset.job = job.exit_code === null ? "running" : String(job.exit_code);
-      viewer.hidden = job.command !== "train";
+      viewer.hidden = !job.writes_run;
     },
   };
 }
