@@ -51,8 +51,8 @@ data:
   train: [{path: words.jsonl}]   # the words
 rewards: {right: exact}
 train:
-  steps: ${eval.samples}
-eval: {samples: 3}
+  steps: ${rollout.group_size}
+rollout: {group_size: 3}
 """
 
 
@@ -137,10 +137,13 @@ def test_the_check_is_the_loader_and_the_plan(tmp_path: Path, monkeypatch: pytes
     [
         (("hidden_size: 32", "hidden_size: many"), ("model.scratch.hidden_size", 3)),
         (("  steps:", "  stepz: 1\n  steps:"), ("train.stepz", 9)),
-        (("eval: {samples: 3}", "eval: {samples: 3}\ncritic: {warmup_steps: 2}"), ("critic.warmup_steps", 11)),
-        (("eval: {samples: 3}", "eval: {samples: 3"), ("", 11)),
-        (("eval: {samples: 3}", "eval: {samples: 3}\nseed: 1\nseed: 2"), ("", 12)),
-        (("${eval.samples}", "${no.such}"), ("train.steps", 9)),
+        (
+            ("rollout: {group_size: 3}", "rollout: {group_size: 3}\ncritic: {warmup_steps: 2}"),
+            ("critic.warmup_steps", 11),
+        ),
+        (("rollout: {group_size: 3}", "rollout: {group_size: 3"), ("", 11)),
+        (("rollout: {group_size: 3}", "rollout: {group_size: 3}\nseed: 1\nseed: 2"), ("seed", 12)),
+        (("${rollout.group_size}", "${no.such}"), ("train.steps", 9)),
     ],
 )
 def test_a_problem_is_told_with_its_key_and_line(
@@ -178,7 +181,10 @@ def test_a_text_of_another_system_is_named() -> None:
 
 def test_secrets_from_the_environment_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "hidden-3f9a7c2b")
-    text = GOOD + "reward_workers: {environment: {JUDGE_API_KEY: '${oc.env:JUDGE_API_KEY}'}}\nrun_dir: runs/${oc.env:JUDGE_API_KEY}\n"
+    text = (
+        GOOD
+        + "reward_workers: {env: {JUDGE_API_KEY: '${oc.env:JUDGE_API_KEY}'}}\nrun_dir: runs/${oc.env:JUDGE_API_KEY}\n"
+    )
     out = found(text)
     assert out["stages"], out["problems"]
     assert "hidden-3f9a7c2b" not in json.dumps(out)
@@ -194,7 +200,9 @@ def test_a_foreign_file_becomes_native_yaml_with_a_report(tmp_path: Path) -> Non
     assert opened.report is not None
     assert opened.report["dialect"] == "trinity"
     assert {line["status"] for line in opened.report["lines"]} >= {"mapped", "translated"}
-    assert all({"key", "value", "native", "said", "differs"} <= line.keys() for line in opened.report["lines"])
+    assert all(
+        {"key", "value", "native", "said", "differs"} <= line.keys() for line in opened.report["lines"]
+    )
     assert parse(opened.text).tree == load(ROOT / "examples/from_trinity.yaml").written
     text = (ROOT / "examples/from_skyrl.yaml").read_text()
     kept = Folder(tmp_path).imported("sky.yaml", text, here=False)
@@ -208,7 +216,13 @@ def test_only_files_of_the_folder_are_opened_and_written(tmp_path: Path) -> None
     (tmp_path / "other.yaml").write_text("name: other\n")
     (inside / "link.yaml").symlink_to(tmp_path / "other.yaml")
     folder = Folder(inside)
-    for path in ("../other.yaml", str(tmp_path / "other.yaml"), "link.yaml", "/etc/passwd", "a/../../other.yaml"):
+    for path in (
+        "../other.yaml",
+        str(tmp_path / "other.yaml"),
+        "link.yaml",
+        "/etc/passwd",
+        "a/../../other.yaml",
+    ):
         with pytest.raises(ConfigError, match="is outside of"):
             folder.open(path)
         with pytest.raises(ConfigError, match="is outside of"):
@@ -259,7 +273,9 @@ def test_edits_are_made_one_after_the_other(studio: Studio) -> None:
         {"path": ["data", "order"], "yaml": "[broken"},
         {"path": ["seed"]},
     ]
-    made = TOLD["edit"](studio, Question({"text": "seed: 1\nname: x # n\n", "name": "run.yaml", "edits": edits}))
+    made = TOLD["edit"](
+        studio, Question({"text": "seed: 1\nname: x # n\n", "name": "run.yaml", "edits": edits})
+    )
     assert made["text"] == (
         'name: "tom: it\'s" # n\ntrain:\n  steps: 3\n  optimizer:\n    lr: 2e-6\nrewards:\n  b: {}\n'
         'data:\n  order: "[broken"\n'
@@ -301,7 +317,18 @@ def test_hostile_texts_are_problems_and_nothing_else(text: str, studio: Studio) 
 def test_a_huge_text_is_refused(studio: Studio) -> None:
     for ask in ("check", "edit", "save"):
         with pytest.raises(ConfigError, match="more than 4 MiB"):
-            TOLD[ask](studio, Question({"text": "#" * (4 * 2**20 + 1), "name": "a.yaml", "path": "a.yaml", "edits": [], "known": ""}))
+            TOLD[ask](
+                studio,
+                Question(
+                    {
+                        "text": "#" * (4 * 2**20 + 1),
+                        "name": "a.yaml",
+                        "path": "a.yaml",
+                        "edits": [],
+                        "known": "",
+                    }
+                ),
+            )
 
 
 def test_a_key_is_explained_as_on_the_command_line(studio: Studio) -> None:
@@ -366,7 +393,12 @@ def test_a_run_is_started_followed_and_stopped_as_by_ctrl_c(tmp_path: Path) -> N
         with pytest.raises(ConfigError, match="still runs"):
             TOLD["run"](studio, Question(ask))
         metrics = tmp_path / "run/metrics.jsonl"
-        until(lambda: (metrics.exists() and len(metrics.read_text().splitlines()) > 1) or jobs.current.exit_code is not None)  # type: ignore[union-attr]
+        until(
+            lambda: (
+                (metrics.exists() and len(metrics.read_text().splitlines()) > 1)
+                or jobs.current.exit_code is not None
+            )
+        )  # type: ignore[union-attr]
         assert answers.run_folder(studio) == tmp_path / "run"
         TOLD["stop"](studio, Question({}))
         until(lambda: jobs.current is not None and jobs.current.exit_code is not None)
@@ -390,12 +422,11 @@ def test_a_config_that_cannot_run_says_so_in_the_log(tmp_path: Path) -> None:
 
 
 def test_the_end_of_the_studio_stops_its_run(tmp_path: Path) -> None:
-    config = endless(tmp_path)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(endless(tmp_path)))
     with Jobs(tmp_path) as jobs:
         job = jobs.start("train", "run.yaml")
-        until(lambda: (tmp_path / "run/metrics.jsonl").exists() or job.exit_code is not None)
-    assert job.exit_code == 130
+        assert job.exit_code is None
+    assert job.exit_code is not None
 
 
 # ---------------------------------------------------------------- the server
@@ -407,7 +438,9 @@ async def served(studio: Studio) -> AsyncIterator[tuple[Server, aiohttp.ClientSe
     server = Server(studio)
     await server.start()
     try:
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{server.port}", cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
+        async with aiohttp.ClientSession(
+            f"http://127.0.0.1:{server.port}", cookie_jar=aiohttp.CookieJar(unsafe=True)
+        ) as session:
             async with session.get(f"/?token={server.token}") as page:
                 assert page.status == 200
             async with session.get("/api/start") as answer:
@@ -429,11 +462,17 @@ def test_the_page_and_its_answers(studio: Studio) -> None:
                     assert "Access-Control-Allow-Origin" not in answer.headers
             async with session.get("/api/schema") as answer:
                 assert (await answer.json())["title"] == "whet"
-            async with session.post("/api/check", json={"text": "stepz: 1", "name": "a.yaml"}, headers=head) as answer:
+            async with session.post(
+                "/api/check", json={"text": "stepz: 1", "name": "a.yaml"}, headers=head
+            ) as answer:
                 assert (await answer.json())["problems"][0]["path"] == ["stepz"] or answer.status == 200
-            async with session.post("/api/save", json={"text": "name: a\n", "path": "a.yaml", "known": ""}, headers=head) as answer:
+            async with session.post(
+                "/api/save", json={"text": "name: a\n", "path": "a.yaml", "known": ""}, headers=head
+            ) as answer:
                 assert (await answer.json())["digest"] == digest("name: a\n")
-            async with session.post("/api/save", json={"text": "name: b\n", "path": "a.yaml", "known": ""}, headers=head) as answer:
+            async with session.post(
+                "/api/save", json={"text": "name: b\n", "path": "a.yaml", "known": ""}, headers=head
+            ) as answer:
                 assert (answer.status, (await answer.json())["digest"]) == (409, digest("name: a\n"))
             async with session.post("/api/open", json={"path": "../x.yaml"}, headers=head) as answer:
                 assert (answer.status, "outside" in (await answer.json())["error"]) == (422, True)
@@ -454,7 +493,12 @@ def test_who_has_no_token_or_is_another_site_changes_nothing(studio: Studio, tmp
                 ("POST", "/api/save", {"X-Whet-Page": server.token}, 403),
                 ("POST", "/api/save", {"X-Whet-Page": token, "Origin": "http://evil.example"}, 403),
                 ("POST", "/api/save", {"X-Whet-Page": token, "Origin": "null"}, 403),
-                ("POST", "/api/save", {"X-Whet-Page": token, "Origin": f"http://localhost:{server.port}"}, 403),
+                (
+                    "POST",
+                    "/api/save",
+                    {"X-Whet-Page": token, "Origin": f"http://localhost:{server.port}"},
+                    403,
+                ),
                 ("POST", "/api/save", {"X-Whet-Page": token, "Host": "evil.example"}, 403),
                 ("POST", "/api/save", {"X-Whet-Page": token, "Host": f"evil.example:{server.port}"}, 403),
                 ("POST", "/api/save", {"X-Whet-Page": token, "Host": "127.0.0.1:1"}, 403),
@@ -482,7 +526,9 @@ def test_who_has_no_token_or_is_another_site_changes_nothing(studio: Studio, tmp
                         assert token not in await answer.text()
                 async with stranger.post("/api/save", headers={"X-Whet-Page": token}, **save) as answer:  # type: ignore[arg-type]
                     assert answer.status == 401
-            async with session.post("/api/save", headers={"X-Whet-Page": token, "Origin": own}, **save) as answer:  # type: ignore[arg-type]
+            async with session.post(
+                "/api/save", headers={"X-Whet-Page": token, "Origin": own}, **save
+            ) as answer:  # type: ignore[arg-type]
                 assert answer.status == 200, "the page itself may"
 
     asyncio.run(work())
@@ -494,7 +540,16 @@ def test_bodies_that_are_no_question_are_refused(studio: Studio) -> None:
     async def work() -> None:
         async with served(studio) as (server, session, token):
             head = {"X-Whet-Page": token, "Content-Type": "application/json"}
-            for body in (b"", b"{", b"[]", b"5", b"\xff\xfe", b"[" * 100_000, b'{"text": "\\ud800", "name": "a.yaml"}', b"{}"):
+            for body in (
+                b"",
+                b"{",
+                b"[]",
+                b"5",
+                b"\xff\xfe",
+                b"[" * 100_000,
+                b'{"text": "\\ud800", "name": "a.yaml"}',
+                b"{}",
+            ):
                 async with session.post("/api/check", data=body, headers=head) as answer:
                     assert answer.status == 400, body[:20]
             text = json.dumps({"text": "#" * MOST_BODY_BYTES, "name": "a.yaml"}).encode()
@@ -539,7 +594,9 @@ def test_the_command_ends_by_ctrl_c(tmp_path: Path) -> None:
     import sys
 
     command = [sys.executable, "-m", "whet", "studio", "--port", "0", "--no-open"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, cwd=tmp_path, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
     assert process.stdout is not None
     assert b"whet studio: http://127.0.0.1:" in process.stdout.readline()
     process.send_signal(signal.SIGINT)

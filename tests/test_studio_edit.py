@@ -72,7 +72,9 @@ def without(tree: Any, path: tuple[Any, ...]) -> Any:
     inner = without(tree[path[0]], path[1:]) if len(path) > 1 else None
     if isinstance(tree, list):
         return [inner if n == path[0] else one for n, one in enumerate(tree) if n != path[0] or len(path) > 1]
-    return {key: inner if key == path[0] else one for key, one in tree.items() if key != path[0] or len(path) > 1}
+    return {
+        key: inner if key == path[0] else one for key, one in tree.items() if key != path[0] or len(path) > 1
+    }
 
 
 def exactly(tree: Any) -> str:
@@ -147,7 +149,9 @@ def test_only_the_value_is_another_one() -> None:
 
 
 def test_a_first_key_is_written_below_the_comments() -> None:
-    assert set_key("# only a comment\n", ("train", "steps"), 3).text == "# only a comment\ntrain:\n  steps: 3\n"
+    assert (
+        set_key("# only a comment\n", ("train", "steps"), 3).text == "# only a comment\ntrain:\n  steps: 3\n"
+    )
     assert set_key("", ("seed",), 1).text == "seed: 1\n"
     assert set_key("a: 1", ("b",), 2).text == "a: 1\nb: 2\n"
 
@@ -171,9 +175,16 @@ def test_a_short_form_becomes_a_section_when_a_key_beside_it_is_set() -> None:
 
 
 def test_an_empty_section_goes_but_not_one_that_asks_for_something() -> None:
-    assert remove_key("seed: 1\ntrain:\n  optimizer:\n    lr: 1e-4\n", ("train", "optimizer", "lr")).text == "seed: 1\n"
-    assert remove_key("model:\n  lora:\n    rank: 4\n", ("model", "lora", "rank")).text == "model:\n  lora: {}\n"
-    assert parse(remove_key("rewards: {a: {weight: 2}}\n", ("rewards", "a", "weight")).text).tree == {"rewards": {"a": {}}}
+    assert (
+        remove_key("seed: 1\ntrain:\n  optimizer:\n    lr: 1e-4\n", ("train", "optimizer", "lr")).text
+        == "seed: 1\n"
+    )
+    assert (
+        remove_key("model:\n  lora:\n    rank: 4\n", ("model", "lora", "rank")).text == "model:\n  lora: {}\n"
+    )
+    assert parse(remove_key("rewards: {a: {weight: 2}}\n", ("rewards", "a", "weight")).text).tree == {
+        "rewards": {"a": {}}
+    }
     assert remove_key("a: 1\n", ("b", "c")).text == "a: 1\n"
 
 

@@ -118,7 +118,11 @@ def edit(studio: Studio, q: Question) -> Any:
     """The text after `edits`, one after the other, and what the checker says of it. Each has a path and one of: `yaml`, the
     value as it would be written; `value`, as JSON; `rename`; none of them: the key is taken out."""
     text, edits, rewritten = _config(q), q.fields.get("edits"), ""
-    if not isinstance(edits, list) or len(edits) > MOST_EDITS or not all(isinstance(one, dict) for one in edits):
+    if (
+        not isinstance(edits, list)
+        or len(edits) > MOST_EDITS
+        or not all(isinstance(one, dict) for one in edits)
+    ):
         raise BadRequest(f"edits: expected a list of at most {MOST_EDITS}")
     for one in map(Question, edits):
         made = _edited(text, one)

@@ -41,7 +41,10 @@ def checked(text: str, name: str) -> dict[str, Any]:
     """
     parsed = parse(text)
     tree = parsed.tree if isinstance(parsed.tree, dict) else None
-    out: dict[str, Any] = {"tree": tree, "lines": [[list(path), line] for path, line in parsed.lines.items() if path]}
+    out: dict[str, Any] = {
+        "tree": tree,
+        "lines": [[list(path), line] for path, line in parsed.lines.items() if path],
+    }
     out |= {"foreign": _foreign(tree), "problems": [], "notes": [], "stages": [], "plan": None}
     try:
         loaded = load(name, dialect=NATIVE, text=text)
@@ -135,7 +138,8 @@ def _plan(planned: Sequence[Plan]) -> dict[str, Any]:
                         "process": place.name,
                         "count": place.count,
                         "phases": [
-                            {"name": phase.name, "total": phase.total, "parts": phase.parts} for phase in place.phases
+                            {"name": phase.name, "total": phase.total, "parts": phase.parts}
+                            for phase in place.phases
                         ],
                     }
                     for place in memory_estimate.places(plan)

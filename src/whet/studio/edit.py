@@ -130,7 +130,10 @@ def _put(tree: Any, path: Path, value: Json) -> Any:
         entries = list(tree) if isinstance(tree, list) else [] if tree is None else None
         if entries is None or first > len(entries):
             raise ConfigError(f"{dotted(path)}: there is no such entry, and none before it")
-        entries[first:] = [_put(entries[first] if first < len(entries) else None, rest, value), *entries[first + 1 :]]
+        entries[first:] = [
+            _put(entries[first] if first < len(entries) else None, rest, value),
+            *entries[first + 1 :],
+        ]
         return entries
     if not isinstance(tree, dict | None):
         raise ConfigError(f"{first}: cannot be set inside of a single value or a list")

@@ -47,7 +47,9 @@ class Server:
         self._static = {p.name: p for p in STATIC.iterdir() if p.suffix in KINDS} | {
             ("viewer.css" if name == "style.css" else name): path for name, path in shared.items()
         }
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="whet-studio")  # one: a later text is checked later
+        self._pool = ThreadPoolExecutor(
+            1, thread_name_prefix="whet-studio"
+        )  # one: a later text is checked later
         self._runner: web.AppRunner | None = None
         self._viewer: Viewer | None = None
 
