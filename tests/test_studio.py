@@ -84,7 +84,7 @@ def told(text: str) -> list[tuple[str, int | None]]:
 @pytest.mark.usefixtures("_variables")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_a_round_trip_through_the_studio_changes_no_key(file: Path, tmp_path: Path) -> None:
-    """Open, write every value of the form again, save, open: the same text, and the same config as without the studio."""
+    """Open, write every value again, save, open: the same text, and the same config as without the studio."""
     with Jobs(tmp_path) as jobs:
         opened = Folder(ROOT).open(str(file))
         native = opened.report is None and file.suffix == ".yaml"

@@ -115,8 +115,8 @@ def check(studio: Studio, q: Question) -> Any:
 
 
 def edit(studio: Studio, q: Question) -> Any:
-    """The text after `edits`, one after the other, and what the checker says of it. Each has a path and one of: `yaml`, the
-    value as it would be written; `value`, as JSON; `rename`; none of them: the key is taken out."""
+    """The text after `edits`, one after the other, and what the checker says of it. Each has a path and one of: `yaml`,
+    the value as it would be written; `value`, as JSON; `rename`; none of them: the key is taken out."""
     text, edits, rewritten = _config(q), q.fields.get("edits"), ""
     if (
         not isinstance(edits, list)

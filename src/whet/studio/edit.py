@@ -1,9 +1,9 @@
 """Edits of a YAML text by the places of its nodes: one key changes, and comments and order stay.
 
 An edit is a cut at the positions that PyYAML's marks give. What the text then says is read again and held against the
-plain values with the same change. Where a cut does not give these (an alias, a text over several lines in an odd place),
-the section at the top level that holds the key is written anew, without its comments; and if that is not enough, the
-whole text. So an edit never changes another key.
+plain values with the same change. Where a cut does not give these (an alias, a text over several lines in an odd
+place), the section at the top level that holds the key is written anew, without its comments; and if that is not
+enough, the whole text. So an edit never changes another key.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _NoCut(Exception):
 def set_key(text: str, path: Path, value: Json, written: str = "") -> Edited:
     """The text with a value at a path. An index one past the end of a list adds an entry.
 
-    written: how a single value is to stand there, where that reads as the value. Short forms on the way become sections:
-    `model: PATH` with model.dtype is `model: {path: PATH, dtype: ...}`. Raises ConfigError if the text is no YAML, or
+    written: how a single value is to stand there, where that reads as the value. Short forms on the way become
+    sections: `model: PATH` with model.dtype is `model: {path: PATH, dtype: ...}`. Raises ConfigError if the text is no YAML, or
     where the path leads into something else.
     """
     tree = _read(text)
@@ -187,7 +187,7 @@ def _same(one: Any, other: Any) -> bool:
         return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, list):
         return len(one) == len(other) and all(map(_same, one, other))
-    return one == other or one != one and other != other
+    return one == other or (one != one and other != other)
 
 
 def _source(value: Json, written: str) -> str:
@@ -292,7 +292,8 @@ def _remove(text: str, path: Path) -> str:
     """The text without what stands at a path, by one cut."""
     key, node = _find(text, path)
     _, around = _find(text, path[:-1])
-    assert node is not None and isinstance(around, yaml.MappingNode | yaml.SequenceNode)
+    assert node is not None
+    assert isinstance(around, yaml.MappingNode | yaml.SequenceNode)
     first = key or node
     if around.flow_style:
         return _out_of_flow(text, around, first, node)
@@ -314,9 +315,8 @@ def _remove(text: str, path: Path) -> str:
 
 
 def _out_of_flow(text: str, around: yaml.Node, first: yaml.Node, node: yaml.Node) -> str:
-    entries = [(k.start_mark.index, _end(text, v)) if isinstance(around, yaml.MappingNode) else
-               (one.start_mark.index, _end(text, one))
-               for one in around.value for k, v in [one if isinstance(around, yaml.MappingNode) else (one, one)]]  # fmt: skip
+    pairs = around.value if isinstance(around, yaml.MappingNode) else [(one, one) for one in around.value]
+    entries = [(head.start_mark.index, _end(text, tail)) for head, tail in pairs]
     n = entries.index((first.start_mark.index, _end(text, node)))
     if n + 1 < len(entries):
         return text[: entries[n][0]] + text[entries[n + 1][0] :]
