@@ -303,11 +303,25 @@ def test_what_no_page_asks_is_refused(fields: dict[str, Any], studio: Studio) ->
         TOLD["edit"](studio, Question(fields))
 
 
+BOMB = "a: &a [x]\n" + "".join(
+    f"{key}: &{key} [{', '.join([f'*{before}'] * 9)}]\n" for before, key in zip("abcdefgh", "bcdefghi")
+)
+
+
 @pytest.mark.parametrize(
     "text",
-    ["[" * 3000, "a: &a [" + "x, " * 9 + "]\n" + "".join(f"{c}: &{c} [" + f"*{p}, " * 9 + "]\n" for p, c in zip("abcdefgh", "bcdefghi")),
-     "a: !!python/object/apply:os.system [true]\n", "\t\n\t: x", "a: *none", "? [a]\n: b", "- 1", "\x07", "5", "name: [1", "${}: ${"],
-)  # fmt: skip
+    [
+        *(
+            "[" * 3000,
+            BOMB,
+            "a: !!python/object/apply:os.system [true]\n",
+            "\t\n\t: x",
+            "a: *none",
+            "? [a]\n: b",
+        ),
+        *("- 1", "\x07", "5", "name: [1", "${}: ${"),
+    ],
+)
 def test_hostile_texts_are_problems_and_nothing_else(text: str, studio: Studio) -> None:
     out = TOLD["check"](studio, Question({"text": text, "name": "run.yaml"}))
     assert out["problems"]
@@ -338,7 +352,7 @@ def test_a_key_is_explained_as_on_the_command_line(studio: Studio) -> None:
 
 
 def test_the_page_names_no_key() -> None:
-    """No section and no key of the schema occurs in the page's code as a text: it knows nothing that the schema does not."""
+    """No section and no key of the schema occurs in the page's code as a text."""
     from whet.config.schema import Config
 
     static = ROOT / "src/whet/studio/static"
@@ -524,7 +538,8 @@ def test_who_has_no_token_or_is_another_site_changes_nothing(studio: Studio, tmp
                         assert answer.status == 401, path
                         assert not answer.cookies
                         assert token not in await answer.text()
-                async with stranger.post("/api/save", headers={"X-Whet-Page": token}, **save) as answer:  # type: ignore[arg-type]
+                head = {"X-Whet-Page": token}
+                async with stranger.post("/api/save", headers=head, **save) as answer:  # type: ignore[arg-type]
                     assert answer.status == 401
             async with session.post(
                 "/api/save", headers={"X-Whet-Page": token, "Origin": own}, **save

@@ -169,7 +169,8 @@ def test_a_short_form_becomes_a_section_when_a_key_beside_it_is_set() -> None:
     assert parse(set_key("data: x.jsonl\n", ("data", "order"), "file").text).tree == {
         "data": {"train": [{"path": "x.jsonl"}], "order": "file"}
     }
-    assert parse(set_key("stages: [{name: a, algorithm: dpo}]\n", ("stages", 0, "algorithm", "kl", "coef"), 1).text).tree == {
+    in_stage = ("stages", 0, "algorithm", "kl", "coef")
+    assert parse(set_key("stages: [{name: a, algorithm: dpo}]\n", in_stage, 1).text).tree == {
         "stages": [{"name": "a", "algorithm": {"name": "dpo", "kl": {"coef": 1}}}]
     }  # fmt: skip
 

@@ -47,7 +47,7 @@ function section(view, spot) {
   const value = long(spot.value, node);
   const missing = nullable(node) && !isSection(value) && !isSection(effective(view, spot.key));
   const problems = problemsAt(view, path);
-  const parts = missing ? [] : arranged(Object.entries(inner.properties).map(([name, child]) =>
+  const parts = missing ? [] : arranged(Object.entries(withUnknown(inner.properties, value)).map(([name, child]) =>
     part(view, { node: child, key: [...spot.key, name], path: [...path, name], value: below(value, name), inside: matches(view, spot, node) || spot.inside })));
   const wanted = missing && offered(view, spot);
   if (!parts.length && !wanted && !problems.length) return null;
@@ -55,6 +55,12 @@ function section(view, spot) {
   const buttons = missing ? button("Add", () => view.act.edit([{ path, value: {} }]), path)
     : optional && isSection(value) ? button("Remove", () => view.act.edit([{ path }]), path) : null;
   return group(view, spot, { buttons, problems, parts });
+}
+
+/** The nodes of a section's keys, and of keys that are given and are not among them: they are shown, to be taken out. */
+function withUnknown(properties, value, others = {}) {
+  const more = Object.keys(isSection(value) ? value : {}).filter((name) => !Object.hasOwn(properties, name));
+  return { ...properties, ...Object.fromEntries(more.map((name) => [name, others[name] ?? { title: name, description: "" }])) };
 }
 
 function entryList(view, spot, entries) {
@@ -122,7 +128,9 @@ function functionField(view, spot) {
   const name = value?.name ?? inEffect?.name;
   const own = field(view, { ...spot, value: value === null ? null : value?.name, node: { ...node, anyOf: [{ type: "string" }, { type: "null" }] },
     path: isSection(spot.value) ? [...path, "name"] : path, names: functionsOf(node) });
-  const settings = functionsOf(node).find((one) => one.name === name)?.settings ?? {};
+  const known = functionsOf(node).find((one) => one.name === name)?.settings ?? {};
+  const all = Object.assign({}, ...functionsOf(node).map((one) => one.settings));
+  const settings = withUnknown(known, Object.fromEntries(Object.entries(isSection(value) ? value : {}).filter(([each]) => each !== "name")), all);
   const parts = arranged(Object.entries(settings).map(([each, child]) => part(view,
     { node: child, key: [...key, each], path: [...path, each], value: below(value, each), effect: inEffect?.[each] })));
   if (!own && !parts.length) return null;
