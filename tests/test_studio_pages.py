@@ -33,8 +33,9 @@ PICTURES = os.environ.get("STUDIO_PICTURES")
 HOSTILE = "<img src=x onerror='window.hacked = 1'>"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def browser() -> Iterator[Browser]:
+    """One for each test: a page with changes asks before it is left, and a browser that ends is not asked."""
     with Browser(1500, 950) as found:
         yield found
 
@@ -57,10 +58,6 @@ def shown(browser: Browser, file: Path | None, root: Path) -> Iterator[Server]:
             assert browser.problems == []
             assert all(url.startswith(f"http://127.0.0.1:{server.port}/") for url in browser.asked)
         finally:
-            browser.evaluate(
-                "addEventListener('beforeunload', (event) => event.stopImmediatePropagation(), true)"
-            )
-            browser.ask("Page.navigate", url="about:blank")
             asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
@@ -209,6 +206,10 @@ def test_a_stage_is_edited_as_sections(browser: Browser, tmp_path: Path) -> None
             "clip_low": 3e-4,
         }
         picture(browser, "stage")
+        browser.wait("document.body.dataset.problems === '1'")  # one optimizer step on a batch clips nothing
+        click(browser, "[data-section=train]")
+        enter(browser, ["stages", 1, "train", "minibatches"], "2")
+        browser.wait("document.body.dataset.problems === '0'")
         click(browser, "[data-pane=Plan]")
         browser.wait("!!document.querySelector('[data-phase]')")
         assert "loss gspo" in browser.evaluate("document.querySelector('[data-fact=algorithm]').textContent")

@@ -34,10 +34,10 @@ def checked(text: str, name: str) -> dict[str, Any]:
     """Everything that the page shows of a text. name: of its file, for the messages.
 
     tree: plain values as written, null if they cannot be read. lines: [path, line] of each key. foreign: the system
-    that the text is written for, if it is another one. problems: [{path, line, text}]; the path is null where a problem has
-    no key. notes: texts. stages: per stage its name, every value in effect (`resolved`), what is given for it
-    (`given`: the base with the stage over it), the settings of its functions, and why keys have no effect (`unread`:
-    [key, reason], * for any entry). plan: what `whet plan` prints, null while the config has problems.
+    that the text is written for, if it is another one. problems: [{path, line, text}]; the path is null where a
+    problem has no key. notes: texts. stages: per stage its name, every value in effect (`resolved`), what is given for
+    it (`given`: the base with the stage over it), the settings of its functions, and why keys have no effect
+    (`unread`: [key, reason], * for any entry). plan: what `whet plan` prints, null while the config has problems.
     """
     parsed = parse(text)
     tree = parsed.tree if isinstance(parsed.tree, dict) else None

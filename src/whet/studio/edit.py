@@ -40,8 +40,8 @@ def set_key(text: str, path: Path, value: Json, written: str = "") -> Edited:
     """The text with a value at a path. An index one past the end of a list adds an entry.
 
     written: how a single value is to stand there, where that reads as the value. Short forms on the way become
-    sections: `model: PATH` with model.dtype is `model: {path: PATH, dtype: ...}`. Raises ConfigError if the text is no YAML, or
-    where the path leads into something else.
+    sections: `model: PATH` with model.dtype is `model: {path: PATH, dtype: ...}`. Raises ConfigError if the
+    text is no YAML, or where the path leads into something else.
     """
     tree = _read(text)
     path, value = _opened(tree, path, value)
