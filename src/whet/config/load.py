@@ -107,8 +107,7 @@ def load(
     unused: keys that nothing reads are an error of the plan ('refuse'), or left out with a note each ('warn'). Where an
     override names another algorithm, those of the file are left out in any case.
     rehearsal: engines and features that are not built yet are no problem; they stay in `translation.unbuilt`.
-    trust_script: the shell of a launch script runs without a sandbox.
-    text: what to read in place of the file's content.
+    trust_script: the shell of a launch script runs without a sandbox. text: what to read in place of the file.
 
     A launch script (.sh) is config, too: `overrides` are then its arguments, but for those that begin with `whet.`.
     """
