@@ -43,7 +43,7 @@ export function reportPane(report, go) {
     line.native.map((key) => h("button", { type: "button", class: "line", on: { click: () => go(key) } }, visible(key), " ")),
     [visible(line.said), line.differs && h("p", { class: "why" }, `differs: ${visible(line.differs)}`)]] }));
   return h("div", {}, head, report.summary.slice(1).map((text) => h("p", { class: "note" }, visible(text))),
-    table(["key", "value", "status", "native keys", "what happens"], rows));
+    table(["key", "value", "status", "native keys", "what happens"], rows, { class: "report" }));
 }
 
 /** What `whet explain KEY` prints. */
