@@ -15,10 +15,13 @@ TEMPLATES ?=
 
 # `make golden BASE=<commit>`: a dozen runs by that commit and by the working tree, compared number by number.
 
+# `make test-view`: the viewer's pages in a headless Chromium (Debian: `apt-get install chromium`), with a picture of each in
+# build/view. The tests of `make test` have them, too, where there is a browser.
+
 # `make test-peers`: formulas and translations against the peers' own packages, in an environment of their own: network, two
 # GB and some minutes. WRITE=--write also writes docs/peers.md.
 
-.PHONY: demo test test-peers sweep golden check format docs bits bench bench-learn bench-train clean
+.PHONY: demo test test-view test-peers sweep golden check format docs bits bench bench-learn bench-train clean
 
 demo: $(VENV)/.installed
 	$(BIN)/whet train examples/first_run.yaml
@@ -26,6 +29,9 @@ demo: $(VENV)/.installed
 # The suite starts more than a hundred interpreters: compiled modules are kept, whatever the environment says.
 test: $(VENV)/.installed-dev
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+test-view: $(VENV)/.installed-dev
+	VIEW_PICTURES=build/view OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/test_view_pages.py
 
 test-peers: .peers-venv/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests .peers-venv/bin/python -m peers.run $(WRITE)

@@ -1,7 +1,8 @@
 """A headless Chromium for tests, driven over its debugging protocol with aiohttp's WebSocket.
 
 What the browser reports as wrong (uncaught errors, console errors, what the page's policy forbids) is kept in
-`Browser.problems`, and every address that it asked for in `Browser.asked`.
+`Browser.problems`, every address that it asked for in `Browser.asked`, those that were answered with an error in
+`Browser.refused`.
 """
 
 import asyncio
@@ -19,9 +20,17 @@ import aiohttp
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = (
-    "--headless=new --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update "
-    "--disable-sync --disable-dev-shm-usage --hide-scrollbars --remote-debugging-port=0"
-).split()
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--remote-debugging-port=0",
+)
 PATIENCE_S = 60.0
 """Nothing takes so long, on any machine: past it the browser hangs."""
 _CODES = {"Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37, "ArrowDown": 40, "End": 35}
@@ -39,6 +48,7 @@ class Browser:
         self.size = {"width": width, "height": height}
         self.problems: list[str] = []
         self.asked: list[str] = []
+        self.refused: list[str] = []
         self._numbers = itertools.count(1)
 
     def __enter__(self) -> "Browser":
@@ -67,7 +77,8 @@ class Browser:
         told = Path(self._profile.name, "DevToolsActivePort")
         end = time.monotonic() + PATIENCE_S
         while not (told.exists() and len(told.read_text().split()) == 2):
-            assert self._process.poll() is None and time.monotonic() < end, "the browser did not start"
+            assert self._process.poll() is None, "the browser ended while it started"
+            assert time.monotonic() < end, "the browser did not start"
             await asyncio.sleep(0.05)
         port, path = told.read_text().split()
         self._session = aiohttp.ClientSession()
@@ -96,8 +107,10 @@ class Browser:
         if event == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
             self.problems.append(details.get("exception", {}).get("description") or details["text"])
+        elif event == "Log.entryAdded" and params["entry"]["source"] == "network":
+            self.refused.append(params["entry"].get("url", ""))
         elif event == "Log.entryAdded" and params["entry"]["level"] == "error":
-            self.problems.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+            self.problems.append(params["entry"]["text"])
         elif event == "Runtime.consoleAPICalled" and params["type"] in ("error", "assert"):
             self.problems.append(str([one.get("value") or one.get("description") for one in params["args"]]))
         elif event == "Network.requestWillBeSent":
@@ -125,10 +138,9 @@ class Browser:
 
     def go(self, url: str) -> None:
         """Open an address, and wait until the page says that all of it is there."""
-        if url.partition("#")[0] == self.evaluate("location.href.split('#')[0]"):
-            self.evaluate(
-                f"void (location.hash !== {json.dumps('#' + url.partition('#')[2])} && delete document.body.dataset.ready)"
-            )
+        if url == self.evaluate("location.href"):
+            self.ask("Page.navigate", url="about:blank")
+        self.evaluate("void delete document.body.dataset.ready")
         self.ask("Page.navigate", url=url)
         self.wait("document.body && document.body.dataset.ready")
 
@@ -139,6 +151,10 @@ class Browser:
             code = {"windowsVirtualKeyCode": _CODES.get(key, ord(key[0].upper()))}
             self.ask("Input.dispatchKeyEvent", type="keyDown", key=key, **text, **code)
             self.ask("Input.dispatchKeyEvent", type="keyUp", key=key, **code)
+
+    def move(self, x: float, y: float) -> None:
+        """Move the mouse."""
+        self.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
         """Press the mouse in one place and let it go in another."""

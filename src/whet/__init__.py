@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from whet.api import Result, train
     from whet.bench import evaluate
     from whet.rollout.scripted import ScriptedEngine
+    from whet.track.run import Run, load_run
     from whet.types import (
         CheckpointError,
         Completion,
@@ -27,18 +28,22 @@ __all__ = [
     "Message",
     "Result",
     "Rollout",
+    "Run",
     "Sampling",
     "ScriptedEngine",
     "Task",
     "WhetError",
     "evaluate",
+    "load_run",
     "train",
 ]
 
 _HOME = {
     "evaluate": "whet.bench",
+    "load_run": "whet.track.run",
     "train": "whet.api",
     "Result": "whet.api",
+    "Run": "whet.track.run",
     "ScriptedEngine": "whet.rollout.scripted",
 }
 

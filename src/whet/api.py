@@ -53,9 +53,12 @@ from whet.track.log import close_logging, setup_logging
 from whet.types import ConfigError, Json, Metrics, WhetError
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from whet.job import Job
     from whet.track.display import Display
     from whet.track.record import RunDirectory
+    from whet.track.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +92,17 @@ class Result:
         """The last held-out accuracy, if there was an evaluation."""
         found = [line["eval/accuracy"] for line in self.metrics if "eval/accuracy" in line]
         return found[-1] if found else None
+
+    @property
+    def run(self) -> Run:
+        """Everything that the run has written down, as `whet.load_run(result.run_dir)`."""
+        from whet.track.run import load_run
+
+        return load_run(self.run_dir)
+
+    def rollouts(self, step: int, stage: str | None = None) -> pa.Table:
+        """The rollouts of a step, a row each (`Run.rollouts`). Raises DataError naming the steps there are."""
+        return self.run.rollouts(step, stage)
 
 
 def train(

@@ -33,7 +33,7 @@ def read_schema(file: Path) -> pa.Schema:
 
 
 def read_parquet(file: Path, columns: Collection[str] | None = None) -> pa.Table:
-    """All rows of a parquet file, of all columns or of these, which it must have. Raises DataError for one that is
+    """All rows of a parquet file, of all columns or of those of these that it has. Raises DataError for one that is
     damaged, or too large in memory."""
     check_regular(file, DataError)
     try:

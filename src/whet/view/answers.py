@@ -7,10 +7,10 @@ import json
 import math
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from whet.types import Json
-from whet.view import rollouts, runs
+from whet.view import compare, mismatch, records, rewards, rollouts, runs
 from whet.view.source import Ask, NotThere, Runs
 
 ROUTES: tuple[tuple[str, Callable[[Ask], Json]], ...] = (
@@ -21,6 +21,14 @@ ROUTES: tuple[tuple[str, Callable[[Ask], Json]], ...] = (
     ("api/runs/{run}/rollouts/{stage}/{step}/{row}", rollouts.rollout),
     ("api/runs/{run}/groups/{stage}/{step}/{uid}", rollouts.group),
     ("api/runs/{run}/search", rollouts.search),
+    ("api/runs/{run}/rewards", rewards.rewards),
+    ("api/runs/{run}/ledger", records.ledger),
+    ("api/runs/{run}/timeline", records.timeline),
+    ("api/runs/{run}/mismatch", mismatch.mismatch),
+    ("api/runs/{run}/evals", records.evals),
+    ("api/runs/{run}/evals/flips", records.flips),
+    ("api/compare", compare.compare),
+    ("api/compare/replies", compare.replies),
 )
 
 
@@ -38,8 +46,18 @@ def find(url: str) -> tuple[Callable[[Ask], Json], dict[str, str]]:
         names = pattern.split("/")
         if len(names) == len(parts) and all(n == p or n[0] == "{" for n, p in zip(names, parts)):
             path = {n[1:-1]: unquote(p) for n, p in zip(names, parts) if n[0] == "{"}
-            return function, {**dict(parse_qsl(at.query)), **path}
+            return function, {**_query(at.query), **path}
     raise NotThere(f"nothing is at {url[:200]}")
+
+
+def _query(text: str) -> dict[str, str]:
+    """Parameters by name. A list of names has its commas before it is decoded, a line each after."""
+    pairs = (part.partition("=") for part in text.split("&") if part)
+    found = {unquote(name): value for name, _, value in pairs}
+    lists = {
+        name: "\n".join(map(unquote, value.split(","))) for name, value in found.items() if name == "names"
+    }
+    return {name: unquote(value) for name, value in found.items()} | lists
 
 
 def concerned(known: Runs, url: str) -> list[str]:
@@ -50,17 +68,18 @@ def concerned(known: Runs, url: str) -> list[str]:
 
 
 def encoded(value: Json) -> bytes:
-    """An answer as JSON in ASCII, gzipped; numbers that JSON does not have are null."""
+    """An answer as JSON in ASCII, gzipped."""
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+        text = json.dumps(plain(value), allow_nan=False, separators=(",", ":"))
     return gzip.compress(text.encode("ascii"), 3, mtime=0)
 
 
-def _finite(value: Any) -> Any:
+def plain(value: Any) -> Json:
+    """The same with null in place of numbers that JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
-from whet.inputs import parse_json
 from whet.track.written import read_table, rows_of
 from whet.types import DataError, Json
+from whet.view.batches import per_token
 from whet.view.runs import commands
-from whet.view.source import Ask, NotThere, Run
+from whet.view.source import Ask, NotThere, Shown, tried
 
 SHORT = 80
 """Characters of a prompt and a reply in a summary."""
@@ -66,7 +66,10 @@ def _of_turns(text: str | None, path: Path) -> tuple[int, int | None, int | None
     """Turns of a rollout; its calls and its malformed replies, None where there are no tools."""
     if text is None or text == "[]":
         return 0, None, None
-    turns = parse_json(text.encode(), f"{path}, turns", DataError, constants=True)
+    try:
+        turns = json.loads(text)  # of each rollout of a run: `parse_json` is many times slower
+    except (ValueError, RecursionError) as e:
+        raise DataError(f"{path}: turns is not JSON: {e}") from e
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise DataError(f"{path}: turns is no list of turns; is the file from another program, or damaged?")
     calls = [n for turn in turns if isinstance(n := turn.get("calls"), int)]
@@ -76,12 +79,13 @@ def _of_turns(text: str | None, path: Path) -> tuple[int, int | None, int | None
 
 
 def flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """(values of all rows, where each row begins and the last ends) of a column of lists; a null is 0."""
+    """(values of all rows, where each row begins and the last ends) of a column of lists; a null is 0, or NaN."""
     lists = column.combine_chunks()
+    values = lists.flatten()
+    if not pa.types.is_floating(values.type):
+        values = pc.fill_null(values, pa.scalar(0).cast(values.type))
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
-    return pc.fill_null(lists.flatten(), 0).to_numpy(zero_copy_only=False), np.concatenate(
-        [[0], np.cumsum(lengths)]
-    )
+    return values.to_numpy(zero_copy_only=False), np.concatenate([[0], np.cumsum(lengths)])
 
 
 def sampled(mask: pa.ChunkedArray) -> pa.Array:
@@ -124,15 +128,19 @@ def listed(ask: Ask) -> Json:
     """Summaries of one step, or of all steps of all stages."""
     run = ask.run
     if ask.get("files") == "all":
-        return _all(run)
+        return all_summaries(run)
     stage, step = ask.stage, ask.number("step")
     table = run.kept(summaries, run.file(stage, step, ask.folder))
     return {"stage": stage, "step": step, "columns": columns_of(table)}
 
 
-def _all(run: Run) -> Json:
-    tables, problems = [], []
+def all_summaries(run: Shown, steps: Mapping[str, Collection[int]] | None = None) -> Json:
+    """Summaries of all stages, of all their steps or of these."""
+    tables, problems = [], list[str]()
+    tried(problems, lambda: run.lines("metrics.jsonl"), None)
     for stage, step, path in run.files():
+        if steps is not None and step not in steps.get(stage, ()):
+            continue
         try:
             table = run.kept(summaries, path)
         except DataError as e:
@@ -180,7 +188,7 @@ def _rows_of_task(table: pa.Table, uid: int) -> list[int]:
     return np.flatnonzero(pc.fill_null(table["uid"], -1).to_numpy() == uid).tolist()
 
 
-def _note(run: Run, stage: str, step: int, rows: Sequence[dict[str, Json]]) -> str:
+def _note(run: Shown, stage: str, step: int, rows: Sequence[dict[str, Json]]) -> str:
     """What the record knows of rollouts of the step that it does not have."""
     config = run.config
     own: dict[str, Json] = next((s for s in config.get("stages") or [] if s.get("name") == stage), {})
@@ -206,10 +214,10 @@ def _note(run: Run, stage: str, step: int, rows: Sequence[dict[str, Json]]) -> s
 
 
 def whole(
-    run: Run, stage: str, step: int, places: Sequence[int], table: pa.Table, path: Path
+    run: Shown, stage: str, step: int, places: Sequence[int], table: pa.Table, path: Path
 ) -> list[dict[str, Json]]:
     """Rows of a file with all their columns, what a token says, and what else the pages show."""
-    tokenizer, out = run.tokenizer, []
+    tokenizer, out, folder = run.tokenizer, [], path.parent.name
     groups: dict[int, Json] = {}
     for place in places:
         row = rows_of(table.slice(place, 1), path, first=place)[0]
@@ -223,6 +231,7 @@ def whole(
                 "row": place,
                 "rows": table.num_rows,
                 **row,
+                **(per_token(run, stage, step, row) if folder == "rollouts" else {}),
                 "group": groups[uid],
                 "pieces": _strand_pieces(row, tokenizer) if tokenizer is not None else None,
                 "commands": commands(run, stage, step, uid),

@@ -15,7 +15,7 @@ from whet.inputs import MOST_CONFIG_BYTES, read_bytes
 from whet.track.metrics import FAILED, HELD_OUT, REWARD
 from whet.track.overview import Lines, Written, checkpoints, learning_of, numbers_of, state_of
 from whet.types import DataError, Json
-from whet.view.source import Ask, Run, count_rows, finite, stamp_of, tried
+from whet.view.source import Ask, Shown, count_rows, finite, stamp_of, tried
 
 LOG_LINES = 40
 LOG_BYTES = 2**18
@@ -30,7 +30,7 @@ def runs(ask: Ask) -> Json:
     return {"runs": [_line(run) for run in ask.runs.runs], "live": True}
 
 
-def _line(run: Run) -> Json:
+def _line(run: Shown) -> Json:
     problems: list[str] = []
     written = read_run(run, problems)
     steps = [line for line in written.metrics if HELD_OUT not in line]
@@ -70,7 +70,7 @@ def planned_steps(run: Written, stage: str | None) -> int | None:
     return None
 
 
-def read_run(run: Run, problems: list[str]) -> Written:
+def read_run(run: Shown, problems: list[str]) -> Written:
     """Everything but the rollouts; what cannot be read is empty and told in `problems`."""
     nothing: dict[str, Json] = {}
     no_lines: Lines = []
@@ -88,6 +88,7 @@ def run(ask: Ask) -> Json:
     written = read_run(run, problems)
     no_log: list[str] = []
     log = tried(problems, lambda: _log(run.path), no_log)
+    tried(problems, run.read_tokenizer, None)
     state = state_of(run.path)
     names = {name for line in (*written.metrics, *written.timings) for name in line}
     return {
@@ -126,7 +127,7 @@ def _stage(run: Written, name: str) -> Json:
     }
 
 
-def _files(run: Run, folder: str) -> list[Json]:
+def _files(run: Shown, folder: str) -> list[Json]:
     found = []
     for stage, step, path in run.files(folder):
         stamp = stamp_of(path)
@@ -195,7 +196,7 @@ def metrics(ask: Ask) -> Json:
     run, start = ask.run, ask.number("from", 0)
     lines, seconds = run.lines("metrics.jsonl"), run.lines("timings.jsonl")
     asked = ask.get("names")
-    names = asked.split(",") if asked else sorted({n for line in (*lines, *seconds) for n in line})
+    names = asked.split("\n") if asked else sorted({n for line in (*lines, *seconds) for n in line})
     names = [name for name in dict.fromkeys(names) if name not in ("stage", "step")]
     beside: dict[tuple[str, int, bool], dict[str, Json]] = {}
     for line in seconds:
@@ -213,7 +214,7 @@ EVALUATED = "time/evaluate_s"
 """In the line of timings.jsonl that goes with an evaluation."""
 
 
-def commands(run: Run, stage: str, step: int, uid: int) -> dict[str, str]:
+def commands(run: Shown, stage: str, step: int, uid: int) -> dict[str, str]:
     """What shows a rollout in a terminal."""
     place = ["--stage", stage, "--step", str(step), "--task", str(uid)]
     return {"show": shlex.join(["whet", "show", str(run.path), *place, "--tokens"])}

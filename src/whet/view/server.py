@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import hmac
 import logging
@@ -14,10 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
+from threading import Lock
+from urllib.parse import quote
 
 from aiohttp import web
 
-from whet.types import ConfigError, DataError
+from whet.types import ConfigError, WhetError
 from whet.view.answers import answer, concerned, encoded
 from whet.view.source import BadQuestion, NotThere, Runs
 
@@ -36,7 +39,6 @@ THREADS = 4
 ROOM = 64 * 2**20
 """Bytes of answers that are kept until a run changes."""
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
-COOKIE = "whet_token"
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Answers:
     """Another server answers with other marks: it may show other runs."""
     _kept: OrderedDict[str, tuple[str, bytes]] = field(default_factory=OrderedDict)
     _size: int = 0
+    _lock: Lock = field(default_factory=Lock)
 
     def mark(self, url: str) -> str:
         """Another text whenever the answer may be another one."""
@@ -60,7 +63,8 @@ class Answers:
         if before is not None and before[0] == mark:
             return before[1]
         made = encoded(answer(self.runs, url))
-        self._keep(url, mark, made)
+        with self._lock:
+            self._keep(url, mark, made)
         return made
 
     def _keep(self, url: str, mark: str, made: bytes) -> None:
@@ -126,11 +130,11 @@ class Server:
 
     def _refusal(self, request: web.Request) -> web.Response | None:
         if request.method not in ("GET", "HEAD"):
-            return _error(405, f"method {request.method}: this server only answers GET and HEAD")
+            return _error(request, 405, f"method {request.method}: this server only answers GET and HEAD")
         if not self._knows(request.headers.get("Host", "")):
-            return _error(403, "this Host is not the address of the viewer")
+            return _error(request, 403, "this Host is not the address of the viewer")
         if self.token is not None and not self._has_token(request):
-            return _error(401, "a token is needed: open the address that `whet view` printed")
+            return _error(request, 401, "a token is needed: open the address that `whet view` printed")
         return None
 
     def _knows(self, host: str) -> bool:
@@ -141,22 +145,32 @@ class Server:
 
     def _has_token(self, request: web.Request) -> bool:
         head = request.headers.get("Authorization", "")
-        given = (request.query.get("token"), request.cookies.get(COOKIE), head.removeprefix("Bearer "))
+        given = (request.query.get("token"), request.cookies.get(self._cookie), head.removeprefix("Bearer "))
         own = str(self.token).encode()
         return any(hmac.compare_digest(one.encode("utf-8", "replace"), own) for one in given if one)
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         path = request.path.lstrip("/")
-        response = await (self._api(request) if path.split("/")[0] == "api" else self._file(request, path))
-        if self.token is not None and "token" in request.query:
-            response.set_cookie(COOKIE, self.token, httponly=True, samesite="Strict")
-        return response
+        if path.split("/")[0] == "api":
+            return await self._api(request)
+        if (
+            self.token is not None and "token" in request.query
+        ):  # from now on the browser sends it, out of sight
+            response = web.Response(status=303, headers={"Location": f"/{quote(path)}"})
+            response.set_cookie(self._cookie, self.token, httponly=True, samesite="Strict")
+            return response
+        return await self._file(request, path)
+
+    @property
+    def _cookie(self) -> str:
+        """Cookies are those of a machine: each port has a name of its own."""
+        return f"whet_token_{self.port}"
 
     async def _file(self, request: web.Request, name: str) -> web.Response:
         """A file of the page, by its name alone."""
         found = self._static.get(name or "index.html")
         if found is None:
-            return _error(404, f"nothing is at /{name[:200]}")
+            return _error(request, 404, f"nothing is at /{name[:200]}")
         return web.Response(body=found.read_bytes(), content_type=KINDS[found.suffix], charset="utf-8")
 
     async def _api(self, request: web.Request) -> web.Response:
@@ -172,18 +186,28 @@ class Server:
                 return web.Response(status=304, headers={"ETag": f'"{mark}"'})
             body = await loop.run_in_executor(self._pool, self.answers.get, url, mark)
         except NotThere as e:
-            return _error(404, str(e))
+            return _error(request, 404, str(e))
         except BadQuestion as e:
-            return _error(400, str(e))
-        except (DataError, OSError) as e:
-            return _error(422, str(e))
-        headers = {"ETag": f'"{mark}"', "Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
-        return web.Response(body=body, content_type="application/json", headers=headers)
+            return _error(request, 400, str(e))
+        except (WhetError, OSError) as e:
+            return _error(request, 422, str(e))
+        response = _json(request, 200, body)
+        response.headers["ETag"] = f'"{mark}"'
+        return response
 
 
-def _error(status: int, text: str) -> web.Response:
-    return web.Response(status=status, body=encoded({"error": text}), content_type="application/json",
-                        headers={"Content-Encoding": "gzip"})  # fmt: skip
+def _error(request: web.Request, status: int, text: str) -> web.Response:
+    return _json(request, status, encoded({"error": text}))
+
+
+def _json(request: web.Request, status: int, body: bytes) -> web.Response:
+    """Gzipped JSON, for whom takes it so."""
+    headers = {"Vary": "Accept-Encoding"}
+    if "gzip" in request.headers.get("Accept-Encoding", ""):
+        headers["Content-Encoding"] = "gzip"
+    else:
+        body = gzip.decompress(body)
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
 def _is_loopback(host: str) -> bool:

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
+from whet.config.tree import stage_names
 from whet.track.overview import Lines, Written, state_of, tokenizer_of
 from whet.track.written import list_steps, read_config, read_manifest, read_more, read_table
 from whet.types import ConfigError, DataError, Json, WhetError
@@ -23,7 +24,17 @@ T = TypeVar("T")
 
 MARKS = ("metrics.jsonl", "run.log", "manifest.json", "config.yaml")
 """A folder with one of them is a run directory: a run that was killed during its start has no metrics yet."""
-RECORDS = (*MARKS, "timings.jsonl", "timeline.json", "lock", "rollouts", "eval", "checkpoints", "export")
+RECORDS = (
+    *MARKS,
+    "timings.jsonl",
+    "timeline.json",
+    "lock",
+    "rollouts",
+    "eval",
+    "batches",
+    "checkpoints",
+    "export",
+)
 """Whatever a run adds to its record, one of these changes."""
 MOST_RUNS = 1000
 
@@ -114,7 +125,7 @@ class Growing:
         return self.lines
 
 
-class Run:
+class Shown:
     """One run directory, read bit by bit. Files that cannot be read raise DataError."""
 
     def __init__(self, number: int, path: Path) -> None:
@@ -156,9 +167,13 @@ class Run:
 
     @property
     def stages(self) -> list[str]:
-        """In the order in which they ran; of those without a line by name."""
-        ran = list(dict.fromkeys(line["stage"] for line in self.lines("metrics.jsonl")))
-        return list(dict.fromkeys([*ran, *(stage for stage, _, _ in list_steps(self.path / "rollouts"))]))
+        """In the order in which they ran. A damaged metrics.jsonl does not hide the stages of rollout files."""
+        ran = [
+            line["stage"] for line in tried([], lambda: self.lines("metrics.jsonl"), list[dict[str, Json]]())
+        ]
+        files = [stage for stage, _, _ in list_steps(self.path / "rollouts")]
+        named = [name for name in tried([], lambda: stage_names(self.config), list[str]()) if name in files]
+        return list(dict.fromkeys([*ran, *named, *files]))
 
     def files(self, folder: str = "rollouts", stage: str | None = None) -> list[tuple[str, int, Path]]:
         """(stage, step, path) of the files of steps, in the run's order."""
@@ -181,19 +196,29 @@ class Run:
         """A file of rollouts with all columns; few are held at once."""
         return self._whole.of(read_table, path)
 
+    def batch(self, read: Callable[[Path], pa.Table], path: Path) -> pa.Table:
+        """A file of batches; few are held at once."""
+        return self._whole.of(read, path)
+
+    def read_tokenizer(self) -> Tokenizer | None:
+        """Of the newest export or checkpoint; looked for again when one is added. WhetError if it is damaged."""
+        exported = self._facts.of(tokenizer_of, self.path / "export")
+        return exported or self._facts.of(tokenizer_of, self.path / "checkpoints")
+
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Of the newest export or checkpoint; looked for again when one is added."""
-        return self._facts.of(_tokenizer, self.path / "export") or self._facts.of(
-            _tokenizer, self.path / "checkpoints"
-        )
+        """None of a damaged one, too: tokens are shown without their text then, and the run's page says why."""
+        try:
+            return self.read_tokenizer()
+        except WhetError:
+            return None
 
 
 def count_rows(path: Path) -> int:
     """Rollouts in a file, from its end alone."""
     try:
         return pq.read_metadata(path).num_rows
-    except (pa.ArrowException, OSError) as e:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
         raise DataError(f"{path}: not a readable parquet file: {e}") from e
 
 
@@ -205,21 +230,17 @@ def _manifest(path: Path) -> dict[str, Json]:
     return read_manifest(path.parent)
 
 
-def _tokenizer(folder: Path) -> Tokenizer | None:
-    return tokenizer_of(folder)
-
-
 @dataclass(frozen=True)
 class Runs:
     """The runs that are shown, by the numbers they have in addresses."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[Shown, ...]
 
     @classmethod
     def of(cls, paths: Iterable[Path]) -> Runs:
-        return cls(tuple(Run(number, path) for number, path in enumerate(paths)))
+        return cls(tuple(Shown(number, path) for number, path in enumerate(paths)))
 
-    def run(self, number: str) -> Run:
+    def run(self, number: str) -> Shown:
         """NotThere if there is no such run."""
         for run in self.runs:
             if run.id == number:
@@ -235,7 +256,7 @@ class Ask:
     params: Mapping[str, str]
 
     @property
-    def run(self) -> Run:
+    def run(self) -> Shown:
         return self.runs.run(self.params["run"])
 
     def get(self, name: str) -> str | None:
@@ -248,12 +269,14 @@ class Ask:
         return value
 
     def number(self, name: str, default: int | None = None) -> int:
-        """BadQuestion if it is missing and has no default, or is no number from 0 to 2**62."""
+        """BadQuestion if it is missing and has no default, or is no number of at most 18 digits."""
         value = self.params.get(name)
         if not value and default is not None:
             return default
-        if value is None or not value.isascii() or not value.isdigit() or len(value) > 18:
-            raise BadQuestion(f"parameter {name} is {str(value)[:40]!r}, expected a whole number from 0 on")
+        if not value:
+            raise BadQuestion(f"parameter {name} is missing")
+        if not value.isascii() or not value.isdigit() or len(value) > 18:
+            raise BadQuestion(f"parameter {name} is {value[:40]!r}, expected a whole number from 0 on")
         return int(value)
 
     @property
@@ -280,7 +303,7 @@ def tried(problems: list[str], make: Callable[[], T], default: T) -> T:
     """What `make` gives, or the default: then the problems say why."""
     try:
         return make()
-    except (DataError, OSError) as e:
+    except (WhetError, OSError) as e:
         problems.append(str(e))
         return default
 

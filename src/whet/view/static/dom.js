@@ -1,4 +1,5 @@
-/* Elements and how values are written. Text reaches the page through text nodes only: what a model wrote is never markup. */
+/* Elements and how values are written. Text reaches the page through text nodes only: what a model wrote is never
+ * markup. */
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -22,7 +23,9 @@ function fill(element, props, children) {
     else if (name === "value" || name === "checked") element[name] = value;
     else set(element, name, value === true ? "" : value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
+  );
   return element;
 }
 
@@ -32,26 +35,34 @@ function set(element, name, value) {
 
 /** Replace what an element holds. */
 export function put(element, ...children) {
-  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  element.replaceChildren(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
+  );
   return element;
 }
 
 // ---------------------------------------------------------------- text of models
 
-const NAMED = { 9: "→", 10: "↵", 13: "␍", 32: "·", 127: "␡" };
+const NAMED = { 9: "→", 10: "↵", 32: "·" };
 // Controls, soft hyphen, what changes the direction of writing, what has no width, half characters, private tags.
-const UNSEEN =
-  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\ufff9-\uffff]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]|\udb40[\udc00-\udfff]/g;
+const UNSEEN = new RegExp(
+  [
+    "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u034f\\u061c\\u115f\\u1160\\u17b4\\u17b5\\u180e\\u200b-\\u200f]",
+    "[\\u2028-\\u202e\\u2060-\\u206f\\ufe00-\\ufe0f\\ufeff\\ufff9-\\uffff]",
+    "[\\ud800-\\udbff](?![\\udc00-\\udfff])",
+    "(?<![\\ud800-\\udbff])[\\udc00-\\udfff]",
+    "\\udb40[\\udc00-\\udfff]",
+  ].join("|"),
+  "g",
+);
 
-/** How a character that is not seen is shown: its symbol, else its code point. */
+/** How a character that is not seen is shown: by its code point. Fonts that have pictures of controls are rare. */
 function symbol(character) {
-  const code = character.codePointAt(0);
-  if (NAMED[code]) return NAMED[code];
-  if (code < 32) return String.fromCharCode(0x2400 + code);
-  return `⟨${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
+  return `⟨${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`;
 }
 
-/** Text with characters that are not seen, or that would turn the order of others, as symbols. New lines and tabs stay. */
+/** Text with characters that are not seen, or that would turn the order of others, as symbols. New lines and tabs
+ * stay. */
 export function visible(text) {
   return String(text ?? "").replace(UNSEEN, symbol);
 }
@@ -63,7 +74,9 @@ export function blanks(text) {
 
 /** One line of a text, cut to `most` characters. */
 export function line(text, most = 120) {
-  const one = visible(text).replace(/\s*\n\s*/g, " ↵ ").replace(/\t/g, " ");
+  const one = visible(text)
+    .replace(/\s*\n\s*/g, " ↵ ")
+    .replace(/\t/g, " ");
   return one.length > most ? `${one.slice(0, most - 1)}…` : one;
 }
 
@@ -77,20 +90,27 @@ export function number(value, digits = 4) {
   if (typeof value !== "number") return String(value);
   if (Number.isInteger(value) && Math.abs(value) < 1e9) return GROUPED.format(value).replace("-", "−");
   const size = Math.abs(value);
-  const text = size !== 0 && (size < 1e-4 || size >= 1e7) ? value.toExponential(Math.max(digits - 2, 1))
-    : String(Number(value.toPrecision(size >= 10 ** digits ? Math.ceil(Math.log10(size)) : digits)));
+  const text =
+    size !== 0 && (size < 1e-4 || size >= 1e7)
+      ? value.toExponential(Math.max(digits - 2, 1))
+      : String(Number(value.toPrecision(size >= 10 ** digits ? Math.ceil(Math.log10(size)) : digits)));
   return text.replace("-", "−").replace("e−", "e-");
 }
 
 /** As many decimals as given: numbers below each other line up. */
 export function fixed(value, decimals = 3) {
-  return value === null || value === undefined || Number.isNaN(value) ? "–" : value.toFixed(decimals).replace("-", "−");
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  return value.toFixed(decimals).replace("-", "−");
 }
 
 /** 12.3k, 4.5M. */
 export function short(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  for (const [size, letter] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+  for (const [size, letter] of [
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e3, "k"],
+  ]) {
     if (Math.abs(value) >= size) return `${(value / size).toPrecision(3).replace(/\.?0+$/, "")}${letter}`;
   }
   return number(value, 3);
@@ -116,46 +136,102 @@ export function quantile(sorted, share) {
 /** A headed part of a page. */
 export function panel(title, props, ...children) {
   const heading = title && h("h2", {}, title);
-  return h("section", { "aria-label": typeof title === "string" ? title : null, ...props, class: `panel ${props?.class ?? ""}` },
-    heading, ...children);
+  return h(
+    "section",
+    { "aria-label": typeof title === "string" ? title : null, ...props, class: `panel ${props?.class ?? ""}` },
+    heading,
+    ...children,
+  );
 }
 
 /** A table of plain cells. columns: names, or {name, right, title}. rows: lists of texts and nodes. */
 export function table(columns, rows, props = {}) {
   const heads = columns.map((column) => (typeof column === "string" ? { name: column } : column));
-  const cell = (tag, column, child, scope) => h(tag, { class: column.right ? "right" : null, title: column.title, scope }, child);
-  const body = rows.map((row) => h("tr", row.props ?? {}, (row.cells ?? row).map((child, n) =>
-    h("td", { class: heads[n].right ? "right" : null }, typeof child === "number" ? number(child) : child))));
-  return h("div", { class: "scroll" }, h("table", props, h("thead", {}, h("tr", {}, heads.map((c) => cell("th", c, c.name, "col")))),
-    h("tbody", {}, body)));
+  const cell = (tag, column, child, scope) =>
+    h(tag, { class: column.right ? "right" : null, title: column.title, scope }, child);
+  const body = rows.map((row) =>
+    h(
+      "tr",
+      row.props ?? {},
+      (row.cells ?? row).map((child, n) =>
+        h(
+          "td",
+          { class: heads[n].right ? "right" : null },
+          typeof child === "number" || child === null || child === undefined ? number(child) : child,
+        ),
+      ),
+    ),
+  );
+  return h(
+    "div",
+    { class: "scroll" },
+    h(
+      "table",
+      props,
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          heads.map((c) => cell("th", c, c.name, "col")),
+        ),
+      ),
+      h("tbody", {}, body),
+    ),
+  );
 }
 
 /** Names and values, in one line that wraps. Entries without a value are left out. */
 export function facts(entries) {
   const known = entries.filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return h("dl", { class: "facts" }, known.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", { data: { fact: name } }, value))));
+  return h(
+    "dl",
+    { class: "facts" },
+    known.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", { data: { fact: name } }, value))),
+  );
 }
 
 /** A choice of one of several, as buttons. options: [value, label]. */
 export function choice(label, options, chosen, act) {
-  return h("div", { class: "choice", role: "group", "aria-label": label },
-    options.map(([value, text]) => h("button", { type: "button", "aria-pressed": String(value === chosen), data: { choice: value },
-      on: { click: () => act(value) } }, text)));
+  return h(
+    "div",
+    { class: "choice", role: "group", "aria-label": label },
+    options.map(([value, text]) =>
+      h(
+        "button",
+        {
+          type: "button",
+          "aria-pressed": String(value === chosen),
+          data: { choice: value },
+          on: { click: () => act(value) },
+        },
+        text,
+      ),
+    ),
+  );
 }
 
 /** A labelled selection. options: values, or [value, label]. */
 export function select(label, options, chosen, act) {
   const pairs = options.map((option) => (Array.isArray(option) ? option : [option, option]));
-  const element = h("select", { "aria-label": label, data: { select: label }, on: { change: (event) => act(event.target.value) } },
-    pairs.map(([value, text]) => h("option", { value: value, selected: value === chosen }, text)));
+  const element = h(
+    "select",
+    { "aria-label": label, data: { select: label }, on: { change: (event) => act(event.target.value) } },
+    pairs.map(([value, text]) => h("option", { value: value, selected: value === chosen }, text)),
+  );
   element.value = chosen;
   return h("label", { class: "field" }, h("span", {}, label), element);
 }
 
 /** A labelled box to tick. */
 export function tick(label, on, act) {
-  return h("label", { class: "tick" }, h("input", { type: "checkbox", checked: on, on: { change: (event) => act(event.target.checked) } }),
-    label);
+  return h(
+    "label",
+    { class: "tick" },
+    h("input", { type: "checkbox", checked: on, on: { change: (event) => act(event.target.checked) } }),
+    label,
+  );
 }
 
 /** A button that copies a text. `make`: the text, or a function that gives it. */
@@ -165,7 +241,9 @@ export function copyButton(label, make) {
     const text = typeof make === "function" ? make() : make;
     const done = await copied(text);
     button.textContent = done ? "copied" : "cannot copy here";
-    setTimeout(() => { button.textContent = label; }, 1500);
+    setTimeout(() => {
+      button.textContent = label;
+    }, 1500);
   });
   return button;
 }

@@ -26,32 +26,57 @@ const ROUTES = [
   ["run/:run/mismatch", mismatchPage, "mismatch"],
   ["run/:run/evals", evaluationsPage, "evals"],
 ];
-const TABS = [["", "Overview"], ["rollouts", "Rollouts"], ["rewards", "Rewards"], ["ledger", "Ledger"], ["timeline", "Timeline"],
-  ["mismatch", "Mismatch"], ["evals", "Evaluations"]];
+const TABS = [
+  ["", "Overview"],
+  ["rollouts", "Rollouts"],
+  ["rewards", "Rewards"],
+  ["ledger", "Ledger"],
+  ["timeline", "Timeline"],
+  ["mismatch", "Mismatch"],
+  ["evals", "Evaluations"],
+];
 
 let visit = 0;
 let pressed = {};
 
 /** The page of a path, with what its `:name` parts stand for. */
 function match(path) {
-  const parts = path.split("/").filter((part) => part !== "").map(decodeURIComponent);
+  const parts = path
+    .split("/")
+    .filter((part) => part !== "")
+    .map(decodeURIComponent);
   for (const [pattern, page, name] of ROUTES) {
     const wanted = pattern.split("/").filter((part) => part !== "");
-    if (wanted.length !== parts.length || !wanted.every((part, n) => part.startsWith(":") || part === parts[n])) continue;
-    const params = Object.fromEntries(wanted.flatMap((part, n) => (part.startsWith(":") ? [[part.slice(1), parts[n]]] : [])));
+    if (wanted.length !== parts.length || !wanted.every((part, n) => part.startsWith(":") || part === parts[n]))
+      continue;
+    const params = Object.fromEntries(
+      wanted.flatMap((part, n) => (part.startsWith(":") ? [[part.slice(1), parts[n]]] : [])),
+    );
     return { page, name, params };
   }
   return null;
 }
 
 function runHeader(run, current) {
-  return h("div", { class: "run-header" },
-    h("h1", {}, visible(run.name ?? run.path)), stateBadge(run.state), h("span", { class: "dim path" }, visible(run.path)),
-    h("nav", { class: "tabs", "aria-label": "pages of the run" }, TABS.map(([path, text]) =>
-      h("a", { href: hashOf(["run", run.id, path]), "aria-current": path === current ? "page" : null }, text))));
+  return h(
+    "div",
+    { class: "run-header" },
+    h("h1", {}, visible(run.name ?? run.path)),
+    stateBadge(run),
+    h("span", { class: "dim path" }, visible(run.path)),
+    h(
+      "nav",
+      { class: "tabs", "aria-label": "pages of the run" },
+      TABS.map(([path, text]) =>
+        h("a", { href: hashOf(["run", run.id, path]), "aria-current": path === current ? "page" : null }, text),
+      ),
+    ),
+  );
 }
 
-function stateBadge(state) {
+/** What a run does; one that does nothing and cannot be read whole is damaged, as in the list of runs. */
+function stateBadge(run) {
+  const state = run.state !== "running" && (run.problems ?? []).length ? "damaged" : run.state;
   return h("span", { class: `badge ${String(state).replaceAll(" ", "-")}`, data: { state } }, state);
 }
 
@@ -65,18 +90,28 @@ async function navigate() {
   let found = null;
   try {
     found = match(path);
-  } catch { /* a part of the address that cannot be decoded is no page */ }
+  } catch {
+    /* a part of the address that cannot be decoded is no page */
+  }
   const content = h("div", { class: "page" });
   const header = h("div", {});
   const context = {
-    ...found, content, update: null, query: Object.fromEntries(new URLSearchParams(query)),
+    ...found,
+    content,
+    visit: mine,
+    update: null,
+    query: Object.fromEntries(new URLSearchParams(query)),
     /** Put the page's state into the address, without loading it again. */
     setQuery(values) {
-      context.query = Object.fromEntries(Object.entries(values).filter(([, value]) => value !== null && value !== undefined && value !== ""));
+      context.query = Object.fromEntries(
+        Object.entries(values).filter(([, value]) => value !== null && value !== undefined && value !== ""),
+      );
       history.replaceState(null, "", hashOf(path.split("/").map(decodeURIComponent), context.query));
     },
     /** Keys of the page: {key: what it does}. */
-    keys(more) { Object.assign(pressed, more); },
+    keys(more) {
+      Object.assign(pressed, more);
+    },
     /** Whether the page is still the one that is shown. */
     isCurrent: () => mine === visit,
   };
@@ -84,8 +119,16 @@ async function navigate() {
     if (!found) throw new Error(`There is no page ${hash}.`);
     if (found.params.run !== undefined) {
       context.run = await get(ofRun(found.params.run));
-      put(header, runHeader(context.run, ["rollout", "group"].includes(found.name) ? "rollouts" : found.name === "run" ? "" : found.name));
-      pressed.u = () => { location.hash = hashOf(["run", context.run.id]); };
+      put(
+        header,
+        runHeader(
+          context.run,
+          ["rollout", "group"].includes(found.name) ? "rollouts" : found.name === "run" ? "" : found.name,
+        ),
+      );
+      pressed.u = () => {
+        location.hash = hashOf(["run", context.run.id]);
+      };
     }
     put(content, await found.page(context));
   } catch (error) {
@@ -93,7 +136,8 @@ async function navigate() {
   }
   if (!context.isCurrent()) return;
   put(main, header, content);
-  document.title = `${context.run ? `${visible(context.run.name ?? context.run.path)} · ` : ""}${found?.name ?? "not found"} · whet`;
+  const named = context.run && visible(context.run.name ?? context.run.path);
+  document.title = [named, found?.name ?? "not found", "whet"].filter(Boolean).join(" · ");
   document.body.dataset.page = found?.name ?? "none";
   document.body.dataset.ready = location.hash || "#/";
   context.shown?.();
@@ -106,20 +150,21 @@ async function poll(context, header) {
   const url = context.run ? ofRun(context.run.id) : "api/runs";
   live.textContent = isExported() ? "exported" : "";
   if (isExported()) return;
-  let known = context.run ?? await get(url).catch(() => null);
+  let known = context.run ?? (await get(url).catch(() => null));
   const goesOn = () => (context.run ? known?.state === "running" : known?.runs?.some((run) => run.state === "running"));
+  live.classList.toggle("on", goesOn() === true);
+  if (goesOn()) live.textContent = "live";
   while (context.isCurrent() && goesOn()) {
-    live.textContent = "live";
-    live.classList.add("on");
     await new Promise((resolve) => setTimeout(resolve, POLL_MS));
     if (document.hidden || !context.isCurrent()) continue;
     try {
       const next = await get(url);
+      live.textContent = "live";
       if (next === known || !context.isCurrent()) continue;
-      known = next;
       if (context.run) context.run = next;
-      if (context.run) header.querySelector(".badge")?.replaceWith(stateBadge(next.state));
+      if (context.run) header.querySelector(".badge")?.replaceWith(stateBadge(next));
       await context.update?.(next);
+      known = next;
       document.body.dataset.updates = Number(document.body.dataset.updates ?? 0) + 1;
     } catch (error) {
       live.textContent = visible(error.message);
@@ -133,7 +178,7 @@ async function poll(context, header) {
 
 function keyPressed(event) {
   const typing = event.target.closest?.("input, select, textarea");
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || document.getElementById("keys").open) return;
   if (typing) {
     if (event.key === "Escape") event.target.blur();
     return;

@@ -1,9 +1,9 @@
-/* Charts drawn as SVG: curves over steps, histograms, lanes of time, small bars. */
+/* Charts drawn as SVG: curves over steps, histograms, small bars. */
 
 import { apart, css, DASHES } from "./color.js";
-import { duration, h, number, put, svg, visible } from "./dom.js";
+import { h, number, put, svg, visible } from "./dom.js";
 
-const [LEFT, RIGHT, TOP, BOTTOM] = [56, 14, 8, 34];
+const [LEFT, RIGHT, TOP, BOTTOM] = [52, 14, 12, 34];
 const FEW_POINTS = 48;
 
 // ---------------------------------------------------------------- axes
@@ -13,9 +13,10 @@ export function ticks(low, high, count = 5) {
   if (!(high > low)) return [low];
   const rough = (high - low) / Math.max(count, 1);
   const size = 10 ** Math.floor(Math.log10(rough));
-  const step = size * [1, 2, 5, 10].find((n) => n * size >= rough * 0.999);
+  const step = size * [1, 2, 2.5, 5, 10].find((n) => n * size >= rough * 0.999);
   const found = [];
-  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) found.push(Number((n * step).toPrecision(12)));
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++)
+    found.push(Number((n * step).toPrecision(12)));
   return found;
 }
 
@@ -31,7 +32,7 @@ function logTicks(low, high) {
 }
 
 /** From values to pixels. */
-function scale(low, high, from, to, log) {
+export function scale(low, high, from, to, log) {
   const of = log ? Math.log : (value) => value;
   const [first, span] = [of(low), of(high) - of(low) || 1];
   return (value) => from + ((of(value) - first) / span) * (to - from);
@@ -40,10 +41,11 @@ function scale(low, high, from, to, log) {
 /** The lowest and the highest of all numbers, with some room; of none, 0 to 1. */
 function range(lists, log) {
   let [low, high] = [Infinity, -Infinity];
-  for (const list of lists) for (const value of list) {
-    if (value < low) low = value;
-    if (value > high) high = value;
-  }
+  for (const list of lists)
+    for (const value of list) {
+      if (value < low) low = value;
+      if (value > high) high = value;
+    }
   if (low > high) return [log ? 0.1 : 0, 1];
   if (log) return [low / 1.1, high * 1.1];
   const room = (high - low) * 0.05 || Math.abs(high) * 0.1 || 0.5;
@@ -53,25 +55,39 @@ function range(lists, log) {
 
 function frame(width, height, xs, ys, x, y, options) {
   const bottom = height - BOTTOM;
-  return svg("g", { class: "axes" },
-    ys.map((value) => [svg("line", { x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value), class: "grid" }),
-      svg("text", { x: LEFT - 6, y: y(value), dy: "0.32em", "text-anchor": "end" }, number(value, 3))]),
-    xs.map((value) => [svg("line", { x1: x(value), x2: x(value), y1: bottom, y2: bottom + 4, class: "tick" }),
-      svg("text", { x: x(value), y: bottom + 15, "text-anchor": "middle" }, (options.xText ?? ((n) => number(n, 6)))(value))]),
+  return svg(
+    "g",
+    { class: "axes" },
+    ys.map((value) => [
+      svg("line", { x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value), class: "grid" }),
+      svg("text", { x: LEFT - 6, y: y(value), dy: "0.32em", "text-anchor": "end" }, number(value, 3)),
+    ]),
+    xs.map((value) => [
+      svg("line", { x1: x(value), x2: x(value), y1: bottom, y2: bottom + 4, class: "tick" }),
+      svg(
+        "text",
+        { x: x(value), y: bottom + 15, "text-anchor": "middle" },
+        (options.xText ?? ((n) => number(n, 6)))(value),
+      ),
+    ]),
     svg("line", { x1: LEFT, x2: width - RIGHT, y1: bottom, y2: bottom, class: "base" }),
     svg("text", { x: width - RIGHT, y: height - 3, "text-anchor": "end", class: "unit" }, options.xLabel ?? "step"),
-    options.yLabel && svg("text", { x: LEFT + 4, y: TOP + 8, class: "unit" }, options.yLabel));
+    options.yLabel && svg("text", { x: LEFT + 4, y: TOP - 3, class: "unit" }, options.yLabel),
+  );
 }
 
 // ---------------------------------------------------------------- curves
 
-/** The points of a series that can be drawn, and its smoothed form: an exponential mean, without the bias of its start. */
-function points(series, log, smooth, [low, high]) {
+/** The points of a series that can be drawn, and its smoothed form: an exponential mean, without the bias of its start,
+ * that begins anew with each stage. */
+function points(series, log, smooth, [low, high], breaks) {
   const [x, y, soft] = [[], [], []];
-  let [mean, weight] = [0, 0];
+  let [mean, weight, stage] = [0, 0, 0];
   for (let n = 0; n < series.x.length; n++) {
     const value = series.y[n];
     if (value === null || value === undefined || Number.isNaN(value) || (log && value <= 0)) continue;
+    const now = breaks.filter((one) => one.x < series.x[n]).length;
+    if (now !== stage) [mean, weight, stage] = [0, 0, now];
     mean = smooth * mean + (1 - smooth) * value;
     weight = smooth * weight + (1 - smooth);
     if (series.x[n] < low || series.x[n] > high) continue;
@@ -141,36 +157,90 @@ export function chart(options) {
   function draw() {
     const width = Math.max(Math.round(holder.clientWidth || figure.clientWidth || 480), 220);
     const ends = [...series, ...bands].filter((one) => one.x.length).map((one) => [one.x[0], one.x[one.x.length - 1]]);
-    const all = ends.length ? [Math.min(...ends.map((pair) => pair[0])), Math.max(...ends.map((pair) => pair[1]))] : [0, 1];
+    const all = ends.length
+      ? [Math.min(...ends.map((pair) => pair[0])), Math.max(...ends.map((pair) => pair[1]))]
+      : [0, 1];
     const [left, right] = zoom ?? (all[1] > all[0] ? all : [all[0] - 0.5, all[1] + 0.5]);
-    const kept = series.map((one) => points(one, log, smooth, [left, right]));
+    const kept = series.map((one) => points(one, log, smooth, [left, right], breaks));
     const inside = bands.map((band) => band.x.map((_, n) => n).filter((n) => band.x[n] >= left && band.x[n] <= right));
-    const [low, high] = range([...kept.map((one) => one.y), ...bands.flatMap((band, b) =>
-      [inside[b].map((n) => band.low[n] ?? NaN), inside[b].map((n) => band.high[n] ?? NaN)])], log);
+    const [low, high] = range(
+      [
+        ...kept.map((one) => one.y),
+        ...bands.flatMap((band, b) => [
+          inside[b].map((n) => band.low[n] ?? NaN),
+          inside[b].map((n) => band.high[n] ?? NaN),
+        ]),
+      ],
+      log,
+    );
     const x = scale(left, right, LEFT, width - RIGHT, false);
     const y = scale(low, high, height - BOTTOM, TOP, log);
-    const few = ticks(left, right, Math.max(Math.floor(width / 110), 2)).filter((value) => !options.wholeX || Number.isInteger(value));
+    const few = ticks(left, right, Math.max(Math.floor(width / 110), 2)).filter(
+      (value) => !options.wholeX || Number.isInteger(value),
+    );
     const first = kept[0];
-    const said = first?.y.length ? `from ${number(first.y[0])} to ${number(first.y[first.y.length - 1])}, ${first.y.length} values` : "no values";
+    const said = first?.y.length
+      ? `from ${number(first.y[0])} to ${number(first.y[first.y.length - 1])}, ${first.y.length} values`
+      : "no values";
     const cursor = svg("g", { class: "cursor" });
     const drag = svg("rect", { class: "drag", y: TOP, height: height - TOP - BOTTOM, width: 0, visibility: "hidden" });
-    const image = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: 0,
-      "aria-label": `${options.name}: ${said}` },
-    frame(width, height, few, log ? logTicks(low, high) : ticks(low, high, Math.floor(height / 45)), x, y, options),
-    bands.map((band, b) => svg("path", { d: area({ x: inside[b].map((n) => band.x[n]), low: inside[b].map((n) => band.low[n]),
-      high: inside[b].map((n) => band.high[n]) }, x, y), fill: css(apart(band.color ?? 0)), opacity: 0.16 })),
-    breaks.filter((one) => one.x > left && one.x < right).map((one) => [
-      svg("line", { x1: x(one.x), x2: x(one.x), y1: TOP, y2: height - BOTTOM, class: "break" }),
-      svg("text", { x: x(one.x) + 4, y: height - BOTTOM - 5, class: "unit" }, one.text)]),
-    marks.filter((one) => one.x >= left && one.x <= right).map((one) => svg("path", { class: "mark",
-      d: `M${x(one.x)} ${height - BOTTOM}l-4 7h8z` }, svg("title", {}, one.text))),
-    kept.map((one, n) => [
-      svg("path", { d: path(one.x, one.y, x, y, width), class: smooth ? "curve raw" : "curve", stroke: colorOf(n),
-        "stroke-dasharray": DASHES[n % DASHES.length] }),
-      smooth > 0 && svg("path", { d: path(one.x, one.soft, x, y, width), class: "curve", stroke: colorOf(n),
-        "stroke-dasharray": DASHES[n % DASHES.length] }),
-      one.x.length <= FEW_POINTS && one.x.map((value, k) => svg("circle", { cx: x(value), cy: y(one.y[k]), r: 2.2, fill: colorOf(n) }))]),
-    cursor, drag);
+    const image = svg(
+      "svg",
+      {
+        width,
+        height,
+        viewBox: `0 0 ${width} ${height}`,
+        role: "img",
+        tabindex: 0,
+        "aria-label": `${options.name}: ${said}`,
+      },
+      frame(width, height, few, log ? logTicks(low, high) : ticks(low, high, Math.floor(height / 36)), x, y, options),
+      bands.map((band, b) =>
+        svg("path", {
+          d: area(
+            {
+              x: inside[b].map((n) => band.x[n]),
+              low: inside[b].map((n) => band.low[n]),
+              high: inside[b].map((n) => band.high[n]),
+            },
+            x,
+            y,
+          ),
+          fill: css(apart(band.color ?? 0)),
+          opacity: 0.16,
+        }),
+      ),
+      breaks
+        .filter((one) => one.x >= left && one.x < right)
+        .map((one) => [
+          svg("line", { x1: x(one.x), x2: x(one.x), y1: TOP, y2: height - BOTTOM, class: "break" }),
+          svg("text", { x: x(one.x) + 4, y: TOP + 3, class: "unit" }, one.text),
+        ]),
+      marks
+        .filter((one) => one.x >= left && one.x <= right)
+        .map((one) =>
+          svg("path", { class: "mark", d: `M${x(one.x)} ${TOP - 2}l-4 -7h8z` }, svg("title", {}, one.text)),
+        ),
+      kept.map((one, n) => [
+        svg("path", {
+          d: path(one.x, one.y, x, y, width),
+          class: smooth ? "curve raw" : "curve",
+          stroke: colorOf(n),
+          "stroke-dasharray": DASHES[n % DASHES.length],
+        }),
+        smooth > 0 &&
+          svg("path", {
+            d: path(one.x, one.soft, x, y, width),
+            class: "curve",
+            stroke: colorOf(n),
+            "stroke-dasharray": DASHES[n % DASHES.length],
+          }),
+        one.x.length <= FEW_POINTS &&
+          one.x.map((value, k) => svg("circle", { cx: x(value), cy: y(one.y[k]), r: 2.2, fill: colorOf(n) })),
+      ]),
+      cursor,
+      drag,
+    );
     drawn = { x, y, kept, left, right, width, cursor, drag };
     put(holder, image);
     listen(image);
@@ -193,12 +263,39 @@ export function chart(options) {
       const n = close[s];
       if (n === null || one.x[n] !== at) return [];
       const soft = smooth > 0 ? ` (smoothed ${number(one.soft[n])})` : "";
-      return [h("div", {}, swatch(colorOf(s), DASHES[s % DASHES.length]), visible(one.name), " ", h("b", {}, number(one.y[n], 5)), soft)];
+      return [
+        h(
+          "div",
+          {},
+          swatch(colorOf(s), DASHES[s % DASHES.length]),
+          visible(one.name),
+          " ",
+          h("b", {}, number(one.y[n], 5)),
+          soft,
+        ),
+      ];
     });
-    put(cursor, svg("line", { x1: x(at), x2: x(at), y1: TOP, y2: height - BOTTOM }),
-      kept.map((one, s) => close[s] !== null && one.x[close[s]] === at
-        && svg("circle", { cx: x(at), cy: y(smooth > 0 ? one.soft[close[s]] : one.y[close[s]]), r: 3.5, fill: colorOf(s) })));
-    put(tip, h("div", { class: "where" }, where(at)), lines, marks.filter((mark) => mark.x === at).map((mark) => h("div", {}, `▲ ${mark.text}`)));
+    put(
+      cursor,
+      svg("line", { x1: x(at), x2: x(at), y1: TOP, y2: height - BOTTOM }),
+      kept.map(
+        (one, s) =>
+          close[s] !== null &&
+          one.x[close[s]] === at &&
+          svg("circle", {
+            cx: x(at),
+            cy: y(smooth > 0 ? one.soft[close[s]] : one.y[close[s]]),
+            r: 3.5,
+            fill: colorOf(s),
+          }),
+      ),
+    );
+    put(
+      tip,
+      h("div", { class: "where" }, where(at)),
+      lines,
+      marks.filter((mark) => mark.x === at).map((mark) => h("div", {}, `▼ ${mark.text}`)),
+    );
     tip.hidden = false;
     const left = x(at) > width / 2 ? x(at) - tip.offsetWidth - 12 : x(at) + 12;
     tip.style.left = `${Math.max(left, 0)}px`;
@@ -253,7 +350,10 @@ export function chart(options) {
         event.preventDefault();
         event.stopPropagation();
       } else if (event.key === "Enter" && at !== null) options.open?.(at);
-      else if (event.key === "Escape" && zoom) { show(null); event.stopPropagation(); }
+      else if (event.key === "Escape" && zoom) {
+        show(null);
+        event.stopPropagation();
+      }
     });
   }
 
@@ -262,7 +362,7 @@ export function chart(options) {
 }
 
 /** Draw once the element has a width, and again with each new one. */
-function watchWidth(element, draw) {
+export function watchWidth(element, draw) {
   let width = -1;
   draw();
   new ResizeObserver(() => {
@@ -275,13 +375,20 @@ function watchWidth(element, draw) {
 
 /** A piece of a curve, for legends. */
 export function swatch(color, dash = null) {
-  return svg("svg", { class: "swatch", width: 18, height: 8, "aria-hidden": "true" },
-    svg("line", { x1: 0, x2: 18, y1: 4, y2: 4, stroke: color, "stroke-width": 2, "stroke-dasharray": dash }));
+  return svg(
+    "svg",
+    { class: "swatch", width: 18, height: 8, "aria-hidden": "true" },
+    svg("line", { x1: 0, x2: 18, y1: 4, y2: 4, stroke: color, "stroke-width": 2, "stroke-dasharray": dash }),
+  );
 }
 
-/** Names of curves with their colors and patterns. */
+/** Names of curves with their colours and patterns. */
 export function legend(names) {
-  return h("div", { class: "legend" }, names.map((name, n) => h("span", {}, swatch(css(apart(n)), DASHES[n % DASHES.length]), visible(name))));
+  return h(
+    "div",
+    { class: "legend" },
+    names.map((name, n) => h("span", {}, swatch(css(apart(n)), DASHES[n % DASHES.length]), visible(name))),
+  );
 }
 
 // ---------------------------------------------------------------- bars
@@ -299,109 +406,73 @@ export function histogram({ name, edges, counts, xLabel, height = 150, log = fal
     const ys = log ? ticks(0, high, 3).filter(Number.isInteger) : ticks(0, high, 3);
     const every = Math.ceil(edges.length / Math.max(Math.floor(width / 70), 2));
     const text = xText ?? ((value) => number(value, 3));
-    put(holder, svg("svg", { width, height, role: "img", "aria-label": `${name}: ${counts.map((count, n) => `${text(edges[n])}: ${count}`).join(", ")}` },
-      svg("g", { class: "axes" },
-        ys.map((value) => [svg("line", { x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value), class: "grid" }),
-          svg("text", { x: LEFT - 6, y: y(value), dy: "0.32em", "text-anchor": "end" }, log ? `${number(10 ** value - (value ? 0 : 1))}` : number(value))]),
-        edges.map((edge, n) => n % every === 0 && svg("text", { x: x(n), y: height - BOTTOM + 15, "text-anchor": "middle" }, text(edge))),
-        svg("line", { x1: LEFT, x2: width - RIGHT, y1: height - BOTTOM, y2: height - BOTTOM, class: "base" }),
-        svg("text", { x: width - RIGHT, y: height - 3, "text-anchor": "end", class: "unit" }, xLabel)),
-      counts.map((count, n) => svg("rect", { x: x(n) + 0.5, width: Math.max(x(n + 1) - x(n) - 1, 1), y: y(shown(count)),
-        height: Math.max(height - BOTTOM - y(shown(count)), 0), class: "bar" }, svg("title", {}, `${text(edges[n])} to ${text(edges[n + 1])}: ${number(count)}`)))));
+    put(
+      holder,
+      svg(
+        "svg",
+        {
+          width,
+          height,
+          role: "img",
+          "aria-label": `${name}: ${counts.map((count, n) => `${text(edges[n])}: ${count}`).join(", ")}`,
+        },
+        svg(
+          "g",
+          { class: "axes" },
+          ys.map((value) => [
+            svg("line", { x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value), class: "grid" }),
+            svg(
+              "text",
+              { x: LEFT - 6, y: y(value), dy: "0.32em", "text-anchor": "end" },
+              log ? `${number(10 ** value - (value ? 0 : 1))}` : number(value),
+            ),
+          ]),
+          edges.map(
+            (edge, n) =>
+              n % every === 0 && svg("text", { x: x(n), y: height - BOTTOM + 15, "text-anchor": "middle" }, text(edge)),
+          ),
+          svg("line", { x1: LEFT, x2: width - RIGHT, y1: height - BOTTOM, y2: height - BOTTOM, class: "base" }),
+          svg("text", { x: width - RIGHT, y: height - 3, "text-anchor": "end", class: "unit" }, xLabel),
+        ),
+        counts.map((count, n) =>
+          svg(
+            "rect",
+            {
+              x: x(n) + 0.5,
+              width: Math.max(x(n + 1) - x(n) - 1, 1),
+              y: y(shown(count)),
+              height: Math.max(height - BOTTOM - y(shown(count)), 0),
+              class: "bar",
+            },
+            svg("title", {}, `${text(edges[n])} to ${text(edges[n + 1])}: ${number(count)}`),
+          ),
+        ),
+      ),
+    );
   });
   return figure;
 }
 
-/** The rewards of a group as small bars from zero; the one of `chosen` is filled. */
+/** The rewards of a group as small bars from zero; the one of `chosen` is filled. Without a reward: a cross. */
 export function sparkline(values, chosen = -1, [low, high] = [Math.min(0, ...values), Math.max(0, ...values)]) {
   const [width, height, span] = [Math.min(values.length * 5, 80), 16, high - low || 1];
   const y = (value) => height - 1 - ((value - low) / span) * (height - 2);
-  return svg("svg", { class: "spark", width, height, "aria-hidden": "true", "data-spark": values.length },
-    values.map((value, n) => value === null
-      ? svg("text", { x: (n * width) / values.length, y: height - 2, "font-size": 9 }, "×")
-      : svg("rect", { x: (n * width) / values.length, width: Math.max(width / values.length - 1, 1), y: Math.min(y(value), y(0)) - 0.5,
-        height: Math.abs(y(value) - y(0)) + 1, class: n === chosen ? "chosen" : null })));
-}
-
-// ---------------------------------------------------------------- lanes
-
-const KINDS = { phase: "phase of a step", work: "work", part: "part of a work", wait: "wait" };
-
-/** Lanes of time, one below the other: [{name, of, spans: [[name, kind, start_s, end_s]]}]. Dragging zooms, a double click shows everything. */
-export function lanesChart(lanes, seconds) {
-  const holder = h("div", { class: "plot" });
-  const tip = h("div", { class: "tip", role: "status", hidden: true });
-  const figure = h("figure", { class: "chart lanes", data: { lanes: lanes.length } }, holder, tip);
-  const [names, row] = [150, 24];
-  let [from, to] = [0, seconds || 1];
-  const colors = new Map();
-  for (const lane of lanes) for (const [name, kind] of lane.spans) if (kind !== "wait" && !colors.has(name)) colors.set(name, colors.size);
-
-  function draw() {
-    const width = Math.max(holder.clientWidth || 800, 420);
-    const height = lanes.length * row + 34;
-    const x = scale(from, to, names, width - RIGHT, false);
-    const labels = [];
-    const boxes = lanes.flatMap((lane, n) => lane.spans.flatMap(([name, kind, start, end]) => {
-      const [left, right] = [Math.max(x(start), names), Math.min(x(end), width - RIGHT)];
-      if (end < from || start > to || right < left) return [];
-      const inner = kind === "part" ? 5 : 0;
-      if (right - left > 7 * name.length && kind !== "part") {
-        labels.push(svg("text", { x: left + 4, y: n * row + 15, class: kind === "wait" ? "on-wait" : "on-work" }, visible(name)));
-      }
-      return [svg("rect", { x: left, width: Math.max(right - left, 0.6), y: n * row + 3 + inner, height: row - 6 - 2 * inner, rx: 1.5,
-        class: `span ${kind}`, fill: kind === "wait" ? "url(#hatch)" : css(apart(colors.get(name))), "data-text":
-          `${visible(lane.name)}: ${visible(name)} (${KINDS[kind] ?? visible(kind)}), ${duration(end - start)}, from ${duration(start)} to ${duration(end)}` })];
-    }));
-    const image = svg("svg", { width, height, role: "img", tabindex: 0, "aria-label": `timeline of ${lanes.map((lane) => lane.name).join(", ")}` },
-      svg("defs", {}, svg("pattern", { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
-        svg("rect", { width: 6, height: 6, class: "hatch-ground" }), svg("line", { x1: 0, y1: 0, x2: 0, y2: 6, class: "hatch" }))),
-      lanes.map((lane, n) => [svg("text", { x: names - 8, y: n * row + 16, "text-anchor": "end", class: "lane" }, visible(lane.name)),
-        svg("line", { x1: names, x2: width - RIGHT, y1: n * row + row, y2: n * row + row, class: "grid" })]),
-      boxes, labels,
-      ticks(from, to, Math.floor(width / 120)).map((value) => [
-        svg("line", { x1: x(value), x2: x(value), y1: 0, y2: height - 30, class: "grid" }),
-        svg("text", { x: x(value), y: height - 14, "text-anchor": "middle" }, number(value, 6))]),
-      svg("text", { x: width - RIGHT, y: height - 2, "text-anchor": "end", class: "unit" }, "seconds since the start"));
-    put(holder, image);
-    const time = (event) => from + ((Math.min(Math.max(event.clientX - holder.getBoundingClientRect().left, names), width - RIGHT) - names)
-      / (width - RIGHT - names)) * (to - from);
-    let start = null;
-    image.addEventListener("pointerdown", (event) => { start = time(event); });
-    image.addEventListener("pointerup", (event) => {
-      const pair = [start, time(event)].sort((a, b) => a - b);
-      start = null;
-      if (pair[1] - pair[0] > (to - from) / 100) [from, to] = pair;
-      draw();
-    });
-    image.addEventListener("pointermove", (event) => {
-      const text = event.target.getAttribute?.("data-text");
-      tip.hidden = !text;
-      if (!text) return;
-      tip.textContent = text;
-      const bounds = figure.getBoundingClientRect();
-      tip.style.left = `${Math.min(event.clientX - bounds.left + 12, Math.max(bounds.width - tip.offsetWidth, 0))}px`;
-      tip.style.top = `${event.clientY - bounds.top + 14}px`;
-    });
-    image.addEventListener("pointerleave", () => { tip.hidden = true; });
-    image.addEventListener("dblclick", () => { [from, to] = [0, seconds || 1]; draw(); });
-    image.addEventListener("keydown", (event) => {
-      const width_s = to - from;
-      const next = { ArrowLeft: [from - width_s / 4, to - width_s / 4], ArrowRight: [from + width_s / 4, to + width_s / 4],
-        "+": [from + width_s / 4, to - width_s / 4], "-": [from - width_s / 2, to + width_s / 2] }[event.key];
-      if (!next) return;
-      [from, to] = [Math.max(next[0], 0), Math.min(next[1], seconds || 1)];
-      event.preventDefault();
-      draw();
-      holder.querySelector("svg").focus();
-    });
-  }
-  watchWidth(holder, draw);
-  const key = h("div", { class: "legend" }, [...colors].slice(0, 16).map(([name, n]) => h("span", {}, box(css(apart(n))), visible(name))),
-    h("span", {}, svg("svg", { width: 14, height: 12, "aria-hidden": "true" }, svg("rect", { width: 14, height: 12, fill: "url(#hatch)" })), "wait"));
-  return h("div", {}, key, figure);
-}
-
-function box(color) {
-  return svg("svg", { width: 12, height: 12, "aria-hidden": "true" }, svg("rect", { width: 12, height: 12, rx: 2, fill: color }));
+  return svg(
+    "svg",
+    { class: "spark", width, height, "aria-hidden": "true", "data-spark": values.length },
+    values.map((value, n) =>
+      value === null
+        ? svg("path", {
+            d: `M${(n * width) / values.length} ${height - 5}l3.5 3.5m0 -3.5l-3.5 3.5`,
+            class: n === chosen ? "chosen" : null,
+          })
+        : svg("rect", {
+            x: (n * width) / values.length,
+            width: Math.max(width / values.length - 1, 1),
+            y: Math.min(y(value), y(0)) - 0.5,
+            height: Math.abs(y(value) - y(0)) + 1,
+            class: n === chosen ? "chosen" : null,
+          }),
+    ),
+  );
 }

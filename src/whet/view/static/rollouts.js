@@ -1,40 +1,105 @@
 /* All rollouts of a run: filters, search, order, keys. */
 
 import { fixed, h, line, number, put, select, visible } from "./dom.js";
-import { address, column, get, isExported, ofRun } from "./api.js";
+import { address, column, get, isExported, isThere, ofRun } from "./api.js";
 import { sparkline } from "./plot.js";
 import { virtualList } from "./table.js";
 import { hashOf, link } from "./route.js";
 
 const MOST_SPARKS = 16;
+const MOST_ADDED = 20;
 const SEARCH_MS = 250;
 const COLUMNS = [
-  { key: "step", name: "step", width: "7.5rem" },
+  { key: "step", name: "step", width: "6.5rem" },
   { key: "row", name: "row", width: "3.4rem", right: true },
   { key: "uid", name: "task·index", width: "6rem", right: true, title: "uid of the task, and which of its rollouts" },
   { key: "source", name: "source", width: "7rem" },
   { key: "reward", name: "reward", width: "4.4rem", right: true },
-  { key: "group", name: "group", width: "5.6rem", sort: false, title: "rewards of the rollouts of the same task; this one is filled" },
+  {
+    key: "group",
+    name: "group",
+    width: "5.6rem",
+    sort: false,
+    title: "rewards of the rollouts of the same task; this one is filled",
+  },
   { key: "advantage", name: "advantage", width: "5.6rem", right: true, title: "mean over the sampled tokens" },
   { key: "tokens", name: "tokens", width: "4.4rem", right: true, title: "sampled by the policy" },
   { key: "turns", name: "turns", width: "3.6rem", right: true },
-  { key: "stop", name: "ended by", width: "6rem", title: "stop reason of the episode, else finish reason of the reply" },
+  {
+    key: "stop",
+    name: "ended by",
+    width: "6rem",
+    title: "stop reason of the episode, else finish reason of the reply",
+  },
   { key: "calls", name: "calls", width: "3.6rem", right: true },
-  { key: "flags", name: "flags", width: "6rem", title: "malformed: a reply that cannot be read; fault: something broke" },
-  { key: "prompt", name: "prompt", width: "minmax(8rem, 1fr)" },
-  { key: "text", name: "reply", width: "minmax(8rem, 1.4fr)" },
+  {
+    key: "flags",
+    name: "flags",
+    width: "5.6rem",
+    title: "malformed: a reply that cannot be read; fault: something broke",
+  },
+  { key: "prompt", name: "prompt", width: "minmax(7rem, 1fr)" },
+  { key: "text", name: "reply", width: "minmax(9rem, 1.8fr)" },
 ];
-const FLAGS = [["calls", "calls"], ["malformed", "malformed"], ["fault", "fault"]];
-const RANGES = [["step", "step"], ["reward", "reward"], ["tokens", "tokens"]];
+const FLAGS = [
+  ["calls", "calls"],
+  ["malformed", "malformed"],
+  ["fault", "fault"],
+];
+const RANGES = [
+  ["step", "step"],
+  ["reward", "reward"],
+  ["tokens", "tokens"],
+];
 
 /** The columns of all rollouts' summaries as plain lists, with what filters need. */
 function unpacked(answer) {
   const packed = answer.columns;
-  const count = Math.max(0, ...Object.values(packed).map((one) => (Array.isArray(one) ? one : one?.codes ?? []).length));
+  const count = Math.max(
+    0,
+    ...Object.values(packed).map((one) => (Array.isArray(one) ? one : (one?.codes ?? [])).length),
+  );
   const columns = Object.fromEntries(Object.entries(packed).map(([name, one]) => [name, column(one, count)]));
-  for (const name of ["stage", "step", "row", "uid", "index", "source", "reward", "advantage", "tokens", "turns", "finish_reason", "stop_reason", "calls",
-    "malformed", "fault", "prompt", "text"]) columns[name] ??= new Array(count).fill(null);
+  for (const name of [
+    "stage",
+    "step",
+    "row",
+    "uid",
+    "index",
+    "source",
+    "reward",
+    "advantage",
+    "tokens",
+    "turns",
+    "finish_reason",
+    "stop_reason",
+    "calls",
+    "malformed",
+    "fault",
+    "prompt",
+    "text",
+  ])
+    columns[name] ??= new Array(count).fill(null);
   return { columns, count, groups: groupsOf(columns, count) };
+}
+
+/** The files of a run by all that is known of them. */
+function fileMarks(run) {
+  return new Map(
+    (run.rollout_files ?? []).map((file) => [`${file.stage}/${file.step}/${file.rows}/${file.bytes}`, file]),
+  );
+}
+
+/** Add the summaries of one more step. */
+function add(data, stage, step, answer) {
+  const more = unpacked(answer);
+  const place = { stage: new Array(more.count).fill(stage), step: new Array(more.count).fill(step) };
+  for (const name of Object.keys(data.columns))
+    data.columns[name] = data.columns[name].concat(
+      place[name] ?? more.columns[name] ?? new Array(more.count).fill(null),
+    );
+  data.groups = data.groups.concat(more.groups.map((group) => group.map((n) => n + data.count)));
+  data.count += more.count;
 }
 
 /** Rows of the same task in the same step: of each row, the list of its group. */
@@ -44,7 +109,7 @@ function groupsOf(columns, count) {
   for (let n = 0; n < count; n++) {
     const key = `${columns.stage[n]}/${columns.step[n]}/${columns.uid[n]}`;
     let rows = found.get(key);
-    if (!rows) found.set(key, rows = []);
+    if (!rows) found.set(key, (rows = []));
     rows.push(n);
     of[n] = rows;
   }
@@ -62,10 +127,12 @@ export function filtered({ columns, count }, query, hits) {
   if (query.stop) tests.push((n) => (columns.stop_reason[n] ?? columns.finish_reason[n]) === query.stop);
   for (const [name] of RANGES) {
     const [from, to] = [query[`${name}_from`], query[`${name}_to`]];
-    if (from !== undefined && from !== "") tests.push((n) => columns[name][n] !== null && columns[name][n] >= Number(from));
+    if (from !== undefined && from !== "")
+      tests.push((n) => columns[name][n] !== null && columns[name][n] >= Number(from));
     if (to !== undefined && to !== "") tests.push((n) => columns[name][n] !== null && columns[name][n] <= Number(to));
   }
-  for (const [name] of FLAGS) if (query[name] !== undefined) tests.push((n) => Boolean(columns[name][n]) === (query[name] === "1"));
+  for (const [name] of FLAGS)
+    if (query[name] !== undefined) tests.push((n) => Boolean(columns[name][n]) === (query[name] === "1"));
   if (hits) tests.push((n) => hits.has(`${columns.stage[n]}/${columns.step[n]}/${columns.row[n]}`));
   const found = [];
   for (let n = 0; n < count; n++) if (tests.every((test) => test(n))) found.push(n);
@@ -74,45 +141,105 @@ export function filtered({ columns, count }, query, hits) {
 
 /** Rows in the order of a column; without a value they come last. */
 function sorted({ columns }, rows, key, down) {
-  const value = { stop: (n) => columns.stop_reason[n] ?? columns.finish_reason[n], flags: (n) => (columns.fault[n] ? 2 : 0) + (columns.malformed[n] ? 1 : 0) }[key]
-    ?? ((n) => columns[key][n]);
+  const value =
+    {
+      stop: (n) => columns.stop_reason[n] ?? columns.finish_reason[n],
+      flags: (n) => (columns.fault[n] ? 2 : 0) + (columns.malformed[n] ? 1 : 0),
+    }[key] ?? ((n) => columns[key][n]);
   const sign = down ? -1 : 1;
   return rows.slice().sort((a, b) => {
     const [one, two] = [value(a), value(b)];
     if (one === null || two === null) return one === two ? a - b : one === null ? 1 : -1;
-    return one === two ? a - b : (one < two ? -sign : sign);
+    return one === two ? a - b : one < two ? -sign : sign;
   });
 }
 
 export async function rolloutsPage(context) {
   const run = context.run;
   const url = address(ofRun(run.id, "rollouts"), { files: "all" });
-  let data = unpacked(await get(url));
-  const [bar, count] = [h("div", { class: "filters", role: "search" }), h("span", { class: "dim", data: { count: "" } })];
+  const trouble = h("div", {});
+  let data = taken(await get(url));
+  const [bar, count] = [
+    h("div", { class: "filters", role: "search" }),
+    h("span", { class: "dim", data: { count: "" } }),
+  ];
   const search = { text: null, hits: null, complete: true };
 
   const list = virtualList({
-    label: "rollouts", columns: COLUMNS,
+    label: "rollouts",
+    columns: COLUMNS,
     cells: (n) => {
       const { columns: c } = data;
       const group = data.groups[n];
-      return [`${visible(c.stage[n])} ${number(c.step[n])}`, number(c.row[n]), link(["run", run.id, "group", c.stage[n], c.step[n], c.uid[n]], {}, `${c.uid[n]}·${c.index[n]}`),
-        line(c.source[n], 40), fixed(c.reward[n]), group.length > 1 && group.length <= MOST_SPARKS ? sparkline(group.map((one) => c.reward[one]), group.indexOf(n)) : "",
-        fixed(c.advantage[n]), number(c.tokens[n]), number(c.turns[n]), visible(c.stop_reason[n] ?? c.finish_reason[n] ?? "–"), number(c.calls[n]),
-        [c.malformed[n] ? h("span", { class: "flag" }, "malformed") : "", c.fault[n] ? h("span", { class: "flag bad", title: visible(c.fault[n] === true ? "" : c.fault[n]) }, "fault") : ""],
-        line(c.prompt[n], 90), line(c.text[n], 90)];
+      return [
+        `${visible(c.stage[n])} ${number(c.step[n])}`,
+        number(c.row[n]),
+        link(["run", run.id, "group", c.stage[n], c.step[n], c.uid[n]], {}, `${c.uid[n]}·${c.index[n]}`),
+        line(c.source[n], 40),
+        fixed(c.reward[n]),
+        group.length > 1 && group.length <= MOST_SPARKS
+          ? sparkline(
+              group.map((one) => c.reward[one]),
+              group.indexOf(n),
+            )
+          : "",
+        fixed(c.advantage[n]),
+        number(c.tokens[n]),
+        number(c.turns[n]),
+        visible(c.stop_reason[n] ?? c.finish_reason[n] ?? "–"),
+        number(c.calls[n]),
+        [
+          c.malformed[n] ? h("span", { class: "flag" }, "malformed") : "",
+          c.fault[n]
+            ? h("span", { class: "flag bad", title: visible(c.fault[n] === true ? "" : c.fault[n]) }, "fault")
+            : "",
+        ],
+        line(c.prompt[n], 90),
+        line(c.text[n], 90),
+      ];
     },
-    open: (n) => { location.hash = hashOf(["run", run.id, "rollout", data.columns.stage[n], data.columns.step[n], data.columns.row[n]]); },
+    absent: (n) =>
+      !isThere(ofRun(run.id, "rollouts", data.columns.stage[n], data.columns.step[n], data.columns.row[n])),
+    open: (n) => {
+      location.hash = hashOf([
+        "run",
+        run.id,
+        "rollout",
+        data.columns.stage[n],
+        data.columns.step[n],
+        data.columns.row[n],
+      ]);
+    },
     sorted: (key) => set({ sort: key, down: context.query.sort === key && context.query.down !== "1" ? "1" : null }),
     moved: (place) => context.setQuery({ ...context.query, at: place || null }),
   });
+
+  function taken(answer) {
+    const problems = answer.problems ?? [];
+    put(
+      trouble,
+      problems.length > 0 &&
+        h(
+          "section",
+          { class: "panel bad", data: { problems: problems.length } },
+          h("h2", {}, "Files that could not be read"),
+          h(
+            "ul",
+            {},
+            problems.map((text) => h("li", {}, visible(text))),
+          ),
+        ),
+    );
+    return unpacked(answer);
+  }
 
   function draw() {
     const { sort = null, down, at } = context.query;
     let rows = filtered(data, context.query, search.hits);
     if (sort) rows = sorted(data, rows, sort, down === "1");
     list.show(rows, { sort, down: down === "1", place: Number(at ?? 0) });
-    count.textContent = `${number(rows.length)} of ${number(data.count)}${search.complete ? "" : "; the search ended before it had seen everything"}`;
+    const cut = search.complete ? "" : "; the search ended before it had seen everything";
+    count.textContent = `${number(rows.length)} of ${number(data.count)}${cut}`;
     document.body.dataset.shown = rows.length;
   }
 
@@ -129,7 +256,7 @@ export async function rolloutsPage(context) {
     if (wanted === search.text) return;
     Object.assign(search, { text: wanted, hits: null, complete: true });
     if (!q) return;
-    const hits = isExported() ? inSummaries(data, q) : (await searched(run.id, q, stage, search));
+    const hits = isExported() ? inSummaries(data, q) : await searched(run.id, q, stage, search);
     if (search.text === wanted) search.hits = new Set(hits.map((hit) => hit.join("/")));
   }
 
@@ -140,38 +267,123 @@ export async function rolloutsPage(context) {
   function drawBar() {
     const q = context.query;
     const any = (values) => [["", "any"], ...values.map((value) => [String(value), line(value, 40)])];
-    const stops = [...new Set(data.columns.stop_reason.map((one, n) => one ?? data.columns.finish_reason[n]))].filter(Boolean).sort();
+    const stops = [...new Set(data.columns.stop_reason.map((one, n) => one ?? data.columns.finish_reason[n]))]
+      .filter(Boolean)
+      .sort();
     let timer = null;
-    const text = h("input", { type: "search", value: q.q ?? "", placeholder: "in prompt, reply, messages  ( / )", "aria-label": "search text", data: { filter: "q" },
-      on: { input: () => { clearTimeout(timer); timer = setTimeout(() => set({ q: text.value || null }), SEARCH_MS); } } });
-    const bound = (name, side) => h("input", { type: "number", step: "any", value: q[`${name}_${side}`] ?? "", "aria-label": `${name} ${side}`, placeholder: side,
-      data: { filter: `${name}_${side}` }, on: { change: (event) => set({ [`${name}_${side}`]: event.target.value || null }) } });
-    put(bar, h("label", { class: "field grow" }, h("span", {}, "text"), text),
+    const text = h("input", {
+      type: "search",
+      value: q.q ?? "",
+      placeholder: "in prompt, reply, messages  ( / )",
+      "aria-label": "search text",
+      data: { filter: "q" },
+      on: {
+        input: () => {
+          clearTimeout(timer);
+          timer = setTimeout(() => set({ q: text.value || null }), SEARCH_MS);
+        },
+      },
+    });
+    const bound = (name, side) =>
+      h("input", {
+        type: "number",
+        step: "any",
+        value: q[`${name}_${side}`] ?? "",
+        "aria-label": `${name} ${side}`,
+        placeholder: side,
+        data: { filter: `${name}_${side}` },
+        on: { change: (event) => set({ [`${name}_${side}`]: event.target.value || null }) },
+      });
+    put(
+      bar,
+      h("label", { class: "field grow" }, h("span", {}, "text"), text),
       select("stage", any(distinct("stage")), q.stage ?? "", (value) => set({ stage: value || null })),
-      distinct("source").length > 1 && select("source", any(distinct("source")), q.source ?? "", (value) => set({ source: value || null })),
+      distinct("source").length > 1 &&
+        select("source", any(distinct("source")), q.source ?? "", (value) => set({ source: value || null })),
       select("ended by", any(stops), q.stop ?? "", (value) => set({ stop: value || null })),
-      RANGES.map(([name, label]) => h("div", { class: "field" }, h("span", {}, label), h("div", { class: "range" }, bound(name, "from"), bound(name, "to")))),
-      FLAGS.map(([name, label]) => select(label, [["", "any"], ["1", "with"], ["0", "without"]], q[name] ?? "", (value) => set({ [name]: value || null }))),
-      q.uid && h("button", { type: "button", on: { click: () => set({ uid: null }).then(drawBar) } }, `task ${q.uid} ×`),
-      h("button", { type: "button", class: "quiet", data: { act: "clear" }, on: { click: () => {
-        context.setQuery({});
-        set({}).then(drawBar);
-      } } }, "clear"));
+      RANGES.map(([name, label]) =>
+        h(
+          "div",
+          { class: "field" },
+          h("span", {}, label),
+          h("div", { class: "range" }, bound(name, "from"), bound(name, "to")),
+        ),
+      ),
+      FLAGS.map(([name, label]) =>
+        select(
+          label,
+          [
+            ["", "any"],
+            ["1", "with"],
+            ["0", "without"],
+          ],
+          q[name] ?? "",
+          (value) => set({ [name]: value || null }),
+        ),
+      ),
+      q.uid &&
+        h("button", { type: "button", on: { click: () => set({ uid: null }).then(drawBar) } }, `task ${q.uid} ×`),
+      h(
+        "button",
+        {
+          type: "button",
+          class: "quiet",
+          data: { act: "clear" },
+          on: {
+            click: () => {
+              context.setQuery({});
+              set({}).then(drawBar);
+            },
+          },
+        },
+        "clear",
+      ),
+    );
     context.keys({ "/": () => text.focus() });
   }
 
-  context.keys({ j: () => list.move(1), k: () => list.move(-1), Enter: () => list.open(), Escape: () => { location.hash = hashOf(["run", run.id]); },
-    g: () => list.move(-1e9), G: () => list.move(1e9) });
-  context.shown = () => { draw(); list.focus(); };
-  context.update = async () => {
-    const next = await get(url);
-    data = unpacked(next);
+  context.keys({
+    j: () => list.move(1),
+    k: () => list.move(-1),
+    Enter: () => list.open(),
+    Escape: () => {
+      location.hash = hashOf(["run", run.id]);
+    },
+    g: () => list.move(-1e9),
+    G: () => list.move(1e9),
+  });
+  context.shown = () => {
+    draw();
+    list.focus();
+  };
+  let files = fileMarks(run);
+  context.update = async (now) => {
+    const next = fileMarks(now);
+    const fresh = [...next.keys()].filter((mark) => !files.has(mark));
+    if (!fresh.length && next.size === files.size) return;
+    // Steps that came since are added; if one was written anew, or many came, all are asked for again.
+    if (next.size === files.size + fresh.length && fresh.length <= MOST_ADDED) {
+      for (const { stage, step } of fresh.map((mark) => next.get(mark)))
+        add(data, stage, step, await get(address(ofRun(run.id, "rollouts"), { stage, step })));
+    } else data = taken(await get(url));
+    files = next;
     draw();
   };
   drawBar();
   await find();
   draw();
-  return [bar, h("div", { class: "bar slim" }, count, h("span", { class: "space" }), h("span", { class: "dim" }, "j k move, Enter opens, / searches, Escape leaves")), list.element];
+  return [
+    trouble,
+    bar,
+    h(
+      "div",
+      { class: "bar slim" },
+      count,
+      h("span", { class: "space" }),
+      h("span", { class: "dim" }, "j k move, Enter opens, / searches, Escape leaves"),
+    ),
+    list.element,
+  ];
 }
 
 async function searched(run, q, stage, search) {

@@ -4,7 +4,10 @@ import { h } from "./dom.js";
 
 /** "#/run/0/rollouts?stage=rl" of parts and a query; what has no value is left out. */
 export function hashOf(parts, query = {}) {
-  const path = parts.filter((part) => part !== "" && part !== null && part !== undefined).map((part) => encodeURIComponent(part)).join("/");
+  const path = parts
+    .filter((part) => part !== "" && part !== null && part !== undefined)
+    .map((part) => encodeURIComponent(part))
+    .join("/");
   const pairs = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
   const text = pairs.map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&");
   return `#/${path}${text ? `?${text}` : ""}`;

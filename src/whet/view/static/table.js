@@ -4,7 +4,7 @@ import { h, put } from "./dom.js";
 
 /**
  * options: columns [{key, name, width, right, title, sort}], height (of a row, pixels), cells(row) -> texts and nodes,
- * open(row), sorted(key): a heading was chosen, moved(place): another row is current.
+ * absent(row): it cannot be opened, open(row), sorted(key): a heading was chosen, moved(place): another row is current.
  * The result has `element`, `show(rows, {sort, down, place})`, `move(by)`, `open()`, `place`, `focus()`.
  */
 export function virtualList(options) {
@@ -13,7 +13,12 @@ export function virtualList(options) {
   const sight = h("div", { class: "sight" });
   const body = h("div", { class: "rows", tabindex: 0, role: "rowgroup" }, spacer, sight);
   const heading = h("div", { class: "row heading", role: "row" });
-  const element = h("div", { class: "virtual", role: "grid", "aria-label": label, data: { virtual: label } }, heading, body);
+  const element = h(
+    "div",
+    { class: "virtual", role: "grid", "aria-label": label, data: { virtual: label } },
+    heading,
+    body,
+  );
   const template = columns.map((column) => column.width ?? "1fr").join(" ");
   element.style.setProperty("--columns", template);
   element.style.setProperty("--row-height", `${height}px`);
@@ -22,10 +27,28 @@ export function virtualList(options) {
   let first = -1;
 
   function drawHeading(sort, down) {
-    put(heading, columns.map((column) => h("div", { role: "columnheader", class: column.right ? "right" : null, title: column.title,
-      "aria-sort": column.key === sort ? (down ? "descending" : "ascending") : null },
-    column.sort === false ? column.name : h("button", { type: "button", data: { sort: column.key }, on: { click: () => options.sorted(column.key) } },
-      column.name, column.key === sort ? (down ? " ▾" : " ▴") : ""))));
+    put(
+      heading,
+      columns.map((column) =>
+        h(
+          "div",
+          {
+            role: "columnheader",
+            class: column.right ? "right" : null,
+            title: column.title,
+            "aria-sort": column.key === sort ? (down ? "descending" : "ascending") : null,
+          },
+          column.sort === false
+            ? column.name
+            : h(
+                "button",
+                { type: "button", data: { sort: column.key }, on: { click: () => options.sorted(column.key) } },
+                column.name,
+                column.key === sort ? (down ? " ▾" : " ▴") : "",
+              ),
+        ),
+      ),
+    );
   }
 
   function draw(anyway = false) {
@@ -35,12 +58,34 @@ export function virtualList(options) {
     first = start;
     const inSight = rows.slice(start, start + count);
     sight.style.setProperty("transform", `translateY(${start * height}px)`);
-    put(sight, inSight.map((row, n) => {
-      const place = start + n;
-      return h("div", { class: "row", role: "row", id: `row-${place}`, "aria-rowindex": place + 2, "aria-selected": String(place === list.place),
-        data: { place }, on: { click: (event) => { if (!event.target.closest("a")) { set(place); open(); } } } },
-      options.cells(row).map((child, c) => h("div", { role: "gridcell", class: columns[c].right ? "right" : null }, child)));
-    }));
+    put(
+      sight,
+      inSight.map((row, n) => {
+        const place = start + n;
+        return h(
+          "div",
+          {
+            class: options.absent?.(row) ? "row absent" : "row",
+            role: "row",
+            id: `row-${place}`,
+            "aria-rowindex": place + 2,
+            "aria-selected": String(place === list.place),
+            data: { place },
+            on: {
+              click: (event) => {
+                if (!event.target.closest("a")) {
+                  set(place);
+                  open();
+                }
+              },
+            },
+          },
+          options
+            .cells(row)
+            .map((child, c) => h("div", { role: "gridcell", class: columns[c].right ? "right" : null }, child)),
+        );
+      }),
+    );
     body.setAttribute("aria-activedescendant", `row-${list.place}`);
   }
 
@@ -81,7 +126,9 @@ export function virtualList(options) {
   body.addEventListener("scroll", () => draw());
   body.addEventListener("keydown", (event) => {
     const page = Math.max(Math.floor(body.clientHeight / height) - 1, 1);
-    const by = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -rows.length, End: rows.length }[event.key];
+    const by = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -rows.length, End: rows.length }[
+      event.key
+    ];
     if (by === undefined) return;
     move(by);
     event.preventDefault();

@@ -1,0 +1,586 @@
+"""The viewer's pages in a real browser, over real and damaged runs: what they show, keys, filters, hostile text, size.
+
+`make test-view` runs these tests alone and leaves a picture of each page in build/view/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+
+import whet
+from browser import Browser, find
+from tiny import RUN
+from whet.config.parse import parse
+from whet.track.record import RunDirectory
+from whet.track.written import ROLLOUTS
+from whet.types import Message, Rollout, Strand, Task, ToolCall, Turn
+from whet.view.export import write_report
+from whet.view.server import Server
+from whet.view.source import Runs, find_runs
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(find() is None, reason="no Chromium on this machine; `apt-get install chromium`"),
+]
+
+PICTURES = os.environ.get("VIEW_PICTURES")
+TABS = ("", "/rollouts", "/rewards", "/ledger", "/timeline", "/mismatch", "/evals")
+HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+UNSEEN = "a\u202eb\u200b\x1b[2Jc"
+SHOWN = "a⟨202E⟩b⟨200B⟩⟨001B⟩[2Jc"
+WORDS = ["ask>", "one", " two", "\n", HOSTILE, UNSEEN, "<end>"]
+
+
+# ---------------------------------------------------------------- runs
+
+
+def strand(ids: list[int], mask: list[int], *turns: Turn) -> Strand:
+    """Sampled token n has log-prob -n / 8 and was sampled with -n / 16, by version 41."""
+    on = np.array(mask, bool)
+    place = np.arange(len(ids))
+    return Strand(
+        token_ids=ids,
+        mask=on,
+        logprobs=np.where(on, -place / 8, 0.0),
+        sample_logprobs=np.where(on, -place / 16, 0.0),
+        versions=np.where(on, 41, -1),
+        turns=turns,
+    )
+
+
+def hostile_run(path: Path) -> None:
+    """Text that would be markup, or is not seen; two strands; thoughts, calls, a malformed reply; a fault."""
+    run = RunDirectory(path, ["rl"])
+    run.write_config(yaml.safe_dump({"name": HOSTILE, "stages": [{"name": "rl"}]}))
+    messages = (
+        Message("assistant", "", reasoning=HOSTILE, tool_calls=(ToolCall("look", {"at": HOSTILE}, "c1"),)),
+        Message("tool", UNSEEN, tool_call_id="c1", name="look"),
+        Message("assistant", "one two", malformed=f"no call: {HOSTILE}"),
+    )
+    first = strand([0, 1, 2, 3, 4, 5], [0, 1, 1, 0, 1, 0], Turn(1, 3, "stop", calls=1, reward=0.25))
+    second = strand([0, 1, 2, 6, 1, 1], [0, 0, 0, 0, 1, 1], Turn(4, 6, "length", calls=0, malformed=HOSTILE))
+    task = Task(uid=7, source=HOSTILE, prompt=f"ask> {HOSTILE}", answer=HOSTILE)
+    rows = [
+        Rollout(
+            task=task,
+            index=0,
+            strands=(first, second),
+            finish_reason="length",
+            stop_reason="malformed",
+            messages=messages,
+            text=f"one two {HOSTILE}",
+            reward=1.0,
+            reward_parts={HOSTILE: 1.0, "form": 0.5},
+        ),
+        Rollout(
+            task=task,
+            index=1,
+            strands=(first,),
+            finish_reason="abort",
+            text=UNSEEN,
+            error=f"broke: {HOSTILE}",
+        ),
+        Rollout(
+            task=task,
+            index=2,
+            strands=(first,),
+            finish_reason="stop",
+            text="one twice",
+            reward=0.0,
+            reward_parts={HOSTILE: 0.0, "form": 0.5},
+        ),
+    ]
+    for step in (1, 2):
+        run.log(
+            "rl",
+            step,
+            metrics={"reward/mean": 0.5, "rollout/count": 3, "rollout/failed_count": 1},
+            timings={"time/step_s": 1.0},
+        )
+        run.write_rollouts("rl", step, rows, advantages=[1.0, None, -1.0])
+    run.close()
+    (path / "export").mkdir()
+    vocabulary = {word: n for n, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="ask>"))
+    tokenizer.decoder = Fuse()
+    tokenizer.save(str(path / "export" / "tokenizer.json"))
+    (path / "run.log").write_text(f"2026-01-01T00:00:00Z WARNING whet: {HOSTILE}\n")
+
+
+def train(path: Path, **sections: Any) -> None:
+    whet.train(**{**RUN, **sections}, run_dir=str(path))
+
+
+def agent_run(path: Path) -> None:
+    """Two steps of each stage of the example with a tool."""
+    given = parse(Path("examples/tools/look_up.yaml").read_text()).tree
+    given["data"]["eval"] = []
+    for stage in given["stages"]:
+        stage["train"] = {"steps": 2, "tasks_per_step": 4}
+        stage.pop("eval", None)
+    whet.train(**given, run_dir=str(path), track={"trackers": ["jsonl"]})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run directories of every kind, by name."""
+    folder = tmp_path_factory.mktemp("runs")
+    held_out = folder / "held_out.jsonl"
+    words = ("aaaae", "abcde", "edcba", "cacac")
+    held_out.write_text("".join(json.dumps({"prompt": f"{w}>", "answer": w[::-1]}) + "\n" for w in words))
+    evaluated = {**RUN["data"], "eval": [{"name": "held-out", "path": str(held_out)}]}
+    track = {"trackers": ["jsonl"], "batches_interval": 1}
+    train(folder / "single", data=evaluated, eval={"interval": 1}, track=track)
+    train(folder / "again", data=evaluated, eval={"interval": 1}, seed=5)
+    train(folder / "async", rollout={**RUN["rollout"], "max_staleness": 2, "schedule": "async"})
+    agent_run(folder / "agent")
+    hostile_run(folder / "hostile")
+    (folder / "empty").mkdir()
+    (folder / "empty" / "run.log").write_text("")
+    damaged = folder / "damaged"
+    hostile_run(damaged)
+    (damaged / "rollouts" / "rl-step-000002.parquet").write_bytes(b"PAR1 not a parquet file PAR1")
+    (damaged / "metrics.jsonl").write_text(
+        '{"stage": "rl", "step": 1}\nnot JSON\n{"stage": "rl", "step": 2}\n'
+    )
+    return folder
+
+
+@contextmanager
+def served(*paths: Path) -> Iterator[str]:
+    """The address of a server over run directories, in a thread."""
+    loop, started = asyncio.new_event_loop(), threading.Event()
+    server = Server(Runs.of(find_runs(paths)))
+
+    def serve() -> None:
+        loop.run_until_complete(server.start())
+        started.set()
+        loop.run_forever()
+        loop.run_until_complete(server.stop())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert started.wait(60)
+    try:
+        yield server.url
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    with served(folder) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Browser]:
+    with Browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(opened: Browser) -> Iterator[Browser]:
+    """The browser; whatever it reports as wrong fails the test."""
+    opened.problems.clear()
+    opened.refused.clear()
+    opened.asked.clear()
+    opened.move(0, 0)
+    yield opened
+    assert opened.problems == []
+
+
+@pytest.fixture
+def runs(folder: Path) -> dict[str, str]:
+    """Numbers of the runs, by name."""
+    return {path.name: str(n) for n, path in enumerate(find_runs([folder]))}
+
+
+def picture(browser: Browser, name: str) -> None:
+    if PICTURES:
+        browser.screenshot(Path(PICTURES) / f"{name}.png")
+
+
+def texts(browser: Browser, selector: str) -> list[str]:
+    return browser.evaluate(
+        f"[...document.querySelectorAll({json.dumps(selector)})].map(one => one.textContent)"
+    )
+
+
+def count(browser: Browser, selector: str) -> int:
+    return browser.evaluate(f"document.querySelectorAll({json.dumps(selector)}).length")
+
+
+def written(folder: Path, run: str, stage: str, step: int) -> pa.Table:
+    """A file of rollouts as the run has written it."""
+    return pq.read_table(folder / run / "rollouts" / f"{stage}-step-{step:06d}.parquet")
+
+
+# ---------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_every_page_of_every_run_opens(
+    browser: Browser, address: str, runs: dict[str, str], dark: bool
+) -> None:
+    """Without an error of the page, nothing forbidden by its policy, and no address but the server's."""
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    browser.ask("Emulation.setEmulatedMedia", features=[scheme])
+    browser.go(f"{address}#/")
+    assert count(browser, "[data-run]") == len(runs)
+    picture(browser, f"runs-{scheme['value']}")
+    for name, run in runs.items():
+        for tab in TABS:
+            browser.go(f"{address}#/run/{run}{tab}")
+            told = texts(browser, "[data-error]")
+            assert told == [] or name == "damaged", f"{name}{tab}: {told}"
+            picture(browser, f"{name}-{tab[1:] or 'overview'}-{scheme['value']}")
+    assert [url for url in browser.asked if not url.startswith(address)] == []
+    assert [url for url in browser.refused if f"/runs/{runs['damaged']}/" not in url] == []
+    browser.ask("Emulation.setEmulatedMedia", features=[])
+
+
+def test_the_list_of_runs_says_how_each_is(browser: Browser, address: str, runs: dict[str, str]) -> None:
+    browser.go(f"{address}#/")
+    state = "[...document.querySelectorAll('[data-run]')].map(one => one.querySelector('[data-state]').dataset.state)"
+    states = dict(zip(runs, browser.evaluate(state)))
+    assert states["single"] == "not running"
+    assert states["damaged"] == "damaged"
+    ticked = [runs["again"], runs["single"]]
+    for run in ticked:
+        browser.evaluate(f"document.querySelector('[data-run=\"{run}\"] input').click()")
+    browser.evaluate("document.querySelector('[data-act=compare]').click()")
+    browser.wait("document.body.dataset.page === 'compare' && document.body.dataset.ready")
+    assert browser.evaluate("location.hash") == f"#/compare?a={ticked[0]}&b={ticked[1]}"
+    keys = texts(browser, "[data-table=config] tbody td:first-child")
+    assert "seed" in keys
+    assert browser.evaluate("document.querySelector('[data-first]').dataset.first") != "none"
+    picture(browser, "compare")
+
+
+def test_curves_are_those_that_were_chosen(browser: Browser, address: str, runs: dict[str, str]) -> None:
+    """Chosen, smoothed and zoomed curves are in the address, so that a reload shows them again."""
+    browser.go(f"{address}#/run/{runs['single']}?m=reward%2Fmean")
+    assert count(browser, "[data-chart]") == 1
+    browser.evaluate(
+        "(() => { const input = document.querySelector('[data-add=metric]'); input.value = 'train/grad_norm';"
+        " input.dispatchEvent(new Event('change')); })()"
+    )
+    browser.wait("document.querySelectorAll('[data-chart]').length === 2")
+    assert texts(browser, ".chip") == ["train/grad_norm×", "reward/mean×"]
+    bounds = "document.querySelector('[data-chart] svg').getBoundingClientRect()"
+    box = browser.evaluate(f"(({{x, y, width, height}}) => [x, y, width, height])({bounds})")
+    middle = box[1] + box[3] / 2
+    browser.drag((box[0] + 0.4 * box[2], middle), (box[0] + 0.8 * box[2], middle))
+    assert "zoom=" in browser.wait("location.hash.includes('zoom=') && location.hash")
+    browser.ask("Page.reload")
+    browser.wait("document.body?.dataset?.ready")
+    assert texts(browser, ".chip") == ["train/grad_norm×", "reward/mean×"]
+    browser.evaluate("document.querySelector('[data-chart] svg').focus()")
+    browser.press("ArrowRight")
+    assert browser.wait("document.querySelector('.tip:not([hidden])')?.textContent").count("step") == 1
+
+
+def test_filters_show_the_rollouts_that_the_files_have(
+    browser: Browser, address: str, runs: dict[str, str], folder: Path
+) -> None:
+    steps = [written(folder, "single", "main", step) for step in (1, 2, 3)]
+    rewards = np.concatenate([table["reward"].to_numpy() for table in steps])
+    middle = float(np.median(rewards))
+    here = f"{address}#/run/{runs['single']}/rollouts"
+    for query, expected in (
+        ("", len(rewards)),
+        ("?step_from=2&step_to=2", steps[1].num_rows),
+        (f"?reward_from={middle}", int((rewards >= middle).sum())),
+        ("?fault=1", sum(pc.sum(pc.is_valid(table["error"])).as_py() for table in steps)),
+        ("?uid=0", sum(pc.sum(pc.equal(table["uid"], 0)).as_py() or 0 for table in steps)),
+    ):
+        browser.go(here + query)
+        assert browser.evaluate("Number(document.querySelector('.virtual').dataset.rows)") == expected, query
+    browser.go(here)
+    browser.evaluate("document.querySelector('[data-sort=reward]').click()")
+    first = "document.querySelector('.row[data-place=\"0\"]').children[4].textContent"
+    assert float(browser.evaluate(first).replace("−", "-")) == pytest.approx(rewards.min(), abs=1e-3)
+    browser.evaluate("document.querySelector('[data-sort=reward]').click()")
+    assert float(browser.evaluate(first).replace("−", "-")) == pytest.approx(rewards.max(), abs=1e-3)
+
+
+def test_text_is_searched_in_whole_rollouts(browser: Browser, address: str, runs: dict[str, str]) -> None:
+    browser.go(f"{address}#/run/{runs['hostile']}/rollouts")
+    assert browser.evaluate("document.body.dataset.shown") == "6"
+    browser.press("/")
+    browser.press(*"TWICE")
+    assert browser.wait("document.body.dataset.shown === '2' && location.hash").endswith("q=TWICE")
+
+
+def test_keys_walk_through_rollouts(browser: Browser, address: str, runs: dict[str, str]) -> None:
+    here = f"#/run/{runs['single']}"
+    browser.go(f"{address}{here}/rollouts")
+    browser.press("j", "j", "k", "Enter")
+    browser.wait("document.body.dataset.page === 'rollout' && document.body.dataset.ready")
+    assert browser.evaluate("location.hash") == f"{here}/rollout/main/1/1"
+    browser.press("j")
+    browser.wait(f"document.body.dataset.ready === '{here}/rollout/main/1/2'")
+    browser.press("x")
+    browser.wait("document.body.dataset.view === 'text'")
+    browser.press("i")
+    browser.wait("document.body.dataset.view === 'ids'")
+    browser.press("?")
+    assert browser.evaluate("document.getElementById('keys').open")
+    browser.press("Escape")
+    assert not browser.evaluate("document.getElementById('keys').open")
+    assert browser.evaluate("location.hash").startswith(f"{here}/rollout/main/1/2")
+    browser.press("u")
+    browser.wait("document.body.dataset.page === 'run' && document.body.dataset.ready")
+
+
+def test_tokens_show_what_was_recorded_of_them(
+    browser: Browser, address: str, runs: dict[str, str], folder: Path
+) -> None:
+    row = written(folder, "single", "main", 2).slice(3, 1).to_pylist()[0]
+    browser.go(f"{address}#/run/{runs['single']}/rollout/main/2/3?view=tokens")
+    shown = browser.evaluate(
+        "[...document.querySelectorAll('.tokens .token')].map(one => one.dataset.value ?? null)"
+    )
+    assert [value is not None for value in shown] == [bool(one) for one in row["mask"]]
+    for value, logprob in zip(shown, row["logprobs"]):
+        assert value is None or float(value.replace("−", "-")) == pytest.approx(logprob, rel=1e-3)
+    browser.evaluate("document.querySelector('.tokens').focus()")
+    browser.press("ArrowRight")
+    card = browser.wait("document.querySelector('[data-card]:not([hidden])')?.textContent")
+    assert f"id{row['token_ids'][0]}" in card
+    picture(browser, "tokens")
+    browser.press("c")
+    browser.wait("document.querySelector('.tokens').dataset.color === 'difference'")
+    picture(browser, "tokens-difference")
+    shown = browser.evaluate(
+        "[...document.querySelectorAll('.tokens .sampled')].map(one => one.dataset.value)"
+    )
+    assert set(shown) == {"0"}, "on one machine the engine's log-probs and the trainer's are equal to the bit"
+
+
+def test_text_of_models_is_never_markup(browser: Browser, address: str, runs: dict[str, str]) -> None:
+    """In every place where text of a model, a data file or a log is shown."""
+    here = f"{address}#/run/{runs['hostile']}"
+    pages = [
+        *TABS,
+        "/group/rl/1/7",
+        *(f"/rollout/rl/1/0?view={view}" for view in ("tokens", "text", "messages", "ids")),
+    ]
+    for page in [*pages, "/rollout/rl/1/1", "/rollouts?q=script"]:
+        browser.go(here + page)
+        assert browser.evaluate("[window.hacked ?? 0, document.scripts.length, document.images.length]") == [
+            0,
+            1,
+            0,
+        ], page
+        picture(browser, f"hostile{page.replace('/', '-').replace('?', '-')}")
+    browser.go(f"{here}/rollout/rl/1/1?view=text")
+    assert HOSTILE in browser.evaluate("document.querySelector('[data-fault]').textContent")
+    browser.go(f"{here}/rollout/rl/1/0?view=messages")
+    assert texts(browser, "[data-role=tool] .said") == [SHOWN]
+    assert HOSTILE in browser.evaluate("document.querySelector('[data-thought] .said').textContent")
+    browser.go(f"{here}/rollout/rl/1/0?view=tokens")
+    assert texts(browser, ".tokens .token")[5] == SHOWN.replace(" ", "·")
+
+
+def test_strands_show_where_they_fork(browser: Browser, address: str, runs: dict[str, str]) -> None:
+    """The second strand begins with three tokens of the first."""
+    browser.go(f"{address}#/run/{runs['hostile']}/rollout/rl/1/0?view=tokens&strand=1")
+    assert browser.evaluate("document.querySelector('[data-fork]').dataset.fork") == "3"
+    assert count(browser, ".tokens .token.shared") == 3
+    browser.go(f"{address}#/run/{runs['hostile']}/rollout/rl/1/0?view=messages")
+    roles = browser.evaluate("[...document.querySelectorAll('[data-role]')].map(one => one.dataset.role)")
+    assert roles == ["prompt", "assistant", "tool", "assistant"]
+    assert texts(browser, "[data-call] b") == ["look"]
+    assert "reward 0.25" in texts(browser, "[data-turn] > header")[0]
+    assert texts(browser, "[data-turn] .flag") == ["malformed"]
+
+
+def test_an_agents_rollout_opens_as_a_transcript(
+    browser: Browser, address: str, runs: dict[str, str], folder: Path
+) -> None:
+    table = written(folder, "agent", "rl", 2)
+    turns = [len(json.loads(one)) for one in table["turns"].to_pylist()]
+    row = int(np.argmax(turns))
+    browser.go(f"{address}#/run/{runs['agent']}/rollout/rl/2/{row}")
+    assert browser.evaluate("document.body.dataset.view") == "messages"
+    assert count(browser, "[data-turn]") == turns[row]
+    picture(browser, "transcript")
+
+
+def test_a_group_stands_side_by_side(browser: Browser, address: str, runs: dict[str, str]) -> None:
+    browser.go(f"{address}#/run/{runs['hostile']}/group/rl/1/7")
+    assert browser.evaluate("document.querySelector('[data-columns]').dataset.columns") == "3"
+    assert texts(browser, "[data-table=group] tbody td:nth-child(2)") == ["1", "–", "0"]
+    picture(browser, "group")
+
+
+def test_what_cannot_be_read_is_said(browser: Browser, address: str, runs: dict[str, str]) -> None:
+    browser.go(f"{address}#/run/{runs['damaged']}")
+    assert "metrics.jsonl" in browser.evaluate("document.querySelector('[data-problems]').textContent")
+    browser.go(f"{address}#/run/{runs['damaged']}/rollouts")
+    assert browser.evaluate("document.querySelector('.virtual').dataset.rows") == "3"
+    assert "rl-step-000002.parquet" in "".join(texts(browser, "[data-problems]"))
+    browser.go(f"{address}#/run/{runs['single']}/nowhere")
+    assert "no page" in texts(browser, "[data-error]")[0]
+
+
+def test_an_unknown_rollout_is_said_in_its_place(
+    browser: Browser, address: str, runs: dict[str, str]
+) -> None:
+    browser.go(f"{address}#/run/{runs['single']}/rollout/main/1/999")
+    assert len(texts(browser, "[data-error]")) == 1
+    assert len(browser.refused) == 1
+
+
+def test_a_running_run_is_shown_as_it_goes_on(browser: Browser, tmp_path: Path) -> None:
+    hostile_run(tmp_path / "run")
+    (tmp_path / "run" / "lock").write_text(f"{os.getpid()} {os.uname().nodename}")
+    with served(tmp_path / "run") as url:
+        browser.go(f"{url}#/run/0/rollouts")
+        assert browser.evaluate("document.querySelector('.virtual').dataset.rows") == "6"
+        assert browser.evaluate("document.getElementById('live').textContent") == "live"
+        files = tmp_path / "run" / "rollouts"
+        later = files / ".later"
+        later.write_bytes((files / "rl-step-000002.parquet").read_bytes())
+        later.rename(files / "rl-step-000003.parquet")
+        browser.wait("document.querySelector('.virtual').dataset.rows === '9'")
+        browser.go(f"{url}#/run/0?m=reward%2Fmean")
+        with (tmp_path / "run" / "metrics.jsonl").open("a") as metrics:
+            metrics.write('{"stage": "rl", "step": 3, "reward/mean": 0.75}\n')
+        browser.wait("document.querySelector('[data-chart] svg').getAttribute('aria-label').includes('0.75')")
+        picture(browser, "running")
+        (tmp_path / "run" / "lock").write_text("")
+        browser.wait("document.querySelector('[data-state]').dataset.state === 'not running'")
+
+
+def large_run(path: Path, *, steps: int, rows: int) -> None:
+    """A run directory whose files have so many rollouts each, of eight rollouts a task and 16 tokens."""
+    (path / "rollouts").mkdir(parents=True)
+    (path / "run.log").write_text("")
+    number = np.arange(rows)
+    tokens = pa.array([list(range(16))] * rows, pa.list_(pa.int32()))
+    floats = pa.array([[-0.5] * 16] * rows, pa.list_(pa.float32()))
+    columns: dict[str, Callable[[], Any]] = {
+        "uid": lambda: number // 8,
+        "index": lambda: number % 8,
+        "reward": lambda: (number % 8) / 8,
+        "advantage": lambda: number % 2 - 0.5,
+        "reward_parts": lambda: [[]] * rows,
+        "strand_tokens": lambda: [[16]] * rows,
+        "token_ids": lambda: tokens,
+        "mask": lambda: [[0, 1] * 8] * rows,
+        "logprobs": lambda: floats,
+        "sample_logprobs": lambda: floats,
+        "versions": lambda: tokens,
+        "turns": lambda: ["[]"] * rows,
+        "messages": lambda: ["[]"] * rows,
+        "state": lambda: ["null"] * rows,
+        "answer": lambda: ["null"] * rows,
+        "source": lambda: ["s"] * rows,
+        "finish_reason": lambda: ["stop"] * rows,
+        "prompt": lambda: [f"prompt {n // 8}" for n in number],
+        "text": lambda: [f"reply {n}" for n in number],
+    }
+    made = [
+        pa.array(columns[field.name](), field.type) if field.name in columns else pa.nulls(rows, field.type)
+        for field in ROLLOUTS
+    ]
+    table = pa.table(made, schema=ROLLOUTS)
+    for step in range(1, steps + 1):
+        pq.write_table(table, path / "rollouts" / f"rl-step-{step:06d}.parquet")
+
+
+def test_a_hundred_thousand_rollouts_scroll(browser: Browser, tmp_path: Path) -> None:
+    """Only those in sight are elements; the last is reached, filtered and opened."""
+    large_run(tmp_path / "large", steps=50, rows=2048)
+    with served(tmp_path / "large") as url:
+        browser.go(f"{url}#/run/0/rollouts")
+        assert browser.evaluate("document.querySelector('.virtual').dataset.rows") == "102400"
+        assert count(browser, ".row") < 120
+        browser.press("G")
+        assert "reply 2047" in browser.wait(
+            "document.querySelector('.row[data-place=\"102399\"]')?.textContent"
+        )
+        browser.evaluate("void (document.querySelector('.rows').scrollTop = 50000 * 26)")
+        assert "rl 25" in browser.wait("document.querySelector('.row[data-place=\"50000\"]')?.textContent")
+        assert count(browser, ".row") < 120
+        browser.press("G", "Enter")
+        browser.wait("document.body.dataset.page === 'rollout' && document.body.dataset.ready")
+        assert browser.evaluate("location.hash") == "#/run/0/rollout/rl/50/2047"
+
+
+def test_an_exported_page_needs_no_server(
+    browser: Browser, runs: dict[str, str], folder: Path, tmp_path: Path
+) -> None:
+    """From file://, with nothing asked of anybody; rollouts that it does not bring are named as such."""
+    paths = find_runs([folder])
+    write_report(paths, tmp_path / "report.html", most=70)
+    address = (tmp_path / "report.html").as_uri()
+    browser.go(f"{address}#/")
+    assert count(browser, "[data-run]") == len(runs)
+    assert len(texts(browser, "[data-exported]")) == 1
+    picture(browser, "exported")
+    for name, run in runs.items():
+        for tab in TABS:
+            browser.go(f"{address}#/run/{run}{tab}")
+            assert texts(browser, "[data-error]") == [] or name == "damaged", f"{name}{tab}"
+    here = f"{address}#/run/{runs['hostile']}"
+    browser.go(f"{here}/rollouts?q=SCRIPT")
+    assert browser.evaluate("document.body.dataset.shown") == "6"
+    browser.evaluate("document.querySelector('.row[data-place]:not(.absent)').click()")
+    browser.wait("document.body.dataset.page === 'rollout' && document.body.dataset.ready")
+    browser.press("t")
+    assert browser.wait("document.querySelectorAll('.tokens .token')[5]?.textContent") == SHOWN.replace(
+        " ", "·"
+    )
+    assert browser.evaluate("[window.hacked ?? 0, document.images.length]") == [0, 0]
+    browser.go(f"{address}#/run/{runs['single']}/rollout/main/2/999")
+    assert "exported without it" in texts(browser, "[data-error]")[0]
+    assert {url.partition("#")[0] for url in browser.asked if not url.startswith("data:")} == {address}
+
+
+def test_evaluations_show_what_flipped(
+    browser: Browser, address: str, runs: dict[str, str], folder: Path
+) -> None:
+    """Counted from the files: tasks with a reward of the eval.success threshold or more after, and less before."""
+    here = folder / "single" / "eval"
+    before, after = (pq.read_table(here / f"main-step-{step:06d}.parquet").to_pylist() for step in (0, 3))
+    right = [{row["uid"]: row["reward"] >= 1.0 for row in rows} for rows in (before, after)]
+    mended = sum(right[1][uid] and not right[0][uid] for uid in right[0])
+    browser.go(f"{address}#/run/{runs['single']}/evals?from=0&to=3")
+    told = browser.evaluate(
+        "[...document.querySelectorAll('[data-flips]')].map(one => [one.dataset.flips, one.dataset.count])"
+    )
+    assert dict(told)["mended"] == str(mended)
+
+
+def test_a_count_of_the_ledger_opens_its_rollouts(
+    browser: Browser, address: str, runs: dict[str, str]
+) -> None:
+    browser.go(f"{address}#/run/{runs['hostile']}/ledger")
+    linked = "document.querySelector('[data-total=\"without a reward\"] a')"
+    assert browser.evaluate(f"{linked}.textContent") == "2"
+    browser.evaluate(f"{linked}.click()")
+    browser.wait("document.body.dataset.page === 'rollouts' && document.body.dataset.ready")
+    assert browser.evaluate("document.body.dataset.shown") == "2"
