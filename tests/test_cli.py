@@ -30,6 +30,7 @@ COMMANDS = {
     "data gsm8k",
     "keys",
     "convert",
+    "studio",
     "rehearse",
     "schema",
     "export",
@@ -161,7 +162,13 @@ def test_every_command_has_an_example_that_is_right(monkeypatch: pytest.MonkeyPa
             elif name == "train":
                 line = line.replace(" --change", "", 1)
                 assert call(line.replace("train", "plan", 1), monkeypatch) == 0
-            elif name in ("eval", "rehearse", "export", "engine install"):  # they would do what they say
+            elif name in (
+                "eval",
+                "rehearse",
+                "export",
+                "engine install",
+                "studio",
+            ):  # they would do what they say
                 assert call(f"whet {name} --help", monkeypatch) == 0
             else:  # the folders of these are the reader's: that is all there is to be said against them
                 assert call(line, monkeypatch) in (0, 1)

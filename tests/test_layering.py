@@ -39,6 +39,7 @@ LAYERS: list[set[str]] = [
         "commands_runs",
         "commands_engines",
         "engines",
+        "commands_studio",
         "notices",
         "options",
         "reference",
@@ -53,6 +54,7 @@ LAYERS: list[set[str]] = [
         "prove",
         "cluster",
         "view",
+        "studio",
     },
 ]
 """By first name below `whet`; `whet/__init__.py` is of the last layer."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import typer
 
-from whet import commands_engines, commands_records, commands_runs, secrets
+from whet import commands_engines, commands_records, commands_runs, commands_studio, secrets
 from whet.notices import say, say_columns, say_missing, write
 from whet.options import (
     SETTINGS,
@@ -516,6 +516,7 @@ def gsm8k(
 commands_runs.add_to(app)
 commands_records.add_to(app)
 commands_engines.add_to(app)
+commands_studio.add_to(app)
 
 
 def main() -> None:

@@ -75,12 +75,14 @@ class Weights:
         return measured
 
     def due(self, step: int, explored: Callable[[], int]) -> bool:
-        """Whether the step after `step` steps ends in a weight sync: every so many steps, at the end, and before an
-        evaluation."""
+        """Whether the step after `step` steps ends in a weight sync: every so many steps where the stage samples,
+        at the end, and before an evaluation."""
         context, cfg, done = self.context, self.context.cfg, step + 1
         evaluated = context.due(done, cfg.eval.interval, epochs=cfg.eval.interval_epochs)
         if done == context.plan.steps or evaluated:
             return True
+        if context.algorithm.kind != "online":  # nothing else samples
+            return False
         if cfg.sync.driven_by == "explorer" and context.plan.mode in ("asynchronous", "train"):
             groups = cfg.rollout.sync_interval * context.plan.own_tasks_per_step
             return explored() - self.explored_at_sync >= groups

@@ -15,10 +15,19 @@ from whet.config.keys import Path, did_you_mean, distance, dotted, lookup
 from whet.config.parse import scalar
 from whet.config.tree import get, stage_names
 from whet.secrets import redact
-from whet.types import Json
+from whet.types import ConfigError, Json
 
 MOST_TOLD = 100
 """Maximum number of problems of one config that are listed: suggestions for many keys take long."""
+
+
+class Refused(ConfigError):
+    """All problems of one config."""
+
+    def __init__(self, problems: Iterable[tuple[str, str]], what: str) -> None:
+        """problems: (place, text) of each; what: the config, in words."""
+        self.problems = tuple(sorted(problems, key=lambda p: _line(p[0])))
+        super().__init__(listing(self.problems, what))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from whet.config import hardware, keys, secrets, tree
 from whet.config.checks import unused as unused_keys
 from whet.config.derived import with_lr
 from whet.config.draft import Draft
-from whet.config.faults import faults, listing, named, shown
+from whet.config.faults import Refused, faults, named, shown
 from whet.config.parse import parse, plain
 from whet.config.renamed import RELEASE
 from whet.config.schema import Config
@@ -96,6 +96,7 @@ def load(
     here: bool = True,
     unused: Unused = "refuse",
     trust_script: bool = False,
+    text: str | None = None,
 ) -> Loaded:
     """Read, translate, merge, resolve and validate. Raises one ConfigError that lists every problem.
 
@@ -106,7 +107,7 @@ def load(
     unused: keys that nothing reads are an error of the plan ('refuse'), or left out with a note each ('warn'). Where an
     override names another algorithm, those of the file are left out in any case.
     rehearsal: engines and features that are not built yet are no problem; they stay in `translation.unbuilt`.
-    trust_script: the shell of a launch script runs without a sandbox.
+    trust_script: the shell of a launch script runs without a sandbox. text: what to read in place of the file.
 
     A launch script (.sh) is config, too: `overrides` are then its arguments, but for those that begin with `whet.`.
     """
@@ -119,7 +120,7 @@ def load(
         draft, dialect, notes, program = _launched(Path(path), overrides, dialect, trust=trust_script)
         overrides = [text for text in overrides if text.startswith("whet.")]
     elif path is not None:
-        draft = _read(Path(path))
+        draft = _read(Path(path), text)
     what = str(path or "the config")
     secrets.learn(draft.tree, everywhere=True)
     learn_overrides(overrides)
@@ -131,7 +132,7 @@ def load(
         what += f", a {kind} file"
         if draft.problems:
             draft.problems += _of_the_program(program, draft.problems)
-            raise ConfigError(listing(draft.problems, what))
+            raise Refused(draft.problems, what)
         overrides = [text.removeprefix("whet.") for text in overrides if text.startswith("whet.")]
     else:
         draft.use_present_names()
@@ -164,7 +165,7 @@ def load(
         draft.tree = written = without(written, idle_keys)
         config = _finished(draft)
     if draft.problems or config is None:
-        raise ConfigError(listing(draft.problems, what))
+        raise Refused(draft.problems, what)
     return Loaded(
         config=config,
         stages=stage_configs(config),
@@ -252,7 +253,7 @@ def _stage(base: dict[str, Json], number: int, stage: dict[str, Json]) -> Config
         return Config.model_validate_json(json.dumps(merged))
     except ValidationError as e:
         said = [("", f"{named(('stages', number, *f.path), base)}: {f.text}") for f in faults(merged, e)]
-        raise ConfigError(listing(said, "the config")) from e
+        raise Refused(said, "the config") from e
 
 
 def _launched(
@@ -323,6 +324,6 @@ def _read(file: Path, text: str | None = None) -> Draft:
     problems = [(f"{file}:{line}", said) for line, said in parsed.problems]
     if not isinstance(parsed.tree, dict):
         problems = problems or [(f"{file}:1", f"a config is a mapping of keys, got {shown(parsed.tree)}")]
-        raise ConfigError(listing(problems, str(file)))
+        raise Refused(problems, str(file))
     origins = {at: f"{file}:{line}" for at, line in parsed.lines.items() if at}
     return Draft(tree=parsed.tree, origins=origins, problems=problems)

@@ -26,7 +26,7 @@ _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
-_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+YAML_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _TAGGED = re.compile(r"(&\S+\s+)?!")
 _MOST_VALUES = 100_000
@@ -116,7 +116,7 @@ def _yaml(text: str) -> Parsed:
         if too_much := _too_much(text):
             out.problems.append(too_much)
             return out
-        node = yaml.compose(text, Loader=_LOADER)
+        node = yaml.compose(text, Loader=YAML_LOADER)
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         said = ", ".join(part for part in (e.problem, e.context) if part)
@@ -148,7 +148,7 @@ def _too_much(text: str) -> tuple[int, str] | None:
     """(line, what is wrong) of text that nests too deep or holds too much; told from its events, which come one by one,
     before anything is built of them."""
     levels = values = 0
-    for event in yaml.parse(text, Loader=_LOADER):
+    for event in yaml.parse(text, Loader=YAML_LOADER):
         levels += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         values += isinstance(event, yaml.NodeEvent)
         line = event.start_mark.line + 1 if event.start_mark else 1

@@ -26,7 +26,7 @@ from whet.config.evaluation import (
     tokens_after_prompt,
     total_tokens,
 )
-from whet.config.faults import listing, named
+from whet.config.faults import Refused, named
 from whet.config.hardware import cuda_bytes
 from whet.config.keys import dotted
 from whet.config.learns import learns
@@ -104,7 +104,7 @@ def missing(run: Loaded) -> list[str]:
 def _refuse(problems: Sequence[tuple[str, str]], what: str) -> None:
     """Raise ConfigError with these (place, text), if there are any."""
     if problems:
-        raise ConfigError(listing(problems, what))
+        raise Refused(problems, what)
 
 
 def _problems(config: Config, stages: Sequence[Config], *, here: bool) -> Iterator[Problem]:

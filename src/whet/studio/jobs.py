@@ -1,0 +1,117 @@
+"""Runs that the page starts: `whet rehearse` and `whet train` as processes of their own, each with its log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from whet.secrets import redact
+from whet.types import ConfigError
+
+COMMANDS = {"rehearse": False, "train": True}
+"""What may be started, and whether it writes a run directory."""
+MOST_LOG_BYTES = 256 * 2**10
+"""Of one answer; the page asks again from where it ends."""
+PATIENCE_S = 60.0
+"""How long a run may take to save and end, when the studio ends."""
+
+
+@dataclass
+class Job:
+    """One process and its log."""
+
+    command: str
+    file: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    began: float = field(default_factory=time.time)
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
+
+class Jobs:
+    """At most one run at a time; the one before stays to be read. A context manager: at its end the run is stopped."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.current: Job | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="whet-studio-")
+        self._count = 0
+
+    def start(self, command: str, file: str) -> Job:
+        """Start a command on a config file, without a shell. ConfigError while another one runs."""
+        if command not in COMMANDS:
+            raise ConfigError(f"command {command!r}: expected {' or '.join(COMMANDS)}")
+        if self.current is not None and self.current.exit_code is None:
+            raise ConfigError(f"whet {self.current.command} {self.current.file} still runs; stop it first")
+        self._count += 1
+        log = Path(self._folder.name, f"{self._count}.log")
+        arguments = [sys.executable, "-m", "whet", command, "--", str(self.root / file)]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                arguments,
+                cwd=self.root,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "110", "NO_COLOR": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that a stop reaches all of its processes, as Ctrl-C in a terminal does
+            )
+        self.current = Job(command, file, process, log)
+        return self.current
+
+    def stop(self) -> None:
+        """Ask the run to end, as Ctrl-C does."""
+        if self.current is not None and self.current.exit_code is None:
+            os.killpg(self.current.process.pid, signal.SIGINT)
+
+    def state(self, start: int) -> dict[str, Any] | None:
+        """The run, and its log from a byte on; `next` is where the next piece begins. None before the first run."""
+        job = self.current
+        if job is None:
+            return None
+        code = job.exit_code  # before the log: what is written before the end is read
+        with job.log.open("rb") as file:
+            file.seek(start)
+            read = file.read(MOST_LOG_BYTES)
+        whole = read if code is not None and len(read) < MOST_LOG_BYTES else read[: read.rfind(b"\n") + 1]
+        whole = whole or (read if len(read) == MOST_LOG_BYTES else b"")
+        return {
+            "job": self._count,
+            "command": job.command,
+            "file": job.file,
+            "writes_run": COMMANDS[job.command],
+            "began": job.began,
+            "exit_code": code,
+            "start": start,
+            "log": redact(whole.decode("utf-8", "replace")),
+            "next": start + len(whole),
+            "more": len(read) == MOST_LOG_BYTES,
+        }
+
+    def close(self) -> None:
+        """Stop the run and wait for it; one that does not end is killed."""
+        job = self.current
+        if job is not None and job.exit_code is None:
+            self.stop()
+            try:
+                job.process.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(job.process.pid, signal.SIGKILL)
+                job.process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Jobs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

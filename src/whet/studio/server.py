@@ -1,0 +1,198 @@
+"""The server of `whet studio`: for this machine alone, and for the page that it gave its tokens to.
+
+A request needs the token of the printed address (then in a cookie), a Host that is this machine, and, where it changes
+anything, POST with the page's own token and no other site's Origin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from whet.inputs import MOST_CONFIG_BYTES
+from whet.studio.answers import ASKED, TOLD, BadRequest, Question, Studio, drawn_from, run_folder
+from whet.studio.jobs import Jobs
+from whet.studio.opened import IsThere
+from whet.types import ConfigError, WhetError
+from whet.view.answers import encoded
+from whet.view.server import HEADERS, KINDS, LOCAL
+from whet.view.server import STATIC as OF_THE_VIEWER
+from whet.view.server import Server as Viewer
+from whet.view.source import Runs
+
+STATIC = Path(__file__).parent / "static"
+SHARED = ("dom.js", "style.css", "icon.svg")
+"""Files of the viewer's page that this page has, too."""
+HOST = "127.0.0.1"
+MOST_BODY_BYTES = 4 * MOST_CONFIG_BYTES
+"""A text in JSON, where a character may take six bytes."""
+
+
+class Server:
+    """Answers the page. Other Hosts, Origins, methods and tokens are refused before anything is read."""
+
+    def __init__(self, studio: Studio) -> None:
+        self.studio, self.port = studio, 0
+        self.token, self._page_token = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        shared = {name: OF_THE_VIEWER / name for name in SHARED}
+        self._static = {p.name: p for p in STATIC.iterdir() if p.suffix in KINDS} | {
+            ("viewer.css" if name == "style.css" else name): path for name, path in shared.items()
+        }
+        self._pool = ThreadPoolExecutor(
+            1, thread_name_prefix="whet-studio"
+        )  # one: a later text is checked later
+        self._runner: web.AppRunner | None = None
+        self._viewer: Viewer | None = None
+
+    async def start(self, port: int = 0) -> None:
+        """Listen. ConfigError if the port is taken."""
+        app = web.Application(client_max_size=MOST_BODY_BYTES)
+        app.router.add_route("*", "/{path:.*}", self._respond)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, HOST, port, shutdown_timeout=0.1).start()
+        except OSError as e:
+            await self.stop()
+            raise ConfigError(f"cannot listen on port {port}: {e.strerror}; give another --port") from e
+        self.port = self._runner.addresses[0][1]
+
+    @property
+    def url(self) -> str:
+        """Where the page is, with its token."""
+        return f"http://{HOST}:{self.port}/?token={self.token}"
+
+    async def stop(self) -> None:
+        """Close all connections, those of the viewer too."""
+        if self._viewer is not None:
+            await self._viewer.stop()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # -- inside
+
+    @property
+    def _cookie(self) -> str:
+        return f"whet_studio_{self.port}"  # a browser gives a cookie to all ports of a machine
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        response = self._refusal(request) or await self._answer(request)
+        response.headers.update(HEADERS)
+        if response.status < 400 and "token" in request.query:
+            response.set_cookie(self._cookie, self.token, httponly=True, samesite="Strict")
+        return response
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        host = request.headers.get("Host", "").lower()
+        name, _, port = host.rpartition(":")
+        if name not in LOCAL or port != str(self.port):
+            return _error(403, "this Host is not the address of the studio")
+        if request.method not in ("GET", "HEAD", "POST"):
+            return _error(405, f"method {request.method}: expected GET or POST")
+        given = (request.query.get("token"), request.cookies.get(self._cookie))
+        if not any(_equal(one, self.token) for one in given if one):
+            return _error(401, "a token is needed: open the address that `whet studio` printed")
+        if request.method != "POST":
+            return None
+        if request.headers.get("Origin", f"http://{host}").lower() != f"http://{host}":
+            return _error(403, "this Origin is not the page of the studio")
+        if not _equal(request.headers.get("X-Whet-Page", ""), self._page_token):
+            return _error(403, "the page's token is missing; reload the page")
+        if request.content_type != "application/json":
+            return _error(415, "expected application/json")
+        return None
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        section, _, name = request.path.lstrip("/").partition("/")
+        if section != "api":
+            return self._file(request, request.path.lstrip("/"))
+        if name == "schema" and request.method != "POST":
+            return _json(await self._later(drawn_from))
+        table = TOLD if request.method == "POST" else ASKED
+        if name not in table and not (name == "view" and table is TOLD):
+            return _error(404, f"nothing is at /{section}/{name[:100]} for {request.method}")
+        try:
+            fields = await _body(request) if table is TOLD else dict(request.query)
+            if name == "view":
+                return _json(encoded({"url": await self._view()}))
+            found = await self._later(table[name], self.studio, Question(fields))
+        except BadRequest as e:
+            return _error(400, str(e))
+        except IsThere as e:
+            return _json(encoded({"error": "another file is there", "digest": str(e)}), status=409)
+        except (WhetError, OSError) as e:
+            return _error(422, str(e))
+        if name == "start":
+            found |= {"page_token": self._page_token}
+        return _json(await self._later(encoded, found))
+
+    async def _later(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+    def _file(self, request: web.Request, name: str) -> web.Response:
+        found = self._static.get(name or "index.html")
+        if found is None or request.method == "POST":
+            return _error(404, f"nothing is at /{name[:100]}")
+        return web.Response(body=found.read_bytes(), content_type=KINDS[found.suffix], charset="utf-8")
+
+    async def _view(self) -> str:
+        """The address of a viewer of the run, on a port of its own and with a token."""
+        path = await self._later(run_folder, self.studio)
+        if self._viewer is not None:
+            await self._viewer.stop()
+        self._viewer = Viewer(Runs.of([path]), token=secrets.token_urlsafe(24))
+        await self._viewer.start()
+        return self._viewer.url
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    """The fields of a JSON body."""
+    try:
+        found = json.loads(await request.read())
+    except web.HTTPRequestEntityTooLarge as e:
+        raise BadRequest(f"more than {MOST_BODY_BYTES >> 20} MiB") from e
+    except (ValueError, RecursionError) as e:
+        raise BadRequest("the body is no JSON") from e
+    if not isinstance(found, dict):
+        raise BadRequest("the body is no JSON object")
+    return found
+
+
+def _equal(given: str, own: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "replace"), own.encode())
+
+
+def _json(body: bytes, status: int = 200) -> web.Response:
+    headers = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+
+
+def _error(status: int, text: str) -> web.Response:
+    return _json(encoded({"error": text}), status=status)
+
+
+def serve(file: Path | None, *, port: int, ready: Callable[[str], object]) -> None:
+    """Serve until Ctrl-C or SIGTERM, which also stop the run. ready: called with the URL once it answers."""
+
+    async def work(jobs: Jobs) -> None:
+        server = Server(Studio.of(file, jobs))
+        await server.start(port)
+        end, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, end.set)
+        ready(server.url)
+        await end.wait()
+        await server.stop()
+
+    with Jobs(Path.cwd()) as jobs:
+        asyncio.run(work(jobs))
