@@ -69,7 +69,10 @@ def test_the_reference_has_every_command_and_every_public_name():
     commands = reference.cli_page()
     assert "## whet train\n" in commands
     assert "## whet data gsm8k\n" in commands
-    assert "| `--tokens` | List every token with the log-probs of trainer and engine. |" in commands
+    assert (
+        "| `--tokens` | List every token with its log-prob by the engine, before and after sampling filters. |"
+        in commands
+    )
     names = reference.python_page()
     assert set(whet.__all__) <= set(reference.PUBLIC["whet"])
     assert [name for name in whet.__all__ if f"\n### {name}\n" not in names] == []
