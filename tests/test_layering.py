@@ -67,6 +67,7 @@ OWN_MODULE = {
     "wandb",
     "mlflow",
     "swanlab",
+    "trackio",
     "peft",
     "mcp",
     "gymnasium",

@@ -85,6 +85,27 @@ def swanlab(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.fixture
+def trackio(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    notes = SimpleNamespace(inits=[], logs=[], finished=0, error=None)
+
+    class Run:
+        def log(self, numbers: dict[str, Any], step: int) -> None:
+            notes.logs.append((step, numbers))
+
+        def finish(self) -> None:
+            notes.finished += 1
+
+    def init(**given: Any) -> Run:
+        if notes.error:
+            raise notes.error
+        notes.inits.append(given)
+        return Run()
+
+    put(monkeypatch, "trackio", init=init, Table=lambda columns, data: (columns, data))
+    return notes
+
+
+@pytest.fixture
 def mlflow(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A twin of a tracking server: experiments and runs outlive the clients."""
     notes = SimpleNamespace(uris=[], experiments={}, runs={}, down=False, batches=[])
@@ -280,6 +301,29 @@ def test_a_server_that_goes_away_ends_no_run_and_is_told(
     assert len(said) == 3
 
 
+def test_trackio_is_told_what_the_run_is_and_every_number(trackio: SimpleNamespace, tmp_path: Path) -> None:
+    cfg = config("trackio", arguments={"trackio": {"space_id": "org/board"}})
+    tracker = start(tmp_path, cfg)
+    tracker.log("main", 4, metrics={"reward/mean": 0.5}, timings={"time/step_s": 2.0})
+    tracker.show("main", 4, ROWS)  # type: ignore[attr-defined]
+    tracker.close()
+    start(tmp_path, cfg, number=1)
+    start(tmp_path / "anew", cfg, number=2)
+    first, again, other = (given.pop("name") for given in trackio.inits)
+    assert first == again != other
+    assert first.startswith("letters-")
+    given = trackio.inits[0]
+    assert given.pop("config")["reward_workers"]["env"]["JUDGE_KEY"] == "***"
+    assert given == {
+        "project": "reading", "group": "g", "resume": "allow", "embed": False, "auto_log_cpu": False,
+        "space_id": "org/board",
+    }  # fmt: skip
+    assert trackio.logs[0] == (4, {"reward/mean": 0.5, "time/step_s": 2.0})
+    columns, data = trackio.logs[1][1]["eval/samples"]
+    assert dict(zip(columns, data[0]))["reply"] == ROWS[0]["reply"]
+    assert trackio.finished == 1
+
+
 @pytest.mark.parametrize("name", ["wandb", "swanlab", "mlflow"])
 def test_a_tracker_that_cannot_start_says_what_to_do(
     name: str, wandb: SimpleNamespace, swanlab: SimpleNamespace, mlflow: SimpleNamespace, tmp_path: Path
@@ -300,7 +344,7 @@ def refused(*overrides: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "tensorboard"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "trackio", "tensorboard"])
 def test_a_missing_package_is_named_before_anything_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     found = importlib.util.find_spec

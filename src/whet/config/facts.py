@@ -73,7 +73,7 @@ NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
         lambda cfg, algorithm: algorithm.reprompt is not None,
     ),
     "lists_runs": (
-        "track.trackers names wandb, mlflow, swanlab or your own class.",
+        "track.trackers names wandb, mlflow, swanlab, trackio or your own class.",
         lambda cfg, algorithm: lists_runs(cfg),
     ),
     "evaluates": ("There are held-out tasks, and evaluation is on.", lambda cfg, algorithm: evaluates(cfg)),

@@ -61,6 +61,14 @@ TRACKERS: Mapping[str, TrackerRow] = {
         takes=None,
         secret="SWANLAB_API_KEY",
     ),
+    "trackio": TrackerRow(
+        about="trackio: a local dashboard, a server or a Space of Hugging Face.",
+        at="whet.track.remote:Trackio",
+        package="trackio",
+        lists_runs=True,
+        takes=None,
+        secret="HF_TOKEN",
+    ),
 }
 
 LISTS = tuple(name for name, row in TRACKERS.items() if row.lists_runs)

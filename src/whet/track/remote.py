@@ -1,4 +1,4 @@
-"""Trackers that list runs of many machines: Weights & Biases, MLflow, SwanLab.
+"""Trackers that list runs of many machines: Weights & Biases, MLflow, SwanLab, trackio.
 
 Their packages are optional and imported here alone, when a run names them. A resumed run is the same run there:
 it is found by the identity of its first start. Repeated values equal, bit for bit, the values that are already
@@ -102,6 +102,39 @@ class SwanLab:
 
     def close(self) -> None:
         self._swanlab.finish()
+
+
+class Trackio:
+    """A run of a trackio project: on this machine (`trackio show`; TRACKIO_DIR), on a server (`server_url`) or in a
+    Space (`space_id`). trackio knows a run by its name alone, so the name ends with the run's identity."""
+
+    def __init__(self, sinks: Sinks, **given: Json) -> None:
+        import trackio
+
+        cfg = sinks.cfg
+        try:
+            self._run = trackio.init(
+                project=cfg.track.project,
+                name=f"{cfg.name}-{sinks.record.identity[:8]}",
+                group=cfg.track.group,
+                config=redact_tree(dump(cfg)),
+                resume="allow",
+                **{"embed": False, "auto_log_cpu": False, **given},
+            )
+        except (OSError, RuntimeError, TypeError, ValueError) as e:
+            raise _refused("trackio", "no space_id and no server_url", e) from e
+        self._table, self._prefix = trackio.Table, sinks.prefix
+
+    def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
+        before = self._prefix(stage)
+        self._run.log({f"{before}{n}": v for n, v in {**metrics, **timings}.items()}, step=step)
+
+    def show(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> None:
+        table = self._table(columns=list(_ROWS), data=[[_text(row[c]) for c in _ROWS] for row in rows])
+        self._run.log({f"{self._prefix(stage)}eval/samples": table}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 class Mlflow:

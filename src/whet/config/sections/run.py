@@ -81,19 +81,19 @@ class TrackConfig(Section):
     """Metrics and records."""
 
     trackers: tuple[str, ...] = ("console", "jsonl")
-    """Destinations of metrics: console, jsonl, tensorboard, wandb, mlflow, swanlab, or your own class as
-    'package.module:Class'. (verl: trainer.logger) jsonl is always written; console is the live display. wandb, mlflow
-    and swanlab are separate packages and may send metrics and the config to a server."""
+    """Destinations of metrics: console, jsonl, tensorboard, wandb, mlflow, swanlab, trackio, or your own
+    class as 'package.module:Class'. (verl: trainer.logger) jsonl is always written; console is the live display. wandb,
+    mlflow, swanlab and trackio are separate packages and may send metrics and the config to a server."""
     project: str = "whet"
-    """Project (W&B, SwanLab) or experiment (MLflow) that lists the run, under its `name`."""
+    """Project (W&B, SwanLab, trackio) or experiment (MLflow) that lists the run, under its `name`."""
     group: str | None = None
     """Group of the run in the tracker; runs of one group are listed together."""
     tags: tuple[str, ...] = ()
     """Tags of the run in the tracker."""
     arguments: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Further arguments by tracker: of wandb.init or swanlab.init (`wandb: {mode: offline}`), the tracking_uri of
-    mlflow, or keyword arguments of your own class. Never put secrets here: the trackers read them from the environment
-    (WANDB_API_KEY, MLFLOW_TRACKING_PASSWORD ...)."""
+    """Further arguments by tracker: of wandb.init, swanlab.init or trackio.init (`wandb: {mode: offline}`), the
+    tracking_uri of mlflow, or keyword arguments of your own class. Never put secrets here: the trackers read them from
+    the environment (WANDB_API_KEY, MLFLOW_TRACKING_PASSWORD ...)."""
     rollouts_interval: Count = 1
     """Steps between records of rollouts: every rollout of each n-th step is written to rollouts/STAGE-step-N.parquet.
     0: none."""

@@ -154,9 +154,9 @@ def resume(v: Values) -> Native:
 
 
 TRACKERS: dict[str, str | None] = {
-    **{name: name for name in ("console", "tensorboard", "wandb", "mlflow", "swanlab")},
+    **{name: name for name in ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")},
     "file": "jsonl",
-    **dict.fromkeys(("vemlp_wandb", "clearml", "trackio", "tracking")),
+    **dict.fromkeys(("vemlp_wandb", "clearml", "tracking")),
 }
 
 
