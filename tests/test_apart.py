@@ -414,9 +414,9 @@ def test_whose_steps_say_when_weights_go_over(
     the trainer's first step, and go at its pace from then on."""
     told = []
 
-    async def noted(*args: Any, due: bool, **given: Any) -> None:
+    async def noted(*args: Any, due: bool, **given: Any) -> Any:
         told.append(due)
-        await publish(*args, due=due, **given)
+        return await publish(*args, due=due, **given)
 
     monkeypatch.setattr(whet.weights, "publish", noted)
     rollout = {

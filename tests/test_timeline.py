@@ -15,7 +15,7 @@ import pytest
 
 import whet
 from whet.api import train
-from whet.cli import show as show_command
+from whet.commands_runs import show as show_command
 from whet.track import time_report, timeline
 from whet.track.record import RunDirectory
 from whet.track.timeline import SAMPLING, STEPS, WAITS, Span, Timeline, read

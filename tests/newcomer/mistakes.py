@@ -181,7 +181,10 @@ KEYS = [
         ("swanlab is not installed", "pip install"),
     ),
     Mistake(
-        "an engine of another system", TRAIN + "rollout.engine=vllm", 2, ("'vllm' is not known", "native, hf")
+        "an engine of another system",
+        TRAIN + "rollout.engine=sglang",
+        2,
+        ("SGLang is not supported yet", "use rollout.engine=vllm or native"),
     ),
     Mistake(
         "a tab in YAML",

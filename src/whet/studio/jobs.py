@@ -23,6 +23,11 @@ PATIENCE_S = 60.0
 """How long a run may take to save and end, when the studio ends."""
 
 
+def _hear_stops() -> None:
+    """In the new process: a shell starts background commands with SIGINT ignored, and their children inherit it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @dataclass
 class Job:
     """One process and its log."""
@@ -65,6 +70,7 @@ class Jobs:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that a stop reaches all of its processes, as Ctrl-C in a terminal does
+                preexec_fn=_hear_stops,
             )
         self.current = Job(command, file, process, log)
         return self.current
