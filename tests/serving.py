@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from whet.models import kernels
 from whet.models.load import export
-from whet.rollout.http.calls import Calls, Limits
+from whet.rollout.http.calls import CallLimits, Calls
 from whet.rollout.http.canary import Canary
 from whet.rollout.http.opened import CPU_ENV, ENV
 from whet.rollout.http.process import ServerProcess, free_port
@@ -23,7 +23,7 @@ from whet.rollout.http.vllm import VllmEngine
 
 REAL = os.environ.get("WHET_VLLM")
 """A vllm to run the contract suite on (make test-backends)."""
-LIMITS = Limits(answer=20.0, load=60.0, reply=60.0)
+LIMITS = CallLimits(answer=20.0, load=60.0, reply=60.0)
 
 
 def vllm_engine(
@@ -32,7 +32,7 @@ def vllm_engine(
     *,
     max_context: int,
     end_token_ids: Collection[int],
-    limits: Limits = LIMITS,
+    limits: CallLimits = LIMITS,
     bound: float = 1e-3,
 ) -> VllmEngine:
     """The engine; `open` asks the server what it is."""

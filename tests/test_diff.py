@@ -241,7 +241,7 @@ def test_a_token_is_named_by_its_strand() -> None:
     assert first is not None
     assert (first.rollout, first.strand, first.place, first.a, first.b) == ((7, 1), 1, 1, -2.0, -2.5)
     assert first.where == "task 7, rollout 1, strand 1, token 1"
-    assert found["reward"].first == compare.Difference("reward", 1.0, None, (7, 1))
+    assert found["reward"].first == compare.ValueDifference("reward", 1.0, None, (7, 1))
     assert found["token_ids"].differing == 0
 
 

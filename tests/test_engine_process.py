@@ -23,7 +23,7 @@ from whet import engines, environment, secrets
 from whet.guard.processes import state
 from whet.rollout.http import installed
 from whet.rollout.http.calls import Calls
-from whet.rollout.http.keeper import Log
+from whet.rollout.http.keeper import EngineLog
 from whet.rollout.http.process import ServerProcess
 from whet.types import ConfigError, WhetError
 
@@ -127,7 +127,7 @@ def test_a_server_dies_with_a_run_that_is_killed(tmp_path: Path) -> None:
 
 def test_a_log_is_bounded_and_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secrets.learn("TEST_TOKEN", "swordfish-42-swordfish")
-    log = Log(tmp_path / "engine.log", most_bytes=2000)
+    log = EngineLog(tmp_path / "engine.log", most_bytes=2000)
     source = tmp_path / "printed"
     source.write_bytes(
         b"the token is swordfish-42-swordfish\n" + b"x" * 10000 + b"\n" + b"a line\n" * 500 + b"last\n"
@@ -137,7 +137,7 @@ def test_a_log_is_bounded_and_has_no_secrets(tmp_path: Path, monkeypatch: pytest
     texts = [path.read_text() for path in (tmp_path / "engine.log", tmp_path / "engine.log.1")]
     assert texts[0].endswith("last\n")
     assert sum(map(len, texts)) < 2 * 2000 + 2 * 4000
-    whole = Log(tmp_path / "whole.log")
+    whole = EngineLog(tmp_path / "whole.log")
     with source.open("rb") as file:
         whole.copy(file)
     assert "swordfish" not in (tmp_path / "whole.log").read_text()
@@ -253,7 +253,7 @@ def test_doctor_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("WHET_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    def states() -> dict[str, engines.Finding]:
+    def states() -> dict[str, engines.EngineFinding]:
         return {finding.what: finding for finding in engines.findings()}
 
     assert states()["native"].state == "ok"

@@ -27,7 +27,7 @@ from whet.config.checks_run import problems
 from whet.config.schema import Config, RolloutConfig
 from whet.models import kernels
 from whet.rollout.engine import WeightUpdate
-from whet.rollout.http.calls import Call, Calls, Limits, Unreachable
+from whet.rollout.http.calls import Call, CallLimits, Calls, Unreachable
 from whet.rollout.http.canary import apart
 from whet.rollout.http.process import arguments
 from whet.rollout.http.supported import lacking, unfit
@@ -388,7 +388,7 @@ def test_the_canary_s_distances_by_hand() -> None:
 # ---------------------------------------------------------------- dead, hanging, lying
 
 
-def quick(answer: float) -> Limits:
+def quick(answer: float) -> CallLimits:
     return replace(LIMITS, answer=answer)
 
 

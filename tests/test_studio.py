@@ -29,7 +29,7 @@ from whet.studio import answers
 from whet.studio.answers import ASKED, TOLD, BadRequest, Question, Studio
 from whet.studio.check import checked
 from whet.studio.jobs import Jobs
-from whet.studio.opened import Folder, IsThere, digest
+from whet.studio.opened import IsThere, WorkingFolder, digest
 from whet.studio.server import MOST_BODY_BYTES, Server
 from whet.types import ConfigError
 
@@ -86,7 +86,7 @@ def told(text: str) -> list[tuple[str, int | None]]:
 def test_a_round_trip_through_the_studio_changes_no_key(file: Path, tmp_path: Path) -> None:
     """Open, write every value again, save, open: the same text, and the same config as without the studio."""
     with Jobs(tmp_path) as jobs:
-        opened = Folder(ROOT).open(str(file))
+        opened = WorkingFolder(ROOT).open(str(file))
         native = opened.report is None and file.suffix == ".yaml"
         assert (opened.text == file.read_text()) == native
         work = Studio.of(None, jobs, root=tmp_path)
@@ -194,7 +194,7 @@ def test_secrets_from_the_environment_are_not_shown(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_foreign_file_becomes_native_yaml_with_a_report(tmp_path: Path) -> None:
-    opened = Folder(ROOT).open("examples/from_trinity.yaml")
+    opened = WorkingFolder(ROOT).open("examples/from_trinity.yaml")
     assert opened.path == "from_trinity.native.yaml"
     assert opened.digest == ""
     assert opened.report is not None
@@ -205,9 +205,9 @@ def test_a_foreign_file_becomes_native_yaml_with_a_report(tmp_path: Path) -> Non
     )
     assert parse(opened.text).tree == load(ROOT / "examples/from_trinity.yaml").written
     text = (ROOT / "examples/from_skyrl.yaml").read_text()
-    kept = Folder(tmp_path).imported("sky.yaml", text, here=False)
+    kept = WorkingFolder(tmp_path).imported("sky.yaml", text, here=False)
     assert "offload" in kept.text
-    assert "offload" not in Folder(tmp_path).imported("sky.yaml", text).text, "a CPU offloads nothing"
+    assert "offload" not in WorkingFolder(tmp_path).imported("sky.yaml", text).text, "a CPU offloads nothing"
 
 
 def test_only_files_of_the_folder_are_opened_and_written(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_only_files_of_the_folder_are_opened_and_written(tmp_path: Path) -> None
     inside.mkdir()
     (tmp_path / "other.yaml").write_text("name: other\n")
     (inside / "link.yaml").symlink_to(tmp_path / "other.yaml")
-    folder = Folder(inside)
+    folder = WorkingFolder(inside)
     for path in (
         "../other.yaml",
         str(tmp_path / "other.yaml"),
@@ -231,24 +231,24 @@ def test_only_files_of_the_folder_are_opened_and_written(tmp_path: Path) -> None
         with pytest.raises(ConfigError, match="expected the path of a file"):
             folder.open(path)
     assert (tmp_path / "other.yaml").read_text() == "name: other\n"
-    given = Folder(inside, tmp_path / "other.yaml")
+    given = WorkingFolder(inside, tmp_path / "other.yaml")
     assert given.open(str(tmp_path / "other.yaml")).text == "name: other\n", "the file of the command line"
 
 
 def test_no_page_runs_a_script_and_no_other_ending_is_written(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text("touch ran\n")
     with pytest.raises(ConfigError, match="runs no launch scripts"):
-        Folder(tmp_path).open("run.sh")
+        WorkingFolder(tmp_path).open("run.sh")
     for name in ("run.sh", "run.py", "x.yaml.py", "run.toml", ".bashrc"):
         with pytest.raises(ConfigError, match=r"ends in \.yaml"):
-            Folder(tmp_path).save(name, "x", "")
+            WorkingFolder(tmp_path).save(name, "x", "")
     assert not (tmp_path / "ran").exists()
     with pytest.raises(ConfigError, match="there is no folder"):
-        Folder(tmp_path).save("no/such.yaml", "x", "")
+        WorkingFolder(tmp_path).save("no/such.yaml", "x", "")
 
 
 def test_another_file_is_not_overwritten_unless_it_is_named(tmp_path: Path) -> None:
-    folder, file = Folder(tmp_path), tmp_path / "a.yaml"
+    folder, file = WorkingFolder(tmp_path), tmp_path / "a.yaml"
     first = folder.save("a.yaml", "name: a\n", "")
     assert folder.save("a.yaml", "name: b\n", first.digest).digest == digest("name: b\n")
     file.write_text("name: changed elsewhere\n")

@@ -38,7 +38,7 @@ from whet.track.written import ROLLOUTS, read_rollouts
 from whet.types import ConfigError, DataError, Json, WhetError
 from whet.view import answers, batches, compare, export, records, rewards, rollouts
 from whet.view.server import Server
-from whet.view.source import BadQuestion, NotThere, Runs, find_runs
+from whet.view.source import BadQuestion, NotThere, ShownRuns, find_runs
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -73,7 +73,7 @@ def made(tmp_path: Path) -> Path:
 
 def ask(path: Path | list[Path], url: str) -> Any:
     """The answer as a page gets it."""
-    runs = Runs.of(path if isinstance(path, list) else [path])
+    runs = ShownRuns.of(path if isinstance(path, list) else [path])
     return json.loads(gzip.decompress(answers.encoded(answers.answer(runs, url))))
 
 
@@ -86,7 +86,7 @@ def unpacked(column: Any) -> list[Any]:
 
 def every_url(path: Path) -> list[str]:
     """An address of each route, for what the run has."""
-    stages = Runs.of([path]).runs[0].stages
+    stages = ShownRuns.of([path]).runs[0].stages
     urls = ["api/runs", "api/runs/0", "api/compare?a=0&b=0", "api/runs/0/search?q=a"]
     urls += [
         f"api/runs/0/{name}" for name in ("metrics", "ledger", "timeline", "evals", "rollouts?files=all")
@@ -133,7 +133,7 @@ def test_a_real_run_is_answered_as_its_files_say(trained: Path) -> None:
 
 
 def test_summaries_are_those_of_the_rollouts(trained: Path) -> None:
-    stage = Runs.of([trained]).runs[0].stages[0]
+    stage = ShownRuns.of([trained]).runs[0].stages[0]
     listed = ask(trained, "api/runs/0/rollouts?files=all")
     columns = {name: unpacked(column) for name, column in listed["columns"].items()}
     assert columns["step"] == [1] * 8 + [2] * 8 + [3] * 8
@@ -154,7 +154,7 @@ def test_summaries_are_those_of_the_rollouts(trained: Path) -> None:
 
 
 def test_one_rollout_comes_whole_with_the_text_of_its_tokens(trained: Path) -> None:
-    stage = Runs.of([trained]).runs[0].stages[0]
+    stage = ShownRuns.of([trained]).runs[0].stages[0]
     rows = read_rollouts(trained / f"rollouts/{stage}-step-000002.parquet")
     (file,) = (trained / "export").rglob("tokenizer.json")
     tokenizer = Tokenizer.from_file(str(file))
@@ -368,7 +368,7 @@ def test_a_timeline_of_many_spans_is_merged() -> None:
 
 
 def test_a_run_in_progress_is_followed(made: Path) -> None:
-    runs = Runs.of([made])
+    runs = ShownRuns.of([made])
     url = "api/runs/0/metrics?names=reward%2Fmean&from="
     count = answers.answer(runs, url + "0")["lines"]
     before = runs.runs[0].stamp()
@@ -513,7 +513,7 @@ def test_hostile_text_is_plain_text(tmp_path: Path) -> None:
         assert told["turns"][0]["malformed"] == "\udfff<b>"
     urls = [url for url in every_url(tmp_path) if "eval" not in url or url.endswith("evals")]
     for url in urls:
-        raw = gzip.decompress(answers.encoded(answers.answer(Runs.of([tmp_path]), url)))
+        raw = gzip.decompress(answers.encoded(answers.answer(ShownRuns.of([tmp_path]), url)))
         assert raw.isascii()
         json.loads(raw, parse_constant=pytest.fail)
 
@@ -629,7 +629,7 @@ def get(path: str, *more: str, host: str = "localhost", method: str = "GET") -> 
 
 
 async def served(path: Path, *requests: str, **options: Any) -> list[tuple[int, dict[str, str], bytes]]:
-    server = Server(Runs.of([path]), **options)
+    server = Server(ShownRuns.of([path]), **options)
     await server.start()
     try:
         return [await talk(server.port, request.replace("PORT", str(server.port))) for request in requests]
@@ -707,7 +707,7 @@ def test_errors_are_json_with_a_status(made: Path) -> None:
 
 def test_nothing_changed_is_answered_by_304(made: Path) -> None:
     async def work() -> None:
-        server = Server(Runs.of([made]))
+        server = Server(ShownRuns.of([made]))
         await server.start()
         try:
             status, headers, _ = await talk(server.port, get("/api/runs/0"))
@@ -749,17 +749,17 @@ def test_with_a_token_every_request_needs_it(made: Path) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "gpu7.example"])
 def test_an_address_for_others_needs_a_token(host: str, made: Path) -> None:
     with pytest.raises(ConfigError, match="can be reached from other machines"):
-        Server(Runs.of([made]), host=host)
-    Server(Runs.of([made]), host=host, token="long enough")
+        Server(ShownRuns.of([made]), host=host)
+    Server(ShownRuns.of([made]), host=host, token="long enough")
     with pytest.raises(ConfigError, match="at least 8"):
-        Server(Runs.of([made]), host=host, token="short")
+        Server(ShownRuns.of([made]), host=host, token="short")
 
 
 def test_a_port_that_is_taken_is_named(made: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        server = Server(Runs.of([made]))
+        server = Server(ShownRuns.of([made]))
         with pytest.raises(ConfigError, match="cannot listen on 127"):
             asyncio.run(server.start(taken.getsockname()[1]))
 
@@ -813,7 +813,7 @@ def test_an_exported_page_has_the_answers_of_the_server(trained: Path, made: Pat
     told = export.write_report([trained, made], file, most=12)
     assert state(made) == before
     found = unpack(file.read_text())
-    runs = Runs.of([trained, made])
+    runs = ShownRuns.of([trained, made])
     whole = [url for url in found if re.fullmatch(r"api/runs/\d/rollouts/.*", url)]
     assert 0 < len(whole) <= 12
     assert {url.split("/")[2] for url in whole} == {"0", "1"}
@@ -872,7 +872,7 @@ def test_hostile_text_cannot_leave_the_data_of_an_export(tmp_path: Path) -> None
 
 
 def test_the_selection_is_whole_groups_and_extremes(made: Path) -> None:
-    (run,) = Runs.of([made]).runs
+    (run,) = ShownRuns.of([made]).runs
     chosen = export.choose(run, 100)
     assert chosen.rows == {("grpo", step, row) for step in (1, 2) for row in (0, 1)}
     assert chosen.groups == {("grpo", 1, 0), ("grpo", 2, 0)}

@@ -26,7 +26,7 @@ GPU_SIGN = "nvidia-smi"
 
 
 @dataclass(frozen=True)
-class Plan:
+class InstallPlan:
     """How an engine is installed."""
 
     folder: Path
@@ -36,7 +36,7 @@ class Plan:
     """Version of `vllm` for which a metadata folder is written; None: the package has its own."""
 
 
-def plan(engine: str, folder: Path | None, *, gpu: bool) -> Plan:
+def plan(engine: str, folder: Path | None, *, gpu: bool) -> InstallPlan:
     """What installs an engine. Raises ConfigError for one that whet does not install."""
     if engine != "vllm":
         known = NOT_BUILT.get(engine)
@@ -50,7 +50,7 @@ def plan(engine: str, folder: Path | None, *, gpu: bool) -> Plan:
     ]
     if not gpu:
         commands.append((python, "-m", "pip", "uninstall", "--yes", *UNUSABLE))
-    return Plan(where, package, tuple(commands), None if gpu else f"{VLLM}+cpu")
+    return InstallPlan(where, package, tuple(commands), None if gpu else f"{VLLM}+cpu")
 
 
 def install(engine: str, folder: Path | None, *, say: Say) -> Path:
@@ -91,7 +91,7 @@ def write_metadata(environment: Path, told: str, *, say: Say) -> None:
 
 
 @dataclass(frozen=True)
-class Finding:
+class EngineFinding:
     """One thing that an engine needs."""
 
     what: str
@@ -100,30 +100,30 @@ class Finding:
     says: str
 
 
-def findings() -> Iterator[Finding]:
+def findings() -> Iterator[EngineFinding]:
     """What is installed for each engine, and what to do where something lacks."""
     for name, row in ENGINES.items():
         if name != "vllm":
-            yield Finding(name, "ok", row.about)
+            yield EngineFinding(name, "ok", row.about)
     yield from _vllm()
     for name in ("sglang", "trtllm"):
-        yield Finding(name, "refused", NOT_BUILT[name])
+        yield EngineFinding(name, "refused", NOT_BUILT[name])
     if importlib.util.find_spec("ray") is None:
-        yield Finding("ray", "missing", "rollout.replicas and cluster need it: pip install 'whet[ray]'")
+        yield EngineFinding("ray", "missing", "rollout.replicas and cluster need it: pip install 'whet[ray]'")
     else:
-        yield Finding("ray", "ok", f"ray {_version('ray')}")
+        yield EngineFinding("ray", "ok", f"ray {_version('ray')}")
 
 
-def _vllm() -> Iterator[Finding]:
+def _vllm() -> Iterator[EngineFinding]:
     if importlib.util.find_spec("aiohttp") is None:
-        yield Finding(
+        yield EngineFinding(
             "vllm client", "missing", "pip install 'whet[vllm]' (aiohttp; vLLM itself is not a part of it)"
         )
     else:
-        yield Finding("vllm client", "ok", f"aiohttp {_version('aiohttp')}")
+        yield EngineFinding("vllm client", "ok", f"aiohttp {_version('aiohttp')}")
     there = installed.find()
     if there is None:
-        yield Finding(
+        yield EngineFinding(
             "vllm server",
             "missing",
             f"whet engine install vllm makes an environment with vLLM {VLLM} in {installed.home() / 'vllm'}",
@@ -132,7 +132,7 @@ def _vllm() -> Iterator[Finding]:
     row = there.row
     state = {"seen": "ok", "refused": "refused", "unseen": "unseen"}[row.state] if row else "unseen"
     says = row.says if row else "its version is not known; it is asked for at the start"
-    yield Finding("vllm server", state, f"{there.command}, version {there.version}: {says}")
+    yield EngineFinding("vllm server", state, f"{there.command}, version {there.version}: {says}")
 
 
 def supported() -> Iterator[str]:

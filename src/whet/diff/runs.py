@@ -12,7 +12,7 @@ from pathlib import Path
 
 from whet.config.resuming import Change, changes
 from whet.track import compare
-from whet.track.compare import Compared, Difference
+from whet.track.compare import ComparedColumn, ValueDifference
 from whet.track.manifest import other_arithmetic
 from whet.track.show import Written, read
 from whet.track.written import read_rollouts
@@ -39,19 +39,19 @@ class Parting:
     step: int
     folder: str
     """`rollouts`, or `eval` where it is an evaluation."""
-    metrics: Sequence[Difference]
-    rollouts: Sequence[Compared]
+    metrics: Sequence[ValueDifference]
+    rollouts: Sequence[ComparedColumn]
     """Columns that differ of what was sampled in the step, if both have recorded it."""
 
     @property
-    def first(self) -> Difference | None:
+    def first(self) -> ValueDifference | None:
         """The first rollout, and the token in it, that differs: of the columns that others follow from."""
         found = {each.field: each.first for each in self.rollouts if each.first is not None}
         of_tokens = [found[name] for name in compare.PER_TOKEN if name in found]
         return min(of_tokens, key=_place) if of_tokens else next(iter(found.values()), None)
 
 
-def _place(found: Difference) -> tuple[int, int, int, int]:
+def _place(found: ValueDifference) -> tuple[int, int, int, int]:
     task, index = found.rollout or (0, 0)
     return task, index, found.strand or 0, found.place or 0
 
@@ -124,7 +124,7 @@ def _parting(
     metrics = compare.metrics(mine, theirs)
     name = f"{stage}-step-{step:06d}.parquet"
     files = [run.path / folder / name for run in (one, other)]
-    rollouts: list[Compared] = []
+    rollouts: list[ComparedColumn] = []
     if all(file.exists() for file in files) and not filecmp.cmp(files[0], files[1], shallow=False):
         found = compare.rollouts(*(read_rollouts(file) for file in files))
         rollouts = [each for each in found if each.differing]

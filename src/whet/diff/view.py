@@ -11,7 +11,7 @@ from rich.text import Text
 
 from whet.diff.runs import Parting, Row, RunDiff
 from whet.replay.view import plain, table
-from whet.track.compare import Difference, pair
+from whet.track.compare import ValueDifference, pair
 from whet.track.report import printable, shorten
 from whet.types import Json
 
@@ -69,7 +69,7 @@ def _parting(parting: Parting) -> list[RenderableType]:
     return parts
 
 
-def _metrics(found: Sequence[Difference]) -> Table:
+def _metrics(found: Sequence[ValueDifference]) -> Table:
     made = table("<metric", "A", "B")
     for each in found[:MOST]:
         made.add_row(Text(printable(each.field)), *pair(each.a, each.b))

@@ -16,7 +16,7 @@ from whet.bench import alone
 from whet.checkpoint import read_state
 from whet.replay.run import aside, opened
 from whet.replay.steps import Recorded, Start
-from whet.track.compare import Compared, Difference, by_name, same, token_place
+from whet.track.compare import ComparedColumn, ValueDifference, by_name, same, token_place
 from whet.track.log import close_logging, setup_logging
 from whet.track.written import read_rollouts
 from whet.types import ConfigError, Group, Json, Rollout, Strand, Task
@@ -33,7 +33,7 @@ class Rescored:
 
     stage: str
     step: int
-    compared: Sequence[Compared]
+    compared: Sequence[ComparedColumn]
     """Of each checkpoint: its version's tokens."""
     unknown: Mapping[int, int]
     """Number of tokens by version, of versions without a checkpoint."""
@@ -73,7 +73,7 @@ def rescored(recorded: Recorded, stage: int, step: int) -> Rescored:
 
 def _by_policy(
     recorded: Recorded, stage: int, step: int, rows: Rows, known: Mapping[int, Start]
-) -> list[Compared]:
+) -> list[ComparedColumn]:
     with aside(recorded, step) as (home, loaded), ExitStack() as stack:
         setup_logging(home, level=loaded.config.track.log_level)
         stack.callback(close_logging)
@@ -100,7 +100,7 @@ def _by_policy(
         return out
 
 
-def _compared(rows: Rows, logp_N: Tensor, version: int, name: str) -> Compared:
+def _compared(rows: Rows, logp_N: Tensor, version: int, name: str) -> ComparedColumn:
     """Of the tokens of one version."""
     count, odd, first, begin = 0, 0, None, 0
     numbers = logp_N.tolist()
@@ -111,9 +111,9 @@ def _compared(rows: Rows, logp_N: Tensor, version: int, name: str) -> Compared:
             count += 1
             if not same(was, now):
                 odd += 1
-                first = first or Difference("logprobs", was, now, who, *token_place(row, at))
+                first = first or ValueDifference("logprobs", was, now, who, *token_place(row, at))
         begin += size
-    return Compared(f"logprobs by {name} (version {version})", count, odd, first)
+    return ComparedColumn(f"logprobs by {name} (version {version})", count, odd, first)
 
 
 def groups(rows: Rows) -> list[Group]:

@@ -40,7 +40,7 @@ from whet.start import began, data_files
 from whet.storage.paths import brought_here
 from whet.track import compare
 from whet.track.callbacks import Callbacks
-from whet.track.compare import Compared, Name
+from whet.track.compare import ComparedColumn, Name
 from whet.track.log import close_logging, setup_logging
 from whet.track.written import read_lines, read_rollouts
 from whet.types import Json
@@ -76,7 +76,7 @@ class Replayed:
     numbers_again: Mapping[str, Json]
 
     @cached_property
-    def compared(self) -> list[Compared]:
+    def compared(self) -> list[ComparedColumn]:
         """Columns of rollouts and of the batch, as far as they were recorded, by their file (`rollouts/reward`), and
         the numbers of the step."""
         out = []
@@ -87,7 +87,7 @@ class Replayed:
         if self.numbers:
             odd = compare.metrics(self.numbers, self.numbers_again)
             either = {*self.numbers, *self.numbers_again} - {"stage", "step"}
-            out.append(Compared("metrics", len(either), len(odd), odd[0] if odd else None))
+            out.append(ComparedColumn("metrics", len(either), len(odd), odd[0] if odd else None))
         return out
 
     @property
@@ -325,5 +325,5 @@ def _found(recorded: Recorded, step: Step, home: Path, notes: list[str], state: 
     )
 
 
-def _named(folder: str, found: Sequence[Compared]) -> list[Compared]:
+def _named(folder: str, found: Sequence[ComparedColumn]) -> list[ComparedColumn]:
     return [replace(each, field=f"{folder}/{each.field}") for each in found]

@@ -14,7 +14,7 @@ from rich.text import Text
 from whet.replay.logprobs import Rescored, versions
 from whet.replay.run import Replayed
 from whet.replay.steps import Recorded, Step
-from whet.track.compare import Compared, Name, pair, same
+from whet.track.compare import ComparedColumn, Name, pair, same
 from whet.track.report import printable
 from whet.types import ConfigError, Json
 
@@ -96,7 +96,7 @@ def listing_json(recorded: Recorded) -> Json:
 # ---------------------------------------------------------------- what was compared
 
 
-def compared(found: Sequence[Compared]) -> Table:
+def compared(found: Sequence[ComparedColumn]) -> Table:
     """A row for each field that has a difference, and of rollouts for each; equal columns of the batch are one row."""
     made = table("<compared", "values", "equal", "<first difference", *(f"<{side}" for side in SIDES))
     quiet = [c for c in found if c.field.startswith("batches/") and not c.differing]
@@ -109,7 +109,7 @@ def compared(found: Sequence[Compared]) -> Table:
     return made
 
 
-def _row(each: Compared) -> Iterator[RenderableType]:
+def _row(each: ComparedColumn) -> Iterator[RenderableType]:
     yield Text(printable(each.field))
     yield str(each.count)
     yield Text(str(each.equal), "red" if each.differing else "green")

@@ -17,7 +17,7 @@ from whet.inputs import MOST_CONFIG_BYTES, read_text
 from whet.studio.check import checked, explained
 from whet.studio.edit import Edited, remove_key, rename_key, set_key
 from whet.studio.jobs import COMMANDS, Jobs
-from whet.studio.opened import OWN, Folder, Opened, digest
+from whet.studio.opened import OWN, Opened, WorkingFolder, digest
 from whet.types import ConfigError
 from whet.view.answers import encoded
 
@@ -35,7 +35,7 @@ class BadRequest(Exception):
 class Studio:
     """What the studio knows beside the text, which is the page's."""
 
-    folder: Folder
+    folder: WorkingFolder
     jobs: Jobs
     opened: Opened = field(default_factory=lambda: Opened(EMPTY, "run.yaml"))
 
@@ -43,7 +43,7 @@ class Studio:
     def of(cls, file: Path | None, jobs: Jobs, *, root: Path | None = None) -> Studio:
         """A studio in a folder, with a file of any system open. A name that no file has yet is where it will be saved.
         ConfigError for a file that cannot be read."""
-        folder = Folder(root or Path.cwd(), file)
+        folder = WorkingFolder(root or Path.cwd(), file)
         if file is None:
             return cls(folder, jobs)
         if not file.exists() and file.suffix in OWN:

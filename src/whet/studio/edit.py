@@ -158,19 +158,19 @@ def _take(tree: Any, path: Path) -> Any:
 
 
 def _made(text: str, wanted: Any, path: Path, cut: Any) -> Edited:
-    try:
-        made = cut()
-        if _says(made, wanted):
-            return Edited(made)
-    except (_NoCut, yaml.YAMLError):
-        pass
+    """The smallest change of the text after which it says what is wanted; `rewritten` tells of a larger one."""
     top = path[:1]
-    try:
-        made = _set(text, top, wanted[top[0]], "") if top[0] in wanted else _remove(text, top)
-        if _says(made, wanted):
-            return Edited(made, rewritten=str(top[0]))
-    except (_NoCut, yaml.YAMLError):
-        pass
+
+    def section() -> str:
+        return _set(text, top, wanted[top[0]], "") if top[0] in wanted else _remove(text, top)
+
+    for make, rewritten in ((cut, ""), (section, str(top[0]))):
+        try:
+            made = make()
+            if _says(made, wanted):
+                return Edited(made, rewritten=rewritten)
+        except (_NoCut, yaml.YAMLError):  # it cannot be cut there: the next larger change can
+            continue
     return Edited("".join(f"{line}\n" for line in _block(wanted, 0)), rewritten=".")
 
 

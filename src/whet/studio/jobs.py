@@ -29,7 +29,7 @@ def _hear_stops() -> None:
 
 
 @dataclass
-class Job:
+class ChildRun:
     """One process and its log."""
 
     command: str
@@ -48,11 +48,11 @@ class Jobs:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.current: Job | None = None
+        self.current: ChildRun | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="whet-studio-")
         self._count = 0
 
-    def start(self, command: str, file: str) -> Job:
+    def start(self, command: str, file: str) -> ChildRun:
         """Start a command on a config file, without a shell. ConfigError while another one runs."""
         if command not in COMMANDS:
             raise ConfigError(f"command {command!r}: expected {' or '.join(COMMANDS)}")
@@ -72,7 +72,7 @@ class Jobs:
                 start_new_session=True,  # so that a stop reaches all of its processes, as Ctrl-C in a terminal does
                 preexec_fn=_hear_stops,
             )
-        self.current = Job(command, file, process, log)
+        self.current = ChildRun(command, file, process, log)
         return self.current
 
     def stop(self) -> None:

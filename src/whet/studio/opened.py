@@ -41,7 +41,7 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Folder:
+class WorkingFolder:
     """The folder in which the studio was started: it opens and writes files in it alone, and the file it was given."""
 
     root: Path

@@ -10,7 +10,6 @@ import asyncio
 import hmac
 import json
 import secrets
-import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,10 +23,10 @@ from whet.studio.jobs import Jobs
 from whet.studio.opened import IsThere
 from whet.types import ConfigError, WhetError
 from whet.view.answers import encoded
-from whet.view.server import HEADERS, KINDS, LOCAL
+from whet.view.server import HEADERS, KINDS, LOCAL, until_ended
 from whet.view.server import STATIC as OF_THE_VIEWER
 from whet.view.server import Server as Viewer
-from whet.view.source import Runs
+from whet.view.source import ShownRuns
 
 STATIC = Path(__file__).parent / "static"
 SHARED = ("dom.js", "style.css", "icon.svg")
@@ -150,7 +149,7 @@ class Server:
         path = await self._later(run_folder, self.studio)
         if self._viewer is not None:
             await self._viewer.stop()
-        self._viewer = Viewer(Runs.of([path]), token=secrets.token_urlsafe(24))
+        self._viewer = Viewer(ShownRuns.of([path]), token=secrets.token_urlsafe(24))
         await self._viewer.start()
         return self._viewer.url
 
@@ -185,14 +184,7 @@ def serve(file: Path | None, *, port: int, ready: Callable[[str], object]) -> No
     """Serve until Ctrl-C or SIGTERM, which also stop the run. ready: called with the URL once it answers."""
 
     async def work(jobs: Jobs) -> None:
-        server = Server(Studio.of(file, jobs))
-        await server.start(port)
-        end, loop = asyncio.Event(), asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, end.set)
-        ready(server.url)
-        await end.wait()
-        await server.stop()
+        await until_ended(Server(Studio.of(file, jobs)), port, ready)
 
     with Jobs(Path.cwd()) as jobs:
         asyncio.run(work(jobs))

@@ -33,7 +33,7 @@ _ORDER = (*PER_TOKEN, "strand_tokens", "text", "reward", "reward_parts", "advant
 
 
 @dataclass(frozen=True)
-class Difference:
+class ValueDifference:
     """Two values that should be equal."""
 
     field: str
@@ -71,21 +71,21 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedColumn:
     """One field, everywhere that it was compared."""
 
     field: str
     count: int
     """Values that were compared."""
     differing: int
-    first: Difference | None
+    first: ValueDifference | None
 
     @property
     def equal(self) -> int:
         return self.count - self.differing
 
     def to_json(self, sides: tuple[str, str] = ("a", "b")) -> dict[str, Json]:
-        """sides: see `Difference.to_json`."""
+        """sides: see `ValueDifference.to_json`."""
         first = self.first.to_json(sides) if self.first else None
         return {"field": self.field, "compared": self.count, "equal": self.equal, "first_difference": first}
 
@@ -145,7 +145,7 @@ def by_name(rows: Iterable[Row]) -> dict[Name, Row]:
     return {(row["uid"], row["index"]): row for row in rows}
 
 
-def rollouts(a: Sequence[Row], b: Sequence[Row]) -> list[Compared]:
+def rollouts(a: Sequence[Row], b: Sequence[Row]) -> list[ComparedColumn]:
     """Each column of two rollout files, of the rollouts that both have; and which only one has."""
     mine, theirs = by_name(a), by_name(b)
     names = [name for name in mine if name in theirs]
@@ -155,21 +155,21 @@ def rollouts(a: Sequence[Row], b: Sequence[Row]) -> list[Compared]:
     return [_presence(list(mine), list(theirs)), *out]
 
 
-def _presence(mine: Sequence[Name], theirs: Sequence[Name]) -> Compared:
+def _presence(mine: Sequence[Name], theirs: Sequence[Name]) -> ComparedColumn:
     """Whether the rollouts are the same ones, in the same order."""
     either = list(dict.fromkeys([*mine, *theirs]))
     odd = [name for name in either if (name in mine) != (name in theirs)]
     first = None
     if odd:
         there = ["there" if odd[0] in side else ABSENT for side in (mine, theirs)]
-        first = Difference("rollouts", there[0], there[1], odd[0])
+        first = ValueDifference("rollouts", there[0], there[1], odd[0])
     elif list(mine) != list(theirs):
         at = next(n for n, (x, y) in enumerate(zip(mine, theirs)) if x != y)
-        odd, first = [mine[at]], Difference("rollouts", list(mine[at]), list(theirs[at]), mine[at])
-    return Compared("rollouts", len(either), len(odd), first)
+        odd, first = [mine[at]], ValueDifference("rollouts", list(mine[at]), list(theirs[at]), mine[at])
+    return ComparedColumn("rollouts", len(either), len(odd), first)
 
 
-def _compared(field: str, pairs: Sequence[tuple[Name, Row, Row]]) -> Compared:
+def _compared(field: str, pairs: Sequence[tuple[Name, Row, Row]]) -> ComparedColumn:
     count, odd, first = 0, 0, None
     for name, a, b in pairs:
         if field in PER_TOKEN:
@@ -181,9 +181,9 @@ def _compared(field: str, pairs: Sequence[tuple[Name, Row, Row]]) -> Compared:
             count += 1
         odd += len(found)
         if found and first is None:
-            whole = Difference(field, a[field], b[field], name)
+            whole = ValueDifference(field, a[field], b[field], name)
             first = _at_token(field, name, a, b, found[0]) if field in PER_TOKEN else whole
-    return Compared(field, count, odd, first)
+    return ComparedColumn(field, count, odd, first)
 
 
 def _told(field: str, a: Row, b: Row) -> Collection[int]:
@@ -193,9 +193,9 @@ def _told(field: str, a: Row, b: Row) -> Collection[int]:
     return range(max(len(a[field]), len(b[field])))
 
 
-def _at_token(field: str, name: Name, a: Row, b: Row, at: int) -> Difference:
+def _at_token(field: str, name: Name, a: Row, b: Row, at: int) -> ValueDifference:
     strand, place = token_place(a if at < len(a[field]) else b, at)
-    return Difference(field, _nth(a[field], at), _nth(b[field], at), name, strand, place)
+    return ValueDifference(field, _nth(a[field], at), _nth(b[field], at), name, strand, place)
 
 
 def _nth(values: Sequence[Json], at: int) -> Json:
@@ -221,7 +221,7 @@ def read_batch(path: Path) -> list[dict[str, Json]]:
     return rows
 
 
-def batches(a: Sequence[Row], b: Sequence[Row]) -> list[Compared]:
+def batches(a: Sequence[Row], b: Sequence[Row]) -> list[ComparedColumn]:
     """Each column that two batch files have, of the rollouts that both have; and which only one has."""
     mine, theirs = by_name(a), by_name(b)
     names = [name for name in mine if name in theirs]
@@ -230,7 +230,7 @@ def batches(a: Sequence[Row], b: Sequence[Row]) -> list[Compared]:
     return [_presence(list(mine), list(theirs)), *out]
 
 
-def _column(field: str, pairs: Sequence[tuple[Name, Json, Json]], rows: Mapping[Name, Row]) -> Compared:
+def _column(field: str, pairs: Sequence[tuple[Name, Json, Json]], rows: Mapping[Name, Row]) -> ComparedColumn:
     count, odd, first = 0, 0, None
     for name, a, b in pairs:
         lists = isinstance(a, list) and isinstance(b, list)
@@ -238,19 +238,19 @@ def _column(field: str, pairs: Sequence[tuple[Name, Json, Json]], rows: Mapping[
         count += max(len(a), len(b)) if lists else 1
         odd += len(found)
         if found and first is None:
-            first = Difference(field, a, b, name)
+            first = ValueDifference(field, a, b, name)
             if lists:
                 at = found[0]
                 strand, place = token_place({"strand_tokens": rows[name].get("length_S", [len(a)])}, at)
-                first = Difference(field, _nth(a, at), _nth(b, at), name, strand, place)
-    return Compared(field, count, odd, first)
+                first = ValueDifference(field, _nth(a, at), _nth(b, at), name, strand, place)
+    return ComparedColumn(field, count, odd, first)
 
 
-def metrics(a: Row, b: Row) -> list[Difference]:
+def metrics(a: Row, b: Row) -> list[ValueDifference]:
     """The numbers of two lines of metrics.jsonl that differ, in the order of the first."""
     names = [name for name in dict.fromkeys([*a, *b]) if name not in ("stage", "step")]
     pairs = [(name, a.get(name, ABSENT), b.get(name, ABSENT)) for name in names]
-    return [Difference(printable(name), x, y) for name, x, y in pairs if not same(_plain(x), _plain(y))]
+    return [ValueDifference(printable(name), x, y) for name, x, y in pairs if not same(_plain(x), _plain(y))]
 
 
 def _plain(value: Json) -> Json:

@@ -170,7 +170,7 @@ def asked(run: Written, stage: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptCheckpoint:
     """A checkpoint of the run, and what goes on from it."""
 
     stage: str
@@ -179,7 +179,7 @@ class Kept:
     """For a shell; a call of whet.train where rewards were functions of a Python program."""
 
 
-def checkpoints(run: Written) -> list[Kept]:
+def checkpoints(run: Written) -> list[KeptCheckpoint]:
     """Newest first: the run goes on from the newest in this run directory, from an earlier one in another."""
     folder = run.path / "checkpoints"
     found = oldest_first(path.name for path in folder.glob("*-*"))[::-1]
@@ -187,7 +187,7 @@ def checkpoints(run: Written) -> list[Kept]:
     for name in found if run.config else ():
         place, _, step = name.partition("-")[2].rpartition("-")
         other = [f"checkpoint.resume={folder / name}", f"run_dir={run.path}-from-{int(step)}"]
-        kept.append(Kept(place, int(step), _go_on(run, [] if name == found[0] else other)))
+        kept.append(KeptCheckpoint(place, int(step), _go_on(run, [] if name == found[0] else other)))
     return kept
 
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from whet.types import Json
 from whet.view import compare, mismatch, records, rewards, rollouts, runs
-from whet.view.source import Ask, NotThere, Runs
+from whet.view.source import Ask, NotThere, ShownRuns
 
 ROUTES: tuple[tuple[str, Callable[[Ask], Json]], ...] = (
     ("api/runs", runs.runs),
@@ -32,7 +32,7 @@ ROUTES: tuple[tuple[str, Callable[[Ask], Json]], ...] = (
 )
 
 
-def answer(known: Runs, url: str) -> Json:
+def answer(known: ShownRuns, url: str) -> Json:
     """What is at an address. Raises NotThere, BadQuestion, or DataError for a file that cannot be read."""
     function, params = find(url)
     return function(Ask(known, params))
@@ -60,7 +60,7 @@ def _query(text: str) -> dict[str, str]:
     return {name: unquote(value) for name, value in found.items()} | lists
 
 
-def concerned(known: Runs, url: str) -> list[str]:
+def concerned(known: ShownRuns, url: str) -> list[str]:
     """The marks of the runs that an answer is made from."""
     _, params = find(url)
     named = {params[name] for name in ("run", "a", "b") if name in params}

@@ -20,7 +20,7 @@ from whet.notices import write
 from whet.types import DataError, Json
 from whet.view.answers import answer, plain
 from whet.view.rollouts import all_summaries, summaries
-from whet.view.source import NotThere, Runs, Shown
+from whet.view.source import NotThere, Shown, ShownRuns
 
 STATIC = Path(__file__).parent / "static"
 MOST_SUMMARIES = 20_000
@@ -34,7 +34,7 @@ EXTREMES = 5
 def write_report(paths: Sequence[Path], file: Path, *, most: int) -> str:
     """Write the file; at most `most` rollouts whole. Returns what is in it, for people. ConfigError if it cannot be
     written."""
-    runs = Runs.of(paths)
+    runs = ShownRuns.of(paths)
     answers, told = gathered(runs, most)
     text = page(answers)
     write(file, text)
@@ -44,7 +44,7 @@ def write_report(paths: Sequence[Path], file: Path, *, most: int) -> str:
 # ---------------------------------------------------------------- which answers
 
 
-def gathered(runs: Runs, most: int) -> tuple[dict[str, Json], str]:
+def gathered(runs: ShownRuns, most: int) -> tuple[dict[str, Json], str]:
     """The answers by address, and what was chosen."""
     found: dict[str, Json] = {}
     said = []
@@ -116,7 +116,7 @@ def _last_in_both(one: Shown, other: Shown) -> Iterator[tuple[str, int]]:
 
 
 @dataclass
-class Chosen:
+class ExportedRows:
     """The rollouts of a run that come whole."""
 
     rows: set[tuple[str, int, int]] = field(default_factory=set)
@@ -134,9 +134,9 @@ class Chosen:
         return f"{len(self.rows)} of {self.total} rollouts ({of}; and the highest and lowest rewards)"
 
 
-def choose(run: Shown, most: int) -> Chosen:
+def choose(run: Shown, most: int) -> ExportedRows:
     """Of each stage the extremes, and whole groups of the first, middle and last step; at most `most` rollouts."""
-    chosen, tables = Chosen(), dict[str, dict[int, pa.Table]]()
+    chosen, tables = ExportedRows(), dict[str, dict[int, pa.Table]]()
     for stage, step, path in run.files():
         try:
             tables.setdefault(stage, {})[step] = run.kept(summaries, path)
@@ -150,7 +150,7 @@ def choose(run: Shown, most: int) -> Chosen:
     return chosen
 
 
-def _choose_in(chosen: Chosen, stage: str, own: dict[int, pa.Table], *, room: int) -> None:
+def _choose_in(chosen: ExportedRows, stage: str, own: dict[int, pa.Table], *, room: int) -> None:
     """Of one stage."""
     rewards = [(r, step, row) for step, t in own.items() for row, r in enumerate(t["reward"].to_pylist())]
     ranked = sorted(one for one in rewards if one[0] is not None)

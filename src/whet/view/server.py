@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from threading import Lock
+from typing import Protocol
 from urllib.parse import quote
 
 from aiohttp import web
 
 from whet.types import ConfigError, WhetError
 from whet.view.answers import answer, concerned, encoded
-from whet.view.source import BadQuestion, NotThere, Runs
+from whet.view.source import BadQuestion, NotThere, ShownRuns
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ LOCAL = ("localhost", "127.0.0.1", "[::1]")
 class Answers:
     """Answers as bytes, by address, while the runs that they are made from do not change."""
 
-    runs: Runs
+    runs: ShownRuns
     born: str = field(default_factory=lambda: secrets.token_hex(4))
     """Another server answers with other marks: it may show other runs."""
     _kept: OrderedDict[str, tuple[str, bytes]] = field(default_factory=OrderedDict)
@@ -79,7 +80,7 @@ class Answers:
 class Server:
     """Answers GET and HEAD. Everything else, another Host, a wrong token: refused before anything is read."""
 
-    def __init__(self, runs: Runs, *, host: str = "127.0.0.1", token: str | None = None) -> None:
+    def __init__(self, runs: ShownRuns, *, host: str = "127.0.0.1", token: str | None = None) -> None:
         """ConfigError for a host that others can reach, without a token."""
         if not _is_loopback(host) and not token:
             raise ConfigError(
@@ -225,13 +226,28 @@ def serve(
     """Serve until Ctrl-C or SIGTERM. ready: called with the URL once it answers."""
 
     async def work() -> None:
-        server = Server(Runs.of(paths), host=host, token=token)
-        await server.start(port)
-        end, loop = asyncio.Event(), asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, end.set)
-        ready(server.url)
-        await end.wait()
-        await server.stop()
+        await until_ended(Server(ShownRuns.of(paths), host=host, token=token), port, ready)
 
     asyncio.run(work())
+
+
+class Listening(Protocol):
+    """A server of a page: the viewer's or the studio's."""
+
+    @property
+    def url(self) -> str: ...
+
+    async def start(self, port: int) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+async def until_ended(server: Listening, port: int, ready: Callable[[str], object]) -> None:
+    """Listen until Ctrl-C or SIGTERM. ready: called with the URL once it answers."""
+    await server.start(port)
+    end, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end.set)
+    ready(server.url)
+    await end.wait()
+    await server.stop()

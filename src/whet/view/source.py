@@ -71,7 +71,7 @@ def _is_run(path: Path) -> bool:
 
 
 @dataclass
-class Kept:
+class FileCache:
     """What was made of files, until a file is another one: at most so many, the last used ones."""
 
     most: int
@@ -104,7 +104,7 @@ def stamp_of(path: Path) -> tuple[int, int, int] | None:
 
 
 @dataclass
-class Growing:
+class GrowingFile:
     """The lines of a file that grows; only what is new is read."""
 
     inode: int = -1
@@ -130,8 +130,8 @@ class Shown:
 
     def __init__(self, number: int, path: Path) -> None:
         self.id, self.path, self.name = str(number), path, path.resolve().name
-        self._facts, self._whole = Kept(20_000), Kept(2)
-        self._growing = {name: Growing() for name in ("metrics.jsonl", "timings.jsonl")}
+        self._facts, self._whole = FileCache(20_000), FileCache(2)
+        self._growing = {name: GrowingFile() for name in ("metrics.jsonl", "timings.jsonl")}
         self._lock = Lock()
 
     def stamp(self) -> str:
@@ -231,13 +231,13 @@ def _manifest(path: Path) -> dict[str, Json]:
 
 
 @dataclass(frozen=True)
-class Runs:
+class ShownRuns:
     """The runs that are shown, by the numbers they have in addresses."""
 
     runs: tuple[Shown, ...]
 
     @classmethod
-    def of(cls, paths: Iterable[Path]) -> Runs:
+    def of(cls, paths: Iterable[Path]) -> ShownRuns:
         return cls(tuple(Shown(number, path) for number, path in enumerate(paths)))
 
     def run(self, number: str) -> Shown:
@@ -252,7 +252,7 @@ class Runs:
 class Ask:
     """One question: the runs, and the parameters of its address."""
 
-    runs: Runs
+    runs: ShownRuns
     params: Mapping[str, str]
 
     @property

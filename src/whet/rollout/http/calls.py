@@ -40,7 +40,7 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class CallLimits:
     """Seconds, and the keys that set them."""
 
     answer: float
@@ -60,7 +60,7 @@ class Unreachable(Late):
 class Calls:
     """Asks one server. token: sent as `Authorization: Bearer`."""
 
-    def __init__(self, url: str, *, limits: Limits, token: str | None = None) -> None:
+    def __init__(self, url: str, *, limits: CallLimits, token: str | None = None) -> None:
         self.url, self.limits = url.rstrip("/"), limits
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._session: aiohttp.ClientSession | None = None

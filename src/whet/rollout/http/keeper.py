@@ -32,7 +32,7 @@ def serve(connection: Connection) -> None:
     """Start the server and stay until it ends, or the line does."""
     wake_with_parent()  # nothing else would end what the server has started: the end of the line tells
     order = json.loads(connection.recv_bytes())
-    log = Log(Path(order["log"]))
+    log = EngineLog(Path(order["log"]))
     try:
         process = subprocess.Popen(
             order["command"],
@@ -87,7 +87,7 @@ def tell(connection: Connection, what: dict[str, object]) -> None:
         connection.send_bytes(json.dumps(what).encode())
 
 
-class Log:
+class EngineLog:
     """A log of bounded size. When it is full it becomes `NAME.1`, and the `NAME.1` before it is lost."""
 
     def __init__(self, path: Path, *, most_bytes: int = LOG_BYTES) -> None:

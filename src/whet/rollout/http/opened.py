@@ -15,7 +15,7 @@ import torch
 from whet import secrets
 from whet.guard.line import LOOPBACK
 from whet.rollout.engine import EngineInputs, RolloutEngine
-from whet.rollout.http.calls import Calls, Limits
+from whet.rollout.http.calls import CallLimits, Calls
 from whet.rollout.http.canary import BOUND, BOUNDS, Canary
 from whet.rollout.http.installed import found
 from whet.rollout.http.process import ServerProcess, arguments, free_port
@@ -57,7 +57,7 @@ class Opener:
             ops=inputs.ops,
             canary=Canary(bound, inputs.max_context),
         )
-        self.limits = Limits(
+        self.limits = CallLimits(
             answer=self.server.timeout_s, load=self.server.load_timeout_s, reply=inputs.reply_timeout_s
         )
         self.token = self.server.token
