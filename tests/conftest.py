@@ -32,6 +32,20 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """A variable that a test leaves behind decides what a later one in the same process reads."""
+    before = dict(os.environ)
+    yield
+    names = (before.keys() | os.environ.keys()) - {"PYTEST_CURRENT_TEST"}
+    left = sorted(name for name in names if before.get(name) != os.environ.get(name))
+    for name in left:
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+    assert not left, f"the test leaves the environment changed: {', '.join(left)}"
+
+
+@pytest.fixture(autouse=True)
 def _own_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test lets this process know strikes nothing out of another one's texts."""
     for name, value in (("_known", {}), ("_forms", {}), ("_pattern", None)):

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -56,11 +57,12 @@ def given(row: Row) -> dict[str, Json]:
 def _config(peer: str, keys: str) -> Config:
     """What whet makes of a config of the peer."""
     place = tempfile.gettempdir()
-    os.environ.update(dict.fromkeys(("VERL_TEST", "WORK", "MODEL", "MODEL_PATH"), place), REWARD="gsm8k")
+    variables = dict.fromkeys(("VERL_TEST", "WORK", "MODEL", "MODEL_PATH"), place) | {"REWARD": "gsm8k"}
     overrides = [f"{key}={json.dumps(value)}" for key, value in json.loads(keys).items()]
-    read = load(
-        ROOT / FILES[peer], overrides, dialect=READ_AS[peer], here=False, rehearsal=True, unused="warn"
-    )
+    with patch.dict(os.environ, variables):  # the files name these; the next test must not find them
+        read = load(
+            ROOT / FILES[peer], overrides, dialect=READ_AS[peer], here=False, rehearsal=True, unused="warn"
+        )
     return read.config
 
 
