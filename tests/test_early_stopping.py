@@ -102,6 +102,24 @@ def test_callbacks_see_every_row_and_stop_the_run(tmp_path):
     assert (first.run_dir / "metrics.jsonl").read_bytes() == (whole.run_dir / "metrics.jsonl").read_bytes()
 
 
+def test_an_evaluation_on_other_characters_has_the_tokenizer_of_the_run(tmp_path):
+    def length(response):
+        return float(len(response))
+
+    run = train(tmp_path / "run", steps=2, reward=length)
+    source = {"path": str(tmp_path / "more.jsonl"), "name": "more"}
+    (tmp_path / "more.jsonl").write_text(json.dumps({"prompt": "xyz>", "answer": "zyx"}))
+    (tmp_path / "same.jsonl").write_text("\n".join(map(json.dumps, ROWS[:2])))
+    (line,) = whet.evaluate(
+        run.run_dir,
+        data=[{"path": str(tmp_path / "same.jsonl"), "name": "same"}, source],
+        rewards=length,
+        step=2,
+    )
+    assert line["eval/same/reward_mean"] == run.metrics[-1]["eval/eval/reward_mean"]
+    assert line["eval/more/tasks"] == 1
+
+
 def test_what_a_callback_raises_ends_the_run_with_its_traceback(tmp_path):
     def on_step(row):
         raise KeyError("mine")

@@ -138,14 +138,37 @@ def test_evaluations_are_free_where_they_do_not_bring_weight_syncs_along() -> No
     assert told((rarely,), (rarely, "eval.interval=2")) == {"eval.interval": "numbers"}
 
 
-def test_rows_are_what_a_built_tokenizer_is_made_of() -> None:
-    other = "data.train=[{path: other.jsonl}]"
-    read = ("tokenizer={path: x}", "model={path: x}")
-    assert told((), (other,)) == {"data.train[0].path": "identity"}
-    one, two = dump(config()), dump(config(other))
-    for tree in (one, two):
-        tree["tokenizer"] |= {"build": None, "path": "x"}
-    assert [c.kind for c in changes(one, two)] == ["numbers"], read
+def test_other_data_changes_the_tokens_only_of_a_checkpoint_that_did_not_keep_its_tokenizer(
+    tmp_path: Path,
+) -> None:
+    other = config("data.train=[{path: other.jsonl}]")
+
+    def kinds(saved: Any) -> list[str]:
+        return [c.kind for c in resuming.taken(tmp_path, saved, other, at=("main", 1), change=True)]
+
+    saved = fingerprint(config())
+    with pytest.raises(CheckpointError, match=r"data.train\[0\].path"):  # as version 0.2 wrote it
+        kinds(saved)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert kinds(saved) == ["numbers"]
+
+
+def test_a_run_on_other_data_keeps_its_built_tokenizer(tmp_path: Path) -> None:
+    data, run_dir = tmp_path / "words.jsonl", tmp_path / "run"
+    lines = Path("tests/data/words.jsonl").read_text().splitlines()
+    data.write_text("\n".join(lines))
+    source = f"data.train=[{{path: {data}}}]"
+    train(run_dir, source)
+    shutil.rmtree(checkpoint.all_in(run_dir / "checkpoints")[2])
+    new = json.loads(lines[0]) | {"prompt": "\u00e9\u00e8\u00ea>", "answer": "\u00ea\u00e8\u00e9"}
+    data.write_text("\n".join([json.dumps(new)] * len(lines)))
+    train(run_dir, source, change=True)
+    first, *_, last = (p / "tokenizer.json" for p in checkpoint.all_in(run_dir / "checkpoints"))
+    assert first.read_bytes() == last.read_bytes()
+    assert "\u00e9" not in last.read_text()
+    data.unlink()  # an export needs no data
+    assert CliRunner().invoke(app, ["export", str(run_dir), "-o", str(tmp_path / "model")]).exit_code == 0
+    assert (tmp_path / "model" / "tokenizer.json").is_file()
 
 
 def test_a_stage_is_compared_as_it_is_resolved() -> None:

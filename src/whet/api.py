@@ -340,7 +340,12 @@ def _run(
         _show_finished(cfg, directory, display, start.state)
         return OK
     check_record(directory, start)
-    loaded = replace(loaded, day=began(home, start.checkpoint))
+    newest = (
+        start.checkpoint
+        if directory.path == home
+        else next(reversed(checkpoint.all_in(home / "checkpoints")), None)
+    )
+    loaded = replace(loaded, day=began(home, start.checkpoint), tokenizer=checkpoint.tokenizer_in(newest))
     openers = join_cluster(loaded, planned, rewards, stack)
     for made in rewards:
         made.load_models(loaded.day)
@@ -387,7 +392,13 @@ def _open(
         loaded, planned, display=display, timeline=directory.timeline, watch=watch, **openers
     )
     records = open_records(
-        loaded.config, directory=directory, display=display, stop=stop, watch=watch, resumed=start.at
+        loaded.config,
+        models.tokenizer,
+        directory=directory,
+        display=display,
+        stop=stop,
+        watch=watch,
+        resumed=start.at,
     )
     if any(calls):
         records = replace(records, trackers=[*records.trackers, Callbacks(*calls, stop=stop)])

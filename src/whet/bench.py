@@ -235,6 +235,7 @@ def _bench(
     stack: ExitStack,
 ) -> list[dict[str, Json]]:
     """found: the checkpoints to evaluate; none: the model itself."""
+    from whet.checkpoint import tokenizer_in
     from whet.job import Job, open_models, open_records
     from whet.track.display import Display
     from whet.track.record import RunDirectory
@@ -245,7 +246,7 @@ def _bench(
     directory.truncate_to(0, -1)
     display = Display([(p.name, p.total_steps or 0) for p in planned], quiet=True)
     stack.callback(display.close)
-    loaded = replace(loaded, day=began(out.parent))
+    loaded = replace(loaded, day=began(out.parent), tokenizer=tokenizer_in(found[-1] if found else None))
     openers = join_cluster(loaded, planned, rewards, stack)
     for made in rewards:
         made.load_models(loaded.day)
@@ -254,7 +255,13 @@ def _bench(
         loaded, planned, display=display, timeline=directory.timeline, watch=watch, **openers
     )
     records = open_records(
-        loaded.config, directory=directory, display=display, stop=Stop(), watch=watch, resumed=None
+        loaded.config,
+        models.tokenizer,
+        directory=directory,
+        display=display,
+        stop=Stop(),
+        watch=watch,
+        resumed=None,
     )
     for tracker in records.trackers:
         stack.callback(tracker.close)

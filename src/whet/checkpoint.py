@@ -4,6 +4,7 @@ checkpoints/0-sft-000300/   stage 0 ('sft') after step 300
     manifest.json           size and SHA-256 of every other file
     state.json              position in data, buffer, ledger, versions, score, ...
     groups.arrow            groups of rollouts that wait in the buffer; state.json has their numbers
+    tokenizer.json          of a run that has built its tokenizer: data that changes later does not change a token
     policy/ critic/ reference/      weights and moments: `models.tensor_files`
 """
 
@@ -18,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Protocol
 
 from whet.storage.manifests import MANIFEST, digest, manifest, oldest_first, place_of
@@ -33,6 +35,8 @@ STATE = "state.json"
 GROUPS = "groups.arrow"
 _GROUP = "group in groups.arrow"
 """Key of an object of state.json that stands for bytes: their row in groups.arrow."""
+
+TOKENIZER = "tokenizer.json"
 
 SCORE = "score"
 """In state.json: the number by which the best are kept, if the step was evaluated."""
@@ -158,9 +162,11 @@ class Saver:
         background: bool = False,
         after: Callable[[Path], None] = lambda path: None,
         spare: Callable[[], Collection[Path]] = tuple,
+        files: Mapping[str, Writer] = MappingProxyType({}),
     ) -> None:
-        """spare: returns which checkpoints must stay for now, independent of `keep`."""
-        self.root, self.keep, self.contents = root, keep, contents
+        """spare: returns which checkpoints must stay for now, independent of `keep`. files: what every checkpoint has
+        beside the engines' files and the state, by name."""
+        self.root, self.keep, self.contents, self.files = root, keep, contents, files
         self.after, self.spare = after, spare
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="whet-save") if background else None
         self._writing: Future[None] | None = None
@@ -225,9 +231,16 @@ class Saver:
             self._thread.shutdown()
 
     def _write(self, writers: Mapping[str, Writer], state: Json) -> None:
-        path = write(self.root, writers, state)
+        path = write(self.root, {**self.files, **writers}, state)
         prune(self.root, path, self.keep, spare=self.spare())
         self.after(path)
+
+
+def tokenizer_in(path: Path | None) -> Path | None:
+    """The file of a checkpoint with the tokenizer that its run has built. None: it was not built, or by a version that
+    did not write it (0.2 and earlier)."""
+    file = path / TOKENIZER if path is not None else None
+    return file if file is not None and file.is_file() else None
 
 
 def all_in(root: Path) -> list[Path]:

@@ -116,6 +116,7 @@ def with_form(cfg: Config, form: Form) -> Config:
 def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None) -> None:
     import torch
 
+    from whet.checkpoint import tokenizer_in
     from whet.data.tasks import texts
     from whet.data.tokenizer import load_tokenizer
     from whet.models import kernels
@@ -127,7 +128,9 @@ def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None) -> No
 
     cfg = loaded.config
     sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.demonstrations, *c.data.eval)]
-    tokenizer = load_tokenizer(cfg.tokenizer, model_path=cfg.model.path, texts=texts(sources))
+    tokenizer = load_tokenizer(
+        cfg.tokenizer, model_path=cfg.model.path, texts=texts(sources), built=tokenizer_in(path)
+    )
     model = build(
         cfg.model,
         vocab_size=len(tokenizer),

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from whet.checkpoint import Keep, Saver
+from whet.checkpoint import TOKENIZER, Keep, Saver
 from whet.config.checks import check_stop_tokens
 from whet.config.checks_parallel import world
 from whet.config.checks_sync import has_adapters
@@ -25,7 +25,7 @@ from whet.context import StopFlag
 from whet.data.tasks import (
     texts,
 )
-from whet.data.tokenizer import load_tokenizer
+from whet.data.tokenizer import load_tokenizer, write_built
 from whet.envs.opened import Environments
 from whet.guard.line import OpenLines
 from whet.guard.watch import Watch
@@ -123,6 +123,7 @@ class Job:
 
 def open_records(
     cfg: Config,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     directory: RunDirectory,
     display: Display,
@@ -131,7 +132,7 @@ def open_records(
     resumed: tuple[int, int] | None,
 ) -> Records:
     """Trackers, checkpoints and uploads of a run. resumed: stage and step that it goes on from."""
-    saver, uploads = open_saver(cfg, directory.path)
+    saver, uploads = open_saver(cfg, directory.path, tokenizer if cfg.tokenizer.build is not None else None)
     trackers = open_trackers(cfg, directory, resumed=resumed)
     return Records(directory, trackers, display, saver, uploads, stop, watch)
 
@@ -160,7 +161,13 @@ def open_models(
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     display.phase("read data")
     sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.demonstrations, *c.data.eval)]
-    tokenizer = load_tokenizer(cfg.tokenizer, model_path=cfg.model.path, texts=texts(sources), day=loaded.day)
+    tokenizer = load_tokenizer(
+        cfg.tokenizer,
+        model_path=cfg.model.path,
+        texts=texts(sources),
+        built=loaded.tokenizer,
+        day=loaded.day,
+    )
     display.phase("load model")
     place: Place = Here()
     if rank_lines is None and plans[0].models_elsewhere:
@@ -234,8 +241,10 @@ def _alike(loaded: Loaded) -> bool:
     return not other and loaded.config.rollout.quantization is None
 
 
-def open_saver(cfg: Config, run_dir: Path) -> tuple[Saver, Uploads]:
-    """What saves a run's checkpoints, and what copies them elsewhere."""
+def open_saver(
+    cfg: Config, run_dir: Path, built: PreTrainedTokenizerBase | None = None
+) -> tuple[Saver, Uploads]:
+    """What saves a run's checkpoints, and what copies them elsewhere. built: a tokenizer that no folder has."""
     c, root = cfg.checkpoint, run_dir / "checkpoints"
     best = c.keep_best
     keep = Keep(c.keep, best=best.count if best else 0, smallest=best is not None and best.goal == "min")
@@ -257,6 +266,7 @@ def open_saver(cfg: Config, run_dir: Path) -> tuple[Saver, Uploads]:
         background=c.async_save,
         after=uploads.checkpoint,
         spare=lambda: [*uploads.spare(), *named],
+        files={TOKENIZER: lambda file: write_built(built, file)} if built is not None else {},
     )
     return saver, uploads
 

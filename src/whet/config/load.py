@@ -70,6 +70,8 @@ class Loaded:
     """Digests of the user's code by file (`config.code.digests`), once a run starts."""
     day: date | None = None
     """The day on which the run began, once it starts: what chat templates are told is today."""
+    tokenizer: Path | None = None
+    """The file of the checkpoint with the tokenizer that the run has built; None: none was built yet."""
     given: Config | None = None
     """The config before remote paths were replaced by local copies; None: it has no remote paths."""
 

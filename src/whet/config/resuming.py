@@ -101,7 +101,7 @@ config."""
 
 LENGTH = ("train.steps", "train.epochs")
 SOURCES = (("data", "train"), ("data", "demonstrations"), ("data", "eval"))
-"""Data that a tokenizer of `tokenizer.build` is built from: a change would change its tokens."""
+"""Data that a tokenizer of `tokenizer.build` is built from."""
 MOST_TOLD = 8
 """Maximum number of changes that an error lists."""
 
@@ -300,9 +300,14 @@ def _kind(change: Change, stage: Json) -> Class:
     free = FREE_WHERE.get(dotted(change.at))
     if free is not None and free(stage):
         return "free"
-    if change.at[:2] in SOURCES and get(stage, ("tokenizer", "build")) is not None:
-        return "identity"
     return change.kind
+
+
+def _rebuilds(change: Change, path: Path, now: Json) -> bool:
+    """Whether a change of the data changes the tokens: the checkpoint is of a version that did not keep the tokenizer
+    that was built from it."""
+    built = get(now, ("tokenizer", "build")) is not None
+    return built and change.at[:2] in SOURCES and not (path / "tokenizer.json").is_file()
 
 
 # ---------------------------------------------------------------- resuming
@@ -319,6 +324,7 @@ def taken(
     now = fingerprint(cfg)
     found = [c for c in changes(saved, now) if _remembered(c)]  # an older version stored more
     _check_length(path, now, at)
+    found = [replace(c, kind="identity") if _rebuilds(c, path, now) else c for c in found]
     refused = [
         c for c in found if c.kind == "identity" or (c.kind == "numbers" and not (change and not over))
     ]

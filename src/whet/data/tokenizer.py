@@ -22,7 +22,7 @@ from whet.tables import near
 from whet.types import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
 
@@ -41,18 +41,27 @@ It tells of no tools."""
 
 
 def load_tokenizer(
-    cfg: TokenizerConfig, *, model_path: str | None, texts: Iterable[str] = (), day: date | None = None
+    cfg: TokenizerConfig,
+    *,
+    model_path: str | None,
+    texts: Iterable[str] = (),
+    built: Path | None = None,
+    day: date | None = None,
 ) -> PreTrainedTokenizerFast:
     """The run's tokenizer: from `cfg.path`, or built, or else the model's folder; never from the network.
 
-    texts: what a built tokenizer is made from; read only then. day: on which the run began; None: today. Raises
-    ConfigError.
+    texts: what a built tokenizer is made from; read only then. built: the file in which a checkpoint has the tokenizer
+    that was built (`write_built`); it is read in place of the texts, which may be others by now. day: on which the run
+    began; None: today. Raises ConfigError.
     """
     if cfg.build is not None and cfg.path is not None:
         raise ConfigError("Give tokenizer.path or tokenizer.build, not both.")
-    tokenizer = (
-        build(cfg.build, cfg.vocab_size, texts) if cfg.build is not None else _load(cfg.path or model_path)
-    )
+    if cfg.build is None:
+        tokenizer = _load(cfg.path or model_path)
+    elif built is not None:
+        tokenizer = _with_special(_read(built))
+    else:
+        tokenizer = build(cfg.build, cfg.vocab_size, texts)
     if cfg.chat_template is not None:
         tokenizer.chat_template = read_template(cfg.chat_template)
     if cfg.chat_template_kwargs:
@@ -120,10 +129,26 @@ def build(kind: str, vocab_size: int, texts: Iterable[str]) -> PreTrainedTokeniz
 
     chars and words keep the most frequent ones where more than `vocab_size` are found; the rest become <unk>.
     """
+    return _with_special(BUILDERS[kind](vocab_size, texts))
+
+
+def write_built(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Write the vocabulary and rules of a built tokenizer, from which `load_tokenizer` makes it again."""
+    file.write_text(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+
+
+def _read(file: Path) -> Core:
+    try:
+        return Core.from_file(str(file))
+    except Exception as e:  # of the tokenizers package, which raises nothing more special
+        raise ConfigError(f"Cannot read the tokenizer of a checkpoint, {file}: {e}") from e
+
+
+def _with_special(core: Core) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=BUILDERS[kind](vocab_size, texts),
+        tokenizer_object=core,
         pad_token=PAD,
         eos_token=EOS,
         unk_token=UNK,

@@ -24,7 +24,7 @@ from whet.api import (
     run_loop,
     watchdog_timeout_s,
 )
-from whet.checkpoint import Saver, read_state
+from whet.checkpoint import Saver, all_in, read_state, tokenizer_in
 from whet.config.code import digests
 from whet.config.load import Loaded, learn_secrets
 from whet.config.plan import Plan, dtype_on
@@ -189,7 +189,8 @@ def aside(recorded: Recorded, step: int) -> Iterator[tuple[Path, Loaded]]:
         here = partial(_quiet, home=home, step=step)
         loaded = replace(loaded, config=here(loaded.config), stages=tuple(map(here, loaded.stages)))
         environment.prepare(recorded.plans[0].threads, loaded.config.machine.logprob_parity != "off")
-        yield home, replace(brought_here(loaded), day=began(recorded.path))
+        last = next(reversed(all_in(recorded.path / "checkpoints")), None)
+        yield home, replace(brought_here(loaded), day=began(recorded.path), tokenizer=tokenizer_in(last))
 
 
 def _quiet(cfg: Config, home: Path, step: int) -> Config:
@@ -248,7 +249,13 @@ def opened(
         **openers,
     )
     records = open_records(
-        loaded.config, directory=directory, display=display, stop=stop, watch=watch, resumed=None
+        loaded.config,
+        models.tokenizer,
+        directory=directory,
+        display=display,
+        stop=stop,
+        watch=watch,
+        resumed=None,
     )
     return Job(loaded, planned, rewards, models, records)
 
