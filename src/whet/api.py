@@ -386,20 +386,21 @@ def _open(
 ) -> Job:
     """The models and records of a run, which are closed with the stack."""
     with environment.importing():
-        from whet.job import Job, open_models, open_records
+        from whet.job import open_job
     directory, display, stop, watch, calls = outside
-    models = open_models(
-        loaded, planned, display=display, timeline=directory.timeline, watch=watch, **openers
-    )
-    records = open_records(
-        loaded.config,
-        models.tokenizer,
+    job = open_job(
+        loaded,
+        planned,
+        rewards,
         directory=directory,
         display=display,
         stop=stop,
         watch=watch,
         resumed=start.at,
+        change=change,
+        **openers,
     )
+    records = job.records
     if any(calls):
         records = replace(records, trackers=[*records.trackers, Callbacks(*calls, stop=stop)])
     gc.collect()
@@ -411,7 +412,7 @@ def _open(
     stack.callback(records.saver.close)
     if start.checkpoint:
         records.uploads.missing(*written(directory.path, start.state))
-    return Job(loaded, planned, rewards, models, records, change)
+    return replace(job, records=records)
 
 
 def _work_beside(job: Job, home: Path) -> int:

@@ -236,7 +236,7 @@ def _bench(
 ) -> list[dict[str, Json]]:
     """found: the checkpoints to evaluate; none: the model itself."""
     from whet.checkpoint import tokenizer_in
-    from whet.job import Job, open_models, open_records
+    from whet.job import open_job
     from whet.track.display import Display
     from whet.track.record import RunDirectory
     from whet.track.written import read_lines
@@ -251,21 +251,12 @@ def _bench(
     for made in rewards:
         made.load_models(loaded.day)
     watch = stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded)))
-    models = open_models(
-        loaded, planned, display=display, timeline=directory.timeline, watch=watch, **openers
+    job = open_job(
+        loaded, planned, rewards, directory=directory, display=display, stop=Stop(), watch=watch, **openers
     )
-    records = open_records(
-        loaded.config,
-        models.tokenizer,
-        directory=directory,
-        display=display,
-        stop=Stop(),
-        watch=watch,
-        resumed=None,
-    )
-    for tracker in records.trackers:
+    for tracker in job.records.trackers:
         stack.callback(tracker.close)
-    run_loop(_each(Job(loaded, planned, rewards, models, records), found))
+    run_loop(_each(job, found))
     return read_lines(out / "metrics.jsonl")
 
 

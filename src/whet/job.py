@@ -121,6 +121,33 @@ class Job:
             await self.models.engine.close()
 
 
+def open_job(
+    loaded: Loaded,
+    plans: Sequence[Plan],
+    rewards: Sequence[RewardSet],
+    *,
+    directory: RunDirectory,
+    display: Display,
+    stop: StopFlag,
+    watch: Watch,
+    resumed: tuple[int, int] | None = None,
+    change: bool = False,
+    **openers: Any,
+) -> Job:
+    """The models and records of a run. resumed: stage and step that it goes on from. openers: see `open_models`."""
+    models = open_models(loaded, plans, display=display, timeline=directory.timeline, watch=watch, **openers)
+    records = open_records(
+        loaded.config,
+        models.tokenizer,
+        directory=directory,
+        display=display,
+        stop=stop,
+        watch=watch,
+        resumed=resumed,
+    )
+    return Job(loaded, plans, rewards, models, records, change)
+
+
 def open_records(
     cfg: Config,
     tokenizer: PreTrainedTokenizerBase,

@@ -138,6 +138,7 @@ def write_built(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
 
 
 def _read(file: Path) -> Core:
+    check_files(file.parent)
     try:
         return Core.from_file(str(file))
     except Exception as e:  # of the tokenizers package, which raises nothing more special

@@ -226,7 +226,7 @@ def opened(
 ) -> Job:
     """A run of which nothing is shown; what it has opened is closed with the stack."""
     from whet.data.recognise import with_columns
-    from whet.job import Job, open_models, open_records
+    from whet.job import open_job
     from whet.track.display import Display
     from whet.track.record import RunDirectory
 
@@ -239,25 +239,17 @@ def opened(
     for made in rewards:
         made.load_models(loaded.day)
     watch = stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded)))
-    models = open_models(
+    return open_job(
         loaded,
         planned,
-        display=display,
-        timeline=directory.timeline,
-        watch=watch,
-        environments=environments,
-        **openers,
-    )
-    records = open_records(
-        loaded.config,
-        models.tokenizer,
+        rewards,
         directory=directory,
         display=display,
         stop=stop,
         watch=watch,
-        resumed=None,
+        environments=environments,
+        **openers,
     )
-    return Job(loaded, planned, rewards, models, records)
 
 
 # ---------------------------------------------------------------- what is compared with the record

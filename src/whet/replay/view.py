@@ -96,30 +96,29 @@ def listing_json(recorded: Recorded) -> Json:
 # ---------------------------------------------------------------- what was compared
 
 
-def compared(found: Sequence[ComparedColumn]) -> Table:
-    """A row for each field that has a difference, and of rollouts for each; equal columns of the batch are one row."""
-    made = table("<compared", "values", "equal", "<first difference", *(f"<{side}" for side in SIDES))
+def compared(found: Sequence[ComparedColumn]) -> RenderableType:
+    """A row for each field that has a difference, and of rollouts for each; equal columns of the batch are one row.
+    The first differences are lines below it, since no terminal may cut a number."""
+    made, lines = table("<compared", "values", "equal"), list[Text]()
     quiet = [c for c in found if c.field.startswith("batches/") and not c.differing]
     for each in found:
         if each not in quiet:
-            made.add_row(*_row(each))
+            equal = Text(str(each.equal), "red" if each.differing else "green")
+            made.add_row(Text(printable(each.field)), str(each.count), equal)
+            lines += _first_difference(each)
     if quiet:
         total = sum(c.count for c in quiet)
         made.add_row(f"batches: {len(quiet)} columns", str(total), Text(str(total), "green"))
-    return made
+    head: list[RenderableType] = ["", Text("first differences", "bold")] if lines else []
+    return Group(made, *head, *lines)
 
 
-def _row(each: ComparedColumn) -> Iterator[RenderableType]:
-    yield Text(printable(each.field))
-    yield str(each.count)
-    yield Text(str(each.equal), "red" if each.differing else "green")
+def _first_difference(each: ComparedColumn) -> Iterator[Text]:
     if each.first is not None:
-        a, b = each.first.values
-        where = each.first.where
         named = each.first.field if each.first.field not in each.field else ""
-        yield Text(printable(", ".join(filter(None, (where, named)))))
-        yield Text(a, "red")
-        yield Text(b, "red")
+        place = ", ".join(filter(None, (each.field, each.first.where, named)))
+        values = ", ".join(f"{value} ({side})" for value, side in zip(each.first.values, SIDES))
+        yield Text.assemble(f"{printable(place)}: ", (values, "red"))
 
 
 def step_view(found: Replayed) -> RenderableType:
