@@ -341,8 +341,15 @@ def _of_kl(
 
 
 def _micro(section_of: Any) -> Numbers:
+    """With tokens, that of all ranks that share a sequence (`prepare_micro_batches` multiplies by `sp_size`)."""
     if section_of.use_dynamic_bsz:
-        return micro_batch(None, section_of.ppo_max_token_len_per_gpu)
+        megatron = section_of.strategy == "megatron"
+        sharing = (
+            section_of.megatron.context_parallel_size
+            if megatron
+            else section_of.ulysses_sequence_parallel_size
+        )
+        return micro_batch(None, section_of.ppo_max_token_len_per_gpu * sharing)
     return micro_batch(section_of.ppo_micro_batch_size_per_gpu, None)
 
 
@@ -387,30 +394,37 @@ def update_of(config: DictConfig) -> Numbers:
 
 
 def steps(config: DictConfig, rows: int) -> int:
-    """The training steps that verl's trainer counts for a file of so many rows."""
+    """The training steps of verl's trainer for a file of so many rows: its epochs, or trainer.total_training_steps
+    where these are fewer."""
+    own = _loaded(config, rows)
+    return min(int(own.total_training_steps), len(own.train_dataloader) * config.trainer.total_epochs)
+
+
+def _loaded(config: DictConfig, rows: int) -> Any:
+    """What verl's trainer makes of its data."""
     trainer, own = theirs("verl", TRAINER), SimpleNamespace(config=OmegaConf.create(config))
     trainer._create_dataloader(
         own, range(rows), range(1), list, torch.utils.data.SequentialSampler(range(rows))
     )
-    return int(own.total_training_steps)
+    return own
 
 
 def rates(config: DictConfig, rows: int) -> Numbers:
     """The learning rate of each step, by the scheduler of verl's FSDP engine."""
     if config.actor_rollout_ref.actor.strategy == "megatron":
         raise NotComparable("Megatron's scheduler needs Megatron-LM")
-    total = steps(config, rows)
+    total = int(_loaded(config, rows).total_training_steps)
     optim = SimpleNamespace(**{**dict(config.actor_rollout_ref.actor.optim), "total_training_steps": total})
     optimizer = schedules.dummy()
     scheduler = theirs("verl", ENGINE)._build_lr_scheduler(
         SimpleNamespace(optimizer_config=optim, rank=1), optimizer
     )
-    return {"over verl's peak": schedules.of_scheduler(scheduler, optimizer, total)}
+    return {"over verl's peak": schedules.of_scheduler(scheduler, optimizer, steps(config, rows))}
 
 
 def _our_rates(config: DictConfig, file: File) -> Tensor:
-    if file.plan.optimizer.schedule.unit == "optimizer_step" and file.plan.minibatches * file.plan.passes > 1:
-        raise NotComparable("whet's schedule counts optimizer steps, verl's training steps")
-    return schedules.of_steps(file.plan, file.steps(some_rows(file.plan)[2])) / float(
-        config.actor_rollout_ref.actor.optim.lr
-    )
+    plan = file.plan
+    each = schedules.of_updates(plan, file.steps(some_rows(plan)[2])).view(-1, plan.minibatches * plan.passes)
+    if not torch.equal(each, each[:, :1].expand_as(each)):
+        raise NotComparable("whet's learning rate changes within a training step, verl's does not")
+    return each[:, 0] / float(config.actor_rollout_ref.actor.optim.lr)
