@@ -223,8 +223,11 @@ def test_the_recipes_say_enough_to_know_the_named_conditions() -> None:
 
 def test_conditions_name_keys_and_conditions_that_exist_and_one_test() -> None:
     used = set()
-    for found in (*everything(made()["properties"]), *made()["x-constraints"]):
-        for what, name in subjects(found.get("x-visible-when", found.get("refused-when", {}))):
+    for found in (*everything(made()["properties"]), *made()["x-constraints"], *made()["x-notes"]):
+        when = next(
+            (found[key] for key in ("x-visible-when", "refused-when", "noted-when") if key in found), {}
+        )
+        for what, name in subjects(when):
             assert lookup(name.split(".")) or what == "condition", name
             used |= {name} if what == "condition" else set()
     assert set(made()["x-conditions"]) == used >= set(NAMED)

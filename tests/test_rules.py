@@ -52,7 +52,6 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "algorithm.groups.min_std": [
         ("algorithm.name=reinforce", "rollout.group_size=1", "algorithm.groups.min_std=0.1")
     ],
-    "algorithm.loss": [("algorithm.name=rloo", "train.update_epochs=2")],
     "algorithm.loss.fallback_to_policy_gradient": [
         ("algorithm.loss.fallback_to_policy_gradient=true", "train.update_epochs=2")
     ],
@@ -204,6 +203,16 @@ def test_every_example_breaks_a_rule() -> None:
     assert keys == BROKEN.keys()
     for key in keys:
         assert len(BROKEN[key]) >= sum(rule.keys[0] == key for rule in REFUSED) - 1
+
+
+def test_a_loss_without_a_ratio_in_several_optimizer_steps_is_noted() -> None:
+    (note,) = load(None, ["algorithm.name=rloo", "train.update_epochs=2"], BASE).notes
+    assert note.startswith(
+        "algorithm.loss: reinforce has no ratio to the policy that sampled, so from the second of"
+    )
+    assert "of the 2 optimizer steps" in note
+    assert not load(None, ["algorithm.name=rloo"], BASE).notes
+    assert not load(None, ["algorithm.name=grpo", "train.update_epochs=2"], BASE).notes
 
 
 def test_rules_look_at_what_there_is() -> None:

@@ -39,6 +39,12 @@ Problem = tuple[str, str]
 """(key, what is wrong with it)."""
 
 
+def consequences(cfg: Config) -> Iterator[Problem]:
+    """What a user should know of the config of one stage: (key, note)."""
+    algorithm, _ = _algorithm(cfg.algorithm)
+    return rules.notes(cfg, algorithm) if algorithm is not None else iter(())
+
+
 def hard_problems(cfg: Config) -> list[Problem]:
     """All problems of the config of one stage."""
     algorithm, problems = _algorithm(cfg.algorithm)

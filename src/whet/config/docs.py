@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from whet.config.conditions import in_words, no
 from whet.config.explain import default_of
 from whet.config.facts import NAMED
 from whet.config.keys import ASIDES, TABLES, Key, Path, dotted, keys, settings_of
-from whet.config.rules import REFUSED, UNUSED
+from whet.config.rules import NOTED, REFUSED, UNUSED, Rule
 from whet.config.schema import Section
 
 INTRO = """\
@@ -62,6 +63,7 @@ def markdown() -> str:
         "## What does not go together\n",
         REFUSALS,
         _refused(),
+        _noted(),
     ]
     return "\n".join(parts)
 
@@ -91,8 +93,17 @@ def _facts() -> str:
 
 
 def _refused() -> str:
-    rows = ["| key | refused when | error |", "|---|---|---|"]
-    for rule in REFUSED:
+    return _of_rules(("key", "refused when", "error"), REFUSED)
+
+
+def _noted() -> str:
+    title = "Combinations that are allowed, with a note before the run:\n\n"
+    return title + _of_rules(("key", "noted when", "note"), NOTED)
+
+
+def _of_rules(titles: Sequence[str], rules: Sequence[Rule]) -> str:
+    rows = [f"| {' | '.join(titles)} |", "|---|---|---|"]
+    for rule in rules:
         message = rule.message.replace("{cfg.", "{")
         rows.append(f"| `{rule.keys[0]}` | {_text(in_words(rule.when))} | {_text(message)} |")
     return "\n".join([*rows, ""])

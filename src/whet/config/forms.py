@@ -5,7 +5,7 @@ another place. Added to each key: `title`; `x-unit`; `x-level` (beginner, expert
 under which something reads it (`conditions` says how to read one); `x-choices` for open names; `x-short`, the key
 whose value a text in place of a section is. Added to the whole: `x-conditions`, what the named conditions mean;
 `x-constraints`, rules over several keys with the error's text: the condition that is refused, or overrides that break
-the rule.
+the rule; `x-notes`, conditions that are allowed and have a consequence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from whet.config.facts import NAMED
 from whet.config.keys import Key, keys
 from whet.config.keys import settings as keys_of_settings
 from whet.config.recipe_table import RECIPES
-from whet.config.rules import REFUSED, RULES, Rule, visible_when
+from whet.config.rules import NOTED, REFUSED, RULES, Rule, visible_when
 from whet.config.schema import Config, Section
 from whet.config.shorthand import SOURCES, short_for
 from whet.config.tree import STAGE_SECTIONS
@@ -44,7 +44,11 @@ def schema() -> Node:
         **out,
         "title": "whet",
         "x-conditions": {name: {"meaning": meaning} for name, meaning in _conditions().items()},
-        "x-constraints": [*map(_refused, REFUSED), *map(_constraint, CONSTRAINTS)],
+        "x-constraints": [
+            *(_judged(rule, "refused-when", "error") for rule in REFUSED),
+            *map(_constraint, CONSTRAINTS),
+        ],
+        "x-notes": [_judged(rule, "noted-when", "note") for rule in NOTED],
     }
 
 
@@ -61,13 +65,13 @@ def _conditions() -> dict[str, str]:
     }
 
 
-def _refused(rule: Rule) -> Node:
-    """A rule that a form can judge itself. In its error `{key}` and `{condition}` stand for values."""
+def _judged(rule: Rule, when: str, text: str) -> Node:
+    """A rule that a form can judge itself. In its text `{key}` and `{condition}` stand for values."""
     looked_at = dict.fromkeys(name for kind, name in subjects(rule.when) if kind == "key")
     return {
         "keys": list(dict.fromkeys([*rule.keys, *looked_at])),
-        "refused-when": rule.when,
-        "error": rule.message.replace("{cfg.", "{"),
+        when: rule.when,
+        text: rule.message.replace("{cfg.", "{"),
     }
 
 

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from whet.config import hardware, keys, secrets, tree
+from whet.config.checks import consequences
 from whet.config.checks import unused as unused_keys
 from whet.config.derived import with_lr
 from whet.config.draft import Draft
@@ -168,9 +169,11 @@ def load(
         config = _finished(draft)
     if draft.problems or config is None:
         raise Refused(draft.problems, what)
+    stages = stage_configs(config)
+    notes += tuple(dict.fromkeys(f"{key}: {text}" for cfg in stages for key, text in consequences(cfg)))
     return Loaded(
         config=config,
-        stages=stage_configs(config),
+        stages=stages,
         names=stage_names(config),
         file=Path(path) if path is not None else None,
         origins=draft.origins,

@@ -4,14 +4,14 @@
 
     rule     read: something reads the keys only when the condition holds; otherwise a key that is set is refused, and
              a form hides it. acts: the same of settings of an algorithm, whose defaults, and false, may stand there
-             though nothing reads them. refused: these values do not go together; the error stands at the key. where:
-             a name for a condition
+             though nothing reads them. refused: these values do not go together; the error stands at the key. noted:
+             they do, with a consequence that a user should know; a note. where: a name for a condition
     keys     one dotted key, or `section: name name`; `*` stands for any entry of a list or any name, a section for all
              keys in it
     when     the condition, in the words of `conditions`. Names without a section are facts (`facts.NAMED`) or settings
              (`loss.clip_low`); names in capitals are conditions of lines before, or lists (`LISTS`)
-    message  why nothing reads the keys where the condition does not hold; of `refused` the error. Values may stand in
-             it: {cfg.data.order}, {kind} and other facts
+    message  why nothing reads the keys where the condition does not hold; of `refused` the error, of `noted` the
+             note. Values may stand in it: {cfg.data.order}, {kind} and other facts
 
 A line with a name of `EACH` gives a rule for each name that it stands for. A key without a rule is always read. If a
 key has several rules, the first one that does not hold gives the reason.
@@ -40,8 +40,8 @@ class Rule:
     keys: tuple[str, ...]
     when: Condition
     message: str
-    level: Literal["unused", "refused"]
-    """unused: nothing reads the keys. refused: these values do not go together."""
+    level: Literal["unused", "refused", "noted"]
+    """unused: nothing reads the keys. refused: these values do not go together. noted: they have a consequence."""
     default_passes: bool = False
     """unused: their defaults, and false, may stand there."""
 
@@ -85,14 +85,15 @@ def _rule(line: Mapping[str, str], defined: Mapping[str, Condition]) -> Rule:
     section, _, names = line["keys"].rpartition(": ")
     keys = tuple(f"{section}.{name}" if section else name for name in names.split())
     when = parsed(line["when"], defined, LISTS)
-    if line["rule"] == "refused":
-        return Rule(keys, when, line["message"], "refused")
+    if line["rule"] in ("refused", "noted"):
+        return Rule(keys, when, line["message"], line["rule"])  # type: ignore[arg-type]
     return Rule(keys, no(when), line["message"], "unused", line["rule"] == "acts")
 
 
 RULES: tuple[Rule, ...] = tuple(_table())
 UNUSED = tuple(rule for rule in RULES if rule.level == "unused")
 REFUSED = tuple(rule for rule in RULES if rule.level == "refused")
+NOTED = tuple(rule for rule in RULES if rule.level == "noted")
 
 
 def unused(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str, bool]]:
@@ -107,8 +108,17 @@ def unused(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str, bool]]:
 
 def refused(cfg: Config, algorithm: Resolved | None) -> Iterator[tuple[str, str]]:
     """(key, what does not go with it) in a stage. Without an algorithm, rules that look at it are left out."""
+    yield from _met(REFUSED, cfg, algorithm)
+
+
+def notes(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
+    """(key, its consequence) in a stage."""
+    yield from _met(NOTED, cfg, algorithm)
+
+
+def _met(rules: Sequence[Rule], cfg: Config, algorithm: Resolved | None) -> Iterator[tuple[str, str]]:
     known = named(cfg, algorithm) if algorithm is not None else {}
-    for rule in REFUSED:
+    for rule in rules:
         unknown = algorithm is None and any(kind == "condition" for kind, _ in subjects(rule.when))
         if not unknown and met(rule.when, cfg, known):
             yield rule.keys[0], _filled(rule, cfg, known)
