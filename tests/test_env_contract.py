@@ -433,7 +433,7 @@ FAULTS = {
     "writes_nonsense": "env crashed: its host",
     "nests_deeply": "env crashed: its host sent no message",
     "drips": "env timeout: step took more than 2 s",
-    "forgets_a_chat": "env bad value: step returned before its calls of world.chat had their replies",
+    "forgets_a_chat": "env bad value: step returned before its calls of world.chat were answered",
     "chats_with_a_strange_setting": "env raised ValueError: world.chat got temperature; expected max_tokens, stop",
     "faults": "env fault: the site is down",
     "leaves_a_process": "env crashed: its host ended: exit status 5",

@@ -140,7 +140,7 @@ def test_an_engine_that_promises_log_probs_and_gives_none_is_found_out(
 
 
 def test_a_run_that_reads_them_does_not_start(tree: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot tell the log-probs.*algorithm\.correction"):
+    with pytest.raises(ConfigError, match=r"does not return the log-probs.*algorithm\.correction"):
         whet.train(
             **tree,
             overrides=[

@@ -518,8 +518,8 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
     for name, reward in ((n, r) for cfg in loaded.stages for n, r in cfg.rewards.items()):
         if (reward.function or "").startswith("object:") and name not in functions:
             raise ConfigError(
-                f"rewards.{name}: it was a function of a Python program, which is not here; give it from Python "
-                f"(rewards={{'{name}': ...}}), or name it: rewards.{name}=rewards.py:FUNCTION"
+                f"rewards.{name}: this was a function passed from Python, which cannot be loaded here; pass it again "
+                f"(rewards={{'{name}': ...}}), or give a function by name: rewards.{name}=rewards.py:FUNCTION"
             )
     made: list[tuple[Any, RewardSet]] = []
     out = []

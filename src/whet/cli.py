@@ -255,7 +255,8 @@ def evaluate(
         )
     elif data or reward or stage or step is not None:
         raise ConfigError(
-            f"{target} is no folder: --data, --reward, --stage and --step are for a run directory or a model's folder"
+            f"{target} is not a folder: --data, --reward, --stage and --step are for a run directory or a model's "
+            "folder"
         )
     else:
         written = _judge_file(target, overrides or (), offline, dialect=dialect)

@@ -89,7 +89,7 @@ def _structure(cfg: Config) -> Iterator[Problem]:
             f"'{template}' is neither a file nor a template (it has no Jinja '{{'); give the text or a path",
         )
     if tokenizer.date is not None and not _is_date(tokenizer.date):
-        yield "tokenizer.date", f"'{tokenizer.date}' is no date; expected one as 2026-01-31"
+        yield "tokenizer.date", f"'{tokenizer.date}' is not a date; expected a date such as 2026-01-31"
     yield from source_problems(cfg)
 
 

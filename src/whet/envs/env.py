@@ -158,7 +158,7 @@ def check_arguments(make: Callable[..., Any], arguments: Mapping[str, Json]) -> 
     for name in arguments:
         if name not in free and not variadic:
             raise ConfigError(
-                f"rollout.env.arguments: {name!r} is no argument of make{near(name, free)}; it has: "
+                f"rollout.env.arguments: {name!r} is not an argument of make{near(name, free)}; it has: "
                 f"{', '.join(free) or 'none'}"
             )
     try:
