@@ -370,7 +370,7 @@ def convert(
     trust_script: TrustScript = False,
     proves: Prove = False,
 ) -> None:
-    """Write a config of another system with whet's own keys, and the origin of each line.
+    """Write a config of another system as a native config, with the origin of each line.
 
     The layout is taken from the file, or fits the machines of --gpus.
 

@@ -104,7 +104,7 @@ def diff(
 ) -> None:
     """Compare two runs: config, environment, data, and the first step and token at which their records differ.
 
-    What both have recorded is compared bit for bit, and the causes that the records tell of are listed. Exit code 1:
+    What both have recorded is compared bit for bit, and the causes found in the records are listed. Exit code 1:
     something that both have recorded differs, or no step is in both.
 
     \b

@@ -140,8 +140,8 @@ def _model(cfg: Config) -> Iterator[Problem]:
         yield (
             "data.max_prompt_tokens",
             f"{cfg.data.max_prompt_tokens} prompt tokens + {reply} reply tokens (sampling.max_tokens) "
-            f"{f'+ {told} tokens of the environment (rollout.env.observation_tokens) ' if told else ''}= "
-            f"{longest}, but {limit} is {found.max_positions}; {fix} one of the {'three' if told else 'two'}",
+            f"{f'+ {told} tokens of the environment (rollout.env.observation_tokens) ' if told else ''}= {longest}, "
+            f"but {limit} is {found.max_positions}; {fix} one of the {'three' if told else 'two'}",
         )
 
 

@@ -25,10 +25,10 @@ value is derived; `whet plan FILE` prints the derived value.
   `stages.sft.train.steps=5`. The value is YAML: `rollout.sampling.stop=["###"]`. Sections are merged, lists
   replaced.
 - **References**: `${train.steps}` stands for another value, defaults included; `${oc.env:NAME,default}` for
-  an environment variable, as text (`${oc.decode:${oc.env:NAME}}` makes a number of it); `\\${` for itself.
-- **Stages** run one after the other. A stage inherits the whole config, and its own keys are put over it.
-  A stage that names another `algorithm.name` does not inherit the other `algorithm` keys. References are
-  resolved before that.
+  an environment variable, as text (`${oc.decode:${oc.env:NAME}}` makes it a number); `\\${` for a literal `${`.
+- **Stages** run one after the other. A stage inherits the whole config, and its own keys override it.
+  A stage that sets a different `algorithm.name` does not inherit the other `algorithm` keys. References are
+  resolved before stages inherit.
 - **Paths** are relative to the directory in which the command runs.
 - **A key that can have no effect is refused**, with the reason: an unknown key, a critic's learning rate
   without a critic, a group size for demonstrations.
@@ -67,12 +67,12 @@ def markdown() -> str:
 
 
 READ = """\
-Other keys are always read. A line on a section applies to every key in it; a key in two lines needs both. Names without a dot are facts derived from
-the config; they are explained below the table.
+Other keys are always read. A line on a section applies to every key in it; a key in two lines needs both. Names
+without a dot are facts derived from the config; they are explained below the table.
 """
 REFUSALS = """\
-Rules over several keys, with the error. `{...}` stands for a value. Further checks need a
-computation, or facts about this machine, and run when the config is loaded.
+Rules over several keys, with the error. `{...}` stands for a value. Further checks, which need a
+computation or facts about this machine, run when the config is loaded.
 """
 
 

@@ -46,11 +46,11 @@ An unknown key is refused. A key that is left out has the default of the system'
 
 A file is read as one release: the one that is given (`--dialect {system_name}@VERSION`), else the one that has most of
 the file's keys. Where several have as many, {document} is taken if it is one of them (the release of the configuration
-reference), else the newest. Defaults and meanings differ between releases, and numbers with them: if the file's keys do not
-determine the release, the report before a run names the native keys that depend on it. Releases that are read:
+reference), else the newest. Defaults and meanings differ between releases, and so do results: if the file's keys do
+not determine the release, the report before a run names the native keys that depend on it. Releases that are read:
 {releases}.
 
-`whet convert FILE --prove` compares what whet makes of a file with the installed package of {system}: batch sizes,
+`whet convert FILE --prove` compares whet's reading of a file with the installed package of {system}: batch sizes,
 steps, learning rates, KL, and advantages and losses of random batches, by {system}'s own code. It prints a table, and
 exits with 1 if a row differs without a note, or cannot be compared.
 """
