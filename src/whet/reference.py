@@ -54,7 +54,7 @@ PYTHON_INTRO = """\
 # Python
 
 Generated from docstrings by `python -m whet.reference docs`. Names of the first section are imported from `whet`
-itself: `import whet; whet.train(...)`. `import whet` does not import torch; names that need torch import it at first use.
+itself: `import whet; whet.train(...)`. `import whet` does not import torch; names that need it import it at first use.
 """
 
 
