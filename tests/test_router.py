@@ -470,7 +470,7 @@ def test_a_lost_reply_that_cannot_be_sampled_again_is_an_error_to_its_consumer_a
         crew = Crew(2, make)
         crew.engines[0].fault = "half-raise"
         given: list[int] = []
-        with pytest.raises(WhetError, match=r"after 3 tokens were given on.*\(reproducible: server\)"):
+        with pytest.raises(WhetError, match=r"after 3 tokens had been delivered.*\(reproducible: server\)"):
             await reply(crew.router, [5], Sampling(key=1, max_tokens=6), on_tokens=given.extend)
         assert given == tokens([5], Sampling(key=1, max_tokens=6), 0)[:3]
         crew.engines[1].fault = "half-raise"
