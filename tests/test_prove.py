@@ -63,7 +63,7 @@ def test_what_differs_and_what_cannot_be_compared_fails(tmp_path: Path) -> None:
     status, rows, said = prove(tmp_path, text=text)
     assert "differs: train.train_policy.loss_type" in said
     assert rows[LOSS].startswith("DIFFERS: by up to"), said
-    assert rows["keys"].startswith("not compared: cosmos-rl 0.4.7 has not rollout.backend"), said
+    assert rows["keys"].startswith("not compared: cosmos-rl 0.4.7 does not have rollout.backend"), said
     assert rows["training steps"].startswith("not compared: OSError: no disk (status.py:1)")
     assert (rows["batches"], rows["advantage, grpo"]) == ("equal", "equal")
     assert status == 1
