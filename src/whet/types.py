@@ -248,7 +248,7 @@ class Completion:
     softmax(logits). None: the engine does not return them (`Capabilities.logprobs`)."""
     sample_logprobs: list[float] | None
     """log-prob under the distribution sampled from, after penalty and filters; 0 at temperature 0. None: the engine
-    cannot tell them."""
+    does not return them."""
     spans: tuple[VersionSpan, ...]
     """Policy versions of the tokens: one span after the other, from the first token to the last."""
     finish_reason: FinishReason

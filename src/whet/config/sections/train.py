@@ -147,7 +147,7 @@ class TrainConfig(Section):
     update_epochs: Positive = 1
     """Update epochs: how often each batch is trained on. (verl: ppo_epochs; TRL: num_iterations)"""
     shuffle_minibatches: bool = False
-    """Partition the groups (or rollouts, where groups are cut) into minibatches anew in every update epoch, by the
+    """Partition the groups (or rollouts, where groups are cut) into minibatches again in every update epoch, by the
     seed. Default: in the order of arrival."""
     micro_batch_tokens: Positive | None = None
     """Maximum tokens in one forward and backward. (verl: ppo_max_token_len_per_gpu) It changes memory and speed, never
