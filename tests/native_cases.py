@@ -718,7 +718,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     },
     "machine.device": ("", "cuda", "torch finds no CUDA device"),
     "train.offload": ("", ["optimizer"], "frees memory of a GPU"),
-    "profile.tools": ("profile.steps=[2]", ["memory"], "memory: only CUDA has an allocator with a history"),
+    "profile.tools": ("profile.steps=[2]", ["memory"], "memory: memory snapshots and nsys ranges need CUDA"),
 }
 """Keys with a value that is refused wherever it stands: (context, value, what is said of it)."""
 

@@ -315,7 +315,7 @@ def test_a_part_that_no_reward_gave_is_named() -> None:
     )
     groups = [Group(task, (rollout,))]
     assert with_parts(pack(groups), groups, ["score/right"]).part_RC.tolist() == [[2.0]]
-    with pytest.raises(WhetError, match=r"no reward gave a part 'right'; there are: score, score/right"):
+    with pytest.raises(WhetError, match=r"no reward returned a part 'right'; there are: score, score/right"):
         with_parts(pack(groups), groups, ["right"])
 
 

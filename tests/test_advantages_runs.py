@@ -247,7 +247,7 @@ BASE: dict[str, Any] = {
     ("overrides", "why"),
     [
         (["advantage_low=1.0", "advantage_high=0.5"], "1.0 is above advantage_high=0.5"),
-        (["name=distill"], "a teacher is missing"),
+        (["name=distill"], "no teacher is given"),
         (["groups.keep_best=8"], "keeps all"),
         (["groups.keep_best=5", "groups.keep_worst=3"], "keeps all"),
         (["groups.keep_worst=1"], "compares several"),

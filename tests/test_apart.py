@@ -210,7 +210,7 @@ def test_an_explorer_with_other_code_than_its_trainer_is_refused(tmp_path: Path)
         processes.start("x")
         assert processes.ends("x") == 1
         said = processes.said("x")
-        assert f"explorer 'x' has other code than the trainer: code of '{reward}'" in said
+        assert f"explorer 'x' has different code from the trainer: code of '{reward}'" in said
         assert "Traceback" not in said
         assert processes.steps == 0
     finally:

@@ -393,7 +393,7 @@ REFUSED: list[tuple[str, str, str]] = [
         "deepseek_v4",
         '<｜DSML｜tool_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">1 2'
         "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>",
-        "call 1: the value of 'a' has more than its JSON: ' 2'",
+        "call 1: the value of 'a' has text after its JSON: ' 2'",
     ),
     (
         "deepseek_v4",
@@ -472,8 +472,8 @@ def _deep(levels: int) -> str:
         ("9" * 100_000, "a number of more than 1000 digits"),
         ("0." + "1" * 100_000, "a number of more than 1000 digits"),
         ("1e999", "a number that is too large (1e999)"),
-        ("NaN", "NaN, which is no JSON value"),
-        ("-Infinity", "-Infinity, which is no JSON value"),
+        ("NaN", "NaN, which is not a JSON value"),
+        ("-Infinity", "-Infinity, which is not a JSON value"),
         (r'"\ud800"', "half a surrogate pair"),
         (r'{"\udfff": 1}', "half a surrogate pair"),
         ('"\n"', "Invalid control character"),

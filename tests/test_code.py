@@ -199,10 +199,10 @@ def test_changed_code_is_told_where_the_run_goes_on_and_a_finished_run_is_refuse
     assert row == {
         "stage": "main", "step": 2, "key": "code of 'judge.py'", "old": old, "new": new, "kind": "branch"
     }  # fmt: skip
-    assert capsys.readouterr().out.count("other code of 'judge.py'") == 1
-    assert Path("run/run.log").read_text().count("resuming with other code of 'judge.py'") == 1
+    assert capsys.readouterr().out.count("changed code of 'judge.py'") == 1
+    assert Path("run/run.log").read_text().count("resuming with changed code of 'judge.py'") == 1
     train("train.steps=4", sign="<")  # once
-    assert Path("run/run.log").read_text().count("resuming with other code of 'judge.py'") == 1
+    assert Path("run/run.log").read_text().count("resuming with changed code of 'judge.py'") == 1
 
 
 def test_a_finished_run_with_other_settings_is_refused_though_a_change_is_asked_for() -> None:

@@ -213,7 +213,7 @@ def test_inline_messages_continue_the_reply_as_they_stand(name: str) -> None:
     assert codec.tokenizer.decode(added) == "".join(m.content for m in new)
     assert not special & set(added)
     (said, *_) = codec.check_template().said("inline")
-    assert "continues it as plain text" in said
+    assert "is appended as plain text" in said
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -250,7 +250,7 @@ def test_tools_without_a_known_call_format_are_refused() -> None:
     codec = codec_of(BY_NAME["append"])
     codec.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     try:
-        with pytest.raises(ConfigError, match=r"rollout\.env\.tool_format, one of hermes"):
+        with pytest.raises(ConfigError, match=r"rollout\.env\.tool_format to one of hermes"):
             MessageCodec(codec.tokenizer).encode_prompt([Message("user", "q")], TOOLS)
     finally:
         codec.tokenizer.chat_template = BY_NAME["append"].text

@@ -66,7 +66,8 @@ def test_a_label_that_is_a_truth_value_marks_what_is_desirable():
 )
 def test_columns_that_could_each_be_meant_are_an_error_that_lists_them(row, named):
     with pytest.raises(
-        DataError, match=f"row 1: the columns {named} could each be meant; name those to read"
+        DataError,
+        match=f"row 1: the columns {named} could all be the prompt or the reply; name those to read",
     ):
         read(row)
 

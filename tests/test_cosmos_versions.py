@@ -289,12 +289,12 @@ def test_a_file_whose_keys_tell_no_release_says_what_depends_on_it() -> None:
     assert made.version == "0.3.6"
     assert made.otherwise[0] == "0.4.7"
     assert "train.optimizer.schedule.warmup_ends" in made.otherwise[1]
-    assert "its keys do not tell the release: read as 0.4.7 it would differ in" in summary(made)
+    assert "its keys do not determine the release; read as 0.4.7 it would differ in" in summary(made)
     for said in ("cosmos@0.3.6", "cosmos-grpo@0.4.7"):
         told = load(file, rows, dialect=said, here=False).translation
         assert told is not None
         assert told.version == said.partition("@")[2]
-        assert "do not tell" not in summary(told)
+        assert "do not determine" not in summary(told)
 
 
 def test_the_other_end_of_the_releases_that_fit_is_the_farthest() -> None:

@@ -60,7 +60,9 @@ def test_a_date_without_effect_and_one_that_is_none_are_refused(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"tokenizer\.date: the chat template does not ask for the date"):
         made("{{ messages[0].content }}", date="2026-01-31")
     for wrong in ("tomorrow", "2026-02-30", "20260131"):
-        with pytest.raises(ConfigError, match=rf"'{wrong}' is no date; expected one as 2026-01-31"):
+        with pytest.raises(
+            ConfigError, match=rf"'{wrong}' is not a date; expected a date such as 2026-01-31"
+        ):
             whet.train(**RUN | {"run_dir": str(tmp_path), "tokenizer": {**RUN["tokenizer"], "date": wrong}})
 
 

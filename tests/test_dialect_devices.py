@@ -117,7 +117,7 @@ def test_what_frees_a_gpu_is_left_out_where_there_is_none(
     without = load(cosmos, ["whet.machine.device=cpu"])
     assert without.config.train.offload == ()
     assert not without.config.train.compile
-    assert "train.offload is left out: it frees memory of a GPU, and none is here" in notes(without)
+    assert "train.offload is left out: it frees memory of a GPU, and this machine has none" in notes(without)
     plans(without)
     one = load(cosmos, ["policy.parallelism.tp_size=1"]).config.train
     assert one.offload == ("activations",)
@@ -154,7 +154,7 @@ def test_models_are_apart_where_there_are_gpus_for_all(
     overrides = ["trainer.critic.model.path=m", *([] if gpus else ["whet.machine.device=cpu"])]
     loaded = load(file, overrides, dialect="skyrl")
     assert loaded.config.train.parallel.separate_ranks == (("critic",) if apart else ())
-    assert ("critic where the policy is: on ranks of their own they need" in notes(loaded)) != apart
+    assert ("critic on the ranks of the policy: ranks of their own need" in notes(loaded)) != apart
     assert load(
         file, [*overrides, "whet.train.parallel.separate_ranks=[critic]"], dialect="skyrl"
     ).config.train.parallel.separate_ranks
@@ -203,7 +203,7 @@ def test_a_file_for_64_gpus_fits_every_machine(monkeypatch: pytest.MonkeyPatch) 
     assert laptop.config.train.parallel == type(sizes)()
     assert laptop.config.rollout.replicas == 0
     assert not laptop.config.cluster.ranks
-    assert "it needs GPUs, and none is here" in notes(laptop)
+    assert "it needs GPUs, and this machine has none" in notes(laptop)
     small = node.config.train.parallel
     assert small.dp_replicate * small.dp_shard * small.tp * small.cp * small.pp == 8
     assert not node.config.cluster.ranks
@@ -253,7 +253,7 @@ def test_a_converted_file_keeps_its_layout_and_its_trackers(tmp_path: Path) -> N
     assert tree["cluster"]["ranks"] is True
     assert "wandb" in tree["track"]["trackers"]
     assert "note: track.trackers: wandb is not installed" in done.output
-    assert "none is here" not in done.output
+    assert "this machine has none" not in done.output
 
 
 @pytest.mark.parametrize(("gpus", "shards", "replicas"), [("8x2", 16, 16), ("4", 4, 4), ("0", 1, None)])

@@ -724,7 +724,7 @@ def test_a_version_may_be_said_and_what_it_has_not_is_told(tmp_path):
         version="0.4.0",
     )
     (line,) = translate({"a": 5}, of, origins={}).lines
-    assert line.note == "verl 0.4.0 has it not (since 0.9.0)"
+    assert line.note == "verl 0.4.0 does not have it (since 0.9.0)"
     assert versions.since({versions.VERSION: "0.9.0"}, "verl", "0.7.1")
     assert not versions.since({}, "verl", "0.7.1")
 

@@ -65,7 +65,7 @@ def test_a_difference_is_told_for_its_values_alone() -> None:
         return [text for text in said(verl(critic_warmup=steps)) if "critic_warmup" in text]
 
     (told,) = warmup(5)
-    assert told.startswith("differs: trainer.critic_warmup=5: Where the length follows")
+    assert told.startswith("differs: trainer.critic_warmup=5: If the length follows")
     assert warmup(1) == []
 
 
@@ -82,7 +82,7 @@ def test_tokens_of_weight_0_beside_rejected_ones() -> None:
     def averages(**given: Json) -> int:
         tree: Json = {"algorithm": {"rollout_correction": {"rollout_rs": "token_k2", **given}}}
         made = translate(tree, dialect("verl-ppo", "0.9.0"), origins={})
-        return sum("in verl they stay in them" in text for text in said(made))
+        return sum("in verl they still count in them" in text for text in said(made))
 
     both = {"rollout_rs_threshold": "0.1", "rollout_is": "token"}
     assert averages(**both, rollout_is_threshold="0.5_2") == 1

@@ -144,7 +144,7 @@ def test_a_run_is_evaluated_at_one_step_and_on_other_data(tmp_path):
     assert len(whet.evaluate(run, rewards=always)) == 2
     with pytest.raises(CheckpointError, match="no checkpoint of step 7; there are: 0-main-000001, 0-main"):
         whet.evaluate(run, rewards=always, step=7)
-    with pytest.raises(ConfigError, match=r"rewards.reward: it was a function of a Python program"):
+    with pytest.raises(ConfigError, match=r"rewards.reward: this was a function passed from Python"):
         whet.evaluate(run)
 
 

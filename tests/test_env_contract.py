@@ -421,7 +421,7 @@ FAULTS = {
     "killed": "env crashed: its host ended: killed by SIGKILL",
     "dies_later": "env crashed: its host ended",
     "hangs": "env timeout: step took more than 2 s",
-    "never_ends": "env timeout: step took more than 2 s, and goes on",
+    "never_ends": "env timeout: step took more than 2 s, and is still running",
     "blocks": "env timeout: code in an async method held the event loop for more than 2 s",
     "spins": "env timeout: code in an async method held the event loop for more than 2 s",
     "nan": "env bad value: nan as EnvStep.reward",
@@ -433,7 +433,7 @@ FAULTS = {
     "writes_nonsense": "env crashed: its host",
     "nests_deeply": "env crashed: its host sent no message",
     "drips": "env timeout: step took more than 2 s",
-    "forgets_a_chat": "env bad value: step returned before its calls of world.chat had their replies",
+    "forgets_a_chat": "env bad value: step returned before its calls of world.chat were answered",
     "chats_with_a_strange_setting": "env raised ValueError: world.chat got temperature; expected max_tokens, stop",
     "faults": "env fault: the site is down",
     "leaves_a_process": "env crashed: its host ended: exit status 5",
@@ -494,7 +494,7 @@ def test_a_plain_method_that_hangs_ends_its_own_episode(opened: Opened) -> None:
     found = play(hosts.make)
     error = found.pop(11).error
     assert error is not None
-    assert error.startswith("env timeout: step took more than 2 s, and goes on")
+    assert error.startswith("env timeout: step took more than 2 s, and is still running")
     assert [r.error for r in found.values()] == [None] * 3
     assert play(hosts.make, 1)[10] == found[10]  # another host plays on
     assert hosts.restarts == 1

@@ -357,7 +357,10 @@ def test_explorers_in_another_process_play_the_environment(
     ("env", "said"),
     [
         ({"make": "{folder}/games.py:Gues"}, "did you mean 'Guess'"),
-        ({"make": "{folder}/games.py:Guess", "arguments": {"bonis": 1.0}}, "'bonis' is no argument.*'bonus'"),
+        (
+            {"make": "{folder}/games.py:Guess", "arguments": {"bonis": 1.0}},
+            "'bonis' is not an argument.*'bonus'",
+        ),
         ({"make": "{folder}/games.py:need"}, "missing a required argument: 'word'"),
         ({"make": "{folder}/none.py:Guess"}, "no such file"),
     ],
@@ -378,9 +381,6 @@ def test_an_environment_without_a_chat_template_for_its_prompts_ends_the_run(tre
 def test_under_a_template_that_rewrites_earlier_turns_every_turn_is_a_strand(tree: dict[str, Any]) -> None:
     last = "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
     done = train(tree, train={"steps": 1}, tokenizer={"build": "chars", "chat_template": last})
-    assert (
-        "it rewrites what came before, so every turn begins a strand of its own"
-        in (done / "run.log").read_text()
-    )
+    assert "it rewrites earlier turns, so every turn begins a new strand" in (done / "run.log").read_text()
     assert all(len(row["strand_tokens"]) == len(json.loads(row["turns"])) for row in rollouts(done))
     assert {len(row["strand_tokens"]) for row in rollouts(done)} == {1, 2}

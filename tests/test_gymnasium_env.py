@@ -225,7 +225,7 @@ def test_what_an_environment_raises_is_a_fault_and_no_score(games: Path) -> None
         ({"env": "FrozenLik-v1"}, r"rollout\.env\.arguments\.env='FrozenLik-v1': NameNotFound"),
         ({"arguments": {"slippery": True}}, r"env='FrozenLake-v1': TypeError: .*slippery"),
         ({"env": "CartPole-v1", "arguments": {}}, r"arguments\.say is not given.*Box"),
-        ({"says": "x.py:f"}, "'says' is no argument of make; did you mean 'say'"),
+        ({"says": "x.py:f"}, "'says' is not an argument of make; did you mean 'say'"),
         ({"invalid": "ask"}, r"arguments\.invalid='ask'; expected one of tell, end"),
         ({"max_invalid": 0}, r"max_invalid=0; expected an integer of at least 1"),
         ({"invalid_penalty": -1}, r"invalid_penalty=-1; expected a number of at least 0"),

@@ -398,7 +398,7 @@ def test_a_question_that_differs_is_told_and_asked_anew(
     first, asked = play(folder, Draws), Draws.made.copy()
     said = {
         "code": "rollout 0 of task 10, turn 0: the code or the arguments of the environment have changed",
-        "reply": "rollout 0 of task 10, turn 1: the policy has said something else",
+        "reply": "rollout 0 of task 10, turn 1: the policy's reply has changed",
     }
     cases: list[tuple[str, dict[str, Any], int]] = [("reply", {"other": 1}, 4), ("code", {"what": "y"}, 0)]
     for kind, change, replayed in cases:
@@ -653,9 +653,11 @@ def config(**rollout: Any) -> Config:
 
 
 def test_the_start_says_what_a_resume_repeats() -> None:
-    assert "every rollout that was finished is repeated to the bit" in promise(config())
-    assert "as far as the policy says the same again" in promise(config(schedule="async", max_staleness=1))
-    assert "starts again under its name is told the same" in promise(config(mode="explore"))
+    assert "every finished rollout is repeated bit for bit" in promise(config())
+    assert "as long as the policy's replies are the same" in promise(
+        config(schedule="async", max_staleness=1)
+    )
+    assert "restarts under its name gets the same answers" in promise(config(mode="explore"))
 
 
 def test_other_code_is_another_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

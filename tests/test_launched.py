@@ -173,7 +173,7 @@ def test_skyrl_says_what_the_same_keys_in_a_file_say():
     assert loaded.config == file(text).config
     line = 2 + next(n for n, (key, _) in enumerate(given) if key.endswith(".lr"))
     assert loaded.where("train.optimizer.lr") == f"run.sh:{line} trainer.policy.optimizer_config.lr"
-    assert "run.sh:1: --env_variant is a flag, no key; it is left out" in loaded.notes
+    assert "run.sh:1: --env_variant is a flag, not a key; it is ignored" in loaded.notes
     assert "argument trainer.policy.modl.path=x" in refused(launch, "trainer.policy.modl.path=x")
 
 

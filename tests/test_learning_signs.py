@@ -114,7 +114,7 @@ def test_noise_gives_no_sign_and_no_verdict() -> None:
         rows = [GOOD | {"reward/mean": draw.random()} for _ in range(200)]
         assert names(rows) == []
         judged.append(trend(rows).partition(":")[0])
-    assert judged.count("not to be seen yet") >= 180
+    assert judged.count("no clear trend yet") >= 180
 
 
 def test_the_trend_in_words() -> None:

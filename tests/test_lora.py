@@ -205,7 +205,7 @@ def test_what_is_excluded_gets_no_adapter(exclude: Any, count: int) -> None:
         (LoraConfig(targets=("embed_tokens",)), "embed_tokens cannot have an adapter"),
         (LoraConfig(modules_to_save=("nothing",)), "modules_to_save.*'nothing'"),
         (LoraConfig(targets=("o_proj", "q_proj"), fused=True), "fused: no two layers with adapters"),
-        (LoraConfig(rank_pattern={"q_proj": 2}, fused=True), "q_proj and .*k_proj have other ranks"),
+        (LoraConfig(rank_pattern={"q_proj": 2}, fused=True), "q_proj and .*k_proj have different ranks"),
         (LoraConfig(rank_pattern={"qq": 2}), "rank_pattern.*'qq'"),
         (LoraConfig(modules_to_save=("mlp",)), "'mlp' has adapters"),
     ],

@@ -243,7 +243,7 @@ def test_what_a_tool_answers_is_told(by_hand: Callable[..., Server]) -> None:
 @pytest.mark.parametrize(
     ("tool", "said"),
     [
-        ("die", "broke in die: it ended with exit status 9; the last it said: out of memory"),
+        ("die", "broke in die: it ended with exit status 9; its last output: out of memory"),
         ("huge", "broke in huge: a message of it is longer than 16777216 bytes"),
     ],
 )
@@ -284,7 +284,7 @@ def test_a_call_without_an_answer_is_late_and_a_server_that_answers_nothing_is_e
 
 def test_a_server_that_offers_other_tools_later_is_a_fault(by_hand: Callable[..., Server]) -> None:
     async def play(env: ToolEnv) -> None:
-        with pytest.raises(EnvFault, match="offers other tools than at the start of the run"):
+        with pytest.raises(EnvFault, match="offers different tools than at the start of the run"):
             await call(env, "echo")
 
     story(by_hand("changes"), play)
@@ -296,7 +296,7 @@ def test_a_server_that_offers_other_tools_later_is_a_fault(by_hand: Callable[...
         (
             ("dies_first",),
             {},
-            "could not be started: it ended with exit status 1; the last it said: no database",
+            "could not be started: it ended with exit status 1; its last output: no database",
         ),
         (("silent",), {"start_timeout_s": 1.0}, r"did not list its tools within start_timeout_s=1"),
         ((), {"command": ("/no/such/program",)}, "'/no/such/program' could not be started: .*No such file"),

@@ -127,7 +127,7 @@ def test_epochs_count_the_tasks_that_are_asked() -> None:
         ),
         ("algorithm.mix.demonstration_ratio=0.95", "needs at least one of both"),
         ("algorithm.mix.demonstration_ratio=1.0", "> 0 and < 1"),
-        ("algorithm.mix.mu=0.0", "would count nothing"),
+        ("algorithm.mix.mu=0.0", "would have no weight"),
         ("algorithm.mix.mu_decay_steps=5", "mu_decay_steps: has no effect"),
         ("algorithm.loss.phi_cutoff=0.5", "no effect"),
         ("algorithm.name=grpo", r"data.demonstrations\[0\].name: has no effect"),

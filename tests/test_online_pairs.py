@@ -56,7 +56,7 @@ def test_its_parts() -> None:
     assert made().whole_groups, "no micro-batch cuts a pair"
     other = resolve(schema.AlgorithmConfig(name="grpo", loss="online_dpo"))
     assert (other.loss_agg_mode, other.groups.keep_best) == ("pair-mean", 1), "whatever the recipe"
-    with pytest.raises(ConfigError, match="is no loss on pairs"):
+    with pytest.raises(ConfigError, match="is not a loss on pairs"):
         resolve(schema.AlgorithmConfig(name="online_dpo", loss="ppo"))
 
 

@@ -159,7 +159,9 @@ def test_a_stopped_run_ends_cudas_recording(tmp_path, cuda):
 
 
 def test_tools_that_need_cuda_are_refused_elsewhere(tmp_path):
-    with pytest.raises(ConfigError, match=r"profile\.tools: memory, nsys: only CUDA .* the run is on cpu"):
+    with pytest.raises(
+        ConfigError, match=r"profile\.tools: memory, nsys: memory snapshots .* the run is on cpu"
+    ):
         Profiler(ProfileConfig(steps=(1,), tools=("memory", "nsys")), tmp_path, stage="s", device=CPU)
 
 
@@ -170,7 +172,7 @@ BASE = {**TINY, "rewards": {"r": {"function": "exact"}}}
     ("overrides", "said"),
     [
         (["profile={steps: [1], tools: []}"], "profile.tools: [] records nothing"),
-        (["profile={steps: [1], tools: [nsys]}", "machine.device=cpu"], "profile.tools: nsys: only CUDA has"),
+        (["profile={steps: [1], tools: [nsys]}", "machine.device=cpu"], "profile.tools: nsys: memory snapshots"),
         (["profile={steps: [1], tools: [torch, nsys]}"], "profile.tools: torch and nsys both use CUPTI"),
         (["profile.record_shapes=true"], "profile.record_shapes: has no effect: profile.steps is empty"),
         (["profile={steps: [4]}"], "profile.steps[0]: has no effect: the stage has 3 steps, and every"),

@@ -46,7 +46,7 @@ def test_a_file_that_means_the_same_is_equal_in_every_row(tmp_path: Path) -> Non
     status, rows, said = prove(tmp_path)
     assert set(rows.values()) == {"equal"}, said
     assert {"batches", "training steps", "learning rate of each step", "advantage, grpo"} <= set(rows)
-    assert "held against cosmos-rl 0.4.7" in said
+    assert "compared with cosmos-rl 0.4.7" in said
     # 128 rollouts of the file's 32 a step, 4 a task: 8 tasks; 1, 17 // 8, 55 // 8 and 50 steps, 40 at most
     assert "steps 1 2 6 40" in said
     assert status == 0
@@ -63,7 +63,7 @@ def test_what_differs_and_what_cannot_be_compared_fails(tmp_path: Path) -> None:
     status, rows, said = prove(tmp_path, text=text)
     assert "differs: train.train_policy.loss_type" in said
     assert rows[LOSS].startswith("DIFFERS: by up to"), said
-    assert rows["keys"].startswith("not compared: cosmos-rl 0.4.7 has not rollout.backend"), said
+    assert rows["keys"].startswith("not compared: cosmos-rl 0.4.7 does not have rollout.backend"), said
     assert rows["training steps"].startswith("not compared: OSError: no disk (status.py:1)")
     assert (rows["batches"], rows["advantage, grpo"]) == ("equal", "equal")
     assert status == 1
@@ -83,7 +83,7 @@ def test_a_file_for_sft(tmp_path: Path) -> None:
 
     two = ("policy.parallelism.dp_shard_size=2", "train.train_batch_per_replica=4")
     status, rows, said = prove(tmp_path, *two, text=cosmos_double.SFT_FILE)
-    assert rows["training steps"].startswith("differs as told: by up to 0.14 Each rank of Cosmos"), said
+    assert rows["training steps"].startswith("differs as documented: by up to 0.14 Each rank of Cosmos"), said
     assert "steps 2 4 14 100" in said
     assert {rows[name] for name in names - {"training steps"}} == {"equal"}
     assert status == 0

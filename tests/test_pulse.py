@@ -72,7 +72,7 @@ def test_a_slow_judge_that_gets_on_is_no_hang() -> None:
 def test_a_judge_that_is_stuck_ends_the_run_which_names_the_key() -> None:
     done = judged(50.0, 1)
     assert done.returncode == 1
-    assert "hangs and ends; run the same command again to resume from the last checkpoint" in done.stderr
+    assert "hangs and is ended; run the same command again to resume from the last checkpoint" in done.stderr
     assert "If it was only slow, raise machine.watchdog_timeout_s, which is 0.8" in done.stderr
 
 

@@ -136,7 +136,7 @@ def children() -> set[int]:
             "is not a verifier of reasoning-gym; did you mean 'spell_backward'",
         ),
         ({"verifiers": []}, "the config must list the allowed verifiers"),
-        ({"trys": 2}, "'trys' is no argument of make; did you mean 'tries'"),
+        ({"trys": 2}, "'trys' is not an argument of make; did you mean 'tries'"),
     ],
 )
 def test_a_host_refuses_what_cannot_judge(change: dict[str, Any], said: str) -> None:

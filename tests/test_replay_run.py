@@ -309,7 +309,7 @@ def test_a_branch_holds_from_where_it_began(rl: Path, tmp_path: Path) -> None:
         "0-main-000002",
         "0-main-000002",
     ]
-    assert "another config after step 2 of stage 'main' (train.optimizer.lr)" in recorded.step(0, 1).why
+    assert "a different config after step 2 of stage 'main' (train.optimizer.lr)" in recorded.step(0, 1).why
     assert again(run, 4).equal
 
 
@@ -330,7 +330,7 @@ def test_agents_are_told_the_same_and_never_asked(agents: Path) -> None:
     assert odd(found) == {}
     assert any(len(row["turns"]) == 3 for row in found.recorded)
     assert drawn(agents) == asked
-    assert "the journal has what environments have answered since the oldest" in read(run).step(0, 1).why
+    assert "the journal keeps answers of environments since the oldest" in read(run).step(0, 1).why
     assert digest(run) == before
 
 

@@ -36,9 +36,9 @@ ALL = Capabilities(
         (
             {"logprobs": "unfiltered"},
             {"rollout": {"sampling": {"top_p": 0.9}}, "algorithm": {"correction": {"weight": "token"}}},
-            r"log-probs.*read by algorithm\.correction; sample without filters",
+            r"log-probs.*needed by algorithm\.correction; sample without filters",
         ),
-        ({"logprobs": "never"}, {"algorithm": {"loss": "dppo"}}, r"read by algorithm\.loss=dppo"),
+        ({"logprobs": "never"}, {"algorithm": {"loss": "dppo"}}, r"needed by algorithm\.loss=dppo"),
         (
             {"logprobs": "never"},
             {"algorithm": {"old_logprobs": "sampled"}},
@@ -136,11 +136,11 @@ def test_an_engine_that_promises_log_probs_and_gives_none_is_found_out(
         whet.train(
             **tree, overrides=[f"run_dir={tmp_path / 'run'}", f"rollout.engine={tmp_path}/mine.py:Lying"]
         )
-    assert "gave no log-probs of sampled tokens" in (tmp_path / "run" / "run.log").read_text()
+    assert "returned no log-probs of sampled tokens" in (tmp_path / "run" / "run.log").read_text()
 
 
 def test_a_run_that_reads_them_does_not_start(tree: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot tell the log-probs.*algorithm\.correction"):
+    with pytest.raises(ConfigError, match=r"does not return the log-probs.*algorithm\.correction"):
         whet.train(
             **tree,
             overrides=[

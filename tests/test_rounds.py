@@ -148,7 +148,7 @@ def test_other_data_are_found() -> None:
     task = Task(uid=1, source="a", prompt="t1", token_ids=(9,))
     other = Group(task, tuple(replace(r, task=task) for r in other.rollouts))
     store.put([Scored(0, group(0)), Scored(1, other)])
-    with pytest.raises(WhetError, match="they read other data than the trainer"):
+    with pytest.raises(WhetError, match="their data differs from the trainer's"):
         asyncio.run(Rounds(store).play(TASKS[:2], 0))
 
 
@@ -219,7 +219,7 @@ def test_explorers_of_rounds_hand_over_what_they_played() -> None:
         asking = asyncio.ensure_future(end.room(2))
         store.begin_round(0, 2, version=1)
         await asyncio.sleep(0.1)
-        assert not asking.done(), "it has other weights"
+        assert not asking.done(), "it has different weights"
         version[0] = 1
         tasks = end.draw(await asking, TASKS.__getitem__)
         await end.put([group(t.uid, version=1) for t in tasks], asked=len(tasks))

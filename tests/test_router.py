@@ -470,7 +470,7 @@ def test_a_lost_reply_that_cannot_be_sampled_again_is_an_error_to_its_consumer_a
         crew = Crew(2, make)
         crew.engines[0].fault = "half-raise"
         given: list[int] = []
-        with pytest.raises(WhetError, match=r"after 3 tokens were given on.*\(reproducible: server\)"):
+        with pytest.raises(WhetError, match=r"after 3 tokens had been delivered.*\(reproducible: server\)"):
             await reply(crew.router, [5], Sampling(key=1, max_tokens=6), on_tokens=given.extend)
         assert given == tokens([5], Sampling(key=1, max_tokens=6), 0)[:3]
         crew.engines[1].fault = "half-raise"
@@ -495,7 +495,8 @@ def test_a_consumer_is_not_given_the_rest_of_another_reply() -> None:
             await asyncio.sleep(0.001)
         await crew.router.update_weights(weights(1))
         with pytest.raises(
-            WhetError, match="after 3 tokens were given on; the next replica samples other ones"
+            WhetError,
+            match="after 3 tokens had been delivered; the next replica has newer weights and samples other tokens",
         ):
             await flying
         assert given == tokens([5], Sampling(key=1, max_tokens=6), 0)[:3]
@@ -539,10 +540,10 @@ def test_a_replica_that_confirms_other_weights_than_the_rest_is_dropped() -> Non
         receipt = await crew.router.update_weights(weights(1))
         assert receipt == Receipt("the router", 1, "a")
         assert [name for name, _ in crew.router.dropped] == ["engine-2"]
-        assert "other weights of version 1: b, others a" in crew.router.dropped[0][1]
+        assert "different weights for version 1: b, others a" in crew.router.dropped[0][1]
         late = Faulty()
         late.proof = "c"
-        with pytest.raises(WhetError, match="other weights of version 1"):
+        with pytest.raises(WhetError, match="different weights for version 1"):
             await crew.router.join(Replica("late", late))
         await crew.router.close()
 

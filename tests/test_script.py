@@ -265,7 +265,7 @@ def test_the_output_of_a_program_is_refused_where_it_arrives():
 def test_a_probe_for_an_npu_fails():
     script = f"D=$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)\n{START} d=$D"
     assert words(script) == ["d=gpu"]
-    assert "import torch_npu` is taken to fail" in notes(script)
+    assert "import torch_npu` is assumed to fail" in notes(script)
 
 
 def test_what_is_no_script_is_refused(tmp_path: Path):
@@ -278,7 +278,7 @@ def test_what_is_no_script_is_refused(tmp_path: Path):
 
 def test_without_a_shell_or_a_sandbox_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shell.shutil, "which", lambda name: None)
-    assert "there is no bash on this machine" in problem(START)
+    assert "launch scripts need bash" in problem(START)
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
@@ -291,7 +291,7 @@ def test_a_refused_sandbox_names_the_way_without_one(monkeypatch: pytest.MonkeyP
         patched.setattr(shell.sys, "executable", str(fake))
         said = problem(f"{START} a=1")
     assert "this kernel has no Landlock" in said
-    assert "--trust-script runs it without one" in said
+    assert "--trust-script runs the script without a sandbox" in said
     found = read_script(f"echo x > {tmp_path}/new; {START} a=1", (), HOME, trust=True)
     assert (found.overrides[0].text, (tmp_path / "new").read_text()) == ("a=1", "x\n")
 

@@ -110,7 +110,7 @@ def test_the_summary(tmp_path: Path) -> None:
 def test_checkpoints_to_go_on_from_with_their_commands(tmp_path: Path) -> None:
     run = tmp_path / "a run"
     make(run).close()
-    title = "checkpoints to go on from"
+    title = "checkpoints to continue from"
     assert title not in lines_of(show.summary(run))
     for step in range(2, 9):
         (run / "checkpoints" / f"1-grpo-{step:06d}").mkdir(parents=True)

@@ -147,7 +147,7 @@ def test_corrections() -> None:
     ]
     assert "tis_imp_ratio_cap > 0" in refusal(learn.correction, **{KL + "use_tis": True})
     both: dict[str, Json] = {KL + "use_tis": True, OFF + "tis_ratio_type": "token"}
-    assert "say the same" in refusal(learn.correction, **both)
+    assert "are the same setting" in refusal(learn.correction, **both)
 
 
 def test_groups_and_entropy() -> None:

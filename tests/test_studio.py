@@ -237,7 +237,7 @@ def test_only_files_of_the_folder_are_opened_and_written(tmp_path: Path) -> None
 
 def test_no_page_runs_a_script_and_no_other_ending_is_written(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text("touch ran\n")
-    with pytest.raises(ConfigError, match="runs no launch scripts"):
+    with pytest.raises(ConfigError, match="cannot run launch scripts"):
         WorkingFolder(tmp_path).open("run.sh")
     for name in ("run.sh", "run.py", "x.yaml.py", "run.toml", ".bashrc"):
         with pytest.raises(ConfigError, match=r"ends in \.yaml"):
@@ -397,7 +397,7 @@ def test_a_run_is_started_followed_and_stopped_as_by_ctrl_c(tmp_path: Path) -> N
     with Jobs(tmp_path) as jobs:
         studio = Studio.of(None, jobs, root=tmp_path)
         ask = {"command": "train", "path": file.name, "known": digest(file.read_text())}
-        with pytest.raises(ConfigError, match="not saved as it is on the page"):
+        with pytest.raises(ConfigError, match="has unsaved changes on the page"):
             TOLD["run"](studio, Question({**ask, "known": digest("other")}))
         with pytest.raises(ConfigError, match="expected rehearse or train"):
             TOLD["run"](studio, Question({**ask, "command": "schema"}))

@@ -126,7 +126,7 @@ def test_who_missed_a_version_needs_it_whole(transport: Transport) -> None:
     with pytest.raises(Missed, match=r"version 3: 'c' was not sent.*holds no earlier"):
         take(transport, 3)
     other = describe(2, [(n, t + 1) for n, t in some()])
-    with pytest.raises(Missed, match=r"version 3: 'c' was not sent.*other values of it, from version 2"):
+    with pytest.raises(Missed, match=r"version 3: 'c' was not sent.*different values of it, from version 2"):
         take(transport, 3, other)
     got, _ = take(transport, 3, describe(1, newer))
     assert got["c"] is None  # what counts is what is there, not which version it came with
@@ -213,7 +213,7 @@ def tampered(stream: Iterator[Piece], manifest: Manifest, fault: str, at: int) -
     ("fault", "words"),
     [
         ("lost", "1 of 3 tensors were not received: '{}'"),
-        ("byte", "'{}' has other bytes than were sent"),
+        ("byte", "'{}' has different bytes than were sent"),
         ("shape", "'{}' was received as"),
         ("dtype", "'{}' was received as float64"),
         ("twice", "'{}' was received twice"),
@@ -258,7 +258,7 @@ def test_by_reference_a_step_too_early_is_found() -> None:
     weights = some()
     transport.send(1, weights)
     weights[1][1].add_(1)
-    with pytest.raises(WhetError, match="version 1: 'b' has other bytes"):
+    with pytest.raises(WhetError, match="version 1: 'b' has different bytes"):
         take(transport, 1)
     copying = in_memory(copy=True)
     copying.send(1, weights)
@@ -470,15 +470,15 @@ def test_a_fault_before_the_engine_leaves_it_and_one_within_stops_it() -> None:
     async def story() -> None:
         last = parameters(policy)[-1][0]
         torn(1)
-        with pytest.raises(WhetError, match=f"version 1: '{last}' has other bytes"):
+        with pytest.raises(WhetError, match=f"version 1: '{last}' has different bytes"):
             await receiver.load(engine, 1)
-        with pytest.raises(WhetError, match=r"version 1 was not loaded by e-1: .*other bytes"):
+        with pytest.raises(WhetError, match=r"version 1 was not loaded by e-1: .*different bytes"):
             publisher.settle()
         assert state(other) == before
         await reply(engine, [3, 4], Sampling(max_tokens=2))
         receiver.staged = False
         torn(2)
-        with pytest.raises(WhetError, match=f"version 2: '{last}' has other bytes"):
+        with pytest.raises(WhetError, match=f"version 2: '{last}' has different bytes"):
             await receiver.load(engine, 2)
         with pytest.raises(WhetError, match="weights are incomplete"):
             await reply(engine, [3, 4], Sampling(max_tokens=2))
@@ -617,7 +617,7 @@ def test_adapters_over_another_base_are_found(transport: Transport) -> None:
         )  # says it has the right one
         publisher.send(1, with_adapters(policy))
         with pytest.raises(
-            Missed, match="was not sent because it has not changed, but this receiver holds other values"
+            Missed, match="was not sent because it has not changed, but this receiver holds different values"
         ):
             await receiver.load(engine, 1)
         with pytest.raises(Missed, match="e-1: weights version 1: "):

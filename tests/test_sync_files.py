@@ -177,7 +177,7 @@ def torn(folder: Path, how: str) -> None:
     ("how", "words"),
     [
         ("shorter", "cannot be read"),
-        ("a byte", "version 2: 't[0-9]' has other bytes"),
+        ("a byte", "version 2: 't[0-9]' has different bytes"),
         ("gone", "version 2: . of 6 tensors were not received: 't"),
         ("another's", "holds 'stranger', which the manifest does not list"),
         ("manifest gone", "cannot be read.*send this version again"),

@@ -240,7 +240,7 @@ def test_weights_that_no_replica_takes_are_said_once_and_all_of_them_refuse() ->
     ("fault", "said"),
     [
         ("drop", "tensors were not received"),
-        ("wrong", "has other bytes"),
+        ("wrong", "has different bytes"),
         ("late", "arrived late: version 2 is already loaded"),
     ],
 )

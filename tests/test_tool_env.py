@@ -232,7 +232,7 @@ def test_too_many_late_threads_are_a_fault() -> None:
         end.wait(100)
 
     (step,) = steps(env_of(stuck, tool_timeout_s=0.2), says(*[("stuck", {})] * 8))
-    assert step.fault == "8 calls of tools took more than their time, and go on"
+    assert step.fault == "8 tool calls exceeded their time limit and are still running"
     end.set()
 
 
@@ -332,7 +332,7 @@ def test_a_task_may_have_some_of_the_tools() -> None:
 
 
 def test_a_tool_that_is_not_as_the_prompt_says_is_a_fault() -> None:
-    with pytest.raises(EnvFault, match="tool 'add' is not as the prompt tells of it"):
+    with pytest.raises(EnvFault, match="tool 'add' differs from its description in the prompt"):
         steps(env_of(add, of=task(tools=(ToolSpec("add", "another one"),))))
 
 

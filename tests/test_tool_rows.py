@@ -161,8 +161,8 @@ def test_variables_of_a_row_count_before_those_of_the_run() -> None:
             {"chat_template_kwargs": {"thinks": True}},
             "thinks: the chat template has no variable of this name",
         ),
-        ({"chat_template_kwargs": {"messages": []}}, "messages is given by the run itself"),
-        ({"tools": [{"name": "add"}]}, "The row has tools, but the chat template does not write tools"),
+        ({"chat_template_kwargs": {"messages": []}}, "messages is set by the run itself"),
+        ({"tools": [{"name": "add"}]}, "The row has tools, but the chat template does not render tools"),
     ],
 )
 def test_what_the_template_does_not_tell_is_refused(row: Any, said: str) -> None:

@@ -361,8 +361,8 @@ def test_a_schema_of_elsewhere_has_bounds() -> None:
     for _ in range(40):
         deep = {"anyOf": [deep]}
     for parameters, said in [
-        ({"type": "array"}, "no JSON schema of an object"),
-        ([], "no JSON schema of an object"),
+        ({"type": "array"}, "not a JSON schema of an object"),
+        ([], "not a JSON schema of an object"),
         ({"type": "object", "properties": []}, None),
         ({"type": "object", "properties": [1]}, "`properties` of its parameters"),
         ({"type": "object", "properties": {"x": deep}}, "nested deeper than 32 levels"),

@@ -291,7 +291,7 @@ def told(given: dict[str, Json]) -> list[str]:
 def test_a_row_does_not_choose_what_judges_it(key: str) -> None:
     column = f"buffer.explorer_input.taskset.format.{key}"
     (text,) = [text for text in told({column: "kind"}) if column in text]
-    assert "A row never says which code judges it" in text
+    assert "A row never selects the code that scores it" in text
     assert not [text for text in told({column: ""}) if column in text]
 
 

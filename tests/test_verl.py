@@ -754,7 +754,7 @@ def test_checkpoints() -> None:
         ({A + "checkpoint.save_contents": ["optimizer", "extra"]}, "has no model"),
         (
             {A + "checkpoint.load_contents": ["model"], A + "optim.lr_warmup_steps": 5},
-            "begins the learning rate's schedule anew",
+            "restarts the learning-rate schedule",
         ),
         ({A + "checkpoint.save_contents": ["model", "extra"]}, "other parts than the policy's"),
         ({"trainer.max_critic_ckpt_to_keep": 3}, "policy and critic lie in one checkpoint"),

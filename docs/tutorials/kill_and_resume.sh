@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A run is killed with SIGKILL and resumed by the same command; then it is compared with a run that was left alone.
+# A run is killed with SIGKILL and resumed by the same command; then it is compared with an uninterrupted run.
 # Arguments are overrides of the config.
 set -euo pipefail
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A run that does not learn, what `whet show` says about it, and the run that goes on with the right reward.
+# A run that does not learn, what `whet show` reports about it, and the run continued with the correct reward.
 # Arguments are overrides of the config.
 set -euo pipefail
 

@@ -95,13 +95,13 @@ class Result:
 
     @property
     def run(self) -> Run:
-        """Everything that the run has written down, as `whet.load_run(result.run_dir)`."""
+        """The record of the run, as `whet.load_run(result.run_dir)`."""
         from whet.track.run import load_run
 
         return load_run(self.run_dir)
 
     def rollouts(self, step: int, stage: str | None = None) -> pa.Table:
-        """The rollouts of a step, a row each (`Run.rollouts`). Raises DataError naming the steps there are."""
+        """The rollouts of a step, a row each (`Run.rollouts`). Raises DataError, which names the recorded steps."""
         return self.run.rollouts(step, stage)
 
 
@@ -126,8 +126,8 @@ def train(
     change: a resumed run may have changed settings that change its results (`whet train --change`).
     unused: keys that nothing reads are refused, or ignored with a note for each (`whet train --unused warn`).
     on_step, on_eval: called in this process with the row of numbers of every step, of every evaluation: a dict with
-    `stage`, `step` and the names of metrics.jsonl. One that returns True stops the run after this step, as Ctrl-C does;
-    what one raises ends the run and is raised here.
+    `stage`, `step` and the names of metrics.jsonl. If one returns True, the run stops after this step, as with Ctrl-C;
+    an exception ends the run and is raised here.
     Raises ConfigError before anything is run, WhetError if the run cannot continue.
     """
     if isinstance(config, Mapping):
@@ -530,8 +530,8 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
     for name, reward in ((n, r) for cfg in loaded.stages for n, r in cfg.rewards.items()):
         if (reward.function or "").startswith("object:") and name not in functions:
             raise ConfigError(
-                f"rewards.{name}: it was a function of a Python program, which is not here; give it from Python "
-                f"(rewards={{'{name}': ...}}), or name it: rewards.{name}=rewards.py:FUNCTION"
+                f"rewards.{name}: this was a function passed from Python, which cannot be loaded here; pass it again "
+                f"(rewards={{'{name}': ...}}), or give a function by name: rewards.{name}=rewards.py:FUNCTION"
             )
     made: list[tuple[Any, RewardSet]] = []
     out = []

@@ -215,7 +215,7 @@ def with_parts(batch: Batch, groups: Sequence[Group], names: Sequence[str]) -> B
         if lacks := [name for name in names if name not in r.reward_parts]:
             has = ", ".join(r.reward_parts) or "none"
             raise WhetError(
-                f"algorithm.advantage.parts: no reward gave a part {lacks[0]!r}; there are: {has}"
+                f"algorithm.advantage.parts: no reward returned a part {lacks[0]!r}; there are: {has}"
             )
     parts = [[r.reward_parts[name] for name in names] for r in rollouts]
     return replace(batch, part_RC=torch.tensor(parts, dtype=torch.float64))

@@ -255,7 +255,8 @@ def evaluate(
         )
     elif data or reward or stage or step is not None:
         raise ConfigError(
-            f"{target} is no folder: --data, --reward, --stage and --step are for a run directory or a model's folder"
+            f"{target} is not a folder: --data, --reward, --stage and --step are for a run directory or a model's "
+            "folder"
         )
     else:
         written = _judge_file(target, overrides or (), offline, dialect=dialect)
@@ -369,7 +370,7 @@ def convert(
     trust_script: TrustScript = False,
     proves: Prove = False,
 ) -> None:
-    """Write a config of another system with whet's own keys, and the origin of each line.
+    """Write a config of another system as a native config, with the origin of each line.
 
     The layout is taken from the file, or fits the machines of --gpus.
 

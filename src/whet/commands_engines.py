@@ -17,7 +17,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def doctor() -> None:
-    """Show which engines are installed and supported, and what to do where something lacks.
+    """Show which engines are installed and supported, and what to do if something is missing.
 
     Example: whet doctor
     """

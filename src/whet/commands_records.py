@@ -41,7 +41,10 @@ def replay(
     ] = False,
     play: Annotated[
         bool,
-        typer.Option("--play", help="Ask environments and tools; default: the answers of the run's journal."),
+        typer.Option(
+            "--play",
+            help=("Call environments and tools again. Default: use the answers in the run's journal."),
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -63,7 +66,9 @@ def replay(
     recorded = read(run)
     if step is None:
         if (stage, rollout, task) != (None, None, None) or logprobs or play:
-            raise ConfigError("give --step N, too; without it `whet replay` lists what can be replayed")
+            raise ConfigError(
+                "give --step N too; without it `whet replay` lists the steps that can be replayed"
+            )
         _print(view.listing_json(recorded) if as_json else view.listing(recorded))
         return
     number = stage_of(recorded, stage, step)
@@ -72,7 +77,7 @@ def replay(
 
         if rollout is not None or task is not None or play:
             raise ConfigError(
-                "--logprobs is of all rollouts of a step: leave out --rollout, --task and --play"
+                "--logprobs covers all rollouts of a step: leave out --rollout, --task and --play"
             )
         scored = rescored(recorded, number, step)
         _print(view.rescored_json(scored) if as_json else view.rescored_view(scored))
@@ -99,7 +104,7 @@ def diff(
 ) -> None:
     """Compare two runs: config, environment, data, and the first step and token at which their records differ.
 
-    What both have recorded is compared bit for bit, and the causes that the records tell of are listed. Exit code 1:
+    What both have recorded is compared bit for bit, and the causes found in the records are listed. Exit code 1:
     something that both have recorded differs, or no step is in both.
 
     \b

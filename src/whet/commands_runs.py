@@ -96,14 +96,15 @@ def view(
     token: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            help="Text that every request must bring; the printed address has it.", show_default=False
+            help="Token that every request must carry; the printed address contains it.", show_default=False
         ),
     ] = None,
     no_open: Annotated[bool, typer.Option("--no-open", help="Do not open a browser.")] = False,
     export: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            help="Write the pages into this HTML file instead, to read without a server.", show_default=False
+            help="Write the pages into this HTML file instead, which opens without a server.",
+            show_default=False,
         ),
     ] = None,
     rollouts: Annotated[

@@ -183,7 +183,7 @@ def check_code(name: str, own: Mapping[str, str], trainers: Mapping[str, str] | 
     if differing := other_code(trainers or {}, own):
         files = ", ".join(str(change.at[0]) for change in differing)
         raise WhetError(
-            f"explorer {name!r} has other code than the trainer: {files}. One run would have rollouts of both. Give "
+            f"explorer {name!r} has different code from the trainer: {files}. One run would mix rollouts of both. Give "
             "both processes the same files, and restart this explorer; a trainer reads its files when it starts"
         )
 

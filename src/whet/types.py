@@ -47,7 +47,7 @@ Json = Any
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """A tool as the policy is told of it."""
+    """A tool, as it is described to the policy."""
 
     name: str
     description: str = ""
@@ -101,7 +101,7 @@ class Message:
     role: str
     content: str
     reasoning: str | None = None
-    """What an assistant thought before it answered; templates call it reasoning_content."""
+    """The reasoning of an assistant before its answer; templates call it reasoning_content."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Of an assistant."""
     tool_call_id: str | None = None
@@ -130,7 +130,7 @@ class Message:
 
     @property
     def said(self) -> str:
-        """Everything that is told in it, for limits and for people."""
+        """The whole text of the message: reasoning, content and calls."""
         calls = "".join(json.dumps({"name": c.name, "arguments": c.arguments}) for c in self.tool_calls)
         return f"{self.reasoning or ''}{self.content}{calls}"
 
@@ -159,9 +159,9 @@ class Task:
     token_ids: tuple[int, ...] = ()
     """The prompt as tokens, after template and truncation. Filled by the task stream."""
     tools: tuple[ToolSpec, ...] = ()
-    """What the policy may call; the chat template tells it of them."""
+    """Tools that the policy may call; the chat template describes them."""
     chat_template_kwargs: dict[str, Json] = field(default_factory=dict)
-    """Variables of the chat template, before those of the run."""
+    """Variables of the chat template, which override those of the run."""
 
     def to_json(self) -> dict[str, Json]:
         value: dict[str, Json] = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -245,10 +245,10 @@ class Completion:
     token_ids: list[int]
     logprobs: list[float] | None
     """log pi(token) under softmax(logits / temperature): the distribution that is trained. At temperature 0: of
-    softmax(logits). None: the engine cannot tell them (`Capabilities.logprobs`)."""
+    softmax(logits). None: the engine does not return them (`Capabilities.logprobs`)."""
     sample_logprobs: list[float] | None
     """log-prob under the distribution sampled from, after penalty and filters; 0 at temperature 0. None: the engine
-    cannot tell them."""
+    does not return them."""
     spans: tuple[VersionSpan, ...]
     """Policy versions of the tokens: one span after the other, from the first token to the last."""
     finish_reason: FinishReason
@@ -314,9 +314,9 @@ class Turn:
     """The token after its last one."""
     finish_reason: FinishReason
     reward: float | None = None
-    """What the environment gave for it. None: nothing."""
+    """Reward of the environment for this turn. None: no reward."""
     calls: int | None = None
-    """Of tools. None: the policy has none."""
+    """Number of tool calls. None: the policy has no tools."""
     malformed: str | None = None
     """Why its calls or its reasoning could not be read."""
 
@@ -346,7 +346,7 @@ class Strand:
         token_ids  p p p a a o o a
         mask       0 0 0 1 1 0 0 1
     Arrays are all of the length of `token_ids`, and read-only; where mask is false, log-probs are 0.0 and the version
-    is -1. Log-probs of sampled tokens are NaN if the engine cannot tell them (`Completion.logprobs`): then no batch
+    is -1. Log-probs of sampled tokens are NaN if the engine does not return them (`Completion.logprobs`): then no batch
     has them (`Batch.logp_sample_N`). Two strands are equal if their tokens are, to the bit.
     """
 
@@ -408,10 +408,10 @@ class Rollout:
     stop_reason: StopReason | None = None
     """Why its episode ended; None for a single reply."""
     messages: tuple[Message, ...] = ()
-    """What was said in its episode after the prompt, replies and the environment's answers, in their order. Empty for a
-    single reply."""
+    """Messages of its episode after the prompt: replies and answers of the environment, in order. Empty for a single
+    reply."""
     state: Json = None
-    """What its environment last told rewards (`EnvStep.state`)."""
+    """The last `EnvStep.state` of its environment, which rewards may read."""
     text: str = ""
     """The reply as text (all sampled tokens, without end tokens): for rewards and for users."""
     reward: float | None = None

@@ -251,10 +251,10 @@ DATA = [
         ("own.jsonl, line 1: no column 'prompt'", "columns: word, gold", "`prompt: COLUMN`"),
     ),
     Mistake(
-        "columns that could each be meant",
+        "columns that could all be the prompt",
         TRAIN + "algorithm=sft data.train=e.jsonl",
         1,
-        ("completion, chosen could each be meant", "name those to read"),
+        ("completion, chosen could all be the prompt", "name those to read"),
         column('{"prompt": "a>", "completion": "b", "chosen": "c"}'),
     ),
     Mistake(
@@ -299,7 +299,7 @@ DATA = [
         "the same rows held out",
         TRAIN + "data.eval=tasks.jsonl",
         1,
-        ("4 held_out, 0 kept", "give data.eval other tasks"),
+        ("4 held_out, 0 kept", "use other tasks in data.eval"),
     ),
     Mistake(
         "a template without its place",

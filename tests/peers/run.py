@@ -155,10 +155,10 @@ def headline(peer: str, results: list[Result]) -> str:
 
 
 INTRODUCTION = """\
-# Held against the peers' own code
+# Comparison with the peers' own code
 
-`make test-peers` installs the packages below, calls their own functions, and compares values and gradients with what
-whet makes of the same settings: a config in the peer's keys, translated as `whet convert` does, or (TRL) whet's own.
+`make test-peers` installs the packages below, calls their own functions, and compares values and gradients with
+whet's for the same settings: a config in the peer's keys, translated as `whet convert` does, or (TRL) a native one.
 Batches are random and ragged: several turns, groups of one, a uniform group, empty replies, and log-probs so far apart
 that every clamp acts. Two numbers are equal if they differ by less than the row's tolerance (1e-9; 1e-7 where the peer
 adds 1e-8 to a denominator; 2e-6 where it computes in float32), relative to the larger of 1 and the peer's number.
@@ -166,8 +166,8 @@ adds 1e-8 to a denominator; 2e-6 where it computes in float32), relative to the 
 Not compared: TRL's group advantages, which cannot be called apart from its generation loop, functions that whet does
 not have, and M2PO (`correction.second_moment`), which none of these packages has. The rows are in `tests/peers`;
 `make test-peers WRITE=--write` writes this page. It also reads the default files that come with the packages (whet
-knows every key of them), and runs `whet convert FILE --prove`, which compares the settings of one file of yours in the
-same way, on files of each system: RL, SFT, and one of two stages.
+knows every key in them), and runs `whet convert FILE --prove`, which compares the settings of a single file in the
+same way, on files of each system: RL, SFT, and one with two stages.
 
 | peer | version | rows | equal | differs as documented | other |
 |---|---|---|---|---|---|

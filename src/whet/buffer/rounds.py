@@ -91,7 +91,7 @@ def _check(groups: Sequence[Group], tasks: Sequence[Task], version: int) -> None
     found = [(group.task.uid, group.task.token_ids) for group in groups]
     if found != [(task.uid, task.token_ids) for task in tasks]:
         raise WhetError(
-            f"{asked} the explorers sampled tasks {found[0][0]} to {found[-1][0]}, or tasks with other prompts: "
-            "they read other data than the trainer, or the data changed; give all the same data, and restart "
-            "with an empty store"
+            f"{asked} the explorers sampled tasks {found[0][0]} to {found[-1][0]}, or tasks with other prompts: their "
+            "data differs from the trainer's, or the data changed; give all processes the same data, and restart with "
+            "an empty store"
         )

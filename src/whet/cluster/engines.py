@@ -494,8 +494,9 @@ async def start_replica(
     if alike is not None and not (hello.exact and hello.computes == alike):
         await end()
         raise WhetError(
-            f"{name} computes with {' / '.join(hello.computes)}, all others with {' / '.join(alike)}: its last bits "
-            "would differ, and this run is exact; use a machine of the same kind, or set machine.logprob_parity=off"
+            f"{name} computes with {' / '.join(hello.computes)}, all others with {' / '.join(alike)}: its results "
+            "would differ in the last bits, and this run has log-prob parity; use a machine of the same kind, or set "
+            "machine.logprob_parity=off"
         )
     near = hello.node == node_id()
     engine.lane = Lane(timeline, f"replica {name}", of=REPLICAS, near=near, waits="wait for requests")

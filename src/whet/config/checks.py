@@ -95,7 +95,7 @@ def _structure(cfg: Config) -> Iterator[Problem]:
             f"'{template}' is neither a file nor a template (it has no Jinja '{{'); give the text or a path",
         )
     if tokenizer.date is not None and not _is_date(tokenizer.date):
-        yield "tokenizer.date", f"'{tokenizer.date}' is no date; expected one as 2026-01-31"
+        yield "tokenizer.date", f"'{tokenizer.date}' is not a date; expected a date such as 2026-01-31"
     yield from source_problems(cfg)
 
 
@@ -146,8 +146,8 @@ def _model(cfg: Config) -> Iterator[Problem]:
         yield (
             "data.max_prompt_tokens",
             f"{cfg.data.max_prompt_tokens} prompt tokens + {reply} reply tokens (sampling.max_tokens) "
-            f"{f'+ {told} tokens of the environment (rollout.env.observation_tokens) ' if told else ''}= "
-            f"{longest}, but {limit} is {found.max_positions}; {fix} one of the {'three' if told else 'two'}",
+            f"{f'+ {told} tokens of the environment (rollout.env.observation_tokens) ' if told else ''}= {longest}, "
+            f"but {limit} is {found.max_positions}; {fix} one of the {'three' if told else 'two'}",
         )
 
 

@@ -96,7 +96,7 @@ def _remote_paths(cfg: Config) -> Iterator[tuple[str, str]]:
             yield from ((".".join(map(str, at)), said) for said in url_problems(value))
 
 
-NEEDS_CUDA = "only CUDA has an allocator with a history, and ranges for nsys; use tools=[torch]"
+NEEDS_CUDA = "memory snapshots and nsys ranges need CUDA; use tools=[torch]"
 
 
 def needs_cuda(cfg: ProfileConfig) -> list[str]:

@@ -83,7 +83,7 @@ def subjects(condition: Condition) -> Iterator[tuple[str, str]]:
 WORDS = (
     ("given", "is given", "is not given"),
     ("in", "is one of", ""),
-    ("multiple_of", "is a multiple of", "is no multiple of"),
+    ("multiple_of", "is a multiple of", "is not a multiple of"),
     ("is", "is", "is not"),
     ("at_least", ">=", "<"),
     ("above", ">", "<="),

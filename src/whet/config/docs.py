@@ -15,21 +15,21 @@ from whet.config.schema import Section
 INTRO = """\
 # Configuration
 
-Made from `src/whet/config/schema.py` by `python -m whet.config.docs`; `whet explain KEY` prints the same.
+Generated from `src/whet/config/schema.py` by `python -m whet.config.docs`; `whet explain KEY` prints the same.
 
-A config is a YAML, JSON or TOML file. What it does not say has the default below. `null` means that the value
-is derived; `whet plan FILE` prints what it became.
+A config is a YAML, JSON or TOML file. Keys that it leaves out have the defaults below. `null` means that the
+value is derived; `whet plan FILE` prints the derived value.
 
 - **Booleans** are `true` and `false` (YAML 1.2): `off`, `yes` and `on` are text. `1e-6` is a number. `"8"` is
-  text and is refused where a number is expected. A key given twice is refused.
+  text and is refused where a number is expected. A duplicate key is refused.
 - **Overrides** follow the file on the command line: `train.steps=5`, `data.eval.0.limit=10`,
   `stages.sft.train.steps=5`. The value is YAML: `rollout.sampling.stop=["###"]`. Sections are merged, lists
   replaced.
 - **References**: `${train.steps}` stands for another value, defaults included; `${oc.env:NAME,default}` for
-  an environment variable, as text (`${oc.decode:${oc.env:NAME}}` makes a number of it); `\\${` for itself.
-- **Stages** run one after the other. A stage inherits the whole config, and its own keys are put over it.
-  A stage that names another `algorithm.name` does not inherit the other `algorithm` keys. References are
-  resolved before that.
+  an environment variable, as text (`${oc.decode:${oc.env:NAME}}` makes it a number); `\\${` for a literal `${`.
+- **Stages** run one after the other. A stage inherits the whole config, and its own keys override it.
+  A stage that sets a different `algorithm.name` does not inherit the other `algorithm` keys. References are
+  resolved before stages inherit.
 - **Paths** are relative to the directory in which the command runs.
 - **A key that can have no effect is refused**, with the reason: an unknown key, a critic's learning rate
   without a critic, a group size for demonstrations.
@@ -60,7 +60,7 @@ def markdown() -> str:
         READ,
         _read_when(),
         _facts(),
-        "## What does not go together\n",
+        "## Combinations that are refused\n",
         REFUSALS,
         _refused(),
         _noted(),
@@ -69,12 +69,12 @@ def markdown() -> str:
 
 
 READ = """\
-Other keys are always read. A line on a section applies to every key in it; a key of two lines needs both. Names
-without a dot are facts that follow from a config; they stand below the table.
+Other keys are always read. A line on a section applies to every key in it; a key in two lines needs both. Names
+without a dot are facts derived from the config; they are explained below the table.
 """
 REFUSALS = """\
-Rules over several keys, with the error. `{...}` stands for a value. There are more: what needs a computation or a look
-at this machine is told when the config is loaded.
+Rules over several keys, with the error. `{...}` stands for a value. Further checks, which need a
+computation or facts about this machine, run when the config is loaded.
 """
 
 

@@ -37,8 +37,10 @@ ENGINES: Mapping[str, EngineRow] = {
 }
 
 NOT_BUILT: Mapping[str, str] = {
-    "sglang": "SGLang is not supported yet: no build of it for a machine without a GPU exists, so nothing of it has "
-    "been seen running with whet (docs/backends.md); use rollout.engine=vllm or native",
+    "sglang": (
+        "SGLang is not supported yet: it has no build for machines without a GPU, so it could not be tested with "
+        "whet (docs/backends.md); use rollout.engine=vllm or native"
+    ),
     "trtllm": "TensorRT-LLM is not supported: whet does not speak its interface; use rollout.engine=vllm, or native",
 }
 """Engines of other systems that a config may name, and what to use."""

@@ -43,7 +43,8 @@ NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
         lambda cfg, algorithm: algorithm.compares,
     ),
     "judged": (
-        "The advantage reads rewards and the loss the advantage, or rewards decide which reply the reference is shown.",
+        "Training depends on rewards: the advantage reads them and the loss reads the advantage, or they decide "
+        "which reply the reference is shown.",
         lambda cfg, algorithm: algorithm.judged,
     ),
     "needs_greedy_reply": (
@@ -51,8 +52,8 @@ NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
         lambda cfg, algorithm: "baseline" in algorithm.needs,
     ),
     "has_ratio": (
-        "The loss compares the policy with the one before the step, or need not, so several optimizer steps on one "
-        "batch are right.",
+        "Several optimizer steps on one batch are valid: the loss has a ratio to the policy before the step, or "
+        "needs none.",
         lambda cfg, algorithm: algorithm.ratio,
     ),
     "optimizer_steps": (

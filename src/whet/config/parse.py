@@ -88,7 +88,7 @@ def _fits(number: int) -> bool:
 def plain(value: object, path: Path = ()) -> Json:
     """Values from Python as JSON has them: mappings, lists, text, numbers; paths and dates become text."""
     if isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
-        raise ConfigError(f"{dotted(path)}: holds half of a surrogate pair, which is no text")
+        raise ConfigError(f"{dotted(path)}: contains half of a surrogate pair, which is not valid text")
     if isinstance(value, int) and not _fits(value):
         raise ConfigError(f"{dotted(path)}: a whole number beyond 64 bits; give it as text if it is text")
     if value is None or isinstance(value, str | int | float):
@@ -131,7 +131,9 @@ def _yaml(text: str) -> Parsed:
         )
         return out
     except UnicodeEncodeError as e:
-        out.problems.append((text.count("\n", 0, e.start) + 1, "not text: it holds half of a surrogate pair"))
+        out.problems.append(
+            (text.count("\n", 0, e.start) + 1, "not valid text: it contains half of a surrogate pair")
+        )
         return out
     try:
         out.tree = {} if node is None else _value(node, (), out, text=text, inside=())
@@ -173,7 +175,11 @@ def _value(node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tuple
         return None
     if _TAGGED.match(text, node.start_mark.index):
         out.problems.append(
-            (line, f"{dotted(path)}: tags (!...) are not used; quote what is text, nothing else")
+            (
+                line,
+                f"{dotted(path)}: YAML tags (!...) are not supported; quote the value if it is text, else leave "
+                "the tag out",
+            )
         )
     inside = (*inside, node)
     if isinstance(node, yaml.MappingNode):

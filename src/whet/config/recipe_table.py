@@ -37,8 +37,10 @@ RECIPES: dict[str, Recipe] = {
         loss="ppo",
         loss_agg_mode="seq-mean-token-mean",
         source="arXiv:2402.03300 eq. 3",
-        note="Reward against the group's mean, in units of its standard deviation; rollouts count the same. "
-        "The paper adds kl.coef=0.04 with k3.",
+        note=(
+            "Reward minus the group's mean, divided by its standard deviation; all rollouts have the same weight. "
+            "The paper adds kl.coef=0.04 with k3."
+        ),
     ),
     "dr_grpo": Recipe(
         advantage="grpo",
@@ -86,7 +88,7 @@ RECIPES: dict[str, Recipe] = {
         loss_agg_mode="seq-mean-token-mean",
         settings={"gspo_form": "token"},
         source="arXiv:2507.18071 section 4.3",
-        note="GSPO where tokens may have advantages of their own; with one a rollout it has GSPO's gradient.",
+        note="GSPO for advantages that differ between tokens; with one advantage per rollout its gradient is GSPO's.",
     ),
     "cispo": Recipe(
         advantage="grpo",
@@ -107,7 +109,7 @@ RECIPES: dict[str, Recipe] = {
         loss="gspo",
         loss_agg_mode="seq-mean-token-sum",
         source="arXiv:2602.05261",
-        note="GSPO with each rollout's loss times its length, so that long replies do not count less a token.",
+        note="GSPO with each rollout's loss times its length, so that tokens of long replies do not count less.",
     ),
     "vespo": Recipe(
         advantage="grpo",
@@ -157,7 +159,10 @@ RECIPES: dict[str, Recipe] = {
         loss="importance_sampling",
         loss_agg_mode="token-mean",
         source="Sutton and Barto 2018, section 13.4 with 5.5",
-        note="The policy gradient with the token's ratio and no bound: for policies that stay close.",
+        note=(
+            "The policy gradient with the token's ratio and no bound: for policies that stay close to the one that "
+            "sampled."
+        ),
     ),
     "softmax_ppo": Recipe(
         advantage="grpo",
@@ -178,7 +183,7 @@ RECIPES: dict[str, Recipe] = {
         loss="topr",
         loss_agg_mode="token-mean",
         source="arXiv:2503.14286",
-        note="REINFORCE for rollouts of an older policy: good ones count fully, bad ones at most by their ratio.",
+        note="REINFORCE for rollouts of an older policy: good ones have full weight, bad ones at most their ratio.",
     ),
     "rec": Recipe(
         advantage="rec",
@@ -192,15 +197,20 @@ RECIPES: dict[str, Recipe] = {
         loss="reinforce",
         loss_agg_mode="seq-mean-token-sum",
         source="arXiv:2402.14740",
-        note="REINFORCE with the mean of the group's other rollouts as the baseline. On-policy: set loss=ppo "
-        "for more than one optimizer step a batch.",
+        note=(
+            "REINFORCE with the mean of the group's other rollouts as the baseline. On-policy: set loss=ppo for more "
+            "than one optimizer step per batch."
+        ),
     ),
     "grpo_passk": Recipe(
         advantage="grpo_passk",
         loss="ppo",
         loss_agg_mode="token-mean",
         source="arXiv:2503.19595",
-        note="Only the best reply of a group learns, by how far it leads the second: for pass@k.",
+        note=(
+            "Only the best reply of a group is trained on, with its lead over the second best as the advantage: for "
+            "pass@k."
+        ),
     ),
     "reinforce_pp": Recipe(
         advantage="reinforce_plus_plus",
@@ -215,14 +225,17 @@ RECIPES: dict[str, Recipe] = {
         loss="ppo",
         loss_agg_mode="token-mean",
         source="arXiv:2501.03262",
-        note="REINFORCE++ with the group's mean taken off first. The paper adds kl with k2.",
+        note="REINFORCE++ with the group's mean subtracted first. The paper adds kl with k2.",
     ),
     "remax": Recipe(
         advantage="remax",
         loss="reinforce",
         loss_agg_mode="seq-mean-token-sum",
         source="arXiv:2310.10505",
-        note="REINFORCE with the reward of the greedy reply to the same task as the baseline: one more rollout a task.",
+        note=(
+            "REINFORCE with the reward of the greedy reply to the same task as the baseline: one more rollout per "
+            "task."
+        ),
     ),
     "opo": Recipe(
         advantage="opo",
@@ -236,14 +249,14 @@ RECIPES: dict[str, Recipe] = {
         loss="reinforce",
         loss_agg_mode="token-mean",
         source="arXiv:2504.02546",
-        note="REINFORCE with the group's mean as the baseline, scaled up where groups teach nothing.",
+        note="REINFORCE with the group's mean as the baseline, scaled up if some groups give no gradient.",
     ),
     "opmd": Recipe(
         advantage="opmd",
         loss="opmd",
         loss_agg_mode="token-mean",
         source="arXiv:2505.17826",
-        note="Online policy mirror descent: the reward against the group's mean, the loss divided by 1 + tau.",
+        note="Online policy mirror descent: reward minus the group's mean, the loss divided by 1 + tau.",
     ),
     "asymre": Recipe(
         advantage="asymre",
@@ -257,15 +270,17 @@ RECIPES: dict[str, Recipe] = {
         loss="ppo",
         loss_agg_mode="token-mean",
         source="SkyRL maxrl",
-        note="Reward against the group's mean, in units of that mean: hard tasks count more. Rewards from 0 up.",
+        note="Reward minus the group's mean, divided by that mean: hard tasks count more. For rewards of at least 0.",
     ),
     "raft": Recipe(
         advantage="best",
         loss="reinforce",
         loss_agg_mode="seq-mean-token-mean",
         source="arXiv:2304.06767",
-        note="Cross entropy of the group's best reply (best-of-n). With rewards of 0 and 1 set groups.min_reward above "
-        "0, so that groups without a right reply teach nothing.",
+        note=(
+            "Cross entropy of the group's best reply (best-of-n). With rewards of 0 and 1 set groups.min_reward "
+            "above 0, so that nothing is learned from groups without a correct reply."
+        ),
     ),
     "gigpo": Recipe(
         advantage="gigpo",
@@ -286,15 +301,20 @@ RECIPES: dict[str, Recipe] = {
         loss="ppo",
         loss_agg_mode="token-mean",
         source="verl optimal_token_baseline",
-        note="A baseline for every place of a reply: the group's mean return, weighted by variance. For replies of "
-        "several turns advantage=tir_optimal_token_baseline.",
+        note=(
+            "A baseline for every position of a reply: the group's mean return, weighted by variance. For replies of "
+            "several turns advantage=tir_optimal_token_baseline."
+        ),
     ),
     "distill": Recipe(
         advantage="distill",
         loss="ppo",
         loss_agg_mode="token-mean",
         source="arXiv:2306.13649",
-        note="On-policy distillation: every token learns how much likelier the teacher (reference.path) finds it.",
+        note=(
+            "On-policy distillation: the advantage of a token is how much likelier it is under the teacher "
+            "(reference.path)."
+        ),
     ),
     "gkd": Recipe(
         advantage="none",
@@ -371,7 +391,7 @@ RECIPES: dict[str, Recipe] = {
         loss="simpo",
         loss_agg_mode="pair-mean",
         source="arXiv:2405.14734 eq. 6",
-        note="Prefer the chosen reply by its mean log-probability a token; no reference model.",
+        note="Prefer the chosen reply by its mean log-probability per token; no reference model.",
     ),
     "mpo": Recipe(
         kind="preferences",
@@ -398,7 +418,7 @@ RECIPES: dict[str, Recipe] = {
         loss_agg_mode="pair-mean",
         settings={"reward_alpha": 0.25},
         source="arXiv:2501.03884",
-        note="SimPO with another shape of the reward, which bounds how far likely replies are pushed.",
+        note="SimPO with a reward shape that limits how far likely replies are pushed.",
     ),
     "orpo": Recipe(
         kind="preferences",

@@ -326,11 +326,11 @@ def _check_parts(cfg: AlgorithmConfig, r: Resolved) -> None:
         )
     if r.loss_agg_mode == "pair-mean" and not r.pairs:
         raise ConfigError(
-            f"algorithm.loss={r.loss!r} is no loss on pairs, but algorithm.name={r.name!r} averages over pairs: give "
-            "algorithm.loss_agg_mode, or take another algorithm.name."
+            f"algorithm.loss={r.loss!r} is not a loss on pairs, but algorithm.name={r.name!r} averages over pairs: "
+            "give algorithm.loss_agg_mode, or take another algorithm.name."
         )
     if r.mix is not None and r.mix.mu == 0 and not r.mix.mu_valley:
-        raise ConfigError("algorithm.mix.mu=0: the demonstrations would count nothing; set it above 0.")
+        raise ConfigError("algorithm.mix.mu=0: the demonstrations would have no weight; set it above 0.")
     given = r.settings["advantage"].settings
     if r.advantage == "gdpo" and given["part_weights"] and len(given["part_weights"]) != len(given["parts"]):
         raise ConfigError(

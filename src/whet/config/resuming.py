@@ -346,9 +346,9 @@ def other_code(was: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
 def finished_with_others(path: Path, found: Sequence[Change]) -> str:
     """The message for a finished run whose settings or code differ from those that are given now."""
     return (
-        f"{path} is the end of a finished run with other settings or other code, so its results are not those of this "
-        f"config: {_listed(found)}. Give another run_dir; or checkpoint.resume=fresh, which moves that run aside; or "
-        "more train.steps with `whet train --change` (in Python change=True), which continues that run as a branch"
+        f"{path} holds a finished run with different settings or code, so its results are not those of this config: "
+        f"{_listed(found)}. Give another run_dir; or checkpoint.resume=fresh, which moves that run aside; or more "
+        "train.steps with `whet train --change` (in Python change=True), which continues that run as a branch"
     )
 
 
@@ -373,7 +373,7 @@ def _refusal(path: Path, refused: Sequence[Change]) -> str:
     held = [c for c in refused if c.kind == "identity"]
     if held:
         parts.append(
-            f"its content would be unreadable or have another meaning with {_listed(held)}: give the old value, or "
+            f"it could not be read, or would have a different meaning, with {_listed(held)}: give the old value, or "
             "start a new run in another run_dir"
         )
     if other := [c for c in refused if c.kind == "numbers"]:

@@ -40,10 +40,10 @@ class GroupStd(Std):
 
 
 class Grpo(GroupStd):
-    """Reward against the group's mean, in units of its standard deviation."""
+    """Reward minus the group's mean, divided by its standard deviation."""
 
     std_floor: NonNegative = 0.0
-    """The standard deviation counts as at least this, before std_epsilon is added."""
+    """Lower bound of the standard deviation, before std_epsilon is added."""
     std_scope: Literal["group", "batch"] = "group"
     """The standard deviation of the group's rewards, or of all rewards of the batch."""
     rank_penalty: Fraction = 0.0
@@ -52,30 +52,30 @@ class Grpo(GroupStd):
 
 
 class Gdpo(GroupStd):
-    """Parts of the reward, each against its own mean in the group, summed and whitened over the batch (GDPO)."""
+    """Parts of the reward, each minus its own mean in the group, summed and whitened over the batch (GDPO)."""
 
     parts: tuple[str, ...] = ()
-    """Names of the parts: of a reward, or REWARD/KEY of what it returns beside its score."""
+    """Names of the parts: a reward, or REWARD/KEY for another number that the reward returns."""
     part_weights: tuple[float, ...] | None = None
     """A weight for each part, in their order. None: 1 for each."""
 
 
 class Rloo(Section):
-    """Reward against the mean of the group's other rewards."""
+    """Reward minus the mean of the group's other rewards."""
 
     single_rollout: Literal["zero", "raw"] = "zero"
     """The advantage of a rollout alone in its group: 0 (and its group is dropped), or its reward."""
 
 
 class RecAdvantage(Std):
-    """Reward against the group's mean (REC)."""
+    """Reward minus the group's mean (REC)."""
 
     normalize_std: bool = False
     """Divide by the group's standard deviation."""
 
 
 class OpmdAdvantage(Section):
-    """Reward against a baseline of the group (OPMD)."""
+    """Reward minus a baseline of the group (OPMD)."""
 
     opmd_baseline: Literal["mean", "logavgexp"] = "mean"
     """The group's mean reward, or tau log mean exp(reward / tau)."""
@@ -84,44 +84,44 @@ class OpmdAdvantage(Section):
 
 
 class Asymre(Section):
-    """Reward against the group's mean, shifted (AsymRE)."""
+    """Reward minus the shifted mean of the group (AsymRE)."""
 
     baseline_shift: float = -0.1
     """Added to the group's mean; below 0 good replies count more than bad replies."""
 
 
 class Maxrl(Section):
-    """Reward against the group's mean, in units of that mean."""
+    """Reward minus the group's mean, divided by that mean."""
 
     std_epsilon: Above0 = 1e-6
-    """Added to the mean that is divided by."""
+    """Added to the mean in the denominator."""
 
 
 class Discount(Section):
     """A discount of later rewards."""
 
     gamma: Fraction = 1.0
-    """Discount a token."""
+    """Discount factor per token."""
 
 
 class ReinforcePlusPlus(Discount):
-    """Discounted returns on the scale of the batch (REINFORCE++)."""
+    """Discounted returns, normalized over the batch (REINFORCE++)."""
 
     reset_at_turns: bool = False
-    """The return begins anew at the end of each turn, as in SkyRL 0.3 and verl 0.8.0. false: rewards of later turns
-    count for earlier turns, as in verl since 0.9.0."""
+    """The return restarts at the end of each turn, as in SkyRL 0.3 and verl 0.8.0. false: rewards of later turns count
+    for earlier turns, as in verl since 0.9.0."""
 
 
 class OptimalTokenBaseline(Section):
-    """A baseline for each place of a reply."""
+    """A baseline for each position of a reply."""
 
     handle_zero_tail: bool = True
-    """Where one reply of the group is longer than all others it has no baseline. false: it is its own baseline there,
-    so its tail learns nothing."""
+    """The part of a reply that is longer than all other replies of the group has no baseline. false: it is its own
+    baseline, so its advantage is 0 there."""
 
 
 class Gpg(Section):
-    """Reward against the group's mean, scaled up (GPG)."""
+    """Reward minus the group's mean, scaled up (GPG)."""
 
     gpg_alpha: Literal["mixed_groups", "nonzero"] = "mixed_groups"
     """Scale: all rollouts over those of groups whose rewards differ (arXiv:2504.02546), or over those whose reward is
@@ -139,7 +139,7 @@ class TurnLevelGae(Section):
     """Generalized advantage estimation over turns, with a critic."""
 
     gamma: Fraction = 1.0
-    """Discount a turn."""
+    """Discount factor per turn."""
     lam: Fraction = 1.0
     """Lambda: 1 is the return less the value, 0 the error of one turn."""
 
@@ -148,7 +148,7 @@ class Gigpo(Std):
     """GRPO over episodes, beside an advantage for each turn (GiGPO)."""
 
     gamma: Fraction = 1.0
-    """Discount a turn (the paper: 0.95)."""
+    """Discount factor per turn (the paper: 0.95)."""
     turn_weight: NonNegative = 1.0
     """Weight of a turn's own advantage beside the episode's."""
 
@@ -172,13 +172,13 @@ class Distill(Section):
     distill_coef: Above0 = 1.0
     """Factor on log teacher - log policy."""
     distill_estimator: Literal["k1", "k2", "low_var_kl", "abs", "jsd"] = "k1"
-    """Divergence from the teacher at the sampled token, minus which is the advantage. k1: log policy - log teacher.
-    jsd: b log teacher + (1 - b) log policy - log(b teacher + (1 - b) policy) (generalized Jensen-Shannon)."""
+    """Divergence from the teacher at the sampled token; the advantage is minus the divergence. k1: log policy - log
+    teacher. jsd: b log teacher + (1 - b) log policy - log(b teacher + (1 - b) policy) (generalized Jensen-Shannon)."""
     distill_mixture: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """jsd: b, the weight of the teacher in the mixture."""
     distill_discount: Fraction = 0.0
-    """Each token is also judged by what the later tokens of its reply get, the k-th later one times this to the power
-    k. 0: each by itself."""
+    """Discount of later tokens: the advantage of a token also includes that of the k-th later token of its reply, times
+    this to the power k. 0: each token by itself."""
 
 
 # ---------------------------------------------------------------- losses
@@ -199,14 +199,14 @@ class Ppo(Clip):
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
     """Bound the loss of negative advantages at this multiple (arXiv:1912.09729). None: off."""
     sequence_mask_delta: Above0 | None = None
-    """A rollout whose mean log pi_old/pi (nats a token) is above this learns nothing from negative advantages. None:
-    off."""
+    """A rollout whose mean log pi_old/pi (nats per token) is above this has no loss at tokens with negative advantages.
+    None: off."""
     sequence_mask_anchor: Literal["old", "sampled"] = "old"
     """sequence_mask_delta compares the policy with the one before the step, or with the engine's own log-probs, so that
     the difference of engine and trainer counts, too (DeepSeek-V3.2)."""
     fallback_to_policy_gradient: bool = False
-    """Take the ratio against the policy itself, so that the gradient is that of -A log pi. Right for one optimizer step
-    a batch."""
+    """Take the ratio to the policy itself, so that the gradient is that of -A log pi. Correct for one optimizer step
+    per batch."""
 
 
 class Gspo(Section):
@@ -263,9 +263,9 @@ class Sapo(Section):
     tau_pos: Above0 = 1.0
     """Temperature of the gate where the advantage is positive; larger closes faster."""
     tau_neg: Above0 = 1.05
-    """The same where it is not; a little larger keeps training steady."""
+    """The same for other advantages; a slightly larger value stabilizes training."""
     sapo_detach: bool = False
-    """Weigh log pi by the gate (Trinity) in place of differentiating it (the paper)."""
+    """Weight log pi by the gate (Trinity) instead of differentiating the gate (the paper)."""
 
 
 class ClipCov(Clip):
@@ -274,16 +274,16 @@ class ClipCov(Clip):
     clip_cov_ratio: Part = 2e-4
     """Share of the minibatch's tokens that are left out, at least one."""
     clip_cov_lb: float = 1.0
-    """They are chosen among tokens with a larger covariance of advantage and log-prob than this."""
+    """Lower bound of the covariance of advantage and log-prob of tokens that may be left out."""
     clip_cov_ub: float = 5.0
-    """And a smaller covariance than this."""
+    """Upper bound of this covariance."""
 
 
 class KlCov(Section):
     """A KL penalty at tokens of high covariance (arXiv:2505.22617)."""
 
     kl_cov_ratio: Part = 2e-4
-    """Share of the minibatch's tokens that are held back, those with the largest covariance; at least one."""
+    """Share of the minibatch's tokens with the penalty, those with the largest covariance; at least one."""
     ppo_kl_coef: NonNegative = 1.0
     """Weight of |log ratio| at those tokens; the paper's 1 (verl's configuration: 0.1)."""
 
@@ -292,16 +292,17 @@ class Dppo(Section):
     """Bounds on the divergence in place of the ratio (DPPO, arXiv:2602.04879)."""
 
     dppo_divergence: Literal["binary_tv", "binary_kl"] = "binary_tv"
-    """How far the sampled token's probability has moved: its difference, or the KL of two Bernoulli laws."""
+    """How far the sampled token's probability has moved: its difference, or the KL of two Bernoulli distributions."""
     dppo_delta_low: Above0 = 0.15
-    """The farthest a token with negative advantage may have fallen (0.05 is usual for binary_kl, in nats)."""
+    """Bound on the divergence of a token with negative advantage whose probability has fallen (0.05 is usual for
+    binary_kl, in nats)."""
     dppo_delta_high: Above0 = 0.15
-    """The farthest a token with positive advantage may have risen."""
+    """Bound on the divergence of a token with positive advantage whose probability has risen."""
     dppo_anchor: Literal["sampled", "old"] = "sampled"
     """What the policy is compared with: the engine's log-probs (the paper), or those of the policy before the step."""
     dppo_max_ratio: Above0 = 20.0
-    """The ratio counts as at most this; tokens above keep that weight of their gradient (section 5.4 of the paper: 20).
-    1e9: no limit."""
+    """Upper bound of the ratio; tokens above it keep a gradient with this weight (section 5.4 of the paper: 20). 1e9:
+    no limit."""
 
 
 class Aipo(Section):
@@ -312,14 +313,14 @@ class Aipo(Section):
 
 
 class SoftmaxPpo(Section):
-    """Tokens near a ratio of 1 alone (arXiv:2108.05828)."""
+    """Policy gradient of tokens with a ratio near 1 only (arXiv:2108.05828)."""
 
     ratio_epsilon: Above0 = 0.3
     """Tokens with a ratio outside 1 / (1 + e) .. 1 + e count 0."""
 
 
 class ReinforceIs(Section):
-    """REINFORCE with importance weights of the policy that learns against the engine (verl's bypass mode)."""
+    """REINFORCE with importance weights: the policy being trained over the engine (verl's bypass mode)."""
 
     weight_over: Literal["none", "token", "sequence", "geometric"] = "token"
     """Weight of a token: 1, its ratio, the product of the rollout's ratios, or their geometric mean."""
@@ -349,18 +350,18 @@ class Topr(Section):
     """Tapered off-policy REINFORCE (arXiv:2503.14286)."""
 
     topr_threshold: float = 0.0
-    """Tokens with an advantage above this count fully, others at most by their ratio."""
+    """Tokens with an advantage above this have weight 1, others at most their ratio."""
 
 
 class Rec(Clip):
     """REINFORCE with clipped or weighted tokens (REC, arXiv:2509.24203)."""
 
     rec_clip_mode: Literal["none", "one-side", "two-side", "ring", "gspo-one-side"] = "one-side"
-    """From which tokens is learned, by their ratio (docs/algorithms.md)."""
+    """Selects the tokens with a gradient, by their ratio (docs/algorithms.md)."""
     rec_ring_low: Above0 = 0.6
-    """ring: a ratio below 1 - this is learned from again where the advantage is positive."""
+    """ring: tokens with a positive advantage and a ratio below 1 - this also have a gradient."""
     rec_ring_high: Above0 = 2.0
-    """ring: a ratio above 1 + this is learned from again where the advantage is negative."""
+    """ring: tokens with a negative advantage and a ratio above 1 + this also have a gradient."""
     rec_weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"] = "none"
     """Weight of a token: 1, its ratio, the rollout's, or exp(A / rec_temperature), at most e^20."""
     rec_temperature: Above0 = 1.0
@@ -384,16 +385,16 @@ class Gkd(Section):
     """jsd, jsd_topk: weight of the teacher in the mixture that both are compared with. 0: the KL of the teacher to the
     policy; 1: the KL of the policy to the teacher."""
     top_k: Annotated[int, Field(ge=1)] = 32
-    """Likely tokens that forward_topk and jsd_topk compare at each place."""
+    """Number of likely tokens that forward_topk and jsd_topk compare at each position."""
     top_k_of: Literal["teacher", "policy", "both"] = "both"
     """jsd_topk: whose top_k likeliest tokens. both: all that are among either's."""
     top_k_rest: Literal["tail", "renormalize", "drop"] = "tail"
-    """jsd_topk: the probability of the other tokens is compared as one more token (tail), given to those that are
-    compared (renormalize), or left out (drop)."""
+    """jsd_topk: the probability of the other tokens is compared as one more token (tail), distributed over the compared
+    tokens (renormalize), or left out (drop)."""
     min_logprob: Annotated[float, Field(lt=0.0)] | None = None
-    """forward_topk: log-probs of both models count as at least this, in nats. None: as they are."""
+    """forward_topk: lower bound of the log-probs of both models, in nats. None: no bound."""
     max_divergence: Above0 | None = None
-    """A token's divergence counts as at most this, in nats, and has no gradient above. None: no limit."""
+    """Upper bound of a token's divergence, in nats, without gradient above. None: no limit."""
     distill_coef: Above0 = 1.0
     """Factor on the divergence."""
 
@@ -402,7 +403,7 @@ class SftPhi(Section):
     """Cross entropy without tokens that the policy knows (CHORD, arXiv:2508.11408)."""
 
     phi_cutoff: Part = 1.0
-    """Tokens that the policy gives more than this probability teach nothing. 1: none is left out."""
+    """Tokens with a probability above this under the policy have no gradient. 1: none is left out."""
 
 
 PairLoss = Literal[
@@ -434,7 +435,7 @@ class Dpo(Section):
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
     """sigmoid, robust, exo: assumed share of flipped labels; exo needs one above 0."""
     ipo_mean: bool = True
-    """ipo: compare means over the tokens of a reply, as its authors (and TRL), in place of sums."""
+    """ipo: compare means over the tokens of a reply, like its authors (and TRL), instead of sums."""
 
 
 class Simpo(Section):
@@ -445,7 +446,7 @@ class Simpo(Section):
     target_margin: NonNegative = 1.0
     """By how much the chosen reply's reward should be above the other's; half of beta is a good start."""
     reward_alpha: float = 0.0
-    """Shape of a reply's reward: (1 - p^-alpha) / alpha, p its geometric mean probability a token (AlphaPO,
+    """Shape of a reply's reward: (1 - p^-alpha) / alpha, p its geometric mean probability per token (AlphaPO,
     arXiv:2501.03884). 0: log p, SimPO's own."""
 
 
@@ -473,7 +474,8 @@ class Kto(Section):
     beta: Above0 = 0.1
     """Inverse temperature."""
     desirable_weight: NonNegative = 1.0
-    """Weight of a desirable reply; raise the weight of the rarer kind so that both count about the same."""
+    """Weight of a desirable reply; raise the weight of the rarer kind so that both kinds have about the same
+    influence."""
     undesirable_weight: NonNegative = 1.0
     """Weight of an undesirable reply."""
 

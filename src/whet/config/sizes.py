@@ -202,7 +202,7 @@ def _vocab_size(tokenizer: TokenizerConfig) -> int | None:
         known = map(int, vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
         return max([*ids, *known], default=-1) + 1
     except (TypeError, KeyError, ValueError, AttributeError) as e:
-        raise ConfigError(f"{file} is no tokenizer: {type(e).__name__}: {e}") from e
+        raise ConfigError(f"{file} is not a tokenizer: {type(e).__name__}: {e}") from e
 
 
 def folder_shape(folder: Path, overrides: Mapping[str, Json]) -> Shape:

@@ -171,7 +171,7 @@ def _whole_json(text: str, key: str) -> Json:
     bare = text.strip()
     value, end = read_json(bare)
     if end < len(bare):
-        raise Malformed(f"the value of {key[:40]!r} has more than its JSON: {shown(bare, end)}")
+        raise Malformed(f"the value of {key[:40]!r} has text after its JSON: {shown(bare, end)}")
     return value
 
 

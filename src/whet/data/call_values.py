@@ -47,7 +47,9 @@ def read_json(text: str, at: int = 0) -> tuple[Json, int]:
     except RecursionError:
         raise _too_deep() from None
     except UnicodeEncodeError:
-        raise Malformed("its JSON has half a surrogate pair (\\ud800 to \\udfff), which is no text") from None
+        raise Malformed(
+            "its JSON has half a surrogate pair (\\ud800 to \\udfff), which is not valid text"
+        ) from None
     return value, end
 
 
@@ -108,7 +110,7 @@ def _number(digits: str) -> str:
 
 
 def _constant(name: str) -> Json:
-    raise Malformed(f"its JSON has {name}, which is no JSON value")
+    raise Malformed(f"its JSON has {name}, which is not a JSON value")
 
 
 _DECODER = json.JSONDecoder(

@@ -176,8 +176,8 @@ def write_calls(
     told = read_reply(text, form, _all_texts(calls), opened=opened)
     given = Message("assistant", content, reasoning, tuple(calls))
     if told.malformed is not None or _comparable(told) != _comparable(given):
-        why = told.malformed or "it would be read as something else"
-        raise ValueError(f"The call format {form.calls!r} cannot say this ({why}): {text[:200]!r}")
+        why = told.malformed or "it would be parsed as something else"
+        raise ValueError(f"The call format {form.calls!r} cannot express this reply ({why}): {text[:200]!r}")
     return text
 
 

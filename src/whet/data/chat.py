@@ -73,7 +73,7 @@ def with_arguments(
 def _default(name: str, value: Json, key: str) -> str:
     if name in _GIVEN:
         raise ConfigError(
-            f"{key}: {name} is given by the run itself, so the key would have no effect; leave it out."
+            f"{key}: {name} is set by the run itself, so the key would have no effect; leave it out."
         )
     if not name.isidentifier():
         raise ConfigError(f"{key}: {name!r} is not a valid name of a variable.")
@@ -105,8 +105,8 @@ def as_prompt(
     if reply_prefix:
         if prompt[-1].role == "assistant":
             raise DataError(
-                "The prompt already ends with the beginning of a reply, but the source has a `reply_prefix` too; "
-                "leave one out."
+                "The prompt already ends with the start of a reply, but the source has a `reply_prefix` too; leave "
+                "one out."
             )
         prompt = (*prompt, Message("assistant", reply_prefix))
     return prompt
@@ -177,7 +177,7 @@ def encode_prompts(
             continue
         if specs and not re.search(r"\btools\b", template_of(tokenizer, tools=True) or ""):
             raise DataError(
-                "The row has tools, but the chat template does not write tools: give one that does "
+                "The row has tools, but the chat template does not render tools: use one that does "
                 "(tokenizer.chat_template), or set the source's `tools` to null."
             )
         texts.append(
@@ -297,8 +297,8 @@ def reply_text(
         return reply
     if isinstance(prompt, str) or prompt[-1].role == "assistant":
         raise DataError(
-            "The reply has tool calls or reasoning, which the chat template writes: that needs a prompt of messages, "
-            "and no beginning of the reply (reply_prefix)."
+            "The reply has tool calls or reasoning, which only the chat template can render: use a prompt of "
+            "messages, and no reply_prefix."
         )
     safe = neutral(tokenizer.all_special_tokens, [*prompt, reply], replies=False)
     before, whole = (
@@ -307,9 +307,9 @@ def reply_text(
     )
     if not whole.startswith(before):
         raise DataError(
-            "The chat template does not write a reply with tool calls or reasoning right after the header of a reply. "
-            f"A policy trained on such a reply would be sampled after another prompt.\n  header:   {before[-60:]!r}\n"
-            f"  rendered: {whole[max(0, len(before) - 60) : len(before) + 40]!r}"
+            "The chat template does not place a reply with tool calls or reasoning right after the header of a reply. "
+            "A policy trained on such a reply would be sampled from a different prompt.\n  header:   "
+            f"{before[-60:]!r}\n  rendered: {whole[max(0, len(before) - 60) : len(before) + 40]!r}"
         )
     rest, closing = whole[len(before) :], _closing(tokenizer)
     ends = (closing, *sorted(tokenizer.all_special_tokens, key=len, reverse=True))

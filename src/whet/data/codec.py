@@ -86,8 +86,8 @@ class MessageCodec:
         reply. ConfigError for tools whose calls could not be read."""
         if tools and self.form.calls is None:
             raise ConfigError(
-                "There are tools, but the chat template names no format of calls that is known here: give "
-                f"rollout.env.tool_format, one of {', '.join(CALL_FORMATS)}, or a template that does "
+                "There are tools, but the chat template uses no call format that whet knows: set "
+                f"rollout.env.tool_format to one of {', '.join(CALL_FORMATS)}, or use a template with a known format "
                 "(tokenizer.chat_template)."
             )
         return encode_rendered(self.tokenizer, [self._rendered(messages, tools)])[0]
@@ -300,30 +300,29 @@ class Findings:
         """For people, one sentence each."""
         out = []
         if history == "inline":
-            out.append("it writes the prompt alone; what follows a reply continues it as plain text")
+            out.append("it renders only the prompt; what follows a reply is appended as plain text")
         elif not self.appends:
-            out.append(
-                "it rewrites what came before, so every turn begins a strand of its own (rollout.env.history)"
-            )
+            out.append("it rewrites earlier turns, so every turn begins a new strand (rollout.env.history)")
         elif self.thoughts is False and history == "append":
             out.append(
                 "it drops earlier thoughts, and rollout.env.history=append keeps them: a server with this template "
-                "shows the policy another history than it is trained with (rollout.env.history=template shows the same)"
+                "would show the policy a different history than the one it is trained with "
+                "(rollout.env.history=template trains with the server's)"
             )
         elif history == "append":
-            out.append("later turns are appended; nothing that was said before changes")
+            out.append("later turns are appended; earlier turns do not change")
         if not self.replies:
             out.append("it leaves earlier replies out of the history")
         if not self.ends:
-            out.append("no end token closes a reply; the next message's first token does")
+            out.append("a reply has no end token; it ends at the first token of the next message")
         if self.tools and self.calls is None:
             out.append(
-                "it tells of tools, in a call format that is not known here: give rollout.env.tool_format"
+                "it lists tools, in a call format that whet does not know: set rollout.env.tool_format"
             )
         if not self.tools:
-            out.append("it tells the policy of no tools")
+            out.append("it does not show tools to the policy")
         elif not self.results:
-            out.append("it refuses or drops the results of tools")
+            out.append("it rejects or drops tool results")
         return out
 
 

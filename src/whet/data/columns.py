@@ -223,10 +223,10 @@ def _tools(value: Json, column: str) -> tuple[ToolSpec, ...]:
     try:
         given = json.loads(value) if isinstance(value, str) else _without_nulls(value)
         if not isinstance(given, list):
-            raise TypeError("it is no list")
+            raise TypeError("it is not a list")
         found = tuple(ToolSpec.from_json(tool) for tool in given)
         if not all(isinstance(t.name, str) and isinstance(t.parameters, dict) for t in found):
-            raise TypeError("a name is no text, or parameters are no object")
+            raise TypeError("a name is not text, or parameters are not an object")
         return found
     except (ValueError, TypeError, LookupError, AttributeError) as e:
         expected = "a list of tools, [{type: function, function: {name, description, parameters}}]"

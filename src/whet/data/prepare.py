@@ -172,7 +172,10 @@ def _prepare(work: _Work) -> Prepared:
         told = ", ".join(f"{n} {what}" for what, n in sorted(work.counts.items()))
         excluded = work.counts["held_out"] == len(rows)
         remedy = (
-            " Every row has the prompt of a held-out task: give data.eval other tasks." if excluded else ""
+            " Every training row has the same prompt as a held-out task, and such rows are excluded: use other "
+            "tasks in data.eval."
+            if excluded
+            else ""
         )
         raise DataError(f"Data source {rows.name!r} is empty after filtering: {told}.{remedy}")
     token_ids = np.concatenate(pieces)

@@ -137,8 +137,9 @@ def _one(row: Row, default: str, others: Sequence[str], *, where: str) -> str | 
 
 def _ambiguous(row: Row, columns: Sequence[str], where: str) -> str:
     return (
-        f"{where}: the columns {', '.join(columns)} could each be meant; name those to read in the source: `prompt` "
-        f"and `response` (`rejected`), or `messages` for whole conversations. Columns: {', '.join(sorted(row))}."
+        f"{where}: the columns {', '.join(columns)} could all be the prompt or the reply; name those to read in the "
+        "source: `prompt` and `response` (`rejected`), or `messages` for whole conversations. Columns: "
+        f"{', '.join(sorted(row))}."
     )
 
 

@@ -62,7 +62,9 @@ _spent = threading.local()
 def _charge(work: int) -> None:
     _spent.work = getattr(_spent, "work", 0) + work
     if _spent.work > MOST_WORK:
-        raise TooMuch(f"it has not ended after the work of {MOST_WORK} characters; is there an endless loop?")
+        raise TooMuch(
+            f"it has not finished after processing {MOST_WORK} characters; is there an endless loop?"
+        )
 
 
 def _weigh(value: object) -> int:
@@ -75,7 +77,7 @@ def _weigh(value: object) -> int:
         return _weigh_inside(value)
     _charge(size + ENTRY)
     if size > MOST_TEXT:
-        raise TooMuch(f"it makes a text of more than {MOST_TEXT} characters")
+        raise TooMuch(f"it produces more than {MOST_TEXT} characters")
     return size + 1
 
 
@@ -322,5 +324,5 @@ def rendered(template: str, *, day: date | None = None, **variables: Any) -> str
         parts.append(part)
         size += len(part)
         if size > MOST_TEXT:
-            raise TooMuch(f"it makes a text of more than {MOST_TEXT} characters")
+            raise TooMuch(f"it produces more than {MOST_TEXT} characters")
     return "".join(parts)

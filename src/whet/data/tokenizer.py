@@ -72,7 +72,7 @@ def load_tokenizer(
         tokenizer.chat_template = with_arguments(tokenizer.chat_template, cfg.chat_template_kwargs)
     today = date.fromisoformat(cfg.date) if cfg.date else day or datetime.now(UTC).date()
     if asks_for_date(template_of(tokenizer) or ""):
-        log.info("chat template: it is told that today is %s (tokenizer.date)", today)
+        log.info("chat template: its current date is %s (tokenizer.date)", today)
     elif cfg.date is not None:
         raise ConfigError(
             "tokenizer.date: the chat template does not ask for the date (strftime_now), so the key would have no "

@@ -60,7 +60,7 @@ def _is(path: Path, made: Translation, origins: Mapping[Path, str]) -> bool:
 def _changes(tree: dict[str, Json], at: Path, found: Mapping[Path, Json]) -> Changes:
     """What becomes of the values that the translation wrote below one stage's path, or at the top."""
     devices = 0 if get(tree, ("machine", "device")) == "cpu" else hardware.cuda_count()
-    here = "none is here" if devices == 0 else f"{devices} {'is' if devices == 1 else 'are'} here"
+    here = f"this machine has {devices or 'none'}"
     sizes = {dim: found[path] for dim in DIMS if (path := _path(at, native(dim))) in found}
     out: Changes = {}
     if not get(tree, ("cluster", "address")):
@@ -97,7 +97,10 @@ def _together(path: Path, found: Mapping[Path, Json], sizes: Mapping[str, int], 
     if path not in found or ranks * (1 + len(found[path])) <= devices:
         return {}
     names, needed = " and ".join(found[path]), ranks * (1 + len(found[path]))
-    told = f"{names} where the policy is: on ranks of their own they need {needed} GPUs, and {devices or 'none'} here"
+    told = (
+        f"{names} on the ranks of the policy: ranks of their own need {needed} GPUs, and this machine has "
+        f"{devices or 'none'}"
+    )
     return {path: (None, told)}
 
 
@@ -106,10 +109,17 @@ def _left_out(at: Path, found: Mapping[Path, Json], *, gpu: bool, ranks: int, ep
     offload, compiled = _path(at, "train.offload"), _path(at, "train.compile")
     out: Changes = {}
     if compiled in found and (not gpu or ep > 1):
-        why = "it is not tried with ep" if gpu else "it pays on a GPU, and none is here"
+        why = (
+            "it has not been tested with ep"
+            if gpu
+            else "it is only faster on a GPU, and this machine has none"
+        )
         out[compiled] = (None, f"train.compile is left out: {why}")
     if offload in found and not gpu:
-        out[offload] = (None, "train.offload is left out: it frees memory of a GPU, and none is here")
+        out[offload] = (
+            None,
+            "train.offload is left out: it frees memory of a GPU, and this machine has none",
+        )
     elif offload in found and ranks == 1 and "policy" in found[offload]:
         rest = [name for name in found[offload] if name != "policy"]
         told = "the policy stays on the GPU: in one process rollouts are sampled from it"
@@ -122,7 +132,7 @@ def _unrecorded(tools: Path, steps: Path, found: Mapping[Path, Json]) -> Changes
     rest = [tool for tool in found.get(tools, ()) if tool == "torch"]
     if tools not in found or rest == list(found[tools]):
         return {}
-    told = "only torch's profiler works without a GPU, and none is here"
+    told = "only torch's profiler works without a GPU, and this machine has none"
     return {tools: (rest or None, told)} | ({} if rest else {steps: (None, told)} if steps in found else {})
 
 

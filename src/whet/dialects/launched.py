@@ -171,7 +171,7 @@ def _own(launch: Launch, notes: list[str], script: Path) -> list[Argument]:
         if _FLAG.match(word.text):
             dropped = word.text
             notes.append(
-                f"{script}:{word.line or launch.line}: {word.text} is a flag, no key; it is left out"
+                f"{script}:{word.line or launch.line}: {word.text} is a flag, not a key; it is ignored"
             )
         elif dropped and "=" not in dropped and "=" not in word.text:
             dropped = ""

@@ -62,6 +62,6 @@ def _has_sign(tree: Mapping[str, Json], name: str) -> bool:
 def _undecided(names: Sequence[str], share: float) -> str:
     known = "none of its keys" if share == 0 else f"{share:.0%} of its keys"
     return (
-        f"cannot tell what this file is written for: {' and '.join(names)} each know {known}, and whet itself not "
-        f"more. Say it: --dialect {names[0]}"
+        f"cannot tell which system this file is for: {' and '.join(names)} each know {known}, and whet knows no more "
+        f"of them. Choose one: --dialect {names[0]}"
     )

@@ -28,7 +28,7 @@ def summary(made: Translation) -> str:
     numbers = ", ".join(f"{count} {status}" for status, count in counts(given).items()) or "none"
     unset = len(made.lines) - len(given)
     as_what = f", read as {made.version}" if made.version else ""
-    head = f"{made.dialect} file{as_what}: {len(given)} keys given ({numbers}), {unset} defaults of its document count"
+    head = f"{made.dialect} file{as_what}: {len(given)} keys given ({numbers}), {unset} defaults of its document apply"
     return "\n".join([head, *(f"  {text}" for text in (*_release(made), *notes(made)))])
 
 
@@ -38,8 +38,8 @@ def _release(made: Translation) -> Iterator[str]:
     if keys:
         more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
         yield (
-            f"its keys do not tell the release: read as {other} it would differ in "
-            f"{', '.join(keys[:_MOST_KEYS])}{more}. To say the release: --dialect {made.dialect}@{other}"
+            f"its keys do not determine the release; read as {other} it would differ in "
+            f"{', '.join(keys[:_MOST_KEYS])}{more}. To choose the release: --dialect {made.dialect}@{other}"
         )
 
 
@@ -58,7 +58,7 @@ def notes(made: Translation) -> Iterator[str]:
 def markdown(made: Translation, title: str) -> str:
     """Every key given, then every default that counts."""
     parts = [f"# {title}\n", summary(made).replace("\n  ", "\n- ") + "\n"]
-    for head, given in (("Given", True), ("Defaults of the document that count", False)):
+    for head, given in (("Given", True), ("Defaults of the document that apply", False)):
         lines = [line for line in made.lines if line.given == given]
         rows = ["| key | value | status | native | what happens |", "|---|---|---|---|---|"]
         rows += [_row(line) for line in lines]

@@ -181,9 +181,9 @@ def _nothing(ran: Ran, started: Sequence[Noted], text: str) -> str:
         lines = ran.printed.strip().splitlines()[-3:]
         problem = f"it ended with status {ran.status}{': ' if lines else ''}{' '.join(lines)[:300]}. "
     return (
-        f"{problem}The script starts no trainer of verl, SkyRL, cosmos-rl or Trinity-RFT that is known here; "
-        f"found {', '.join(said[:_MOST_NAMED]) if said else 'no command that starts a program'}. "
-        "Give the script that holds the launch itself, with the arguments and NAME=value that it needs"
+        f"{problem}The script starts no trainer of verl, SkyRL, cosmos-rl or Trinity-RFT that whet knows; found "
+        f"{', '.join(said[:_MOST_NAMED]) if said else 'no command that starts a program'}. Give the script that holds "
+        "the launch itself, with the arguments and NAME=value that it needs"
     )
 
 
@@ -203,7 +203,7 @@ def _notes(
                 (one.line, f"`cd {said}`: there is no such folder here; the script goes on where it is")
             )
         elif one.kind == "probe":
-            notes.append((one.line, f"`{said}` is taken to fail"))
+            notes.append((one.line, f"`{said}` is assumed to fail"))
         elif one.kind == "source":
             notes.append((one.line, f"`{said}` cannot be read: what it sets is not known"))
         elif one not in launches and not (_is(one, _QUIET) or _is(one, _GIVEN_KEYS)):
@@ -213,7 +213,7 @@ def _notes(
             notes.append((other.noted.line, f"starts {other.found.module}, too; the last launch counts"))
     if not last.by_module:
         why = "by its overrides" if last.system else "of no known system"
-        notes.append((last.noted.line, f"{last.found.module} is taken for a trainer {why}"))
+        notes.append((last.noted.line, f"{last.found.module} is assumed to be a trainer {why}"))
     if ran.ended:
         notes.append((last.noted.line, "the script did not end by itself and was stopped after this"))
     return notes
@@ -235,7 +235,7 @@ def _check(
     again = [one for one in again if one.system] or again
     if not again or again[-1].found.module != last.found.module:
         return [
-            (last.noted.line, "with other answers of the programs that are not run it starts something else")
+            (last.noted.line, "it starts something else if the programs that are not run print other output")
         ]
     words = list(again[-1].own_words)
     notes, dropped = [], set(marks.values()) - set(last.own_words)

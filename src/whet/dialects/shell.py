@@ -153,7 +153,7 @@ def _run(script: Script, output: str, status: int, lost: set[str], replaced: boo
     bash = shutil.which("bash")
     if bash is None:
         raise ConfigError(
-            "there is no bash on this machine, which reads launch scripts; install it, or give the keys in a file"
+            "launch scripts need bash, which this machine does not have; install it, or give the keys in a file"
         )
     with tempfile.TemporaryDirectory(prefix="whet-script-") as private:
         at = Path(private)
@@ -203,8 +203,9 @@ def _asked(request: Mapping[str, object], folder: str) -> dict[str, Any]:
     outcome: dict[str, Any] = json.loads(done.stdout)
     if why := outcome["refused"]:
         raise ConfigError(
-            f"bash runs a launch script in a sandbox, and this machine has none: {why}. --trust-script runs it "
-            "without one: what it starts is noted only, but it may write files; for scripts of your own only"
+            f"launch scripts run in a sandbox, and this machine has none: {why}. --trust-script runs the script "
+            "without a sandbox: programs that it starts are recorded and not run, but the script itself may write "
+            "files, so use it for your own scripts only"
         )
     return outcome
 

@@ -40,7 +40,7 @@ class Tree:
         path = self._path(said["key"])
         if said["sign"] == "~":
             if not _drop(self.tree, path):
-                self.problems.append((source, f"there is no {said['key']} in the file to take out"))
+                self.problems.append((source, f"there is no {said['key']} in the file to remove"))
             return
         parsed = parse(_KEY.sub(_as_yaml, said["value"]) if said["value"][:1] in "{[" else said["value"])
         if parsed.problems:

@@ -308,7 +308,7 @@ def _lines(file: Reading, chosen: Sequence[_Write]) -> Iterator[ReportLine]:
             if not found.is_section or isinstance(found.value, list):
                 native = tuple(fed.pop(dotted(found.path), fed.pop(name, whole)))
                 newer = "" if found.alias else file.of.newer(row)
-                told = f"{file.of.system} {file.of.version} has it not ({newer})" if newer else ""
+                told = f"{file.of.system} {file.of.version} does not have it ({newer})" if newer else ""
                 note = "; ".join(filter(None, (found.note or _read_as(file, found), told)))
                 other = _differs(file, row, found.value)
                 yield ReportLine(

@@ -170,7 +170,7 @@ def _why(
     out += [f"data: {file} differs" for file, _, _ in data]
     for run in (one, other):
         out += [
-            f"{run.path} was continued with another {c['key']} after step {c['step']} of stage {c['stage']!r}"
+            f"{run.path} was continued with a different {c['key']} after step {c['step']} of stage {c['stage']!r}"
             for c in run.changes
             if c["kind"] == "branch" and _before(run, c, parting)
         ]

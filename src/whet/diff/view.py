@@ -17,7 +17,7 @@ from whet.types import Json
 
 MOST = 12
 """Largest number of metrics that are listed."""
-UNKNOWN = "nothing in the two records tells why: config, code, data and arithmetic are the same"
+UNKNOWN = "the two records do not explain the difference: config, code, data and arithmetic are the same"
 
 
 def view(found: RunDiff) -> RenderableType:

@@ -51,12 +51,12 @@ class EnvStep:
     """The environment's answer to a reply of the policy."""
 
     messages: list[Message] = field(default_factory=list)
-    """What the policy is told before it replies again."""
+    """Messages that the policy reads before its next reply."""
     reward: float | None = None
     """For this turn; the reward of the rollout is the sum over its turns."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Further numbers to be recorded, by name; a rollout has their sums. That of `cost` is what `rollout.env.max_cost`
-    bounds, in any unit."""
+    """Further numbers to record, by name; a rollout has their sums. `rollout.env.max_cost` limits the sum of `cost`, in
+    any unit."""
     done: bool = True
     """The episode is over."""
     fault: str | None = None
@@ -66,13 +66,13 @@ class EnvStep:
     history: list[Message] | None = None
     """Replaces the whole conversation from here on, the prompt included; `messages` follow it."""
     state: Json = None
-    """What rewards are told of the world: a JSON value; that of the last step that has one counts."""
+    """State that rewards may read: a JSON value. The last one of the episode counts."""
 
 
 class Env(Protocol):
     """An object may also have `tools`, a list of ToolSpec: what the policy may call, read after `first`. It may also
-    have `async def resume(self, turns: list[tuple[Message, EnvStep]]) -> None`, called after `first`: go on after these
-    replies, which were answered like this, without playing them again (`envs.journaled`)."""
+    have `async def resume(self, turns: list[tuple[Message, EnvStep]]) -> None`, called after `first`: continue after
+    these replies, which were answered by these steps, without playing them again (`envs.journaled`)."""
 
     async def first(self) -> list[Message]:
         """Messages that follow the prompt, before the first reply."""
@@ -110,9 +110,9 @@ class World:
     def run(self, function: Callable[[], Any], limit_s: float, *, is_async: bool = False) -> Awaitable[Ended]:
         """Run foreign code of the episode, such as a tool: an async function here, a plain one in a thread of its own.
 
-        Its value or what it raised, or that it took more than limit_s seconds. An async function that is late is
-        cancelled. A thread cannot be: it goes on, and the process gets no more episodes if it still does when this one
-        is over.
+        Returns its value, its exception, or that it took more than limit_s seconds. A late async function is cancelled.
+        A thread cannot be cancelled: it keeps running, and if it still runs when the episode is over, the process gets
+        no more episodes.
         """
         return run(self.runs, function, limit_s, is_async=is_async)
 
@@ -158,7 +158,7 @@ def check_arguments(make: Callable[..., Any], arguments: Mapping[str, Json]) -> 
     for name in arguments:
         if name not in free and not variadic:
             raise ConfigError(
-                f"rollout.env.arguments: {name!r} is no argument of make{near(name, free)}; it has: "
+                f"rollout.env.arguments: {name!r} is not an argument of make{near(name, free)}; it has: "
                 f"{', '.join(free) or 'none'}"
             )
     try:

@@ -381,7 +381,9 @@ class EnvHost:
         if left := set(playing.world.runs.left):
             await asyncio.wait(left, timeout=CLOSE_S)
             if playing.world.runs.left:
-                self.say("stuck", playing.number, "timeout: a tool took more than its time, and goes on")
+                self.say(
+                    "stuck", playing.number, "timeout: a tool exceeded its time limit and is still running"
+                )
         if playing.pool is not None:
             playing.pool.shutdown(wait=False)
         self.marks.give(playing.slot)
@@ -431,7 +433,7 @@ class EnvHost:
         if error is not None:
             raise CallFailed(f"raised {describe(error)} in {name}")
         if unanswered:
-            raise CallFailed(f"bad value: {name} returned before its calls of world.chat had their replies")
+            raise CallFailed(f"bad value: {name} returned before its calls of world.chat were answered")
         return value
 
     @staticmethod
@@ -439,7 +441,7 @@ class EnvHost:
         """The error for a call that is late: it is cancelled, if it can be."""
         work.cancel()
         await asyncio.wait({work}, timeout=CANCEL_S)
-        return CallFailed(why) if work.done() else Stuck(f"{why}, and goes on")
+        return CallFailed(why) if work.done() else Stuck(f"{why}, and is still running")
 
     async def _run(
         self, playing: Playing, function: Callable[[], Any]

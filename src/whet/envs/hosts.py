@@ -401,7 +401,7 @@ class EnvHosts:
         try:
             self._take(place, *message)
         except (TypeError, ValueError, KeyError) as error:
-            self._died(place, f"its host sent a message that is none: {said(error)}")
+            self._died(place, f"its host sent an invalid message: {said(error)}")
 
     def _take(self, place: _HostProcess, kind: str, *what: Json) -> None:
         """One message of a host, which is not trusted."""
@@ -460,7 +460,7 @@ class EnvHosts:
             playing.settle(error=playing.lost(place))
         if not place.alone and not place.retired:
             count = len(place.playing)
-            self._lost(f"{place.dead}; its {count} episodes begin anew in another host")
+            self._lost(f"{place.dead}; its {count} episodes restart in another host")
 
     async def _end(self, place: _HostProcess) -> None:
         """Of a host whose one episode is over."""

@@ -142,7 +142,9 @@ class Journal:
                         damaged += 1
             start += len(line)
         if damaged:
-            log.warning("%s: %d damaged lines; what they answered is asked anew", path, damaged)
+            log.warning(
+                "%s: %d damaged lines; the environment is asked again for these answers", path, damaged
+            )
 
     def _work(self) -> None:
         """A thread: write and sync what has come, all of it at once."""

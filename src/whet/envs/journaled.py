@@ -48,7 +48,7 @@ Counts = Counter[str]
 CHANGED = {
     "code": "the code or the arguments of the environment have changed",
     "task": "the data has changed",
-    "reply": "the policy has said something else",
+    "reply": "the policy's reply has changed",
 }
 
 
@@ -71,20 +71,22 @@ def promise(cfg: Config) -> str:
     """In words, for the log: what of a run with an environment a resume repeats."""
     if cfg.mode == "explore":
         which = (
-            "an explorer that starts again under its name is told the same. A rollout that another explorer takes over "
-            "asks its environment anew"
+            "an explorer that restarts under its name gets the same answers. A rollout that another explorer takes "
+            "over asks its environment again"
         )
     elif cfg.rollout.schedule == "async":
-        which = "with rollout.schedule=async, a rollout is repeated as far as the policy says the same again"
+        which = (
+            "with rollout.schedule=async, a rollout is repeated as long as the policy's replies are the same"
+        )
     else:
         which = (
-            "where the log-prob match is exact, every rollout that was finished is repeated to the bit, whatever its "
-            "environment would say now"
+            "where the log-prob match is exact, every finished rollout is repeated bit for bit, whatever its "
+            "environment would answer now"
         )
     return (
-        f"each answer of the environment is written to the journal before a rollout has it. After a kill {which}; an "
-        "unfinished one goes on where the environment has `resume`, as tools without a state do, and else begins anew. "
-        "Not repeated: what an environment or a tool does outside its answers (it may be asked at least once), and "
+        f"each answer of the environment is written to the journal before the rollout uses it. After a kill {which}; "
+        "an unfinished rollout continues if the environment has `resume`, as tools without state do, else it "
+        "restarts. Not repeated: side effects of an environment or a tool (a call may run more than once), and "
         "rollouts that failed by a fault or a time limit"
     )
 
@@ -176,7 +178,7 @@ class JournaledEnv:
             return None
         if not all(await asyncio.gather(*(self._chat_again(*chat) for chat in entry["chats"]))):
             self.counts["asked_anew"] += 1
-            self._begin_anew("the policy has answered the environment otherwise")
+            self._begin_anew("the policy's answers to the environment have changed")
         self.counts["replayed"] += 1
         if fault and entry["value"] is None:
             raise EnvFault(fault)
@@ -191,8 +193,8 @@ class JournaledEnv:
         if (told := f"told {kind}") not in self.counts:
             self.counts[told] += 1
             log.warning(
-                "journal: rollout %d of task %d, turn %d: %s since the answer that is there, so the environment is "
-                "asked anew; others like it are counted in timings.jsonl (env/asked_anew_count)",
+                "journal: rollout %d of task %d, turn %d: %s since the recorded answer, so the environment is asked "
+                "again; further cases are counted in timings.jsonl (env/asked_anew_count)",
                 self.world.index, self.task.uid, self.turn, CHANGED[kind],
             )  # fmt: skip
 
@@ -248,7 +250,7 @@ class JournaledEnv:
         if resume is None:
             self._begin_anew("the environment has no `resume`")
         if digest(opening) != digest(self.opening):
-            self._begin_anew("its first messages or its tools are others now")
+            self._begin_anew("its first messages or its tools have changed")
         await resume(self.turns)
 
     async def _ask(self, path: Path, messages: list[Message], settings: Mapping[str, Json]) -> Message:

@@ -212,7 +212,9 @@ class Session:
                     client = await stack.enter_async_context(_client(self.transport))
                     found = await _list(client, self.server.prefix)
                 if self.expected is not None and any(spec not in found for spec in self.expected):
-                    raise EnvFault(f"the MCP server {name!r} offers other tools than at the start of the run")
+                    raise EnvFault(
+                        f"the MCP server {name!r} offers different tools than at the start of the run"
+                    )
                 self.opened.set_result((client, found))
                 await self.stop.wait()
         except (Exception, asyncio.CancelledError) as error:
@@ -279,7 +281,7 @@ class Stdio:
             return self.why
         code = self.process.returncode
         said = (
-            f"; the last it said: {words(self._stderr.strip(), MOST_STDERR)}" if self._stderr.strip() else ""
+            f"; its last output: {words(self._stderr.strip(), MOST_STDERR)}" if self._stderr.strip() else ""
         )
         return (self.why or f"it ended{'' if code is None else f' with exit status {code}'}") + said
 

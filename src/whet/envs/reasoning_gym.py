@@ -105,7 +105,9 @@ def _check(tries: object, decay: object, feedback: str) -> None:
             f"{_WHERE}.feedback={feedback!r}: {error!r}; expected a text, with {{left}} and {{score}} at most"
         ) from error
     if not said:
-        raise ConfigError(f"{_WHERE}.feedback is empty; expected what the policy is told after a wrong try")
+        raise ConfigError(
+            f"{_WHERE}.feedback is empty; expected the text that the policy reads after a wrong try"
+        )
 
 
 def _judge(

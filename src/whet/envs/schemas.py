@@ -118,7 +118,7 @@ def schema_of(hint: Any) -> dict[str, Json]:
 
 def _enum(values: list[Json], hint: Any) -> dict[str, Json]:
     if not values or any(type(value) not in _SCALARS for value in values):
-        raise ConfigError(f"the values of {hint} are no JSON values; expected texts, numbers, bool or None")
+        raise ConfigError(f"the values of {hint} are not JSON values; expected texts, numbers, bool or None")
     names = list(dict.fromkeys(_TYPES[type(value)] for value in values))
     return {"type": names[0] if len(names) == 1 else names, "enum": values}
 
@@ -315,9 +315,9 @@ def check_schema(spec: ToolSpec) -> ToolSpec:
     """The spec of a tool that came from elsewhere, checked. ConfigError says what is wrong with it."""
     check_name(spec.name)
     if not isinstance(spec.parameters, dict) or spec.parameters.get("type", "object") != "object":
-        raise ConfigError(f"tool {spec.name!r}: its parameters are no JSON schema of an object")
+        raise ConfigError(f"tool {spec.name!r}: its parameters are not a JSON schema of an object")
     if not isinstance(spec.parameters.get("properties") or {}, dict):
-        raise ConfigError(f"tool {spec.name!r}: the `properties` of its parameters are no object")
+        raise ConfigError(f"tool {spec.name!r}: the `properties` of its parameters are not an object")
     level: list[Json] = [spec.parameters]
     for _ in range(MOST_DEPTH):
         level = [

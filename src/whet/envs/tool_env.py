@@ -149,7 +149,7 @@ class ToolEnv:
             for each in work:  # where one of them was a fault
                 each.cancel()
         if len(self.world.runs.left) >= MOST_LEFT:
-            return EnvStep(fault=f"{MOST_LEFT} calls of tools took more than their time, and go on")
+            return EnvStep(fault=f"{MOST_LEFT} tool calls exceeded their time limit and are still running")
         messages = [
             Message("tool", answer.text, tool_call_id=call.id or None, name=call.name)
             for call, answer in zip(reply.tool_calls, answers)
@@ -260,7 +260,7 @@ class ToolEnv:
         for spec in self.task.tools:
             tool = self.named.get(spec.name)
             if tool is not None and tool.spec != spec:
-                return f"tool {spec.name!r} is not as the prompt tells of it: {tool.spec.to_json()}"
+                return f"tool {spec.name!r} differs from its description in the prompt: {tool.spec.to_json()}"
         return None
 
     async def _state_reward(self) -> float:

@@ -30,7 +30,7 @@ LIFECYCLE = ("reset", "reward", "close")
 
 
 class ToolError(Exception):
-    """Raised by a tool that has failed: the policy is told its text alone."""
+    """Raised by a tool that has failed: the policy gets its text alone."""
 
 
 @dataclass(frozen=True)

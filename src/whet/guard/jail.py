@@ -369,7 +369,7 @@ def read_result(body: bytes) -> CallResult:
                 answer = None if answer is None else foreign.words(answer, MAX_ANSWER)
                 return CallResult(parts=named, answer=answer, output=output, dropped_bytes=dropped)
         case _:
-            failure = Failure("output", "on the result channel: values that a reward cannot have")
+            failure = Failure("output", "on the result channel: values that a reward cannot return")
     return CallResult(failure=failure, output=output, dropped_bytes=dropped)
 
 

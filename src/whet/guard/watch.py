@@ -106,7 +106,7 @@ class Watch:
 
     def _give_up(self, quiet: float, what: str) -> None:
         message = (
-            f"no progress for {quiet:.0f} s, in {what}: this process (pid {os.getpid()}) hangs and ends; run the "
+            f"no progress for {quiet:.0f} s, in {what}: this process (pid {os.getpid()}) hangs and is ended; run the "
             "same command again to resume from the last checkpoint. If it was only slow, raise "
             f"machine.watchdog_timeout_s, which is {self.limit_s:g}"
         )

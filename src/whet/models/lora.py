@@ -229,8 +229,8 @@ def _fuse(model: PreTrainedModel, section: str) -> None:
         at, first = firsts.setdefault(fused_as(name), (name, layer))
         if layer.lora_A.shape != first.lora_A.shape:
             raise ConfigError(
-                f"{section}.rank_pattern: {at} and {name} have other ranks, but with fused=true they have one A; give "
-                "both the same, or set fused to false"
+                f"{section}.rank_pattern: {at} and {name} have different ranks, but with fused=true they have one A; "
+                "give both the same, or set fused to false"
             )
         layer.lora_A, layer.drops_as = first.lora_A, at
     if len(firsts) == len(adapted(model)):
@@ -307,8 +307,8 @@ def _fill(model: PreTrainedModel, folder: Path, cfg: LoraConfig, *, key: str) ->
             first = firsts.setdefault(id(p), name)
             if not torch.equal(found[name], found[first]):
                 raise CheckpointError(
-                    f"{key}.path={folder}: {name} differs from {first}, but with fused=true they are one; set fused to "
-                    "false"
+                    f"{key}.path={folder}: {name} differs from {first}, but with fused=true they must be equal; set "
+                    "fused to false"
                 )
             p.copy_(found[name])
 

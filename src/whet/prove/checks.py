@@ -19,7 +19,7 @@ from whet.prove.cases import Case
 from whet.prove.numbers import Numbers, difference
 from whet.types import Json
 
-EQUAL, TOLD, DIFFERS, NOT_COMPARED = "equal", "differs as told", "DIFFERS", "not compared"
+EQUAL, TOLD, DIFFERS, NOT_COMPARED = "equal", "differs as documented", "DIFFERS", "not compared"
 GOOD = (EQUAL, TOLD)
 
 DRAWN = "both draw at random which tokens are left out"

@@ -123,7 +123,7 @@ def prove(loaded: Loaded) -> Proof:
         raise ConfigError(f"--prove: {loaded.file} is a native file; expected one of another system")
     peer = require(made.dialect)
     told = {line.key: line.differs for line in made.lines if line.differs}
-    title = f"{loaded.file}: read as {peer} {made.version}, held against {peers.PACKAGES[peer]} {peers.version(peer)}"
+    title = f"{loaded.file}: read as {peer} {made.version}, compared with {peers.PACKAGES[peer]} {peers.version(peer)}"
     with _quiet():
         results = tuple(_results(SYSTEMS[made.dialect], made.foreign, _files(loaded), told))
     return Proof(title=title, results=results)
@@ -157,7 +157,7 @@ def _results(
         yield Compared(what="all", status=NOT_COMPARED, told=f"{package} raised {type(e).__name__}: {e}")
         return
     if unknown:
-        yield Compared(what="keys", status=NOT_COMPARED, told=f"{package} has not {_listed(unknown)}")
+        yield Compared(what="keys", status=NOT_COMPARED, told=f"{package} does not have {_listed(unknown)}")
     if len(stages) != len(files):
         yield Compared(what="stages", status=DIFFERS, theirs=str(len(stages)), ours=str(len(files)))
         return

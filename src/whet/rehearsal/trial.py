@@ -66,9 +66,9 @@ def trial(tree: dict[str, Json], folder: Path) -> Iterator[Finding]:
     if ended.code != 0:
         yield fails("resume", f"after kill -9 the same command failed: {ended.said}")
     elif _bytes(folder, "whole") == _bytes(folder, "killed"):
-        yield works("kill -9 and resume", "metrics equal the unbroken run's, byte for byte")
+        yield works("kill -9 and resume", "metrics equal those of the uninterrupted run, byte for byte")
     else:
-        yield fails("resume", "after kill -9 the metrics differ from the unbroken run's")
+        yield fails("resume", "after kill -9 the metrics differ from those of the uninterrupted run")
 
 
 def _seen(lines: list[dict[str, Json]], run_dir: Path) -> Iterator[Finding]:

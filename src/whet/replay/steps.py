@@ -170,13 +170,13 @@ class Recorded:
         if changed := self.changed_after((0, 0)):
             last = changed[-1]
             return (
-                f"the run was continued with another config after step {last['step']} of stage {last['stage']!r} "
+                f"the run was continued with a different config after step {last['step']} of stage {last['stage']!r} "
                 f"({last['key']}), and there is no checkpoint from which the config of its last start holds"
             )
         if self._has_env(stage) and not self._told_all:
             return (
-                "there is no checkpoint before it, and the journal has what environments have answered since the "
-                "oldest checkpoint alone. --play asks them again"
+                "there is no checkpoint before it, and the journal keeps answers of environments since the oldest "
+                "checkpoint only. --play asks the environments again"
             )
         return "no checkpoint before it has the state of the optimizer (checkpoint.save_contents)"
 

@@ -87,7 +87,7 @@ class ModelReward:
         try:
             value = number(_logit(loaded.model, token_ids))
         except ValueError as error:
-            return _failed(f"it says {error}")
+            return _failed(f"it returned {error}")
         return CallResult(parts={"score": value, **parts})
 
     def _tokens(self, rollout: Rollout) -> list[int]:

@@ -119,8 +119,8 @@ class Handed:
         """For one replica. Raises WhetError if the consumer has tokens that it may not sample again."""
         if self.token_ids and replica.engine.can.reproducible != "everywhere":
             raise WhetError(
-                f"{self._lost}, and the engine may sample other ones when asked again (reproducible: "
-                f"{replica.engine.can.reproducible}); ask again without the tokens so far"
+                f"{self._lost}, and the engine may not sample the same tokens again (reproducible: "
+                f"{replica.engine.can.reproducible}); request the reply again from its start"
             )
         self._attempts += 1
         attempt, seen = self._attempts, 0
@@ -145,14 +145,17 @@ class Handed:
 
     @property
     def _lost(self) -> str:
-        return f"request {self.request.id} was lost with its replica after {len(self.token_ids)} tokens were given on"
+        return (
+            f"request {self.request.id} was lost with its replica after {len(self.token_ids)} tokens had been "
+            "delivered"
+        )
 
     def _give(self, known: list[int], token_ids: list[int]) -> None:
         """Only what it does not have; the rest has to be equal."""
         if token_ids[: len(known)] != known:
             raise WhetError(
-                f"{self._lost}; the next replica samples other ones, as its weights are newer. Ask again without the "
-                "tokens so far"
+                f"{self._lost}; the next replica has newer weights and samples other tokens. Request the reply again "
+                "from its start"
             )
         if new := token_ids[len(known) :]:
             self.token_ids += new

@@ -421,7 +421,7 @@ def _observe(episode: Episode, play: Play, step: EnvStep, fork: Fork) -> StopRea
     if whole is None:
         if step.history is None and isinstance(episode.task.prompt, str):
             raise WhetError(
-                "the chat template rewrites what came before, and this prompt is plain text, which it cannot render: "
+                "the chat template rewrites earlier turns, and this prompt is plain text, which it cannot render: "
                 "give prompts as lists of messages, or another template (tokenizer.chat_template)"
             )
         whole = play.codec.encode_prompt(conversation, episode.tools)
@@ -495,7 +495,7 @@ def _check_logprobs(completion: Completion, *, promised: bool) -> None:
     if logprobs is None or np.isnan(logprobs).any():
         told = "no log-probs" if logprobs is None else "NaN as a log-prob"
         raise WhetError(
-            f"the rollout engine gave {told} of sampled tokens; its weights or its `can` are wrong"
+            f"the rollout engine returned {told} of sampled tokens; its weights or its `can` are wrong"
         )
 
 

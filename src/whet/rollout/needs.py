@@ -22,8 +22,8 @@ def check_engine(can: Capabilities, cfg: Config) -> None:
         raise ConfigError(f"rollout.engine={name} cannot do what the config asks for: {'; '.join(lacks)}")
     if can.reproducible != "everywhere":
         log.warning(
-            "rollout.engine=%s samples other tokens when asked again (reproducible: %s): a resumed run differs from an "
-            "unbroken one",
+            "rollout.engine=%s does not repeat its samples (reproducible: %s): a resumed run differs from an "
+            "uninterrupted one",
             name,
             can.reproducible,
         )
@@ -39,11 +39,11 @@ def unmet(can: Capabilities, cfg: Config) -> Iterator[str]:
         if not can.penalties and sampling.repetition_penalty != 1.0:
             yield f"it cannot penalise repetition ({section}.sampling.repetition_penalty); leave it at 1"
     if not can.in_flight_updates and cfg.rollout.schedule == "async" and cfg.rollout.partial_rollout:
-        yield "it cannot keep requests while weights change; set rollout.partial_rollout=false"
+        yield "it cannot keep requests in flight while weights change; set rollout.partial_rollout=false"
     readers = list(reads_logprobs(cfg))
     if readers and not can.tells_logprobs(to_sampling(cfg.rollout.sampling)):
         yield (
-            f"it cannot tell the log-probs of sampled tokens, which are read by {' and '.join(readers)}"
+            f"it does not return the log-probs of sampled tokens, which are needed by {' and '.join(readers)}"
             + ("; sample without filters" if can.logprobs == "unfiltered" else "")
         )
 

@@ -493,7 +493,7 @@ class Router:
             return  # a newer one is on its way
         if receipt.proof != (self._proof or receipt.proof):
             raise WhetError(
-                f"it has other weights of version {version}: {receipt.proof}, others {self._proof}"
+                f"it has different weights for version {version}: {receipt.proof}, others {self._proof}"
             )
         self._proof = receipt.proof
         for name, value in receipt.measured.items():

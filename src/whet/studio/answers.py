@@ -64,7 +64,7 @@ class Question:
         try:
             value.encode()
         except UnicodeEncodeError as e:
-            raise BadRequest(f"{name}: holds half of a surrogate pair, which is no text") from e
+            raise BadRequest(f"{name}: contains half of a surrogate pair, which is not valid text") from e
         return value
 
     def number(self, name: str) -> int:
@@ -172,7 +172,7 @@ def run(studio: Studio, q: Question) -> Any:
     """Start a command on a file that has been saved."""
     path = studio.folder.find(q.text("path"))
     if not path.is_file() or digest(read_text(path, ConfigError, most=MOST_CONFIG_BYTES)) != q.text("known"):
-        raise ConfigError(f"{q.text('path')} is not saved as it is on the page; save it first")
+        raise ConfigError(f"{q.text('path')} has unsaved changes on the page; save it first")
     studio.jobs.start(q.text("command"), str(path))
     return studio.jobs.state(0)
 

@@ -73,8 +73,8 @@ class WorkingFolder:
         if found.suffix == SCRIPT:
             if not script:
                 raise ConfigError(
-                    f"{path}: the page runs no launch scripts; start `whet studio {path}`, or convert it: "
-                    f"whet convert {path} -o native.yaml"
+                    f"{path}: the page cannot run launch scripts; start `whet studio {path}`, or convert it: whet "
+                    f"convert {path} -o native.yaml"
                 )
             return self._translated(load(found, dialect=dialect, here=here), found)
         if found.suffix not in SUFFIXES:

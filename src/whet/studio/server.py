@@ -161,9 +161,9 @@ async def _body(request: web.Request) -> dict[str, Any]:
     except web.HTTPRequestEntityTooLarge as e:
         raise BadRequest(f"more than {MOST_BODY_BYTES >> 20} MiB") from e
     except (ValueError, RecursionError) as e:
-        raise BadRequest("the body is no JSON") from e
+        raise BadRequest("the body is not JSON") from e
     if not isinstance(found, dict):
-        raise BadRequest("the body is no JSON object")
+        raise BadRequest("the body is not a JSON object")
     return found
 
 

@@ -191,7 +191,7 @@ def _check_held(where: str, entry: TensorEntry, held: Manifest | None) -> None:
         )
     if not entry.same(held.named.get(entry.name)):
         raise Missed(
-            f"{where} was not sent because it has not changed, but this receiver holds other values of it, from "
+            f"{where} was not sent because it has not changed, but this receiver holds different values of it, from "
             f"version {held.version}"
         )
 
@@ -202,7 +202,7 @@ def _check_content(where: str, entry: TensorEntry, tensor: Tensor) -> None:
             f"{where} was received as {dtype_name(tensor)} {tuple(tensor.shape)}, sent as {entry.dtype} {entry.shape}"
         )
     if (digest := digest_of(tensor)) != entry.digest:
-        raise WhetError(f"{where} has other bytes than were sent (digest {digest}, sent {entry.digest})")
+        raise WhetError(f"{where} has different bytes than were sent (digest {digest}, sent {entry.digest})")
 
 
 def _check_whole(version: int, manifest: Manifest, seen: Mapping[str, TensorEntry]) -> None:

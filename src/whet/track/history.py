@@ -34,7 +34,7 @@ def write_down(
     for change in found:
         log.info("resuming with %s%s", change, said_of(change, place))
     for change in unasked:
-        log.warning("resuming with other %s%s", change, said_of(change, place))
+        log.warning("resuming with changed %s%s", change, said_of(change, place))
     directory.write_changes(
         [row(change, *place) for change in (*found, *unasked)], since=(state["stage"], state["step"])
     )

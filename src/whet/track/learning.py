@@ -235,6 +235,6 @@ def trend(rows: Rows) -> str:
             f"{label} {fmean(first):.3g} → {fmean(last):.3g} (first and last quarter of {len(values)} steps)"
         )
         if abs(moved) <= 2 * noise:
-            return f"not to be seen yet: {told}, which is within its noise"
+            return f"no clear trend yet: {told}, which is within the noise"
         return f"yes: {told}" if moved * better > 0 else f"no: {told}"
     return "no step yet"

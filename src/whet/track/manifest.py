@@ -63,7 +63,7 @@ def other_arithmetic(before: Mapping[str, Json], now: Mapping[str, Json]) -> str
     if not told:
         return None
     return (
-        f"this start computes differently than the previous one: {', '.join(told)}. From here on the bits of its "
+        f"this machine computes differently from the previous start: {', '.join(told)}. From here on the bits of its "
         "results may differ from those of a run on the earlier machine; nothing else differs"
     )
 

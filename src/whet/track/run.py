@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory, read when it is asked: of a run in progress, what is written down so far.
+    """A run directory. Each property reads its file at access; for a run in progress it has what is written so far.
 
     Every property raises DataError if its file was not written by a run.
     """
@@ -67,7 +67,7 @@ class Run:
         """The rollouts of a step, a row each, with the columns of `track.written.ROLLOUTS`; of the last stage that has
         this step, if none is given. `.to_pandas()` makes a data frame of it.
 
-        Raises DataError naming the steps there are.
+        Raises DataError, which names the recorded steps.
         """
         return read_table(rollout_file(self.path, step, stage))
 

@@ -62,7 +62,7 @@ def summary(run_dir: Path) -> RenderableType:
         ("changes without an effect on results", _changes(run, "free")),
         ("stages", _stages(run)),
         ("is it learning?", _learning(run)),
-        ("checkpoints to go on from", _checkpoints(run)),
+        ("checkpoints to continue from", _checkpoints(run)),
         ("held-out", _evaluations(run)),
         ("seconds by phase", _phases(run)),
         ("rollouts without a reward", _failures(run)),

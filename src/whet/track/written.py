@@ -190,7 +190,7 @@ def rows_of(table: pa.Table, path: Path, *, first: int = 0) -> list[dict[str, Js
             row[name] = parse_json(row[name].encode(), where, DataError, constants=True)
         for name, known in (("turns", _is_object), ("messages", _is_message)):
             if not isinstance(row[name], list) or not all(map(known, row[name])):
-                raise DataError(f"{path}, row {number}: {name} is no list of {name}{_BY}")
+                raise DataError(f"{path}, row {number}: {name} is not a list of {name}{_BY}")
     return rows
 
 

@@ -120,7 +120,9 @@ def _row(run: Shown, path: Path, who: tuple[int, int]) -> int | None:
 
 def _note(steps: list[int], found: dict[int, Apart]) -> str:
     if not steps:
-        return "No step compares log-probs: its tokens were not sampled, or the engine has not told theirs."
+        return (
+            "No step compares log-probs: its tokens were not sampled, or the engine has not returned theirs."
+        )
     note = "In nats: the log-prob of the trainer before the step minus that of the engine, of sampled tokens"
     if not found:
         return f"{note}. Single tokens are recorded with track.batches_interval; this stage has none"

@@ -40,7 +40,7 @@ def _told(what: str) -> Callable[[Row], float | None]:
 
 
 FIXED: tuple[tuple[str, str | None, Callable[[Row], float | None]], ...] = (
-    ("asked for", None, _count("ledger/requested_rollouts")),
+    ("requested", None, _count("ledger/requested_rollouts")),
     ("finished", "", _count("rollout/count")),
     ("trained on", None, _count("ledger/trained_rollouts")),
     ("pending", None, _count("ledger/pending_rollouts")),

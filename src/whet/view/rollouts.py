@@ -71,7 +71,9 @@ def _of_turns(text: str | None, path: Path) -> tuple[int, int | None, int | None
     except (ValueError, RecursionError) as e:
         raise DataError(f"{path}: turns is not JSON: {e}") from e
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise DataError(f"{path}: turns is no list of turns; is the file from another program, or damaged?")
+        raise DataError(
+            f"{path}: turns is not a list of turns; is the file from another program, or damaged?"
+        )
     calls = [n for turn in turns if isinstance(n := turn.get("calls"), int)]
     if not calls:
         return len(turns), None, None

@@ -23,10 +23,10 @@ class AlgorithmConfig(Section):
     """Recipe, e.g. grpo, dapo, ppo, sft, dpo. `whet keys --algorithms` lists all, `whet explain algorithm.name=dapo`
     prints what one sets."""
     advantage: str | dict[str, Any] | None = None
-    """Advantage estimator: its name, 'package.module:name' of a function of yours, or a table of its settings, with
+    """Advantage estimator: its name, 'package.module:name' of your own function, or a table of its settings, with
     `name` where it is not the recipe's: {name: gae, lam: 0.95}. Default: the recipe's."""
     loss: str | dict[str, Any] | None = None
-    """Loss: its name, 'package.module:name' of a function of yours, or a table of its settings, with `name` where it is
+    """Loss: its name, 'package.module:name' of your own function, or a table of its settings, with `name` where it is
     not the recipe's: {name: gspo, clip_low: 3e-4}. Default: the recipe's."""
     loss_agg_mode: Aggregation | None = None
     """How token losses are reduced to one number. Counts are global, so the result does not depend on the
@@ -43,9 +43,9 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus, with entropy_target the first one; 0 is off (entropy is still measured where it
     costs nothing)."""
     entropy_target: Above0 | None = None
-    """Adaptive entropy control (Skywork-OR1): mean entropy in nats a token. In every optimizer step the weight of the
-    bonus rises by entropy_coef_delta if the entropy was at most this, else it falls; the bonus counts only after a step
-    with such an entropy. Default: the weight is constant."""
+    """Adaptive entropy control (Skywork-OR1): mean entropy in nats per token. In every optimizer step the weight of the
+    bonus rises by entropy_coef_delta if the entropy was at most this, else it falls; the bonus applies only after a
+    step with such an entropy. Default: the weight is constant."""
     entropy_coef_delta: Above0 = 0.005
     """With entropy_target: by how much the weight of the entropy moves in an optimizer step."""
     entropy_coef_min: NonNegative = 0.0
@@ -57,7 +57,7 @@ class AlgorithmConfig(Section):
     reward_kl: RewardKlConfig = Field(default_factory=RewardKlConfig)
     """KL to the reference, subtracted from the reward. Both KL terms may be on."""
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
-    """Off-policy correction: how tokens are weighted or rejected that an older policy sampled, or an engine that
+    """Off-policy correction: weights or rejects tokens that were sampled by an older policy, or by an engine that
     computes differently."""
     old_logprobs: Literal["auto", "sampled", "recompute"] = "auto"
     """Denominator of the ratio: the engine's own log-probs (sampled), or log-probs that the trainer computes before the
@@ -80,8 +80,8 @@ class AlgorithmConfig(Section):
     resample: Literal["none", "pow", "max_min", "max_random", "balance"] = "none"
     """Resampling of the batch. pow, max_min, max_random: as many rollouts as there are, drawn with replacement (PF-PPO,
     arXiv:2409.06957) by weight: pow |reward|^resample_power; max_min 1 for the extremes of the batch, 0 between;
-    max_random 0.4 for the best, 0.1 for the others. balance: of the rollouts of a group below the mean, no more than of
-    the others."""
+    max_random 0.4 for the best, 0.1 for the others. balance: of the rollouts of a group below its mean, keep no more
+    than there are others."""
     resample_power: NonNegative = 2.0
     """Exponent of resample=pow."""
     groups: GroupsConfig = Field(default_factory=GroupsConfig)
@@ -92,17 +92,17 @@ class AlgorithmConfig(Section):
     # -- policy losses
     top_entropy_quantile: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Share of a step's tokens that the policy loss learns from: those where the policy before the step had the highest
-    entropy; the paper: 0.2 (arXiv:2506.01939). The others keep their place in means. 1: all."""
+    entropy; the paper: 0.2 (arXiv:2506.01939). The other tokens still count in averages. 1: all."""
     entropy_clip: Literal["none", "batch", "vocabulary"] = "none"
-    """Leave out tokens with a negative advantage whose update would make the entropy fall most, by the policy before
-    the step (arXiv:2602.03392). batch: against the mean of the step's tokens (Clip_B); vocabulary: against what is
-    expected at each place (Clip_V). The others, and those left out, keep their place in means."""
+    """Leave out tokens with a negative advantage whose update would lower the entropy most, measured with the policy
+    before the step (arXiv:2602.03392). batch: relative to the mean over the step's tokens (Clip_B); vocabulary:
+    relative to the expected value at each position (Clip_V). Averages still count all tokens, also those left out."""
     entropy_clip_mu: Above0 = 2.5
-    """entropy_clip: left out is what lies more than so many standard deviations of the step's tokens off (Clip_B: 2.5;
-    Clip_V: 8.5)."""
+    """entropy_clip: tokens are left out that deviate by more than this many standard deviations of the step's tokens
+    (Clip_B: 2.5; Clip_V: 8.5)."""
     entropy_clip_max_frac: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """entropy_clip: largest share of the step's tokens that is left out, at least one token: those that lie farthest
-    off (Clip_V: 1e-4). Default: no limit."""
+    """entropy_clip: largest share of the step's tokens that is left out, at least one token: those that deviate most
+    (Clip_V: 1e-4). Default: no limit."""
     positive_nll_coef: NonNegative = 0.0
     """Term added to any policy loss: this weight times the mean of -log pi over the tokens of rollouts with a reward
     above 0."""
@@ -116,7 +116,7 @@ class AlgorithmConfig(Section):
 
     # -- distillation
     reprompt: RepromptConfig | None = None
-    """Self-distillation: the reference is the teacher, and sees another prompt than the policy. With loss=gkd or
+    """Self-distillation: the reference is the teacher, and sees a different prompt from the policy's. With loss=gkd or
     advantage=distill. Default: the recipe's (sdpo has one)."""
 
 

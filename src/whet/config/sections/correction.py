@@ -32,8 +32,8 @@ class CorrectionConfig(Section):
 
     weight: str | dict[str, Any] | None = None
     """Importance weight: of the token, of the whole rollout (sequence: product over its sampled tokens), or the
-    geometric mean of that product. A name, or a table of the name and its settings: {name: token, high: 2.0}. Or a
-    function of yours, 'my/file.py:name', called with the batch and the log-ratios [N]. None: no weight."""
+    geometric mean of that product. A name, or a table of the name and its settings: {name: token, high: 2.0}. Or your
+    own function, 'my/file.py:name', called with the batch and the log-ratios [N]. None: no weight."""
     staleness_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Multiply the weight of a token by this factor to the power of the age of its policy, in versions. 1: off."""
     reject: tuple[RejectConfig, ...] = ()

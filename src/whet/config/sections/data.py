@@ -53,7 +53,7 @@ class SourceConfig(Section):
     all tokens of the response but the first. Columns that you do not name are recognised where the default ones are
     absent: `messages`; `question` or `text` as the prompt; `completion` or `chosen` as the response (the `answer` of a
     `question`, if there is neither); conversations in `chosen` and `rejected` with a shared prompt; for SFT a `text`
-    alone as a response without a prompt. run.log and `whet plan` tell the choice; if several could be meant, name
+    alone as a response without a prompt. run.log and `whet plan` report the choice; if several columns fit, name
     one."""
     messages: str | None = None
     """Column of whole conversations that end with a reply, instead of `prompt` and `response`: the last message is the
@@ -65,12 +65,12 @@ class SourceConfig(Section):
     rejected: str = "rejected"
     """Column of the rejected reply (DPO): text, or messages that end with the reply. May be absent."""
     tools: str | None = "tools"
-    """Column of the tools that the chat template tells the policy of: a list in OpenAI's form, or its JSON text. May be
+    """Column of the tools that the chat template shows to the policy: a list in OpenAI's form, or its JSON text. May be
     absent; null: none is read. (verl, Trinity: tools_key)"""
     chat_template_kwargs: str | None = "chat_template_kwargs"
-    """Column of each row's variables of the chat template, which count before tokenizer.chat_template_kwargs: a map,
-    e.g. {enable_thinking: false}, or the value of one variable named like the column. May be absent; null: none is
-    read. (verl: enable_thinking_key)"""
+    """Column of each row's variables of the chat template, which override tokenizer.chat_template_kwargs: a map, e.g.
+    {enable_thinking: false}, or the value of one variable named like the column. May be absent; null: none is read.
+    (verl: enable_thinking_key)"""
     desirable: str = "desirable"
     """Column that marks the response as desirable (KTO): true or 1, false or 0. May be absent."""
     label: str | None = None

@@ -28,11 +28,11 @@ class LoraConfig(Section):
     this layer in every block), or a regular expression for the whole name. Experts and routers of a mixture of experts
     are not linear layers."""
     exclude_modules: str | tuple[str, ...] = ()
-    """Layers without adapters, though `targets` matches them: a list of names, or a regular expression for the whole
+    """Layers without adapters, even if `targets` matches them: a list of names, or a regular expression for the whole
     name. Such an expression may match nothing."""
     fused: bool = False
     """One A for the layers that Megatron-LM computes as one (queries, keys and values; gate and up), each with its own
-    B, as LoRA of Megatron-Bridge. Folders for peft have the A once for each layer."""
+    B, as LoRA of Megatron-Bridge. Exports for peft repeat A for each layer."""
     rank_pattern: dict[str, Positive] = Field(default_factory=dict)
     """Ranks of single layers, by a regular expression for the end of the name; the first match counts."""
     alpha_pattern: dict[str, Above0] = Field(default_factory=dict)

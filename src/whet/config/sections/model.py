@@ -79,8 +79,8 @@ class TokenizerConfig(Section):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, e.g. {enable_thinking: false}; an exported tokenizer has them as defaults."""
     date: str | None = None
-    """The day that the chat template is told is today (its strftime_now), as 2026-01-31; the hour is 0:00. Default: the
-    day on which the run began, UTC; a resumed run keeps it."""
+    """Current date for the chat template (its strftime_now), such as 2026-01-31; the time is 0:00. Default: the date
+    (UTC) on which the run began; a resumed run keeps it."""
 
 
 class CriticConfig(Section):

@@ -53,8 +53,8 @@ class EnvironmentConfig(Section):
     max_turns: Positive = 8
     """Maximum number of replies of the policy in one rollout."""
     max_cost: Above0 | None = None
-    """A rollout ends after the turn with which the part `cost` of its environment's answers (`EnvStep.parts`, or
-    whet.envs.tools.Priced of a tool) adds up to this, in the unit of that part. null: no limit."""
+    """Cost limit of a rollout: it ends after the turn in which the sum of the part `cost` of its environment's answers
+    (`EnvStep.parts`, or whet.envs.tools.Priced of a tool) reaches this, in the unit of that part. null: no limit."""
     max_tokens_per: Literal["rollout", "turn"] = "rollout"
     """What sampling.max_tokens limits. rollout: the tokens of all replies of a rollout together. turn: those of each
     reply; a reply that is cut there is answered by the environment like any other. (SkyRL: max_generate_length)"""
@@ -62,24 +62,24 @@ class EnvironmentConfig(Section):
     """Maximum number of tokens of the environment in one rollout, in addition to max_prompt_tokens and max_tokens; a
     rollout whose next messages would exceed it ends with the reason length."""
     tokens_after_prompt: Positive | None = None
-    """Maximum number of tokens that follow the prompt, sampled ones and those of the environment together; the prompt
-    has the descriptions of the tools. null: no limit beside the others. (verl: max_response_length)"""
+    """Maximum number of tokens after the prompt, sampled tokens and those of the environment together; the descriptions
+    of the tools belong to the prompt. null: no further limit. (verl: max_response_length)"""
     input_tokens: Positive | None = None
-    """Maximum number of tokens that a reply may follow, prompt included; a rollout whose next reply would follow more
-    ends with the reason length. null: no limit beside the others. (SkyRL: max_input_length)"""
+    """Maximum length of the context of a reply, in tokens, prompt included; a rollout whose next reply would have a
+    longer one ends with the reason length. null: no further limit. (SkyRL: max_input_length)"""
     history: Literal["append", "template", "inline"] = "append"
-    """append: what was sampled and said stays as it is, and what follows a reply is appended, even where the chat
-    template would drop earlier thoughts. template: each reply follows the conversation as the template renders it, as a
-    server shows it; where that changes earlier tokens, another strand of the rollout begins. inline: the messages of
-    the environment continue the reply as plain text, without the template; replies then end by sampling.stop, such as
-    </search>. Always, each sampled token is trained once, after the tokens that it was sampled after."""
+    """append: earlier tokens never change, and new messages are appended, even where the chat template would drop
+    earlier thoughts. template: each reply follows the conversation as the template renders it, as a server does; where
+    that changes earlier tokens, a new strand of the rollout begins. inline: the messages of the environment continue
+    the reply as plain text, without the template; replies then end by sampling.stop, such as </search>. In each case
+    every sampled token is trained once, with the context from which it was sampled."""
     tool_format: Literal[
         "auto", "hermes", "qwen3_coder", "seed", "llama3", "mistral", "mistral_v11", "gpt_oss", "glm", "deepseek_v3",
         "deepseek", "kimi", "minimax", "deepseek_v32", "deepseek_v4", "hunyuan", "nemotron", "granite", "functools",
         "cohere", "json",
     ] = "auto"  # fmt: skip
-    """How replies call tools. auto: as the chat template asks for it. A reply whose calls cannot be read is malformed,
-    never text. (verl: multi_turn.format; vLLM: tool_call_parser)"""
+    """How replies call tools. auto: the format of the chat template. A reply whose calls cannot be parsed counts as
+    malformed, never as text. (verl: multi_turn.format; vLLM: tool_call_parser)"""
     timeout_s: Above0 = 60.0
     """Longest time of one call of the environment, without its waits for replies of the policy; after it the rollout
     fails."""

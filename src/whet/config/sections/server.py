@@ -15,7 +15,7 @@ class ServerConfig(Section):
 
     urls: tuple[str, ...] = ()
     """Addresses of running servers, such as http://host:8000. Each is a replica: requests are distributed over them,
-    and those of a server that dies or hangs are asked of the others. Start them with the options that docs/backends.md
+    and those of a server that dies or hangs are sent to the others. Start them with the options that docs/backends.md
     lists. Default: whet starts one server."""
     token: str | None = None
     """Token of the servers (vllm serve --api-key), best as a reference: ${oc.env:NAME}. Default: no token."""
@@ -33,14 +33,14 @@ class ServerConfig(Section):
     Default: run_dir/engine. On Linux a folder in /dev/shm is memory."""
     canary_bound: Above0 | None = None
     """Largest mean difference between the log-probs of trainer and server after a weight sync, over fixed prompts, in
-    nats a token. Above it the step stops, because the server does not have the weights of the trainer. Default: 0.001
+    nats per token. Above it the step stops, because the server does not have the weights of the trainer. Default: 0.001
     for models in float32, 0.05 in half precision."""
     timeout_s: Above0 = 60.0
     """Longest wait for a server to answer anything but a reply, and to make progress on the replies that it samples. A
-    server that exceeds it is dropped, and its requests are asked again."""
+    server that exceeds it is dropped, and its requests are sent again."""
     load_timeout_s: Above0 = 600.0
     """Longest wait for a server to load one version of the weights, or to sleep or wake up."""
     start_timeout_s: Above0 = 600.0
     """Longest wait for a server that whet starts, and for the restart of one when none is left."""
     restarts: Count = 3
-    """How often a server that died or hangs is started again, or, of urls, asked again whether it is back."""
+    """How often a server that died or hangs is restarted; with urls: how often whet checks again whether it is back."""

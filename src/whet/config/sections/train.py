@@ -98,7 +98,7 @@ class PolicyOptimizerConfig(OptimizerConfig):
 
     lr: NonNegative | None = None  # type: ignore[assignment]  # a stage's config has a number: `derived.with_lr`
     """Peak learning rate. Default, by the method: 1e-6 for reinforcement learning and preferences, 1e-5 for SFT; with
-    model.lora 1e-5, and 2e-4 for SFT. `whet plan` tells it."""
+    model.lora 1e-5, and 2e-4 for SFT. `whet plan` prints it."""
 
 
 class CriticOptimizerConfig(OptimizerConfig):
@@ -131,9 +131,9 @@ class TrainConfig(Section):
     epochs: Above0 | None = None
     """Epochs over the training data."""
     early_stopping: EarlyStoppingConfig | None = None
-    """End the stage when its evaluations (`eval.interval`) stop improving: it is then saved and exported as after the
-    last step. The learning rate's schedule is that of all steps. A run that has ended so goes on with a larger
-    `patience`, or without this key."""
+    """End the stage when its evaluations (`eval.interval`) stop improving; it is saved and exported as after the last
+    step. The learning-rate schedule still covers all steps. To continue a run that has ended early, raise `patience` or
+    remove this key."""
     drop_last: bool | Literal["end"] = False
     """true: every epoch ends with its last full step; the remaining rows are not used in that epoch. end: a step may
     continue over the end of an epoch, and only the run ends with its last full step. false: the run draws the remaining
@@ -147,7 +147,7 @@ class TrainConfig(Section):
     update_epochs: Positive = 1
     """Update epochs: how often each batch is trained on. (verl: ppo_epochs; TRL: num_iterations)"""
     shuffle_minibatches: bool = False
-    """Partition the groups (or rollouts, where groups are cut) into minibatches anew in every update epoch, by the
+    """Partition the groups (or rollouts, where groups are cut) into minibatches again in every update epoch, by the
     seed. Default: in the order of arrival."""
     micro_batch_tokens: Positive | None = None
     """Maximum tokens in one forward and backward. (verl: ppo_max_token_len_per_gpu) It changes memory and speed, never
@@ -194,9 +194,9 @@ class TrainConfig(Section):
     `router_aux_loss_coef`), which penalizes routers that prefer few experts; 0.001 is usual. It is one term for all
     tokens of a minibatch, and takes one more forward pass. Default: none, as in transformers' own models."""
     router_aux_loss_scope: Literal["model", "layer"] = "model"
-    """model: the load-balancing loss is one of all layers together, as in transformers. layer: each layer has its own,
-    with the choices divided by the experts of a token, and they are added up, as in Megatron-LM (aux_loss). So even
-    routers pay num_experts_per_tok, or 1 for each layer."""
+    """model: one load-balancing loss over all layers together, as in transformers. layer: one loss per layer, with the
+    choices divided by the number of experts per token; the losses are summed, as in Megatron-LM (aux_loss). With
+    perfectly balanced routers the loss is num_experts_per_tok (model), or 1 per layer (layer)."""
     router_z_loss_coef: NonNegative = 0.0
     """Mixtures of experts: coefficient of the z-loss (ST-MoE, arXiv:2202.08906), the mean over tokens of the squared
     logsumexp of a router's logits, added up over layers; 0.001 is usual. It keeps the logits small."""

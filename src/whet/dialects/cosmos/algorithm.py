@@ -18,7 +18,7 @@ DIFFUSION, ACTIONS = "diffusion models", "vision-language-action models"
 OTHER_MODELS = {
     **dict.fromkeys(("diffusers_sft", "diffusion_nft", "diffusion_nft_rollout"), DIFFUSION),
     **dict.fromkeys(("grpo_vla", "grpo_pi05", "pi_sft", "cosmos_policy", "vla"), ACTIONS),
-    **dict.fromkeys(("gym_pg", "gym"), "policies that are no language models"),
+    **dict.fromkeys(("gym_pg", "gym"), "policies that are not language models"),
 }
 """Cosmos's trainers and rollout backends for other models: for which."""
 
@@ -194,15 +194,18 @@ def distillation(values: Values) -> dict[str, Json]:
         return {}
     at = "distillation."
     if is_sft(values) or values[POLICY + "variant"] == "dapo":
-        why = "is of RL jobs" if is_sft(values) else "pays no rewards, and dapo would drop every group"
+        why = (
+            "applies to RL jobs only" if is_sft(values) else "has no rewards, so dapo would drop every group"
+        )
         raise ConfigError(f"{at}enable=true {why}; leave it out, or take variant grpo or gspo.")
     if values[at + "include_prompt"]:
         raise NotSupportedYet(
-            f"{at}include_prompt=true is coming, not built yet; today the tokens of replies are judged"
+            f"{at}include_prompt=true is coming, not built yet; today only tokens of replies are compared with the "
+            "teacher"
         )
     if values[POLICY + "kl_beta"] != 0:
         raise NotSupportedYet(
-            f"{POLICY}kl_beta beside {at}enable is coming, not built yet: a teacher and a reference; set it 0."
+            f"{POLICY}kl_beta beside {at}enable is coming, not built yet: a teacher and a reference; set it to 0."
         )
     discount = values[at + "kl_discount_factor"]
     path = at_revision(values, values[at + "model_name_or_path"], at + "model_revision")

@@ -70,8 +70,8 @@ def _check_parts_of_groups(values: Values, together: int, updates: int) -> None:
     """What would mean something else where steps over parts of groups are one step."""
     group, total = values["rollout.n_generation"], values["train.max_num_steps"]
     said = (
-        f"train.train_batch_per_replica={values[RESPONSES]} x n_init_replicas={values[MESH + 'n_init_replicas']} is no "
-        f"multiple of rollout.n_generation={group}: {together} steps over parts of groups are one step here"
+        f"train.train_batch_per_replica={values[RESPONSES]} x n_init_replicas={values[MESH + 'n_init_replicas']} is "
+        f"not a multiple of rollout.n_generation={group}: {together} steps over parts of groups are one step here"
     )
     if values["mode"] != "disaggregated":
         raise ConfigError(

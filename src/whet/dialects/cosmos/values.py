@@ -51,6 +51,6 @@ def at_revision(values: Values, name: str, key: str, *, kind: str = "") -> str:
         return f"{name}@{wanted}"
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise ConfigError(
-            f"{key}={wanted!r}: {name!r} is no ORG/NAME of the hub and has no revisions; leave it out."
+            f"{key}={wanted!r}: {name!r} is not a hub id (ORG/NAME), so it has no revisions; leave it out."
         )
     return f"hf://{kind}{name}@{wanted}"

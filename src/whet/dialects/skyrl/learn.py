@@ -75,7 +75,7 @@ def groups(v: Values) -> Native:
         if zero:
             raise NotSupportedYet(
                 "generator.apply_overlong_filtering and generator.zero_reward_on_non_stop together are not built yet "
-                "(coming): set one false"
+                "(coming): set one to false"
             )
         out["algorithm.groups.truncated"] = "mask"
     elif zero:
@@ -130,7 +130,7 @@ def kl(v: Values) -> Native:
     the advantage is the KL to the teacher, without a coefficient."""
     in_loss, in_reward, coef = v[f"{A}.use_kl_loss"], v[f"{A}.use_kl_in_reward"], v[f"{A}.kl_loss_coef"]
     if in_loss and in_reward:
-        raise ConfigError(f"{A}.use_kl_in_reward and {A}.use_kl_loss exclude each other: set one false")
+        raise ConfigError(f"{A}.use_kl_in_reward and {A}.use_kl_loss exclude each other: set one to false")
     if coef == 0 or not (in_loss or in_reward) or distills(v):
         return NOTHING
     section = "kl" if in_loss else "reward_kl"
@@ -302,7 +302,9 @@ def _weight(v: Values) -> Native:
     at, kind = "algorithm.correction.weight", v[f"{OFF}.tis_ratio_type"]
     if v[f"{A}.use_tis"]:
         if kind is not None:
-            raise ConfigError(f"{A}.use_tis and {OFF}.tis_ratio_type say the same: leave {A}.use_tis out")
+            raise ConfigError(
+                f"{A}.use_tis and {OFF}.tis_ratio_type are the same setting: leave {A}.use_tis out"
+            )
         cap = v[f"{A}.tis_imp_ratio_cap"]
         if cap <= 0:
             raise ConfigError(f"{A}.use_tis needs {A}.tis_imp_ratio_cap > 0, got {shown(cap)}")

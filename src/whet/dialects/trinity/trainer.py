@@ -341,8 +341,8 @@ def contents(values: Values) -> Native:
     saved, loaded = _contents(values, "save"), _contents(values, "load")
     if "extra" not in loaded and not _is_constant(values):
         raise NotSupportedYet(
-            f"{ACTOR}.checkpoint.load_contents: {loaded} without extra: a schedule of the learning rate that begins "
-            "anew where a run goes on is coming, not built yet; here: with extra, or with a constant rate."
+            f"{ACTOR}.checkpoint.load_contents: {loaded} without extra: restarting the learning-rate schedule on "
+            "resume is coming, not built yet; here: with extra, or with a constant rate."
         )
     both = ("model", "optimizer")
     return {

@@ -81,9 +81,9 @@ def checkpoints(v: Values) -> Native:
     loaded = _contents(v, f"{ACTOR}.checkpoint.load_contents")
     if "extra" not in loaded and not constant_rates(v):
         raise NotSupportedYet(
-            f"{ACTOR}.checkpoint.load_contents={shown(loaded)}: without extra verl begins the learning rate's schedule "
-            "anew where a run goes on, its warm-up, too; coming, not built yet: add extra, or take a constant rate "
-            "without warm-up"
+            f"{ACTOR}.checkpoint.load_contents={shown(loaded)}: without extra, verl restarts the learning-rate "
+            "schedule on resume, warm-up included; coming, not built yet: add extra, or use a constant rate without "
+            "warm-up"
         )
     if has_critic(v):
         _check_critic(v, saved, loaded)

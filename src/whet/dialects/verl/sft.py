@@ -235,7 +235,7 @@ def checkpoints(v: Values) -> Native:
     saved, loaded = _contents(v, "save_contents"), _contents(v, "load_contents")
     if "extra" not in loaded:
         raise NotSupportedYet(
-            f"trainer.checkpoint.load_contents={loaded}: to go on without schedule, data position and random state "
+            f"trainer.checkpoint.load_contents={loaded}: resuming without schedule, data position and random state "
             "(extra) is coming, not built yet"
         )
     exports = not over_engines(v) or "hf_model" in saved

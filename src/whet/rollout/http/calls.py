@@ -97,7 +97,7 @@ class Calls:
                         raise WhetError(f"{self.url} failed {call.what}: {_message(event)}")
                     yield event
             if not ended:
-                raise Unreachable(f"{self.url} broke off its answer, asked {call.what}")
+                raise Unreachable(f"{self.url} broke off its answer when asked {call.what}")
 
     @asynccontextmanager
     async def _asked(
@@ -113,14 +113,14 @@ class Calls:
                 yield said
         except TimeoutError as error:
             raise Unreachable(
-                f"{self.url} has not answered within {self.limits.said(call.limit)} s, asked {call.what}"
+                f"{self.url} has not answered within {self.limits.said(call.limit)} s when asked {call.what}"
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(
-                f"{self.url} does not answer, asked {call.what}: {type(error).__name__}: {error}"
+                f"{self.url} does not answer when asked {call.what}: {type(error).__name__}: {error}"
             ) from error
         except json.JSONDecodeError as error:
-            raise WhetError(f"{self.url} answered no JSON, asked {call.what}: {error}") from error
+            raise WhetError(f"{self.url} did not answer with JSON when asked {call.what}: {error}") from error
 
     async def _refused(self, call: Call, said: aiohttp.ClientResponse) -> WhetError:
         text = await said.text()

@@ -117,8 +117,8 @@ class Canary:
         said = {s.version for s in (*scores, *again)} | {v for r in replies for v in r.versions}
         if said != {version}:
             raise WhetError(
-                f"{server.name} says that it samples from version {', '.join(map(str, sorted(said)))}, after weights "
-                f"version {version} were given to it"
+                f"{server.name} reports that it samples from version {', '.join(map(str, sorted(said)))}, after "
+                f"weights version {version} were given to it"
             )
         moved = expected.moved(before)
         mean, most = apart([s.logprobs for s in scores], expected.logprobs)
@@ -127,8 +127,8 @@ class Canary:
             raise WhetError(
                 f"{server.name} does not have weights version {version}: its log-probs and the trainer's differ by "
                 f"{mean:.3g} nats a token, {why}. An update was lost, incomplete or overwritten (a tied output layer "
-                "that is not updated does this), or the server computes something else; its rollouts would be of other "
-                "weights, so the step stops"
+                "that is not updated does this), or the server computes something else; its rollouts would come from "
+                "other weights, so the step stops"
             )
         if why := self._off("cache", decode, moved):
             raise WhetError(

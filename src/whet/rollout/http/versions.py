@@ -28,10 +28,10 @@ VERSIONS: tuple[Known, ...] = (
     Known(
         "<0.32",
         "refused",
-        "whet needs the versions of the weights in each reply, which were seen in 0.32 first; install it: whet engine "
-        "install vllm",
+        "whet needs the versions of the weights in each reply, which 0.32 was the first tested version to have; "
+        "install it: whet engine install vllm",
     ),
-    Known("!=0.32.*", "unseen", "not seen with whet; its routes and fields are checked at the start"),
+    Known("!=0.32.*", "unseen", "not tested with whet; its routes and fields are checked at the start"),
 )
 """The first line that has a version counts."""
 

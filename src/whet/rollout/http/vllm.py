@@ -43,7 +43,7 @@ SCORE = Call("/inference/v1/generate", "for log-probs", limit="reply")
 ABORT = Call("/abort_requests", "to abort a request")
 PAUSE = Call("/pause", "to pause")
 FINISH = Call("/pause", "to finish its requests", limit="reply")
-RESUME = Call("/resume", "to go on")
+RESUME = Call("/resume", "to resume")
 LOAD = Call("/collective_rpc", "to load weights", limit="load")
 LABEL = Call("/update_weight_version", "to name its weights")
 RESET = Call("/reset_prefix_cache", "to forget its cache")
@@ -320,7 +320,7 @@ def completion(choice: dict[str, Any], sampling: Sampling, *, name: str) -> Comp
     tokens, rows = choice["token_ids"], choice["logprobs"]["content"]
     if [row["token_id"] for row in rows] != tokens:
         raise WhetError(
-            f"{name} told log-probs of {len(rows)} other tokens than the {len(tokens)} that it sampled"
+            f"{name} returned log-probs of {len(rows)} other tokens than the {len(tokens)} that it sampled"
         )
     told = [_finite(row["logprob"], name) for row in rows]
     return Completion(
@@ -349,7 +349,9 @@ def _spans(choice: dict[str, Any], name: str) -> tuple[VersionSpan, ...]:
 
 def _finite(value: float | None, name: str) -> float:
     if value is None or value <= NO_LOGPROB:
-        raise WhetError(f"{name} told a log-prob that is not finite; its weights have most likely diverged")
+        raise WhetError(
+            f"{name} returned a log-prob that is not finite; its weights have most likely diverged"
+        )
     return float(value)
 
 

@@ -146,7 +146,7 @@ function field(view, spot) {
   const control = controlOf(view, spot);
   const name = h("button", { type: "button", class: "name", title: `${dotted(path)}: explain`, on: { click: () => view.act.explain(key) } },
     visible(node.title ?? path[path.length - 1]));
-  const reset = given && h("button", { type: "button", class: "quiet", title: "Take the key out of the file", "aria-label": `take out ${dotted(path)}`,
+  const reset = given && h("button", { type: "button", class: "quiet", title: "Remove the key from the file", "aria-label": `remove ${dotted(path)}`,
     data: { reset: dotted(path) }, on: { click: () => view.act.edit([{ path }]) } }, "×");
   return h("div", { class: `field-row${given ? " given" : ""}${why ? " unread" : ""}${problems.length ? " wrong" : ""}`,
     data: { kind: "field", field: dotted(path), given: String(given), unread: why ? "true" : null } },

@@ -37,7 +37,7 @@ function edit(edits) {
       if (editor.value !== before) continue;
       setText(told.text, before);
       use(told.check);
-      if (told.rewritten) say(`${told.rewritten === "." ? "The whole text" : told.rewritten} was written anew; comments in it are gone. Undo brings them back.`);
+      if (told.rewritten) say(`${told.rewritten === "." ? "The whole text" : told.rewritten} was rewritten, and its comments are lost. Undo restores them.`);
       return;
     }
   });
@@ -144,7 +144,7 @@ function drawSide() {
   put(find("tabs"), panes.map((name) => h("button", { type: "button", role: "tab", "aria-selected": String(name === state.pane), data: { pane: name },
     on: { click: () => show({ pane: name }) } }, name)));
   put(find("problems"), foreign && h("button", { type: "button", data: { foreign }, on: { click: importText } },
-    `This text is written for ${foreign}. Click to translate it into whet's own keys.`),
+    `This text is written for ${foreign}. Click to translate it into a native config.`),
   problems.map((one) => h("button", { type: "button", data: { told: one.path ? dotted(one.path) : "" }, on: { click: () => goProblem(one) } },
     one.line ? `line ${one.line}: ` : "", visible(one.text))));
   const bad = new Set(problems.map((one) => one.line));
@@ -278,7 +278,7 @@ function openDialog() {
 /** Show what was opened; what is not saved is asked for first. */
 async function load(opened) {
   const changed = editor.value !== state.saved && editor.value !== "";
-  if (changed && state.opened && !(await agreed("The text on the page is not saved. Drop it?", "Drop it"))) return;
+  if (changed && state.opened && !(await agreed("The text on the page is not saved. Discard it?", "Discard it"))) return;
   const before = editor.value;
   Object.assign(state, { opened, saved: opened.digest ? opened.text : "", report: opened.report, scope: null, section: null, query: "" });
   state.pane = opened.report ? "Report" : "YAML";
@@ -308,7 +308,7 @@ async function save() {
       told = await send(path, path === state.opened.path ? state.opened.digest : "");
     } catch (error) {
       if (error.status !== 409) throw error;
-      if (!(await agreed(`${path} is there already, and is not the file that was opened here. Overwrite it?`, "Overwrite"))) return false;
+      if (!(await agreed(`${path} already exists, and is not the file that was opened here. Overwrite it?`, "Overwrite"))) return false;
       told = await send(path, error.told.digest);
     }
     Object.assign(state, { opened: { ...told, report: null }, saved: text });

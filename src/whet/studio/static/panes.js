@@ -13,7 +13,7 @@ export function size(bytes) {
 
 /** What `whet plan` prints. */
 export function planPane(check) {
-  if (!check.plan) return h("p", { class: "dim" }, "The plan follows once the config has no problems.");
+  if (!check.plan) return h("p", { class: "dim" }, "The plan appears once the config has no errors.");
   const { stages, notes } = check.plan;
   const labels = Object.keys(stages[0].facts);
   const rows = labels.map((label) => ({ cells: [label, ...stages.map((stage) => visible(stage.facts[label]))], props: { data: { fact: label } } }));

@@ -8,7 +8,7 @@ import { chart, histogram, legend } from "./plot.js";
 import { hashOf, link, rolloutLink, stageNames, stageOf } from "./route.js";
 
 const QUANTILES = ["min", "p10", "p25", "p50", "p75", "p90", "max"];
-const ASKED = "asked for";
+const ASKED = "requested";
 const NOT_ROLLOUTS = /calls|replies|results/;
 const LOSSES = /drop|fail|fault|without|malformed|cut|retr|abort/;
 const right = (name, title) => ({ name, title, right: true });
@@ -46,7 +46,7 @@ export function rewardsPage(context) {
   return stagePage(
     context,
     "Rewards",
-    "areas: from a tenth to nine tenths, and from a quarter to three quarters of the rollouts",
+    "areas: 10th to 90th, and 25th to 75th percentile of the rollouts",
     async (stage) => {
       const told = await get(address(ofRun(context.run.id, "rewards"), { stage }));
       if (!told.steps?.length || !Object.values(told.parts ?? {}).some((part) => part.count?.some((n) => n > 0))) {
@@ -61,7 +61,7 @@ export function rewardsPage(context) {
       const sources = Object.entries(told.sources ?? {});
       return [
         panel(
-          "Reward beside what is held out",
+          "Reward and held-out accuracy",
           { data: { radar: "" } },
           h(
             "p",
@@ -92,7 +92,7 @@ export function rewardsPage(context) {
         ),
         told.ngrams &&
           panel(
-            "Words that winners and losers repeat",
+            "Words that high- and low-reward replies repeat",
             { data: { ngrams: "" } },
             h("p", { class: "dim" }, visible(told.ngrams.of ?? "")),
             h(
@@ -203,7 +203,7 @@ export async function ledgerPage(context) {
       h(
         "span",
         { class: "dim" },
-        "asked for = trained on + dropped + failed + pending; a count opens the rollouts that are recorded of it",
+        "requested = trained on + dropped + failed + pending; a count opens its recorded rollouts",
       ),
     ),
     holder,

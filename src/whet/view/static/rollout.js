@@ -30,7 +30,7 @@ const COLORS = {
     of: (t) => minus(t.trainer, t.logprob),
     kind: "diverging",
     unit: "nats",
-    told: "the trainer's log-prob before the update minus the engine's, of the same distribution: 0 where both are equal to the bit",
+    told: "the trainer's log-prob before the update minus the engine's, of the same distribution: 0 where both are equal bit for bit",
   },
   ratio: {
     name: "ratio",
@@ -75,14 +75,14 @@ const COLORS = {
     of: (t) => t.mask,
     kind: "class",
     unit: "",
-    told: "1: sampled by the policy, and trained in this strand; 0: prompt, or told by the environment",
+    told: "1: sampled by the policy, and trained in this strand; 0: prompt, or text of the environment",
   },
   strand: {
     name: "strand",
     of: (t) => (t.shared ? 0 : t.strand + 1),
     kind: "class",
     unit: "",
-    told: "tokens that an earlier strand begins with, too, and this strand's own",
+    told: "tokens shared with the start of an earlier strand, and this strand's own",
   },
 };
 
@@ -534,7 +534,7 @@ function tokensView(strand, state) {
         { class: "dim" },
         none
           ? "The run has no tokenizer yet: tokens are shown as ids."
-          : "· blank, ↵ new line, → tab, ⟨200E⟩ a character that is not seen",
+          : "· blank, ↵ new line, → tab, ⟨200E⟩ an invisible character",
       ),
       untold &&
         h(

@@ -238,7 +238,7 @@ export async function rolloutsPage(context) {
     let rows = filtered(data, context.query, search.hits);
     if (sort) rows = sorted(data, rows, sort, down === "1");
     list.show(rows, { sort, down: down === "1", place: Number(at ?? 0) });
-    const cut = search.complete ? "" : "; the search ended before it had seen everything";
+    const cut = search.complete ? "" : "; the search stopped before it had read everything";
     count.textContent = `${number(rows.length)} of ${number(data.count)}${cut}`;
     document.body.dataset.shown = rows.length;
   }

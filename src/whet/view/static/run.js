@@ -64,7 +64,7 @@ function problems(run) {
     ? h(
         "section",
         { class: "panel bad", "aria-label": "problems", data: { problems: run.problems.length } },
-        h("h2", {}, "What could not be read"),
+        h("h2", {}, "Files that could not be read"),
         h(
           "ul",
           {},
@@ -137,7 +137,7 @@ function stages(run) {
 function checkpoints(run) {
   if (!(run.checkpoints ?? []).length) return null;
   return panel(
-    "Checkpoints to go on from",
+    "Checkpoints to continue from",
     {},
     run.checkpoints
       .slice(0, 8)

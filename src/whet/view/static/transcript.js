@@ -33,7 +33,7 @@ export function transcript(rollout, strands) {
           "div",
           { class: "fork", data: { fork: shared ?? 0 } },
           `↳ strand ${strand}`,
-          from !== null && from !== undefined ? `, forks from strand ${from} at token ${shared}` : ", begins anew",
+          from !== null && from !== undefined ? `, forks from strand ${from} at token ${shared}` : ", starts from the beginning",
         ),
       );
     }
