@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,19 @@ def scalars(**numbers: float) -> Numbers:
 def of_rows(steps: Callable[[int], int], plan: Plan) -> Numbers:
     """Training steps by the rows of the training data."""
     return {"steps": torch.tensor([steps(rows) for rows in some_rows(plan)], dtype=torch.float64)}
+
+
+def reachable(cases: Sequence[Case], file: File) -> list[Case]:
+    """The batches as a loss of this file sees them. With one optimizer step per batch, the policy is the one whose
+    log-probs are the old ones: no clip acts, and whet drops the keys of clips."""
+    plan = file.plan
+    moves = plan.minibatches * plan.passes > 1 or file.config.algorithm.old_logprobs == "sampled"
+    return [case if moves else replace(case, logp_N=old(case)) for case in cases]
+
+
+def old(case: Case) -> Tensor:
+    assert case.batch.logp_old_N is not None
+    return case.batch.logp_old_N
 
 
 def some_rows(plan: Plan) -> list[int]:

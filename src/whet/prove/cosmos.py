@@ -14,7 +14,16 @@ from torch import Tensor
 from whet.algos.segments import need
 from whet.prove import numbers, schedules
 from whet.prove.cases import Case, case
-from whet.prove.checks import Check, File, micro_batch, of_rows, our_micro_batch, scalars, some_rows
+from whet.prove.checks import (
+    Check,
+    File,
+    micro_batch,
+    of_rows,
+    our_micro_batch,
+    reachable,
+    scalars,
+    some_rows,
+)
 from whet.prove.numbers import Numbers
 from whet.prove.peers import theirs
 from whet.types import Json
@@ -140,6 +149,7 @@ def checks(config: Any, file: File) -> Iterator[Check]:
             "over Cosmos's peak": schedules.of_steps(file.plan, file.steps(some_rows(file.plan)[2]))
             / _peak(train)
         },
+        keys=("train.optm_warmup_steps",),
     )
     yield Check(
         what="advantage, grpo",
@@ -162,7 +172,7 @@ def checks(config: Any, file: File) -> Iterator[Check]:
         called=GRPO,
         theirs=lambda each: loss(theirs("cosmos", GRPO), each, made.model_copy(update={"kl_beta": 0.0})),
         ours=lambda each: numbers.bare_loss(file.config, each),
-        cases=batches,
+        cases=reachable(batches, file),
         tolerance=FLOAT32,
     )
 

@@ -54,6 +54,7 @@ def checks(config: Any, file: File) -> Iterator[Check]:
             "policy.parallelism.dp_shard_size",
             "policy.parallelism.dp_replicate_size",
         ),
+        rate_keys=("train.optm_warmup_steps",),
     )
     yield given.of_loss(file, "sft", theirs=loss, called=LOSS, tolerance=FLOAT32)
 

@@ -23,10 +23,11 @@ def of_run(
     rates_by: str,
     peak: float,
     keys: tuple[str, ...] = (),
+    rate_keys: tuple[str, ...] = (),
 ) -> Iterator[Check]:
     """Sizes, steps and learning rates. Of the peer: the rows of a step with what bounds a micro-batch, the training
     steps for so many rows, the factor of the learning rate in each of so many steps, and the peak; each with what is
-    called for it. keys: those whose told differences show in the number of steps."""
+    called for it. keys, rate_keys: those whose documented differences show in the number of steps, in the rates."""
     total = file.steps(some_rows(file.plan)[2])
     yield Check(
         what="batches",
@@ -46,6 +47,7 @@ def of_run(
         called=rates_by,
         theirs=lambda _: {"over the peak": rates(total)},
         ours=lambda _: {"over the peak": schedules.of_steps(file.plan, total) / peak},
+        keys=rate_keys,
     )
 
 

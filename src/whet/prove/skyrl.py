@@ -23,6 +23,7 @@ from whet.prove.checks import (
     micro_batch,
     of_rows,
     our_batches,
+    reachable,
     scalars,
     some_rows,
 )
@@ -162,7 +163,7 @@ def checks(config: Any, file: File) -> Iterator[Check]:
         refused=DRAWN if made.policy_loss_type == "clip_cov" else "",
         theirs=lambda each: loss(lose, each, dataclasses.replace(made, use_kl_loss=False)),
         ours=lambda each: numbers.bare_loss(file.config, each),
-        cases=batches,
+        cases=reachable(batches, file),
         keys=(f"{A}kl_cov.ppo_kl_coef",),
         tolerance=FLOAT32,
     )
@@ -183,8 +184,10 @@ def _of_kl(made: Any, file: File, batches: list[Case]) -> Iterator[Check]:
 
     def in_loss(each: Case) -> Numbers:
         plain = theirs("skyrl", f"{PPO}:ppo_policy_loss")
-        without = dataclasses.replace(made, use_kl_loss=False)
-        return numbers.apart(loss(plain, each, made), loss(plain, each, without))
+        kl = dataclasses.replace(made, policy_loss_type="regular")  # the KL does not depend on the loss
+        return numbers.apart(
+            loss(plain, each, kl), loss(plain, each, dataclasses.replace(kl, use_kl_loss=False))
+        )
 
     def taken(each: Case) -> Numbers:
         trainer = theirs("skyrl", TRAINER)

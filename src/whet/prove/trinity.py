@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from whet.prove.checks import (
     micro_batch,
     of_rows,
     our_micro_batch,
+    reachable,
     scalars,
     some_rows,
 )
@@ -239,6 +241,11 @@ def _of_run(config: Any, file: File, *, replies: int) -> Iterator[Check]:
     )
 
 
+def _sampled_as_old(case: Case) -> Case:
+    """With bypass_mode, Trinity's old log-probs are those of the engine."""
+    return replace(case, batch=replace(case.batch, logp_old_N=case.batch.logp_sample_N))
+
+
 def _of_formulas(config: Any, file: File) -> Iterator[Check]:
     """Advantages, KL and losses on random batches."""
     chosen = config.algorithm
@@ -258,7 +265,7 @@ def _of_formulas(config: Any, file: File) -> Iterator[Check]:
         what=f"advantage, {chosen.advantage_fn}",
         called=f"{estimate.__module__}:{estimate.__name__}",
         theirs=lambda each: (in_trainer if kind.compute_advantage_in_trainer else by_group)(
-            estimate, each, keys
+            estimate, _sampled_as_old(each) if bypass else each, keys
         ),
         ours=lambda each: numbers.advantage(numbers.built(file.config, each), each, kl=False),
         cases=batches,
@@ -293,7 +300,7 @@ def _of_formulas(config: Any, file: File) -> Iterator[Check]:
         refused="" if bypass else "Trinity's trainer computes the log-probs anew (bypass_mode: false)",
         theirs=lambda each: loss(lose, each, {**keys, "algorithm.kl_loss_fn": "none"}),
         ours=lambda each: numbers.bare_loss(file.config, each),
-        cases=batches,
+        cases=reachable(batches, file),
         keys=(*shown, "algorithm.policy_loss_fn"),
         tolerance=EPS,
     )

@@ -24,6 +24,7 @@ from whet.prove.checks import (
     micro_batch,
     of_rows,
     our_batches,
+    reachable,
     scalars,
     some_rows,
 )
@@ -281,7 +282,7 @@ def _of_formulas(config: DictConfig, keys: dict[str, Json], file: File) -> Itera
         refused=DRAWN if mode == "clip_cov" else "",
         theirs=lambda each: loss(lose, each, {**keys, f"{ACTOR}use_kl_loss": False}),
         ours=lambda each: numbers.bare_loss(file.config, each),
-        cases=batches,
+        cases=reachable(batches, file),
         keys=("algorithm.rollout_correction.rollout_rs",),
         tolerance=EPS,
     )

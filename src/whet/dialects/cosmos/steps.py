@@ -234,6 +234,12 @@ def _warmup(values: Values, total: int | None) -> dict[str, Json]:
     return out | {SCHEDULE + "warmup_ends": "peak"}
 
 
+def may_end_before_warmup(values: Values) -> bool:
+    """The warm-up counts steps, and the length of the run follows from the rows, which are not known here."""
+    length = values["train.optm_warmup_steps"]
+    return values["train.max_num_steps"] is None and not (isinstance(length, float) and length <= 1.0)
+
+
 def _decay_share(values: Values, total: int | None) -> float:
     """The decay as a share of all steps; where they are known half a step up, so that rounding down gives Cosmos's.
 
