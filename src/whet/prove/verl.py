@@ -415,12 +415,19 @@ def rates(config: DictConfig, rows: int) -> Numbers:
     if config.actor_rollout_ref.actor.strategy == "megatron":
         raise NotComparable("Megatron's scheduler needs Megatron-LM")
     total = int(_loaded(config, rows).total_training_steps)
-    optim = SimpleNamespace(**{**dict(config.actor_rollout_ref.actor.optim), "total_training_steps": total})
     optimizer = schedules.dummy()
-    scheduler = theirs("verl", ENGINE)._build_lr_scheduler(
-        SimpleNamespace(optimizer_config=optim, rank=1), optimizer
-    )
+    scheduler = scheduler_of(config.actor_rollout_ref.actor.optim, optimizer, total)
     return {"over verl's peak": schedules.of_scheduler(scheduler, optimizer, steps(config, rows))}
+
+
+def scheduler_of(optim: DictConfig, optimizer: torch.optim.Optimizer, total: int) -> Any:
+    """The scheduler of verl's FSDP engine, by verl's own reading of the section: it knows former names of keys."""
+    section = theirs("verl", "verl.workers.config.optimizer:FSDPOptimizerConfig")
+    known = {each.name for each in fields(section)}
+    read = section(**{**{k: v for k, v in optim.items() if k in known}, "total_training_steps": total})
+    return theirs("verl", ENGINE)._build_lr_scheduler(
+        SimpleNamespace(optimizer_config=read, rank=1), optimizer
+    )
 
 
 def _our_rates(config: DictConfig, file: File) -> Tensor:

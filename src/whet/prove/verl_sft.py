@@ -17,7 +17,7 @@ from whet.prove.cases import Case
 from whet.prove.checks import Check, File, NotComparable, micro_batch, scalars
 from whet.prove.numbers import Numbers
 from whet.prove.peers import theirs
-from whet.prove.verl import ENGINE
+from whet.prove.verl import ENGINE, scheduler_of
 from whet.types import Json
 
 TRAINER = "verl.trainer.sft_trainer:SFTTrainer"
@@ -86,12 +86,8 @@ def rates(config: DictConfig, steps: int) -> Tensor:
     """[steps] the factor of the learning rate in each, by the scheduler of verl's FSDP engine."""
     if config.engine.strategy == "megatron":
         raise NotComparable("Megatron's scheduler needs Megatron-LM")
-    optim = SimpleNamespace(**{**dict(config.optim), "total_training_steps": steps})
     optimizer = schedules.dummy()
-    scheduler = theirs("verl", ENGINE)._build_lr_scheduler(
-        SimpleNamespace(optimizer_config=optim, rank=1), optimizer
-    )
-    return schedules.of_scheduler(scheduler, optimizer, steps)
+    return schedules.of_scheduler(scheduler_of(config.optim, optimizer, steps), optimizer, steps)
 
 
 def loss(case: Case) -> Numbers:
