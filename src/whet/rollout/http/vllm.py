@@ -102,6 +102,11 @@ class VllmEngine:
         self.is_ = await detect(self.calls, max_context=self.max_context)
         await self.calls.ask(LABEL, {"new_version": str(self.version)})
 
+    @property
+    def program(self) -> str:
+        """The version of the server."""
+        return self.is_.version
+
     # -- the seam
 
     @property
