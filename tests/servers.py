@@ -316,7 +316,7 @@ def _rows(tokens: list[int], logprobs: list[float]) -> list[dict[str, Any]]:
 
 
 class SglangServer(Server):
-    """SGLang as the source of 0.5.23 has it, for a server of token ids (--skip-tokenizer-init). Nothing was recorded."""
+    """SGLang as the source of 0.5.23 has it, with --skip-tokenizer-init. Nothing of it was recorded."""
 
     def __init__(self, engine: NativeEngine, *, port: int = 0) -> None:
         self.info: dict[str, Any] = {
@@ -426,7 +426,9 @@ class SglangServer(Server):
             ignore_eos=not ends and not held,
         )
         self.engine.end_token_ids = frozenset()
-        return Request(id=body["rid"], session="", prompt=tuple(body["input_ids"]), sampling=sampling), sampling
+        return Request(
+            id=body["rid"], session="", prompt=tuple(body["input_ids"]), sampling=sampling
+        ), sampling
 
     def _reply(self, done: Completion | None, so_far: list[int], sampling: Sampling) -> dict[str, Any]:
         if done is None:
@@ -525,7 +527,9 @@ class SglangServer(Server):
 
 def before_filters(done: Completion, sampling: Sampling) -> list[float]:
     """SGLang tells log-probs from after temperature and penalties, and before the filters."""
-    values = done.sample_logprobs if sampling.repetition_penalty != 1 or sampling.min_tokens else done.logprobs
+    values = (
+        done.sample_logprobs if sampling.repetition_penalty != 1 or sampling.min_tokens else done.logprobs
+    )
     assert values is not None
     return told(done, sampling) if sampling.temperature == 0 else values
 
@@ -539,7 +543,13 @@ class OpenAIServer(Server):
 
     def __init__(self, engine: NativeEngine, *, port: int = 0) -> None:
         self.models = ["it"]
-        self.fields: tuple[str, ...] = ("top_k", "min_p", "repetition_penalty", "min_tokens", "prompt_logprobs")
+        self.fields: tuple[str, ...] = (
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "min_tokens",
+            "prompt_logprobs",
+        )
         self.eos: frozenset[int] = frozenset()
         super().__init__(engine, port=port)
 
@@ -557,7 +567,11 @@ class OpenAIServer(Server):
         return {"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]}
 
     async def openapi(self, body: dict[str, Any]) -> Any:
-        return {"components": {"schemas": {"CompletionRequest": {"properties": dict.fromkeys(self.fields, {})}}}}
+        return {
+            "components": {
+                "schemas": {"CompletionRequest": {"properties": {name: {} for name in self.fields}}}
+            }
+        }
 
     async def completions(self, body: dict[str, Any]) -> Any:
         assert body["model"] in self.models
@@ -616,6 +630,8 @@ def by_ids(tokens: list[int], found: TokenLogprobs, *, top: int) -> list[dict[st
     rows = []
     for token, logp, likely in zip(tokens, found.logprobs, found.top or [[]] * len(found.logprobs)):
         row = {str(token): {"logprob": logp, "rank": top + 1, "decoded_token": None}}
-        row |= {str(t): {"logprob": v, "rank": n + 1, "decoded_token": None} for n, (t, v) in enumerate(likely)}
+        row |= {
+            str(t): {"logprob": v, "rank": n + 1, "decoded_token": None} for n, (t, v) in enumerate(likely)
+        }
         rows.append(row)
     return rows

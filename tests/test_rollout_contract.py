@@ -717,7 +717,9 @@ def test_log_probs_that_are_not_known_are_none(engine: RolloutEngine) -> None:
     filtered = Sampling(max_tokens=6, key=2, top_p=0.5)
     done = run(reply(engine, PROMPT, filtered))
     assert (done.logprobs is not None) == engine.can.tells_logprobs(filtered)
-    assert engine.can.tells_logprobs(Sampling(temperature=0.5)) == (engine.can.logprobs not in ("never", "plain"))
+    assert engine.can.tells_logprobs(Sampling(temperature=0.5)) == (
+        engine.can.logprobs not in ("never", "plain")
+    )
 
 
 # ---------------------------------------------------------------- native against the reference

@@ -54,7 +54,8 @@ ENGINES: Mapping[str, EngineRow] = {
 SERVED = tuple(name for name, row in ENGINES.items() if row.served)
 
 NOT_BUILT: Mapping[str, str] = {
-    "trtllm": "TensorRT-LLM is not supported: whet does not speak its interface; use rollout.engine=vllm, sglang or native",
+    "trtllm": "TensorRT-LLM is not supported: whet does not speak its interface; use rollout.engine=vllm, sglang or "
+    "native",
 }
 """Engines of other systems that a config may name, and what to use."""
 NOT_BUILT = {**NOT_BUILT, "tensorrt-llm": NOT_BUILT["trtllm"], "tensorrt_llm": NOT_BUILT["trtllm"]}

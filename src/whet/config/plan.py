@@ -16,9 +16,9 @@ from typing import Literal
 from whet.config import checks_precision
 from whet.config.checks import Problem, hard_problems, unused
 from whet.config.checks_run import not_installed
-from whet.config.engines import never_trains
 from whet.config.derived import Plan, for_critic, with_lr
 from whet.config.describe import describe
+from whet.config.engines import never_trains
 from whet.config.evaluation import (
     eval_sampling,
     evaluates,

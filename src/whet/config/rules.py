@@ -63,8 +63,8 @@ LISTS: Mapping[str, Sequence[str]] = {
     "SAMPLED_ANCHOR": [name for name, row in LOSSES.items() if row.anchor == "sampled"],
     **{f"WITH_{key.upper()}": [kind for kind, read in READS.items() if key in read] for key in READS["wsd"]},
 }
-"""Values that follow from other tables: engines that are servers, losses with one number per reply or per pair, losses whose ratio is to the
-policy that sampled, and the types of schedule that read a key."""
+"""Values that follow from other tables: engines that are servers, losses with one number per reply or per pair, losses
+whose ratio is to the policy that sampled, and the types of schedule that read a key."""
 
 
 def _table() -> Iterator[Rule]:

@@ -52,10 +52,10 @@ class Capabilities:
     """What an engine can do. A run that needs more is refused before it starts (`rollout.needs`)."""
 
     logprobs: Literal["always", "unpenalised", "unfiltered", "plain", "never"]
-    """`Completion.logprobs`: for every request; for all without a penalty or min_tokens, as of servers that tell log-probs
-    from before the filters; only where temperature is all there is to a request's sampling, as of servers that tell
-    those of the filtered distribution; only at temperature 1 and greedily, as of servers that do not say whether theirs
-    follow the temperature; or never."""
+    """`Completion.logprobs`: for every request; for all without a penalty or min_tokens, as of servers that tell
+    log-probs from before the filters; only where temperature is all there is to a request's sampling, as of servers
+    that tell those of the filtered distribution; only at temperature 1 and greedily, as of servers that do not say
+    whether theirs follow the temperature; or never."""
     stop_texts: bool
     """`Sampling.stop`."""
     penalties: bool

@@ -95,9 +95,9 @@ class RolloutConfig(Section):
 
     engine: str = "native"
     """native: embedded, continuous batching, the trainer's weights by reference. hf: transformers, slow. vllm, sglang:
-    servers in processes of their own, over HTTP (`server`). openai: any server with OpenAI's interface that returns token
-    ids; it takes no weights, so for `whet eval` alone. Or your own: 'package.module:name' or 'path/to/file.py:name',
-    called with whet.rollout.engine.EngineInputs."""
+    servers in processes of their own, over HTTP (`server`). openai: any server with OpenAI's interface that returns
+    token ids; it takes no weights, so for `whet eval` alone. Or your own: 'package.module:name' or
+    'path/to/file.py:name', called with whet.rollout.engine.EngineInputs."""
     server: ServerConfig = Field(default_factory=ServerConfig)
     """The servers of engine=vllm, sglang and openai."""
     replicas: Count = 0

@@ -89,8 +89,8 @@ class Calls:
         raise AssertionError("the last repetition raises")
 
     async def tell(self, call: Call, body: Mapping[str, Any]) -> None:
-        """Ask without need of an answer, which is waited for a little: what is asked next comes after it. The server may
-        be gone."""
+        """Ask without need of an answer, which is waited for a little: what is asked next comes after it. The server
+        may be gone."""
         telling = asyncio.ensure_future(self.ask(call, body))
         telling.add_done_callback(lambda done: done.cancelled() or done.exception())
         if not self.ending:

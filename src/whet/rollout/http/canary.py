@@ -146,8 +146,9 @@ class Canary:
     async def prove_replies(
         self, server: Asked, model: PreTrainedModel, ops: Ops, version: int
     ) -> dict[str, float]:
-        """The same of a server that is given no weights and may not score: the log-probs that it tells of replies to the
-        fixed prompts, against those of `model` for the same tokens. Raises WhetError where it samples from others."""
+        """The same of a server that is given no weights and may not score: the log-probs that it tells of replies to
+        the fixed prompts, against those of `model` for the same tokens. Raises WhetError where it samples from
+        others."""
         expected = await asyncio.to_thread(self.expected, model, ops, version)
         start = expected.start
         replies = await asyncio.gather(
@@ -161,9 +162,10 @@ class Canary:
         mean, most = apart([list(r.logprobs or ()) for r in replies], [row.logprobs for row in own])
         if not mean <= self.bound:
             raise WhetError(
-                f"{server.name} does not have weights version {version}: the log-probs of its replies and the ones here "
-                f"differ by {mean:.3g} nats a token, and rollout.server.canary_bound is {self.bound:g}. It is never given "
-                "weights: let it serve this very model, in the same dtype, or use rollout.engine=vllm, sglang or native"
+                f"{server.name} does not have weights version {version}: the log-probs of its replies and the ones "
+                f"here differ by {mean:.3g} nats a token, and rollout.server.canary_bound is {self.bound:g}. It is "
+                "never given weights: let it serve this very model, in the same dtype, or use rollout.engine=vllm, "
+                "sglang or native"
             )
         return {"sync/canary_mean": mean, "sync/canary_max": most}
 

@@ -49,8 +49,8 @@ def found(command: str | None, engine: str = "vllm") -> Installed:
         raise ConfigError(
             f"rollout.server.command={command}: no such executable"
             if command
-            else f"rollout.engine={engine}: no {engine} is installed. whet engine install {engine} makes an environment "
-            "with it; rollout.server.urls names servers that run already"
+            else f"rollout.engine={engine}: no {engine} is installed. whet engine install {engine} makes an "
+            "environment with it; rollout.server.urls names servers that run already"
         )
     if there.row is not None and there.row.state == "refused":
         raise ConfigError(f"{there.command} is {OF[engine][0]} {there.version}: {there.row.says}")

@@ -1,15 +1,15 @@
 """Any server with OpenAI's /v1/completions as a rollout engine, as far as it goes: it must return token ids
 (`return_token_ids`, an extension of vLLM that SGLang has, too), and it is never given weights.
 
-It samples for what needs no weight sync: `whet eval` of a model that it serves. Instead of a sync, the log-probs that it
-tells of a few replies are compared with those of the model here: what it serves is proved, not believed.
+It samples for what needs no weight sync: `whet eval` of a model that it serves. Instead of a sync, the log-probs that
+it tells of a few replies are compared with those of the model here: what it serves is proved, not believed.
 
 Sources: vLLM's `entrypoints/openai/completion/protocol.py` (main, November 2026: `CompletionRequest`, and what a chunk
 has), SGLang's `srt/entrypoints/openai/{protocol,serving_completions}.py` (0.5.23).
 
 - A reply is always streamed: no route tells whether a request gets on, so its tokens are counted as they come.
-- Servers differ in whether a log-prob follows the temperature (vLLM's `--logprobs-mode`), and none says so. At temperature
-  1 without filters, and greedily, all agree; other log-probs are left out.
+- Servers differ in whether a log-prob follows the temperature (vLLM's `--logprobs-mode`), and none says so. At
+  temperature 1 without filters, and greedily, all agree; other log-probs are left out.
 - Closing the connection is how a request is aborted.
 """
 
@@ -271,8 +271,8 @@ class OpenAIApi:
 
 
 NO_TOKENS = (
-    "does not return the ids of the tokens that it samples (return_token_ids). whet never makes tokens of a reply's text, "
-    "so it cannot sample from this server: use one that returns them (vLLM, SGLang)"
+    "does not return the ids of the tokens that it samples (return_token_ids). whet never makes tokens of a reply's "
+    "text, so it cannot sample from this server: use one that returns them (vLLM, SGLang)"
 )
 
 

@@ -1,5 +1,5 @@
-"""Engines that are servers (`rollout.engine: vllm`, `sglang`, `openai`): those of a config, given or started, behind one
-`Router`."""
+"""Engines that are servers (`rollout.engine: vllm`, `sglang`, `openai`): those of a config, given or started, behind
+one `Router`."""
 
 from __future__ import annotations
 
@@ -69,6 +69,10 @@ class Opener:
         """One, ready to be given weights. Raises WhetError if it does not come."""
         if url := self.urls.get(name):
             return await self._given(name, url)
+        if self.kind.command is None:
+            raise ConfigError(
+                f"rollout.engine={self.kind.name} starts no server; rollout.server.urls names one that runs already"
+            )
         return await self._started(name)
 
     async def _given(self, name: str, url: str) -> Replica:
@@ -113,10 +117,7 @@ class Opener:
 
     def command(self, executable: str, port: int) -> list[str]:
         """What starts the server."""
-        if self.kind.command is None:
-            raise ConfigError(
-                f"rollout.engine={self.kind.name} starts no server; rollout.server.urls names one that runs already"
-            )
+        assert self.kind.command is not None
         return self.kind.command(
             Starting(
                 executable=executable,

@@ -1,5 +1,5 @@
-"""A rollout engine that is one inference server: who may ask it when, what becomes of what is given up, and weights that
-are proved. What a kind of server is asked, and in which words, is its `ServerApi` (`sglang`, `openai`)."""
+"""A rollout engine that is one inference server: who may ask it when, what becomes of what is given up, and weights
+that are proved. What a kind of server is asked, and in which words, is its `ServerApi` (`sglang`, `openai`)."""
 
 from __future__ import annotations
 
@@ -200,8 +200,8 @@ class HttpEngine:
 async def through_folder(
     folder: Folder, update: WeightUpdate, engine: Asked, load: Callable[[Path], Awaitable[None]]
 ) -> Metrics:
-    """Give a server new weights as files: write them unless another server has them already, let it load them, and prove
-    by the canary that it has them."""
+    """Give a server new weights as files: write them unless another server has them already, let it load them, and
+    prove by the canary that it has them."""
     written = update.tensors if isinstance(update.tensors, Written) else Written(folder, update)
     version, began = await written.there(), time.monotonic()
     await load(version.path)

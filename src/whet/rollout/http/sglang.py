@@ -7,13 +7,13 @@ What is asked and what it means was read in the source of SGLang 0.5.21 to 0.5.2
 - A log-prob of a sampled token is that of the distribution after temperature and penalties, before top_k, top_p and
   min_p; greedily, of the model's own. So `Completion.logprobs` is known with filters, and not with a penalty, and
   `Completion.sample_logprobs` the other way round.
-- `ignore_eos` switches every end token off, those of `stop_token_ids` too; otherwise the model's own end a reply as well.
-- `min_new_tokens` needs a tokenizer, which a server of token ids has not: end tokens are held back by `logit_bias`, in a
-  request of their own for the first tokens.
+- `ignore_eos` switches every end token off, those of `stop_token_ids` too; otherwise the model's own end a reply, too.
+- `min_new_tokens` needs a tokenizer, which a server of token ids has not: end tokens are held back by `logit_bias`, in
+  a request of their own for the first tokens.
 - `sampling_seed` is read with --enable-deterministic-inference alone, which cannot sample with min_p.
 - An abort ends every request whose id begins with the one that is named, so ids begin with a number that is drawn.
-- `/pause_generation` in the mode `retract` takes requests back to the queue, without their cache: it is recomputed under
-  the weights that are there when they go on. In the mode `in_place` the old cache would survive.
+- `/pause_generation` in the mode `retract` takes requests back to the queue, without their cache: it is recomputed
+  under the weights that are there when they go on. In the mode `in_place` the old cache would survive.
 """
 
 from __future__ import annotations
@@ -263,8 +263,8 @@ class SglangApi:
 def completion(
     said: dict[str, Any], sampling: Sampling, *, ends: Collection[int], penalised: bool = False, name: str
 ) -> Completion:
-    """A reply as whet has it. penalised: some tokens were held back. Raises WhetError for one that is not whole, or that
-    ends at a token that ends no reply of this run."""
+    """A reply as whet has it. penalised: some tokens were held back. Raises WhetError for one that is not whole, or
+    that ends at a token that ends no reply of this run."""
     info, tokens = said["meta_info"], said["output_ids"]
     reason = (info["finish_reason"] or {}).get("type")
     if reason not in ("stop", "length"):

@@ -48,8 +48,8 @@ SGLANG_VERSIONS: tuple[Known, ...] = (
     Known(
         ">=0.5.21",
         "unseen",
-        "no SGLang has been seen running with whet: its interface was read in the source of 0.5.21 to 0.5.23; each weight "
-        "sync is proved",
+        "no SGLang has been seen running with whet: its interface was read in the source of 0.5.21 to 0.5.23; each "
+        "weight sync is proved",
     ),
 )
 """Source: SGLang's `srt/utils/weight_versions.py` (not in 0.5.18, there in 0.5.19), and `Scheduler.flush_cache`, which
