@@ -180,10 +180,9 @@ def _dumps(cfg: Config) -> Iterator[tuple[str, str]]:
 def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
     """(key, which package is missing) on this machine; a rehearsal sends nothing and needs none of them."""
     if cfg.rollout.engine in SERVED and importlib.util.find_spec("aiohttp") is None:
-        engine = cfg.rollout.engine
         yield (
             "rollout.engine",
-            f"{engine} needs aiohttp, which is not installed; pip install 'whet[{engine}]'",
+            f"{cfg.rollout.engine} needs aiohttp, which is not installed; pip install 'whet[vllm]'",
         )
     if cfg.rollout.replicas and importlib.util.find_spec("ray") is None:
         yield "rollout.replicas", "needs ray, which is not installed; pip install 'whet[ray]', or set it to 0"
