@@ -16,7 +16,7 @@ has), SGLang's `srt/entrypoints/openai/{protocol,serving_completions}.py` (0.5.2
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +25,9 @@ from whet import seeds
 from whet.models.kernels import Ops
 from whet.rollout.engine import Capabilities, OnTokens, Part, WeightUpdate
 from whet.rollout.http.calls import Call, Calls, Unreachable
-from whet.rollout.http.canary import Asked, Canary
+from whet.rollout.http.canary import Canary
 from whet.rollout.http.published import Written
-from whet.rollout.http.served import finite, likeliest
+from whet.rollout.http.served import Taking, finite, likeliest
 from whet.rollout.requests import RequestError, ends_of
 from whet.rollout.weights import copy_weights
 from whet.types import (
@@ -188,14 +188,15 @@ class OpenAIApi:
             top=[likeliest(row, request.top_k) for row in rows] if request.top_k else [],
         )
 
-    async def take(self, update: WeightUpdate, engine: Asked, arrived: Callable[[int], object]) -> Metrics:
+    async def take(self, update: WeightUpdate, engine: Taking) -> Metrics:
         """See `ServerApi`. Nothing is sent: the server has the weights already, or it is refused."""
         given = update.tensors.update if isinstance(update.tensors, Written) else update
         model = given.module
         if model is None:
             copy_weights(self.model, given.named())
             model = self.model
-        arrived(update.version)
+        engine.begin()
+        engine.arrived(update.version)
         return await self.canary.prove_replies(engine, model, self.ops, update.version)
 
     async def pause(self) -> None:

@@ -23,6 +23,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class Taking(Asked, Protocol):
+    """The engine, to its `ServerApi` that gives its server new weights."""
+
+    def begin(self) -> None:
+        """From here on the server may have a mix of weights, until all is proved: nobody is let in."""
+
+    def arrived(self, version: int) -> None:
+        """The server samples from these weights now, which is to be proved."""
+
+
 class ServerApi(Protocol):
     """One kind of server."""
 
@@ -49,9 +59,9 @@ class ServerApi(Protocol):
 
     async def scored(self, request: ScoreRequest, weights: int) -> TokenLogprobs: ...
 
-    async def take(self, update: WeightUpdate, engine: Asked, arrived: Callable[[int], object]) -> Metrics:
-        """Give the server these weights and prove that it has them. arrived: called once it samples from them, before
-        that is proved. Returns what was measured. Raises WhetError where it does not have them."""
+    async def take(self, update: WeightUpdate, engine: Taking) -> Metrics:
+        """Give the server these weights and prove that it has them. Returns what was measured. Raises WhetError where
+        it does not have them."""
 
     async def pause(self) -> None:
         """Stop sampling, and keep the requests."""
@@ -80,6 +90,8 @@ class HttpEngine:
         self._work: set[asyncio.Future[Any]] = set()
         self._since = time.time()
         self._away: frozenset[Part] = frozenset()
+        self._mixed = False
+        """An update has begun."""
 
     async def open(self) -> None:
         """Ask the server what it is, and name its weights. Raises ConfigError where whet cannot sample from it."""
@@ -119,17 +131,13 @@ class HttpEngine:
         """See `RolloutEngine`. Where the server can, requests in flight go on with the new weights."""
         if not self.can.in_flight_updates:
             await self._gate.pause(True)
-        self._gate.entry.shut()
-        before = self.version
-
-        def arrived(version: int) -> None:
-            self.version = version
-
+        before, self._mixed = self.version, False
         try:
-            measured = await self.api.take(update, self, arrived)
+            measured = await self.api.take(update, self)
         except BaseException as error:
             self.version = before
-            self._gate.close(f"{self.name} may have a mix of weights: {error}")
+            if self._mixed:
+                self._gate.close(f"{self.name} may have a mix of weights: {error}")
             raise
         self._gate.updated()
         return Receipt(self.name, update.version, measured=measured)
@@ -171,6 +179,15 @@ class HttpEngine:
             work.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)
         await self.calls.close()
+
+    def begin(self) -> None:
+        """See `Taking`."""
+        self._mixed = True
+        self._gate.entry.shut()
+
+    def arrived(self, version: int) -> None:
+        """See `Taking`."""
+        self.version = version
 
     # -- asking, whoever may pass
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,8 @@ from typing import Any
 from whet import seeds
 from whet.rollout.engine import FILTERS, Capabilities, OnTokens, Part, WeightUpdate
 from whet.rollout.http.calls import Call, Calls
-from whet.rollout.http.canary import Asked
 from whet.rollout.http.published import Folder
-from whet.rollout.http.served import finite, through_folder
+from whet.rollout.http.served import Taking, finite, through_folder
 from whet.rollout.http.sglang_facts import Facts, detect
 from whet.rollout.requests import RequestError, ends_of
 from whet.types import (
@@ -144,18 +143,19 @@ class SglangApi:
             top=[[(token, float(value)) for value, token, *_ in row[: request.top_k]] for row in top],
         )
 
-    async def take(self, update: WeightUpdate, engine: Asked, arrived: Callable[[int], object]) -> Metrics:
+    async def take(self, update: WeightUpdate, engine: Taking) -> Metrics:
         """See `ServerApi`."""
 
         async def load(path: Path) -> None:
             """The phases: take requests back, load and name, forget what was cached, go on."""
+            engine.begin()
             await self.pause()
             told = {"model_path": str(path), "weight_version": str(update.version), "flush_cache": True}
             said = await self.calls.ask(LOAD, told)
             if not said["success"]:
                 raise WhetError(f"{self.calls.url} did not load the weights: {said['message']}")
             await self.calls.ask(FLUSH)  # refused where something is still cached
-            arrived(update.version)
+            engine.arrived(update.version)
             await self.resume()
 
         return await through_folder(self.folder, update, engine, load)

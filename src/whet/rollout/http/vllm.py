@@ -20,6 +20,7 @@ from whet.rollout.engine import PARTS, Capabilities, Health, OnTokens, Part, Wei
 from whet.rollout.gate import Gate
 from whet.rollout.http.calls import Call, Calls
 from whet.rollout.http.published import Folder, Version, Written
+from whet.rollout.http.served import finite, likeliest
 from whet.rollout.http.supported import Detected, detect
 from whet.rollout.requests import RequestError, check, check_score, ends_of
 from whet.types import (
@@ -62,8 +63,6 @@ CAN = Capabilities(
 )
 ABORT_S = 5.0
 """A server that does not answer an abort in time keeps nobody waiting."""
-NO_LOGPROB = -9999.0
-"""What a server says where a log-prob is NaN or minus infinity."""
 TAGS: dict[Part, str] = {"weights": "weights", "cache": "kv_cache"}
 _COUNT = re.compile(r"^vllm:(?P<name>\w+)\{(?P<labels>[^}]*)\} (?P<value>\S+)$", re.MULTILINE)
 _ENDED = ('finished_reason="stop"', 'finished_reason="length"')
@@ -239,8 +238,8 @@ class VllmEngine:
         given = request.token_ids[request.start :]
         return TokenLogprobs(
             version=_spans(choice, self.name)[-1].version,
-            logprobs=[_finite(row[str(token)]["logprob"], self.name) for token, row in zip(given, rows)],
-            top=[_likeliest(row, request.top_k) for row in rows] if request.top_k else [],
+            logprobs=[finite(row[str(token)]["logprob"], self.name) for token, row in zip(given, rows)],
+            top=[likeliest(row, request.top_k) for row in rows] if request.top_k else [],
         )
 
     async def _streamed(self, body: dict[str, Any], on_tokens: OnTokens) -> dict[str, Any]:
@@ -327,7 +326,7 @@ def completion(choice: dict[str, Any], sampling: Sampling, *, name: str) -> Comp
         raise WhetError(
             f"{name} told log-probs of {len(rows)} other tokens than the {len(tokens)} that it sampled"
         )
-    told = [_finite(row["logprob"], name) for row in rows]
+    told = [finite(row["logprob"], name) for row in rows]
     return Completion(
         token_ids=tokens,
         logprobs=told if CAN.tells_logprobs(sampling) else None,
@@ -350,15 +349,3 @@ def _spans(choice: dict[str, Any], name: str) -> tuple[VersionSpan, ...]:
         return tuple(VersionSpan(int(span["version"]), span["start"], span["end"]) for span in told)
     except ValueError as error:
         raise WhetError(f"{name} sampled from weights that were not named by whet: {told}") from error
-
-
-def _finite(value: float | None, name: str) -> float:
-    if value is None or value <= NO_LOGPROB:
-        raise WhetError(f"{name} told a log-prob that is not finite; its weights have most likely diverged")
-    return float(value)
-
-
-def _likeliest(row: dict[str, dict[str, Any]], count: int) -> list[tuple[int, float]]:
-    """The likeliest tokens of a position, likeliest first; the given token is among the row, too."""
-    ranked = sorted((told["rank"], int(token), float(told["logprob"])) for token, told in row.items())
-    return [(token, value) for rank, token, value in ranked if rank <= count]
