@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from test_http_engine import moved, quick
 from test_rollout_contract import END, LIMIT, PROMPT, jobs, module, run
 from whet import environment
 from whet.models import kernels
-from whet.rollout.engine import WeightUpdate
+from whet.rollout.engine import WeightUpdate, own_engine
+from whet.rollout.http import versions
 from whet.rollout.http.calls import Unreachable
 from whet.rollout.http.served import HttpEngine
 from whet.rollout.http.sglang import completion
 from whet.rollout.http.sglang_facts import unfit
-from whet.rollout.http.versions import known
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
 from whet.rollout.requests import RequestError
@@ -221,6 +222,27 @@ def test_filters_leave_the_trained_log_probs_known_and_penalties_do_not(server: 
         await engine.close()
 
     run(story())
+
+
+def test_which_log_probs_are_known_by_what_a_server_tells() -> None:
+    settings: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "greedy": {"temperature": 0.0},
+        "tempered": {"temperature": 0.7},
+        "filtered": {"top_p": 0.9},
+        "penalised": {"repetition_penalty": 1.2},
+        "held back": {"min_tokens": 3},
+    }
+    kinds: dict[Any, set[str]] = {
+        "always": set(settings),
+        "unpenalised": {"plain", "greedy", "tempered", "filtered"},
+        "unfiltered": {"plain", "greedy", "tempered"},
+        "plain": {"plain", "greedy"},
+        "never": set(),
+    }
+    for kind, known in kinds.items():
+        can = replace(own_engine(stop_texts=False), logprobs=kind)
+        assert {name for name, how in settings.items() if can.tells_logprobs(Sampling(**how))} == known, kind
 
 
 def test_streams_of_both_forms_are_read(server: SglangServer) -> None:
@@ -498,7 +520,7 @@ def test_a_score_of_other_tokens_is_refused(server: SglangServer) -> None:
     [("0.5.20", "refused"), ("0.5.13.post1", "refused"), ("0.5.21", "unseen"), ("0.6.0", "unseen")],
 )
 def test_versions(version: str, state: str) -> None:
-    assert known(version, "sglang").state == state
+    assert versions.known(version, "sglang").state == state
 
 
 @pytest.mark.parametrize(

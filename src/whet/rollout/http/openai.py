@@ -190,12 +190,12 @@ class OpenAIApi:
 
     async def take(self, update: WeightUpdate, engine: Taking) -> Metrics:
         """See `ServerApi`. Nothing is sent: the server has the weights already, or it is refused."""
+        engine.begin()
         given = update.tensors.update if isinstance(update.tensors, Written) else update
         model = given.module
         if model is None:
             copy_weights(self.model, given.named())
             model = self.model
-        engine.begin()
         engine.arrived(update.version)
         return await self.canary.prove_replies(engine, model, self.ops, update.version)
 
