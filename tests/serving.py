@@ -10,10 +10,13 @@ from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
+from whet.config.schema import ModelConfig, ScratchConfig, TokenizerConfig
+from whet.data.tokenizer import load_tokenizer
 from whet.models import kernels
-from whet.models.load import export
+from whet.models.load import build, export
 from whet.rollout.http.calls import CallLimits, Calls
 from whet.rollout.http.canary import Canary
 from whet.rollout.http.kinds import CPU_ENV, ENV
@@ -95,6 +98,22 @@ def openai_engine(
     )
     vocab = model.get_output_embeddings().out_features
     return HttpEngine(api, calls, vocab=vocab, max_context=max_context)
+
+
+def digits_model(seed: int, folder: Path) -> None:
+    """The folder of a model of digits, with its tokenizer."""
+    tokenizer = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=["0123456789"])
+    scratch = ScratchConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, initializer_range=0.3)
+    model = build(
+        ModelConfig(scratch=scratch),
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=seed,
+        device="cpu",
+        dtype=torch.float32,
+    )
+    export(model, tokenizer, folder)
 
 
 class RealServer:

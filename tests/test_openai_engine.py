@@ -10,23 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM
 
 import whet
 from asking import reply
 from servers import OpenAIServer, Server
-from serving import openai_engine
+from serving import digits_model, openai_engine
 from test_http_engine import moved, quick
 from test_rollout_contract import END, LIMIT, PROMPT, jobs, module, run
 from whet import environment
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import ModelConfig, ScratchConfig, TokenizerConfig
-from whet.data.tokenizer import load_tokenizer
 from whet.models import kernels
-from whet.models.load import build, export
 from whet.rollout.engine import WeightUpdate
 from whet.rollout.http.calls import Unreachable
 from whet.rollout.http.served import HttpEngine
@@ -326,22 +322,6 @@ def test_training_with_it_is_refused_and_its_addresses_are_needed(tmp_path: Path
     with pytest.raises(ConfigError, match="openai starts no server"):
         plans(load(None, ("rollout.server.urls=[]",), tree), trains=False)
     assert plans(load(None, (), tree), trains=False)
-
-
-def digits_model(seed: int, folder: Path) -> None:
-    """A model of digits, with its tokenizer."""
-    tokenizer = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=["0123456789"])
-    scratch = ScratchConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, initializer_range=0.3)
-    model = build(
-        ModelConfig(scratch=scratch),
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        seed=seed,
-        device="cpu",
-        dtype=torch.float32,
-    )
-    export(model, tokenizer, folder)
 
 
 def test_whet_eval_samples_a_model_where_it_is_served(
