@@ -77,6 +77,34 @@ class ServerApi(Protocol):
         """Requests that have ended, and tokens that were computed, so far. Answered by the server itself."""
 
 
+class Owned:
+    """The calls of an engine that are under way: they end with it, for the reason that its gate has."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._work: set[asyncio.Future[Any]] = set()
+
+    async def __call__(self, work: Awaitable[T]) -> T:
+        """The result, unless the engine is closed meanwhile."""
+        owned = asyncio.ensure_future(work)
+        self._work.add(owned)
+        try:
+            return await owned
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if self._gate.closed is not None and this is not None and not this.cancelling():
+                raise WhetError(self._gate.closed) from None
+            raise
+        finally:
+            self._work.discard(owned)
+
+    async def end(self) -> None:
+        """Cancel all; the gate is closed."""
+        for work in self._work:
+            work.cancel()
+        await asyncio.gather(*self._work, return_exceptions=True)
+
+
 class HttpEngine:
     """A `RolloutEngine` that is one server. vocab: size of the model's output layer. version: of the weights that the
     server is said to have, until the first update."""
@@ -87,7 +115,7 @@ class HttpEngine:
         self.api, self.calls, self.name = api, calls, calls.url
         self.vocab, self.max_context, self.version = vocab, max_context, version
         self._gate = Gate(lambda: self.version)
-        self._work: set[asyncio.Future[Any]] = set()
+        self._owned = Owned(self._gate)
         self._since = time.time()
         self._away: frozenset[Part] = frozenset()
         self._mixed = False
@@ -175,9 +203,7 @@ class HttpEngine:
         """See `RolloutEngine`. The server goes on; who started it ends it."""
         self.calls.ending = True
         self._gate.close("the rollout engine was closed")
-        for work in self._work:
-            work.cancel()
-        await asyncio.gather(*self._work, return_exceptions=True)
+        await self._owned.end()
         await self.calls.close()
 
     def begin(self) -> None:
@@ -198,20 +224,6 @@ class HttpEngine:
     async def scored(self, request: ScoreRequest) -> TokenLogprobs:
         """Log-probs of given tokens."""
         return await self.api.scored(request, self.version)
-
-    async def _owned(self, work: Awaitable[T]) -> T:
-        """The result, unless the engine is closed meanwhile."""
-        owned = asyncio.ensure_future(work)
-        self._work.add(owned)
-        try:
-            return await owned
-        except asyncio.CancelledError:
-            this = asyncio.current_task()
-            if self._gate.closed is not None and this is not None and not this.cancelling():
-                raise WhetError(self._gate.closed) from None
-            raise
-        finally:
-            self._work.discard(owned)
 
 
 async def through_folder(
