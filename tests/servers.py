@@ -1,4 +1,4 @@
-"""Two small servers with the HTTP interfaces of vLLM and SGLang, each around a `NativeEngine` in a thread."""
+"""Small servers with the HTTP interfaces of vLLM, SGLang and OpenAI, each around a `NativeEngine` in a thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from backends.transcripts import read
 from whet.rollout.engine import OnTokens, WeightUpdate
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.requests import RequestError
-from whet.sync.manifest import describe
 from whet.types import Completion, Request, Sampling, ScoreRequest, TokenLogprobs, VersionSpan, WhetError
 
 Handler = Callable[[Any], Awaitable[Any]]
@@ -33,7 +32,10 @@ class Server:
         engine.beat = lambda what: time.sleep(0.002)  # a reply takes long enough to be interrupted
         self.running: dict[str, asyncio.Task[Completion]] = {}
         self.aborted: set[str] = set()
-        self.staged: Path | None = None
+        self.asked: list[tuple[str, Any]] = []
+        """Every call: path and body."""
+        self.fails: dict[str, Callable[[Any], Awaitable[Any]]] = {}
+        """What is done instead of a call, by its path: faults are injected here."""
         self.url = ""
         self._loop = asyncio.new_event_loop()
         self._up = threading.Event()
@@ -62,12 +64,19 @@ class Server:
     async def _start(self) -> None:
         app = web.Application(client_max_size=1 << 26)
         for path, handler in self.routes().items():
-            app.router.add_route("*", path, self._answering(handler))
+            app.router.add_route("*", path, self._answering(self._noting(path, handler)))
         self._runner = web.AppRunner(app, shutdown_timeout=5.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         self._up.set()
+
+    def _noting(self, path: str, handler: Handler) -> Handler:
+        async def noted(body: dict[str, Any]) -> Any:
+            self.asked.append((path, {k: v for k, v in body.items() if k != "http"}))
+            return await self.fails.get(path, handler)(body)
+
+        return noted
 
     def _answering(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def answer(http: web.Request) -> web.StreamResponse:
@@ -111,8 +120,12 @@ class Server:
         work = asyncio.ensure_future(self.ask(request, lambda tokens: queue.put_nowait(chunk(tokens))))
         work.add_done_callback(lambda _: queue.put_nowait(None))
         await said.prepare(http)
-        while (event := await queue.get()) is not None:
-            await said.write(f"data: {json.dumps(event)}\n\n".encode())
+        try:
+            while (event := await queue.get()) is not None:
+                await said.write(f"data: {json.dumps(event)}\n\n".encode())
+        except ConnectionError:  # whoever asked has gone away
+            self.abort(request.id)
+            raise
         try:
             end = last(await work)
         except WhetError as error:
@@ -120,11 +133,19 @@ class Server:
         await said.write(f"data: {json.dumps(end)}\n\ndata: [DONE]\n\n".encode())
         return said
 
-    async def load(self, path: Path, version: int) -> str:
-        """The checksum of what was loaded."""
-        tensors = load_file(path / "model.safetensors")
-        await self.engine.update_weights(WeightUpdate(version=version, tensors=iter(tensors.items())))
-        return describe(version, self.engine.module.named_parameters()).digest
+    async def load(self, path: Path, keep: Callable[[int, str], bool] = lambda number, name: True) -> None:
+        """Takes what it finds, and does not say what it lacks. keep: the tensors that are taken, by number and name."""
+        found = {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
+        if not found:
+            raise WhetError(f"{path} has no weights")
+        own = dict(self.engine.module.named_parameters())
+        with torch.no_grad():
+            for number, (name, parameter) in enumerate(own.items()):
+                if name in found and keep(number, name):
+                    parameter.copy_(found[name])
+        tensors = iter([(name, p.detach().clone()) for name, p in own.items()])
+        await self.engine.update_weights(WeightUpdate(version=self.engine.version, tensors=tensors))
+        await self.engine.pause(False)
 
     async def scored(self, ids: list[int], *, temperature: float, top: int) -> TokenLogprobs:
         request = ScoreRequest(token_ids=tuple(ids), start=1, temperature=temperature, top_k=top)
@@ -144,14 +165,10 @@ class VllmServer(Server):
     def __init__(self, engine: NativeEngine, *, port: int = 0) -> None:
         self.recorded = read()
         self.label = "default"
-        self.asked: list[tuple[str, Any]] = []
-        """Every call: path and body."""
-        self.fails: dict[str, Callable[[Any], Awaitable[Any]]] = {}
-        """What is done instead of a call, by its path: faults are injected here."""
         super().__init__(engine, port=port)
 
     def routes(self) -> dict[str, Handler]:
-        own = {
+        return {
             "/version": self.version,
             "/openapi.json": self.openapi,
             "/server_info": self.server_info,
@@ -166,14 +183,6 @@ class VllmServer(Server):
             "/wake_up": self.wake_up,
             "/metrics": self.metrics,
         }
-        return {path: self._noting(path, handler) for path, handler in own.items()}
-
-    def _noting(self, path: str, handler: Handler) -> Handler:
-        async def noted(body: dict[str, Any]) -> Any:
-            self.asked.append((path, {k: v for k, v in body.items() if k != "http"}))
-            return await self.fails.get(path, handler)(body)
-
-        return noted
 
     def answer(self, name: str) -> Any:
         return copy.deepcopy(self.recorded[name]["answer"])
@@ -247,14 +256,7 @@ class VllmServer(Server):
 
     async def _score(self, rid: str, ids: list[int], top: int) -> Any:
         found = await self.scored(ids, temperature=1.0, top=top)
-        rows: list[Any] = [None]
-        for token, logp, likely in zip(ids[1:], found.logprobs, found.top or [[]] * len(found.logprobs)):
-            row = {str(token): {"logprob": logp, "rank": top + 1, "decoded_token": None}}
-            row |= {
-                str(t): {"logprob": v, "rank": n + 1, "decoded_token": None}
-                for n, (t, v) in enumerate(likely)
-            }
-            rows.append(row)
+        rows: list[Any] = [None, *by_ids(ids[1:], found, top=top)]
         said = self.answer("score")
         said |= {"request_id": rid, "prompt_logprobs": rows}
         said["choices"][0]["weight_versions"] = [{"version": str(found.version), "start": 0, "end": 1}]
@@ -274,18 +276,8 @@ class VllmServer(Server):
         return self.answer("resume")
 
     async def collective_rpc(self, body: dict[str, Any]) -> Any:
-        """Takes what it finds, and does not say what it lacks."""
         assert body["method"] == "reload_weights"
-        folder = Path(body["kwargs"]["weights_path"])
-        found = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
-        own = dict(self.engine.module.named_parameters())
-        with torch.no_grad():
-            for name, parameter in own.items():
-                if name in found:
-                    parameter.copy_(found[name])
-        tensors = iter([(name, p.detach().clone()) for name, p in own.items()])
-        await self.engine.update_weights(WeightUpdate(version=self.engine.version, tensors=tensors))
-        await self.engine.pause(False)
+        await self.load(Path(body["kwargs"]["weights_path"]))
         return {"results": [None]}
 
     async def update_weight_version(self, body: dict[str, Any]) -> Any:
@@ -324,86 +316,322 @@ def _rows(tokens: list[int], logprobs: list[float]) -> list[dict[str, Any]]:
 
 
 class SglangServer(Server):
-    """POST /generate and its neighbours."""
+    """SGLang as the source of 0.5.23 has it, with --skip-tokenizer-init. Nothing of it was recorded."""
+
+    def __init__(self, engine: NativeEngine, *, port: int = 0) -> None:
+        self.info: dict[str, Any] = {
+            "version": "0.5.23",
+            "max_req_input_len": engine.max_context + 1,
+            "skip_tokenizer_init": True,
+            "enable_metrics": True,
+            "speculative_algorithm": None,
+            "disaggregation_mode": "null",
+            "preferred_sampling_params": None,
+            "enable_memory_saver": True,
+            "enable_weights_cpu_backup": True,
+            "enable_deterministic_inference": True,
+        }
+        self.eos: frozenset[int] = frozenset()
+        """Of the files of its model."""
+        self.waiting = False
+        """It is paused, and its requests are in the queue (retract)."""
+        super().__init__(engine, port=port)
 
     def routes(self) -> dict[str, Handler]:
         return {
+            "/server_info": self.server_info,
+            "/model_info": self.model_info,
             "/generate": self.generate,
             "/abort_request": self.abort_request,
             "/pause_generation": self.pause_generation,
             "/continue_generation": self.continue_generation,
             "/update_weights_from_disk": self.update_weights_from_disk,
+            "/update_weight_version": self.update_weight_version,
+            "/flush_cache": self.flush_cache,
             "/release_memory_occupation": self.release_memory_occupation,
             "/resume_memory_occupation": self.resume_memory_occupation,
             "/metrics": self.metrics,
         }
 
+    def refusal(self, error: WhetError, status: int) -> web.Response:
+        return web.json_response({"error": {"message": str(error)}}, status=status)
+
+    async def server_info(self, body: dict[str, Any]) -> Any:
+        return self.info
+
+    async def model_info(self, body: dict[str, Any]) -> Any:
+        return {"is_generation": True, "weight_version": str(self.engine.version)}
+
     async def generate(self, body: dict[str, Any]) -> Any:
         given = dict(body["sampling_params"])
+        if any(running.startswith(body["rid"]) for running in self.running):
+            raise RequestError(f"Duplicate request ID detected: {body['rid']}")
         if given["max_new_tokens"] == 0:
-            top = body["top_logprobs_num"]
-            found = await self.scored(body["input_ids"], temperature=given["temperature"], top=top)
-            pairs = zip(found.logprobs, body["input_ids"][1:])
-            rows = [None, *([[v, t, None] for t, v in likely] for likely in found.top)]
-            said = {
-                "input_token_logprobs": [
-                    [None, body["input_ids"][0], None],
-                    *([v, t, None] for v, t in pairs),
-                ]
-            }
-            return {"meta_info": {**said, "input_top_logprobs": rows, "weight_version": str(found.version)}}
-        names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "key"}
-        values = {names.get(k, k): tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-        sampling = Sampling(**values)
-        request = Request(id=body["rid"], session="", prompt=tuple(body["input_ids"]), sampling=sampling)
+            return await self._score(body)
+        if given.pop("min_new_tokens", 0):
+            raise RequestError("min_new_tokens is unavailable when skip_tokenizer_init=True")
+        assert body["return_logprob"]
+        assert given.pop("n") == 1
+        request, sampling = self._request(body, given)
+        if not body.get("stream"):
+            return self._reply(await self.ask(request), [], sampling)
+        if self.info.get("incremental_streaming_output"):
+            return await self._in_parts(body["http"], self._reply(await self.ask(request), [], sampling))
         so_far: list[int] = []
 
         def chunk(tokens: list[int]) -> dict[str, Any]:
+            """All so far. Its log-probs are not known before the end."""
             so_far.extend(tokens)
-            return {"output_ids": list(so_far), "meta_info": {"weight_version": str(self.engine.version)}}
-
-        def last(done: Completion | None) -> dict[str, Any]:
-            if done is None:
-                return {"output_ids": so_far, "meta_info": {"finish_reason": {"type": "abort"}}}
-            rows = [[v, t, None] for t, v in zip(done.token_ids, told(done, sampling))]
-            info = {"output_token_logprobs": rows, "weight_version": str(done.spans[-1].version)}
-            return {
-                "output_ids": done.token_ids,
-                "meta_info": {**info, "finish_reason": {"type": done.finish_reason}},
+            rows = [[-1.0, token, None] for token in so_far]
+            info = {
+                "finish_reason": None,
+                "completion_tokens": len(so_far),
+                "output_token_logprobs": rows,
             }
+            return {"output_ids": list(so_far), "meta_info": info}
 
-        assert body["stream"], "this double only streams"
-        return await self.stream(body["http"], request, chunk, last)
+        return await self.stream(
+            body["http"], request, chunk, lambda done: self._reply(done, so_far, sampling)
+        )
 
-    async def abort_request(self, body: dict[str, Any]) -> None:
-        self.abort(body["rid"])
+    async def _in_parts(self, http: web.Request, whole: dict[str, Any]) -> web.StreamResponse:
+        """Each event has the new tokens alone (--incremental-streaming-output)."""
+        said = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await said.prepare(http)
+        tokens, info = whole["output_ids"], whole["meta_info"]
+        for begin in range(0, len(tokens), 3):
+            part = slice(begin, begin + 3)
+            rows = info["output_token_logprobs"][part]
+            told_ = info if part.stop >= len(tokens) else {"finish_reason": None}
+            told_ = told_ | {"completion_tokens": min(part.stop, len(tokens)), "output_token_logprobs": rows}
+            event = {"output_ids": tokens[part], "meta_info": told_}
+            await said.write(f"data: {json.dumps(event)}\n\n".encode())
+        await said.write(b"data: [DONE]\n\n")
+        return said
 
-    async def pause_generation(self, body: dict[str, Any]) -> None:
-        assert body["mode"] == "in_place"
+    def _request(self, body: dict[str, Any], given: dict[str, Any]) -> tuple[Request, Sampling]:
+        """ignore_eos switches every end off; the model's own ends count, too."""
+        bias = given.pop("logit_bias", {})
+        ends = frozenset() if given.pop("ignore_eos") else {*given.pop("stop_token_ids"), *self.eos}
+        given.pop("stop_token_ids", None)
+        held = {int(token) for token, value in bias.items() if value <= -1e6}
+        names = {"max_new_tokens": "max_tokens", "sampling_seed": "key"}
+        values = {names.get(name, name): value for name, value in given.items()}
+        if values["top_k"] == -1:
+            values["top_k"] = 0
+        sampling = Sampling(
+            **values,
+            stop_token_ids=tuple(sorted(ends | held)),
+            min_tokens=values["max_tokens"] if held else 0,
+            ignore_eos=not ends and not held,
+        )
+        self.engine.end_token_ids = frozenset()
+        return Request(
+            id=body["rid"], session="", prompt=tuple(body["input_ids"]), sampling=sampling
+        ), sampling
+
+    def _reply(self, done: Completion | None, so_far: list[int], sampling: Sampling) -> dict[str, Any]:
+        if done is None:
+            info: dict[str, Any] = {"finish_reason": {"type": "abort", "message": "Abort in the test."}}
+            return {"output_ids": so_far, "meta_info": {**info, "completion_tokens": len(so_far)}}
+        rows = [[value, token, None] for token, value in zip(done.token_ids, before_filters(done, sampling))]
+        matched = {"stop": {"matched": done.token_ids[-1]}, "length": {"length": len(done.token_ids)}}
+        return {
+            "output_ids": done.token_ids,
+            "meta_info": {
+                "finish_reason": {"type": done.finish_reason, **matched[done.finish_reason]},
+                "completion_tokens": len(done.token_ids),
+                "output_token_logprobs": rows,
+                "weight_version": str(done.spans[-1].version),
+                "weight_versions": [
+                    {"version": str(s.version), "start": s.start, "end": s.end} for s in done.spans
+                ],
+            },
+        }
+
+    async def _score(self, body: dict[str, Any]) -> Any:
+        assert body["logprob_start_len"] == 0
+        top = body["top_logprobs_num"]
+        found = await self.scored(body["input_ids"], temperature=1.0, top=top)
+        rows = [[None, body["input_ids"][0], None]]
+        rows += [[value, token, None] for value, token in zip(found.logprobs, body["input_ids"][1:])]
+        info = {
+            "finish_reason": {"type": "length", "length": 0},
+            "completion_tokens": 0,
+            "input_token_logprobs": rows,
+            "output_token_logprobs": [],
+            "weight_version": str(found.version),
+        }
+        if top:
+            info["input_top_logprobs"] = [None, *([[v, t, None] for t, v in likely] for likely in found.top)]
+        return {"output_ids": [], "meta_info": info}
+
+    async def abort_request(self, body: dict[str, Any]) -> Any:
+        """Every request whose id begins so; none, if there is none of this very id."""
+        if body["rid"] in self.running:
+            for rid in [rid for rid in self.running if rid.startswith(body["rid"])]:
+                self.abort(rid)
+        return web.Response()
+
+    async def pause_generation(self, body: dict[str, Any]) -> Any:
+        assert body["mode"] == "retract"
         await self.engine.pause(False)
+        self.waiting = True
+        return {"message": "Generation paused successfully.", "status": "ok"}
 
-    async def continue_generation(self, body: dict[str, Any]) -> None:
+    async def continue_generation(self, body: dict[str, Any]) -> Any:
+        self.waiting = False
         await self.engine.resume()
+        return {"message": "Generation continued successfully.", "status": "ok"}
 
-    async def update_weights_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def update_weights_from_disk(self, body: dict[str, Any]) -> Any:
         try:
-            checksum = await self.load(Path(body["model_path"]), int(body["weight_version"]))
+            await self.load(Path(body["model_path"]))
         except WhetError as error:
-            return {"success": False, "message": str(error)}
-        return {"success": True, "message": checksum}
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        self.engine.version = int(body["weight_version"])
+        return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
-    async def release_memory_occupation(self, body: dict[str, Any]) -> None:
+    async def update_weight_version(self, body: dict[str, Any]) -> Any:
+        self.engine.version = int(body["new_version"])
+        return {"success": True, "message": "", "new_version": body["new_version"]}
+
+    async def flush_cache(self, body: dict[str, Any]) -> Any:
+        if self.running and not self.waiting:
+            return web.Response(text="Flush cache failed.\n", status=400)
+        return web.Response(text="Cache flushed.\n")
+
+    async def release_memory_occupation(self, body: dict[str, Any]) -> Any:
+        if self.running and not self.waiting:
+            return web.json_response({"error": {"message": "the server is not idle"}}, status=400)
         await self.engine.place("cpu", _parts(body))
+        return web.json_response(None)
 
-    async def resume_memory_occupation(self, body: dict[str, Any]) -> None:
+    async def resume_memory_occupation(self, body: dict[str, Any]) -> Any:
         await self.engine.place("gpu", _parts(body))
+        await self.engine.pause(False)
+        return web.json_response(None)
 
     async def metrics(self, body: dict[str, Any]) -> web.Response:
+        """Tokens are counted by what was computed for them."""
         health = await self.engine.health()
-        return web.Response(
-            text=f"sglang:num_requests_total {health.requests}\nsglang:generation_tokens_total {health.tokens}\n"
-        )
+        label = '{model_name="it"'
+        lines = [
+            "# TYPE sglang:num_requests_total counter",
+            f'sglang:num_requests_total{label},is_streaming="false"}} {float(health.requests)}',
+            f'sglang:realtime_tokens_total{label},mode="prefill_compute"}} 0.0',
+            f'sglang:realtime_tokens_total{label},mode="decode"}} {float(health.tokens)}',
+        ]
+        return web.Response(text="\n".join(lines) + "\n")
+
+
+def before_filters(done: Completion, sampling: Sampling) -> list[float]:
+    """SGLang tells log-probs from after temperature and penalties, and before the filters."""
+    values = (
+        done.sample_logprobs if sampling.repetition_penalty != 1 or sampling.min_tokens else done.logprobs
+    )
+    assert values is not None
+    return told(done, sampling) if sampling.temperature == 0 else values
 
 
 def _parts(body: dict[str, Any]) -> frozenset[Any]:
     return frozenset({"weights": "weights", "kv_cache": "cache"}[tag] for tag in body["tags"])
+
+
+class OpenAIServer(Server):
+    """/v1/completions with the extensions of vLLM that its schema names."""
+
+    def __init__(self, engine: NativeEngine, *, port: int = 0) -> None:
+        self.models = ["it"]
+        self.fields: tuple[str, ...] = (
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "min_tokens",
+            "prompt_logprobs",
+        )
+        self.eos: frozenset[int] = frozenset()
+        super().__init__(engine, port=port)
+
+    def routes(self) -> dict[str, Handler]:
+        return {
+            "/v1/models": self.list_models,
+            "/openapi.json": self.openapi,
+            "/v1/completions": self.completions,
+        }
+
+    def refusal(self, error: WhetError, status: int) -> web.Response:
+        return web.json_response({"error": {"message": str(error)}}, status=status)
+
+    async def list_models(self, body: dict[str, Any]) -> Any:
+        return {"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]}
+
+    async def openapi(self, body: dict[str, Any]) -> Any:
+        return {
+            "components": {
+                "schemas": {"CompletionRequest": {"properties": {name: {} for name in self.fields}}}
+            }
+        }
+
+    async def completions(self, body: dict[str, Any]) -> Any:
+        assert body["model"] in self.models
+        if "prompt_logprobs" in body:
+            return await self._score(body)
+        ends = frozenset() if body.get("ignore_eos") else {*body["stop_token_ids"], *self.eos}
+        same = ("temperature", "top_p", "max_tokens", "min_p", "repetition_penalty", "min_tokens")
+        sampling = Sampling(
+            **{name: body[name] for name in same if name in body},
+            top_k=max(body.get("top_k", 0), 0),
+            key=body.get("seed", 0),
+            stop_token_ids=tuple(sorted(ends)),
+            ignore_eos=not ends,
+        )
+        self.engine.end_token_ids = frozenset()
+        rid = f"cmpl-{len(self.asked)}"
+        request = Request(id=rid, session="", prompt=tuple(body["prompt"]), sampling=sampling)
+        if not body.get("stream"):
+            done = await self.ask(request)
+            assert done is not None
+            return self._said(done.token_ids, done, sampling)
+        sent = 0
+
+        def chunk(tokens: list[int]) -> dict[str, Any]:
+            nonlocal sent
+            sent += len(tokens)
+            return self._said(tokens, None, sampling)
+
+        def last(done: Completion | None) -> dict[str, Any]:
+            """The log-probs of a stream are those of the last chunk, which are known with the completion."""
+            return self._said([] if done is None else done.token_ids[sent:], done, sampling)
+
+        return await self.stream(body["http"], request, chunk, last)
+
+    def _said(self, tokens: list[int], done: Completion | None, sampling: Sampling) -> dict[str, Any]:
+        values = told(done, sampling) if done else []
+        names = [f"token_id:{token}" for token in (done.token_ids if done else [])]
+        choice = {
+            "index": 0,
+            "text": "",
+            "token_ids": tokens,
+            "logprobs": {"tokens": names, "token_logprobs": values, "top_logprobs": [], "text_offset": []},
+            "finish_reason": done.finish_reason if done else None,
+        }
+        return {"id": "cmpl", "object": "text_completion", "model": self.models[0], "choices": [choice]}
+
+    async def _score(self, body: dict[str, Any]) -> Any:
+        found = await self.scored(body["prompt"], temperature=1.0, top=body["prompt_logprobs"])
+        rows: list[Any] = [None, *by_ids(body["prompt"][1:], found, top=body["prompt_logprobs"])]
+        choice = {"index": 0, "token_ids": [1], "prompt_logprobs": rows, "finish_reason": "length"}
+        return {"choices": [choice]}
+
+
+def by_ids(tokens: list[int], found: TokenLogprobs, *, top: int) -> list[dict[str, Any]]:
+    """Log-probs of a prompt as vLLM tells them."""
+    rows = []
+    for token, logp, likely in zip(tokens, found.logprobs, found.top or [[]] * len(found.logprobs)):
+        row = {str(token): {"logprob": logp, "rank": top + 1, "decoded_token": None}}
+        row |= {
+            str(t): {"logprob": v, "rank": n + 1, "decoded_token": None} for n, (t, v) in enumerate(likely)
+        }
+        rows.append(row)
+    return rows

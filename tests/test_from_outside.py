@@ -115,7 +115,10 @@ def test_an_engine_of_a_users_own_samples_the_whole_run(tree: dict[str, Any], tm
             "{folder}/mine.py:Mute",
             r"a Mute without can, score, update_weights \(formerly load_weights\), pause, .*close, generate\(request",
         ),
-        ("vlm", "'vlm' is not known.*known: native, hf, vllm, or your own as 'package.module:name'"),
+        (
+            "vlm",
+            "'vlm' is not known.*known: native, hf, vllm, sglang, openai, or your own as 'package.module:name'",
+        ),
         ("{folder}/mine.py:parott", "did you mean 'parrot'"),
     ],
 )

@@ -574,7 +574,7 @@ def test_options_become_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("trtllm", "TensorRT-LLM"), ("sglang", "SGLang"), ("vlm", "vllm")]
+    ("name", "words"), [("trtllm", "TensorRT-LLM"), ("tensorrt_llm", "TensorRT-LLM"), ("vlm", "vllm")]
 )
 def test_other_engines_are_refused_by_name_with_what_to_use(name: str, words: str) -> None:
     (said,) = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import pairwise
@@ -12,14 +13,15 @@ from typing import Any
 import pytest
 
 from native_cases import SERVER
-from servers import VllmServer
+from servers import OpenAIServer, SglangServer, VllmServer
 from test_rollout_contract import END, LIMIT, module
 from vllm_double import executable
 from whet.config.schema import ServerConfig
 from whet.models import kernels
 from whet.rollout.engine import EngineInputs
 from whet.rollout.http.installed import found
-from whet.rollout.http.opened import Opener, vllm
+from whet.rollout.http.kinds import SGLANG
+from whet.rollout.http.opened import Opener, openai, sglang, vllm
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.router import Router
 from whet.types import ConfigError, WhetError
@@ -124,3 +126,61 @@ def test_time_limits_and_restarts(server: VllmServer, tmp_path: Path) -> None:
     assert (router.health_timeout_s, router.load_s, router.start_timeout_s) == (11.0, 12.0, 13.0)
     assert router.left == {"engine-0": 4}
     asyncio.run(router.close())
+
+
+# ---------------------------------------------------------------- the other kinds
+
+
+def test_sglang_is_started_so_that_it_can_be_asked(tmp_path: Path) -> None:
+    options = {"tp-size": 2, "disable-radix-cache": True, "enable-metrics-for-all": False}
+    opener = Opener(inputs(tmp_path, options=options, token="open sesame, open"), SGLANG)
+    command = opener.command("sglang", 4711)
+    pairs = dict(pairwise(command))
+    assert command[:2] == ["sglang", "serve"]
+    assert pairs["--model-path"] == str(tmp_path / "engine" / "model")
+    assert pairs["--context-length"] == str(LIMIT + 8)
+    assert (pairs["--dtype"], pairs["--port"], pairs["--host"]) == ("float32", "4711", "127.0.0.1")
+    assert (pairs["--max-running-requests"], pairs["--tp-size"]) == ("7", "2")
+    assert {"--skip-tokenizer-init", "--enable-metrics", "--disable-radix-cache"} < set(command)
+    assert not any("metrics-for-all" in text or "sesame" in text for text in command)
+    secret = Path(pairs["--config"])
+    assert json.loads(secret.read_text()) == {"api-key": "open sesame, open"}
+    assert secret.stat().st_mode & 0o777 == 0o600
+    config = json.loads((tmp_path / "engine" / "model" / "config.json").read_text())
+    assert config["eos_token_id"] == [END]
+    for name in ("context-length", "api-key", "speculative_algorithm"):
+        with pytest.raises(ConfigError, match=name):
+            Opener(inputs(tmp_path, options={name: "x"}), SGLANG).command("sglang", 1)
+
+
+def test_what_sglang_s_log_probs_mean_is_not_the_user_s_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    env = Opener(inputs(tmp_path, env={"SGLANG_RETURN_ORIGINAL_LOGPROB": "1", "MINE": "x"}), SGLANG).env()
+    assert (env["SGLANG_RETURN_ORIGINAL_LOGPROB"], env["MINE"]) == ("0", "x")
+
+
+def test_sglang_servers_are_replicas(tmp_path: Path) -> None:
+    there = SglangServer(NativeEngine(module(), kernels.load("auto"), end_token_ids=[], max_context=LIMIT))
+    try:
+        router = sglang(inputs(tmp_path, urls=(there.url,)))
+        assert isinstance(router, Router)
+        assert list(router.replicas) == ["engine-0"]
+        assert router.can.logprobs == "unpenalised"
+        asyncio.run(router.close())
+    finally:
+        there.stop()
+
+
+def test_model(tmp_path: Path) -> None:
+    there = OpenAIServer(NativeEngine(module(), kernels.load("auto"), end_token_ids=[], max_context=LIMIT))
+    there.models = ["one", "two"]
+    try:
+        router = openai(inputs(tmp_path, urls=(there.url,), model="two"))
+        assert {body["model"] for path, body in there.asked if path == "/v1/completions"} == {"two"}
+        asyncio.run(router.close())
+    finally:
+        there.stop()
+    with pytest.raises(ConfigError, match="starts no server"):
+        openai(inputs(tmp_path))

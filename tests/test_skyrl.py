@@ -11,7 +11,7 @@ import pytest
 from whet.config.load import Loaded
 from whet.config.load import load as load_config
 from whet.config.parse import parse
-from whet.dialects.row import NotSupportedYet, Values
+from whet.dialects.row import Values
 from whet.dialects.skyrl import devices, run
 from whet.dialects.tables import dialect, parts, table
 from whet.dialects.translate import translate
@@ -87,8 +87,8 @@ def test_names_are_unique_and_newer_names_lead_to_rows() -> None:
 def test_statuses() -> None:
     counts = Counter(ROWS[name].status for name in DOCUMENT)
     assert counts == {
-        "translated": 79,
-        "coming": 4,
+        "translated": 80,
+        "coming": 3,
         "derived": 34,
         "mapped": 13,
     }
@@ -232,8 +232,19 @@ def test_who_has_gpus_of_its_own(
 
 def test_engines() -> None:
     assert run.rollout_engine(values()) == {"rollout.engine": "native"}
-    with pytest.raises(NotSupportedYet, match="coming"):
-        run.rollout_engine(values(generator__run_engines_locally=False))
+    assert run.rollout_engine(values(generator__run_engines_locally=False)) == {
+        "rollout.engine": "vllm",
+        "rollout.server.urls": ["http://127.0.0.1:8001"],
+    }
+    remote = {"generator__run_engines_locally": False, "generator__backend": "sglang"}
+    urls = {"generator__remote_inference_engine_urls": ["a:8001", "http://b:8002"]}
+    assert run.rollout_engine(values(**remote, **urls)) == {
+        "rollout.engine": "sglang",
+        "rollout.server.urls": ["http://a:8001", "http://b:8002"],
+    }
+    assert "give the servers" in refusal(
+        run.rollout_engine, **remote, generator__remote_inference_engine_urls=[]
+    )
     assert "remote engines only" in refusal(run.rollout_engine, generator__backend="sglang")
     assert "expected one of vllm, sglang" in said(generator__backend="hf")
     assert run.check_engine_mode(values(generator__batched=False)) == {}

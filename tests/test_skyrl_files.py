@@ -97,7 +97,6 @@ def test_what_changes_nothing_is_accepted(override: str) -> None:
     "override",
     [
         "trainer.algorithm.zero_variance_filter=true",
-        "generator.run_engines_locally=false",
     ],
 )
 def test_what_is_not_built_is_refused_by_name(override: str) -> None:

@@ -339,10 +339,30 @@ def test_options_of_engines_that_change_no_number_are_accepted_and_others_are_na
         OPT + "override_optimizer_config.optimizer_cpu_offload": True,
     }
     assert told(free) == ""
-    assert "vLLM's and SGLang's own options" in told({vllm + "kv_cache_dtype": "fp8"})
     assert "training in float8" in told({"model_engine": "megatron", megatron + "fp8": "e4m3"})
     assert "biases of experts that follow their load" in told(
         {"model_engine": "megatron", megatron + "moe_router_bias_update_rate": 0.001}
     )
     adam8: dict[str, Json] = {OPT + "override_optimizer_config.bf16_stochastic_round": True}
     assert "optimizers of other packages" in told(adam8)
+
+
+def test_an_option_that_only_the_engine_knows_is_given_to_that_engine() -> None:
+    """Of the engine that rollout.name names: verl reads engine_kwargs of no other. One server takes the devices."""
+
+    def rollout(given: dict[str, Json]) -> dict[str, Json]:
+        found = made({"trainer.n_gpus_per_node": 8, **given})
+        assert not found.problems
+        return {k: found.tree["rollout"].get(k) for k in ("engine", "server", "replicas")}
+
+    embedded = rollout({R + "name": "vllm", R + "engine_kwargs.vllm.max_model_len": 4096})
+    assert (embedded["engine"], embedded["server"]) == ("native", None)
+    assert embedded["replicas"]
+    vllm = {R + "engine_kwargs.vllm.kv_cache_dtype": "fp8", R + "engine_kwargs.vllm.swap_space": 4}
+    options: dict[str, Json] = {"options": {"kv_cache_dtype": "fp8"}}
+    assert rollout(vllm) == {"engine": "vllm", "server": options, "replicas": None}
+    assert rollout({**vllm, R + "name": "sglang"}) == embedded
+    for name in ("sglang", "sglang_async"):
+        sglang = {R + "name": name, R + "engine_kwargs.sglang.rl_on_policy_target": "fsdp"}
+        options = {"options": {"rl_on_policy_target": "fsdp"}}
+        assert rollout(sglang) == {"engine": "sglang", "server": options, "replicas": None}

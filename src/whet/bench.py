@@ -175,7 +175,7 @@ def judge_checkpoints(
     checkpoints that are evaluated. model: the config's own model, not checkpoints.
     """
     loaded = brought_here(loaded)
-    planned = [replace(plan, models_elsewhere=False) for plan in plans(loaded)]
+    planned = [replace(plan, models_elsewhere=False) for plan in plans(loaded, trains=False)]
     loaded = alone(loaded)
     cfg = loaded.config
     if not any(plan.evaluates for plan in planned):

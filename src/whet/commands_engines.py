@@ -32,7 +32,7 @@ def doctor() -> None:
 
 @engine_app.command()
 def install(
-    name: Annotated[str, typer.Argument(help="Engine to install: vllm.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Engine to install: vllm, sglang.", show_default=False)],
     folder: Annotated[
         Optional[Path],  # noqa: UP045  (typer reads this annotation at run time)
         typer.Option(
@@ -48,7 +48,7 @@ def install(
 
     made = install_engine(name, folder, say=typer.echo)
     used = (
-        "a run with rollout.engine=vllm finds it"
+        f"a run with rollout.engine={name} finds it"
         if folder is None
         else f"use it with rollout.server.command={made}"
     )

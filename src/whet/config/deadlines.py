@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from whet.config.engines import SERVED
 from whet.config.schema import Config
 from whet.config.tree import get
 
@@ -25,7 +26,7 @@ def rollout(cfg: Config) -> Deadline:
 
 def sync(cfg: Config) -> Deadline:
     """A weight sync: rollouts in flight finish, then the weights are sent."""
-    if cfg.rollout.engine == "vllm":
+    if cfg.rollout.engine in SERVED:
         keys = _said(cfg, "rollout.timeout_s", "rollout.server.load_timeout_s")
         return Deadline(cfg.rollout.timeout_s + cfg.rollout.server.load_timeout_s, keys)
     if not cfg.rollout.replicas:

@@ -20,6 +20,10 @@ class EngineRow:
     about: str
     at: str
     """What makes it of its inputs, as 'module:name'."""
+    served: bool = False
+    """It is servers in processes of their own (`rollout.server`)."""
+    takes_weights: bool = True
+    """A run may train. False: it serves for `whet eval` of the model that it has."""
 
 
 ENGINES: Mapping[str, EngineRow] = {
@@ -33,15 +37,25 @@ ENGINES: Mapping[str, EngineRow] = {
     "vllm": EngineRow(
         "Servers in processes of their own, over HTTP; new weights go through a folder.",
         "whet.rollout.http.opened:vllm",
+        served=True,
+    ),
+    "sglang": EngineRow(
+        "Servers as with vllm, of SGLang; not seen running yet.",
+        "whet.rollout.http.opened:sglang",
+        served=True,
+    ),
+    "openai": EngineRow(
+        "Any server with OpenAI's interface that returns token ids; takes no weights: for whet eval alone.",
+        "whet.rollout.http.opened:openai",
+        served=True,
+        takes_weights=False,
     ),
 }
+SERVED = tuple(name for name, row in ENGINES.items() if row.served)
 
 NOT_BUILT: Mapping[str, str] = {
-    "sglang": (
-        "SGLang is not supported yet: it has no build for machines without a GPU, so it could not be tested with "
-        "whet (docs/backends.md); use rollout.engine=vllm or native"
-    ),
-    "trtllm": "TensorRT-LLM is not supported: whet does not speak its interface; use rollout.engine=vllm, or native",
+    "trtllm": "TensorRT-LLM is not supported: whet does not speak its interface; use rollout.engine=vllm, sglang or "
+    "native",
 }
 """Engines of other systems that a config may name, and what to use."""
 NOT_BUILT = {**NOT_BUILT, "tensorrt-llm": NOT_BUILT["trtllm"], "tensorrt_llm": NOT_BUILT["trtllm"]}
@@ -50,3 +64,13 @@ NOT_BUILT = {**NOT_BUILT, "tensorrt-llm": NOT_BUILT["trtllm"], "tensorrt_llm": N
 def unknown_engine(name: str) -> str | None:
     """Why there is no engine of this name, if there is none."""
     return NOT_BUILT.get(name) or unknown(ENGINES, name)
+
+
+def never_trains(name: str) -> str | None:
+    """Why no run can train with an engine, if none can."""
+    if name in ENGINES and not ENGINES[name].takes_weights:
+        return (
+            f"{name} takes no new weights, and every training step makes some (an evaluation in a process beside the "
+            "trainer, too): use vllm, sglang or native; `whet eval` can evaluate the model that the server has"
+        )
+    return None

@@ -18,6 +18,7 @@ from whet.config.checks import Problem, hard_problems, unused
 from whet.config.checks_run import not_installed
 from whet.config.derived import Plan, for_critic, with_lr
 from whet.config.describe import describe
+from whet.config.engines import never_trains
 from whet.config.evaluation import (
     eval_sampling,
     evaluates,
@@ -63,12 +64,14 @@ def plans(
     rows: Mapping[str, int] | None = None,
     rehearsal: bool = False,
     here: bool = True,
+    trains: bool = True,
 ) -> tuple[Plan, ...]:
     """The plans of all stages, or one ConfigError with every problem of every stage.
 
     Beside what cannot work, keys are refused that were set and can have no effect. With a `Loaded` each has
     its file and line. rows: training rows of one epoch, by stage name. rehearsal: trackers need not be installed.
     here: the run is for this machine, so its packages must be installed; `missing` names them otherwise.
+    trains: the run makes new weights; an evaluation of what there is does not.
     """
     loaded = run if isinstance(run, Loaded) else None
     config = run.config if isinstance(run, Loaded) else run
@@ -85,6 +88,8 @@ def plans(
         _refuse([(loaded.where(key) if loaded else "", text) for key, text in problems], what)
 
     refuse(_problems(config, stages, here=here and not rehearsal))
+    if trains and (why := never_trains(config.rollout.engine)):
+        refuse([("rollout.engine", f"rollout.engine: {why}")])
     derived = [_derive(cfg, rows=(rows or {}).get(name), name=name) for name, cfg in zip(names, stages)]
     elsewhere = config.mode in ("both", "train") and all(p.policy_on_ranks for p in derived)
     derived = [replace(p, models_elsewhere=elsewhere) for p in derived]

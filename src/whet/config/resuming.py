@@ -54,7 +54,7 @@ CLASSES: Mapping[Class, str] = {
         critic.optimizer.momentum critic.optimizer.weight_decay critic.optimizer.decay_all
         critic.optimizer.max_grad_norm critic.optimizer.schedule
         reference
-        rollout.engine rollout.server.options rollout.server.env
+        rollout.engine rollout.server.options rollout.server.env rollout.server.model
         rollout.quantization rollout.group_size rollout.sampling rollout.sync_interval
         rollout.max_staleness rollout.schedule rollout.partial_rollout rollout.spare_tasks
         rollout.env.make rollout.env.arguments rollout.env.max_turns rollout.env.max_cost

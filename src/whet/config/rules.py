@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from whet.config.conditions import Condition, met, no, parsed, subjects
+from whet.config.engines import SERVED
 from whet.config.facts import named
 from whet.config.functions import LOSSES
 from whet.config.learning import READS
@@ -56,13 +57,14 @@ EACH: Mapping[str, Sequence[str]] = {
 """Names for which a line is read several times."""
 
 LISTS: Mapping[str, Sequence[str]] = {
+    "SERVED": SERVED,
     "WHOLE": [name for name, row in LOSSES.items() if row.whole_replies],
     "PAIRS": [name for name, row in LOSSES.items() if row.pairs],
     "SAMPLED_ANCHOR": [name for name, row in LOSSES.items() if row.anchor == "sampled"],
     **{f"WITH_{key.upper()}": [kind for kind, read in READS.items() if key in read] for key in READS["wsd"]},
 }
-"""Values that follow from other tables: losses with one number per reply or per pair, losses whose ratio is to the
-policy that sampled, and the types of schedule that read a key."""
+"""Values that follow from other tables: engines that are servers, losses with one number per reply or per pair, losses
+whose ratio is to the policy that sampled, and the types of schedule that read a key."""
 
 
 def _table() -> Iterator[Rule]:

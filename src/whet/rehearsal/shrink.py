@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config.checks import unused
+from whet.config.engines import SERVED
 from whet.config.evaluation import observation_tokens
 from whet.config.load import Loaded, stage_configs
 from whet.config.recipes import resolve
@@ -75,7 +76,7 @@ def what_changed(cfg: Config) -> Iterator[Finding]:
     said |= {"mode"} if cfg.mode != "both" else set()
     if said:
         yield left_open(", ".join(sorted(said)), "the rehearsal is one process on this machine")
-    if cfg.rollout.engine == "vllm":
+    if cfg.rollout.engine in SERVED:
         yield left_open(
             "rollout.engine", "no server is started: the rehearsal samples with the native engine"
         )
@@ -217,7 +218,7 @@ def _train(cfg: Config) -> dict[str, Json]:
 
 
 def _rollout(cfg: Config) -> dict[str, Json]:
-    elsewhere = ("engine", "server") if cfg.rollout.engine == "vllm" else ()
+    elsewhere = ("engine", "server") if cfg.rollout.engine in SERVED else ()
     given = cfg.rollout.model_dump(mode="json", exclude_unset=True)
     kept = _without(given, "max_num_seqs", "replicas", *elsewhere)
     sampling = _short(kept.get("sampling", {}), cfg.rollout.sampling.max_tokens)

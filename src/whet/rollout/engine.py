@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -51,9 +51,11 @@ class WeightUpdate:
 class Capabilities:
     """What an engine can do. A run that needs more is refused before it starts (`rollout.needs`)."""
 
-    logprobs: Literal["always", "unfiltered", "never"]
-    """`Completion.logprobs`: for every request; only where temperature is all there is to its sampling, as of servers
-    that tell only the log-probs of the filtered distribution; or never."""
+    logprobs: Literal["always", "unpenalised", "unfiltered", "plain", "never"]
+    """`Completion.logprobs`: for every request; for all without a penalty or min_tokens, as of servers that tell
+    log-probs from before the filters; only where temperature is all there is to a request's sampling, as of servers
+    that tell those of the filtered distribution; only at temperature 1 and greedily, as of servers that do not say
+    whether theirs follow the temperature; or never."""
     stop_texts: bool
     """`Sampling.stop`."""
     penalties: bool
@@ -69,14 +71,22 @@ class Capabilities:
 
     def tells_logprobs(self, sampling: Sampling) -> bool:
         """Whether completions that are sampled so have log-probs."""
-        filtered = any(
-            getattr(sampling, name) != getattr(PLAIN, name)
-            for name in ("repetition_penalty", "top_k", "top_p", "min_p", "min_tokens")
-        )
-        return self.logprobs == "always" or (self.logprobs == "unfiltered" and not filtered)
+        if sampling.temperature == 0:
+            sampling = replace(sampling, temperature=1.0)  # they are those of the model then
+        spoiled = SPOILED.get(self.logprobs)
+        return spoiled is not None and all(getattr(sampling, n) == getattr(PLAIN, n) for n in spoiled)
 
 
 PLAIN = Sampling()
+PENALTIES = ("repetition_penalty", "min_tokens")
+FILTERS = ("top_k", "top_p", "min_p")
+SPOILED: Mapping[str, tuple[str, ...]] = {
+    "always": (),
+    "unpenalised": PENALTIES,
+    "unfiltered": (*PENALTIES, *FILTERS),
+    "plain": (*PENALTIES, *FILTERS, "temperature"),
+}
+"""With which settings other than `PLAIN` the log-probs are unknown."""
 
 
 def own_engine(*, stop_texts: bool) -> Capabilities:

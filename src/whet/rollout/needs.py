@@ -14,6 +14,13 @@ from whet.types import ConfigError
 
 log = logging.getLogger(__name__)
 
+SAMPLE = {
+    "unpenalised": "; sample without repetition_penalty and min_tokens",
+    "unfiltered": "; sample without filters",
+    "plain": "; sample at temperature 1, without filters",
+}
+"""How log-probs are told after all, by `Capabilities.logprobs`."""
+
 
 def check_engine(can: Capabilities, cfg: Config) -> None:
     """Raises ConfigError for settings of a stage that the engine cannot serve."""
@@ -44,7 +51,7 @@ def unmet(can: Capabilities, cfg: Config) -> Iterator[str]:
     if readers and not can.tells_logprobs(to_sampling(cfg.rollout.sampling)):
         yield (
             f"it does not return the log-probs of sampled tokens, which are needed by {' and '.join(readers)}"
-            + ("; sample without filters" if can.logprobs == "unfiltered" else "")
+            + SAMPLE.get(can.logprobs, "")
         )
 
 

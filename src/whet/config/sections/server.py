@@ -10,22 +10,25 @@ from whet.config.sections.base import Above0, Count, Section
 
 
 class ServerConfig(Section):
-    """The inference servers of rollout.engine=vllm: those that run already (urls), or one that whet starts on this
-    machine and that ends with the run. `whet doctor` shows what is installed and supported."""
+    """The inference servers of rollout.engine=vllm or sglang: those that run already (urls), or one that whet starts on
+    this machine and that ends with the run. Of engine=openai: those that run already. `whet doctor` shows what is
+    installed and supported."""
 
     urls: tuple[str, ...] = ()
     """Addresses of running servers, such as http://host:8000. Each is a replica: requests are distributed over them,
     and those of a server that dies or hangs are sent to the others. Start them with the options that docs/backends.md
     lists. Default: whet starts one server."""
     token: str | None = None
-    """Token of the servers (vllm serve --api-key), best as a reference: ${oc.env:NAME}. Default: no token."""
+    """Token of the servers (--api-key), best as a reference: ${oc.env:NAME}. Default: no token."""
+    model: str | None = None
+    """engine=openai: name of the model that is asked for, of those that the server lists. Default: the only one."""
     command: str | None = None
-    """Executable of the server that whet starts. Default: vllm in the environment of `whet engine install vllm`, else
-    vllm on PATH."""
+    """Executable of the server that whet starts. Default: vllm or sglang in the environment of `whet engine install`,
+    else on PATH."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the server that whet starts, passed to it unchanged: {tensor-parallel-size: 2} is
-    --tensor-parallel-size 2. true: an option without a value; false: its --no- form; a list: several values; a table:
-    JSON. Options that whet sets itself are refused."""
+    --tensor-parallel-size 2. true: an option without a value; false: its --no- form (sglang: left out); a list: several
+    values; a table: JSON. Options that whet sets itself are refused."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the server that whet starts, in addition to those of whet."""
     weights_dir: str | None = None

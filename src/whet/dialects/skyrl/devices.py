@@ -67,6 +67,11 @@ def asks_servers(v: Values) -> bool:
     return not v["generator.run_engines_locally"]
 
 
+def is_served(v: Values) -> bool:
+    """Whether the run samples with servers: those, or one with options that only the engine itself knows."""
+    return asks_servers(v) or bool(v["generator.engine_init_kwargs.*"])
+
+
 # ---------------------------------------------------------------- sizes
 
 
@@ -97,6 +102,7 @@ def layout(v: Values) -> Native:
     check_placement(v)
     dp = data_parallel(v, "policy")
     engines = v["generator.num_inference_engines"] * v["generator.inference_engine_data_parallel_size"]
+    engines = 1 if is_served(v) else engines
     nodes = v[f"{PLACE}.policy_num_nodes"]
     if is_megatron(v):
         at = f"{POLICY}.megatron_config"

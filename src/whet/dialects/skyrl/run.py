@@ -304,17 +304,29 @@ def _sampling(v: Values, given: str, native: str) -> Native:
 
 
 def rollout_engine(v: Values) -> Native:
-    """The embedded engine stands in for one that the trainer would start; SkyRL's rules for engines hold."""
+    """The embedded engine stands in for one that the trainer would start, unless the file has an option that only the
+    engine itself knows. SkyRL's rules for engines hold."""
+    backend = v["generator.backend"]
     if not v["generator.run_engines_locally"]:
-        raise NotSupportedYet(
-            "generator.run_engines_locally=false: inference servers are not built yet (coming); today the engine "
-            "runs in the trainer's process: leave the key out"
-        )
-    if v["generator.backend"] == "sglang" and not since(v, "train-0.1"):
+        return {"rollout.engine": backend, "rollout.server.urls": _urls(v)}
+    if options := v["generator.engine_init_kwargs.*"]:
+        return {"rollout.engine": backend, "rollout.server.options": options}
+    if backend == "sglang" and not since(v, "train-0.1"):
         raise ConfigError(
             "generator.backend=sglang is for remote engines only (generator.run_engines_locally=false)"
         )
     return {"rollout.engine": "native"}
+
+
+def _urls(v: Values) -> list[Json]:
+    """The servers that somebody else has started, as addresses."""
+    given = v["generator.external_server_urls"] or v["generator.remote_inference_engine_urls"]
+    if not given:
+        raise ConfigError(
+            "generator.run_engines_locally=false: give the servers as generator.external_server_urls or "
+            "generator.remote_inference_engine_urls"
+        )
+    return [url if "://" in url else f"http://{url}" for url in given]
 
 
 def check_engine_mode(v: Values) -> Native:

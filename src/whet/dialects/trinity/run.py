@@ -104,11 +104,19 @@ def teacher(values: Values) -> Native:
 
 
 def at_once(values: Values) -> Native:
-    """Each of engine_num * runner_per_model runners has a task in hand, with all its repeats."""
+    """Each of engine_num * runner_per_model runners has a task in hand, with all its repeats. The embedded engine
+    stands in for vLLM and SGLang, unless the file has options that only these know; then a server is started with
+    them."""
     engines = values["explorer.rollout_model.engine_num"]
     runners = engines * values["explorer.runner_per_model"]
     out: Native = {"rollout.max_num_seqs": runners * repeat_times(values)}
+    if options := values["explorer.rollout_model.extra_engine_args.*"]:
+        return out | {"rollout.engine": _server(values), "rollout.server.options": options}
     return out | (FileLayout(engines=engines).natives() if online(values) else {})
+
+
+def _server(values: Values) -> str:
+    return "sglang" if values["explorer.rollout_model.engine_type"] == "sglang" else "vllm"
 
 
 def environment(values: Values) -> Native:

@@ -6,7 +6,16 @@ from whet.config.faults import shown
 from whet.config.urls import is_remote
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
-from whet.dialects.verl.roles import MODEL, ROLLOUT, anywhere, has_reward_model, local, texts
+from whet.dialects.verl.roles import (
+    MODEL,
+    ROLLOUT,
+    SERVERS,
+    anywhere,
+    has_reward_model,
+    local,
+    server_options,
+    texts,
+)
 from whet.dialects.verl.sizes import prompts, responses, steps_of_a_version
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
@@ -209,9 +218,12 @@ def reward_model_code(v: Values) -> Native:
 
 
 def engine(v: Values) -> Native:
-    """The embedded engine stands in for all of them."""
-    known = dict.fromkeys(("vllm", "sglang", "sglang_async", "hf"), "native") | {"trtllm": None}
-    return {"rollout.engine": choose(v, f"{ROLLOUT}.name", known)}
+    """The embedded engine stands in for all of them; a file with an option that only the engine itself knows gets that
+    engine, with these options."""
+    name = choose(v, f"{ROLLOUT}.name", {**SERVERS, "hf": "native", "trtllm": None})
+    if options := server_options(v):
+        return {"rollout.engine": name, "rollout.server.options": options}
+    return {"rollout.engine": "native"}
 
 
 def quantization(v: Values) -> Native:

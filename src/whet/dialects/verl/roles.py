@@ -150,6 +150,17 @@ def parallel_keys(v: Values, role: str) -> dict[str, str]:
     return {dim: f"{section(v, ACTOR)}.{name}" for dim, name in ENGINES[engine_of(v)].sizes.items()}
 
 
+SERVERS = {"vllm": "vllm", "sglang": "sglang", "sglang_async": "sglang"}
+"""Engines of rollouts that have servers, by rollout.name."""
+
+
+def server_options(v: Values) -> dict[str, Json]:
+    """Options of the engine that rollout.name names which nothing else here stands for."""
+    name = SERVERS.get(str(v[f"{ROLLOUT}.name"]))
+    options = v[f"{ROLLOUT}.engine_kwargs.{name}.*"] if name else {}
+    return {option: value for option, value in (options or {}).items() if value is not None}
+
+
 def check_engine(v: Values) -> None:
     """What trains must be known and built."""
     choose(v, f"{ACTOR}.strategy", FAMILIES)

@@ -28,6 +28,7 @@ from whet.dialects.verl.roles import (
     is_megatron,
     parallel_keys,
     section,
+    server_options,
 )
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
@@ -87,6 +88,7 @@ def layout(v: Values) -> Native:
     sizes = {dim: v[key] for dim, key in parallel_keys(v, ACTOR).items()}
     copies, shards = copies_and_shards(v, ENGINES[engine_of(v)], at, dp=dp, each=world(v) // dp)
     engines = max(_engine_devices(v) // v[f"{ROLLOUT}.tensor_model_parallel_size"], 1)
+    engines = 1 if server_options(v) else engines  # one server, whose options say how many devices it takes
     made = FileLayout(
         dp_replicate=copies, dp_shard=shards, engines=engines, nodes=v["trainer.nnodes"], **sizes
     ).natives()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,6 +23,8 @@ KEPT_S = 2.0
 """An idle connection is closed here before vLLM closes it (after 5 s): a call over one that is being closed is lost."""
 MOST_TOLD = 500
 """Characters of a server's error that are passed on."""
+TOLD_S = 5.0
+"""A server that does not answer in time what it is only told (`Calls.tell`) keeps nobody waiting."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Calls:
     def __init__(self, url: str, *, limits: CallLimits, token: str | None = None) -> None:
         self.url, self.limits = url.rstrip("/"), limits
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self.ending = False
+        """Nobody waits any more for what servers answer when they are told something."""
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -84,7 +88,15 @@ class Calls:
                 await asyncio.sleep(pause_s)
         raise AssertionError("the last repetition raises")
 
-    async def events(self, call: Call, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+    async def tell(self, call: Call, body: Mapping[str, Any]) -> None:
+        """Ask without need of an answer, which is waited for a little: what is asked next comes after it. The server
+        may be gone."""
+        telling = asyncio.ensure_future(self.ask(call, body))
+        telling.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if not self.ending:
+            await asyncio.shield(asyncio.wait({telling}, timeout=TOLD_S))
+
+    async def events(self, call: Call, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
         """Every server-sent event of the answer, to its end. Raises as `ask` does; never repeated."""
         async with self._asked(call, body, None) as said:
             ended = False

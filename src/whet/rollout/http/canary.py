@@ -143,6 +143,32 @@ class Canary:
             "sync/canary_moved_mean": moved,
         }
 
+    async def prove_replies(
+        self, server: Asked, model: PreTrainedModel, ops: Ops, version: int
+    ) -> dict[str, float]:
+        """The same of a server that is given no weights and may not score: the log-probs that it tells of replies to
+        the fixed prompts, against those of `model` for the same tokens. Raises WhetError where it samples from
+        others."""
+        expected = await asyncio.to_thread(self.expected, model, ops, version)
+        start = expected.start
+        replies = await asyncio.gather(
+            *(server.completed(_request(number, s, start)) for number, s in enumerate(expected.sequences))
+        )
+        asked = [
+            ScoreRequest(token_ids=(*s[:start], *reply.token_ids), start=start)
+            for s, reply in zip(expected.sequences, replies)
+        ]
+        own = await asyncio.to_thread(scored, decoder(model, ops), ops, asked, version=version)
+        mean, most = apart([list(r.logprobs or ()) for r in replies], [row.logprobs for row in own])
+        if not mean <= self.bound:
+            raise WhetError(
+                f"{server.name} does not have weights version {version}: the log-probs of its replies and the ones "
+                f"here differ by {mean:.3g} nats a token, and rollout.server.canary_bound is {self.bound:g}. It is "
+                "never given weights: let it serve this very model, in the same dtype, or use rollout.engine=vllm, "
+                "sglang or native"
+            )
+        return {"sync/canary_mean": mean, "sync/canary_max": most}
+
     def _off(self, what: str, mean: float, moved: float) -> str:
         """Why a difference is too large; empty: it is not."""
         if not mean <= self.bound:  # NaN, too

@@ -1,4 +1,5 @@
-"""`rollout.engine: vllm`: the servers of a config, given or started, behind one `Router`."""
+"""Engines that are servers (`rollout.engine: vllm`, `sglang`, `openai`): those of a config, given or started, behind
+one `Router`."""
 
 from __future__ import annotations
 
@@ -10,42 +11,32 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from whet import secrets
 from whet.guard.line import LOOPBACK
 from whet.rollout.engine import EngineInputs, RolloutEngine
 from whet.rollout.http.calls import CallLimits, Calls
 from whet.rollout.http.canary import BOUND, BOUNDS, Canary
 from whet.rollout.http.installed import found
-from whet.rollout.http.process import ServerProcess, arguments, free_port
+from whet.rollout.http.kinds import OPENAI, SGLANG, VLLM, Kind, ServerEngine, Starting
+from whet.rollout.http.process import ServerProcess, free_port
 from whet.rollout.http.published import Folder, write_weights
 from whet.rollout.http.supported import reachable
-from whet.rollout.http.vllm import VllmEngine
 from whet.rollout.replica import Replica
 from whet.rollout.router import Router
 from whet.track.files import atomic_folder
-from whet.types import WhetError
+from whet.types import ConfigError, WhetError
 
 log = logging.getLogger(__name__)
 
 LOG = "engine.log"
 LOOK_S = 0.5
-ENV = {
-    "VLLM_SERVER_DEV_MODE": "1",  # pause, new weights and versions are routes of it
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""GiB of cache; and threads are not bound to cores that the trainer uses, too."""
 
 
 class Opener:
     """Makes the replicas of a run, and makes them again."""
 
-    def __init__(self, inputs: EngineInputs) -> None:
-        self.inputs, self.server = inputs, inputs.server
+    def __init__(self, inputs: EngineInputs, kind: Kind = VLLM) -> None:
+        self.inputs, self.server, self.kind = inputs, inputs.server, kind
         model = inputs.model
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         self.dtype = dtype
@@ -64,12 +55,13 @@ class Opener:
         if self.token is not None:
             secrets.learn("rollout.server.token", self.token)
         self.urls = {f"engine-{n}": url for n, url in enumerate(self.server.urls)}
+        self.secret = self.home / "token.yaml"
 
     async def all(self) -> list[Replica]:
         """Those that the run begins with. They are asked next on another event loop."""
         replicas = list(await asyncio.gather(*map(self.replica, self.urls or ["engine-0"])))
         for replica in replicas:
-            assert isinstance(replica.engine, VllmEngine)
+            assert isinstance(replica.engine, ServerEngine)
             await replica.engine.calls.close()
         return replicas
 
@@ -77,23 +69,27 @@ class Opener:
         """One, ready to be given weights. Raises WhetError if it does not come."""
         if url := self.urls.get(name):
             return await self._given(name, url)
+        if self.kind.command is None:
+            raise ConfigError(
+                f"rollout.engine={self.kind.name} starts no server; rollout.server.urls names one that runs already"
+            )
         return await self._started(name)
 
     async def _given(self, name: str, url: str) -> Replica:
         engine = self._engine(Calls(url, limits=self.limits, token=self.token))
         began = time.monotonic()
-        while not await reachable(engine.calls):
+        while not await reachable(engine.calls, self.kind.ready):
             if time.monotonic() - began > self.server.timeout_s:
                 limit = f"rollout.server.timeout_s={self.server.timeout_s:g}"
                 raise WhetError(f"{url} does not answer within {limit} s; is the server running?")
             self.inputs.beat("waiting for the engine server")
             await asyncio.sleep(LOOK_S)
         await engine.open()
-        log.info("%s is %s, vLLM %s", name, url, engine.is_.version)
+        log.info("%s is %s, %s %s", name, url, self.kind.title, engine.program)
         return Replica(name, engine)
 
     async def _started(self, name: str) -> Replica:
-        there, port = found(self.server.command), free_port()
+        there, port = found(self.server.command, self.kind.name), free_port()
         path = self.inputs.run_dir / LOG
         process = ServerProcess(self.command(str(there.command), port), env=self.env(), log=path)
         engine = self._engine(Calls(f"http://{LOOPBACK}:{port}", limits=self.limits, token=self.token))
@@ -103,29 +99,36 @@ class Opener:
             await process.stop()
 
         try:
-            await process.ready(engine.calls, timeout_s=self.server.start_timeout_s, beat=self.inputs.beat)
+            await process.ready(
+                engine.calls,
+                timeout_s=self.server.start_timeout_s,
+                beat=self.inputs.beat,
+                what=self.kind.ready,
+            )
             await engine.open()
         except BaseException:
             await end()
             raise
-        log.info("%s is vLLM %s, process %s; it prints to %s", name, engine.is_.version, process.pid, path)
+        finally:
+            self.secret.unlink(missing_ok=True)
+        title = f"{self.kind.title} {engine.program}"
+        log.info("%s is %s, process %s; it prints to %s", name, title, process.pid, path)
         return Replica(name, engine, end)
 
     def command(self, executable: str, port: int) -> list[str]:
         """What starts the server."""
-        inputs = self.inputs
-        own = {
-            "host": LOOPBACK,
-            "port": port,
-            "dtype": self.dtype,
-            "max-model-len": inputs.max_context
-            + 1,  # to score a whole context, one token is sampled after it
-            "logprobs-mode": "processed_logprobs",
-            "generation-config": "vllm",
-        }
-        flags = [text for name, value in own.items() for text in (f"--{name}", str(value))]
-        given = {"max-num-seqs": inputs.max_num_seqs, **self.server.options}
-        return [executable, "serve", str(self.model()), *flags, "--tokens-only", *arguments(given)]
+        assert self.kind.command is not None
+        return self.kind.command(
+            Starting(
+                executable=executable,
+                port=port,
+                model=self.model(),
+                dtype=self.dtype,
+                inputs=self.inputs,
+                token=self.token,
+                secret=self.secret,
+            )
+        )
 
     def model(self) -> Path:
         """A folder that transformers reads: the config of the model, and its weights as they are now. Other loaders
@@ -134,26 +137,18 @@ class Opener:
         config = json.loads(model.config.to_json_string(use_diff=False))
         classes = [c.__name__ for c in type(model).__mro__]
         architectures = [name for name in classes if name.endswith(("ForCausalLM", "Generation"))][:1]
+        config |= {"architectures": architectures, "eos_token_id": sorted(self.inputs.end_token_ids)}
         with atomic_folder(folder, durable=False) as new:
-            (new / "config.json").write_text(json.dumps(config | {"architectures": architectures}, indent=1))
+            (new / "config.json").write_text(json.dumps(config, indent=1))
             write_weights(model, new)
         return folder
 
     def env(self) -> dict[str, str]:
-        own = ENV if torch.cuda.is_available() else ENV | CPU_ENV
-        kept = {name: value for name, value in own.items() if name not in os.environ}
-        token = {} if self.token is None else {"VLLM_API_KEY": self.token}
-        return {**kept, "VLLM_SERVER_DEV_MODE": "1", **self.server.env, **token}
+        kept = {name: value for name, value in self.kind.env().items() if name not in os.environ}
+        return {**kept, **self.server.env, **self.kind.fixed(self.token)}
 
-    def _engine(self, calls: Calls) -> VllmEngine:
-        inputs = self.inputs
-        return VllmEngine(
-            calls,
-            folder=self.folder,
-            vocab=inputs.model.get_output_embeddings().out_features,
-            max_context=inputs.max_context,
-            end_token_ids=inputs.end_token_ids,
-        )
+    def _engine(self, calls: Calls) -> ServerEngine:
+        return self.kind.engine(self.inputs, self.folder, calls)
 
 
 class Servers(Router):
@@ -168,9 +163,9 @@ class Servers(Router):
         self.folder.close()
 
 
-def vllm(inputs: EngineInputs) -> RolloutEngine:
-    """`rollout.engine: vllm`. Waits until all servers answer."""
-    opener, server = Opener(inputs), inputs.server
+def opened(inputs: EngineInputs, kind: Kind) -> RolloutEngine:
+    """All servers of one kind. Waits until they answer."""
+    opener, server = Opener(inputs, kind), inputs.server
     opener.folder.close()  # what a killed run has left
     router = Servers(
         opener.folder,
@@ -184,3 +179,18 @@ def vllm(inputs: EngineInputs) -> RolloutEngine:
     )
     router.beat = inputs.beat
     return router
+
+
+def vllm(inputs: EngineInputs) -> RolloutEngine:
+    """`rollout.engine: vllm`."""
+    return opened(inputs, VLLM)
+
+
+def sglang(inputs: EngineInputs) -> RolloutEngine:
+    """`rollout.engine: sglang`."""
+    return opened(inputs, SGLANG)
+
+
+def openai(inputs: EngineInputs) -> RolloutEngine:
+    """`rollout.engine: openai`."""
+    return opened(inputs, OPENAI)

@@ -10,13 +10,13 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from whet.guard.line import LOOPBACK, LocalLine
-from whet.rollout.http.calls import Calls
+from whet.rollout.http.calls import Call, Calls
 from whet.rollout.http.keeper import end_group
-from whet.rollout.http.supported import reachable
+from whet.rollout.http.supported import VERSION, reachable
 from whet.types import ConfigError, Json, WhetError
 
 log = logging.getLogger(__name__)
@@ -66,10 +66,12 @@ class ServerProcess:
             status = said["ended"]
             self._end = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
 
-    async def ready(self, calls: Calls, *, timeout_s: float, beat: Callable[[str], object]) -> None:
+    async def ready(
+        self, calls: Calls, *, timeout_s: float, beat: Callable[[str], object], what: Call = VERSION
+    ) -> None:
         """Until it answers. Raises WhetError, with the end of its log, if it ends before that or takes too long."""
         began = time.monotonic()
-        while not await reachable(calls):
+        while not await reachable(calls, what):
             if how := self.ended():
                 raise WhetError(f"{self.command[0]} {how}\n{self.tail()}")
             if time.monotonic() - began > timeout_s:
@@ -123,19 +125,24 @@ OWN_OPTIONS = (
 """Options of vllm serve that whet sets, or that its protocol rules out."""
 
 
-def arguments(options: Mapping[str, Json]) -> list[str]:
-    """`rollout.server.options` as arguments of a command. Raises ConfigError for one that whet sets."""
+def arguments(
+    options: Mapping[str, Json], *, own: Collection[str] = OWN_OPTIONS, negates: bool = True
+) -> list[str]:
+    """`rollout.server.options` as arguments of a command. Raises ConfigError for one that whet sets (`own`).
+
+    negates: the command has a --no- form of an option without a value; without one, false is as if it was left out.
+    """
     found: list[str] = []
     for name, value in options.items():
         plain = name.replace("_", "-").removeprefix("--")
-        if plain in OWN_OPTIONS:
+        if plain in own:
             raise ConfigError(
                 f"rollout.server.options.{name} is set by whet, or cannot be used with it; leave it out"
             )
         if value is True:
             found.append(f"--{plain}")
         elif value is False:
-            found.append(f"--no-{plain}")
+            found += [f"--no-{plain}"] if negates else []
         elif isinstance(value, list | tuple):
             found += [f"--{plain}", *map(str, value)]
         elif isinstance(value, dict):

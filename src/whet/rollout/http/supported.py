@@ -104,10 +104,10 @@ def unfit(config: Mapping[str, Any], *, speculative: Any, max_context: int) -> s
     return ""
 
 
-async def reachable(calls: Calls) -> bool:
-    """Whether a server answers at all."""
+async def reachable(calls: Calls, what: Call = VERSION) -> bool:
+    """Whether a server answers at all. what: a call that it answers once it is ready."""
     try:
-        await calls.ask(VERSION)
+        await calls.ask(what)
     except WhetError:
         return False
     return True

@@ -12,14 +12,15 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Collection, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
 
 from whet import seeds
 from whet.rollout.engine import PARTS, Capabilities, Health, OnTokens, Part, WeightUpdate
 from whet.rollout.gate import Gate
 from whet.rollout.http.calls import Call, Calls
 from whet.rollout.http.published import Folder, Version, Written
+from whet.rollout.http.served import Owned, finite, likeliest
 from whet.rollout.http.supported import Detected, detect
 from whet.rollout.requests import RequestError, check, check_score, ends_of
 from whet.types import (
@@ -35,8 +36,6 @@ from whet.types import (
 )
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 GENERATE = Call("/inference/v1/generate", "for a reply", limit="reply", repeats=False)
 SCORE = Call("/inference/v1/generate", "for log-probs", limit="reply")
@@ -60,10 +59,6 @@ CAN = Capabilities(
     reproducible="server",
     score_temperatures=False,
 )
-ABORT_S = 5.0
-"""A server that does not answer an abort in time keeps nobody waiting."""
-NO_LOGPROB = -9999.0
-"""What a server says where a log-prob is NaN or minus infinity."""
 TAGS: dict[Part, str] = {"weights": "weights", "cache": "kv_cache"}
 _COUNT = re.compile(r"^vllm:(?P<name>\w+)\{(?P<labels>[^}]*)\} (?P<value>\S+)$", re.MULTILINE)
 _ENDED = ('finished_reason="stop"', 'finished_reason="length"')
@@ -91,7 +86,7 @@ class VllmEngine:
         self.version = version
         self.is_ = Detected("", False)
         self._gate = Gate(lambda: self.version)
-        self._work: set[asyncio.Future[Any]] = set()
+        self._owned = Owned(self._gate)
         self._since = time.time()
         self._run = uuid.uuid4().hex
         """Makes the salt of the cache this engine's own: another run may have had the same server and versions."""
@@ -101,6 +96,11 @@ class VllmEngine:
         """Ask the server what it is, and name its weights. Raises ConfigError where whet cannot sample from it."""
         self.is_ = await detect(self.calls, max_context=self.max_context)
         await self.calls.ask(LABEL, {"new_version": str(self.version)})
+
+    @property
+    def program(self) -> str:
+        """The version of the server."""
+        return self.is_.version
 
     # -- the seam
 
@@ -198,10 +198,9 @@ class VllmEngine:
 
     async def close(self) -> None:
         """See `RolloutEngine`. The server goes on; who started it ends it."""
+        self.calls.ending = True
         self._gate.close("the rollout engine was closed")
-        for work in self._work:
-            work.cancel()
-        await asyncio.gather(*self._work, return_exceptions=True)
+        await self._owned.end()
         await self.calls.close()
 
     # -- asking, whoever may pass
@@ -216,7 +215,7 @@ class VllmEngine:
             else:
                 choice = await self._streamed(body, on_tokens)
         except BaseException:
-            await self._abort(request.id)
+            await self.calls.tell(ABORT, {"request_ids": [f"generate-tokens-{request.id}"]})
             raise
         return completion(choice, request.sampling, name=self.name)
 
@@ -234,8 +233,8 @@ class VllmEngine:
         given = request.token_ids[request.start :]
         return TokenLogprobs(
             version=_spans(choice, self.name)[-1].version,
-            logprobs=[_finite(row[str(token)]["logprob"], self.name) for token, row in zip(given, rows)],
-            top=[_likeliest(row, request.top_k) for row in rows] if request.top_k else [],
+            logprobs=[finite(row[str(token)]["logprob"], self.name) for token, row in zip(given, rows)],
+            top=[likeliest(row, request.top_k) for row in rows] if request.top_k else [],
         )
 
     async def _streamed(self, body: dict[str, Any], on_tokens: OnTokens) -> dict[str, Any]:
@@ -250,13 +249,6 @@ class VllmEngine:
                 if last["token_ids"]:
                     on_tokens(list(last["token_ids"]))
         return last | {"token_ids": tokens, "logprobs": {"content": logprobs}}
-
-    async def _abort(self, rid: str) -> None:
-        """The server is told, and told before anyone else asks for the same request again; it may be gone."""
-        telling = asyncio.ensure_future(self.calls.ask(ABORT, {"request_ids": [f"generate-tokens-{rid}"]}))
-        telling.add_done_callback(lambda done: done.cancelled() or done.exception())
-        if self._gate.closed is None:
-            await asyncio.shield(asyncio.wait({telling}, timeout=ABORT_S))
 
     async def _load(self, version: Version, number: int) -> None:
         """The phases of an update: stop, load, name, forget what was cached, go on. Nobody passes meanwhile."""
@@ -293,20 +285,6 @@ class VllmEngine:
         """What was cached under other weights is never found."""
         return f"{self._run}-{self.version}"
 
-    async def _owned(self, work: Awaitable[T]) -> T:
-        """The result, unless the engine is closed meanwhile."""
-        owned = asyncio.ensure_future(work)
-        self._work.add(owned)
-        try:
-            return await owned
-        except asyncio.CancelledError:
-            this = asyncio.current_task()
-            if self._gate.closed is not None and this is not None and not this.cancelling():
-                raise WhetError(self._gate.closed) from None
-            raise
-        finally:
-            self._work.discard(owned)
-
 
 # ---------------------------------------------------------------- what it says
 
@@ -322,7 +300,7 @@ def completion(choice: dict[str, Any], sampling: Sampling, *, name: str) -> Comp
         raise WhetError(
             f"{name} returned log-probs of {len(rows)} other tokens than the {len(tokens)} that it sampled"
         )
-    told = [_finite(row["logprob"], name) for row in rows]
+    told = [finite(row["logprob"], name) for row in rows]
     return Completion(
         token_ids=tokens,
         logprobs=told if CAN.tells_logprobs(sampling) else None,
@@ -345,17 +323,3 @@ def _spans(choice: dict[str, Any], name: str) -> tuple[VersionSpan, ...]:
         return tuple(VersionSpan(int(span["version"]), span["start"], span["end"]) for span in told)
     except ValueError as error:
         raise WhetError(f"{name} sampled from weights that were not named by whet: {told}") from error
-
-
-def _finite(value: float | None, name: str) -> float:
-    if value is None or value <= NO_LOGPROB:
-        raise WhetError(
-            f"{name} returned a log-prob that is not finite; its weights have most likely diverged"
-        )
-    return float(value)
-
-
-def _likeliest(row: dict[str, dict[str, Any]], count: int) -> list[tuple[int, float]]:
-    """The likeliest tokens of a position, likeliest first; the given token is among the row, too."""
-    ranked = sorted((told["rank"], int(token), float(told["logprob"])) for token, told in row.items())
-    return [(token, value) for rank, token, value in ranked if rank <= count]

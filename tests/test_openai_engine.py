@@ -1,0 +1,359 @@
+"""Servers with OpenAI's interface: what one must return, what it is asked, and the proof that it serves this model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from transformers import AutoModelForCausalLM
+
+import whet
+from asking import reply
+from servers import OpenAIServer, Server
+from serving import digits_model, openai_engine
+from test_http_engine import moved, quick
+from test_rollout_contract import END, LIMIT, PROMPT, jobs, module, run
+from whet import environment
+from whet.config.load import load
+from whet.config.plan import plans
+from whet.models import kernels
+from whet.rollout.engine import WeightUpdate
+from whet.rollout.http.calls import Unreachable
+from whet.rollout.http.served import HttpEngine
+from whet.rollout.native.engine import NativeEngine
+from whet.rollout.replica import Replica
+from whet.rollout.requests import RequestError
+from whet.rollout.router import Router
+from whet.types import ConfigError, Sampling, ScoreRequest, WhetError
+
+environment.prepare(threads=None, exact=True)
+
+
+def double() -> OpenAIServer:
+    return OpenAIServer(NativeEngine(module(), kernels.load("auto"), end_token_ids=[END], max_context=LIMIT))
+
+
+@pytest.fixture
+def server() -> Iterator[OpenAIServer]:
+    there = double()
+    yield there
+    there.stop()
+
+
+async def opened(server: Server, **how: Any) -> HttpEngine:
+    engine = openai_engine(server.url, module(), max_context=LIMIT, end_token_ids=[END], **how)
+    await engine.open()
+    return engine
+
+
+def bodies(server: OpenAIServer) -> list[Any]:
+    return [body for path, body in server.asked if path == "/v1/completions" and body.get("stream")]
+
+
+# ---------------------------------------------------------------- what it has to do
+
+
+def without(*names: str) -> Any:
+    """An answer that lacks these fields of a choice."""
+
+    def change(said: Any) -> Any:
+        for choice in said["choices"]:
+            for name in names:
+                del choice[name]
+        return said
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without("token_ids"), "does not return the ids of the tokens.*use one that returns them"),
+        (without("logprobs"), "tells no log-probs"),
+    ],
+)
+def test_a_server_without_token_ids_or_log_probs_is_refused(
+    server: OpenAIServer, change: Any, words: str
+) -> None:
+    async def lacking(body: Any) -> Any:
+        return change(await server.completions(body))
+
+    server.fails["/v1/completions"] = lacking
+    with pytest.raises(ConfigError, match=words):
+        run(opened(server))
+
+
+def test_a_server_that_takes_no_tokens_is_refused(server: OpenAIServer) -> None:
+    async def text_alone(body: Any) -> Any:
+        return web.json_response({"error": {"message": "prompt: expected a text"}}, status=400)
+
+    server.fails["/v1/completions"] = text_alone
+    with pytest.raises(ConfigError, match=r"does not return the ids.*expected a text"):
+        run(opened(server))
+
+
+def test_a_server_that_ignores_end_tokens_is_refused(server: OpenAIServer) -> None:
+    async def ignoring(body: Any) -> Any:
+        return await server.completions(body | {"stop_token_ids": [], "ignore_eos": True})
+
+    server.fails["/v1/completions"] = ignoring
+    with pytest.raises(ConfigError, match="ignores stop_token_ids"):
+        run(opened(server))
+
+
+def test_a_server_of_another_kind_is_refused(server: OpenAIServer) -> None:
+    async def other(body: Any) -> Any:
+        return {"name": "something else"}
+
+    server.fails["/v1/models"] = other
+    with pytest.raises(ConfigError, match="does not answer as an OpenAI-compatible server does"):
+        run(opened(server))
+
+
+def test_a_model_is_named_where_there_are_several(server: OpenAIServer) -> None:
+    server.models = ["one", "two"]
+    for asked in (None, "three"):
+        with pytest.raises(ConfigError, match=r"serves one, two; rollout.server.model names one"):
+            run(opened(server, asked=asked))
+    run(opened(server, asked="two"))
+    assert {body["model"] for path, body in server.asked if path == "/v1/completions"} == {"two"}
+
+
+def test_what_a_server_does_not_say_that_it_takes_is_not_asked_of_it(server: OpenAIServer) -> None:
+    """It might be ignored, and replies be of another distribution."""
+    server.fields = ()
+
+    async def story() -> None:
+        engine = await opened(server)
+        for name, value in (("top_k", 5), ("min_p", 0.1), ("repetition_penalty", 1.3), ("min_tokens", 2)):
+            with pytest.raises(RequestError, match=rf"{name}={value}.*/openapi.json"):
+                await reply(engine, PROMPT, Sampling(max_tokens=3, **{name: value}))
+        assert not engine.can.penalties
+        assert len((await reply(engine, PROMPT, Sampling(max_tokens=3, ignore_eos=True))).token_ids) == 3
+        with pytest.raises(RequestError, match="does not score given tokens"):
+            await engine.score([ScoreRequest(token_ids=(3, 4), start=1)])
+        await engine.close()
+
+    run(story())
+    assert not {"top_k", "min_p", "repetition_penalty", "min_tokens"} & set(bodies(server)[0])
+
+
+# ---------------------------------------------------------------- requests and replies
+
+
+def test_a_request_says_all_that_its_sampling_depends_on(server: OpenAIServer) -> None:
+    async def story() -> None:
+        engine = await opened(server)
+        for key, prompt in ((5, [5, 9]), (5, [5, 9]), (5, [5, 9, 7]), (6, [5, 9])):
+            await reply(engine, prompt, Sampling(key=key, max_tokens=3, stop_token_ids=(4,), top_k=7))
+        await reply(engine, [5], Sampling(max_tokens=2, ignore_eos=True))
+        await engine.close()
+
+    run(story())
+    first, same, longer, other, whole = bodies(server)
+    assert first == same
+    assert len({b["seed"] for b in (first, longer, other)}) == 3  # of the key and the position
+    assert (first["prompt"], first["return_token_ids"], first["logprobs"], first["n"]) == ([5, 9], True, 1, 1)
+    assert (first["stop_token_ids"], first["ignore_eos"], first["top_k"]) == ([END, 4], False, 7)
+    assert (whole["stop_token_ids"], whole["ignore_eos"], whole["top_k"]) == ([], True, -1)
+
+
+def test_log_probs_that_servers_define_differently_are_left_out(server: OpenAIServer) -> None:
+    async def story() -> None:
+        engine = await opened(server)
+        plain = await reply(engine, PROMPT, Sampling(max_tokens=6, key=2))
+        tokens = (*PROMPT, *plain.token_ids)
+        (scored,) = await engine.score([ScoreRequest(token_ids=tokens, start=len(PROMPT), top_k=2)])
+        np.testing.assert_allclose(plain.logprobs, scored.logprobs, atol=1e-5)
+        assert plain.sample_logprobs == plain.logprobs
+        assert [len(row) for row in scored.top] == [2] * 6
+        greedy = await reply(engine, PROMPT, Sampling(max_tokens=6, temperature=0))
+        assert greedy.logprobs is not None
+        assert greedy.sample_logprobs == [0.0] * 6
+        for other in ({"temperature": 0.5}, {"top_p": 0.5}, {"repetition_penalty": 1.2}):
+            done = await reply(engine, PROMPT, Sampling(max_tokens=6, key=2, **other))  # type: ignore[arg-type]
+            assert (done.logprobs, done.sample_logprobs) == (None, None)
+        await engine.close()
+
+    run(story())
+
+
+def test_an_end_that_is_none_of_the_run_s_is_refused(server: OpenAIServer) -> None:
+    async def story() -> None:
+        engine = await opened(server)
+        server.eos = frozenset(range(2, 60))
+        with pytest.raises(WhetError, match=r"ends no reply of this run.*eos_token_id"):
+            await asyncio.gather(*(reply(engine, p, s) for p, s in jobs(6)))
+        await engine.close()
+
+    run(story())
+
+
+def test_a_reply_that_nobody_waits_for_ends_with_its_connection(server: OpenAIServer) -> None:
+    async def story() -> None:
+        engine = await opened(server)
+        work = asyncio.create_task(reply(engine, PROMPT, Sampling(max_tokens=100, ignore_eos=True)))
+        while not server.running:
+            await asyncio.sleep(0.005)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        while not server.aborted:
+            await asyncio.sleep(0.005)
+        await engine.close()
+
+    run(story())
+
+
+# ---------------------------------------------------------------- its weights
+
+
+def test_the_model_that_it_serves_is_proved_without_sending_anything(server: OpenAIServer) -> None:
+    async def story() -> None:
+        engine = await opened(server)
+        receipt = await engine.update_weights(WeightUpdate(version=3, module=module()))
+        assert receipt.measured["sync/canary_mean"] < 1e-6
+        assert set((await reply(engine, PROMPT, Sampling(max_tokens=3))).versions) == {3}
+        assert {path for path, _ in server.asked} == {"/v1/models", "/openapi.json", "/v1/completions"}
+        await engine.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize("step", [0.1, 0.02])
+def test_another_model_than_it_serves_is_found(server: OpenAIServer, step: float) -> None:
+    async def story() -> None:
+        engine = await opened(server)
+        await engine.update_weights(WeightUpdate(version=1, module=module()))
+        with pytest.raises(WhetError, match=r"does not have weights version 2.*never given weights"):
+            await engine.update_weights(WeightUpdate(version=2, module=moved(step)))
+        assert engine.version == 1
+        with pytest.raises(WhetError, match="mix of weights"):
+            await reply(engine, PROMPT, Sampling(max_tokens=3))
+        await engine.close()
+
+    run(story())
+
+
+def test_log_probs_of_another_number_than_tokens_are_found(server: OpenAIServer) -> None:
+    async def story() -> None:
+        engine = await opened(server)
+        said = server._said
+
+        def fewer(tokens: list[int], done: Any, sampling: Sampling) -> dict[str, Any]:
+            told = said(tokens, done, sampling)
+            told["choices"][0]["logprobs"]["token_logprobs"] = told["choices"][0]["logprobs"][
+                "token_logprobs"
+            ][1:]
+            return told
+
+        server._said = fewer  # type: ignore[method-assign]
+        with pytest.raises(WhetError, match="log-probs of 5 of the 6 tokens"):
+            await reply(engine, PROMPT, Sampling(max_tokens=6, ignore_eos=True))
+        await engine.close()
+
+    run(story())
+
+
+# ---------------------------------------------------------------- dead and hanging
+
+
+def test_a_hanging_server_is_found_within_its_deadline(server: OpenAIServer) -> None:
+    async def hang(body: Any) -> Any:
+        await asyncio.sleep(3600)
+
+    async def story() -> None:
+        engine = await opened(server, limits=quick(0.2))
+        server.fails["/v1/models"] = hang
+        with pytest.raises(Unreachable, match=r"rollout\.server\.timeout_s=0\.2 s, asked for its models"):
+            await engine.health()
+        await engine.close()
+
+    run(story())
+
+
+def test_the_requests_of_a_dead_server_are_asked_of_another() -> None:
+    servers = [double() for _ in range(2)]
+
+    async def story() -> None:
+        engines = [await opened(server) for server in servers]
+        router = Router([Replica(f"engine-{n}", e) for n, e in enumerate(engines)], exact=False)
+        await router.update_weights(WeightUpdate(version=1, module=module()))
+        known = len(bodies(servers[0]))
+        flying = asyncio.gather(*(reply(router, p, s) for p, s in jobs(12, ignore_eos=True)))
+        while len(bodies(servers[0])) == known:
+            await asyncio.sleep(0.005)
+        await asyncio.to_thread(servers[0].stop)
+        done = await flying
+        assert [len(c.token_ids) for c in done] == [12] * 12
+        assert [name for name, _ in router.dropped] == ["engine-0"]
+        await router.close()
+
+    try:
+        run(story())
+    finally:
+        servers[1].stop()
+
+
+# ---------------------------------------------------------------- whole
+
+ROWS = [{"prompt": p, "answer": "1"} for p in ("12", "34", "56", "78")]
+
+
+def test_training_with_it_is_refused_and_its_addresses_are_needed(tmp_path: Path) -> None:
+    tree = {
+        "run_dir": str(tmp_path / "run"),
+        "model": {"scratch": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}},
+        "tokenizer": {"build": "chars"},
+        "data": {"train": [{"path": "tests/data/words.jsonl", "limit": 4}]},
+        "rewards": {"a": {"function": "math"}},
+        "rollout": {"engine": "openai", "server": {"urls": ["http://127.0.0.1:9"]}},
+        "train": {"steps": 1},
+        "machine": {"device": "cpu"},
+    }
+    with pytest.raises(ConfigError, match=r"openai takes no new weights.*whet eval"):
+        plans(load(None, (), tree))
+    with pytest.raises(ConfigError, match="openai starts no server"):
+        plans(load(None, ("rollout.server.urls=[]",), tree), trains=False)
+    assert plans(load(None, (), tree), trains=False)
+
+
+def test_whet_eval_samples_a_model_where_it_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replies are the server's; a server of another model is refused."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+
+    rows = tmp_path / "held.jsonl"
+    rows.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    for seed, name in enumerate(("model", "other")):
+        digits_model(seed, tmp_path / name)
+    there = AutoModelForCausalLM.from_pretrained(tmp_path / "model").requires_grad_(False)
+    server = OpenAIServer(NativeEngine(there, kernels.load("auto"), end_token_ids=[], max_context=200))
+    digits = {"digits": {"function": "format", "arguments": {"pattern": ".*[0-4].*"}}}
+
+    def evaluated(name: str) -> list[dict[str, Any]]:
+        return whet.evaluate(
+            tmp_path / name,
+            data=str(rows),
+            rewards=digits,
+            run_dir=str(tmp_path / "eval" / name),
+            rollout={"engine": "openai", "sampling": {"max_tokens": 6}, "server": {"urls": [server.url]}},
+            machine={"device": "cpu", "logprob_parity": "off"},
+        )
+
+    try:
+        (found,) = evaluated("model")
+        assert found["eval/held/tasks"] == 4
+        assert len(bodies(server)) == 4 + 4  # four of the canary
+        with pytest.raises(WhetError, match="never given weights"):
+            evaluated("other")
+    finally:
+        server.stop()
