@@ -271,7 +271,7 @@ def test_a_hanging_server_is_found_within_its_deadline(server: OpenAIServer) -> 
     async def story() -> None:
         engine = await opened(server, limits=quick(0.2))
         server.fails["/v1/models"] = hang
-        with pytest.raises(Unreachable, match=r"rollout\.server\.timeout_s=0\.2 s, asked for its models"):
+        with pytest.raises(Unreachable, match=r"rollout\.server\.timeout_s=0\.2 s when asked for its models"):
             await engine.health()
         await engine.close()
 

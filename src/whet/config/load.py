@@ -169,18 +169,22 @@ def load(
         config = _finished(draft)
     if draft.problems or config is None:
         raise Refused(draft.problems, what)
-    stages = stage_configs(config)
-    notes += tuple(dict.fromkeys(f"{key}: {text}" for cfg in stages for key, text in consequences(cfg)))
     return Loaded(
         config=config,
-        stages=stages,
+        stages=stage_configs(config),
         names=stage_names(config),
         file=Path(path) if path is not None else None,
         origins=draft.origins,
         written=written,
         translation=translation,
-        notes=notes,
+        notes=(*notes, *_consequences(config)),
     )
+
+
+def _consequences(config: Config) -> Iterable[str]:
+    """Notes on combinations that are allowed, once for all stages."""
+    found = (each for cfg in stage_configs(config) for each in consequences(cfg))
+    return dict.fromkeys(f"{key}: {text}" for key, text in found)
 
 
 def _switches_algorithm(overrides: Sequence[str]) -> bool:
