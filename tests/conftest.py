@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from matplotlib.figure import Figure
 
+import pages
 from remote_places import moto, own_hub, s3  # noqa: F401  fixtures
 from whet import secrets
 from whet.environment import prepare
@@ -25,10 +26,13 @@ prepare(None, exact=True)
 gc.disable()
 
 
-def pytest_collection_finish() -> None:
-    """A million objects of modules and tests stay until the end: nobody looks through them for garbage."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """A million objects of modules and tests stay until the end: nobody looks through them for garbage, and in a worker
+    of the whole suite no fork has to copy their pages one by one."""
     gc.freeze()
     gc.enable()
+    if hasattr(session.config, "workerinput"):
+        pages.enlarge()
 
 
 @pytest.fixture(autouse=True)
