@@ -64,11 +64,15 @@ def _own_loggers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _quick_runs() -> Iterator[None]:
-    """Runs within this process search no garbage among the million objects of pytest, wait for no disk, and draw an
-    empty picture. Those in processes of their own do it all."""
+    """Runs within this process search no garbage among the million objects of pytest, wait for no disk, prove the
+    log-probs of one kind of model once, and draw an empty picture. Those in processes of their own do it all."""
+    import proofs  # it loads torch, which `prepare` comes before
+
     idle = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("whet.api.gc", idle)
         patch.setattr("whet.track.curve._figure", lambda found: Figure(figsize=(1, 1), dpi=20))
         patch.setattr(os, "fsync", lambda handle: None)
+        patch.setattr("whet.job.prove_exact", proofs.once)
+        patch.setattr("whet.job.self_test", proofs.tested)
         yield
