@@ -1,7 +1,7 @@
 """The self-test of log-probs, which every run begins with, once for each kind of model: it takes half of a tiny run.
 
-Its result follows from the shapes of the model, the operations and the number of threads, which a run of another test has
-proved with equal ones. One that is not exact is asked again. tests/test_exact.py and every process of its own ask anew.
+Its result follows from the shapes of the model, the operations and the number of threads, and an earlier run has proved
+equal ones. One that is not exact is asked again. tests/test_exact.py and every process of its own ask anew.
 """
 
 from __future__ import annotations
