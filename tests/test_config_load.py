@@ -321,7 +321,13 @@ def test_references_lead_through_sections_and_no_other_is_read(monkeypatch):
         found, wrong = interpolate.interpolate({"a": nested, "k": "left", "z": 1}, defaults)
         assert (found["a"], wrong) == ("out" if "y" in nested else "left", {})
         assert given[-1].keys() == {"a", "k", "z", *defaults}
-    for chosen, value in (("y.left", "out"), ("y.left,null", "out"), ("y.right,null", None), ("x,7", 7), ("f,8", 7)):
+    for chosen, value in (
+        ("y.left", "out"),
+        ("y.left,null", "out"),
+        ("y.right,null", None),
+        ("x,7", 7),
+        ("f,8", 7),
+    ):
         found, wrong = interpolate.interpolate({"a": f"${{oc.select:{chosen}}}", "z": 1}, defaults)
         assert (found["a"], wrong) == (value, {})
         assert given[-1].keys() == {"a", *{"y": "y", "x": "", "f": "fg"}[chosen[0]]}
