@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from matplotlib.figure import Figure
 
+import pages
 from remote_places import moto, own_hub, s3  # noqa: F401  fixtures
 from whet import secrets
 from whet.environment import prepare
@@ -25,10 +26,13 @@ prepare(None, exact=True)
 gc.disable()
 
 
-def pytest_collection_finish() -> None:
-    """A million objects of modules and tests stay until the end: nobody looks through them for garbage."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """A million objects of modules and tests stay until the end: nobody looks through them for garbage, and in a worker
+    of the whole suite no fork has to copy their pages one by one."""
     gc.freeze()
     gc.enable()
+    if hasattr(session.config, "workerinput"):
+        pages.enlarge()
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +62,15 @@ def _own_loggers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _quick_runs() -> Iterator[None]:
-    """Runs within this process search no garbage among the million objects of pytest, wait for no disk, and draw an
-    empty picture. Those in processes of their own do it all."""
+    """Runs within this process search no garbage among the million objects of pytest, wait for no disk, prove the
+    log-probs of one kind of model once, and draw an empty picture. Those in processes of their own do it all."""
+    import proofs  # it loads torch, which `prepare` comes before
+
     idle = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("whet.api.gc", idle)
         patch.setattr("whet.track.curve._figure", lambda found: Figure(figsize=(1, 1), dpi=20))
         patch.setattr(os, "fsync", lambda handle: None)
+        patch.setattr("whet.job.prove_exact", proofs.once)
+        patch.setattr("whet.job.self_test", proofs.tested)
         yield

@@ -28,7 +28,8 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         "whet.cli", "whet.stages", "whet.job", "whet.training.rank", "whet.sync.collective", "whet.sync.files",
-        "matplotlib.backends.backend_agg", "pyarrow.parquet", "processes",
+        "matplotlib.backends.backend_agg", "pyarrow.parquet", "processes", "pytest",
+        "transformers.models.qwen3.modeling_qwen3",
     ]
 )  # fmt: skip
 ROOT = Path(__file__).parents[1]

@@ -317,10 +317,20 @@ def test_references_lead_through_sections_and_no_other_is_read(monkeypatch):
     expected = {"a": "7/from outside", "b": {"c": "7/from outside", "u": 1}, "z": tree["z"]}
     assert interpolate.interpolate(tree, defaults) == (expected, {})
     assert given[-1].keys() == {"a", "b", "d", "f", "g"}
-    for nested in ("${y.${k}}", "${.k}", "${oc.select:y.left}"):  # OmegaConf alone knows where these lead
+    for nested in ("${y.${k}}", "${.k}", "${oc.select:.y.left}"):  # OmegaConf alone knows where these lead
         found, wrong = interpolate.interpolate({"a": nested, "k": "left", "z": 1}, defaults)
         assert (found["a"], wrong) == ("out" if "y" in nested else "left", {})
         assert given[-1].keys() == {"a", "k", "z", *defaults}
+    for chosen, value in (
+        ("y.left", "out"),
+        ("y.left,null", "out"),
+        ("y.right,null", None),
+        ("x,7", 7),
+        ("f,8", 7),
+    ):
+        found, wrong = interpolate.interpolate({"a": f"${{oc.select:{chosen}}}", "z": 1}, defaults)
+        assert (found["a"], wrong) == (value, {})
+        assert given[-1].keys() == {"a", *{"y": "y", "x": "", "f": "fg"}[chosen[0]]}
     for said in ("${nowhere.x}", "???"):
         found, wrong = interpolate.interpolate({"b": {"c": said}, "z": 1}, defaults)
         assert (found, wrong.keys()) == ({"b": {"c": None}, "z": 1}, {("b", "c")})

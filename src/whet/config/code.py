@@ -140,24 +140,31 @@ def _imports(path: Path, text: bytes) -> Iterator[Path]:
     if path.suffix in _YAML:
         yield from _classes(text)
         return
+    for level, module, names in _statements(text):
+        if level:
+            folder = path.parents[level - 1] if level <= len(path.parents) else path.parent
+            inner = folder.joinpath(*module.split("."))
+            places = [inner, *(inner / name for name in names)]
+            yield from (f for p in places for f in (p.with_suffix(".py"), p / "__init__.py") if f.is_file())
+        elif module.partition(".")[0] != _OURS:
+            modules = [module, *(f"{module}.{name}" for name in names)]
+            yield from (found for each in modules if (found := module_file(each)) is not None)
+
+
+@functools.lru_cache(maxsize=64)  # a process that trains again and again reads the same files
+def _statements(text: bytes) -> Sequence[tuple[int, str, tuple[str, ...]]]:
+    """(level, module, names) of each import in a Python file; none of `import module`."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
-        return  # who loads it says so
+        return ()  # who loads it says so
+    found: list[tuple[int, str, tuple[str, ...]]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            modules = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+            found += [(0, alias.name, ()) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            folder = path.parents[node.level - 1] if node.level <= len(path.parents) else path.parent
-            inner = folder.joinpath(*(node.module or "").split("."))
-            names = [inner, *(inner / alias.name for alias in node.names)]
-            yield from (f for n in names for f in (n.with_suffix(".py"), n / "__init__.py") if f.is_file())
-            continue
-        else:
-            continue
-        yield from (found for module in modules if (found := module_file(module)) is not None)
+            found.append((node.level, node.module or "", tuple(alias.name for alias in node.names)))
+    return found
 
 
 def _classes(text: bytes) -> Iterator[Path]:
@@ -185,10 +192,15 @@ def class_place(name: str) -> str:
 
 def _is_users(path: Path) -> bool:
     """Neither Python's own, nor of an installed package, nor whet's."""
-    roots = {Path(p).resolve() for p in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))}
-    ours = Path(__file__).resolve().parents[1]
-    inside = any(path.is_relative_to(root) for root in (*roots, ours))
+    inside = any(path.is_relative_to(root) for root in _roots())
     return path.suffix == ".py" and not inside and not set(_INSTALLED) & set(path.parts)
+
+
+@functools.cache
+def _roots() -> Sequence[Path]:
+    """The folders of Python's modules and of whet's."""
+    python = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    return [*(Path(p).resolve() for p in python), Path(__file__).resolve().parents[1]]
 
 
 def _package(path: Path) -> str | None:

@@ -51,8 +51,9 @@ def interpolate(tree: dict[str, Json], defaults: dict[str, Json]) -> tuple[dict[
     return out, wrong
 
 
-_PLAIN = re.compile(r"\$\{(?:oc\.env:[^${}]*|([A-Za-z_][\w.\[\]]*))\}")
-"""A variable of the environment, or a key of the config as an absolute path."""
+_KEY = r"([A-Za-z_][\w.\[\]]*)"
+_PLAIN = re.compile(rf"\$\{{(?:oc\.env:[^${{}}]*|{_KEY}|oc\.select:{_KEY}(?:,[^${{}}]*)?)\}}")
+"""A variable of the environment, or a key of the config as an absolute path, perhaps with a default."""
 
 
 _DIRECT = re.compile(r"\$\{([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\}")
@@ -104,9 +105,8 @@ def _reached(tree: dict[str, Json], paths: Sequence[Path]) -> dict[str, Json]:
             if isinstance(text, str) and "${" in text:
                 if "${" in _PLAIN.sub("", text):
                     return tree
-                todo += [
-                    at for said in _PLAIN.findall(text) if said and (at := _place(tree, said)) is not None
-                ]
+                said = ("".join(keys) for keys in _PLAIN.findall(text))
+                todo += [at for key in said if key and (at := _place(tree, key)) is not None]
     out: dict[str, Json] = {}
     for path, value in read.items():
         inner = value
