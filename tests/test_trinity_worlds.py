@@ -367,6 +367,8 @@ def test_a_world_without_its_package_says_how_to_install_it(
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=install):
         getattr(text_worlds, factory).prepare({"column": "game"})
+    with pytest.raises(ConfigError, match="'colum' is no argument of make; did you mean 'column'"):
+        getattr(text_worlds, factory).prepare({"colum": "game"})
     with pytest.raises(ConfigError, match=r"steps=0; expected an integer of at least 1"):
         getattr(text_worlds, factory).prepare({"column": "game", "steps": 0})
 

@@ -7,6 +7,7 @@ episode is blocking code: all of its calls run in a thread of its own.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import threading
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from whet.envs.env import EnvFault, EnvStep, World
 from whet.guard.foreign import number
+from whet.tables import near
 from whet.types import ConfigError, Json, Message, Task
 
 _WHERE = "rollout.env.arguments"
@@ -99,7 +101,13 @@ class Factory:
         return TextWorld(game, self.steps if steps is None else steps, self.unfinished)
 
     def prepare(self, arguments: Mapping[str, Json]) -> None:
-        """ConfigError where the package is not there, or for steps that are none."""
+        """ConfigError where the package is not there, or for arguments that are none."""
+        known = ["column", "steps", *list(inspect.signature(self.opened).parameters)[3:]]
+        for name in arguments:
+            if name not in known:
+                raise ConfigError(
+                    f"{_WHERE}: {name!r} is no argument of make{near(name, known)}; it has: {', '.join(known)}"
+                )
         steps = arguments.get("steps", self.steps)
         if type(steps) is not int or steps < 1:
             raise ConfigError(f"{_WHERE}.steps={steps!r}; expected an integer of at least 1")
