@@ -488,6 +488,19 @@ def test_what_a_row_without_a_prompt_cannot_have(source: Any, more: Any, why: st
         plans(load(None, (), config))
 
 
+def test_a_stage_that_imitates_may_be_evaluated_in_the_environment() -> None:
+    """Its own rows have prompts; the held-out ones are asked by the environment."""
+    from whet.config.plan import plans
+
+    held = {"rows": [{"seed": 1, "size": 2}], "name": "e", **ASKED}
+    config = {
+        "model": {"scratch": {}}, "tokenizer": {"build": "chars"}, "train": {"steps": 1}, "algorithm": "sft",
+        "data": {"chat": True, "train": [{"rows": [{"prompt": "a", "response": "b"}], "name": "t"}], "eval": [held]},
+        "rollout": {"env": {"make": "whet.envs.frozen_lake:make"}},
+    }  # fmt: skip
+    assert len(plans(load(None, (), config))) == 1
+
+
 def test_a_lake_is_trained_on(tmp_path: Path) -> None:
     """The whole way: rows without prompts, the environment in its host, strands, an evaluation."""
     letters = "".join(map(chr, range(32, 127))) + "\n"

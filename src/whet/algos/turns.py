@@ -52,9 +52,8 @@ def turn_level_gae(
 
     arXiv:2512.17008 section 4. r_k is the sum of a turn's rewards, V_k the value at its first sampled token: of what
     the policy has read when it begins to answer; after the last turn V is 0, or the critic's where a limit ended the
-    rollout (bootstrap_truncated). All tokens of a turn have its advantage,
-    and its return A + V, so that the critic learns at each of them what the turn and all later ones bring (VAGEN trains
-    it at the first token alone).
+    rollout (bootstrap_truncated). All tokens of a turn have its advantage, and its return A + V, so that the critic
+    learns at each of them what the turn and all later ones bring (VAGEN trains it at the first token alone).
     """
     value_N = need(batch.value_N, "batch.value_N").to(reward_N.dtype)
     at_M, turn_M = batch.mask_N.nonzero().flatten(), turn_of_M(batch)

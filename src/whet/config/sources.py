@@ -74,7 +74,7 @@ def _no_prompt(cfg: Config, source: SourceConfig, part: str) -> Iterator[str]:
     asks follows the system message."""
     if source.prompt is not None or source.messages is not None:
         return
-    if cfg.rollout.env is not None and kind_of(cfg.algorithm) == "online":
+    if cfg.rollout.env is not None and (kind_of(cfg.algorithm) == "online" or part == "eval"):
         if source.system_prompt is None and source.system_prompt_column is None:
             yield "is null, so the environment asks; give system_prompt, which its messages follow"
         if source.template is not None:

@@ -26,7 +26,7 @@ UNFINISHED = -0.1
 """The reward of an episode of ALFWorld or WebShop that its last step does not end."""
 
 
-class Seen(NamedTuple):
+class Observed(NamedTuple):
     """What a world says after an action."""
 
     text: str
@@ -39,7 +39,7 @@ class Game(Protocol):
 
     def reset(self) -> str: ...
 
-    def step(self, action: str) -> Seen: ...
+    def step(self, action: str) -> Observed: ...
 
     def close(self) -> None: ...
 
@@ -76,7 +76,7 @@ def action_of(text: str) -> str:
     return found[1].strip() if found else ""
 
 
-class Factory:
+class TextWorlds:
     """Makes environments of a world: `rollout.env.make`."""
 
     def __init__(
@@ -142,11 +142,11 @@ class Alfworld:
         text, _ = self.env.reset()
         return str(text)
 
-    def step(self, action: str) -> Seen:
+    def step(self, action: str) -> Observed:
         text, reward, done, _ = self.env.step(action)
         if "Nothing happens." in text:
             text = f"{text} Is the action one of the list, and written like it?"
-        return Seen(str(text), reward, bool(done))
+        return Observed(str(text), reward, bool(done))
 
     def close(self) -> None:
         self.env.close()
@@ -173,7 +173,7 @@ def _registered(file: str) -> str:
     return str(textworld.gym.register_game(file, infos, wrappers=[AlfredDemangler()]))
 
 
-alfworld = Factory(
+alfworld = TextWorlds(
     Alfworld,
     ("alfworld.agents.environment.alfred_tw_env", "textworld.gym"),
     "ALFWorld needs its package and its games: pip install alfworld, then alfworld-download",
@@ -203,17 +203,17 @@ class ScienceWorld:
         text, _ = self.env.reset()
         return f"The task: {self.env.get_task_description()}\n{text}"
 
-    def step(self, action: str) -> Seen:
+    def step(self, action: str) -> Observed:
         text, reward, done, _ = self.env.step(action)
         self.score += number(reward, " as the reward of ScienceWorld")
         before, self.best = self.best, max(self.best, self.score)
-        return Seen(str(text), (self.best - before) / 100.0, bool(done))
+        return Observed(str(text), (self.best - before) / 100.0, bool(done))
 
     def close(self) -> None:
         self.env.close()
 
 
-scienceworld = Factory(
+scienceworld = TextWorlds(
     ScienceWorld,
     ("scienceworld",),
     "ScienceWorld needs its package and Java: pip install scienceworld, and a Java runtime",
@@ -239,11 +239,11 @@ class WebShop:
         self.env.reset(session=self.session)
         return str(self.env.observation)
 
-    def step(self, action: str) -> Seen:
+    def step(self, action: str) -> Observed:
         if why := refused(action, self.env.get_available_actions()):
-            return Seen(why, 0.0, False)
+            return Observed(why, 0.0, False)
         text, reward, done, _ = self.env.step(action)
-        return Seen(str(text), reward if done else 0.0, bool(done))
+        return Observed(str(text), reward if done else 0.0, bool(done))
 
     def close(self) -> None:
         self.env.server.user_sessions.pop(self.env.session, None)
@@ -286,7 +286,7 @@ def _opened_shop(num_products: int | None) -> Any:
     return WebAgentTextEnv(observation_mode="text_rich", num_products=num_products, human_goals=True)
 
 
-webshop = Factory(
+webshop = TextWorlds(
     WebShop,
     ("web_agent_site.envs.web_agent_text_env",),
     "WebShop is no package of the index: install web_agent_site from its repository (princeton-nlp/WebShop) with its "

@@ -21,7 +21,7 @@ from whet.dialects.trinity.values import (
     section,
     text,
 )
-from whet.dialects.trinity.worlds import WORLDS, World, environment
+from whet.dialects.trinity.worlds import WORLDS, TrinityWorld, environment
 from whet.types import ConfigError
 
 
@@ -42,7 +42,7 @@ class Workflow:
     """The file's system message is not read."""
     sampling: dict[str, float] | None = None
     """How it samples, once a task, whatever the file says."""
-    world: World | None = None
+    world: TrinityWorld | None = None
     """What answers the replies, where there are several turns."""
     rows: str = ""
     """The function that makes its prompts of the rows' columns."""
@@ -171,7 +171,7 @@ def gives_one(values: Values) -> bool:
     return world is None or not world.by_turn
 
 
-def world_of(values: Values, own: Own, what: str) -> World | None:
+def world_of(values: Values, own: Own, what: str) -> TrinityWorld | None:
     """What answers the replies to a taskset."""
     return WORKFLOWS[workflow(values, own, what)].world
 

@@ -13,7 +13,7 @@ from whet.types import ConfigError, Json
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
+class TrinityWorld:
     """How a workflow plays."""
 
     make: str
@@ -38,7 +38,7 @@ _THINK_ACT = (
     "Each reply has two parts: what you think, inside <think> and </think>, then one action, inside <action> and "
     "</action>. Nobody answers questions: finish the task by yourself."
 )
-_ALFWORLD = World(
+_ALFWORLD = TrinityWorld(
     make="whet.envs.text_worlds:alfworld",
     system="You act in a house that is described to you, to finish the task that the first description ends with.\n"
     "Actions (one word in brackets stands for a thing or a place, with its number):\n"
@@ -50,8 +50,8 @@ _ALFWORLD = World(
     step_key="max_env_steps",
     names_game=True,
 )
-WORLDS: dict[str, World] = {
-    "frozen_lake_workflow": World(
+WORLDS: dict[str, TrinityWorld] = {
+    "frozen_lake_workflow": TrinityWorld(
         make="whet.envs.frozen_lake:make",
         system="You walk over a frozen lake. P is you, G the goal, _ ice, O a hole. Bring P to G in as few moves as "
         "you can, and into no hole: a hole ends the walk. A move is Up, Down, Left or Right; on slippery ice it may go "
@@ -63,8 +63,8 @@ WORLDS: dict[str, World] = {
         tokens=10240,
     ),
     "alfworld_workflow": _ALFWORLD,
-    "step_wise_alfworld_workflow": World(**{**vars(_ALFWORLD), "by_turn": True}),
-    "sciworld_workflow": World(
+    "step_wise_alfworld_workflow": TrinityWorld(**{**vars(_ALFWORLD), "by_turn": True}),
+    "sciworld_workflow": TrinityWorld(
         make="whet.envs.text_worlds:scienceworld",
         system="You do an experiment in a world that is described to you.\nActions (OBJ is a thing, LOC a room):\n"
         "open OBJ\nclose OBJ\nactivate OBJ\ndeactivate OBJ\nconnect OBJ to OBJ\ndisconnect OBJ\nuse OBJ [on OBJ]\n"
@@ -74,7 +74,7 @@ WORLDS: dict[str, World] = {
         steps=30,
         names_game=True,
     ),
-    "webshop_workflow": World(
+    "webshop_workflow": TrinityWorld(
         make="whet.envs.text_worlds:webshop",
         system="You shop for someone: find the product that fits the instruction best, choose its options, and buy it "
         "within 15 replies.\nActions: search[words], where the page has a search button; click[button], for a button "
@@ -83,7 +83,7 @@ WORLDS: dict[str, World] = {
         steps=15,
         names_game=True,
     ),
-    "sudoku_workflow": World(
+    "sudoku_workflow": TrinityWorld(
         make="whet.envs.sudoku:make",
         system="You solve a sudoku: each number stands once in every row, column and block; 0 is an empty cell, and "
         "only those may be filled. A reply is a list of moves and nothing else, one a line: row column value, with "
@@ -94,7 +94,7 @@ WORLDS: dict[str, World] = {
 }
 
 
-def environment(sets: Sequence[tuple[World | None, Own, str]]) -> Native:
+def environment(sets: Sequence[tuple[TrinityWorld | None, Own, str]]) -> Native:
     """rollout.env of tasksets (world, its values, where it stands), the first of training. NotSupportedYet where they
     are not played alike: a run has one environment."""
     played = [_played(*each) for each in sets]
@@ -107,7 +107,7 @@ def environment(sets: Sequence[tuple[World | None, Own, str]]) -> Native:
     return played[0]
 
 
-def _played(world: World | None, own: Own, what: str) -> Native:
+def _played(world: TrinityWorld | None, own: Own, what: str) -> Native:
     if world is None:
         return {}
     given = section(own, "workflow_args")
