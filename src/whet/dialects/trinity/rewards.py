@@ -85,8 +85,9 @@ WORKFLOWS = {
 }
 
 _AGENT = (
-    "it is an agent of AgentScope, a program that asks a server for replies. In its place: whet.envs.tool_env:tools "
-    "with the agent's tools as functions (docs/tools.md), and the file's reward"
+    "it is an agent of AgentScope, a program that asks a server for replies (those of mathematics run the policy's "
+    "text as Python, too, which needs a sandbox of yours). In its place: whet.envs.tool_env:tools with the agent's "
+    "tools as functions (docs/tools.md), and the file's reward"
 )
 _RAFT = (
     "it trains on winning episodes alone{}. In its place: alfworld_workflow with algorithm_type: raft and an operator "
