@@ -390,6 +390,7 @@ CASES: dict[str, Case] = {
     ),
     "algorithm.advantage.gamma": (PPO, 0.5),
     "algorithm.advantage.lam": (PPO, 0.5),
+    "algorithm.advantage.bootstrap_truncated": (PPO, True),
     "algorithm.advantage.normalize_std": ("", False),
     "algorithm.advantage.std_ddof": ("", 0),
     "algorithm.whiten_ddof": ("algorithm.whiten=true", 0),

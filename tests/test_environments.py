@@ -21,6 +21,7 @@ GAMES = '''
 import asyncio
 import os
 import signal
+import subprocess
 import time
 
 from whet.envs.env import EnvStep
@@ -76,6 +77,17 @@ class Slow(Guess):
     async def step(self, reply):
         await asyncio.sleep(0.2)
         return await super().step(reply)
+
+
+class Starts(Slow):
+    """Starts programs that nobody ends: one by a call of the system, one as a copy of its host."""
+
+    @classmethod
+    def prepare(cls, arguments):
+        subprocess.Popen(["sleep", "600"])
+        if not os.fork():
+            time.sleep(600)
+            os._exit(0)
 
 
 class Hostile(Guess):
@@ -290,19 +302,22 @@ def start(tree: dict[str, Any], folder: Path, name: str, *overrides: str) -> Sta
     return Started("train", str(file), *overrides, said=folder / f"{name}.said")
 
 
-def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def below(pid: int) -> list[int]:
+    """Its children, and theirs."""
+    told = [file.read_text().split() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+    pids = [int(word) for words in told for word in words]
+    return [*pids, *(other for child in pids for other in below(child))]
 
 
 def started(tree: dict[str, Any], folder: Path, name: str) -> tuple[Started, list[int]]:
-    """A run in a process of its own that has finished a step, and its child processes."""
+    """A run in a process of its own that has finished a step, and all processes that it or they have started."""
     process = start(tree, folder, name)
     metrics, until = folder / name / "metrics.jsonl", time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text()):
         assert process.poll() is None, process.text()
         assert time.monotonic() < until
         time.sleep(0.02)
-    return process, children(process.pid)
+    return process, below(process.pid)
 
 
 def gone(pids: list[int]) -> bool:
@@ -319,10 +334,10 @@ def gone(pids: list[int]) -> bool:
 def test_a_run_that_is_ended_goes_on_to_the_same_numbers_and_leaves_no_process(
     three_steps: Path, tree: dict[str, Any], tmp_path: Path, how: signal.Signals
 ) -> None:
-    tree["rollout"]["env"]["make"] = game(tree, "Slow")
+    tree["rollout"]["env"]["make"] = game(tree, "Starts")
     tree |= SAVED | {"train": tree["train"] | SAVED["train"]}
     process, left = started(tree, tmp_path, "broken")
-    assert left
+    assert any(Path(f"/proc/{pid}/comm").read_text() == "sleep\n" for pid in left)
     process.send_signal(how)
     process.wait(60)
     assert gone(left)

@@ -334,6 +334,40 @@ def test_every_rollout_has_its_own_environment() -> None:
     assert {r.reward for g in groups for r in g.rollouts} == {0.5}
 
 
+def test_setting_the_world_up_does_not_count_for_the_episode() -> None:
+    """Its limit is 0.5 s: making the world takes longer and is no fault, an answer that takes longer is one."""
+
+    class Waits(Countdown):
+        def __init__(self, first_s: float, step_s: float) -> None:
+            super().__init__(1)
+            self.first_s, self.step_s = first_s, step_s
+
+        async def first(self) -> list[Message]:
+            await asyncio.sleep(self.first_s)
+            return await super().first()
+
+        async def step(self, reply: Message) -> EnvStep:
+            await asyncio.sleep(self.step_s)
+            return await super().step(reply)
+
+    def played(first_s: float, step_s: float, setup_s: float) -> Rollout:
+        return one(
+            ScriptedEngine(count_up, end_token_ids=[END]),
+            make_env=lambda task, world: Waits(first_s, step_s),
+            codec=Numbers(),
+            limits=EpisodeLimits(setup_s=setup_s),
+            timeout_s=0.5,
+        )
+
+    assert played(0.7, 0.0, setup_s=60.0).error is None
+    late = played(0.0, 0.7, setup_s=60.0)
+    assert (late.stop_reason, late.error) == (
+        "time",
+        "not finished within rollout.timeout_s=0.5 (after turn 1)",
+    )
+    assert played(60.0, 0.0, setup_s=0.0).stop_reason == "time", "the set-up has a limit, too"
+
+
 def test_turns_and_tokens_are_bounded() -> None:
     engine = ScriptedEngine(count_up, end_token_ids=[END])
     r = one(

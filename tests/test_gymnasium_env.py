@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 pytest.importorskip("gymnasium", reason="needs the package gymnasium (whet[gymnasium])")
 
 import gymnasium
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 
 from adapted import answers, played, reply, task, world
 from whet.envs.env import EnvFault, as_step
+from whet.envs.frozen_lake import FrozenLake
 from whet.envs.gymnasium import GymnasiumEnv
 from whet.tables import load_object
 from whet.types import ConfigError
@@ -282,3 +285,19 @@ def way(room: str) -> str:
     if room.endswith("*"):
         return "s" if room[0] in "abcdef" else "w"
     return "n" if room[0] in "defghi" else "e"
+
+
+@pytest.mark.parametrize("slippery", [False, True])
+def test_the_ice_of_trinitys_lake_is_that_of_gymnasium(slippery: bool) -> None:
+    """Random walks over a lake, beside gymnasium's own environment."""
+    board = ["FFHF", "FFFF", "FSFH", "HFFG"]
+    for seed in range(40):
+        theirs = FrozenLakeEnv(desc=board, is_slippery=slippery)
+        state, _ = theirs.reset(seed=seed)
+        ours = FrozenLake(task(seed=seed), world(), board=board, slippery=slippery, steps=50)
+        for move in [(seed * 7 + n * n) % 4 for n in range(12)]:
+            state, reward, done, _, _ = theirs.step(move)
+            step = asyncio.run(ours.step(reply(f"```{move + 1}```")))
+            assert (ours.place, step.reward, step.done) == (divmod(int(state), 4), float(reward), done)
+            if done:
+                break

@@ -1,6 +1,23 @@
-"""What went wrong elsewhere between messages and tokens, one test each: with exact tokens, and on its own.
+"""What went wrong elsewhere with agents, one test each: with exact tokens, and on its own.
 
-The same holds for random conversations (test_talks.py).
+What is here of messages and tokens holds for random conversations, too (test_talks.py). The ten failures of the list
+that this follows, and where each is held:
+
+1. no call was ever read, and nobody saw it: here; the whole table of signs in test_learning_signs.py
+2. arguments of calls changed (booleans, order of keys, blanks, none at all): here; ten formats in test_calls.py
+3. a broken world was scored 0: here; through a run in test_env_zoo.py and test_environments.py
+4. programs of a world outlive a killed trainer: test_environments.py, with a program and a forked process in each host.
+   whet starts no containers or virtual machines, so what an environment starts elsewhere is its own to end
+5. rewards read from where the policy writes (a repository's history, files of the grader): whet gives a policy no files
+   and no shell. Tools and environments are the user's; rewards run in processes of their own, and text of the policy is
+   judged in a sandbox (test_jail.py, test_rewards.py)
+6. control tokens in a tool's result: here
+7. replies without their end token, or with one that opens the next role: here
+8. a template that is exchanged for a changed one: here
+9. an episode's limit that counts the time of its set-up, or a set-up without a limit: test_episode.py for the first,
+   test_env_zoo.py and test_env_contract.py for the second (each call of an environment has `timeout_s`). A host lives
+   as long as the run, so no episode outlives its sandbox
+10. a version that is read twice around a call: here; for real engines test_rollout_contract.py
 """
 
 from __future__ import annotations
@@ -17,14 +34,15 @@ from templates_of_ours import TEMPLATES, our_subject
 from whet.algos.groups import refine
 from whet.buffer.buffer import sorted_out
 from whet.config.sections.groups import GroupsConfig
-from whet.data.calls import ReplyForm, Thinking
+from whet.data.calls import ReplyForm, Thinking, read_reply
 from whet.data.codec import MessageCodec
 from whet.data.templates import CUT, MARK
 from whet.envs.env import EnvStep
 from whet.rollout.episode import play_groups
 from whet.rollout.limits import EpisodeLimits
 from whet.rollout.scripted import ScriptedEngine
-from whet.types import Group, Message, Rollout, Sampling, Task, ToolCall, ToolSpec
+from whet.track.learning import signs
+from whet.types import Completion, Group, Message, Rollout, Sampling, Task, ToolCall, ToolSpec, VersionSpan
 
 QUESTION, AGAIN = Message("user", "q"), Message("user", "again")
 ADD = ToolSpec("add", "Adds.", {"type": "object", "properties": {"x": {"type": "string"}}})
@@ -267,3 +285,63 @@ def test_a_rollout_whose_world_broke_is_absent_from_its_group() -> None:
     rewards = [r.reward for r in left.rollouts]
     assert rewards == [1.0, 0.0, 1.0]  # the mean is 2/3, not 1/2
     assert counts == {"failed/env_fault": 1}
+
+
+def test_a_run_with_tools_and_no_call_is_told() -> None:
+    """agentcore-rl-toolkit#97: the parser knew another format, and every episode was one turn with a reward of 0.93."""
+    quiet = [{"step": n, "reward/mean": 0.93, "rollout/calls_mean": 0.0} for n in range(1, 12)]
+    assert "no tool calls" in {sign.name for sign in signs(quiet)}
+    spoken = [{**line, "rollout/calls_mean": 0.1} for line in quiet]
+    assert "no tool calls" not in {sign.name for sign in signs(spoken)}
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (
+            "hermes",
+            '<tool_call>\n{"name": "edit", "arguments": {"z": false, "a": "  if x:\\n    y\\n", "n": 1}}\n</tool_call>',
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=edit>\n<parameter=z>\nfalse\n</parameter>\n<parameter=a>\n  if x:\n    y\n\n"
+            "</parameter>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>",
+        ),
+    ],
+)
+def test_arguments_of_a_call_are_as_the_policy_wrote_them(form: str, text: str) -> None:
+    """prime-rl's patches of vLLM: booleans became "False", blanks at the ends of a text were lost, keys were sorted."""
+    types = {"z": {"type": "boolean"}, "a": {"type": "string"}, "n": {"type": "integer"}}
+    edit = ToolSpec("edit", "Edits.", {"type": "object", "properties": types})
+    reply = read_reply(text, ReplyForm(form), [edit])
+    (call,) = reply.tool_calls
+    assert list(call.arguments.items()) == [("z", False), ("a", "  if x:\n    y\n"), ("n", 1)]
+    bare = '<tool_call>\n{"name": "edit"}\n</tool_call>'
+    (none,) = read_reply(bare, ReplyForm("hermes"), [edit]).tool_calls
+    assert none.arguments == {}
+
+
+def test_tokens_have_the_version_that_the_reply_tells() -> None:
+    """AReaL#1569: read before and after the call, it was neither's. Here the weights change during the reply."""
+    c = codec("append")
+    end = ids(c, "<|over|>")
+    task = Task(uid=0, source="s", prompt=(QUESTION,), token_ids=tuple(c.encode_prompt([QUESTION])))
+
+    async def say(prompt: list[int], sampling: Sampling, version: int) -> Completion:
+        engine.version += 1
+        tokens = [*ids(c, "yes"), *end]
+        spans = (VersionSpan(5, 0, 1), VersionSpan(6, 1, len(tokens)))
+        none = [0.0] * len(tokens)
+        return Completion(
+            token_ids=tokens, logprobs=none, sample_logprobs=none, spans=spans, finish_reason="stop"
+        )
+
+    engine = ScriptedEngine(say, end_token_ids=end, version=3)
+    played = play_groups(
+        engine, [task], group_size=1, sampling=Sampling(max_tokens=20), seed=0, purpose="train", decode=str,
+        end_token_ids=end, timeout_s=30.0,
+    )  # fmt: skip
+    ((rollout,),) = [group.rollouts for group in asyncio.run(played)]
+    assert rollout.error is None
+    sampled = rollout.strand.versions[rollout.strand.mask == 1].tolist()
+    assert sampled == [5, *[6] * (len(sampled) - 1)]

@@ -127,11 +127,10 @@ def test_a_step_explores_tasks_times_repeats() -> None:
     ):
         with pytest.raises(NotSupportedYet, match="of different sizes"):
             data.batch(grpo(**own, **wrong))
-    agent = {f"{TASKSET}.default_workflow_type": "alfworld_workflow", "buffer__train_batch_size": 7680}
     sizes = {"train.tasks_per_step": 32, "rollout.group_size": 8}
-    assert data.batch(grpo(buffer__batch_size=32, algorithm__repeat_times=8, **agent)) == sizes, (
-        "the workflow is refused, once"
-    )
+    for name, why in (("step_wise_alfworld_workflow", "turns"), ("email_search_workflow", "refused, once")):
+        agent = {f"{TASKSET}.default_workflow_type": name, "buffer__train_batch_size": 7680}
+        assert data.batch(grpo(buffer__batch_size=32, algorithm__repeat_times=8, **agent)) == sizes, why
 
 
 def test_a_preset_says_how_often_a_task_is_repeated() -> None:
@@ -465,11 +464,10 @@ def test_arguments_that_cannot_be_are_refused(kind: str, args: dict[str, Json], 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"algorithm__algorithm_type": "gigpo"}, "gigpo, of a newer version, is coming"),
+        ({"algorithm__algorithm_type": "cpt"}, "cpt, of a newer version, is coming"),
         ({"algorithm__algorithm_type": "grop"}, "did you mean 'grpo'"),
         ({"algorithm__advantage_fn": "ppo", "algorithm__algorithm_type": "grpo"}, "needs a critic"),
         ({"algorithm__advantage_fn": "grpo"}, "needs a critic"),
-        ({"algorithm__advantage_fn": "gigpo", "algorithm__algorithm_type": "grpo"}, "gigpo is coming"),
         (
             {
                 "algorithm.advantage_fn_args.*": {"duplicate_experiences": True},
@@ -923,12 +921,18 @@ def test_rewards_by_name_or_file() -> None:
     with pytest.raises(ConfigError, match="did you mean math_reward"):
         judging.rewards(grpo(buffer__explorer_input__default_reward_fn_type="math_rewrd"))
     for workflow, why in (
-        ("RAFT_alfworld_workflow", "it plays ALFWorld by that package"),
-        ("TCOD_b2f_scienceworld_workflow", "it plays ScienceWorld"),
-        ("frozen_lake_workflow", "it plays gymnasium's FrozenLake"),
+        (
+            "RAFT_alfworld_workflow",
+            "it trains on winning episodes alone.*alfworld_workflow with algorithm_type: raft",
+        ),
+        (
+            "RAFT_reflect_alfworld_workflow",
+            "it trains on winning episodes alone, and on replies after another prompt",
+        ),
+        ("TCOD_b2f_scienceworld_workflow", "it is code over Trinity-RFT's own interfaces"),
+        ("intercode_sql_workflow", "it runs SQL in a database server in Docker"),
         ("async_math_rm_workflow", "another model judges its replies"),
-        ("agentscope_react_workflow", "it is an agent in another program"),
-        ("tool_call_workflow", "its prompts are made of columns"),
+        ("agentscope_react_workflow", "it is an agent of AgentScope.*whet.envs.tool_env:tools"),
         ("my_workflow", "it is code over Trinity-RFT's own interfaces"),
     ):
         with pytest.raises(

@@ -46,6 +46,8 @@ class Batch:
     """float32"""
     stopped_R: Tensor
     """bool: ended by itself (finish reason `stop`), not by a limit."""
+    truncated_R: Tensor | None = None
+    """bool: a limit ended the reply or the episode, so what would have followed has a value. None: not known."""
     part_RC: Tensor | None = None
     """float64 [R, C]: parts of the reward, each in a column, where the advantage reads them."""
     turn_reward_N: Tensor | None = None
@@ -57,6 +59,9 @@ class Batch:
     logp_old_N: Tensor | None = None
     logp_ref_N: Tensor | None = None
     value_N: Tensor | None = None
+    last_value_R: Tensor | None = None
+    """float32: the critic's value of the state after the last token of a truncated rollout; 0 for the others. None: no
+    advantage reads it."""
     collision_N: Tensor | None = None
     """float32: sum over the vocabulary of p^2, by the policy before the step (optimal-token baseline)."""
     entropy_N: Tensor | None = None
@@ -177,6 +182,7 @@ def pack(groups: Sequence[Group]) -> Batch:
         group_R=torch.from_numpy(group),
         reward_R=torch.tensor([0.0 if r.reward is None else r.reward for r in rollouts], dtype=torch.float32),
         stopped_R=torch.tensor([r.finish_reason == "stop" for r in rollouts]),
+        truncated_R=torch.tensor([r.is_truncated for r in rollouts]),
         turn_reward_N=_turn_rewards(strands, length),
         baseline_R=_all_or_none([r.baseline for r in rollouts]),
     )

@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from whet import seeds
+from whet.algos.bootstrap import Lengthened, lengthened
 from whet.algos.critic import Scale
 from whet.algos.demonstration import without_experts
 from whet.algos.entropy import EntropyBonus
@@ -196,19 +198,36 @@ class Learner:
         for want, name in OF_POLICY.items():
             if want in algorithm.needs:
                 asked[name] = self.policy, partial(self.policy.forward, seen, want)
+        longer = lengthened(seen) if self.critic is not None and algorithm.bootstraps else None
         if self.critic is not None:
-            asked["value_N"] = self.critic, partial(self.critic.forward, seen, "values")
-        found = {name: among_skipped(batch, x_N) for name, x_N in run_concurrently(asked).items()}
+            valued = seen if longer is None else longer.batch
+            asked["value_N"] = self.critic, partial(self.critic.forward, valued, "values")
+        done = run_concurrently(asked)
+        last_R = None
+        if longer is not None:
+            done["value_N"], last_R = longer.parted(done["value_N"])
+        found = {name: among_skipped(batch, x_N) for name, x_N in done.items()}
         if algorithm.kind == "online" and "logp_old_N" not in found:
             found["logp_old_N"] = sampled_logp_N(batch)
         if "value_N" in found:
             found["value_N"] = self.value_scale.restored(found["value_N"], batch.mask_N)
+        if longer is not None and last_R is not None:
+            found["last_value_R"] = self._last_values(batch, longer, last_R)
         if self.reference is not None and "kl_zero" in algorithm.needs:
             found["kl_zero_R"] = kl_zero(batch, policy=self.policy.forward, reference=self.reference.forward)
         reprompted = (
             batch.reprompted if algorithm.full_kl_coef else None
         )  # else the update reads logp_ref_N alone
         return replace(batch, reprompted=reprompted, **found)
+
+    def _last_values(self, batch: Batch, longer: Lengthened, last_R: Tensor) -> Tensor:
+        """[R] of the whole batch; 0 for rollouts that are skipped or not truncated."""
+        is_last_R = torch.zeros(len(last_R), dtype=torch.bool, device=last_R.device)
+        is_last_R[longer.row_T.to(last_R.device)] = True
+        last_R = self.value_scale.restored(last_R, is_last_R)
+        if batch.skipped_R is None:
+            return last_R
+        return last_R.new_zeros(batch.rollouts).masked_scatter(~batch.skipped_R.to(last_R.device), last_R)
 
     @property
     def recomputes_old(self) -> bool:

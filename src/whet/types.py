@@ -38,6 +38,9 @@ environment's own), `tokens` (sampled), `context` (of a full strand), `turns`, `
 `observations` (tokens of the environment), `calls` (of tools), `malformed` (replies that cannot be read), `time`.
 `fault`: something broke that the policy did not cause."""
 
+LIMITS: tuple[StopReason, ...] = ("truncated", "tokens", "context", "turns", "cost", "observations", "calls")
+"""Limits that end an episode which would have gone on. A reply that cannot be read ends it by its own fault."""
+
 Metrics = dict[str, float]
 """Numbers of one step, named `stage/what_unit`."""
 
@@ -431,6 +434,13 @@ class Rollout:
             )
         if self.error is not None:
             object.__setattr__(self, "error", redact(self.error))
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit ended it: of the episode, or of its single reply."""
+        if self.stop_reason is None:
+            return self.finish_reason == "length"
+        return self.stop_reason in LIMITS
 
     @classmethod
     def one_strand(

@@ -30,6 +30,7 @@ from whet.algos.baselines import (
     reinforce_plus_plus_baseline,
     rloo,
 )
+from whet.algos.bootstrap import with_last
 from whet.algos.kl import reference_kl
 from whet.algos.segments import discounted, last_sampled_R, need, old_logp_N, turn_of_M
 from whet.algos.token_baseline import optimal_token_baseline, tir_optimal_token_baseline
@@ -53,17 +54,22 @@ def token_rewards(batch: Batch, *, kl_coef: float = 0.0, estimator: str = "k1") 
     return reward_N
 
 
-def gae(batch: Batch, *, reward_N: Tensor, gamma: float, lam: float) -> Advantage:
+def gae(
+    batch: Batch, *, reward_N: Tensor, gamma: float, lam: float, bootstrap_truncated: bool = False
+) -> Advantage:
     """A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; the return is A + V.
 
     arXiv:1506.02438 eq. 16. t runs over the sampled tokens of a rollout, strand after strand, so that an
     environment's tokens between two turns and context neither discount nor carry a value; after the last one V is 0.
+    bootstrap_truncated: where a limit ended the rollout, it is the critic's (arXiv:1712.00378).
     """
     value_N = need(batch.value_N, "batch.value_N").to(reward_N.dtype)
     at_M = batch.mask_N.nonzero().flatten()
     row_M, value_M = batch.rollout_N[at_M], value_N[at_M]
     next_M = torch.zeros_like(value_M)
     next_M[:-1] = torch.where(row_M[:-1] == row_M[1:], value_M[1:], 0.0)
+    if bootstrap_truncated:
+        next_M = with_last(next_M, row_M, batch)
     delta_M = reward_N[at_M] + gamma * next_M - value_M
     adv_M = discounted(delta_M, row_M, gamma * lam)
     zero_N = torch.zeros_like(reward_N)

@@ -52,6 +52,8 @@ class Algorithm:
     """Everything that is needed besides rewards."""
     needs_critic: bool
     """`value_N` must be filled in, and the critic learns with `value_loss`."""
+    bootstraps: bool
+    """`last_value_R` must be filled in."""
     needs_old: Callable[[bool], bool]
     """Given whether sampled log-probs are exact: must the trainer recompute `logp_old_N`? Else None."""
     entropy: EntropyControl
@@ -125,6 +127,7 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         needs_reference=r.needs_reference,
         needs=r.needs,
         needs_critic=r.needs_critic,
+        bootstraps=bool(r.settings["advantage"].settings.get("bootstrap_truncated", False)),
         needs_old=partial(_needs_old, r, uses_old),
         entropy=_entropy(r),
         parts=tuple(r.settings["advantage"].settings.get("parts", ())) if r.advantage == "gdpo" else (),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from whet.algos.baselines import Advantage, grpo
+from whet.algos.bootstrap import with_last
 from whet.algos.segments import discounted, group_sum, need, turn_of_M
 from whet.batch import Batch
 
@@ -44,19 +45,23 @@ def step_wise_grpo(
     return adv_N, None
 
 
-def turn_level_gae(batch: Batch, *, reward_N: Tensor, gamma: float, lam: float) -> Advantage:
+def turn_level_gae(
+    batch: Batch, *, reward_N: Tensor, gamma: float, lam: float, bootstrap_truncated: bool = False
+) -> Advantage:
     """GAE with turns as actions: A_k = delta_k + gamma lam A_{k+1}, delta_k = r_k + gamma V_{k+1} - V_k.
 
     arXiv:2512.17008 section 4. r_k is the sum of a turn's rewards, V_k the value at its first sampled token: of what
-    the policy has read when it begins to answer; after the last turn V is 0. All tokens of a turn have its advantage,
-    and its return A + V, so that the critic learns at each of them what the turn and all later ones bring (VAGEN trains
-    it at the first token alone).
+    the policy has read when it begins to answer; after the last turn V is 0, or the critic's where a limit ended the
+    rollout (bootstrap_truncated). All tokens of a turn have its advantage, and its return A + V, so that the critic
+    learns at each of them what the turn and all later ones bring (VAGEN trains it at the first token alone).
     """
     value_N = need(batch.value_N, "batch.value_N").to(reward_N.dtype)
     at_M, turn_M = batch.mask_N.nonzero().flatten(), turn_of_M(batch)
     row_K, value_K = _first_of_turn(batch, batch.rollout_N), _first_of_turn(batch, value_N)
     next_K = torch.zeros_like(value_K)
     next_K[:-1] = torch.where(row_K[:-1] == row_K[1:], value_K[1:], 0.0)
+    if bootstrap_truncated:
+        next_K = with_last(next_K, row_K, batch)
     reward_K = torch.zeros_like(value_K).index_add(0, turn_M, reward_N[at_M])
     adv_K = discounted(reward_K + gamma * next_K - value_K, row_K, gamma * lam)
     zero_N = torch.zeros_like(reward_N)

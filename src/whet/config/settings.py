@@ -133,6 +133,10 @@ class Gae(Discount):
 
     lam: Fraction = 1.0
     """Lambda: 1 is the return less the value, 0 the one-step error."""
+    bootstrap_truncated: bool = False
+    """true: where a limit ended a rollout (tokens, turns, cost, observations, context, an environment's `truncated`),
+    the critic's value of the state after its last token stands for what would have followed. false: a rollout that a
+    limit ends is worth no more than its rewards, as in verl, SkyRL and TRL."""
 
 
 class TurnLevelGae(Section):
@@ -142,6 +146,10 @@ class TurnLevelGae(Section):
     """Discount factor per turn."""
     lam: Fraction = 1.0
     """Lambda: 1 is the return less the value, 0 the error of one turn."""
+    bootstrap_truncated: bool = False
+    """true: where a limit ended a rollout (tokens, turns, cost, observations, context, an environment's `truncated`),
+    the critic's value of the state after its last token stands for what would have followed. false: a rollout that a
+    limit ends is worth no more than its rewards."""
 
 
 class Gigpo(Std):

@@ -70,8 +70,17 @@ def _columns(source: SourceConfig) -> Iterator[str]:
 
 
 def _no_prompt(cfg: Config, source: SourceConfig, part: str) -> Iterator[str]:
-    """A source of texts without prompts is learned from, and can do nothing else."""
+    """A source of texts without prompts is learned from, and can do nothing else. Where an environment asks, what it
+    asks follows the system message."""
     if source.prompt is not None or source.messages is not None:
+        return
+    if cfg.rollout.env is not None and (kind_of(cfg.algorithm) == "online" or part == "eval"):
+        if source.system_prompt is None and source.system_prompt_column is None:
+            yield "is null, so the environment asks; give system_prompt, which its messages follow"
+        if source.template is not None:
+            yield "is null, so template has no prompt to act on; leave template out"
+        if source.reply_prefix is not None:
+            yield "is null, so reply_prefix would stand before what the environment asks; leave reply_prefix out"
         return
     if kind_of(cfg.algorithm) not in ("demonstrations", None) and part != "demonstrations":
         yield f"is null, but algorithm.name={cfg.algorithm.name} needs prompts; name the column"

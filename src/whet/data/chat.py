@@ -97,7 +97,7 @@ def as_prompt(
             return prompt + (reply_prefix or "")
         prompt = (Message("user", prompt),)
     if system is not None:
-        if prompt[0].role == "system":
+        if prompt and prompt[0].role == "system":
             raise DataError(
                 "The prompt already has a system message, but the source has a `system_prompt` too; leave one out."
             )

@@ -65,11 +65,19 @@ def named(source: SourceConfig) -> dict[str, str]:
 
 def has_no_prompts(source: SourceConfig) -> bool:
     """Whether the responses of a source are whole texts."""
-    return source.prompt is None and source.messages is None
+    return source.prompt is None and source.messages is None and not is_asked_by_env(source)
 
 
-def used(source: SourceConfig) -> tuple[str, ...]:
-    """The columns that `parse` reads, nested ones with those they are in: for reading no more than these."""
+def is_asked_by_env(source: SourceConfig) -> bool:
+    """Whether the prompt is the system message alone: the environment asks, by the other columns of the row."""
+    has_system = source.system_prompt is not None or source.system_prompt_column is not None
+    return source.prompt is None and source.messages is None and has_system
+
+
+def used(source: SourceConfig) -> tuple[str, ...] | None:
+    """The columns that `parse` reads, nested ones with those they are in: for reading no more than these. None: all."""
+    if is_asked_by_env(source):
+        return None
     return tuple(c for n in named(source).values() for c in dict.fromkeys((n, n.partition(".")[0])))
 
 
@@ -84,22 +92,24 @@ def parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None, where
 
 
 def _parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None) -> Fields:
-    label, system = _own(row, source.label), _own(row, source.system_prompt_column)
+    label, own_system = _own(row, source.label), _own(row, source.system_prompt_column)
+    system = source.system_prompt if own_system is None else own_system
     asked: Prompt
     response: str | Message | None
     if source.messages is not None:
         *before, last = _conversation(_required(row, source.messages, "messages"), source.messages)
         asked, response = tuple(before), as_reply(last)
+    elif is_asked_by_env(source):
+        asked, response = (), None
     elif source.prompt is None:
         asked, response = "", _whole(_required(row, source.response, "response"), source.response)
     else:
         asked = _prompt(_required(row, source.prompt, "prompt"), source.prompt, source.template)
         response = _reply(_optional(row, source, "response"), source.response, asked=asked)
-    prompt = asked and as_prompt(
-        asked,
-        chat=chat,
-        system=source.system_prompt if system is None else system,
-        reply_prefix=source.reply_prefix,
+    if asked == () and not system:
+        raise DataError("the row has neither a prompt nor a system message, and the source has none for it")
+    prompt = (
+        asked if asked == "" else as_prompt(asked, chat=chat, system=system, reply_prefix=source.reply_prefix)
     )
     columns = named(source)
     return Fields(
@@ -115,7 +125,7 @@ def _parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None) -> F
         difficulty=None if source.difficulty is None else _number(row, source.difficulty),
         extra={k: v for k, v in row.items() if k not in columns.values()} | _desirable(row, source),
         found=frozenset(
-            f for f, own in (("label", label), ("system_prompt_column", system)) if own is not None
+            f for f, own in (("label", label), ("system_prompt_column", own_system)) if own is not None
         ),
     )
 

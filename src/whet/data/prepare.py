@@ -23,10 +23,10 @@ from whet.data.chat import (
     reply_text,
     with_kwargs,
 )
-from whet.data.columns import PER_ROW, Fields, has_no_prompts, named, parse, used
+from whet.data.columns import PER_ROW, Fields, has_no_prompts, is_asked_by_env, named, parse, used
 from whet.data.rows import SourceRows, read_rows
 from whet.guard import pulse
-from whet.types import ConfigError, DataError, Message, Task
+from whet.types import ConfigError, DataError, Json, Message, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -110,16 +110,24 @@ def prepare(
     return out
 
 
-def prompt_key(prompt: Prompt, response: str | Message | None) -> str:
-    """Equal for equal prompts; of rows without a prompt, for equal responses. System messages and the beginning of a
-    reply do not count; a text equals the user message with that text.
+def prompt_key(prompt: Prompt, response: str | Message | None, extra: Mapping[str, Json]) -> str:
+    """Equal for equal prompts; of rows without a prompt, for equal responses, or for equal other columns where an
+    environment asks. System messages and the beginning of a reply do not count; a text equals the user message with
+    that text.
     """
     if not prompt:
         return repr(response)
     if isinstance(prompt, str):
         return repr([("user", prompt)])
+    if all(message.role == "system" for message in prompt):
+        return _others(extra)
     asked = prompt[:-1] if prompt[-1].role == "assistant" else prompt
     return repr([(m.role, m.said) for m in asked if m.role != "system"])
+
+
+def _others(extra: Mapping[str, Json]) -> str:
+    """Equal for equal columns, in any order."""
+    return repr(sorted(extra.items()))
 
 
 def fit(token_ids: list[int], limit: int, rule: str) -> list[int]:
@@ -159,6 +167,8 @@ def _prepare(work: _Work) -> Prepared:
         pieces.append(np.fromiter(chain.from_iterable(ids for _, _, ids in batch), dtype=np.int32))
         for _, f, _ in batch:
             difficulties.append(f.difficulty)
+            if is_asked_by_env(work.source):
+                digest.update(_others(f.extra).encode(errors="surrogatepass"))
             digest.update(
                 repr((f.answer, f.response, f.rejected, f.extra.get("desirable"))).encode(
                     errors="surrogatepass"
@@ -220,7 +230,7 @@ def _batch(
     for i, row in enumerate(rows.slice(begin, end, used(work.source)), begin):
         fields = parse(row, work.source, name=rows.name, chat=work.data.chat, where=rows.where(i))
         found |= fields.found
-        if prompt_key(fields.prompt, fields.response) in work.exclude:
+        if prompt_key(fields.prompt, fields.response, fields.extra) in work.exclude:
             work.counts["held_out"] += 1
         else:
             kept.append((i, fields))

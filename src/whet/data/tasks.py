@@ -63,7 +63,7 @@ class TaskStream:
             sources,
             data,
             tokenizer=tokenizer,
-            exclude={prompt_key(t.prompt, t.response) for t in exclude},
+            exclude={prompt_key(t.prompt, t.response, t.extra) for t in exclude},
             max_response_tokens=max_response_tokens,
             counts=counts,
             turns=turns,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from whet.config.faults import shown
-from whet.config.keys import TABLES, Path, dotted
+from whet.config.keys import TABLES, Path, dotted, lookup
 from whet.config.schema import Config
 from whet.config.tree import get, path_of
 from whet.dialects.kinds import accepts, expected, same, understood
@@ -246,7 +246,14 @@ def _chosen(file: Reading, writes: Iterable[_Write]) -> list[_Write]:
             )
             file.problems.append((write.place, text))
     defaults = Config().model_dump(mode="json")
-    return [w for w in best.values() if _says_something(w, get(defaults, path_of(w.native, ())))]
+    return [w for w in best.values() if _says_something(w, _default(defaults, w))]
+
+
+def _default(defaults: Mapping[str, Json], write: _Write) -> Json:
+    """The native default of a key. A list has no entries by default: there a null counts against its own key's."""
+    path = path_of(write.native, ())
+    own = lookup(path) if write.value is None and any(isinstance(part, int) for part in path) else None
+    return get(defaults, path) if own is None else own.default
 
 
 def _says_something(write: _Write, default: Json) -> bool:

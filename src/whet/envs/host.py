@@ -41,6 +41,7 @@ from whet.envs.env import (
 )
 from whet.guard import confine
 from whet.guard.imports import import_all
+from whet.guard.last import outlive
 from whet.guard.line import messages
 from whet.guard.worker import describe
 from whet.rewards.bind import unpack_task
@@ -542,6 +543,7 @@ def serve(connection: Connection) -> None:
     except (EOFError, OSError):
         return
     sys.stdout = sys.stderr = output = PrintedLines(say)
+    outlive()  # before any code of the user's, which may start programs
     try:
         import_all(asked["imports"])
         make = load_object(asked["make"], what="rollout.env.make")

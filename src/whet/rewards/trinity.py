@@ -12,7 +12,7 @@ from fractions import Fraction
 from whet.rewards.builtin import Verdict, reference
 from whet.rewards.math import math
 from whet.rewards.tagged import answer_in
-from whet.types import Task
+from whet.types import Json, Task
 
 _FORM = 0.1
 """What the right form adds, and a wrong one takes away."""
@@ -69,6 +69,42 @@ def countdown_reward(response: str, task: Task) -> float:
     used = sorted(int(number) for number in re.findall(r"\d+", found[-1]))
     value = _value(found[-1].strip()) if used == sorted(wanted["numbers"]) else None
     return 1.0 if value is not None and abs(value - Fraction(str(wanted["target"]))) < 1e-5 else _FORM
+
+
+def toolcall_reward(response: str, task: Task) -> float:
+    """1 if the calls of the last <tool_call> are those of the answer, in any order, after one <think>...</think>; else
+    0 (Tool-N1, arXiv:2505.00024). The answer is a list of {name, arguments}, also as JSON text.
+    """
+    wanted = reference(task)
+    wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
+    if not isinstance(wanted, list) or not all(map(_is_call, wanted)):
+        raise ValueError(f"the answer of task {task.uid} is no list of calls: {str(wanted)[:60]!r}")
+    found = re.findall(r"<tool_call>(.*?)</tool_call>", response, re.DOTALL)
+    marks = [response.count(mark) for mark in ("<think>", "</think>")]
+    if not found or marks != [1, 1] or response.find("</think>") > response.find("<tool_call>"):
+        return 0.0
+    calls = _json(found[-1])
+    calls = _json(calls) if isinstance(calls, str) else calls
+    calls = [calls] if isinstance(calls, dict) else calls
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
+        return 0.0
+    return float(sorted(map(_call, calls)) == sorted(map(_call, wanted)))
+
+
+def _json(text: str) -> Json:
+    """What a text says as JSON; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_call(value: Json) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str) and "arguments" in value
+
+
+def _call(call: dict[str, Json]) -> tuple[str, str]:
+    return call["name"], json.dumps(call["arguments"], sort_keys=True)
 
 
 def _sum(judged: Verdict, right_form: bool) -> Verdict:

@@ -289,12 +289,19 @@ async def _finish(episode: Episode, play: Play) -> Rollout:
     stop: StopReason | None = "fault"
     error: str | None = None
     limit_s, start = play.pace.limit_s, time.monotonic()
+
+    def begin() -> None:
+        """The world is set up: from here on the time is the policy's and the world's together."""
+        nonlocal start
+        start = time.monotonic()
+        clock.reschedule(asyncio.get_running_loop().time() + limit_s)
+
     try:
-        async with asyncio.timeout(limit_s) as clock:
+        async with asyncio.timeout(limit_s + (play.limits.setup_s if play.make_env else 0.0)) as clock:
             if play.make_env is None:
                 reason, stop = await _reply(episode, play), None
             else:
-                reason, stop = await _turns(episode, play)
+                reason, stop = await _turns(episode, play, begin)
         play.pace.finished(time.monotonic() - start)
     except (EnvRestarted, EnvBroken):
         raise
@@ -318,8 +325,10 @@ def raised(error: Exception) -> str:
 # ---------------------------------------------------------------- turns
 
 
-async def _turns(episode: Episode, play: Play) -> tuple[FinishReason, StopReason]:
-    """The policy and the environment in turn."""
+async def _turns(
+    episode: Episode, play: Play, begin: Callable[[], object]
+) -> tuple[FinishReason, StopReason]:
+    """The policy and the environment in turn. begin: called once the environment is set up."""
     assert play.codec is not None
     play = replace(play, codec=play.codec.of(episode.task.chat_template_kwargs))
     assert play.make_env is not None
@@ -327,17 +336,20 @@ async def _turns(episode: Episode, play: Play) -> tuple[FinishReason, StopReason
     world = World(own, ask, alone=episode.alone, index=episode.index, attempt=episode.attempt)
     env = play.make_env(episode.task, world)
     try:
-        ended = await _converse(episode, play, env, world)
+        ended = await _converse(episode, play, env, world, begin)
         episode.reward = episode.reward or 0.0
         return ended
     finally:
         await _close(env)
 
 
-async def _converse(episode: Episode, play: Play, env: Env, world: World) -> tuple[FinishReason, StopReason]:
+async def _converse(
+    episode: Episode, play: Play, env: Env, world: World, begin: Callable[[], object]
+) -> tuple[FinishReason, StopReason]:
     codec = play.codec
     assert codec is not None
     await _open(episode, play, env)
+    begin()
     for turn in range(1, play.limits.max_turns + 1):
         reason = await _reply(episode, play)
         world.begin_turn()

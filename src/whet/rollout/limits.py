@@ -31,6 +31,9 @@ class EpisodeLimits:
     max_total_tokens: int | None = None
     """Tokens of a strand, prompt included ('context')."""
 
+    setup_s: float = 0.0
+    """Seconds that making the environment and its first messages may take, beside the episode's own."""
+
     def left(self, max_tokens: int, *, sampled: int, prompt: int, length: int) -> int:
         """Tokens that may still be sampled.
 
@@ -46,6 +49,9 @@ class EpisodeLimits:
 
 def limits_of(cfg: Config) -> EpisodeLimits:
     """Those of a stage: rollout.env and data.max_total_tokens."""
-    own = [field.name for field in fields(EpisodeLimits) if field.name != "max_total_tokens"]
-    env = {} if cfg.rollout.env is None else {name: getattr(cfg.rollout.env, name) for name in own}
+    given = cfg.rollout.env
+    own = [f.name for f in fields(EpisodeLimits) if f.name not in ("max_total_tokens", "setup_s")]
+    env = {} if given is None else {name: getattr(given, name) for name in own}
+    if given is not None:
+        env["setup_s"] = 2 * given.timeout_s  # one call makes it, one asks for its first messages
     return EpisodeLimits(**env, max_total_tokens=cfg.data.max_total_tokens)

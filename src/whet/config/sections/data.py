@@ -50,7 +50,8 @@ class SourceConfig(Section):
     """Sampling weight of this source in the mix, relative to the other sources."""
     prompt: str | None = "prompt"
     """Column of the prompt: text, or a list of {role, content} messages. null: the rows have no prompt, and SFT learns
-    all tokens of the response but the first. Columns that you do not name are recognised where the default ones are
+    all tokens of the response but the first; with `rollout.env` the environment asks, and what it says first follows
+    `system_prompt`. Columns that you do not name are recognised where the default ones are
     absent: `messages`; `question` or `text` as the prompt; `completion` or `chosen` as the response (the `answer` of a
     `question`, if there is neither); conversations in `chosen` and `rejected` with a shared prompt; for SFT a `text`
     alone as a response without a prompt. run.log and `whet plan` report the choice; if several columns fit, name

@@ -82,7 +82,7 @@ class EnvironmentConfig(Section):
     malformed, never as text. (verl: multi_turn.format; vLLM: tool_call_parser)"""
     timeout_s: Above0 = 60.0
     """Longest time of one call of the environment, without its waits for replies of the policy; after it the rollout
-    fails."""
+    fails. The calls that make it and ask for its first messages do not count for `rollout.timeout_s`."""
     hosts: Positive = 1
     """Number of host processes. Each plays many rollouts at once; a plain (not async) environment has a thread for each
     of them."""

@@ -35,6 +35,14 @@ ADVANTAGES: dict[str, Native] = {
     "grpo": {**_GROUPS, "duplicate_experiences": False, "rank_penalty": None},
     "grpo_verl": {"epsilon": 1e-6},
     "step_wise_grpo": {**_GROUPS, "enable_step_norm": False},
+    "gigpo": {
+        "omega": 1.0,
+        "gamma": 1.0,
+        "fnorm": "none",
+        "epsilon": 1e-6,
+        "step_reward_key": "step_reward",
+        "env_state_hash_key": "env_state_hash",
+    },
     "opmd": {"opmd_baseline": "mean", "tau": 1.0},
     "asymre": {"baseline_shift": -0.1},
     "rec": {"epsilon": 1e-6, "std_normalize": False, "drop": None},
@@ -53,7 +61,6 @@ ADVANTAGES: dict[str, Native] = {
 _NEEDS = {"duplicate_experiences": "std_threshold", "epsilon": "std_normalize"}
 """Arguments that only another one makes count; the second of rec."""
 
-NEWER = ("gigpo",)
 _NATIVE = {
     "ppo": "gae",
     "grpo_verl": "grpo",
@@ -70,6 +77,7 @@ _ARGUMENTS = {
     "lambda_coef": "advantage.distill_mixture",
     "baseline_shift": "advantage.baseline_shift",
     "epsilon": "advantage.std_epsilon",
+    "omega": "advantage.turn_weight",
     "opmd_baseline": "advantage.opmd_baseline",
     "std_normalize": "advantage.normalize_std",
     "std_threshold": "groups.min_std",
@@ -96,7 +104,7 @@ def advantage(values: Values) -> Native:
             )
         return {}
     name = text(values, KEY) or base.advantage
-    known_as(name, ADVANTAGES, key=KEY, coming=NEWER)
+    known_as(name, ADVANTAGES, key=KEY)
     kind = values["algorithm.algorithm_type"]
     for only, owner in _OF_ONE.items():
         if (name == only) != (kind == owner):
@@ -129,6 +137,9 @@ def _settings(name: str, given: Mapping[str, Json]) -> Native:
             del told["advantage.distill_mixture"]  # log teacher - log policy, as in Trinity
         else:
             told["advantage.distill_estimator"] = "jsd"
+    if name == "gigpo":
+        _check_turns(given)
+        told["advantage.normalize_std"] = given["fnorm"] == "std"
     if name in _ENTROPY_CLIP:
         told["entropy_clip"] = _ENTROPY_CLIP[name]
     if name == "rloo":
@@ -142,6 +153,17 @@ def _settings(name: str, given: Mapping[str, Json]) -> Native:
     if given.get("std_cal_level", "group") != "group":
         told["advantage.std_scope"] = given["std_cal_level"]
     return {f"algorithm.{key}": value for key, value in told.items()}
+
+
+def _check_turns(given: Mapping[str, Json]) -> None:
+    """The names under which a workflow of Trinity's tells rewards and states: environments have no names for them."""
+    known_as(str(given["fnorm"]), {"std": 1, "none": 1}, key=f"{KEY}_args.fnorm")
+    for key in ("step_reward_key", "env_state_hash_key"):
+        if given[key] != ADVANTAGES["gigpo"][key]:
+            raise ConfigError(
+                f"{KEY}_args.{key}: {given[key]} is a name in a workflow of yours; here a turn has the reward of its "
+                "environment's answer, and is compared with turns that answer the same; leave it out."
+            )
 
 
 def _check_divergence(given: Mapping[str, Json]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.algorithm import OPERATORS
 from whet.dialects.trinity.loss import STRATEGY, step, strategy, weight
-from whet.dialects.trinity.rewards import WORKFLOWS, is_one_turn, is_plain, system, workflow
+from whet.dialects.trinity.rewards import WORKFLOWS, gives_one, is_plain, system, workflow, world_of
 from whet.dialects.trinity.values import (
     AUXILIARY,
     BY_EXPLORER,
@@ -88,7 +88,7 @@ def batch(values: Values) -> Native:
     need = _needed(values, tasks)
     if need < tasks:
         return _with_spare(values, need, spare=tasks - need)
-    if size not in (None, tasks * times) and is_one_turn(values):
+    if size not in (None, tasks * times) and gives_one(values):
         tasks = _of_the_trainer(values, size, tasks * times)
     _divided(values, size or tasks * times)
     return {"train.tasks_per_step": tasks, "rollout.group_size": times}
@@ -273,21 +273,33 @@ def _plain(own: Own, what: str, message: str, *, at: str) -> Native:
 
 def _source(values: Values, own: Own, what: str, *, at: str) -> Native:
     plain, message = is_plain(values, own, what), system(values, own, what)
-    template = WORKFLOWS[workflow(values, own, what)].template
+    kind = WORKFLOWS[workflow(values, own, what)]
     storage = str(own.get("storage_type") or "file")
     if storage == "queue":
         raise ConfigError(f"{what}.storage_type: whet reads tasks from files only; write file.")
     known_as(storage, {"file": 1}, key=f"{what}.storage_type", coming=("sql",))
     name, prefix = text(own, "name"), text(own, "format.reply_prefix")
+    if kind.world is not None or kind.rows:
+        if prefix:
+            raise ConfigError(f"{what}.format.reply_prefix: has no effect with this workflow; leave it out.")
+        return _made(own, what, message, kind.rows, at=at) | ({f"{at}.name": name} if name else {})
     return {
         **rows_of(own, what, at=at),
         f"{at}.prompt": own.get("format.prompt_key") or "prompt",
         f"{at}.answer": own.get("format.response_key") or "response",
         **({f"{at}.name": name} if name else {}),
         **(_plain(own, what, message, at=at) if plain else _system(own, message, at=at)),
-        **({f"{at}.template": template} if template else {}),
+        **({f"{at}.template": kind.template} if kind.template else {}),
         **({f"{at}.reply_prefix": prefix} if prefix else {}),
     }
+
+
+def _made(own: Own, what: str, message: str, rows: str, *, at: str) -> Native:
+    """Rows whose prompts an environment asks, or a function makes of their columns."""
+    if not rows:
+        return {**rows_of(own, what, at=at), f"{at}.prompt": None, f"{at}.system_prompt": message}
+    places = {key.removeprefix(f"{at}."): value for key, value in rows_of(own, what, at=at).items()}
+    return {f"{at}.function": rows, f"{at}.arguments": places}
 
 
 def evaluation(values: Values) -> Native:
@@ -303,7 +315,10 @@ def evaluation(values: Values) -> Native:
         WORKFLOWS[workflow(values, own, f"{EVAL_TASKSETS}[{n}]")].sampling for n, own in enumerate(sets)
     ]
     times = [1 if fixed else own.get("repeat_times") or 1 for own, fixed in zip(sets, brought)]
-    sampled = [_sampled(values, own) | (fixed or {}) for own, fixed in zip(sets, brought)]
+    sampled = [
+        _sampled(values, own, f"{EVAL_TASKSETS}[{n}]") | (fixed or {})
+        for n, (own, fixed) in enumerate(zip(sets, brought))
+    ]
     out |= {"eval.samples": times[0]} | {f"eval.sampling.{key}": value for key, value in sampled[0].items()}
     special: Native = {}
     for n in range(len(sets)):
@@ -456,9 +471,11 @@ def _store(values: Values, storage: str, path: str | None) -> Native:
 # ---------------------------------------------------------------- sampling
 
 
-def _sampled(values: Values, own: Own) -> Native:
+def _sampled(values: Values, own: Own, what: str) -> Native:
     """vLLM's sampling arguments of a taskset, the model's where it gives none; top_k -1 is off."""
     out: Native = {}
+    world = world_of(values, own, what)
+    own = {} if world is not None and not world.rollout_args else own
     for key in ("temperature", "top_p", "top_k"):
         value = given(own.get(f"rollout_args.{key}"))
         out[key] = values[f"model.{key}"] if value is None else value
@@ -471,7 +488,7 @@ def sampling(values: Values) -> Native:
     """How training samples; the trainer divides by the same temperature."""
     own = {key: v for key, v in inside(values, TASKSET).items() if key != "rollout_args.max_tokens"}
     return {
-        **{f"rollout.sampling.{key}": value for key, value in _sampled(values, own).items()},
+        **{f"rollout.sampling.{key}": value for key, value in _sampled(values, own, TASKSET).items()},
         "rollout.sampling.min_tokens": min(values["model.min_response_tokens"], limits(values)[1]),
     }
 
@@ -508,11 +525,22 @@ def token_limits(values: Values) -> Native:
         both = values["model.max_model_len"] or prompt + response
         total = ("data.max_total_tokens", "data.max_prompt_tokens", "rollout.sampling.max_tokens")
         return {**dict.fromkeys(total, both), "data.overlong": "error"}
-    return {
+    truncates = values["model.enable_prompt_truncation"]
+    out: Native = {
         "data.max_prompt_tokens": prompt,
-        "data.overlong": "filter" if values["model.enable_prompt_truncation"] else "error",
+        "data.overlong": "filter" if truncates else "error",
         "rollout.sampling.max_tokens": values[f"{TASKSET}.rollout_args.max_tokens"] or response,
     }
+    world = world_of(values, inside(values, TASKSET), TASKSET)
+    if world is None:
+        return out
+    whole = values["model.max_model_len"] or prompt + response
+    out |= {"data.max_total_tokens": whole, "rollout.env.observation_tokens": whole}
+    if world.tokens is not None:  # of all replies and answers together
+        most = {"rollout.sampling.max_tokens": world.tokens, "rollout.env.tokens_after_prompt": world.tokens}
+        return out | most
+    bound = {"rollout.env.input_tokens": prompt} if truncates else {}
+    return out | {"rollout.sampling.max_tokens": response, "rollout.env.max_tokens_per": "turn"} | bound
 
 
 # ---------------------------------------------------------------- staleness

@@ -18,8 +18,10 @@ from whet.dialects.trinity.values import (
     entries,
     inside,
     online,
+    section,
     text,
 )
+from whet.dialects.trinity.worlds import WORLDS, TrinityWorld, environment
 from whet.types import ConfigError
 
 
@@ -40,6 +42,10 @@ class Workflow:
     """The file's system message is not read."""
     sampling: dict[str, float] | None = None
     """How it samples, once a task, whatever the file says."""
+    world: TrinityWorld | None = None
+    """What answers the replies, where there are several turns."""
+    rows: str = ""
+    """The function that makes its prompts of the rows' columns."""
 
 
 _BOXED_ANSWER = "Reason step by step, then write the final answer inside \\boxed{}."
@@ -69,15 +75,26 @@ ONE_TURN = {
     "on_policy_distill_math_workflow": _QWEN,
 }
 """Workflows of one turn. All but the last two also with async_ before the name."""
+_TOOL_CALLS = Workflow(reward="toolcall_reward", fixed=True, rows="whet.data.tool_n1:rows")
 
 WORKFLOWS = {
     **ONE_TURN,
     **{f"async_{name}": each for name, each in ONE_TURN.items() if "distill" not in name},
+    **dict.fromkeys(("toolcall_workflow", "tool_call_workflow"), _TOOL_CALLS),
+    **{name: Workflow(system=world.system, fixed=True, world=world) for name, world in WORLDS.items()},
 }
 
-_WORLD = "it plays {} by that package, with prompts of its own"
-_AGENT = "it is an agent in another program, which asks a server for replies"
+_AGENT = (
+    "it is an agent of AgentScope, a program that asks a server for replies (those of mathematics run the policy's "
+    "text as Python, too, which needs a sandbox of yours). In its place: whet.envs.tool_env:tools with the agent's "
+    "tools as functions (docs/tools.md), and the file's reward"
+)
+_RAFT = (
+    "it trains on winning episodes alone{}. In its place: alfworld_workflow with algorithm_type: raft and an operator "
+    "reward_filter with args.threshold: 1"
+)
 _JUDGE = "another model judges its replies; rewards.NAME.model is a reward model on this machine"
+_OWN_CODE = "it is code over Trinity-RFT's own interfaces"
 _OWN_PROMPT = "its prompts are made of columns of its own data; make a column of messages"
 NOT_READ: dict[str, str] = {
     **dict.fromkeys(("math_rm_workflow", "async_math_rm_workflow"), _JUDGE),
@@ -85,7 +102,6 @@ NOT_READ: dict[str, str] = {
         ("math_ruler_workflow", "async_math_ruler_workflow", "math_trainable_ruler_workflow"), _JUDGE
     ),
     "rubric_judge_workflow": _JUDGE,
-    **dict.fromkeys(("tool_call_workflow", "toolcall_workflow"), _OWN_PROMPT),
     **dict.fromkeys(
         ("sdpo_workflow", "sdpo_scienqa_workflow", "on_policy_distill_sciqa_workflow"), _OWN_PROMPT
     ),
@@ -96,17 +112,14 @@ NOT_READ: dict[str, str] = {
     **dict.fromkeys(("agentscope_react_workflow", "agentscope_react_math_workflow"), _AGENT),
     **dict.fromkeys(("agentscopev0_react_math_workflow", "agentscope_v1_react_search_workflow"), _AGENT),
     "email_search_workflow": _AGENT,
-    "frozen_lake_workflow": _WORLD.format("gymnasium's FrozenLake"),
-    "sudoku_workflow": "it plays puzzles of Trinity-RFT's own code",
+    "RAFT_alfworld_workflow": _RAFT.format(""),
+    "RAFT_reflect_alfworld_workflow": _RAFT.format(
+        ", and on replies after another prompt than they were sampled after (without the first try that they saw)"
+    ),
+    "intercode_sql_workflow": "it runs SQL in a database server in Docker, which whet does not start",
+    "rubric_judge_openai_workflow": _JUDGE,
 }
 """Trinity-RFT 0.6's other workflows, and why a file with them is not read."""
-WORLDS = {
-    "alfworld": "ALFWorld",
-    "sciworld": "ScienceWorld",
-    "scienceworld": "ScienceWorld",
-    "webshop": "WebShop",
-}
-"""Parts of names of workflows that play such a world."""
 
 TRINITY = "whet.rewards.trinity"
 REWARDS: dict[str, str] = {
@@ -114,7 +127,13 @@ REWARDS: dict[str, str] = {
     "math_dapo_reward": "math",
     **{
         name: f"{TRINITY}:{name}"
-        for name in ("math_reward", "math_boxed_reward", "format_reward", "countdown_reward")
+        for name in (
+            "math_reward",
+            "math_boxed_reward",
+            "format_reward",
+            "countdown_reward",
+            "toolcall_reward",
+        )
     },
 }
 """Trinity's rewards, and the function of each here."""
@@ -138,33 +157,29 @@ def workflow(values: Values, own: Own, what: str) -> str:
     if name not in NOT_READ:
         _refuse_typo(name, WORKFLOWS, at=at)
     raise NotSupportedYet(
-        f"{at}: {name} is not read: {_why_not(name)}. Of one turn there are here: {', '.join(ONE_TURN)}. For several "
-        "turns write an environment (docs/environments.md), and in the file default_workflow_type: simple_workflow and "
-        "whet.rollout.env.make: path/to/file.py:NAME."
+        f"{at}: {name} is not read: {NOT_READ.get(name, _OWN_CODE)}. Here: {', '.join(ONE_TURN)}, toolcall_workflow, "
+        f"{', '.join(WORLDS)}. For other turns write an environment (docs/environments.md), and in the file "
+        "default_workflow_type: simple_workflow and whet.rollout.env.make: path/to/file.py:NAME."
     )
 
 
-def _why_not(name: str) -> str:
-    """Why a workflow is not read."""
-    world = next((told for part, told in WORLDS.items() if part in name.lower()), None)
-    otherwise = _WORLD.format(world) if world else "it is code over Trinity-RFT's own interfaces"
-    return NOT_READ.get(name, otherwise)
-
-
-def is_one_turn(values: Values) -> bool:
-    """Whether the workflow of training is of one turn, which gives one experience a rollout."""
+def gives_one(values: Values) -> bool:
+    """Whether the workflow of training gives one experience a rollout, and not one a turn."""
     try:
-        workflow(values, inside(values, TASKSET), TASKSET)
+        world = world_of(values, inside(values, TASKSET), TASKSET)
     except NotSupportedYet:
         return False
-    return True
+    return world is None or not world.by_turn
+
+
+def world_of(values: Values, own: Own, what: str) -> TrinityWorld | None:
+    """What answers the replies to a taskset."""
+    return WORKFLOWS[workflow(values, own, what)].world
 
 
 def is_plain(values: Values, own: Own, what: str) -> bool:
     """Whether the prompts of a taskset are plain text, which math_boxed_workflow writes for base models (use_base)."""
-    return bool(_section(own, "workflow_args").get("use_base")) and "math_boxed" in workflow(
-        values, own, what
-    )
+    return bool(section(own, "workflow_args").get("use_base")) and "math_boxed" in workflow(values, own, what)
 
 
 def system(values: Values, own: Own, what: str) -> str:
@@ -174,16 +189,20 @@ def system(values: Values, own: Own, what: str) -> str:
         return str(given)
     if brought.of_reward and _reward(values, own, what) != brought.reward:
         return ""
-    return (_section(own, "workflow_args").get("with_think") and brought.with_think) or brought.system
+    return (section(own, "workflow_args").get("with_think") and brought.with_think) or brought.system
 
 
 def _reward(values: Values, own: Own, what: str) -> str | None:
-    """The reward of a taskset: its own, the general one, or its workflow's."""
+    """The reward of a taskset: its own, the general one, or its workflow's. None: a world gives it."""
     at, name = f"{what}.default_reward_fn_type", text(own, "default_reward_fn_type")
+    kind = workflow(values, own, what)
     if name is None:
         at = f"{INPUT}.default_reward_fn_type"
-        name = text(values, at) or WORKFLOWS[workflow(values, own, what)].reward
-    if name is None and distills(values):
+        name = text(values, at)
+    if name is not None and (WORKFLOWS[kind].world or WORKFLOWS[kind].rows):
+        raise ConfigError(f"{at}: {name} has no effect: {kind} has a reward of its own; leave it out.")
+    name = name or WORKFLOWS[kind].reward
+    if name is None and (distills(values) or WORKFLOWS[kind].world):
         return None
     if name is None:
         raise ConfigError(
@@ -211,14 +230,16 @@ def _refuse_typo(name: str, known: Collection[str], *, at: str) -> None:
 def _judged(values: Values, own: Own, what: str) -> dict[str, Native]:
     """The rewards of a taskset by label, as the native section has them."""
     name = _reward(values, own, what)
-    given = _section(own, "reward_fn_args")
-    plain, steps = is_plain(values, own, what), dict(_section(own, "workflow_args"))
+    given = section(own, "reward_fn_args")
+    plain, steps = is_plain(values, own, what), dict(section(own, "workflow_args"))
     if plain or steps.get("use_base") is False:
         del steps["use_base"]
     known = {"math_dapo_reward": _OVERLONG}.get(name or "", ())
     if name is None or name in REWARDS:
         _only(given, f"{what}.reward_fn_args", known)
     if name is None:
+        if WORKFLOWS[workflow(values, own, what)].world is None:
+            _only(steps, f"{what}.workflow_args", ())
         return {}
     _only(steps, f"{what}.workflow_args", _BOXED if name == "math_boxed_reward" else ())
     reward: Native = {"function": REWARDS.get(name, name)}
@@ -228,14 +249,6 @@ def _judged(values: Values, own: Own, what: str) -> dict[str, Native]:
         return {name: reward, **_overlong(given, what)}
     arguments = {**given, **steps}
     return {name.rpartition(":")[2]: {**reward, "arguments": arguments} if arguments else reward}
-
-
-def _section(own: Own, name: str) -> Own:
-    """A section of the user's arguments, whole."""
-    whole = own.get(name)
-    if isinstance(whole, dict):
-        return whole
-    return {key.removeprefix(f"{name}."): value for key, value in own.items() if key.startswith(f"{name}.")}
 
 
 def _only(given: Own, at: str, known: Sequence[str]) -> None:
@@ -269,12 +282,10 @@ def rewards(values: Values) -> Native:
     them names its own."""
     if not online(values):
         return {}
-    told = [_judged(values, inside(values, TASKSET), TASKSET)]
-    told += [
-        _judged(values, own, f"{EVAL_TASKSETS}[{n}]") for n, own in enumerate(entries(values, EVAL_TASKSETS))
-    ]
-    every, names = _labelled(told)
-    out: Native = {}
+    sets = [(inside(values, TASKSET), TASKSET)]
+    sets += [(own, f"{EVAL_TASKSETS}[{n}]") for n, own in enumerate(entries(values, EVAL_TASKSETS))]
+    every, names = _labelled([_judged(values, own, what) for own, what in sets])
+    out = environment([(world_of(values, *each), *each) for each in sets])
     for label, reward in every.items():
         out[f"rewards.{label}"] = reward if label in names[0] else {**reward, "weight": 0.0}
     if all(own == names[0] for own in names[1:]):

@@ -87,6 +87,14 @@ def inside(values: Values, section: str) -> Native:
     return {key.removeprefix(f"{section}."): v for key, v in values.items() if key.startswith(f"{section}.")}
 
 
+def section(own: Own, name: str) -> Own:
+    """A section of the user's arguments, whole."""
+    whole = own.get(name)
+    if isinstance(whole, dict):
+        return whole
+    return {key.removeprefix(f"{name}."): value for key, value in own.items() if key.startswith(f"{name}.")}
+
+
 def agreed(values: Values, defaults: Mapping[str, Json]) -> Json:
     """One meaning that several keys name: the value that differs from its default; the first default, if none does.
 
@@ -150,6 +158,7 @@ PRESETS: dict[str, Preset] = {
     "rec": Preset(recipe="rec", advantage="rec", loss="rec"),
     "raft": Preset(recipe="raft", loss="sft", kl_loss="none", entropy="none", repeat_times=1),
     "multi_step_grpo": Preset(recipe="step_wise_grpo", advantage="step_wise_grpo", repeat_times=8),
+    "gigpo": Preset(recipe="gigpo", advantage="gigpo", repeat_times=8),
     "on_policy_distill": Preset(
         recipe="distill",
         advantage="on_policy_distill",
@@ -169,7 +178,7 @@ PRESETS: dict[str, Preset] = {
     "dpo": Preset(recipe="dpo", loss="dpo", kind="dpo"),
 }
 
-NEWER = ("cpt", "gigpo")
+NEWER = ("cpt",)
 """Those of versions after the document that are not built."""
 
 

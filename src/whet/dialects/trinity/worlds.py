@@ -1,0 +1,130 @@
+"""Trinity-RFT's workflows of several turns that play a world of their own: which environment of whet plays it, and with
+what prompt. The texts are whet's own; the forms that they ask for are what the environments read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from whet.dialects.row import NotSupportedYet
+from whet.dialects.trinity.values import Native, Own, section
+from whet.types import ConfigError, Json
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrinityWorld:
+    """How a workflow plays."""
+
+    make: str
+    system: str
+    steps: int
+    """Replies of an episode, where the file does not say."""
+    step_key: str | None = None
+    """The workflow's argument that says it."""
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    """Its other arguments, and their names here."""
+    names_game: bool = False
+    """format.prompt_key names the column of the game."""
+    by_turn: bool = False
+    """It gives an experience for each turn."""
+    rollout_args: bool = False
+    """The taskset's sampling arguments count; else the model's alone."""
+    tokens: int | None = None
+    """Of all replies and answers together, whatever max_response_tokens says."""
+
+
+_THINK_ACT = (
+    "Each reply has two parts: what you think, inside <think> and </think>, then one action, inside <action> and "
+    "</action>. Nobody answers questions: finish the task by yourself."
+)
+_ALFWORLD = TrinityWorld(
+    make="whet.envs.text_worlds:alfworld",
+    system="You act in a house that is described to you, to finish the task that the first description ends with.\n"
+    "Actions (one word in brackets stands for a thing or a place, with its number):\n"
+    "look\ninventory\ngo to [place]\nopen [place]\nclose [place]\ntake [thing] from [place]\nmove [thing] to [place]\n"
+    "examine [thing]\nuse [thing]\nheat [thing] with [place]\nclean [thing] with [place]\ncool [thing] with [place]\n"
+    f"slice [thing] with [thing]\nYou can carry one thing. {_THINK_ACT}\n"
+    "For example: <think>A cup may be in the cabinet.</think><action>go to cabinet 1</action>",
+    steps=30,
+    step_key="max_env_steps",
+    names_game=True,
+)
+WORLDS: dict[str, TrinityWorld] = {
+    "frozen_lake_workflow": TrinityWorld(
+        make="whet.envs.frozen_lake:make",
+        system="You walk over a frozen lake. P is you, G the goal, _ ice, O a hole. Bring P to G in as few moves as "
+        "you can, and into no hole: a hole ends the walk. A move is Up, Down, Left or Right; on slippery ice it may go "
+        "to one side of where you aim.\nThink first, then give the next move in ``` ```, for example ```Up```.",
+        steps=10,
+        step_key="agent_max_steps",
+        arguments={"env_max_steps": "way", "is_slippery": "slippery", "desc": "board"},
+        rollout_args=True,
+        tokens=10240,
+    ),
+    "alfworld_workflow": _ALFWORLD,
+    "step_wise_alfworld_workflow": TrinityWorld(**{**vars(_ALFWORLD), "by_turn": True}),
+    "sciworld_workflow": TrinityWorld(
+        make="whet.envs.text_worlds:scienceworld",
+        system="You do an experiment in a world that is described to you.\nActions (OBJ is a thing, LOC a room):\n"
+        "open OBJ\nclose OBJ\nactivate OBJ\ndeactivate OBJ\nconnect OBJ to OBJ\ndisconnect OBJ\nuse OBJ [on OBJ]\n"
+        "look around\nexamine OBJ\nlook at OBJ\nread OBJ\nmove OBJ to OBJ\npick up OBJ\npour OBJ into OBJ\nmix OBJ\n"
+        "teleport to LOC\nfocus on OBJ (a thing of the task)\nwait (ten steps)\nwait1 (one step)\n"
+        f"{_THINK_ACT}\nFor example: <think>The kettle is in the kitchen.</think><action>teleport to kitchen</action>",
+        steps=30,
+        names_game=True,
+    ),
+    "webshop_workflow": TrinityWorld(
+        make="whet.envs.text_worlds:webshop",
+        system="You shop for someone: find the product that fits the instruction best, choose its options, and buy it "
+        "within 15 replies.\nActions: search[words], where the page has a search button; click[button], for a button "
+        f"of the page, which stands as [button] name [button_].\n{_THINK_ACT}\nFor example: <action>search[white "
+        "shoes]</action>, and at the end <action>click[Buy Now]</action>",
+        steps=15,
+        names_game=True,
+    ),
+    "sudoku_workflow": TrinityWorld(
+        make="whet.envs.sudoku:make",
+        system="You solve a sudoku: each number stands once in every row, column and block; 0 is an empty cell, and "
+        "only those may be filled. A reply is a list of moves and nothing else, one a line: row column value, with "
+        "rows and columns from 0. For example, two moves:\n0 2 4\n1 3 5",
+        steps=20,
+        by_turn=True,
+    ),
+}
+
+
+def environment(sets: Sequence[tuple[TrinityWorld | None, Own, str]]) -> Native:
+    """rollout.env of tasksets (world, its values, where it stands), the first of training. NotSupportedYet where they
+    are not played alike: a run has one environment."""
+    played = [_played(*each) for each in sets]
+    for made, (_, _, what) in zip(played, sets):
+        if made != played[0]:
+            raise NotSupportedYet(
+                f"{what}.default_workflow_type: with its workflow_args it is played otherwise than training is; a run "
+                "has one environment here: evaluate that taskset in a run of its own (`whet eval`)."
+            )
+    return played[0]
+
+
+def _played(world: TrinityWorld | None, own: Own, what: str) -> Native:
+    if world is None:
+        return {}
+    given = section(own, "workflow_args")
+    for key in given:
+        if key not in (*world.arguments, world.step_key):
+            known = ", ".join(filter(None, (*world.arguments, world.step_key))) or "none"
+            raise ConfigError(
+                f"{what}.workflow_args.{key}: the workflow has no such argument; it has: {known}."
+            )
+    steps = world.steps if world.step_key is None else given.get(world.step_key, world.steps)
+    arguments: dict[str, Json] = (
+        {"column": own.get("format.prompt_key") or "prompt"} if world.names_game else {}
+    )
+    arguments |= {"steps": steps}
+    arguments |= {name: given[key] for key, name in world.arguments.items() if given.get(key) is not None}
+    return {
+        "rollout.env.make": world.make,
+        "rollout.env.arguments": arguments,
+        "rollout.env.max_turns": steps,
+    }

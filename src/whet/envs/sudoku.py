@@ -1,0 +1,134 @@
+"""Sudoku as Trinity-RFT's sudoku_workflow plays it (0.5 and 0.6): `rollout.env.make: whet.envs.sudoku:make`.
+
+Each turn the policy sees the board as it is, without what was said before, and fills cells. A row gives `puzzle` and
+`solution`, lists of rows with 0 for an empty cell; else a board of 9 x 9 is drawn, the same for all rollouts of a task.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from math import isqrt
+
+from whet.envs.env import EnvFault, EnvStep, World
+from whet.types import Message, Task
+
+SIZE = 9
+Board = list[list[int]]
+
+
+class Sudoku:
+    """The board of one rollout."""
+
+    def __init__(self, task: Task, world: World, *, steps: int = 20, moves: int = 5) -> None:
+        """steps: replies of an episode; the policy is told how many are left. moves: cells that a reply may fill."""
+        self.task, self.steps, self.moves, self.turn = task, steps, moves, 0
+        if "puzzle" in task.extra:
+            self.board, self.solution = (_board(task, name) for name in ("puzzle", "solution"))
+        else:
+            self.board, self.solution = drawn(random.Random(task.uid))
+
+    async def first(self) -> list[Message]:
+        return [self._told()]
+
+    async def step(self, reply: Message) -> EnvStep:
+        """-1 and the end for a reply that is no list of moves, or breaks a rule; 1 and the end for the solution."""
+        self.turn += 1
+        moves = moves_of(reply.content, len(self.board), self.moves)
+        if moves is None:
+            return EnvStep(reward=-1.0, parts={"filled": 0.0, "solved": 0.0}, stop="malformed")
+        for row, column, value in moves:
+            if self.board[row][column] != 0:
+                return EnvStep(reward=-1.0, parts={"filled": 0.0, "solved": 0.0})
+            self.board[row][column] = value
+        solved = self.board == self.solution
+        parts = {"filled": float(len(moves)), "solved": float(solved)}
+        if not solved and not is_valid(self.board):
+            return EnvStep(reward=-1.0, parts=parts)
+        told = [] if solved else [self._told()]
+        prompt = list(self.task.prompt) if isinstance(self.task.prompt, tuple) else None
+        return EnvStep(told, float(solved), parts, solved, history=None if solved else prompt)
+
+    def _told(self) -> Message:
+        rows = [" ".join(map(str, row)) for row in self.board]
+        left = f"Replies left: {self.steps - self.turn}. A reply fills 1 to {self.moves} cells."
+        return Message("user", "\n".join(["The board, 0 for an empty cell:", *rows, left]))
+
+
+def moves_of(text: str, size: int, most: int) -> list[tuple[int, int, int]] | None:
+    """(row, column, value) of each line of a reply, rows and columns from 0; None if a line is something else."""
+    found = []
+    for line in text.split("\n"):
+        if not (words := line.split()):
+            continue
+        if len(words) != 3 or not all(word.isdecimal() and len(word) < 4 for word in words):
+            return None
+        row, column, value = map(int, words)
+        if not (row < size and column < size and 1 <= value <= size):
+            return None
+        found.append((row, column, value))
+    return found if 1 <= len(found) <= most else None
+
+
+def is_valid(board: Sequence[Sequence[int]]) -> bool:
+    """Whether no number stands twice in a row, a column or a block."""
+    return all(
+        len(there) == len(set(there))
+        for unit in _units(board)
+        if (there := [value for value in unit if value])
+    )
+
+
+def _units(board: Sequence[Sequence[int]]) -> list[list[int]]:
+    size, block = len(board), isqrt(len(board))
+    blocks = [
+        [board[r + i][c + j] for i in range(block) for j in range(block)]
+        for r in range(0, size, block)
+        for c in range(0, size, block)
+    ]
+    return [list(row) for row in board] + [list(column) for column in zip(*board)] + blocks
+
+
+def drawn(rng: random.Random) -> tuple[Board, Board]:
+    """A board of which half is empty, and the full one it comes from."""
+    solution = [[0] * SIZE for _ in range(SIZE)]
+    _fill(solution, rng)
+    board = [list(row) for row in solution]
+    for place in rng.sample(range(SIZE * SIZE), SIZE * SIZE // 2):
+        board[place // SIZE][place % SIZE] = 0
+    return board, solution
+
+
+def _fill(board: Board, rng: random.Random) -> bool:
+    """Fill the empty cells; whether that can be."""
+    place = next(((r, c) for r in range(SIZE) for c in range(SIZE) if not board[r][c]), None)
+    if place is None:
+        return True
+    row, column = place
+    for value in rng.sample(range(1, SIZE + 1), SIZE):
+        board[row][column] = value
+        if is_valid(board) and _fill(board, rng):
+            return True
+    board[row][column] = 0
+    return False
+
+
+def _board(task: Task, name: str) -> Board:
+    """EnvFault for a column that is no board."""
+    value = task.extra.get(name)
+    size = len(value) if isinstance(value, list) else 0
+    if (
+        not isinstance(value, list)
+        or not 4 <= size <= 25
+        or isqrt(size) ** 2 != size
+        or any(not isinstance(row, list) or len(row) != size for row in value)
+        or any(type(cell) is not int or not 0 <= cell <= size for row in value for cell in row)
+    ):
+        raise EnvFault(
+            f"the column {name!r} of task {task.uid} is {str(value)[:60]!r}; expected 4, 9, 16 or 25 rows of as many "
+            "numbers, 0 for an empty cell"
+        )
+    return [list(row) for row in value]
+
+
+make = Sudoku
