@@ -40,6 +40,7 @@ def inputs(folder: Path, **server: Any) -> EngineInputs:
         server=ServerConfig(**server),
         reply_timeout_s=50.0,
         run_dir=folder,
+        home=folder,
     )
 
 

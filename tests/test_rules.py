@@ -120,7 +120,9 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "rollout.server.timeout_s": [(VLLM, "rollout.timeout_s=5", "rollout.server.timeout_s=5")],
     "rollout.sampling.stop": [(VLLM, "rollout.sampling.stop=[x]")],
     "eval.sampling.stop": [(VLLM, EVAL, "eval.sampling.stop=[x]")],
-    "rollout.engine": [(VLLM, "mode=train"), (VLLM, "mode=explore")],
+    "rollout.server.urls": [
+        (VLLM, "rollout.server.urls=[http://a]", "mode=train", "cluster.explorers=1", "buffer.url=sqlite:///a.db")
+    ],
     "sync.content": [
         ("rollout.replicas=1", "sync.content=adapters"),
         (LORA, "rollout.replicas=1", "sync.content=adapters", "rollout.quantization=int8"),

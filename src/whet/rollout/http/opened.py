@@ -9,6 +9,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 
@@ -21,11 +22,12 @@ from whet.rollout.http.installed import found
 from whet.rollout.http.process import ServerProcess, arguments, free_port
 from whet.rollout.http.published import Folder, write_weights
 from whet.rollout.http.supported import reachable
-from whet.rollout.http.vllm import VllmEngine
+from whet.rollout.http.vllm import CAN, VllmEngine
 from whet.rollout.replica import Replica
 from whet.rollout.router import Router
-from whet.track.files import atomic_folder
-from whet.types import WhetError
+from whet.rollout.unasked import Unasked
+from whet.track.files import RunLock, atomic_folder, holder
+from whet.types import ConfigError, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +53,9 @@ class Opener:
         self.dtype = dtype
         bound = self.server.canary_bound or BOUNDS.get(dtype, BOUND)
         self.home = inputs.run_dir / "engine"
+        given = self.server.weights_dir
         self.folder = Folder(
-            Path(self.server.weights_dir or self.home).absolute(),
+            self.home if given is None else Path(given).absolute() / inputs.run_dir.relative_to(inputs.home),
             model=model,
             ops=inputs.ops,
             canary=Canary(bound, inputs.max_context),
@@ -64,6 +67,7 @@ class Opener:
         if self.token is not None:
             secrets.learn("rollout.server.token", self.token)
         self.urls = {f"engine-{n}": url for n, url in enumerate(self.server.urls)}
+        self.claims = [claimed(url, inputs.home) for url in self.server.urls]
 
     async def all(self) -> list[Replica]:
         """Those that the run begins with. They are asked next on another event loop."""
@@ -145,6 +149,12 @@ class Opener:
         token = {} if self.token is None else {"VLLM_API_KEY": self.token}
         return {**kept, "VLLM_SERVER_DEV_MODE": "1", **self.server.env, **token}
 
+    def close(self) -> None:
+        """Remove the weights, and let others have the given servers."""
+        self.folder.close()
+        for claim in self.claims:
+            claim.release()
+
     def _engine(self, calls: Calls) -> VllmEngine:
         inputs = self.inputs
         return VllmEngine(
@@ -156,24 +166,41 @@ class Opener:
         )
 
 
+def claimed(url: str, home: Path) -> RunLock:
+    """Keeps a given server for this process, among all processes of a run: two would load weights into it, and either
+    would let it go on while the other one's are half there. Raises ConfigError where another process has it."""
+    folder = home / "servers" / quote(url, safe="")
+    try:
+        return RunLock(folder)
+    except WhetError as error:
+        if (by := holder(folder)) is None:
+            raise
+        raise ConfigError(
+            f"rollout.server.urls: process {by[0]} on {by[1]} of this run has {url}; give each explorer, and a trainer "
+            "that evaluates, servers of its own"
+        ) from error
+
+
 class Servers(Router):
     """A `Router` over servers, and the folder by which they get weights."""
 
-    def __init__(self, folder: Folder, replicas: list[Replica], **how: Any) -> None:
-        super().__init__(replicas, ship=folder.ship, exact=False, **how)
-        self.folder = folder
+    def __init__(self, opener: Opener, replicas: list[Replica], **how: Any) -> None:
+        super().__init__(replicas, ship=opener.folder.ship, exact=False, **how)
+        self.opener = opener
 
     async def close(self) -> None:
         await super().close()
-        self.folder.close()
+        self.opener.close()
 
 
 def vllm(inputs: EngineInputs) -> RolloutEngine:
     """`rollout.engine: vllm`. Waits until all servers answer."""
+    if not inputs.asked:
+        return Unasked(CAN)
     opener, server = Opener(inputs), inputs.server
     opener.folder.close()  # what a killed run has left
     router = Servers(
-        opener.folder,
+        opener,
         asyncio.run(opener.all()),
         restart=opener.replica,
         restarts=server.restarts,
