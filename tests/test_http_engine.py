@@ -568,9 +568,15 @@ def test_options_become_arguments() -> None:
         "--tensor-parallel-size", "2", "--enforce-eager", "--no-enable-prefix-caching",
         "--hf-overrides", '{"head_dtype": "float32"}', "--allowed", "a", "b",
     ]  # fmt: skip
-    for name in ("port", "logprobs_mode", "--host"):
-        with pytest.raises(ConfigError, match=name.removeprefix("--")):
-            arguments({name: "x"})
+    for name, words in (
+        ("port", "port is set by whet"),
+        ("logprobs_mode", "set by whet"),
+        ("--host", "set by whet"),
+        ("weight_transfer_config", r"nccl, ipc .* need GPUs .* rollout\.server\.weights_dir"),
+        ("speculative-config", "draft model"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            arguments({name: {"backend": "nccl"}})
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,8 @@ def test_names_are_unique_and_newer_names_lead_to_rows() -> None:
 def test_statuses() -> None:
     counts = Counter(ROWS[name].status for name in DOCUMENT)
     assert counts == {
-        "translated": 79,
-        "coming": 4,
+        "translated": 80,
+        "coming": 3,
         "derived": 34,
         "mapped": 13,
     }
@@ -230,10 +230,27 @@ def test_who_has_gpus_of_its_own(
     assert found.get("train.parallel.separate_ranks", []) == wanted
 
 
+def test_servers_that_run_already() -> None:
+    away: dict[str, Json] = {"generator__run_engines_locally": False}
+    old = values(**away, generator__num_inference_engines=2)
+    assert run.rollout_engine(old) == {
+        "rollout.engine": "vllm",
+        "rollout.server.urls": ["http://127.0.0.1:8001"],
+    }
+    assert "rollout.replicas" not in devices.layout(old)
+    assert "names no server" in refusal(
+        run.rollout_engine, **away, generator__remote_inference_engine_urls=[]
+    )
+    for version in ("train-0.4", "main"):
+        urls: dict[str, Json] = {"generator__external_server_urls": ["https://a:1", "b:2"]}
+        new = values(version, **away, **urls)
+        assert run.rollout_engine(new)["rollout.server.urls"] == ["https://a:1", "http://b:2"]
+
+
 def test_engines() -> None:
     assert run.rollout_engine(values()) == {"rollout.engine": "native"}
     with pytest.raises(NotSupportedYet, match="coming"):
-        run.rollout_engine(values(generator__run_engines_locally=False))
+        run.rollout_engine(values(generator__run_engines_locally=False, generator__backend="sglang"))
     assert "remote engines only" in refusal(run.rollout_engine, generator__backend="sglang")
     assert "expected one of vllm, sglang" in said(generator__backend="hf")
     assert run.check_engine_mode(values(generator__batched=False)) == {}

@@ -97,6 +97,7 @@ def layout(v: Values) -> Native:
     check_placement(v)
     dp = data_parallel(v, "policy")
     engines = v["generator.num_inference_engines"] * v["generator.inference_engine_data_parallel_size"]
+    engines = 1 if asks_servers(v) else engines
     nodes = v[f"{PLACE}.policy_num_nodes"]
     if is_megatron(v):
         at = f"{POLICY}.megatron_config"

@@ -9,7 +9,16 @@ from pathlib import PurePath
 
 from whet.config.faults import shown
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
-from whet.dialects.skyrl.devices import PLACE, POLICY, A, data_parallel, has_critic, is_megatron, since
+from whet.dialects.skyrl.devices import (
+    PLACE,
+    POLICY,
+    A,
+    asks_servers,
+    data_parallel,
+    has_critic,
+    is_megatron,
+    since,
+)
 from whet.dialects.skyrl.learn import input_length
 from whet.dialects.typed import choose
 from whet.types import ConfigError, Json
@@ -305,16 +314,33 @@ def _sampling(v: Values, given: str, native: str) -> Native:
 
 def rollout_engine(v: Values) -> Native:
     """The embedded engine stands in for one that the trainer would start; SkyRL's rules for engines hold."""
-    if not v["generator.run_engines_locally"]:
-        raise NotSupportedYet(
-            "generator.run_engines_locally=false: inference servers are not built yet (coming); today the engine "
-            "runs in the trainer's process: leave the key out"
-        )
+    if asks_servers(v):
+        return given_servers(v)
     if v["generator.backend"] == "sglang" and not since(v, "train-0.1"):
         raise ConfigError(
             "generator.backend=sglang is for remote engines only (generator.run_engines_locally=false)"
         )
     return {"rollout.engine": "native"}
+
+
+def given_servers(v: Values) -> Native:
+    """Servers that run already."""
+    if v["generator.backend"] != "vllm":
+        raise NotSupportedYet(
+            f"generator.run_engines_locally=false with generator.backend={v['generator.backend']}: only servers of "
+            "vLLM are built, others are coming; write generator.backend=vllm with URLs of vLLM"
+        )
+    keys = [f"generator.{name}" for name in ("external_server_urls", "remote_inference_engine_urls")]
+    urls = next((v[key] for key in keys if v.get(key)), [])
+    if not urls:
+        raise ConfigError(
+            "generator.run_engines_locally=false names no server: write generator.external_server_urls (or, before it, "
+            "generator.remote_inference_engine_urls)"
+        )
+    return {
+        "rollout.engine": "vllm",
+        "rollout.server.urls": [url if "://" in url else f"http://{url}" for url in urls],
+    }
 
 
 def check_engine_mode(v: Values) -> Native:

@@ -118,19 +118,28 @@ def free_port() -> int:
 
 OWN_OPTIONS = (
     "host", "port", "model", "dtype", "max-model-len", "tokens-only", "logprobs-mode", "load-format",
-    "generation-config", "api-key", "speculative-config",
+    "generation-config", "api-key",
 )  # fmt: skip
-"""Options of vllm serve that whet sets, or that its protocol rules out."""
+"""Options of vllm serve that whet sets."""
+RULED_OUT = {
+    "speculative-config": "the draft model of speculative decoding gets no new weights",
+    "weight-transfer-config": "its ways (nccl, ipc and others) need GPUs on both sides, and none was seen running with "
+    "whet: weights go through a folder (rollout.server.weights_dir; in /dev/shm it is memory)",
+}
+"""Options that whet cannot be used with, and why."""
 
 
 def arguments(options: Mapping[str, Json]) -> list[str]:
-    """`rollout.server.options` as arguments of a command. Raises ConfigError for one that whet sets."""
+    """`rollout.server.options` as arguments of a command. Raises ConfigError for one that whet sets, or that does not
+    go with it."""
     found: list[str] = []
     for name, value in options.items():
         plain = name.replace("_", "-").removeprefix("--")
         if plain in OWN_OPTIONS:
+            raise ConfigError(f"rollout.server.options.{name} is set by whet; leave it out")
+        if plain in RULED_OUT:
             raise ConfigError(
-                f"rollout.server.options.{name} is set by whet, or cannot be used with it; leave it out"
+                f"rollout.server.options.{name} cannot be used: {RULED_OUT[plain]}; leave it out"
             )
         if value is True:
             found.append(f"--{plain}")
