@@ -572,7 +572,7 @@ def test_options_become_arguments() -> None:
         ("port", "port is set by whet"),
         ("logprobs_mode", "set by whet"),
         ("--host", "set by whet"),
-        ("weight_transfer_config", r"nccl, ipc .* need GPUs .* rollout\.server\.weights_dir"),
+        ("weight_transfer_config", r"nccl, ipc .* need GPUs .*rollout\.server\.weights_dir"),
         ("speculative-config", "draft model"),
     ):
         with pytest.raises(ConfigError, match=words):
