@@ -1,12 +1,12 @@
 """Rollout engines on the same model, prompts and machine: tokens per second, time to the first token, weight sync.
 
-    python benchmarks/engines.py --vllm VLLM [--size demo --size small] [--repeats 3] [--out benchmarks/engines.json]
+    python benchmarks/engines.py --vllm VLLM [--size demo --size small] [--repeats 3] [--out FILE]
 
 VLLM: the executable that `whet engine install vllm` makes. Models have random weights in float32. Engines take turns,
 repeat after repeat, so that other work on the machine meets all of them; a ratio is to `native` in the same repeat, and
 what is printed is the median of the repeats. Each engine has one thread for products (a vLLM server has other threads
 and processes beside it). Temperature 1, no end token: every reply has its full length. `hf` samples one request at a
-time, so it gets a quarter of the prompts.
+time, so it gets a quarter of the prompts. Rows of other sizes stay in the file (default benchmarks/engines.json).
 
 tokens/s: sampled tokens by seconds of the clock, all requests at once. CPU tokens/s: by seconds of the processor, of
 this process, and for `vllm` of its server, too (which takes some while it is idle: `idle_cpu`). First token: of a
@@ -296,6 +296,7 @@ def rows(name: str, vllm: Path | None, repeats: int) -> Iterator[dict[str, Any]]
             yield {
                 "size": name,
                 "engine": engine,
+                "repeats": repeats,
                 "idle_cpu": idle,
                 **{key: float(f"{value:.3g}") for key, value in row.items()},
                 **{f"{key}_of_native": round(statistics.median(r), 3) for key, r in ratios.items()},
@@ -327,8 +328,10 @@ def main() -> None:
             cells += [f"{row[key]:g}", f"{row[f'{key}_of_native']:.3g} ({low:.3g}-{high:.3g})"]
         print(f"| {' | '.join(cells)} | {row['first_token_ms']:g} | {row['sync_s']:g} |")
     told = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "threads": 1}
-    told |= {"torch": torch.__version__, "repeats": given.repeats}
-    given.out.write_text(json.dumps(told | {"rows": found}, indent=1) + "\n")
+    told |= {"torch": torch.__version__}
+    before = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
+    others = [row for row in before if row["size"] not in (given.size or SIZES)]
+    given.out.write_text(json.dumps(told | {"rows": [*others, *found]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

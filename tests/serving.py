@@ -34,6 +34,7 @@ def vllm_engine(
     end_token_ids: Collection[int],
     limits: CallLimits = LIMITS,
     bound: float = 1e-3,
+    adapters: bool = False,
 ) -> VllmEngine:
     """The engine; `open` asks the server what it is."""
     folder = Folder(
@@ -41,6 +42,7 @@ def vllm_engine(
         model=model,
         ops=kernels.load("auto"),
         canary=Canary(bound, max_context),
+        adapters=adapters,
     )
     return VllmEngine(
         Calls(url, limits=limits),
@@ -54,7 +56,7 @@ def vllm_engine(
 class RealServer:
     """vllm serve, as a run starts it, for a model that it is given the weights of later."""
 
-    def __init__(self, model: PreTrainedModel, *, max_context: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_context: int, adapters_rank: int = 0) -> None:
         assert REAL is not None
         folder = Path(tempfile.mkdtemp(prefix="whet-test-vllm-"))
         export(model, None, folder / "model")
@@ -71,7 +73,11 @@ class RealServer:
         }
         flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         command = [REAL, "serve", str(folder / "model"), *flags, "--tokens-only", "--enforce-eager"]
-        self.process = ServerProcess(command, env=ENV | CPU_ENV, log=folder / "engine.log")
+        env = ENV | CPU_ENV
+        if adapters_rank:
+            command += ["--enable-lora", "--max-lora-rank", str(adapters_rank)]
+            env = {**env, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+        self.process = ServerProcess(command, env=env, log=folder / "engine.log")
         atexit.register(lambda: asyncio.run(self.process.stop()))
         asyncio.run(self._ready())
 

@@ -121,7 +121,13 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "rollout.sampling.stop": [(VLLM, "rollout.sampling.stop=[x]")],
     "eval.sampling.stop": [(VLLM, EVAL, "eval.sampling.stop=[x]")],
     "rollout.server.urls": [
-        (VLLM, "rollout.server.urls=[http://a]", "mode=train", "cluster.explorers=1", "buffer.url=sqlite:///a.db")
+        (
+            VLLM,
+            "rollout.server.urls=[http://a]",
+            "mode=train",
+            "cluster.explorers=1",
+            "buffer.url=sqlite:///a.db",
+        )
     ],
     "sync.content": [
         ("rollout.replicas=1", "sync.content=adapters"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +117,13 @@ def test_a_given_server_belongs_to_one_process_of_a_run(tmp_path: Path) -> None:
 
 def test_processes_of_a_run_have_folders_of_their_own_for_weights(tmp_path: Path) -> None:
     own = inputs(tmp_path, weights_dir=str(tmp_path / "fast"))
-    own = type(own)(**{**vars(own), "run_dir": tmp_path / "explorers" / "one"})
+    own = replace(own, run_dir=tmp_path / "explorers" / "one")
     assert Opener(own).folder.root == tmp_path / "fast" / "explorers" / "one"
 
 
 def test_a_trainer_that_asks_nobody_starts_no_server(tmp_path: Path) -> None:
     given = inputs(tmp_path, command=str(tmp_path / "missing"))
-    engine = vllm(type(given)(**{**vars(given), "asked": False}))
+    engine = vllm(replace(given, asked=False))
 
     async def story() -> None:
         receipt = await engine.update_weights(WeightUpdate(version=7, module=module()))

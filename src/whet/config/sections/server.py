@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -31,6 +31,10 @@ class ServerConfig(Section):
     weights_dir: str | None = None
     """Folder of this run alone, through which new weights pass to the servers, which read it under the same path.
     Default: run_dir/engine. On Linux a folder in /dev/shm is memory."""
+    lora: Literal["merge", "adapter"] = "merge"
+    """How a model with adapters (model.lora) reaches the servers. merge: all its weights, with the effect of the
+    adapters. adapter: the adapters alone, which a server loads while it runs and computes beside the weights that it
+    started with: a version is small, and each token costs more."""
     canary_bound: Above0 | None = None
     """Largest mean difference between the log-probs of trainer and server after a weight sync, over fixed prompts, in
     nats a token. Above it the step stops, because the server does not have the weights of the trainer. Default: 0.001

@@ -20,7 +20,7 @@ from whet.rollout.http.calls import CallLimits, Calls
 from whet.rollout.http.canary import BOUND, BOUNDS, Canary
 from whet.rollout.http.installed import found
 from whet.rollout.http.process import ServerProcess, arguments, free_port
-from whet.rollout.http.published import Folder, write_weights
+from whet.rollout.http.published import RANKS, Folder, largest_rank, write_weights
 from whet.rollout.http.supported import reachable
 from whet.rollout.http.vllm import CAN, VllmEngine
 from whet.rollout.replica import Replica
@@ -53,12 +53,13 @@ class Opener:
         self.dtype = dtype
         bound = self.server.canary_bound or BOUNDS.get(dtype, BOUND)
         self.home = inputs.run_dir / "engine"
-        given = self.server.weights_dir
+        given, self.adapters = self.server.weights_dir, self.server.lora == "adapter"
         self.folder = Folder(
             self.home if given is None else Path(given).absolute() / inputs.run_dir.relative_to(inputs.home),
             model=model,
             ops=inputs.ops,
             canary=Canary(bound, inputs.max_context),
+            adapters=self.adapters,
         )
         self.limits = CallLimits(
             answer=self.server.timeout_s, load=self.server.load_timeout_s, reply=inputs.reply_timeout_s
@@ -129,6 +130,9 @@ class Opener:
         }
         flags = [text for name, value in own.items() for text in (f"--{name}", str(value))]
         given = {"max-num-seqs": inputs.max_num_seqs, **self.server.options}
+        if self.adapters:
+            rank = next(r for r in RANKS if r >= largest_rank(inputs.model))
+            given = {"enable-lora": True, "max-lora-rank": rank, **given}
         return [executable, "serve", str(self.model()), *flags, "--tokens-only", *arguments(given)]
 
     def model(self) -> Path:
@@ -140,14 +144,15 @@ class Opener:
         architectures = [name for name in classes if name.endswith(("ForCausalLM", "Generation"))][:1]
         with atomic_folder(folder, durable=False) as new:
             (new / "config.json").write_text(json.dumps(config | {"architectures": architectures}, indent=1))
-            write_weights(model, new)
+            write_weights(model, new, base=self.adapters)
         return folder
 
     def env(self) -> dict[str, str]:
         own = ENV if torch.cuda.is_available() else ENV | CPU_ENV
         kept = {name: value for name, value in own.items() if name not in os.environ}
         token = {} if self.token is None else {"VLLM_API_KEY": self.token}
-        return {**kept, "VLLM_SERVER_DEV_MODE": "1", **self.server.env, **token}
+        lora = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"} if self.adapters else {}
+        return {**kept, "VLLM_SERVER_DEV_MODE": "1", **lora, **self.server.env, **token}
 
     def close(self) -> None:
         """Remove the weights, and let others have the given servers."""

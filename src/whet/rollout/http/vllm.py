@@ -45,6 +45,7 @@ PAUSE = Call("/pause", "to pause")
 FINISH = Call("/pause", "to finish its requests", limit="reply")
 RESUME = Call("/resume", "to go on")
 LOAD = Call("/collective_rpc", "to load weights", limit="load")
+LOAD_ADAPTERS = Call("/v1/load_lora_adapter", "to load adapters", limit="load")
 LABEL = Call("/update_weight_version", "to name its weights")
 RESET = Call("/reset_prefix_cache", "to forget its cache")
 SLEEP = Call("/sleep", "to sleep", limit="load")
@@ -64,6 +65,8 @@ ABORT_S = 5.0
 """A server that does not answer an abort in time keeps nobody waiting."""
 NO_LOGPROB = -9999.0
 """What a server says where a log-prob is NaN or minus infinity."""
+ADAPTERS = "policy"
+"""What a server is told that the adapters are called."""
 TAGS: dict[Part, str] = {"weights": "weights", "cache": "kv_cache"}
 _COUNT = re.compile(r"^vllm:(?P<name>\w+)\{(?P<labels>[^}]*)\} (?P<value>\S+)$", re.MULTILINE)
 _ENDED = ('finished_reason="stop"', 'finished_reason="length"')
@@ -96,10 +99,12 @@ class VllmEngine:
         self._run = uuid.uuid4().hex
         """Makes the salt of the cache this engine's own: another run may have had the same server and versions."""
         self._away: set[Part] = set()
+        self._named: dict[str, str] = {}
+        """What requests say of the model: nothing, or that they are for the adapters, once there are some."""
 
     async def open(self) -> None:
         """Ask the server what it is, and name its weights. Raises ConfigError where whet cannot sample from it."""
-        self.is_ = await detect(self.calls, max_context=self.max_context)
+        self.is_ = await detect(self.calls, max_context=self.max_context, adapters=self.folder.adapters)
         await self.calls.ask(LABEL, {"new_version": str(self.version)})
 
     # -- the seam
@@ -225,6 +230,7 @@ class VllmEngine:
         body = {
             "request_id": f"score-{uuid.uuid4().hex}",
             "token_ids": list(request.token_ids),
+            **self._named,
             "cache_salt": self._salt,
             "sampling_params": {"max_tokens": 1, "prompt_logprobs": request.top_k},
         }
@@ -262,8 +268,13 @@ class VllmEngine:
         """The phases of an update: stop, load, name, forget what was cached, go on. Nobody passes meanwhile."""
         self._gate.entry.shut()
         await self.calls.ask(PAUSE, query={"mode": "keep"})
-        arguments = {"weights_path": str(version.path)}
-        await self.calls.ask(LOAD, {"method": "reload_weights", "kwargs": arguments})
+        if self.folder.adapters:
+            told = {"lora_name": ADAPTERS, "lora_path": str(version.path), "load_inplace": True}
+            await self.calls.ask(LOAD_ADAPTERS, told)
+            self._named = {"model": ADAPTERS}
+        else:
+            arguments = {"weights_path": str(version.path)}
+            await self.calls.ask(LOAD, {"method": "reload_weights", "kwargs": arguments})
         await self.calls.ask(LABEL, {"new_version": str(number)})
         await self.calls.ask(RESET, query={"reset_running_requests": "true"})
         self.version = number
@@ -275,6 +286,7 @@ class VllmEngine:
         return {
             "request_id": request.id,
             "token_ids": list(request.prompt),
+            **self._named,
             "cache_salt": self._salt,
             "sampling_params": {
                 **{name: getattr(s, name) for name in same},
