@@ -640,6 +640,8 @@ def test_options_become_arguments() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             arguments({name: {"backend": "nccl"}})
+    with pytest.raises(ConfigError, match=r"'enforce-eager:true' .* with a space"):
+        arguments({"enforce-eager:true": None})  # what YAML makes of {enforce-eager:true}
 
 
 @pytest.mark.parametrize(

@@ -331,7 +331,7 @@ def given_servers(v: Values) -> Native:
             "vLLM are built, others are coming; write generator.backend=vllm with URLs of vLLM"
         )
     keys = [f"generator.{name}" for name in ("external_server_urls", "remote_inference_engine_urls")]
-    urls = next((v[key] for key in keys if v.get(key)), [])
+    urls: list[str] = next((v[key] for key in keys if v.get(key)), [])
     if not urls:
         raise ConfigError(
             "generator.run_engines_locally=false names no server: write generator.external_server_urls (or, before it, "

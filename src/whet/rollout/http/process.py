@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -135,6 +136,11 @@ def arguments(options: Mapping[str, Json]) -> list[str]:
     found: list[str] = []
     for name, value in options.items():
         plain = name.replace("_", "-").removeprefix("--")
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9.-]*", plain):
+            raise ConfigError(
+                f"rollout.server.options: {name!r} is not the name of an option; expected a table such as "
+                "{enforce-eager: true}, with a space after each colon"
+            )
         if plain in OWN_OPTIONS:
             raise ConfigError(f"rollout.server.options.{name} is set by whet; leave it out")
         if plain in RULED_OUT:
