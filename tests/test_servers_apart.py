@@ -107,10 +107,14 @@ def test_a_given_server_belongs_to_one_process_of_a_run(tmp_path: Path) -> None:
     try:
         router = vllm(inputs(tmp_path, urls=(server.url,)))
         with pytest.raises(ConfigError, match=r"process \d+ on .* of this run has http://127"):
-            Opener(inputs(tmp_path, urls=(server.url,)))
-        Opener(inputs(tmp_path / "another run", urls=(server.url,))).close()
-        asyncio.run(router.close())
-        Opener(inputs(tmp_path, urls=(server.url,))).close()
+            vllm(inputs(tmp_path, urls=("http://127.0.0.1:9", server.url)))
+        for folder in (tmp_path / "another run", tmp_path):
+            asyncio.run(vllm(inputs(folder, urls=(server.url,))).close())
+            asyncio.run(router.close())
+        with pytest.raises(WhetError, match="does not answer"):
+            vllm(inputs(tmp_path, urls=("http://127.0.0.1:9",), timeout_s=0.1))
+        with pytest.raises(WhetError, match="does not answer"):  # and not: it is taken
+            vllm(inputs(tmp_path, urls=("http://127.0.0.1:9",), timeout_s=0.1))
     finally:
         server.stop()
 

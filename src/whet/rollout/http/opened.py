@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import torch
 
@@ -68,7 +68,12 @@ class Opener:
         if self.token is not None:
             secrets.learn("rollout.server.token", self.token)
         self.urls = {f"engine-{n}": url for n, url in enumerate(self.server.urls)}
-        self.claims = [claimed(url, inputs.home) for url in self.server.urls]
+        self._claims: list[RunLock] = []
+
+    def claim(self) -> None:
+        """Keep the given servers for this process, among all processes of a run. Raises ConfigError where another one
+        has a server."""
+        self._claims += (claimed(url, self.inputs.home) for url in self.server.urls)
 
     async def all(self) -> list[Replica]:
         """Those that the run begins with. They are asked next on another event loop."""
@@ -157,7 +162,7 @@ class Opener:
     def close(self) -> None:
         """Remove the weights, and let others have the given servers."""
         self.folder.close()
-        for claim in self.claims:
+        for claim in self._claims:
             claim.release()
 
     def _engine(self, calls: Calls) -> VllmEngine:
@@ -172,9 +177,9 @@ class Opener:
 
 
 def claimed(url: str, home: Path) -> RunLock:
-    """Keeps a given server for this process, among all processes of a run: two would load weights into it, and either
-    would let it go on while the other one's are half there. Raises ConfigError where another process has it."""
-    folder = home / "servers" / quote(url, safe="")
+    """The lock of a given server. Two processes would load weights into it, and either would let it go on while the
+    other one's are half there. Raises ConfigError where another process of the run has it."""
+    folder = home / "servers" / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
     try:
         return RunLock(folder)
     except WhetError as error:
@@ -204,9 +209,15 @@ def vllm(inputs: EngineInputs) -> RolloutEngine:
         return Unasked(CAN)
     opener, server = Opener(inputs), inputs.server
     opener.folder.close()  # what a killed run has left
+    try:
+        opener.claim()
+        replicas = asyncio.run(opener.all())
+    except BaseException:
+        opener.close()
+        raise
     router = Servers(
         opener,
-        asyncio.run(opener.all()),
+        replicas,
         restart=opener.replica,
         restarts=server.restarts,
         rows=inputs.max_num_seqs,
