@@ -16,7 +16,8 @@ class ServerConfig(Section):
     urls: tuple[str, ...] = ()
     """Addresses of running servers, such as http://host:8000. Each is a replica: requests are distributed over them,
     and those of a server that dies or hangs are asked of the others. Start them with the options that docs/backends.md
-    lists. Default: whet starts one server."""
+    lists. Each explorer (mode=explore), and a trainer beside it that evaluates, needs servers of its own. Default: whet
+    starts one server for each process that samples."""
     token: str | None = None
     """Token of the servers (vllm serve --api-key), best as a reference: ${oc.env:NAME}. Default: no token."""
     command: str | None = None
@@ -29,8 +30,8 @@ class ServerConfig(Section):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the server that whet starts, in addition to those of whet."""
     weights_dir: str | None = None
-    """Folder of this run alone, through which new weights pass to the servers, which read it under the same path.
-    Default: run_dir/engine. On Linux a folder in /dev/shm is memory."""
+    """Folder of this run alone, through which new weights pass to the servers, which read it under the same path;
+    explorers have a folder each in it. Default: run_dir/engine. On Linux a folder in /dev/shm is memory."""
     lora: Literal["merge", "adapter"] = "merge"
     """How a model with adapters (model.lora) reaches the servers. merge: all its weights, with the effect of the
     adapters. adapter: the adapters alone, which a server loads while it runs and computes beside the weights that it
