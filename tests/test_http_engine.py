@@ -36,6 +36,7 @@ from whet.rollout.http.versions import known
 from whet.rollout.http.vllm import VllmEngine, completion
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
+from whet.rollout.requests import RequestError
 from whet.rollout.router import Router
 from whet.types import ConfigError, Request, Sampling, ScoreRequest, VersionSpan, WhetError
 
@@ -256,6 +257,40 @@ def test_adapters_travel_alone_or_merged(server: VllmServer, adapters: bool) -> 
         assert all("lora_" in name for name in written) == adapters
         called = {path for path, _ in server.asked}
         assert ("/v1/load_lora_adapter" in called, "/collective_rpc" in called) == (adapters, not adapters)
+        await engine.close()
+
+    run(story())
+
+
+def test_scores_beside_adapters_are_asked_one_after_the_other(server: VllmServer) -> None:
+    """And only by the canary, after the requests in flight have finished: a real server ends otherwise."""
+    server.adapters = True
+    as_it_was, now, most = server.generate, 0, 0
+
+    async def counted(body: Any) -> Any:
+        nonlocal now, most
+        scores = "prompt_logprobs" in body["sampling_params"]
+        now += scores
+        most = max(most, now)
+        assert not scores or not server.running
+        try:
+            return await as_it_was(body)
+        finally:
+            now -= scores
+
+    async def story() -> None:
+        engine = await opened(server, with_adapters(), adapters=True)
+        await engine.update_weights(WeightUpdate(version=1, module=with_adapters(seed=1)))
+        server.fails["/inference/v1/generate"] = counted
+        flying = asyncio.create_task(reply(engine, PROMPT, Sampling(max_tokens=60, ignore_eos=True)))
+        while not server.running:
+            await asyncio.sleep(0.005)
+        await engine.update_weights(WeightUpdate(version=2, module=with_adapters(seed=2)))
+        assert set((await flying).versions) == {1}
+        assert most == 1
+        assert not engine.can.in_flight_updates
+        with pytest.raises(RequestError, match="use merge"):
+            await engine.score([ScoreRequest(token_ids=(5, 9), start=1)])
         await engine.close()
 
     run(story())

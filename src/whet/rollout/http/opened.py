@@ -22,7 +22,7 @@ from whet.rollout.http.installed import found
 from whet.rollout.http.process import ServerProcess, arguments, free_port
 from whet.rollout.http.published import RANKS, Folder, largest_rank, write_weights
 from whet.rollout.http.supported import reachable
-from whet.rollout.http.vllm import CAN, VllmEngine
+from whet.rollout.http.vllm import CAN, CAN_WITH_ADAPTERS, VllmEngine
 from whet.rollout.replica import Replica
 from whet.rollout.router import Router
 from whet.rollout.unasked import Unasked
@@ -206,7 +206,7 @@ class Servers(Router):
 def vllm(inputs: EngineInputs) -> RolloutEngine:
     """`rollout.engine: vllm`. Waits until all servers answer."""
     if not inputs.asked:
-        return Unasked(CAN)
+        return Unasked(CAN_WITH_ADAPTERS if inputs.server.lora == "adapter" else CAN)
     opener, server = Opener(inputs), inputs.server
     opener.folder.close()  # what a killed run has left
     try:
