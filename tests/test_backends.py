@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,27 +143,17 @@ def test_a_real_reply_that_nobody_waits_for_is_not_computed(streams: bool) -> No
     run(story())
 
 
-@pytest.mark.parametrize("rank_pattern", [{}, {"q_proj": 4}])
-def test_a_real_server_computes_with_adapters_that_are_loaded_while_it_runs(
-    rank_pattern: dict[str, int],
-) -> None:
+def test_a_real_server_computes_with_adapters_that_are_loaded_while_it_runs() -> None:
     """Of several ranks and of a scale other than 1; the canary proves them."""
     server = real_adapters()
 
     async def story() -> None:
-        engine = vllm_engine(
-            server.url,
-            with_adapters(rank_pattern=rank_pattern),
-            max_context=LIMIT,
-            end_token_ids=[END],
-            adapters=True,
-        )
+        how: dict[str, Any] = {"max_context": LIMIT, "end_token_ids": [END], "adapters": True}
+        engine = vllm_engine(server.url, with_adapters(), **how)
         await engine.calls.ask(RESUME)
         await engine.open()
         for version in (1, 2, 3):
-            update = WeightUpdate(
-                version=version, module=with_adapters(seed=version, rank_pattern=rank_pattern)
-            )
+            update = WeightUpdate(version=version, module=with_adapters(seed=version))
             measured = (await engine.update_weights(update)).measured
             assert measured["sync/canary_mean"] < 1e-5
         done = await reply(engine, PROMPT, Sampling(max_tokens=4))
