@@ -755,7 +755,7 @@ SERVER = tuple(
     f"rollout.server.{name}"
     for name in (
         "urls", "token", "command", "options", "env", "weights_dir", "canary_bound", "timeout_s", "load_timeout_s",
-        "start_timeout_s", "restarts", "model",
+        "start_timeout_s", "restarts", "model", "lora",
     )
 )  # fmt: skip
 

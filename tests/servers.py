@@ -165,6 +165,13 @@ class VllmServer(Server):
     def __init__(self, engine: NativeEngine, *, port: int = 0) -> None:
         self.recorded = read()
         self.label = "default"
+        self.base: dict[str, torch.Tensor] = {}
+        """Weights as the server started with them, once adapters are loaded; and whether it can have any."""
+        self.adapters = False
+        self.asked: list[tuple[str, Any]] = []
+        """Every call: path and body."""
+        self.fails: dict[str, Callable[[Any], Awaitable[Any]]] = {}
+        """What is done instead of a call, by its path: faults are injected here."""
         super().__init__(engine, port=port)
 
     def routes(self) -> dict[str, Handler]:
@@ -177,6 +184,7 @@ class VllmServer(Server):
             "/pause": self.pause,
             "/resume": self.resume,
             "/collective_rpc": self.collective_rpc,
+            "/v1/load_lora_adapter": self.load_lora_adapter,
             "/update_weight_version": self.update_weight_version,
             "/reset_prefix_cache": self.reset_prefix_cache,
             "/sleep": self.sleep,
@@ -196,7 +204,10 @@ class VllmServer(Server):
         return self.answer("version")
 
     async def openapi(self, body: dict[str, Any]) -> Any:
-        return self.answer("openapi")
+        said = self.answer("openapi")
+        if self.adapters:
+            said["paths"]["/v1/load_lora_adapter"] = {}
+        return said
 
     async def server_info(self, body: dict[str, Any]) -> Any:
         said = self.answer("server_info")
@@ -205,6 +216,7 @@ class VllmServer(Server):
 
     async def generate(self, body: dict[str, Any]) -> Any:
         given = dict(body["sampling_params"])
+        assert body.get("model") == ("policy" if self.base else None)
         rid = f"generate-tokens-{body['request_id']}"
         if (top := given.pop("prompt_logprobs", None)) is not None:
             return await self._score(rid, body["token_ids"], top)
@@ -279,6 +291,24 @@ class VllmServer(Server):
         assert body["method"] == "reload_weights"
         await self.load(Path(body["kwargs"]["weights_path"]))
         return {"results": [None]}
+
+    async def load_lora_adapter(self, body: dict[str, Any]) -> Any:
+        """W + B A alpha / r for every target; requests have to name the adapters from then on."""
+        assert (body["lora_name"], body["load_inplace"]) == ("policy", True)
+        folder = Path(body["lora_path"])
+        told = json.loads((folder / "adapter_config.json").read_text())
+        found = load_file(folder / "adapter_model.safetensors")
+        own = dict(self.engine.module.named_parameters())
+        self.base = self.base or {name: p.detach().clone() for name, p in own.items()}
+        weights = {name: w.clone() for name, w in self.base.items()}
+        for target in told["target_modules"]:
+            a, b = (found[f"base_model.model.{target}.lora_{x}.weight"] for x in "AB")
+            assert a.shape[0] == told["r"]
+            weights[f"{target}.weight"] += told["lora_alpha"] / told["r"] * b @ a
+        tensors = iter(weights.items())
+        await self.engine.update_weights(WeightUpdate(version=self.engine.version, tensors=tensors))
+        await self.engine.pause(False)
+        return web.Response(text="Success: LoRA adapter 'policy' added successfully.")
 
     async def update_weight_version(self, body: dict[str, Any]) -> Any:
         self.engine.version = int(body["new_version"])

@@ -40,23 +40,27 @@ def vllm_engine(
     end_token_ids: Collection[int],
     limits: CallLimits = LIMITS,
     bound: float = 1e-3,
+    adapters: bool = False,
 ) -> VllmEngine:
     """The engine; `open` asks the server what it is."""
     return VllmEngine(
         Calls(url, limits=limits),
-        folder=weights_folder(model, max_context=max_context, bound=bound),
+        folder=weights_folder(model, max_context=max_context, bound=bound, adapters=adapters),
         vocab=model.get_output_embeddings().out_features,
         max_context=max_context,
         end_token_ids=end_token_ids,
     )
 
 
-def weights_folder(model: PreTrainedModel, *, max_context: int, bound: float = 1e-3) -> Folder:
+def weights_folder(
+    model: PreTrainedModel, *, max_context: int, bound: float = 1e-3, adapters: bool = False
+) -> Folder:
     return Folder(
         Path(tempfile.mkdtemp(prefix="whet-test-weights-")),
         model=model,
         ops=kernels.load("auto"),
         canary=Canary(bound, max_context),
+        adapters=adapters,
     )
 
 
@@ -119,7 +123,7 @@ def digits_model(seed: int, folder: Path) -> None:
 class RealServer:
     """vllm serve, as a run starts it, for a model that it is given the weights of later."""
 
-    def __init__(self, model: PreTrainedModel, *, max_context: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_context: int, adapters_rank: int = 0) -> None:
         assert REAL is not None
         folder = Path(tempfile.mkdtemp(prefix="whet-test-vllm-"))
         export(model, None, folder / "model")
@@ -136,7 +140,11 @@ class RealServer:
         }
         flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         command = [REAL, "serve", str(folder / "model"), *flags, "--tokens-only", "--enforce-eager"]
-        self.process = ServerProcess(command, env=ENV | CPU_ENV, log=folder / "engine.log")
+        env = ENV | CPU_ENV
+        if adapters_rank:
+            command += ["--enable-lora", "--max-lora-rank", str(adapters_rank)]
+            env = {**env, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+        self.process = ServerProcess(command, env=env, log=folder / "engine.log")
         atexit.register(lambda: asyncio.run(self.process.stop()))
         asyncio.run(self._ready())
 

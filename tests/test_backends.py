@@ -6,7 +6,9 @@ The contract suite runs over the same server: tests/test_rollout_contract.py, en
 from __future__ import annotations
 
 import asyncio
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from asking import reply
 from backends.transcripts import ASKED, ask, differences, read
 from serving import REAL, RealServer, real_server, vllm_engine
+from test_http_engine import with_adapters
 from test_rollout_contract import END, LIMIT, PROMPT, module, run
 from whet.rollout.engine import WeightUpdate
 from whet.rollout.http.vllm import LABEL, LOAD, RESUME, VllmEngine
@@ -138,3 +141,28 @@ def test_a_real_reply_that_nobody_waits_for_is_not_computed(streams: bool) -> No
         await engine.close()
 
     run(story())
+
+
+def test_a_real_server_computes_with_adapters_that_are_loaded_while_it_runs() -> None:
+    """Of several ranks and of a scale other than 1; the canary proves them."""
+    server = real_adapters()
+
+    async def story() -> None:
+        how: dict[str, Any] = {"max_context": LIMIT, "end_token_ids": [END], "adapters": True}
+        engine = vllm_engine(server.url, with_adapters(), **how)
+        await engine.calls.ask(RESUME)
+        await engine.open()
+        for version in (1, 2, 3):
+            update = WeightUpdate(version=version, module=with_adapters(seed=version))
+            measured = (await engine.update_weights(update)).measured
+            assert measured["sync/canary_mean"] < 1e-5
+        done = await reply(engine, PROMPT, Sampling(max_tokens=4))
+        assert set(done.versions) == {3}
+        await engine.close()
+
+    run(story())
+
+
+@cache
+def real_adapters() -> RealServer:
+    return RealServer(module(), max_context=LIMIT, adapters_rank=8)

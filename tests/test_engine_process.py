@@ -78,6 +78,20 @@ def test_a_server_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
     run(story())
 
 
+def test_a_server_finds_the_packages_of_its_own_environment(tmp_path: Path) -> None:
+    """And none of this process's; what the config gives is kept."""
+    log = tmp_path / "engine.log"
+    code = "import os; print([os.environ.get(n) for n in ('PYTHONPATH', 'MINE')])"
+
+    async def story() -> None:
+        process = ServerProcess([sys.executable, "-c", code], env={"MINE": "x"}, log=log)
+        await until(process.ended)
+        await process.stop()
+
+    run(story())
+    assert log.read_text() == "[None, 'x']\n"
+
+
 def test_how_a_server_ended_is_told(tmp_path: Path) -> None:
     async def ended(code: str) -> str:
         process = ServerProcess([sys.executable, "-c", code], env={}, log=tmp_path / "engine.log")

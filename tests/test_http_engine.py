@@ -24,8 +24,9 @@ from test_rollout_contract import END, LIMIT, PROMPT, jobs, module
 from tiny import VOCAB
 from whet import environment
 from whet.config.checks_run import problems
-from whet.config.schema import Config, RolloutConfig
+from whet.config.schema import Config, LoraConfig, RolloutConfig
 from whet.models import kernels
+from whet.models.lora import adapted, attach, refresh
 from whet.rollout.engine import WeightUpdate
 from whet.rollout.http.calls import Call, CallLimits, Calls, Unreachable
 from whet.rollout.http.canary import apart
@@ -35,6 +36,7 @@ from whet.rollout.http.versions import known
 from whet.rollout.http.vllm import VllmEngine, completion
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
+from whet.rollout.requests import RequestError
 from whet.rollout.router import Router
 from whet.types import ConfigError, Request, Sampling, ScoreRequest, VersionSpan, WhetError
 
@@ -222,6 +224,102 @@ def test_a_tied_output_layer_is_sent_under_both_names(server: VllmServer) -> Non
         await engine.close()
 
     run(story())
+
+
+def with_adapters(*, seed: int = 0, **lora: Any) -> PreTrainedModel:
+    """The model with adapters that do something: of several ranks and scales."""
+    model = module()
+    attach(model, LoraConfig(**{"rank": 3, "alpha": 7, "rank_pattern": {"q_proj": 5}, **lora}), seed=0)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in adapted(model).values():
+            layer.lora_B.copy_(0.1 * torch.randn(layer.lora_B.shape, generator=noise))
+    refresh(model)
+    return model
+
+
+@pytest.mark.parametrize("adapters", [True, False])
+def test_adapters_travel_alone_or_merged(server: VllmServer, adapters: bool) -> None:
+    """The server has the base; what it samples is what the trainer has, which the canary proves. A version of adapters
+    has nothing of the base."""
+    server.adapters = True
+
+    async def story() -> None:
+        model = with_adapters(seed=1)
+        engine = await opened(server, model, adapters=adapters)
+        for version in (1, 2):
+            update = WeightUpdate(version=version, module=with_adapters(seed=version))
+            measured = (await engine.update_weights(update)).measured
+            assert measured["sync/canary_mean"] < 1e-5
+            assert measured["sync/canary_moved_mean"] > 1e-3 or version == 1
+            assert set((await reply(engine, PROMPT, Sampling(max_tokens=3))).versions) == {version}
+        written = load_file(next(engine.folder.root.glob("*2/*.safetensors")))
+        assert all("lora_" in name for name in written) == adapters
+        called = {path for path, _ in server.asked}
+        assert ("/v1/load_lora_adapter" in called, "/collective_rpc" in called) == (adapters, not adapters)
+        await engine.close()
+
+    run(story())
+
+
+def test_scores_beside_adapters_are_asked_one_after_the_other(server: VllmServer) -> None:
+    """And only by the canary, after the requests in flight have finished: a real server ends otherwise."""
+    server.adapters = True
+    as_it_was, now, most = server.generate, 0, 0
+
+    async def counted(body: Any) -> Any:
+        nonlocal now, most
+        scores = "prompt_logprobs" in body["sampling_params"]
+        now += scores
+        most = max(most, now)
+        assert not scores or not server.running
+        try:
+            return await as_it_was(body)
+        finally:
+            now -= scores
+
+    async def story() -> None:
+        engine = await opened(server, with_adapters(), adapters=True)
+        await engine.update_weights(WeightUpdate(version=1, module=with_adapters(seed=1)))
+        server.fails["/inference/v1/generate"] = counted
+        flying = asyncio.create_task(reply(engine, PROMPT, Sampling(max_tokens=60, ignore_eos=True)))
+        while not server.running:
+            await asyncio.sleep(0.005)
+        await engine.update_weights(WeightUpdate(version=2, module=with_adapters(seed=2)))
+        assert set((await flying).versions) == {1}
+        assert most == 1
+        assert not engine.can.in_flight_updates
+        with pytest.raises(RequestError, match="use merge"):
+            await engine.score([ScoreRequest(token_ids=(5, 9), start=1)])
+        await engine.close()
+
+    run(story())
+
+
+def test_adapters_that_did_not_arrive_are_found(server: VllmServer) -> None:
+    server.adapters = True
+
+    async def nothing_loaded(body: Any) -> Any:
+        return web.Response(text="Success: LoRA adapter 'policy' added successfully.")
+
+    async def story() -> None:
+        engine = await opened(server, with_adapters(), adapters=True)
+        await engine.update_weights(WeightUpdate(version=1, module=with_adapters(seed=1)))
+        server.fails["/v1/load_lora_adapter"] = nothing_loaded
+        with pytest.raises(WhetError, match="does not have weights version 2"):
+            await engine.update_weights(WeightUpdate(version=2, module=with_adapters(seed=2)))
+        await engine.close()
+
+    run(story())
+
+
+def test_what_cannot_travel_as_adapters_is_refused(server: VllmServer) -> None:
+    with pytest.raises(ConfigError, match="start it with --enable-lora"):
+        run(opened(server, with_adapters(), adapters=True))
+    with pytest.raises(ConfigError, match="has no adapters"):
+        run(opened(server, module(), adapters=True))
+    with pytest.raises(ConfigError, match=r"norm.* is trained in full"):
+        run(opened(server, with_adapters(modules_to_save=("norm",)), adapters=True))
 
 
 def test_old_versions_are_removed(server: VllmServer) -> None:
@@ -568,9 +666,17 @@ def test_options_become_arguments() -> None:
         "--tensor-parallel-size", "2", "--enforce-eager", "--no-enable-prefix-caching",
         "--hf-overrides", '{"head_dtype": "float32"}', "--allowed", "a", "b",
     ]  # fmt: skip
-    for name in ("port", "logprobs_mode", "--host"):
-        with pytest.raises(ConfigError, match=name.removeprefix("--")):
-            arguments({name: "x"})
+    for name, words in (
+        ("port", "port is set by whet"),
+        ("logprobs_mode", "set by whet"),
+        ("--host", "set by whet"),
+        ("weight_transfer_config", r"nccl, ipc .* need GPUs .*rollout\.server\.weights_dir"),
+        ("speculative-config", "draft model"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            arguments({name: {"backend": "nccl"}})
+    with pytest.raises(ConfigError, match=r"'enforce-eager:true' .* with a space"):
+        arguments({"enforce-eager:true": None})  # what YAML makes of {enforce-eager:true}
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,22 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from native_cases import SERVER
 from servers import OpenAIServer, SglangServer, VllmServer
 from test_rollout_contract import END, LIMIT, module
 from vllm_double import executable
-from whet.config.schema import ServerConfig
+from whet.config.schema import LoraConfig, ServerConfig
 from whet.models import kernels
+from whet.models.lora import adapted, attach, refresh
 from whet.rollout.engine import EngineInputs
 from whet.rollout.http.installed import found
 from whet.rollout.http.kinds import SGLANG
@@ -42,6 +46,7 @@ def inputs(folder: Path, **server: Any) -> EngineInputs:
         server=ServerConfig(**server),
         reply_timeout_s=50.0,
         run_dir=folder,
+        home=folder,
     )
 
 
@@ -98,6 +103,28 @@ def test_options_and_what_whet_sets(tmp_path: Path) -> None:
     assert dict(pairwise(plain))["--max-num-seqs"] == "7"
     with pytest.raises(ConfigError, match="dtype"):
         Opener(inputs(tmp_path, options={"dtype": "half"})).command("vllm", 1)
+
+
+def test_lora(tmp_path: Path) -> None:
+    """The server starts with what is under the adapters, and with room for them."""
+    model = module()
+    given = inputs(tmp_path, lora="adapter")
+    attach(model, LoraConfig(rank=9), seed=0)
+    with torch.no_grad():
+        for layer in adapted(model).values():
+            layer.lora_B.fill_(0.1)
+    refresh(model)
+    opener = Opener(replace(given, model=model))
+    pairs = dict(pairwise(opener.command("vllm", 1)))
+    assert pairs["--max-lora-rank"] == "16"
+    assert "--enable-lora" in pairs
+    assert opener.env()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+    started = load_file(tmp_path / "engine" / "model" / "model.safetensors")
+    assert all(torch.equal(started[name], p) for name, p in module().named_parameters())
+    merging = replace(inputs(tmp_path), model=model)
+    assert "--enable-lora" not in Opener(merging).command("vllm", 1)
+    merged = load_file(tmp_path / "engine" / "model" / "model.safetensors")
+    assert not all(torch.equal(merged[name], p) for name, p in module().named_parameters())
 
 
 def test_env(tmp_path: Path) -> None:

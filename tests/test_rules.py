@@ -116,11 +116,21 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "buffer.replay.cooldown_steps": [("buffer.replay={share: 0.5, cooldown_steps: null}",)],
     "buffer.url": [("mode=train",), ("mode=explore",)],
     "cluster.health_timeout_s": [("rollout.replicas=1", "rollout.timeout_s=5", "cluster.health_timeout_s=5")],
-    "rollout.server.urls": [("rollout.engine=openai",)],
+    "rollout.server.lora": [("rollout.engine=sglang", LORA, "rollout.server.lora=adapter")],
     "rollout.server.timeout_s": [(VLLM, "rollout.timeout_s=5", "rollout.server.timeout_s=5")],
     "rollout.sampling.stop": [(VLLM, "rollout.sampling.stop=[x]")],
     "eval.sampling.stop": [(VLLM, EVAL, "eval.sampling.stop=[x]")],
-    "rollout.engine": [(VLLM, "mode=train"), (VLLM, "mode=explore"), ("rollout.engine=sglang", "mode=train")],
+    "rollout.engine": [("rollout.engine=sglang", "mode=train")],
+    "rollout.server.urls": [
+        ("rollout.engine=openai",),
+        (
+            VLLM,
+            "rollout.server.urls=[http://a]",
+            "mode=train",
+            "cluster.explorers=1",
+            "buffer.url=sqlite:///a.db",
+        ),
+    ],
     "sync.content": [
         ("rollout.replicas=1", "sync.content=adapters"),
         (LORA, "rollout.replicas=1", "sync.content=adapters", "rollout.quantization=int8"),

@@ -230,6 +230,23 @@ def test_who_has_gpus_of_its_own(
     assert found.get("train.parallel.separate_ranks", []) == wanted
 
 
+def test_servers_that_run_already() -> None:
+    away: dict[str, Json] = {"generator__run_engines_locally": False}
+    old = values(**away, generator__num_inference_engines=2)
+    assert run.rollout_engine(old) == {
+        "rollout.engine": "vllm",
+        "rollout.server.urls": ["http://127.0.0.1:8001"],
+    }
+    assert "rollout.replicas" not in devices.layout(old)
+    assert "names no server" in refusal(
+        run.rollout_engine, **away, generator__remote_inference_engine_urls=[]
+    )
+    for version in ("train-0.4", "main"):
+        urls: dict[str, Json] = {"generator__external_server_urls": ["https://a:1", "b:2"]}
+        new = values(version, **away, **urls)
+        assert run.rollout_engine(new)["rollout.server.urls"] == ["https://a:1", "http://b:2"]
+
+
 def test_engines() -> None:
     assert run.rollout_engine(values()) == {"rollout.engine": "native"}
     assert run.rollout_engine(values(generator__run_engines_locally=False)) == {

@@ -93,12 +93,15 @@ def test_what_changes_nothing_is_accepted(override: str) -> None:
     assert with_it == without
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "trainer.algorithm.zero_variance_filter=true",
-    ],
-)
+def test_servers_that_run_already_are_given_by_their_addresses() -> None:
+    """Of a whole file; the number of engines is that of the addresses."""
+    urls = 'generator.remote_inference_engine_urls=["a:1","b:2"]'
+    cfg = load("skyrl_gsm8k_ppo.yaml", "generator.run_engines_locally=false", urls).config
+    assert (cfg.rollout.engine, cfg.rollout.server.urls) == ("vllm", ("http://a:1", "http://b:2"))
+    assert cfg.rollout.replicas == 0
+
+
+@pytest.mark.parametrize("override", ["trainer.algorithm.zero_variance_filter=true"])
 def test_what_is_not_built_is_refused_by_name(override: str) -> None:
     with pytest.raises(ConfigError, match="coming") as e:
         load("skyrl_gsm8k_ppo.yaml", override)

@@ -42,6 +42,7 @@ from whet.storage.uploads import Uploads
 from whet.tables import load_object
 from whet.track.display import Display
 from whet.track.record import RunDirectory
+from whet.track.run_paths import trainers
 from whet.track.timeline import SAMPLING, Timeline
 from whet.track.trackers import Tracker, open_trackers
 from whet.training.micro_batches import MicroBatchPolicy
@@ -363,6 +364,8 @@ def open_engine(
             server=cfg.rollout.server,
             reply_timeout_s=cfg.rollout.timeout_s,
             run_dir=Path(cfg.run_dir).absolute(),
+            home=trainers(cfg).absolute(),
+            asked=cfg.mode != "train" or any(p.judges for p in plans),
         )
     )
     if lacks := missing(engine):

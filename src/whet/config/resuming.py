@@ -75,6 +75,7 @@ CLASSES: Mapping[Class, str] = {
     "rounding": """
         critic.micro_batch_tokens critic.micro_batch_rollouts critic.gradient_checkpointing
         critic.optimizer.implementation rollout.replicas rollout.max_num_seqs
+        rollout.server.lora
         train.micro_batch_tokens train.micro_batch_rollouts train.forward_micro_batch_tokens
         train.forward_micro_batch_rollouts train.share_prompts train.skip_zero_weight train.gradient_checkpointing
         train.offload train.compile

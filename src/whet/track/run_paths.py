@@ -162,3 +162,9 @@ def own(cfg: Config) -> Path:
     return {"explore": home / "explorers" / cfg.buffer.explorer_name, "eval": home / "bench"}.get(
         cfg.mode, home
     )
+
+
+def trainers(cfg: Config) -> Path:
+    """The run directory of the trainer, for a process whose run directory is `own`."""
+    run_dir = Path(cfg.run_dir)
+    return {"explore": run_dir.parent.parent, "eval": run_dir.parent}.get(cfg.mode, run_dir)

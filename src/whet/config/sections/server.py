@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -17,7 +17,8 @@ class ServerConfig(Section):
     urls: tuple[str, ...] = ()
     """Addresses of running servers, such as http://host:8000. Each is a replica: requests are distributed over them,
     and those of a server that dies or hangs are sent to the others. Start them with the options that docs/backends.md
-    lists. Default: whet starts one server."""
+    lists. Each explorer (mode=explore), and a trainer beside it that evaluates, needs servers of its own. Default: whet
+    starts one server for each process that samples."""
     token: str | None = None
     """Token of the servers (--api-key), best as a reference: ${oc.env:NAME}. Default: no token."""
     model: str | None = None
@@ -32,8 +33,12 @@ class ServerConfig(Section):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the server that whet starts, in addition to those of whet."""
     weights_dir: str | None = None
-    """Folder of this run alone, through which new weights pass to the servers, which read it under the same path.
-    Default: run_dir/engine. On Linux a folder in /dev/shm is memory."""
+    """Folder of this run alone, through which new weights pass to the servers, which read it under the same path;
+    explorers have a folder each in it. Default: run_dir/engine. On Linux a folder in /dev/shm is memory."""
+    lora: Literal["merge", "adapter"] = "merge"
+    """How a model with adapters (model.lora) reaches the servers. merge: all its weights, with the effect of the
+    adapters. adapter: the adapters alone, which a server loads while it runs and computes beside the weights that it
+    started with: a version is small, and each token costs more."""
     canary_bound: Above0 | None = None
     """Largest mean difference between the log-probs of trainer and server after a weight sync, over fixed prompts, in
     nats per token. Above it the step stops, because the server does not have the weights of the trainer. Default: 0.001

@@ -9,7 +9,15 @@ from pathlib import PurePath
 
 from whet.config.faults import shown
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
-from whet.dialects.skyrl.devices import PLACE, POLICY, A, data_parallel, has_critic, is_megatron, since
+from whet.dialects.skyrl.devices import (
+    PLACE,
+    POLICY,
+    A,
+    data_parallel,
+    has_critic,
+    is_megatron,
+    since,
+)
 from whet.dialects.skyrl.learn import input_length
 from whet.dialects.typed import choose
 from whet.types import ConfigError, Json

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,7 +37,7 @@ def serve(connection: Connection) -> None:
     try:
         process = subprocess.Popen(
             order["command"],
-            env={**os.environ, **order["env"]},
+            env={**without_ours(os.environ), **order["env"]},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -63,6 +64,11 @@ def serve(connection: Connection) -> None:
         end_group(process.pid)
     reader.join(timeout=2.0)
     tell(connection, {"ended": process.wait()})
+
+
+def without_ours(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what has this process find its packages: a server has others of its own."""
+    return {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 def asked_to_end(connection: Connection) -> float | None:

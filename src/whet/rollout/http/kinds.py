@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from whet.rollout.engine import EngineInputs
 from whet.rollout.http.calls import Call, Calls
 from whet.rollout.http.openai import MODELS, OpenAIApi
 from whet.rollout.http.process import arguments
-from whet.rollout.http.published import Folder
+from whet.rollout.http.published import RANKS, Folder, largest_rank
 from whet.rollout.http.served import HttpEngine
 from whet.rollout.http.sglang import SglangApi
 from whet.rollout.http.sglang_facts import MODEL, ROOM
@@ -52,6 +52,8 @@ class Kind:
     command: Callable[[Starting], list[str]] | None = None
     env: Callable[[], Mapping[str, str]] = dict
     fixed: Callable[[str | None], Mapping[str, str]] = lambda token: {}
+    lora_env: Mapping[str, str] = field(default_factory=dict)
+    """Of a process that is given adapters."""
 
 
 def _vocab(inputs: EngineInputs) -> int:
@@ -92,6 +94,9 @@ def _vllm_command(start: Starting) -> list[str]:
     }
     flags = [text for name, value in own.items() for text in (f"--{name}", str(value))]
     given = {"max-num-seqs": start.inputs.max_num_seqs, **start.inputs.server.options}
+    if start.inputs.server.lora == "adapter":
+        rank = next(r for r in RANKS if r >= largest_rank(start.inputs.model))
+        given = {"enable-lora": True, "max-lora-rank": rank, **given}
     return [start.executable, "serve", str(start.model), *flags, "--tokens-only", *arguments(given)]
 
 
@@ -103,6 +108,7 @@ VLLM = Kind(
     command=_vllm_command,
     env=lambda: ENV if torch.cuda.is_available() else ENV | CPU_ENV,
     fixed=lambda token: {"VLLM_SERVER_DEV_MODE": "1"} | ({} if token is None else {"VLLM_API_KEY": token}),
+    lora_env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"},
 )
 
 # ---------------------------------------------------------------- SGLang

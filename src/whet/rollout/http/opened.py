@@ -4,6 +4,7 @@ one `Router`."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
@@ -21,9 +22,11 @@ from whet.rollout.http.kinds import OPENAI, SGLANG, VLLM, Kind, ServerEngine, St
 from whet.rollout.http.process import ServerProcess, free_port
 from whet.rollout.http.published import Folder, write_weights
 from whet.rollout.http.supported import reachable
+from whet.rollout.http.vllm import CAN, CAN_WITH_ADAPTERS
 from whet.rollout.replica import Replica
 from whet.rollout.router import Router
-from whet.track.files import atomic_folder
+from whet.rollout.unasked import Unasked
+from whet.track.files import RunLock, atomic_folder, holder
 from whet.types import ConfigError, WhetError
 
 log = logging.getLogger(__name__)
@@ -42,11 +45,13 @@ class Opener:
         self.dtype = dtype
         bound = self.server.canary_bound or BOUNDS.get(dtype, BOUND)
         self.home = inputs.run_dir / "engine"
+        given, self.adapters = self.server.weights_dir, self.server.lora == "adapter"
         self.folder = Folder(
-            Path(self.server.weights_dir or self.home).absolute(),
+            self.home if given is None else Path(given).absolute() / inputs.run_dir.relative_to(inputs.home),
             model=model,
             ops=inputs.ops,
             canary=Canary(bound, inputs.max_context),
+            adapters=self.adapters,
         )
         self.limits = CallLimits(
             answer=self.server.timeout_s, load=self.server.load_timeout_s, reply=inputs.reply_timeout_s
@@ -56,6 +61,12 @@ class Opener:
             secrets.learn("rollout.server.token", self.token)
         self.urls = {f"engine-{n}": url for n, url in enumerate(self.server.urls)}
         self.secret = self.home / "token.yaml"
+        self._claims: list[RunLock] = []
+
+    def claim(self) -> None:
+        """Keep the given servers for this process, among all processes of a run. Raises ConfigError where another one
+        has a server."""
+        self._claims += (claimed(url, self.inputs.home) for url in self.server.urls)
 
     async def all(self) -> list[Replica]:
         """Those that the run begins with. They are asked next on another event loop."""
@@ -140,36 +151,66 @@ class Opener:
         config |= {"architectures": architectures, "eos_token_id": sorted(self.inputs.end_token_ids)}
         with atomic_folder(folder, durable=False) as new:
             (new / "config.json").write_text(json.dumps(config, indent=1))
-            write_weights(model, new)
+            write_weights(model, new, base=self.adapters)
         return folder
 
     def env(self) -> dict[str, str]:
         kept = {name: value for name, value in self.kind.env().items() if name not in os.environ}
-        return {**kept, **self.server.env, **self.kind.fixed(self.token)}
+        lora = self.kind.lora_env if self.adapters else {}
+        return {**kept, **lora, **self.server.env, **self.kind.fixed(self.token)}
+
+    def close(self) -> None:
+        """Remove the weights, and let others have the given servers."""
+        self.folder.close()
+        for claim in self._claims:
+            claim.release()
 
     def _engine(self, calls: Calls) -> ServerEngine:
         return self.kind.engine(self.inputs, self.folder, calls)
 
 
+def claimed(url: str, home: Path) -> RunLock:
+    """The lock of a given server. Two processes would load weights into it, and either would let it go on while the
+    other one's are half there. Raises ConfigError where another process of the run has it."""
+    folder = home / "servers" / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
+    try:
+        return RunLock(folder)
+    except WhetError as error:
+        if (by := holder(folder)) is None:
+            raise
+        raise ConfigError(
+            f"rollout.server.urls: process {by[0]} on {by[1]} of this run has {url}; give each explorer, and a trainer "
+            "that evaluates, servers of its own"
+        ) from error
+
+
 class Servers(Router):
     """A `Router` over servers, and the folder by which they get weights."""
 
-    def __init__(self, folder: Folder, replicas: list[Replica], **how: Any) -> None:
-        super().__init__(replicas, ship=folder.ship, exact=False, **how)
-        self.folder = folder
+    def __init__(self, opener: Opener, replicas: list[Replica], **how: Any) -> None:
+        super().__init__(replicas, ship=opener.folder.ship, exact=False, **how)
+        self.opener = opener
 
     async def close(self) -> None:
         await super().close()
-        self.folder.close()
+        self.opener.close()
 
 
 def opened(inputs: EngineInputs, kind: Kind) -> RolloutEngine:
-    """All servers of one kind. Waits until they answer."""
+    """All servers of one kind. Waits until they answer. Of a process that never samples: none."""
+    if not inputs.asked:
+        return Unasked(CAN_WITH_ADAPTERS if inputs.server.lora == "adapter" else CAN)
     opener, server = Opener(inputs, kind), inputs.server
     opener.folder.close()  # what a killed run has left
+    try:
+        opener.claim()
+        replicas = asyncio.run(opener.all())
+    except BaseException:
+        opener.close()
+        raise
     router = Servers(
-        opener.folder,
-        asyncio.run(opener.all()),
+        opener,
+        replicas,
         restart=opener.replica,
         restarts=server.restarts,
         rows=inputs.max_num_seqs,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -120,24 +121,38 @@ def free_port() -> int:
 
 OWN_OPTIONS = (
     "host", "port", "model", "dtype", "max-model-len", "tokens-only", "logprobs-mode", "load-format",
-    "generation-config", "api-key", "speculative-config",
+    "generation-config", "api-key",
 )  # fmt: skip
-"""Options of vllm serve that whet sets, or that its protocol rules out."""
+"""Options of vllm serve that whet sets."""
+RULED_OUT = {
+    "speculative-config": "the draft model of speculative decoding gets no new weights",
+    "weight-transfer-config": "its ways (nccl, ipc and others) need GPUs on both sides, and none was seen running with "
+    "whet: weights go through a folder (rollout.server.weights_dir; in /dev/shm it is memory)",
+}
+"""Options that whet cannot be used with, and why."""
 
 
 def arguments(
     options: Mapping[str, Json], *, own: Collection[str] = OWN_OPTIONS, negates: bool = True
 ) -> list[str]:
-    """`rollout.server.options` as arguments of a command. Raises ConfigError for one that whet sets (`own`).
+    """`rollout.server.options` as arguments of a command. Raises ConfigError for one that whet sets (`own`), or that
+    does not go with it.
 
     negates: the command has a --no- form of an option without a value; without one, false is as if it was left out.
     """
     found: list[str] = []
     for name, value in options.items():
         plain = name.replace("_", "-").removeprefix("--")
-        if plain in own:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9.-]*", plain):
             raise ConfigError(
-                f"rollout.server.options.{name} is set by whet, or cannot be used with it; leave it out"
+                f"rollout.server.options: {name!r} is not the name of an option; expected a table such as "
+                "{enforce-eager: true}, with a space after each colon"
+            )
+        if plain in OWN_OPTIONS:
+            raise ConfigError(f"rollout.server.options.{name} is set by whet; leave it out")
+        if plain in RULED_OUT:
+            raise ConfigError(
+                f"rollout.server.options.{name} cannot be used: {RULED_OUT[plain]}; leave it out"
             )
         if value is True:
             found.append(f"--{plain}")

@@ -1,8 +1,12 @@
-"""Versions of the weights on their way to servers: a folder of safetensors for each, and what proves it."""
+"""Versions of the weights on their way to servers: a folder of safetensors for each, and what proves it.
+
+Adapters alone go as a folder of peft's, all of one rank and with their scale in B: so servers read any of whet's.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import shutil
 import time
@@ -13,14 +17,17 @@ from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from whet.models.kernels import Ops
+from whet.models.lora import adapted, learned
 from whet.models.published import weights_of
 from whet.rollout.engine import WeightUpdate
 from whet.rollout.http.canary import Canary, Expected
 from whet.rollout.weights import Shipment, copy_weights
 from whet.track.files import atomic_folder
+from whet.types import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +74,15 @@ class Folder:
     """Where versions pass to the servers.
 
     root: a folder that servers see under this path. model: takes tensors that come without a module; its structure is
-    that of the policy.
+    that of the policy. adapters: only these travel. Raises ConfigError if the policy is not changed by adapters alone.
     """
 
-    def __init__(self, root: Path, *, model: PreTrainedModel, ops: Ops, canary: Canary) -> None:
-        self.root, self.model, self.ops, self.canary = root, model, ops, canary
+    def __init__(
+        self, root: Path, *, model: PreTrainedModel, ops: Ops, canary: Canary, adapters: bool = False
+    ) -> None:
+        self.root, self.model, self.ops, self.canary, self.adapters = root, model, ops, canary, adapters
+        if adapters:
+            check_adapters(model)
         self.last: Expected | None = None
 
     def ship(self, update: WeightUpdate) -> Shipment:
@@ -88,7 +99,7 @@ class Folder:
             module = self.model
         path = self.root / f"weights-{update.version:08d}"
         with atomic_folder(path, durable=False) as new:
-            size = write_weights(module, new)
+            size = (write_adapters if self.adapters else write_weights)(module, new)
         written_s = time.monotonic() - began
         expected, before = self.canary.expected(module, self.ops, update.version), self.last
         self.last = expected
@@ -110,17 +121,62 @@ class Folder:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def write_weights(module: PreTrainedModel, folder: Path) -> int:
-    """All weights, with the effect of adapters, as safetensors. Returns their bytes."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks that vLLM 0.32 can be started with (--max-lora-rank)."""
+
+
+def check_adapters(model: PreTrainedModel) -> None:
+    """Raises ConfigError if a model has no adapters, or learns something else, too, or if they are too large."""
+    layers = adapted(model).values()
+    if not layers:
+        raise ConfigError(
+            "rollout.server.lora=adapter: the model of this process has no adapters; set model.lora (for explorers, "
+            "leave sync.content at auto), or use merge"
+        )
+    parts = {id(p) for layer in layers for p in (layer.lora_A, layer.lora_B)}
+    if whole := [name for name, p in learned(model) if id(p) not in parts]:
+        raise ConfigError(
+            f"rollout.server.lora=adapter: {whole[0]} is trained in full (model.lora.modules_to_save), which vLLM does "
+            "not load with adapters; use merge"
+        )
+    if largest_rank(model) > RANKS[-1]:
+        raise ConfigError(
+            f"rollout.server.lora=adapter: vLLM has adapters of rank {RANKS[-1]} at most; use merge"
+        )
+
+
+def largest_rank(model: PreTrainedModel) -> int:
+    """Of the adapters of a model."""
+    return max(layer.lora_A.shape[0] for layer in adapted(model).values())
+
+
+def write_adapters(module: PreTrainedModel, folder: Path) -> int:
+    """The adapters alone. Returns their bytes."""
+    layers, rank = adapted(module), largest_rank(module)
+    tensors: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        lacks = rank - layer.lora_A.shape[0]
+        at = f"base_model.model.{name}.lora"
+        tensors[f"{at}_A.weight"] = pad(layer.lora_A.detach(), (0, 0, 0, lacks)).to("cpu", copy=True)
+        tensors[f"{at}_B.weight"] = pad(layer.lora_B.detach() * layer.scale, (0, lacks)).to("cpu", copy=True)
+    told = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "use_rslora": False}
+    told |= {"target_modules": sorted(layers), "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(told, indent=1))
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    return sum(t.nbytes for t in tensors.values())
+
+
+def write_weights(module: PreTrainedModel, folder: Path, *, base: bool = False) -> int:
+    """All weights as safetensors, with the effect of adapters; or, base, without it. Returns their bytes."""
     size = 0
-    for number, tensors in enumerate(_files(module)):
+    for number, tensors in enumerate(_files(module, base=base)):
         name = f"model-{number:05d}.safetensors" if number else "model.safetensors"
         save_file(tensors, folder / name, {"format": "pt"})
         size += sum(t.nbytes for t in tensors.values())
     return size
 
 
-def _files(module: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
+def _files(module: PreTrainedModel, *, base: bool) -> Iterator[dict[str, Tensor]]:
     """Names and tensors of one file after the other.
 
     A tensor that has several names is sent under each: a server that has packed a tied output layer for itself keeps
@@ -136,7 +192,7 @@ def _files(module: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
         if weight.merged is None:
             continue
         for name in (weight.name, *also.get(weight.name, ())):
-            tensor = weight.merged.detach().to("cpu", copy=True).contiguous()
+            tensor = (weight.own if base else weight.merged).detach().to("cpu", copy=True).contiguous()
             if tensors and size + tensor.nbytes > FILE_BYTES:
                 yield tensors
                 tensors, size = {}, 0

@@ -25,6 +25,10 @@ ROUTES: Mapping[str, str] = {
     "/server_info": "VLLM_SERVER_DEV_MODE=1",
 }
 """Routes that are used, and how a server is started so that it has them."""
+ADAPTER_ROUTES: Mapping[str, str] = {
+    "/v1/load_lora_adapter": "--enable-lora, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
+}
+"""Routes of rollout.server.lora=adapter."""
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "GenerateRequest": ("token_ids", "sampling_params", "cache_salt", "request_id"),
     "GenerateTokensChoice": ("token_ids", "logprobs", "finish_reason", "weight_versions"),
@@ -45,7 +49,7 @@ class Detected:
     """It can give the memory of an accelerator back."""
 
 
-async def detect(calls: Calls, *, max_context: int) -> Detected:
+async def detect(calls: Calls, *, max_context: int, adapters: bool = False) -> Detected:
     """Ask a server what it is. Raises ConfigError, with what to do, where whet cannot sample from it."""
     try:
         version = str((await calls.ask(VERSION))["version"])
@@ -55,7 +59,7 @@ async def detect(calls: Calls, *, max_context: int) -> Detected:
         if row.state == "unseen":
             log.warning("%s is vLLM %s: %s", calls.url, version, row.says)
         openapi = await calls.ask(OPENAPI)
-        if lacks := lacking(openapi):
+        if lacks := lacking(openapi, adapters=adapters):
             raise ConfigError(f"{calls.url} (vLLM {version}) {lacks}")
         info = await calls.ask(INFO, query={"config_format": "json"})
         config = info["vllm_config"]["model_config"]
@@ -69,20 +73,21 @@ async def detect(calls: Calls, *, max_context: int) -> Detected:
     return Detected(version, bool(config.get("enable_sleep_mode")))
 
 
-def lacking(openapi: Any) -> str:
+def lacking(openapi: Any, *, adapters: bool = False) -> str:
     """What the schema of a server lacks, and what to do; empty: nothing."""
-    routes = [route for route in ROUTES if route not in openapi["paths"]]
+    wanted = {**ROUTES, **(ADAPTER_ROUTES if adapters else {})}
+    routes = [route for route in wanted if route not in openapi["paths"]]
     if routes:
-        starts = ", ".join(dict.fromkeys(ROUTES[route] for route in routes))
+        starts = ", ".join(dict.fromkeys(wanted[route] for route in routes))
         return f"has no {', '.join(routes)}; start it with {starts} (docs/backends.md)"
     schemas = openapi["components"]["schemas"]
-    fields = [
+    without = [
         f"{name}.{field}"
-        for name, wanted in FIELDS.items()
-        for field in wanted
+        for name, fields in FIELDS.items()
+        for field in fields
         if field not in schemas.get(name, {}).get("properties", {})
     ]
-    return f"does not have {', '.join(fields)}; use vLLM {VLLM}" if fields else ""
+    return f"does not have {', '.join(without)}; use vLLM {VLLM}" if without else ""
 
 
 def unfit(config: Mapping[str, Any], *, speculative: Any, max_context: int) -> str:

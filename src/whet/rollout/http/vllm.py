@@ -13,6 +13,8 @@ import re
 import time
 import uuid
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 from whet import seeds
@@ -44,6 +46,7 @@ PAUSE = Call("/pause", "to pause")
 FINISH = Call("/pause", "to finish its requests", limit="reply")
 RESUME = Call("/resume", "to resume")
 LOAD = Call("/collective_rpc", "to load weights", limit="load")
+LOAD_ADAPTERS = Call("/v1/load_lora_adapter", "to load adapters", limit="load")
 LABEL = Call("/update_weight_version", "to name its weights")
 RESET = Call("/reset_prefix_cache", "to forget its cache")
 SLEEP = Call("/sleep", "to sleep", limit="load")
@@ -59,6 +62,11 @@ CAN = Capabilities(
     reproducible="server",
     score_temperatures=False,
 )
+CAN_WITH_ADAPTERS = replace(CAN, in_flight_updates=False)
+"""vLLM 0.32 scores given tokens beside adapters only while it computes nothing else (the process that computes ends
+otherwise), so requests in flight finish before new adapters are proved."""
+ADAPTERS = "policy"
+"""What a server is told that the adapters are called."""
 TAGS: dict[Part, str] = {"weights": "weights", "cache": "kv_cache"}
 _COUNT = re.compile(r"^vllm:(?P<name>\w+)\{(?P<labels>[^}]*)\} (?P<value>\S+)$", re.MULTILINE)
 _ENDED = ('finished_reason="stop"', 'finished_reason="length"')
@@ -91,10 +99,13 @@ class VllmEngine:
         self._run = uuid.uuid4().hex
         """Makes the salt of the cache this engine's own: another run may have had the same server and versions."""
         self._away: set[Part] = set()
+        self._named: dict[str, str] = {}
+        """What requests say of the model: nothing, or that they are for the adapters, once there are some."""
+        self._alone = asyncio.Lock()
 
     async def open(self) -> None:
         """Ask the server what it is, and name its weights. Raises ConfigError where whet cannot sample from it."""
-        self.is_ = await detect(self.calls, max_context=self.max_context)
+        self.is_ = await detect(self.calls, max_context=self.max_context, adapters=self.folder.adapters)
         await self.calls.ask(LABEL, {"new_version": str(self.version)})
 
     @property
@@ -106,7 +117,7 @@ class VllmEngine:
 
     @property
     def can(self) -> Capabilities:
-        return CAN
+        return CAN_WITH_ADAPTERS if self.folder.adapters else CAN
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
         """See `RolloutEngine`."""
@@ -115,7 +126,11 @@ class VllmEngine:
             return await self._owned(self.completed(request, on_tokens))
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
-        """See `RolloutEngine`. Only at temperature 1: a server scores prompts without one."""
+        """See `RolloutEngine`. Only at temperature 1: a server scores prompts without one; and not beside adapters."""
+        if self.folder.adapters:
+            raise RequestError(
+                "vLLM cannot score given tokens beside other requests with rollout.server.lora=adapter; use merge"
+            )
         for request in requests:
             check_score(request, vocab=self.vocab, max_context=self.max_context)
             if request.temperature != 1.0:
@@ -224,10 +239,12 @@ class VllmEngine:
         body = {
             "request_id": f"score-{uuid.uuid4().hex}",
             "token_ids": list(request.token_ids),
+            **self._named,
             "cache_salt": self._salt,
             "sampling_params": {"max_tokens": 1, "prompt_logprobs": request.top_k},
         }
-        said = await self.calls.ask(SCORE, body)
+        async with self._alone if self.folder.adapters else nullcontext():
+            said = await self.calls.ask(SCORE, body)
         choice = _choice(said)
         rows = said["prompt_logprobs"][request.start :]
         given = request.token_ids[request.start :]
@@ -253,9 +270,15 @@ class VllmEngine:
     async def _load(self, version: Version, number: int) -> None:
         """The phases of an update: stop, load, name, forget what was cached, go on. Nobody passes meanwhile."""
         self._gate.entry.shut()
-        await self.calls.ask(PAUSE, query={"mode": "keep"})
-        arguments = {"weights_path": str(version.path)}
-        await self.calls.ask(LOAD, {"method": "reload_weights", "kwargs": arguments})
+        if self.folder.adapters:
+            await self.calls.ask(FINISH, query={"mode": "wait"})
+            told = {"lora_name": ADAPTERS, "lora_path": str(version.path), "load_inplace": True}
+            await self.calls.ask(LOAD_ADAPTERS, told)
+            self._named = {"model": ADAPTERS}
+        else:
+            await self.calls.ask(PAUSE, query={"mode": "keep"})
+            arguments = {"weights_path": str(version.path)}
+            await self.calls.ask(LOAD, {"method": "reload_weights", "kwargs": arguments})
         await self.calls.ask(LABEL, {"new_version": str(number)})
         await self.calls.ask(RESET, query={"reset_running_requests": "true"})
         self.version = number
@@ -267,6 +290,7 @@ class VllmEngine:
         return {
             "request_id": request.id,
             "token_ids": list(request.prompt),
+            **self._named,
             "cache_salt": self._salt,
             "sampling_params": {
                 **{name: getattr(s, name) for name in same},
