@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forked import near
+from test_deepspeed import ZERO
 from test_train_torch import CUT, assert_near, pg_loss, weighted
 from tiny import tiny_model
 from whet.config.schema import OptimizerConfig
@@ -28,14 +29,19 @@ LAYOUTS = {
     "one rank": Dims(),
     "two shards": Dims(dp_shard=2),
     "two replicas": Dims(dp_replicate=2),
+    **{f"DeepSpeed, {name}": Dims(dp_shard=2) for name in ZERO},
 }
+FEW = [
+    pytest.param(name, marks=pytest.mark.sweep) if name.startswith("DeepSpeed") else name for name in LAYOUTS
+]
+"""`make test-backends` has those of DeepSpeed; tests/test_deepspeed.py has one start of its ranks."""
 
 
 class Maker:
     """Makes engines of one kind; those on ranks have a role each."""
 
-    def __init__(self, ranks: Ranks | None) -> None:
-        self.ranks, self.count = ranks, 0
+    def __init__(self, ranks: Ranks | None, **how: Any) -> None:
+        self.ranks, self.count, self.how = ranks, 0, how
 
     def __call__(self, *, seed: int = 0, learns: bool = True) -> TrainEngine:
         how: dict[str, Any] = {"cut": CUT, "optimizer": ADAM if learns else None, "total_steps": 8}
@@ -43,18 +49,21 @@ class Maker:
         if self.ranks is None:
             return TorchEngine(model, kernels.load("auto"), **how)
         self.count += 1
-        return RankGroup(self.ranks, "policy" if self.count == 1 else f"role {self.count}", model, **how)
+        return RankGroup(self.ranks, "policy" if self.count == 1 else f"role {self.count}", model, **how, **self.how)
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture(params=FEW)
 def make(request: pytest.FixtureRequest) -> Iterator[Maker]:
     dims = LAYOUTS[request.param]
     if dims is None:
         yield Maker(None)
         return
+    zero = ZERO.get(request.param.removeprefix("DeepSpeed, "))
+    if zero is not None:
+        pytest.importorskip("deepspeed")
     ranks = Ranks(dims, timeout_s=60.0, open_lines=near)
     try:
-        yield Maker(ranks)
+        yield Maker(ranks) if zero is None else Maker(ranks, deepspeed=zero)
     finally:
         ranks.close()
 

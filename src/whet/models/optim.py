@@ -101,8 +101,8 @@ class Optimizer:
         for p in self.parameters.values():
             p.grad = None
 
-    def backward(self, total: Tensor) -> None:
-        """Add a micro-batch's gradients, times the scale of the loss, to those that are there."""
+    def backward(self, total: Tensor, *, last: bool = False) -> None:
+        """Add a micro-batch's gradients, times the scale of the loss, to those that are there. last: a step follows."""
         self.scaled(total).backward()
         self.after_backward()
 

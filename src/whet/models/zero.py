@@ -220,8 +220,10 @@ class ZeroOptimizer:
     def zero_grad(self) -> None:
         """DeepSpeed has done it after the last step."""
 
-    def backward(self, total: Tensor) -> None:
-        """Add a micro-batch's gradients to those that are there."""
+    def backward(self, total: Tensor, *, last: bool = False) -> None:
+        """See `Optimizer.backward`. DeepSpeed adds gradients up over the ranks after the last micro-batch, or as they
+        come."""
+        self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(self.scaled(total), scale_wrt_gas=False)
 
     def scaled(self, total: Tensor) -> Tensor:

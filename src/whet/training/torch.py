@@ -183,7 +183,7 @@ class TorchEngine:
                 for number, micro in enumerate(self._learning(dealt)):
                     total, out, result = within(self.module, self._alone, self._losses, micro, loss)
                     if total.requires_grad:
-                        self.optimizer.backward(total)
+                        self.optimizer.backward(total, last=number + 1 == len(dealt.micros))
                     if number < dealt.real:
                         sums.add(micro, out, result)
             with self.span(OPTIMIZER_STEP):
