@@ -122,7 +122,7 @@ def engine_of(
     how |= {"weights": start.weights, "kernels": cfg.machine.kernels}
     if cfg.train.engine == "deepspeed":
         dtype = str(next(start.model.parameters()).dtype).removeprefix("torch.")
-        how["deepspeed"] = engine_config(cfg, how.get("optimizer"), dtype)
+        how["deepspeed"] = engine_config(cfg.train, how.get("optimizer"), dtype)
     return cast(TorchEngine, RankGroup(where, role, start.model, **how))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from whet.config.checks_parallel import shards
 from whet.config.faults import shown
-from whet.config.schema import Config, DeepSpeedConfig, OptimizerConfig
+from whet.config.schema import Config, DeepSpeedConfig, OptimizerConfig, TrainConfig
 from whet.types import ConfigError, Json
 
 KEY = "train.deepspeed"
@@ -65,9 +65,9 @@ def user_config(cfg: DeepSpeedConfig) -> Json:
     return found
 
 
-def engine_config(cfg: Config, optimizer: OptimizerConfig | None, dtype: str) -> Json:
+def engine_config(train: TrainConfig, optimizer: OptimizerConfig | None, dtype: str) -> Json:
     """What `deepspeed.initialize` is given for one model. dtype: of its parameters."""
-    ours, own = cfg.train.deepspeed, user_config(cfg.train.deepspeed)
+    ours, own = train.deepspeed, user_config(train.deepspeed)
     norm = None if optimizer is None else optimizer.max_grad_norm
     kept = {k: v for k, v in own.items() if k not in _set_here() and k not in REFUSED and v != AUTO}
     zero = {k: v for k, v in (own.get(ZERO) or {}).items() if v != AUTO}
@@ -77,7 +77,7 @@ def engine_config(cfg: Config, optimizer: OptimizerConfig | None, dtype: str) ->
             zero[name] = {**(zero.get(name) or {}), "device": where}
     if ours.hpz_partition_size is not None:
         zero["zero_hpz_partition_size"] = ours.hpz_partition_size
-    wide = {"communication_data_type": "fp32"} if cfg.train.precision.reduce else {}
+    wide = {"communication_data_type": "fp32"} if train.precision.reduce else {}
     return {
         **wide,
         **kept,

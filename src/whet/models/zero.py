@@ -62,22 +62,29 @@ class Zero:
                 "train.engine=torch, or a model.dtype that is that of all"
             )
         root = _Root(self.model, others.values())
-        blocks = self._blocks() if self.stage == 3 else []
-        for block in blocks:
-            deepspeed.utils.set_z3_leaf_module(block, True)
-            if self.functional:
-                called(block)
         self.engine, *_ = deepspeed.initialize(model=root, optimizer=inner, config=self.config)
-        inside = {id(p) for block in blocks for p in block.parameters()}
-        for p in self.parameters.values() if self.stage == 3 else ():
-            if id(p) not in inside:  # read by functions that are no module's forward
-                deepspeed.zero.register_external_parameter(root, p)
+        if self.stage == 3:
+            self._register(root)
         called(self.model, self.engine)
 
-    def _blocks(self) -> list[nn.Module]:
+    def _register(self, root: nn.Module) -> None:
+        """Tell DeepSpeed what functions read that are no module's forward: whet's decoder a layer's parameters, all of
+        a layer at once, and the rest wherever the model is at work."""
+        import deepspeed
+
+        register = deepspeed.zero.register_external_parameter
+
         for layer in adapted(self.model).values():
             layer.keeps, layer.effective = False, None
-        return [m for m in self.model.get_decoder().modules() if isinstance(m, GradientCheckpointingLayer)]
+        blocks = [m for m in self.model.get_decoder().modules() if isinstance(m, GradientCheckpointingLayer)]
+        for block in blocks if self.functional else ():
+            called(block)
+            for p in block.parameters():
+                register(block, p)
+        inside = {id(p) for block in blocks for p in block.parameters()}
+        for p in self.parameters.values():
+            if id(p) not in inside:
+                register(root, p)
 
     # -- what lies here
 
