@@ -137,9 +137,14 @@ def group(
 ) -> RankGroup:
     how: dict[str, Any] = {"dims": layout.dims, "chunks": layout.chunks, "sharding": layout.sharding}
     if layout.zero is not None:
-        train = TrainConfig(deepspeed=DeepSpeedConfig(config={"zero_optimization": layout.zero}))
-        how["deepspeed"] = engine_config(train, arguments.get("optimizer"), "float32")
+        how["deepspeed"] = by_deepspeed(layout.zero, arguments.get("optimizer"))
     return RankGroup(ranks, role, model, cut=way.cut, **how, **arguments)
+
+
+def by_deepspeed(zero: Json, optimizer: OptimizerConfig | None) -> Json:
+    """What `placement` has DeepSpeed start with."""
+    train = TrainConfig(deepspeed=DeepSpeedConfig(config={"zero_optimization": zero}))
+    return engine_config(train, optimizer, "float32")
 
 
 def learning(**arguments: Any) -> dict[str, Any]:

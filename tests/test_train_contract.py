@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forked import near
+from grid import by_deepspeed
 from test_deepspeed import ZERO
 from test_train_torch import CUT, assert_near, pg_loss, weighted
 from tiny import tiny_model
@@ -22,6 +23,7 @@ from whet.models.mesh import Dims
 from whet.training.engine import TrainEngine
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
+from whet.types import Json
 
 ADAM = OptimizerConfig(name="adamw", lr=0.02, weight_decay=0.1)
 LAYOUTS = {
@@ -40,8 +42,9 @@ FEW = [
 class Maker:
     """Makes engines of one kind; those on ranks have a role each."""
 
-    def __init__(self, ranks: Ranks | None, **how: Any) -> None:
-        self.ranks, self.count, self.how = ranks, 0, how
+    def __init__(self, ranks: Ranks | None, zero: Json | None = None) -> None:
+        """zero: DeepSpeed shards, in this way."""
+        self.ranks, self.count, self.zero = ranks, 0, zero
 
     def __call__(self, *, seed: int = 0, learns: bool = True) -> TrainEngine:
         how: dict[str, Any] = {"cut": CUT, "optimizer": ADAM if learns else None, "total_steps": 8}
@@ -49,7 +52,9 @@ class Maker:
         if self.ranks is None:
             return TorchEngine(model, kernels.load("auto"), **how)
         self.count += 1
-        return RankGroup(self.ranks, "policy" if self.count == 1 else f"role {self.count}", model, **how, **self.how)
+        if self.zero is not None:
+            how["deepspeed"] = by_deepspeed(self.zero, how["optimizer"])
+        return RankGroup(self.ranks, "policy" if self.count == 1 else f"role {self.count}", model, **how)
 
 
 @pytest.fixture(params=FEW)
@@ -63,7 +68,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Maker]:
         pytest.importorskip("deepspeed")
     ranks = Ranks(dims, timeout_s=60.0, open_lines=near)
     try:
-        yield Maker(ranks) if zero is None else Maker(ranks, deepspeed=zero)
+        yield Maker(ranks, zero)
     finally:
         ranks.close()
 

@@ -14,6 +14,9 @@ from whet.config.schema import Config, DeepSpeedConfig, OptimizerConfig, TrainCo
 from whet.types import ConfigError, Json
 
 KEY = "train.deepspeed"
+VERSION = "0.19.8"
+"""The release that was seen running."""
+INSTALL = "pip install 'whet[deepspeed]'"
 AUTO = "auto"
 ZERO = "zero_optimization"
 
@@ -44,6 +47,7 @@ REFUSED = {
     "compile": "use train.engine=torch with train.compile",
     "sparse_gradients": "embeddings have dense gradients here",
     f"{ZERO}.zenflow": "it postpones updates, so that steps are no longer those of the run",
+    f"{ZERO}.leaf_module": "whet gathers layer by layer",
     f"{ZERO}.ignore_unused_parameters": "whet decides what is trained (train.trainable)",
 }
 """Keys of a deepspeed_config that are not passed on, and what to do. Switched off, or "auto", they say nothing."""
@@ -118,7 +122,7 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
 def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
     if cfg.train.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         yield "train.engine", (
-            "deepspeed is not installed; pip install --no-build-isolation 'whet[deepspeed]', or use engine=torch"
+            f"deepspeed is not installed; {INSTALL}, or use engine=torch"
         )
 
 

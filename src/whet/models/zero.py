@@ -25,6 +25,8 @@ from whet.models.regions import Region
 from whet.models.sharded import called, no_part
 from whet.types import CheckpointError, Json, WhetError
 
+_NO_LEAVES: Json = {"classes": [], "names": [], "name_suffixes": []}
+
 
 class Zero:
     """The parameters of one model on one rank. Make one for each engine; every method is called on all ranks."""
@@ -62,7 +64,10 @@ class Zero:
                 "train.engine=torch, or a model.dtype that is that of all"
             )
         root = _Root(self.model, others.values())
-        self.engine, *_ = deepspeed.initialize(model=root, optimizer=inner, config=self.config)
+        config = self.config
+        if self.functional:  # blocks of experts are called by nobody, so none gathers for itself
+            config = {**config, "zero_optimization": {**config["zero_optimization"], "leaf_module": _NO_LEAVES}}
+        self.engine, *_ = deepspeed.initialize(model=root, optimizer=inner, config=config)
         if self.stage == 3:
             self._register(root)
         called(self.model, self.engine)
