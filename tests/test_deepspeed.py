@@ -85,7 +85,8 @@ def test_what_is_beside_the_model_learns_too(ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [("stage 1", "shared prompts"), ("stage 3", "LoRA"), ("stage 3, all on the host", "by tokens")]
+    ("name", "way"),
+    [("stage 1", "shared prompts"), ("stage 3", "LoRA"), ("stage 3, all on the host", "by tokens")],
 )
 def test_files_are_those_of_one_process(ranks: Ranks, tmp_path: Path, name: str, way: str) -> None:
     """To the byte; and either goes on from what the other has saved."""
@@ -96,7 +97,11 @@ def test_files_are_those_of_one_process(ranks: Ranks, tmp_path: Path, name: str,
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param(grid.MOE, marks=pytest.mark.sweep)])
 def test_a_step_on_each_from_the_checkpoint_of_another(ranks: Ranks, tmp_path: Path, family: str) -> None:
-    chain = [layout("stage 3", family=family), Layout(Dims(tp=2), family=family), layout("stage 1", family=family)]
+    chain = [
+        layout("stage 3", family=family),
+        Layout(Dims(tp=2), family=family),
+        layout("stage 1", family=family),
+    ]
     errors, note = grid.worst()
     grid.handed_on(ranks, chain, WAYS["shared prompts"], note, folder=tmp_path)
     assert all(e <= ROUNDING[what] for what, (e, _) in errors.items()), errors
@@ -167,7 +172,12 @@ def test_what_is_equal_or_auto_passes_and_the_rest_is_passed_on(tmp_path: Path) 
         "fp16": {"enabled": False},
         "bf16": {"enabled": "auto"},
         "wall_clock_breakdown": True,
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 1000, "overlap_comm": True},
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "sub_group_size": 1000,
+            "overlap_comm": True,
+        },
     }
     path = tmp_path / "zero.json"
     path.write_text(json.dumps(file))
@@ -178,7 +188,11 @@ def test_what_is_equal_or_auto_passes_and_the_rest_is_passed_on(tmp_path: Path) 
         assert made["zero_optimization"] == {
             "stage": 3, "sub_group_size": 1000, "overlap_comm": True, "offload_optimizer": {"device": "cpu"},
         }  # fmt: skip
-        assert (made["gradient_clipping"], made["bf16"]["enabled"], made["wall_clock_breakdown"]) == (0.5, True, True)
+        assert (made["gradient_clipping"], made["bf16"]["enabled"], made["wall_clock_breakdown"]) == (
+            0.5,
+            True,
+            True,
+        )
         assert made["gradient_accumulation_steps"] == made["train_micro_batch_size_per_gpu"] == 1
         assert not {"optimizer", "train_batch_size", "fp16"} & made.keys()
     reference = deepspeed.engine_config(cfg.train, None, "float32")

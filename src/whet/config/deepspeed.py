@@ -105,9 +105,12 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     if cfg.train.engine != "deepspeed":
         return
     if shards(cfg.train.parallel) < 2:
-        yield "train.engine", (
-            "deepspeed shards the models over ranks, but train.parallel.dp_shard is 1; give the number of ranks, or use "
-            "engine=torch"
+        yield (
+            "train.engine",
+            (
+                "deepspeed shards the models over ranks, but train.parallel.dp_shard is 1; give the number of ranks, or use "
+                "engine=torch"
+            ),
         )
     try:
         own = user_config(cfg.train.deepspeed)
@@ -121,9 +124,7 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
 
 def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
     if cfg.train.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        yield "train.engine", (
-            f"deepspeed is not installed; {INSTALL}, or use engine=torch"
-        )
+        yield "train.engine", (f"deepspeed is not installed; {INSTALL}, or use engine=torch")
 
 
 def _set_here() -> set[str]:
@@ -138,10 +139,15 @@ def _contradicted(cfg: Config, own: Mapping[str, Any]) -> Iterator[tuple[str, st
         given = _get(own, key)
         if given not in (None, AUTO, wanted):
             says = f"{shown(wanted)} ({of})" if wanted is not None else f"nothing that could be equal ({of})"
-            yield at, f"{key}={shown(given)} contradicts the run, which has {says}; leave it out, or set it to auto"
+            yield (
+                at,
+                f"{key}={shown(given)} contradicts the run, which has {says}; leave it out, or set it to auto",
+            )
     for key, why in REFUSED.items():
         given = _get(own, key)
-        off = given in (None, False, AUTO, {}, 1) or (isinstance(given, Mapping) and not given.get("enabled", True))
+        off = given in (None, False, AUTO, {}, 1) or (
+            isinstance(given, Mapping) and not given.get("enabled", True)
+        )
         if not off:
             yield at, f"{key} is not passed on: {why}; leave it out"
 
@@ -186,13 +192,18 @@ def _zero(ours: DeepSpeedConfig, own: Mapping[str, Any]) -> Iterator[tuple[str, 
     there = {key: getattr(ours, key) for key in _PLACES.values()}
     n = stage(ours)
     if n not in (1, 2, 3):
-        yield f"{KEY}.config", (
-            f"{ZERO}.stage={shown(n)}: expected 1, 2 or 3; stage 0 shards nothing: use train.engine=torch with "
-            "train.parallel.dp_replicate"
+        yield (
+            f"{KEY}.config",
+            (
+                f"{ZERO}.stage={shown(n)}: expected 1, 2 or 3; stage 0 shards nothing: use train.engine=torch with "
+                "train.parallel.dp_replicate"
+            ),
         )
         return
     for key, where in there.items():
-        if where == "nvme" and n < 3 or where not in (None, "none") and n < 3 and key == "offload_parameters":
+        if (where == "nvme" and n < 3) or (
+            where not in (None, "none") and n < 3 and key == "offload_parameters"
+        ):
             yield f"{KEY}.{key}", f"{where} needs stage 3, but the stage is {n}"
         name = next(name for name, k in _PLACES.items() if k == key)
         path = _get(own, f"{ZERO}.{name}.nvme_path")

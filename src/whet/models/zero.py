@@ -66,7 +66,10 @@ class Zero:
         root = _Root(self.model, others.values())
         config = self.config
         if self.functional:  # blocks of experts are called by nobody, so none gathers for itself
-            config = {**config, "zero_optimization": {**config["zero_optimization"], "leaf_module": _NO_LEAVES}}
+            config = {
+                **config,
+                "zero_optimization": {**config["zero_optimization"], "leaf_module": _NO_LEAVES},
+            }
         self.engine, *_ = deepspeed.initialize(model=root, optimizer=inner, config=config)
         if self.stage == 3:
             self._register(root)
@@ -174,8 +177,8 @@ class Zero:
 
 
 class ZeroOptimizer:
-    """What `Optimizer` is, where DeepSpeed applies the gradients: its schedule and groups, with torch's optimizer on the
-    parts that DeepSpeed keeps in float32."""
+    """What `Optimizer` is, where DeepSpeed applies the gradients: its schedule and groups, with torch's optimizer on
+    the parts that DeepSpeed keeps in float32."""
 
     def __init__(
         self,
@@ -214,7 +217,11 @@ class ZeroOptimizer:
     def _prime(self) -> None:
         """Moments of zeros, as torch makes them at the first step, so that there is something to read and write."""
         zero = self.engine.optimizer
-        parts = zero.fp32_partitioned_groups_flat if self.across.stage == 3 else zero.single_partition_of_fp32_groups
+        parts = (
+            zero.fp32_partitioned_groups_flat
+            if self.across.stage == 3
+            else zero.single_partition_of_fp32_groups
+        )
         for part in parts:
             state = blank(self.inner, part)
             self.inner.state[part] = {key: torch.zeros_like(x) for key, x in state.items()}
@@ -336,9 +343,12 @@ class _Root(nn.Module):
 def prepare(device: str) -> None:
     """Have DeepSpeed compute on this device and join the process group that is there. Of a process of its own."""
     import logging
+    import warnings
 
     import torch.distributed as dist
 
+    # of names that DeepSpeed calls and torch 2.13 renames: nothing that a reader could mend
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     os.environ["DS_ACCELERATOR"] = device
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed

@@ -240,7 +240,9 @@ class TorchEngine:
                 regions = {n: self.across.region(n, file.shape(n)) for n in own.keys() & file.tensors.keys()}
             strange = {n for n in regions if not file.dtype(n).is_floating_point}
             strange |= {n for n in file.tensors.keys() - own.keys() if not self.parallel.elsewhere(n)}
-            odd = {n for n, p in own.items() if n not in regions or regions[n].here != self.across.here(p)} | strange
+            odd = {
+                n for n, p in own.items() if n not in regions or regions[n].here != self.across.here(p)
+            } | strange
             if odd:
                 raise CheckpointError(
                     f"{path}: weights belong to another model; they differ in {sorted(odd)[:3]} ({len(odd)} tensors)"
@@ -283,7 +285,9 @@ class TorchEngine:
         """Take another engine's weights, or this share of them, in place."""
         theirs = dict(learned(other.module) if adapted(self.module) else other.weights())
         for name, p in learned(self.module):
-            self.across.put(name, p, mix(self.across.get(name, p), other.across.get(name, theirs[name]), share))
+            self.across.put(
+                name, p, mix(self.across.get(name, p), other.across.get(name, theirs[name]), share)
+            )
         refresh(self.module)
 
     def forget(self) -> None:

@@ -29,6 +29,6 @@ class DeepSpeedConfig(Section):
     """Stage 3: number of neighbouring ranks, usually those of a machine, that keep a second copy of the parameters
     between them, from which backward gathers (hpZ of ZeRO++). Default: that of `config`, else 1: no second copy."""
     config: str | dict[str, Any] = Field(default_factory=dict)
-    """A deepspeed_config: a JSON file, or a table. What whet sets itself may be left out, "auto", or equal (batch sizes,
+    """A deepspeed_config: a JSON file, or a table. What whet sets may be left out, "auto", or equal (batch sizes,
     gradient accumulation, clipping, optimizer, bf16); where it differs, or changes what is trained (fp16, schedulers,
     elasticity ...), it is refused. All else is passed on."""

@@ -184,8 +184,8 @@ class TrainConfig(Section):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     """Layout of the processes that train together."""
     engine: Literal["torch", "deepspeed"] = "torch"
-    """What shards the models over the ranks. torch: FSDP2, and all layouts of `parallel`; deepspeed: ZeRO, over dp_shard
-    ranks. Both compute the same numbers up to rounding, and read each other's checkpoints."""
+    """What shards the models over the ranks. torch: FSDP2, and all layouts of `parallel`; deepspeed: ZeRO, over
+    dp_shard ranks. Both compute the same numbers up to rounding, and read each other's checkpoints."""
     deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig)
     """Settings of DeepSpeed."""
     trainable: dict[str, bool] = Field(default_factory=dict)
