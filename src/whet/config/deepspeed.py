@@ -108,7 +108,7 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
         yield (
             "train.engine",
             (
-                "deepspeed shards the models over ranks, but train.parallel.dp_shard is 1; give the number of ranks, or use "
+                "deepspeed shards the models over ranks, but train.parallel.dp_shard is 1; give the number, or use "
                 "engine=torch"
             ),
         )

@@ -97,8 +97,7 @@ class TorchEngine:
     ) -> None:
         """whole: save the weights under adapters too, for no other place has them. seed: of what adapters drop.
         rests: the weights lie in the host's memory but for a forward or an update. across: the ranks that it is spread
-        over; then every method is called on all of them. parallel: what of each forward is done here.
-        make_optimizer: of the ranks that `across` is."""
+        over, with their `make_optimizer`; then every method is called on all of them. parallel: what is done here."""
         self.across, self.parallel = across or Alone(), parallel or Parallel()
         self.version, self.whole, self.apart = 0, whole, False
         self.module, self.ops, self.cut, self.value_head = model, ops, cut, value_head
@@ -192,8 +191,7 @@ class TorchEngine:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         model = merged(self.module) if adapted(self.module) else self.module
-        for name, p in model.named_parameters():
-            yield name, p.detach()
+        yield from ((name, p.detach()) for name, p in model.named_parameters())
 
     def publish(self, send: Send[T]) -> T:
         return send(weights_of(self.module))
@@ -240,16 +238,14 @@ class TorchEngine:
                 regions = {n: self.across.region(n, file.shape(n)) for n in own.keys() & file.tensors.keys()}
             strange = {n for n in regions if not file.dtype(n).is_floating_point}
             strange |= {n for n in file.tensors.keys() - own.keys() if not self.parallel.elsewhere(n)}
-            odd = {
-                n for n, p in own.items() if n not in regions or regions[n].here != self.across.here(p)
-            } | strange
+            odd = {n for n, p in own.items() if n not in regions or regions[n].here != self.across.here(p)}
+            odd |= strange
             if odd:
                 raise CheckpointError(
                     f"{path}: weights belong to another model; they differ in {sorted(odd)[:3]} ({len(odd)} tensors)"
                 )
-            with torch.no_grad():
-                for name, p in own.items():
-                    self.across.put(name, p, file.read(name, regions[name]))
+            for name, p in own.items():
+                self.across.put(name, p, file.read(name, regions[name]))
         refresh(self.module)
         if self.optimizer is not None:
             self._load_moments(self.optimizer, path / "optimizer.safetensors")
@@ -285,9 +281,8 @@ class TorchEngine:
         """Take another engine's weights, or this share of them, in place."""
         theirs = dict(learned(other.module) if adapted(self.module) else other.weights())
         for name, p in learned(self.module):
-            self.across.put(
-                name, p, mix(self.across.get(name, p), other.across.get(name, theirs[name]), share)
-            )
+            new = other.across.get(name, theirs[name])
+            self.across.put(name, p, mix(self.across.get(name, p), new, share))
         refresh(self.module)
 
     def forget(self) -> None:
