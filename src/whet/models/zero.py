@@ -245,6 +245,9 @@ class ZeroOptimizer:
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(self.scaled(total), scale_wrt_gas=False)
 
+    def after_backward(self) -> None:
+        """DeepSpeed has taken the gradients over, in its hooks."""
+
     def scaled(self, total: Tensor) -> Tensor:
         """DeepSpeed divides by the number of ranks: the result is the sum over them."""
         return total * self.across.ranks
