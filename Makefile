@@ -25,7 +25,7 @@ TEMPLATES ?=
 # `make check-wheel`: the wheel in a clean environment, from outside the checkout: help, version, a short first run.
 
 # `make test-backends`: the contract suite over a real vLLM, in an environment of its own (network, 3.5 GB, some minutes), or
-# over the one that VLLM names.
+# over the one that VLLM names; and that of train engines over each stage of DeepSpeed (ten minutes).
 
 .PHONY: demo test test-view test-peers test-backends sweep golden check check-wheel format docs site bits bench \
 	bench-learn bench-train clean
@@ -47,6 +47,7 @@ VLLM ?= .vllm-env/bin/vllm
 
 test-backends: $(VENV)/.installed-dev $(VLLM)
 	WHET_VLLM="$(VLLM)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_backends.py tests/test_rollout_contract.py -k "vllm or real"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "sweep or not sweep" tests/test_deepspeed.py tests/test_train_contract.py -k "deepspeed or DeepSpeed"
 
 .vllm-env/bin/vllm: $(VENV)/.installed
 	$(BIN)/whet engine install vllm --folder .vllm-env

@@ -18,7 +18,8 @@ from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
 from whet.algos.critic import value_loss
 from whet.batch import Batch, Loss, Outputs
-from whet.config.schema import OptimizerConfig
+from whet.config.deepspeed import engine_config
+from whet.config.schema import DeepSpeedConfig, OptimizerConfig, TrainConfig
 from whet.config.sections.lora import LoraConfig
 from whet.models import kernels
 from whet.models.load import value_head
@@ -28,6 +29,7 @@ from whet.models.sharded import Sharding
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import FullKl, TorchEngine
+from whet.types import Json
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Layout:
     family: str = "qwen3"
     layers: int = 2
     sharding: Sharding = field(default_factory=Sharding)
+    zero: Json | None = None
+    """Of a deepspeed_config: DeepSpeed shards, and not FSDP2."""
 
 
 MOE = "qwen3_moe"
@@ -131,8 +135,16 @@ def pair(
 def group(
     ranks: Ranks, layout: Layout, way: Way, *, model: PreTrainedModel, role: str = "policy", **arguments: Any
 ) -> RankGroup:
-    how = {"dims": layout.dims, "chunks": layout.chunks, "sharding": layout.sharding}
+    how: dict[str, Any] = {"dims": layout.dims, "chunks": layout.chunks, "sharding": layout.sharding}
+    if layout.zero is not None:
+        how["deepspeed"] = by_deepspeed(layout.zero, arguments.get("optimizer"))
     return RankGroup(ranks, role, model, cut=way.cut, **how, **arguments)
+
+
+def by_deepspeed(zero: Json, optimizer: OptimizerConfig | None) -> Json:
+    """What `placement` has DeepSpeed start with."""
+    train = TrainConfig(deepspeed=DeepSpeedConfig(config={"zero_optimization": zero}))
+    return engine_config(train, optimizer, "float32")
 
 
 def learning(**arguments: Any) -> dict[str, Any]:

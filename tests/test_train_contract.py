@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from forked import near
+from grid import by_deepspeed
+from test_deepspeed import ZERO
 from test_train_torch import CUT, assert_near, pg_loss, weighted
 from tiny import tiny_model
 from whet.config.schema import OptimizerConfig
@@ -21,6 +24,7 @@ from whet.models.mesh import Dims
 from whet.training.engine import TrainEngine
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
+from whet.types import Json
 
 ADAM = OptimizerConfig(name="adamw", lr=0.02, weight_decay=0.1)
 LAYOUTS = {
@@ -28,14 +32,20 @@ LAYOUTS = {
     "one rank": Dims(),
     "two shards": Dims(dp_shard=2),
     "two replicas": Dims(dp_replicate=2),
+    **{f"DeepSpeed, {name}": Dims(dp_shard=2) for name in ZERO},
 }
+FEW = [
+    pytest.param(name, marks=pytest.mark.sweep) if name.startswith("DeepSpeed") else name for name in LAYOUTS
+]
+"""`make test-backends` has those of DeepSpeed; tests/test_deepspeed.py has one start of its ranks."""
 
 
 class Maker:
     """Makes engines of one kind; those on ranks have a role each."""
 
-    def __init__(self, ranks: Ranks | None) -> None:
-        self.ranks, self.count = ranks, 0
+    def __init__(self, ranks: Ranks | None, zero: Json | None = None) -> None:
+        """zero: DeepSpeed shards, in this way."""
+        self.ranks, self.count, self.zero = ranks, 0, zero
 
     def __call__(self, *, seed: int = 0, learns: bool = True) -> TrainEngine:
         how: dict[str, Any] = {"cut": CUT, "optimizer": ADAM if learns else None, "total_steps": 8}
@@ -43,18 +53,23 @@ class Maker:
         if self.ranks is None:
             return TorchEngine(model, kernels.load("auto"), **how)
         self.count += 1
+        if self.zero is not None:
+            how["deepspeed"] = by_deepspeed(self.zero, how["optimizer"])
         return RankGroup(self.ranks, "policy" if self.count == 1 else f"role {self.count}", model, **how)
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture(params=FEW)
 def make(request: pytest.FixtureRequest) -> Iterator[Maker]:
     dims = LAYOUTS[request.param]
     if dims is None:
         yield Maker(None)
         return
+    zero = ZERO.get(request.param.removeprefix("DeepSpeed, "))
+    if zero is not None and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
     ranks = Ranks(dims, timeout_s=60.0, open_lines=near)
     try:
-        yield Maker(ranks)
+        yield Maker(ranks, zero)
     finally:
         ranks.close()
 

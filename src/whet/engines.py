@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from whet.config import deepspeed
 from whet.config.engines import ENGINES, NOT_BUILT, SERVED
 from whet.rollout.http import installed
 from whet.rollout.http.versions import OF, SGLANG, VLLM
@@ -122,10 +123,21 @@ def findings() -> Iterator[EngineFinding]:
     for name in OF:
         yield _server(name)
     yield EngineFinding("trtllm", "refused", NOT_BUILT["trtllm"])
+    yield _deepspeed()
     if importlib.util.find_spec("ray") is None:
         yield EngineFinding("ray", "missing", "rollout.replicas and cluster need it: pip install 'whet[ray]'")
     else:
         yield EngineFinding("ray", "ok", f"ray {_version('ray')}")
+
+
+def _deepspeed() -> EngineFinding:
+    if importlib.util.find_spec("deepspeed") is None:
+        return EngineFinding("deepspeed", "missing", f"train.engine=deepspeed needs it: {deepspeed.INSTALL}")
+    found = _version("deepspeed")
+    if found.split(".")[:2] != deepspeed.VERSION.split(".")[:2]:
+        says = f"{found} was not seen running with whet, {deepspeed.VERSION} was: {deepspeed.INSTALL}"
+        return EngineFinding("deepspeed", "unseen", says)
+    return EngineFinding("deepspeed", "ok", f"{found}, for train.engine=deepspeed")
 
 
 def _client() -> EngineFinding:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from whet.config.checks_parallel import first_gpu, ranks_of, shards
+from whet.config.deepspeed import engine_config
 from whet.config.plan import Plan
 from whet.config.schema import Config
 from whet.job import Models
@@ -119,6 +120,9 @@ def engine_of(
         how["home"] = Path(cfg.run_dir).absolute() / "policy"
     how |= {"sharded": cfg.checkpoint.sharded, "chunks": cfg.train.parallel.pipeline_chunks}
     how |= {"weights": start.weights, "kernels": cfg.machine.kernels}
+    if cfg.train.engine == "deepspeed":
+        dtype = str(next(start.model.parameters()).dtype).removeprefix("torch.")
+        how["deepspeed"] = engine_config(cfg.train, how.get("optimizer"), dtype)
     return cast(TorchEngine, RankGroup(where, role, start.model, **how))
 
 

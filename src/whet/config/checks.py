@@ -14,6 +14,7 @@ from whet.config import (
     checks_rewards,
     checks_run,
     checks_sync,
+    deepspeed,
     rules,
 )
 from whet.config.evaluation import (
@@ -54,6 +55,7 @@ def hard_problems(cfg: Config) -> list[Problem]:
         *_batch(cfg, algorithm),
         *checks_run.problems(cfg),
         *checks_parallel.problems(cfg),
+        *deepspeed.problems(cfg),
     ]
     problems += [
         *checks_learning.problems(cfg),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from whet.config import deepspeed
 from whet.config.engines import SERVED, unknown_engine
 from whet.config.recipes import resolve
 from whet.config.schema import Config, ProfileConfig
@@ -186,6 +187,7 @@ def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
         )
     if cfg.rollout.replicas and importlib.util.find_spec("ray") is None:
         yield "rollout.replicas", "needs ray, which is not installed; pip install 'whet[ray]', or set it to 0"
+    yield from deepspeed.not_installed(cfg)
     for name in cfg.track.trackers:
         package = TRACKERS[name].package if name in TRACKERS else ""
         if package and importlib.util.find_spec(package) is None:

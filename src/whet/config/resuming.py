@@ -82,6 +82,7 @@ CLASSES: Mapping[Class, str] = {
         train.optimizer.implementation
         train.parallel.dp_replicate train.parallel.dp_shard train.parallel.tp train.parallel.cp train.parallel.pp
         train.parallel.pipeline_chunks train.parallel.ep train.parallel.separate_ranks
+        train.engine train.deepspeed
         machine.device machine.threads machine.logprob_parity machine.kernels machine.kv_cache_mb""",
     "free": """
         name run_dir checkpoint track profile reward_workers cluster

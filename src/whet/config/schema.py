@@ -17,6 +17,7 @@ from whet.config.sections.buffer import BufferConfig
 from whet.config.sections.cluster import ClusterConfig
 from whet.config.sections.correction import CorrectionConfig, RejectConfig
 from whet.config.sections.data import DataConfig, ReasoningGymConfig, SourceConfig
+from whet.config.sections.deepspeed import DeepSpeedConfig
 from whet.config.sections.eval import EvalConfig
 from whet.config.sections.groups import GroupsConfig
 from whet.config.sections.kl import KlConfig, RewardKlConfig
@@ -58,6 +59,7 @@ __all__ = [
     "CriticConfig",
     "CriticOptimizerConfig",
     "DataConfig",
+    "DeepSpeedConfig",
     "EarlyStoppingConfig",
     "EnvironmentConfig",
     "EvalConfig",

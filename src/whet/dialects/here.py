@@ -22,7 +22,7 @@ from whet.types import Json
 
 KEYS = (
     *map(native, (*DIMS, "engines", "nodes")),
-    *(APART, "train.offload", "train.compile", "profile.tools", "profile.steps"),
+    *(APART, "train.engine", "train.offload", "train.compile", "profile.tools", "profile.steps"),
 )
 """Native keys about devices."""
 
@@ -108,6 +108,8 @@ def _left_out(at: Path, found: Mapping[Path, Json], *, gpu: bool, ranks: int, ep
     """What frees or hastens a GPU where there is none, or cannot be done as the models lie here."""
     offload, compiled = _path(at, "train.offload"), _path(at, "train.compile")
     out: Changes = {}
+    if (engine := _path(at, "train.engine")) in found and ranks == 1:
+        out[engine] = (None, "train.engine is torch: DeepSpeed shards over ranks, and one process trains")
     if compiled in found and (not gpu or ep > 1):
         why = (
             "it has not been tested with ep"

@@ -24,7 +24,7 @@ from whet.types import CheckpointError, ConfigError
 
 _ADAM = {"steps": "step", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _MOMENTUM = {"momentum_buffer": "momentum_buffer"}
-_STATE: dict[type[Any], dict[str, str]] = {
+STATE: dict[type[Any], dict[str, str]] = {
     torch.optim.AdamW: _ADAM,
     torch.optim.Adam: _ADAM,
     torch.optim.SGD: _MOMENTUM,
@@ -101,8 +101,8 @@ class Optimizer:
         for p in self.parameters.values():
             p.grad = None
 
-    def backward(self, total: Tensor) -> None:
-        """Add a micro-batch's gradients, times the scale of the loss, to those that are there."""
+    def backward(self, total: Tensor, *, last: bool = False) -> None:
+        """Add a micro-batch's gradients, times the scale of the loss, to those that are there. last: a step follows."""
         self.scaled(total).backward()
         self.after_backward()
 
@@ -147,10 +147,8 @@ class Optimizer:
         for name, grad in self.wide.items():
             self.masters[name].grad = grad
         self.wide.clear()
+        self.on_schedule()
         for inner in self.inner:
-            for group in inner.param_groups:
-                group["lr"] = self.lr * group["lr_factor"]
-                group["weight_decay"] = self.weight_decay if group["decay"] is None else group["decay"]
             inner.step()
         for name, p in self.parameters.items():
             if self.masters[name] is not p:
@@ -159,6 +157,13 @@ class Optimizer:
         self.step_count += 1
         if self.offload:
             self.place(torch.device("cpu"))
+
+    def on_schedule(self) -> None:
+        """Set learning rate and weight decay of the next step."""
+        for inner in self.inner:
+            for group in inner.param_groups:
+                group["lr"] = self.lr * group["lr_factor"]
+                group["weight_decay"] = self.weight_decay if group["decay"] is None else group["decay"]
 
     def place(self, device: torch.device) -> None:
         """Move moments and master weights."""
@@ -210,7 +215,7 @@ class Optimizer:
                 master.copy_(_wanted(tensors, f"master.{name}", master))
             found, keys = self._state_of(master)
             if any(f"{key}.{name}" in tensors for key in keys):
-                begins = _blank(self.owner[master], master)
+                begins = blank(self.owner[master], master)
                 for key, own in keys.items():
                     if own in begins:
                         found[own] = _wanted(tensors, f"{key}.{name}", begins[own]).clone()
@@ -218,16 +223,16 @@ class Optimizer:
     def _state_of(self, master: nn.Parameter) -> tuple[dict[str, Any], dict[str, str]]:
         """What is kept of a parameter (nothing before its first step), and how that is called."""
         inner = self.owner[master]
-        return inner.state[master], _STATE[type(inner)]
+        return inner.state[master], STATE[type(inner)]
 
 
-def _blank(inner: Inner, p: nn.Parameter) -> dict[str, Tensor]:
+def blank(inner: Inner, p: nn.Parameter) -> dict[str, Tensor]:
     """State of the shapes and dtypes that a parameter's has."""
     if isinstance(inner, Adam8):
         return inner.blank(p)
     return {
         own: p.new_zeros((), dtype=torch.float32) if own == "step" else p
-        for own in _STATE[type(inner)].values()
+        for own in STATE[type(inner)].values()
     }
 
 

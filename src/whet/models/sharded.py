@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_CALLER = "whet_caller"
+"""Where a module keeps what is to be called in its place, so that its parameters are whole."""
 _BUCKET = 1 << 25
 """Numbers that are added up over the ranks in one call."""
 
@@ -38,9 +40,8 @@ _BUCKET = 1 << 25
 def within(module: nn.Module, function: Callable[..., T], *args: Any) -> T:
     """function(*args), while the module's parameters are whole. Tensors in args and in the result carry its gradient's
     hooks, so pass them by themselves or in tuples."""
-    if getattr(module, "whet_sharded", False):
-        return module(function, *args)  # type: ignore[no-any-return]
-    return function(*args)
+    caller = module.__dict__.get(_CALLER)
+    return function(*args) if caller is None else caller(function, *args)  # type: ignore[no-any-return]
 
 
 def _apply(function: Callable[..., T], *args: Any) -> T:
@@ -95,6 +96,15 @@ class Alone:
 
     def region(self, name: str, shape: Sequence[int]) -> Region:
         return Region.whole(shape)
+
+    def here(self, p: Tensor) -> torch.Size:
+        return p.shape
+
+    def get(self, name: str, p: Tensor) -> Tensor:
+        return p.detach()
+
+    def put(self, name: str, p: Tensor, x: Tensor) -> None:
+        p.detach().copy_(x)
 
     def add(self, x: Tensor) -> Tensor:
         return x
@@ -190,9 +200,9 @@ class DataParallel:
         for block in blocks:
             fully_shard(block, reshard_after_forward=self.how.reshard, **how)
             if functional:
-                _called(block)
+                called(block)
         fully_shard(model, reshard_after_forward=False, **how)
-        _called(model)
+        called(model)
         for at, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[at + 1 : at + 1 + self.how.prefetch])  # type: ignore[operator]
         for module in model.modules():
@@ -344,6 +354,18 @@ class DataParallel:
                 region = region.cut(placement.dim, [(at, min(long, at + size))])
         return region
 
+    def here(self, p: Tensor) -> torch.Size:
+        """Shape of the region of a parameter that `put` takes."""
+        return local(p).shape
+
+    def get(self, name: str, p: Tensor) -> Tensor:
+        """What `put` takes, as it is now: another engine on these ranks with this layout has the same part."""
+        return local(p.detach())
+
+    def put(self, name: str, p: Tensor, x: Tensor) -> None:
+        """Give a parameter's part other values."""
+        local(p.detach()).copy_(x)
+
     def add(self, x: Tensor) -> Tensor:
         """The sum over the data-parallel ranks, in place."""
         import torch.distributed as dist
@@ -391,10 +413,11 @@ def _cut(tensor: Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
-def _called(module: nn.Module) -> None:
-    """From now on a call is `within`."""
-    module.forward = _apply
-    module.whet_sharded = True  # type: ignore[assignment]
+def called(module: nn.Module, caller: Callable[..., Any] | None = None) -> None:
+    """From now on `within` calls the module, whose forward is then any function; or a caller in its place."""
+    if caller is None:
+        module.forward = _apply
+    module.__dict__[_CALLER] = caller or module  # an attribute would make it a submodule of its own
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

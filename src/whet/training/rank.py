@@ -30,10 +30,12 @@ from whet.guard.imports import import_all
 from whet.models import kernels
 from whet.models.lora import learned, refresh
 from whet.models.mesh import Dims, expert_mesh, make_mesh
+from whet.models.optim import Optimizer
 from whet.models.parallel import parallelize
 from whet.models.published import Adapter, Send, filled
-from whet.models.sharded import DataParallel, Sharding, local
+from whet.models.sharded import DataParallel, Sharding
 from whet.models.tensor_files import Piece
+from whet.models.zero import Zero, ZeroOptimizer
 from whet.track.lanes import Notes
 from whet.track.timeline import clock
 from whet.training.mixing import mix
@@ -119,11 +121,16 @@ class _Rank:
         rests, shards = arguments.pop("rests", False), role.dims.dp_shard > 1
         sharding = replace(role.sharding, offload=role.sharding.offload or (rests and shards))
         parallel = parallelize(model, mesh, role.dims, ep=ep, chunks=role.chunks)
+        config = arguments.pop("deepspeed", None)
+        learns = arguments.get("optimizer") is not None
         engine = TorchEngine(
             model,
             kernels.load(role.kernels),
             value_head=head,
-            across=DataParallel(mesh, sharding, parallel, experts=experts),
+            across=DataParallel(mesh, sharding, parallel, experts=experts)
+            if config is None
+            else Zero(config, learns=learns, device=self.hello.device),
+            make_optimizer=Optimizer if config is None else ZeroOptimizer,
             parallel=parallel,
             rests=rests and not shards,
             **arguments,
@@ -222,10 +229,10 @@ class _Rank:
         """What is saved there, or this share of it beside the weights as they are."""
         engine = self.engines[name]
         named = list(learned(engine.module)) if share < 1 else []
-        before = [local(p).clone() for _, p in named]
+        before = [engine.across.get(n, p).clone() for n, p in named]
         engine.load(Path(path))
-        for own, (_, p) in zip(before, named, strict=True):
-            local(p).copy_(mix(own, local(p), share))
+        for own, (n, p) in zip(before, named, strict=True):
+            engine.across.put(n, p, mix(own, engine.across.get(n, p), share))
 
     def copy(self, name: str, other: str, share: float) -> None:
         self.engines[name].copy_from(self.engines[other], share)

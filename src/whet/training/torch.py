@@ -42,6 +42,7 @@ from whet.models.published import Adapter, Send, merging, parts_first, weights_o
 from whet.models.router import RouterTerms, gates, hook, uses
 from whet.models.sharded import Alone, DataParallel, local, within
 from whet.models.tensor_files import Piece, TensorFile, opened, pieces, write
+from whet.models.zero import Zero, ZeroOptimizer
 from whet.track.files import reading
 from whet.training.balance import Dealt, deal, together
 from whet.training.engine import Want
@@ -90,12 +91,13 @@ class TorchEngine:
         max_skipped: int = 10,
         seed: int = 0,
         rests: bool = False,
-        across: Alone | DataParallel | None = None,
+        across: Alone | DataParallel | Zero | None = None,
         parallel: Parallel | None = None,
+        make_optimizer: Callable[..., Optimizer | ZeroOptimizer] = Optimizer,
     ) -> None:
         """whole: save the weights under adapters too, for no other place has them. seed: of what adapters drop.
         rests: the weights lie in the host's memory but for a forward or an update. across: the ranks that it is spread
-        over; then every method is called on all of them. parallel: what of each forward is done here."""
+        over, with their `make_optimizer`; then every method is called on all of them. parallel: what is done here."""
         self.across, self.parallel = across or Alone(), parallel or Parallel()
         self.version, self.whole, self.apart = 0, whole, False
         self.module, self.ops, self.cut, self.value_head = model, ops, cut, value_head
@@ -104,9 +106,9 @@ class TorchEngine:
         self.balance = self._balance() if optimizer and (cut.router_aux or cut.router_z) else None
         inside = set(_inside(model))
         self.across.place(model, functional=self.decoder.path == "functional")
-        self.optimizer = None
+        self.optimizer: Optimizer | ZeroOptimizer | None = None
         if optimizer is not None:
-            self.optimizer = Optimizer(
+            self.optimizer = make_optimizer(
                 self.across.own(self._named()),
                 optimizer,
                 total_steps=total_steps,
@@ -180,7 +182,7 @@ class TorchEngine:
                 for number, micro in enumerate(self._learning(dealt)):
                     total, out, result = within(self.module, self._alone, self._losses, micro, loss)
                     if total.requires_grad:
-                        self.optimizer.backward(total)
+                        self.optimizer.backward(total, last=number + 1 == len(dealt.micros))
                     if number < dealt.real:
                         sums.add(micro, out, result)
             with self.span(OPTIMIZER_STEP):
@@ -189,8 +191,7 @@ class TorchEngine:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         model = merged(self.module) if adapted(self.module) else self.module
-        for name, p in model.named_parameters():
-            yield name, p.detach()
+        yield from ((name, p.detach()) for name, p in model.named_parameters())
 
     def publish(self, send: Send[T]) -> T:
         return send(weights_of(self.module))
@@ -231,25 +232,25 @@ class TorchEngine:
 
     def load(self, path: Path) -> None:
         """Read the files of `save`, in place. Raises CheckpointError if they are damaged or belong to another model."""
-        own = {name: local(p) for name, p in self._named()}
+        own = dict(self._named())
         with opened(path / "model.safetensors") as file:
             with reading(file.path):  # its shapes may be any
                 regions = {n: self.across.region(n, file.shape(n)) for n in own.keys() & file.tensors.keys()}
             strange = {n for n in regions if not file.dtype(n).is_floating_point}
             strange |= {n for n in file.tensors.keys() - own.keys() if not self.parallel.elsewhere(n)}
-            odd = {n for n, p in own.items() if n not in regions or regions[n].here != p.shape} | strange
+            odd = {n for n, p in own.items() if n not in regions or regions[n].here != self.across.here(p)}
+            odd |= strange
             if odd:
                 raise CheckpointError(
                     f"{path}: weights belong to another model; they differ in {sorted(odd)[:3]} ({len(odd)} tensors)"
                 )
-            with torch.no_grad():
-                for name, p in own.items():
-                    p.copy_(file.read(name, regions[name]))
+            for name, p in own.items():
+                self.across.put(name, p, file.read(name, regions[name]))
         refresh(self.module)
         if self.optimizer is not None:
             self._load_moments(self.optimizer, path / "optimizer.safetensors")
 
-    def _load_moments(self, optimizer: Optimizer, path: Path) -> None:
+    def _load_moments(self, optimizer: Optimizer | ZeroOptimizer, path: Path) -> None:
         """What lies here of the optimizer's state, read slice by slice."""
         with opened(path) as file:
             with reading(file.path):
@@ -280,7 +281,8 @@ class TorchEngine:
         """Take another engine's weights, or this share of them, in place."""
         theirs = dict(learned(other.module) if adapted(self.module) else other.weights())
         for name, p in learned(self.module):
-            local(p).copy_(mix(local(p), local(theirs[name]), share))
+            new = other.across.get(name, theirs[name])
+            self.across.put(name, p, mix(self.across.get(name, p), new, share))
         refresh(self.module)
 
     def forget(self) -> None:

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from whet.config.sections.base import Above0, BelowOne, Count, Fraction, NonNegative, Positive, Section
+from whet.config.sections.deepspeed import DeepSpeedConfig
 from whet.config.sections.parallel import ParallelConfig
 from whet.config.sections.precision import PrecisionConfig
 
@@ -182,6 +183,11 @@ class TrainConfig(Section):
     """Dtypes of training in addition to model.dtype."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     """Layout of the processes that train together."""
+    engine: Literal["torch", "deepspeed"] = "torch"
+    """What shards the models over the ranks. torch: FSDP2, and all layouts of `parallel`; deepspeed: ZeRO, over
+    dp_shard ranks. Both compute the same numbers up to rounding, and read each other's checkpoints."""
+    deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig)
+    """Settings of DeepSpeed."""
     trainable: dict[str, bool] = Field(default_factory=dict)
     """Which parameters of the policy are trained (true) or frozen (false), by regular expressions that are searched in
     their names; the first match counts, parameters without a match are trained. `{lm_head: true, ".*": false}` trains

@@ -58,6 +58,31 @@ def is_deepspeed(v: Values) -> bool:
     return v["trainer.strategy"] == "deepspeed"
 
 
+ZERO = "deepspeed_config.train.zero_optimization"
+
+
+def is_zero(v: Values) -> bool:
+    """Whether DeepSpeed itself trains here. Without stages, or with ranks that share a sequence, whet's ranks do: the
+    numbers are the same."""
+    whole = v[f"{POLICY}.sequence_parallel_size"] == 1 and v[f"{ZERO}.stage"] != 0
+    return is_deepspeed(v) and whole and data_parallel(v, "policy") > 1
+
+
+def deepspeed(v: Values) -> Native:
+    """ZeRO with the file's settings; those that are "auto" are DeepSpeed's own."""
+    if not is_zero(v):
+        return NOTHING
+    config: Json = {**(v[f"{ZERO}.*"] or {})}
+    own = [key for key in v if key.startswith(f"{ZERO}.") and not key.endswith("*")]
+    for key in (key for key in own if v[key] not in ("auto", None)):
+        *tables, name = key.removeprefix(f"{ZERO}.").split(".")
+        at = config
+        for table in tables:
+            at = at.setdefault(table, {})
+        at[name] = v[key]
+    return {"train.engine": "deepspeed", "train.deepspeed.config": {"zero_optimization": config}}
+
+
 def is_fsdp(v: Values) -> bool:
     return v["trainer.strategy"] in ("fsdp", "fsdp2")
 
@@ -109,6 +134,8 @@ def layout(v: Values) -> Native:
         sizes = {dim: v[f"{at}.{kind}_parallel_size"] for dim, kind in MEGATRON.items()}
         ep = math.gcd(v[f"{at}.expert_model_parallel_size"], dp)  # Megatron's may span tp, too
         return FileLayout(dp_shard=dp, ep=ep, engines=engines, nodes=nodes, **sizes).natives()
+    if is_zero(v):
+        return FileLayout(dp_shard=dp, engines=engines, nodes=nodes).natives()
     copies, shards = groups(v[f"{FSDP}.fsdp_size"], dp, key=f"{FSDP}.fsdp_size")
     cp = v[f"{POLICY}.sequence_parallel_size"]
     return FileLayout(dp_replicate=copies, dp_shard=shards, cp=cp, engines=engines, nodes=nodes).natives()
@@ -165,7 +192,10 @@ def sharding(v: Values) -> Native:
 
 
 def offload(v: Values) -> Native:
-    """cpu_offload: weights and moments, always. offload_after_step: moments, where engines share the GPUs."""
+    """cpu_offload: weights and moments, always. offload_after_step: moments, where engines share the GPUs. DeepSpeed
+    has keys of its own for it."""
+    if is_zero(v):
+        return NOTHING
     rests = v[f"{PLACE}.colocate_all"] and v[f"{POLICY}.optimizer_config.offload_after_step"]
     by_megatron = f"{POLICY}.megatron_config.optimizer_config_kwargs.optimizer_cpu_offload"
     names = {

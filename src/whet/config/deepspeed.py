@@ -1,0 +1,221 @@
+"""The config that DeepSpeed is given, and what in the user's own contradicts the run. Without torch or deepspeed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from whet.config.checks_parallel import shards
+from whet.config.faults import shown
+from whet.config.schema import Config, DeepSpeedConfig, OptimizerConfig, TrainConfig
+from whet.types import ConfigError, Json
+
+KEY = "train.deepspeed"
+VERSION = "0.19.8"
+"""The release that was seen running."""
+INSTALL = "pip install 'whet[deepspeed]'"
+AUTO = "auto"
+ZERO = "zero_optimization"
+
+OWN: Json = {
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+"""What whet needs: torch's optimizer is used everywhere."""
+
+REFUSED = {
+    "amp": "train.precision.compute is the key for autocast",
+    "fp16": "loss scaling is that of whet: use model.dtype=bfloat16 or float32, or train.engine=torch",
+    "torch_autocast": "use train.precision.compute",
+    "data_types": "use train.precision.reduce",
+    "scheduler": "use train.optimizer.schedule",
+    "elasticity": "it changes the batch size",
+    "compression_training": "it changes the model that is trained",
+    "data_efficiency": "it changes the data that is trained on",
+    "curriculum_learning": "use data.curriculum",
+    "progressive_layer_drop": "it changes the model that is trained",
+    "eigenvalue": "it is for compression, which is not supported",
+    "hybrid_engine": "rollouts are sampled by rollout.engine",
+    "tensor_parallel": "use train.engine=torch with train.parallel.tp",
+    "pipeline": "use train.engine=torch with train.parallel.pp",
+    "sequence_parallel_size": "use train.engine=torch with train.parallel.cp",
+    "managed_gradient_accumulation": "whet says where an optimizer step ends",
+    "autotuning": "a run is no search for settings",
+    "compile": "use train.engine=torch with train.compile",
+    "sparse_gradients": "embeddings have dense gradients here",
+    f"{ZERO}.zenflow": "it postpones updates, so that steps are no longer those of the run",
+    f"{ZERO}.leaf_module": "whet gathers layer by layer",
+    f"{ZERO}.ignore_unused_parameters": "whet decides what is trained (train.trainable)",
+}
+"""Keys of a deepspeed_config that are not passed on, and what to do. Switched off, or "auto", they say nothing."""
+
+_PLACES = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
+
+
+def user_config(cfg: DeepSpeedConfig) -> Json:
+    """The user's deepspeed_config. Errors: ConfigError for a file that is no JSON table."""
+    if not isinstance(cfg.config, str):
+        return cfg.config
+    path = Path(cfg.config).expanduser()
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{KEY}.config: {path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{KEY}.config: {path} has a {type(found).__name__}, expected a table of keys")
+    return found
+
+
+def engine_config(train: TrainConfig, optimizer: OptimizerConfig | None, dtype: str) -> Json:
+    """What `deepspeed.initialize` is given for one model. dtype: of its parameters."""
+    ours, own = train.deepspeed, user_config(train.deepspeed)
+    norm = None if optimizer is None else optimizer.max_grad_norm
+    kept = {k: v for k, v in own.items() if k not in _set_here() and k not in REFUSED and v != AUTO}
+    zero = {k: v for k, v in (own.get(ZERO) or {}).items() if v != AUTO}
+    zero["stage"] = stage(ours)
+    for name, key in _PLACES.items():
+        if (where := getattr(ours, key)) is not None:
+            zero[name] = {**(zero.get(name) or {}), "device": where}
+    if ours.hpz_partition_size is not None:
+        zero["zero_hpz_partition_size"] = ours.hpz_partition_size
+    wide = {"communication_data_type": "fp32"} if train.precision.reduce else {}
+    return {
+        **wide,
+        **kept,
+        **OWN,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": norm or 0.0,
+        "bf16": {**(own.get("bf16") or {}), "enabled": dtype == "bfloat16", "check_grad_overflow": True},
+        ZERO: zero,
+    }
+
+
+def stage(cfg: DeepSpeedConfig) -> int:
+    """Of ZeRO."""
+    found = (user_config(cfg).get(ZERO) or {}).get("stage", AUTO)
+    return cfg.stage or (3 if found == AUTO else found)
+
+
+def problems(cfg: Config) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) of train.engine=deepspeed in one stage's config."""
+    if cfg.train.engine != "deepspeed":
+        return
+    if shards(cfg.train.parallel) < 2:
+        yield (
+            "train.engine",
+            (
+                "deepspeed shards the models over ranks, but train.parallel.dp_shard is 1; give the number, or use "
+                "engine=torch"
+            ),
+        )
+    try:
+        own = user_config(cfg.train.deepspeed)
+    except ConfigError as error:
+        key, _, text = str(error).partition(": ")
+        yield key, text
+        return
+    yield from _contradicted(cfg, own)
+    yield from _zero(cfg.train.deepspeed, own)
+
+
+def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
+    if cfg.train.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        yield "train.engine", (f"deepspeed is not installed; {INSTALL}, or use engine=torch")
+
+
+def _set_here() -> set[str]:
+    return {*OWN, "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+            "gradient_clipping", "optimizer", "bf16", "bfloat16", ZERO}  # fmt: skip
+
+
+def _contradicted(cfg: Config, own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Where the user's deepspeed_config says something else than the run."""
+    at = f"{KEY}.config"
+    for key, (wanted, of) in _ours(cfg).items():
+        given = _get(own, key)
+        if given not in (None, AUTO, wanted):
+            says = f"{shown(wanted)} ({of})" if wanted is not None else f"nothing that could be equal ({of})"
+            yield (
+                at,
+                f"{key}={shown(given)} contradicts the run, which has {says}; leave it out, or set it to auto",
+            )
+    for key, why in REFUSED.items():
+        given = _get(own, key)
+        off = given in (None, False, AUTO, {}, 1) or (
+            isinstance(given, Mapping) and not given.get("enabled", True)
+        )
+        if not off:
+            yield at, f"{key} is not passed on: {why}; leave it out"
+
+
+def _ours(cfg: Config) -> dict[str, tuple[Any, str]]:
+    """By the key of a deepspeed_config: what the run has, and where it says so. None: nothing that is one number."""
+    train, opt = cfg.train, cfg.train.optimizer
+    rollouts = train.tasks_per_step * cfg.rollout.group_size // train.minibatches
+    micro, ranks = train.micro_batch_rollouts, shards(train.parallel)
+    whole = micro is not None and rollouts % (micro * ranks) == 0
+    adam = {"optimizer.params.betas": (list(opt.betas), "train.optimizer.betas"),
+            "optimizer.params.eps": (opt.eps, "train.optimizer.eps")}  # fmt: skip
+    return {
+        **{key: (value, "set by whet") for key, value in OWN.items()},
+        "train_batch_size": (rollouts, "tasks_per_step * group_size / minibatches"),
+        "train_micro_batch_size_per_gpu": (micro, "train.micro_batch_rollouts"),
+        "gradient_accumulation_steps": (
+            rollouts // (micro * ranks) if whole and micro else None,
+            "micro-batches follow from train.micro_batch_tokens or micro_batch_rollouts",
+        ),
+        "gradient_clipping": (opt.max_grad_norm or 0.0, "train.optimizer.max_grad_norm"),
+        "optimizer.type": (_optimizer_type(cfg, opt), "train.optimizer.name"),
+        "optimizer.params.lr": (opt.lr, "train.optimizer.lr"),
+        "optimizer.params.weight_decay": (opt.weight_decay, "train.optimizer.weight_decay"),
+        **(adam if opt.name in ("adam", "adamw") else {}),
+        "bf16.enabled": (cfg.model.dtype == "bfloat16", "model.dtype"),
+        "bf16.check_grad_overflow": (True, "set by whet: gradients that are not finite skip a step"),
+        "bf16.bf16_master_weights_and_grads": (False, "train.precision.master_weights"),
+        f"{ZERO}.stage": (stage(train.deepspeed), f"{KEY}.stage"),
+    }
+
+
+def _optimizer_type(cfg: Config, opt: OptimizerConfig) -> str:
+    """As the user has written it, where it means the same: DeepSpeed reads these names in any case."""
+    given = _get(user_config(cfg.train.deepspeed), "optimizer.type")
+    means = {"adamw": "adamw", "adam": "adam", "sgd": "sgd"}.get(opt.name, opt.name)
+    return given if isinstance(given, str) and given.lower() == means else means
+
+
+def _zero(ours: DeepSpeedConfig, own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What does not go together in the settings of ZeRO."""
+    there = {key: getattr(ours, key) for key in _PLACES.values()}
+    n = stage(ours)
+    if n not in (1, 2, 3):
+        yield (
+            f"{KEY}.config",
+            (
+                f"{ZERO}.stage={shown(n)}: expected 1, 2 or 3; stage 0 shards nothing: use train.engine=torch with "
+                "train.parallel.dp_replicate"
+            ),
+        )
+        return
+    for key, where in there.items():
+        if (where == "nvme" and n < 3) or (
+            where not in (None, "none") and n < 3 and key == "offload_parameters"
+        ):
+            yield f"{KEY}.{key}", f"{where} needs stage 3, but the stage is {n}"
+        name = next(name for name, k in _PLACES.items() if k == key)
+        path = _get(own, f"{ZERO}.{name}.nvme_path")
+        if where == "nvme" and path in (None, AUTO):
+            yield f"{KEY}.{key}", f"nvme needs {ZERO}.{name}.nvme_path in {KEY}.config: a folder on that disk"
+    if ours.hpz_partition_size not in (None, 1) and n < 3:
+        yield f"{KEY}.hpz_partition_size", f"is a copy of sharded parameters, which stage {n} does not shard"
+
+
+def _get(table: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key, None where it is not given."""
+    found: Any = table
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found

@@ -1,0 +1,240 @@
+"""DeepSpeed as a train engine: its numbers against those of one process, its files, and what its config may say.
+
+Two ranks start once for all of it; tests/test_train_contract.py has the whole contract, stage by stage (`make
+test-backends`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import grid
+from grid import WAYS, Layout
+from test_ranks_grid import ROUNDING
+from test_train_torch import pg_loss, weighted
+from whet.config import checks_run, deepspeed
+from whet.config.load import load
+from whet.config.plan import plans
+from whet.models.mesh import Dims
+from whet.training.ranks import Ranks
+from whet.types import ConfigError, Json
+
+CUT = {"stage3_param_persistence_threshold": 0}
+"""DeepSpeed leaves small tensors whole; those of a tiny model are all small."""
+CPU = {"device": "cpu"}
+ZERO: dict[str, Json] = {
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3, **CUT},
+    "stage 3, small tensors whole": {"stage": 3},
+    "stage 1, optimizer on the host": {"stage": 1, "offload_optimizer": CPU},
+    "stage 2, optimizer on the host": {"stage": 2, "offload_optimizer": CPU},
+    "stage 3, all on the host": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU, **CUT},
+    "stage 3, hpZ": {"stage": 3, "zero_hpz_partition_size": 2, **CUT},
+    "stage 3, overlapped": {"stage": 3, "overlap_comm": True, **CUT},
+}
+
+
+def layout(name: str, **more: Any) -> Layout:
+    return Layout(Dims(dp_shard=2), zero=ZERO[name], **more)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    ranks = grid.started(2)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("shape", "way"),
+    [
+        (layout("stage 1"), "by tokens"),
+        (layout("stage 2"), "LoRA"),
+        (layout("stage 3"), "checkpointing"),
+        (layout("stage 3, all on the host", family=grid.MOE), "by rollouts"),
+        (layout("stage 3, small tensors whole"), "LoRA"),
+        (layout("stage 2, optimizer on the host"), "shared prompts"),
+        (layout("stage 3, hpZ"), "shared prompts"),
+    ],
+    ids=lambda each: "" if isinstance(each, Layout) else each,
+)
+def test_log_probs_gradients_and_three_steps_are_those_of_one_process(
+    ranks: Ranks, shape: Layout, way: str
+) -> None:
+    """Several micro-batches; the third of three steps is clipped, as all are."""
+    errors, note = grid.worst()
+    grid.policy(ranks, shape, WAYS[way], note)
+    assert all(e <= ROUNDING[what] for what, (e, _) in errors.items()), errors
+
+
+@pytest.mark.parametrize("name", ["stage 2", "stage 3"])
+def test_what_is_beside_the_model_learns_too(ranks: Ranks, name: str) -> None:
+    errors, note = grid.worst()
+    grid.critic(ranks, layout(name), WAYS["shared prompts"], note)
+    assert all(e <= ROUNDING[what] for what, (e, _) in errors.items()), errors
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("stage 1", "shared prompts"), ("stage 3", "LoRA"), ("stage 3, all on the host", "by tokens")],
+)
+def test_files_are_those_of_one_process(ranks: Ranks, tmp_path: Path, name: str, way: str) -> None:
+    """To the byte; and either goes on from what the other has saved."""
+    errors, note = grid.worst()
+    grid.resumed(ranks, layout(name), WAYS[way], note, folder=tmp_path)
+    assert all(e <= ROUNDING[what] for what, (e, _) in errors.items()), errors
+
+
+@pytest.mark.parametrize("family", ["qwen3", pytest.param(grid.MOE, marks=pytest.mark.sweep)])
+def test_a_step_on_each_from_the_checkpoint_of_another(ranks: Ranks, tmp_path: Path, family: str) -> None:
+    chain = [
+        layout("stage 3", family=family),
+        Layout(Dims(tp=2), family=family),
+        layout("stage 1", family=family),
+    ]
+    errors, note = grid.worst()
+    grid.handed_on(ranks, chain, WAYS["shared prompts"], note, folder=tmp_path)
+    assert all(e <= ROUNDING[what] for what, (e, _) in errors.items()), errors
+
+
+@pytest.mark.parametrize("name", ["stage 2", "stage 3"])
+def test_a_step_that_is_not_finite_is_skipped(ranks: Ranks, name: str) -> None:
+    way, how = WAYS["shared prompts"], grid.learning(optimizer=grid.ADAM)
+    one, many = grid.pair(ranks, layout(name), way, model=grid.model_of(layout(name), way), **how)
+    batch = weighted()
+    assert batch.adv_N is not None
+    bad = replace(batch, adv_N=torch.where(batch.rollout_N == 2, torch.inf, batch.adv_N))
+    for engine in (one, many):
+        engine.update(weighted(1), pg_loss)
+        numbers = engine.update(bad, pg_loss)
+        assert numbers["skipped_steps"] == 1.0
+        assert "grad_norm" not in numbers
+    errors, note = grid.worst()
+    grid.note_metrics(note, many.update(weighted(2), pg_loss), one.update(weighted(2), pg_loss))
+    grid.note_tensors(note, "weights", dict(many.weights()), dict(one.weights()))
+    assert all(e <= ROUNDING[what] for what, (e, _) in errors.items()), errors
+
+
+@pytest.mark.parametrize("name", ["stage 2", "stage 3"])
+def test_a_reference_takes_a_share_of_the_policy(ranks: Ranks, name: str) -> None:
+    way = WAYS["shared prompts"]
+    one, many = grid.pair(ranks, layout(name), way, model=grid.model_of(layout(name), way), **grid.learning())
+    far = grid.model_of(layout(name), way, seed=9).requires_grad_(False)
+    far_one, far_many = grid.pair(ranks, layout(name), way, model=far, role="reference")
+    for reference, policy in ((far_one, one), (far_many, many)):
+        reference.copy_from(policy, 0.25)
+    found, expected = (far.forward(weighted(), "entropy") for far in (far_many, far_one))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------- what a config may say
+
+BASE: Json = {
+    "model": {"scratch": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}},
+    "tokenizer": {"build": "chars"},
+    "data": {"max_prompt_tokens": 16, "train": [{"path": "tests/data/words.jsonl"}]},
+    "rewards": {"letters": {"function": "tests/resume/rewards.py:shared_letters"}},
+    "rollout": {"group_size": 4},
+    "train": {
+        "steps": 2,
+        "tasks_per_step": 8,
+        "minibatches": 2,
+        "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95], "max_grad_norm": 0.5},
+        "engine": "deepspeed",
+        "parallel": {"dp_shard": 2},
+    },
+}
+
+
+def given(config: Json | str, *overrides: str) -> Any:
+    train = {**BASE["train"], "deepspeed": {"config": config}}
+    return load(None, overrides, {**BASE, "train": train})
+
+
+def test_what_is_equal_or_auto_passes_and_the_rest_is_passed_on(tmp_path: Path) -> None:
+    """As a file of transformers' Trainer has it, and with this run's numbers."""
+    file = {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": "auto"}},
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": "auto"},
+        "wall_clock_breakdown": True,
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "sub_group_size": 1000,
+            "overlap_comm": True,
+        },
+    }
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(file))
+    for config in (file, str(path)):
+        cfg = given(config, "train.deepspeed.offload_optimizer=cpu").stages[0]
+        plans(given(config))
+        made = deepspeed.engine_config(cfg.train, cfg.train.optimizer, "bfloat16")
+        assert made["zero_optimization"] == {
+            "stage": 3, "sub_group_size": 1000, "overlap_comm": True, "offload_optimizer": {"device": "cpu"},
+        }  # fmt: skip
+        assert (made["gradient_clipping"], made["bf16"]["enabled"], made["wall_clock_breakdown"]) == (
+            0.5,
+            True,
+            True,
+        )
+        assert made["gradient_accumulation_steps"] == made["train_micro_batch_size_per_gpu"] == 1
+        assert not {"optimizer", "train_batch_size", "fp16"} & made.keys()
+    reference = deepspeed.engine_config(cfg.train, None, "float32")
+    assert (reference["gradient_clipping"], reference["bf16"]["enabled"]) == (0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "said"),
+    [
+        ({"train_batch_size": 32}, [], "train_batch_size=32 contradicts the run, which has 16"),
+        ({"train_micro_batch_size_per_gpu": 4}, [], "train_micro_batch_size_per_gpu=4.*micro_batch_rollouts"),
+        ({"gradient_accumulation_steps": 3}, ["train.micro_batch_rollouts=4"], "accumulation_steps=3.*which has 2"),
+        ({"gradient_clipping": 1.0}, [], "gradient_clipping=1.0.*0.5"),
+        ({"optimizer": {"type": "Lamb"}}, [], "optimizer.type=\"Lamb\""),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}, ["train.optimizer.name=adam"], "optimizer.params.lr"),
+        ({"scheduler": {"type": "WarmupLR"}}, [], "scheduler is not passed on: use train.optimizer.schedule"),
+        ({"fp16": {"enabled": True}}, [], "fp16 is not passed on"),
+        ({"bf16": {"enabled": True}}, ["model.dtype=float32"], "bf16.enabled=true"),
+        ({"zero_optimization": {"stage": 2}}, ["train.deepspeed.stage=3"], "zero_optimization.stage=2.*has 3"),
+        ({"zero_optimization": {"stage": 0}}, [], "stage 0 shards nothing"),
+        ({}, ["train.deepspeed.stage=1", "train.deepspeed.offload_parameters=cpu"], "cpu needs stage 3"),
+        ({}, ["train.deepspeed.offload_optimizer=nvme"], "nvme_path"),
+        ({}, ["train.deepspeed.stage=2", "train.deepspeed.hpz_partition_size=2"], "stage 2 does not shard"),
+        ("no/such.json", [], "no/such.json cannot be read"),
+        ({}, ["train.parallel.dp_shard=1"], "dp_shard is 1"),
+        ({}, ["train.parallel.tp=2"], "DeepSpeed shards over dp_shard alone"),
+        ({}, ["train.optimizer.name=muon"], "needs whole matrices"),
+        ({}, ["checkpoint.sharded=true"], "one rank writes whole tensors"),
+        ({}, ["train.offload=[optimizer]"], "train.deepspeed.offload_optimizer"),
+        ({}, ["model.dtype=float16"], "the scale of the loss"),
+        ({}, ["train.engine=torch", "train.deepspeed.stage=2"], "train.engine is torch"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_the_run_is_refused_by_name(config: Any, overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plans(given(config, *overrides))
+
+
+def test_where_it_is_not_installed_the_command_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    told = dict(deepspeed.not_installed(given({}).stages[0]))
+    assert "pip install 'whet[deepspeed]'" in told["train.engine"]
+    assert told.items() <= dict(checks_run.not_installed(given({}).stages[0])).items()
