@@ -133,16 +133,19 @@ def logprobs_backward(
 def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """(token [B] int64, its log-prob [B]) by inverse CDF of softmax(logits) at uniform [B] float64 in [0, 1).
 
-    A token of probability 0 is never drawn. The log-prob is bitwise that of `logprobs`.
+    A token of probability 0 is never drawn. The log-prob is bitwise that of `logprobs`. Where the logits of a row allow
+    no sample, it raises `bad_logits` on a CPU; elsewhere asking would make the host wait for the device, and the row's
+    log-prob is NaN.
     """
     logp_BV = torch.log_softmax(logits_BV, dim=-1)
     cumulative_BV = torch.cumsum(logp_BV.exp(), dim=-1, dtype=torch.float64)
     total_B1 = cumulative_BV[:, -1:].contiguous()
-    if not bool(torch.isfinite(total_B1).all()):
+    if total_B1.device.type == "cpu" and not bool(torch.isfinite(total_B1).all()):
         raise bad_logits(int((~torch.isfinite(total_B1)).sum()))
     token_B1 = torch.searchsorted(cumulative_BV, uniform_B[:, None] * total_B1, right=True)
     # u * total may round up to total: the first token that reaches the total is the last that can be drawn
     token_B1 = torch.minimum(token_B1, torch.searchsorted(cumulative_BV, total_B1))
+    token_B1 = token_B1.clamp_(max=logits_BV.shape[1] - 1)  # of NaN, none is found
     return token_B1.squeeze(1), logp_BV.gather(1, token_B1).squeeze(1)
 
 
