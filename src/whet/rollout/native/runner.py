@@ -296,10 +296,11 @@ class Runner:
             slots = [self.free.pop() for _ in requests]
             self.slots |= zip(requests, slots)
             numbers = uniform_table([r.sampling.key for r in requests], len(a.history), max(left))
-            uniform_SC[slots, : max(left)] = torch.from_numpy(numbers).to(self.device)
+            slot_S = torch.tensor(slots, device=self.device)
+            uniform_SC[slot_S, : max(left)] = torch.from_numpy(numbers).to(self.device)
             width = max(len(row.pages) for row in a.rows)
             table = [row.pages + [0] * (width - len(row.pages)) for row in a.rows]
-            self.table_SP[slots, :width] = torch.tensor(table, dtype=torch.int32, device=self.device)
+            self.table_SP[slot_S, :width] = torch.tensor(table, dtype=torch.int32, device=self.device)
             for slot, r, count in zip(slots, requests, left):
                 first = slot * self.columns
                 columns.append((slot, first + count - 1, self._end_set(r.ends), first, 0, len(a.history)))
@@ -313,16 +314,16 @@ class Runner:
         """Where this set's [V] bools start in `end_table`."""
         if ends not in self.end_sets:
             self.end_sets[ends] = len(self.end_table)
-            flags_V = torch.zeros(self.vocab, dtype=torch.bool, device=self.device)
+            flags_V = torch.zeros(self.vocab, dtype=torch.bool)
             flags_V[[t for t in ends if t < self.vocab]] = True
-            self.end_table = torch.cat((self.end_table, flags_V))
+            self.end_table = torch.cat((self.end_table, flags_V.to(self.device)))
         return self.end_sets[ends]
 
     def _see(self, slot: int, history: Sequence[int]) -> None:
         if self.seen_SV is None:
             self.seen_SV = torch.zeros(len(self.table_SP), self.vocab, dtype=torch.bool, device=self.device)
         self.seen_SV[slot] = False
-        self.seen_SV[slot, list(history)] = True
+        self.seen_SV[slot, torch.tensor(history, device=self.device)] = True
 
     def _advance(self, rows: LiveRows, hidden_BD: Tensor) -> list[int]:
         """Sample the next token of each row and write it down. Returns the rows that end with it."""
