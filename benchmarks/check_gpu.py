@@ -5,9 +5,9 @@
     python benchmarks/check_gpu.py --device cpu        the same program at small size on a CPU; minutes
     python benchmarks/check_gpu.py --only "CUDA graphs" "decode, qwen2.5-0.5b"
 
-Needs no network. Prints one table and writes one JSON (check_gpu.json). A check that fails, dies or takes too long is a row
-with its error, and the others go on. The exit code is 0 if none did; what a CPU cannot have is skipped and says why. Where
-torch is not the version that whet pins, the first row says so, and the checks run all the same.
+Needs no network. Prints one table and writes one JSON (check_gpu.json). A check that fails, dies or takes too long is a
+row with its error, and the others go on. The exit code is 0 if none did; what a CPU cannot have is skipped and says why.
+Where torch is not the version that whet pins, the first row says so, and the checks run all the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def one(name: str, case: Case) -> dict[str, Any]:
         return {"status": "passed", **rows(case)[name][1](case)}
     except Skipped as why:
         return {"status": "skipped", "why": str(why)}
-    except Exception as error:  # noqa: BLE001  the others go on
+    except Exception as error:
         return {"status": "failed", "why": f"{type(error).__name__}: {error}"[:800]}
 
 
@@ -84,7 +84,10 @@ def table(results: dict[str, dict[str, Any]]) -> Any:
     for name, result in results.items():
         status = result["status"]
         made.add_row(
-            name, f"[{colour[status]}]{status}[/]", str(result.get("took_s", "")), told(result).replace("[", r"\[")
+            name,
+            f"[{colour[status]}]{status}[/]",
+            str(result.get("took_s", "")),
+            told(result).replace("[", r"\["),
         )
     return made
 
@@ -122,12 +125,16 @@ def main() -> int:
         import torch
 
         if not torch.cuda.is_available():
-            parser.error(f"torch {torch.__version__} finds no CUDA device here; --device cpu tries the program itself")
+            parser.error(
+                f"torch {torch.__version__} finds no CUDA device here; --device cpu tries the program itself"
+            )
     results = everything(case, args.only or list(rows(case)))
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else 160).print(table(results))
-    args.out.write_text(json.dumps({"device": case.device, "small": case.small, "checks": results}, indent=1) + "\n")
+    args.out.write_text(
+        json.dumps({"device": case.device, "small": case.small, "checks": results}, indent=1) + "\n"
+    )
     failed = [name for name, result in results.items() if result["status"] == "failed"]
     print(f"{len(failed)} of {len(results)} failed" + (f": {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0

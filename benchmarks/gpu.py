@@ -1,13 +1,13 @@
-"""What a GPU does with real shapes: decode against the memory's bandwidth, an update against the products' ceiling, memory
-against the plan, seconds of a weight sync.
+"""What a GPU does with real shapes: decode against the memory's bandwidth, an update against the products' ceiling,
+memory against the plan, seconds of a weight sync.
 
     python benchmarks/gpu.py                          Qwen2.5 0.5B and 1.5B, on CUDA, some minutes
     python benchmarks/gpu.py --device cpu --shapes tiny     a trial, seconds
 
-Weights are random: what is sampled means nothing, how long it takes does. The floor of a decode step is the bytes that it
-has to read, the matrices once and the keys and values of every row, over the measured bandwidth of a copy (which reads and
-writes). MFU is the arithmetic that the update needs over what the largest product reached. The functions are also rows of
-`check_gpu.py`. Prints JSON.
+Weights are random: what is sampled means nothing, how long it takes does. The floor of a decode step is the bytes that
+it has to read, the matrices once and the keys and values of every row, over the measured bandwidth of a copy (which reads
+and writes). MFU is the arithmetic that the update needs over what the largest product reached. The functions are also
+rows of `check_gpu.py`. Prints JSON.
 """
 
 from __future__ import annotations
@@ -159,10 +159,10 @@ def update(case: Case, shape: str) -> Numbers:
 
 
 def predicted(case: Case, shape: str) -> float:
-    """What `whet plan` says of the update's phase, on such a device."""
+    """What `whet plan` says of the largest phase of such a run here, in GiB."""
     from whet.config.load import load
     from whet.config.memory_estimate import phases
-    from whet.config.plan import plan
+    from whet.config.plan import plans
 
     sizes, batch = SHAPES[shape], BATCHES[shape]
     tree = {
@@ -178,8 +178,8 @@ def predicted(case: Case, shape: str) -> float:
         "train": {"steps": 1, "tasks_per_step": batch["groups"], "micro_batch_tokens": batch["micro"],
                   "gradient_checkpointing": case.gpu, "optimizer": {"lr": 1e-6}},
     }  # fmt: skip
-    found = phases(plan(load(None, (), tree).cfg))
-    return max(p.bytes for p in found if "update" in p.name) / 2**30
+    (plan,) = plans(load(None, (), tree))
+    return max(p.total for p in phases(plan)) / 2**30
 
 
 def weight_sync(case: Case, shape: str) -> Numbers:
@@ -201,7 +201,8 @@ def weight_sync(case: Case, shape: str) -> Numbers:
         transport = Files(Path(folder))
         start = clock(case)
         transport.send(1, named)
-        asyncio.run(engine.update_weights(WeightUpdate(version=3, tensors=transport.receive(1))))
+        came = ((entry.name, tensor) for entry, tensor in transport.receive(1))
+        asyncio.run(engine.update_weights(WeightUpdate(version=3, tensors=came)))
         found["files_s"] = clock(case) - start
     return found
 

@@ -1,10 +1,12 @@
 """A device that computes on the CPU and tells where the host waits for it, and where a tensor was left on the host.
 
 Inside `accelerator()`, tensors made on `DEVICE` are `Far`: they have numbers, which lie in CPU tensors that only the
-dispatch mode reads. The device is `meta`; where torch is built for CUDA and there is no GPU it is `cuda`, so that the code
-takes the ways it takes on a GPU (but for the backward pass, which asks the driver). So a whole training step runs, with its real control flow. What a GPU would do silently (wait for
-a value, copy numbers of the host) is written down with the line of the package that asked; what it would refuse (a tensor
+dispatch mode reads. So a whole training step runs, with its real control flow. What a GPU would do silently (wait for a
+value, copy numbers of the host) is written down with the line of the package that asked; what it would refuse (a tensor
 of the host among its own) raises `LeftOnHost` with that line.
+
+The device is `meta`. Where torch is built for CUDA and there is no GPU it is `cuda`, so that the code takes the ways
+that it takes on a GPU, but for the backward pass, which asks the driver.
 """
 
 from __future__ import annotations
@@ -113,7 +115,9 @@ class Accelerator(TorchDispatchMode):
         """All tensors are on the device; pointwise operations take single numbers from the host, as CUDA's do."""
         host = [x for x in given if not isinstance(x, Far)]
         if empty := [x for x in host if x.device.type == DEVICE.type]:
-            raise LeftOnHost(f"{self._line()[1]}: {func} got a list of numbers ({len(empty)}); make it a tensor")
+            raise LeftOnHost(
+                f"{self._line()[1]}: {func} got a list of numbers ({len(empty)}); make it a tensor"
+            )
         if func in INDEXING:  # numbers that say where, of the host, are copied without a word
             if any(x is not None and not isinstance(x, Far) for x in args[1]):
                 self._note(self.copies, func)
@@ -137,7 +141,9 @@ class Accelerator(TorchDispatchMode):
         if frame is None:
             return "outside", "outside of the package"
         file, line = Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix(), frame.f_lineno
-        while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension is of its function
+        while (
+            frame.f_code.co_name.startswith("<") and frame.f_back is not None
+        ):  # a comprehension is of its function
             frame = frame.f_back
         return f"{file}:{frame.f_code.co_name}", f"{file}:{line}"
 

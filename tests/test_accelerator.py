@@ -89,7 +89,12 @@ def test_stop_strings_and_long_nuclei_are_all_that_asks_more() -> None:
     """A stop string needs the text; a top-p that the 1024 likeliest tokens do not reach needs a sort."""
     with accelerator() as device:
         e = native(moved(tiny_model()), kernels.load("torch"), decode=lambda ids: "ab"[ids[-1] % 2])  # type: ignore[arg-type]
-        run(ask(e, [([5, 6], Sampling(stop=("abba",), max_tokens=8)), ([7], Sampling(top_p=0.9, max_tokens=8))]))
+        run(
+            ask(
+                e,
+                [([5, 6], Sampling(stop=("abba",), max_tokens=8)), ([7], Sampling(top_p=0.9, max_tokens=8))],
+            )
+        )
     assert device.waits.keys() - SAMPLING == {"rollout/native/runner.py:_met"}
 
 

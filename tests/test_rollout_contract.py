@@ -19,7 +19,7 @@ from asking import reply
 from clients import Sglang
 from servers import Server, SglangServer, VllmServer
 from serving import REAL, real_server, vllm_engine
-from tiny import FAMILIES, VOCAB, tiny_model
+from tiny import DEVICE, FAMILIES, VOCAB, tiny_model
 from whet import environment, seeds
 from whet.batch import Batch, pack
 from whet.config.schema import ModelConfig, ScratchConfig
@@ -70,7 +70,7 @@ def module(seed: int = 0) -> PreTrainedModel:
         eos_token_id=END,
         pad_token_id=0,
         seed=seed,
-        device="cpu",
+        device=DEVICE,
         dtype=torch.float32,
     )
 

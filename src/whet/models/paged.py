@@ -64,7 +64,17 @@ def attend_pages(
     from whet.models import paged_kernel  # here: it needs Triton
 
     return launch(
-        paged_kernel.attend, q_NHD, k_pages, v_pages, table_BP, keys_B, starts, longest, scale, window, softcap
+        paged_kernel.attend,
+        q_NHD,
+        k_pages,
+        v_pages,
+        table_BP,
+        keys_B,
+        starts,
+        longest,
+        scale,
+        window,
+        softcap,
     )
 
 

@@ -280,8 +280,9 @@ def attend_cached(
     lie (`paged`); the fallback gathers them.
     """
     if paged.fits(q_NHD, k_pages):
-        place = {"table_BP": table_BP, "keys_B": keys_B, "queries_B": queries_B}
-        return paged.attended(q_NHD, k_pages, v_pages, **place, **how)
+        return paged.attended(
+            q_NHD, k_pages, v_pages, table_BP=table_BP, keys_B=keys_B, queries_B=queries_B, **how
+        )
     if queries_B is None:
         return _attend_step(q_NHD, k_pages, v_pages, table_BP, keys_B, how)
     queries, keys = queries_B.tolist(), keys_B.tolist()
