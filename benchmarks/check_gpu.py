@@ -6,8 +6,8 @@
     python benchmarks/check_gpu.py --only "CUDA graphs" "decode, qwen2.5-0.5b"
 
 Needs no network. Prints one table and writes one JSON (check_gpu.json). A check that fails, dies or takes too long is a
-row with its error, and the others go on. The exit code is 0 if none did; what a CPU cannot have is skipped and says why.
-Where torch is not the version that whet pins, the first row says so, and the checks run all the same.
+row with its error, and the others go on. The exit code is 0 if none did; what a CPU cannot have is skipped with the
+reason. Where torch is not the version that whet pins, the first row says so, and the checks run all the same.
 """
 
 from __future__ import annotations

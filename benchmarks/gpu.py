@@ -5,9 +5,9 @@ memory against the plan, seconds of a weight sync.
     python benchmarks/gpu.py --device cpu --shapes tiny     a trial, seconds
 
 Weights are random: what is sampled means nothing, how long it takes does. The floor of a decode step is the bytes that
-it has to read, the matrices once and the keys and values of every row, over the measured bandwidth of a copy (which reads
-and writes). MFU is the arithmetic that the update needs over what the largest product reached. The functions are also
-rows of `check_gpu.py`. Prints JSON.
+it has to read, the matrices once and the keys and values of every row, over the measured bandwidth of a copy (which
+reads and writes). MFU is the arithmetic that the update needs over what the largest product reached. The functions are
+also rows of `check_gpu.py`. Prints JSON.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@ The kernel is Triton's, which torch's builds for CUDA bring along: `varlen_attn`
 tokens or another library, and computes neither float32 nor soft-caps. It takes the cache as it is, pages of 16 tokens
 with keys transposed. A row's sums are in an order of its own length alone, so a token depends on no other row.
 
-Without Triton the fallback copies the keys and values of every row for every token (`torch_ops`); a run says so once.
+Without Triton the fallback copies the keys and values of every row for every token (`torch_ops`); a run says so at its
+start. Not run on a GPU: the kernel was compared in Triton's interpreter and compiled for three generations of them
+(`tests/test_paged.py`).
 Letters as in `torch_ops`.
 """
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from whet.models import paged
 from whet.models.attention import PAGE, CachedAttention, KvCache
 from whet.models.forward import Decoder, decoder
 from whet.models.kernels import Ops
@@ -114,6 +115,8 @@ class Runner:
         self.device = self.decoder.head.linear.weight.device
         self.vocab = self.decoder.head.linear.out_features
         self.table_SP = torch.zeros(max_num_seqs, -(-columns // PAGE), dtype=torch.int32, device=self.device)
+        if self.device.type == "cuda" and (why := paged.lacks()) is not None:
+            log.warning("each decoded token copies the keys and values of its row: %s", why)
         self.recorder = recorder
         if recorder is None and self.device.type == "cuda":
             self.recorder = CudaGraphs(self.device)
