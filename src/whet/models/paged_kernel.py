@@ -6,37 +6,27 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 
 
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _scores(  # type: ignore[no-untyped-def]
+    x, k_DK, back, there, scale, window, softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr
+):
+    """[ROWS, KEYS] of queries x and keys, -inf where a query does not see a key."""
+    score = tl.dot(x, k_DK.to(x.dtype), input_precision="ieee") * scale
+    if SOFTCAP:
+        score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)  # tanh
+    visible = (back >= 0) & there[None, :]
+    if WINDOW:
+        visible = visible & (back < window)
+    return tl.where(visible, score, float("-inf"))
+
+
 @triton.jit(do_not_specialize=["table_row", "blocks", "window"])  # type: ignore[untyped-decorator, unused-ignore]
 def attend(  # type: ignore[no-untyped-def]
-    q,
-    k,
-    v,
-    out,
-    table,
-    keys,
-    starts,
-    scale,
-    window,
-    softcap,
-    q_token,
-    q_head,
-    k_page,
-    k_head,
-    v_page,
-    v_head,
-    table_row,
-    blocks,
-    GROUP: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    PAGE: tl.constexpr,
-    STEP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
+    q, k, v, out, table, keys, starts, scale, window, softcap,
+    q_token, q_head, k_page, k_head, v_page, v_head, table_row, blocks,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
     """One program: some queries of one row, in the group of heads that share one key/value head.
 
     Keys come KEYS at a time, with the softmax kept running (Milakov and Gimelshein 2018, arXiv:1805.02867), so a row's
@@ -76,14 +66,8 @@ def attend(  # type: ignore[no-untyped-def]
             k_DK = tl.load(
                 k + k_at[None, :] + d[:, None] * PAGE, mask=there[None, :] & (d < SIZE)[:, None], other=0.0
             )
-            score = tl.dot(x, k_DK.to(x.dtype), input_precision="ieee") * scale
-            if SOFTCAP:
-                score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
             back = place[:, None] - key[None, :]
-            visible = (back >= 0) & there[None, :]
-            if WINDOW:
-                visible = visible & (back < window)
-            score = tl.where(visible, score, float("-inf"))
+            score = _scores(x, k_DK, back, there, scale, window, softcap, WINDOW, SOFTCAP)
             higher = tl.maximum(top, tl.max(score, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
             p = tl.exp(score - base[:, None])
@@ -96,5 +80,4 @@ def attend(  # type: ignore[no-untyped-def]
             seen = seen * shrink[:, None] + tl.dot(p.to(v_KD.dtype), v_KD, input_precision="ieee")
             top = higher
         seen = seen / tl.where(weight == 0.0, 1.0, weight)[:, None]
-        out_at = (begin + query).to(tl.int64) * q_token + (head * GROUP + m % GROUP) * q_head
-        tl.store(out + out_at[:, None] + d[None, :], seen.to(x.dtype), mask=cells)
+        tl.store(out + q_at[:, None] + d[None, :], seen.to(x.dtype), mask=cells)
