@@ -27,7 +27,10 @@ TEMPLATES ?=
 # `make test-backends`: the contract suite over a real vLLM, in an environment of its own (network, 3.5 GB, some minutes), or
 # over the one that VLLM names; and that of train engines over each stage of DeepSpeed (ten minutes).
 
-.PHONY: demo test test-view test-peers test-backends sweep golden check check-wheel format docs site bits bench \
+# `make check-gpu`: whether whet runs on this machine's NVIDIA GPU, and how fast; ten minutes, a table, check_gpu.json. Where
+# the environment is there already, and no network: `python benchmarks/check_gpu.py` with any Python that has torch.
+
+.PHONY: demo test test-view test-peers test-backends sweep golden check check-gpu check-wheel format docs site bits bench \
 	bench-learn bench-train clean
 
 demo: $(VENV)/.installed
@@ -65,6 +68,9 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_layering.py tests/test_docs.py
+
+check-gpu: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/check_gpu.py
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format src tests examples benchmarks

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from asking import reply
 from servers import OpenAIServer, Server, SglangServer, VllmServer
 from serving import REAL, openai_engine, real_server, sglang_engine, vllm_engine
-from tiny import FAMILIES, VOCAB, tiny_model
+from tiny import DEVICE, FAMILIES, VOCAB, tiny_model
 from whet import environment, seeds
 from whet.batch import Batch, pack
 from whet.config.schema import ModelConfig, ScratchConfig
@@ -69,7 +69,7 @@ def module(seed: int = 0) -> PreTrainedModel:
         eos_token_id=END,
         pad_token_id=0,
         seed=seed,
-        device="cpu",
+        device=DEVICE,
         dtype=torch.float32,
     )
 

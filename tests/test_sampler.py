@@ -40,10 +40,10 @@ def filtered(logits_BV: Tensor, *samplings: Sampling, seen: Tensor | None = None
 
 def test_top_k_keeps_the_largest_and_ties_of_the_last() -> None:
     logits = logs(0.1, 0.4, 0.2, 0.2, 0.1)
-    assert kept(sampler.keep_top_k(logits, torch.tensor([1]))) == [1]
-    assert kept(sampler.keep_top_k(logits, torch.tensor([2]))) == [1, 2, 3]
-    assert kept(sampler.keep_top_k(logits, torch.tensor([0]))) == [0, 1, 2, 3, 4]
-    assert kept(sampler.keep_top_k(logits, torch.tensor([99]))) == [0, 1, 2, 3, 4]
+    assert kept(sampler.keep_top_k(logits, torch.tensor([1]), widest=1)) == [1]
+    assert kept(sampler.keep_top_k(logits, torch.tensor([2]), widest=2)) == [1, 2, 3]
+    assert kept(sampler.keep_top_k(logits, torch.tensor([0]), widest=0)) == [0, 1, 2, 3, 4]
+    assert kept(sampler.keep_top_k(logits, torch.tensor([99]), widest=99)) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

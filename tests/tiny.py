@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ FEW = [
 ]
 """For what does not depend on the family: one of dense layers and one of experts; the others in the sweep."""
 VOCAB = 61
+DEVICE = os.environ.get("WHET_TEST_DEVICE", "cpu")
+"""Where the models of contract suites are: `make check-gpu` runs these on CUDA."""
 RUN: dict[str, Any] = {
     "model": {
         "scratch": {
@@ -58,6 +61,6 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, layers: int = 2, std: fl
         eos_token_id=1,
         pad_token_id=0,
         seed=seed,
-        device="cpu",
+        device=DEVICE,
         dtype=torch.float32,
     )

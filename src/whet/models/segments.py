@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _BUCKET_WASTE = 1.5
@@ -109,6 +111,39 @@ class Segments:
             base += bucket.query_BQ.numel()
         return found, row_N
 
+    @cached_property
+    def _placed(self) -> dict[tuple[str, torch.device], Any]:
+        return {}
+
+    def buckets_on(self, device: torch.device) -> tuple[tuple[Bucket, ...], Tensor]:
+        """`buckets` on a device: copied once, for all layers and for the backward pass."""
+        at = ("buckets", device)
+        if at not in self._placed:
+            found, row_N = self.buckets
+            self._placed[at] = tuple(bucket.to(device) for bucket in found), row_N.to(device)
+        placed: tuple[tuple[Bucket, ...], Tensor] = self._placed[at]
+        return placed
+
+    def runs_on(self, device: torch.device) -> Runs:
+        """Every segment's keys in one piece, for kernels of variable length; on a device, copied once."""
+        at = ("runs", device)
+        if at not in self._placed:
+            self._placed[at] = self._runs(device)
+        placed: Runs = self._placed[at]
+        return placed
+
+    def _runs(self, device: torch.device) -> Runs:
+        query_N = ranges(self.q_start_S, self.q_len_S)
+        starts = torch.stack((self.prefix_start_S, self.q_start_S), 1).flatten()
+        lens = torch.stack((self.prefix_len_S, self.q_len_S), 1).flatten()
+        key_len_S = self.prefix_len_S + self.q_len_S
+        return Runs(
+            query_N=query_N.to(device),
+            key_T=ranges(starts, lens).to(device),
+            back_N=torch.argsort(query_N).to(device),
+            bounds=Bounds.of(self.q_len_S, key_len_S, device),
+        )
+
     def _cut(self) -> Iterator[Tensor]:
         key_S = self.q_len_S + self.prefix_len_S
         order = [s for s in torch.argsort(key_S * (1 << 24) + self.q_len_S).tolist() if self.q_len_S[s] > 0]
@@ -154,7 +189,51 @@ class Bucket:
     """Packed token of each key, at its position; keys past the end repeat the last one (causality hides
     them)."""
 
+    def to(self, device: torch.device) -> Bucket:
+        moved = (x.to(device) for x in (self.query_BQ, self.live_BQ, self.position_BQ, self.key_BW))
+        return Bucket(*moved)
+
     def visible(self, window: int | None) -> Tensor:
         """[B, Q, W] bool: which keys each query sees."""
-        back_BQW = self.position_BQ[:, :, None] - torch.arange(self.key_BW.shape[1])
+        at_W = torch.arange(self.key_BW.shape[1], device=self.position_BQ.device)
+        back_BQW = self.position_BQ[:, :, None] - at_W
         return (back_BQW >= 0) if window is None else (back_BQW >= 0) & (back_BQW < window)
+
+
+@dataclass(frozen=True, eq=False)
+class Bounds:
+    """Where sequences begin and end in packed queries and keys, as kernels of variable length read it."""
+
+    query_S: Tensor
+    """[S + 1] int32"""
+    key_S: Tensor
+    longest: tuple[int, int]
+    """Most queries and most keys of a sequence."""
+
+    @staticmethod
+    def of(q_len_S: Tensor, key_len_S: Tensor, device: torch.device) -> Bounds:
+        """The lengths are on the CPU."""
+        query_S, key_S = (
+            F.pad(torch.cumsum(length_S, 0), (1, 0)).to(torch.int32).to(device)
+            for length_S in (q_len_S, key_len_S)
+        )
+        return Bounds(query_S, key_S, (int(q_len_S.max()), int(key_len_S.max())))
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Segments with their keys in one piece each: a shared prefix is there once for each segment."""
+
+    query_N: Tensor
+    """Packed tokens, segment after segment."""
+    key_T: Tensor
+    """Packed token of each key."""
+    back_N: Tensor
+    """Where in the order of `query_N` each packed token is."""
+    bounds: Bounds
+
+
+def ranges(start_S: Tensor, len_S: Tensor) -> Tensor:
+    """start_0, start_0+1, ... , start_1, ...: the concatenated ranges."""
+    base_S = start_S - (torch.cumsum(len_S, 0) - len_S)
+    return torch.arange(int(len_S.sum())) + torch.repeat_interleave(base_S, len_S)

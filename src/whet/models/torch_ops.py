@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whet.models.segments import Bucket, Segments
+from whet.models import paged
+from whet.models.paged import PAGE
+from whet.models.segments import Bounds, Bucket, Segments
 from whet.types import WhetError
 
-PAGE = 16
-"""Tokens of a cache page: one vector of keys."""
 _PV_BLOCK = 256
 """A last block of more than half of it is padded: MKL adds 144 to 240 terms in another order than 16 to 128 or 256."""
 
@@ -133,16 +133,19 @@ def logprobs_backward(
 def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """(token [B] int64, its log-prob [B]) by inverse CDF of softmax(logits) at uniform [B] float64 in [0, 1).
 
-    A token of probability 0 is never drawn. The log-prob is bitwise that of `logprobs`.
+    A token of probability 0 is never drawn. The log-prob is bitwise that of `logprobs`. Where the logits of a row allow
+    no sample, it raises `bad_logits` on a CPU; elsewhere asking would make the host wait for the device, and the row's
+    log-prob is NaN.
     """
     logp_BV = torch.log_softmax(logits_BV, dim=-1)
     cumulative_BV = torch.cumsum(logp_BV.exp(), dim=-1, dtype=torch.float64)
     total_B1 = cumulative_BV[:, -1:].contiguous()
-    if not bool(torch.isfinite(total_B1).all()):
+    if total_B1.device.type == "cpu" and not bool(torch.isfinite(total_B1).all()):
         raise bad_logits(int((~torch.isfinite(total_B1)).sum()))
     token_B1 = torch.searchsorted(cumulative_BV, uniform_B[:, None] * total_B1, right=True)
     # u * total may round up to total: the first token that reaches the total is the last that can be drawn
     token_B1 = torch.minimum(token_B1, torch.searchsorted(cumulative_BV, total_B1))
+    token_B1 = token_B1.clamp_(max=logits_BV.shape[1] - 1)  # of NaN, none is found
     return token_B1.squeeze(1), logp_BV.gather(1, token_B1).squeeze(1)
 
 
@@ -167,18 +170,16 @@ def attend_packed(
         return attend_packed(q, k, v, segments, **how).to(q_NHD.dtype)
     if _fits_varlen(q_NHD, how):
         return _attend_varlen(q_NHD, k_NKD, v_NKD, segments, how)
-    buckets, row_N = segments.buckets
+    buckets, row_N = segments.buckets_on(q_NHD.device)
     parts = [_attend_bucket(q_NHD, k_NKD, v_NKD, bucket, how) for bucket in buckets]
     flat = torch.cat(parts) if parts else q_NHD.reshape(0, q_NHD.shape[1] * q_NHD.shape[2])
-    return F.embedding(row_N.to(q_NHD.device), flat).view_as(q_NHD)
+    return F.embedding(row_N, flat).view_as(q_NHD)
 
 
 def _attend_bucket(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, bucket: Bucket, how: Weighing) -> Tensor:
     """[B*Q, H*D]: attention of one bucket, rows in the bucket's order."""
     heads, size, kv_heads = q_NHD.shape[1], q_NHD.shape[2], k_NKD.shape[1]
-    device = q_NHD.device
-    key_BW, query_BQ = bucket.key_BW.to(device), bucket.query_BQ.to(device)
-    visible = bucket.visible(how["window"]).to(device)
+    key_BW, query_BQ, visible = bucket.key_BW, bucket.query_BQ, bucket.visible(how["window"])
     batch, rows = query_BQ.shape
     # gathering with embedding makes the backward one index-add a bucket instead of one slice a segment
     q = F.embedding(query_BQ, q_NHD.reshape(-1, heads * size)).view(batch, rows, kv_heads, -1, size)
@@ -238,36 +239,19 @@ def _fits_varlen(q: Tensor, how: Weighing) -> bool:
 
 def _attend_varlen(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, how: Weighing) -> Tensor:
     """Shared prefixes are gathered once per segment."""
-    device = q_NHD.device
-    q_order = _ranges(segments.q_start_S, segments.q_len_S)
-    key_len_S = segments.prefix_len_S + segments.q_len_S
-    starts = torch.stack((segments.prefix_start_S, segments.q_start_S), 1).flatten()
-    lens = torch.stack((segments.prefix_len_S, segments.q_len_S), 1).flatten()
-    key_T = _ranges(starts, lens).to(device)
-    q, k, v = q_NHD[q_order.to(device)], k_NKD[key_T], v_NKD[key_T]
-    out = _varlen(q, k, v, segments.q_len_S, key_len_S, how)
-    return out[torch.argsort(q_order).to(device)]
+    runs = segments.runs_on(q_NHD.device)
+    out = _varlen(q_NHD[runs.query_N], k_NKD[runs.key_T], v_NKD[runs.key_T], runs.bounds, how)
+    return out[runs.back_N]
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, q_len_S: Tensor, key_len_S: Tensor, how: Weighing) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, how: Weighing) -> Tensor:
     """torch's variable-length flash attention: the queries of each sequence are its last tokens. Not run here."""
-    cu_q, cu_k = (
-        F.pad(torch.cumsum(length_S, 0), (1, 0)).to(q.device, torch.int32)
-        for length_S in (q_len_S, key_len_S)
-    )
     back = -1 if how["window"] is None else how["window"] - 1
     options: dict[str, Any] = {"scale": how["scale"], "window_size": (back, 0), "enable_gqa": True}
     if "num_splits" in _VARLEN:
         options["num_splits"] = 1  # batch-invariant, by its documentation
-    longest = int(q_len_S.max()), int(key_len_S.max())
-    out: Tensor = varlen_attn(q, k, v, cu_q, cu_k, *longest, **options)  # type: ignore[assignment]
+    out: Tensor = varlen_attn(q, k, v, bounds.query_S, bounds.key_S, *bounds.longest, **options)  # type: ignore[assignment]
     return out
-
-
-def _ranges(start_S: Tensor, len_S: Tensor) -> Tensor:
-    """start_0, start_0+1, ... , start_1, ...: the concatenated ranges."""
-    base_S = start_S - (torch.cumsum(len_S, 0) - len_S)
-    return torch.arange(int(len_S.sum())) + torch.repeat_interleave(base_S, len_S)
 
 
 def write_kv(
@@ -292,15 +276,20 @@ def attend_cached(
 
     queries_B: [B] int64 on the CPU, how many queries each row has, the rows' queries one after the other in q; None:
     one each, a decode step. The last query of row b sees its first keys_B[b] keys, each one before it one key less.
-    The table's width is the width of a decode step's work: cut it to the longest row.
+    The table's width is the width of a decode step's work: cut it to the longest row. On CUDA pages are read where they
+    lie (`paged`); the fallback gathers them.
     """
+    if paged.fits(q_NHD, k_pages):
+        return paged.attended(
+            q_NHD, k_pages, v_pages, table_BP=table_BP, keys_B=keys_B, queries_B=queries_B, **how
+        )
     if queries_B is None:
         return _attend_step(q_NHD, k_pages, v_pages, table_BP, keys_B, how)
     queries, keys = queries_B.tolist(), keys_B.tolist()
     pages_b = [row[: -(-seen // PAGE)] for row, seen in zip(table_BP.to(q_NHD.device, torch.int64), keys)]
     if _fits_varlen(q_NHD, how):
         k, v = (_token_rows(x, pages_b, keys) for x in (k_pages.transpose(2, 3), v_pages))
-        return _varlen(q_NHD, k, v, queries_B, keys_B.cpu(), how)
+        return _varlen(q_NHD, k, v, Bounds.of(queries_B, keys_B.cpu(), q_NHD.device), how)
     rows = zip(q_NHD.split(queries), pages_b, keys)
     return torch.cat([_attend_row(q, k_pages[pages], v_pages[pages], seen, how) for q, pages, seen in rows])
 

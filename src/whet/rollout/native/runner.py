@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from whet.models import paged
 from whet.models.attention import PAGE, CachedAttention, KvCache
 from whet.models.forward import Decoder, decoder
 from whet.models.kernels import Ops
 from whet.models.logprobs import logits
-from whet.models.torch_ops import cache_dtype
+from whet.models.torch_ops import bad_logits, cache_dtype
 from whet.rollout.native import sampler
 from whet.rollout.native.graphs import CannotCapture, CudaGraphs, FixedShapeStep, GraphRecorder
 from whet.rollout.native.sampler import Filters
@@ -114,6 +115,8 @@ class Runner:
         self.device = self.decoder.head.linear.weight.device
         self.vocab = self.decoder.head.linear.out_features
         self.table_SP = torch.zeros(max_num_seqs, -(-columns // PAGE), dtype=torch.int32, device=self.device)
+        if self.device.type == "cuda" and (why := paged.lacks()) is not None:
+            log.warning("each decoded token copies the keys and values of its row: %s", why)
         self.recorder = recorder
         if recorder is None and self.device.type == "cuda":
             self.recorder = CudaGraphs(self.device)
@@ -197,7 +200,7 @@ class Runner:
         self.free = list(range(len(self.table_SP) - 1, -1, -1))
         self.slots: dict[Generation, int] = {}
         """Of the live rows."""
-        self._go_on([], torch.zeros(6, 0, dtype=torch.int64, device=self.device))
+        self._go_on([], torch.zeros(6, 0, dtype=torch.int64, device=self.device), 0)
 
     def interrupt(self) -> None:
         """Take all live rows out; the requests know what they have sampled so far."""
@@ -238,7 +241,8 @@ class Runner:
         members = torch.tensor([len(a.rows) if a.whole else 0 for a in admissions])
         last_B = last.repeat_interleave(members).to(self.device)
         done = self._advance(rows, hidden_UD.index_select(0, last_B))
-        self._go_on(self.live.requests + rows.requests, torch.cat((self.live.state, rows.state), 1))
+        longest = max(self.longest, *(len(a.history) for a in whole))
+        self._go_on(self.live.requests + rows.requests, torch.cat((self.live.state, rows.state), 1), longest)
         before = len(self.live.requests) - len(rows.requests)
         return self._take_out([before + i for i in done])
 
@@ -253,7 +257,7 @@ class Runner:
 
     def newest(self) -> list[tuple[Generation, int, int]]:
         """Of each live row: its request, how many tokens that has sampled by now, and the last of them."""
-        slots, cells, tokens = self.live.state[[SLOT, CELL, TOKEN]].tolist()
+        slots, _, _, cells, tokens, _ = self.live.state.tolist()
         return [
             (request, len(request.token_ids) + cell - slot * self.columns, token)
             for request, slot, cell, token in zip(self.live.requests, slots, cells, tokens)
@@ -295,10 +299,11 @@ class Runner:
             slots = [self.free.pop() for _ in requests]
             self.slots |= zip(requests, slots)
             numbers = uniform_table([r.sampling.key for r in requests], len(a.history), max(left))
-            uniform_SC[slots, : max(left)] = torch.from_numpy(numbers).to(self.device)
+            slot_S = torch.tensor(slots, device=self.device)
+            uniform_SC[slot_S, : max(left)] = torch.from_numpy(numbers).to(self.device)
             width = max(len(row.pages) for row in a.rows)
             table = [row.pages + [0] * (width - len(row.pages)) for row in a.rows]
-            self.table_SP[slots, :width] = torch.tensor(table, dtype=torch.int32, device=self.device)
+            self.table_SP[slot_S, :width] = torch.tensor(table, dtype=torch.int32, device=self.device)
             for slot, r, count in zip(slots, requests, left):
                 first = slot * self.columns
                 columns.append((slot, first + count - 1, self._end_set(r.ends), first, 0, len(a.history)))
@@ -312,16 +317,16 @@ class Runner:
         """Where this set's [V] bools start in `end_table`."""
         if ends not in self.end_sets:
             self.end_sets[ends] = len(self.end_table)
-            flags_V = torch.zeros(self.vocab, dtype=torch.bool, device=self.device)
+            flags_V = torch.zeros(self.vocab, dtype=torch.bool)
             flags_V[[t for t in ends if t < self.vocab]] = True
-            self.end_table = torch.cat((self.end_table, flags_V))
+            self.end_table = torch.cat((self.end_table, flags_V.to(self.device)))
         return self.end_sets[ends]
 
     def _see(self, slot: int, history: Sequence[int]) -> None:
         if self.seen_SV is None:
             self.seen_SV = torch.zeros(len(self.table_SP), self.vocab, dtype=torch.bool, device=self.device)
         self.seen_SV[slot] = False
-        self.seen_SV[slot, list(history)] = True
+        self.seen_SV[slot, torch.tensor(history, device=self.device)] = True
 
     def _advance(self, rows: LiveRows, hidden_BD: Tensor) -> list[int]:
         """Sample the next token of each row and write it down. Returns the rows that end with it."""
@@ -334,12 +339,14 @@ class Runner:
         done_B = self.end_table.index_select(0, state[ENDS] + token_B).logical_or_(cell_B == state[LAST])
         state[TOKEN] = token_B
         cell_B += 1
-        if rows.watched:
-            tokens = token_B.tolist()
-            texts = {i: rows.requests[i].stop_text for i in rows.watched}
-            met = [i for i, text in texts.items() if text is not None and text.push(tokens[i])]
-            done_B[met] = True
-        return done_B.nonzero().flatten().tolist()
+        met = self._met(rows, token_B) if rows.watched else set()
+        return sorted(met.union(ended(done_B, logp_B)))
+
+    def _met(self, rows: LiveRows, token_B: Tensor) -> set[int]:
+        """The rows whose stop string is complete with this token; the host has to read it."""
+        tokens = token_B.tolist()
+        texts = {i: rows.requests[i].stop_text for i in rows.watched}
+        return {i for i, text in texts.items() if text is not None and text.push(tokens[i])}
 
     def _choose(self, rows: LiveRows, hidden_BD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(token, log-prob at the row's temperature, log-prob in the distribution sampled from), [B] each."""
@@ -382,30 +389,49 @@ class Runner:
         if not at:
             return []
         rows = self.live
-        slots, cells = rows.state[[SLOT, CELL]].tolist()
-        for i in at:
-            request, span = rows.requests[i], slice(slots[i] * self.columns, cells[i])
-            request.token_ids += self.token[span].tolist()
-            request.logprobs += self.logp[span].tolist()
-            request.sample_logprobs += self.sample_logp[span].tolist()
+        slots, _, _, cells, _, lengths = rows.state.tolist()
+        spans = [slice(slots[i] * self.columns, cells[i]) for i in at]
+        said = [
+            torch.cat(
+                [x[span] for span in spans]
+            ).tolist()  # of all rows, so that the host waits once for each
+            for x in (self.token, self.logp, self.sample_logp)
+        ]
+        start = 0
+        for i, span in zip(at, spans):
+            request, part = rows.requests[i], slice(start, start := start + span.stop - span.start)
+            request.token_ids += said[0][part]
+            request.logprobs += said[1][part]
+            request.sample_logprobs += said[2][part]
             self.free.append(self.slots.pop(request))
         gone = set(at)
         keep = [i for i in range(len(rows.requests)) if i not in gone]
         kept = torch.tensor(keep, dtype=torch.int64, device=self.device)
-        self._go_on([rows.requests[i] for i in keep], rows.state.index_select(1, kept))
+        longest = max((lengths[i] for i in keep), default=0)
+        self._go_on([rows.requests[i] for i in keep], rows.state.index_select(1, kept), longest)
         return [rows.requests[i] for i in at]
 
-    def _go_on(self, requests: list[Generation], state: Tensor) -> None:
+    def _go_on(self, requests: list[Generation], state: Tensor, longest: int) -> None:
         """These are the live rows from now on."""
         self.live = make_rows(requests, state, columns=self.columns)
         self._lay_out_tables()
-        self.longest = int(state[LENGTH].max()) if requests else 0
+        self.longest = longest
         """Most tokens a live row has in the cache; known to the host, so that no step has to ask."""
 
     def _lay_out_tables(self) -> None:
         """The page table of each live row, [B, P]."""
         width = max((r.cached for r in self.live.requests), default=0) // PAGE + 1
         self.table_BP = self.table_SP[:, :width].index_select(0, self.live.state[SLOT])
+
+
+def ended(done_B: Tensor, logp_B: Tensor) -> list[int]:
+    """The rows that have ended: all that the host asks of the device in a step.
+
+    Raises WhetError where a row's log-prob is not finite, as its logits allowed no sample."""
+    ends = done_B.to(torch.int8).masked_fill(~logp_B.isfinite(), 2).tolist()
+    if bad := ends.count(2):
+        raise bad_logits(bad)
+    return [i for i, end in enumerate(ends) if end]
 
 
 def _shape(d: Decoder) -> tuple[int, int, int, int]:

@@ -30,6 +30,14 @@ class Filters:
     top_k_B: Tensor
     top_p_B: Tensor
     min_p_B: Tensor
+    penalises: bool
+    """Some row has a penalty; this and the next three are known to the host, so that no step has to ask."""
+    widest: int
+    """The largest top-k, 0 where no row has one."""
+    nuclei: bool
+    """Some row has a top-p."""
+    floors: bool
+    """Some row has a min-p."""
 
     @staticmethod
     def of(samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> Filters:
@@ -43,6 +51,10 @@ class Filters:
             top_k_B=column([s.top_k for s in samplings], torch.int64),
             top_p_B=column([s.top_p for s in samplings], torch.float64),
             min_p_B=column([s.min_p for s in samplings], torch.float32),
+            penalises=any(s.repetition_penalty != 1.0 for s in samplings),
+            widest=max((s.top_k for s in samplings), default=0),
+            nuclei=any(s.top_p < 1.0 for s in samplings),
+            floors=any(s.min_p > 0.0 for s in samplings),
         )
 
 
@@ -58,29 +70,28 @@ def filtered(logits_BV: Tensor, filters: Filters, *, seen_BV: Tensor, banned_BV:
 
     logits_BV: raw, float32. seen_BV, banned_BV: bool, tokens that have occurred, and tokens not allowed here.
     """
-    logits_BV = penalise(logits_BV, filters.penalty_B, seen_BV).masked_fill(banned_BV, -torch.inf)
-    logits_BV = logits_BV / filters.temperature_B[:, None]
-    logits_BV = keep_top_k(logits_BV, filters.top_k_B)
-    logits_BV = keep_top_p(logits_BV, filters.top_p_B)
-    return keep_min_p(logits_BV, filters.min_p_B)
+    if filters.penalises:
+        logits_BV = penalise(logits_BV, filters.penalty_B, seen_BV)
+    logits_BV = logits_BV.masked_fill(banned_BV, -torch.inf) / filters.temperature_B[:, None]
+    if filters.widest:
+        logits_BV = keep_top_k(logits_BV, filters.top_k_B, widest=filters.widest)
+    if filters.nuclei:
+        logits_BV = keep_top_p(logits_BV, filters.top_p_B)
+    return keep_min_p(logits_BV, filters.min_p_B) if filters.floors else logits_BV
 
 
 def penalise(logits_BV: Tensor, penalty_B: Tensor, seen_BV: Tensor) -> Tensor:
     """Divide the logits of tokens seen by the penalty, multiply them if negative (arXiv:1909.05858 section
     4.1)."""
-    if bool((penalty_B == 1).all()):
-        return logits_BV
     penalty_B1 = penalty_B[:, None]
     lowered_BV = torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
     return torch.where(seen_BV, lowered_BV, logits_BV)
 
 
-def keep_top_k(logits_BV: Tensor, k_B: Tensor) -> Tensor:
-    """Keep the k largest of each row (0: all)."""
+def keep_top_k(logits_BV: Tensor, k_B: Tensor, *, widest: int) -> Tensor:
+    """Keep the k largest of each row (0: all). widest: no k is larger."""
     on_B = (k_B > 0) & (k_B < logits_BV.shape[1])
-    if not bool(on_B.any()):
-        return logits_BV
-    width = int(k_B[on_B].max())
+    width = min(max(widest, 1), logits_BV.shape[1])
     largest_BK = logits_BV.topk(width).values
     least_B1 = largest_BK.gather(1, (k_B.clamp(1, width) - 1)[:, None])
     return logits_BV.masked_fill((logits_BV < least_B1) & on_B[:, None], -torch.inf)
@@ -89,14 +100,13 @@ def keep_top_k(logits_BV: Tensor, k_B: Tensor) -> Tensor:
 def keep_top_p(logits_BV: Tensor, p_B: Tensor, *, head: int = HEAD) -> Tensor:
     """Keep the smallest set of likeliest tokens whose probability is at least p (1: all)."""
     on_B = p_B < 1
-    if not bool(on_B.any()):
-        return logits_BV
     prob_BV = logits_BV.softmax(-1)
     width = min(head, logits_BV.shape[1])
     least_B, reached_B = _nucleus(prob_BV.topk(width).values, p_B)
-    wide_R = torch.nonzero(on_B & ~reached_B).flatten()
-    if len(wide_R) and width < logits_BV.shape[1]:
-        least_B[wide_R] = _nucleus(prob_BV[wide_R].sort(descending=True).values, p_B[wide_R])[0]
+    if width < logits_BV.shape[1]:  # here the host waits: to sort every row would take longer
+        wide_R = torch.nonzero(on_B & ~reached_B).flatten()
+        if len(wide_R):
+            least_B[wide_R] = _nucleus(prob_BV[wide_R].sort(descending=True).values, p_B[wide_R])[0]
     return logits_BV.masked_fill((prob_BV < least_B[:, None]) & on_B[:, None], -torch.inf)
 
 
@@ -111,8 +121,6 @@ def _nucleus(prob_BK: Tensor, p_B: Tensor) -> tuple[Tensor, Tensor]:
 
 def keep_min_p(logits_BV: Tensor, min_p_B: Tensor) -> Tensor:
     """Keep tokens at least min_p times as likely as the likeliest (arXiv:2407.01082); 0 keeps all."""
-    if not bool((min_p_B > 0).any()):
-        return logits_BV
     least_B1 = logits_BV.amax(-1, keepdim=True) + min_p_B.log()[:, None]
     return logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
 

@@ -1,0 +1,173 @@
+"""Attention over the pages of the cache where they lie, on a GPU: nothing is gathered for a decoded token.
+
+The kernel is Triton's, which torch's builds for CUDA bring along: `varlen_attn` with a block table wants pages of 256
+tokens or another library, and computes neither float32 nor soft-caps. It takes the cache as it is, pages of 16 tokens
+with keys transposed. A row's sums are in an order of its own length alone, so a token depends on no other row.
+
+Without Triton the fallback copies the keys and values of every row for every token (`torch_ops`); a run says so at its
+start. Not run on a GPU: the kernel was compared in Triton's interpreter and compiled for three generations of them
+(`tests/test_paged.py`).
+Letters as in `torch_ops`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.models.segments import Bounds
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST = 256
+"""Largest size of a head."""
+BLOCK = 64
+"""Rows (query x head) of a program in a prefill, at most; a product of matrices has 16 at least."""
+PAGE = 16
+"""Tokens of a cache page: one vector of keys."""
+
+
+@cache
+def lacks() -> str | None:
+    """Why pages are not read in place on this machine's GPUs; None: they are."""
+    if find_spec("triton") is None:
+        return "Triton is not installed (torch's builds for CUDA bring it along)"
+    if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        return "Triton needs a C compiler (gcc or clang) to start kernels"
+    return None
+
+
+def fits(q_NHD: Tensor, k_pages: Tensor) -> bool:
+    """Whether the kernel computes this."""
+    fine = q_NHD.is_cuda and q_NHD.dtype == k_pages.dtype and q_NHD.dtype in DTYPES
+    return fine and q_NHD.shape[2] <= WIDEST and lacks() is None
+
+
+@torch.library.custom_op("whet::attend_pages", mutates_args=(), device_types="cuda")
+def attend_pages(
+    q_NHD: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table_BP: Tensor,
+    keys_B: Tensor,
+    starts: Tensor | None,
+    longest: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """starts: [B + 1] int32, where each row's queries begin, at most `longest` each; None: one each. window, softcap:
+    0 where there is none."""
+    from whet.models import paged_kernel  # here: it needs Triton
+
+    return launch(
+        paged_kernel.attend,
+        q_NHD,
+        k_pages,
+        v_pages,
+        table_BP,
+        keys_B,
+        starts,
+        longest,
+        scale,
+        window,
+        softcap,
+    )
+
+
+@attend_pages.register_fake
+def _like(q_NHD: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(q_NHD)
+
+
+def attended(
+    q_NHD: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    *,
+    table_BP: Tensor,
+    keys_B: Tensor,
+    queries_B: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """`torch_ops.attend_cached`, where `fits`."""
+    starts, longest = None, 1
+    if queries_B is not None:
+        bounds = Bounds.of(queries_B, keys_B, q_NHD.device)
+        starts, longest = bounds.query_S, bounds.longest[0]
+    place = (table_BP.to(q_NHD.device), keys_B.to(q_NHD.device))
+    found: Tensor = attend_pages(
+        q_NHD.contiguous(), k_pages, v_pages, *place, starts, longest, scale, window or 0, softcap or 0.0
+    )
+    return found
+
+
+def launch(
+    kernel: Any,
+    q_NHD: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table_BP: Tensor,
+    keys_B: Tensor,
+    starts: Tensor | None,
+    longest: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """Runs the kernel. q_NHD is contiguous, as are the pages of one layer."""
+    out = torch.empty_like(q_NHD)
+    heads, kv_heads, rows = q_NHD.shape[1], k_pages.shape[1], len(table_BP)
+    queries, sizes = shapes(heads // kv_heads, q_NHD.shape[2], q_NHD.element_size(), step=starts is None)
+    blocks = -(-longest // queries)
+    kernel[(rows * blocks, kv_heads)](
+        q_NHD,
+        k_pages,
+        v_pages,
+        out,
+        table_BP,
+        keys_B,
+        keys_B if starts is None else starts,
+        scale,
+        window,
+        softcap,
+        *q_NHD.stride()[:2],
+        *k_pages.stride()[:2],
+        *v_pages.stride()[:2],
+        table_BP.stride(0),
+        blocks,
+        **sizes,
+        STEP=starts is None,
+        WINDOW=window > 0,
+        SOFTCAP=softcap > 0.0,
+        num_warps=4,
+        num_stages=2,
+    )
+    return out
+
+
+def shapes(group: int, size: int, width: int, *, step: bool) -> tuple[int, dict[str, int]]:
+    """(queries of a program, its constants) for heads of `size` numbers of `width` bytes; step: one query a row.
+
+    What a program keeps in shared memory stays below 99 KiB, the least of the GPUs from 2020 on.
+    """
+    wide = max(16, 1 << (size - 1).bit_length())
+    line = wide * width
+    rows = BLOCK if line <= 256 else BLOCK // 2 if line <= 512 else 16
+    queries = 1 if step else max(1, rows // group)
+    return queries, {
+        "GROUP": group,
+        "SIZE": size,
+        "WIDE": wide,
+        "ROWS": max(16, 1 << (queries * group - 1).bit_length()),
+        "QUERIES": queries,
+        "KEYS": 64 if line <= 256 else 32 if line <= 512 else 16,
+        "PAGE": PAGE,
+    }
