@@ -1,7 +1,7 @@
 """Attention over the pages of the cache where they lie, on a GPU: nothing is gathered for a decoded token.
 
-The kernel is Triton's, which torch's builds for CUDA bring along: `varlen_attn` with a block table wants pages of 256
-tokens or another library, and computes neither float32 nor soft-caps. It takes the cache as it is, pages of 16 tokens
+The kernel is Triton's, which torch's builds for CUDA bring along: `varlen_attn` of torch 2.13, which has a block table,
+computes neither float32 nor soft-caps. It takes the cache as it is, pages of 16 tokens
 with keys transposed. A row's sums are in an order of its own length alone, so a token depends on no other row.
 
 Without Triton the fallback copies the keys and values of every row for every token (`torch_ops`); a run says so at its
