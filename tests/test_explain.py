@@ -83,6 +83,7 @@ def test_a_recipe_prints_what_it_sets_and_its_source():
     assert {name: text.partition("  ")[0] for name, text in settings.items()} == {
         "gamma": "1.0",
         "lam": "1.0",
+        "bootstrap_truncated": "false",
     }
 
 

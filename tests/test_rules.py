@@ -24,6 +24,7 @@ PARITY = "machine.logprob_parity=on"
 ASYNC = "rollout.schedule=async"
 LORA = "model.lora={}"
 VLLM = "rollout.engine=vllm"
+ZERO = "train.engine=deepspeed"
 ONLINE_DPO = "algorithm.name=online_dpo"
 EVAL = "data.eval=[{path: test.jsonl}]"
 RANKS = "train.parallel.dp_replicate=2"
@@ -102,7 +103,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         (ONLINE_DPO, "rollout.group_size=1"),
         (*SDPO, "rollout.group_size=1"),
     ],
-    "train.parallel.cp": [(*SDPO, "train.parallel.cp=2")],
+    "train.parallel.cp": [(ZERO, "train.parallel.cp=2"), (*SDPO, "train.parallel.cp=2")],
     "rollout.sampling.temperature": [
         ("rollout.sampling.temperature=0.0",),
         ("algorithm.name=remax", "rollout.group_size=1", "rollout.sampling.temperature=0.0"),
@@ -158,17 +159,25 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         (PPO, "critic.optimizer.schedule={type: cosine, warmup_steps: 9, total_steps: 9}"),
     ],
     "train.precision.reduce": [("train.precision={reduce: float32, master_weights: false}",)],
-    "train.precision.master_weights": [("model.dtype=float16", "train.precision.master_weights=false")],
+    "train.precision.master_weights": [
+        (ZERO, "train.precision.master_weights=false"),
+        ("model.dtype=float16", "train.precision.master_weights=false"),
+    ],
     "train.precision.compute": [
         (LORA, "train.precision.compute=bfloat16"),
         (PARITY, "train.precision.compute=bfloat16"),
     ],
     "train.precision.float8": [
+        (ZERO, "train.precision.float8=tensorwise"),
         (LORA, "train.precision.float8=tensorwise"),
         ("train.compile=true", "train.precision.float8=tensorwise"),
         (PARITY, "train.precision.float8=tensorwise"),
     ],
-    "train.compile": [(PARITY, "train.compile=true"), (RANKS, "train.parallel.ep=2", "train.compile=true")],
+    "train.compile": [
+        (ZERO, "train.compile=true"),
+        (PARITY, "train.compile=true"),
+        (RANKS, "train.parallel.ep=2", "train.compile=true"),
+    ],
     "rollout.quantization": [(PARITY, "rollout.quantization=int8")],
     "machine.logprob_parity": [(PARITY, "rollout.engine=hf"), (PARITY, RANKS)],
     "train.parallel.dp_shard": [("train.parallel.dp_shard=0",)],
@@ -177,6 +186,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         ("algorithm.kl.coef=0.1", "train.parallel={dp_shard: -1, separate_ranks: [reference]}"),
     ],
     "train.offload": [
+        (ZERO, "train.offload=[reference]"),
         ("train.offload=[policy]",),
         ("algorithm.kl={coef: 0.1, estimator: full}", "train.offload=[reference]"),
     ],
@@ -184,6 +194,18 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         ("profile={steps: [1], tools: []}",),
         ("profile={steps: [1], tools: [torch, nsys]}",),
     ],
+    "train.parallel.dp_replicate": [(ZERO, "train.parallel.dp_replicate=2")],
+    "train.parallel.tp": [(ZERO, "train.parallel.tp=2")],
+    "train.parallel.pp": [(ZERO, "train.parallel.pp=2")],
+    "train.parallel.ep": [(ZERO, "train.parallel.ep=2")],
+    "model.dtype": [(ZERO, "model.dtype=float16")],
+    "train.optimizer.name": [(ZERO, "train.optimizer.name=muon")],
+    "train.optimizer.state_dtype": [(ZERO, "train.optimizer.state_dtype=int8")],
+    "critic.optimizer.name": [(ZERO, "critic.optimizer.name=muon")],
+    "critic.optimizer.state_dtype": [(ZERO, "critic.optimizer.state_dtype=int8")],
+    "checkpoint.sharded": [(ZERO, "checkpoint.sharded=true")],
+    "train.engine": [(ZERO, "algorithm.kl={coef: 0.1, estimator: full}")],
+    "cluster.ranks": [(ZERO, "cluster.ranks=true")],
     "eval.reward": [(EVAL, "eval.reward={}")],
 }
 """Overrides of BASE that break each rule, by the key at which its error stands; `-rewards` leaves that section out."""

@@ -148,7 +148,7 @@ def arguments(
                 f"rollout.server.options: {name!r} is not the name of an option; expected a table such as "
                 "{enforce-eager: true}, with a space after each colon"
             )
-        if plain in OWN_OPTIONS:
+        if plain in own:
             raise ConfigError(f"rollout.server.options.{name} is set by whet; leave it out")
         if plain in RULED_OUT:
             raise ConfigError(
