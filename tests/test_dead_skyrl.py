@@ -100,6 +100,7 @@ CONTEXTS: dict[str, list[str]] = {
     "trainer.placement.policy_num": [f"{P}.colocate_all=false", f"{P}.colocate_policy_ref=false"],
     "trainer.micro_": ["generator.n_samples_per_prompt=8"],
     "deepspeed_config.train.gradient_clipping": [*GAE, "trainer.strategy=deepspeed"],
+    "deepspeed_config.train.zero_optimization": ["trainer.strategy=deepspeed"],
     f"{A}.dynamic_sampling.min": [
         f"{A}.dynamic_sampling.type=replace",
         f"{A}.dynamic_sampling.min_replace_ratio=0",
@@ -151,6 +152,7 @@ OTHERS: dict[str, Json] = {
     "generator.use_conversation_multi_turn": True,
     "environment.skyrl_gym.*": {"search": {"topk": 3}},
     "deepspeed_config.train.gradient_clipping": 2.0,
+    "deepspeed_config.train.zero_optimization.*": {"allgather_bucket_size": 5},
     "generator.chat_template.name_or_path": "t.jinja",
     "generator.chat_template.source": "name",
     "generator.chat_template_kwargs": {"enable_thinking": False},
