@@ -107,7 +107,7 @@ def every_url(path: Path) -> list[str]:
 
 def test_a_real_run_is_answered_as_its_files_say(trained: Path) -> None:
     (line,) = ask(trained, "api/runs")["runs"]
-    assert (line["name"], line["state"], line["error"], line["faults"]) == ("trained", "not running", None, 0)
+    assert (line["name"], line["state"], line["error"], line["faults"]) == ("trained", "finished", None, 0)
     (stage,) = line["stages"]
     assert (line["step"], line["steps_planned"]) == (3, 3)
     whole = ask(trained, "api/runs/0")

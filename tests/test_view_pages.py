@@ -263,8 +263,13 @@ def test_the_list_of_runs_says_how_each_is(browser: Browser, address: str, runs:
     browser.go(f"{address}#/")
     state = "[...document.querySelectorAll('[data-run]')].map(one => one.querySelector('[data-state]').dataset.state)"
     states = dict(zip(runs, browser.evaluate(state)))
-    assert states["single"] == "not running"
+    assert (states["single"], states["empty"]) == ("finished", "not running")
     assert states["damaged"] == "damaged"
+    browser.go(f"{address}#/run/{runs['empty']}/rollouts")
+    assert texts(browser, "[data-empty]") == ["No rollouts are recorded yet."]
+    browser.go(f"{address}#/run/{runs['damaged']}/rewards")
+    assert "is not JSON" in texts(browser, "[data-error]")[0], "not that it has no stages"
+    browser.go(f"{address}#/")
     ticked = [runs["again"], runs["single"]]
     for run in ticked:
         browser.evaluate(f"document.querySelector('[data-run=\"{run}\"] input').click()")

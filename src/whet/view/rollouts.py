@@ -197,7 +197,8 @@ def _note(run: Shown, stage: str, step: int, rows: Sequence[dict[str, Json]]) ->
     if isinstance(asked, int) and asked != len(rows):
         said[0] += f"; rollout.group_size is {asked}"
     if failed := sum(row["error"] is not None for row in rows):
-        said.append(f"{failed} have no reward, because of a fault: they are counted and not trained on")
+        has = "has" if failed == 1 else "have"
+        said.append(f"{failed} {has} no reward, because of a fault: counted, and not trained on")
     lines = [x for x in run.lines("metrics.jsonl") if (x["stage"], x["step"]) == (stage, step)]
     dropped = {
         name.removeprefix("ledger/rejected/").removesuffix("_rollouts"): n
