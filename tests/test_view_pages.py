@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -430,6 +431,9 @@ def test_an_agents_rollout_opens_as_a_transcript(
     browser.go(f"{address}#/run/{runs['agent']}/rollout/rl/2/{row}")
     assert browser.evaluate("document.body.dataset.view") == "messages"
     assert count(browser, "[data-turn]") == turns[row]
+    shown = texts(browser, "[data-turn] [data-seconds]")
+    assert len(shown) == turns[row]
+    assert all(re.fullmatch(r"\S+ s sampling, \S+ s environment", one) for one in shown)
     picture(browser, "transcript")
 
 

@@ -113,6 +113,8 @@ class Recorder:
             advantages = [mean.get((r.task.uid, r.index)) for r in rollouts]
             self.directory.write_rollouts(name, done, rollouts, advantages=advantages)
             self._show_rollouts(done, rollouts, advantages)
+            if self.context.cfg.rollout.env is not None:
+                self.directory.write_seconds(name, done, rollouts)
         metrics = summarise(played) | learned.metrics | accounts
         timings = self._timings(int(metrics.get("rollout/tokens_sum", 0)), learned.flops)
         self._log(done, metrics, timings)

@@ -200,8 +200,8 @@ def _in_one_process(cfg: Config) -> Config:
     if cfg.mode != "train" or cfg.rollout.schedule == "async":
         return cfg
     # sections without the keys that one process does not read: given ones would be refused
-    kept = {"replay": cfg.buffer.replay} if "replay" in cfg.buffer.model_fields_set else {}
-    buffer = BufferConfig(**kept)
+    given = "replay" in cfg.buffer.model_fields_set
+    buffer = BufferConfig(replay=cfg.buffer.replay) if given else BufferConfig()
     return cfg.model_copy(update={"mode": "both", "buffer": buffer, "sync": SyncConfig()})
 
 

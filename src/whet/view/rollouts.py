@@ -13,11 +13,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
+from whet.track import turn_seconds
+from whet.track.record import SECONDS
 from whet.track.written import read_table, rows_of
 from whet.types import DataError, Json
 from whet.view.batches import per_token
 from whet.view.runs import commands
-from whet.view.source import Ask, NotThere, Shown, tried
+from whet.view.source import Ask, NotThere, Shown, finite, tried
 
 SHORT = 80
 """Characters of a prompt and a reply in a summary."""
@@ -233,12 +235,22 @@ def whole(
                 "rows": table.num_rows,
                 **row,
                 **(per_token(run, stage, step, row) if folder == "rollouts" else {}),
+                "seconds": _seconds(run, stage, step, row) if folder == "rollouts" else None,
                 "group": groups[uid],
                 "pieces": _strand_pieces(row, tokenizer) if tokenizer is not None else None,
                 "commands": commands(run, stage, step, uid, row["index"]),
             }
         )
     return out
+
+
+def _seconds(run: Shown, stage: str, step: int, row: Mapping[str, Json]) -> Json:
+    """Of each reply of a rollout: sampled, environment. None where the record has none that can be read."""
+    try:
+        told = run.kept(turn_seconds.read, run.file(stage, step, SECONDS)).get((row["uid"], row["index"]))
+    except (DataError, NotThere):
+        return None
+    return None if told is None else [[finite(one) for one in pair] for pair in told]
 
 
 def _group_of(table: pa.Table, uid: int) -> Json:

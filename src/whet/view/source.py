@@ -32,6 +32,7 @@ RECORDS = (
     "rollouts",
     "eval",
     "batches",
+    "seconds",
     "checkpoints",
     "export",
 )
