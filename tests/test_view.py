@@ -389,6 +389,19 @@ def test_a_run_in_progress_is_followed(made: Path) -> None:
     assert answers.answer(runs, url + "0")["lines"] == 2
 
 
+def test_a_run_directory_that_vanishes_is_said_to_be_gone(made: Path) -> None:
+    runs = ShownRuns.of([made])
+    assert answers.answer(runs, "api/runs")["runs"][0]["error"] is None
+    made.rename(made.with_name("elsewhere"))
+    (line,) = answers.answer(runs, "api/runs")["runs"]
+    assert (line["state"], line["error"]) == (
+        "damaged",
+        f"{made} is gone: it was moved or deleted since the viewer was started",
+    )
+    for url in ("api/runs/0", "api/runs/0/rollouts?files=all"):
+        assert line["error"] in answers.answer(runs, url)["problems"]
+
+
 def test_what_a_running_run_waits_for_is_read_from_its_log(made: Path) -> None:
     from datetime import UTC, datetime, timedelta
 

@@ -483,25 +483,25 @@ def test_a_running_run_is_shown_as_it_goes_on(browser: Browser, tmp_path: Path) 
         browser.wait("document.querySelector('[data-state]').dataset.state === 'not running'")
 
 
-def large_run(path: Path, *, steps: int, rows: int) -> None:
-    """A run directory whose files have so many rollouts each, of eight rollouts a task and 16 tokens."""
+def large_run(path: Path, *, steps: int, rows: int, tokens: int = 16) -> None:
+    """A run directory whose files have so many rollouts each, of eight rollouts a task and so many tokens."""
     (path / "rollouts").mkdir(parents=True)
     (path / "run.log").write_text("")
     number = np.arange(rows)
-    tokens = pa.array([list(range(16))] * rows, pa.list_(pa.int32()))
-    floats = pa.array([[-0.5] * 16] * rows, pa.list_(pa.float32()))
+    ids = pa.array([list(range(tokens))] * rows, pa.list_(pa.int32()))
+    floats = pa.array([[-0.5] * tokens] * rows, pa.list_(pa.float32()))
     columns: dict[str, Callable[[], Any]] = {
         "uid": lambda: number // 8,
         "index": lambda: number % 8,
         "reward": lambda: (number % 8) / 8,
         "advantage": lambda: number % 2 - 0.5,
         "reward_parts": lambda: [[]] * rows,
-        "strand_tokens": lambda: [[16]] * rows,
-        "token_ids": lambda: tokens,
-        "mask": lambda: [[0, 1] * 8] * rows,
+        "strand_tokens": lambda: [[tokens]] * rows,
+        "token_ids": lambda: ids,
+        "mask": lambda: [[0, 1] * (tokens // 2)] * rows,
         "logprobs": lambda: floats,
         "sample_logprobs": lambda: floats,
-        "versions": lambda: tokens,
+        "versions": lambda: ids,
         "turns": lambda: ["[]"] * rows,
         "messages": lambda: ["[]"] * rows,
         "state": lambda: ["null"] * rows,

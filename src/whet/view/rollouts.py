@@ -139,6 +139,7 @@ def listed(ask: Ask) -> Json:
 def all_summaries(run: Shown, steps: Mapping[str, Collection[int]] | None = None) -> Json:
     """Summaries of all stages, of all their steps or of these."""
     tables, problems = [], list[str]()
+    tried(problems, run.look, None)
     tried(problems, lambda: run.lines("metrics.jsonl"), None)
     for stage, step, path in run.files():
         if steps is not None and step not in steps.get(stage, ()):

@@ -82,6 +82,7 @@ def planned_steps(run: Written, stage: str | None) -> int | None:
 
 def read_run(run: Shown, problems: list[str]) -> Written:
     """Everything but the rollouts; what cannot be read is empty and told in `problems`."""
+    tried(problems, run.look, None)
     nothing: dict[str, Json] = {}
     no_lines: Lines = []
     config = tried(problems, lambda: run.config, nothing)

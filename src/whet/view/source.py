@@ -135,6 +135,11 @@ class Shown:
         self._growing = {name: GrowingFile() for name in ("metrics.jsonl", "timings.jsonl")}
         self._lock = Lock()
 
+    def look(self) -> None:
+        """DataError where the run directory is gone."""
+        if not self.path.is_dir():
+            raise DataError(f"{self.path} is gone: it was moved or deleted since the viewer was started")
+
     def stamp(self) -> str:
         """Another text whenever the record has changed."""
         told = [state_of(self.path), *(stamp_of(self.path / name) for name in RECORDS)]
