@@ -237,9 +237,9 @@ export async function rolloutsPage(context) {
     const { sort = null, down, at } = context.query;
     let rows = filtered(data, context.query, search.hits);
     if (sort) rows = sorted(data, rows, sort, down === "1");
+    nothing.hidden = rows.length > 0 || (data.count === 0 && trouble.hasChildNodes());
+    list.element.hidden = rows.length === 0;
     put(nothing, data.count ? "No rollout matches the filters." : "No rollouts are recorded yet.");
-    nothing.hidden = rows.length > 0;
-    list.element.hidden = !nothing.hidden;
     list.show(rows, { sort, down: down === "1", place: Number(at ?? 0) });
     const cut = search.complete ? "" : "; the search ended before it had seen everything";
     count.textContent = `${number(rows.length)} of ${number(data.count)}${cut}`;
