@@ -15,8 +15,9 @@ TEMPLATES ?=
 
 # `make golden BASE=<commit>`: a dozen runs by that commit and by the working tree, compared number by number.
 
-# `make test-view`: the viewer's pages in a headless Chromium (Debian: `apt-get install chromium`), with a picture of each in
-# build/view. The tests of `make test` have them, too, where there is a browser.
+# `make test-view`: the pages of the viewer and the studio in a headless Chromium (Debian: `apt-get install chromium`), with a
+# picture of each page and state in build/view, whose names it lists. The tests of `make test` have them, too, where there is
+# a browser.
 
 # `make test-peers`: formulas and translations against the peers' own packages, in an environment of their own: network, two
 # GB and some minutes. WRITE=--write also writes docs/peers.md.
@@ -41,7 +42,9 @@ test: $(VENV)/.installed-dev
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-view: $(VENV)/.installed-dev
-	VIEW_PICTURES=build/view OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/test_view_pages.py
+	rm -rf build/view
+	VIEW_PICTURES=build/view OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/test_view_pages.py tests/test_studio_pages.py
+	ls build/view
 
 test-peers: .peers-venv/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests .peers-venv/bin/python -m peers.run $(WRITE)

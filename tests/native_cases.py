@@ -666,6 +666,7 @@ CASES: dict[str, Case] = {
     "track.tags": (REMOTE, ["good"]),
     "track.arguments": (REMOTE, {"wandb": {"entity": "team"}}),
     "track.rollouts_interval": ("", 2),
+    "track.log_samples": (REMOTE, 2),
     "track.batches_interval": ("", 1),
     "track.rollouts_dir": ("", "played"),
     "track.eval_dir": (EVAL, "judged"),

@@ -274,12 +274,13 @@ def tracker(name: str, told: list[str]) -> ModuleType:
         told.append(
             f"{name}: { {k: v for k, v in given.items() if k not in ('config', 'dir', 'logdir', 'id')} }"
         )
-        return SimpleNamespace(
-            define_metric=lambda *a, **k: None, log=lambda *a, **k: None, finish=lambda: None
-        )
+        return SimpleNamespace(define_metric=lambda *a, **k: None, log=tables, finish=lambda: None)
+
+    def tables(given: Mapping[str, Any], **_: Any) -> None:
+        told.extend(f"{name}: {key} {table}" for key, table in given.items() if isinstance(table, dict))
 
     vars(module).update(
-        init=note, Table=list, log=lambda *a, **k: None, errors=SimpleNamespace(Error=ValueError)
+        init=note, Table=dict, log=lambda *a, **k: None, errors=SimpleNamespace(Error=ValueError)
     )
     return module
 

@@ -171,7 +171,13 @@ def test_a_model_that_is_not_there_is_named_by_its_key(config: Path, train: Run,
 
 # ---------------------------------------------------------------- checkpoints
 
-FILES = ["manifest.json", "state.json", "tokenizer.json", "policy/model.safetensors", "policy/optimizer.safetensors"]
+FILES = [
+    "manifest.json",
+    "state.json",
+    "tokenizer.json",
+    "policy/model.safetensors",
+    "policy/optimizer.safetensors",
+]
 
 
 def cut(file: Path) -> None:

@@ -6,11 +6,13 @@ import asyncio
 import random
 from collections.abc import Coroutine
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 
 from codecs_numbers import Numbers
+from whet.buffer import groups
 from whet.config.schema import SamplingConfig
 from whet.envs.env import EnvStep, World, as_step
 from whet.rollout.episode import play_groups, to_sampling
@@ -293,6 +295,35 @@ def test_turns_append_and_never_rewrite() -> None:
     assert r.text == "101 301 301"
     assert (r.reward, r.reward_parts, r.finish_reason) == (1.5, {"env": 1.5}, "stop")
     assert r.turns == tuple(Turn(start, start + 2, "stop", 0.5) for start in (3, 7, 11))
+
+
+def test_each_turn_has_the_seconds_of_its_reply_and_of_its_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a clock that only they move: a reply takes 1 s for each token that it follows, an answer 0.25, 0.5 ... s."""
+    now = [100.0]
+    monkeypatch.setattr("whet.rollout.episode.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def slow(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
+        now[0] += len(token_ids)
+        return count_up(token_ids, sampling, version)
+
+    class Slow(Countdown):
+        async def step(self, reply: Message) -> EnvStep:
+            now[0] += 0.25 * (len(self.heard) + 1)
+            return await super().step(reply)
+
+    engine = ScriptedEngine(slow, end_token_ids=[END])
+    timed = one(engine, make_env=lambda t, world: Slow(3), codec=Numbers())
+    assert timed.seconds == ((3.0, 0.25), (7.0, 0.5), (11.0, 0.75))
+    failed = one(engine, make_env=lambda t, world: Slow(3, fail_at=2), codec=Numbers())
+    assert failed.seconds == ((3.0, 0.25), (7.0, 0.5)), "of the turn that failed, too"
+    plain = one(
+        ScriptedEngine(count_up, end_token_ids=[END]), make_env=lambda t, w: Countdown(3), codec=Numbers()
+    )
+    assert plain == timed, "seconds are no part of what is compared"
+    group = Group(timed.task, (timed,))
+    assert groups.decode(groups.encode(group)).rollouts[0].seconds == (), "nor of what is stored"
 
 
 def test_the_state_that_an_environment_tells_last_is_the_rollouts() -> None:

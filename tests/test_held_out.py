@@ -257,9 +257,15 @@ def test_trackers_that_show_text_are_given_the_samples(tmp_path: Path) -> None:
         assert isinstance(tracker, TensorBoard | Jsonl)
         if isinstance(tracker, ShowsText):
             tracker.show("rl", 3, rows)
+            tracker.show_rollouts("rl", 3, [{**rows[0], "index": 1}, {**rows[0], "uid": 8, "index": 0}])
         tracker.close()
     found = events.EventAccumulator(str(tmp_path / "tensorboard" / "rl"))
     found.Reload()
     (event,) = found.Tensors("eval/7/text_summary")
     assert event.step == 3
     assert all(word in event.tensor_proto.string_val[0].decode() for word in ("abc>", '"reply": "cba"'))
+    tags = [f"rollout/sample_{n}/text_summary" for n in (1, 2)]
+    assert [tag for tag in found.Tags()["tensors"] if tag.startswith("rollout/")] == tags
+    (event,) = found.Tensors(tags[1])
+    assert event.step == 3
+    assert '"uid": 8' in event.tensor_proto.string_val[0].decode()

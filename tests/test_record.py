@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from safetensors.torch import save_file
 from forked import ran
 from whet.buffer import files as queue_files
 from whet.storage import fetch
-from whet.track import files, manifest, record, written
+from whet.track import files, manifest, record, turn_seconds, written
 from whet.track.log import setup_logging
 from whet.types import TOKEN_TYPES, CheckpointError, ConfigError, DataError, Message, Rollout, Task, WhetError
 
@@ -404,6 +405,28 @@ def test_a_resumed_record_equals_the_unbroken_one(tmp_path: Path, at: int, lost:
     for place in PLACES[at + 1 :]:
         write_step(resumed, *place)
     assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
+
+
+def test_seconds_stand_beside_what_equal_runs_share(tmp_path: Path) -> None:
+    """No checkpoint is held to them; a resumed run drops those of later steps."""
+    directory = write_run(tmp_path, PLACES)
+    before = directory.held()
+    timed = replace(rollout(4, 1), seconds=((0.5, 0.125), (2.0, 0.0)))
+    for place in PLACES[:6]:
+        directory.write_seconds(*place, [timed, rollout(5)])
+    directory.write_seconds("grpo", 3, [rollout(5)])
+    assert directory.held() == before
+    directory.truncate_to(1, 0)
+    kept = ["grpo-step-000000.parquet", *(f"sft-1-step-{n:06d}.parquet" for n in range(4))]
+    assert names(tmp_path / "seconds") == kept
+    assert turn_seconds.read(tmp_path / "seconds/grpo-step-000000.parquet") == {
+        (4, 1): [(0.5, 0.125), (2.0, 0.0)]
+    }
+    (tmp_path / "seconds/grpo-step-000000.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match="not a readable parquet file"):
+        turn_seconds.read(tmp_path / "seconds/grpo-step-000000.parquet")
+    with pytest.raises(DataError, match="is not a file of seconds"):
+        turn_seconds.read(next((tmp_path / "rollouts").glob("*.parquet")))
 
 
 def test_truncating_before_the_first_step_empties_the_record(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from whet.buffer.rounds import Rounds
 from whet.buffer.stores import Scored, Store, open_store
 from whet.config.load import load
 from whet.guard.ledger import Ledger
+from whet.replay.run import Replayed, replay
+from whet.replay.steps import BEGINNING, read
 from whet.types import Group, Rollout, Stopped, Task, WhetError
 
 STEPS = 12
@@ -238,6 +240,12 @@ def outcome(run: Path) -> dict[str, Any]:
     }
 
 
+def replayed(run: Path, step: int) -> Replayed:
+    """A step of a run with separate explorers, computed again by one process."""
+    recorded = read(run)
+    return replay(recorded, recorded.step(0, step))
+
+
 def sections(*, ahead: int, every: int) -> dict[str, Any]:
     sampling = {"group_size": 4, "sampling": {"max_tokens": 8}}
     return {
@@ -267,6 +275,11 @@ def test_on_policy_apart_is_the_run_of_one_process(tmp_path: Path) -> None:
     finally:
         apart.close()
     assert outcome(tmp_path / "run") == expected
+    for step, start in ((11, "0-main-000009"), (2, BEGINNING)):
+        found = replayed(tmp_path / "run", step)
+        assert found.step.start is not None
+        assert (found.step.start.name, found.equal) == (start, True), found.compared
+        assert {one.field.partition("/")[0] for one in found.compared} == {"rollouts", "metrics"}
 
 
 def test_ahead_and_apart_and_killed_is_the_run_of_one_process(tmp_path: Path) -> None:
@@ -298,3 +311,6 @@ def test_ahead_and_apart_and_killed_is_the_run_of_one_process(tmp_path: Path) ->
     ledger = store.ledger()
     assert ledger["asked"] == ledger["delivered"]
     store.close()
+    for step in (5, 11):  # from the beginning, and from a checkpoint between two weight syncs
+        found = replayed(tmp_path / "run", step)
+        assert found.equal, found.compared

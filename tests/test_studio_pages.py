@@ -1,6 +1,6 @@
 """The studio's page in a real browser: what a user does with the form, the text, files and runs.
 
-With STUDIO_PICTURES=folder the tests leave a picture of each page there.
+`make test-view` runs these tests and those of the viewer, and leaves a picture of each page in build/view/.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parent.parent
-PICTURES = os.environ.get("STUDIO_PICTURES")
+PICTURES = os.environ.get("VIEW_PICTURES")
 HOSTILE = "<img src=x onerror='window.hacked = 1'>"
 
 

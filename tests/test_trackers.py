@@ -6,6 +6,7 @@ import importlib.machinery
 import json
 import math
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,6 +25,9 @@ from whet.types import ConfigError
 ROWS = [
     {"uid": 3, "source": "s", "prompt": "p", "reply": "r", "answer": [1], "extracted": None, "reward": 0.5}
 ]
+
+
+ROLLOUTS = [{**ROWS[0], "index": 2, "advantage": -0.25, "finish_reason": "stop"}]
 
 
 def put(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> ModuleType:
@@ -208,6 +212,10 @@ def test_wandb_is_told_what_the_run_is_and_every_number(wandb: SimpleNamespace, 
     columns, data = wandb.logs[2].pop("eval/samples")
     assert dict(zip(columns, data[0])) == {**ROWS[0], "answer": "[1]"}
     assert wandb.logs[2] == {"step": 4}
+    tracker.show_rollouts("main", 5, ROLLOUTS)  # type: ignore[attr-defined]
+    columns, data = wandb.logs[3].pop("rollout/samples")
+    assert dict(zip(columns, data[0])) == {**ROLLOUTS[0], "answer": "[1]"}
+    assert wandb.logs[3] == {"step": 5}
     assert wandb.finished == 1
 
 
@@ -251,6 +259,9 @@ def test_swanlab_is_told_what_the_run_is_and_every_number(swanlab: SimpleNamespa
     }  # fmt: skip
     assert swanlab.logs[0] == (4, {"reward/mean": 0.5, "time/step_s": 2.0})
     assert json.loads(swanlab.logs[1][1]["eval/samples"][0][1]) == ROWS[0]
+    tracker.show_rollouts("main", 5, ROLLOUTS)  # type: ignore[attr-defined]
+    assert swanlab.logs[2][0] == 5
+    assert json.loads(swanlab.logs[2][1]["rollout/samples"][0][1]) == ROLLOUTS[0]
     assert swanlab.finished == 1
 
 
@@ -275,6 +286,10 @@ def test_mlflow_writes_beside_the_run_where_no_server_is_given(
         ("time/step_s", 2.0, 4),
     ]
     assert run.tables["samples/main-step-000004.json"]["answer"] == ["[1]"]
+    tracker.show_rollouts("main", 5, ROLLOUTS)  # type: ignore[attr-defined]
+    assert run.tables["rollouts/main-step-000005.json"] == {
+        **{name: [value] for name, value in ROLLOUTS[0].items()}, "answer": ["[1]"],
+    }  # fmt: skip
     assert max(mlflow.batches) <= 100, "as many as a server takes at once"
 
 
@@ -295,10 +310,11 @@ def test_a_server_that_goes_away_ends_no_run_and_is_told(
     mlflow.down = True
     tracker.log("main", 4, metrics={"x": 1.0}, timings={})
     tracker.show("main", 4, ROWS)  # type: ignore[attr-defined]
+    tracker.show_rollouts("main", 4, ROLLOUTS)  # type: ignore[attr-defined]
     tracker.close()
     said = [record.getMessage() for record in caplog.records]
-    assert [text for text in said if "step 4" in text] == said[:2]
-    assert len(said) == 3
+    assert [text for text in said if "step 4" in text] == said[:3]
+    assert len(said) == 4
 
 
 def test_trackio_is_told_what_the_run_is_and_every_number(trackio: SimpleNamespace, tmp_path: Path) -> None:
@@ -321,6 +337,9 @@ def test_trackio_is_told_what_the_run_is_and_every_number(trackio: SimpleNamespa
     assert trackio.logs[0] == (4, {"reward/mean": 0.5, "time/step_s": 2.0})
     columns, data = trackio.logs[1][1]["eval/samples"]
     assert dict(zip(columns, data[0]))["reply"] == ROWS[0]["reply"]
+    tracker.show_rollouts("main", 5, ROLLOUTS)  # type: ignore[attr-defined]
+    columns, data = trackio.logs[2][1]["rollout/samples"]
+    assert dict(zip(columns, data[0])) == {**ROLLOUTS[0], "answer": "[1]"}
     assert trackio.finished == 1
 
 
@@ -413,6 +432,70 @@ def test_a_class_of_yours_is_a_tracker_by_its_name_alone(tmp_path: Path) -> None
     ]
     want = "".join(f"main {step} {number};\n" for step, number in enumerate(numbers, 1))
     assert (run.run_dir / "mine.txt").read_text() == want + "closed\n"
+
+
+TABLES = """
+import json
+
+class Tables:
+    def __init__(self, sinks):
+        self.path, self.rows = sinks.record.path / "rows.json", []
+
+    def log(self, stage, step, *, metrics, timings): pass
+
+    def show_rollouts(self, stage, step, rows):
+        self.rows.append((step, list(rows)))
+
+    def close(self):
+        self.path.write_text(json.dumps(self.rows))
+"""
+
+
+def test_rollouts_of_training_reach_a_tracker_as_rows(tmp_path: Path) -> None:
+    """As many as asked for, of recorded steps, the same in equal runs; each equals its rollout in the record."""
+    (tmp_path / "mine.py").write_text(TABLES)
+    name = f"{tmp_path / 'mine.py'}:Tables"
+    track = {"trackers": [name], "log_samples": 3, "rollouts_interval": 2}
+    runs = [
+        whet.train(
+            **(RUN | {"track": track, "train": {**RUN["train"], "steps": 4}, "run_dir": str(tmp_path / run)})
+        )
+        for run in ("a", "b")
+    ]
+    first, again = (json.loads((run.run_dir / "rows.json").read_text()) for run in runs)
+    assert first == again
+    assert [step for step, _ in first] == [2, 4]
+    for step, rows in first:
+        recorded = whet.load_run(runs[0].run_dir).rollouts(step).to_pylist()
+        by_name = {(row["uid"], row["index"]): row for row in recorded}
+        assert len(rows) == 3 < len(recorded)
+        for row in rows:
+            found = by_name[row["uid"], row["index"]]
+            assert (row["reply"], row["reward"], row["prompt"]) == (
+                found["text"],
+                found["reward"],
+                found["prompt"],
+            )
+            assert row["advantage"] == found["advantage"]
+
+
+@pytest.mark.parametrize(
+    ("track", "algorithm", "said"),
+    [
+        ({"trackers": ["tensorboard"]}, "grpo", ""),
+        ({"trackers": ["jsonl"]}, "grpo", "no tracker in track.trackers shows rollouts"),
+        ({"trackers": ["tensorboard"], "rollouts_interval": 0}, "grpo", "no rollouts are recorded"),
+        ({"trackers": ["tensorboard"]}, "sft", "no rollouts are sampled"),
+    ],
+)
+def test_samples_that_nothing_shows_are_refused(track: dict[str, Any], algorithm: str, said: str) -> None:
+    data = {"max_prompt_tokens": 8, "train": [{"rows": [{"prompt": "a", "response": "b", "answer": "b"}]}]}
+    left = ("rewards", "rollout") if algorithm == "sft" else ()
+    tree = {key: value for key, value in RUN.items() if key not in left} | {
+        "data": data, "algorithm": {"name": algorithm}, "track": track | {"log_samples": 2}
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        plans(load(None, (), tree))
 
 
 def test_what_is_no_tracker_is_refused(tmp_path: Path) -> None:

@@ -81,6 +81,19 @@ def refused(given: dict[str, Json]) -> str:
     return problem
 
 
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [
+        ("gui:train_batch_size", "buffer.train_batch_size"),
+        ("gui:_train_batch_size_per_gpu", "buffer.train_batch_size"),
+        ("gui:trainer_gpu_num", "cluster.gpu_per_node"),
+        ("gui:total_epochs", "buffer.total_epochs"),
+    ],
+)
+def test_a_field_of_the_form_that_generates_files_is_refused(key: str, instead: str) -> None:
+    assert f"not a key of a file; write {instead}" in refused({key: 3})
+
+
 # ---------------------------------------------------------------- the table
 
 

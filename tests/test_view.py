@@ -107,7 +107,7 @@ def every_url(path: Path) -> list[str]:
 
 def test_a_real_run_is_answered_as_its_files_say(trained: Path) -> None:
     (line,) = ask(trained, "api/runs")["runs"]
-    assert (line["name"], line["state"], line["error"], line["faults"]) == ("trained", "not running", None, 0)
+    assert (line["name"], line["state"], line["error"], line["faults"]) == ("trained", "finished", None, 0)
     (stage,) = line["stages"]
     assert (line["step"], line["steps_planned"]) == (3, 3)
     whole = ask(trained, "api/runs/0")
@@ -387,6 +387,19 @@ def test_a_run_in_progress_is_followed(made: Path) -> None:
     run.truncate_to(0, 1)
     run.close()
     assert answers.answer(runs, url + "0")["lines"] == 2
+
+
+def test_a_run_directory_that_vanishes_is_said_to_be_gone(made: Path) -> None:
+    runs = ShownRuns.of([made])
+    assert answers.answer(runs, "api/runs")["runs"][0]["error"] is None
+    made.rename(made.with_name("elsewhere"))
+    (line,) = answers.answer(runs, "api/runs")["runs"]
+    assert (line["state"], line["error"]) == (
+        "damaged",
+        f"{made} is gone: it was moved or deleted since the viewer was started",
+    )
+    for url in ("api/runs/0", "api/runs/0/rollouts?files=all"):
+        assert line["error"] in answers.answer(runs, url)["problems"]
 
 
 def test_what_a_running_run_waits_for_is_read_from_its_log(made: Path) -> None:

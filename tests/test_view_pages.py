@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -263,8 +264,13 @@ def test_the_list_of_runs_says_how_each_is(browser: Browser, address: str, runs:
     browser.go(f"{address}#/")
     state = "[...document.querySelectorAll('[data-run]')].map(one => one.querySelector('[data-state]').dataset.state)"
     states = dict(zip(runs, browser.evaluate(state)))
-    assert states["single"] == "not running"
+    assert (states["single"], states["empty"]) == ("finished", "not running")
     assert states["damaged"] == "damaged"
+    browser.go(f"{address}#/run/{runs['empty']}/rollouts")
+    assert texts(browser, "[data-empty]") == ["No rollouts are recorded yet."]
+    browser.go(f"{address}#/run/{runs['damaged']}/rewards")
+    assert "is not JSON" in texts(browser, "[data-error]")[0], "not that it has no stages"
+    browser.go(f"{address}#/")
     ticked = [runs["again"], runs["single"]]
     for run in ticked:
         browser.evaluate(f"document.querySelector('[data-run=\"{run}\"] input').click()")
@@ -425,6 +431,9 @@ def test_an_agents_rollout_opens_as_a_transcript(
     browser.go(f"{address}#/run/{runs['agent']}/rollout/rl/2/{row}")
     assert browser.evaluate("document.body.dataset.view") == "messages"
     assert count(browser, "[data-turn]") == turns[row]
+    shown = texts(browser, "[data-turn] [data-seconds]")
+    assert len(shown) == turns[row]
+    assert all(re.fullmatch(r"\S+ s sampling, \S+ s environment", one) for one in shown)
     picture(browser, "transcript")
 
 
@@ -474,25 +483,25 @@ def test_a_running_run_is_shown_as_it_goes_on(browser: Browser, tmp_path: Path) 
         browser.wait("document.querySelector('[data-state]').dataset.state === 'not running'")
 
 
-def large_run(path: Path, *, steps: int, rows: int) -> None:
-    """A run directory whose files have so many rollouts each, of eight rollouts a task and 16 tokens."""
+def large_run(path: Path, *, steps: int, rows: int, tokens: int = 16) -> None:
+    """A run directory whose files have so many rollouts each, of eight rollouts a task and so many tokens."""
     (path / "rollouts").mkdir(parents=True)
     (path / "run.log").write_text("")
     number = np.arange(rows)
-    tokens = pa.array([list(range(16))] * rows, pa.list_(pa.int32()))
-    floats = pa.array([[-0.5] * 16] * rows, pa.list_(pa.float32()))
+    ids = pa.array([list(range(tokens))] * rows, pa.list_(pa.int32()))
+    floats = pa.array([[-0.5] * tokens] * rows, pa.list_(pa.float32()))
     columns: dict[str, Callable[[], Any]] = {
         "uid": lambda: number // 8,
         "index": lambda: number % 8,
         "reward": lambda: (number % 8) / 8,
         "advantage": lambda: number % 2 - 0.5,
         "reward_parts": lambda: [[]] * rows,
-        "strand_tokens": lambda: [[16]] * rows,
-        "token_ids": lambda: tokens,
-        "mask": lambda: [[0, 1] * 8] * rows,
+        "strand_tokens": lambda: [[tokens]] * rows,
+        "token_ids": lambda: ids,
+        "mask": lambda: [[0, 1] * (tokens // 2)] * rows,
         "logprobs": lambda: floats,
         "sample_logprobs": lambda: floats,
-        "versions": lambda: tokens,
+        "versions": lambda: ids,
         "turns": lambda: ["[]"] * rows,
         "messages": lambda: ["[]"] * rows,
         "state": lambda: ["null"] * rows,

@@ -12,7 +12,7 @@ from whet.config.evaluation import EvalSampling, asked, reward_weights
 from whet.config.schema import Config
 from whet.rewards.combine import RewardSet, check_failures, score
 from whet.tables import near
-from whet.track.dumps import prompt_text
+from whet.track.dumps import sample_row
 from whet.types import ConfigError, Group, Json, Metrics, Rollout, Task
 
 Play = Callable[[list[Task]], Awaitable[list[Group]]]
@@ -154,15 +154,4 @@ def _mean(values: Iterable[float]) -> float:
 def shown(groups: Sequence[Group], *, count: int, seed: int) -> list[dict[str, Json]]:
     """The first replies to `count` of the tasks, in their order; the seed alone selects the tasks."""
     chosen = seeds.permutation(seeds.key(seed, "eval", "shown"), len(groups))[:count]
-    return [
-        {
-            "uid": r.task.uid,
-            "source": r.task.source,
-            "prompt": prompt_text(r.task.prompt),
-            "reply": r.text,
-            "answer": r.task.answer,
-            "extracted": r.answer,
-            "reward": r.reward,
-        }
-        for r in (groups[i].rollouts[0] for i in sorted(chosen.tolist()))
-    ]
+    return [sample_row(groups[i].rollouts[0]) for i in sorted(chosen.tolist())]

@@ -31,18 +31,20 @@ from whet.models.exports import write_export
 from whet.rewards.combine import RewardSet
 from whet.rollout.episode import to_sampling
 from whet.secrets import redact_tree
+from whet.seeds import key
 from whet.storage.uploads import Uploads
 from whet.track.batches import to_table
 from whet.track.display import Display
+from whet.track.dumps import training_samples
 from whet.track.learning import LONGEST, signs
 from whet.track.metrics import summarise
 from whet.track.record import RunDirectory
-from whet.track.trackers import ShowsText, Tracker
+from whet.track.trackers import ShowsRollouts, ShowsText, Tracker
 from whet.track.written import read_lines
 from whet.training.engine import TrainEngine
 from whet.training.ranks import Ranks
 from whet.training.throughput import Meter
-from whet.types import Group, Json, Message, Metrics, Task, WhetError
+from whet.types import Group, Json, Message, Metrics, Rollout, Task, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +112,9 @@ class Recorder:
             mean = _advantages(learned)
             advantages = [mean.get((r.task.uid, r.index)) for r in rollouts]
             self.directory.write_rollouts(name, done, rollouts, advantages=advantages)
+            self._show_rollouts(done, rollouts, advantages)
+            if self.context.cfg.rollout.env is not None:
+                self.directory.write_seconds(name, done, rollouts)
         metrics = summarise(played) | learned.metrics | accounts
         timings = self._timings(int(metrics.get("rollout/tokens_sum", 0)), learned.flops)
         self._log(done, metrics, timings)
@@ -118,6 +123,17 @@ class Recorder:
         self.directory.timeline.flush()
         self.environments.at(self.context.index, done)
         return metrics
+
+    def _show_rollouts(
+        self, done: int, rollouts: Sequence[Rollout], advantages: Sequence[float | None]
+    ) -> None:
+        """Some of them, to trackers that take them."""
+        if count := self.context.cfg.track.log_samples:
+            stream = key(self.context.cfg.seed, "rollouts", "shown", self.context.name, done)
+            rows = training_samples(rollouts, advantages, count=count, stream=stream)
+            for tracker in self.trackers:
+                if isinstance(tracker, ShowsRollouts):
+                    tracker.show_rollouts(self.context.name, done, rows)
 
     def _tell_signs(self, done: int, metrics: Metrics) -> None:
         """Say, once each, what shows that nothing is learned."""

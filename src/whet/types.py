@@ -426,6 +426,9 @@ class Rollout:
     """The final answer a reward extracted from the reply, for majority voting."""
     error: str | None = None
     """Why the rollout has no reward: text of foreign code, without known secrets."""
+    seconds: tuple[tuple[float, float], ...] = field(default=(), compare=False)
+    """Of each reply: how long it was sampled, and how long its environment took to answer. Equal rollouts differ in it,
+    so it is no part of what is stored, sent or compared."""
 
     def __post_init__(self) -> None:
         if not self.strands:

@@ -17,7 +17,7 @@ import pyarrow as pa
 from whet.types import TOKEN_TYPES, Group, Json, Message, Rollout, Strand, Task, Turn, WhetError
 
 _TOKENS = pa.schema({name: pa.list_(pa.from_numpy_dtype(dtype)) for name, dtype in TOKEN_TYPES.items()})
-_REST = tuple(f.name for f in fields(Rollout) if f.name not in ("strands", "task"))
+_REST = tuple(f.name for f in fields(Rollout) if f.name not in ("strands", "task", "seconds"))
 
 
 def encode(group: Group) -> bytes:

@@ -10,7 +10,7 @@ from whet.config.evaluation import evaluates, judges
 from whet.config.recipes import Resolved
 from whet.config.schema import Config
 from whet.config.sections.rollout import TOOL_TIMEOUT_S, TOOLS
-from whet.config.trackers import lists_runs
+from whet.config.trackers import lists_runs, shows_rollouts
 from whet.types import Json
 
 NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
@@ -76,6 +76,10 @@ NAMED: dict[str, tuple[str, Callable[[Config, Resolved], Json]]] = {
     "lists_runs": (
         "track.trackers names wandb, mlflow, swanlab, trackio or your own class.",
         lambda cfg, algorithm: lists_runs(cfg),
+    ),
+    "shows_rollouts": (
+        "track.trackers names tensorboard, wandb, mlflow, swanlab, trackio or your own class.",
+        lambda cfg, algorithm: shows_rollouts(cfg),
     ),
     "evaluates": ("There are held-out tasks, and evaluation is on.", lambda cfg, algorithm: evaluates(cfg)),
     "judges": ("Rewards score the replies to held-out tasks.", lambda cfg, algorithm: judges(cfg)),

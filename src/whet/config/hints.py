@@ -69,6 +69,7 @@ UNITS = {
     "eval.samples": "replies",
     "eval.sources.*.samples": "replies",
     "eval.log_samples": "tasks",
+    "track.log_samples": "rollouts",
     "eval.offline.limit": "rows",
     "eval.success": "reward",
     "checkpoint.interval": "steps",

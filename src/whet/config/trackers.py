@@ -23,6 +23,8 @@ class TrackerRow:
     """What must be installed."""
     lists_runs: bool = False
     """It lists runs of many machines under a project, and may send numbers and the config away."""
+    shows_rollouts: bool = False
+    """It takes text, so it can show rollouts (`track.log_samples`)."""
     takes: tuple[str, ...] | None = ()
     """Arguments that it has in `track.arguments`; None: those of its package's own init."""
     secret: str = ""
@@ -35,13 +37,17 @@ TRACKERS: Mapping[str, TrackerRow] = {
         about="metrics.jsonl and timings.jsonl; always written.", at="whet.track.trackers:Jsonl"
     ),
     "tensorboard": TrackerRow(
-        about="Event files in RUN/tensorboard.", at="whet.track.trackers:TensorBoard", package="tensorboard"
+        about="Event files in RUN/tensorboard.",
+        at="whet.track.trackers:TensorBoard",
+        package="tensorboard",
+        shows_rollouts=True,
     ),
     "wandb": TrackerRow(
         about="Weights & Biases.",
         at="whet.track.remote:Wandb",
         package="wandb",
         lists_runs=True,
+        shows_rollouts=True,
         takes=None,
         secret="WANDB_API_KEY",
     ),
@@ -50,6 +56,7 @@ TRACKERS: Mapping[str, TrackerRow] = {
         at="whet.track.remote:Mlflow",
         package="mlflow",
         lists_runs=True,
+        shows_rollouts=True,
         takes=("tracking_uri",),
         secret="MLFLOW_TRACKING_PASSWORD",
     ),
@@ -58,6 +65,7 @@ TRACKERS: Mapping[str, TrackerRow] = {
         at="whet.track.remote:SwanLab",
         package="swanlab",
         lists_runs=True,
+        shows_rollouts=True,
         takes=None,
         secret="SWANLAB_API_KEY",
     ),
@@ -66,6 +74,7 @@ TRACKERS: Mapping[str, TrackerRow] = {
         at="whet.track.remote:Trackio",
         package="trackio",
         lists_runs=True,
+        shows_rollouts=True,
         takes=None,
         secret="HF_TOKEN",
     ),
@@ -77,3 +86,10 @@ LISTS = tuple(name for name, row in TRACKERS.items() if row.lists_runs)
 def lists_runs(cfg: Config) -> bool:
     """A tracker reads project, group and tags: one of those in `LISTS`, or a class of yours may."""
     return any(name in LISTS or ":" in name for name in cfg.track.trackers)
+
+
+def shows_rollouts(cfg: Config) -> bool:
+    """A tracker can show rollouts: one that comes with whet, or a class of yours may."""
+    return any(
+        ":" in name or (name in TRACKERS and TRACKERS[name].shows_rollouts) for name in cfg.track.trackers
+    )

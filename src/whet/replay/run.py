@@ -263,6 +263,10 @@ def _notes(recorded: Recorded, loaded: Loaded, stage: int, state: Json) -> list[
 
     changed = other_code(state.get("code") or recorded.code, loaded.code)
     notes = [f"{change.at[0]} has changed since the run: {change.old} -> {change.new}" for change in changed]
+    if recorded.elsewhere:
+        notes.append(
+            "separate explorers sampled the rollouts; here one process samples them, which gives the same"
+        )
     if not state.get("stage_name"):  # a checkpoint holds its data to its rows
         now = {str(file): file_sha256(file) for file in data_files(loaded)}
         was = recorded.manifest.get("data_sha256") or {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from whet.bench import config_of
 from whet.checkpoint import STATE, all_in
 from whet.config.load import Loaded
 from whet.config.plan import Plan, plans
+from whet.config.schema import BufferConfig, Config, SyncConfig
 from whet.storage.manifests import place_of
 from whet.track import overview
 from whet.track.written import list_steps
@@ -69,6 +70,8 @@ class Recorded:
     """Changes of settings that change numbers, with which the run was resumed."""
     manifest: dict[str, Json]
     """The last start."""
+    elsewhere: bool = False
+    """Separate explorers have sampled its rollouts (mode=train); a replay samples them in one process."""
 
     @property
     def code(self) -> dict[str, str]:
@@ -128,7 +131,8 @@ class Recorded:
         depends on timing."""
         way = range(start.at[0] + (start.at[1] >= self.done(start.at[0])), stage + 1)
         whole = start.moments or start.at == (stage, step - 1)
-        told = play or start.checkpoint is not None or self._told_all or not any(map(self._has_env, way))
+        answers = not self.elsewhere and (start.checkpoint is not None or self._told_all)
+        told = play or answers or not any(map(self._has_env, way))
         return whole and told and not self.changed_after(start.at) and not any(map(self.refused, way))
 
     def _has_env(self, stage: int) -> bool:
@@ -154,13 +158,12 @@ class Recorded:
     def refused(self, stage: int) -> str:
         """Why the steps of a stage cannot be replayed; empty where they can."""
         cfg, mode = self.loaded.stages[stage], self.plans[stage].mode
-        if cfg.mode != "both":
-            return f"mode={cfg.mode}: its rollouts were sampled by other processes"
         if mode not in ("synchronous", "overlapped"):
+            by = " by separate explorers" if cfg.mode == "train" else ""
             return (
-                f"stage {self.names[stage]!r} has rollout.schedule=async: what a step trains on, and by which weights "
-                "it was sampled, followed from timing. --logprobs recomputes the log-probs of recorded tokens from "
-                "checkpoints of their versions"
+                f"stage {self.names[stage]!r} was sampled{by} with rollout.schedule=async: what a step trains on, and "
+                "by which weights it was sampled, followed from timing. --logprobs recomputes the log-probs of "
+                "recorded tokens from checkpoints of their versions"
             )
         return ""
 
@@ -173,12 +176,33 @@ class Recorded:
                 f"the run was continued with a different config after step {last['step']} of stage {last['stage']!r} "
                 f"({last['key']}), and there is no checkpoint from which the config of its last start holds"
             )
+        if self._has_env(stage) and self.elsewhere:
+            return (
+                "what its environments have answered is in the journals of its explorers, not in that of the run. "
+                "--play asks them again"
+            )
         if self._has_env(stage) and not self._told_all:
             return (
                 "there is no checkpoint before it, and the journal keeps answers of environments since the oldest "
                 "checkpoint only. --play asks the environments again"
             )
         return "no checkpoint before it has the state of the optimizer (checkpoint.save_contents)"
+
+
+def in_one_process(loaded: Loaded) -> Loaded:
+    """A run whose explorers were separate processes (mode=train), as the run of one process: with
+    rollout.schedule=deterministic both are equal to the bit (decision 017). Any other run as it is."""
+    one = tuple(map(_in_one_process, loaded.stages))
+    return replace(loaded, config=_in_one_process(loaded.config), stages=one)
+
+
+def _in_one_process(cfg: Config) -> Config:
+    if cfg.mode != "train" or cfg.rollout.schedule == "async":
+        return cfg
+    # sections without the keys that one process does not read: given ones would be refused
+    given = "replay" in cfg.buffer.model_fields_set
+    buffer = BufferConfig(replay=cfg.buffer.replay) if given else BufferConfig()
+    return cfg.model_copy(update={"mode": "both", "buffer": buffer, "sync": SyncConfig()})
 
 
 def is_step(line: dict[str, Json]) -> bool:
@@ -191,16 +215,29 @@ def read(run_dir: Path) -> Recorded:
     written = overview.read(run_dir)
     if not any(map(is_step, written.metrics)):
         raise DataError(f"{run_dir}: metrics.jsonl has no training step yet, so there is nothing to replay")
-    loaded = config_of(run_dir, ())
+    as_run = config_of(run_dir, ())
+    loaded = in_one_process(as_run)
+    planned, elsewhere = plans(loaded, here=False), loaded != as_run
+    copies = elsewhere and any(plan.samples_apart and plan.generates for plan in planned)
+    found = _checkpoints(run_dir / "checkpoints")
     return Recorded(
         path=run_dir,
         loaded=loaded,
-        plans=plans(loaded, here=False),
-        starts=[Start((0, 0)), *_checkpoints(run_dir / "checkpoints")],
+        plans=planned,
+        starts=[
+            Start((0, 0)),
+            # a trainer that does not sample may have no copy of the weights that sampled
+            *(start for start in found if not copies or _has_copy(start)),
+        ],
         lines=written.metrics,
         branches=[c for c in written.changes if c["kind"] == "branch"],
         manifest=written.manifest,
+        elsewhere=elsewhere,
     )
+
+
+def _has_copy(start: Start) -> bool:
+    return start.checkpoint is not None and (start.checkpoint / "sampler").is_dir()
 
 
 def _checkpoints(root: Path) -> Iterator[Start]:

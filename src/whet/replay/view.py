@@ -37,7 +37,11 @@ def table(*titles: str) -> Table:
     """Titles that begin with '<' are of columns of text."""
     made = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for title in titles:
-        made.add_column(title.removeprefix("<"), justify="left" if title.startswith("<") else "right")
+        left, first = title.startswith("<"), not made.columns
+        # nothing is cut short: neither a name nor the last digits of a number
+        made.add_column(
+            title.removeprefix("<"), justify="left" if left else "right", no_wrap=first, overflow="fold"
+        )
     return made
 
 

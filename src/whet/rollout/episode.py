@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Protocol
@@ -138,6 +139,8 @@ class Episode:
     `world.chat` in a turn."""
     replies: list[list[int]] = field(default_factory=list)
     """The sampled tokens of each turn, without end tokens."""
+    seconds: list[tuple[float, float]] = field(default_factory=list)
+    """Of each turn: how long the reply was sampled, and how long the environment took."""
     session: str = field(default_factory=lambda: uuid4().hex)
     """Of its requests: one replica serves all."""
     reward: float | None = None
@@ -215,6 +218,7 @@ class Episode:
             reward=self.reward if error is None else None,
             reward_parts=scores if error is None else {},
             error=error,
+            seconds=tuple(self.seconds),
         )
 
 
@@ -354,7 +358,8 @@ async def _converse(
         reason = await _reply(episode, play)
         world.begin_turn()
         episode.add_reply(codec.parse_reply(episode.replies[-1], episode.tools, episode.begun))
-        step = as_step(await env.step(episode.conversation[-1]))
+        with _environment_timed(episode):
+            step = as_step(await env.step(episode.conversation[-1]))
         if step.fault is not None:
             raise EnvFault(f"fault: {words(step.fault, MOST_SAID)}")
         episode.add_step(step)
@@ -375,6 +380,16 @@ async def _converse(
         if stop is not None:
             return "length", stop
     return "length", "turns"
+
+
+@contextmanager
+def _environment_timed(episode: Episode) -> Iterator[None]:
+    """The seconds inside are those of the environment in the last turn."""
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        episode.seconds[-1] = episode.seconds[-1][0], time.monotonic() - start
 
 
 async def _open(episode: Episode, play: Play, env: Env) -> None:
@@ -478,8 +493,10 @@ def _left(episode: Episode, play: Play, length: int) -> int:
 async def _reply(episode: Episode, play: Play) -> FinishReason:
     """One turn of the policy."""
     sampling = replace(episode.sampling, max_tokens=_left(episode, play, len(episode.strand.token_ids)))
+    start = time.monotonic()
     completion, reply = await _sample(episode.strand, sampling, play, episode.session)
     episode.replies.append(reply)
+    episode.seconds.append((time.monotonic() - start, 0.0))
     return completion.finish_reason
 
 

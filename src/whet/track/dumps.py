@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from whet.seeds import permutation
 from whet.types import Json, Message, Metrics, Rollout
 
 SOURCE = "{source}"
@@ -90,6 +91,36 @@ def rows_of(
         parts = sorted(rollout.reward_parts.items())
         out.append(row | {key if key not in row else f"reward_{key}": value for key, value in parts})
     return out
+
+
+def sample_row(rollout: Rollout) -> Row:
+    """A rollout for users, in a table of a tracker."""
+    task = rollout.task
+    return {
+        "uid": task.uid,
+        "source": task.source,
+        "prompt": prompt_text(task.prompt),
+        "reply": rollout.text,
+        "answer": task.answer,
+        "extracted": rollout.answer,
+        "reward": rollout.reward,
+    }
+
+
+def training_samples(
+    rollouts: Sequence[Rollout], advantages: Sequence[float | None], *, count: int, stream: int
+) -> list[Row]:
+    """At most `count` rollouts of a step, in their order. The random stream (`seeds.key`) alone selects them."""
+    chosen = permutation(stream, len(rollouts))[:count]
+    return [
+        {
+            **sample_row(rollouts[n]),
+            "index": rollouts[n].index,
+            "advantage": advantages[n],
+            "finish_reason": rollouts[n].finish_reason,
+        }
+        for n in sorted(chosen.tolist())
+    ]
 
 
 def prompt_text(prompt: str | Sequence[Message]) -> str:

@@ -4,6 +4,7 @@
     metrics.jsonl    what equal runs share        timings.jsonl    what differs: seconds, rates, memory
     rollouts/STAGE-step-000012.parquet            eval/STAGE-step-000012.parquet
     batches/STAGE-step-000012.parquet             checkpoints/    export/
+    seconds/STAGE-step-000012.parquet             of each turn with an environment; like timings.jsonl
     run.log          tensorboard/STAGE/           lock             pid and host of the run
     timeline.json    what was done when (`whet show RUN --timeline`)
     journal/         what environments have answered since the oldest checkpoint (`envs.journal`)
@@ -33,6 +34,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from whet.track import turn_seconds
 from whet.track.dumps import batch_file, files, parquet_bytes, prompt_text, rows_of
 from whet.track.files import drop_unfinished, file_error, sync_path, tidy, write_bytes, write_json, write_text
 from whet.track.timeline import Timeline
@@ -49,6 +51,8 @@ DUMPS = "dumps.jsonl"
 
 STEPS = ("rollouts", "eval", "batches")
 """Folders with a file for each step that was written down."""
+SECONDS = "seconds"
+"""The same for seconds, in which equal runs differ: no checkpoint is held to them."""
 
 
 class RunDirectory:
@@ -156,6 +160,20 @@ class RunDirectory:
             self._dump(stage, step, files(template, stage=stage, step=step, rows=rows))
         return self._write("rollouts", stage, step, to_parquet(rollouts, advantages))
 
+    def write_seconds(self, stage: str, step: int, rollouts: Sequence[Rollout]) -> None:
+        """How long each turn of the rollouts of a step was sampled, and how long its environment took. Nothing where no
+        rollout has told: other processes have sampled them, or a checkpoint had them."""
+        table = turn_seconds.to_table(rollouts)
+        if not table.num_rows:
+            return
+        path = self.path / SECONDS / file_name(stage, step)
+        try:
+            path.parent.mkdir(exist_ok=True)
+        except OSError as e:
+            raise file_error(e, path) from e
+        write_bytes(path, parquet_bytes(table), durable=False)
+        self._unsynced.append(path)
+
     def write_eval(
         self, stage: str, step: int, rollouts: Sequence[Rollout], *, numbers: Metrics | None = None
     ) -> Path:
@@ -215,6 +233,7 @@ class RunDirectory:
         self._files = {
             f"{folder.name}/{path.name}": path.stat().st_size
             for folder in self._folders()
+            if folder.name != SECONDS
             for _, _, path in list_steps(folder)
         }
 
@@ -329,7 +348,7 @@ class RunDirectory:
 
     def _folders(self) -> list[Path]:
         """Where files of single steps lie."""
-        return [folder for name in STEPS if (folder := self.path / name).is_dir()]
+        return [folder for name in (*STEPS, SECONDS) if (folder := self.path / name).is_dir()]
 
     def close(self) -> None:
         """Close the files. Safe to call twice."""

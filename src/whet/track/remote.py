@@ -21,7 +21,10 @@ from whet.types import ConfigError, Json, Metrics
 
 log = logging.getLogger(__name__)
 
-_ROWS = ("uid", "source", "prompt", "reply", "answer", "extracted", "reward")
+Rows = Sequence[Mapping[str, Json]]
+EVAL, ROLLOUTS = "eval/samples", "rollout/samples"
+"""Names of the tables: held-out replies, and rollouts of training."""
+
 _AT_ONCE = 100
 _LONGEST = 500
 
@@ -60,10 +63,15 @@ class Wandb:
         numbers = {f"{before}{name}": number for name, number in {**metrics, **timings}.items()}
         self._run.log({**numbers, f"{before}step": step})
 
-    def show(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> None:
+    def show(self, stage: str, step: int, rows: Rows) -> None:
+        self._log_table(EVAL, stage, step, rows)
+
+    def show_rollouts(self, stage: str, step: int, rows: Rows) -> None:
+        self._log_table(ROLLOUTS, stage, step, rows)
+
+    def _log_table(self, name: str, stage: str, step: int, rows: Rows) -> None:
         before = self._prefix(stage)
-        table = self._table(columns=list(_ROWS), data=[[_text(row[c]) for c in _ROWS] for row in rows])
-        self._run.log({f"{before}eval/samples": table, f"{before}step": step})
+        self._run.log({f"{before}{name}": self._table(**_columns(rows)), f"{before}step": step})
 
     def close(self) -> None:
         self._run.finish()
@@ -96,9 +104,15 @@ class SwanLab:
         before = self._prefix(stage)
         self._swanlab.log({f"{before}{n}": v for n, v in {**metrics, **timings}.items()}, step=step)
 
-    def show(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> None:
+    def show(self, stage: str, step: int, rows: Rows) -> None:
+        self._log_texts(EVAL, stage, step, rows)
+
+    def show_rollouts(self, stage: str, step: int, rows: Rows) -> None:
+        self._log_texts(ROLLOUTS, stage, step, rows)
+
+    def _log_texts(self, name: str, stage: str, step: int, rows: Rows) -> None:
         texts = [self._swanlab.Text(json.dumps(row, ensure_ascii=False, default=str)) for row in rows]
-        self._swanlab.log({f"{self._prefix(stage)}eval/samples": texts}, step=step)
+        self._swanlab.log({f"{self._prefix(stage)}{name}": texts}, step=step)
 
     def close(self) -> None:
         self._swanlab.finish()
@@ -129,9 +143,14 @@ class Trackio:
         before = self._prefix(stage)
         self._run.log({f"{before}{n}": v for n, v in {**metrics, **timings}.items()}, step=step)
 
-    def show(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> None:
-        table = self._table(columns=list(_ROWS), data=[[_text(row[c]) for c in _ROWS] for row in rows])
-        self._run.log({f"{self._prefix(stage)}eval/samples": table}, step=step)
+    def show(self, stage: str, step: int, rows: Rows) -> None:
+        self._log_table(EVAL, stage, step, rows)
+
+    def show_rollouts(self, stage: str, step: int, rows: Rows) -> None:
+        self._log_table(ROLLOUTS, stage, step, rows)
+
+    def _log_table(self, name: str, stage: str, step: int, rows: Rows) -> None:
+        self._run.log({f"{self._prefix(stage)}{name}": self._table(**_columns(rows))}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -187,12 +206,22 @@ class Mlflow:
         except self._mlflow.exceptions.MlflowException as e:
             log.warning("mlflow did not accept step %d of %s (%s); metrics.jsonl has it", step, stage, e)
 
-    def show(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> None:
-        table = {column: [_text(row[column]) for row in rows] for column in _ROWS}
+    def show(self, stage: str, step: int, rows: Rows) -> None:
+        self._log_table("samples", stage, step, rows, kept="eval/")
+
+    def show_rollouts(self, stage: str, step: int, rows: Rows) -> None:
+        self._log_table("rollouts", stage, step, rows, kept="rollouts/")
+
+    def _log_table(self, folder: str, stage: str, step: int, rows: Rows, *, kept: str) -> None:
+        """kept: the folder of the run that has the same."""
+        names, data = _columns(rows).values()
+        table = {name: [row[n] for row in data] for n, name in enumerate(names)}
         try:
-            self._client.log_table(self._run_id, table, f"samples/{stage}-step-{step:06d}.json")
+            self._client.log_table(self._run_id, table, f"{folder}/{stage}-step-{step:06d}.json")
         except self._mlflow.exceptions.MlflowException as e:
-            log.warning("mlflow did not accept samples of step %d of %s (%s); eval/ has them", step, stage, e)
+            log.warning(
+                "mlflow did not accept samples of step %d of %s (%s); %s has them", step, stage, e, kept
+            )
 
     def close(self) -> None:
         try:
@@ -217,6 +246,12 @@ def _flat(tree: Json) -> Iterator[tuple[str, str]]:
 def _name(name: str) -> str:
     """MLflow knows no '@' in names: pass_at_8."""
     return name.replace("@", "_at_")
+
+
+def _columns(rows: Rows) -> dict[str, list[Json]]:
+    """A table of rows that have the same keys: `columns` and `data`."""
+    names = list(rows[0]) if rows else []
+    return {"columns": names, "data": [[_text(row[name]) for name in names] for row in rows]}
 
 
 def _text(value: Json) -> Json:

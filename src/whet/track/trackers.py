@@ -36,6 +36,15 @@ class ShowsText(Protocol):
         """Held-out tasks with a reply each: uid, source, prompt, reply, answer, extracted, reward."""
 
 
+@runtime_checkable
+class ShowsRollouts(Protocol):
+    """A tracker that also takes rollouts of training (`track.log_samples`)."""
+
+    def show_rollouts(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> None:
+        """Rollouts of a step: uid, index, source, prompt, reply, answer, extracted, reward, advantage, finish_reason.
+        advantage is None for a rollout that was not trained on."""
+
+
 class Jsonl:
     """metrics.jsonl and timings.jsonl of the run directory."""
 
@@ -73,11 +82,19 @@ class TensorBoard:
         writer.flush()
 
     def show(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> None:
+        self._add_texts(stage, step, {f"eval/{row['uid']}": row for row in rows})
+
+    def show_rollouts(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> None:
+        # numbered, not named after tasks: a run has too many of them for a list of tags
+        self._add_texts(stage, step, {f"rollout/sample_{n}": row for n, row in enumerate(rows, 1)})
+
+    def _add_texts(self, stage: str, step: int, rows: Mapping[str, Mapping[str, Json]]) -> None:
+        """Rows as text, each under a tag."""
         writer = self._writer(stage)
-        for row in rows:
+        for tag, row in rows.items():
             # four spaces: TensorBoard reads Markdown, and shows such lines as they are
             text = json.dumps(row, ensure_ascii=False, indent=1, default=str).replace("\n", "\n    ")
-            writer.add_text(f"eval/{row['uid']}", f"    {text}", step)
+            writer.add_text(tag, f"    {text}", step)
         writer.flush()
 
     def _writer(self, stage: str) -> SummaryWriter:

@@ -70,7 +70,7 @@ def gathered(runs: ShownRuns, most: int) -> tuple[dict[str, Json], str]:
         take("compare", a=one.id, b=other.id)
         for stage, step in _last_in_both(one, other):
             take("compare", "replies", a=one.id, b=other.id, stage=stage, step=step)
-    told = "; ".join(said)
+    told = "\n".join(said)
     listed = answer(runs, "api/runs")
     found["api/runs"] = plain({**listed, "live": False, "exported": told})
     return found, told

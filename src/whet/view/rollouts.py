@@ -13,11 +13,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
+from whet.track import turn_seconds
+from whet.track.record import SECONDS
 from whet.track.written import read_table, rows_of
 from whet.types import DataError, Json
 from whet.view.batches import per_token
 from whet.view.runs import commands
-from whet.view.source import Ask, NotThere, Shown, tried
+from whet.view.source import Ask, NotThere, Shown, finite, tried
 
 SHORT = 80
 """Characters of a prompt and a reply in a summary."""
@@ -139,6 +141,7 @@ def listed(ask: Ask) -> Json:
 def all_summaries(run: Shown, steps: Mapping[str, Collection[int]] | None = None) -> Json:
     """Summaries of all stages, of all their steps or of these."""
     tables, problems = [], list[str]()
+    tried(problems, run.look, None)
     tried(problems, lambda: run.lines("metrics.jsonl"), None)
     for stage, step, path in run.files():
         if steps is not None and step not in steps.get(stage, ()):
@@ -199,7 +202,8 @@ def _note(run: Shown, stage: str, step: int, rows: Sequence[dict[str, Json]]) ->
     if isinstance(asked, int) and asked != len(rows):
         said[0] += f"; rollout.group_size is {asked}"
     if failed := sum(row["error"] is not None for row in rows):
-        said.append(f"{failed} have no reward, because of a fault: they are counted and not trained on")
+        has = "has" if failed == 1 else "have"
+        said.append(f"{failed} {has} no reward, because of a fault: counted, and not trained on")
     lines = [x for x in run.lines("metrics.jsonl") if (x["stage"], x["step"]) == (stage, step)]
     dropped = {
         name.removeprefix("ledger/rejected/").removesuffix("_rollouts"): n
@@ -234,12 +238,22 @@ def whole(
                 "rows": table.num_rows,
                 **row,
                 **(per_token(run, stage, step, row) if folder == "rollouts" else {}),
+                "seconds": _seconds(run, stage, step, row) if folder == "rollouts" else None,
                 "group": groups[uid],
                 "pieces": _strand_pieces(row, tokenizer) if tokenizer is not None else None,
                 "commands": commands(run, stage, step, uid, row["index"]),
             }
         )
     return out
+
+
+def _seconds(run: Shown, stage: str, step: int, row: Mapping[str, Json]) -> Json:
+    """Of each reply of a rollout: sampled, environment. None where the record has none that can be read."""
+    try:
+        told = run.kept(turn_seconds.read, run.file(stage, step, SECONDS)).get((row["uid"], row["index"]))
+    except (DataError, NotThere):
+        return None
+    return None if told is None else [[finite(one) for one in pair] for pair in told]
 
 
 def _group_of(table: pa.Table, uid: int) -> Json:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from whet import secrets
+from whet.checkpoint import glance
 from whet.config.tree import get
 from whet.inputs import MOST_CONFIG_BYTES, read_bytes
 from whet.track.metrics import FAILED, HELD_OUT, REWARD
@@ -43,7 +44,7 @@ def _line(run: Shown) -> Json:
         "id": run.id,
         "path": str(run.path),
         "name": run.name,
-        "state": "damaged" if problems else state_of(run.path),
+        "state": "damaged" if problems else _state(run, written),
         "error": problems[0] if problems else None,
         "stages": written.stages,
         "stage": stage,
@@ -61,6 +62,15 @@ def _line(run: Shown) -> Json:
 SPEED = "speed/tokens_per_s"
 
 
+def _state(run: Shown, written: Written) -> str:
+    """Whether its process lives; of one that does not, whether its last checkpoint ends the run."""
+    state = state_of(run.path)
+    if state != "not running":
+        return state
+    last, stages = glance(run.path / "checkpoints"), len(written.config.get("stages") or [None])
+    return "finished" if last["done"] and last["stage"] == stages - 1 else state
+
+
 def planned_steps(run: Written, stage: str | None) -> int | None:
     """Steps of a stage where the config gives a number."""
     for one in run.config.get("stages") or [{}]:
@@ -72,6 +82,7 @@ def planned_steps(run: Written, stage: str | None) -> int | None:
 
 def read_run(run: Shown, problems: list[str]) -> Written:
     """Everything but the rollouts; what cannot be read is empty and told in `problems`."""
+    tried(problems, run.look, None)
     nothing: dict[str, Json] = {}
     no_lines: Lines = []
     config = tried(problems, lambda: run.config, nothing)
@@ -89,7 +100,7 @@ def run(ask: Ask) -> Json:
     no_log: list[str] = []
     log = tried(problems, lambda: _log(run.path), no_log)
     tried(problems, run.read_tokenizer, None)
-    state = state_of(run.path)
+    state = _state(run, written)
     names = {name for line in (*written.metrics, *written.timings) for name in line}
     return {
         **{key: value for key, value in _line(run).items() if key not in ("error", "stages", "state")},

@@ -32,6 +32,7 @@ RECORDS = (
     "rollouts",
     "eval",
     "batches",
+    "seconds",
     "checkpoints",
     "export",
 )
@@ -133,6 +134,11 @@ class Shown:
         self._facts, self._whole = FileCache(20_000), FileCache(2)
         self._growing = {name: GrowingFile() for name in ("metrics.jsonl", "timings.jsonl")}
         self._lock = Lock()
+
+    def look(self) -> None:
+        """DataError where the run directory is gone."""
+        if not self.path.is_dir():
+            raise DataError(f"{self.path} is gone: it was moved or deleted since the viewer was started")
 
     def stamp(self) -> str:
         """Another text whenever the record has changed."""

@@ -102,6 +102,10 @@ class TrackConfig(Section):
     by token, with the trainer's log-probs before the step and the terms of the loss in each update epoch; these take
     further forward passes in such a step. A value that no model computed, because the rollout was skipped, is null. 0:
     none."""
+    log_samples: Count = 0
+    """Number of rollouts of each recorded step (rollouts_interval) that are logged to trackers that show text:
+    tensorboard, wandb, mlflow, swanlab and trackio, or a class of yours with the method show_rollouts. The seed selects
+    them. 0: none (rollouts/*.parquet has every rollout anyway)."""
     rollouts_dir: str | None = None
     """Folder of the records of rollouts. Default: `rollouts` in run_dir; with another folder, `rollouts` is a link to
     it."""

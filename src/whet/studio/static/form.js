@@ -3,6 +3,9 @@
 import { h, visible } from "./dom.js";
 import { at, below, covers, dotted, entriesOf, functionsOf, isSection, kindOf, long, nullable, same, sectionOf, yaml } from "./tree.js";
 
+/** Help as it is written in the schema, with `names` as code. */
+const prose = (text) => String(text ?? "").split("`").map((part, n) => (n % 2 ? h("code", {}, part) : part));
+
 const WAIT_MS = 350;
 
 /**
@@ -110,7 +113,7 @@ function group(view, spot, { buttons, problems, parts }) {
     data: { kind: "section", group: dotted(spot.path) } },
   h("header", {}, h("h3", { title: spot.node.description }, visible(spot.title ?? spot.node.title ?? "")),
     h("code", { class: "dim" }, visible(dotted(spot.path))), h("span", { class: "space" }), buttons),
-  spot.node.description && !spot.title && h("p", { class: "help" }, spot.node.description),
+  spot.node.description && !spot.title && h("p", { class: "help" }, prose(spot.node.description)),
   why && h("p", { class: "why" }, `No effect: ${why}`), problems, parts);
 }
 
@@ -153,7 +156,7 @@ function field(view, spot) {
   h("div", { class: "label" }, name, h("code", { class: "dim" }, visible(dotted(view.query || view.section === null ? path : path.slice(-1))))),
   h("div", { class: "control" }, control, node["x-unit"] && h("span", { class: "unit" }, node["x-unit"]), reset),
   h("div", { class: "about" }, problems, why && h("p", { class: "why" }, `No effect: ${why}`),
-    h("p", { class: "origin" }, origin(view, spot)), h("p", { class: "help" }, node.description)));
+    h("p", { class: "origin" }, origin(view, spot)), h("p", { class: "help" }, prose(node.description))));
 }
 
 function isShown(view, spot, given, wrong, why) {

@@ -38,12 +38,13 @@ function phaseOf(phase, limit) {
 /** What became of each key of another system's file. */
 export function reportPane(report, go) {
   const head = facts([["system", `${report.dialect}${report.version ? ` ${report.version}` : ""}`], ...Object.entries(report.counts)]);
-  const rows = report.lines.map((line) => ({ props: { data: { status: line.status } }, cells: [h("code", {}, visible(line.key)), h("code", {}, visible(line.value)),
-    h("span", { class: `status ${line.status}` }, line.given ? line.status : `${line.status} (default)`),
-    line.native.map((key) => h("button", { type: "button", class: "line", on: { click: () => go(key) } }, visible(key), " ")),
+  const rows = report.lines.map((line) => ({ props: { data: { status: line.status } }, cells: [
+    [h("code", {}, visible(line.key)), h("code", { class: "dim" }, visible(line.value))],
+    [h("span", { class: `status ${line.status}` }, line.given ? line.status : `${line.status} (default)`),
+      line.native.map((key) => h("button", { type: "button", class: "line", on: { click: () => go(key) } }, visible(key)))],
     [visible(line.said), line.differs && h("p", { class: "why" }, `differs: ${visible(line.differs)}`)]] }));
   return h("div", {}, head, report.summary.slice(1).map((text) => h("p", { class: "note" }, visible(text))),
-    table(["key", "value", "status", "native keys", "what happens"], rows, { class: "report" }));
+    table(["key and value", "becomes", "what happens"], rows, { class: "report" }));
 }
 
 /** What `whet explain KEY` prints. */

@@ -1,7 +1,7 @@
 /* Pages of numbers over the steps of a stage: rewards, ledger, timeline, mismatch, evaluations. */
 
 import { h, line, number, panel, put, select, table, visible } from "./dom.js";
-import { address, get, getMetrics, ofRun, shown } from "./api.js";
+import { address, failure, get, getMetrics, ofRun, shown } from "./api.js";
 import { css, diverging, ink } from "./color.js";
 import { lanesChart } from "./lanes.js";
 import { chart, histogram, legend } from "./plot.js";
@@ -13,6 +13,13 @@ const NOT_ROLLOUTS = /calls|replies|results/;
 const LOSSES = /drop|fail|fault|without|malformed|cut|retr|abort/;
 const right = (name, title) => ({ name, title, right: true });
 
+/** In the place of a stage: the record has none yet, or cannot be read. */
+function noStages(run) {
+  const problems = run.problems ?? [];
+  if (!problems.length) return h("p", { class: "note", data: { empty: "" } }, "The run has no stages yet.");
+  return problems.map(failure);
+}
+
 /** A page about one stage: its selection, and what `make` gives for it, again when the run goes on. */
 async function stagePage(context, title, told, make) {
   const { run } = context;
@@ -21,7 +28,7 @@ async function stagePage(context, title, told, make) {
   const draw = async () =>
     put(
       holder,
-      stage === null ? h("p", { class: "dim" }, "The run has no stages yet.") : await shown(() => make(stage)),
+      stage === null ? noStages(run) : await shown(() => make(stage)),
     );
   context.update = draw;
   await draw();

@@ -53,14 +53,24 @@ function range(lists, log) {
   return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
 }
 
+/** Tick values as text: as few digits as tell them apart. */
+function labels(values) {
+  for (let digits = 3; digits < 9; digits++) {
+    const texts = values.map((value) => number(value, digits));
+    if (new Set(texts).size === values.length) return texts;
+  }
+  return values.map(String);
+}
+
 function frame(width, height, xs, ys, x, y, options) {
   const bottom = height - BOTTOM;
+  const texts = labels(ys);
   return svg(
     "g",
     { class: "axes" },
-    ys.map((value) => [
+    ys.map((value, n) => [
       svg("line", { x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value), class: "grid" }),
-      svg("text", { x: LEFT - 6, y: y(value), dy: "0.32em", "text-anchor": "end" }, number(value, 3)),
+      svg("text", { x: LEFT - 6, y: y(value), dy: "0.32em", "text-anchor": "end" }, texts[n]),
     ]),
     xs.map((value) => [
       svg("line", { x1: x(value), x2: x(value), y1: bottom, y2: bottom + 4, class: "tick" }),

@@ -157,7 +157,7 @@ function sorted({ columns }, rows, key, down) {
 export async function rolloutsPage(context) {
   const run = context.run;
   const url = address(ofRun(run.id, "rollouts"), { files: "all" });
-  const trouble = h("div", {});
+  const [trouble, nothing] = [h("div", {}), h("p", { class: "note", hidden: true, data: { empty: "" } })];
   let data = taken(await get(url));
   const [bar, count] = [
     h("div", { class: "filters", role: "search" }),
@@ -237,6 +237,9 @@ export async function rolloutsPage(context) {
     const { sort = null, down, at } = context.query;
     let rows = filtered(data, context.query, search.hits);
     if (sort) rows = sorted(data, rows, sort, down === "1");
+    nothing.hidden = rows.length > 0 || (data.count === 0 && trouble.hasChildNodes());
+    list.element.hidden = rows.length === 0;
+    put(nothing, data.count ? "No rollout matches the filters." : "No rollouts are recorded yet.");
     list.show(rows, { sort, down: down === "1", place: Number(at ?? 0) });
     const cut = search.complete ? "" : "; the search stopped before it had read everything";
     count.textContent = `${number(rows.length)} of ${number(data.count)}${cut}`;
@@ -382,6 +385,7 @@ export async function rolloutsPage(context) {
       h("span", { class: "space" }),
       h("span", { class: "dim" }, "j k move, Enter opens, / searches, Escape leaves"),
     ),
+    nothing,
     list.element,
   ];
 }

@@ -1,6 +1,6 @@
 /* What was said in an episode: one card for each message, with what is known of the turn that it was. */
 
-import { facts, h, line, number, visible } from "./dom.js";
+import { duration, facts, h, line, number, visible } from "./dom.js";
 
 const LONG = 1200;
 const OF_TURN = ["strand", "start", "end", "finish_reason", "reward", "calls", "malformed"];
@@ -71,6 +71,14 @@ function messageCard(role, text, message = {}) {
   );
 }
 
+/** How long a reply was sampled, and how long its environment took. */
+function times(pair) {
+  if (!pair) return null;
+  const [sampled, answered] = pair;
+  const text = `${duration(sampled)} sampling${answered ? `, ${duration(answered)} environment` : ""}`;
+  return h("span", { class: "dim", data: { seconds: "" }, title: "seconds of this run; equal runs differ in them" }, text);
+}
+
 /** A reply of the policy, with its turn. */
 function replyCard(message, turn, place, rollout) {
   const more = Object.entries(turn ?? {}).filter(
@@ -85,6 +93,7 @@ function replyCard(message, turn, place, rollout) {
       {},
       h("b", {}, `turn ${place + 1}`),
       turn && h("span", { class: "dim" }, `${turn.end - turn.start} tokens, ${visible(turn.finish_reason)}`),
+      times(rollout.seconds?.[place]),
       turn?.reward !== null && turn?.reward !== undefined && h("span", {}, `reward ${number(turn.reward)}`),
       more.map(([name, value]) =>
         h("span", { class: "dim" }, `${visible(name)} ${typeof value === "number" ? number(value) : visible(value)}`),
