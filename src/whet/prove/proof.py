@@ -141,11 +141,7 @@ def _file(loaded: Loaded, number: int) -> File:
         assert total is not None
         return total
 
-    stage = loaded.stages[number]
-    # the peers are called with whole batches; a mean over each few rollouts follows from how a batch is cut
-    uncut = stage.algorithm.model_copy(update={"mean_over_rollouts": None})
-    config = stage.model_copy(update={"algorithm": uncut})
-    return File(config=config, plan=plans(loaded, here=False)[number], steps=steps)
+    return File(config=loaded.stages[number], plan=plans(loaded, here=False)[number], steps=steps)
 
 
 def _results(

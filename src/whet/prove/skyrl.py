@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from itertools import pairwise
@@ -71,15 +72,15 @@ def advantage(function: Any, case: Case, made: Any) -> Numbers:
     return {"advantage": adv, "return": returns} if made.advantage_estimator == "gae" else {"advantage": adv}
 
 
-def loss(function: Any, case: Case, made: Any) -> Numbers:
+def loss(function: Any, case: Case, made: Any, *, micro: int = 1) -> Numbers:
     """The loss of a minibatch: the reduction scales the advantages, then the loss is a sum; the KL, if there is one, is
-    a mean over sequences (`_forward_backward_micro` of workers/worker.py)."""
+    a mean over sequences (`_forward_backward_micro` of workers/worker.py). micro: rollouts of a micro-batch."""
     mask = case.mask
     scale = theirs("skyrl", f"{PPO}:apply_loss_reduction_to_advantages_minibatch")
     starts = [0, *(i for i, (a, b) in enumerate(pairwise(case.index), 1) if a != b), len(case.index)]
     adv = case.padded(case.batch.adv_N)
     reduced = scale(
-        adv, mask, made.loss_reduction, 1, made.max_seq_len, prompt_boundaries=list(pairwise(starts))
+        adv, mask, made.loss_reduction, micro, made.max_seq_len, prompt_boundaries=list(pairwise(starts))
     )
     logp = case.padded(case.logp_N).requires_grad_()
     sampled = case.padded(case.batch.logp_sample_N)
@@ -124,6 +125,7 @@ def checks(config: Any, file: File) -> Iterator[Check]:
     """The rows of a file."""
     made, trainer = config.trainer.algorithm, config.trainer
     group = min(file.plan.group_size, 8)
+    micro = math.gcd(4 * group, trainer.micro_train_batch_size_per_gpu)  # divides the batches below
     batches = [case(kind, 0, sizes=[group] * 4) for kind in ("one turn", "far apart")]
     estimate = theirs("skyrl", f"{PPO}:AdvantageEstimatorRegistry").get(made.advantage_estimator)
     lose = theirs("skyrl", f"{PPO}:PolicyLossRegistry").get(made.policy_loss_type)
@@ -161,7 +163,7 @@ def checks(config: Any, file: File) -> Iterator[Check]:
         what=f"loss and gradient, {made.policy_loss_type}, without the KL",
         called=f"{PPO}:{lose.__name__}",
         refused=DRAWN if made.policy_loss_type == "clip_cov" else "",
-        theirs=lambda each: loss(lose, each, dataclasses.replace(made, use_kl_loss=False)),
+        theirs=lambda each: loss(lose, each, dataclasses.replace(made, use_kl_loss=False), micro=micro),
         ours=lambda each: numbers.bare_loss(file.config, each),
         cases=reachable(batches, file),
         keys=(f"{A}kl_cov.ppo_kl_coef",),
