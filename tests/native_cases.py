@@ -781,6 +781,17 @@ BELOW: dict[str, str] = {
     "algorithm.advantage.reset_at_turns": "episodes of one turn have no earlier one",
     "checkpoint.load_contents": "what is read when a run goes on",
     **dict.fromkeys(RANKS, "processes start for it: test_ranks_run.py has a test of each"),
+    **dict.fromkeys(
+        (
+            "train.engine",
+            "train.deepspeed.stage",
+            "train.deepspeed.offload_optimizer",
+            "train.deepspeed.offload_parameters",
+            "train.deepspeed.hpz_partition_size",
+            "train.deepspeed.config",
+        ),
+        "ranks start for it: test_deepspeed.py has a test of each",
+    ),
     "profile.ranks": "ranks start for it: test_profile.py",
     "checkpoint.sharded": "ranks start for it: test_checkpoint_parts.py",
     **dict.fromkeys(APART, "of processes that explore and train apart: test_apart.py has a test of each"),

@@ -471,7 +471,9 @@ def test_a_wrong_version_is_found(server: VllmServer) -> None:
         engine = await opened(server)
         await engine.update_weights(WeightUpdate(version=1, module=module()))
         server.fails["/update_weight_version"] = said_only
-        with pytest.raises(WhetError, match="says that it samples from version 1, after weights version 2"):
+        with pytest.raises(
+            WhetError, match="reports that it samples from version 1, after weights version 2"
+        ):
             await engine.update_weights(WeightUpdate(version=2, module=module(seed=1)))
         await engine.close()
 
@@ -497,7 +499,7 @@ def test_a_hanging_server_is_found_within_its_deadline(server: VllmServer) -> No
     async def story() -> None:
         engine = await opened(server, limits=quick(0.2))
         server.fails["/pause"] = hang
-        with pytest.raises(Unreachable, match=r"rollout\.server\.timeout_s=0\.2 s, asked to pause"):
+        with pytest.raises(Unreachable, match=r"rollout\.server\.timeout_s=0\.2 s when asked to pause"):
             await engine.pause(finish=False)
         await engine.close()
 

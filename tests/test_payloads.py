@@ -44,6 +44,7 @@ OTHERS = {
     "whet.rewards.trinity:math_dapo_reward": {},
     "whet.rewards.trinity:format_reward": {},
     "whet.rewards.trinity:countdown_reward": {},
+    "whet.rewards.trinity:toolcall_reward": {},
 }
 
 

@@ -258,7 +258,7 @@ def test_what_is_no_number_is_unscored(judge, tmp_path):
     model.save_pretrained(tmp_path / "nan")
     found = ask([group()], tmp_path / "nan", tokenizer=str(judge))
     assert {(r.reward, r.error) for r in found} == {
-        (None, "reward rm: bad_value: it says nan; expected a finite number between -1e+12 and 1e+12")
+        (None, "reward rm: bad_value: it returned nan; expected a finite number between -1e+12 and 1e+12")
     }
     assert ask([group("", [""])], judge)[0].error == "reward rm: bad_value: the conversation is empty"
     refuses = "{{ raise_exception('no system here') }}"

@@ -182,9 +182,9 @@ KEYS = [
     ),
     Mistake(
         "an engine of another system",
-        TRAIN + "rollout.engine=sglang",
+        TRAIN + "rollout.engine=trtllm",
         2,
-        ("SGLang is not supported yet", "use rollout.engine=vllm or native"),
+        ("TensorRT-LLM is not supported", "use rollout.engine=vllm, sglang or native"),
     ),
     Mistake(
         "a tab in YAML",

@@ -45,7 +45,7 @@ from whet.models.tensor_files import Piece, TensorFile, opened, pieces, write
 from whet.models.zero import Zero, ZeroOptimizer
 from whet.track.files import reading
 from whet.training.balance import Dealt, deal, together
-from whet.training.engine import Want
+from whet.training.engine import TrainEngine, Want
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.mixing import mix
 from whet.training.sums import Sums
@@ -277,12 +277,12 @@ class TorchEngine:
         }
 
     @torch.no_grad()
-    def copy_from(self, other: TorchEngine, share: float = 1.0) -> None:
+    def copy_from(self, other: TrainEngine, share: float = 1.0) -> None:
         """Take another engine's weights, or this share of them, in place."""
         theirs = dict(learned(other.module) if adapted(self.module) else other.weights())
+        across = other.across if isinstance(other, TorchEngine) else Alone()  # ranks give whole weights
         for name, p in learned(self.module):
-            new = other.across.get(name, theirs[name])
-            self.across.put(name, p, mix(self.across.get(name, p), new, share))
+            self.across.put(name, p, mix(self.across.get(name, p), across.get(name, theirs[name]), share))
         refresh(self.module)
 
     def forget(self) -> None:
