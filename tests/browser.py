@@ -136,6 +136,21 @@ class Browser:
             time.sleep(0.02)
         return found
 
+    def settled(self, expression: str) -> Any:
+        """The value of an expression, once it stays the same for a moment: places move while a page is drawn."""
+        found, end = None, time.monotonic() + PATIENCE_S
+        while (now := self.evaluate(expression)) is None or now != found:
+            assert time.monotonic() < end, f"never settled: {expression}, last {now}"
+            found = now
+            time.sleep(0.2)
+        return found
+
+    def reload(self) -> None:
+        """Load the page again, and wait until it says that all of it is there."""
+        self.evaluate("void delete document.body.dataset.ready")  # that of the page as it was
+        self.ask("Page.reload")
+        self.wait("document.body?.dataset?.ready")
+
     def go(self, url: str) -> None:
         """Open an address, and wait until the page says that all of it is there."""
         if url == self.evaluate("location.href"):

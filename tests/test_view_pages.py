@@ -294,12 +294,11 @@ def test_curves_are_those_that_were_chosen(browser: Browser, address: str, runs:
     browser.wait("document.querySelectorAll('[data-chart]').length === 2")
     assert texts(browser, ".chip") == ["train/grad_norm×", "reward/mean×"]
     bounds = "document.querySelector('[data-chart] svg').getBoundingClientRect()"
-    box = browser.evaluate(f"(({{x, y, width, height}}) => [x, y, width, height])({bounds})")
+    box = browser.settled(f"(({{x, y, width, height}}) => [x, y, width, height])({bounds})")
     middle = box[1] + box[3] / 2
     browser.drag((box[0] + 0.4 * box[2], middle), (box[0] + 0.8 * box[2], middle))
     assert "zoom=" in browser.wait("location.hash.includes('zoom=') && location.hash")
-    browser.ask("Page.reload")
-    browser.wait("document.body?.dataset?.ready")
+    browser.reload()
     assert texts(browser, ".chip") == ["train/grad_norm×", "reward/mean×"]
     browser.evaluate("document.querySelector('[data-chart] svg').focus()")
     browser.press("ArrowRight")
