@@ -770,6 +770,14 @@ RANKS = tuple(
     )
 )  # fmt: skip
 
+DEEPSPEED = (
+    "train.engine",
+    *(
+        f"train.deepspeed.{name}"
+        for name in ("stage", "offload_optimizer", "offload_parameters", "hpz_partition_size", "config")
+    ),
+)
+
 APART = (
     "mode", "buffer.url", "buffer.order", "buffer.lease_s", "buffer.explorer_name", "sync.dtype", "sync.timeout_s",
     "sync.keep", "sync.method", "sync.content", "sync.driven_by",
@@ -781,17 +789,7 @@ BELOW: dict[str, str] = {
     "algorithm.advantage.reset_at_turns": "episodes of one turn have no earlier one",
     "checkpoint.load_contents": "what is read when a run goes on",
     **dict.fromkeys(RANKS, "processes start for it: test_ranks_run.py has a test of each"),
-    **dict.fromkeys(
-        (
-            "train.engine",
-            "train.deepspeed.stage",
-            "train.deepspeed.offload_optimizer",
-            "train.deepspeed.offload_parameters",
-            "train.deepspeed.hpz_partition_size",
-            "train.deepspeed.config",
-        ),
-        "ranks start for it: test_deepspeed.py has a test of each",
-    ),
+    **dict.fromkeys(DEEPSPEED, "ranks start for it: test_deepspeed.py has a test of each"),
     "profile.ranks": "ranks start for it: test_profile.py",
     "checkpoint.sharded": "ranks start for it: test_checkpoint_parts.py",
     **dict.fromkeys(APART, "of processes that explore and train apart: test_apart.py has a test of each"),
