@@ -349,7 +349,7 @@ class Stdio:
         except ValueError:
             self.why = f"a message of it is longer than {MOST_LINE} bytes"
         except (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
-            pass
+            pass  # its end of the pipe is closed: whoever waits for it sees `ended`
         finally:
             self.ended.set()
             self.stop.set()
