@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -23,85 +24,68 @@ from whet.rollout.http.kinds import CPU_ENV, ENV
 from whet.rollout.http.openai import OpenAIApi
 from whet.rollout.http.process import ServerProcess, free_port
 from whet.rollout.http.published import Folder
-from whet.rollout.http.served import HttpEngine
+from whet.rollout.http.served import HttpEngine, ServerApi
 from whet.rollout.http.sglang import SglangApi
-from whet.rollout.http.vllm import VllmEngine
+from whet.rollout.http.vllm import VllmApi
 
 REAL = os.environ.get("WHET_VLLM")
 """A vllm to run the contract suite on (make test-backends)."""
 LIMITS = CallLimits(answer=20.0, load=60.0, reply=60.0)
 
 
-def vllm_engine(
+def vllm_engine(url: str, model: PreTrainedModel, **how: Any) -> HttpEngine:
+    """The engine; `open` asks the server what it is."""
+    return _engine(VllmApi, url, model, **how)
+
+
+def sglang_engine(url: str, model: PreTrainedModel, **how: Any) -> HttpEngine:
+    """The same of an SGLang."""
+    return _engine(SglangApi, url, model, **how)
+
+
+def openai_engine(url: str, model: PreTrainedModel, *, asked: str | None = None, **how: Any) -> HttpEngine:
+    """The same of a server with OpenAI's interface."""
+
+    def api(calls: Calls, folder: Folder, *, max_context: int, end_token_ids: Collection[int]) -> OpenAIApi:
+        return OpenAIApi(
+            calls,
+            model=model,
+            ops=folder.ops,
+            canary=folder.canary,
+            end_token_ids=end_token_ids,
+            asked=asked,
+        )
+
+    return _engine(api, url, model, **how)
+
+
+def _engine(
+    api: Callable[..., ServerApi],
     url: str,
     model: PreTrainedModel,
     *,
     max_context: int,
     end_token_ids: Collection[int],
     limits: CallLimits = LIMITS,
-    bound: float = 1e-3,
     adapters: bool = False,
-) -> VllmEngine:
-    """The engine; `open` asks the server what it is."""
-    return VllmEngine(
-        Calls(url, limits=limits),
-        folder=weights_folder(model, max_context=max_context, bound=bound, adapters=adapters),
-        vocab=model.get_output_embeddings().out_features,
-        max_context=max_context,
-        end_token_ids=end_token_ids,
-    )
-
-
-def weights_folder(
-    model: PreTrainedModel, *, max_context: int, bound: float = 1e-3, adapters: bool = False
-) -> Folder:
-    return Folder(
+) -> HttpEngine:
+    calls = Calls(url, limits=limits)
+    folder = Folder(
         Path(tempfile.mkdtemp(prefix="whet-test-weights-")),
         model=model,
         ops=kernels.load("auto"),
-        canary=Canary(bound, max_context),
+        canary=Canary(1e-3, max_context),
         adapters=adapters,
     )
-
-
-def sglang_engine(
-    url: str,
-    model: PreTrainedModel,
-    *,
-    max_context: int,
-    end_token_ids: Collection[int],
-    limits: CallLimits = LIMITS,
-    bound: float = 1e-3,
-) -> HttpEngine:
-    """The engine; `open` asks the server what it is."""
-    calls = Calls(url, limits=limits)
-    folder = weights_folder(model, max_context=max_context, bound=bound)
-    api = SglangApi(calls, folder, max_context=max_context, end_token_ids=end_token_ids)
     vocab = model.get_output_embeddings().out_features
-    return HttpEngine(api, calls, vocab=vocab, max_context=max_context)
+    made = api(calls, folder, max_context=max_context, end_token_ids=end_token_ids)
+    return HttpEngine(made, calls, vocab=vocab, max_context=max_context)
 
 
-def openai_engine(
-    url: str,
-    model: PreTrainedModel,
-    *,
-    max_context: int,
-    end_token_ids: Collection[int],
-    limits: CallLimits = LIMITS,
-    asked: str | None = None,
-) -> HttpEngine:
-    """The same of a server with OpenAI's interface."""
-    calls = Calls(url, limits=limits)
-    api = OpenAIApi(
-        calls,
-        model=model,
-        ops=kernels.load("auto"),
-        canary=Canary(1e-3, max_context),
-        end_token_ids=end_token_ids,
-        asked=asked,
-    )
-    vocab = model.get_output_embeddings().out_features
-    return HttpEngine(api, calls, vocab=vocab, max_context=max_context)
+def folder_of(engine: HttpEngine) -> Folder:
+    """Where versions pass to its server."""
+    assert isinstance(engine.api, VllmApi | SglangApi)
+    return engine.api.folder
 
 
 def digits_model(seed: int, folder: Path) -> None:

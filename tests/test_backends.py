@@ -16,17 +16,18 @@ from safetensors.torch import load_file, save_file
 
 from asking import reply
 from backends.transcripts import ASKED, ask, differences, read
-from serving import REAL, RealServer, real_server, vllm_engine
+from serving import REAL, RealServer, folder_of, real_server, vllm_engine
 from test_http_engine import with_adapters
 from test_rollout_contract import END, LIMIT, PROMPT, module, run
 from whet.rollout.engine import WeightUpdate
-from whet.rollout.http.vllm import LABEL, LOAD, RESUME, VllmEngine
+from whet.rollout.http.served import HttpEngine
+from whet.rollout.http.vllm import LABEL, LOAD, RESUME
 from whet.types import Sampling, WhetError
 
 pytestmark = pytest.mark.skipif(REAL is None, reason="WHET_VLLM names no vllm (make test-backends)")
 
 
-async def opened(server: RealServer) -> VllmEngine:
+async def opened(server: RealServer) -> HttpEngine:
     engine = vllm_engine(server.url, module(), max_context=LIMIT, end_token_ids=[END])
     await engine.calls.ask(RESUME)
     await engine.open()
@@ -55,7 +56,7 @@ def test_what_a_real_server_does_not_get_is_found(left_out: str, monkeypatch: py
     async def story() -> str:
         engine = await opened(server)
         await engine.update_weights(WeightUpdate(version=1, module=module()))
-        write = engine.folder.write
+        write = folder_of(engine).write
 
         def incomplete(update: WeightUpdate):  # type: ignore[no-untyped-def]
             version = write(update)
@@ -64,7 +65,7 @@ def test_what_a_real_server_does_not_get_is_found(left_out: str, monkeypatch: py
                 save_file(kept, path)
             return version
 
-        monkeypatch.setattr(engine.folder, "write", incomplete)
+        monkeypatch.setattr(folder_of(engine), "write", incomplete)
         try:
             await engine.update_weights(WeightUpdate(version=2, module=module(seed=1)))
         except WhetError as error:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from asking import reply
 from backends.transcripts import ASKED, differences, read
 from servers import VllmServer
-from serving import LIMITS, vllm_engine
+from serving import LIMITS, folder_of, vllm_engine
 from test_rollout_contract import END, LIMIT, PROMPT, jobs, module
 from tiny import VOCAB
 from whet import environment
@@ -31,9 +31,10 @@ from whet.rollout.engine import WeightUpdate
 from whet.rollout.http.calls import Call, CallLimits, Calls, Unreachable
 from whet.rollout.http.canary import apart
 from whet.rollout.http.process import arguments
+from whet.rollout.http.served import HttpEngine
 from whet.rollout.http.supported import lacking, unfit
 from whet.rollout.http.versions import known
-from whet.rollout.http.vllm import VllmEngine, completion
+from whet.rollout.http.vllm import completion
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
 from whet.rollout.requests import RequestError
@@ -61,7 +62,7 @@ def server() -> Iterator[VllmServer]:
     there.stop()
 
 
-async def opened(server: VllmServer, model: PreTrainedModel | None = None, **how: Any) -> VllmEngine:
+async def opened(server: VllmServer, model: PreTrainedModel | None = None, **how: Any) -> HttpEngine:
     engine = vllm_engine(server.url, model or module(), max_context=LIMIT, end_token_ids=[END], **how)
     await engine.open()
     return engine
@@ -189,7 +190,7 @@ def test_weights_are_given_in_phases_and_a_version_that_was_written_is_not_writt
 
     async def story() -> None:
         engine = await opened(server, model)
-        update = engine.folder.ship(WeightUpdate(version=1, module=model))
+        update = folder_of(engine).ship(WeightUpdate(version=1, module=model))
         server.asked.clear()
         receipt = await engine.update_weights(update())
         phases = [path for path, _ in server.asked]
@@ -253,7 +254,7 @@ def test_adapters_travel_alone_or_merged(server: VllmServer, adapters: bool) -> 
             assert measured["sync/canary_mean"] < 1e-5
             assert measured["sync/canary_moved_mean"] > 1e-3 or version == 1
             assert set((await reply(engine, PROMPT, Sampling(max_tokens=3))).versions) == {version}
-        written = load_file(next(engine.folder.root.glob("*2/*.safetensors")))
+        written = load_file(next(folder_of(engine).root.glob("*2/*.safetensors")))
         assert all("lora_" in name for name in written) == adapters
         called = {path for path, _ in server.asked}
         assert ("/v1/load_lora_adapter" in called, "/collective_rpc" in called) == (adapters, not adapters)
@@ -327,7 +328,7 @@ def test_old_versions_are_removed(server: VllmServer) -> None:
         engine = await opened(server)
         for version in range(1, 6):
             await engine.update_weights(WeightUpdate(version=version, module=module()))
-        names = sorted(path.name for path in engine.folder.root.iterdir())
+        names = sorted(path.name for path in folder_of(engine).root.iterdir())
         assert names == ["weights-00000004", "weights-00000005"]
         await engine.close()
 

@@ -20,9 +20,7 @@ from whet.rollout.http.served import HttpEngine
 from whet.rollout.http.sglang import SglangApi
 from whet.rollout.http.sglang_facts import MODEL, ROOM
 from whet.rollout.http.supported import VERSION
-from whet.rollout.http.vllm import VllmEngine
-
-ServerEngine = VllmEngine | HttpEngine
+from whet.rollout.http.vllm import VllmApi
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +46,7 @@ class Kind:
     name: str
     title: str
     ready: Call
-    engine: Callable[[EngineInputs, Folder, Calls], ServerEngine]
+    engine: Callable[[EngineInputs, Folder, Calls], HttpEngine]
     command: Callable[[Starting], list[str]] | None = None
     env: Callable[[], Mapping[str, str]] = dict
     fixed: Callable[[str | None], Mapping[str, str]] = lambda token: {}
@@ -72,14 +70,9 @@ CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """GiB of cache; and threads are not bound to cores that the trainer uses, too."""
 
 
-def _vllm(inputs: EngineInputs, folder: Folder, calls: Calls) -> VllmEngine:
-    return VllmEngine(
-        calls,
-        folder=folder,
-        vocab=_vocab(inputs),
-        max_context=inputs.max_context,
-        end_token_ids=inputs.end_token_ids,
-    )
+def _vllm(inputs: EngineInputs, folder: Folder, calls: Calls) -> HttpEngine:
+    api = VllmApi(calls, folder, max_context=inputs.max_context, end_token_ids=inputs.end_token_ids)
+    return HttpEngine(api, calls, vocab=_vocab(inputs), max_context=inputs.max_context)
 
 
 def _vllm_command(start: Starting) -> list[str]:

@@ -101,6 +101,15 @@ class OpenAIApi:
             score_temperatures=False,
         )
 
+    @property
+    def no_scores(self) -> str:
+        if "prompt_logprobs" in self.is_.takes:
+            return ""
+        return (
+            f"{self.calls.url} does not score given tokens (it takes no prompt_logprobs); use rollout.engine=vllm, "
+            "sglang or native"
+        )
+
     async def open(self, weights: int) -> None:
         """See `ServerApi`."""
         name = await self._model()
@@ -167,11 +176,6 @@ class OpenAIApi:
 
     async def scored(self, request: ScoreRequest, weights: int) -> TokenLogprobs:
         """See `ServerApi`. By `prompt_logprobs`, an extension of vLLM."""
-        if "prompt_logprobs" not in self.is_.takes:
-            raise RequestError(
-                f"{self.calls.url} does not score given tokens (it takes no prompt_logprobs); use rollout.engine=vllm, "
-                "sglang or native"
-            )
         body = {
             **self._named(request.token_ids),
             "max_tokens": 1,
@@ -190,7 +194,7 @@ class OpenAIApi:
 
     async def take(self, update: WeightUpdate, engine: Taking) -> Metrics:
         """See `ServerApi`. Nothing is sent: the server has the weights already, or it is refused."""
-        engine.begin()
+        await engine.begin()
         given = update.tensors.update if isinstance(update.tensors, Written) else update
         model = given.module
         if model is None:

@@ -18,9 +18,10 @@ from whet.rollout.engine import EngineInputs, RolloutEngine
 from whet.rollout.http.calls import CallLimits, Calls
 from whet.rollout.http.canary import BOUND, BOUNDS, Canary
 from whet.rollout.http.installed import found
-from whet.rollout.http.kinds import OPENAI, SGLANG, VLLM, Kind, ServerEngine, Starting
+from whet.rollout.http.kinds import OPENAI, SGLANG, VLLM, Kind, Starting
 from whet.rollout.http.process import ServerProcess, free_port
 from whet.rollout.http.published import Folder, write_weights
+from whet.rollout.http.served import HttpEngine
 from whet.rollout.http.supported import reachable
 from whet.rollout.http.vllm import CAN, CAN_WITH_ADAPTERS
 from whet.rollout.replica import Replica
@@ -72,7 +73,7 @@ class Opener:
         """Those that the run begins with. They are asked next on another event loop."""
         replicas = list(await asyncio.gather(*map(self.replica, self.urls or ["engine-0"])))
         for replica in replicas:
-            assert isinstance(replica.engine, ServerEngine)
+            assert isinstance(replica.engine, HttpEngine)
             await replica.engine.calls.close()
         return replicas
 
@@ -165,7 +166,7 @@ class Opener:
         for claim in self._claims:
             claim.release()
 
-    def _engine(self, calls: Calls) -> ServerEngine:
+    def _engine(self, calls: Calls) -> HttpEngine:
         return self.kind.engine(self.inputs, self.folder, calls)
 
 

@@ -1,5 +1,5 @@
 """A rollout engine that is one inference server: who may ask it when, what becomes of what is given up, and weights
-that are proved. What a kind of server is asked, and in which words, is its `ServerApi` (`sglang`, `openai`)."""
+that are proved. What a kind of server is asked, and in which words, is its `ServerApi` (`vllm`, `sglang`, `openai`)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ T = TypeVar("T")
 class Taking(Asked, Protocol):
     """The engine, to its `ServerApi` that gives its server new weights."""
 
-    def begin(self) -> None:
-        """From here on the server may have a mix of weights, until all is proved: nobody is let in."""
+    async def begin(self) -> None:
+        """From here on the server may have a mix of weights, until all is proved: nobody is let in, and where requests
+        cannot go on with new weights, those in flight have finished."""
 
     def arrived(self, version: int) -> None:
         """The server samples from these weights now, which is to be proved."""
@@ -45,6 +46,10 @@ class ServerApi(Protocol):
 
     @property
     def can(self) -> Capabilities: ...
+
+    @property
+    def no_scores(self) -> str:
+        """Why it does not score given tokens; empty: it does."""
 
     async def open(self, weights: int) -> None:
         """Ask the server what it is; its weights are of this version from here on. Raises ConfigError, with what to do,
@@ -145,6 +150,8 @@ class HttpEngine:
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
         """See `RolloutEngine`. Only at temperature 1: servers score prompts without one."""
+        if why := self.api.no_scores:
+            raise RequestError(why)
         for request in requests:
             check_score(request, vocab=self.vocab, max_context=self.max_context)
             if request.temperature != 1.0:
@@ -157,8 +164,6 @@ class HttpEngine:
 
     async def update_weights(self, update: WeightUpdate) -> Receipt:
         """See `RolloutEngine`. Where the server can, requests in flight go on with the new weights."""
-        if not self.can.in_flight_updates:
-            await self._gate.pause(True)
         before, self._mixed = self.version, False
         try:
             measured = await self.api.take(update, self)
@@ -206,10 +211,12 @@ class HttpEngine:
         await self._owned.end()
         await self.calls.close()
 
-    def begin(self) -> None:
+    async def begin(self) -> None:
         """See `Taking`."""
         self._mixed = True
         self._gate.entry.shut()
+        if not self.can.in_flight_updates:
+            await self._gate.pause(True)
 
     def arrived(self, version: int) -> None:
         """See `Taking`."""

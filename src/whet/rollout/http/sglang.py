@@ -66,6 +66,7 @@ class SglangApi:
     """See `ServerApi`. end_token_ids: end a reply."""
 
     title = "SGLang"
+    no_scores = ""
 
     def __init__(
         self, calls: Calls, folder: Folder, *, max_context: int, end_token_ids: Collection[int]
@@ -148,7 +149,7 @@ class SglangApi:
 
         async def load(path: Path) -> None:
             """The phases: take requests back, load and name, forget what was cached, go on."""
-            engine.begin()
+            await engine.begin()
             await self.pause()
             told = {"model_path": str(path), "weight_version": str(update.version), "flush_cache": True}
             said = await self.calls.ask(LOAD, told)

@@ -8,27 +8,25 @@ None. Its random numbers are its own: equal seeds give equal tokens on the same 
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
-import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 from whet import seeds
-from whet.rollout.engine import PARTS, Capabilities, Health, OnTokens, Part, WeightUpdate
-from whet.rollout.gate import Gate
+from whet.rollout.engine import PARTS, Capabilities, OnTokens, Part, WeightUpdate
 from whet.rollout.http.calls import Call, Calls
-from whet.rollout.http.published import Folder, Version, Written
-from whet.rollout.http.served import Owned, finite, likeliest
+from whet.rollout.http.published import Folder
+from whet.rollout.http.served import Taking, finite, likeliest, through_folder
 from whet.rollout.http.supported import Detected, detect
-from whet.rollout.requests import RequestError, check, check_score, ends_of
+from whet.rollout.requests import ends_of
 from whet.types import (
     Completion,
     FinishReason,
-    Receipt,
+    Metrics,
     Request,
     Sampling,
     ScoreRequest,
@@ -36,8 +34,6 @@ from whet.types import (
     VersionSpan,
     WhetError,
 )
-
-log = logging.getLogger(__name__)
 
 GENERATE = Call("/inference/v1/generate", "for a reply", limit="reply", repeats=False)
 SCORE = Call("/inference/v1/generate", "for log-probs", limit="reply")
@@ -72,131 +68,131 @@ _COUNT = re.compile(r"^vllm:(?P<name>\w+)\{(?P<labels>[^}]*)\} (?P<value>\S+)$",
 _ENDED = ('finished_reason="stop"', 'finished_reason="length"')
 
 
-class VllmEngine:
-    """A `RolloutEngine` that is one vLLM server; `opened` asks it what it is.
+class VllmApi:
+    """See `ServerApi`. end_token_ids: end a reply."""
 
-    vocab: size of the model's output layer. end_token_ids: end a reply. version: of the weights that it is said to
-    have, until the first update.
-    """
+    title = "vLLM"
 
     def __init__(
-        self,
-        calls: Calls,
-        *,
-        folder: Folder,
-        vocab: int,
-        max_context: int,
-        end_token_ids: Collection[int],
-        version: int = 0,
+        self, calls: Calls, folder: Folder, *, max_context: int, end_token_ids: Collection[int]
     ) -> None:
-        self.calls, self.folder, self.name = calls, folder, calls.url
-        self.vocab, self.max_context, self.end_token_ids = vocab, max_context, frozenset(end_token_ids)
-        self.version = version
+        self.calls, self.folder = calls, folder
+        self.max_context, self.end_token_ids = max_context, frozenset(end_token_ids)
         self.is_ = Detected("", False)
-        self._gate = Gate(lambda: self.version)
-        self._owned = Owned(self._gate)
-        self._since = time.time()
         self._run = uuid.uuid4().hex
         """Makes the salt of the cache this engine's own: another run may have had the same server and versions."""
-        self._away: set[Part] = set()
         self._named: dict[str, str] = {}
         """What requests say of the model: nothing, or that they are for the adapters, once there are some."""
         self._alone = asyncio.Lock()
-
-    async def open(self) -> None:
-        """Ask the server what it is, and name its weights. Raises ConfigError where whet cannot sample from it."""
-        self.is_ = await detect(self.calls, max_context=self.max_context, adapters=self.folder.adapters)
-        await self.calls.ask(LABEL, {"new_version": str(self.version)})
+        self._away: frozenset[Part] = frozenset()
 
     @property
-    def program(self) -> str:
-        """The version of the server."""
+    def version(self) -> str:
         return self.is_.version
-
-    # -- the seam
 
     @property
     def can(self) -> Capabilities:
         return CAN_WITH_ADAPTERS if self.folder.adapters else CAN
 
-    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
-        """See `RolloutEngine`."""
-        check(request, vocab=self.vocab, max_context=self.max_context, decodes=False)
-        async with self._gate.passing(request.least_version):
-            return await self._owned(self.completed(request, on_tokens))
-
-    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
-        """See `RolloutEngine`. Only at temperature 1: a server scores prompts without one; and not beside adapters."""
+    @property
+    def no_scores(self) -> str:
         if self.folder.adapters:
-            raise RequestError(
-                "vLLM cannot score given tokens beside other requests with rollout.server.lora=adapter; use merge"
-            )
-        for request in requests:
-            check_score(request, vocab=self.vocab, max_context=self.max_context)
-            if request.temperature != 1.0:
-                raise RequestError(
-                    f"a score with temperature={request.temperature:g}: vLLM scores given tokens at temperature 1 "
-                    "alone; ask for 1, or use rollout.engine=native"
-                )
-        async with self._gate.passing():
-            return list(await self._owned(asyncio.gather(*map(self.scored, requests))))
+            return "vLLM cannot score given tokens beside other requests with rollout.server.lora=adapter; use merge"
+        return ""
 
-    async def update_weights(self, update: WeightUpdate) -> Receipt:
-        """See `RolloutEngine`. Requests in flight are computed anew under the new weights, with their tokens so far."""
-        written = update.tensors
-        if not isinstance(written, Written):
-            written = Written(self.folder, update)
-        version = await written.there()
-        before, began = self.version, time.monotonic()
+    async def open(self, weights: int) -> None:
+        """See `ServerApi`."""
+        self.is_ = await detect(self.calls, max_context=self.max_context, adapters=self.folder.adapters)
+        await self.calls.ask(LABEL, {"new_version": str(weights)})
+
+    def check(self, sampling: Sampling) -> None:
+        """See `ServerApi`. It takes all."""
+
+    async def completed(self, request: Request, weights: int, on_tokens: OnTokens | None) -> Completion:
+        """See `ServerApi`."""
+        body = self._body(request, weights)
         try:
-            await self._load(version, update.version)
-            loaded_s = time.monotonic() - began
-            measured = await self.folder.canary.prove(self, version.expected, version.before)
-        except BaseException as error:
-            self.version = before
-            self._gate.close(f"{self.name} may have a mix of weights: {error}")
+            if on_tokens is None:
+                choice = _choice(await self.calls.ask(GENERATE, body))
+            else:
+                choice = await self._streamed(body, on_tokens)
+        except BaseException:
+            await self.calls.tell(ABORT, {"request_ids": [f"generate-tokens-{request.id}"]})
             raise
-        log.info(
-            "weights version %d: loaded by %s in %.2f s, proved in %.2f s: %s",
-            update.version, self.name, loaded_s, time.monotonic() - began - loaded_s,
-            ", ".join(f"{name} {value:.3g}" for name, value in measured.items()),
-        )  # fmt: skip
-        self._gate.updated()
-        return Receipt(self.name, update.version, measured=measured)
+        return completion(choice, request.sampling, name=self.calls.url)
 
-    async def pause(self, finish: bool) -> None:
-        """See `RolloutEngine`."""
-        if finish:
-            await self._gate.pause(True)
-            await self.calls.ask(FINISH, query={"mode": "wait"})
-        else:
-            self._gate.entry.shut()
-            await self.calls.ask(PAUSE, query={"mode": "keep"})
+    async def scored(self, request: ScoreRequest, weights: int) -> TokenLogprobs:
+        """See `ServerApi`. Those of a prompt, after which one token is sampled."""
+        body = {
+            "request_id": f"score-{uuid.uuid4().hex}",
+            "token_ids": list(request.token_ids),
+            **self._named,
+            "cache_salt": self._salt(weights),
+            "sampling_params": {"max_tokens": 1, "prompt_logprobs": request.top_k},
+        }
+        async with self._alone if self.folder.adapters else nullcontext():
+            said = await self.calls.ask(SCORE, body)
+        name = self.calls.url
+        rows = said["prompt_logprobs"][request.start :]
+        given = request.token_ids[request.start :]
+        return TokenLogprobs(
+            version=_spans(_choice(said), name)[-1].version,
+            logprobs=[finite(row[str(token)]["logprob"], name) for token, row in zip(given, rows)],
+            top=[likeliest(row, request.top_k) for row in rows] if request.top_k else [],
+        )
 
-    async def resume(self) -> None:
-        """See `RolloutEngine`."""
-        await self.calls.ask(RESUME)
-        self._gate.resume()
+    async def take(self, update: WeightUpdate, engine: Taking) -> Metrics:
+        """See `ServerApi`. Requests in flight are computed anew under the new weights, with their tokens so far."""
 
-    async def place(self, device: Literal["gpu", "cpu"], what: frozenset[Part] = PARTS) -> None:
-        """See `RolloutEngine`. A server that was started without --enable-sleep-mode keeps its memory."""
-        if device == "cpu":
-            self._away |= what
-            self._gate.entry.shut()
-            if self.is_.sleeps:  # all or nothing
-                await self.calls.ask(SLEEP, query={"level": "1", "mode": "keep"})
-                for part in PARTS - self._away:
-                    await self.calls.ask(WAKE, query={"tags": TAGS[part]})
-            return
-        for part in ("weights", "cache"):
-            if part in what & self._away and self.is_.sleeps:
-                await self.calls.ask(WAKE, query={"tags": TAGS[part]})
-        self._away -= what
-        if not self._away:
+        async def load(path: Path) -> None:
+            """The phases: stop, load, name, forget what was cached, go on."""
+            await engine.begin()
+            await (self._load_adapters(path) if self.folder.adapters else self._load(path))
+            await self.calls.ask(LABEL, {"new_version": str(update.version)})
+            await self.calls.ask(RESET, query={"reset_running_requests": "true"})
+            engine.arrived(update.version)
             await self.resume()
 
-    async def health(self) -> Health:
-        """See `RolloutEngine`."""
+        return await through_folder(self.folder, update, engine, load)
+
+    async def _load(self, path: Path) -> None:
+        await self.pause()
+        await self.calls.ask(LOAD, {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
+
+    async def _load_adapters(self, path: Path) -> None:
+        """Once the server computes nothing, not even what was aborted."""
+        await self.calls.ask(FINISH, query={"mode": "wait"})
+        told = {"lora_name": ADAPTERS, "lora_path": str(path), "load_inplace": True}
+        await self.calls.ask(LOAD_ADAPTERS, told)
+        self._named = {"model": ADAPTERS}
+
+    async def pause(self) -> None:
+        """See `ServerApi`."""
+        await self.calls.ask(PAUSE, query={"mode": "keep"})
+
+    async def resume(self) -> None:
+        """See `ServerApi`."""
+        await self.calls.ask(RESUME)
+
+    async def put_away(self, what: frozenset[Part]) -> None:
+        """See `ServerApi`. It sleeps as a whole, and what is to stay wakes up again."""
+        if not self.is_.sleeps or not what:
+            return
+        away = self._away | what
+        await self.bring_back(self._away)
+        await self.calls.ask(SLEEP, query={"level": "1", "mode": "keep"})
+        self._away = PARTS
+        await self.bring_back(PARTS - away)
+
+    async def bring_back(self, what: frozenset[Part]) -> None:
+        """See `ServerApi`."""
+        for part in ("weights", "cache"):
+            if part in what & self._away:
+                await self.calls.ask(WAKE, query={"tags": TAGS[part]})
+                self._away -= {part}
+
+    async def counts(self) -> tuple[int, int]:
+        """See `ServerApi`."""
         found = [
             (m["name"], m["labels"], float(m["value"]))
             for m in _COUNT.finditer(await self.calls.ask(METRICS))
@@ -209,50 +205,9 @@ class VllmEngine:
         tokens = sum(
             value for name, _, value in found if name in ("prompt_tokens_total", "generation_tokens_total")
         )
-        return Health(since=self._since, requests=int(requests), tokens=int(tokens))
+        return int(requests), int(tokens)
 
-    async def close(self) -> None:
-        """See `RolloutEngine`. The server goes on; who started it ends it."""
-        self.calls.ending = True
-        self._gate.close("the rollout engine was closed")
-        await self._owned.end()
-        await self.calls.close()
-
-    # -- asking, whoever may pass
-
-    async def completed(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
-        """One reply. When its caller goes away, it is aborted."""
-        body = self._body(request)
-        try:
-            if on_tokens is None:
-                said = await self.calls.ask(GENERATE, body)
-                choice = _choice(said)
-            else:
-                choice = await self._streamed(body, on_tokens)
-        except BaseException:
-            await self.calls.tell(ABORT, {"request_ids": [f"generate-tokens-{request.id}"]})
-            raise
-        return completion(choice, request.sampling, name=self.name)
-
-    async def scored(self, request: ScoreRequest) -> TokenLogprobs:
-        """Log-probs of given tokens: those of a prompt, after which one token is sampled."""
-        body = {
-            "request_id": f"score-{uuid.uuid4().hex}",
-            "token_ids": list(request.token_ids),
-            **self._named,
-            "cache_salt": self._salt,
-            "sampling_params": {"max_tokens": 1, "prompt_logprobs": request.top_k},
-        }
-        async with self._alone if self.folder.adapters else nullcontext():
-            said = await self.calls.ask(SCORE, body)
-        choice = _choice(said)
-        rows = said["prompt_logprobs"][request.start :]
-        given = request.token_ids[request.start :]
-        return TokenLogprobs(
-            version=_spans(choice, self.name)[-1].version,
-            logprobs=[finite(row[str(token)]["logprob"], self.name) for token, row in zip(given, rows)],
-            top=[likeliest(row, request.top_k) for row in rows] if request.top_k else [],
-        )
+    # -- one request
 
     async def _streamed(self, body: dict[str, Any], on_tokens: OnTokens) -> dict[str, Any]:
         """The choice that all events make together."""
@@ -267,31 +222,14 @@ class VllmEngine:
                     on_tokens(list(last["token_ids"]))
         return last | {"token_ids": tokens, "logprobs": {"content": logprobs}}
 
-    async def _load(self, version: Version, number: int) -> None:
-        """The phases of an update: stop, load, name, forget what was cached, go on. Nobody passes meanwhile."""
-        self._gate.entry.shut()
-        if self.folder.adapters:
-            await self.calls.ask(FINISH, query={"mode": "wait"})
-            told = {"lora_name": ADAPTERS, "lora_path": str(version.path), "load_inplace": True}
-            await self.calls.ask(LOAD_ADAPTERS, told)
-            self._named = {"model": ADAPTERS}
-        else:
-            await self.calls.ask(PAUSE, query={"mode": "keep"})
-            arguments = {"weights_path": str(version.path)}
-            await self.calls.ask(LOAD, {"method": "reload_weights", "kwargs": arguments})
-        await self.calls.ask(LABEL, {"new_version": str(number)})
-        await self.calls.ask(RESET, query={"reset_running_requests": "true"})
-        self.version = number
-        await self.calls.ask(RESUME)
-
-    def _body(self, request: Request) -> dict[str, Any]:
+    def _body(self, request: Request, weights: int) -> dict[str, Any]:
         s = request.sampling
         same = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "min_tokens")
         return {
             "request_id": request.id,
             "token_ids": list(request.prompt),
             **self._named,
-            "cache_salt": self._salt,
+            "cache_salt": self._salt(weights),
             "sampling_params": {
                 **{name: getattr(s, name) for name in same},
                 "n": 1,
@@ -304,10 +242,9 @@ class VllmEngine:
             },
         }
 
-    @property
-    def _salt(self) -> str:
+    def _salt(self, weights: int) -> str:
         """What was cached under other weights is never found."""
-        return f"{self._run}-{self.version}"
+        return f"{self._run}-{weights}"
 
 
 # ---------------------------------------------------------------- what it says
