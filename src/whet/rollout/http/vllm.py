@@ -20,9 +20,9 @@ from typing import Any, Literal
 from whet import seeds
 from whet.rollout.engine import PARTS, Capabilities, Health, OnTokens, Part, WeightUpdate
 from whet.rollout.gate import Gate
-from whet.rollout.http.calls import Call, Calls
+from whet.rollout.http.calls import Call, Calls, reading
 from whet.rollout.http.published import Folder, Version, Written
-from whet.rollout.http.served import Owned, finite, likeliest
+from whet.rollout.http.served import Owned, finite, likeliest, whole
 from whet.rollout.http.supported import Detected, detect
 from whet.rollout.requests import RequestError, check, check_score, ends_of
 from whet.types import (
@@ -197,10 +197,9 @@ class VllmEngine:
 
     async def health(self) -> Health:
         """See `RolloutEngine`."""
-        found = [
-            (m["name"], m["labels"], float(m["value"]))
-            for m in _COUNT.finditer(await self.calls.ask(METRICS))
-        ]
+        said = await self.calls.ask(METRICS)
+        with reading(self.name, METRICS):
+            found = [(m["name"], m["labels"], int(float(m["value"]))) for m in _COUNT.finditer(said)]
         requests = sum(
             value
             for name, labels, value in found
@@ -209,7 +208,7 @@ class VllmEngine:
         tokens = sum(
             value for name, _, value in found if name in ("prompt_tokens_total", "generation_tokens_total")
         )
-        return Health(since=self._since, requests=int(requests), tokens=int(tokens))
+        return Health(since=self._since, requests=requests, tokens=tokens)
 
     async def close(self) -> None:
         """See `RolloutEngine`. The server goes on; who started it ends it."""
@@ -226,13 +225,14 @@ class VllmEngine:
         try:
             if on_tokens is None:
                 said = await self.calls.ask(GENERATE, body)
-                choice = _choice(said)
             else:
-                choice = await self._streamed(body, on_tokens)
+                said = {"choices": [await self._streamed(body, on_tokens)]}
         except BaseException:
             await self.calls.tell(ABORT, {"request_ids": [f"generate-tokens-{request.id}"]})
             raise
-        return completion(choice, request.sampling, name=self.name)
+        with reading(self.name, GENERATE):
+            done = completion(_choice(said), request.sampling, name=self.name)
+            return whole(done, request, vocab=self.vocab, name=self.name)
 
     async def scored(self, request: ScoreRequest) -> TokenLogprobs:
         """Log-probs of given tokens: those of a prompt, after which one token is sampled."""
@@ -245,14 +245,15 @@ class VllmEngine:
         }
         async with self._alone if self.folder.adapters else nullcontext():
             said = await self.calls.ask(SCORE, body)
-        choice = _choice(said)
-        rows = said["prompt_logprobs"][request.start :]
         given = request.token_ids[request.start :]
-        return TokenLogprobs(
-            version=_spans(choice, self.name)[-1].version,
-            logprobs=[finite(row[str(token)]["logprob"], self.name) for token, row in zip(given, rows)],
-            top=[likeliest(row, request.top_k) for row in rows] if request.top_k else [],
-        )
+        with reading(self.name, SCORE):
+            rows = said["prompt_logprobs"][request.start :]
+            told = [row[str(token)]["logprob"] for token, row in zip(given, rows, strict=True)]
+            return TokenLogprobs(
+                version=_spans(_choice(said), self.name)[-1].version,
+                logprobs=[finite(value, self.name) for value in told],
+                top=[likeliest(row, request.top_k) for row in rows] if request.top_k else [],
+            )
 
     async def _streamed(self, body: dict[str, Any], on_tokens: OnTokens) -> dict[str, Any]:
         """The choice that all events make together."""
@@ -260,11 +261,14 @@ class VllmEngine:
         logprobs: list[Any] = []
         last: dict[str, Any] = {}
         async for event in self.calls.events(GENERATE, body | {"stream": True}):
-            for last in event["choices"]:
-                tokens += last["token_ids"]
-                logprobs += last["logprobs"]["content"] if last["logprobs"] else []
-                if last["token_ids"]:
-                    on_tokens(list(last["token_ids"]))
+            with reading(self.name, GENERATE):
+                parts = [*event["choices"]]
+                new = [token for part in parts for token in part["token_ids"]]
+                logprobs += [row for part in parts for row in (part["logprobs"] or {}).get("content", ())]
+                last = parts[-1] if parts else last
+            tokens += new
+            if new:
+                on_tokens(new)
         return last | {"token_ids": tokens, "logprobs": {"content": logprobs}}
 
     async def _load(self, version: Version, number: int) -> None:
