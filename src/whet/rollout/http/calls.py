@@ -136,7 +136,7 @@ class Calls:
         return b"".join([piece async for piece in self._pieces(call, said)])
 
     async def _lines(self, call: Call, said: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        """The lines of an answer; aiohttp's own may have 128 KiB, and an event may have a whole reply."""
+        """The lines of an answer; aiohttp's own may have 512 KiB, and an event may have a whole reply."""
         begun: list[bytes] = []
         async for piece in self._pieces(call, said):
             first, *more = piece.split(b"\n")
