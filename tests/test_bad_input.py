@@ -291,6 +291,7 @@ def test_a_manifest_that_does_not_list_what_is_there_is_a_damaged_checkpoint(
         {"record": 3},
         {"config": None},
         {"tasks": {"deep": [[]]}},
+        {"tasks": json.loads("[" * 480 + "]" * 480)},
         {"buffer": []},
         {"value_scale": {"mean": 1}},
         {"ledger": "x"},

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fuzz import checkpoints, readers, replies, runs
+from fuzz import checkpoints, readers, replies, runs, servers
 from fuzz.case import Case
 from fuzz.readers import FUZZERS
 from fuzz.run import case, judge, run, verdicts
@@ -24,7 +24,7 @@ from whet.models import load
 ROOT = Path(__file__).parents[1]
 CASES = {
     "config": 20, "data": 40, "checkpoint": 30, "template": 40, "reply": 100, "model": 20,
-    "run": 30, "adapter": 8, "judge": 8
+    "run": 30, "adapter": 8, "judge": 8, "server": 150
 }  # fmt: skip
 
 
@@ -58,6 +58,7 @@ def test_what_is_not_damaged_is_read(fuzzer: str, tmp_path: Path) -> None:
         "run": runs.run_files(),
         "adapter": runs.adapter_files(),
         "judge": runs.judge_files(),
+        "server": {"vllm": servers.good("vllm")},
     }[fuzzer]
     assert judge(fuzzer, Case(good, next(iter(good)))) == "right"
 

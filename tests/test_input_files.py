@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fuzz.readers import model_folder
+from whet import inputs
 from whet.config.schema import ModelConfig, SourceConfig, TokenizerConfig
 from whet.data import files, parquet, timed
 from whet.data.chat import encode_texts
@@ -55,6 +56,24 @@ def test_rows_are_read_within_limits(text: str, says: str, tmp_path: Path) -> No
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(DataError, match=says):
         read_rows(SourceConfig(path=str(tmp_path / "a.jsonl")))
+
+
+def test_a_key_that_is_given_twice_is_found_without_comparing_all_with_all() -> None:
+    """A line may have a million keys, the last one twice."""
+    compared = 0
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+    names = [*map(str, range(2000)), "1999"]
+    with pytest.raises(ValueError, match="'1999' is given twice"):
+        inputs._object([(Name(name), None) for name in names])
+    assert compared < 10 * len(names)
 
 
 def test_half_of_a_surrogate_pair_in_the_bytes_is_no_text(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Protocol
 
+from whet.inputs import MOST_DEPTH, depth
 from whet.storage.manifests import MANIFEST, digest, manifest, oldest_first, place_of
 from whet.track.files import atomic_folder, tidy, write_json
 from whet.types import CheckpointError, Json, WhetError
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 ALL = ("model", "optimizer")
 
 STATE = "state.json"
+MOST_LEVELS = 2 * MOST_DEPTH
+"""Lists and mappings inside one another: a state has rows, which have at most MOST_DEPTH, in lists of its own."""
 
 GROUPS = "groups.arrow"
 _GROUP = "group in groups.arrow"
@@ -387,9 +390,14 @@ def _listed(path: Path) -> dict[str, tuple[int, str]]:
 
 def _json(path: Path, name: str) -> Json:
     try:
-        return json.loads((path / name).read_text())
+        value = json.loads((path / name).read_text())
     except (OSError, ValueError, RecursionError) as e:
         raise Damaged(f"{path} is not a complete checkpoint ({name}: {e})") from e
+    if depth(value) > MOST_LEVELS:  # who reads on does so by recursion
+        raise Damaged(
+            f"{path} is not a complete checkpoint ({name}: it nests more than {MOST_LEVELS} levels deep)"
+        )
+    return value
 
 
 def glance(root: Path) -> Json:

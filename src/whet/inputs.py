@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import stat
+from collections import Counter
 from pathlib import Path
 
 from whet.types import Json, WhetError
@@ -106,8 +107,8 @@ def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     """An object; a duplicate key is an error, because neither value may be chosen."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
         raise ValueError(f"the key {twice[:100]!r} is given twice in one object; keep one")
     return found
 

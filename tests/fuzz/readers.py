@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 import yaml
 
-from fuzz import checkpoints, replies, runs
+from fuzz import checkpoints, replies, runs, servers
 from fuzz.case import Case, Fuzzer
 from fuzz.mutate import as_json, changed, containers, damaged
 from whet.config.load import load
@@ -378,4 +378,5 @@ FUZZERS: dict[str, Fuzzer] = {
     "run": Fuzzer(lambda random: runs.make_run(random, _damaged_file), runs.read_run),
     "adapter": Fuzzer(lambda random: runs.make_adapter(random, _damaged_file), runs.read_adapter),
     "judge": Fuzzer(lambda random: runs.make_judge(random, _damaged_file), runs.read_judge),
+    "server": Fuzzer(servers.make_server, servers.read_server),
 }

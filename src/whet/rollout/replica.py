@@ -116,9 +116,15 @@ class Replica:
 
 def wrong(done: Completion, *, since: int, latest: int) -> str | None:
     """Why a completion cannot be taken from an engine whose version was `since` to `latest` meanwhile, if so."""
-    versions, n = {span.version for span in done.spans}, len(done.token_ids)
+    versions = {span.version for span in done.spans}
     if versions and not since <= min(versions) <= max(versions) <= latest:
         return f"its tokens have versions {sorted(versions)}, expected {since} to {latest}"
+    return torn(done)
+
+
+def torn(done: Completion) -> str | None:
+    """Why versions or log-probs of a completion are not those of its tokens, if they are not."""
+    n = len(done.token_ids)
     ends = [0, *(span.end for span in done.spans)]
     if [span.start for span in done.spans] != ends[:-1] or ends[-1] != n:
         return f"its versions are of the tokens {[(s.start, s.end) for s in done.spans]}, it sampled {n}"

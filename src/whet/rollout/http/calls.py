@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
 
+from whet.guard.foreign import said as text_of
+from whet.guard.foreign import words
+from whet.inputs import MIB
 from whet.rollout.replica import Late
 from whet.rollout.requests import RequestError
 from whet.types import WhetError
@@ -21,8 +24,16 @@ DEAD = "EngineCore encountered an issue"
 """What vLLM answers when the process that computes has died."""
 KEPT_S = 2.0
 """An idle connection is closed here before vLLM closes it (after 5 s): a call over one that is being closed is lost."""
+MOST_VERSION = 40
+"""Characters of a version."""
 MOST_TOLD = 500
 """Characters of a server's error that are passed on."""
+MOST_ANSWER = 256 * MIB
+"""Bytes of one answer, however it was compressed; of all events of a stream together."""
+UNREADABLE = (
+    AssertionError, AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+"""What reading an answer of another form than the known one raises."""
 TOLD_S = 5.0
 """A server that does not answer in time what it is only told (`Calls.tell`) keeps nobody waiting."""
 
@@ -81,7 +92,8 @@ class Calls:
         for pause_s in (*PAUSES_S[: len(PAUSES_S) * call.repeats], None):
             try:
                 async with self._asked(call, body, query) as said:
-                    return await (said.json() if said.content_type == "application/json" else said.text())
+                    is_json, found = said.content_type == "application/json", await self._whole(call, said)
+                return self._parsed(call, found) if is_json else found.decode("utf-8", "replace")
             except Unreachable as error:
                 if pause_s is None or isinstance(error.__cause__, TimeoutError):
                     raise
@@ -99,17 +111,46 @@ class Calls:
     async def events(self, call: Call, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
         """Every server-sent event of the answer, to its end. Raises as `ask` does; never repeated."""
         async with self._asked(call, body, None) as said:
-            ended = False
-            async for line in said.content:
+            async for line in self._lines(call, said):
                 if line.startswith(b"data: "):
-                    if ended := line.strip() == b"data: [DONE]":
-                        break
-                    event = json.loads(line.removeprefix(b"data: "))
-                    if "error" in event:
+                    if line.strip() == b"data: [DONE]":
+                        return
+                    event = self._parsed(call, line.removeprefix(b"data: "))
+                    if isinstance(event, dict) and "error" in event:
                         raise WhetError(f"{self.url} failed {call.what}: {_message(event)}")
                     yield event
-            if not ended:
-                raise Unreachable(f"{self.url} broke off its answer when asked {call.what}")
+            raise Unreachable(f"{self.url} broke off its answer when asked {call.what}")
+
+    async def _pieces(self, call: Call, said: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        """An answer as it comes, uncompressed. Raises WhetError beyond MOST_ANSWER."""
+        size = 0
+        async for piece in said.content.iter_any():
+            size += len(piece)
+            if size > MOST_ANSWER:
+                raise WhetError(
+                    f"{self.url} answered with more than {MOST_ANSWER // MIB} MiB when asked {call.what}"
+                )
+            yield piece
+
+    async def _whole(self, call: Call, said: aiohttp.ClientResponse) -> bytes:
+        return b"".join([piece async for piece in self._pieces(call, said)])
+
+    async def _lines(self, call: Call, said: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        """The lines of an answer; aiohttp's own may have 512 KiB, and an event may have a whole reply."""
+        begun: list[bytes] = []
+        async for piece in self._pieces(call, said):
+            first, *more = piece.split(b"\n")
+            begun.append(first)
+            for next_ in more:
+                yield b"".join(begun)
+                begun = [next_]
+        yield b"".join(begun)
+
+    def _parsed(self, call: Call, text: bytes) -> Any:
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise WhetError(f"{self.url} did not answer with JSON when asked {call.what}: {error}") from error
 
     @asynccontextmanager
     async def _asked(
@@ -131,16 +172,14 @@ class Calls:
             raise Unreachable(
                 f"{self.url} does not answer when asked {call.what}: {type(error).__name__}: {error}"
             ) from error
-        except json.JSONDecodeError as error:
-            raise WhetError(f"{self.url} did not answer with JSON when asked {call.what}: {error}") from error
 
     async def _refused(self, call: Call, said: aiohttp.ClientResponse) -> WhetError:
-        text = await said.text()
+        text = (await self._whole(call, said)).decode("utf-8", "replace")
         try:
             message = _message(json.loads(text))
-        except json.JSONDecodeError:
-            message = text
-        told = f"{self.url} refused {call.what} with status {said.status}: {message[:MOST_TOLD]}"
+        except (ValueError, RecursionError):
+            message = words(text, MOST_TOLD)
+        told = f"{self.url} refused {call.what} with status {said.status}: {message}"
         if said.status in (401, 403):
             told += "; give its token as rollout.server.token"
         if said.status == 503 or DEAD in message:
@@ -178,5 +217,16 @@ def _message(said: Any) -> str:
     """What an error of vLLM or of its framework says."""
     if isinstance(said, dict):
         inner = said.get("error", said.get("detail", said))
-        return str(inner.get("message", inner) if isinstance(inner, dict) else inner)
-    return str(said)
+        said = inner.get("message", inner) if isinstance(inner, dict) else inner
+    return words(str(said), MOST_TOLD)
+
+
+@contextmanager
+def reading(name: str, call: Call) -> Iterator[None]:
+    """An answer is read inside. Raises WhetError for one of another form than the known one."""
+    try:
+        yield
+    except UNREADABLE as error:
+        raise WhetError(
+            f"{name} answered in an unknown form when asked {call.what}: {type(error).__name__}: {text_of(error)}"
+        ) from error

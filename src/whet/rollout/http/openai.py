@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from whet import seeds
+from whet.guard.foreign import words
 from whet.models.kernels import Ops
 from whet.rollout.engine import Capabilities, OnTokens, Part, WeightUpdate
-from whet.rollout.http.calls import Call, Calls, Unreachable
+from whet.rollout.http.calls import MOST_TOLD, UNREADABLE, Call, Calls, Unreachable, reading
 from whet.rollout.http.canary import Canary
 from whet.rollout.http.published import Written
 from whet.rollout.http.served import Taking, finite, likeliest
@@ -115,18 +116,23 @@ class OpenAIApi:
         name = await self._model()
         self.is_ = Endpoint(name, await self._fields())
         try:
-            first = _choice(await self.calls.ask(TRY, self._trial(stop_token_ids=[], ignore_eos=True)))
-            tokens = first.get("token_ids")
+            said = await self.calls.ask(TRY, self._trial(stop_token_ids=[], ignore_eos=True))
+            with reading(self.calls.url, TRY):
+                first = _choice(said)
+                tokens, told = first.get("token_ids"), _logprobs(first)
             if not isinstance(tokens, list) or len(tokens) != 2:
                 raise ConfigError(f"{self.calls.url} {NO_TOKENS}")
-            if len(_logprobs(first)) != 2:
+            if len(told) != 2:
                 raise ConfigError(
                     f"{self.calls.url} tells no log-probs of the tokens that it samples (logprobs)"
                 )
-            ended = _choice(await self.calls.ask(TRY, self._trial(stop_token_ids=tokens[:1])))
+            said = await self.calls.ask(TRY, self._trial(stop_token_ids=tokens[:1]))
         except RequestError as error:
             raise ConfigError(f"{self.calls.url} {NO_TOKENS}. It says: {error}") from error
-        if ended["token_ids"] != tokens[:1] or ended["finish_reason"] != "stop":
+        with reading(self.calls.url, TRY):
+            ended = _choice(said)
+            ends = ended["token_ids"] == tokens[:1] and ended["finish_reason"] == "stop"
+        if not ends:
             raise ConfigError(
                 f"{self.calls.url} ignores stop_token_ids, so replies would not end where this run's end: use a server "
                 "that takes them (vLLM, SGLang)"
@@ -150,20 +156,23 @@ class OpenAIApi:
         reason: str | None = None
         self._tokens += len(request.prompt)
         async with aclosing(self.calls.events(COMPLETE, self._body(request, ends))) as events:
-            async for choice in (choice async for event in events for choice in event["choices"]):
-                new = choice.get("token_ids") or []
+            async for event in events:
+                with reading(self.calls.url, COMPLETE):
+                    choices = [*event["choices"]]
+                    new = [token for choice in choices for token in choice.get("token_ids") or []]
+                    told += [value for choice in choices for value in _logprobs(choice)]
+                    reason = next((c["finish_reason"] for c in choices if c["finish_reason"]), reason)
                 tokens += new
-                told += _logprobs(choice)
-                reason = choice["finish_reason"] or reason
                 self._tokens += len(new)
                 if new and on_tokens is not None:
-                    on_tokens(list(new))
+                    on_tokens(new)
         self._requests += 1
         if len(tokens) != len(told):
             raise WhetError(
                 f"{self.calls.url} told log-probs of {len(told)} of the {len(tokens)} tokens it sampled"
             )
-        finish = _finish(reason, tokens, ends, name=self.calls.url)
+        with reading(self.calls.url, COMPLETE):
+            finish = _finish(reason, tokens, ends, name=self.calls.url)
         s, values = request.sampling, [finite(value, self.calls.url) for value in told]
         known = self.can.tells_logprobs(s)
         return Completion(
@@ -182,15 +191,18 @@ class OpenAIApi:
             "temperature": 1.0,
             "prompt_logprobs": request.top_k,
         }
-        rows = _choice(await self.calls.ask(SCORE, body))["prompt_logprobs"][request.start :]
+        said = await self.calls.ask(SCORE, body)
         self._requests += 1
         self._tokens += len(request.token_ids)
         given = request.token_ids[request.start :]
-        return TokenLogprobs(
-            version=weights,
-            logprobs=[finite(row[str(token)]["logprob"], self.calls.url) for token, row in zip(given, rows)],
-            top=[likeliest(row, request.top_k) for row in rows] if request.top_k else [],
-        )
+        with reading(self.calls.url, SCORE):
+            rows = _choice(said)["prompt_logprobs"][request.start :]
+            told = [row[str(token)]["logprob"] for token, row in zip(given, rows, strict=True)]
+            return TokenLogprobs(
+                version=weights,
+                logprobs=[finite(value, self.calls.url) for value in told],
+                top=[likeliest(row, request.top_k) for row in rows] if request.top_k else [],
+            )
 
     async def take(self, update: WeightUpdate, engine: Taking) -> Metrics:
         """See `ServerApi`. Nothing is sent: the server has the weights already, or it is refused."""
@@ -225,7 +237,7 @@ class OpenAIApi:
     async def _model(self) -> str:
         try:
             names = [str(model["id"]) for model in (await self.calls.ask(MODELS))["data"]]
-        except (RequestError, KeyError, TypeError) as error:
+        except (RequestError, *UNREADABLE) as error:
             raise ConfigError(
                 f"{self.calls.url} does not answer as an OpenAI-compatible server does: {error}; "
                 "rollout.server.urls has addresses without /v1"
@@ -235,7 +247,8 @@ class OpenAIApi:
         if self.asked in names:
             return str(self.asked)
         raise ConfigError(
-            f"{self.calls.url} serves {', '.join(names) or 'no model'}; rollout.server.model names one of them"
+            f"{self.calls.url} serves {words(', '.join(names), MOST_TOLD) or 'no model'}; rollout.server.model "
+            "names one of them"
         )
 
     async def _fields(self) -> frozenset[str]:
@@ -245,7 +258,7 @@ class OpenAIApi:
             return frozenset(schema["components"]["schemas"]["CompletionRequest"]["properties"])
         except Unreachable:
             raise
-        except (WhetError, KeyError, TypeError) as error:
+        except (WhetError, *UNREADABLE) as error:
             log.info(
                 "%s has no schema, so it is asked with OpenAI's own settings alone: %s", self.calls.url, error
             )

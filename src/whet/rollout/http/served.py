@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from whet.rollout.gate import Gate
 from whet.rollout.http.calls import Calls
 from whet.rollout.http.canary import Asked
 from whet.rollout.http.published import Folder, Written
+from whet.rollout.replica import torn
 from whet.rollout.requests import RequestError, check, check_score
 from whet.types import Completion, Metrics, Receipt, Request, Sampling, ScoreRequest, TokenLogprobs, WhetError
 
@@ -226,7 +228,8 @@ class HttpEngine:
 
     async def completed(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
         """One reply."""
-        return await self.api.completed(request, self.version, on_tokens)
+        done = await self.api.completed(request, self.version, on_tokens)
+        return whole(done, request, vocab=self.vocab, name=self.name)
 
     async def scored(self, request: ScoreRequest) -> TokenLogprobs:
         """Log-probs of given tokens."""
@@ -255,11 +258,34 @@ NO_LOGPROB = -9999.0
 """What servers say where a log-prob is NaN or minus infinity; some say the smallest number that there is, or null."""
 
 
-def finite(value: float | None, name: str) -> float:
+MOST_LOGPROB = 0.01
+"""A log-prob is at most 0; rounding may leave it a little above."""
+
+
+def finite(value: Any, name: str) -> float:
     """A log-prob that a server told. Raises WhetError for one that is none."""
-    if value is None or value <= NO_LOGPROB:
+    if value is None or (isinstance(value, float) and (value <= NO_LOGPROB or math.isnan(value))):
         raise WhetError(f"{name} told a log-prob that is not finite; its weights have most likely diverged")
+    if type(value) not in (int, float) or not NO_LOGPROB < value <= MOST_LOGPROB:
+        raise WhetError(f"{name} told the log-prob {str(value)[:40]!r}; expected a number of at most 0")
     return float(value)
+
+
+def whole(done: Completion, request: Request, *, vocab: int, name: str) -> Completion:
+    """The reply. Raises WhetError for tokens that no reply to this request can have, and where versions or log-probs
+    are not those of its tokens."""
+    tokens, most = done.token_ids, request.sampling.max_tokens
+    if not isinstance(tokens, list) or not 1 <= len(tokens) <= most:
+        raise WhetError(f"{name} sampled {len(tokens)} tokens; expected 1 to {most}")
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocab:
+            raise WhetError(
+                f"{name} sampled the token {str(token)[:40]}; the model's vocabulary is 0 to {vocab - 1}: the server "
+                "has another model"
+            )
+    if why := torn(done):
+        raise WhetError(f"{name}: {why}")
+    return done
 
 
 def likeliest(row: Mapping[str, Mapping[str, Any]], count: int) -> list[tuple[int, float]]:

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from whet import seeds
+from whet.guard.foreign import words
 from whet.rollout.engine import FILTERS, Capabilities, OnTokens, Part, WeightUpdate
-from whet.rollout.http.calls import Call, Calls
+from whet.rollout.http.calls import MOST_TOLD, Call, Calls, reading
 from whet.rollout.http.published import Folder
 from whet.rollout.http.served import Taking, finite, through_folder
 from whet.rollout.http.sglang_facts import Facts, detect
@@ -131,18 +132,22 @@ class SglangApi:
             "top_logprobs_num": request.top_k,
         }
         said = await self.calls.ask(SCORE, body)
-        info, name = said["meta_info"], self.calls.url
-        rows, given = info["input_token_logprobs"][request.start :], request.token_ids[request.start :]
-        if [row[1] for row in rows] != list(given):
-            raise WhetError(
-                f"{name} told log-probs of {len(rows)} other tokens than the {len(given)} it was given"
+        name, given = self.calls.url, request.token_ids[request.start :]
+        with reading(name, SCORE):
+            info = said["meta_info"]
+            rows = info["input_token_logprobs"][request.start :]
+            if [row[1] for row in rows] != list(given):
+                raise WhetError(
+                    f"{name} told log-probs of {len(rows)} other tokens than the {len(given)} it was given"
+                )
+            top = info["input_top_logprobs"][request.start :] if request.top_k else []
+            return TokenLogprobs(
+                version=_number(info["weight_version"], name),
+                logprobs=[finite(row[0], name) for row in rows],
+                top=[
+                    [(int(token), float(value)) for value, token, *_ in row[: request.top_k]] for row in top
+                ],
             )
-        top = info["input_top_logprobs"][request.start :] if request.top_k else []
-        return TokenLogprobs(
-            version=_number(info["weight_version"], name),
-            logprobs=[finite(row[0], name) for row in rows],
-            top=[[(token, float(value)) for value, token, *_ in row[: request.top_k]] for row in top],
-        )
 
     async def take(self, update: WeightUpdate, engine: Taking) -> Metrics:
         """See `ServerApi`."""
@@ -153,8 +158,11 @@ class SglangApi:
             await self.pause()
             told = {"model_path": str(path), "weight_version": str(update.version), "flush_cache": True}
             said = await self.calls.ask(LOAD, told)
-            if not said["success"]:
-                raise WhetError(f"{self.calls.url} did not load the weights: {said['message']}")
+            with reading(self.calls.url, LOAD):
+                if not said["success"]:
+                    raise WhetError(
+                        f"{self.calls.url} did not load the weights: {words(said['message'], MOST_TOLD)}"
+                    )
             await self.calls.ask(FLUSH)  # refused where something is still cached
             engine.arrived(update.version)
             await self.resume()
@@ -186,11 +194,13 @@ class SglangApi:
 
     async def counts(self) -> tuple[int, int]:
         """See `ServerApi`. Tokens are counted at every step of the scheduler; requests when they end."""
-        found: dict[str, float] = {"num_requests_total": 0, "realtime_tokens_total": 0}
-        for m in _COUNT.finditer(await self.calls.ask(METRICS)):
-            if m["name"] in found:
-                found[m["name"]] += float(m["value"])
-        return int(found["num_requests_total"]), int(found["realtime_tokens_total"])
+        found = {"num_requests_total": 0, "realtime_tokens_total": 0}
+        said = await self.calls.ask(METRICS)
+        with reading(self.calls.url, METRICS):
+            for m in _COUNT.finditer(said):
+                if m["name"] in found:
+                    found[m["name"]] += int(float(m["value"]))
+        return found["num_requests_total"], found["realtime_tokens_total"]
 
     # -- one request
 
@@ -204,7 +214,10 @@ class SglangApi:
             said = await (
                 self.calls.ask(GENERATE, body) if on_tokens is None else self._streamed(body, on_tokens)
             )
-            return completion(said, request.sampling, ends=ends, penalised=bool(without), name=self.calls.url)
+            with reading(self.calls.url, GENERATE):
+                return completion(
+                    said, request.sampling, ends=ends, penalised=bool(without), name=self.calls.url
+                )
         except BaseException:
             await self.calls.tell(ABORT, {"rid": body["rid"]})
             raise
@@ -240,18 +253,21 @@ class SglangApi:
         rows: list[Any] = []
         last: dict[str, Any] = {}
         async for last in self.calls.events(GENERATE, body | {"stream": True}):
+            with reading(self.calls.url, GENERATE):
+                info = last["meta_info"]
+                count = info["completion_tokens"] - len(tokens)
+                new = [*last["output_ids"][-count:]] if count else []
+                rows += info["output_token_logprobs"][-count:] if count else []
+            tokens += new
+            if new:
+                on_tokens(new)
+        with reading(self.calls.url, GENERATE):
             info = last["meta_info"]
-            if count := info["completion_tokens"] - len(tokens):
-                new = last["output_ids"][-count:]
-                tokens += new
-                rows += info["output_token_logprobs"][-count:]
-                on_tokens(list(new))
-        info = last["meta_info"]
-        whole = info.get("output_token_logprobs") or []
-        return {
-            "output_ids": tokens,
-            "meta_info": info | {"output_token_logprobs": whole if len(whole) == len(tokens) else rows},
-        }
+            whole = info.get("output_token_logprobs") or []
+            return {
+                "output_ids": tokens,
+                "meta_info": info | {"output_token_logprobs": whole if len(whole) == len(tokens) else rows},
+            }
 
     def _key(self, weights: int) -> str:
         """What was cached under other weights is never found."""

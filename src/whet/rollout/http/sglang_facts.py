@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from whet.guard.foreign import said, words
 from whet.rollout.engine import Part
-from whet.rollout.http.calls import Call, Calls
+from whet.rollout.http.calls import MOST_VERSION, UNREADABLE, Call, Calls
 from whet.rollout.http.versions import known
 from whet.rollout.requests import RequestError
 from whet.types import ConfigError
@@ -71,7 +72,7 @@ async def detect(calls: Calls, *, max_context: int) -> Facts:
     """Ask a server what it is. Raises ConfigError, with what to do, where whet cannot sample from it."""
     try:
         info = await calls.ask(INFO)
-        version = str(info["version"])
+        version = words(str(info["version"]), MOST_VERSION)
         row = known(version, "sglang")
         if row.state == "refused":
             raise ConfigError(f"{calls.url} is SGLang {version}: {row.says}")
@@ -81,8 +82,8 @@ async def detect(calls: Calls, *, max_context: int) -> Facts:
         wrong = unfit(info, generates=model["is_generation"], max_context=max_context)
     except RequestError as error:
         raise ConfigError(f"{calls.url} does not answer as SGLang does: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{calls.url} does not answer as SGLang does: it lacks {error}") from error
+    except UNREADABLE as error:
+        raise ConfigError(f"{calls.url} does not answer as SGLang does: it lacks {said(error)}") from error
     if wrong:
         raise ConfigError(f"{calls.url} {wrong}")
     parts: set[Part] = set()

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from whet.rollout.http.calls import Call, Calls
+from whet.guard.foreign import said, words
+from whet.rollout.http.calls import MOST_VERSION, UNREADABLE, Call, Calls
 from whet.rollout.http.versions import VLLM, known
 from whet.rollout.requests import RequestError
 from whet.types import ConfigError, WhetError
@@ -52,7 +53,7 @@ class Detected:
 async def detect(calls: Calls, *, max_context: int, adapters: bool = False) -> Detected:
     """Ask a server what it is. Raises ConfigError, with what to do, where whet cannot sample from it."""
     try:
-        version = str((await calls.ask(VERSION))["version"])
+        version = words(str((await calls.ask(VERSION))["version"]), MOST_VERSION)
         row = known(version)
         if row.state == "refused":
             raise ConfigError(f"{calls.url} is vLLM {version}: {row.says}")
@@ -64,13 +65,17 @@ async def detect(calls: Calls, *, max_context: int, adapters: bool = False) -> D
         info = await calls.ask(INFO, query={"config_format": "json"})
         config = info["vllm_config"]["model_config"]
         speculative = info["vllm_config"].get("speculative_config")
+        wrong, sleeps = (
+            unfit(config, speculative=speculative, max_context=max_context),
+            config.get("enable_sleep_mode"),
+        )
     except RequestError as error:
         raise ConfigError(f"{calls.url} does not answer as vLLM does: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{calls.url} does not answer as vLLM does: it lacks {error}") from error
-    if wrong := unfit(config, speculative=speculative, max_context=max_context):
+    except UNREADABLE as error:
+        raise ConfigError(f"{calls.url} does not answer as vLLM does: it lacks {said(error)}") from error
+    if wrong:
         raise ConfigError(f"{calls.url} {wrong}")
-    return Detected(version, bool(config.get("enable_sleep_mode")))
+    return Detected(version, bool(sleeps))
 
 
 def lacking(openapi: Any, *, adapters: bool = False) -> str:

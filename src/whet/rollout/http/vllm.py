@@ -18,7 +18,7 @@ from typing import Any
 
 from whet import seeds
 from whet.rollout.engine import PARTS, Capabilities, OnTokens, Part, WeightUpdate
-from whet.rollout.http.calls import Call, Calls
+from whet.rollout.http.calls import Call, Calls, reading
 from whet.rollout.http.published import Folder
 from whet.rollout.http.served import Taking, finite, likeliest, through_folder
 from whet.rollout.http.supported import Detected, detect
@@ -113,13 +113,14 @@ class VllmApi:
         body = self._body(request, weights)
         try:
             if on_tokens is None:
-                choice = _choice(await self.calls.ask(GENERATE, body))
+                said = await self.calls.ask(GENERATE, body)
             else:
-                choice = await self._streamed(body, on_tokens)
+                said = {"choices": [await self._streamed(body, on_tokens)]}
         except BaseException:
             await self.calls.tell(ABORT, {"request_ids": [f"generate-tokens-{request.id}"]})
             raise
-        return completion(choice, request.sampling, name=self.calls.url)
+        with reading(self.calls.url, GENERATE):
+            return completion(_choice(said), request.sampling, name=self.calls.url)
 
     async def scored(self, request: ScoreRequest, weights: int) -> TokenLogprobs:
         """See `ServerApi`. Those of a prompt, after which one token is sampled."""
@@ -133,13 +134,15 @@ class VllmApi:
         async with self._alone if self.folder.adapters else nullcontext():
             said = await self.calls.ask(SCORE, body)
         name = self.calls.url
-        rows = said["prompt_logprobs"][request.start :]
         given = request.token_ids[request.start :]
-        return TokenLogprobs(
-            version=_spans(_choice(said), name)[-1].version,
-            logprobs=[finite(row[str(token)]["logprob"], name) for token, row in zip(given, rows)],
-            top=[likeliest(row, request.top_k) for row in rows] if request.top_k else [],
-        )
+        with reading(name, SCORE):
+            rows = said["prompt_logprobs"][request.start :]
+            told = [row[str(token)]["logprob"] for token, row in zip(given, rows, strict=True)]
+            return TokenLogprobs(
+                version=_spans(_choice(said), name)[-1].version,
+                logprobs=[finite(value, name) for value in told],
+                top=[likeliest(row, request.top_k) for row in rows] if request.top_k else [],
+            )
 
     async def take(self, update: WeightUpdate, engine: Taking) -> Metrics:
         """See `ServerApi`. Requests in flight are computed anew under the new weights, with their tokens so far."""
@@ -193,10 +196,9 @@ class VllmApi:
 
     async def counts(self) -> tuple[int, int]:
         """See `ServerApi`."""
-        found = [
-            (m["name"], m["labels"], float(m["value"]))
-            for m in _COUNT.finditer(await self.calls.ask(METRICS))
-        ]
+        said = await self.calls.ask(METRICS)
+        with reading(self.calls.url, METRICS):
+            found = [(m["name"], m["labels"], int(float(m["value"]))) for m in _COUNT.finditer(said)]
         requests = sum(
             value
             for name, labels, value in found
@@ -205,7 +207,7 @@ class VllmApi:
         tokens = sum(
             value for name, _, value in found if name in ("prompt_tokens_total", "generation_tokens_total")
         )
-        return int(requests), int(tokens)
+        return requests, tokens
 
     # -- one request
 
@@ -215,11 +217,14 @@ class VllmApi:
         logprobs: list[Any] = []
         last: dict[str, Any] = {}
         async for event in self.calls.events(GENERATE, body | {"stream": True}):
-            for last in event["choices"]:
-                tokens += last["token_ids"]
-                logprobs += last["logprobs"]["content"] if last["logprobs"] else []
-                if last["token_ids"]:
-                    on_tokens(list(last["token_ids"]))
+            with reading(self.calls.url, GENERATE):
+                parts = [*event["choices"]]
+                new = [token for part in parts for token in part["token_ids"]]
+                logprobs += [row for part in parts for row in (part["logprobs"] or {}).get("content", ())]
+                last = parts[-1] if parts else last
+            tokens += new
+            if new:
+                on_tokens(new)
         return last | {"token_ids": tokens, "logprobs": {"content": logprobs}}
 
     def _body(self, request: Request, weights: int) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""Answers of inference servers that would fill the memory, hang or reach a terminal; `fuzz.servers` has wrong ones."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from test_http_engine import quick
+from whet import secrets
+from whet.rollout.http import calls as module
+from whet.rollout.http.calls import Call, Calls, Unreachable
+from whet.types import WhetError
+
+MOST = 1 << 20
+CALL = Call("/it", "for it", repeats=False)
+LOUD = "\x1b]0;owned\x07" + "\ud800" + "x" * 100_000
+
+
+async def endless(http: web.Request) -> web.StreamResponse:
+    said = web.StreamResponse()
+    await said.prepare(http)
+    while True:
+        await said.write(b"data: [1]\n" * 10_000)
+
+
+async def dripping(http: web.Request) -> web.StreamResponse:
+    said = web.StreamResponse()
+    await said.prepare(http)
+    while True:
+        await said.write(b"[")
+        await asyncio.sleep(0.01)
+
+
+def saying(body: bytes, *, status: int = 200, **headers: str) -> Any:
+    async def handler(_: web.Request) -> web.Response:
+        kind = {"Content-Type": "application/json"}
+        return web.Response(body=body, status=status, headers=kind | headers)
+
+    return handler
+
+
+def asked(handler: Any, *, events: bool = False, answer: float = 20.0) -> Any:
+    """What one call of a server that answers so comes to."""
+
+    async def story() -> Any:
+        app = web.Application()
+        app.router.add_post("/it", handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        client = Calls(f"http://127.0.0.1:{runner.addresses[0][1]}", limits=quick(answer))
+        try:
+            work: Coroutine[Any, Any, Any] = told(client) if events else client.ask(CALL)
+            return await asyncio.wait_for(work, 30)
+        finally:
+            await client.close()
+            await runner.cleanup()
+
+    async def told(client: Calls) -> list[Any]:
+        return [event async for event in client.events(CALL, {})]
+
+    return asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("handler", "says"),
+    [
+        (saying(b"[" * 100_000), "not answer with JSON"),
+        (saying(b'"\xff\xfe"'), "not answer with JSON"),
+        (saying(b""), "not answer with JSON"),
+        (saying(b"9" * 5000), "not answer with JSON"),
+        (saying(b"[" + b"1," * MOST + b"1]"), "more than 1 MiB"),
+        (saying(gzip.compress(b" " * (64 * MOST)), **{"Content-Encoding": "gzip"}), "more than 1 MiB"),
+        (endless, "more than 1 MiB"),
+    ],
+    ids=["deep", "bytes", "nothing", "digits", "long", "bomb", "endless"],
+)
+@pytest.mark.parametrize("status", [200, 500])
+def test_an_answer_that_nobody_could_hold_is_refused(
+    handler: Any, says: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_ANSWER", MOST)
+
+    async def so(http: web.Request) -> web.StreamResponse:
+        made: web.StreamResponse = await handler(http)
+        made.set_status(status)
+        return made
+
+    with pytest.raises(WhetError, match=says if status == 200 or "MiB" in says else "refused"):
+        asked(so)
+
+
+def test_a_stream_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_ANSWER", MOST)
+    with pytest.raises(WhetError, match="more than 1 MiB"):
+        asked(endless, events=True)
+
+
+def test_an_answer_that_drips_has_the_deadline_of_its_call() -> None:
+    with pytest.raises(Unreachable, match="has not answered within"):
+        asked(dripping, answer=0.3)
+
+
+def test_an_event_may_have_a_whole_reply() -> None:
+    """More than the 512 KiB that aiohttp takes for one line, and cut anywhere by the network."""
+    events = [{"tokens": list(range(200_000))}, {"text": "\u00e9" * 1000}]
+    body = "".join(f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events)
+    assert asked(saying(f"{body}data: [DONE]\n\n".encode()), events=True) == events
+
+
+def test_an_event_without_an_end_is_a_broken_answer() -> None:
+    with pytest.raises(Unreachable, match="broke off"):
+        asked(saying(b'data: {"a": 1}\n\n'), events=True)
+
+
+ERRORS = [{"error": {"message": LOUD}}, {"error": LOUD}, {"detail": [LOUD]}, [LOUD], LOUD]
+
+
+@pytest.mark.parametrize(
+    ("body", "events"), [*((e, False) for e in ERRORS), *((e, True) for e in ERRORS[:2])]
+)
+def test_what_a_server_says_of_an_error_is_short_and_commands_no_terminal(body: Any, events: bool) -> None:
+    text = json.dumps(body)
+    handler = saying(f"data: {text}\n\n".encode()) if events else saying(text.encode(), status=500)
+    with pytest.raises(WhetError, match="owned") as caught:
+        asked(handler, events=events)
+    said = str(caught.value)
+    assert len(said) < 1000
+    assert said.isprintable()
+    said.encode()
+
+
+def test_a_server_that_tells_its_token_back_is_struck_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "_known", {})
+    monkeypatch.setattr(secrets, "_forms", {})
+    monkeypatch.setattr(secrets, "_pattern", None)
+    secrets.learn("rollout.server.token", "tok-9f31c2aa77")
+    with pytest.raises(WhetError, match="redacted") as caught:
+        asked(saying(b'{"error": "no entry for tok-9f31c2aa77"}', status=401))
+    assert "tok-9f31c2aa77" not in str(caught.value)
