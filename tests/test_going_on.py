@@ -193,7 +193,6 @@ def test_keys_of_another_version_are_no_change() -> None:
 
 
 def test_a_rate_that_is_not_given_is_that_of_its_method() -> None:
-    """A checkpoint of whet 0.1 has the number that was the default then."""
     at, none = "train.optimizer.lr", ("train.optimizer.lr=null",)
     assert told(none, (f"{at}=1e-6",)) == {}
     assert told((f"{at}=2e-6",), none) == {at: "numbers"}

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from whet.config.functions import ADVANTAGES, LOSSES, WEIGHTS, Function
-from whet.config.renamed import HOMES, present
 from whet.config.schema import Config, Section
 
 Path = tuple[str | int, ...]
@@ -278,11 +277,9 @@ def suggest(path: Iterable[str | int]) -> list[str]:
     First the same section, then names of other frameworks, then the same or a similar name anywhere.
     """
     path = tuple(path)
-    if (now := present(path)) != path:
-        return [dotted(now)]
     name, above = str(path[-1]), path[:-1]
-    if above[-1:] == ("algorithm",) and name in HOMES:
-        return [dotted((*above, part, name)) for part in HOMES[name]]
+    if above[-1:] == ("algorithm",) and (read := _read_by(name)):
+        return [dotted((*above, part, name)) for part in read]
     siblings = children(above)
     near = _closest(name, siblings)
     if near:
@@ -302,6 +299,11 @@ def suggest(path: Iterable[str | int]) -> list[str]:
         hit = difflib.get_close_matches(name, ends, n=1, cutoff=0.75)
     found = [key for h in hit for key in ends[h]]
     return [dotted(key) for key in sorted(found, key=lambda k: (k[0] in ASIDES, len(k)))][:2]
+
+
+def _read_by(setting: str) -> list[str]:
+    """The parts of an algorithm whose functions have this setting."""
+    return [part for part in ("loss", "advantage") if ("algorithm", part, setting) in settings()]
 
 
 def did_you_mean(path: Iterable[str | int]) -> str:

@@ -21,7 +21,6 @@ from whet.config.faults import shown
 from whet.config.keys import TABLES, Key, dotted, is_list, keys, lookup
 from whet.config.keys import Path as At
 from whet.config.recipes import with_settings
-from whet.config.renamed import renamed
 from whet.config.schema import AlgorithmConfig, Config, Section
 from whet.config.secrets import dump, hidden
 from whet.config.tree import get, stage_names, stage_tree
@@ -208,7 +207,7 @@ def changes(old: Json, new: Json) -> list[Change]:
     A missing key has its default; keys that are not in the schema come from another version of whet and are ignored.
     A stage that only one config has is one change, of `stages`.
     """
-    was, now = _stages(redact_tree(hidden(renamed(old)[0]))), _stages(redact_tree(hidden(new)))
+    was, now = _stages(redact_tree(hidden(old))), _stages(redact_tree(hidden(new)))
     both = [name for name in now if name in was]
     found = [replace(c, stage=name) for name in both for c in _differences(was[name], now[name], ())]
     kinds = {n: _kind(c, now[c.stage]) for n, c in enumerate(found) if c.stage is not None}
