@@ -100,6 +100,13 @@ CLASSES: Mapping[Class, str] = {
 """Every key of the schema is in one row, itself or by its section. A key in a stage has the same class as in the base
 config."""
 
+RESUME = {
+    "auto": "Resume the run in the run directory, if there is one.",
+    "never": "Refuse a run directory that holds a run.",
+    "fresh": "Move the existing files aside and start a new run.",
+}
+"""What checkpoint.resume may be beside the path of a checkpoint."""
+
 LENGTH = ("train.steps", "train.epochs")
 SOURCES = (("data", "train"), ("data", "demonstrations"), ("data", "eval"))
 """Data that a tokenizer of `tokenizer.build` is built from."""

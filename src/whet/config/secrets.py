@@ -144,9 +144,7 @@ def left_out(cfg: Config) -> list[str]:
     walk.of(tree)
     struck = [path for path, value in leaves(tree) if isinstance(value, str) and "<redacted:" in value]
     masked = [
-        p
-        for p, value in walk.found
-        if value == MASK and p[:1] != ("buffer",) and p[-3:-1] != ENVIRONMENT
+        p for p, value in walk.found if value == MASK and p[:1] != ("buffer",) and p[-3:-1] != ENVIRONMENT
     ]
     return [dotted(path) for path in dict.fromkeys([*masked, *struck])]
 
