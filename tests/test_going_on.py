@@ -19,11 +19,12 @@ from tiny import RUN
 from whet import checkpoint
 from whet.cli import app
 from whet.config import memory, resuming
+from whet.config.key_table import column
 from whet.config.keys import keys
 from whet.config.load import load
 from whet.config.memory_estimate import check_memory
 from whet.config.plan import plans
-from whet.config.resuming import CLASSES, changes, class_of, fingerprint
+from whet.config.resuming import changes, class_of, fingerprint
 from whet.config.secrets import dump
 from whet.track import manifest, show
 from whet.training.torch import TorchEngine
@@ -91,13 +92,13 @@ def told(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
 
 
 def test_every_key_belongs_to_exactly_one_class() -> None:
-    rows = [(key, kind) for kind, row in CLASSES.items() for key in row.split()]
+    rows = list(column("resume").items())
     known = {".".join(path) for path in keys()}
     assert [key for key, _ in rows if key not in known] == []
     for leaf in (key for key in keys().values() if key.section is None):
         above = {".".join(leaf.path[:n]) for n in range(1, len(leaf.path) + 1)}
         found = [kind for key, kind in rows if key in above]
-        assert len(found) == 1, f"{'.'.join(leaf.path)}: {found}; give it one class in config/resuming.py"
+        assert len(found) == 1, f"{'.'.join(leaf.path)}: {found}; give it one class in config/keys.tsv"
         assert class_of(leaf.path) == found[0]
 
 
