@@ -79,7 +79,7 @@ def _judged(rule: Rule, when: str, text: str) -> Node:
 
 
 def _constraint(rule: Constraint) -> Node:
-    return {"keys": rule.keys.split(), "broken-by": list(rule.broken), "error": error(rule)}
+    return {"keys": list(rule.keys), "broken-by": list(rule.broken), "error": error(rule)}
 
 
 def _written(node: Mapping[str, Any], path: Path, defs: Mapping[str, Any]) -> Node:

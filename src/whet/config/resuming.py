@@ -29,8 +29,8 @@ from whet.secrets import REDACTED, redact_tree
 from whet.types import CheckpointError, Json
 
 Class = Literal["identity", "numbers", "rounding", "free"]
-"""Strictest first. Every key of the schema has one in `keys.tsv`, itself or by its section; in a stage it has the same as
-in the base config."""
+"""Strictest first. Every key of the schema has one in `keys.tsv`, itself or by its section; in a stage it has the same
+as in the base config."""
 
 _CLASSES = column("resume")
 
