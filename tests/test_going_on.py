@@ -19,11 +19,12 @@ from tiny import RUN
 from whet import checkpoint
 from whet.cli import app
 from whet.config import memory, resuming
+from whet.config.key_table import column
 from whet.config.keys import keys
 from whet.config.load import load
 from whet.config.memory_estimate import check_memory
 from whet.config.plan import plans
-from whet.config.resuming import CLASSES, changes, class_of, fingerprint
+from whet.config.resuming import changes, class_of, fingerprint
 from whet.config.secrets import dump
 from whet.track import manifest, show
 from whet.training.torch import TorchEngine
@@ -91,13 +92,13 @@ def told(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
 
 
 def test_every_key_belongs_to_exactly_one_class() -> None:
-    rows = [(key, kind) for kind, row in CLASSES.items() for key in row.split()]
+    rows = list(column("resume").items())
     known = {".".join(path) for path in keys()}
     assert [key for key, _ in rows if key not in known] == []
     for leaf in (key for key in keys().values() if key.section is None):
         above = {".".join(leaf.path[:n]) for n in range(1, len(leaf.path) + 1)}
         found = [kind for key, kind in rows if key in above]
-        assert len(found) == 1, f"{'.'.join(leaf.path)}: {found}; give it one class in config/resuming.py"
+        assert len(found) == 1, f"{'.'.join(leaf.path)}: {found}; give it one class in config/keys.tsv"
         assert class_of(leaf.path) == found[0]
 
 
@@ -193,7 +194,6 @@ def test_keys_of_another_version_are_no_change() -> None:
 
 
 def test_a_rate_that_is_not_given_is_that_of_its_method() -> None:
-    """A checkpoint of whet 0.1 has the number that was the default then."""
     at, none = "train.optimizer.lr", ("train.optimizer.lr=null",)
     assert told(none, (f"{at}=1e-6",)) == {}
     assert told((f"{at}=2e-6",), none) == {at: "numbers"}

@@ -16,10 +16,10 @@ from whet.checkpoint import TOKENIZER, Keep, Saver
 from whet.config.checks import check_stop_tokens
 from whet.config.checks_parallel import world
 from whet.config.checks_sync import has_adapters
-from whet.config.choices import RESUME
 from whet.config.engines import ENGINES
 from whet.config.load import Loaded
 from whet.config.plan import Plan, dtype_on
+from whet.config.resuming import RESUME
 from whet.config.schema import Config, LoraConfig, ModelConfig
 from whet.context import StopFlag
 from whet.data.tasks import (

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import yaml
 
 from whet import checkpoint
-from whet.config.choices import RESUME
 from whet.config.load import Loaded
 from whet.config.plan import dtype_on
-from whet.config.resuming import Change, finished_with_others, longer, other_code, taken
+from whet.config.resuming import RESUME, Change, finished_with_others, longer, other_code, taken
 from whet.config.schema import Config
 from whet.config.secrets import for_people
 from whet.storage.manifests import place_of

@@ -14,7 +14,6 @@ from whet.config.faults import faults, named, shown
 from whet.config.interpolate import interpolate
 from whet.config.keys import TABLES, Path, did_you_mean, dotted, lookup
 from whet.config.parse import parse
-from whet.config.renamed import present, renamed
 from whet.config.schema import Config
 from whet.config.shorthand import expanded
 from whet.config.tree import get, leaves, merge, origin, path_of, stage_names, stage_tree
@@ -35,14 +34,10 @@ class Draft:
     """(place, text)"""
     broken: set[Path] = field(default_factory=set)
     """Paths whose problem is already reported."""
-    renamed: tuple[str, ...] = ()
-    """What was given by names of whet 0.1, and the present ones."""
 
     def put(self, path: Path, value: Json, source: str) -> None:
         """Merge a value in at a path; a list index in it must exist."""
-        value, notes = renamed(value, path)
         value = expanded(value, _in_base(path))
-        self.renamed += notes
         self.tree = _replaced(self.tree, path, value, ())
         if not isinstance(value, dict):
             self.origins = {at: s for at, s in self.origins.items() if at[: len(path)] != path}
@@ -50,13 +45,6 @@ class Draft:
             self.origins[at] = source
             for n in range(len(path) or 1, len(at)):
                 self.origins.setdefault(at[:n], source)
-
-    def use_present_names(self) -> None:
-        """Rename what a native file gives by names of whet 0.1."""
-        self.tree, self.renamed = renamed(self.tree)
-        self.origins = {
-            at if get(self.tree, at) is not None else present(at): s for at, s in self.origins.items()
-        }
 
     def expand(self) -> None:
         """Put the long forms in the place of short ones."""
@@ -70,10 +58,7 @@ class Draft:
             self.problems.append((source, _no_override(key)))
             return
         parsed = parse(value)
-        given = path_of(key, stage_names(self.tree))
-        path = path_of(dotted(present(given)), stage_names(self.tree))
-        if path != given:
-            self.renamed += (f"{dotted(given)} is {dotted(path)}",)
+        path = path_of(key, stage_names(self.tree))
         wrong = [said for _, said in parsed.problems] or [w for w in (self._closed(path),) if w]
         if wrong:
             self.problems += [(source, said) for said in wrong]

@@ -16,16 +16,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from whet.config import choices, engines, functions, hints, trackers
+from whet.config import engines, functions, hints, trackers
 from whet.config.conditions import subjects
 from whet.config.constraints import CONSTRAINTS, Constraint, error
+from whet.config.engines import EngineRow
 from whet.config.facts import NAMED
 from whet.config.keys import Key, keys
 from whet.config.keys import settings as keys_of_settings
 from whet.config.recipe_table import RECIPES
+from whet.config.resuming import RESUME
 from whet.config.rules import NOTED, REFUSED, RULES, Rule, visible_when
 from whet.config.schema import Config, Section
 from whet.config.shorthand import SOURCES, short_for
+from whet.config.trackers import TrackerRow
 from whet.config.tree import STAGE_SECTIONS
 from whet.types import Json
 
@@ -76,7 +79,7 @@ def _judged(rule: Rule, when: str, text: str) -> Node:
 
 
 def _constraint(rule: Constraint) -> Node:
-    return {"keys": rule.keys.split(), "broken-by": list(rule.broken), "error": error(rule)}
+    return {"keys": list(rule.keys), "broken-by": list(rule.broken), "error": error(rule)}
 
 
 def _written(node: Mapping[str, Any], path: Path, defs: Mapping[str, Any]) -> Node:
@@ -176,11 +179,11 @@ def _settings(section: type[Section], part: str) -> Json:
     }
 
 
-def _functions(part: str, table: Mapping[str, functions.Function], about: Mapping[str, str]) -> list[Json]:
+def _functions(part: str, table: Mapping[str, functions.Function]) -> list[Json]:
     return [
         {
             "name": name,
-            "about": about[name],
+            "about": row.about,
             "settings": _settings(row.settings, part),
             "needs": sorted(row.needs),
         }
@@ -188,8 +191,8 @@ def _functions(part: str, table: Mapping[str, functions.Function], about: Mappin
     ]
 
 
-def _lines(about: Mapping[str, str]) -> list[Json]:
-    return [{"name": name, "about": line} for name, line in about.items()]
+def _lines(table: Mapping[str, functions.Function | EngineRow | TrackerRow]) -> list[Json]:
+    return [{"name": name, "about": row.about} for name, row in table.items()]
 
 
 @functools.cache
@@ -197,11 +200,11 @@ def _choices() -> dict[str, list[Json]]:
     """Names that a key knows without being limited to them."""
     return {
         "algorithm.name": _recipes(),
-        "algorithm.advantage": _functions("advantage", functions.ADVANTAGES, choices.ADVANTAGES),
-        "algorithm.loss": _functions("loss", functions.LOSSES, choices.LOSSES),
-        "algorithm.correction.weight": _functions("correction.weight", functions.WEIGHTS, choices.WEIGHTS),
-        "rewards.*.function": _lines(choices.REWARDS),
-        "rollout.engine": _lines({name: row.about for name, row in engines.ENGINES.items()}),
-        "track.trackers": _lines({name: row.about for name, row in trackers.TRACKERS.items()}),
-        "checkpoint.resume": _lines(choices.RESUME),
+        "algorithm.advantage": _functions("advantage", functions.ADVANTAGES),
+        "algorithm.loss": _functions("loss", functions.LOSSES),
+        "algorithm.correction.weight": _functions("correction.weight", functions.WEIGHTS),
+        "rewards.*.function": _lines(functions.REWARDS),
+        "rollout.engine": _lines(engines.ENGINES),
+        "track.trackers": _lines(trackers.TRACKERS),
+        "checkpoint.resume": [{"name": name, "about": about} for name, about in RESUME.items()],
     }

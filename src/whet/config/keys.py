@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from whet.config.functions import ADVANTAGES, LOSSES, WEIGHTS, Function
-from whet.config.renamed import HOMES, present
+from whet.config.key_table import column
 from whet.config.schema import Config, Section
 
 Path = tuple[str | int, ...]
@@ -24,71 +24,7 @@ Path = tuple[str | int, ...]
 ASIDES = ("stages", "critic", "reference", "eval")
 """Sections that repeat keys of other sections; suggestions list them last."""
 
-FOREIGN = {
-    "learning_rate": "train.optimizer.lr",
-    "max_grad_norm": "train.optimizer.max_grad_norm",
-    "clip_grad": "train.optimizer.max_grad_norm",
-    "beta1": "train.optimizer.betas",
-    "beta2": "train.optimizer.betas",
-    "warmup_ratio": "train.optimizer.schedule.warmup_ratio",
-    "lr_warmup_steps": "train.optimizer.schedule.warmup_steps",
-    "lr_scheduler_type": "train.optimizer.schedule.type",
-    "scheduler": "train.optimizer.schedule.type",
-    "batch_size": "train.tasks_per_step",
-    "train_batch_size": "train.tasks_per_step",
-    "max_steps": "train.steps",
-    "total_training_steps": "train.steps",
-    "num_train_epochs": "train.epochs",
-    "total_epochs": "train.epochs",
-    "num_epochs": "train.epochs",
-    "ppo_epochs": "train.update_epochs",
-    "ppo_mini_batch_size": "train.minibatches",
-    "mini_batch_size": "train.minibatches",
-    "micro_batch_size": "train.micro_batch_rollouts",
-    "per_device_train_batch_size": "train.micro_batch_rollouts",
-    "gradient_accumulation_steps": "train.micro_batch_tokens",
-    "max_tokens_per_gpu": "train.micro_batch_tokens",
-    "num_generations": "rollout.group_size",
-    "n": "rollout.group_size",
-    "n_samples_per_prompt": "rollout.group_size",
-    "max_new_tokens": "rollout.sampling.max_tokens",
-    "max_completion_length": "rollout.sampling.max_tokens",
-    "max_response_length": "rollout.sampling.max_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "truncation": "data.overlong",
-    "train_files": "data.train",
-    "val_files": "data.eval",
-    "validation": "eval",
-    "test_freq": "eval.interval",
-    "eval_steps": "eval.interval",
-    "save_freq": "checkpoint.interval",
-    "save_steps": "checkpoint.interval",
-    "save_total_limit": "checkpoint.keep",
-    "output_dir": "run_dir",
-    "default_local_dir": "run_dir",
-    "model_name_or_path": "model.path",
-    "torch_dtype": "model.dtype",
-    "adv_estimator": "algorithm.advantage",
-    "advantage_estimator": "algorithm.advantage",
-    "loss_agg_mode": "algorithm.loss_agg_mode",
-    "clip_ratio": "algorithm.loss.clip_low",
-    "clip_ratio_low": "algorithm.loss.clip_low",
-    "clip_ratio_high": "algorithm.loss.clip_high",
-    "epsilon": "algorithm.loss.clip_low",
-    "temperature": "rollout.sampling.temperature",
-    "kl_coef": "algorithm.reward_kl.coef",
-    "kl_loss_coef": "algorithm.kl.coef",
-    "kl_penalty": "algorithm.reward_kl.estimator",
-    "kl_loss_type": "algorithm.kl.estimator",
-    "use_kl_loss": "algorithm.kl.coef",
-    "lambda": "algorithm.advantage.lam",
-    "discount": "algorithm.advantage.gamma",
-    "reward_function": "rewards",
-    "reward_fn": "rewards",
-    "random_seed": "seed",
-    "num_workers": "reward_workers.count",
-    "logger": "track.trackers",
-}
+FOREIGN = {name: key for key, names in column("names").items() for name in names.split(", ")}
 """Names of keys in other frameworks."""
 
 
@@ -278,11 +214,9 @@ def suggest(path: Iterable[str | int]) -> list[str]:
     First the same section, then names of other frameworks, then the same or a similar name anywhere.
     """
     path = tuple(path)
-    if (now := present(path)) != path:
-        return [dotted(now)]
     name, above = str(path[-1]), path[:-1]
-    if above[-1:] == ("algorithm",) and name in HOMES:
-        return [dotted((*above, part, name)) for part in HOMES[name]]
+    if above[-1:] == ("algorithm",) and (read := _read_by(name)):
+        return [dotted((*above, part, name)) for part in read]
     siblings = children(above)
     near = _closest(name, siblings)
     if near:
@@ -302,6 +236,11 @@ def suggest(path: Iterable[str | int]) -> list[str]:
         hit = difflib.get_close_matches(name, ends, n=1, cutoff=0.75)
     found = [key for h in hit for key in ends[h]]
     return [dotted(key) for key in sorted(found, key=lambda k: (k[0] in ASIDES, len(k)))][:2]
+
+
+def _read_by(setting: str) -> list[str]:
+    """The parts of an algorithm whose functions have this setting."""
+    return [part for part in ("loss", "advantage") if ("algorithm", part, setting) in settings()]
 
 
 def did_you_mean(path: Iterable[str | int]) -> str:

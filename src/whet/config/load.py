@@ -29,7 +29,6 @@ from whet.config.derived import with_lr
 from whet.config.draft import Draft
 from whet.config.faults import Refused, faults, named, shown
 from whet.config.parse import parse, plain
-from whet.config.renamed import RELEASE
 from whet.config.schema import Config
 from whet.dialects.here import fitted
 from whet.dialects.idle import at_hand, idle, noted, without
@@ -138,7 +137,6 @@ def load(
             raise Refused(draft.problems, what)
         overrides = [text.removeprefix("whet.") for text in overrides if text.startswith("whet.")]
     else:
-        draft.use_present_names()
         draft.expand()
     if values:
         draft.put((), plain(values), "values")
@@ -146,8 +144,6 @@ def load(
         draft.override(override)
     if translation is not None and not draft.problems and (here or hardware.elsewhere()):
         translation = fitted(draft, translation)
-    if draft.renamed:
-        notes += (f"{RELEASE}: {'; '.join(draft.renamed)}",)
     written, config = draft.tree, _finished(draft)
     if config is not None and translation is not None and not draft.problems:
         unread = idle(config, stage_configs(config), translation)

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from whet.config.derived import method_lr
 from whet.config.faults import shown
+from whet.config.key_table import column
 from whet.config.keys import TABLES, Key, dotted, is_list, keys, lookup
 from whet.config.keys import Path as At
 from whet.config.recipes import with_settings
-from whet.config.renamed import renamed
 from whet.config.schema import AlgorithmConfig, Config, Section
 from whet.config.secrets import dump, hidden
 from whet.config.tree import get, stage_names, stage_tree
@@ -29,77 +29,17 @@ from whet.secrets import REDACTED, redact_tree
 from whet.types import CheckpointError, Json
 
 Class = Literal["identity", "numbers", "rounding", "free"]
+"""Strictest first. Every key of the schema has one in `keys.tsv`, itself or by its section; in a stage it has the same
+as in the base config."""
 
-CLASSES: Mapping[Class, str] = {
-    "identity": """
-        mode
-        model.path model.scratch model.dtype model.overrides model.trust_remote_code
-        model.lora.rank model.lora.alpha model.lora.rslora model.lora.targets model.lora.exclude_modules
-        model.lora.fused model.lora.rank_pattern model.lora.alpha_pattern model.lora.modules_to_save model.lora.init
-        model.lora.pissa_iterations model.lora.path
-        tokenizer.path tokenizer.build tokenizer.vocab_size
-        critic.path critic.head critic.overrides
-        critic.lora.rank critic.lora.alpha critic.lora.rslora critic.lora.targets critic.lora.exclude_modules
-        critic.lora.fused critic.lora.rank_pattern critic.lora.alpha_pattern critic.lora.modules_to_save
-        critic.lora.init critic.lora.pissa_iterations
-        critic.lora.path critic.optimizer.name critic.optimizer.state_dtype
-        train.trainable train.precision.master_weights train.optimizer.name train.optimizer.state_dtype
-        stages.*.name""",
-    "numbers": """
-        seed imports data algorithm rewards
-        model.lora.dropout tokenizer.chat_template tokenizer.chat_template_kwargs tokenizer.date
-        critic.lora.dropout critic.warmup_steps critic.minibatches critic.update_epochs critic.value_clip
-        critic.loss_agg_mode critic.normalize_decay
-        critic.optimizer.lr critic.optimizer.param_groups critic.optimizer.betas critic.optimizer.eps
-        critic.optimizer.momentum critic.optimizer.weight_decay critic.optimizer.decay_all
-        critic.optimizer.max_grad_norm critic.optimizer.schedule
-        reference
-        rollout.engine rollout.server.options rollout.server.env rollout.server.model
-        rollout.quantization rollout.group_size rollout.sampling rollout.sync_interval
-        rollout.max_staleness rollout.schedule rollout.partial_rollout rollout.spare_tasks
-        rollout.env.make rollout.env.arguments rollout.env.max_turns rollout.env.max_cost
-        rollout.env.observation_tokens rollout.env.history rollout.env.max_tokens_per
-        rollout.env.tokens_after_prompt rollout.env.input_tokens rollout.env.tool_format
-        buffer.replay buffer.url buffer.order sync.driven_by sync.dtype
-        train.steps train.epochs train.drop_last train.tasks_per_step train.minibatches train.update_epochs
-        train.shuffle_minibatches train.router_aux_loss_coef train.router_aux_loss_scope train.router_z_loss_coef
-        train.temperature
-        train.precision.compute train.precision.float8 train.precision.reduce train.precision.loss_scale
-        train.precision.loss_scale_steps
-        train.optimizer.lr train.optimizer.param_groups train.optimizer.betas train.optimizer.eps
-        train.optimizer.momentum train.optimizer.weight_decay train.optimizer.decay_all train.optimizer.max_grad_norm
-        train.optimizer.schedule
-        eval.interval eval.interval_epochs
-        stages.*.algorithm stages.*.data stages.*.rewards stages.*.rollout stages.*.buffer stages.*.train
-        stages.*.critic stages.*.reference stages.*.eval""",
-    "rounding": """
-        critic.micro_batch_tokens critic.micro_batch_rollouts critic.gradient_checkpointing
-        critic.optimizer.implementation rollout.replicas rollout.max_num_seqs
-        rollout.server.lora
-        train.micro_batch_tokens train.micro_batch_rollouts train.forward_micro_batch_tokens
-        train.forward_micro_batch_rollouts train.share_prompts train.skip_zero_weight train.gradient_checkpointing
-        train.offload train.compile
-        train.optimizer.implementation
-        train.parallel.dp_replicate train.parallel.dp_shard train.parallel.tp train.parallel.cp train.parallel.pp
-        train.parallel.pipeline_chunks train.parallel.ep train.parallel.separate_ranks
-        train.engine train.deepspeed
-        machine.device machine.threads machine.logprob_parity machine.kernels machine.kv_cache_mb""",
-    "free": """
-        name run_dir checkpoint track profile reward_workers cluster
-        rollout.retries rollout.timeout_s rollout.timeout_factor
-        rollout.server.urls rollout.server.token rollout.server.command rollout.server.weights_dir
-        rollout.server.canary_bound rollout.server.timeout_s rollout.server.load_timeout_s
-        rollout.server.start_timeout_s rollout.server.restarts
-        rollout.env.timeout_s rollout.env.hosts rollout.env.memory_mb
-        buffer.lease_s buffer.explorer_name sync.method sync.content sync.timeout_s sync.keep
-        train.parallel.reshard_after_forward train.parallel.wrap_min_num_params train.parallel.prefetch
-        train.parallel.timeout_s train.max_skipped_steps train.early_stopping
-        eval.at_start eval.at_end eval.samples eval.sampling eval.sources eval.success eval.reward eval.log_samples
-        eval.offline
-        machine.memory_mb machine.watchdog_timeout_s""",
+_CLASSES = column("resume")
+
+RESUME = {
+    "auto": "Resume the run in the run directory, if there is one.",
+    "never": "Refuse a run directory that holds a run.",
+    "fresh": "Move the existing files aside and start a new run.",
 }
-"""Every key of the schema is in one row, itself or by its section. A key in a stage has the same class as in the base
-config."""
+"""What checkpoint.resume may be beside the path of a checkpoint."""
 
 LENGTH = ("train.steps", "train.epochs")
 SOURCES = (("data", "train"), ("data", "demonstrations"), ("data", "eval"))
@@ -130,22 +70,17 @@ FREE_WHERE: Mapping[str, Callable[[Json], bool]] = {
     **dict.fromkeys(LENGTH, _no_schedule_ends),
     **dict.fromkeys(("eval.interval", "eval.interval_epochs"), _every_step_syncs),
 }
-"""Keys of the row `numbers` that change no number in a stage for which the function returns True."""
-
-
-@cache
-def _rows() -> dict[str, Class]:
-    return {key: kind for kind, row in CLASSES.items() for key in row.split()}
+"""Keys of the class `numbers` that change no number in a stage for which the function returns True."""
 
 
 @cache
 def class_of(path: tuple[str, ...]) -> Class:
     """The class of a key of the schema (with a star for names and indices); for a section the strictest class in it."""
     named = [".".join(path[:n]) for n in range(1, len(path) + 1)]
-    if found := [_rows()[name] for name in named if name in _rows()]:
-        return found[0]
+    if found := [_CLASSES[name] for name in named if name in _CLASSES]:
+        return found[0]  # type: ignore[return-value]
     inner = {class_of(key.path) for key in keys().values() if key.path[:-1] == path}
-    return next(kind for kind in CLASSES if kind in inner)
+    return next(kind for kind in get_args(Class) if kind in inner)
 
 
 @dataclass(frozen=True)
@@ -208,7 +143,7 @@ def changes(old: Json, new: Json) -> list[Change]:
     A missing key has its default; keys that are not in the schema come from another version of whet and are ignored.
     A stage that only one config has is one change, of `stages`.
     """
-    was, now = _stages(redact_tree(hidden(renamed(old)[0]))), _stages(redact_tree(hidden(new)))
+    was, now = _stages(redact_tree(hidden(old))), _stages(redact_tree(hidden(new)))
     both = [name for name in now if name in was]
     found = [replace(c, stage=name) for name in both for c in _differences(was[name], now[name], ())]
     kinds = {n: _kind(c, now[c.stage]) for n, c in enumerate(found) if c.stage is not None}

@@ -5,7 +5,8 @@
     rule     read: something reads the keys only when the condition holds; otherwise a key that is set is refused, and
              a form hides it. acts: the same of settings of an algorithm, whose defaults, and false, may stand there
              though nothing reads them. refused: these values do not go together; the error stands at the key. noted:
-             they do, with a consequence that a user should know; a note. where: a name for a condition
+             they do, with a consequence that a user should know; a note. where: a name for a condition.
+             computed: a check in Python over these keys; the condition is overrides that break it (`constraints`)
     keys     one dotted key, or `section: name name`; `*` stands for any entry of a list or any name, a section for all
              keys in it
     when     the condition, in the words of `conditions`. Names without a section are facts (`facts.NAMED`) or settings
@@ -72,7 +73,7 @@ def _table() -> Iterator[Rule]:
     for line in lines("whet.config", "rules.tsv"):
         if line["rule"] == "where":
             defined[line["keys"]] = parsed(line["when"], defined, LISTS)
-        else:
+        elif line["rule"] != "computed":
             yield from (_rule(each, defined) for each in _several(line))
 
 

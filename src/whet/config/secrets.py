@@ -27,8 +27,8 @@ _FREE = ("arguments", "params", "reward_kwargs", "monitor_args")
 """Sections of any keys, which mean what the function makes of them."""
 _DATA = ("rows",)
 """What is trained on is no setting."""
-ENVIRONMENTS = (("reward_workers", "env"), ("guard", "env"))
-"""Sections of environment variables; the second is whet 0.1's name."""
+ENVIRONMENT = ("reward_workers", "env")
+"""The section of environment variables."""
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*'?([^,}']+)")
 
 
@@ -47,7 +47,7 @@ class _Hidden:
         """The same, hidden. name: of the key it is below. free: it is below a section of any keys. sure: it is below a
         name that means a secret."""
         if isinstance(value, dict):
-            if path[-2:] in ENVIRONMENTS:
+            if path[-2:] == ENVIRONMENT:
                 return {k: self.variable(v, (*path, k), str(k)) for k, v in value.items()}
             return {
                 k: v if k in _DATA else self.of(v, (*path, k), name=str(k),
@@ -74,8 +74,7 @@ class _Hidden:
         self.found.append((path, value))
         if self.variables is None or not secrets.may_be_secret(value) or value.startswith(DIGEST):
             return secrets.without(value, MASK)
-        # not the present name: runs that were begun under the old one hold digests made with it
-        digest = hashlib.sha256(f"whet guard.env {name}={value}".encode()).hexdigest()
+        digest = hashlib.sha256(f"whet reward_workers.env {name}={value}".encode()).hexdigest()
         return self.variables.format(digest=digest)
 
     def hide(self, path: Path, value: str) -> str:
@@ -95,7 +94,7 @@ def learn(tree: Json, *, everywhere: bool = False) -> None:
     for path, value in walk.found:
         if value == MASK:
             continue
-        if path[-3:-1] in ENVIRONMENTS and not secrets.is_secret(str(path[-1])):
+        if path[-3:-1] == ENVIRONMENT and not secrets.is_secret(str(path[-1])):
             secrets.guess(dotted(path), value)
         else:
             secrets.learn(dotted(path), value)
@@ -145,9 +144,7 @@ def left_out(cfg: Config) -> list[str]:
     walk.of(tree)
     struck = [path for path, value in leaves(tree) if isinstance(value, str) and "<redacted:" in value]
     masked = [
-        p
-        for p, value in walk.found
-        if value == MASK and p[:1] != ("buffer",) and p[-3:-1] not in ENVIRONMENTS
+        p for p, value in walk.found if value == MASK and p[:1] != ("buffer",) and p[-3:-1] != ENVIRONMENT
     ]
     return [dotted(path) for path in dict.fromkeys([*masked, *struck])]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from whet.config.keys import lookup
-from whet.config.renamed import present
 from whet.config.tree import get, leaves
 from whet.dialects.match import read
 from whet.dialects.tables import FILES, NATIVE, dialect, named
@@ -36,8 +35,8 @@ def recognise(tree: Mapping[str, Json], wanted: str | None = None) -> str:
 def _looks_native(tree: Mapping[str, Json]) -> bool:
     """Whether all sections of the file, and what stands directly in them, are native."""
     return all(
-        lookup(present((top,)))
-        and (not isinstance(inner, dict) or all(lookup(present((top, name))) for name in inner))
+        lookup((top,))
+        and (not isinstance(inner, dict) or all(lookup((top, name)) for name in inner))
         for top, inner in tree.items()
     )
 
@@ -50,7 +49,7 @@ def _share(tree: Mapping[str, Json], name: str) -> float:
 
 def _native_share(tree: Mapping[str, Json]) -> float:
     paths = [path for path, _ in leaves(dict(tree)) if path]
-    return sum(lookup(present(path)) is not None for path in paths) / max(len(paths), 1)
+    return sum(lookup(path) is not None for path in paths) / max(len(paths), 1)
 
 
 def _has_sign(tree: Mapping[str, Json], name: str) -> bool:

@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from whet.config.parse import parse
-from whet.config.renamed import renamed
 from whet.data.parquet import read_parquet, read_schema
 from whet.inputs import MOST_CONFIG_BYTES, MOST_JSON_BYTES, check_regular, parse_json, read_bytes, read_text
 from whet.types import DataError, Json, Message
@@ -228,7 +227,7 @@ def read_config(run_dir: Path) -> dict[str, Json]:
     found = parse(read_text(path, DataError, most=MOST_CONFIG_BYTES))
     for line, said in found.problems:
         raise DataError(f"{path}:{line}: {said}")
-    return _config(renamed(found.tree)[0], str(path))
+    return _config(found.tree, str(path))
 
 
 def _config(tree: Json, where: str) -> dict[str, Json]:
