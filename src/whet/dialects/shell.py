@@ -1,8 +1,8 @@
 """A shell script -> the commands that it would start, by the real bash in a sandbox (`guard/enclosed.py`).
 
-There are only programs that make text of text. Any other command is not found, and bash hands it to a function that
-notes it with its words, its line and its environment, and succeeds. The sandbox is a process of its own: this one
-stays as it is.
+There are only programs that make text of text. Any other command is not found, and bash hands it to a function
+(`prelude.sh`) that notes it with its words, its line and its environment, and succeeds. The sandbox is a process of
+its own: this one stays as it is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -37,51 +38,6 @@ _LOST = re.compile(
 """What bash says of a program, or a file to be sourced, that it did not reach."""
 _NAME = re.compile(r"[\w./+@%-]+")
 
-_PRELUDE = r"""
-enable -n kill
-exec {BASH_XTRACEFD}>/dev/null
-__whet_sleeps=0
-__whet_note() {
-    local IFS=$' \t\n' name piped=0 at=1
-    while [[ ${BASH_SOURCE[at]-} == PRELUDE ]]; do (( at += 1 )); done
-    [[ -p /dev/fd/1 ]] && piped=1
-    {
-        printf '%s\0' "$1" "${BASH_LINENO[-2]}" "${BASH_LINENO[at - 1]}" "${BASH_SOURCE[at]-}"
-        printf '%s\0' "$PWD" "$piped" "$(($# - 1))" "${@:2}"
-        for name in $(compgen -e); do
-            case $name in SECRETS) ;; *) printf '%s=%s\0' "$name" "${!name-}" ;; esac
-        done
-    } > NOTES/"$EPOCHREALTIME.$BASHPID.$RANDOM"
-    return "$piped"
-}
-command_not_found_handle() {
-    case "$*" in npu-smi*|rocm-smi*|*torch_npu*) __whet_note probe "$@" || :; return 1 ;; esac
-    __whet_note start "$@" || printf '%s' OUTPUT
-    return STATUS
-}
-__whet_other() {
-    local first=
-    [[ -f $1 && -r $1 ]] && { IFS= read -r first < "$1" || :; } 2> /dev/null
-    if [[ $1 == */@(ba|da|z|)sh || $first == '#!'*sh* ]]; then
-        [[ $first == '#!'*sh* ]] || shift
-        bash "$@"
-    else
-        command_not_found_handle "$@"
-    fi
-}
-ulimit() { :; }
-sh() { bash "$@"; }
-dash() { bash "$@"; }
-zsh() { bash "$@"; }
-sleep() { if (( ++__whet_sleeps > SLEEPS )); then exit 0; fi; }
-cd() { builtin cd "$@" 2> /dev/null || __whet_note cd "$@" || :; }
-command() {
-    case ${1-} in
-        -v|-V) builtin command "$@" || case ${2-} in npu-smi|rocm-smi) return 1 ;; *) echo "${2-}" ;; esac ;;
-        *) builtin command "$@" ;;
-    esac
-}
-"""
 _EXEC = 'exec() { if (( $# )); then "$@"; exit; fi; }\n'
 _SOURCE = '%s() { case $1 in %s) __whet_note source "$@" || : ;; *) builtin source "$@" ;; esac; }\n'
 
@@ -232,7 +188,8 @@ def _environment(script: Script) -> dict[str, str]:
 
 def _prelude(notes: Path, output: str, status: int, lost: set[str], environment: Mapping[str, str]) -> str:
     """What bash reads first. Secrets of the environment are in no note: a killed run leaves its notes behind."""
-    text = _PRELUDE.replace("PRELUDE", shlex.quote(str(notes.parent / "prelude")))
+    text = files(__package__).joinpath("prelude.sh").read_text(encoding="utf-8")
+    text = text.replace("PRELUDE", shlex.quote(str(notes.parent / "prelude")))
     text = text.replace("NOTES", shlex.quote(str(notes))).replace("OUTPUT", shlex.quote(output))
     text = text.replace("STATUS", str(status)).replace("SLEEPS", str(_ENDS_AFTER_SLEEPS))
     hidden = [name for name in environment if is_secret(name) and name.isidentifier()]

@@ -11,9 +11,11 @@ from whet.dialects.trinity.values import (
     Native,
     agreed,
     arguments,
+    arguments_of,
     at_least,
     distills,
     entries,
+    functions,
     given,
     is_megatron,
     known_as,
@@ -28,66 +30,6 @@ from whet.types import ConfigError, Json
 
 KEY = "algorithm.advantage_fn"
 
-_GROUPS: Native = {"epsilon": 1e-6, "std_threshold": None, "std_cal_level": "group"}
-
-ADVANTAGES: dict[str, Native] = {
-    "ppo": {"gamma": 1.0, "lam": 1.0},
-    "grpo": {**_GROUPS, "duplicate_experiences": False, "rank_penalty": None},
-    "grpo_verl": {"epsilon": 1e-6},
-    "step_wise_grpo": {**_GROUPS, "enable_step_norm": False},
-    "gigpo": {
-        "omega": 1.0,
-        "gamma": 1.0,
-        "fnorm": "none",
-        "epsilon": 1e-6,
-        "step_reward_key": "step_reward",
-        "env_state_hash_key": "env_state_hash",
-    },
-    "opmd": {"opmd_baseline": "mean", "tau": 1.0},
-    "asymre": {"baseline_shift": -0.1},
-    "rec": {"epsilon": 1e-6, "std_normalize": False, "drop": None},
-    "rloo": {},
-    "remax": {},
-    "reinforce": {},
-    "reinforceplusplus": {"gamma": 1.0},
-    "on_policy_distill": {"kl_coef": 1.0},
-    "jsd": {"kl_coef": 1.0, "lambda_coef": 0.5, "temperature": 1.0, "chunk_size": None},
-    "clipb": {"epsilon": 1e-6, "mu": 2.5},
-    "clipv": {"epsilon": 1e-6, "mu": 8.5, "max_frac": 1e-4},
-    "none": {},
-}
-"""The advantages with their arguments and defaults."""
-
-_NEEDS = {"duplicate_experiences": "std_threshold", "epsilon": "std_normalize"}
-"""Arguments that only another one makes count; the second of rec."""
-
-_NATIVE = {
-    "ppo": "gae",
-    "grpo_verl": "grpo",
-    "clipb": "grpo",
-    "clipv": "grpo",
-    "reinforceplusplus": "reinforce_plus_plus",
-    "on_policy_distill": "distill",
-    "jsd": "distill",
-}
-_ARGUMENTS = {
-    "gamma": "advantage.gamma",
-    "lam": "advantage.lam",
-    "kl_coef": "advantage.distill_coef",
-    "lambda_coef": "advantage.distill_mixture",
-    "baseline_shift": "advantage.baseline_shift",
-    "epsilon": "advantage.std_epsilon",
-    "omega": "advantage.turn_weight",
-    "opmd_baseline": "advantage.opmd_baseline",
-    "std_normalize": "advantage.normalize_std",
-    "std_threshold": "groups.min_std",
-    "rank_penalty": "advantage.rank_penalty",
-    "enable_step_norm": "advantage.divide_by_turns",
-    "drop": "resample",
-    "mu": "entropy_clip_mu",
-    "max_frac": "entropy_clip_max_frac",
-}
-"""Arguments by their native names; those that are null or false by default are left out at it."""
 _ENTROPY_CLIP = {"clipb": "batch", "clipv": "vocabulary"}
 """Advantages of grpo that leave tokens out: entropy_clip."""
 _OF_ONE = {"ppo": "ppo", "on_policy_distill": "on_policy_distill", "jsd": "jsd"}
@@ -104,7 +46,7 @@ def advantage(values: Values) -> Native:
             )
         return {}
     name = text(values, KEY) or base.advantage
-    known_as(name, ADVANTAGES, key=KEY)
+    known_as(name, functions("advantage"), key=KEY)
     kind = values["algorithm.algorithm_type"]
     for only, owner in _OF_ONE.items():
         if (name == only) != (kind == owner):
@@ -113,19 +55,16 @@ def advantage(values: Values) -> Native:
                 f"{KEY}: {name} does not go with algorithm_type {kind}: the advantage {only} needs {model}, which only "
                 f"the algorithm {owner} has. Leave advantage_fn out, or change algorithm_type."
             )
-    needs = {own: other for own, other in _NEEDS.items() if other in ADVANTAGES[name]}
-    return {
-        "algorithm.advantage": _NATIVE.get(name, name),
-        **_settings(name, arguments(values, f"{KEY}_args", ADVANTAGES[name], needs=needs)),
-    }
+    function = functions("advantage")[name]
+    return {"algorithm.advantage": function.native, **_settings(name, arguments_of(values, KEY, function))}
 
 
 def _settings(name: str, given: Mapping[str, Json]) -> Native:
     """An advantage's arguments in native keys."""
     told = {
-        _ARGUMENTS[key]: value
-        for key, value in given.items()
-        if key in _ARGUMENTS and value is not None and (value is not False or key == "std_normalize")
+        native: given[key]
+        for key, native in functions("advantage")[name].natives.items()
+        if given[key] is not None and (given[key] is not False or key == "std_normalize")
     }
     if name == "opmd" and given["opmd_baseline"] != "mean":
         told["advantage.tau"] = given["tau"]
@@ -159,7 +98,7 @@ def _check_turns(given: Mapping[str, Json]) -> None:
     """The names under which a workflow of Trinity's tells rewards and states: environments have no names for them."""
     known_as(str(given["fnorm"]), {"std": 1, "none": 1}, key=f"{KEY}_args.fnorm")
     for key in ("step_reward_key", "env_state_hash_key"):
-        if given[key] != ADVANTAGES["gigpo"][key]:
+        if given[key] != functions("advantage")["gigpo"].defaults[key]:
             raise ConfigError(
                 f"{KEY}_args.{key}: {given[key]} is a name in a workflow of yours; here a turn has the reward of its "
                 "environment's answer, and is compared with turns that answer the same; leave it out."

@@ -11,7 +11,8 @@ from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.values import (
     CONFIG,
     Native,
-    arguments,
+    arguments_of,
+    functions,
     known_as,
     number,
     preset,
@@ -32,102 +33,7 @@ AGGREGATIONS = {
     "seq-mean-token-sum-norm": "token-sum-norm",
 }
 
-_CLIP: Native = {"clip_range": 0.2, "clip_range_low": None, "clip_range_high": None}
-_AGG: Native = {"loss_agg_mode": "token-mean"}
-_BOOKS = dict.fromkeys(
-    (
-        "use_dynamic_bsz",
-        "ppo_mini_batch_size",
-        "ppo_micro_batch_size_per_gpu",
-        "ngpus_trainer",
-        "train_batch_size_usual",
-        "train_batch_size_expert",
-    )
-)
-"""What Trinity's mixed losses count with; here the counts are those of the batch itself."""
-_MIX: Native = {**_CLIP, **_AGG, "sft_loss_agg_mode": None, "grpo_loss_agg_mode": None, **_BOOKS}
-
-LOSSES: dict[str, Native] = {
-    "ppo": {
-        **_CLIP,
-        **_AGG,
-        "clip_ratio_c": 3.0,
-        "enable_sequence_masking": False,
-        "delta_sequence_masking": 0.1,
-        "fallback_to_policy_gradient": False,
-    },
-    "gspo": {
-        "clip_range": None,
-        "clip_range_low": 3e-4,
-        "clip_range_high": 4e-4,
-        "loss_agg_mode": "seq-mean-token-mean",
-    },
-    "cispo": {
-        **_AGG,
-        "clip_range_low": 1.0,
-        "clip_range_high": 0.28,
-        "enable_mask_clip": False,
-        "mask_clip_range_low": 1.0,
-        "mask_clip_range_high": 0.28,
-    },
-    "sapo": {**_AGG, "tau_pos": 1.0, "tau_neg": 1.05},
-    "sppo": {**_AGG, "epsilon": 0.3},
-    "topr": {**_AGG, "advantage_threshold": 0.0},
-    "opmd": {**_AGG, "tau": 1.0},
-    "importance_sampling": _AGG,
-    "rec": {
-        "epsilon_low": 0.2,
-        "epsilon_high": 0.2,
-        "epsilon_low_prime": 0.6,
-        "epsilon_high_prime": 2.0,
-        "clip_mode": "none",
-        "weight": "none",
-        "regularizer": "none",
-        "regularizer_coef": 0.0,
-        "temp": 1.0,
-    },
-    "sft": {**_AGG, "use_token_level_loss": True},
-    "sft_is": {**_AGG, "use_token_level_loss": True},
-    "sft_phi": {**_AGG, "use_token_level_loss": True, "cutoff_prob": 1.0},
-    "dpo": {"beta": 0.1, "label_smoothing": 0.0},
-    "mix": {**_MIX, "mu": 0.1},
-    "mix_chord": {
-        **_MIX,
-        "mu_warmup_steps": 0,
-        "mu_decay_steps": 0,
-        "mu_peak": 0.1,
-        "mu_valley": 0.1,
-        "enable_phi_function": True,
-    },
-}
-"""The losses with their arguments and defaults."""
-
-_NEEDS = {
-    "delta_sequence_masking": "enable_sequence_masking",
-    "mask_clip_range_low": "enable_mask_clip",
-    "mask_clip_range_high": "enable_mask_clip",
-}
-"""Arguments that only another one makes count."""
-
-_NATIVE: dict[str, dict[str, str]] = {
-    "gspo": {"clip_range_low": "clip_low", "clip_range_high": "clip_high"},
-    "cispo": {
-        "clip_range_low": "clip_low",
-        "clip_range_high": "clip_high",
-        "enable_mask_clip": "cispo_mask",
-        "mask_clip_range_low": "mask_low",
-        "mask_clip_range_high": "mask_high",
-    },
-    "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg"},
-    "sppo": {"epsilon": "ratio_epsilon"},
-    "topr": {"advantage_threshold": "topr_threshold"},
-    "importance_sampling": {},
-}
-"""Arguments of the simple losses by their native names."""
-
-OWN_NAMES = {"sppo": "softmax_ppo"}
-"""Losses with another native name."""
-
+_CLIPS = ("clip_range", "clip_range_low", "clip_range_high")
 COMING = ("sft_phi_normalized",)
 OF_FILES = ("sft", "sft_is", "sft_phi")
 _NEVER_ONLINE = ("sft_is", "sft_phi", "dpo", "mix", "mix_chord")
@@ -137,7 +43,7 @@ def loss_name(values: Values) -> str:
     """The policy loss: the one named, or the preset's. ConfigError where it cannot go with algorithm_type."""
     base = preset(values)
     name = text(values, KEY) or base.loss
-    known_as(name, LOSSES, key=KEY, coming=COMING)
+    known_as(name, functions("loss"), key=KEY, coming=COMING)
     fits = {"online": name not in _NEVER_ONLINE, "sft": name in OF_FILES, "dpo": name == "dpo"}[base.kind]
     if not (name == base.loss if base.mixes else fits):
         raise ConfigError(
@@ -148,7 +54,7 @@ def loss_name(values: Values) -> str:
 
 def given_arguments(values: Values) -> Given:
     """The arguments of the policy loss, defaults filled in."""
-    return arguments(values, ARGS, LOSSES[loss_name(values)], needs=_NEEDS)
+    return arguments_of(values, KEY, functions("loss")[loss_name(values)])
 
 
 def recipe(values: Values) -> Native:
@@ -194,15 +100,15 @@ def _settings(values: Values, name: str, given: Given) -> Native:
         return {"loss": "cross_entropy"}
     if name == "rec":
         return {"loss": "rec", **_rec(given)}
+    function = functions("loss")[name]
     out: Native = {
-        "loss": OWN_NAMES.get(name, name),
-        **{native: given[theirs] for theirs, native in _NATIVE[name].items()},
+        "loss": function.native,
+        **{native: given[theirs] for theirs, native in function.natives.items()},
     }
     if name == "gspo":
-        both = (
-            {} if given["clip_range"] is None else dict.fromkeys(_NATIVE[name].values(), given["clip_range"])
-        )
-        return {**out, "gspo_form": "token", **both}
+        both = given["clip_range"]
+        out |= {} if both is None else dict.fromkeys(function.natives.values(), both)
+        return {**out, "gspo_form": "token"}
     if name == "sapo" and number(given["tau_neg"], f"{ARGS}.tau_neg") < number(
         given["tau_pos"], f"{ARGS}.tau_pos"
     ):
@@ -224,7 +130,7 @@ def _ppo(said: Given, given: Given) -> Native:
         return (
             out | _clip(given) | ({"sequence_mask_delta": given["delta_sequence_masking"]} if masks else {})
         )
-    clips = [key for key in (*_CLIP, "enable_sequence_masking") if said.get(key)]
+    clips = [key for key in (*_CLIPS, "enable_sequence_masking") if said.get(key)]
     if clips:
         raise ConfigError(f"{ARGS}.{clips[0]}: has no effect with fallback_to_policy_gradient; leave it out.")
     return out | {"fallback_to_policy_gradient": True}
@@ -261,7 +167,7 @@ def _rec(given: Given) -> Native:
         ("temp", "rec_temperature", given["weight"] == "advantage"),
         ("regularizer_coef", "rec_regularizer_coef", own["rec_regularizer"] != "none"),
     ):
-        if read or given[theirs] != LOSSES["rec"][theirs]:
+        if read or given[theirs] != functions("loss")["rec"].defaults[theirs]:
             own[native] = given[theirs]
     return own
 
@@ -285,26 +191,19 @@ def _aggregation(values: Values, name: str, given: Given) -> Json:
 # ---------------------------------------------------------------- mixes
 
 STRATEGY = "algorithm.sample_strategy"
-STRATEGIES: dict[str, Native] = {
-    "default": {},
-    "warmup": {},
-    "staleness_control": {"max_staleness": None},
-    "mix": {"expert_data_ratio": 0.5, "sft_dataset_name": "sft_dataset"},
-}
-"""Ways to draw a batch, with their arguments; warmup is default's older name."""
 
 
 def strategy(values: Values) -> tuple[str, Native]:
     """sample_strategy with its arguments. Raises ConfigError where it cannot go with algorithm_type."""
     mixes = preset(values).mixes
     name = text(values, STRATEGY) or ("mix" if mixes else "default")
-    known_as(name, STRATEGIES, key=STRATEGY)
+    known_as(name, functions("strategy"), key=STRATEGY)
     if (name == "mix") != mixes:
         raise ConfigError(
             f"{STRATEGY}: {name} does not go with algorithm_type {values['algorithm.algorithm_type']}: the algorithms "
             "mix and mix_chord, and only they, learn from demonstrations among rollouts. Leave it out."
         )
-    return name, arguments(values, f"{STRATEGY}_args", STRATEGIES[name])
+    return name, arguments_of(values, STRATEGY, functions("strategy")[name])
 
 
 def step(values: Values) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from whet.dialects.trinity.values import (
     at_least,
     distills,
     entries,
+    functions,
     inside,
     online,
     section,
@@ -84,42 +85,7 @@ WORKFLOWS = {
     **{name: Workflow(system=world.system, fixed=True, world=world) for name, world in WORLDS.items()},
 }
 
-_AGENT = (
-    "it is an agent of AgentScope, a program that asks a server for replies (those of mathematics run the policy's "
-    "text as Python, too, which needs a sandbox of yours). In its place: whet.envs.tool_env:tools with the agent's "
-    "tools as functions (docs/tools.md), and the file's reward"
-)
-_RAFT = (
-    "it trains on winning episodes alone{}. In its place: alfworld_workflow with algorithm_type: raft and an operator "
-    "reward_filter with args.threshold: 1"
-)
-_JUDGE = "another model judges its replies; rewards.NAME.model is a reward model on this machine"
 _OWN_CODE = "it is code over Trinity-RFT's own interfaces"
-_OWN_PROMPT = "its prompts are made of columns of its own data; make a column of messages"
-NOT_READ: dict[str, str] = {
-    **dict.fromkeys(("math_rm_workflow", "async_math_rm_workflow"), _JUDGE),
-    **dict.fromkeys(
-        ("math_ruler_workflow", "async_math_ruler_workflow", "math_trainable_ruler_workflow"), _JUDGE
-    ),
-    "rubric_judge_workflow": _JUDGE,
-    **dict.fromkeys(
-        ("sdpo_workflow", "sdpo_scienqa_workflow", "on_policy_distill_sciqa_workflow"), _OWN_PROMPT
-    ),
-    **dict.fromkeys(("simple_mm_workflow", "async_simple_mm_workflow"), "its prompts have images"),
-    **dict.fromkeys(
-        ("agentscope_workflow_adapter", "agentscope_workflow_adapter_v1", "as_react_workflow"), _AGENT
-    ),
-    **dict.fromkeys(("agentscope_react_workflow", "agentscope_react_math_workflow"), _AGENT),
-    **dict.fromkeys(("agentscopev0_react_math_workflow", "agentscope_v1_react_search_workflow"), _AGENT),
-    "email_search_workflow": _AGENT,
-    "RAFT_alfworld_workflow": _RAFT.format(""),
-    "RAFT_reflect_alfworld_workflow": _RAFT.format(
-        ", and on replies after another prompt than they were sampled after (without the first try that they saw)"
-    ),
-    "intercode_sql_workflow": "it runs SQL in a database server in Docker, which whet does not start",
-    "rubric_judge_openai_workflow": _JUDGE,
-}
-"""Trinity-RFT 0.6's other workflows, and why a file with them is not read."""
 
 TRINITY = "whet.rewards.trinity"
 REWARDS: dict[str, str] = {
@@ -154,10 +120,12 @@ def workflow(values: Values, own: Own, what: str) -> str:
         name = text(values, at) or "simple_workflow"
     if name in WORKFLOWS:
         return name
-    if name not in NOT_READ:
+    others = functions("workflow")
+    if name not in others:
         _refuse_typo(name, WORKFLOWS, at=at)
+    why = others[name].reason if name in others else _OWN_CODE
     raise NotSupportedYet(
-        f"{at}: {name} is not read: {NOT_READ.get(name, _OWN_CODE)}. Here: {', '.join(ONE_TURN)}, toolcall_workflow, "
+        f"{at}: {name} is not read: {why}. Here: {', '.join(ONE_TURN)}, toolcall_workflow, "
         f"{', '.join(WORLDS)}. For other turns write an environment (docs/environments.md), and in the file "
         "default_workflow_type: simple_workflow and whet.rollout.env.make: path/to/file.py:NAME."
     )

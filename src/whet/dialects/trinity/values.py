@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from whet.config.keys import dotted
 from whet.config.tree import leaves
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.versions import since
-from whet.tables import near
+from whet.tables import lines, near
 from whet.types import ConfigError, Json
 
 Native = dict[str, Json]
@@ -117,22 +119,64 @@ def known_as(name: str, known: Mapping[str, object], *, key: str, coming: Collec
         raise ConfigError(f"{key}: {name} is not known{near(name, known)}; here: {', '.join(known)}.")
 
 
+# ---------------------------------------------------------------- functions
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrinityFunction:
+    """A function that a key of Trinity's names: its lines in functions.tsv."""
+
+    native: str
+    """Its native name; of a workflow that is not read empty."""
+    reason: str
+    """Why it is not read."""
+    defaults: Native = field(default_factory=dict)
+    """By argument."""
+    needs: dict[str, str] = field(default_factory=dict)
+    """Arguments that only another one makes count: that one."""
+    natives: dict[str, str] = field(default_factory=dict)
+    """The native names of arguments that have one."""
+
+
+@functools.cache
+def functions(kind: str) -> dict[str, TrinityFunction]:
+    """The functions of a kind (advantage, loss, strategy, workflow), in the order of functions.tsv."""
+    out: dict[str, TrinityFunction] = {}
+    for line in lines(__package__, "functions.tsv"):
+        name, argument = line["name"], line["argument"]
+        if line["kind"] != kind:
+            continue
+        if not argument:
+            out[name] = TrinityFunction(native=line["native"], reason=line["reason"])
+            continue
+        out[name].defaults[argument] = json.loads(line["default"])
+        for told, column in ((out[name].needs, "needs"), (out[name].natives, "native")):
+            if line[column]:
+                told[argument] = line[column]
+    return out
+
+
+def arguments_of(values: Values, key: str, function: TrinityFunction) -> Native:
+    """The arguments of one of `functions`, defaults filled in."""
+    return arguments(values, f"{key}_args", function.defaults, needs=function.needs)
+
+
 # ---------------------------------------------------------------- algorithm_type
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """What an algorithm_type stands for where its functions are not named."""
+    """What an algorithm_type stands for where its functions are not named: a line of algorithms.tsv."""
 
     recipe: str
     """The native recipe."""
-    advantage: str = "none"
-    loss: str = "ppo"
-    kl_loss: str = "k2"
-    entropy: str = "default"
-    repeat_times: int = 2
-    kind: Literal["online", "sft", "dpo"] = "online"
-    in_trainer: bool = False
+    advantage: str
+    loss: str
+    kl_loss: str
+    entropy: str
+    repeat_times: int
+    kind: Literal["online", "sft", "dpo"]
+    in_trainer: bool
     """Advantages are computed in the trainer, so a KL penalty in the rewards has an effect."""
 
     @property
@@ -141,42 +185,14 @@ class Preset:
         return self.loss in ("mix", "mix_chord")
 
 
-PRESETS: dict[str, Preset] = {
-    "ppo": Preset(recipe="ppo", advantage="ppo", repeat_times=1, in_trainer=True),
-    "grpo": Preset(recipe="grpo", advantage="grpo"),
-    "grpo_verl": Preset(recipe="grpo", advantage="grpo", in_trainer=True),
-    "dapo": Preset(recipe="grpo", advantage="grpo", kl_loss="none", repeat_times=16),
-    "rloo": Preset(recipe="rloo", advantage="rloo", in_trainer=True),
-    "reinforceplusplus": Preset(recipe="reinforce_pp", advantage="reinforceplusplus", in_trainer=True),
-    "opmd": Preset(recipe="opmd", advantage="opmd", loss="opmd"),
-    "asymre": Preset(recipe="asymre", advantage="asymre", loss="opmd", kl_loss="none", entropy="none"),
-    "topr": Preset(recipe="topr", advantage="reinforce", loss="topr"),
-    "cispo": Preset(recipe="cispo", advantage="grpo", loss="cispo"),
-    "gspo": Preset(recipe="gspo", advantage="grpo", loss="gspo"),
-    "sapo": Preset(recipe="sapo", advantage="grpo", loss="sapo"),
-    "sppo": Preset(recipe="softmax_ppo", advantage="opmd", loss="sppo", kl_loss="none", entropy="none"),
-    "rec": Preset(recipe="rec", advantage="rec", loss="rec"),
-    "raft": Preset(recipe="raft", loss="sft", kl_loss="none", entropy="none", repeat_times=1),
-    "multi_step_grpo": Preset(recipe="step_wise_grpo", advantage="step_wise_grpo", repeat_times=8),
-    "gigpo": Preset(recipe="gigpo", advantage="gigpo", repeat_times=8),
-    "on_policy_distill": Preset(
-        recipe="distill",
-        advantage="on_policy_distill",
-        kl_loss="none",
-        entropy="none",
-        repeat_times=8,
-        in_trainer=True,
-    ),
-    "jsd": Preset(
-        recipe="distill", advantage="jsd", kl_loss="none", entropy="none", repeat_times=8, in_trainer=True
-    ),
-    "mix": Preset(recipe="mix", advantage="grpo", loss="mix", entropy="mix", repeat_times=8),
-    "mix_chord": Preset(
-        recipe="mix_chord", advantage="grpo", loss="mix_chord", entropy="mix", repeat_times=8
-    ),
-    "sft": Preset(recipe="sft", loss="sft", kl_loss="none", entropy="none", repeat_times=1, kind="sft"),
-    "dpo": Preset(recipe="dpo", loss="dpo", kind="dpo"),
-}
+def _preset(line: Mapping[str, str]) -> Preset:
+    texts = {name: line[name] for name in ("recipe", "advantage", "loss", "kl_loss", "entropy")}
+    kind: Any = line["kind"]
+    times, in_trainer = int(line["repeat_times"]), line["in_trainer"] == "yes"
+    return Preset(**texts, kind=kind, repeat_times=times, in_trainer=in_trainer)
+
+
+PRESETS = {line["name"]: _preset(line) for line in lines(__package__, "algorithms.tsv")}
 
 NEWER = ("cpt",)
 """Those of versions after the document that are not built."""
