@@ -238,3 +238,12 @@ def test_packages_hold_no_code_in_their_init():
                 n for n in tree.body if not isinstance(n, ast.Import | ast.ImportFrom | ast.Expr | ast.Assign)
             ]
             assert [ast.unparse(n)[:60] for n in extra if name != "whet"] == []
+
+
+def test_a_class_name_stands_for_one_thing():
+    places: dict[str, list[str]] = {}
+    for name, tree in modules().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}

@@ -18,7 +18,7 @@ from whet.config.schema import EnvironmentConfig
 from whet.envs import mcp as mcp_module
 from whet.envs.env import EnvFault, World
 from whet.envs.hosts import EnvHosts
-from whet.envs.mcp import Server, tools_of
+from whet.envs.mcp import McpServer, tools_of
 from whet.envs.tool_env import Limits, ToolEnv, tools
 from whet.types import ConfigError, Message, Task, ToolCall
 
@@ -121,12 +121,14 @@ def _fresh() -> Iterator[None]:
 
 
 @pytest.fixture
-def by_hand(tmp_path: Path) -> Callable[..., Server]:
+def by_hand(tmp_path: Path) -> Callable[..., McpServer]:
     program = tmp_path / "server.py"
     program.write_text(BY_HAND)
 
-    def make(*modes: str, **over: Any) -> Server:
-        return Server(command=(sys.executable, "-u", str(program), str(tmp_path / "starts"), *modes), **over)
+    def make(*modes: str, **over: Any) -> McpServer:
+        return McpServer(
+            command=(sys.executable, "-u", str(program), str(tmp_path / "starts"), *modes), **over
+        )
 
     return make
 
@@ -137,7 +139,7 @@ def starts(tmp_path: Path) -> Callable[[], list[int]]:
     return lambda: [int(pid) for pid in (tmp_path / "starts").read_text().split()]
 
 
-def story(server: Server, play: Callable[[ToolEnv], Awaitable[Any]], **limits: Any) -> Any:
+def story(server: McpServer, play: Callable[[ToolEnv], Awaitable[Any]], **limits: Any) -> Any:
     """What comes of an episode with the tools of a server."""
 
     async def played() -> Any:
@@ -181,7 +183,7 @@ def gone(pid: int) -> bool:
 def test_a_server_of_the_package(tmp_path: Path) -> None:
     program = tmp_path / "sums_server.py"
     program.write_text(PACKAGE)
-    server = Server(command=(sys.executable, str(program)))
+    server = McpServer(command=(sys.executable, str(program)))
     specs = {tool.spec.name: tool.spec for tool in tools_of(server)}
     assert list(specs) == ["add", "fails"]
     assert specs["add"].description == "Add two numbers."
@@ -201,7 +203,7 @@ def test_a_server_of_the_package(tmp_path: Path) -> None:
 
 
 def test_tools_are_read_page_by_page_and_once(
-    by_hand: Callable[..., Server], starts: Callable[[], list[int]]
+    by_hand: Callable[..., McpServer], starts: Callable[[], list[int]]
 ) -> None:
     server = by_hand("chatty")
     names = [tool.spec.name for tool in tools_of(server)]
@@ -216,7 +218,7 @@ def test_tools_are_read_page_by_page_and_once(
 
 
 def test_episodes_of_a_process_share_a_server(
-    by_hand: Callable[..., Server], starts: Callable[[], list[int]]
+    by_hand: Callable[..., McpServer], starts: Callable[[], list[int]]
 ) -> None:
     async def play(env: ToolEnv) -> list[str]:
         first = await calls(env, *[("files_echo", {"text": str(n)}) for n in range(5)])
@@ -231,7 +233,7 @@ def test_episodes_of_a_process_share_a_server(
     assert gone(pid)
 
 
-def test_what_a_tool_answers_is_told(by_hand: Callable[..., Server]) -> None:
+def test_what_a_tool_answers_is_told(by_hand: Callable[..., McpServer]) -> None:
     async def play(env: ToolEnv) -> list[str]:
         return await calls(env, ("error", {}), ("refuse", {}), ("image", {}))
 
@@ -248,7 +250,7 @@ def test_what_a_tool_answers_is_told(by_hand: Callable[..., Server]) -> None:
     ],
 )
 def test_a_server_that_dies_is_a_fault_and_is_started_again(
-    by_hand: Callable[..., Server], starts: Callable[[], list[int]], tool: str, said: str
+    by_hand: Callable[..., McpServer], starts: Callable[[], list[int]], tool: str, said: str
 ) -> None:
     async def play(env: ToolEnv) -> str:
         with pytest.raises(EnvFault, match=said):
@@ -261,7 +263,7 @@ def test_a_server_that_dies_is_a_fault_and_is_started_again(
 
 
 def test_a_call_without_an_answer_is_late_and_a_server_that_answers_nothing_is_ended(
-    by_hand: Callable[..., Server], starts: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
+    by_hand: Callable[..., McpServer], starts: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mcp_module, "CHECK_S", 1.0)
 
@@ -282,7 +284,7 @@ def test_a_call_without_an_answer_is_late_and_a_server_that_answers_nothing_is_e
     assert found == [hang, f"still here\n{first}", block, f"a new one\n{second}"]
 
 
-def test_a_server_that_offers_other_tools_later_is_a_fault(by_hand: Callable[..., Server]) -> None:
+def test_a_server_that_offers_other_tools_later_is_a_fault(by_hand: Callable[..., McpServer]) -> None:
     async def play(env: ToolEnv) -> None:
         with pytest.raises(EnvFault, match="offers different tools than at the start of the run"):
             await call(env, "echo")
@@ -304,11 +306,11 @@ def test_a_server_that_offers_other_tools_later_is_a_fault(by_hand: Callable[...
     ],
 )
 def test_a_server_that_does_not_start_is_refused(
-    by_hand: Callable[..., Server], modes: tuple[str, ...], over: dict[str, Any], said: str
+    by_hand: Callable[..., McpServer], modes: tuple[str, ...], over: dict[str, Any], said: str
 ) -> None:
     fields = {"command": by_hand(*modes).command, **over}
     with pytest.raises(ConfigError, match=said):
-        tools_of(Server(**fields))
+        tools_of(McpServer(**fields))
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -318,11 +320,11 @@ def test_what_cannot_be_is_refused() -> None:
         ({"command": ("x",), "start_timeout_s": 0}, "start_timeout_s=0; expected a number above 0"),
     ]:
         with pytest.raises(ConfigError, match=said):
-            Server(**fields)  # type: ignore[arg-type]
+            McpServer(**fields)  # type: ignore[arg-type]
 
 
 def test_without_the_package_it_is_said_what_is_missing(
-    by_hand: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+    by_hand: Callable[..., McpServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(ConfigError, match=r"MCP servers need the package mcp .*: pip install 'whet\[mcp\]'"):
@@ -330,7 +332,7 @@ def test_without_the_package_it_is_said_what_is_missing(
 
 
 def test_a_host_plays_with_a_server_that_ends_with_it(
-    by_hand: Callable[..., Server], starts: Callable[[], list[int]]
+    by_hand: Callable[..., McpServer], starts: Callable[[], list[int]]
 ) -> None:
     arguments = {"mcp": [{"command": list(by_hand().command), "tools": ["echo"]}]}
     told = tuple(tools.specs(arguments))

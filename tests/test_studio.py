@@ -30,7 +30,7 @@ from whet.studio.answers import ASKED, TOLD, BadRequest, Question, Studio
 from whet.studio.check import checked
 from whet.studio.jobs import Jobs
 from whet.studio.opened import IsThere, WorkingFolder, digest
-from whet.studio.server import MOST_BODY_BYTES, Server
+from whet.studio.server import MOST_BODY_BYTES, StudioServer
 from whet.types import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -447,9 +447,9 @@ def test_the_end_of_the_studio_stops_its_run(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def served(studio: Studio) -> AsyncIterator[tuple[Server, aiohttp.ClientSession, str]]:
+async def served(studio: Studio) -> AsyncIterator[tuple[StudioServer, aiohttp.ClientSession, str]]:
     """(server, a session that has the cookie, the page's token)"""
-    server = Server(studio)
+    server = StudioServer(studio)
     await server.start()
     try:
         async with aiohttp.ClientSession(
@@ -586,7 +586,7 @@ def test_a_taken_port_is_named(studio: Studio) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on port {port}"):
-            asyncio.run(Server(studio).start(port))
+            asyncio.run(StudioServer(studio).start(port))
 
 
 def test_the_schema_of_the_page_is_that_of_the_command() -> None:

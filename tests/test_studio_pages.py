@@ -21,7 +21,7 @@ from whet.config.parse import parse
 from whet.config.tree import leaves
 from whet.studio.answers import Studio
 from whet.studio.jobs import Jobs
-from whet.studio.server import Server
+from whet.studio.server import StudioServer
 
 pytestmark = [
     pytest.mark.browser,
@@ -41,13 +41,13 @@ def browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def shown(browser: Browser, file: Path | None, root: Path) -> Iterator[Server]:
+def shown(browser: Browser, file: Path | None, root: Path) -> Iterator[StudioServer]:
     """The page of a studio in a folder; at the end it has had no problem and asked nobody else."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     with Jobs(root) as jobs:
-        server = Server(Studio.of(file, jobs, root=root))
+        server = StudioServer(Studio.of(file, jobs, root=root))
         asyncio.run_coroutine_threadsafe(server.start(), loop).result()
         browser.problems.clear()
         browser.asked.clear()

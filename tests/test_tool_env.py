@@ -221,7 +221,7 @@ def test_a_late_tool_is_told_and_the_others_are_not_held_up() -> None:
         "Error: timeout: slow took more than 0.5 s", "Error: timeout: stuck took more than 0.5 s", "2",
     ]  # fmt: skip
     assert (step.parts["calls_failed"], step.fault, cancelled) == (2.0, None, [True])
-    assert len(env.world.runs.left) == 1  # the thread
+    assert len(env.world.call_context.left) == 1  # the thread
     end.set()
 
 
@@ -244,7 +244,7 @@ def test_more_threads_than_there_are_places_wait_without_being_late(monkeypatch:
         return "x"
 
     env = env_of(brief, tool_timeout_s=1.0)
-    env.world.runs.places = asyncio.Semaphore(1)
+    env.world.call_context.places = asyncio.Semaphore(1)
     (step,) = steps(env, says(*[("brief", {})] * 5))
     assert told(step) == ["x"] * 5  # two seconds in all, of which each has less than half a second
 

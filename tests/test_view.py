@@ -37,7 +37,7 @@ from whet.track.timeline import Span
 from whet.track.written import ROLLOUTS, read_rollouts
 from whet.types import ConfigError, DataError, Json, WhetError
 from whet.view import answers, batches, compare, export, records, rewards, rollouts
-from whet.view.server import Server
+from whet.view.server import ViewerServer
 from whet.view.source import BadQuestion, NotThere, ShownRuns, find_runs
 
 HOSTILE = [
@@ -642,7 +642,7 @@ def get(path: str, *more: str, host: str = "localhost", method: str = "GET") -> 
 
 
 async def served(path: Path, *requests: str, **options: Any) -> list[tuple[int, dict[str, str], bytes]]:
-    server = Server(ShownRuns.of([path]), **options)
+    server = ViewerServer(ShownRuns.of([path]), **options)
     await server.start()
     try:
         return [await talk(server.port, request.replace("PORT", str(server.port))) for request in requests]
@@ -720,7 +720,7 @@ def test_errors_are_json_with_a_status(made: Path) -> None:
 
 def test_nothing_changed_is_answered_by_304(made: Path) -> None:
     async def work() -> None:
-        server = Server(ShownRuns.of([made]))
+        server = ViewerServer(ShownRuns.of([made]))
         await server.start()
         try:
             status, headers, _ = await talk(server.port, get("/api/runs/0"))
@@ -762,17 +762,17 @@ def test_with_a_token_every_request_needs_it(made: Path) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "gpu7.example"])
 def test_an_address_for_others_needs_a_token(host: str, made: Path) -> None:
     with pytest.raises(ConfigError, match="can be reached from other machines"):
-        Server(ShownRuns.of([made]), host=host)
-    Server(ShownRuns.of([made]), host=host, token="long enough")
+        ViewerServer(ShownRuns.of([made]), host=host)
+    ViewerServer(ShownRuns.of([made]), host=host, token="long enough")
     with pytest.raises(ConfigError, match="at least 8"):
-        Server(ShownRuns.of([made]), host=host, token="short")
+        ViewerServer(ShownRuns.of([made]), host=host, token="short")
 
 
 def test_a_port_that_is_taken_is_named(made: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        server = Server(ShownRuns.of([made]))
+        server = ViewerServer(ShownRuns.of([made]))
         with pytest.raises(ConfigError, match="cannot listen on 127"):
             asyncio.run(server.start(taken.getsockname()[1]))
 

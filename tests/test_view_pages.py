@@ -33,7 +33,7 @@ from whet.track.record import RunDirectory
 from whet.track.written import ROLLOUTS
 from whet.types import Message, Rollout, Strand, Task, ToolCall, Turn
 from whet.view.export import write_report
-from whet.view.server import Server
+from whet.view.server import ViewerServer
 from whet.view.source import ShownRuns, find_runs
 
 pytestmark = [
@@ -168,7 +168,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(*paths: Path) -> Iterator[str]:
     """The address of a server over run directories, in a thread."""
     loop, started = asyncio.new_event_loop(), threading.Event()
-    server = Server(ShownRuns.of(find_runs(paths)))
+    server = ViewerServer(ShownRuns.of(find_runs(paths)))
 
     def serve() -> None:
         loop.run_until_complete(server.start())

@@ -35,7 +35,7 @@ from whet.guard.watch import Watch
 from whet.rewards.combine import RewardSet
 from whet.secrets import guarded_output
 from whet.start import (
-    Start,
+    RunStart,
     began,
     check_record,
     find_checkpoint,
@@ -378,7 +378,7 @@ def _open(
     planned: Sequence[Plan],
     rewards: Sequence[RewardSet],
     outside: Outside,
-    start: Start,
+    start: RunStart,
     *,
     change: bool,
     openers: Mapping[str, Any],
@@ -424,7 +424,7 @@ def _work_beside(job: Job, home: Path) -> int:
     return INTERRUPTED if job.records.stop.requested else OK
 
 
-def _train(job: Job, start: Start, stack: ExitStack) -> int:
+def _train(job: Job, start: RunStart, stack: ExitStack) -> int:
     """Run all stages, and show what came of it."""
     with environment.importing():
         from whet.stages import run_all

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """Where a run begins."""
 
     checkpoint: Path | None
@@ -44,11 +44,11 @@ class Start:
         return (self.state["stage"], self.state["step"]) if self.checkpoint else None
 
 
-def find_checkpoint(loaded: Loaded, run_dir: Path, *, change: bool) -> Start:
+def find_checkpoint(loaded: Loaded, run_dir: Path, *, change: bool) -> RunStart:
     """Where the run begins. Raises CheckpointError before any file is overwritten."""
     found = find_start(loaded, run_dir)
     if found is None:
-        return Start(None, {"stage": 0, "step": -1, "done": False}, [])
+        return RunStart(None, {"stage": 0, "step": -1, "done": False}, [])
     path, state = found
     with reading(path / checkpoint.STATE):
         place = state["stage_name"], state["step"]
@@ -58,7 +58,7 @@ def find_checkpoint(loaded: Loaded, run_dir: Path, *, change: bool) -> Start:
         if over and code:
             raise CheckpointError(finished_with_others(path, code))
         checkpoint.check_contents(path, state, loaded.config.checkpoint.load_contents)
-    return Start(path, state, changes, code)
+    return RunStart(path, state, changes, code)
 
 
 def find_start(loaded: Loaded, run_dir: Path) -> tuple[Path, Json] | None:
@@ -129,7 +129,7 @@ def _goes_on(loaded: Loaded, state: Json) -> bool:
     return now is None or state["stopped_early"] != now.model_dump(mode="json")
 
 
-def check_record(directory: RunDirectory, start: Start) -> None:
+def check_record(directory: RunDirectory, start: RunStart) -> None:
     """Check the record against the checkpoint, if the checkpoint is of this run directory."""
     path, state = start.checkpoint, start.state
     if path and "record" in state and path.resolve().parent == (directory.path / "checkpoints").resolve():
@@ -137,7 +137,7 @@ def check_record(directory: RunDirectory, start: Start) -> None:
             directory.check(state["record"], path, at=(state["stage"], state["step"]))
 
 
-def note_start(loaded: Loaded, directory: RunDirectory, start: Start) -> None:
+def note_start(loaded: Loaded, directory: RunDirectory, start: RunStart) -> None:
     """Write config.yaml and manifest.json; a resumed run records its changes."""
     from whet.job import pick_device
     from whet.models.arithmetic import facts

@@ -23,7 +23,7 @@ Advantage = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
-class Scores:
+class GroupScores:
     """Scores of the rollouts with statistics of their groups; every field is float64 except `takes_R`."""
 
     score_R: Tensor
@@ -54,17 +54,17 @@ class Scores:
         return score_K.std(correction=ddof) if len(score_K) > 1 else one
 
 
-def scores(batch: Batch, reward_N: Tensor, *, takes_R: Tensor | None = None) -> Scores:
+def scores(batch: Batch, reward_N: Tensor, *, takes_R: Tensor | None = None) -> GroupScores:
     """The scores of a batch and their group means, over the rollouts that sampled something (and `takes_R`)."""
     sampled = sampled_R(batch) > 0
     return compare(batch, batch.sum_R(reward_N.double()), sampled if takes_R is None else sampled & takes_R)
 
 
-def compare(batch: Batch, score_R: Tensor, takes_R: Tensor) -> Scores:
+def compare(batch: Batch, score_R: Tensor, takes_R: Tensor) -> GroupScores:
     """Any float64 number of the rollouts, with the means of the groups over those that take part."""
     count_R = group_sum(takes_R.double(), batch.group_R)
     mean_R = group_sum(torch.where(takes_R, score_R, 0.0), batch.group_R) / count_R.clamp(min=1)
-    return Scores(score_R, takes_R, batch.group_R, count_R, torch.where(count_R > 1, mean_R, 0.0))
+    return GroupScores(score_R, takes_R, batch.group_R, count_R, torch.where(count_R > 1, mean_R, 0.0))
 
 
 def spread(batch: Batch, x_R: Tensor, *, like: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def gdpo(
     return whiten(spread(batch, total_R, like=batch.reward_R), batch.mask_N), None
 
 
-def unlikely(batch: Batch, s: Scores, penalty: float) -> Scores:
+def unlikely(batch: Batch, s: GroupScores, penalty: float) -> GroupScores:
     """Scores of likely replies lowered, so that rare good ones count more: S (1 - penalty rank / n), arXiv:2506.02355.
 
     rank is the number of the group's rollouts with a lower mean log-prob, as sampled; equal ones share a rank.

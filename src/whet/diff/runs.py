@@ -14,7 +14,7 @@ from whet.config.resuming import Change, changes
 from whet.track import compare
 from whet.track.compare import ComparedColumn, ValueDifference
 from whet.track.manifest import other_arithmetic
-from whet.track.show import Written, read
+from whet.track.show import RunRecord, read
 from whet.track.written import read_rollouts
 from whet.types import Json
 
@@ -117,7 +117,7 @@ def _key(line: Mapping[str, Json]) -> Key:
 
 
 def _parting(
-    one: Written, other: Written, key: Key, mine: Mapping[str, Json], theirs: Mapping[str, Json]
+    one: RunRecord, other: RunRecord, key: Key, mine: Mapping[str, Json], theirs: Mapping[str, Json]
 ) -> Parting | None:
     """How the records of one line differ. None: they do not."""
     stage, step, folder = key
@@ -134,7 +134,7 @@ def _parting(
 # ---------------------------------------------------------------- what they were made of
 
 
-def _values(run: Written, name: str) -> list[Json]:
+def _values(run: RunRecord, name: str) -> list[Json]:
     return list((run.manifest.get(name) or {}).values())
 
 
@@ -155,8 +155,8 @@ def _environment(a: Mapping[str, Json], b: Mapping[str, Json]) -> list[Row]:
 
 
 def _why(
-    one: Written,
-    other: Written,
+    one: RunRecord,
+    other: RunRecord,
     parting: Parting,
     config: Sequence[Change],
     code: Sequence[Row],
@@ -186,13 +186,13 @@ def _why(
     return out
 
 
-def _of(parting: Parting, run: Written, config: Sequence[Change], *kinds: str) -> list[Change]:
+def _of(parting: Parting, run: RunRecord, config: Sequence[Change], *kinds: str) -> list[Change]:
     """Changes of these kinds that the stage of the parting, or one before it, can have felt."""
     felt = run.stages[: run.stages.index(parting.stage) + 1]
     return [c for c in config if c.kind in kinds and (c.stage is None or c.stage in felt)]
 
 
-def _before(run: Written, change: Mapping[str, Json], parting: Parting) -> bool:
+def _before(run: RunRecord, change: Mapping[str, Json], parting: Parting) -> bool:
     stages = run.stages
     if change["stage"] not in stages:
         return True

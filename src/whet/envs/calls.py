@@ -28,7 +28,7 @@ class Ended:
 
 
 @dataclass(eq=False)
-class Runs:
+class CallContext:
     """How code of one episode is run."""
 
     clock: Callable[[], float]
@@ -43,25 +43,30 @@ class Runs:
     """Late code that goes on."""
 
 
-async def run(runs: Runs, function: Callable[[], Any], limit_s: float, *, is_async: bool) -> Ended:
+async def run(context: CallContext, function: Callable[[], Any], limit_s: float, *, is_async: bool) -> Ended:
     """What comes of an async function here, or of a plain one in a thread of its own, within limit_s seconds.
 
     A plain function that returns an awaitable is awaited here. RuntimeError if no thread can be started.
     """
     if is_async:
-        return await _within(runs, asyncio.ensure_future(_outcome(runs, function, None)), limit_s)
-    async with runs.places:
-        thread = _in_thread(function, runs.running)
-        return await _within(runs, asyncio.ensure_future(_outcome(runs, function, thread)), limit_s, thread)
+        return await _within(context, asyncio.ensure_future(_outcome(context, function, None)), limit_s)
+    async with context.places:
+        thread = _in_thread(function, context.running)
+        return await _within(
+            context, asyncio.ensure_future(_outcome(context, function, thread)), limit_s, thread
+        )
 
 
 async def _within(
-    runs: Runs, work: asyncio.Future[Ended], limit_s: float, thread: asyncio.Future[Ended] | None = None
+    context: CallContext,
+    work: asyncio.Future[Ended],
+    limit_s: float,
+    thread: asyncio.Future[Ended] | None = None,
 ) -> Ended:
-    begun = runs.clock()
+    begun = context.clock()
     try:
         while not work.done():
-            left_s = limit_s - (runs.clock() - begun)
+            left_s = limit_s - (context.clock() - begun)
             if left_s <= 0:
                 work.cancel()
                 if thread is None or thread.done():
@@ -73,16 +78,18 @@ async def _within(
         work.cancel()
         for part in (work, thread):
             if part is not None and not part.done():
-                runs.left.add(part)
-                part.add_done_callback(runs.left.discard)
+                context.left.add(part)
+                part.add_done_callback(context.left.discard)
 
 
-async def _outcome(runs: Runs, function: Callable[[], Any], thread: asyncio.Future[Ended] | None) -> Ended:
+async def _outcome(
+    context: CallContext, function: Callable[[], Any], thread: asyncio.Future[Ended] | None
+) -> Ended:
     """Of a function that is called here, or that runs in a thread already."""
     try:
         outcome = Ended(function()) if thread is None else await asyncio.shield(thread)
         if inspect.isawaitable(outcome.value):
-            return Ended(await runs.marked(outcome.value))
+            return Ended(await context.marked(outcome.value))
         return outcome
     except asyncio.CancelledError:
         raise

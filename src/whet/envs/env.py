@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, get_args
 
-from whet.envs.calls import Ended, Runs, run
+from whet.envs.calls import CallContext, Ended, run
 from whet.guard.foreign import number
 from whet.tables import near
 from whet.types import ConfigError, Json, Message, StopReason, Task, ToolCall, ToolSpec, WhetError
@@ -105,7 +105,7 @@ class World:
         """Number of the reply that is being answered, from 1; 0 in `first`."""
         self.calls = 0
         """Of `chat` in this turn."""
-        self.runs = Runs(time.monotonic, nullcontext, lambda waits: waits)
+        self.call_context = CallContext(time.monotonic, nullcontext, lambda waits: waits)
 
     def run(self, function: Callable[[], Any], limit_s: float, *, is_async: bool = False) -> Awaitable[Ended]:
         """Run foreign code of the episode, such as a tool: an async function here, a plain one in a thread of its own.
@@ -114,7 +114,7 @@ class World:
         A thread cannot be cancelled: it keeps running, and if it still runs when the episode is over, the process gets
         no more episodes.
         """
-        return run(self.runs, function, limit_s, is_async=is_async)
+        return run(self.call_context, function, limit_s, is_async=is_async)
 
     def chat(self, messages: list[Message], **sampling: Json) -> Awaitable[Message]:
         """Ask the policy: its reply to a conversation of its own, which is trained with the rollout's reward.

@@ -26,7 +26,7 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from whet.envs.calls import CANCEL_S, MOST_AT_ONCE, Runs
+from whet.envs.calls import CANCEL_S, MOST_AT_ONCE, CallContext
 from whet.envs.env import (
     Path,
     World,
@@ -236,7 +236,7 @@ class ChattingWorld(World):
         self._since = 0.0
         self._paused_s = 0.0
         marks = host.marks
-        self.runs = Runs(
+        self.call_context = CallContext(
             host.clock.now,
             lambda: marks.running(slot, number),
             lambda waits: Marked(waits, marks, slot, number),
@@ -379,9 +379,9 @@ class EnvHost:
             self.say("stuck", playing.number, str(error))
         except CallFailed as error:
             self.say("said", str(error), 0)
-        if left := set(playing.world.runs.left):
+        if left := set(playing.world.call_context.left):
             await asyncio.wait(left, timeout=CLOSE_S)
-            if playing.world.runs.left:
+            if playing.world.call_context.left:
                 self.say(
                     "stuck", playing.number, "timeout: a tool exceeded its time limit and is still running"
                 )

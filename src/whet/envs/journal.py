@@ -41,7 +41,7 @@ class _Line:
 
 
 @dataclass(frozen=True, slots=True)
-class _Write:
+class _PendingAnswer:
     """An answer that is to be written."""
 
     path: Path
@@ -59,7 +59,7 @@ class Journal:
         self.folder = folder
         self._lines: dict[tuple[str, int], tuple[str, _Line]] = {}
         """By episode and turn: what was asked there last, and where the answer stands."""
-        self._writes: SimpleQueue[_Write | None] = SimpleQueue()
+        self._writes: SimpleQueue[_PendingAnswer | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._broken: WhetError | None = None
         starts = [0]
@@ -95,7 +95,7 @@ class Journal:
             self._thread.start()
         data = json.dumps([episode, turn, asked, answer], allow_nan=False).encode() + b"\n"
         written = asyncio.get_running_loop().create_future()
-        self._writes.put(_Write(self._path, (episode, turn), asked, data, written))
+        self._writes.put(_PendingAnswer(self._path, (episode, turn), asked, data, written))
         await written
 
     def forget(self, episode: str, turn: int = 0) -> None:
@@ -184,7 +184,7 @@ class Journal:
             self._broken = file_error(error, path)
             return 0
 
-    def _settle(self, write: _Write, line: _Line) -> None:
+    def _settle(self, write: _PendingAnswer, line: _Line) -> None:
         """In the event loop: the answer is on the disk, or cannot be."""
         if self._broken is None:
             self._know(write.name, write.asked, line)

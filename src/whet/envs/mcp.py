@@ -39,7 +39,7 @@ STOP_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
+class McpServer:
     """A server. ConfigError for a value that is none."""
 
     command: tuple[str, ...]
@@ -78,7 +78,7 @@ class Server:
         return json.dumps(asdict(self))
 
 
-def tools_of(server: Server) -> list[Tool]:
+def tools_of(server: McpServer) -> list[Tool]:
     """The tools of a server. ConfigError if it cannot be started, or offers what cannot be used."""
     before = partial(_session, server)
     return [Tool(spec, partial(_call, server, spec.name), before=before) for spec in _listed(server.key)]
@@ -87,7 +87,7 @@ def tools_of(server: Server) -> list[Tool]:
 @cache
 def _listed(key: str) -> tuple[ToolSpec, ...]:
     """The tools of a server, which is started and ended for this."""
-    server = Server(**json.loads(key))
+    server = McpServer(**json.loads(key))
     found: list[tuple[ToolSpec, ...] | BaseException] = []
 
     async def ask() -> tuple[ToolSpec, ...]:
@@ -125,7 +125,7 @@ _sessions: dict[str, Session] = {}
 """Of this process, by the key of their server."""
 
 
-async def _session(server: Server) -> Session:
+async def _session(server: McpServer) -> Session:
     """The one of this process, started if there is none. EnvFault if it cannot be."""
     session = _sessions.get(server.key)
     if session is None or session.over or session.loop is not asyncio.get_running_loop():
@@ -134,7 +134,7 @@ async def _session(server: Server) -> Session:
     return session
 
 
-async def _call(server: Server, name: str, /, **arguments: Json) -> list[str] | Json:
+async def _call(server: McpServer, name: str, /, **arguments: Json) -> list[str] | Json:
     """What a tool returns. ToolError if it says that it failed, EnvFault if the server is broken."""
     session = await _session(server)
     client, _ = session.opened.result()
@@ -172,7 +172,7 @@ class Session:
     """One server and the connection to it; `end` it. A task of its own holds both: the package wants them opened and
     closed by the same one."""
 
-    def __init__(self, server: Server, expected: tuple[ToolSpec, ...] | None) -> None:
+    def __init__(self, server: McpServer, expected: tuple[ToolSpec, ...] | None) -> None:
         """expected: the tools that it must offer. None: any."""
         self.server, self.expected = server, expected
         self.loop = asyncio.get_running_loop()
@@ -265,7 +265,7 @@ async def _list(client: Any, prefix: str) -> tuple[ToolSpec, ...]:
 class Stdio:
     """The transport of a server's standard input and output, as the package wants it: a message on each line."""
 
-    def __init__(self, server: Server, stop: asyncio.Event) -> None:
+    def __init__(self, server: McpServer, stop: asyncio.Event) -> None:
         """stop: set when the server ends."""
         self.server, self.stop = server, stop
         self.ended = asyncio.Event()

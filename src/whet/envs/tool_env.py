@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from whet.config.sections.rollout import TOOL_TIMEOUT_S
 from whet.envs.env import MOST_TEXT, EnvFault, EnvStep, World
-from whet.envs.mcp import Server, tools_of
+from whet.envs.mcp import McpServer, tools_of
 from whet.envs.search import Documents, build, search_tool
 from whet.envs.tools import (
     Priced,
@@ -148,7 +148,7 @@ class ToolEnv:
         finally:
             for each in work:  # where one of them was a fault
                 each.cancel()
-        if len(self.world.runs.left) >= MOST_LEFT:
+        if len(self.world.call_context.left) >= MOST_LEFT:
             return EnvStep(fault=f"{MOST_LEFT} tool calls exceeded their time limit and are still running")
         messages = [
             Message("tool", answer.text, tool_call_id=call.id or None, name=call.name)
@@ -309,7 +309,7 @@ class ToolArguments(Limits):
     search: Mapping[str, Json] | None = None
     """A search over documents: the fields of `whet.envs.search.Documents`."""
     mcp: tuple[Mapping[str, Json], ...] = ()
-    """MCP servers: the fields of `whet.envs.mcp.Server`, for each."""
+    """MCP servers: the fields of `whet.envs.mcp.McpServer`, for each."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -327,9 +327,9 @@ class ToolArguments(Limits):
         return None if self.search is None else _section(Documents, self.search, "search")
 
     @property
-    def servers(self) -> list[Server]:
+    def servers(self) -> list[McpServer]:
         """ConfigError for a section that is none."""
-        return [_section(Server, server, f"mcp[{n}]") for n, server in enumerate(self.mcp)]
+        return [_section(McpServer, server, f"mcp[{n}]") for n, server in enumerate(self.mcp)]
 
 
 def _section(cls: type, values: object, where: str) -> Any:

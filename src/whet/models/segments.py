@@ -124,20 +124,20 @@ class Segments:
         placed: tuple[tuple[Bucket, ...], Tensor] = self._placed[at]
         return placed
 
-    def runs_on(self, device: torch.device) -> Runs:
+    def contiguous_on(self, device: torch.device) -> ContiguousSegments:
         """Every segment's keys in one piece, for kernels of variable length; on a device, copied once."""
         at = ("runs", device)
         if at not in self._placed:
-            self._placed[at] = self._runs(device)
-        placed: Runs = self._placed[at]
+            self._placed[at] = self._contiguous(device)
+        placed: ContiguousSegments = self._placed[at]
         return placed
 
-    def _runs(self, device: torch.device) -> Runs:
+    def _contiguous(self, device: torch.device) -> ContiguousSegments:
         query_N = ranges(self.q_start_S, self.q_len_S)
         starts = torch.stack((self.prefix_start_S, self.q_start_S), 1).flatten()
         lens = torch.stack((self.prefix_len_S, self.q_len_S), 1).flatten()
         key_len_S = self.prefix_len_S + self.q_len_S
-        return Runs(
+        return ContiguousSegments(
             query_N=query_N.to(device),
             key_T=ranges(starts, lens).to(device),
             back_N=torch.argsort(query_N).to(device),
@@ -221,7 +221,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
+class ContiguousSegments:
     """Segments with their keys in one piece each: a shared prefix is there once for each segment."""
 
     query_N: Tensor

@@ -239,7 +239,7 @@ def _fits_varlen(q: Tensor, how: Weighing) -> bool:
 
 def _attend_varlen(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, how: Weighing) -> Tensor:
     """Shared prefixes are gathered once per segment."""
-    runs = segments.runs_on(q_NHD.device)
+    runs = segments.contiguous_on(q_NHD.device)
     out = _varlen(q_NHD[runs.query_N], k_NKD[runs.key_T], v_NKD[runs.key_T], runs.bounds, how)
     return out[runs.back_N]
 

@@ -15,7 +15,7 @@ from whet.api import Stop, run_loop
 from whet.bench import alone
 from whet.checkpoint import read_state
 from whet.replay.run import aside, opened
-from whet.replay.steps import Recorded, Start
+from whet.replay.steps import Recorded, ReplayStart
 from whet.track.compare import ComparedColumn, ValueDifference, by_name, same, token_place
 from whet.track.log import close_logging, setup_logging
 from whet.track.written import read_rollouts
@@ -43,7 +43,7 @@ class Rescored:
         return all(each.differing == 0 for each in self.compared)
 
 
-def versions(recorded: Recorded) -> dict[int, Start]:
+def versions(recorded: Recorded) -> dict[int, ReplayStart]:
     """Where the weights of each version are, as far as they are there."""
     return {start.version: start for start in recorded.starts}
 
@@ -72,7 +72,7 @@ def rescored(recorded: Recorded, stage: int, step: int) -> Rescored:
 
 
 def _by_policy(
-    recorded: Recorded, stage: int, step: int, rows: Rows, known: Mapping[int, Start]
+    recorded: Recorded, stage: int, step: int, rows: Rows, known: Mapping[int, ReplayStart]
 ) -> list[ComparedColumn]:
     with aside(recorded, step) as (home, loaded), ExitStack() as stack:
         setup_logging(home, level=loaded.config.track.log_level)

@@ -24,7 +24,7 @@ BEGINNING = "the beginning of the run"
 
 
 @dataclass(frozen=True)
-class Start:
+class ReplayStart:
     """Where a replay may start."""
 
     at: tuple[int, int]
@@ -47,7 +47,7 @@ class Step:
 
     stage: int
     step: int
-    start: Start | None
+    start: ReplayStart | None
     """Where its replay starts. None: it cannot be replayed."""
     forward: int = 0
     """Steps that are run for it, itself included."""
@@ -62,7 +62,7 @@ class Recorded:
     path: Path
     loaded: Loaded
     plans: Sequence[Plan]
-    starts: Sequence[Start]
+    starts: Sequence[ReplayStart]
     """The beginning, then the checkpoints that are there, oldest first."""
     lines: Sequence[dict[str, Json]]
     """Of metrics.jsonl."""
@@ -125,7 +125,7 @@ class Recorded:
             start = before if before is not None and before.checkpoint is not None else start
         return Step(stage, step, start, self._forward(start, stage, step))
 
-    def _leads(self, start: Start, stage: int, step: int, *, play: bool) -> bool:
+    def _leads(self, start: ReplayStart, stage: int, step: int, *, play: bool) -> bool:
         """Whether the steps from a start to this one follow from it: the optimizer is there, the config of the last
         start of the run holds for them, the journal has what environments have answered, and no stage on the way
         depends on timing."""
@@ -151,7 +151,7 @@ class Recorded:
         """Number of the stage and step of a line; of stages that the config no longer has the first."""
         return self.names.index(line["stage"]) if line["stage"] in self.names else 0, line["step"]
 
-    def _forward(self, start: Start, stage: int, step: int) -> int:
+    def _forward(self, start: ReplayStart, stage: int, step: int) -> int:
         between = sum(self.done(n) for n in range(start.at[0], stage))
         return between + step - start.at[1]
 
@@ -225,7 +225,7 @@ def read(run_dir: Path) -> Recorded:
         loaded=loaded,
         plans=planned,
         starts=[
-            Start((0, 0)),
+            ReplayStart((0, 0)),
             # a trainer that does not sample may have no copy of the weights that sampled
             *(start for start in found if not copies or _has_copy(start)),
         ],
@@ -236,11 +236,11 @@ def read(run_dir: Path) -> Recorded:
     )
 
 
-def _has_copy(start: Start) -> bool:
+def _has_copy(start: ReplayStart) -> bool:
     return start.checkpoint is not None and (start.checkpoint / "sampler").is_dir()
 
 
-def _checkpoints(root: Path) -> Iterator[Start]:
+def _checkpoints(root: Path) -> Iterator[ReplayStart]:
     for path in all_in(root) if root.is_dir() else ():
         place = place_of(path.name)
         try:
@@ -249,7 +249,7 @@ def _checkpoints(root: Path) -> Iterator[Start]:
         except (OSError, ValueError, LookupError, TypeError):
             continue  # a kill has left it, or it is being removed; a replay from it would refuse it
         if place is not None:
-            yield Start(place, path, version, "optimizer" in contents)
+            yield ReplayStart(place, path, version, "optimizer" in contents)
 
 
 def stage_of(recorded: Recorded, stage: str | None, step: int) -> int:

@@ -23,9 +23,8 @@ from whet.studio.jobs import Jobs
 from whet.studio.opened import IsThere
 from whet.types import ConfigError, WhetError
 from whet.view.answers import encoded
-from whet.view.server import HEADERS, KINDS, LOCAL, until_ended
+from whet.view.server import HEADERS, KINDS, LOCAL, ViewerServer, until_ended
 from whet.view.server import STATIC as OF_THE_VIEWER
-from whet.view.server import Server as Viewer
 from whet.view.source import ShownRuns
 
 STATIC = Path(__file__).parent / "static"
@@ -36,7 +35,7 @@ MOST_BODY_BYTES = 4 * MOST_CONFIG_BYTES
 """A text in JSON, where a character may take six bytes."""
 
 
-class Server:
+class StudioServer:
     """Answers the page. Other Hosts, Origins, methods and tokens are refused before anything is read."""
 
     def __init__(self, studio: Studio) -> None:
@@ -50,7 +49,7 @@ class Server:
             1, thread_name_prefix="whet-studio"
         )  # one: a later text is checked later
         self._runner: web.AppRunner | None = None
-        self._viewer: Viewer | None = None
+        self._viewer: ViewerServer | None = None
 
     async def start(self, port: int = 0) -> None:
         """Listen. ConfigError if the port is taken."""
@@ -149,7 +148,7 @@ class Server:
         path = await self._later(run_folder, self.studio)
         if self._viewer is not None:
             await self._viewer.stop()
-        self._viewer = Viewer(ShownRuns.of([path]), token=secrets.token_urlsafe(24))
+        self._viewer = ViewerServer(ShownRuns.of([path]), token=secrets.token_urlsafe(24))
         await self._viewer.start()
         return self._viewer.url
 
@@ -184,7 +183,7 @@ def serve(file: Path | None, *, port: int, ready: Callable[[str], object]) -> No
     """Serve until Ctrl-C or SIGTERM, which also stop the run. ready: called with the URL once it answers."""
 
     async def work(jobs: Jobs) -> None:
-        await until_ended(Server(Studio.of(file, jobs)), port, ready)
+        await until_ended(StudioServer(Studio.of(file, jobs)), port, ready)
 
     with Jobs(Path.cwd()) as jobs:
         asyncio.run(work(jobs))

@@ -34,7 +34,7 @@ State = Literal["running", "not running", "elsewhere"]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class RunRecord:
     """What a run directory holds, read once."""
 
     path: Path
@@ -72,12 +72,12 @@ class Written:
         return [x for x in self.metrics if x["stage"] == stage and all(name in x for name in having)]
 
 
-def read(run_dir: Path) -> Written:
+def read(run_dir: Path) -> RunRecord:
     """Raises DataError if this is not a run directory, or a file in it was not written by a run."""
     if not any((run_dir / name).exists() for name in ("metrics.jsonl", "run.log")):
         raise DataError(f"{run_dir} is not a run directory: it has no metrics.jsonl{_runs_in(run_dir)}")
     manifest = read_manifest(run_dir)
-    return Written(
+    return RunRecord(
         path=run_dir,
         metrics=read_lines(run_dir / "metrics.jsonl"),
         timings=read_lines(run_dir / "timings.jsonl"),
@@ -118,7 +118,7 @@ class StageNumbers:
     """The accuracy at each evaluation."""
 
 
-def numbers_of(run: Written, stage: str) -> StageNumbers:
+def numbers_of(run: RunRecord, stage: str) -> StageNumbers:
     """A stage that has lines in metrics.jsonl."""
     return StageNumbers(
         name=stage,
@@ -133,13 +133,13 @@ def numbers_of(run: Written, stage: str) -> StageNumbers:
 TOKENS = "rollout/tokens_sum"
 
 
-def learning_of(run: Written, stage: str) -> tuple[str, list[Sign]]:
+def learning_of(run: RunRecord, stage: str) -> tuple[str, list[Sign]]:
     """How the headline of a stage has moved, in words, and the signs against it at its last step."""
     rows = [line for line in run.of(stage) if "rollout/count" in line]  # evaluations have lines of their own
     return trend(rows), signs(rows)
 
 
-def seconds_of(run: Written, stage: str) -> float | None:
+def seconds_of(run: RunRecord, stage: str) -> float | None:
     """Time of a stage: all its phases, evaluation and saving too; None if none was written."""
     spent = [v for x in run.timings if x["stage"] == stage for k, v in x.items() if is_phase(k)]
     return sum(spent) if spent else None
@@ -150,7 +150,7 @@ def is_phase(name: str) -> bool:
     return name.startswith("time/") and name.endswith("_s") and name != "time/step_s"
 
 
-def failures(run: Written) -> Counter[tuple[str, str]]:
+def failures(run: RunRecord) -> Counter[tuple[str, str]]:
     """Rollouts without a reward by stage and reason."""
     failed: Counter[tuple[str, str]] = Counter()
     for line in run.metrics:
@@ -161,7 +161,7 @@ def failures(run: Written) -> Counter[tuple[str, str]]:
     return failed
 
 
-def asked(run: Written, stage: str) -> float:
+def asked(run: RunRecord, stage: str) -> float:
     """Rollouts of the steps whose failures are counted."""
     return sum(line.get("rollout/count", 0) for line in run.of(stage, FAILED))
 
@@ -179,7 +179,7 @@ class KeptCheckpoint:
     """For a shell; a call of whet.train where rewards were functions of a Python program."""
 
 
-def checkpoints(run: Written) -> list[KeptCheckpoint]:
+def checkpoints(run: RunRecord) -> list[KeptCheckpoint]:
     """Newest first: the run goes on from the newest in this run directory, from an earlier one in another."""
     folder = run.path / "checkpoints"
     found = oldest_first(path.name for path in folder.glob("*-*"))[::-1]
@@ -191,7 +191,7 @@ def checkpoints(run: Written) -> list[KeptCheckpoint]:
     return kept
 
 
-def _go_on(run: Written, overrides: Sequence[str]) -> str:
+def _go_on(run: RunRecord, overrides: Sequence[str]) -> str:
     """The command, or the call where rewards were functions of a Python program."""
     file = str(run.path / "config.yaml")
     named = [value for path, value in leaves(run.config) if "rewards" in path]

@@ -21,7 +21,7 @@ from whet.config.tree import get
 from whet.track.metrics import HELD_OUT
 from whet.track.overview import (
     Lines,
-    Written,
+    RunRecord,
     asked,
     checkpoints,
     failures,
@@ -76,7 +76,7 @@ def summary(run_dir: Path) -> RenderableType:
     return Group(*parts)
 
 
-def _head(run: Written) -> Table:
+def _head(run: RunRecord) -> Table:
     found = state_of(run.path)
     state: str = "running on another host, or killed there" if found == "elsewhere" else found
     if not run.metrics:
@@ -109,7 +109,7 @@ def _last_word(run_dir: Path) -> str:
     return f". run.log ends with: {shorten(lines[-1])}" if lines else ""
 
 
-def _changes(run: Written, kind: str) -> Table | None:
+def _changes(run: RunRecord, kind: str) -> Table | None:
     """The changes when the run was resumed from a checkpoint."""
     table = _table("stage", "after step", "key", "from", "to")
     for row in (r for r in run.changes if r["kind"] == kind):
@@ -119,7 +119,7 @@ def _changes(run: Written, kind: str) -> Table | None:
     return table if table.row_count else None
 
 
-def _stages(run: Written) -> Table:
+def _stages(run: RunRecord) -> Table:
     table = _table("stage", "steps", "time", "tokens", "tokens/s", "reward", "held-out")
     for stage in map(partial(numbers_of, run), run.stages):
         table.add_row(
@@ -134,7 +134,7 @@ def _stages(run: Written) -> Table:
     return table
 
 
-def _learning(run: Written) -> Table | None:
+def _learning(run: RunRecord) -> Table | None:
     table = _table("", "")
     for stage in run.stages:
         moved, found = learning_of(run, stage)
@@ -145,7 +145,7 @@ def _learning(run: Written) -> Table | None:
     return table if table.row_count else None
 
 
-def _checkpoints(run: Written) -> Table | None:
+def _checkpoints(run: RunRecord) -> Table | None:
     """The newest checkpoints, and the command that goes on from each."""
     found = checkpoints(run)
     if not found:
@@ -167,7 +167,7 @@ def _from_to(numbers: Sequence[float]) -> Text:
     return Text(" → ").join([share(numbers[0]), share(numbers[-1])]) if numbers else Text("-", "dim")
 
 
-def _evaluations(run: Written) -> Table | None:
+def _evaluations(run: RunRecord) -> Table | None:
     lines = [x for x in run.metrics if HELD_OUT in x]
     kinds = ("mean@", "pass@", "maj@")
     names = sorted(
@@ -182,7 +182,7 @@ def _evaluations(run: Written) -> Table | None:
     return table
 
 
-def _phases(run: Written) -> Table | None:
+def _phases(run: RunRecord) -> Table | None:
     spent: dict[str, Counter[str]] = {}
     for line in run.timings:
         for name, seconds in line.items():
@@ -200,7 +200,7 @@ def _phases(run: Written) -> Table | None:
     return table
 
 
-def _failures(run: Written) -> Table | None:
+def _failures(run: RunRecord) -> Table | None:
     failed = failures(run)
     if not failed:
         return None
@@ -212,7 +212,7 @@ def _failures(run: Written) -> Table | None:
     return table
 
 
-def _replayed(run: Written) -> Table | None:
+def _replayed(run: RunRecord) -> Table | None:
     name = "train/replayed_groups"
     table = _table("stage", "in all", "a step", "most in a step")
     for stage in run.stages:
@@ -222,7 +222,7 @@ def _replayed(run: Written) -> Table | None:
     return table if table.rows else None
 
 
-def _newest(run: Written) -> Table | None:
+def _newest(run: RunRecord) -> Table | None:
     lines = [x for x in run.metrics if HELD_OUT not in x]
     if not lines:
         return None
@@ -251,7 +251,7 @@ def report(run_dir: Path, *, curve: Path | None = None, examples: int = 3) -> Re
     return final_report(stages, examples=before_and_after(run, limit=examples), curve=curve)
 
 
-def _stage_report(run: Written, stage: str) -> StageReport:
+def _stage_report(run: RunRecord, stage: str) -> StageReport:
     found = numbers_of(run, stage)
     return StageReport(
         name=stage,
@@ -263,7 +263,7 @@ def _stage_report(run: Written, stage: str) -> StageReport:
     )
 
 
-def before_and_after(run: Written, *, limit: int) -> list[Example]:
+def before_and_after(run: RunRecord, *, limit: int) -> list[Example]:
     """Held-out tasks at the first and last evaluation of the last stage that has two; mended ones first."""
     files = list_steps(run.path / "eval")
     for stage in reversed(run.stages):

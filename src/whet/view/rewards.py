@@ -30,7 +30,7 @@ MOST_NGRAMS = 20
 
 
 @dataclass(frozen=True)
-class Scores:
+class FileRewards:
     """Rewards of one file, a number for each rollout; NaN where there is none."""
 
     parts: dict[str, np.ndarray]
@@ -38,7 +38,7 @@ class Scores:
     sources: list[str]
 
 
-def scores(path: Path) -> Scores:
+def file_rewards(path: Path) -> FileRewards:
     """Rewards and their parts of one file."""
     table = read_table(path, ("reward", "reward_parts", "source")).combine_chunks()
     total = pc.cast(table["reward"], pa.float64()).to_numpy(zero_copy_only=False)
@@ -52,7 +52,7 @@ def scores(path: Path) -> Scores:
         column = np.full(len(total), np.nan)
         column[row[own]] = values[own]
         parts[str(name) if name != TOTAL else f"part {name}"] = column
-    return Scores(parts, [str(source) for source in table["source"].to_pylist()])
+    return FileRewards(parts, [str(source) for source in table["source"].to_pylist()])
 
 
 def _entries(maps: pa.MapArray) -> tuple[np.ndarray, np.ndarray]:
@@ -71,7 +71,7 @@ def rewards(ask: Ask) -> Json:
     """Quantiles per step of the total, of each part and source; correlation; extremes; what winners repeat."""
     run, stage = ask.run, ask.stage
     files = [(step, path) for _, step, path in run.files(stage=stage)]
-    found = [run.kept(scores, path) for _, path in files]
+    found = [run.kept(file_rewards, path) for _, path in files]
     names = list(dict.fromkeys(name for one in found for name in one.parts))
     sources = sorted({source for one in found for source in one.sources})
     by_source = [_by_source(one) for one in found]
@@ -86,7 +86,7 @@ def rewards(ask: Ask) -> Json:
     }
 
 
-def _by_source(one: Scores) -> dict[str, np.ndarray]:
+def _by_source(one: FileRewards) -> dict[str, np.ndarray]:
     sources = np.array(one.sources, dtype=object)
     return {name: one.parts[TOTAL][sources == name] for name in dict.fromkeys(one.sources)}
 
@@ -102,7 +102,7 @@ def _spread(steps: Sequence[np.ndarray | None]) -> Json:
     return {"quantiles": quantiles, "mean": means, "count": counts}
 
 
-def _correlation(names: Sequence[str], found: Sequence[Scores]) -> Json:
+def _correlation(names: Sequence[str], found: Sequence[FileRewards]) -> Json:
     """Pearson's, over the rollouts that have both; null where one of them does not vary."""
     absent = {len(one.sources): np.full(len(one.sources), np.nan) for one in found}
     columns = [
@@ -127,7 +127,7 @@ def _extremes(run: Shown, files: Sequence[tuple[int, Path]]) -> Json:
     best: list[tuple[float, int, int]] = []
     worst: list[tuple[float, int, int]] = []
     for step, path in files:
-        rewards = run.kept(scores, path).parts[TOTAL]
+        rewards = run.kept(file_rewards, path).parts[TOTAL]
         rows = np.flatnonzero(np.isfinite(rewards))
         order = rows[np.argsort(rewards[rows], kind="stable")]
         best += [(float(rewards[row]), step, int(row)) for row in order[-EXTREMES:]]

@@ -14,7 +14,7 @@ from whet.checkpoint import glance
 from whet.config.tree import get
 from whet.inputs import MOST_CONFIG_BYTES, read_bytes
 from whet.track.metrics import FAILED, HELD_OUT, REWARD
-from whet.track.overview import Lines, Written, checkpoints, learning_of, numbers_of, state_of
+from whet.track.overview import Lines, RunRecord, checkpoints, learning_of, numbers_of, state_of
 from whet.types import DataError, Json
 from whet.view.source import Ask, Shown, count_rows, finite, stamp_of, tried
 
@@ -62,7 +62,7 @@ def _line(run: Shown) -> Json:
 SPEED = "speed/tokens_per_s"
 
 
-def _state(run: Shown, written: Written) -> str:
+def _state(run: Shown, written: RunRecord) -> str:
     """Whether its process lives; of one that does not, whether its last checkpoint ends the run."""
     state = state_of(run.path)
     if state != "not running":
@@ -71,7 +71,7 @@ def _state(run: Shown, written: Written) -> str:
     return "finished" if last["done"] and last["stage"] == stages - 1 else state
 
 
-def planned_steps(run: Written, stage: str | None) -> int | None:
+def planned_steps(run: RunRecord, stage: str | None) -> int | None:
     """Steps of a stage where the config gives a number."""
     for one in run.config.get("stages") or [{}]:
         if one.get("name", stage) == stage:
@@ -80,7 +80,7 @@ def planned_steps(run: Written, stage: str | None) -> int | None:
     return None
 
 
-def read_run(run: Shown, problems: list[str]) -> Written:
+def read_run(run: Shown, problems: list[str]) -> RunRecord:
     """Everything but the rollouts; what cannot be read is empty and told in `problems`."""
     tried(problems, run.look, None)
     nothing: dict[str, Json] = {}
@@ -90,7 +90,7 @@ def read_run(run: Shown, problems: list[str]) -> Written:
     metrics = tried(problems, lambda: run.lines("metrics.jsonl"), no_lines)
     timings = tried(problems, lambda: run.lines("timings.jsonl"), no_lines)
     start = manifest.get("starts", [{}])[-1]
-    return Written(run.path, metrics, timings, config, start, manifest.get("changes", []))
+    return RunRecord(run.path, metrics, timings, config, start, manifest.get("changes", []))
 
 
 def run(ask: Ask) -> Json:
@@ -120,7 +120,7 @@ def run(ask: Ask) -> Json:
     }
 
 
-def _stage(run: Written, name: str) -> Json:
+def _stage(run: RunRecord, name: str) -> Json:
     found = numbers_of(run, name)
     trend, signs = learning_of(run, name)
     ends = {"reward": found.rewards, "held_out": found.held_out}

@@ -77,7 +77,7 @@ class Answers:
             self._size -= len(oldest)
 
 
-class Server:
+class ViewerServer:
     """Answers GET and HEAD. Everything else, another Host, a wrong token: refused before anything is read."""
 
     def __init__(self, runs: ShownRuns, *, host: str = "127.0.0.1", token: str | None = None) -> None:
@@ -226,7 +226,7 @@ def serve(
     """Serve until Ctrl-C or SIGTERM. ready: called with the URL once it answers."""
 
     async def work() -> None:
-        await until_ended(Server(ShownRuns.of(paths), host=host, token=token), port, ready)
+        await until_ended(ViewerServer(ShownRuns.of(paths), host=host, token=token), port, ready)
 
     asyncio.run(work())
 

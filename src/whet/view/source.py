@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from whet.config.tree import stage_names
-from whet.track.overview import Lines, Written, state_of, tokenizer_of
+from whet.track.overview import Lines, RunRecord, state_of, tokenizer_of
 from whet.track.written import list_steps, read_config, read_manifest, read_more, read_table
 from whet.types import ConfigError, DataError, Json, WhetError
 
@@ -159,10 +159,10 @@ class Shown:
         return self._facts.of(_manifest, self.path / "manifest.json")
 
     @property
-    def written(self) -> Written:
+    def written(self) -> RunRecord:
         """Everything but the rollouts."""
         manifest = self.manifest
-        return Written(
+        return RunRecord(
             path=self.path,
             metrics=self.lines("metrics.jsonl"),
             timings=self.lines("timings.jsonl"),

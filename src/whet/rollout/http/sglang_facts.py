@@ -24,7 +24,7 @@ ROOM = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class ServerSetting:
     """A setting that whet cannot work with, and the values that it can."""
 
     name: str
@@ -32,23 +32,23 @@ class Setting:
     why: str
 
 
-SETTINGS: tuple[Setting, ...] = (
-    Setting(
+SETTINGS: tuple[ServerSetting, ...] = (
+    ServerSetting(
         name="speculative_algorithm",
         fits=(None,),
         why="speculative decoding, whose draft model gets no new weights; start it without",
     ),
-    Setting(
+    ServerSetting(
         name="disaggregation_mode",
         fits=(None, "null"),
         why="prefill and decoding apart; give one server that does both",
     ),
-    Setting(
+    ServerSetting(
         name="preferred_sampling_params",
         fits=(None, "", {}),
         why="sampling settings of its own beside those of a request; start it without",
     ),
-    Setting(
+    ServerSetting(
         name="enable_metrics",
         fits=(True,),
         why="no counts by which a server that hangs is found; start it with --enable-metrics",
