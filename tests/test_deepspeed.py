@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +15,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import grid
 from grid import WAYS, Layout
 from test_ranks_grid import ROUNDING
 from test_train_torch import pg_loss, weighted
+from whet.batch import Batch, Loss, Outputs
 from whet.config import checks_run, deepspeed
 from whet.config.load import load
 from whet.config.plan import plans
+from whet.config.sections.precision import PrecisionConfig
 from whet.models.mesh import Dims
+from whet.training.engine import TrainEngine
 from whet.training.ranks import Ranks
 from whet.types import ConfigError, Json
 
@@ -77,6 +82,72 @@ def test_log_probs_gradients_and_three_steps_are_those_of_one_process(
     errors, note = grid.worst()
     grid.policy(ranks, shape, WAYS[way], note)
     assert all(e <= ROUNDING[what] for what, (e, _) in errors.items()), errors
+
+
+HALF = 0.02
+"""Of how far weights have moved in three steps in bfloat16, whose own rounding is 0.004 of a number."""
+
+
+@pytest.mark.parametrize(
+    ("name", "reduce"),
+    [
+        ("stage 1", None),
+        ("stage 3", "float32"),
+        pytest.param("stage 2", "float32", marks=pytest.mark.sweep),
+        pytest.param("stage 3", None, marks=pytest.mark.sweep),
+        pytest.param("stage 2, optimizer on the host", None, marks=pytest.mark.sweep),
+        pytest.param("stage 3, all on the host", "float32", marks=pytest.mark.sweep),
+    ],
+)
+def test_in_bfloat16_it_is_as_near_to_float32_as_torch_is(
+    ranks: Ranks, tmp_path: Path, name: str, reduce: Any
+) -> None:
+    """What is compared is how far the float32 master weights have moved."""
+    cut = replace(WAYS["by tokens"].cut, precision=PrecisionConfig(reduce=reduce))
+    way = grid.Way(cut, dtype=torch.bfloat16)
+    model = grid.model_of(layout(name), way)
+    start = {n: p.detach().float() for n, p in model.named_parameters()}
+    exact, _ = grid.pair(ranks, layout(name), WAYS["by tokens"], model=model.float(), **grid.learning())
+    one, many = grid.pair(ranks, layout(name), way, model=model.to(torch.bfloat16), **grid.learning())  # type: ignore[arg-type]
+    assert torch.equal(many.forward(weighted(), "logprobs"), one.forward(weighted(), "logprobs"))
+    for seed in range(grid.STEPS):
+        numbers = [engine.update(weighted(seed), pg_loss)["grad_norm"] for engine in (exact, one, many)]
+        assert numbers[1:] == pytest.approx([numbers[0]] * 2, rel=HALF)
+    far = flat(start, {n: p.detach() for n, p in exact.module.named_parameters()})
+    torch_, zero = (flat(start, masters(engine, tmp_path / str(n))) for n, engine in enumerate((one, many)))
+    assert grid.error(zero, torch_) <= HALF
+    assert grid.error(zero, far) <= 1.1 * grid.error(torch_, far) + 1e-3
+
+
+def masters(engine: TrainEngine, folder: Path) -> dict[str, torch.Tensor]:
+    engine.save(folder)
+    found = load_file(folder / "optimizer.safetensors")
+    return {n.removeprefix("master."): x for n, x in found.items() if n.startswith("master.")}
+
+
+def flat(start: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([(now[n] - x).flatten() for n, x in start.items()])
+
+
+def test_files_in_bfloat16_are_those_of_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    errors, note = grid.worst()
+    grid.resumed(ranks, layout("stage 3"), grid.Way(dtype=torch.bfloat16), note, folder=tmp_path)
+    assert all(e <= HALF for e, _ in errors.values()), errors
+
+
+def at_home(batch: Batch, out: Outputs) -> Loss:
+    """Of a rank: DeepSpeed computes on the rank's own device."""
+    assert os.environ["LOCAL_RANK"] == str(torch.distributed.get_rank())
+    return pg_loss(batch, out)
+
+
+def test_each_rank_computes_on_its_own_device(ranks: Ranks) -> None:
+    """`deepspeed.initialize` makes the GPU of LOCAL_RANK the current one."""
+    way = WAYS["shared prompts"]
+    many = grid.group(
+        ranks, layout("stage 2"), way, model=grid.model_of(layout("stage 2"), way), **grid.learning()
+    )
+    many.update(weighted(), at_home)
 
 
 @pytest.mark.parametrize("name", ["stage 2", "stage 3"])
@@ -210,6 +281,9 @@ def test_what_is_equal_or_auto_passes_and_the_rest_is_passed_on(tmp_path: Path) 
         ({"gradient_clipping": 1.0}, [], "gradient_clipping=1.0.*0.5"),
         ({"optimizer": {"type": "Lamb"}}, [], "optimizer.type=\"Lamb\""),
         ({"optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}, ["train.optimizer.name=adam"], "optimizer.params.lr"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, [], "use train.gradient_checkpointing"),
+        ({"communication_data_type": "bf16"}, ["train.precision.reduce=float32"], "which has \"fp32\""),
+        ({}, ["train.precision.reduce=float32", "train.deepspeed.stage=1"], "use train.deepspeed.stage=2"),
         ({"scheduler": {"type": "WarmupLR"}}, [], "scheduler is not passed on: use train.optimizer.schedule"),
         ({"fp16": {"enabled": True}}, [], "fp16 is not passed on"),
         ({"bf16": {"enabled": True}}, ["model.dtype=float32"], "bf16.enabled=true"),

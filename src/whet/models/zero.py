@@ -31,11 +31,12 @@ _NO_LEAVES: Json = {"classes": [], "names": [], "name_suffixes": []}
 class Zero:
     """The parameters of one model on one rank. Make one for each engine; every method is called on all ranks."""
 
-    def __init__(self, config: Json, *, learns: bool, device: str) -> None:
-        """config: of `deepspeed.initialize`. learns: the engine has an optimizer. device: cpu or cuda."""
+    def __init__(self, config: Json, *, learns: bool, device: str, gpu: int = 0) -> None:
+        """config: of `deepspeed.initialize`. learns: the engine has an optimizer. device: cpu or cuda. gpu: which of
+        the GPUs that this rank sees is its own."""
         import torch.distributed as dist
 
-        prepare(device)
+        prepare(device, gpu)
         self.config, self.learns = config, learns
         self.stage: int = config["zero_optimization"]["stage"]
         self.ranks, self.writes = dist.get_world_size(), dist.get_rank() == 0
@@ -343,7 +344,7 @@ class _Root(nn.Module):
         return function(*args)
 
 
-def prepare(device: str) -> None:
+def prepare(device: str, gpu: int) -> None:
     """Have DeepSpeed compute on this device and join the process group that is there. Of a process of its own."""
     import logging
     import warnings
@@ -353,7 +354,7 @@ def prepare(device: str) -> None:
     # of names that DeepSpeed calls and torch 2.13 renames: nothing that a reader could mend
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     os.environ["DS_ACCELERATOR"] = device
-    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ["LOCAL_RANK"] = str(gpu)  # `deepspeed.initialize` makes this GPU the current one
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
