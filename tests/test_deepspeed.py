@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from whet.config import checks_run, deepspeed
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.sections.precision import PrecisionConfig
+from whet.models.load import value_head
 from whet.models.mesh import Dims
 from whet.training.engine import TrainEngine
 from whet.training.ranks import Ranks
@@ -168,6 +170,24 @@ def test_files_are_those_of_one_process(ranks: Ranks, tmp_path: Path, name: str,
     assert all(e <= ROUNDING[what] for what, (e, _) in errors.items()), errors
 
 
+def test_a_tensor_that_the_ranks_do_not_divide_is_read_back(ranks: Ranks, tmp_path: Path) -> None:
+    """The bias of a value head: one number."""
+    way, head = WAYS["shared prompts"], value_head(32, 0)
+    how = grid.learning(value_head=head, whole=True, optimizer=grid.ADAM)
+    model = grid.model_of(layout("stage 3"), way)
+    one, many = grid.pair(ranks, layout("stage 3"), way, model=model, role="critic", **how)
+    batch = replace(weighted(), return_N=weighted().adv_N, value_N=one.forward(weighted(), "values"))
+    one.update(batch, grid.clipped_values)
+    one.save(tmp_path / "one")
+    many.load(tmp_path / "one")
+    many.save(tmp_path / "many")
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "many" / file).read_bytes()
+    errors, note = grid.worst()
+    grid.note_metrics(note, many.update(batch, grid.clipped_values), one.update(batch, grid.clipped_values))
+    assert all(e <= ROUNDING[what] for what, (e, _) in errors.items()), errors
+
+
 @pytest.mark.parametrize("family", ["qwen3", pytest.param(grid.MOE, marks=pytest.mark.sweep)])
 def test_a_step_on_each_from_the_checkpoint_of_another(ranks: Ranks, tmp_path: Path, family: str) -> None:
     chain = [
@@ -305,6 +325,35 @@ def test_what_is_equal_or_auto_passes_and_the_rest_is_passed_on(tmp_path: Path) 
 def test_what_contradicts_the_run_is_refused_by_name(config: Any, overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         plans(given(config, *overrides))
+
+
+def other(value: Any) -> Any:
+    """Of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, str):
+        return f"{value}x"
+    return [0.5, 0.5] if isinstance(value, list) else value + 1
+
+
+def nested(key: str, value: Any) -> Json:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value  # type: ignore[no-any-return]
+
+
+KEYS = deepspeed._ours(given({}, "train.micro_batch_rollouts=4").stages[0])
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if not key.endswith(".stage")])
+def test_each_key_that_whet_sets_may_say_the_same_and_nothing_else(key: str) -> None:
+    value, of = KEYS[key]
+    for same in (value, "auto"):
+        plans(given(nested(key, same), "train.micro_batch_rollouts=4"))
+    with pytest.raises(
+        ConfigError, match=rf"{re.escape(key)}=.* contradicts the run, which has .*{re.escape(of)}"
+    ):
+        plans(given(nested(key, other(value)), "train.micro_batch_rollouts=4"))
 
 
 def test_where_it_is_not_installed_the_command_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

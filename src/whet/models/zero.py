@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -39,7 +40,8 @@ class Zero:
         prepare(device, gpu)
         self.config, self.learns = config, learns
         self.stage: int = config["zero_optimization"]["stage"]
-        self.ranks, self.writes = dist.get_world_size(), dist.get_rank() == 0
+        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        self.writes = self.rank == 0
         self.parameters: dict[str, nn.Parameter] = {}
         self.functional = False
         self.engine: Any = None
@@ -141,19 +143,23 @@ class Zero:
             if self.learns:
                 self.engine.optimizer.invalidate_secondary_tensor()
         if self.learns and p.requires_grad:
-            deepspeed.utils.safe_set_full_fp32_param(p, x.to(p.device, torch.float32))
+            self.put_state(f"master.{name}", x)
 
     def put_state(self, name: str, x: Tensor) -> None:
         """Give a master or a moment of a parameter other values."""
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+        from deepspeed import utils
 
         key, _, of = name.partition(".")
-        p = self.parameters[of]
-        x = x.to(p.device, torch.float32)
+        p: Any = self.parameters[of]
+        x, how = x.to(p.device, torch.float32), "full"
+        if self.stage == 3 and x.numel() % self.ranks:
+            # DeepSpeed fills such a tensor up, but its function for whole ones reads beyond their end
+            size, how = p.ds_tensor.numel(), "local"
+            x = F.pad(x.flatten(), (0, size * self.ranks - x.numel()))[size * self.rank :][:size]
         if key == "master":
-            safe_set_full_fp32_param(p, x)
+            getattr(utils, f"safe_set_{how}_fp32_param")(p, x)
         else:
-            safe_set_full_optimizer_state(p, x, key)
+            getattr(utils, f"safe_set_{how}_optimizer_state")(p, x, key)
 
     def here(self, p: Tensor) -> torch.Size:
         return getattr(p, "ds_shape", p.shape)
