@@ -19,7 +19,7 @@ from tiny import tiny_model
 from whet.algos.critic import value_loss
 from whet.batch import Batch, Loss, Outputs
 from whet.config.deepspeed import engine_config
-from whet.config.schema import DeepSpeedConfig, OptimizerConfig, TrainConfig
+from whet.config.schema import DeepSpeedConfig, OptimizerConfig, PrecisionConfig, TrainConfig
 from whet.config.sections.lora import LoraConfig
 from whet.models import kernels
 from whet.models.load import value_head
@@ -78,6 +78,8 @@ class Way:
     cut: MicroBatchPolicy = CUT
     lora: float | None = None
     """Dropout of the adapters, if there are any."""
+    dtype: torch.dtype = torch.float32
+    """Of the parameters."""
 
 
 WAYS: dict[str, Way] = {
@@ -109,6 +111,7 @@ def started(world: int, *, timeout_s: float = 120.0) -> Ranks:
 def model_of(layout: Layout, way: Way, *, seed: int = 0) -> PreTrainedModel:
     """seed: of all weights, or of the adapters where there are any."""
     model = tiny_model(layout.family, layers=layout.layers, seed=0 if way.lora is not None else seed)
+    model.to(way.dtype)  # type: ignore[arg-type]
     if way.lora is not None:
         attach(model, LoraConfig(rank=4, dropout=way.lora), seed=1)
         gen = torch.Generator().manual_seed(5 + seed)
@@ -137,14 +140,21 @@ def group(
 ) -> RankGroup:
     how: dict[str, Any] = {"dims": layout.dims, "chunks": layout.chunks, "sharding": layout.sharding}
     if layout.zero is not None:
-        how["deepspeed"] = by_deepspeed(layout.zero, arguments.get("optimizer"))
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        how["deepspeed"] = by_deepspeed(layout.zero, arguments.get("optimizer"), dtype, way.cut.precision)
     return RankGroup(ranks, role, model, cut=way.cut, **how, **arguments)
 
 
-def by_deepspeed(zero: Json, optimizer: OptimizerConfig | None) -> Json:
+def by_deepspeed(
+    zero: Json,
+    optimizer: OptimizerConfig | None,
+    dtype: str = "float32",
+    precision: PrecisionConfig | None = None,
+) -> Json:
     """What `placement` has DeepSpeed start with."""
-    train = TrainConfig(deepspeed=DeepSpeedConfig(config={"zero_optimization": zero}))
-    return engine_config(train, optimizer, "float32")
+    how = {"precision": precision or PrecisionConfig()}
+    train = TrainConfig(deepspeed=DeepSpeedConfig(config={"zero_optimization": zero}), **how)
+    return engine_config(train, optimizer, dtype)
 
 
 def learning(**arguments: Any) -> dict[str, Any]:

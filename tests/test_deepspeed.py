@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +16,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import grid
 from grid import WAYS, Layout
 from test_ranks_grid import ROUNDING
 from test_train_torch import pg_loss, weighted
+from whet.batch import Batch, Loss, Outputs
 from whet.config import checks_run, deepspeed
 from whet.config.load import load
 from whet.config.plan import plans
+from whet.config.sections.precision import PrecisionConfig
+from whet.models.load import value_head
 from whet.models.mesh import Dims
+from whet.training.engine import TrainEngine
 from whet.training.ranks import Ranks
 from whet.types import ConfigError, Json
 
@@ -79,6 +86,72 @@ def test_log_probs_gradients_and_three_steps_are_those_of_one_process(
     assert all(e <= ROUNDING[what] for what, (e, _) in errors.items()), errors
 
 
+HALF = 0.02
+"""Of how far weights have moved in three steps in bfloat16, whose own rounding is 0.004 of a number."""
+
+
+@pytest.mark.parametrize(
+    ("name", "reduce"),
+    [
+        ("stage 1", None),
+        ("stage 3", "float32"),
+        pytest.param("stage 2", "float32", marks=pytest.mark.sweep),
+        pytest.param("stage 3", None, marks=pytest.mark.sweep),
+        pytest.param("stage 2, optimizer on the host", None, marks=pytest.mark.sweep),
+        pytest.param("stage 3, all on the host", "float32", marks=pytest.mark.sweep),
+    ],
+)
+def test_in_bfloat16_it_is_as_near_to_float32_as_torch_is(
+    ranks: Ranks, tmp_path: Path, name: str, reduce: Any
+) -> None:
+    """What is compared is how far the float32 master weights have moved."""
+    cut = replace(WAYS["by tokens"].cut, precision=PrecisionConfig(reduce=reduce))
+    way = grid.Way(cut, dtype=torch.bfloat16)
+    model = grid.model_of(layout(name), way)
+    start = {n: p.detach().float() for n, p in model.named_parameters()}
+    exact, _ = grid.pair(ranks, layout(name), WAYS["by tokens"], model=model.float(), **grid.learning())
+    one, many = grid.pair(ranks, layout(name), way, model=model.to(torch.bfloat16), **grid.learning())  # type: ignore[arg-type]
+    assert torch.equal(many.forward(weighted(), "logprobs"), one.forward(weighted(), "logprobs"))
+    for seed in range(grid.STEPS):
+        numbers = [engine.update(weighted(seed), pg_loss)["grad_norm"] for engine in (exact, one, many)]
+        assert numbers[1:] == pytest.approx([numbers[0]] * 2, rel=HALF)
+    far = flat(start, {n: p.detach() for n, p in exact.module.named_parameters()})
+    torch_, zero = (flat(start, masters(engine, tmp_path / str(n))) for n, engine in enumerate((one, many)))
+    assert grid.error(zero, torch_) <= HALF
+    assert grid.error(zero, far) <= 1.1 * grid.error(torch_, far) + 1e-3
+
+
+def masters(engine: TrainEngine, folder: Path) -> dict[str, torch.Tensor]:
+    engine.save(folder)
+    found = load_file(folder / "optimizer.safetensors")
+    return {n.removeprefix("master."): x for n, x in found.items() if n.startswith("master.")}
+
+
+def flat(start: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([(now[n] - x).flatten() for n, x in start.items()])
+
+
+def test_files_in_bfloat16_are_those_of_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    errors, note = grid.worst()
+    grid.resumed(ranks, layout("stage 3"), grid.Way(dtype=torch.bfloat16), note, folder=tmp_path)
+    assert all(e <= HALF for e, _ in errors.values()), errors
+
+
+def at_home(batch: Batch, out: Outputs) -> Loss:
+    """Of a rank: DeepSpeed computes on the rank's own device."""
+    assert os.environ["LOCAL_RANK"] == str(torch.distributed.get_rank())
+    return pg_loss(batch, out)
+
+
+def test_each_rank_computes_on_its_own_device(ranks: Ranks) -> None:
+    """`deepspeed.initialize` makes the GPU of LOCAL_RANK the current one."""
+    way = WAYS["shared prompts"]
+    many = grid.group(
+        ranks, layout("stage 2"), way, model=grid.model_of(layout("stage 2"), way), **grid.learning()
+    )
+    many.update(weighted(), at_home)
+
+
 @pytest.mark.parametrize("name", ["stage 2", "stage 3"])
 def test_what_is_beside_the_model_learns_too(ranks: Ranks, name: str) -> None:
     errors, note = grid.worst()
@@ -94,6 +167,24 @@ def test_files_are_those_of_one_process(ranks: Ranks, tmp_path: Path, name: str,
     """To the byte; and either goes on from what the other has saved."""
     errors, note = grid.worst()
     grid.resumed(ranks, layout(name), WAYS[way], note, folder=tmp_path)
+    assert all(e <= ROUNDING[what] for what, (e, _) in errors.items()), errors
+
+
+def test_a_tensor_that_the_ranks_do_not_divide_is_read_back(ranks: Ranks, tmp_path: Path) -> None:
+    """The bias of a value head: one number."""
+    way, head = WAYS["shared prompts"], value_head(32, 0)
+    how = grid.learning(value_head=head, whole=True, optimizer=grid.ADAM)
+    model = grid.model_of(layout("stage 3"), way)
+    one, many = grid.pair(ranks, layout("stage 3"), way, model=model, role="critic", **how)
+    batch = replace(weighted(), return_N=weighted().adv_N, value_N=one.forward(weighted(), "values"))
+    one.update(batch, grid.clipped_values)
+    one.save(tmp_path / "one")
+    many.load(tmp_path / "one")
+    many.save(tmp_path / "many")
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "many" / file).read_bytes()
+    errors, note = grid.worst()
+    grid.note_metrics(note, many.update(batch, grid.clipped_values), one.update(batch, grid.clipped_values))
     assert all(e <= ROUNDING[what] for what, (e, _) in errors.items()), errors
 
 
@@ -210,6 +301,9 @@ def test_what_is_equal_or_auto_passes_and_the_rest_is_passed_on(tmp_path: Path) 
         ({"gradient_clipping": 1.0}, [], "gradient_clipping=1.0.*0.5"),
         ({"optimizer": {"type": "Lamb"}}, [], "optimizer.type=\"Lamb\""),
         ({"optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}, ["train.optimizer.name=adam"], "optimizer.params.lr"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, [], "use train.gradient_checkpointing"),
+        ({"communication_data_type": "bf16"}, ["train.precision.reduce=float32"], "which has \"fp32\""),
+        ({}, ["train.precision.reduce=float32", "train.deepspeed.stage=1"], "use train.deepspeed.stage=2"),
         ({"scheduler": {"type": "WarmupLR"}}, [], "scheduler is not passed on: use train.optimizer.schedule"),
         ({"fp16": {"enabled": True}}, [], "fp16 is not passed on"),
         ({"bf16": {"enabled": True}}, ["model.dtype=float32"], "bf16.enabled=true"),
@@ -231,6 +325,35 @@ def test_what_is_equal_or_auto_passes_and_the_rest_is_passed_on(tmp_path: Path) 
 def test_what_contradicts_the_run_is_refused_by_name(config: Any, overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         plans(given(config, *overrides))
+
+
+def other(value: Any) -> Any:
+    """Of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, str):
+        return f"{value}x"
+    return [0.5, 0.5] if isinstance(value, list) else value + 1
+
+
+def nested(key: str, value: Any) -> Json:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value  # type: ignore[no-any-return]
+
+
+KEYS = deepspeed._ours(given({}, "train.micro_batch_rollouts=4").stages[0])
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if not key.endswith(".stage")])
+def test_each_key_that_whet_sets_may_say_the_same_and_nothing_else(key: str) -> None:
+    value, of = KEYS[key]
+    for same in (value, "auto"):
+        plans(given(nested(key, same), "train.micro_batch_rollouts=4"))
+    with pytest.raises(
+        ConfigError, match=rf"{re.escape(key)}=.* contradicts the run, which has .*{re.escape(of)}"
+    ):
+        plans(given(nested(key, other(value)), "train.micro_batch_rollouts=4"))
 
 
 def test_where_it_is_not_installed_the_command_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import whet
+from forked import near
+from whet import cli
 from whet.config import schema
 from whet.config.load import Loaded
 from whet.config.load import load as load_config
@@ -214,6 +218,42 @@ def test_a_run_equals_the_native_one_to_the_bit(work: Path) -> None:
     rewards = [line["reward/mean"] for line in here.metrics if "reward/mean" in line]
     assert len(rewards) == 4 * 32 // 8
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+
+
+def test_a_file_with_deepspeed_is_converted_and_trained_by_it(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two ranks, which the file as it is would have on GPUs alone; the numbers are those of one process. The norm of
+    DeepSpeed's own section clips, as the file gives no other."""
+    if find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    monkeypatch.setattr("whet.training.ranks.Local", lambda count, threads, **_: near(count, threads))
+    file = str(HERE / "skyrl_letters.yaml")
+    zero = [
+        "trainer.strategy=deepspeed",
+        "trainer.policy.optimizer_config.max_grad_norm=0",
+        "deepspeed_config.train.gradient_clipping=0.1",
+        "deepspeed_config.train.zero_optimization.stage=2",
+        "deepspeed_config.train.zero_optimization.offload_optimizer.device=cpu",
+        "deepspeed_config.train.zero_optimization.reduce_bucket_size=1000",
+    ]
+    done = CliRunner().invoke(cli.app, ["convert", file, *zero, "-o", str(work / "native.yaml")])
+    assert done.exit_code == 0, done.output
+    train = parse((work / "native.yaml").read_text()).tree["train"]
+    assert (train["engine"], train["parallel"], train["optimizer"]["max_grad_norm"]) == (
+        "deepspeed",
+        {"dp_shard": 2},
+        0.1,
+    )
+    assert train["deepspeed"]["config"]["zero_optimization"]["reduce_bucket_size"] == 1000
+    few = ["train.epochs=1", "rollout.replicas=0", f"run_dir={work}/zero"]
+    here = whet.train(work / "native.yaml", overrides=few)
+    norm = "trainer.policy.optimizer_config.max_grad_norm=0.1"
+    there = whet.train(HERE / "skyrl_letters.yaml", overrides=["trainer.epochs=1", norm])
+    for key in ("train/grad_norm", "train/loss", "reward/mean"):
+        mine, theirs = ([line[key] for line in run.metrics if key in line] for run in (here, there))
+        assert len(mine) == 4
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5), key
 
 
 def test_a_critic_learns_beside_the_policy(work: Path) -> None:

@@ -26,6 +26,9 @@ OWN: Json = {
 }
 """What whet needs: torch's optimizer is used everywhere."""
 
+WIDE: Json = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
+"""Gradients summed in float32, over ranks and over micro-batches: train.precision.reduce."""
+
 REFUSED = {
     "amp": "train.precision.compute is the key for autocast",
     "fp16": "loss scaling is that of whet: use model.dtype=bfloat16 or float32, or train.engine=torch",
@@ -46,6 +49,7 @@ REFUSED = {
     "autotuning": "a run is no search for settings",
     "compile": "use train.engine=torch with train.compile",
     "sparse_gradients": "embeddings have dense gradients here",
+    "activation_checkpointing": "use train.gradient_checkpointing",
     f"{ZERO}.zenflow": "it postpones updates, so that steps are no longer those of the run",
     f"{ZERO}.leaf_module": "whet gathers layer by layer",
     f"{ZERO}.ignore_unused_parameters": "whet decides what is trained (train.trainable)",
@@ -81,10 +85,9 @@ def engine_config(train: TrainConfig, optimizer: OptimizerConfig | None, dtype: 
             zero[name] = {**(zero.get(name) or {}), "device": where}
     if ours.hpz_partition_size is not None:
         zero["zero_hpz_partition_size"] = ours.hpz_partition_size
-    wide = {"communication_data_type": "fp32"} if train.precision.reduce else {}
     return {
-        **wide,
         **kept,
+        **(WIDE if train.precision.reduce else {}),
         **OWN,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -120,6 +123,14 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
         return
     yield from _contradicted(cfg, own)
     yield from _zero(cfg.train.deepspeed, own)
+    if cfg.train.precision.reduce and stage(cfg.train.deepspeed) == 1:
+        yield (
+            "train.precision.reduce",
+            (
+                "float32: at ZeRO's stage 1 DeepSpeed does it with another optimizer, whose state whet does not read; "
+                "use train.deepspeed.stage=2, or leave it out"
+            ),
+        )
 
 
 def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
@@ -160,8 +171,10 @@ def _ours(cfg: Config) -> dict[str, tuple[Any, str]]:
     whole = micro is not None and rollouts % (micro * ranks) == 0
     adam = {"optimizer.params.betas": (list(opt.betas), "train.optimizer.betas"),
             "optimizer.params.eps": (opt.eps, "train.optimizer.eps")}  # fmt: skip
+    wide = {"communication_data_type": ("fp32", "train.precision.reduce")} if train.precision.reduce else {}
     return {
         **{key: (value, "set by whet") for key, value in OWN.items()},
+        **wide,
         "train_batch_size": (rollouts, "tasks_per_step * group_size / minibatches"),
         "train_micro_batch_size_per_gpu": (micro, "train.micro_batch_rollouts"),
         "gradient_accumulation_steps": (

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -31,14 +32,16 @@ _NO_LEAVES: Json = {"classes": [], "names": [], "name_suffixes": []}
 class Zero:
     """The parameters of one model on one rank. Make one for each engine; every method is called on all ranks."""
 
-    def __init__(self, config: Json, *, learns: bool, device: str) -> None:
-        """config: of `deepspeed.initialize`. learns: the engine has an optimizer. device: cpu or cuda."""
+    def __init__(self, config: Json, *, learns: bool, device: str, gpu: int = 0) -> None:
+        """config: of `deepspeed.initialize`. learns: the engine has an optimizer. device: cpu or cuda. gpu: which of
+        the GPUs that this rank sees is its own."""
         import torch.distributed as dist
 
-        prepare(device)
+        prepare(device, gpu)
         self.config, self.learns = config, learns
         self.stage: int = config["zero_optimization"]["stage"]
-        self.ranks, self.writes = dist.get_world_size(), dist.get_rank() == 0
+        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        self.writes = self.rank == 0
         self.parameters: dict[str, nn.Parameter] = {}
         self.functional = False
         self.engine: Any = None
@@ -140,19 +143,23 @@ class Zero:
             if self.learns:
                 self.engine.optimizer.invalidate_secondary_tensor()
         if self.learns and p.requires_grad:
-            deepspeed.utils.safe_set_full_fp32_param(p, x.to(p.device, torch.float32))
+            self.put_state(f"master.{name}", x)
 
     def put_state(self, name: str, x: Tensor) -> None:
         """Give a master or a moment of a parameter other values."""
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+        from deepspeed import utils
 
         key, _, of = name.partition(".")
-        p = self.parameters[of]
-        x = x.to(p.device, torch.float32)
+        p: Any = self.parameters[of]
+        x, how = x.to(p.device, torch.float32), "full"
+        if self.stage == 3 and x.numel() % self.ranks:
+            # DeepSpeed fills such a tensor up, but its function for whole ones reads beyond their end
+            size, how = p.ds_tensor.numel(), "local"
+            x = F.pad(x.flatten(), (0, size * self.ranks - x.numel()))[size * self.rank :][:size]
         if key == "master":
-            safe_set_full_fp32_param(p, x)
+            getattr(utils, f"safe_set_{how}_fp32_param")(p, x)
         else:
-            safe_set_full_optimizer_state(p, x, key)
+            getattr(utils, f"safe_set_{how}_optimizer_state")(p, x, key)
 
     def here(self, p: Tensor) -> torch.Size:
         return getattr(p, "ds_shape", p.shape)
@@ -343,7 +350,7 @@ class _Root(nn.Module):
         return function(*args)
 
 
-def prepare(device: str) -> None:
+def prepare(device: str, gpu: int) -> None:
     """Have DeepSpeed compute on this device and join the process group that is there. Of a process of its own."""
     import logging
     import warnings
@@ -353,7 +360,7 @@ def prepare(device: str) -> None:
     # of names that DeepSpeed calls and torch 2.13 renames: nothing that a reader could mend
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     os.environ["DS_ACCELERATOR"] = device
-    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ["LOCAL_RANK"] = str(gpu)  # `deepspeed.initialize` makes this GPU the current one
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

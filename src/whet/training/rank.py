@@ -129,7 +129,7 @@ class _Rank:
             value_head=head,
             across=DataParallel(mesh, sharding, parallel, experts=experts)
             if config is None
-            else Zero(config, learns=learns, device=self.hello.device),
+            else Zero(config, learns=learns, device=self.hello.device, gpu=self.hello.gpu),
             make_optimizer=Optimizer if config is None else ZeroOptimizer,
             parallel=parallel,
             rests=rests and not shards,
