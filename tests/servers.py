@@ -155,6 +155,7 @@ class Server:
 
     async def load(self, path: Path) -> None:
         """Takes what it finds, and does not say what it lacks."""
+        assert not self.engine.away, "it sleeps"
         found = {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
         if not found:
             raise WhetError(f"{path} has no weights")
@@ -194,6 +195,8 @@ class VllmServer(Server):
         self.base: dict[str, torch.Tensor] = {}
         """Weights as the server started with them, once adapters are loaded; and whether it can have any."""
         self.adapters = False
+        self.sleeps = True
+        """It was started with --enable-sleep-mode."""
         super().__init__(engine, port=port)
 
     def routes(self) -> dict[str, Handler]:
@@ -233,7 +236,8 @@ class VllmServer(Server):
 
     async def server_info(self, body: dict[str, Any]) -> Any:
         said = self.answer("server_info")
-        said["vllm_config"]["model_config"]["max_model_len"] = self.engine.max_context + 1
+        config = said["vllm_config"]["model_config"]
+        config |= {"max_model_len": self.engine.max_context + 1, "enable_sleep_mode": self.sleeps}
         return said
 
     async def generate(self, body: dict[str, Any]) -> Any:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import whet
 from asking import reply
 from servers import OpenAIServer, Server, SglangServer, VllmServer
-from serving import LIMITS, folder_of, openai_engine, sglang_engine, vllm_engine
+from serving import LIMITS, digits_model, folder_of, openai_engine, sglang_engine, vllm_engine
 from test_rollout_contract import END, LIMIT, PROMPT, jobs, module, run
 from whet import environment
 from whet.models import kernels
@@ -38,12 +41,15 @@ class Kind:
     """One kind of server. reads: the seed, the end tokens and the key of the cache of a request for a reply; None of
     another one. phases: calls of an update; none: it takes no weights. first: is asked before all else."""
 
+    name: str
     server: Callable[[NativeEngine], Any]
     engine: Callable[..., HttpEngine]
     generate: str
     first: str
     reads: Callable[[Any], tuple[int, list[int], str] | None]
     phases: tuple[str, ...] = ()
+    sleep: str = ""
+    wake: str = ""
 
 
 def vllm_reads(body: Any) -> tuple[int, list[int], str] | None:
@@ -72,22 +78,29 @@ def openai_reads(body: Any) -> tuple[int, list[int], str] | None:
 
 KINDS = {
     "vllm": Kind(
+        name="vllm",
         server=VllmServer,
         engine=vllm_engine,
         generate="/inference/v1/generate",
         first="/version",
         reads=vllm_reads,
         phases=("/pause", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/resume"),
+        sleep="/sleep",
+        wake="/wake_up",
     ),
     "sglang": Kind(
+        name="sglang",
         server=SglangServer,
         engine=sglang_engine,
         generate="/generate",
         first="/server_info",
         reads=sglang_reads,
         phases=("/pause_generation", "/update_weights_from_disk", "/flush_cache", "/continue_generation"),
+        sleep="/release_memory_occupation",
+        wake="/resume_memory_occupation",
     ),
     "openai": Kind(
+        name="openai",
         server=OpenAIServer,
         engine=openai_engine,
         generate="/v1/completions",
@@ -387,3 +400,67 @@ def test_an_end_that_is_none_of_the_run_s_is_refused(kind: Kind, server: Server)
         await engine.close()
 
     run(story())
+
+
+# ---------------------------------------------------------------- asleep, while a trainer has the accelerator
+
+
+@everyone
+def test_a_server_that_cannot_sleep_is_refused_where_it_has_to(kind: Kind, server: Server) -> None:
+    if isinstance(server, VllmServer):
+        server.sleeps = False
+    if isinstance(server, SglangServer):
+        server.info["enable_weights_cpu_backup"] = False
+
+    async def story() -> None:
+        engine = kind.engine(server.url, module(), max_context=LIMIT, end_token_ids=[END])
+        with pytest.raises(
+            ConfigError, match=r"rollout\.server\.sleep=true: http://127\.0\.0\.1:\d+ (keeps|has no)"
+        ):
+            await engine.open(sleeps=True)
+        await engine.open()
+        await engine.close()
+
+    run(story())
+
+
+@takers
+def test_servers_of_a_run_sleep_while_it_trains(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the last reply of a step until its weights are there. torch keeps nothing that they could have."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    digits_model(0, tmp_path / "model")
+    rows = [{"prompt": p, "answer": "1"} for p in ("12", "34", "56", "78", "90", "13")]
+    server = double(kind, AutoModelForCausalLM.from_pretrained(tmp_path / "model").requires_grad_(False))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: server.asked.append(("freed", {})))
+    try:
+        result = whet.train(
+            run_dir=str(tmp_path / "run"),
+            model={"path": str(tmp_path / "model")},
+            data={"train": [{"rows": rows}], "max_prompt_tokens": 4},
+            rewards={"digits": {"function": "format", "arguments": {"pattern": ".*[0-4].*"}}},
+            algorithm={"name": "grpo"},
+            rollout={
+                "engine": kind.name,
+                "group_size": 4,
+                "sampling": {"max_tokens": 6},
+                "server": {"urls": [server.url], "sleep": True},
+            },
+            train={"steps": 3, "tasks_per_step": 2, "optimizer": {"lr": 0.01}},
+            checkpoint={"interval": 0, "export": False},
+            track={"trackers": ["jsonl"]},
+            machine={"device": "cpu", "logprob_parity": "off"},
+        )
+    finally:
+        server.stop()
+    assert [step["step"] for step in result.metrics] == [1, 2, 3]
+    assert all(step["sync/canary_mean"] < 1e-5 for step in result.metrics)
+    assert all(step["rollout/failed_count"] == 0 for step in result.metrics)
+    paths = {kind.generate: "reply", kind.phases[1]: "load", kind.sleep: "sleep", kind.wake: "wake"}
+    seen = [paths.get(path, path) for path, _ in server.asked if path in {*paths, "freed"}]
+    order = [name for name, _ in groupby(seen)]
+    begin = ["load", "reply"]
+    assert order[:2] == begin
+    assert order[2:] == ["sleep", "freed", "wake", "load", "reply"] * 3

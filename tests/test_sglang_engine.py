@@ -4,21 +4,18 @@ test_served_contract."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from aiohttp import web
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-import whet
 from asking import reply
 from servers import SglangServer
-from serving import digits_model, sglang_engine
+from serving import sglang_engine
 from test_rollout_contract import END, LIMIT, PROMPT, module, run
 from whet import environment
 from whet.models import kernels
@@ -330,53 +327,3 @@ def test_seeds_are_read_under_deterministic_inference_alone(server: SglangServer
         await engine.close()
 
     run(story())
-
-
-# ---------------------------------------------------------------- whole
-
-
-def test_a_run_trains_over_it_and_proves_each_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With rollouts in flight that go on under new weights."""
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.setenv(name, "1")
-    digits_model(0, tmp_path / "model")
-    rows = [{"prompt": p, "answer": "1"} for p in ("12", "34", "56", "78", "90", "13")]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    server = double(AutoModelForCausalLM.from_pretrained(tmp_path / "model").requires_grad_(False))
-    try:
-        result = whet.train(
-            run_dir=str(tmp_path / "run"),
-            model={"path": str(tmp_path / "model")},
-            data={"train": [{"path": str(tmp_path / "rows.jsonl")}], "max_prompt_tokens": 4},
-            rewards={"digits": {"function": "format", "arguments": {"pattern": ".*[0-4].*"}}},
-            algorithm={"name": "grpo"},
-            rollout={
-                "engine": "sglang",
-                "group_size": 4,
-                "schedule": "async",
-                "max_staleness": 2,
-                "partial_rollout": True,
-                "sampling": {"max_tokens": 6},
-                "server": {"urls": [server.url]},
-            },
-            train={"steps": 4, "tasks_per_step": 2, "optimizer": {"lr": 0.01}},
-            checkpoint={"interval": 0, "export": False},
-            track={"trackers": ["jsonl"]},
-            machine={"device": "cpu", "logprob_parity": "off"},
-        )
-    finally:
-        server.stop()
-    assert [step["step"] for step in result.metrics] == [1, 2, 3, 4]
-    for step in result.metrics:
-        assert step["sync/canary_mean"] < 1e-5
-        assert step["rollout/failed_count"] == 0
-    assert max(step["sync/canary_moved_mean"] for step in result.metrics) > 1e-4
-    assert [b["weight_version"] for b in asked(server, "/update_weights_from_disk")] == [
-        "0",
-        "1",
-        "2",
-        "3",
-        "4",
-    ]

@@ -89,7 +89,7 @@ CLASSES: Mapping[Class, str] = {
         rollout.retries rollout.timeout_s rollout.timeout_factor
         rollout.server.urls rollout.server.token rollout.server.command rollout.server.weights_dir
         rollout.server.canary_bound rollout.server.timeout_s rollout.server.load_timeout_s
-        rollout.server.start_timeout_s rollout.server.restarts
+        rollout.server.start_timeout_s rollout.server.restarts rollout.server.sleep
         rollout.env.timeout_s rollout.env.hosts rollout.env.memory_mb
         buffer.lease_s buffer.explorer_name sync.method sync.content sync.timeout_s sync.keep
         train.parallel.reshard_after_forward train.parallel.wrap_min_num_params train.parallel.prefetch
