@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ Handler = Callable[[Any], Awaitable[Any]]
 
 
 class Server:
-    """What both have: a thread with an event loop, requests by their ids, and weights from a file."""
+    """What all have: a thread with an event loop, requests by their ids, weights from a file, and faults."""
 
     def __init__(self, engine: NativeEngine, *, port: int = 0) -> None:
         self.engine, self.port = engine, port
@@ -34,8 +35,20 @@ class Server:
         self.aborted: set[str] = set()
         self.asked: list[tuple[str, Any]] = []
         """Every call: path and body."""
-        self.fails: dict[str, Callable[[Any], Awaitable[Any]]] = {}
+        self.fails: dict[str, Handler] = {}
         """What is done instead of a call, by its path: faults are injected here."""
+        self.keep: Callable[[int, str], bool] = lambda number, name: True
+        """Which tensors a load takes, by number and name. It says in any case that all is well."""
+        self.names = True
+        """It says of which version its weights are."""
+        self.stale: NativeEngine | None = None
+        """Samples in the place of `engine`, from an old cache."""
+        self.hangs = False
+        """Nothing is answered."""
+        self.slow_s = 0.0
+        """Before each answer."""
+        self.eos: frozenset[int] = frozenset()
+        """End tokens in the files of its model."""
         self.url = ""
         self._loop = asyncio.new_event_loop()
         self._up = threading.Event()
@@ -53,6 +66,7 @@ class Server:
         self._loop.close()
 
     async def _end(self) -> None:
+        self._ended.set()
         await self.engine.close()  # what still runs ends
         await self._runner.cleanup()
 
@@ -62,6 +76,7 @@ class Server:
         self._loop.run_forever()
 
     async def _start(self) -> None:
+        self._ended = asyncio.Event()
         app = web.Application(client_max_size=1 << 26)
         for path, handler in self.routes().items():
             app.router.add_route("*", path, self._answering(self._noting(path, handler)))
@@ -74,6 +89,10 @@ class Server:
     def _noting(self, path: str, handler: Handler) -> Handler:
         async def noted(body: dict[str, Any]) -> Any:
             self.asked.append((path, {k: v for k, v in body.items() if k != "http"}))
+            if self.hangs:
+                await self._ended.wait()
+            if self.slow_s:
+                await asyncio.sleep(self.slow_s)
             return await self.fails.get(path, handler)(body)
 
         return noted
@@ -98,7 +117,8 @@ class Server:
         """None: it was aborted."""
         if request.id in self.aborted:
             return None
-        task = self.running[request.id] = asyncio.ensure_future(self.engine.generate(request, on_tokens))
+        engine = self.stale or self.engine
+        task = self.running[request.id] = asyncio.ensure_future(engine.generate(request, on_tokens))
         try:
             return await task
         except asyncio.CancelledError:
@@ -133,19 +153,27 @@ class Server:
         await said.write(f"data: {json.dumps(end)}\n\ndata: [DONE]\n\n".encode())
         return said
 
-    async def load(self, path: Path, keep: Callable[[int, str], bool] = lambda number, name: True) -> None:
-        """Takes what it finds, and does not say what it lacks. keep: the tensors that are taken, by number and name."""
+    async def load(self, path: Path) -> None:
+        """Takes what it finds, and does not say what it lacks."""
+        assert not self.engine.away, "it sleeps"
         found = {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
         if not found:
             raise WhetError(f"{path} has no weights")
         own = dict(self.engine.module.named_parameters())
         with torch.no_grad():
             for number, (name, parameter) in enumerate(own.items()):
-                if name in found and keep(number, name):
+                if name in found and self.keep(number, name):
                     parameter.copy_(found[name])
         tensors = iter([(name, p.detach().clone()) for name, p in own.items()])
         await self.engine.update_weights(WeightUpdate(version=self.engine.version, tensors=tensors))
         await self.engine.pause(False)
+
+    def label(self, version: str) -> None:
+        """Name the weights."""
+        if self.names:
+            self.engine.version = int(version)
+            if self.stale is not None:
+                self.stale.version = int(version)
 
     async def scored(self, ids: list[int], *, temperature: float, top: int) -> TokenLogprobs:
         request = ScoreRequest(token_ids=tuple(ids), start=1, temperature=temperature, top_k=top)
@@ -164,14 +192,11 @@ class VllmServer(Server):
 
     def __init__(self, engine: NativeEngine, *, port: int = 0) -> None:
         self.recorded = read()
-        self.label = "default"
         self.base: dict[str, torch.Tensor] = {}
         """Weights as the server started with them, once adapters are loaded; and whether it can have any."""
         self.adapters = False
-        self.asked: list[tuple[str, Any]] = []
-        """Every call: path and body."""
-        self.fails: dict[str, Callable[[Any], Awaitable[Any]]] = {}
-        """What is done instead of a call, by its path: faults are injected here."""
+        self.sleeps = True
+        """It was started with --enable-sleep-mode."""
         super().__init__(engine, port=port)
 
     def routes(self) -> dict[str, Handler]:
@@ -211,7 +236,8 @@ class VllmServer(Server):
 
     async def server_info(self, body: dict[str, Any]) -> Any:
         said = self.answer("server_info")
-        said["vllm_config"]["model_config"]["max_model_len"] = self.engine.max_context + 1
+        config = said["vllm_config"]["model_config"]
+        config |= {"max_model_len": self.engine.max_context + 1, "enable_sleep_mode": self.sleeps}
         return said
 
     async def generate(self, body: dict[str, Any]) -> Any:
@@ -301,7 +327,9 @@ class VllmServer(Server):
         own = dict(self.engine.module.named_parameters())
         self.base = self.base or {name: p.detach().clone() for name, p in own.items()}
         weights = {name: w.clone() for name, w in self.base.items()}
-        for target in told["target_modules"]:
+        for number, target in enumerate(told["target_modules"]):
+            if not self.keep(number, target):
+                continue
             a, b = (found[f"base_model.model.{target}.lora_{x}.weight"] for x in "AB")
             assert a.shape[0] == told["r"]
             weights[f"{target}.weight"] += told["lora_alpha"] / told["r"] * b @ a
@@ -311,7 +339,7 @@ class VllmServer(Server):
         return web.Response(text="Success: LoRA adapter 'policy' added successfully.")
 
     async def update_weight_version(self, body: dict[str, Any]) -> Any:
-        self.engine.version = int(body["new_version"])
+        self.label(body["new_version"])
         return self.answer("label") | {"new_version": body["new_version"]}
 
     async def reset_prefix_cache(self, body: dict[str, Any]) -> Any:
@@ -361,8 +389,6 @@ class SglangServer(Server):
             "enable_weights_cpu_backup": True,
             "enable_deterministic_inference": True,
         }
-        self.eos: frozenset[int] = frozenset()
-        """Of the files of its model."""
         self.waiting = False
         """It is paused, and its requests are in the queue (retract)."""
         super().__init__(engine, port=port)
@@ -519,11 +545,11 @@ class SglangServer(Server):
             await self.load(Path(body["model_path"]))
         except WhetError as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)
-        self.engine.version = int(body["weight_version"])
+        self.label(body["weight_version"])
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
     async def update_weight_version(self, body: dict[str, Any]) -> Any:
-        self.engine.version = int(body["new_version"])
+        self.label(body["new_version"])
         return {"success": True, "message": "", "new_version": body["new_version"]}
 
     async def flush_cache(self, body: dict[str, Any]) -> Any:
@@ -573,6 +599,7 @@ class OpenAIServer(Server):
 
     def __init__(self, engine: NativeEngine, *, port: int = 0) -> None:
         self.models = ["it"]
+        self._numbers = count()
         self.fields: tuple[str, ...] = (
             "top_k",
             "min_p",
@@ -580,7 +607,6 @@ class OpenAIServer(Server):
             "min_tokens",
             "prompt_logprobs",
         )
-        self.eos: frozenset[int] = frozenset()
         super().__init__(engine, port=port)
 
     def routes(self) -> dict[str, Handler]:
@@ -617,7 +643,7 @@ class OpenAIServer(Server):
             ignore_eos=not ends,
         )
         self.engine.end_token_ids = frozenset()
-        rid = f"cmpl-{len(self.asked)}"
+        rid = f"cmpl-{next(self._numbers)}"
         request = Request(id=rid, session="", prompt=tuple(body["prompt"]), sampling=sampling)
         if not body.get("stream"):
             done = await self.ask(request)

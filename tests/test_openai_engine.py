@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,19 +16,16 @@ import whet
 from asking import reply
 from servers import OpenAIServer, Server
 from serving import digits_model, openai_engine
-from test_http_engine import moved, quick
-from test_rollout_contract import END, LIMIT, PROMPT, jobs, module, run
+from test_rollout_contract import END, LIMIT, PROMPT, module, run
+from test_served_contract import moved
 from whet import environment
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.models import kernels
 from whet.rollout.engine import WeightUpdate
-from whet.rollout.http.calls import Unreachable
 from whet.rollout.http.served import HttpEngine
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.replica import Replica
 from whet.rollout.requests import RequestError
-from whet.rollout.router import Router
 from whet.types import ConfigError, Sampling, ScoreRequest, WhetError
 
 environment.prepare(threads=None, exact=True)
@@ -107,15 +103,6 @@ def test_a_server_that_ignores_end_tokens_is_refused(server: OpenAIServer) -> No
         run(opened(server))
 
 
-def test_a_server_of_another_kind_is_refused(server: OpenAIServer) -> None:
-    async def other(body: Any) -> Any:
-        return {"name": "something else"}
-
-    server.fails["/v1/models"] = other
-    with pytest.raises(ConfigError, match="does not answer as an OpenAI-compatible server does"):
-        run(opened(server))
-
-
 def test_a_model_is_named_where_there_are_several(server: OpenAIServer) -> None:
     server.models = ["one", "two"]
     for asked in (None, "three"):
@@ -147,23 +134,6 @@ def test_what_a_server_does_not_say_that_it_takes_is_not_asked_of_it(server: Ope
 # ---------------------------------------------------------------- requests and replies
 
 
-def test_a_request_says_all_that_its_sampling_depends_on(server: OpenAIServer) -> None:
-    async def story() -> None:
-        engine = await opened(server)
-        for key, prompt in ((5, [5, 9]), (5, [5, 9]), (5, [5, 9, 7]), (6, [5, 9])):
-            await reply(engine, prompt, Sampling(key=key, max_tokens=3, stop_token_ids=(4,), top_k=7))
-        await reply(engine, [5], Sampling(max_tokens=2, ignore_eos=True))
-        await engine.close()
-
-    run(story())
-    first, same, longer, other, whole = bodies(server)
-    assert first == same
-    assert len({b["seed"] for b in (first, longer, other)}) == 3  # of the key and the position
-    assert (first["prompt"], first["return_token_ids"], first["logprobs"], first["n"]) == ([5, 9], True, 1, 1)
-    assert (first["stop_token_ids"], first["ignore_eos"], first["top_k"]) == ([END, 4], False, 7)
-    assert (whole["stop_token_ids"], whole["ignore_eos"], whole["top_k"]) == ([], True, -1)
-
-
 def test_log_probs_that_servers_define_differently_are_left_out(server: OpenAIServer) -> None:
     async def story() -> None:
         engine = await opened(server)
@@ -179,33 +149,6 @@ def test_log_probs_that_servers_define_differently_are_left_out(server: OpenAISe
         for other in ({"temperature": 0.5}, {"top_p": 0.5}, {"repetition_penalty": 1.2}):
             done = await reply(engine, PROMPT, Sampling(max_tokens=6, key=2, **other))  # type: ignore[arg-type]
             assert (done.logprobs, done.sample_logprobs) == (None, None)
-        await engine.close()
-
-    run(story())
-
-
-def test_an_end_that_is_none_of_the_run_s_is_refused(server: OpenAIServer) -> None:
-    async def story() -> None:
-        engine = await opened(server)
-        server.eos = frozenset(range(2, 60))
-        with pytest.raises(WhetError, match=r"ends no reply of this run.*eos_token_id"):
-            await asyncio.gather(*(reply(engine, p, s) for p, s in jobs(6)))
-        await engine.close()
-
-    run(story())
-
-
-def test_a_reply_that_nobody_waits_for_ends_with_its_connection(server: OpenAIServer) -> None:
-    async def story() -> None:
-        engine = await opened(server)
-        work = asyncio.create_task(reply(engine, PROMPT, Sampling(max_tokens=100, ignore_eos=True)))
-        while not server.running:
-            await asyncio.sleep(0.005)
-        work.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await work
-        while not server.aborted:
-            await asyncio.sleep(0.005)
         await engine.close()
 
     run(story())
@@ -259,46 +202,6 @@ def test_log_probs_of_another_number_than_tokens_are_found(server: OpenAIServer)
         await engine.close()
 
     run(story())
-
-
-# ---------------------------------------------------------------- dead and hanging
-
-
-def test_a_hanging_server_is_found_within_its_deadline(server: OpenAIServer) -> None:
-    async def hang(body: Any) -> Any:
-        await asyncio.sleep(3600)
-
-    async def story() -> None:
-        engine = await opened(server, limits=quick(0.2))
-        server.fails["/v1/models"] = hang
-        with pytest.raises(Unreachable, match=r"rollout\.server\.timeout_s=0\.2 s when asked for its models"):
-            await engine.health()
-        await engine.close()
-
-    run(story())
-
-
-def test_the_requests_of_a_dead_server_are_asked_of_another() -> None:
-    servers = [double() for _ in range(2)]
-
-    async def story() -> None:
-        engines = [await opened(server) for server in servers]
-        router = Router([Replica(f"engine-{n}", e) for n, e in enumerate(engines)], exact=False)
-        await router.update_weights(WeightUpdate(version=1, module=module()))
-        known = len(bodies(servers[0]))
-        flying = asyncio.gather(*(reply(router, p, s) for p, s in jobs(12, ignore_eos=True)))
-        while len(bodies(servers[0])) == known:
-            await asyncio.sleep(0.005)
-        await asyncio.to_thread(servers[0].stop)
-        done = await flying
-        assert [len(c.token_ids) for c in done] == [12] * 12
-        assert [name for name, _ in router.dropped] == ["engine-0"]
-        await router.close()
-
-    try:
-        run(story())
-    finally:
-        servers[1].stop()
 
 
 # ---------------------------------------------------------------- whole

@@ -323,6 +323,27 @@ def test_weights_that_come_while_a_replica_joins() -> None:
     run(story())
 
 
+def test_a_replica_that_joins_those_that_sleep_sleeps() -> None:
+    async def story() -> None:
+        crew, late = Crew(1), Faulty()
+        await crew.router.update_weights(weights(1))
+        placed: list[tuple[str, int]] = []
+
+        async def place(device: str, what: Any = None) -> None:
+            placed.append((device, late.version))
+            if len(placed) == 1:  # they wake up before it is there
+                await crew.router.place("gpu")
+
+        late.place = place  # type: ignore[method-assign]
+        await crew.router.place("cpu")
+        await crew.router.join(Replica("late", late))
+        assert placed == [("cpu", 1), ("gpu", 1)]
+        assert await ask(crew.router, jobs(4))
+        await crew.router.close()
+
+    run(story())
+
+
 def test_when_none_is_left_a_restart_is_waited_for() -> None:
     async def story() -> None:
         crew = Crew(1, restarts=1)

@@ -11,8 +11,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoModelForCausalLM
 
-from servers import VllmServer
+from servers import SglangServer, VllmServer
+from serving import digits_model
 from test_apart import Processes
 from test_http_keys import inputs
 from test_rollout_contract import LIMIT, module
@@ -86,8 +88,18 @@ def test_explorers_with_servers_of_their_own_keep_the_rounds(tmp_path: Path) -> 
     store.close()
 
 
-def test_asynchronous_rollouts_go_on_through_a_sync(tmp_path: Path) -> None:
-    given = sections(tmp_path, max_staleness=2, schedule="async", partial_rollout=True)
+def test_asynchronous_rollouts_go_on_through_a_sync_of_sglang(tmp_path: Path) -> None:
+    """The server is given, and a kind of its own."""
+    digits_model(0, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").requires_grad_(False)
+    server = SglangServer(NativeEngine(model, kernels.load("auto"), end_token_ids=[], max_context=LIMIT))
+    asynchronous = {"max_staleness": 2, "schedule": "async", "partial_rollout": True}
+    given = sections(tmp_path, engine="sglang", server={"urls": [server.url]}, **asynchronous) | {
+        "model": {"path": str(tmp_path / "model")},
+        "tokenizer": {},
+        "data": {"train": [{"rows": [{"prompt": f"{n}{n}", "answer": "1"} for n in range(8)]}]},
+        "rewards": {"digits": {"function": "format", "arguments": {"pattern": ".*[0-4].*"}}},
+    }
     apart = Processes(tmp_path, **given)
     apart.start("train")
     apart.start("one")
@@ -95,6 +107,7 @@ def test_asynchronous_rollouts_go_on_through_a_sync(tmp_path: Path) -> None:
         assert [apart.ends(name) for name in ("train", "one")] == [0, 0], apart.said("one")
     finally:
         apart.close()
+        server.stop()
     steps = metrics(tmp_path)
     assert len(steps) == STEPS
     assert all(step["rollout/failed_count"] == 0 for step in steps)

@@ -1,40 +1,32 @@
-"""SGLang over HTTP: what is asked of it, how its log-probs are read, every way in which its weights may be wrong."""
+"""SGLang over HTTP: what it alone is asked, and how its log-probs are read. What holds of every server is in
+test_served_contract."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from aiohttp import web
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-import whet
 from asking import reply
 from servers import SglangServer
-from serving import digits_model, sglang_engine
-from test_http_engine import moved, quick
-from test_rollout_contract import END, LIMIT, PROMPT, jobs, module, run
+from serving import sglang_engine
+from test_rollout_contract import END, LIMIT, PROMPT, module, run
 from whet import environment
 from whet.models import kernels
 from whet.rollout.engine import WeightUpdate, own_engine
 from whet.rollout.http import versions
-from whet.rollout.http.calls import Unreachable
 from whet.rollout.http.served import HttpEngine
 from whet.rollout.http.sglang import completion
 from whet.rollout.http.sglang_facts import unfit
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.replica import Replica
 from whet.rollout.requests import RequestError
-from whet.rollout.router import Router
-from whet.types import ConfigError, Request, Sampling, ScoreRequest, VersionSpan, WhetError
+from whet.types import ConfigError, Sampling, ScoreRequest, VersionSpan, WhetError
 
 environment.prepare(threads=None, exact=True)
 
@@ -73,52 +65,6 @@ def replies(server: SglangServer) -> list[Any]:
 # ---------------------------------------------------------------- what it is asked
 
 
-def test_a_request_says_all_that_its_sampling_depends_on(server: SglangServer) -> None:
-    async def story() -> None:
-        engine = await opened(server)
-        for key, prompt in ((5, [5, 9]), (5, [5, 9]), (5, [5, 9, 7]), (6, [5, 9])):
-            await reply(engine, prompt, Sampling(key=key, max_tokens=3, stop_token_ids=(4,), top_k=7))
-        await engine.update_weights(WeightUpdate(version=8, module=module()))
-        await reply(engine, [5], Sampling(max_tokens=2, ignore_eos=True))
-        await engine.close()
-
-    run(story())
-    first, same, longer, other, later = replies(server)
-    params = [body["sampling_params"] for body in (first, same, longer, other, later)]
-    assert params[0] == params[1]
-    assert len({p["sampling_seed"] for p in params[:4]}) == 3  # of the key and the position
-    assert all(0 <= p["sampling_seed"] < 2**63 for p in params)
-    assert (params[0]["stop_token_ids"], params[0]["ignore_eos"], params[0]["top_k"]) == ([END, 4], False, 7)
-    assert (params[4]["stop_token_ids"], params[4]["ignore_eos"], params[4]["top_k"]) == ([], True, -1)
-    assert first["extra_key"] == longer["extra_key"] == other["extra_key"]
-    assert first["extra_key"].removesuffix("-0") == later["extra_key"].removesuffix("-8")
-    assert first["extra_key"] != later["extra_key"]
-
-
-def test_an_abort_ends_no_request_whose_id_begins_so(server: SglangServer) -> None:
-    """SGLang ends all of them; a run's ids are "task-1", "task-10" ..."""
-
-    async def story() -> None:
-        engine = await opened(server)
-        long = Sampling(max_tokens=100, ignore_eos=True, key=3)
-
-        def asking(name: str) -> asyncio.Task[Any]:
-            request = Request(id=name, session="", prompt=tuple(PROMPT), sampling=long)
-            return asyncio.create_task(engine.generate(request))
-
-        doomed, other = asking("task-1"), asking("task-10")
-        while len(server.running) < 2:
-            await asyncio.sleep(0.005)
-        doomed.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await doomed
-        assert len((await other).token_ids) == 100
-        assert len(server.aborted) == 1
-        await engine.close()
-
-    run(story())
-
-
 def test_end_tokens_are_held_back_in_a_request_of_their_own(server: SglangServer) -> None:
     """A server of token ids refuses min_new_tokens."""
     ends = tuple(range(2, 50))
@@ -144,29 +90,6 @@ def test_end_tokens_are_held_back_in_a_request_of_their_own(server: SglangServer
     assert done.logprobs is None
     assert len(done.sample_logprobs) == len(done.token_ids)
     assert done.spans == (VersionSpan(0, 0, len(done.token_ids)),)
-
-
-def test_weights_are_given_in_phases(server: SglangServer) -> None:
-    async def story() -> None:
-        engine = await opened(server)
-        server.asked.clear()
-        receipt = await engine.update_weights(WeightUpdate(version=1, module=module(seed=1)))
-        assert [path for path, _ in server.asked][:4] == [
-            "/pause_generation",
-            "/update_weights_from_disk",
-            "/flush_cache",
-            "/continue_generation",
-        ]
-        (load,) = asked(server, "/update_weights_from_disk")
-        assert (load["weight_version"], load["flush_cache"]) == ("1", True)
-        found = load_file(next(Path(load["model_path"]).glob("*.safetensors")))
-        assert torch.equal(
-            found["lm_head.weight"], found["model.embed_tokens.weight"]
-        )  # tied, under both names
-        assert receipt.measured["sync/canary_mean"] < 1e-6
-        await engine.close()
-
-    run(story())
 
 
 @pytest.mark.parametrize(
@@ -301,114 +224,7 @@ def test_a_reply_that_is_not_whole_is_refused(change: dict[str, Any], words: str
         completion(said(**change), Sampling(), ends={1}, name="it")
 
 
-def test_an_end_that_is_none_of_the_run_s_is_refused(server: SglangServer) -> None:
-    """The files of the server's model name another end token, and SGLang ends there too."""
-    server.eos = frozenset(range(2, 60))
-
-    async def story() -> None:
-        engine = await opened(server)
-        with pytest.raises(WhetError, match=r"ends no reply of this run.*eos_token_id"):
-            await asyncio.gather(*(reply(engine, p, s) for p, s in jobs(6)))
-        await engine.close()
-
-    run(story())
-
-
-# ---------------------------------------------------------------- every way in which weights may be wrong
-
-
-async def load_nothing(body: Any) -> Any:
-    return {"success": True, "message": "", "num_paused_requests": 0}
-
-
-def load_some(server: SglangServer, keep: Callable[[int, str], bool]) -> Handler:
-    """Takes the tensors that `keep` lets through, and says that all is well."""
-
-    async def partly(body: Any) -> Any:
-        await server.load(Path(body["model_path"]), keep)
-        server.engine.version = int(body["weight_version"])
-        return {"success": True, "message": "", "num_paused_requests": 0}
-
-    return partly
-
-
-async def named_alone(server: SglangServer, body: Any) -> Any:
-    """The version of the weights, without the weights."""
-    server.engine.version = int(body["weight_version"])
-    return await load_nothing(body)
-
-
-@pytest.mark.parametrize("step", [0.1, 3e-5])
-@pytest.mark.parametrize("fault", ["stale", "half", "first layer alone"])
-def test_weights_that_did_not_arrive_are_found(server: SglangServer, fault: str, step: float) -> None:
-    """At any size of a step: one that moves log-probs by less than the bound, too."""
-    faults: dict[str, Handler] = {
-        "stale": lambda body: named_alone(server, body),
-        "half": load_some(server, lambda number, name: number % 2 == 0),
-        "first layer alone": load_some(server, lambda number, name: "layers.0" in name),
-    }
-
-    async def story() -> None:
-        engine = await opened(server)
-        await engine.update_weights(WeightUpdate(version=1, module=module()))
-        await engine.update_weights(WeightUpdate(version=2, module=moved(step, seed=1)))
-        server.fails["/update_weights_from_disk"] = faults[fault]
-        with pytest.raises(WhetError, match="does not have weights version 3"):
-            await engine.update_weights(WeightUpdate(version=3, module=moved(step, seed=2)))
-        assert engine.version == 2
-        with pytest.raises(WhetError, match="mix of weights"):
-            await reply(engine, PROMPT, Sampling(max_tokens=3))
-        server.fails.clear()
-        await engine.update_weights(WeightUpdate(version=4, module=moved(step, seed=3)))
-        assert set((await reply(engine, PROMPT, Sampling(max_tokens=3))).versions) == {4}
-        await engine.close()
-
-    run(story())
-
-
-def test_an_output_layer_that_was_lost_is_found(server: SglangServer) -> None:
-    """The server has tied its output layer to the embedding, and an update reaches the embedding alone: the double is
-    tied, and the trainer's output layer is not."""
-    untied = module(seed=1)
-    untied.config.tie_word_embeddings = False
-    head = torch.nn.Linear(*reversed(untied.lm_head.weight.shape), bias=False)
-    with torch.no_grad():
-        head.weight.copy_(untied.lm_head.weight + 0.05 * torch.randn_like(untied.lm_head.weight))
-    untied.lm_head = head.requires_grad_(False)
-
-    async def story() -> None:
-        engine = await opened(server, untied)
-        with pytest.raises(WhetError, match="a tied output layer that is not updated does this"):
-            await engine.update_weights(WeightUpdate(version=2, module=untied))
-        await engine.close()
-
-    run(story())
-
-
-@pytest.mark.parametrize("step", [0.1, 1e-3])
-def test_a_cache_that_survives_a_sync_is_found(server: SglangServer, step: float) -> None:
-    """Scores are computed anew; replies come from what was cached under the weights before."""
-    before = NativeEngine(module(), kernels.load("auto"), end_token_ids=[], max_context=LIMIT)
-    as_it_was, new = server.generate, server.engine
-
-    async def from_old_cache(body: Any) -> Any:
-        if body["sampling_params"]["max_new_tokens"] == 0:
-            return await as_it_was(body)
-        server.engine, before.version = before, new.version
-        try:
-            return await as_it_was(body)
-        finally:
-            server.engine = new
-
-    async def story() -> None:
-        engine = await opened(server)
-        await engine.update_weights(WeightUpdate(version=1, module=module()))
-        server.fails["/generate"] = from_old_cache
-        with pytest.raises(WhetError, match="from a cache of older weights"):
-            await engine.update_weights(WeightUpdate(version=2, module=moved(step)))
-        await engine.close()
-
-    run(story())
+# ---------------------------------------------------------------- what it refuses, and lies
 
 
 def test_a_cache_that_is_not_emptied_stops_the_update(server: SglangServer) -> None:
@@ -420,24 +236,6 @@ def test_a_cache_that_is_not_emptied_stops_the_update(server: SglangServer) -> N
         server.fails["/flush_cache"] = refuses
         with pytest.raises(WhetError, match="refused to forget its cache"):
             await engine.update_weights(WeightUpdate(version=1, module=module()))
-        await engine.close()
-
-    run(story())
-
-
-def test_a_wrong_version_is_found(server: SglangServer) -> None:
-    async def unnamed(body: Any) -> Any:
-        await server.load(Path(body["model_path"]))
-        return await load_nothing(body)
-
-    async def story() -> None:
-        engine = await opened(server)
-        await engine.update_weights(WeightUpdate(version=1, module=module()))
-        server.fails["/update_weights_from_disk"] = unnamed
-        with pytest.raises(
-            WhetError, match="reports that it samples from version 1, after weights version 2"
-        ):
-            await engine.update_weights(WeightUpdate(version=2, module=module(seed=1)))
         await engine.close()
 
     run(story())
@@ -459,46 +257,6 @@ def test_a_refused_update_tells_why(server: SglangServer) -> None:
         await engine.close()
 
     run(story())
-
-
-# ---------------------------------------------------------------- dead, hanging, lying
-
-
-def test_a_hanging_server_is_found_within_its_deadline(server: SglangServer) -> None:
-    async def hang(body: Any) -> Any:
-        await asyncio.sleep(3600)
-
-    async def story() -> None:
-        engine = await opened(server, limits=quick(0.2))
-        server.fails["/pause_generation"] = hang
-        with pytest.raises(Unreachable, match=r"rollout\.server\.timeout_s=0\.2 s when asked to pause"):
-            await engine.pause(finish=False)
-        await engine.close()
-
-    run(story())
-
-
-def test_the_requests_of_a_dead_server_are_asked_of_another() -> None:
-    servers = [double() for _ in range(2)]
-
-    async def story() -> None:
-        engines = [await opened(server) for server in servers]
-        router = Router([Replica(f"engine-{n}", e) for n, e in enumerate(engines)], exact=False)
-        receipt = await router.update_weights(WeightUpdate(version=1, module=module()))
-        assert receipt.measured["sync/canary_mean"] < 1e-6
-        flying = asyncio.gather(*(reply(router, p, s) for p, s in jobs(12, ignore_eos=True)))
-        while not replies(servers[0]):
-            await asyncio.sleep(0.005)
-        await asyncio.to_thread(servers[0].stop)
-        done = await flying
-        assert [len(c.token_ids) for c in done] == [12] * 12
-        assert [name for name, _ in router.dropped] == ["engine-0"]
-        await router.close()
-
-    try:
-        run(story())
-    finally:
-        servers[1].stop()
 
 
 def test_a_score_of_other_tokens_is_refused(server: SglangServer) -> None:
@@ -569,53 +327,3 @@ def test_seeds_are_read_under_deterministic_inference_alone(server: SglangServer
         await engine.close()
 
     run(story())
-
-
-# ---------------------------------------------------------------- whole
-
-
-def test_a_run_trains_over_it_and_proves_each_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With rollouts in flight that go on under new weights."""
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.setenv(name, "1")
-    digits_model(0, tmp_path / "model")
-    rows = [{"prompt": p, "answer": "1"} for p in ("12", "34", "56", "78", "90", "13")]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    server = double(AutoModelForCausalLM.from_pretrained(tmp_path / "model").requires_grad_(False))
-    try:
-        result = whet.train(
-            run_dir=str(tmp_path / "run"),
-            model={"path": str(tmp_path / "model")},
-            data={"train": [{"path": str(tmp_path / "rows.jsonl")}], "max_prompt_tokens": 4},
-            rewards={"digits": {"function": "format", "arguments": {"pattern": ".*[0-4].*"}}},
-            algorithm={"name": "grpo"},
-            rollout={
-                "engine": "sglang",
-                "group_size": 4,
-                "schedule": "async",
-                "max_staleness": 2,
-                "partial_rollout": True,
-                "sampling": {"max_tokens": 6},
-                "server": {"urls": [server.url]},
-            },
-            train={"steps": 4, "tasks_per_step": 2, "optimizer": {"lr": 0.01}},
-            checkpoint={"interval": 0, "export": False},
-            track={"trackers": ["jsonl"]},
-            machine={"device": "cpu", "logprob_parity": "off"},
-        )
-    finally:
-        server.stop()
-    assert [step["step"] for step in result.metrics] == [1, 2, 3, 4]
-    for step in result.metrics:
-        assert step["sync/canary_mean"] < 1e-5
-        assert step["rollout/failed_count"] == 0
-    assert max(step["sync/canary_moved_mean"] for step in result.metrics) > 1e-4
-    assert [b["weight_version"] for b in asked(server, "/update_weights_from_disk")] == [
-        "0",
-        "1",
-        "2",
-        "3",
-        "4",
-    ]

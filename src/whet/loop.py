@@ -46,6 +46,7 @@ async def train_step(stage: Stage, step: int) -> Metrics:
     explorer, learner, weights = stage.explorer, stage.learner, stage.weights
     groups = await explorer.collect(step, learner.version)  # may sample ahead from here on
     weights.check()
+    await weights.sleep()  # servers that share the trainer's accelerator
     batch, corrected = await learner.prepare(step, groups)  # packed; log-probs, values, advantages
     learned = await learner.learn(step, batch, groups)  # minibatches, optimizer steps
     proved = await weights.publish(step, explorer)  # a new version, given to the engine

@@ -39,6 +39,7 @@ def cut_of(context: Context, models: Models) -> MicroBatchPolicy:
         whole_groups=context.algorithm.whole_groups,
         entropy_grad=context.algorithm.entropy.is_on,
         temperature=trained_temperature(context),
+        colocated=context.cfg.rollout.server.sleep,
     )
 
 
@@ -93,7 +94,13 @@ def critic_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> T
     model = start.model
     head = value_head(model.config.hidden_size, cfg.seed, path=path, name=name).to(model.device, model.dtype)
     cut = MicroBatchPolicy.of(
-        train, model, whole_groups=False, entropy_grad=False, temperature=1.0, critic=True
+        train,
+        model,
+        whole_groups=False,
+        entropy_grad=False,
+        temperature=1.0,
+        critic=True,
+        colocated=cfg.rollout.server.sleep,
     )
     return engine_of(
         models,

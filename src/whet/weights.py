@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from whet.config import deadlines
 from whet.config.schema import Config
@@ -41,6 +42,7 @@ class Weights:
 
     async def begin(self, *, resumed: bool) -> int:
         """The first sync of the stage. Returns the version that is sampled from."""
+        await self._place("gpu", "the servers to wake up")  # a stage before may have ended early
         if resumed and self.sampler is not None:  # it stands at the last sync, the policy has moved on
             sampled, first = self.sampler, sync(self.sampler, self.engine, out=self.out)
         else:
@@ -55,11 +57,22 @@ class Weights:
         if self.out is not None:
             self.out.look()
 
+    async def sleep(self) -> None:
+        """Before a step is computed: servers that share the accelerator give its memory back (rollout.server.sleep)."""
+        await self._place("cpu", "the servers to sleep")
+
+    async def _place(self, device: Literal["gpu", "cpu"], what: str) -> None:
+        if self.context.cfg.rollout.server.sleep and self.engine is not None:
+            within = deadlines.sync(self.context.cfg)
+            await self.context.monitor.wait(self.engine.place(device), what, within=within)
+
     async def publish(self, step: int, explorer: Explorer) -> Metrics:
         """One more version of the policy. From here engine.version == policy.version, save with
         rollout.sync_interval > 1. Returns what was measured to prove it."""
         await explorer.barrier(step, self.policy.version + 1)
         due = self.due(step, lambda: explorer.explored)
+        if due or self.context.algorithm.kind == "online":
+            await self._place("gpu", "the servers to wake up")
         publishing = publish(
             self.policy,
             self.engine,

@@ -224,7 +224,13 @@ class Router:
         replica.state = "joining"
         try:
             loaded: Shipment | None = None
-            while self.shipment is not loaded:
+            away: frozenset[Part] = frozenset()
+            while self.shipment is not loaded or self._unplaced != away:
+                if loaded is not None and self._unplaced != away:  # it sleeps as those that serve do
+                    away = self._unplaced
+                    moving = replica.engine.place("cpu", away) if away else replica.engine.place("gpu")
+                    await self._done(replica, moving, "move", timeout_s=self.load_s)
+                    continue
                 assert self.shipment is not None
                 loaded, version = self.shipment, self.target
                 loading = self._load(replica, loaded, version)

@@ -54,6 +54,8 @@ class MicroBatchPolicy:
     """Coefficient of the routers' z term."""
     work: BatchFlops | None = None
     """The model's arithmetic, by which micro-batches and ranks are made equal; None: by tokens."""
+    colocated: bool = False
+    """The accelerator's memory is a server's while nothing is computed (rollout.server.sleep)."""
 
     def limits(self, *, learns: bool) -> MicroBatchLimits:
         """Of a micro-batch with gradients or without."""
@@ -77,6 +79,7 @@ class MicroBatchPolicy:
         entropy_grad: bool,
         temperature: float,
         critic: bool = False,
+        colocated: bool = False,
     ) -> MicroBatchPolicy:
         width = model.config.get_text_config().hidden_size
         tokens = train.micro_batch_tokens or micro_batch_tokens(model.device.type, width)
@@ -97,4 +100,5 @@ class MicroBatchPolicy:
             router_aux_each=train.router_aux_loss_scope == "layer",
             router_z=train.router_z_loss_coef,
             work=work_of(model, output=not critic),
+            colocated=colocated,
         )

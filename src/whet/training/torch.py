@@ -306,7 +306,8 @@ class TorchEngine:
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """Weights that rest are on the GPU while it lasts."""
+        """Weights that rest are on the GPU while it lasts. What torch would keep of its memory is another process's
+        after it, where they share it."""
         if self.rests:
             self.place("gpu")
         try:
@@ -314,6 +315,8 @@ class TorchEngine:
         finally:
             if self.rests:
                 self.place("cpu")
+            if self.cut.colocated:
+                torch.cuda.empty_cache()
 
     def files(
         self, *, moments: bool

@@ -39,6 +39,11 @@ class ServerConfig(Section):
     """How a model with adapters (model.lora) reaches the servers. merge: all its weights, with the effect of the
     adapters. adapter: the adapters alone, which a server loads while it runs and computes beside the weights that it
     started with: a version is small, and each token costs more."""
+    sleep: bool = False
+    """The servers share the accelerator with the trainer, in turn (colocated): they sleep while a step is computed, and
+    wake up before they are given its weights. Asleep they keep no cache, and their weights in the host's memory (vLLM's
+    level 1). What the trainer needs beside them while they sample is up to train.offload. A server that whet starts is
+    started so that it can; one that cannot is refused."""
     canary_bound: Above0 | None = None
     """Largest mean difference between the log-probs of trainer and server after a weight sync, over fixed prompts, in
     nats per token. Above it the step stops, because the server does not have the weights of the trainer. Default: 0.001

@@ -11,16 +11,17 @@ from pathlib import Path
 import torch
 
 from whet.guard.line import LOOPBACK
-from whet.rollout.engine import EngineInputs
+from whet.rollout.engine import Capabilities, EngineInputs
 from whet.rollout.http.calls import Call, Calls
 from whet.rollout.http.openai import MODELS, OpenAIApi
 from whet.rollout.http.process import arguments
 from whet.rollout.http.published import RANKS, Folder, largest_rank
 from whet.rollout.http.served import HttpEngine
+from whet.rollout.http.sglang import CAN as SGLANG_CAN
 from whet.rollout.http.sglang import SglangApi
 from whet.rollout.http.sglang_facts import MODEL, ROOM
 from whet.rollout.http.supported import VERSION
-from whet.rollout.http.vllm import VllmApi
+from whet.rollout.http.vllm import CAN, CAN_WITH_ADAPTERS, VllmApi
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ class Kind:
     title: str
     ready: Call
     engine: Callable[[EngineInputs, Folder, Calls], HttpEngine]
+    can: Callable[[bool], Capabilities] | None = None
+    """What it is able to do, before one is asked, with adapters (true) or without; None: nothing trains with it."""
     command: Callable[[Starting], list[str]] | None = None
     env: Callable[[], Mapping[str, str]] = dict
     fixed: Callable[[str | None], Mapping[str, str]] = lambda token: {}
@@ -90,6 +93,8 @@ def _vllm_command(start: Starting) -> list[str]:
     if start.inputs.server.lora == "adapter":
         rank = next(r for r in RANKS if r >= largest_rank(start.inputs.model))
         given = {"enable-lora": True, "max-lora-rank": rank, **given}
+    if start.inputs.server.sleep:
+        given = {"enable-sleep-mode": True, **given}
     return [start.executable, "serve", str(start.model), *flags, "--tokens-only", *arguments(given)]
 
 
@@ -98,6 +103,7 @@ VLLM = Kind(
     title="vLLM",
     ready=VERSION,
     engine=_vllm,
+    can=lambda adapters: CAN_WITH_ADAPTERS if adapters else CAN,
     command=_vllm_command,
     env=lambda: ENV if torch.cuda.is_available() else ENV | CPU_ENV,
     fixed=lambda token: {"VLLM_SERVER_DEV_MODE": "1"} | ({} if token is None else {"VLLM_API_KEY": token}),
@@ -135,6 +141,8 @@ def _sglang_command(start: Starting) -> list[str]:
     }
     flags = [text for name, value in own.items() for text in (f"--{name}", str(value))]
     given = {"max-running-requests": start.inputs.max_num_seqs, **start.inputs.server.options}
+    if start.inputs.server.sleep:
+        given = {"enable-memory-saver": True, "enable-weights-cpu-backup": True, **given}
     options = arguments(given, own=SGLANG_OPTIONS, negates=False)
     token = []
     if start.token is not None:  # it has no environment variable for it
@@ -150,6 +158,7 @@ SGLANG = Kind(
     title="SGLang",
     ready=MODEL,
     engine=_sglang,
+    can=lambda adapters: SGLANG_CAN,
     command=_sglang_command,
     env=lambda: SGLANG_ENV,
     fixed=lambda token: {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"},  # 1: log-probs from before the temperature

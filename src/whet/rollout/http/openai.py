@@ -70,6 +70,7 @@ class OpenAIApi:
     ask for; None: the only one."""
 
     title = "OpenAI-compatible"
+    no_sleep = "has no call for it"
 
     def __init__(
         self,

@@ -23,7 +23,6 @@ from whet.rollout.http.process import ServerProcess, free_port
 from whet.rollout.http.published import Folder, write_weights
 from whet.rollout.http.served import HttpEngine
 from whet.rollout.http.supported import reachable
-from whet.rollout.http.vllm import CAN, CAN_WITH_ADAPTERS
 from whet.rollout.replica import Replica
 from whet.rollout.router import Router
 from whet.rollout.unasked import Unasked
@@ -96,7 +95,7 @@ class Opener:
                 raise WhetError(f"{url} does not answer within {limit} s; is the server running?")
             self.inputs.beat("waiting for the engine server")
             await asyncio.sleep(LOOK_S)
-        await engine.open()
+        await engine.open(sleeps=self.server.sleep)
         log.info("%s is %s, %s %s", name, url, self.kind.title, engine.program)
         return Replica(name, engine)
 
@@ -117,7 +116,7 @@ class Opener:
                 beat=self.inputs.beat,
                 what=self.kind.ready,
             )
-            await engine.open()
+            await engine.open(sleeps=self.server.sleep)
         except BaseException:
             await end()
             raise
@@ -200,7 +199,8 @@ class Servers(Router):
 def opened(inputs: EngineInputs, kind: Kind) -> RolloutEngine:
     """All servers of one kind. Waits until they answer. Of a process that never samples: none."""
     if not inputs.asked:
-        return Unasked(CAN_WITH_ADAPTERS if inputs.server.lora == "adapter" else CAN)
+        assert kind.can is not None, "nothing trains with it"
+        return Unasked(kind.can(inputs.server.lora == "adapter"))
     opener, server = Opener(inputs, kind), inputs.server
     opener.folder.close()  # what a killed run has left
     try:

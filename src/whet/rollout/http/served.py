@@ -18,7 +18,17 @@ from whet.rollout.http.canary import Asked
 from whet.rollout.http.published import Folder, Written
 from whet.rollout.replica import torn
 from whet.rollout.requests import RequestError, check, check_score
-from whet.types import Completion, Metrics, Receipt, Request, Sampling, ScoreRequest, TokenLogprobs, WhetError
+from whet.types import (
+    Completion,
+    ConfigError,
+    Metrics,
+    Receipt,
+    Request,
+    Sampling,
+    ScoreRequest,
+    TokenLogprobs,
+    WhetError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +62,10 @@ class ServerApi(Protocol):
     @property
     def no_scores(self) -> str:
         """Why it does not score given tokens; empty: it does."""
+
+    @property
+    def no_sleep(self) -> str:
+        """Why it gives no memory of an accelerator back, and what to do; empty: it does, and has it again as it was."""
 
     async def open(self, weights: int) -> None:
         """Ask the server what it is; its weights are of this version from here on. Raises ConfigError, with what to do,
@@ -128,9 +142,12 @@ class HttpEngine:
         self._mixed = False
         """An update has begun."""
 
-    async def open(self) -> None:
-        """Ask the server what it is, and name its weights. Raises ConfigError where whet cannot sample from it."""
+    async def open(self, *, sleeps: bool = False) -> None:
+        """Ask the server what it is, and name its weights. sleeps: it has to (`place`). Raises ConfigError where whet
+        cannot work with it."""
         await self.api.open(self.version)
+        if sleeps and (why := self.api.no_sleep):
+            raise ConfigError(f"rollout.server.sleep=true: {self.name} {why}")
 
     @property
     def program(self) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 
 from whet import seeds
 from whet.guard.foreign import words
-from whet.rollout.engine import FILTERS, Capabilities, OnTokens, Part, WeightUpdate
+from whet.rollout.engine import FILTERS, PARTS, Capabilities, OnTokens, Part, WeightUpdate
 from whet.rollout.http.calls import MOST_TOLD, Call, Calls, reading
 from whet.rollout.http.published import Folder
 from whet.rollout.http.served import Taking, finite, through_folder
@@ -57,6 +57,16 @@ RELEASE = Call("/release_memory_occupation", "to give memory back", limit="load"
 TAKE = Call("/resume_memory_occupation", "to take memory again", limit="load")
 METRICS = Call("/metrics", "for its counts", method="GET")
 
+CAN = Capabilities(
+    logprobs="unpenalised",
+    stop_texts=False,
+    penalties=True,
+    images=False,
+    in_flight_updates=True,
+    reproducible="no",
+    score_temperatures=False,
+)
+"""Without --enable-deterministic-inference."""
 NEVER = -1e9
 """A bias with which a token is not sampled; JSON has no infinity."""
 TAGS: dict[Part, str] = {"weights": "weights", "cache": "kv_cache"}
@@ -83,16 +93,14 @@ class SglangApi:
         return self.is_.version
 
     @property
+    def no_sleep(self) -> str:
+        if self.is_.parts == PARTS:
+            return ""
+        return "keeps its memory: start it with --enable-memory-saver and --enable-weights-cpu-backup"
+
+    @property
     def can(self) -> Capabilities:
-        return Capabilities(
-            logprobs="unpenalised",
-            stop_texts=False,
-            penalties=True,
-            images=False,
-            in_flight_updates=True,
-            reproducible="server" if self.is_.deterministic else "no",
-            score_temperatures=False,
-        )
+        return replace(CAN, reproducible="server") if self.is_.deterministic else CAN
 
     async def open(self, weights: int) -> None:
         """See `ServerApi`."""

@@ -100,6 +100,12 @@ class VllmApi:
             return "vLLM cannot score given tokens beside other requests with rollout.server.lora=adapter; use merge"
         return ""
 
+    @property
+    def no_sleep(self) -> str:
+        if self.is_.sleeps:
+            return ""
+        return "keeps its memory: start it with --enable-sleep-mode, which vLLM has with an accelerator alone"
+
     async def open(self, weights: int) -> None:
         """See `ServerApi`."""
         self.is_ = await detect(self.calls, max_context=self.max_context, adapters=self.folder.adapters)
