@@ -1,4 +1,5 @@
-"""Whole runs that DeepSpeed trains: hit in the middle they say so, leave no process, and go on as if they had not been."""
+"""Whole runs that DeepSpeed trains: hit in the middle they say so, leave no process, and go on as if they had not
+been."""
 
 from __future__ import annotations
 
