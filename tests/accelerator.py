@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,9 @@ class Far(Tensor):
         )
         made.near = near
         return made
+
+    is_cuda = True  # type: ignore[assignment]
+    """So that the package takes the ways that it takes on a GPU."""
 
     def data_ptr(self) -> int:
         return self.near.data_ptr()
@@ -107,6 +111,9 @@ class Accelerator(TorchDispatchMode):
         near_args, near_kwargs = tree_unflatten([x.near if isinstance(x, Far) else x for x in flat], spec)
         own = {id(x.near): x for x in far}
         out = KERNELS.get(func.name(), func)(*near_args, **near_kwargs)
+        if torch.Tag.inplace_view in func.tags:  # `squeeze_`: the tensor itself has another shape
+            with torch._C._DisableTorchDispatch():
+                func(*args, **kwargs)
         if not goes:
             return out
         return tree_map(lambda x: _wrapped(x, own) if isinstance(x, Tensor) else x, out)
@@ -177,7 +184,32 @@ def _varlen_attn(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, q_S: Tensor, k_S: 
     return torch.cat(parts), q_NHD.new_empty(0), q_NHD.new_empty(0)
 
 
-KERNELS = {"whet::attend_pages": _attend_pages, "torch_attn::_varlen_attn": _varlen_attn}
+def _varlen_attn_backward(
+    grad_NHD: Tensor, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Of `_varlen_attn`, written out: here is no autograd."""
+    _, _, q_S, k_S, _, _, _, _, scale, (back, _) = rest
+    made = [torch.zeros_like(x, dtype=torch.float32) for x in (q_NHD, k_NKD, v_NKD)]
+    group = q_NHD.shape[1] // k_NKD.shape[1]
+    for (a, b), (c, d) in zip(pairwise(q_S.tolist()), pairwise(k_S.tolist())):
+        away = torch.arange(d - c - (b - a), d - c)[:, None] - torch.arange(d - c)
+        hidden = (away < 0) | (away > (back if back >= 0 else d))
+        q, dy = (x[a:b].transpose(0, 1).float() for x in (q_NHD, grad_NHD))
+        k, v = (x[c:d].transpose(0, 1).float().repeat_interleave(group, 0) for x in (k_NKD, v_NKD))
+        p = (q @ k.mT * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+        dp = dy @ v.mT
+        ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
+        made[0][a:b] = (ds @ k).transpose(0, 1)
+        for into, each in zip(made[1:], (ds.mT @ q, p.mT @ dy)):
+            into[c:d] += each.unflatten(0, (-1, group)).sum(1).transpose(0, 1)
+    return tuple(x.to(q_NHD.dtype) for x in made)
+
+
+KERNELS = {
+    "whet::attend_pages": _attend_pages,
+    "torch_attn::_varlen_attn": _varlen_attn,
+    "torch_attn::_varlen_attn_backward": _varlen_attn_backward,
+}
 """What is not computed on a CPU."""
 
 
@@ -210,7 +242,10 @@ def accelerator() -> Iterator[Accelerator]:
     """Inside it, `DEVICE` computes."""
     if CUDA:
         torch._C._ensureCUDADeviceGuardSet()
-    with Numbers(), Accelerator() as mode:
+    capability = mock.patch("torch.cuda.get_device_capability", lambda gpu=None: (9, 0))
+    kernel = mock.patch("whet.models.paged.lacks", lambda: None)
+    draws = mock.patch("torch.Generator", lambda device="cpu", make=torch.Generator: make())
+    with capability, kernel, draws, Numbers(), Accelerator() as mode:
         yield mode
 
 

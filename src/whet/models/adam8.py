@@ -92,7 +92,7 @@ class Adam8:
 def blank(p: Tensor) -> State:
     """The state of a parameter before its first step."""
     zero, none = torch.zeros_like(p, dtype=torch.float32), torch.Generator(p.device)
-    return {"step": zero.new_zeros(())} | packed(MEAN, zero, none) | packed(SQUARE, zero.clone(), none)
+    return {"step": torch.zeros(())} | packed(MEAN, zero, none) | packed(SQUARE, zero.clone(), none)
 
 
 def packed(name: str, x: Tensor, noise: torch.Generator) -> State:

@@ -172,7 +172,8 @@ class Optimizer:
                 master.data = master.data.to(device)
         for inner in self.inner:
             for state in inner.state.values():
-                state.update({key: x.to(device) for key, x in state.items() if isinstance(x, Tensor)})
+                moves = {key: x for key, x in state.items() if isinstance(x, Tensor) and x.ndim}
+                state.update({key: x.to(device) for key, x in moves.items()})
 
     def skip(self) -> None:
         """Count a step without applying it: the schedule continues, moments and weights stay."""
@@ -230,10 +231,9 @@ def blank(inner: Inner, p: nn.Parameter) -> dict[str, Tensor]:
     """State of the shapes and dtypes that a parameter's has."""
     if isinstance(inner, Adam8):
         return inner.blank(p)
-    return {
-        own: p.new_zeros((), dtype=torch.float32) if own == "step" else p
-        for own in STATE[type(inner)].values()
-    }
+    # only a fused step reads the count on the device; another would make the host wait for it, tensor by tensor
+    count = p.new_zeros(()) if getattr(inner, "defaults", {}).get("fused") else torch.zeros(())
+    return {own: count.float() if own == "step" else p for own in STATE[type(inner)].values()}
 
 
 def _muon(named: Mapping[str, nn.Parameter], cfg: OptimizerConfig, wholes: Wholes) -> Iterator[Muon]:

@@ -225,14 +225,18 @@ class RouterTerms:
         if self.found is None:
             self.found = more.new_zeros(2, len(self.place), more.shape[2])
             self.experts = seen[0].expert_UE.shape[1]
-        self.found[:, [self.place[id(layer.router)] for layer in seen]] += more
+        self.found.index_add_(1, self._at(seen, more.device), more)
         return hidden_TD
+
+    def _at(self, seen: Sequence[Routed], device: torch.device) -> Tensor:
+        """[L] where the layers that were seen stand among all."""
+        return torch.tensor([self.place[id(layer.router)] for layer in seen], device=device)
 
     def _term(self, seen: Sequence[Routed], uses_U: Tensor) -> Tensor:
         """This micro-batch's part of the terms of the whole minibatch."""
         term = uses_U.new_zeros(())
         if self.coef:
-            price_LX = self.price_LX[[self.place[id(x.router)] for x in seen]]
+            price_LX = self.price_LX[self._at(seen, self.price_LX.device)]
             term = self.coef * balance(seen, uses_U, price_LX)
         if self.z:
             sum_of_squares = squares(seen, uses_U)
@@ -254,6 +258,6 @@ class RouterTerms:
         chosen_LX, likely_LX = self.found
         share_L = chosen_LX.amax(1) / chosen_LX.sum(1).clamp(min=1e-9)
         term = (self.price_LX.double() * likely_LX).sum()
-        sums = torch.stack((share_L.sum(), share_L.new_tensor(len(share_L)), term))
+        sums = torch.stack((share_L.sum(), share_L.new_full((), len(share_L)), term))
         largest, layers, term_of_all = self.stages(sums).tolist()
         return {**out, "router_aux": term_of_all, "router_max_load": chosen_LX.shape[1] * largest / layers}

@@ -15,6 +15,7 @@ feed-forward width, V vocabulary, W keys, P pages of a row.
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
@@ -26,6 +27,8 @@ from whet.models.paged import PAGE
 from whet.models.segments import Bounds, Bucket, Segments
 from whet.types import WhetError
 
+_FLASH_WIDEST = 256
+"""Largest size of a head in flash attention; it is a multiple of 8."""
 _PV_BLOCK = 256
 """A last block of more than half of it is padded: MKL adds 144 to 240 terms in another order than 16 to 128 or 256."""
 
@@ -232,9 +235,15 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _fits_varlen(q: Tensor, how: Weighing) -> bool:
-    """Whether torch's variable-length attention computes this."""
+    """Whether torch's variable-length attention computes this: flash attention, on GPUs of 2020 and later."""
     half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-    return half and how["softcap"] is None and {"window_size", "scale", "enable_gqa"} <= _VARLEN
+    fits = half and q.shape[-1] <= _FLASH_WIDEST and q.shape[-1] % 8 == 0 and how["softcap"] is None
+    return fits and {"window_size", "scale", "enable_gqa"} <= _VARLEN and _has_flash(q.device.index)
+
+
+@cache
+def _has_flash(gpu: int | None) -> bool:
+    return torch.cuda.get_device_capability(gpu) >= (8, 0)
 
 
 def _attend_varlen(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, how: Weighing) -> Tensor:

@@ -105,6 +105,9 @@ class TorchEngine:
         self.routers = gates(model)
         self.balance = self._balance() if optimizer and (cut.router_aux or cut.router_z) else None
         inside = set(_inside(model))
+        self.device = self.home = next(
+            model.parameters()
+        ).device  # of what computes; parts may rest on the host
         self.across.place(model, functional=self.decoder.path == "functional")
         self.optimizer: Optimizer | ZeroOptimizer | None = None
         if optimizer is not None:
@@ -121,7 +124,6 @@ class TorchEngine:
                 | set(["value_head.weight", "value_head.bias"] if value_head else []),
             )
         self.max_skipped, self.skipped_in_a_row = max_skipped, 0
-        self.device = self.home = next(model.parameters()).device
         if cut.precision.float8 is not None:
             check_float8(self.device)
         self.rests = rests
