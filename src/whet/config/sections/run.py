@@ -7,16 +7,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from whet.config.sections.base import Above0, Count, Fraction, Positive, Section
+from whet.config.sections.train import EvalMetricConfig
 
 
-class BestConfig(Section):
-    """Selection of checkpoints by evaluation."""
+class BestConfig(EvalMetricConfig):
+    """Selection of checkpoints by evaluation. A checkpoint is written in every step whose evaluation is among the best so
+    far, and is kept while it is among the best. Of equal values the earlier one wins."""
 
-    metric: str = "eval/accuracy"
-    """Metric of evaluations, by its name in metrics.jsonl. A checkpoint is written in every step whose evaluation is
-    among the best so far, and is kept while it is among the best."""
-    goal: Literal["max", "min"] = "max"
-    """Whether the largest or the smallest value is best. Of equal values the earlier one wins."""
     count: Positive = 1
     """Number of best checkpoints to keep, in addition to the newest ones."""
 
@@ -172,8 +169,6 @@ class RewardWorkersConfig(Section):
     """Longest time for one reward call; after it the process is killed and the rollout is marked unscored."""
     memory_mb: Positive = 2048
     """Address space that a reward process may use in addition to its size at the start."""
-    max_output_bytes: Positive = 65536
-    """Maximum output that a reward may print; the rest is discarded."""
     max_failure_rate: Fraction = 0.5
     """Highest share of unscored rollouts in a step; above it the run ends and names the cause."""
 
