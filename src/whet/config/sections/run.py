@@ -11,8 +11,8 @@ from whet.config.sections.train import EvalMetricConfig
 
 
 class BestConfig(EvalMetricConfig):
-    """Selection of checkpoints by evaluation. A checkpoint is written in every step whose evaluation is among the best so
-    far, and is kept while it is among the best. Of equal values the earlier one wins."""
+    """Selection of checkpoints by evaluation. A checkpoint is written in every step whose evaluation is among the best
+    so far, and is kept while it is among the best. Of equal values the earlier one wins."""
 
     count: Positive = 1
     """Number of best checkpoints to keep, in addition to the newest ones."""
