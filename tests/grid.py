@@ -20,7 +20,7 @@ from whet.algos.critic import value_loss
 from whet.batch import Batch, Loss, Outputs
 from whet.config.deepspeed import engine_config
 from whet.config.schema import DeepSpeedConfig, OptimizerConfig, PrecisionConfig, TrainConfig
-from whet.config.sections.lora import LoraConfig
+from whet.config.sections.model import LoraConfig
 from whet.models import kernels
 from whet.models.load import value_head
 from whet.models.lora import attach, learned, refresh

@@ -686,7 +686,6 @@ CASES: dict[str, Case] = {
     "reward_workers.timeout_s": ("", 5.0),
     "reward_workers.sandbox": ("", "all"),
     "reward_workers.memory_mb": ("", 1024),
-    "reward_workers.max_output_bytes": ("", 128),
     "machine.threads": ("", 2),
     "machine.logprob_parity": ("", "auto"),
     "machine.kernels": ("", "torch"),

@@ -257,7 +257,7 @@ class Watcher:
         return noted
 
     def _rewards(self, rewards: Any, guard: Any, objects: Any = None, **given: Any) -> RewardSet:
-        limits = f"{guard.count} {guard.sandbox} {guard.timeout_s} {guard.memory_mb} {guard.max_output_bytes}"
+        limits = f"{guard.count} {guard.sandbox} {guard.timeout_s} {guard.memory_mb}"
         self.told.append(f"rewards: {limits}")
         key = repr((rewards, guard, sorted(objects or ()), given))
         if key not in self.sets:

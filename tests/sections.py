@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from whet.config.draft import Draft
-from whet.config.functions import ADVANTAGES, LOSSES
+from whet.config.functions import ADVANTAGES, LOSSES, WEIGHTS
 from whet.config.recipes import RECIPES
 from whet.config.schema import AlgorithmConfig
-from whet.config.settings import ImportanceWeight
 from whet.types import Json
 
 
@@ -31,7 +30,7 @@ def algorithm(name: str = "grpo", **keys: Any) -> dict[str, Json]:
 
 def correction(**keys: Any) -> dict[str, Json]:
     """`correction(weight="token", high=2.0)`: the settings of the weight in its table."""
-    mine = {key: keys[key] for key in keys if key in ImportanceWeight.model_fields}
+    mine = {key: keys[key] for key in keys if key in WEIGHTS["token"].settings.model_fields}
     rest = {key: value for key, value in keys.items() if key not in mine}
     return rest | ({"weight": {"name": keys["weight"], **mine}} if mine else {})
 

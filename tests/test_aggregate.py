@@ -11,7 +11,7 @@ import torch
 from batches import by_rollout, doubles, make_batch, pair_batch, ragged, reordered
 from whet.algos.aggregate import AGGREGATIONS, weights
 from whet.batch import Batch
-from whet.config.sections.aggregation import Aggregation
+from whet.config.sections.algorithm import Aggregation
 from whet.types import ConfigError
 
 SEEDS = range(6)

@@ -27,7 +27,6 @@ from whet.config.algorithms_listing import choices, in_words, listed
 from whet.config.functions import WEIGHTS
 from whet.config.recipe_table import RECIPES
 from whet.config.recipes import resolve
-from whet.config.settings import ImportanceWeight
 from whet.types import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -130,10 +129,10 @@ def test_every_choice_of_the_correction_has_a_row_with_code_that_exists() -> Non
     settings = [row["setting"].strip("`") for row in rows]
     assert {setting.partition(":")[0] for setting in settings} == set(
         schema.CorrectionConfig.model_fields
-    ) | set(ImportanceWeight.model_fields)
+    ) | set(WEIGHTS["token"].settings.model_fields)
     values = {
         "weight": WEIGHTS,
-        "outside": choices(ImportanceWeight, "outside"),
+        "outside": choices(WEIGHTS["token"].settings, "outside"),
         "denominator": choices(schema.CorrectionConfig, "denominator"),
     }
     for key, of_key in values.items():

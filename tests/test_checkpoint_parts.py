@@ -25,7 +25,7 @@ from tiny import tiny_model
 from whet import checkpoint
 from whet.checkpoint import Keep, Saver
 from whet.config.schema import OptimizerConfig
-from whet.config.sections.lora import LoraConfig
+from whet.config.sections.model import LoraConfig
 from whet.export import export_checkpoint
 from whet.models import kernels
 from whet.models.collectives import Peers, SplitDim

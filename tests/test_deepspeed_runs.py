@@ -1,5 +1,4 @@
 """Whole runs that DeepSpeed trains: hit in the middle they say so, leave no process, and resume with equal numbers."""
-been."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from test_train_torch import weighted
 from tiny import tiny_model
 from whet.algos.distillation import Divergence, TopK, gkd, over_tokens
 from whet.batch import Batch, Loss, Outputs
+from whet.config.functions import LOSSES as ROWS
 from whet.config.schema import KlConfig, OptimizerConfig, RewardKlConfig
-from whet.config.settings import Gkd
 from whet.models import kernels
 from whet.models.divergence import divergence
 from whet.models.logprobs import OutputHead
@@ -103,7 +103,7 @@ def forward(k: int, floor: float | None = None, most: float | None = None) -> Di
 
 def _of(**given: object) -> Divergence:
     """The divergence of gkd's settings."""
-    settings = Gkd.model_validate(given).model_dump()
+    settings = ROWS["gkd"].settings.model_validate(given).model_dump()
     del settings["distill_coef"]
     return over_tokens(**settings)
 
@@ -353,7 +353,9 @@ def test_the_loss_of_a_token_is_its_estimator_bounded_from_above() -> None:
     batch = replace(batch, logp_ref_N=torch.tensor([0.0, -3.0, -0.25]))
 
     def of(divergence: str, most: float | None, coef: float = 1.0) -> Tensor:
-        given = Gkd.model_validate({"divergence": divergence, "max_divergence": most, "distill_coef": coef})
+        given = ROWS["gkd"].settings.model_validate(
+            {"divergence": divergence, "max_divergence": most, "distill_coef": coef}
+        )
         return gkd(batch, Outputs(logp_N=logp_N), **given.model_dump()).loss_N
 
     # d = 2 and -1/4: d^2 / 2, and e^-d - 1 + d.

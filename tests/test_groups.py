@@ -17,7 +17,7 @@ from whet.batch import pack
 from whet.buffer.buffer import Buffer
 from whet.config.recipes import resolve
 from whet.config.schema import AlgorithmConfig
-from whet.config.sections.groups import GroupsConfig
+from whet.config.sections.algorithm import GroupsConfig
 from whet.explorer import rejection
 from whet.guard.ledger import Ledger
 from whet.types import FinishReason, Group, Rollout, Task, Turn

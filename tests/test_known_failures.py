@@ -33,7 +33,7 @@ from talks import codec_of
 from templates_of_ours import TEMPLATES, our_subject
 from whet.algos.groups import refine
 from whet.buffer.buffer import sorted_out
-from whet.config.sections.groups import GroupsConfig
+from whet.config.sections.algorithm import GroupsConfig
 from whet.data.calls import ReplyForm, Thinking, read_reply
 from whet.data.codec import MessageCodec
 from whet.data.templates import CUT, MARK

@@ -17,8 +17,8 @@ from whet.algos.preference import dpo
 from whet.algos.recipes import build
 from whet.batch import Outputs
 from whet.config import schema
+from whet.config.functions import LOSSES as ROWS
 from whet.config.recipes import resolve
-from whet.config.settings import Dpo
 from whet.types import ConfigError
 
 
@@ -44,7 +44,7 @@ def test_by_hand() -> None:
     # 1/2 beta s(-beta z) for the better one's tokens, minus that for the worse one's: s(-0.5) = 0.37754
     push = [0, -0.0943852, -0.0943852, 0, 0.0943852, 0, 0.1556148, 0, -0.1556148]
     assert gradient.tolist() == pytest.approx(push, abs=1e-6)
-    plain = dpo(batch, Outputs(logp_N=logp_N), **Dpo(beta=0.5).model_dump())
+    plain = dpo(batch, Outputs(logp_N=logp_N), **ROWS["dpo"].settings(beta=0.5).model_dump())
     assert torch.equal(plain.loss_N, found.loss_N), "DPO's own loss"
     assert found.stats["accuracy"].tolist() == [1, 1, 0, 0]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,17 +17,19 @@ from torch import Tensor
 
 import whet
 from batches import Tokens, by_rollout, doubles, logp_now, make_batch, micro_batches, pair_batch
+from sections import algorithm as algorithm_section
 from whet.algos.aggregate import weights
 from whet.algos.losses import regularized
 from whet.algos.preference import PAIR_LOSSES as OF_DPO
 from whet.algos.preference import cpo, dpo, kl_zero, kto, mismatched, orpo, simpo
 from whet.algos.terms import Totals
 from whet.batch import Batch, LossFn, Outputs, select
+from whet.config.algorithms_listing import choices
+from whet.config.functions import LOSSES
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.recipes import resolve
 from whet.config.schema import AlgorithmConfig
-from whet.config.settings import PairLoss
 from whet.types import ConfigError, DataError
 
 SEEDS = st.integers(0, 10_000)
@@ -175,7 +177,8 @@ def test_losses_of_pairs_are_summed_with_their_weights_by_hand() -> None:
 
 def test_every_loss_of_pairs_has_a_value_by_hand_and_a_setting() -> None:
     (mark,) = (m for m in test_dpo_and_its_kin_by_hand.pytestmark if m.name == "parametrize")  # type: ignore[attr-defined]
-    assert {case[0] for case in mark.args[1]} == OF_DPO.keys() == set(get_args(PairLoss))
+    known = set(choices(LOSSES["dpo"].settings, "pair_loss"))
+    assert {case[0] for case in mark.args[1]} == OF_DPO.keys() == known
 
 
 def test_cpo_by_hand() -> None:
@@ -536,7 +539,7 @@ def sections(name: str, **algorithm: Any) -> dict[str, Any]:
     source = {"rows": LABELLED, "desirable": "good"} if name == "kto" else {"rows": ROWS}
     return SETUP | {
         "data": {"max_prompt_tokens": 8, "train": [source]},
-        "algorithm": {"name": name, **algorithm},
+        "algorithm": algorithm_section(name, **algorithm),
         "train": {"steps": 30, "tasks_per_step": 8, "optimizer": {"lr": 3e-3}},
     }
 

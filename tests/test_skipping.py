@@ -22,11 +22,10 @@ from whet.config import schema
 from whet.config.functions import ADVANTAGES
 from whet.config.functions import LOSSES as ROWS
 from whet.config.recipes import resolve
-from whet.config.settings import Gkd
 from whet.types import ConfigError
 
 GIVEN: list[tuple[str, dict[str, Any]]] = [
-    ("gkd", Gkd().model_dump()),
+    ("gkd", ROWS["gkd"].settings().model_dump()),
     ("sft", {}),
     ("sft_is", {}),
     ("sft_phi", {"phi_cutoff": 0.9}),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whet.algos.segments import need
 from whet.batch import Batch, Loss, LossFn, Outputs, select
-from whet.config.sections.mix import MixConfig
+from whet.config.sections.algorithm import MixConfig
 
 
 def sft(batch: Batch, out: Outputs) -> Loss:

@@ -9,7 +9,7 @@ from statistics import pstdev, stdev
 
 import numpy as np
 
-from whet.config.sections.groups import GroupsConfig
+from whet.config.sections.algorithm import GroupsConfig
 from whet.types import Group, Rollout
 
 Dropped = dict[str, int]

@@ -8,9 +8,8 @@ from typing import Any, Literal, get_args, get_origin
 from whet.config import schema
 from whet.config.functions import ADVANTAGES, LOSSES, WEIGHTS, AdvantageEntry, LossEntry
 from whet.config.recipe_table import RECIPES, Recipe
-from whet.config.sections.aggregation import Aggregation
+from whet.config.sections.algorithm import Aggregation
 from whet.config.sections.base import Section
-from whet.config.settings import ImportanceWeight
 
 Entry = dict[str, Any]
 
@@ -81,7 +80,7 @@ def _correction() -> list[Entry]:
     """One object for each key of the section, of its weight, and of its tests (`reject`)."""
     sections: list[tuple[str, type[Section]]] = [
         ("", schema.CorrectionConfig),
-        ("weight.", ImportanceWeight),
+        ("weight.", WEIGHTS["token"].settings),
         ("reject[].", schema.RejectConfig),
     ]
     return [

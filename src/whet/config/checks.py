@@ -13,7 +13,6 @@ from whet.config import (
     checks_parallel,
     checks_rewards,
     checks_run,
-    checks_sync,
     deepspeed,
     rules,
 )
@@ -60,7 +59,6 @@ def hard_problems(cfg: Config) -> list[Problem]:
     problems += [
         *checks_learning.problems(cfg),
         *checks_rewards.problems(cfg),
-        *checks_sync.problems(cfg),
     ]
     if algorithm is not None:
         problems += [*_rewards(cfg, algorithm), *given_problems(cfg, algorithm)]

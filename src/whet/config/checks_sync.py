@@ -1,37 +1,11 @@
-"""Problems of the section `sync`, and the values that auto stands for."""
+"""What `auto` in the section `sync` stands for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 from whet.config.recipes import resolve
 from whet.config.schema import Config
-
-WAYS = {
-    "files": "processes of mode=train and mode=explore",
-    "object_store": "engine replicas (rollout.replicas)",
-}
-WAYS["collective"] = WAYS["object_store"]
-"""The receivers of a method."""
-
-
-def problems(cfg: Config) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong with it) of the section in one stage's config."""
-    method = cfg.sync.method
-    if method == "ipc":
-        yield (
-            "sync.method",
-            "ipc: needs memory of a GPU, but machine.device is cpu; use auto"
-            if cfg.machine.device == "cpu"
-            else "ipc: is not tested yet; use auto",
-        )
-    elif method != "auto":
-        apart = cfg.mode != "both"
-        if apart != (method == "files"):
-            there = f"mode={cfg.mode}" if apart else f"rollout.replicas={cfg.rollout.replicas}"
-            fits = "files" if apart else "object_store or collective"
-            yield "sync.method", f"{method} is for {WAYS[method]}; with {there} use {fits}, or auto"
 
 
 def content_of(cfg: Config) -> Literal["full", "delta", "adapters"]:

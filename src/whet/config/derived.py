@@ -12,7 +12,7 @@ from whet.config.functions import Kind
 from whet.config.learns import Learns
 from whet.config.recipes import Resolved, resolve
 from whet.config.schema import AlgorithmConfig, Config, OptimizerConfig, SamplingConfig, TrainConfig
-from whet.config.sections.lora import LoraConfig
+from whet.config.sections.model import LoraConfig
 from whet.config.sizes import Shape, cache_dtype
 from whet.types import ConfigError
 

@@ -173,7 +173,7 @@ def _value(key: Key, value: str) -> tuple[tuple[str, str], ...]:
     if name == "algorithm.name":
         recipe = _entry(recipes.RECIPES, value, name)
         facts = {k: v for k, v in asdict(recipe).items() if k not in ("settings", "source", "note")}
-        facts |= _open_keys(recipe)
+        facts |= recipe.settings
         facts |= {"source": recipe.source, "note": recipe.note}
         return tuple((k, v if isinstance(v, str) else shown(v)) for k, v in facts.items())
     if name in ("algorithm.advantage", "algorithm.loss") and ":" not in value:
@@ -190,11 +190,6 @@ def _value(key: Key, value: str) -> tuple[tuple[str, str], ...]:
     except ValidationError as e:
         raise ConfigError(f"{name}={value}: {mismatch(given, key.path)}") from e
     return (("value", f"{value} is allowed"),)
-
-
-def _open_keys(recipe: recipes.Recipe) -> dict[str, object]:
-    """The keys that a recipe's functions read and that are null unless given, with what null means."""
-    return dict(recipe.settings)
 
 
 def _entry(table: Mapping[str, T], name: str, key: str) -> T:

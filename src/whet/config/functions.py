@@ -5,7 +5,6 @@ together. Formulas and sources stand in docs/algorithms.md. `functions.tsv` has 
 
     part      advantage, loss, weight (the importance weight of a correction) or reward
     name      what a config says
-    settings  its section of `settings`, if it has any
     needs     what must be at hand (`Need`)
     more      further fields of its entry, as JSON
     about     its meaning in one line
@@ -18,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from whet.config import settings
 from whet.config.sections.base import Section
+from whet.config.settings import section
 from whet.tables import lines
 
 Kind = Literal["online", "demonstrations", "preferences", "labels"]
@@ -43,7 +42,7 @@ class Function:
     """What every function of an algorithm has."""
 
     about: str = ""
-    settings: type[Section] = settings.NoSettings
+    settings: type[Section] = Section
     needs: frozenset[Need] = frozenset()
 
 
@@ -85,7 +84,7 @@ def _table(part: str, entry: type[F]) -> dict[str, F]:
     return {
         line["name"]: entry(
             about=line["about"],
-            settings=getattr(settings, line["settings"] or "NoSettings"),
+            settings=section(part, line["name"]),
             needs=frozenset(line["needs"].split()),  # type: ignore[arg-type]
             **json.loads(line["more"] or "{}"),
         )

@@ -44,13 +44,12 @@ SUFFIXES = {
     "_interval": "steps",
     "_s": "s",
     "_mb": "MiB",
-    "_bytes": "bytes",
     "_ratio": "fraction",
     "_rate": "fraction",
 }
 """Units by the end of a key's name."""
 
-SHOWN = ("_s", "_mb", "_bytes")
+SHOWN = ("_s", "_mb")
 """Suffixes that the title leaves out: the form shows the unit next to the value."""
 
 UNITS = column("unit")

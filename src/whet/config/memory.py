@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from whet.config.learns import Learns
 from whet.config.schema import TrainConfig
@@ -382,9 +381,6 @@ def touched_cache(shape: Shape, lengths: Lengths, *, rows: int, dtype: str) -> i
 def largest(found: list[Phase]) -> Phase:
     """The phase with the largest total."""
     return max(found, key=lambda phase: phase.total)
-
-
-Device = Literal["cpu", "cuda"]
 
 
 def advice(

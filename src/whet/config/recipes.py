@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -134,52 +134,32 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
     advantage = ADVANTAGES[recipe.advantage if settings["advantage"].is_own else settings["advantage"].name]
     loss = LOSSES[recipe.loss if settings["loss"].is_own else settings["loss"].name]
     reprompt = cfg.reprompt or (RepromptConfig() if recipe.reprompts else None)
-    resolved = Resolved(
-        name=cfg.name,
-        kind=recipe.kind,
-        advantage=settings["advantage"].name,
-        loss=settings["loss"].name,
-        settings=settings,
-        loss_agg_mode="pair-mean" if loss.pairs else str(pick("loss_agg_mode")),
-        norm_tokens=cfg.norm_tokens,
-        mean_over_rollouts=cfg.mean_over_rollouts,
-        whiten=bool(pick("whiten")),
-        whiten_ddof=cfg.whiten_ddof,
-        advantage_low=cfg.advantage_low,
-        advantage_high=cfg.advantage_high,
-        top_entropy_quantile=cfg.top_entropy_quantile,
-        entropy_clip=cfg.entropy_clip,
-        entropy_clip_mu=cfg.entropy_clip_mu,
-        entropy_clip_max_frac=cfg.entropy_clip_max_frac,
-        resample=cfg.resample,
-        resample_power=cfg.resample_power,
-        refill=cfg.refill,
-        groups=_groups(cfg, recipe.kind, pairs=loss.pairs),
-        entropy_coef=cfg.entropy_coef,
-        entropy_target=cfg.entropy_target,
-        entropy_coef_delta=cfg.entropy_coef_delta,
-        entropy_coef_min=cfg.entropy_coef_min,
-        entropy_coef_max=cfg.entropy_coef_max,
-        kl=cfg.kl,
-        reward_kl=cfg.reward_kl,
-        correction=cfg.correction,
-        old_logprobs=cfg.old_logprobs,
-        dynamic_sampling=bool(pick("dynamic_sampling")),
-        max_refills=cfg.max_refills,
-        needs=advantage.needs | loss.needs | _term_needs(cfg),
-        compares=advantage.compares and settings["advantage"].settings.get("single_rollout") != "raw",
-        judged=(advantage.judged and loss.judged) or reprompt is not None,
-        ratio=loss.ratio or settings["loss"].is_own,
-        anchor="old" if settings["loss"].is_own else _anchor(loss, settings["loss"]),
-        positive_nll_coef=cfg.positive_nll_coef,
-        entropy_own_mean=cfg.entropy_agg_mode == "token-mean",
-        pairs=loss.pairs,
-        whole_replies=loss.whole_replies,
-        mix=_mix(cfg, settings),
-        reprompt=reprompt,
-        source=recipe.source,
-        note=recipe.note,
-    )
+    as_given = {
+        f.name: getattr(cfg, f.name) for f in fields(Resolved) if f.name in AlgorithmConfig.model_fields
+    }
+    found = {
+        "kind": recipe.kind,
+        "advantage": settings["advantage"].name,
+        "loss": settings["loss"].name,
+        "settings": settings,
+        "loss_agg_mode": "pair-mean" if loss.pairs else str(pick("loss_agg_mode")),
+        "whiten": bool(pick("whiten")),
+        "groups": _groups(cfg, recipe.kind, pairs=loss.pairs),
+        "dynamic_sampling": bool(pick("dynamic_sampling")),
+        "needs": advantage.needs | loss.needs | _term_needs(cfg),
+        "compares": advantage.compares and settings["advantage"].settings.get("single_rollout") != "raw",
+        "judged": (advantage.judged and loss.judged) or reprompt is not None,
+        "ratio": loss.ratio or settings["loss"].is_own,
+        "anchor": "old" if settings["loss"].is_own else _anchor(loss, settings["loss"]),
+        "entropy_own_mean": cfg.entropy_agg_mode == "token-mean",
+        "pairs": loss.pairs,
+        "whole_replies": loss.whole_replies,
+        "mix": _mix(cfg, settings),
+        "reprompt": reprompt,
+        "source": recipe.source,
+        "note": recipe.note,
+    }
+    resolved = Resolved(**{**as_given, **found})
     _check_parts(cfg, resolved)
     weight = settings.get("correction.weight")
     check_correction(cfg.correction, weight.settings if weight else {}, old_logprobs=cfg.old_logprobs)

@@ -2,7 +2,7 @@
 
 Strict and frozen. The docstring under each field is its documentation: meaning, unit, reason of the default;
 `whet explain KEY` and `docs/config.md` are generated from it. The schema has no behaviour: validators may only reject.
-`None` means "derived": `whet plan FILE` prints the derived value. The sections are in `parts`.
+`None` means "derived": `whet plan FILE` prints the derived value. Sections are in `sections`; import them from here.
 """
 
 from __future__ import annotations
@@ -11,20 +11,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from whet.config.sections.algorithm import AlgorithmConfig, RewardConfig
+from whet.config.sections.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    GroupsConfig,
+    KlConfig,
+    MixConfig,
+    RejectConfig,
+    RepromptConfig,
+    RewardKlConfig,
+)
 from whet.config.sections.base import Section
 from whet.config.sections.buffer import BufferConfig
 from whet.config.sections.cluster import ClusterConfig
-from whet.config.sections.correction import CorrectionConfig, RejectConfig
 from whet.config.sections.data import DataConfig, ReasoningGymConfig, SourceConfig
 from whet.config.sections.deepspeed import DeepSpeedConfig
 from whet.config.sections.eval import EvalConfig
-from whet.config.sections.groups import GroupsConfig
-from whet.config.sections.kl import KlConfig, RewardKlConfig
-from whet.config.sections.lora import LoraConfig
-from whet.config.sections.mix import MixConfig
 from whet.config.sections.model import (
     CriticConfig,
+    LoraConfig,
     ModelConfig,
     ReferenceConfig,
     ScratchConfig,
@@ -32,11 +37,15 @@ from whet.config.sections.model import (
 )
 from whet.config.sections.parallel import ParallelConfig
 from whet.config.sections.precision import PrecisionConfig
-from whet.config.sections.profile import ProfileConfig
-from whet.config.sections.reprompt import RepromptConfig
-from whet.config.sections.reward_model import RewardModelConfig
+from whet.config.sections.rewards import RewardConfig, RewardModelConfig
 from whet.config.sections.rollout import EnvironmentConfig, RolloutConfig, SamplingConfig
-from whet.config.sections.run import CheckpointConfig, MachineConfig, RewardWorkersConfig, TrackConfig
+from whet.config.sections.run import (
+    CheckpointConfig,
+    MachineConfig,
+    ProfileConfig,
+    RewardWorkersConfig,
+    TrackConfig,
+)
 from whet.config.sections.server import ServerConfig
 from whet.config.sections.sync import SyncConfig
 from whet.config.sections.train import (
@@ -48,54 +57,6 @@ from whet.config.sections.train import (
     ScheduleConfig,
     TrainConfig,
 )
-
-__all__ = [
-    "AlgorithmConfig",
-    "BufferConfig",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "Config",
-    "CorrectionConfig",
-    "CriticConfig",
-    "CriticOptimizerConfig",
-    "DataConfig",
-    "DeepSpeedConfig",
-    "EarlyStoppingConfig",
-    "EnvironmentConfig",
-    "EvalConfig",
-    "GroupsConfig",
-    "KlConfig",
-    "LoraConfig",
-    "MachineConfig",
-    "MixConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "OptimizerGroupConfig",
-    "ParallelConfig",
-    "PolicyOptimizerConfig",
-    "PrecisionConfig",
-    "ProfileConfig",
-    "ReasoningGymConfig",
-    "ReferenceConfig",
-    "RejectConfig",
-    "RepromptConfig",
-    "RewardConfig",
-    "RewardKlConfig",
-    "RewardModelConfig",
-    "RewardWorkersConfig",
-    "RolloutConfig",
-    "SamplingConfig",
-    "ScheduleConfig",
-    "ScratchConfig",
-    "Section",
-    "ServerConfig",
-    "SourceConfig",
-    "StageConfig",
-    "SyncConfig",
-    "TokenizerConfig",
-    "TrackConfig",
-    "TrainConfig",
-]
 
 
 class StageConfig(Section):

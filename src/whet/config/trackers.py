@@ -1,4 +1,4 @@
-"""The trackers that come with whet, by name, read without importing any of them: one row adds one.
+"""The trackers that come with whet, by name, read without importing any of them. A line of `trackers.tsv` adds one.
 
 A tracker of yours is a class, named in `track.trackers` as 'package.module:Class' or 'path/to/file.py:Class'. It is
 called with `Sinks` (the config, the run directory, where the run goes on from) and its `track.arguments`.
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from whet.config.schema import Config
+from whet.tables import lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,53 +32,20 @@ class TrackerRow:
     """The environment variable of its key."""
 
 
+def _row(line: Mapping[str, str]) -> TrackerRow:
+    return TrackerRow(
+        about=line["about"],
+        at=line["at"],
+        package=line["package"],
+        lists_runs=bool(line["lists_runs"]),
+        shows_rollouts=bool(line["shows_rollouts"]),
+        takes=None if line["takes"] == "init" else tuple(line["takes"].split()),
+        secret=line["secret"],
+    )
+
+
 TRACKERS: Mapping[str, TrackerRow] = {
-    "console": TrackerRow(about="The live display; without it a line a step."),
-    "jsonl": TrackerRow(
-        about="metrics.jsonl and timings.jsonl; always written.", at="whet.track.trackers:Jsonl"
-    ),
-    "tensorboard": TrackerRow(
-        about="Event files in RUN/tensorboard.",
-        at="whet.track.trackers:TensorBoard",
-        package="tensorboard",
-        shows_rollouts=True,
-    ),
-    "wandb": TrackerRow(
-        about="Weights & Biases.",
-        at="whet.track.remote:Wandb",
-        package="wandb",
-        lists_runs=True,
-        shows_rollouts=True,
-        takes=None,
-        secret="WANDB_API_KEY",
-    ),
-    "mlflow": TrackerRow(
-        about="An MLflow server, or RUN/mlflow.db.",
-        at="whet.track.remote:Mlflow",
-        package="mlflow",
-        lists_runs=True,
-        shows_rollouts=True,
-        takes=("tracking_uri",),
-        secret="MLFLOW_TRACKING_PASSWORD",
-    ),
-    "swanlab": TrackerRow(
-        about="SwanLab.",
-        at="whet.track.remote:SwanLab",
-        package="swanlab",
-        lists_runs=True,
-        shows_rollouts=True,
-        takes=None,
-        secret="SWANLAB_API_KEY",
-    ),
-    "trackio": TrackerRow(
-        about="trackio: a local dashboard, a server or a Space of Hugging Face.",
-        at="whet.track.remote:Trackio",
-        package="trackio",
-        lists_runs=True,
-        shows_rollouts=True,
-        takes=None,
-        secret="HF_TOKEN",
-    ),
+    line["name"]: _row(line) for line in lines("whet.config", "trackers.tsv")
 }
 
 LISTS = tuple(name for name, row in TRACKERS.items() if row.lists_runs)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from whet.batch import Batch, pack
-from whet.config.sections.reprompt import RepromptConfig
+from whet.config.sections.algorithm import RepromptConfig
 from whet.data.chat import Prompt, encode_prompts
 from whet.data.codec import MessageCodec
 from whet.types import DataError, Group, Message, Metrics, Rollout, Strand, Task

@@ -30,7 +30,7 @@ from whet.config.load import Loaded, learn_secrets
 from whet.config.plan import Plan, dtype_on
 from whet.config.resuming import other_code
 from whet.config.schema import CheckpointConfig, Config, TrackConfig
-from whet.config.sections.profile import ProfileConfig
+from whet.config.sections.run import ProfileConfig
 from whet.guard.imports import import_all
 from whet.guard.watch import Watch
 from whet.replay.steps import Recorded, Step, is_step

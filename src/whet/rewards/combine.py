@@ -97,7 +97,6 @@ class RewardSet:
                 workers=workers.count,
                 timeout_s=workers.timeout_s,
                 memory_mb=workers.memory_mb,
-                max_output_bytes=workers.max_output_bytes,
                 prepare=partial(_prepare, workers.env, imports),
             )
         return RewardSet(weights, jail, seed, workers.max_failure_rate, models=models)

@@ -1,4 +1,4 @@
-"""Sections about the algorithm and the rewards."""
+"""Sections about the algorithm."""
 
 from __future__ import annotations
 
@@ -6,14 +6,163 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from whet.config.sections.aggregation import Aggregation
-from whet.config.sections.base import Above0, Count, NonNegative, Positive, Section
-from whet.config.sections.correction import CorrectionConfig
-from whet.config.sections.groups import GroupsConfig
-from whet.config.sections.kl import KlConfig, RewardKlConfig
-from whet.config.sections.mix import MixConfig
-from whet.config.sections.reprompt import RepromptConfig
-from whet.config.sections.reward_model import RewardModelConfig
+from whet.config.sections.base import Above0, Count, Fraction, NonNegative, Positive, Section
+
+Aggregation = Literal[
+    "token-mean",
+    "token-sum",
+    "token-sum-norm",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "prompt-mean",
+]
+"""Modes that reduce token losses to one number."""
+
+
+class KlConfig(Section):
+    """A term of the loss: coef times the KL to the reference at every token, with gradient. Beside a loss on pairs
+    (dpo) it is the mean over the tokens of both replies."""
+
+    coef: NonNegative = 0.0
+    """Weight; 0 is off. (verl: kl_loss_coef; TRL: beta)"""
+    estimator: Literal[
+        "k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k2+", "k3+", "low_var_kl+", "abs+",
+        "corrected_k3", "unbiased_k3", "full",
+    ] = "low_var_kl"  # fmt: skip
+    """Estimator per token, with d = log pi - log ref (Schulman 2020): k1 = d, k2 = d^2/2, k3 = exp(-d)-1+d, low_var_kl
+    = k3 with bounds (so that one outlier token cannot dominate a step), abs = |d|. (verl: kl_loss_type) With +: the
+    value of the named estimator, the gradient of k2. corrected_k3: k3 times the ratio pi / pi_old, at most 2.
+    unbiased_k3: k3 times that ratio, at most 10. full: the exact sum over the vocabulary; the reference runs again
+    with every update."""
+
+
+class RewardKlConfig(Section):
+    """A penalty: coef times the KL to the reference, subtracted from the reward of every token, without gradient."""
+
+    coef: NonNegative = 0.0
+    """Weight, or initial weight of the adaptive controller; 0 is off. (verl: kl_ctrl.kl_coef)"""
+    estimator: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"
+    """Estimator, as in algorithm.kl; k1, because a value needs no gradient and k1 is unbiased. (verl: kl_penalty)"""
+    target: Above0 | None = None
+    """Target of the adaptive controller: mean KL in nats per token. None: fixed weight."""
+    horizon: Positive = 10000
+    """Horizon of the adaptive controller, in rollouts."""
+
+
+class RejectConfig(Section):
+    """One test that tokens or rollouts must pass. r = pi_old / pi_sampled, the trainer over the engine."""
+
+    statistic: Literal["ratio", "k2", "k3"] = "ratio"
+    """Statistic of each token: ratio = r; k2 = (log r)^2 / 2; k3 = r - 1 - log r, in nats."""
+    over: Literal["token", "sum", "mean", "max"] = "token"
+    """Scope of the test. token: each token is tested alone. sum, mean: the rollout is tested by the sum or mean over
+    its sampled tokens (for a ratio: the product, the geometric mean). max: the rollout is tested by all its tokens; one
+    token outside the bounds rejects the rollout."""
+    low: NonNegative | None = None
+    """Smallest value that passes. None: no bound."""
+    high: Above0 | None = None
+    """Largest value that passes. None: no bound."""
+
+
+class CorrectionConfig(Section):
+    """Off-policy correction: the policy loss is weighted by w = pi_old / pi_sampled, and tokens can be rejected.
+
+    Without `weight`, `reject`, `second_moment` and `staleness_decay` it is off. KL and entropy are never weighted.
+    """
+
+    weight: str | dict[str, Any] | None = None
+    """Importance weight: of the token, of the whole rollout (sequence: product over its sampled tokens), or the
+    geometric mean of that product. A name, or a table of the name and its settings: {name: token, high: 2.0}. Or your
+    own function, 'my/file.py:name', called with the batch and the log-ratios [N]. None: no weight."""
+    staleness_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Multiply the weight of a token by this factor to the power of the age of its policy, in versions. 1: off."""
+    reject: tuple[RejectConfig, ...] = ()
+    """Tests of tokens or rollouts; a token or rollout that fails one test has weight 0."""
+    second_moment: Above0 | None = None
+    """Reject the tokens with the largest (log w)^2 until the mean of the others over the step is below this (M2PO,
+    arXiv:2510.01161; AReaL's example: 0.04). None: off."""
+    denominator: Literal["kept", "all"] = "kept"
+    """Denominator of the averages in the loss. kept: tokens of weight 0 are excluded from the loss, KL and entropy
+    (verl); all: these tokens count in the denominator, in KL and in entropy (Cosmos-RL, IcePop)."""
+
+
+class GroupsConfig(Section):
+    """Filters of a scored group before training. They apply in the order of the keys; by default there is none."""
+
+    truncated: Literal["keep", "zero", "mask", "drop"] = "keep"
+    """Treatment of a truncated rollout (finish reason not 'stop'). keep: no change; zero: its reward becomes 0; mask:
+    its tokens have no loss, but its reward still counts in the mean of the group; drop: it is removed from the
+    group."""
+    min_reward: float | None = None
+    """Drop rollouts with a lower reward. Default: no rollout is dropped."""
+    keep_best: Positive | None = None
+    """Keep only this number of rollouts with the highest rewards (best-of-n), plus those of keep_worst. Default:
+    all."""
+    keep_worst: Positive | None = None
+    """Keep only this number of rollouts with the lowest rewards, plus those of keep_best. Default: all."""
+    min_shared_prefix: Positive | None = None
+    """Mask shared prefixes of at least this many tokens: where replies begin with the same tokens but have different
+    rewards, the tokens of the shared prefix have no loss. Default: no prefix is masked."""
+    min_std: NonNegative | None = None
+    """Drop a group unless the standard deviation of its rewards is larger; a group with one remaining rollout is
+    dropped too. Default: no group is dropped."""
+    min_std_ddof: Literal[1, 0] = 1
+    """Denominator of the standard deviation of min_std: 1 divides by n - 1, 0 by n."""
+    uniform_by: tuple[str, ...] = ()
+    """Names of rewards for algorithm.dynamic_sampling: their weighted sum, instead of the whole reward, must differ
+    within a group."""
+
+
+class MixConfig(Section):
+    """Training on demonstrations (`data.demonstrations`) and own rollouts in one step."""
+
+    demonstration_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """Share of the tasks of a step (train.tasks_per_step, rounded up) whose reply is a demonstration, one per task."""
+    loss: str | dict[str, Any] | None = None
+    """Loss of the demonstrations: sft, sft_is, sft_phi, or a table of its settings, as algorithm.loss: {name: sft_phi,
+    phi_cutoff: 0.5}. Default: the recipe's (mix: sft; mix_chord: sft_phi)."""
+    mu: Fraction = 0.1
+    """Weight of the loss of the demonstrations; the loss of the policy, with its KL and entropy terms, has weight 1 -
+    mu."""
+    mu_warmup_steps: Count = 0
+    """Training steps of a linear warm-up of mu from 0. 0: no warm-up."""
+    mu_valley: Fraction | None = None
+    """Final value of mu after a cosine decay over mu_decay_steps, which follows the warm-up. None: no decay."""
+    mu_decay_steps: Count = 0
+    """Training steps of this decay. 0: mu drops at once."""
+
+
+class RepromptConfig(Section):
+    """Self-distillation (SDPO, arXiv:2601.20802): the reference scores each reply after a prompt that also shows a
+    successful reply of the same group, or a text from the row. Templates and defaults are those of the authors' code
+    and of TRL 1.16."""
+
+    success_reward: float = 1.0
+    """Smallest reward of a reply that is shown. (TRL: success_reward_threshold) The first such reply of a group is
+    shown; a rollout without one, and without `feedback`, is not trained on."""
+    own_success: bool = False
+    """A successful rollout may be shown its own reply. false: it is shown the reply of another rollout. (TRL:
+    dont_reprompt_on_self_success, negated)"""
+    thoughts: bool = True
+    """The shown reply includes its thoughts. false: only what follows them. (TRL: remove_thinking_from_demonstration,
+    negated)"""
+    feedback: str | None = None
+    """Column of the row whose text is shown, e.g. a reference solution or the message of a failed test. (TRL:
+    privileged_context) Default: no column."""
+    template: str = "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n"
+    """The new prompt: {prompt} stands for the text of the last message of the user (or the whole prompt if it is plain
+    text), {solution} and {feedback} for the two templates below, or for nothing. (TRL: reprompt_template)"""
+    solution_template: str = "\nCorrect solution:\n\n{reply}\n\n"
+    """How the successful reply is shown. (TRL: solution_template)"""
+    feedback_template: str = (
+        "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback}\n\n"
+    )
+    """How the text of the column is shown. (TRL: feedback_template)"""
+    max_prompt_tokens: Positive = 10240
+    """Longest new prompt in tokens. (TRL: max_reprompt_len) A rollout with a longer one, or one that together with its
+    reply exceeds the positions of the model, is not trained on and counted in train/reprompt_overlong; TRL cuts the
+    prompt instead."""
 
 
 class AlgorithmConfig(Section):
@@ -118,19 +267,3 @@ class AlgorithmConfig(Section):
     reprompt: RepromptConfig | None = None
     """Self-distillation: the reference is the teacher, and sees a different prompt from the policy's. With loss=gkd or
     advantage=distill. Default: the recipe's (sdpo has one)."""
-
-
-class RewardConfig(Section):
-    """A function or a model that scores replies; the reward of a run is the weighted sum of all rewards."""
-
-    function: str | None = None
-    """Name of a reward function; give this or `model`. Built in: exact, choice, number, math, format, overlong,
-    reasoning_gym. Your own: 'package.module:name' or 'path/to/file.py:name'."""
-    weight: float = 1.0
-    """Factor in the sum. 0: the reward is only measured."""
-    model: RewardModelConfig | None = None
-    """A reward model, instead of a function. It runs in the main process, one rollout at a time."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the function, passed on every call. A secret is never written to any file; whet recognizes
-    secrets by their key (api_key, token, password ...) and in URLs. Best give a secret as `api_key:
-    "${oc.env:JUDGE_KEY}"`."""

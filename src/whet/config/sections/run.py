@@ -7,16 +7,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from whet.config.sections.base import Above0, Count, Fraction, Positive, Section
+from whet.config.sections.train import EvalMetricConfig
 
 
-class BestConfig(Section):
-    """Selection of checkpoints by evaluation."""
+class BestConfig(EvalMetricConfig):
+    """Selection of checkpoints by evaluation. A checkpoint is written in every step whose evaluation is among the best
+    so far, and is kept while it is among the best. Of equal values the earlier one wins."""
 
-    metric: str = "eval/accuracy"
-    """Metric of evaluations, by its name in metrics.jsonl. A checkpoint is written in every step whose evaluation is
-    among the best so far, and is kept while it is among the best."""
-    goal: Literal["max", "min"] = "max"
-    """Whether the largest or the smallest value is best. Of equal values the earlier one wins."""
     count: Positive = 1
     """Number of best checkpoints to keep, in addition to the newest ones."""
 
@@ -127,6 +124,32 @@ class TrackConfig(Section):
     """Level of run.log; the console shows only warnings, at debug everything."""
 
 
+class ProfileConfig(Section):
+    """Profiles of single training steps: operators, kernels, memory. Only the profiled steps become slower; the times
+    of all steps are in timeline.json."""
+
+    steps: tuple[Positive, ...] = ()
+    """Training steps of each stage to profile, counted from 1; consecutive steps share one trace. []: none."""
+    warmup: Count = 1
+    """Steps before a profiled window in which the profiler of torch already runs and its records are discarded, because
+    its start takes time."""
+    tools: tuple[Literal["torch", "memory", "nsys"], ...] = ("torch",)
+    """torch: a trace for ui.perfetto.dev; memory: a snapshot of the CUDA allocator with its history, for
+    pytorch.org/memory_viz; nsys: named ranges between cudaProfilerStart and cudaProfilerStop, for a run under `nsys
+    profile --capture-range=cudaProfilerApi`. memory and nsys need CUDA."""
+    ranks: tuple[Count, ...] = (0,)
+    """With train.parallel: the ranks to profile, in addition to the process that samples; each writes its own files,
+    STAGE-rank-N-step-000012."""
+    record_shapes: bool = False
+    """torch: record the shapes of every operator's inputs."""
+    with_stack: bool = False
+    """torch: record Python call stacks; traces become several times larger."""
+    profile_memory: bool = False
+    """torch: record every allocation."""
+    dir: str | None = None
+    """Folder of the traces. Default: `profile` in run_dir; with another folder, `profile` is a link to it."""
+
+
 class RewardWorkersConfig(Section):
     """Processes that run reward code, and their limits."""
 
@@ -146,8 +169,6 @@ class RewardWorkersConfig(Section):
     """Longest time for one reward call; after it the process is killed and the rollout is marked unscored."""
     memory_mb: Positive = 2048
     """Address space that a reward process may use in addition to its size at the start."""
-    max_output_bytes: Positive = 65536
-    """Maximum output that a reward may print; the rest is discarded."""
     max_failure_rate: Fraction = 0.5
     """Highest share of unscored rollouts in a step; above it the run ends and names the cause."""
 

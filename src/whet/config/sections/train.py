@@ -109,13 +109,18 @@ class CriticOptimizerConfig(OptimizerConfig):
     """Peak learning rate."""
 
 
-class EarlyStoppingConfig(Section):
-    """When a stage ends before its last step."""
+class EvalMetricConfig(Section):
+    """A metric that compares the evaluations of a stage."""
 
     metric: str = "eval/accuracy"
     """Metric of evaluations, by its name in metrics.jsonl."""
     goal: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value is best."""
+
+
+class EarlyStoppingConfig(EvalMetricConfig):
+    """When a stage ends before its last step."""
+
     patience: Positive = 3
     """Number of evaluations in a row without an improvement that end the stage. (transformers:
     early_stopping_patience)"""

@@ -1,8 +1,10 @@
-"""Section about a model that scores replies."""
+"""Sections about rewards."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import Field
 
 from whet.config.sections.base import Positive, Section
 
@@ -27,3 +29,19 @@ class RewardModelConfig(Section):
     meaning; truncate_*: the input is truncated on that side and counted in the metric part NAME/truncated."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of its weights. Default: float32 on CPU, bfloat16 on CUDA."""
+
+
+class RewardConfig(Section):
+    """A function or a model that scores replies; the reward of a run is the weighted sum of all rewards."""
+
+    function: str | None = None
+    """Name of a reward function; give this or `model`. Built in: exact, choice, number, math, format, overlong,
+    reasoning_gym. Your own: 'package.module:name' or 'path/to/file.py:name'."""
+    weight: float = 1.0
+    """Factor in the sum. 0: the reward is only measured."""
+    model: RewardModelConfig | None = None
+    """A reward model, instead of a function. It runs in the main process, one rollout at a time."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function, passed on every call. A secret is never written to any file; whet recognizes
+    secrets by their key (api_key, token, password ...) and in URLs. Best give a secret as `api_key:
+    "${oc.env:JUDGE_KEY}"`."""
