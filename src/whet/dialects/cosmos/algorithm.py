@@ -152,11 +152,6 @@ def distills(values: Values) -> bool:
     return values["distillation.enable"] is True
 
 
-def pays(values: Values) -> bool:
-    """Whether rewards are what is learned from."""
-    return not distills(values)
-
-
 def judges_likely(values: Values) -> bool:
     """Whether the teacher judges the likely tokens of each place, in place of the sampled one."""
     return distills(values) and int(values["distillation.top_k"]) > 0  # type: ignore[call-overload]

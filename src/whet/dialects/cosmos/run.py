@@ -97,11 +97,6 @@ def chat(values: Values) -> dict[str, Json]:
 TURNS = "rollout.multi_turn_config."
 
 
-def several_turns(values: Values) -> bool:
-    """Whether conversations have several turns."""
-    return bool(values[TURNS + "enable"]) and not is_sft(values)
-
-
 def environment(values: Values) -> dict[str, Json]:
     """Turns with tools. A file names none: Cosmos-RL has them from the script that starts a run."""
     return {

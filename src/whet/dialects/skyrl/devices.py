@@ -50,10 +50,6 @@ def is_megatron(v: Values) -> bool:
     return v["trainer.strategy"] == "megatron"
 
 
-def is_megatron_reference(v: Values) -> bool:
-    return is_megatron(v) and has_reference(v)
-
-
 def is_deepspeed(v: Values) -> bool:
     return v["trainer.strategy"] == "deepspeed"
 

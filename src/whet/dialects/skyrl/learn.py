@@ -201,10 +201,6 @@ def policy_loss(v: Values) -> Native:
     return out
 
 
-def picks_by_kl_cov(v: Values) -> bool:
-    return bool(v[f"{A}.ppo_loss_type"] == "kl_cov")
-
-
 REDUCTIONS = {
     "sequence_mean": "seq-mean-token-mean",
     "token_mean": "token-mean",

@@ -145,15 +145,6 @@ def routers(v: Values) -> Native:
 # ---------------------------------------------------------------- adapters
 
 
-def policy_adapts(v: Values) -> bool:
-    """Whether low-rank adapters of the policy learn."""
-    return bool(v["trainer.policy.model.lora.rank"])
-
-
-def critic_adapts(v: Values) -> bool:
-    return bool(v["trainer.critic.model.lora.rank"])
-
-
 def policy_lora(v: Values) -> Native:
     return _lora(v, "policy", "model.lora")
 

@@ -30,11 +30,6 @@ def training_data(v: Values) -> Native:
     return {"data.train.0.path": _files(v, "data.train_data")} | dict(_columns(v, "data.train.0"))
 
 
-def evaluates(v: Values) -> bool:
-    """Whether the file evaluates: an interval above 0 and something to evaluate on."""
-    return v["trainer.eval_interval"] > 0 and bool(v["data.val_data"])
-
-
 def evaluation(v: Values) -> Native:
     """Each file is a source of its own; nothing at all where eval_interval or val_data switch it off."""
     files, shown_samples = _files(v, "data.val_data"), v["trainer.num_logger_eval_samples"]
@@ -240,11 +235,6 @@ def _check_mini_batch(v: Values, role: str) -> None:
 
 def several_turns(v: Values) -> bool:
     return bool(v["generator.max_turns"] > 1)
-
-
-def is_asynchronous(v: Values) -> bool:
-    """Whether prompts are played while a step is trained. Before 0.3 only the program that was started said so."""
-    return bool(v["trainer.fully_async.enabled"])
 
 
 def ahead(v: Values) -> Native:

@@ -53,11 +53,6 @@ def mode(values: Values) -> Native:
     return {}
 
 
-def benches(values: Values) -> bool:
-    """Whether checkpoints are evaluated, and nothing else."""
-    return str(values["mode"]) == "bench"
-
-
 def apart(values: Values) -> bool:
     """Whether explorers and trainer are processes of their own, which meet in a store."""
     return online(values) and str(values["mode"]) in ("train", "explore")

@@ -46,11 +46,6 @@ def has_reference(values: Values) -> bool:
     return base.kind == "dpo" or distills(values) or bool(kl(values))
 
 
-def is_remote(values: Values) -> bool:
-    """Whether Tinker trains."""
-    return values["model.tinker.enable"] is True
-
-
 # ---------------------------------------------------------------- what is trained
 
 

@@ -42,11 +42,6 @@ def routers(v: Values) -> Native:
     return router_terms(v, "engine.override_transformer_config") if is_megatron(v) else NOTHING
 
 
-def has_moment_dtypes(v: Values) -> bool:
-    """Whether the engine reads dtypes of the optimizer's moments."""
-    return engine_of(v) in ("megatron", "automodel")
-
-
 def recipe(v: Values) -> Native:
     """Supervised fine-tuning from a folder; prompts go through the chat template as the words of a user."""
     key = "model.path" if over_engines(v) else "model.partial_pretrain"
