@@ -14,25 +14,14 @@ from whet.config.schedules import factor
 from whet.config.schema import ScheduleConfig, SourceConfig
 from whet.data.rows import read_rows
 from whet.dialects import versions
-from whet.dialects.cosmos.data import REWARDS, data, rewards, validation
+from whet.dialects.cosmos.data import REWARDS, data
 from whet.dialects.cosmos.model import dtype, offload
-from whet.dialects.cosmos.run import (
-    chat,
-    checkpoint,
-    lengths,
-    place,
-    resume,
-    sampling,
-    seed,
-    sync,
-    trackers,
-    trained_temperature,
-    uploads,
-)
+from whet.dialects.cosmos.run import chat, lengths, place, resume, seed, trackers, trained_temperature
 from whet.dialects.cosmos.steps import batch, length, optimizer, schedule, steps_together
 from whet.dialects.cosmos.values import texts, weights
 from whet.dialects.kinds import understood
 from whet.dialects.row import NotSupportedYet
+from whet.dialects.rules import function
 from whet.dialects.tables import dialect, parts, table
 from whet.dialects.translate import Translation, translate
 from whet.dialects.values import nested
@@ -40,6 +29,13 @@ from whet.rewards.answer_line import direct_math
 from whet.rewards.builtin import format
 from whet.rewards.tagged import single_choice
 from whet.types import ConfigError, Task
+
+rewards = function("cosmos", "data.rewards")
+validation = function("cosmos", "data.validation")
+checkpoint = function("cosmos", "run.checkpoint")
+sampling = function("cosmos", "run.sampling")
+sync = function("cosmos", "run.sync")
+uploads = function("cosmos", "run.uploads")
 
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "tests/dialects"
@@ -576,9 +572,9 @@ def test_no_value_of_any_key_breaks_the_translation(kind: str, wrong: Any) -> No
         value, problem = understood(wrong, row, default=row.default, nulls=())
         refused += bool(problem)
         for more in ({}, {"validation.enable": True, "validation.dataset.name": "b.jsonl"}):
-            for function in () if problem else functions:
+            for each in () if problem else functions:
                 try:
-                    assert isinstance(function({**base, **more, row.key: value}), dict)
+                    assert isinstance(each({**base, **more, row.key: value}), dict)
                 except ConfigError:
                     refused += 1
     assert refused > 50 or wrong in (0, True)

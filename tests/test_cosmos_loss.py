@@ -6,23 +6,18 @@ from typing import Any
 
 import pytest
 
-from whet.dialects.cosmos.algorithm import (
-    ALL,
-    aggregation,
-    algorithm,
-    clipping,
-    distillation,
-    engine_probabilities,
-    far_from_policy,
-    normalize,
-    reference,
-    terms,
-    trainer,
-)
+from whet.dialects.cosmos.algorithm import ALL, aggregation, algorithm, normalize, terms, trainer
 from whet.dialects.row import AnotherModel, NotSupportedYet
+from whet.dialects.rules import function
 from whet.dialects.tables import dialect
 from whet.dialects.translate import translate
 from whet.types import ConfigError
+
+clipping = function("cosmos", "algorithm.clipping")
+distillation = function("cosmos", "algorithm.distillation")
+engine_probabilities = function("cosmos", "algorithm.engine_probabilities")
+far_from_policy = function("cosmos", "algorithm.far_from_policy")
+reference = function("cosmos", "algorithm.reference")
 
 POLICY = "train.train_policy."
 

@@ -11,12 +11,16 @@ from whet.config.load import load
 from whet.config.schedules import factor
 from whet.config.schema import ScheduleConfig
 from whet.dialects import versions
-from whet.dialects.cosmos.run import checkpoint, seed, sync
+from whet.dialects.cosmos.run import seed
 from whet.dialects.cosmos.steps import batch, optimizer, run_length, schedule
 from whet.dialects.report import summary
+from whet.dialects.rules import function
 from whet.dialects.tables import dialect, other_end, version_of
 from whet.dialects.translate import Translation, translate
 from whet.dialects.values import nested
+
+checkpoint = function("cosmos", "run.checkpoint")
+sync = function("cosmos", "run.sync")
 
 POLICY, SCHEDULE = "train.train_policy.", "train.optimizer.schedule."
 

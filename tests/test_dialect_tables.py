@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from asked import strange_names
 from whet.config.keys import lookup
 from whet.dialects import docs
 from whet.dialects.kinds import accepts
@@ -35,8 +36,8 @@ def test_a_table_is_well_formed(name):
     for row in rows:
         assert row.status == "mapped" or row.what, row.key
         assert (row.status == "translated") <= (row.function != ""), row.key
-        for name_of in filter(None, (row.function, row.when)):
-            assert callable(function(TABLES[name][0], name_of)), row.key
+        assert not row.function or callable(function(TABLES[name][0], row.function)), row.key
+        assert strange_names(TABLES[name][0], row.when) == [], row.key
         assert accepts(row.type or "null", None) in (True, False), "the type is one that is known"
         for native in row.native if row.status in ("mapped", "translated") else ():
             assert lookup(tuple(native.removesuffix(".*").split("."))), (

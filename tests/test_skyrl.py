@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from asked import asked
 from whet.config.load import Loaded
 from whet.config.load import load as load_config
 from whet.config.parse import parse
@@ -18,6 +19,8 @@ from whet.dialects.translate import translate
 from whet.dialects.values import nested
 from whet.dialects.versions import VERSION
 from whet.types import ConfigError, Json
+
+devices, run = map(asked, (devices, run))
 
 HERE = Path(__file__).parent / "dialects"
 DOCUMENT = dict(line.split("\t") for line in (HERE / "skyrl.keys.txt").read_text().splitlines())
@@ -270,12 +273,12 @@ def test_engines() -> None:
     assert "at most 1" in said(generator__gpu_memory_utilization=1.5)
     assert "expected one of nccl, gloo, delta" in said(generator__weight_sync_backend="mpi")
     assert "must equal trainer.max_prompt_length=512" in refusal(
-        run.check_input_length, generator__max_input_length=600
+        run.environment, generator__max_input_length=600
     )
     longer = values(generator__max_input_length=600, generator__max_turns=2)
-    run.check_input_length(longer)
+    run.environment(longer)
     shorter: dict[str, Json] = {"generator__max_input_length": 60, "generator__max_turns": 2}
-    assert "must be at least" in refusal(run.check_input_length, **shorter)
+    assert "must be at least" in refusal(run.environment, **shorter)
     assert not said(generator__override_existing_update_group=True)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asked import asked
 from whet.config.load import Loaded
 from whet.config.load import load as load_config
 from whet.dialects.row import Native, NotSupportedYet, Values
@@ -14,6 +15,8 @@ from whet.dialects.tables import table
 from whet.dialects.versions import VERSION
 from whet.rewards.answer_line import aime
 from whet.types import ConfigError, Json, Task
+
+learn, run = map(asked, (learn, run))
 
 HERE = Path(__file__).parent / "dialects"
 A = "trainer.algorithm"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
+from asked import asked
 from test_skyrl import load, refusal, said, values
 from whet.config import schema
 from whet.config.recipes import resolve
@@ -13,6 +14,8 @@ from whet.config.schedules import factor
 from whet.dialects.row import NotSupportedYet
 from whet.dialects.skyrl import learn, optimizers
 from whet.types import ConfigError, Json
+
+learn, optimizers = map(asked, (learn, optimizers))
 
 # ---------------------------------------------------------------- algorithm
 

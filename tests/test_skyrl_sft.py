@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import whet
+from asked import asked
 from whet.config import schema
 from whet.config.load import Loaded
 from whet.config.load import load as load_config
@@ -21,6 +22,8 @@ from whet.dialects.values import nested
 from whet.dialects.versions import VERSION
 from whet.models.load import build, export
 from whet.types import ConfigError, Json
+
+sft = asked(sft)
 
 
 def values(version: str = "main", **given: Json) -> dict[str, Json]:

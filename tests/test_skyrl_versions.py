@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from asked import asked
 from test_skyrl import refusal, values
 from whet.config.load import Loaded
 from whet.config.load import load as load_config
@@ -14,6 +15,8 @@ from whet.dialects.row import NotSupportedYet
 from whet.dialects.skyrl import devices, learn, optimizers, run
 from whet.dialects.tables import version_of
 from whet.types import ConfigError, Json
+
+devices, learn, optimizers, run = map(asked, (devices, learn, optimizers, run))
 
 A = "trainer__algorithm__"
 

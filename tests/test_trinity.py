@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import whet
+from asked import asked
 from whet.config.load import load
 from whet.config.parse import parse
 from whet.config.plan import plans
@@ -42,6 +43,8 @@ from whet.dialects.trinity.values import (
 from whet.dialects.values import nested
 from whet.models.load import build, export
 from whet.types import ConfigError, Json
+
+data, run, trainer, judging, learn, losses = map(asked, (data, run, trainer, judging, learn, losses))
 
 HERE = Path(__file__).parent
 FILES = HERE / "dialects"

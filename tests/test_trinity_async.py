@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
+from asked import asked
 from whet.dialects.kinds import accepts
 from whet.dialects.row import NotSupportedYet, Row
 from whet.dialects.tables import dialect
 from whet.dialects.trinity import data, run, trainer
 from whet.dialects.trinity.values import ACTOR, CRITIC, EXPERIENCES, REF
 from whet.types import ConfigError, Json
+
+data, run, trainer = map(asked, (data, run, trainer))
 
 
 def values(**given: Json) -> dict[str, Json]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from asked import asked
 from sections import section
 from whet.config import schema
 from whet.config.keys import lookup
@@ -26,6 +27,10 @@ from whet.dialects.verl import algorithm, data, loop, optimizer, roles, sft, siz
 from whet.dialects.versions import VERSION
 from whet.rewards.verl import compute_score
 from whet.types import ConfigError, Json, Task
+
+algorithm, data, loop, optimizer, roles, sft, sizes = map(
+    asked, (algorithm, data, loop, optimizer, roles, sft, sizes)
+)
 
 HERE = Path(__file__).parent / "dialects"
 TABLES = {name: table(name) for name in ("verl-ppo", "verl-megatron-optim", "verl-eval", "verl-sft")}

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from asked import asked
 from test_verl import A, R, refusal, values
 from whet.dialects.row import NotSupportedYet
 from whet.dialects.verl import algorithm, distillation
 from whet.types import ConfigError, Json
+
+algorithm, distillation = map(asked, (algorithm, distillation))
 
 D = "distillation.distillation_loss."
 ON: dict[str, Json] = {

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from whet.config.tree import STAGE_SECTIONS
 from whet.dialects import row as table_rows
-from whet.dialects.row import Difference, Native, Row, Status, Values
+from whet.dialects.row import Difference, Row, Status
+from whet.dialects.rules import Function, function
 from whet.dialects.versions import (
     DOCUMENTS,
     VERSIONS,
@@ -28,10 +28,6 @@ INHERITED = (
 
 Parts = tuple[str, ...]
 """A key cut at its dots; `[]` (any entry of a list), `<name>` (any name) and `*` (anything below) are parts."""
-
-Function = Callable[[Values], Native]
-"""The foreign values to native ones, by dotted native key. Raises ConfigError in the foreign system's own words,
-`NotSupportedYet` for what that system has and whet has not yet."""
 
 NATIVE = "native"
 
@@ -234,14 +230,6 @@ def _in_a_stage(row: Row) -> Row:
         key=key, since=row.since, until=row.until, status=status, default=None, native=native, reason=reason,
         function="stages.stages",
     )  # fmt: skip
-
-
-@functools.cache
-def function(system: str, name: str) -> Function:
-    """`module.function` of a system's package."""
-    module, _, attribute = name.rpartition(".")
-    found: Function = getattr(importlib.import_module(f"{__package__}.{system}.{module}"), attribute)
-    return found
 
 
 def version_of(kind: str, given: Iterable[str], wanted: str | None = None) -> str:

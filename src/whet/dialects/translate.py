@@ -17,6 +17,7 @@ from whet.config.tree import get, path_of
 from whet.dialects.kinds import accepts, expected, same, understood
 from whet.dialects.match import GivenValue
 from whet.dialects.row import AnotherModel, NotSupportedYet, Row, Status
+from whet.dialects.rules import condition
 from whet.dialects.tables import Dialect, parts
 from whet.dialects.values import Missing, Reading, nested, reading
 from whet.types import ConfigError, Json
@@ -173,7 +174,7 @@ def _write(file: Reading, native: str, value: Json, *, rows: Sequence[Row]) -> _
 
 def _check(file: Reading, row: Row) -> None:
     """A row that does nothing here accepts its default, harmless values, and those of its type."""
-    if row.key not in file.given or (row.when and not file.of.functions(row.when)(file.values)):
+    if row.key not in file.given or (row.when and not condition(file.of.system, row.when)(file.values)):
         return
     accepted = row.harmless if "equal:" in row.type else (file.defaults[row.key], *row.harmless)
     plain = not {"[]", "<name>", "*"} & set(parts(row.key))
@@ -329,14 +330,14 @@ def _lines(file: Reading, chosen: Sequence[_Write]) -> Iterator[ReportLine]:
 
 def _differs(file: Reading, row: Row, value: Json) -> str:
     """The known differences of a key that counts, with this value."""
-    if row.when and not file.of.functions(row.when)(file.values):
+    if row.when and not condition(file.of.system, row.when)(file.values):
         return ""
     return " ".join(
         each.reason
         for each in file.of.differences
         if each.key == row.key
         and each.of_value(value)
-        and (not each.when or file.of.functions(each.when)(file.values))
+        and (not each.when or condition(file.of.system, each.when)(file.values))
     )
 
 

@@ -54,18 +54,6 @@ def _here(values: Values, key: str, known: tuple[str, ...]) -> dict[str, Json]:
     return {}
 
 
-def diffusers(values: Values) -> dict[str, Json]:
-    """Models of the library diffusers have trainers of their own."""
-    if values["policy.is_diffusers"]:
-        raise AnotherModel(f"policy.is_diffusers=true is coming, not built yet: {DIFFUSION}")
-    return {}
-
-
-def world_model(values: Values) -> dict[str, Json]:
-    """A section that only the files of Cosmos's world models have (`cosmos-rl --wfm-mode`)."""
-    raise AnotherModel(f"model_parallel.*: a file for --wfm-mode; coming, not built yet: {DIFFUSION}")
-
-
 def _dropping(values: Values) -> dict[str, Json]:
     """Groups whose rewards are all equal are dropped; more prompts are asked for, up to a bound on-policy."""
     metric, trained = (
@@ -87,8 +75,6 @@ def clipping(values: Values) -> dict[str, Json]:
     """How far the ratio may go: two sides and a cap for negative advantages (not gspo), or one side (aipo_rho)."""
     gspo = values[POLICY + "variant"] == "gspo"
     if values[POLICY + "aipo_rho"] is not None:
-        if gspo:
-            raise NotSupportedYet(f"{POLICY}aipo_rho with variant='gspo' is coming; use grpo or dapo.")
         return {"algorithm.loss": "aipo", "algorithm.loss.aipo_rho": values[POLICY + "aipo_rho"]}
     low, high = values[POLICY + "epsilon_low"], values[POLICY + "epsilon_high"]
     bounds = {
@@ -101,13 +87,6 @@ def clipping(values: Values) -> dict[str, Json]:
 def far_from_policy(values: Values) -> dict[str, Json]:
     """Replies that the policy has moved away from learn nothing from negative advantages, in the clipped loss."""
     key = POLICY + "off_policy_masking_delta"
-    if values[key] is None:
-        return {}
-    clipped = values[POLICY + "variant"] != "gspo" and values[POLICY + "aipo_rho"] is None
-    if not clipped or values[POLICY + "use_decoupled_loss"]:
-        raise NotSupportedYet(
-            f"{key} with gspo, aipo_rho or use_decoupled_loss is coming, not built yet; today: grpo and dapo."
-        )
     return {"algorithm.loss.sequence_mask_delta": values[key]}
 
 
@@ -146,8 +125,6 @@ def terms(values: Values) -> dict[str, Json]:
 def engine_probabilities(values: Values) -> dict[str, Json]:
     """The engine's log-probs: as the ratio's denominator, or as weights of the losses; above the cap those are 0."""
     sampled = values[POLICY + "use_rollout_logprobs_for_loss"]
-    if sampled and values[POLICY + "use_decoupled_loss"]:
-        raise ConfigError(f"{POLICY}use_rollout_logprobs_for_loss and use_decoupled_loss: give one of them.")
     if not values[POLICY + "use_decoupled_loss"]:
         return {"algorithm.old_logprobs": "sampled"} if sampled else {}
     at, cap = "algorithm.correction.", values[POLICY + "behav_imp_weight_cap"]
@@ -160,8 +137,6 @@ def engine_probabilities(values: Values) -> dict[str, Json]:
 
 def reference(values: Values) -> dict[str, Json]:
     """Where there is one: its estimator, and how often the policy becomes the reference."""
-    if values[POLICY + "kl_beta"] == 0:
-        return {}
     every = values[POLICY + "reference_reset_interval"] or 0
     unbiased = {"algorithm.kl.estimator": "unbiased_k3"} if values[POLICY + "unbiased_kl_estimate"] else {}
     if every <= 0:
@@ -177,11 +152,6 @@ def distills(values: Values) -> bool:
     return values["distillation.enable"] is True
 
 
-def pays(values: Values) -> bool:
-    """Whether rewards are what is learned from."""
-    return not distills(values)
-
-
 def judges_likely(values: Values) -> bool:
     """Whether the teacher judges the likely tokens of each place, in place of the sampled one."""
     return distills(values) and int(values["distillation.top_k"]) > 0  # type: ignore[call-overload]
@@ -190,23 +160,12 @@ def judges_likely(values: Values) -> bool:
 def distillation(values: Values) -> dict[str, Json]:
     """A teacher in place of rewards: every token learns how much likelier the teacher finds it, or every place how far
     the policy is from the teacher among its likely tokens."""
-    if not distills(values):
-        return {}
     at = "distillation."
     if is_sft(values) or values[POLICY + "variant"] == "dapo":
         why = (
             "applies to RL jobs only" if is_sft(values) else "has no rewards, so dapo would drop every group"
         )
         raise ConfigError(f"{at}enable=true {why}; leave it out, or take variant grpo or gspo.")
-    if values[at + "include_prompt"]:
-        raise NotSupportedYet(
-            f"{at}include_prompt=true is coming, not built yet; today only tokens of replies are compared with the "
-            "teacher"
-        )
-    if values[POLICY + "kl_beta"] != 0:
-        raise NotSupportedYet(
-            f"{POLICY}kl_beta beside {at}enable is coming, not built yet: a teacher and a reference; set it to 0."
-        )
     discount = values[at + "kl_discount_factor"]
     path = at_revision(values, values[at + "model_name_or_path"], at + "model_revision")
     if judges_likely(values):

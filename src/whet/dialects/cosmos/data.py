@@ -133,8 +133,6 @@ def training_rewards(values: Values) -> dict[str, float]:
 
 def rewards(values: Values) -> dict[str, Json]:
     """The weighted components, and what validation alone reads (weight 0)."""
-    if is_sft(values):
-        return {}
     mine = training_rewards(values)
     judging = weights(values, "validation.reward_function") if values["validation.enable"] else {}
     out: dict[str, Json] = {}
@@ -185,10 +183,6 @@ TRAINING = {
 
 def validation(values: Values) -> dict[str, Json]:
     """Evaluation every freq steps and at the end; an SFT job measures the loss of the held-out replies."""
-    if not values["validation.enable"]:
-        return {}
-    if values["validation.freq"] < 1:
-        raise ConfigError(f"validation.freq={values['validation.freq']}: expected at least 1 step.")
     out = {f"data.eval.0.{key}": value for key, value in _validation_source(values).items()}
     out |= {
         "data.exclude_eval": False,

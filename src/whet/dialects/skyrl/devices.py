@@ -50,10 +50,6 @@ def is_megatron(v: Values) -> bool:
     return v["trainer.strategy"] == "megatron"
 
 
-def is_megatron_reference(v: Values) -> bool:
-    return is_megatron(v) and has_reference(v)
-
-
 def is_deepspeed(v: Values) -> bool:
     return v["trainer.strategy"] == "deepspeed"
 
@@ -70,8 +66,6 @@ def is_zero(v: Values) -> bool:
 
 def deepspeed(v: Values) -> Native:
     """ZeRO with the file's settings; those that are "auto" are DeepSpeed's own."""
-    if not is_zero(v):
-        return NOTHING
     config: Json = {**(v[f"{ZERO}.*"] or {})}
     own = [key for key in v if key.startswith(f"{ZERO}.") and not key.endswith("*")]
     for key in (key for key in own if v[key] not in ("auto", None)):

@@ -11,7 +11,6 @@ from whet.dialects.skyrl.devices import (
     A,
     compares,
     distills,
-    has_reference,
     since,
 )
 from whet.dialects.skyrl.optimizers import own_overrides
@@ -37,8 +36,6 @@ def advantages(v: Values) -> Native:
     out: dict[str, Json] = {"algorithm.name": ESTIMATORS.get(name, "grpo")}
     if name not in ESTIMATORS:
         out["algorithm.advantage"] = name
-    if distills(v):
-        _check_teacher(v)
     if name == "grpo" and not v[f"{A}.grpo_norm_by_std"]:
         out["algorithm.advantage.normalize_std"] = False
     if name in ("gae", "reinforce++"):
@@ -54,29 +51,11 @@ def advantages(v: Values) -> Native:
     return out
 
 
-def _check_teacher(v: Values) -> None:
-    """The example takes its reward from the KL to the reference, which only use_kl_in_reward has computed."""
-    if not v[f"{A}.use_kl_in_reward"]:
-        raise ConfigError(
-            f"{A}.advantage_estimator=no_op is on-policy distillation, which needs {A}.use_kl_in_reward=true"
-        )
-    if v["trainer.ref.model.path"] is None:
-        raise ConfigError(
-            "trainer.ref.model.path must be given: it is the teacher of on-policy distillation "
-            f"({A}.advantage_estimator=no_op)"
-        )
-
-
 def groups(v: Values) -> Native:
     """What becomes of replies that were cut, and of groups without a difference."""
     out: dict[str, Json] = {}
     zero = v["generator.zero_reward_on_non_stop"]
     if v["generator.apply_overlong_filtering"]:
-        if zero:
-            raise NotSupportedYet(
-                "generator.apply_overlong_filtering and generator.zero_reward_on_non_stop together are not built yet "
-                "(coming): set one to false"
-            )
         out["algorithm.groups.truncated"] = "mask"
     elif zero:
         out["algorithm.groups.truncated"] = "zero"
@@ -129,8 +108,6 @@ def kl(v: Values) -> Native:
     """In the loss or in the reward, never both; k3 is never negative, so its absolute value is itself. In distillation
     the advantage is the KL to the teacher, without a coefficient."""
     in_loss, in_reward, coef = v[f"{A}.use_kl_loss"], v[f"{A}.use_kl_in_reward"], v[f"{A}.kl_loss_coef"]
-    if in_loss and in_reward:
-        raise ConfigError(f"{A}.use_kl_in_reward and {A}.use_kl_loss exclude each other: set one to false")
     if coef == 0 or not (in_loss or in_reward) or distills(v):
         return NOTHING
     section = "kl" if in_loss else "reward_kl"
@@ -155,8 +132,6 @@ def _estimator(v: Values) -> str:
 
 def reference(v: Values) -> Native:
     """Where the reference starts, and whether it becomes the policy at the end of every epoch."""
-    if not has_reference(v):
-        return NOTHING
     path = v["trainer.ref.model.path"]
     out: dict[str, Json] = (
         {} if path is None else {"reference.path": path, **own_overrides(v, "ref", "reference")}
@@ -167,8 +142,6 @@ def reference(v: Values) -> Native:
 def entropy(v: Values) -> Native:
     """A bonus, a mean over tokens however the policy's losses are averaged."""
     coef = v[f"{A}.entropy_loss_coef"]
-    if not v[f"{A}.use_entropy_loss"] or coef == 0:
-        return NOTHING
     return {"algorithm.entropy_coef": coef, "algorithm.entropy_agg_mode": "token-mean"}
 
 
@@ -226,10 +199,6 @@ def policy_loss(v: Values) -> Native:
     if kind == "cispo" and v[f"{A}.cispo.cispo_anchor"] == "rollout":
         out["algorithm.old_logprobs"] = "sampled"
     return out
-
-
-def picks_by_kl_cov(v: Values) -> bool:
-    return bool(v[f"{A}.ppo_loss_type"] == "kl_cov")
 
 
 REDUCTIONS = {

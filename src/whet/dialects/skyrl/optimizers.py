@@ -5,7 +5,7 @@ from __future__ import annotations
 from whet.config.faults import shown
 from whet.dialects.megatron import adapted_layers, begins, router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
-from whet.dialects.skyrl.devices import POLICY, A, has_critic, is_deepspeed, is_megatron, since
+from whet.dialects.skyrl.devices import POLICY, A, is_deepspeed, is_megatron, since
 from whet.dialects.typed import choose
 from whet.types import ConfigError, Json
 
@@ -52,13 +52,6 @@ def policy_optimizer(v: Values) -> Native:
 
 def critic(v: Values) -> Native:
     """The whole critic, where one learns (gae)."""
-    if not has_critic(v):
-        return NOTHING
-    if not v["trainer.critic.model.path"]:
-        raise ConfigError(
-            f"trainer.critic.model.path must be given for {A}.advantage_estimator=gae: "
-            "the folder that the value model starts from (usually trainer.policy.model.path)"
-        )
     normalizes = v[f"{A}.normalize_reward"] and not since(v, "train-0.1")
     out = {
         "critic.path": v["trainer.critic.model.path"],
@@ -150,15 +143,6 @@ def routers(v: Values) -> Native:
 
 
 # ---------------------------------------------------------------- adapters
-
-
-def policy_adapts(v: Values) -> bool:
-    """Whether low-rank adapters of the policy learn."""
-    return bool(v["trainer.policy.model.lora.rank"])
-
-
-def critic_adapts(v: Values) -> bool:
-    return bool(v["trainer.critic.model.lora.rank"])
 
 
 def policy_lora(v: Values) -> Native:

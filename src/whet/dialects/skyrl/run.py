@@ -30,15 +30,8 @@ def training_data(v: Values) -> Native:
     return {"data.train.0.path": _files(v, "data.train_data")} | dict(_columns(v, "data.train.0"))
 
 
-def evaluates(v: Values) -> bool:
-    """Whether the file evaluates: an interval above 0 and something to evaluate on."""
-    return v["trainer.eval_interval"] > 0 and bool(v["data.val_data"])
-
-
 def evaluation(v: Values) -> Native:
     """Each file is a source of its own; nothing at all where eval_interval or val_data switch it off."""
-    if not evaluates(v):
-        return NOTHING
     files, shown_samples = _files(v, "data.val_data"), v["trainer.num_logger_eval_samples"]
     stems = [PurePath(f).stem for f in files]
     out: dict[str, Json] = {}
@@ -82,7 +75,6 @@ PLAYED = ("gsm8k_multi_turn", "text2sql", "search", "llm_as_a_judge")
 def environment(v: Values) -> Native:
     """What judges, or plays and judges: a reward for replies of one turn, a function of yours in place of one, an
     environment of SkyRL-Gym, or a class of yours in its shape (with max_turns above 1)."""
-    check_input_length(v)
     name = v["environment.env_class"]
     mine = isinstance(name, str) and ":" in name
     if name in VERIFIERS:  # over after one reply, whatever max_turns says
@@ -241,34 +233,12 @@ def _check_mini_batch(v: Values, role: str) -> None:
         raise ConfigError(f"a rank's mini batch, {own} = {rank}, must divide its batch of {batch} rollouts")
 
 
-def check_input_length(v: Values) -> None:
-    """ConfigError unless the longest input is the prompt's with one turn, and at least that with several."""
-    longest, prompt = input_length(v), v["trainer.max_prompt_length"]
-    if v["generator.max_turns"] > 1:
-        if longest < prompt:
-            raise ConfigError(
-                f"generator.max_input_length={longest} must be at least trainer.max_prompt_length={prompt}"
-            )
-    elif longest != prompt:
-        raise ConfigError(
-            f"generator.max_input_length={longest} must equal trainer.max_prompt_length={prompt} when "
-            "generator.max_turns=1"
-        )
-
-
 def several_turns(v: Values) -> bool:
     return bool(v["generator.max_turns"] > 1)
 
 
-def is_asynchronous(v: Values) -> bool:
-    """Whether prompts are played while a step is trained. Before 0.3 only the program that was started said so."""
-    return bool(v["trainer.fully_async.enabled"])
-
-
 def ahead(v: Values) -> Native:
     """Rollouts are started as there is room, and go on under new weights."""
-    if not is_asynchronous(v):
-        return NOTHING
     return {
         "rollout.schedule": "async",
         "rollout.max_staleness": v["trainer.fully_async.max_staleness_steps"],
@@ -337,13 +307,6 @@ def _urls(v: Values) -> list[Json]:
     return [url if "://" in url else f"http://{url}" for url in given]
 
 
-def check_engine_mode(v: Values) -> Native:
-    """A blocking engine gets all prompts of a step in one call."""
-    if v["generator.async_engine"] is False and not v["generator.batched"]:
-        raise ConfigError("generator.async_engine=false needs generator.batched=true")
-    return NOTHING
-
-
 BUILT_IN_TEMPLATES = ("qwen3_with_thinking", "qwen3_without_thinking")
 
 
@@ -372,15 +335,7 @@ def resume(v: Values) -> Native:
     """latest goes on where the directory stands; from_path at resume_path; null and none begin anew."""
     mode, path = v["trainer.resume_mode"], v["trainer.resume_path"]
     if mode == "from_path":
-        if path is None:
-            raise ConfigError(
-                "trainer.resume_mode=from_path needs trainer.resume_path, a checkpoint's folder"
-            )
         return {"checkpoint.resume": path}
-    if path is not None:
-        raise ConfigError(
-            f"trainer.resume_path is read only with trainer.resume_mode=from_path, not {shown(mode)}"
-        )
     return {"checkpoint.resume": "auto" if mode == "latest" else "fresh"}
 
 
@@ -388,8 +343,6 @@ def checkpoints(v: Values) -> Native:
     """How often, and how many of the newest stay; an interval of 0 or less: only the last. From 0.2 on every epoch
     ends with one, too."""
     keep, every = v["trainer.max_ckpts_to_keep"], v["trainer.ckpt_interval"]
-    if keep == 0:
-        raise ConfigError("trainer.max_ckpts_to_keep must not be 0: -1 keeps all, N the newest N")
     out = {"checkpoint.interval": max(every, 0), "checkpoint.keep": keep if keep > 0 else None}
     out |= {"checkpoint.interval_epochs": 1} if every > 0 and since(v, "0.2") else {}
     in_background = is_megatron(v) and v[f"{POLICY}.megatron_config.async_dist_ckpt_save"]

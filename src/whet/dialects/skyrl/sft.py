@@ -157,8 +157,6 @@ NO_LIMIT = 131072
 def steps(v: Values) -> Native:
     """num_steps, or so many epochs; max_training_steps ends both."""
     most = [n for n in (v["num_steps"], v["max_training_steps"]) if n is not None]
-    if v["num_steps"] is None and v["num_epochs"] is None:
-        raise ConfigError("num_steps and num_epochs are both null: give one of them")
     epochs = {"train.epochs": v["num_epochs"]} if v["num_steps"] is None else {}
     return epochs | ({"train.steps": min(most)} if most else {})
 
@@ -187,8 +185,6 @@ def lengths(v: Values) -> Native:
 def checkpoints(v: Values) -> Native:
     """In ckpt_path, none without; exports beside them or in export_path."""
     keep, path, every = v["max_ckpts_to_keep"], v["ckpt_path"], v["hf_save_interval"]
-    if keep == 0:
-        raise ConfigError("max_ckpts_to_keep must not be 0: -1 keeps all, N the newest N")
     out: dict[str, Json] = {
         "checkpoint.interval": max(v["ckpt_interval"], 0) if path else 0,
         "checkpoint.keep": keep if keep > 0 else None,
@@ -212,8 +208,3 @@ def dtype(v: Values) -> Native:
     """As the policy's of an RL file, with an engine of the same."""
     half = v["fsdp_config.mixed_precision.param_dtype"] in ("fp16", "float16") and v["strategy"] != "megatron"
     return devices.dtype({**as_rl(v), **({"generator.model_dtype": "float16"} if half else {})})
-
-
-def adapts(v: Values) -> bool:
-    """Whether low-rank adapters learn."""
-    return bool(v["model.lora.rank"])

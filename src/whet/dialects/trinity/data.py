@@ -53,11 +53,6 @@ def mode(values: Values) -> Native:
     return {}
 
 
-def benches(values: Values) -> bool:
-    """Whether checkpoints are evaluated, and nothing else."""
-    return str(values["mode"]) == "bench"
-
-
 def apart(values: Values) -> bool:
     """Whether explorers and trainer are processes of their own, which meet in a store."""
     return online(values) and str(values["mode"]) in ("train", "explore")
@@ -226,8 +221,6 @@ def _order(own: Own, at: str) -> Native:
 
 def tasks(values: Values) -> Native:
     """The training taskset: files, columns, one user message a task, in the order of the file."""
-    if not online(values):
-        return {}
     own = inside(values, TASKSET)
     named, times = workflow(values, own, TASKSET), own["repeat_times"]
     if times not in (None, repeat_times(values)):
@@ -420,8 +413,6 @@ def queue(values: Values) -> Native:
 
     Explorers and a trainer of their own meet in its database.
     """
-    if not online(values):
-        return {}
     storage, path = str(values[f"{EXPERIENCES}.storage_type"]), text(values, f"{EXPERIENCES}.path")
     if apart(values):
         return _store(values, storage, path)
@@ -549,8 +540,6 @@ def token_limits(values: Values) -> Native:
 def staleness(values: Values) -> Native:
     """staleness_control: with sync_style fixed no rollout of step s is older than version s - interval - offset."""
     most = bound(values)
-    if most is None or values["synchronizer.sync_style"] != "fixed":
-        return {}
     oldest = values["synchronizer.sync_interval"] + values["synchronizer.sync_offset"]
     if most < oldest:
         raise NotSupportedYet(

@@ -18,7 +18,6 @@ from whet.dialects.trinity.values import (
     entries,
     functions,
     inside,
-    online,
     section,
     text,
 )
@@ -248,8 +247,6 @@ def _overlong(given: Own, what: str) -> dict[str, Native]:
 def rewards(values: Values) -> Native:
     """The rewards of training, and at weight 0 those that only evaluation has. A source that is not judged by all of
     them names its own."""
-    if not online(values):
-        return {}
     sets = [(inside(values, TASKSET), TASKSET)]
     sets += [(own, f"{EVAL_TASKSETS}[{n}]") for n, own in enumerate(entries(values, EVAL_TASKSETS))]
     every, names = _labelled([_judged(values, own, what) for own, what in sets])

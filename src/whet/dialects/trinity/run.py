@@ -144,16 +144,7 @@ def ahead(values: Values) -> Native:
     if style == "fixed":
         free: Native = {"rollout.schedule": "async", "rollout.partial_rollout": False}
         return (free if apart(values) and not in_rounds(values) else {}) | {"rollout.max_staleness": offset}
-    if offset:
-        raise ConfigError(
-            f"synchronizer.sync_offset: {offset} has no meaning with sync_style: {style}; write 0."
-        )
     most, interval = bound(values), values["synchronizer.sync_interval"]
-    if most is not None and most < interval:
-        raise NotSupportedYet(
-            f"algorithm.sample_strategy_args.max_staleness: {most} is coming, not built yet: with sync_style: {style} "
-            f"rollouts are up to sync_interval = {interval} versions old; write {interval} at least."
-        )
     return {
         "rollout.schedule": "async",
         "rollout.partial_rollout": style == "fully_async",
@@ -175,8 +166,6 @@ def patience(values: Values) -> Native:
 
 def again(values: Values) -> Native:
     """Further attempts at a rollout that failed, and a limit that follows the mean of those that did not."""
-    if not online(values):
-        return {}
     at = "explorer.dynamic_timeout"
     limit = {"rollout.timeout_factor": values[f"{at}.ratio"]} if values[f"{at}.enable"] else {}
     return {"rollout.retries": values["explorer.max_retry_times"], **limit}
@@ -197,8 +186,6 @@ CONTROLLED = "linear_decay_use_count_control_randomization"
 def replay(values: Values) -> Native:
     """Fresh and used experiences in one queue, from which steps are drawn by priority. It is the trainer's: an explorer
     and a bench take no notice of it."""
-    if not values[f"{REPLAY}.enable"] or not online(values) or values["mode"] in ("explore", "bench"):
-        return {}
     controlled = values[f"{REPLAY}.priority_fn"] != "linear_decay"
     defaults: Native = {"decay": 2.0} | ({"use_count_limit": 3, "sigma": 0.0} if controlled else {})
     told = arguments(values, f"{REPLAY}.priority_fn_args", defaults)

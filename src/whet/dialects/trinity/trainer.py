@@ -46,11 +46,6 @@ def has_reference(values: Values) -> bool:
     return base.kind == "dpo" or distills(values) or bool(kl(values))
 
 
-def is_remote(values: Values) -> bool:
-    """Whether Tinker trains."""
-    return values["model.tinker.enable"] is True
-
-
 # ---------------------------------------------------------------- what is trained
 
 
@@ -67,10 +62,6 @@ def critic(values: Values) -> Native:
     over, mode = values[f"{CRITIC}.model.override_config"] or {}, given(values[f"{CRITIC}.loss_agg_mode"])
     styles: Native = {f"{optim}.warmup_style": "constant", f"{optim}.lr_scheduler_type": "constant"}
     decay, clip = values[f"{optim}.weight_decay"], values[f"{CRITIC}.cliprange_value"]
-    if has_critic(values) and not clip:
-        raise ConfigError(
-            f"{CRITIC}.cliprange_value: 0 would prevent every change of a value; write 0.5, the default."
-        )
     optimizer = {
         "lr": values[f"{optim}.lr"],
         **({"betas": values[f"{optim}.betas"]} if has_critic(values) else {}),
@@ -98,8 +89,6 @@ def critic(values: Values) -> Native:
 def lora(values: Values) -> Native:
     """The one adapter that is trained. Its names are the engine's business there, and one engine has one here."""
     key = "model.lora_configs"
-    if not values[key]:
-        return {}
     if len(values[key]) > 1:
         raise ConfigError(f"{key}: got {len(values[key])} entries, expected at most one, as in Trinity")
     own = {name: value for entry in entries(values, key) for name, value in entry.items() if given(value)}
@@ -238,8 +227,6 @@ def sequence_ranks(values: Values) -> int:
 
 def sharding(values: Values) -> Native:
     """How FSDP gathers what it has cut. Without forward_prefetch nothing is gathered ahead."""
-    if is_megatron(values):
-        return {}
     return {
         f"{PARALLEL}.reshard_after_forward": bool(values[f"{FSDP}.reshard_after_forward"]),
         f"{PARALLEL}.prefetch": int(values[f"{FSDP}.forward_prefetch"]),
@@ -290,17 +277,11 @@ def resume(values: Values) -> Native:
 def keep(values: Values) -> Native:
     """Actor and critic are saved together, so they are kept alike."""
     both = values["trainer.max_checkpoints_to_keep"]
-    actor, of_critic = (values[f"{VERL_TRAINER}.max_{who}_ckpt_to_keep"] for who in ("actor", "critic"))
     if values[f"{VERL_TRAINER}.remove_previous_ckpt_in_save"]:
         return {"checkpoint.keep": 1}
     if both is not None and (both or at_least(values, "0.6.0")):
         return {"checkpoint.keep": both or None}
-    if has_critic(values) and actor != of_critic:
-        raise NotSupportedYet(
-            f"{VERL_TRAINER}.max_critic_ckpt_to_keep: {of_critic} is not max_actor_ckpt_to_keep = {actor}: a "
-            "checkpoint holds both; other numbers are coming, not built yet."
-        )
-    return {"checkpoint.keep": actor}
+    return {"checkpoint.keep": values[f"{VERL_TRAINER}.max_actor_ckpt_to_keep"]}
 
 
 def export(values: Values) -> Native:

@@ -8,7 +8,7 @@ from whet.config.faults import shown
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.dialects.verl import distillation
-from whet.dialects.verl.roles import ACTOR, CRITIC, ROLLOUT, has_critic, has_turns, texts
+from whet.dialects.verl.roles import ACTOR, CRITIC, ROLLOUT, has_turns, texts
 from whet.dialects.verl.sizes import is_fully_async, is_one_step_off, prompts, responses
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
@@ -55,10 +55,6 @@ def advantage(v: Values) -> Native:
     key = "algorithm.adv_estimator"
     if distillation.replaces_rewards(v):
         return distillation.algorithm(v)
-    if v[key] is None:
-        raise NotSupportedYet(
-            f"{key}=null: SPIN and SPPO, with trainers of their own, are coming, not built yet"
-        )
     estimator = str(v[key])
     if ":" in estimator:
         return {"algorithm.name": "grpo", "algorithm.advantage": estimator}
@@ -118,8 +114,6 @@ def discount(v: Values) -> Native:
 
 def resampling(v: Values) -> Native:
     """PF-PPO draws the rollouts of a step anew by their scores; read with gae, as there."""
-    if not v["algorithm.use_pf_ppo"] or not has_critic(v):
-        return NOTHING
     how = v["algorithm.pf_ppo.reweight_method"]
     power = {"algorithm.resample_power": v["algorithm.pf_ppo.weight_pow"]} if how == "pow" else {}
     return {"algorithm.resample": how, **power}
@@ -128,10 +122,6 @@ def resampling(v: Values) -> Native:
 def dynamic_sampling(v: Values) -> Native:
     """DAPO drops groups whose scores are all equal and asks for more; acc is the score without the length penalty."""
     at = "algorithm.filter_groups"
-    if not v[f"{at}.enable"]:
-        return NOTHING
-    if v[f"{at}.metric"] is None:
-        raise ConfigError(f"{at}.metric: got null, expected one of acc, score, seq_reward, seq_final_reward")
     by_score = v[f"{at}.metric"] in ("acc", "score")
     generations = v[f"{at}.max_num_gen_batches"]
     most = math.ceil(generations * (v["data.gen_batch_size"] or prompts(v)) / prompts(v))
@@ -196,8 +186,6 @@ def loss_of(v: Values) -> str:
 
 def loss(v: Values) -> Native:
     """The policy loss with what it reads. PPO's dual clip is always on; GSPO's gradient is that of each token."""
-    if distillation.replaces_rewards(v):
-        return NOTHING
     name = loss_of(v)
     out: dict[str, Json] = {"algorithm.loss": name}
     if name in CLIPPED:
@@ -283,8 +271,6 @@ def reduction(v: Values) -> Native:
 
 def value_reduction(v: Values) -> Native:
     """The critic's own, by the same names; its norm is the longest response, and since 0.9.0 a factor of its own."""
-    if not has_critic(v):
-        return NOTHING
     key, longest = f"{CRITIC}.loss_agg_mode", v["data.max_response_length"]
     mode = aggregation(v, key)
     width = (v[f"{CRITIC}.loss_scale_factor"] or longest) if since(v, "verl", "0.9.0") else longest

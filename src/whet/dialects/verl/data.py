@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from whet.config.faults import shown
 from whet.config.urls import is_remote
-from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.row import NOTHING, Native, Values
 from whet.dialects.typed import choose
 from whet.dialects.verl.roles import (
     MODEL,
@@ -80,8 +80,6 @@ def validates(v: Values) -> bool:
 
 def validation(v: Values) -> Native:
     """Every test_freq steps and after the last, if it is above 0; before the first if val_before_train."""
-    if not validates(v):
-        return NOTHING
     every = v["trainer.test_freq"] * steps_of_a_version(v)
     out = {
         **_source(v, "val", "data.eval.0"),
@@ -103,14 +101,6 @@ def replies(v: Values) -> Native:
         "eval.offline.path": anywhere(v, "data.path"),
         "eval.offline.answer": f"{v['data.reward_model_key']}.ground_truth",
     }
-
-
-def generation(v: Values) -> Native:
-    """main_generation: the table is there so that such a file is known for what it is."""
-    raise NotSupportedYet(
-        f"data.output_path={v['data.output_path']}: writing a model's replies to a file of prompts, without training "
-        "is coming, not built yet"
-    )
 
 
 # ---------------------------------------------------------------- rewards
@@ -161,14 +151,6 @@ def rewards(v: Values) -> Native:
 def overlong_penalty(v: Values) -> Native:
     """DAPO's soft penalty: 0 up to `len` tokens before the limit, from there in a line to -penalty_factor at it."""
     at = "reward_model.overlong_buffer"
-    if not v[f"{at}.enable"]:
-        return NOTHING
-    if has_reward_model(v):
-        raise ConfigError(
-            f"{at}.enable=True: with a reward model, verl uses its score alone; set it to False"
-        )
-    if not v[f"{at}.len"] or v[f"{at}.penalty_factor"] is None:
-        raise ConfigError(f"{at}.enable=True needs {at}.len, a whole number >= 1, and {at}.penalty_factor")
     return {
         "rewards.overlong.function": "overlong",
         "rewards.overlong.weight": v[f"{at}.penalty_factor"],
@@ -182,20 +164,9 @@ def overlong_penalty(v: Values) -> Native:
 def reward_model(v: Values) -> Native:
     """Its score alone, weight 1. Without an input_tokenizer it is given the policy's tokens; else the conversation in
     its own template, cut at the right as there."""
-    if not has_reward_model(v):
-        return NOTHING
     at, native = "reward_model", "rewards.rm.model"
-    if since(v, "verl", "0.7.1") and v["custom_reward_function.path"] is not None:
-        raise NotSupportedYet(
-            "reward_model.enable=True beside custom_reward_function.path: a reward model that a function asks over the "
-            "network is coming, not built yet"
-        )
     out: Native = {f"{native}.path": anywhere(v, f"{at}.model.path")}
     limit, decoder = v[f"{at}.max_length"], v[f"{at}.model.input_tokenizer"]
-    if decoder is None and limit is not None:
-        raise ConfigError(
-            f"{at}.max_length={limit} is read where {at}.model.input_tokenizer is given; leave it out"
-        )
     if decoder is None:
         return {**out, f"{native}.reads": "tokens"}
     if decoder not in (v[f"{MODEL}.path"], v["data.tokenizer"]):
@@ -205,13 +176,6 @@ def reward_model(v: Values) -> Native:
         )
     most = limit or v["data.max_prompt_length"] + v["data.max_response_length"]
     return {**out, f"{native}.max_tokens": most, f"{native}.overlong": "truncate_right"}
-
-
-def reward_model_code(v: Values) -> Native:
-    key = "reward_model.model.trust_remote_code"
-    if v[key] and has_reward_model(v):
-        raise ConfigError(f"{key}=True: code that comes with a model is never run; leave it out")
-    return NOTHING
 
 
 # ---------------------------------------------------------------- rollouts

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.row import Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
-from whet.dialects.verl.roles import ACTOR, ROLLOUT, has_critic, has_reference
 from whet.types import ConfigError, Json
 
 AT = "distillation"
@@ -73,21 +72,8 @@ def algorithm(v: Values) -> dict[str, Json]:
 
 def teacher(v: Values) -> Native:
     """The model of the one teacher, as the reference; beside task rewards the divergence is a KL in the loss."""
-    if not distills(v):
-        return NOTHING
-    if v[f"{ROLLOUT}.temperature"] != 1:
-        raise NotSupportedYet(
-            f"{ROLLOUT}.temperature={v[f'{ROLLOUT}.temperature']} with {AT}.enabled is coming, not built yet: a "
-            "teacher at another temperature than the policy (verl's is always at 1)"
-        )
     if replaces_rewards(v):
-        _check_alone(v)
         return {"reference.path": _path(v)}
-    if not by_gradient(v):
-        raise NotSupportedYet(
-            f"{LOSS}.use_task_rewards=True with use_policy_gradient is coming, not built yet: a policy loss of rewards "
-            "beside one of a teacher"
-        )
     divergence, most = _learnable(v), v[f"{LOSS}.loss_max_clamp"]
     if divergence == "forward_topk":
         raise NotSupportedYet(
@@ -99,8 +85,6 @@ def teacher(v: Values) -> Native:
             f"{LOSS}.loss_max_clamp={most} with use_task_rewards and loss_mode={v[f'{LOSS}.loss_mode']} is coming, not "
             "built yet: a bound of the divergence beside rewards; leave it out"
         )
-    if has_reference(v):
-        raise NotSupportedYet(f"{AT}.enabled beside a KL to a reference is coming, not built yet")
     return {
         "reference.path": _path(v),
         "algorithm.kl.coef": v[f"{LOSS}.distillation_loss_coef"],
@@ -117,19 +101,6 @@ def _learnable(v: Values) -> str:
             "depend on the teacher"
         )
     return divergence
-
-
-def _check_alone(v: Values) -> None:
-    """Where rewards do not count, nothing that is beside them in verl's policy loss counts."""
-    if v[f"{ACTOR}.entropy_coeff"] != 0:
-        raise ConfigError(
-            f"{ACTOR}.entropy_coeff={v[f'{ACTOR}.entropy_coeff']} has no effect with {LOSS}.use_task_rewards=False; "
-            "leave it out"
-        )
-    if has_critic(v):
-        raise ConfigError(
-            f"algorithm.adv_estimator=gae has no effect on the policy with {LOSS}.use_task_rewards=False; take grpo"
-        )
 
 
 def _path(v: Values) -> str:

@@ -146,10 +146,6 @@ def resume(v: Values) -> Native:
     mode = v["trainer.resume_mode"]
     if mode != "resume_path":
         return {"checkpoint.resume": "fresh" if mode == "disable" else mode}
-    if not v["trainer.resume_from_path"]:
-        raise ConfigError(
-            "trainer.resume_mode=resume_path needs trainer.resume_from_path, a checkpoint's folder"
-        )
     return {"checkpoint.resume": anywhere(v, "trainer.resume_from_path")}
 
 

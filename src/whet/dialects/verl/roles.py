@@ -292,8 +292,6 @@ def policy(v: Values) -> Native:
 
 def routers(v: Values) -> Native:
     """Terms of the loss for Megatron's routers."""
-    if not is_megatron(v):
-        return NOTHING
     at = f"{MEGATRON}.override_transformer_config"
     kind, coef = f"{at}.moe_router_load_balancing_type", f"{at}.moe_aux_loss_coeff"
     if v[coef] and v[kind] is None and not v.get(f"{MEGATRON}.use_mbridge"):
@@ -312,8 +310,6 @@ def reference(v: Values) -> Native:
 
 def critic(v: Values) -> Native:
     """Where the value model's weights start, with its own overrides in both forms: empty is none."""
-    if not has_critic(v):
-        return NOTHING
     config = v["critic.model.override_config"] or {}
     return {"critic.path": anywhere(v, "critic.model.path"), "critic.overrides": _without_sections(config)}
 

@@ -42,11 +42,6 @@ def routers(v: Values) -> Native:
     return router_terms(v, "engine.override_transformer_config") if is_megatron(v) else NOTHING
 
 
-def has_moment_dtypes(v: Values) -> bool:
-    """Whether the engine reads dtypes of the optimizer's moments."""
-    return engine_of(v) in ("megatron", "automodel")
-
-
 def recipe(v: Values) -> Native:
     """Supervised fine-tuning from a folder; prompts go through the chat template as the words of a user."""
     key = "model.path" if over_engines(v) else "model.partial_pretrain"
@@ -117,10 +112,6 @@ def batch(v: Values) -> Native:
     """B sequences a step; a pass has micro_batch_size_per_gpu of them, which must divide a rank's share; over engines
     it may have so many tokens."""
     B, W, sp = v["data.train_batch_size"], _world(v), v["ulysses_sequence_parallel_size"]
-    if sp > 1 and not (v["use_remove_padding"] or v["model.use_remove_padding"]):
-        raise ConfigError(
-            f"ulysses_sequence_parallel_size={sp}: sequence parallelism needs use_remove_padding=True"
-        )
     if W % sp:
         raise ConfigError(
             f"ulysses_sequence_parallel_size={sp} must divide the {W} devices (trainer.n_gpus_per_node)"
@@ -252,10 +243,6 @@ def checkpoints(v: Values) -> Native:
     mode, path = v["trainer.resume_mode"], v["trainer.resume_from_path"]
     if mode == "disable":
         return out | {"checkpoint.resume": "fresh"}
-    if mode == "resume_path" and not path:
-        raise ConfigError(
-            "trainer.resume_mode=resume_path needs trainer.resume_from_path, a checkpoint's folder"
-        )
     return out | ({"checkpoint.resume": anywhere(v, "trainer.resume_from_path")} if path else {})
 
 
@@ -272,8 +259,6 @@ def _contents(v: Values, which: str) -> list[str]:
 def validation(v: Values) -> Native:
     """The loss on held-out demonstrations, every test_freq steps and after the last; 0 and less: none."""
     every = v["trainer.test_freq"]
-    if v["data.val_files"] is None or (every != "after_each_epoch" and every <= 0):
-        return NOTHING
     return {
         **rows(v, "val", "data.eval.0"),
         **_columns(v, "data.eval.0"),

@@ -125,8 +125,6 @@ def _engine_devices(v: Values) -> int:
 
 def sharding(v: Values) -> Native:
     """How FSDP gathers what it has cut. Without forward_prefetch nothing is gathered ahead."""
-    if engine_of(v) != "fsdp":
-        return NOTHING
     return {
         f"{PARALLEL}.wrap_min_num_params": v[f"{FSDP}.wrap_policy.min_num_params"],
         f"{PARALLEL}.reshard_after_forward": resharded(v, f"{FSDP}.reshard_after_forward"),
@@ -222,15 +220,7 @@ def batches(v: Values) -> Native:
 
 def shuffling(v: Values) -> Native:
     """Another order of the rollouts in every pass, by the run's seed, in whole groups, for policy and critic alike."""
-    wanted = v[f"{ACTOR}.shuffle"]
-    if wanted and v[f"{ACTOR}.data_loader_seed"] is None:
-        raise ConfigError(f"{ACTOR}.shuffle=True: data_loader_seed must be set, too, as in verl")
-    if has_critic(v) and v[f"{CRITIC}.shuffle"] != wanted:
-        raise NotSupportedYet(
-            f"{CRITIC}.shuffle={v[f'{CRITIC}.shuffle']}: another choice than {ACTOR}.shuffle={wanted} is coming, not "
-            "built yet"
-        )
-    return {"train.shuffle_minibatches": wanted}
+    return {"train.shuffle_minibatches": v[f"{ACTOR}.shuffle"]}
 
 
 # ---------------------------------------------------------------- how passes are cut for memory

@@ -1,0 +1,126 @@
+"""The table of rules over a foreign file's values: when a function is asked at all, and which values it refuses.
+
+`rules.tsv` has a line for each rule; `#` begins a comment. The columns:
+
+    system    whose values
+    function  `module.function` of the system's package, which the rule stands before; one that has only rules need not
+              be there
+    rule      read: its keys count only when the condition holds, else they rest. refused: never together. coming: not
+              built yet. others: a file for models that are no language models
+    when      the condition, in the words of `whet.config.conditions`: `trainer.resume_mode is from_path and ...`. Its
+              names are keys of the file, functions of the package (`roles.has_critic`), or `since_0.8.0` for a file
+              that is read as that release or a newer one. A value may be compared with another key's. Empty: always
+    message   of all but read, in the system's own words. Values may stand in it: {key}, {key!r}, or {key:shown} as YAML
+
+A function's rules are asked in the order of their lines; the first that does not let it pass ends the matter.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from whet.config.conditions import TESTS, parsed
+from whet.config.faults import shown
+from whet.dialects.row import NOTHING, AnotherModel, Native, NotSupportedYet, Values
+from whet.dialects.versions import VERSIONS, since
+from whet.tables import lines
+from whet.types import ConfigError, Json
+
+Function = Callable[[Values], Native]
+"""The foreign values to native ones, by dotted native key. Raises ConfigError in the foreign system's own words,
+`NotSupportedYet` for what that system has and whet has not yet."""
+
+ERRORS: Mapping[str, type[ConfigError]] = {
+    "refused": ConfigError,
+    "coming": NotSupportedYet,
+    "others": AnotherModel,
+}
+_VALUE = re.compile(r"\{([^{}:!]+)(!r|:shown)?\}")
+_AS: Mapping[str | None, Callable[[Json], str]] = {"!r": repr, ":shown": shown, None: str}
+
+
+@functools.cache
+def function(system: str, name: str) -> Function:
+    """`module.function` of a system's package, with its rules before it."""
+    rules, found = _rules(system).get(name, ()), _named(system, name)
+    if found is None and not rules:
+        raise ValueError(f"{system}: there is no function {name}, and no rule of it")
+
+    def ruled(values: Values) -> Native:
+        for line in rules:
+            holds = condition(system, line["when"])(values)
+            if line["rule"] == "read" and not holds:
+                return NOTHING
+            if line["rule"] != "read" and holds:
+                raise ERRORS[line["rule"]](_message(system, line["message"], values))
+        native: Native = found(values) if found else NOTHING
+        return native
+
+    return ruled if rules else found or ruled
+
+
+@functools.cache
+def condition(system: str, words: str) -> Callable[[Values], bool]:
+    """Whether what the words say of a file's values is so."""
+    told = parsed(words) if words else {"all": ()}
+    return lambda values: _holds(system, told, values)
+
+
+@functools.cache
+def _rules(system: str) -> dict[str, list[dict[str, str]]]:
+    found: dict[str, list[dict[str, str]]] = {}
+    for line in lines(__package__, "rules.tsv"):
+        if line["system"] == system:
+            found.setdefault(line["function"], []).append(line)
+    return found
+
+
+@functools.cache
+def _named(system: str, name: str) -> Callable[[Values], Any] | None:
+    """A function of the package; None for what is none: a key of the file."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(f"{__package__}.{system}.{module}"), attribute, None)
+    except ModuleNotFoundError:
+        return None
+    return found if callable(found) else None
+
+
+def _value(system: str, name: str, values: Values) -> Json:
+    """What a name stands for: the value of a key, or of a fact. A key of other versions alone is null."""
+    if name in values:
+        return values[name]
+    if name.startswith("since_"):
+        wanted = name.removeprefix("since_")
+        return since(values, system, next(at for at in VERSIONS[system] if at.replace("-", "_") == wanted))
+    fact = _named(system, name)
+    return fact(values) if fact else None
+
+
+def _holds(system: str, told: Mapping[str, Any], values: Values) -> bool:
+    for several, joined in (("all", all), ("any", any)):
+        if several in told:
+            return joined(_holds(system, part, values) for part in told[several])
+    if "not" in told:
+        return not _holds(system, told["not"], values)
+    value = _value(system, told.get("key") or told["condition"], values)
+    test = next((name for name in TESTS if name in told), None)
+    if test is None:
+        return bool(value)
+    return TESTS[test](value, _wanted(system, told[test], values))
+
+
+def _wanted(system: str, said: Any, values: Values) -> Any:
+    """What a value is compared with: another key's, where it is one."""
+    if isinstance(said, Mapping):
+        return _value(system, said["key"], values)
+    is_key = isinstance(said, str) and "." in said and said in values
+    return values[said] if is_key else said
+
+
+def _message(system: str, text: str, values: Values) -> str:
+    return _VALUE.sub(lambda found: _AS[found[2]](_value(system, found[1], values)), text)

@@ -1,0 +1,77 @@
+"""rules.tsv of the dialects: what its words mean, in which order rules are asked, and that every line can hold."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from asked import strange, strange_names
+from whet.dialects import rules
+from whet.dialects.row import NOTHING, AnotherModel, NotSupportedYet, rows
+from whet.dialects.versions import VERSION
+from whet.tables import lines
+from whet.types import ConfigError
+
+LINES = lines("whet.dialects", "rules.tsv")
+
+
+@pytest.mark.parametrize(
+    "line", LINES, ids=lambda line: f"{line['system']}-{line['function']}-{line['when']}"
+)
+def test_each_line_names_what_there_is(line: dict[str, str]) -> None:
+    system = line["system"]
+    assert line["function"] in {row.function for row in rows(system)}, "a row of the table has the function"
+    assert line["rule"] in ("read", *rules.ERRORS)
+    assert (line["message"] == "") == (line["rule"] == "read")
+    assert strange_names(system, line["when"]) == []
+    assert strange(system, (found[0] for found in re.findall(rules._VALUE, line["message"]))) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "values", "holds"),
+    [
+        ("", {}, True),
+        ("a.b", {"a.b": 1}, True),
+        ("not a.b", {"a.b": []}, True),
+        ("a.b is null", {"a.b": None}, True),
+        ("a.b is c.d", {"a.b": 3, "c.d": 3}, True),
+        ("a.b is not c.d", {"a.b": 3, "c.d": 3}, False),
+        ("a.b < c.d", {"a.b": 2, "c.d": 3}, True),
+        ("a.b is one of x, false", {"a.b": False}, True),
+        ("a.b is x or a.b > 1 and c.d", {"a.b": "x", "c.d": False}, True),
+        ("(a.b is x or a.b is y) and c.d", {"a.b": "x", "c.d": False}, False),
+        ("roles.has_critic", {"algorithm.adv_estimator": "gae"}, True),
+        ("roles.has_critic", {"algorithm.adv_estimator": "grpo"}, False),
+        ("since_0.7.0", {VERSION: "0.7.1"}, True),
+        ("since_0.7.0", {VERSION: "0.6.1"}, False),
+        ("of.another_version is null", {}, True),
+    ],
+)
+def test_words_over_values(words: str, values: dict[str, object], holds: bool) -> None:
+    assert rules.condition("verl", words)(values) is holds
+
+
+def test_the_first_rule_that_does_not_pass_ends_the_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function whose keys rest is not asked, and refuses nothing; one with rules alone gives nothing."""
+    names = ("rule", "when", "message")
+    told = (
+        ("read", "a.b", ""),
+        ("coming", "a.b > 5", "a.b={a.b}: {c.d!r} is coming"),
+        ("refused", "a.b > 3", "a.b={a.b}, not {c.d:shown}"),
+        ("others", "a.b is 2", "no language model"),
+    )
+    monkeypatch.setattr(rules, "_rules", lambda system: {"x.y": [dict(zip(names, line)) for line in told]})
+    ask = rules.function.__wrapped__("verl", "x.y")
+    assert ask({"a.b": 0, "c.d": "x"}) == ask({"a.b": 1, "c.d": "x"}) == NOTHING
+    for value, error, said in (
+        (6, NotSupportedYet, "a.b=6: 'x' is coming"),
+        (4, ConfigError, 'a.b=4, not "x"'),
+        (2, AnotherModel, "no language model"),
+    ):
+        with pytest.raises(error) as raised:
+            ask({"a.b": value, "c.d": "x"})
+        assert type(raised.value) is error
+        assert str(raised.value) == said
+    with pytest.raises(ValueError, match=r"no function x\.z, and no rule of it"):
+        rules.function.__wrapped__("verl", "x.z")
