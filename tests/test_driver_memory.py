@@ -20,7 +20,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 WIDE = 512, 52_000
-MODEL_BYTES = 4 * 3 * WIDE[0] * WIDE[1]
+MATRIX_BYTES = 4 * WIDE[0] * WIDE[1]
+MODEL_BYTES = 3 * MATRIX_BYTES
 """Of its one layer: 305 MiB."""
 ABOVE_BYTES = MODEL_BYTES * 9 // 10
 """What the driver may take from the moment on at which it would build the model: stacks of threads, above all."""
@@ -69,8 +70,10 @@ def small_stacks() -> None:
     resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, resource.getrlimit(resource.RLIMIT_STACK)[1]))
 
 
-def trained(folder: Path, *, builds: bool) -> subprocess.CompletedProcess[str]:
-    """A run in `folder`, whose driver is limited. builds: its driver makes the model itself."""
+def trained(
+    folder: Path, *, builds: bool = False, method: str = "auto", above: int = ABOVE_BYTES
+) -> subprocess.CompletedProcess[str]:
+    """A run in `folder`, whose driver is limited. builds: its driver makes the model itself. method: of the sync."""
     tree: dict[str, Any] = {
         "seed": 3,
         "imports": ["free.py"],
@@ -95,13 +98,14 @@ def trained(folder: Path, *, builds: bool) -> subprocess.CompletedProcess[str]:
             "parallel": {"dp_shard": 2},
         },
         "track": {"trackers": ["jsonl"]},
+        "sync": {"method": method},
         "machine": {"threads": 1},
         "run_dir": "run",
     }  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump(tree))
     (folder / "free.py").write_text(FREE)
     return subprocess.run(
-        [sys.executable, "-c", DRIVER, "said", str(ABOVE_BYTES), "builds" if builds else "gives away"],
+        [sys.executable, "-c", DRIVER, "said", str(above), "builds" if builds else "gives away"],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
         stdout=subprocess.PIPE,
@@ -114,7 +118,7 @@ def trained(folder: Path, *, builds: bool) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_model_larger_than_the_driver_s_memory_is_trained_synced_saved_and_exported(tmp_path: Path) -> None:
-    done = trained(tmp_path, builds=False)
+    done = trained(tmp_path)
     run = tmp_path / "run"
     log = (run / "run.log").read_text()
     assert done.returncode == 0, done.stdout[-3000:] + log[-3000:]
@@ -126,6 +130,13 @@ def test_a_model_larger_than_the_driver_s_memory_is_trained_synced_saved_and_exp
     assert list(WIDE) in wide
     (saved,) = (run / "checkpoints").glob("*")
     assert (saved / "policy" / "model.safetensors").stat().st_size > MODEL_BYTES
+
+
+def test_a_broadcast_of_ranks_takes_no_memory_of_the_driver(tmp_path: Path) -> None:
+    """It may take less than the two matrices that travel together."""
+    done = trained(tmp_path, method="collective", above=2 * MATRIX_BYTES * 9 // 10)
+    log = (tmp_path / "run" / "run.log").read_text()
+    assert done.returncode == 0, done.stdout[-3000:] + log[-3000:]
 
 
 def test_the_limit_fails_a_driver_that_makes_the_model(tmp_path: Path) -> None:

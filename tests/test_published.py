@@ -36,7 +36,7 @@ from whet.sync.replicas import Seat, WrittenVersion
 from whet.sync.scratch import Scratch
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
-from whet.types import WhetError
+from whet.types import Receipt, WhetError
 
 SGD = OptimizerConfig(name="sgd", lr=0.5)
 
@@ -170,7 +170,11 @@ def memory_of(model: torch.nn.Module) -> int:
 def apart(policy: RankGroup) -> Any:
     """All of a policy on ranks but its `module`: nothing may ask for that."""
     return SimpleNamespace(
-        version=policy.version, apart=policy.apart, structure=policy.structure, publish=policy.publish
+        version=policy.version,
+        apart=policy.apart,
+        structure=policy.structure,
+        publish=policy.publish,
+        call=policy.call,
     )
 
 
@@ -179,7 +183,7 @@ def apart(policy: RankGroup) -> Any:
 def test_replicas_get_versions_that_the_driver_never_has(
     shards: Ranks, tmp_path: Path, method: str, content: str
 ) -> None:
-    """Those of this machine map the files; one on another machine, or a broadcast, gets the tensors of the files."""
+    """Those of this machine map the files; a broadcast starts in a rank; one on another machine gets a letter."""
     lora = content == "adapters"
     policy, objects = group_of(shards, lora=lora), Objects()
     there = [One(objects, lora=lora, name=f"engine-{n}") for n in range(2)]
@@ -188,10 +192,11 @@ def test_replicas_get_versions_that_the_driver_never_has(
     out.near = lambda replica: replica is not far
 
     async def story() -> None:
+        source = apart(policy)
         for version in (1, 2, 3):
             policy.update(weighted(seed=version), pg_loss)
-            policy.version, before = version, objects.bytes
-            shipment = out.ship(WeightUpdate(version=version, source=apart(policy)))
+            policy.version, source.version, before = version, version, objects.bytes
+            shipment = out.ship(WeightUpdate(version=version, source=source))
             assert await load_all(shipment, there) == [None, None]
             late = One(objects, lora=lora, name="late")
             await load(shipment, late)
@@ -200,6 +205,7 @@ def test_replicas_get_versions_that_the_driver_never_has(
             for one in (*there, late, far):
                 assert state(one.module) == state(policy.module)
                 assert one.engine.version == version
+            assert out.end is None or out.end.group is None, "this process never joins the group"
 
     far = One(objects, lora=lora, name="far")
     run(story())
@@ -230,6 +236,44 @@ def test_a_replica_that_dies_while_it_reads_harms_nobody(shards: Ranks, tmp_path
         anew = One(objects, name="engine-0")
         await load(shipment, anew)
         assert state(anew.module) == state(policy.module)
+
+    run(story())
+    out.close()
+
+
+@pytest.mark.parametrize("dies_at", [1, 2])
+def test_a_replica_that_dies_in_a_broadcast_of_ranks_harms_nobody(
+    shards: Ranks, tmp_path: Path, dies_at: int
+) -> None:
+    """Before it has joined, or with all bytes. The others get the version in another group, from the same rank."""
+    policy, objects = group_of(shards), Objects()
+    there = [One(objects, name=f"engine-{n}") for n in range(3)]
+    lost, *others = there
+    out = shipper(objects, there, method="collective", timeout_s=30.0)
+    out.cfg = out.cfg.model_copy(update={"run_dir": str(tmp_path / "run")})
+    taken = lost.deliver
+
+    async def dies(delivery: Any) -> Receipt:
+        if delivery.version < dies_at or dies_at == 2:
+            receipt = await taken(delivery)
+        if delivery.version == dies_at:
+            raise RuntimeError("the process has ended")
+        return receipt
+
+    lost.deliver = dies  # type: ignore[method-assign]
+
+    async def story() -> None:
+        source = apart(policy)
+        for version in (1, 2, 3):
+            policy.update(weighted(seed=version), pg_loss)
+            policy.version = source.version = version
+            told = await load_all(out.ship(WeightUpdate(version=version, source=source)), list(there))
+            assert [type(error) for error in told if error] == [RuntimeError] * (version == dies_at)
+            if version == dies_at:
+                there.remove(lost)
+            for one in others:
+                assert state(one.module) == state(policy.module)
+                assert one.engine.version == version
 
     run(story())
     out.close()

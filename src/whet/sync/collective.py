@@ -5,7 +5,8 @@ things (headers, roll call, receipts) go through the store, so that every wait c
 the tensors go through the group. All ranks take part in every send: the receivers are fixed when the group is made. A
 rank that fails breaks the group for good, and another one is to be made of those that live.
 
-Keys of the store, for the n-th send: n/ready/RANK, n/BUCKET (a header), n/done/RANK, n/failed/RANK.
+Keys of the store, for the n-th send: n/ready/RANK, n/BUCKET (a header), n/done/RANK, n/failed/RANK. The key `aborted`
+says why nobody is to wait any more.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import socket
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -33,9 +35,10 @@ _GRACE_S = 5.0
 class Collective:
     """One end of a `Transport` by broadcast. Rank 0 is the trainer; ranks 1, 2, ... are the receivers, by name.
 
-    port: where the trainer's end listens (its `port`); the trainer gives 0 and gets a free one. device: what tensors
-    are received on, and which library moves them: cpu is gloo, cuda is NCCL.
-    The group itself is made at the first send and receive, by all ranks together.
+    port: where the trainer's end listens (its `port`); the trainer gives 0 and gets a free one. serves: this end keeps
+    the store; default: the trainer's does. An end of rank 0 that does not serve sends for the one that does
+    (`sync.relay`), which can `abort` it. device: what tensors are received on, and which library moves them: cpu is
+    gloo, cuda is NCCL. The group itself is made at the first send and receive, by all ranks together.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Collective:
         rank: int,
         port: int = 0,
         host: str = "127.0.0.1",
+        serves: bool | None = None,
         device: str = "cpu",
         timeout_s: float = 600.0,
         bucket_bytes: int = BUCKET_BYTES,
@@ -66,9 +70,8 @@ class Collective:
         """Why nothing goes through any more."""
         self.missing: Sequence[int] = ()
         """Ranks that did not come, where that is why."""
-        self.aborted: str | None = None
-        """Why the send at hand is given up."""
-        self.store, self.port = _open_store(host, port, serves=rank == 0, timeout_s=timeout_s)
+        serves = rank == 0 if serves is None else serves
+        self.store, self.port = _open_store(host, port, serves=serves, timeout_s=timeout_s)
         self.store.set(f"here/{rank}", myself())
 
     # -- the trainer's end
@@ -81,13 +84,15 @@ class Collective:
         held: Mapping[str, TensorEntry] | None = None,
     ) -> Manifest:
         """See `Transport`. Returns when every receiver has all bytes; raises WhetError naming those who have not."""
-        patience = self._begin(version)
         try:
+            patience = self._begin(version)
             manifest = self._send(version, pieces(tensors, held or {}), patience)
         except BaseException as error:
             # the receivers need not wait for the deadline
             self.group, self.broken = None, self.broken or f"sending version {version} failed: {error!r}"
-            self.store.set(f"{self.sends}/failed/0", self.broken)
+            if self.store is not None:
+                with suppress(RuntimeError):  # who keeps the store has gone: nobody waits
+                    self.store.set(f"{self.sends}/failed/0", self.broken)
             raise
         self.sends += 1
         return manifest
@@ -140,7 +145,8 @@ class Collective:
 
     def abort(self, why: str) -> None:
         """The trainer, from another thread: a receiver is known to have ended, so wait for nobody any more."""
-        self.aborted = why
+        if self.store is not None:
+            self._store("to give up", lambda: self.store.set("aborted", why))
 
     def close(self) -> None:
         """Leave the group; the trainer's end takes the store along."""
@@ -174,7 +180,9 @@ class Collective:
             else:
                 gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 gloo._timeout = timedelta(seconds=self.timeout_s)
-                gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self.host)]
+                gloo._devices = [
+                    dist.ProcessGroupGloo.create_device(hostname=_own_address(self.host, self.port))
+                ]
                 self.group = dist.ProcessGroupGloo(store, self.rank, size, gloo)
         except RuntimeError as error:
             raise self._failed("the process group could not be created", error) from error
@@ -291,7 +299,7 @@ class Collective:
         while not self._store(keys[0], lambda: self.store.check(keys)):
             if self.rank != 0 and (why := self._read(f"{self.sends}/failed/0")) is not None:
                 raise self._failed(f"{self._who(0)} stopped the broadcast: {why}")
-            if self.rank == 0 and (why := self.aborted or self._heard_of_failure()) is not None:
+            if self.rank == 0 and (why := self._read("aborted") or self._heard_of_failure()) is not None:
                 raise self._failed(why)
             if patience.over:
                 return False
@@ -318,6 +326,13 @@ class Collective:
             self.store.delete_key(f"{n}/done/{rank}")
         for number in range(last + 1):
             self.store.delete_key(f"{n}/{number}")
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address at which this machine reaches the trainer, and the others reach this process."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing: it chooses the interface
+        return str(probe.getsockname()[0])
 
 
 def _open_store(host: str, port: int, *, serves: bool, timeout_s: float) -> tuple[Any, int]:

@@ -2,8 +2,8 @@
 by broadcast.
 
 A policy in other processes of this machine (ranks) writes each version itself, into a folder: replicas of this machine
-map the files, and this process passes on no more than the manifest. To others it sends the tensors of these files, as
-it does those of a module here.
+map the files, and this process passes on no more than the manifest. A broadcast of these files starts in one of the
+policy's processes (`relay`). Letters for replicas of other machines are put into the store here.
 
 `Shipper` is the trainer's end and is passed as a Router's `ship`; `Inbox` is a replica's. The replica's handle carries
 a `Letter` or a `Seat` between them. A replica that joins late or restarts gets all tensors.
@@ -39,6 +39,7 @@ from whet.sync.exchange import (
 from whet.sync.files import Files
 from whet.sync.manifest import DTYPES, Manifest
 from whet.sync.parcels import Letter, Parcels, in_store
+from whet.sync.relay import Relay
 from whet.sync.scratch import Scratch
 from whet.sync.transport import Patience
 from whet.types import Receipt, WhetError
@@ -125,6 +126,8 @@ class Shipper:
         self.end: Collective | None = None
         self.seated: list[Replicated] = []
         """Who is in the group of `end`, in the order of ranks."""
+        self.root: Policy | None = None
+        """Whose process is rank 0 of that group; None: this one."""
         self.near: Callable[[Replicated], bool] = lambda replica: False
         self.scratch: Scratch | None = None
         self.files: Publisher | None = None
@@ -134,7 +137,7 @@ class Shipper:
         """See `Router`. Called once a version; what it returns, once a replica."""
         written = None if update.source is None else self.written(update.source)
         if self.host is not None and update.tensors is None:
-            to = Broadcast(self, update).to
+            to = Broadcast(self, update, written).to
         elif written is not None:
             to = Mapped(self, update, written).to
         else:
@@ -180,26 +183,30 @@ class Shipper:
         return self.store.letter(update.version)
 
     def seat(
-        self, members: Sequence[Replicated], version: int, timeout_s: float
+        self, members: Sequence[Replicated], update: WeightUpdate, timeout_s: float
     ) -> tuple[Publisher, list[Seat]]:
         """The trainer's end of a group of these replicas, and their places. A broken group is created again."""
         assert self.host is not None
-        if self.end is None or self.end.broken is not None or self.seated != list(members):
+        same = self.seated == list(members) and self.root is update.source
+        if self.end is None or self.end.broken is not None or not same:
             if self.end is not None:
                 self.end.close()
             names = [m.label for m in members]
             self.end = Collective(
                 names, rank=0, host=self.host(members), device=self.device, timeout_s=timeout_s
             )
-            self.seated = list(members)
+            self.seated, self.root = list(members), update.source
         end = self.end
         end.timeout_s = timeout_s
-        out = publisher_of(self.cfg, end, timeout_s=timeout_s)
+        through = (
+            end if self.scratch is None or self.root is None else Relay(end, self.root, self.scratch.path)
+        )
+        out = publisher_of(self.cfg, through, timeout_s=timeout_s)
         for member in members:
             out.join(member.label, member.held)
         receivers = tuple(end.names[1:])
         place = {"host": end.host, "port": end.port, "device": self.device, "timeout_s": timeout_s}
-        return out, [Seat(version, receivers, rank, **place) for rank in range(1, len(end.names))]  # type: ignore[arg-type]
+        return out, [Seat(update.version, receivers, rank, **place) for rank in range(1, len(end.names))]  # type: ignore[arg-type]
 
 
 async def hand(letter: Letter | WrittenVersion, replica: Replicated) -> Receipt:
@@ -243,8 +250,8 @@ class Broadcast:
     within the shipper's deadline.
     """
 
-    def __init__(self, shipper: Shipper, update: WeightUpdate) -> None:
-        self.shipper, self.source, self.version = shipper, update, update.version
+    def __init__(self, shipper: Shipper, update: WeightUpdate, written: WrittenVersion | None) -> None:
+        self.shipper, self.source, self.version, self.written = shipper, update, update.version, written
         self.answers: dict[Replicated, asyncio.Future[None]] = {}
         self.sent: Manifest | None = None
         self.running: asyncio.Task[None] | None = None
@@ -292,7 +299,7 @@ class Broadcast:
         self, members: Sequence[Replicated], timeout_s: float
     ) -> dict[Replicated, BaseException | None]:
         """One send to a group of these. For each what failed: _Broken if it lives and the group did."""
-        out, seats = await asyncio.to_thread(self.shipper.seat, members, self.version, timeout_s)
+        out, seats = await asyncio.to_thread(self.shipper.seat, members, self.source, timeout_s)
         end = self.shipper.end
         assert end is not None
         asked = {m: asyncio.ensure_future(m.deliver(s)) for m, s in zip(members, seats)}
@@ -321,6 +328,8 @@ class Broadcast:
                     log.info("%s cannot give its weights: %s", member.label, error)
                     continue
                 return await hand(letter, replica)
+        if self.written is not None and self.shipper.near(replica):
+            return await hand(self.written, replica)
         letter = self.shipper.letter(self.source, whole=True)
         self.shipper.store.close()  # for this one alone
         if self.sent is not None and letter.manifest.digest != self.sent.digest:

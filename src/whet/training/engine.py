@@ -55,6 +55,9 @@ class TrainEngine(Protocol):
         several processes, one has each whole tensor for as long as `send` looks at it. On another machine they are
         brought here first, so that what `send` writes is always on this one. Raises what `send` raises."""
 
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function, which can be pickled, in the process that calls `send`, and return what it returns."""
+
     def copy_from(self, other: Any, share: float = 1.0) -> None:
         """Take the weights of another engine of the same model; of a share below 1 the weights become share * other +
         (1 - share) * own."""

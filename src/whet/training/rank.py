@@ -46,7 +46,7 @@ from whet.types import WhetError
 
 NOTED = {
     "open": "load weights", "forward": "forward", "update": "update", "pull": "gather weights", "save": "save",
-    "publish": "publish weights",
+    "publish": "publish weights", "call": "send weights",
     "capture": "gather for a checkpoint", "hold": "copy for a checkpoint", "load": "load a checkpoint",
     "copy": "copy weights",
 }  # fmt: skip
@@ -159,6 +159,9 @@ class _Rank:
     def publish(self, name: str, send: Send[Any], adapters: Mapping[str, Adapter]) -> Any:
         return self.engines[name].publish_parts(send, adapters)
 
+    def call(self, name: str, function: Callable[[], object]) -> object:
+        return function() if self.hello.rank == 0 else None
+
     def save(self, name: str, path: str, moments: bool) -> None:
         self.engines[name].save(Path(path), moments=moments)
 
@@ -266,6 +269,7 @@ class _Rank:
                 self.update,
                 self.pull,
                 self.publish,
+                self.call,
                 self.save,
                 self.capture,
                 self.pieces,

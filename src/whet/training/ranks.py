@@ -389,6 +389,12 @@ class RankGroup:
         with self.span("publish weights"):
             return self._ask("publish", send, adapters_of(self._module))[0]  # type: ignore[no-any-return]
 
+    def call(self, function: Callable[[], T]) -> T:
+        if not self.apart:
+            return function()
+        with self.span("send weights"):
+            return self._ask("call", function)[0]  # type: ignore[no-any-return]
+
     def save(self, path: Path, *, moments: bool = True) -> None:
         if self.sharded:
             parts.hold(self._ask, moments=moments, copy=False)(path)

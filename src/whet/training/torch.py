@@ -198,6 +198,9 @@ class TorchEngine:
     def publish(self, send: Send[T]) -> T:
         return send(weights_of(self.module))
 
+    def call(self, function: Callable[[], T]) -> T:
+        return function()
+
     def publish_parts(self, send: Send[T], adapters: Mapping[str, Adapter]) -> T | None:
         """`publish`, on every rank; the one that writes calls `send`. adapters: those of the whole model."""
         named = ((n, p.detach()) for n, p in self.module.named_parameters())

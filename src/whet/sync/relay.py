@@ -1,0 +1,130 @@
+"""A broadcast whose bytes come from the policy's own process: the driver keeps the store and says who takes part.
+
+Ranks have written the version into a folder of this machine. One of them maps its files and is rank 0 of the group, so
+that no byte of the weights goes through the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+from torch import Tensor
+
+from whet.guard import pulse
+from whet.sync.collective import Collective
+from whet.sync.exchange import Policy
+from whet.sync.files import Files
+from whet.sync.manifest import Manifest, Piece, TensorEntry
+from whet.types import Receipt, WhetError
+
+_BEAT_S = 1.0
+"""A broadcast has a deadline of its own: while it runs, the process that sends is not silent."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rank 0 of one group."""
+
+    receivers: tuple[str, ...]
+    host: str
+    port: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one send."""
+
+    manifest: Manifest | None
+    failed: str = ""
+    missing: tuple[int, ...] = ()
+    """Ranks that did not come, where that is why."""
+
+
+class Relay:
+    """The driver's end as a `Transport`: `end` has the store and never joins the group."""
+
+    def __init__(self, end: Collective, policy: Policy, folder: Path) -> None:
+        """folder: where the policy's processes write their versions, as `Files` does."""
+        self.end, self.policy, self.folder = end, policy, folder
+
+    def send(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        held: Mapping[str, TensorEntry] | None = None,
+    ) -> Manifest:
+        """See `Transport`. tensors: those of the folder; they are not looked at here."""
+        end = self.end
+        place = Place(tuple(end.names[1:]), end.host, end.port, end.device.type)
+        sent = self.policy.call(
+            partial(_sent, place, self.folder, version, timeout_s=end.timeout_s, held=held)
+        )
+        if sent.manifest is None:
+            end.broken, end.missing = sent.failed, sent.missing
+            raise WhetError(sent.failed)
+        return sent.manifest
+
+    def receive(self, version: int, *, held: Manifest | None = None) -> Generator[Piece, None, Manifest]:
+        return self.end.receive(version, held=held)
+
+    def newest(self) -> int | None:
+        return self.end.newest()
+
+    def confirm(self, receipt: Receipt) -> None:
+        self.end.confirm(receipt)
+
+    def receipts(self) -> Sequence[Receipt]:
+        return self.end.receipts()
+
+    def close(self) -> None:
+        self.end.close()
+
+
+@lru_cache(maxsize=1)
+def _end(place: Place) -> Collective:
+    """Of this process; the group of the version before serves the next one."""
+    return Collective(
+        place.receivers,
+        rank=0,
+        port=place.port,
+        host=place.host,
+        serves=False,
+        device=place.device,
+    )
+
+
+def _sent(
+    place: Place, folder: Path, version: int, *, timeout_s: float, held: Mapping[str, TensorEntry] | None
+) -> Outcome:
+    """Called in the policy's process. A failure is an answer: receivers that end are no fault of the ranks."""
+    with ThreadPoolExecutor(1, thread_name_prefix="whet-broadcast") as pool:
+        sending = pool.submit(_send, place, folder, version, timeout_s=timeout_s, held=held)
+        while not wait_for([sending], timeout=_BEAT_S).done:
+            pulse.beat(f"the broadcast of weights version {version}")
+        return sending.result()
+
+
+def _send(
+    place: Place, folder: Path, version: int, *, timeout_s: float, held: Mapping[str, TensorEntry] | None
+) -> Outcome:
+    end: Collective | None = None
+    try:
+        end = _end(place)
+        end.timeout_s = timeout_s
+        return Outcome(end.send(version, _read(folder, version), held=held))
+    except WhetError as error:
+        _end.cache_clear()
+        return Outcome(None, str(error), tuple(end.missing) if end is not None else ())
+
+
+def _read(folder: Path, version: int) -> Iterator[tuple[str, Tensor]]:
+    for entry, tensor in Files(folder).receive(version):
+        assert tensor is not None, "it is read whole"
+        yield entry.name, tensor
