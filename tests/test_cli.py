@@ -120,6 +120,30 @@ def test_the_package_itself_is_the_command() -> None:
     assert (done.returncode, done.stdout.startswith("whet ")) == (0, True)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "code"),
+    [
+        ("a.yaml", '"\\u001b]0;owned\\u0007": 1', 2),
+        ("a.yaml", 'seed: "\\u009b31mowned"', 2),
+        ("a.sh", "python3 -m verl.trainer.main_ppo 'trainer.\x1b]0;owned\x07=1'", 2),
+    ],
+)
+def test_what_an_error_quotes_of_a_file_commands_no_terminal(
+    name: str, text: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / name).write_text(text)
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, getattr(sys, stream))
+    monkeypatch.setattr(sys, "argv", ["whet", "convert", str(tmp_path / name)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == code
+    said = capsys.readouterr().err
+    assert "owned" in said
+    assert said.replace("\n", "").isprintable()
+
+
 # ---------------------------------------------------------------- help and its examples
 
 

@@ -195,6 +195,45 @@ def test_a_reward_of_ones_own_is_confined_when_the_config_asks_for_it(tmp_path):
     assert "PermissionError" in g.rollouts[0].error
 
 
+@needs_sandbox
+def test_every_reward_that_is_built_in_is_confined_and_what_may_evaluate_ends_with_its_call():
+    """Beside the payloads, which find nothing to do in a reward that evaluates nothing today."""
+    opened = {}
+
+    def note(loaders, **how):
+        opened.update(loaders)
+
+    rewards = {n: RewardConfig(function=n, arguments=given) for n, given in OTHERS.items() if ":" not in n}
+    rewards |= {n: RewardConfig(function=n) for n in OTHERS if ":" in n}
+    for name, verifier in (("read", "lcm"), ("unread", "countdown")):
+        rewards[name] = RewardConfig(function="reasoning_gym", arguments={"verifiers": [verifier]})
+    RewardSet.from_config(rewards, RewardWorkersConfig(), open_jail=note)
+    made = {name: load() for name, load in opened.items()}
+    assert made.keys() == rewards.keys()
+    assert all(each.confined for each in made.values())
+    assert {name for name, each in made.items() if each.once} == (
+        {"unread"} if not sandbox.lacking() else set()
+    )
+
+
+def test_what_a_call_has_changed_is_gone_where_a_process_ends_with_its_call():
+    seen = []
+
+    def counts(value):
+        seen.append(value)
+        return len(seen)
+
+    found = {}
+    for once in (False, True):
+        with Jail(
+            {"counts": lambda once=once: Guarded(counts, once=once)}, timeout_s=60.0, workers=1
+        ) as jail:
+            asked = [RewardCall(function="counts", arguments='{"value": 1}') for _ in range(3)]
+            results = asyncio.run(jail.call_many(asked))
+        found[once] = [r.parts["score"] for r in results]
+    assert found == {False: [1.0, 2.0, 3.0], True: [1.0, 1.0, 1.0]}
+
+
 def test_every_reward_that_is_built_in_is_tried_here():
     modules = [answer_line, builtin, gsm8k, whet.rewards.math, tagged, trinity, verl]
     there = {

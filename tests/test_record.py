@@ -570,6 +570,7 @@ def test_secrets_reach_neither_manifest_nor_log(tmp_path: Path, monkeypatch: pyt
     log = logging.getLogger("whet.test")
     log.info("login with %s", "hf_veryverysecret")
     log.debug("not at this level")
+    log.warning("half of a letter \ud800, and \x1b]0;owned\x07")
     try:
         raise ValueError("bad password opensesame99")
     except ValueError:
@@ -583,9 +584,15 @@ def test_secrets_reach_neither_manifest_nor_log(tmp_path: Path, monkeypatch: pyt
     assert "login with <redacted:HF_TOKEN>" in text
     assert "bad password <redacted:WHET_DB_PASSWORD>" in text
     assert "Traceback" in text
+    for place in (text, shown[0]):
+        assert r"half of a letter \ud800, and \x1b]0;owned\x07" in place, (
+            "a line that a file takes and a terminal shows"
+        )
     assert "not at this level" not in text
     assert "after" not in text
-    assert [line.split(":")[0] for line in shown] == ["ERROR whet.test"], "the screen gets warnings and worse"
+    assert [line.split(":")[0] for line in shown] == ["WARNING whet.test", "ERROR whet.test"], (
+        "the screen gets warnings and worse"
+    )
     for handler in list(logging.getLogger("whet").handlers):
         logging.getLogger("whet").removeHandler(handler)
         handler.close()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 import typer
 
 from whet import commands_engines, commands_records, commands_runs, commands_studio, secrets
+from whet.guard.foreign import plain
 from whet.notices import say, say_columns, say_missing, write
 from whet.options import (
     SETTINGS,
@@ -528,12 +529,9 @@ def main() -> None:
     secrets.guard_output()
     try:
         app(arguments)
-    except ConfigError as e:
-        typer.echo(f"whet: {e}", err=True)
-        sys.exit(2)
-    except WhetError as e:
-        typer.echo(f"whet: {e}", err=True)
-        sys.exit(1)
+    except WhetError as e:  # it may quote a file or a script that is someone else's
+        typer.echo(f"whet: {plain(str(e))}", err=True)
+        sys.exit(2 if isinstance(e, ConfigError) else 1)
 
 
 if __name__ == "__main__":

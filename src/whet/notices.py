@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from whet.guard.foreign import plain
 from whet.types import ConfigError
 
 if TYPE_CHECKING:
@@ -18,9 +19,9 @@ def say(loaded: Loaded) -> None:
     from whet.dialects.report import summary
 
     if loaded.translation:
-        typer.echo(summary(loaded.translation), err=True)
+        typer.echo(plain(summary(loaded.translation)), err=True)
     for note in loaded.notes:
-        typer.echo(f"note: {note}", err=True)
+        _note(note)
 
 
 def say_columns(loaded: Loaded) -> None:
@@ -28,7 +29,7 @@ def say_columns(loaded: Loaded) -> None:
     from whet.data.recognise import with_columns
 
     for text in with_columns(loaded, plan=True)[1]:
-        typer.echo(f"note: {text}", err=True)
+        _note(text)
 
 
 def say_missing(loaded: Loaded) -> None:
@@ -36,7 +37,12 @@ def say_missing(loaded: Loaded) -> None:
     from whet.config.plan import missing
 
     for text in missing(loaded):
-        typer.echo(f"note: {text}", err=True)
+        _note(text)
+
+
+def _note(text: str) -> None:
+    """It may quote a file that is someone else's."""
+    typer.echo(f"note: {plain(text)}", err=True)
 
 
 def write(path: Path, text: str) -> None:

@@ -8,20 +8,21 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from whet.guard.foreign import plain
 from whet.guard.printed import CONSOLE
 from whet.secrets import learn_environment, redact
 from whet.track.files import file_error
 
 
 class _Strike(logging.Filter):
-    """Removes known secrets from a message before it is written."""
+    """Removes known secrets from a message, and what files do not take or a terminal obeys, before it is written."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
         if record.exc_info:
             text += "\n" + logging.Formatter().formatException(record.exc_info)
             record.exc_info = record.exc_text = None
-        record.msg, record.args = redact(text), None
+        record.msg, record.args = plain(redact(text)), None
         return True
 
 
