@@ -17,12 +17,15 @@ from whet.config.keys import Path, dotted
 from whet.config.tree import get, origin, path_of
 from whet.dialects.idle import without
 from whet.dialects.layout import APART, DIMS, native
+from whet.dialects.served import OPTIONS, SLEEP
+from whet.dialects.served import fit as fit_server
 from whet.dialects.translate import ReportLine, Translation
 from whet.types import Json
 
 KEYS = (
     *map(native, (*DIMS, "engines", "nodes")),
     *(APART, "train.engine", "train.offload", "train.compile", "profile.tools", "profile.steps"),
+    *(OPTIONS, SLEEP),
 )
 """Native keys about devices."""
 
@@ -74,6 +77,7 @@ def _changes(tree: dict[str, Json], at: Path, found: Mapping[Path, Json]) -> Cha
         if (path := _path(at, native("nodes"))) in found and not several:
             out[path] = (None, "one machine: the cluster is not named (cluster.address)")
         out |= _together(_path(at, APART), found, sizes, devices)
+    out |= _served(_path(at, OPTIONS), _path(at, SLEEP), found, devices, here)
     ranks = math.prod(size for dim, size in sizes.items() if dim != "ep")
     return out | _left_out(at, found, gpu=devices > 0, ranks=ranks, ep=sizes.get("ep", 1))
 
@@ -89,6 +93,16 @@ def _engines(path: Path, found: Mapping[Path, Json], devices: int, here: str) ->
         return {}
     said = f"{max(most, 1)} of {found[path]} engines: each needs a GPU, and {here}"
     return {path: (most if most > 1 else None, said)}
+
+
+def _served(options: Path, sleep: Path, found: Mapping[Path, Json], devices: int, here: str) -> Changes:
+    """A server with the devices that there are."""
+    out: Changes = {}
+    for name, value, why in fit_server(found.get(options, {}), devices):
+        out[*options, name] = (value, f"{why}, and {here}")
+    if sleep in found and not devices:
+        out[sleep] = (None, f"{SLEEP} is left out: it is about a GPU, and {here}")
+    return out
 
 
 def _together(path: Path, found: Mapping[Path, Json], sizes: Mapping[str, int], devices: int) -> Changes:

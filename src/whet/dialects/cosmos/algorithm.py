@@ -6,6 +6,7 @@ from whet.dialects.cosmos.data import short
 from whet.dialects.cosmos.steps import steps_together
 from whet.dialects.cosmos.values import POLICY, at_revision, is_sft, weights
 from whet.dialects.row import AnotherModel, NotSupportedYet, Values
+from whet.dialects.served import placed
 from whet.types import ConfigError, Json
 
 ALL = 1_000_000
@@ -40,7 +41,21 @@ def trainer(values: Values) -> dict[str, Json]:
 
 def backend(values: Values) -> dict[str, Json]:
     """The embedded engine stands in for vLLM and TensorRT-LLM: what is sampled has the same law."""
-    return _here(values, "rollout.backend", ("vllm", "vllm_async", "trtllm"))
+    _here(values, "rollout.backend", ("vllm", "vllm_async", "trtllm"))
+    if is_sft(values):
+        return {}
+    at = "rollout.parallelism"
+    return dict(
+        placed(
+            "vllm",
+            tp=values[f"{at}.tp_size"],
+            pp=values[f"{at}.pp_size"],
+            dp=values[f"{at}.n_init_replicas"],
+            ep=values[f"{at}.ep_size"],
+            memory=values["rollout.gpu_memory_utilization"],
+            sleeps=values.get("mode") == "colocated",
+        )
+    )
 
 
 def _here(values: Values, key: str, known: tuple[str, ...]) -> dict[str, Json]:

@@ -5,10 +5,12 @@ Each function takes all values of a file and gives the native keys of one matter
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import PurePath
 
 from whet.config.faults import shown
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.served import placed
 from whet.dialects.skyrl.devices import (
     PLACE,
     POLICY,
@@ -287,13 +289,32 @@ def rollout_engine(v: Values) -> Native:
     backend = v["generator.backend"]
     if not v["generator.run_engines_locally"]:
         return {"rollout.engine": backend, "rollout.server.urls": _urls(v)}
-    if options := v["generator.engine_init_kwargs.*"]:
-        return {"rollout.engine": backend, "rollout.server.options": options}
+    options = v["generator.engine_init_kwargs.*"]
+    if options:
+        return {"rollout.engine": backend} | _server(v, backend, options)
     if backend == "sglang" and not since(v, "train-0.1"):
         raise ConfigError(
             "generator.backend=sglang is for remote engines only (generator.run_engines_locally=false)"
         )
-    return {"rollout.engine": "native"}
+    return {"rollout.engine": "native"} | _server(v, backend, {})
+
+
+def _server(v: Values, backend: str, options: Mapping[str, Json]) -> dict[str, Json]:
+    """SkyRL's engines as one server, which sleeps while the devices that it shares with the trainer compute."""
+    tp, pp, dp, ep = (
+        int(v.get(f"generator.inference_engine_{kind}_parallel_size") or 1)
+        for kind in ("tensor", "pipeline", "data", "expert")
+    )
+    return placed(
+        backend,
+        tp=tp,
+        pp=pp,
+        dp=v["generator.num_inference_engines"] * dp,
+        ep=ep,
+        memory=v["generator.gpu_memory_utilization"],
+        more=options,
+        sleeps=bool(v["trainer.placement.colocate_all"]),
+    )
 
 
 def _urls(v: Values) -> list[Json]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from whet.dialects.layout import FileLayout
 from whet.dialects.row import NotSupportedYet, Values
+from whet.dialects.served import placed
 from whet.dialects.trinity.data import apart, bound, in_rounds
 from whet.dialects.trinity.values import (
     BY_EXPLORER,
@@ -110,13 +111,29 @@ def at_once(values: Values) -> Native:
     engines = values["explorer.rollout_model.engine_num"]
     runners = engines * values["explorer.runner_per_model"]
     out: Native = {"rollout.max_num_seqs": runners * repeat_times(values)}
-    if options := values["explorer.rollout_model.extra_engine_args.*"]:
-        return out | {"rollout.engine": _server(values), "rollout.server.options": options}
-    return out | (FileLayout(engines=engines).natives() if online(values) else {})
+    if not online(values):
+        return out
+    name = "sglang" if values["explorer.rollout_model.engine_type"] == "sglang" else "vllm"
+    options = values["explorer.rollout_model.extra_engine_args.*"]
+    out |= _server(values, name, options or {})
+    return out | ({"rollout.engine": name} if options else FileLayout(engines=engines).natives())
 
 
-def _server(values: Values) -> str:
-    return "sglang" if values["explorer.rollout_model.engine_type"] == "sglang" else "vllm"
+def _server(values: Values, name: str, options: Mapping[str, Json]) -> dict[str, Json]:
+    """The explorer's engines as one server, on devices of its own."""
+    at = "explorer.rollout_model"
+    tp, pp, dp = (
+        int(values.get(f"{at}.{size}_parallel_size") or 1) for size in ("tensor", "pipeline", "data")
+    )
+    return placed(
+        name,
+        tp=tp,
+        pp=pp,
+        dp=values[f"{at}.engine_num"] * dp,
+        ep=2 if values.get(f"{at}.enable_expert_parallel") else 1,
+        memory=values[f"{at}.gpu_memory_utilization"],
+        more=options,
+    )
 
 
 def environment(values: Values) -> Native:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from whet.config.faults import shown
 from whet.config.urls import is_remote
 from whet.dialects.row import NOTHING, Native, Values
+from whet.dialects.served import NAMES, placed
 from whet.dialects.typed import choose
+from whet.dialects.verl.loop import schedule
 from whet.dialects.verl.roles import (
     MODEL,
     ROLLOUT,
@@ -16,7 +18,7 @@ from whet.dialects.verl.roles import (
     server_options,
     texts,
 )
-from whet.dialects.verl.sizes import prompts, responses, steps_of_a_version
+from whet.dialects.verl.sizes import engine_devices, prompts, responses, steps_of_a_version
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
 
@@ -185,9 +187,30 @@ def engine(v: Values) -> Native:
     """The embedded engine stands in for all of them; a file with an option that only the engine itself knows gets that
     engine, with these options."""
     name = choose(v, f"{ROLLOUT}.name", {**SERVERS, "hf": "native", "trtllm": None})
-    if options := server_options(v):
-        return {"rollout.engine": name, "rollout.server.options": options}
-    return {"rollout.engine": "native"}
+    options = server_options(v)
+    return {"rollout.engine": name if options else "native"} | (_server(v, name) if name in NAMES else {})
+
+
+def _server(v: Values, name: str) -> dict[str, Json]:
+    """verl's engines as one server, which sleeps while the devices that it shares with the trainer compute."""
+    tp, pp, dp, ep = (
+        int(v.get(f"{ROLLOUT}.{size}_parallel_size") or 1)
+        for size in ("tensor_model", "pipeline_model", "data", "expert")
+    )
+    shares = bool(v["actor_rollout_ref.hybrid_engine"]) and not v[f"{ROLLOUT}.nnodes"]
+    return placed(
+        name,
+        tp=tp,
+        pp=pp,
+        dp=max(engine_devices(v) // (tp * pp), dp),
+        ep=ep,
+        memory=v[f"{ROLLOUT}.gpu_memory_utilization"],
+        more=server_options(v),
+        sleeps=shares
+        and bool(v[f"{ROLLOUT}.free_cache_engine"])
+        and bool(v.get(f"{ROLLOUT}.enable_sleep_mode", True))
+        and schedule(v) == NOTHING,
+    )
 
 
 def quantization(v: Values) -> Native:

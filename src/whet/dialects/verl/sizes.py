@@ -87,7 +87,7 @@ def layout(v: Values) -> Native:
     dp, at = ranks(v, ACTOR), section(v, ACTOR)
     sizes = {dim: v[key] for dim, key in parallel_keys(v, ACTOR).items()}
     copies, shards = copies_and_shards(v, ENGINES[engine_of(v)], at, dp=dp, each=world(v) // dp)
-    engines = max(_engine_devices(v) // v[f"{ROLLOUT}.tensor_model_parallel_size"], 1)
+    engines = max(engine_devices(v) // v[f"{ROLLOUT}.tensor_model_parallel_size"], 1)
     engines = 1 if server_options(v) else engines  # one server, whose options say how many devices it takes
     made = FileLayout(
         dp_replicate=copies, dp_shard=shards, engines=engines, nodes=v["trainer.nnodes"], **sizes
@@ -113,7 +113,7 @@ def copies_and_shards(v: Values, engine: Engine, at: str, *, dp: int, each: int)
 CHUNKS = "virtual_pipeline_model_parallel_size"
 
 
-def _engine_devices(v: Values) -> int:
+def engine_devices(v: Values) -> int:
     """Those of the trainer, unless the engines have devices of their own (rollout.nnodes of the asynchronous trainers,
     actor_rollout_ref.rollout.nnodes since 0.7.1)."""
     if v[f"{ROLLOUT}.nnodes"]:
