@@ -7,7 +7,8 @@
 
 Needs no network. Prints one table and writes one JSON (check_gpu.json). A check that fails, dies or takes too long is a
 row with its error, and the others go on. The exit code is 0 if none did; what a CPU cannot have is skipped with the
-reason. Where torch is not the version that whet pins, the first row says so, and the checks run all the same.
+reason. Where torch is not the version that whet pins, the first row says so, and the checks run all the same. On a GPU
+several checks that compare numbers run at once (--at-once); what is timed has the machine for itself, after them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,8 @@ from gpu_checks import CHECKS, Case, Skipped  # noqa: E402
 
 WHOLE_S = 600
 """Seconds for everything; what is left over then is not started."""
+AT_ONCE = 4
+"""Checks that run together, at most: a process begins with about ten seconds of one core."""
 MARK = "check_gpu: "
 """Begins the line in which a process says its result."""
 
@@ -55,17 +61,29 @@ def apart(name: str, case: Case, limit_s: float) -> dict[str, Any]:
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
+    RUNNING.add(process)
     try:
         said, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)  # with what it started
+        end(process)
         process.communicate()
         return {"status": "failed", "why": f"took longer than {limit_s:.0f} s", "took_s": limit_s}
+    finally:
+        RUNNING.discard(process)
     found = [line.removeprefix(MARK) for line in said.splitlines() if line.startswith(MARK)]
     if not found:
         last = " | ".join(said.strip().splitlines()[-4:])[-600:]
         return {"status": "failed", "why": f"ended with code {process.returncode}: {last}"}
     return json.loads(found[-1]) | {"took_s": round(time.perf_counter() - start, 1)}
+
+
+RUNNING: set[subprocess.Popen[str]] = set()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """With what it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def told(result: dict[str, Any]) -> str:
@@ -92,17 +110,29 @@ def table(results: dict[str, dict[str, Any]]) -> Any:
     return made
 
 
-def everything(case: Case, names: list[str]) -> dict[str, dict[str, Any]]:
-    results: dict[str, dict[str, Any]] = {}
-    end = time.monotonic() + (WHOLE_S if case.gpu else 3 * WHOLE_S)
-    for name in names:
-        left = end - time.monotonic()
-        if left < 5:
-            results[name] = {"status": "failed", "why": "not started: the time for all checks is over"}
-            continue
-        results[name] = apart(name, case, min(left, rows(case)[name][0] * (1 if case.gpu else 3)))
-        print(f"{name}: {results[name]['status']}  {told(results[name])}", flush=True)
-    return results
+def everything(case: Case, names: list[str], at_once: int = 1) -> dict[str, dict[str, Any]]:
+    """The results by name. at_once: how many of the checks that compare numbers run together."""
+    until = time.monotonic() + (WHOLE_S if case.gpu else 3 * WHOLE_S)
+
+    def row(name: str) -> dict[str, Any]:
+        if (left := until - time.monotonic()) < 5:
+            return {"status": "failed", "why": "not started: the time for all checks is over"}
+        slow = (1 if case.gpu else 3) * (1 if at_once == 1 else 2)
+        result = apart(name, case, min(left, rows(case)[name][0] * slow))
+        print(f"{name}: {result['status']}  {told(result)}", flush=True)
+        return result
+
+    compared = [name for name in names if name in CHECKS]
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            results = dict(zip(compared, pool.map(row, compared)))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(RUNNING):
+                end(process)
+            raise
+    results |= {name: row(name) for name in names if name not in CHECKS}
+    return {name: results[name] for name in names}
 
 
 def main() -> int:
@@ -112,6 +142,10 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--small", action="store_true", help="sizes for a trial; always on a CPU")
     parser.add_argument("--only", nargs="+", help="names of checks")
+    most = max(1, min(AT_ONCE, (os.cpu_count() or 1) // 4))
+    parser.add_argument(
+        "--at-once", type=int, default=most, help="checks that run together (%(default)s here)"
+    )
     parser.add_argument("--out", type=Path, default=Path("check_gpu.json"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -128,7 +162,7 @@ def main() -> int:
             parser.error(
                 f"torch {torch.__version__} finds no CUDA device here; --device cpu tries the program itself"
             )
-    results = everything(case, args.only or list(rows(case)))
+    results = everything(case, args.only or list(rows(case)), args.at_once)
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else 160).print(table(results))

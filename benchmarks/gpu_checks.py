@@ -433,13 +433,22 @@ def training(case: Case, *, bound: float, dtype: str = "float32", **how: Any) ->
     return found
 
 
-def one_rank(case: Case) -> Numbers:
-    """Ranks at world size 1 (NCCL on a GPU): the update of one process."""
-    from whet.config.schema import OptimizerConfig
+def one_rank(case: Case, *, zero: int | None = None) -> Numbers:
+    """Ranks at world size 1 (NCCL on a GPU): the update of one process. zero: DeepSpeed shards, at this stage."""
+    from importlib.util import find_spec
+
+    from whet.config.deepspeed import INSTALL, engine_config
+    from whet.config.schema import DeepSpeedConfig, OptimizerConfig, TrainConfig
     from whet.models.mesh import Dims
     from whet.training.micro_batches import MicroBatchPolicy
     from whet.training.ranks import RankGroup, Ranks
 
+    how: dict[str, Any] = {"optimizer": OptimizerConfig(lr=1e-3)}
+    if zero is not None:
+        if find_spec("deepspeed") is None:
+            raise Skipped(f"deepspeed is not installed; {INSTALL}")
+        train = TrainConfig(deepspeed=DeepSpeedConfig(stage=zero))
+        how["deepspeed"] = engine_config(train, how["optimizer"], "float32")
     theirs, _ = updated(case, model(case, "float32"), steps=2)
     ranks = Ranks(Dims(), device=case.device, timeout_s=120.0)
     try:
@@ -448,8 +457,8 @@ def one_rank(case: Case) -> Numbers:
             "policy",
             model(case, "float32", device="cpu"),
             cut=MicroBatchPolicy(entropy_grad=True),
-            optimizer=OptimizerConfig(lr=1e-3),
             total_steps=10,
+            **how,
         )
         mine = [group.update(batch(case), loss) for _ in range(2)]
     finally:
@@ -531,6 +540,8 @@ CHECKS: dict[str, tuple[int, Callable[[Case], Numbers]]] = {
     "checkpointed": (60, lambda c: training(c, bound=1e-3, checkpoint=True)),
     "compiled": (180, lambda c: training(c, bound=1e-2, compile=True)),
     "one rank (NCCL)": (120, one_rank),
+    "one rank, DeepSpeed 2": (120, lambda c: one_rank(c, zero=2)),
+    "one rank, DeepSpeed 3": (120, lambda c: one_rank(c, zero=3)),
     "CUDA IPC": (120, shared_memory),
     "the loop, float32": (
         150, lambda c: loop(c, "float32", loss_bound=1e-2, reward_bound=0.2),

@@ -242,8 +242,8 @@ def accelerator() -> Iterator[Accelerator]:
     """Inside it, `DEVICE` computes."""
     if CUDA:
         torch._C._ensureCUDADeviceGuardSet()
-    capability = mock.patch("torch.cuda.get_device_capability", lambda gpu=None: (9, 0))
-    kernel = mock.patch("whet.models.paged.lacks", lambda: None)
+    capability = mock.patch("torch.cuda.get_device_capability", return_value=(9, 0))
+    kernel = mock.patch("whet.models.paged.lacks", return_value=None)
     draws = mock.patch("torch.Generator", lambda device="cpu", make=torch.Generator: make())
     with capability, kernel, draws, Numbers(), Accelerator() as mode:
         yield mode

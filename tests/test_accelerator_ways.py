@@ -160,7 +160,13 @@ def test_flash_attention_is_asked_for_what_it_computes(
 
 
 @pytest.mark.parametrize(
-    "optimizer", [FOREACH, ADAM.model_copy(update={"state_dtype": "int8"})], ids=["foreach", "8-bit"]
+    "optimizer",
+    [
+        FOREACH,
+        ADAM.model_copy(update={"state_dtype": "int8"}),
+        pytest.param(ADAM, marks=pytest.mark.skipif(not CUDA, reason="torch has no fused step for `meta`")),
+    ],
+    ids=["foreach", "8-bit", "fused"],
 )
 def test_a_step_after_a_resume_does_not_wait(optimizer: OptimizerConfig) -> None:
     """How many updates there were, the host knows: it asks the device for no parameter's count."""
