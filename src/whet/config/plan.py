@@ -28,11 +28,11 @@ from whet.config.evaluation import (
     total_tokens,
 )
 from whet.config.faults import Refused, named
+from whet.config.groups import experts_per_step
 from whet.config.hardware import cuda_bytes
 from whet.config.keys import dotted
 from whet.config.learns import learns
 from whet.config.load import Loaded, stage_configs, stage_names
-from whet.config.mixing import experts_per_step
 from whet.config.recipes import resolve
 from whet.config.schema import Config, TrainConfig
 from whet.config.sizes import DTYPE_BYTES, parameters_in, shape
