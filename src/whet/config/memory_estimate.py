@@ -47,8 +47,8 @@ def places(plan: Plan) -> list[ProcessMemory]:
         out.append(ProcessMemory(MAKER, 1, [Phase("making a model", {"a model, whole": _largest(plan)})]))
     for group, count in ranks_of(plan.train.parallel).items():
         out.append(ProcessMemory(_rank_of(group), count, rank_phases(plan, group)))
-    if plan.replicas and plan.generates:
-        out.append(ProcessMemory("each replica", plan.replicas, _replica_phases(plan)))
+    if plan.cfg.rollout.replicas and plan.generates:
+        out.append(ProcessMemory("each replica", plan.cfg.rollout.replicas, _replica_phases(plan)))
     return out
 
 
@@ -57,7 +57,7 @@ def phases(plan: Plan) -> list[Phase]:
     if plan.shape is None or plan.learns is None or not plan.shape.vocab_size:
         return []
     setting, lengths = _setting(plan), _lengths(plan)
-    own = plan.generates and not plan.replicas
+    own = plan.generates and not plan.cfg.rollout.replicas
     cache, sampling = _sampling(plan, setting, lengths) if own else (0, 0)
     tokens = plan.rollouts_per_step * (lengths.prompt + lengths.reply)
     rollouts = tokens * memory.ROLLOUT_BYTES
@@ -133,7 +133,9 @@ def _phases_along(plan: Plan, group: str, at: int) -> list[Phase]:
     compiled = plan.compiled and layout.tp == layout.ep == 1  # else the modules of the model compute
     out = []
     for name, train, learned in _trained(plan):
-        lora, trainable = (plan.lora, train.trainable) if name == "policy" else (plan.critic_lora, {})
+        lora, trainable = (
+            (plan.cfg.model.lora, train.trainable) if name == "policy" else (plan.cfg.critic.lora, {})
+        )
         share = part(plan.shape, layout, lora=lora, trainable=trainable, at=at)
         setting = replace(_setting(plan), shape=share.shape, compiled=compiled)
         cut, forward = _cuts(plan, train, lengths)
@@ -236,9 +238,11 @@ def _replica_phases(plan: Plan) -> list[Phase]:
 
 def _lengths(plan: Plan) -> Lengths:
     """The longest reply, and the longest prompt that the limit on both together allows."""
-    total = plan.total_tokens or plan.prompt_tokens + plan.train_reply_tokens
+    total = plan.total_tokens or plan.cfg.data.max_prompt_tokens + plan.train_reply_tokens
     reply = min(plan.train_reply_tokens, total - 1)
-    return Lengths(prompt=min(plan.prompt_tokens, total - reply), reply=reply, group=plan.group_size)
+    return Lengths(
+        prompt=min(plan.cfg.data.max_prompt_tokens, total - reply), reply=reply, group=plan.group_size
+    )
 
 
 def _models(plan: Plan, setting: Setting, lengths: Lengths) -> list[ModelMemory]:
@@ -257,7 +261,7 @@ def _sampling(plan: Plan, setting: Setting, lengths: Lengths) -> tuple[int, int]
     """(KV cache, further memory of prefill and decode)."""
     assert plan.kv_cache_bytes is not None
     asked = plan.own_tasks_per_step * plan.group_size if plan.algorithm.kind == "online" else 0
-    rows = plan.max_num_seqs if plan.judges else min(plan.max_num_seqs, asked)
+    rows = plan.cfg.rollout.max_num_seqs if plan.judges else min(plan.cfg.rollout.max_num_seqs, asked)
     cache = plan.kv_cache_bytes
     if (
         plan.device == "cpu"
@@ -274,8 +278,8 @@ def _sampling(plan: Plan, setting: Setting, lengths: Lengths) -> tuple[int, int]
 
 def limit(plan: Plan) -> int:
     """Bytes that the stage may take of the device it trains on."""
-    if plan.memory_mb is not None:
-        return plan.memory_mb << 20
+    if plan.cfg.machine.memory_mb is not None:
+        return plan.cfg.machine.memory_mb << 20
     if plan.device == "cuda":
         return cuda_bytes() or ram_bytes()
     return ram_bytes() - memory.LIBRARIES
@@ -297,7 +301,11 @@ def together(plan: Plan) -> list[tuple[str, list[ProcessMemory]]]:
     if own is None:
         return []
     ranks = {group: found[_rank_of(group)] for group in ranks_of(plan.train.parallel)}
-    near = [] if plan.ranks_apart else [group for group in ranks if plan.device == "cpu" or group == "policy"]
+    near = (
+        []
+        if plan.cfg.cluster.ranks
+        else [group for group in ranks if plan.device == "cpu" or group == "policy"]
+    )
     most = {group: rank if plan.device == "cpu" else replace(rank, count=1) for group, rank in ranks.items()}
     maker = [found[MAKER]] if MAKER in found else []
     out = [("stage", [own, *maker, *(most[group] for group in near)])]
@@ -310,7 +318,7 @@ def together(plan: Plan) -> list[tuple[str, list[ProcessMemory]]]:
 def _too_large(plan: Plan, *, going_on: bool) -> Iterator[str]:
     for what, shared in together(plan):
         total, most = sum(place.count * place.most.total for place in shared), limit(plan)
-        if plan.device == "cpu" and plan.memory_mb is None:
+        if plan.device == "cpu" and plan.cfg.machine.memory_mb is None:
             most -= memory.LIBRARIES * (sum(place.count for place in shared) - 1)
         if total > most:
             yield _refusal(plan, what, shared, most, going_on=going_on)
@@ -343,7 +351,7 @@ def out_of_memory(plan: Plan, stage: str, said: str) -> str:
         if train.forward_micro_batch_tokens
         else []
     )
-    cut += [("rollout.max_num_seqs", plan.max_num_seqs)] if plan.generates else []
+    cut += [("rollout.max_num_seqs", plan.cfg.rollout.max_num_seqs)] if plan.generates else []
     tries = [f"{stage}{key}={now // 2} (now {now})" for key, now in cut if now > 1]
     if not train.gradient_checkpointing:
         tries.append(f"{stage}train.gradient_checkpointing=true (now false)")
@@ -362,8 +370,8 @@ def _done(plan: Plan) -> Iterator[str]:
     layout = plan.train.parallel
     made = {
         "model.dtype=bfloat16": plan.dtype != "float32",
-        "model.lora": plan.lora is not None,
-        "critic.lora": plan.critic_lora is not None,
+        "model.lora": plan.cfg.model.lora is not None,
+        "critic.lora": plan.cfg.critic.lora is not None,
         "train.optimizer.name=sgd": plan.train.optimizer.name == "sgd",
         "train.gradient_checkpointing": plan.train.gradient_checkpointing,
         "train.parallel.reshard_after_forward": layout.reshard_after_forward,
@@ -378,7 +386,13 @@ def _refusal(plan: Plan, what: str, shared: list[ProcessMemory], most: int, *, g
     told = ", ".join(f"{name} {in_words(count)}" for name, count in parts if count)
     advised = memory.advice(worst.most.parts, done=list(_done(plan)), may=_may_change if going_on else None)
     change = "; or ".join(advised) or "a machine with more memory, or a smaller model in another run_dir"
-    where = "machine.memory_mb" if plan.memory_mb else "the GPU" if plan.device == "cuda" else "this machine"
+    where = (
+        "machine.memory_mb"
+        if plan.cfg.machine.memory_mb
+        else "the GPU"
+        if plan.device == "cuda"
+        else "this machine"
+    )
     phase = worst.most.name
     if len(shared) > 1:
         counts = ", ".join(
