@@ -22,7 +22,7 @@ from whet.config import hardware, memory, memory_estimate
 from whet.config.load import load
 from whet.config.memory import Lengths, PeakBatch, Setting, largest
 from whet.config.plan import Plan, plans
-from whet.config.rank_share import LayoutSizes, _cut
+from whet.config.rank_share import _cut
 from whet.config.schema import ParallelConfig, TrainConfig
 from whet.config.sizes import Shape, config_sizes, folder_shape, with_tensors
 from whet.models import expert_parallel, kernels, logprobs, tensor_parallel
@@ -454,14 +454,14 @@ def test_the_tensors_of_a_rank_are_those_of_its_module():
     model = tiny_model("qwen3_moe")
     shape = shape_of("qwen3_moe")
     for dims in ({"tp": 2}, {"dp_shard": 2, "ep": 2}):
-        spread_ = LayoutSizes.of(ParallelConfig(**dims))
+        layout = ParallelConfig(**dims)
         one = Peers(1, 2)  # of 61 tokens it has 31
         made = copy.deepcopy(model)
         cuts = tensor_parallel.apply(made, one) if "tp" in dims else None
         if cuts is None:
             expert_parallel.apply(made, one)
         found = {n: tuple(p.shape) for n, p in made.named_parameters()}
-        assert {n: _cut(n, s, spread_) for n, s in shape.tensors.items()} == found, dims
+        assert {n: _cut(n, s, layout) for n, s in shape.tensors.items()} == found, dims
 
 
 def test_what_is_together_has_to_fit():

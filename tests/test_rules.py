@@ -132,6 +132,12 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
             "buffer.url=sqlite:///a.db",
         ),
     ],
+    "sync.method": [
+        ("sync.method=ipc", "machine.device=cpu"),
+        ("sync.method=ipc",),
+        ("rollout.replicas=1", "sync.method=files"),
+        (ASYNC, "mode=train", "buffer.url=sqlite:///b", "sync.method=collective"),
+    ],
     "sync.content": [
         ("rollout.replicas=1", "sync.content=adapters"),
         (LORA, "rollout.replicas=1", "sync.content=adapters", "rollout.quantization=int8"),

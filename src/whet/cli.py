@@ -146,7 +146,7 @@ def plan(
 
         for stage, planned_stage in zip(loaded.stages, planned):
             if planned_stage.algorithm.kind == "online":
-                slots = planned_stage.max_num_seqs * max(1, stage.rollout.replicas)
+                slots = planned_stage.cfg.rollout.max_num_seqs * max(1, stage.rollout.replicas)
                 costs = measured(like, planned_stage.name, slots=slots)
                 schedule = schedule_of(planned_stage, stage.rollout)
                 Console().print(predictions(costs, schedule, stage=planned_stage.name))

@@ -356,7 +356,7 @@ def open_engine(
             end_token_ids=end_tokens(model, tokenizer),
             decode=decoder_of(tokenizer),
             max_context=max(p.max_sequence_tokens for p in sampling),
-            max_num_seqs=max(p.max_num_seqs for p in sampling),
+            max_num_seqs=max(p.cfg.rollout.max_num_seqs for p in sampling),
             cache_mb=cfg.machine.kv_cache_mb,
             quantization=cfg.rollout.quantization,
             beat=watch.beat,

@@ -22,7 +22,7 @@ from whet.algos.preference import kl_zero
 from whet.algos.segments import sampled_logp_N
 from whet.algos.skipping import Skipping, shares, skip, skipping, without_effect
 from whet.batch import Batch, LossTerms, among_skipped, at_sampled, computed, pack, select, with_parts
-from whet.config.mixing import experts_per_step
+from whet.config.groups import experts_per_step
 from whet.config.recipes import resolve
 from whet.config.schema import TrainConfig
 from whet.context import Context

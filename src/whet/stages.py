@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whet.algos.recipes import build as build_algorithm
+from whet.config.groups import experts_per_step
 from whet.config.memory_estimate import out_of_memory
-from whet.config.mixing import experts_per_step
 from whet.config.plan import plan as make_plan
 from whet.config.recipes import resolve
 from whet.config.resuming import fingerprint

@@ -554,7 +554,7 @@ def spec_of(
         device="cuda" if model.device.type == "cuda" else "cpu",
         tokenizer=files,
         end_token_ids=tuple(sorted(end_tokens(model, tokenizer))),
-        max_num_seqs=max(p.max_num_seqs for p in sampling),
+        max_num_seqs=max(p.cfg.rollout.max_num_seqs for p in sampling),
         max_context=max(p.max_sequence_tokens for p in sampling),
         cache_mb=cfg.machine.kv_cache_mb,
         quantization=cfg.rollout.quantization,

@@ -7,15 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path as File
 
-from whet.config import (
-    checks_groups,
-    checks_learning,
-    checks_parallel,
-    checks_rewards,
-    checks_run,
-    deepspeed,
-    rules,
-)
+from whet.config import checks_parallel, checks_run, deepspeed, groups, rules
 from whet.config.evaluation import (
     all_asked,
     eval_problems,
@@ -26,11 +18,10 @@ from whet.config.evaluation import (
 )
 from whet.config.keys import Path, dotted, lookup
 from whet.config.learning import train_problems
-from whet.config.mixing import given_problems
 from whet.config.recipes import RECIPES, Resolved, resolve, setting_problems
 from whet.config.schema import AlgorithmConfig, Config
 from whet.config.sizes import shape
-from whet.config.sources import source_problems
+from whet.config.sources import reward_problems, source_problems
 from whet.config.tree import STAGE_SECTIONS, get, leaves
 from whet.config.urls import is_remote
 from whet.types import ConfigError, Json
@@ -55,14 +46,11 @@ def hard_problems(cfg: Config) -> list[Problem]:
         *checks_run.problems(cfg),
         *checks_parallel.problems(cfg),
         *deepspeed.problems(cfg),
-    ]
-    problems += [
-        *checks_learning.problems(cfg),
-        *checks_rewards.problems(cfg),
+        *reward_problems(cfg),
     ]
     if algorithm is not None:
-        problems += [*_rewards(cfg, algorithm), *given_problems(cfg, algorithm)]
-        problems += [*checks_groups.problems(cfg, algorithm), *checks_parallel.placement(cfg, algorithm)]
+        problems += [*_rewards(cfg, algorithm), *groups.problems(cfg, algorithm)]
+        problems += checks_parallel.placement(cfg, algorithm)
     return problems
 
 

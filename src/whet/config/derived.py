@@ -12,7 +12,6 @@ from whet.config.functions import Kind
 from whet.config.learns import Learns
 from whet.config.recipes import Resolved, resolve
 from whet.config.schema import AlgorithmConfig, Config, OptimizerConfig, SamplingConfig, TrainConfig
-from whet.config.sections.model import LoraConfig
 from whet.config.sizes import Shape, cache_dtype
 from whet.types import ConfigError
 
@@ -25,6 +24,8 @@ class Plan:
     """One stage, everything decided that needs neither data nor device."""
 
     name: str
+    cfg: Config
+    """Of the stage, with its learning rate."""
     algorithm: Resolved
     rows: int | None
     """Training rows of one epoch, if they are known."""
@@ -42,14 +43,12 @@ class Plan:
     """Training as the critic sees it; None: there is no critic."""
     critic_warmup_steps: int
     optimizer: OptimizerConfig
-    prompt_tokens: int
     reply_tokens: int
     """The longer of training's and evaluation's limit."""
     train_reply_tokens: int
     """Training's alone."""
     total_tokens: int | None
     """The user's limit for both together."""
-    max_num_seqs: int
     eval_sampling: SamplingConfig
     """Greedy with the training limits, and `eval.sampling` put over it key by key."""
     evaluates: bool
@@ -65,12 +64,8 @@ class Plan:
     """The C kernels are wanted, where they can be used."""
     mode: Literal["synchronous", "overlapped", "asynchronous", "train"]
     """How exploring and training take turns."""
-    replicas: int
-    """Engines in processes of their own; 0: one in the trainer's."""
     saves_parts: bool
     """No rank gathers whole tensors to save them: each writes its parts, or sends them to this process."""
-    ranks_apart: bool
-    """The ranks of train.parallel are on any machines of a cluster."""
     quantized: bool
     """Rollouts are sampled from a copy of the weights in 8 bits."""
     samples_apart: bool
@@ -78,20 +73,12 @@ class Plan:
     threads: int
     shape: Shape | None
     """None: the model's folder is not on this machine."""
-    lora: LoraConfig | None
-    critic_lora: LoraConfig | None
     learns: Learns | None
     """How much of the policy learns; None where its size is not known."""
     critic_learns: Learns | None
     """The same of the critic, as if it were the policy's size."""
     vocab_is_bound: bool
     """The tokenizer is yet to be built: the vocabulary, and so the parameters, are at most this."""
-    keep: int | None
-    """Checkpoints kept; None: all."""
-    kv_cache_mb: int | None
-    """The user's limit."""
-    memory_mb: int | None
-    """The user's limit of everything."""
     reference_saved: bool
     reference_from_folder: bool
     reference_is_base: bool
@@ -169,7 +156,7 @@ class Plan:
 
     @property
     def max_sequence_tokens(self) -> int:
-        longest = self.prompt_tokens + self.reply_tokens
+        longest = self.cfg.data.max_prompt_tokens + self.reply_tokens
         return min(longest, self.total_tokens or longest)
 
     @property
@@ -187,10 +174,10 @@ class Plan:
         """What max_num_seqs rows of full length need, or the user's limit."""
         if self.shape is None or not self.generates:
             return None if self.generates else 0
-        if self.kv_cache_mb is not None:
-            return self.kv_cache_mb * 2**20
+        if self.cfg.machine.kv_cache_mb is not None:
+            return self.cfg.machine.kv_cache_mb * 2**20
         return self.shape.kv_bytes(
-            rows=self.max_num_seqs, tokens=self.max_sequence_tokens, dtype=self.cache_dtype
+            rows=self.cfg.rollout.max_num_seqs, tokens=self.max_sequence_tokens, dtype=self.cache_dtype
         )
 
     @property
@@ -202,7 +189,9 @@ class Plan:
     @property
     def beside(self) -> dict[str, int]:
         """Bytes of what this process holds beside its models: those that judge, and the engine's weights in 8 bits."""
-        own = {} if self.replicas or not self.quantized_bytes else {IN_8_BITS: self.quantized_bytes}
+        own = (
+            {} if self.cfg.rollout.replicas or not self.quantized_bytes else {IN_8_BITS: self.quantized_bytes}
+        )
         return {**self.reward_models, **own}
 
     @property
@@ -242,8 +231,8 @@ class Plan:
     @property
     def policy_on_ranks(self) -> bool:
         """The policy trains on ranks of this machine, and no engine in the main process samples."""
-        here = self.generates and not self.replicas
-        return "policy" in ranks_of(self.train.parallel) and not self.ranks_apart and not here
+        here = self.generates and not self.cfg.rollout.replicas
+        return "policy" in ranks_of(self.train.parallel) and not self.cfg.cluster.ranks and not here
 
     @property
     def copies(self) -> dict[str, int]:

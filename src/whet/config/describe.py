@@ -43,7 +43,7 @@ def facts(plan: Plan) -> dict[str, str]:
         else "epochs x rows / tasks per step; the number of rows is not known yet",
         "batch": arithmetic(plan),
         "optimizer steps": _optimizer_steps(plan) if known else f"{plan.updates_per_step} per step",
-        "longest": f"{plan.prompt_tokens} prompt + {plan.reply_tokens} reply tokens"
+        "longest": f"{plan.cfg.data.max_prompt_tokens} prompt + {plan.reply_tokens} reply tokens"
         + (f", {plan.total_tokens} together" if plan.total_tokens else ""),
         "models": ", ".join(
             ["policy"] + ["reference"] * plan.needs_reference + ["critic"] * plan.needs_critic
@@ -164,19 +164,19 @@ def _kv_cache(plan: Plan) -> str:
     total = plan.kv_cache_bytes
     if not plan.generates:
         return "none: nothing is sampled"
-    if plan.kv_cache_mb is not None:
-        return f"{size(plan.kv_cache_mb * 2**20)} (machine.kv_cache_mb)"
-    rows = f"{plan.max_num_seqs} rows x {plan.max_sequence_tokens} tokens in pages of 16"
+    if plan.cfg.machine.kv_cache_mb is not None:
+        return f"{size(plan.cfg.machine.kv_cache_mb * 2**20)} (machine.kv_cache_mb)"
+    rows = f"{plan.cfg.rollout.max_num_seqs} rows x {plan.max_sequence_tokens} tokens in pages of 16"
     return rows if total is None else f"{rows} = {size(total)}"
 
 
 def _disk(plan: Plan) -> str:
     if plan.checkpoint_bytes is None:
-        return f"{plan.keep or 'all'} checkpoints kept"
-    if plan.keep is None:
+        return f"{plan.cfg.checkpoint.keep or 'all'} checkpoints kept"
+    if plan.cfg.checkpoint.keep is None:
         return f"every checkpoint kept, {size(plan.checkpoint_bytes)} each"
-    whole = plan.keep * plan.checkpoint_bytes
-    kept = f"{_many(plan.keep, 'checkpoint')} kept x {size(plan.checkpoint_bytes)} = {size(whole)}"
+    whole = plan.cfg.checkpoint.keep * plan.checkpoint_bytes
+    kept = f"{_many(plan.cfg.checkpoint.keep, 'checkpoint')} kept x {size(plan.checkpoint_bytes)} = {size(whole)}"
     return f"{kept}, and one being written"
 
 

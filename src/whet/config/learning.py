@@ -1,11 +1,15 @@
-"""Problems of training steps, micro-batches and schedules in a config."""
+"""Problems of minibatches, schedules and trained parameters in a config."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import importlib.util
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from whet.config.recipes import Resolved
-from whet.config.schema import Config, ScheduleConfig, TrainConfig
+from whet.config.schema import Config, LoraConfig, ScheduleConfig, TrainConfig
+from whet.config.urls import is_remote
 
 Said = tuple[str, str]
 """(key, what is wrong with it)."""
@@ -29,6 +33,7 @@ def train_problems(cfg: Config, algorithm: Resolved | None) -> Iterator[Said]:
         yield from _minibatches("critic.minibatches", cfg.critic.minibatches, train, rollouts)
     yield from _schedule(train.optimizer.schedule, "train.optimizer.schedule")
     yield from _schedule(cfg.critic.optimizer.schedule, "critic.optimizer.schedule")
+    yield from _parameter_problems(cfg)
 
 
 def cuts_groups(algorithm: Resolved) -> bool:
@@ -66,3 +71,43 @@ def _nearest(wanted: int, works: Callable[[int], bool]) -> str:
     below = next((n for n in range(wanted - 1, 0, -1) if works(n)), None)
     above = next((n for n in range(wanted + 1, 2 * wanted + 1) if works(n)), None)
     return " or ".join(str(n) for n in (below, above) if n is not None)
+
+
+def _parameter_problems(cfg: Config) -> Iterator[Said]:
+    """Problems of the keys that select trained parameters: adapters, patterns of names, optimizer groups."""
+    for at, lora in (("model.lora", cfg.model.lora), ("critic.lora", cfg.critic.lora)):
+        if lora is not None:
+            yield from _lora(at, lora)
+    yield from _patterns("train.trainable", cfg.train.trainable)
+    for at, optimizer in (("train", cfg.train.optimizer), ("critic", cfg.critic.optimizer)):
+        yield from _patterns(f"{at}.optimizer.param_groups", optimizer.param_groups)
+
+
+def _lora(at: str, lora: LoraConfig) -> Iterator[Said]:
+    if importlib.util.find_spec("peft") is None:
+        yield (
+            at,
+            "adapters need peft, which is not installed; pip install 'whet[lora]', or leave the section out",
+        )
+    if lora.targets in ("", ()):
+        yield f"{at}.targets", "is empty; give all-linear, names of layers or a regular expression"
+    if isinstance(lora.targets, str):
+        yield from _patterns(f"{at}.targets", [lora.targets])
+    if isinstance(lora.exclude_modules, str):
+        yield from _patterns(f"{at}.exclude_modules", [lora.exclude_modules])
+    yield from _patterns(f"{at}.rank_pattern", lora.rank_pattern)
+    yield from _patterns(f"{at}.alpha_pattern", lora.alpha_pattern)
+    local = lora.path is not None and not is_remote(lora.path)
+    if local and not (Path(lora.path or "").expanduser() / "adapter_model.safetensors").is_file():
+        yield (
+            f"{at}.path",
+            f"{lora.path!r} has no adapter_model.safetensors; give a folder written by peft",
+        )
+
+
+def _patterns(key: str, patterns: Iterable[str]) -> Iterator[Said]:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield key, f"{pattern!r} is not a regular expression: {error}"

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from whet.config import memory
-from whet.config.checks_parallel import ranks_of
+from whet.config.checks_parallel import ranks_of, shards, world
 from whet.config.derived import IN_8_BITS, Plan
 from whet.config.hardware import cuda_bytes, multiplies_half, ram_bytes
 from whet.config.keys import lookup
+from whet.config.learns import Learns
 from whet.config.memory import Lengths, ModelMemory, Parts, PeakBatch, Phase, Setting
-from whet.config.rank_share import HostedModel, LayoutSizes, RankShare, part
+from whet.config.rank_share import HostedModel, part
 from whet.config.rank_share import rank_phases as spread_phases
 from whet.config.resuming import class_of
 from whet.config.schema import TrainConfig
@@ -45,8 +47,8 @@ def places(plan: Plan) -> list[ProcessMemory]:
         out.append(ProcessMemory(MAKER, 1, [Phase("making a model", {"a model, whole": _largest(plan)})]))
     for group, count in ranks_of(plan.train.parallel).items():
         out.append(ProcessMemory(_rank_of(group), count, rank_phases(plan, group)))
-    if plan.replicas and plan.generates:
-        out.append(ProcessMemory("each replica", plan.replicas, _replica_phases(plan)))
+    if plan.cfg.rollout.replicas and plan.generates:
+        out.append(ProcessMemory("each replica", plan.cfg.rollout.replicas, _replica_phases(plan)))
     return out
 
 
@@ -55,11 +57,11 @@ def phases(plan: Plan) -> list[Phase]:
     if plan.shape is None or plan.learns is None or not plan.shape.vocab_size:
         return []
     setting, lengths = _setting(plan), _lengths(plan)
-    own = plan.generates and not plan.replicas
+    own = plan.generates and not plan.cfg.rollout.replicas
     cache, sampling = _sampling(plan, setting, lengths) if own else (0, 0)
     tokens = plan.rollouts_per_step * (lengths.prompt + lengths.reply)
     rollouts = tokens * memory.ROLLOUT_BYTES
-    if LayoutSizes.of(plan.train.parallel).ranks > 1:
+    if world(plan.train.parallel) > 1:
         return _driver_phases(plan, cache=cache, sampling=sampling, rollouts=rollouts)
     models = [m for m in _models(plan, setting, lengths) if m.name not in plan.train.parallel.separate_ranks]
     cuts = [c for m in models for c in (m.cut, m.cut.second) if c is not None]
@@ -126,42 +128,53 @@ def rank_phases(plan: Plan, group: str = "policy") -> list[Phase]:
 def _phases_along(plan: Plan, group: str, at: int) -> list[Phase]:
     """The phases of the at-th rank of a pipeline."""
     assert plan.shape is not None
-    spread, parallel = LayoutSizes.of(plan.train.parallel, gathers=not plan.saves_parts), plan.train.parallel
-    lengths, size, last = _lengths(plan), DTYPE_BYTES[plan.dtype], at == parallel.pp - 1
-    sections = [("policy", plan.train, plan.lora, plan.train.trainable, plan.minibatches)]
-    if plan.critic is not None:
-        sections.append(("critic", plan.critic, plan.critic_lora, {}, plan.critic.minibatches))
-    out, forward = [], None
-    for name, train, lora, trainable, minibatches in sections:
-        p = part(plan.shape, spread, lora=lora, trainable=trainable, at=at)
-        compiled = plan.compiled and not spread.modules
-        setting = Setting(shape=p.shape, dtype=plan.dtype, compiled=compiled, cpu=plan.device == "cpu")
-        cut, forward = _cuts(plan, train, lengths, minibatches=minibatches, spread=spread)
-        head = name == "policy" and last
-        model = memory.learner(name, p.learns, train, setting=setting, cut=cut, forward=forward, head=head)
-        model = replace(model, flight=_flight(plan, cut, lengths, minibatches=minibatches, at=at))
-        learned = plan.learns if name == "policy" else plan.critic_learns
-        assert learned is not None
-        alone = memory.learner(
-            name, learned, train, setting=setting, cut=cut, forward=forward, head=name == "policy"
+    layout, lengths, size = plan.train.parallel, _lengths(plan), DTYPE_BYTES[plan.dtype]
+    gathers = not plan.saves_parts and shards(layout) * layout.tp * layout.pp > 1
+    compiled = plan.compiled and layout.tp == layout.ep == 1  # else the modules of the model compute
+    out = []
+    for name, train, learned in _trained(plan):
+        lora, trainable = (
+            (plan.cfg.model.lora, train.trainable) if name == "policy" else (plan.cfg.critic.lora, {})
         )
-        if group == (name if name in parallel.separate_ranks else "policy"):
-            out.append(_hosted(model, p, size, spread, file=max(alone.state, p.whole * size)))
-        beside = group == ("reference" if "reference" in parallel.separate_ranks else "policy")
+        share = part(plan.shape, layout, lora=lora, trainable=trainable, at=at)
+        setting = replace(_setting(plan), shape=share.shape, compiled=compiled)
+        cut, forward = _cuts(plan, train, lengths)
+        head = name == "policy" and at == layout.pp - 1
+        model = memory.learner(
+            name, share.learns, train, setting=setting, cut=cut, forward=forward, head=head
+        )
+        model = replace(model, flight=_flight(plan, train, cut, lengths, at=at))
+        whole = memory.learner(name, learned, train, setting=setting, cut=cut, forward=forward, head=head)
+        weights = share.whole * size
+        host = partial(HostedModel, share=share, size=size, layout=layout)
+        if group == (name if name in layout.separate_ranks else "policy"):
+            out.append(host(model=model, saved=max(whole.state, weights) if gathers else 0))
+        if name == "critic":
+            continue
         still = ModelMemory(
             name="reference",
-            weights=p.learns.base * size,
+            weights=share.learns.base * size,
             setting=setting,
             cut=cut,
             forward=forward,
-            head=last,
+            head=head,
         )
-        if name == "policy" and plan.needs_reference and beside:
-            out.append(_hosted(still, p, size, spread, file=p.whole * size if plan.reference_saved else 0))
-        if name == group == "policy" and plan.policy_on_ranks and "sampler" in plan.copies:
-            out.append(_hosted(replace(still, name="sampler"), p, size, spread, file=p.whole * size))
+        if plan.needs_reference and group == (
+            "reference" if "reference" in layout.separate_ranks else "policy"
+        ):
+            out.append(host(model=still, saved=weights if gathers and plan.reference_saved else 0))
+        if group == "policy" and plan.policy_on_ranks and "sampler" in plan.copies:
+            out.append(host(model=replace(still, name="sampler"), saved=weights if gathers else 0))
     cuts = [c for h in out for c in (h.model.cut, h.model.cut.second) if c is not None]
     return spread_phases(out, beside=_products(plan, out[0].model.setting, cuts=cuts) if out else {})
+
+
+def _trained(plan: Plan) -> Iterator[tuple[str, TrainConfig, Learns]]:
+    """(name, how it trains, how much of it learns) of the policy and the critic."""
+    assert plan.learns is not None
+    yield "policy", plan.train, plan.learns
+    if plan.critic is not None and plan.critic_learns is not None:
+        yield "critic", plan.critic, plan.critic_learns
 
 
 def _products(
@@ -173,44 +186,32 @@ def _products(
     return {"products in half precision": count} if count else {}
 
 
-def _flight(plan: Plan, cut: PeakBatch, lengths: Lengths, *, minibatches: int, at: int) -> int:
+def _flight(plan: Plan, train: TrainConfig, cut: PeakBatch, lengths: Lengths, *, at: int) -> int:
     """Micro-batches that the at-th rank of pp keeps at one time (`models.pipeline.schedule`); with several chunks,
     converted to whole micro-batches."""
-    p, spread = plan.train.parallel, LayoutSizes.of(plan.train.parallel)
-    rollouts = -(-(plan.rollouts_per_step // minibatches) // spread.dp)
-    micros = -(-rollouts * lengths.reply // max(1, cut.sampled * spread.cp))
+    p = plan.train.parallel
+    rollouts = -(-(plan.rollouts_per_step // train.minibatches) // (p.dp_replicate * shards(p)))
+    micros = -(-rollouts * lengths.reply // max(1, cut.sampled * p.cp))
     chunks, after = p.pipeline_chunks, p.pp - at - 1
     holds = after + 1 if chunks == 1 else 2 * after + (chunks - 1) * p.pp + 1
     return min(-(-holds // chunks), max(1, micros))
 
 
-def _hosted(model: ModelMemory, p: RankShare, size: int, spread: LayoutSizes, *, file: int) -> HostedModel:
-    """file: bytes of the largest file that is saved of it."""
-    return HostedModel(
-        model=model,
-        whole=p.whole * size,
-        saved=file if spread.gathers else 0,
-        layer=p.layer * size,
-        rest=p.rest * size,
-        learned=(p.learned[0] * size, p.learned[1] * size),
-        reshard=spread.reshard,
-        prefetch=spread.prefetch,
-    )
-
-
-def _cuts(
-    plan: Plan, train: TrainConfig, lengths: Lengths, *, minibatches: int, spread: LayoutSizes
-) -> tuple[PeakBatch, PeakBatch]:
+def _cuts(plan: Plan, train: TrainConfig, lengths: Lengths) -> tuple[PeakBatch, PeakBatch]:
     """The largest micro-batches of a rank, with gradients and without."""
     assert plan.shape is not None
-    rollouts, each = plan.rollouts_per_step // minibatches, plan.rollouts_per_step
+    p, rollouts = plan.train.parallel, plan.rollouts_per_step
+    dp = p.dp_replicate * shards(p)
     default = micro_batch_tokens(plan.device, plan.shape.hidden)
-    pairs = plan.algorithm.pairs
     cut = memory.cut(
-        train, lengths, rollouts=-(-rollouts // spread.dp), default_tokens=default, whole_groups=pairs
+        train,
+        lengths,
+        rollouts=-(-(rollouts // train.minibatches) // dp),
+        default_tokens=default,
+        whole_groups=plan.algorithm.pairs,
     )
-    forward = memory.forward_cut(train, cut, lengths, rollouts=-(-each // spread.dp))
-    return _shared(cut, spread.cp), _shared(forward, spread.cp)
+    forward = memory.forward_cut(train, cut, lengths, rollouts=-(-rollouts // dp))
+    return _shared(cut, p.cp), _shared(forward, p.cp)
 
 
 def _shared(cut: PeakBatch, ranks: int) -> PeakBatch:
@@ -237,40 +238,22 @@ def _replica_phases(plan: Plan) -> list[Phase]:
 
 def _lengths(plan: Plan) -> Lengths:
     """The longest reply, and the longest prompt that the limit on both together allows."""
-    total = plan.total_tokens or plan.prompt_tokens + plan.train_reply_tokens
+    total = plan.total_tokens or plan.cfg.data.max_prompt_tokens + plan.train_reply_tokens
     reply = min(plan.train_reply_tokens, total - 1)
-    return Lengths(prompt=min(plan.prompt_tokens, total - reply), reply=reply, group=plan.group_size)
+    return Lengths(
+        prompt=min(plan.cfg.data.max_prompt_tokens, total - reply), reply=reply, group=plan.group_size
+    )
 
 
 def _models(plan: Plan, setting: Setting, lengths: Lengths) -> list[ModelMemory]:
-    assert plan.learns is not None
-    rollouts = plan.rollouts_per_minibatch
-    default = micro_batch_tokens(plan.device, setting.shape.hidden)
-    pairs = plan.algorithm.pairs
-    cut = memory.cut(plan.train, lengths, rollouts=rollouts, default_tokens=default, whole_groups=pairs)
-    forward = memory.forward_cut(plan.train, cut, lengths, rollouts=plan.rollouts_per_step)
-    out = [
-        memory.learner(
-            "policy", plan.learns, plan.train, setting=setting, cut=cut, forward=forward, head=True
-        )
-    ]
-    for name, weights in plan.copies.items():
-        out.append(ModelMemory(name=name, weights=weights, setting=setting, cut=cut, forward=forward))
-    if plan.critic is not None and plan.critic_learns is not None:
-        rollouts = plan.rollouts_per_step // plan.critic.minibatches
-        cut = memory.cut(plan.critic, lengths, rollouts=rollouts, default_tokens=default, whole_groups=False)
-        forward = memory.forward_cut(plan.critic, cut, lengths, rollouts=plan.rollouts_per_step)
-        out.append(
-            memory.learner(
-                "critic",
-                plan.critic_learns,
-                plan.critic,
-                setting=setting,
-                cut=cut,
-                forward=forward,
-                head=False,
-            )
-        )
+    """The models of a process that trains without ranks."""
+    out = []
+    for name, train, learned in _trained(plan):
+        cut, forward = _cuts(plan, train, lengths)
+        head = name == "policy"
+        out.append(memory.learner(name, learned, train, setting=setting, cut=cut, forward=forward, head=head))
+        for copy, weights in plan.copies.items() if head else ():
+            out.append(ModelMemory(name=copy, weights=weights, setting=setting, cut=cut, forward=forward))
     return out
 
 
@@ -278,7 +261,7 @@ def _sampling(plan: Plan, setting: Setting, lengths: Lengths) -> tuple[int, int]
     """(KV cache, further memory of prefill and decode)."""
     assert plan.kv_cache_bytes is not None
     asked = plan.own_tasks_per_step * plan.group_size if plan.algorithm.kind == "online" else 0
-    rows = plan.max_num_seqs if plan.judges else min(plan.max_num_seqs, asked)
+    rows = plan.cfg.rollout.max_num_seqs if plan.judges else min(plan.cfg.rollout.max_num_seqs, asked)
     cache = plan.kv_cache_bytes
     if (
         plan.device == "cpu"
@@ -295,8 +278,8 @@ def _sampling(plan: Plan, setting: Setting, lengths: Lengths) -> tuple[int, int]
 
 def limit(plan: Plan) -> int:
     """Bytes that the stage may take of the device it trains on."""
-    if plan.memory_mb is not None:
-        return plan.memory_mb << 20
+    if plan.cfg.machine.memory_mb is not None:
+        return plan.cfg.machine.memory_mb << 20
     if plan.device == "cuda":
         return cuda_bytes() or ram_bytes()
     return ram_bytes() - memory.LIBRARIES
@@ -318,7 +301,11 @@ def together(plan: Plan) -> list[tuple[str, list[ProcessMemory]]]:
     if own is None:
         return []
     ranks = {group: found[_rank_of(group)] for group in ranks_of(plan.train.parallel)}
-    near = [] if plan.ranks_apart else [group for group in ranks if plan.device == "cpu" or group == "policy"]
+    near = (
+        []
+        if plan.cfg.cluster.ranks
+        else [group for group in ranks if plan.device == "cpu" or group == "policy"]
+    )
     most = {group: rank if plan.device == "cpu" else replace(rank, count=1) for group, rank in ranks.items()}
     maker = [found[MAKER]] if MAKER in found else []
     out = [("stage", [own, *maker, *(most[group] for group in near)])]
@@ -331,7 +318,7 @@ def together(plan: Plan) -> list[tuple[str, list[ProcessMemory]]]:
 def _too_large(plan: Plan, *, going_on: bool) -> Iterator[str]:
     for what, shared in together(plan):
         total, most = sum(place.count * place.most.total for place in shared), limit(plan)
-        if plan.device == "cpu" and plan.memory_mb is None:
+        if plan.device == "cpu" and plan.cfg.machine.memory_mb is None:
             most -= memory.LIBRARIES * (sum(place.count for place in shared) - 1)
         if total > most:
             yield _refusal(plan, what, shared, most, going_on=going_on)
@@ -364,7 +351,7 @@ def out_of_memory(plan: Plan, stage: str, said: str) -> str:
         if train.forward_micro_batch_tokens
         else []
     )
-    cut += [("rollout.max_num_seqs", plan.max_num_seqs)] if plan.generates else []
+    cut += [("rollout.max_num_seqs", plan.cfg.rollout.max_num_seqs)] if plan.generates else []
     tries = [f"{stage}{key}={now // 2} (now {now})" for key, now in cut if now > 1]
     if not train.gradient_checkpointing:
         tries.append(f"{stage}train.gradient_checkpointing=true (now false)")
@@ -383,8 +370,8 @@ def _done(plan: Plan) -> Iterator[str]:
     layout = plan.train.parallel
     made = {
         "model.dtype=bfloat16": plan.dtype != "float32",
-        "model.lora": plan.lora is not None,
-        "critic.lora": plan.critic_lora is not None,
+        "model.lora": plan.cfg.model.lora is not None,
+        "critic.lora": plan.cfg.critic.lora is not None,
         "train.optimizer.name=sgd": plan.train.optimizer.name == "sgd",
         "train.gradient_checkpointing": plan.train.gradient_checkpointing,
         "train.parallel.reshard_after_forward": layout.reshard_after_forward,
@@ -399,7 +386,13 @@ def _refusal(plan: Plan, what: str, shared: list[ProcessMemory], most: int, *, g
     told = ", ".join(f"{name} {in_words(count)}" for name, count in parts if count)
     advised = memory.advice(worst.most.parts, done=list(_done(plan)), may=_may_change if going_on else None)
     change = "; or ".join(advised) or "a machine with more memory, or a smaller model in another run_dir"
-    where = "machine.memory_mb" if plan.memory_mb else "the GPU" if plan.device == "cuda" else "this machine"
+    where = (
+        "machine.memory_mb"
+        if plan.cfg.machine.memory_mb
+        else "the GPU"
+        if plan.device == "cuda"
+        else "this machine"
+    )
     phase = worst.most.name
     if len(shared) > 1:
         counts = ", ".join(

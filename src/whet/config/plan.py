@@ -28,11 +28,11 @@ from whet.config.evaluation import (
     total_tokens,
 )
 from whet.config.faults import Refused, named
+from whet.config.groups import experts_per_step
 from whet.config.hardware import cuda_bytes
 from whet.config.keys import dotted
 from whet.config.learns import learns
 from whet.config.load import Loaded, stage_configs, stage_names
-from whet.config.mixing import experts_per_step
 from whet.config.recipes import resolve
 from whet.config.schema import Config, TrainConfig
 from whet.config.sizes import DTYPE_BYTES, parameters_in, shape
@@ -154,6 +154,7 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
     reply = max(cfg.rollout.sampling.max_tokens, reply_tokens(cfg))
     return Plan(
         name=name,
+        cfg=cfg,
         algorithm=algorithm,
         rows=rows,
         total_steps=_total_steps(cfg.train, rows, tasks=cfg.train.tasks_per_step - experts),
@@ -168,11 +169,9 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
         critic=for_critic(cfg) if algorithm.needs_critic else None,
         critic_warmup_steps=cfg.critic.warmup_steps if algorithm.needs_critic else 0,
         optimizer=cfg.train.optimizer,
-        prompt_tokens=cfg.data.max_prompt_tokens,
         reply_tokens=tokens_after_prompt(cfg, reply),
         train_reply_tokens=tokens_after_prompt(cfg, cfg.rollout.sampling.max_tokens),
         total_tokens=total_tokens(cfg, reply),
-        max_num_seqs=cfg.rollout.max_num_seqs,
         eval_sampling=eval_sampling(cfg),
         evaluates=evaluates(cfg),
         judges=judges(cfg),
@@ -181,21 +180,14 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
         device=device,
         compiled=device == "cpu" and cfg.machine.kernels != "torch",
         mode=mode_of(cfg, algorithm.kind),
-        replicas=cfg.rollout.replicas,
         saves_parts=cfg.checkpoint.sharded or cfg.checkpoint.async_save,
-        ranks_apart=cfg.cluster.ranks,
         quantized=cfg.rollout.quantization is not None,
         samples_apart=_samples_apart(cfg, mode_of(cfg, algorithm.kind)),
         threads=cfg.machine.threads or cores(),
         shape=size,
-        lora=cfg.model.lora,
-        critic_lora=cfg.critic.lora,
         learns=learns(tensors, cfg.model.lora, cfg.train.trainable) if tensors else None,
         critic_learns=learns(tensors, cfg.critic.lora, {}) if tensors else None,
         vocab_is_bound=cfg.tokenizer.build is not None and cfg.model.scratch is not None,
-        keep=cfg.checkpoint.keep,
-        kv_cache_mb=cfg.machine.kv_cache_mb,
-        memory_mb=cfg.machine.memory_mb,
         reference_saved=algorithm.needs_reference and (cfg.reference.path is None or _resets(cfg)),
         reference_from_folder=cfg.reference.path is not None,
         reference_is_base=_begins_as_base(cfg),
@@ -272,12 +264,12 @@ def _misfits(plan: Plan, *, rehearsal: bool = False) -> Iterator[Problem]:
     """What is wrong with numbers that had to be derived first. A rehearsal is not on the device of the run."""
     if not rehearsal:
         yield from checks_precision.misfits(plan)
-    if plan.generates and plan.kv_cache_mb is not None and plan.shape is not None:
+    if plan.generates and plan.cfg.machine.kv_cache_mb is not None and plan.shape is not None:
         one = plan.shape.kv_bytes(rows=1, tokens=plan.max_sequence_tokens, dtype=plan.cache_dtype)
-        if one > plan.kv_cache_mb * 2**20:
+        if one > plan.cfg.machine.kv_cache_mb * 2**20:
             yield (
                 "machine.kv_cache_mb",
-                f"{plan.kv_cache_mb} MiB does not hold one rollout of {plan.max_sequence_tokens} tokens, "
+                f"{plan.cfg.machine.kv_cache_mb} MiB does not hold one rollout of {plan.max_sequence_tokens} tokens, "
                 f"which takes {math.ceil(one / 2**20)} MiB",
             )
 

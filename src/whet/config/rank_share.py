@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from whet.config.checks_parallel import shards, world
+from whet.config.checks_parallel import shards
 from whet.config.learns import Learns, learns
 from whet.config.memory import ModelMemory, Parts, Phase, forward_bytes, update_parts
 from whet.config.schema import LoraConfig, ParallelConfig
@@ -25,48 +25,6 @@ BUCKET = 1 << 25
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _WHOLE = ("norm", "mlp.gate.weight", "o_proj.bias", "down_proj.bias")
 """Tensors that tp does not shard: ends or parts of names."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutSizes:
-    """Sizes of the layout."""
-
-    ranks: int
-    replicate: int
-    shard: int
-    tp: int
-    cp: int
-    pp: int
-    ep: int
-    reshard: bool
-    prefetch: int
-    gathers: bool
-    """Whether one rank gathers sharded tensors to save whole files."""
-
-    @classmethod
-    def of(cls, p: ParallelConfig, *, gathers: bool = False) -> LayoutSizes:
-        return cls(
-            gathers=gathers and shards(p) * p.tp * p.pp > 1,
-            ranks=world(p),
-            replicate=p.dp_replicate,
-            shard=shards(p),
-            tp=p.tp,
-            cp=p.cp,
-            pp=p.pp,
-            ep=p.ep,
-            reshard=p.reshard_after_forward,
-            prefetch=p.prefetch,
-        )
-
-    @property
-    def dp(self) -> int:
-        """Number of parts of the batch."""
-        return self.replicate * self.shard
-
-    @property
-    def modules(self) -> bool:
-        """Whether the modules of the model compute, not the optimized functions of a known family."""
-        return self.tp > 1 or self.ep > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,17 +45,23 @@ class RankShare:
 
 
 def part(
-    shape: Shape, spread: LayoutSizes, *, lora: LoraConfig | None, trainable: Mapping[str, bool], at: int = 0
+    shape: Shape,
+    layout: ParallelConfig,
+    *,
+    lora: LoraConfig | None,
+    trainable: Mapping[str, bool],
+    at: int = 0,
 ) -> RankShare:
     """The part of the at-th rank of pp."""
-    held = {name: _cut(name, size, spread) for name, size in shape.tensors.items()}
-    mine = _stage(held, shape, spread, at)
+    shard = shards(layout)
+    held = {name: _cut(name, size, layout) for name, size in shape.tensors.items()}
+    mine = _stage(held, shape, layout, at)
     layers = [0] * shape.layers
     for name, size in mine.items():
         if found := _LAYER.search(name):
             layers[int(found[1])] += prod(size)
     small = {
-        name: _sharded(size, spread.shard // spread.ep if ".experts." in name else spread.shard)
+        name: _sharded(size, shard // layout.ep if ".experts." in name else shard)
         for name, size in mine.items()
     }
     by_layer: list[dict[str, tuple[int, ...]]] = [{} for _ in range(shape.layers + 1)]  # the last: the rest
@@ -105,19 +69,19 @@ def part(
         by_layer[int(found[1]) if (found := _LAYER.search(name)) else -1][name] = size
     learned = [learns(tensors, lora, trainable).learned for tensors in by_layer]
     own = learns(small, lora, trainable)
-    if spread.shard > 1:
+    if shard > 1:
         own = replace(own, adapted=0)
-    vocab = None if shape.vocab_size is None else -(-shape.vocab_size // spread.tp)
+    vocab = None if shape.vocab_size is None else -(-shape.vocab_size // layout.tp)
     local = replace(
         shape,
         layers=sum(map(bool, layers)),
-        heads=max(1, shape.heads // spread.tp),
-        kv_heads=max(1, shape.kv_heads // spread.tp),
-        ffn=shape.ffn // spread.tp,
+        heads=max(1, shape.heads // layout.tp),
+        kv_heads=max(1, shape.kv_heads // layout.tp),
+        ffn=shape.ffn // layout.tp,
         vocab_size=vocab,
         tensors=small,
     )
-    cut = spread.shard > 1
+    cut = shard > 1
     return RankShare(
         shape=local,
         learns=own,
@@ -128,10 +92,10 @@ def part(
     )
 
 
-def _stage(tensors: Tensors, shape: Shape, spread: LayoutSizes, at: int) -> Tensors:
+def _stage(tensors: Tensors, shape: Shape, layout: ParallelConfig, at: int) -> Tensors:
     """Tensors of the at-th rank of pp: equal numbers of layers; the first has the embedding, the last the output."""
-    low, high = at * shape.layers // spread.pp, (at + 1) * shape.layers // spread.pp
-    first, last = at == 0, at == spread.pp - 1
+    low, high = at * shape.layers // layout.pp, (at + 1) * shape.layers // layout.pp
+    first, last = at == 0, at == layout.pp - 1
 
     def mine(name: str) -> bool:
         if found := _LAYER.search(name):
@@ -143,17 +107,17 @@ def _stage(tensors: Tensors, shape: Shape, spread: LayoutSizes, at: int) -> Tens
     return {name: size for name, size in tensors.items() if mine(name)}
 
 
-def _cut(name: str, size: tuple[int, ...], spread: LayoutSizes) -> tuple[int, ...]:
+def _cut(name: str, size: tuple[int, ...], layout: ParallelConfig) -> tuple[int, ...]:
     """The size of a tensor on one rank of tp and ep, rounded up."""
     if ".experts." in name:
         at = 1 if "gate_up_proj" in name else 2
         return tuple(
-            -(-n // (spread.ep if dim == 0 else spread.tp if dim == at else 1)) for dim, n in enumerate(size)
+            -(-n // (layout.ep if dim == 0 else layout.tp if dim == at else 1)) for dim, n in enumerate(size)
         )
     if any(part in name for part in _WHOLE):
         return size
     at = 1 if "o_proj.weight" in name or "down_proj.weight" in name else 0
-    return tuple(-(-n // spread.tp) if dim == at else n for dim, n in enumerate(size))
+    return tuple(-(-n // layout.tp) if dim == at else n for dim, n in enumerate(size))
 
 
 def _sharded(size: tuple[int, ...], ranks: int) -> tuple[int, ...]:
@@ -165,37 +129,33 @@ def _sharded(size: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class HostedModel:
-    """A model on a rank, in bytes."""
+    """A model on a rank."""
 
     model: ModelMemory
-    whole: int
-    """All weights of the model while they are read."""
+    share: RankShare
+    size: int
+    """Bytes of a parameter."""
+    layout: ParallelConfig
     saved: int
-    """The largest file that one rank gathers and writes; 0 where every rank writes shards, or nothing is sharded."""
-    layer: int
-    rest: int
-    learned: tuple[int, int]
-    """See `RankShare`."""
-    reshard: bool
-    prefetch: int
-
-    @property
-    def layers(self) -> int:
-        return self.model.setting.shape.layers
+    """Bytes of the largest file that one rank gathers and writes; 0 where every rank writes shards, or nothing is
+    sharded."""
 
     @property
     def gathered(self) -> int:
-        """Full tensors during computation: the rest, the current layer, prefetched layers and the one in transfer."""
-        if not self.layer:
+        """Bytes of full tensors during computation: the rest, the current layer, prefetched layers and the one in
+        transfer."""
+        layers, share = self.model.setting.shape.layers, self.share
+        if not share.layer:
             return 0
-        there = min(self.layers, 2 + self.prefetch) if self.reshard else self.layers + 1
-        return self.rest + there * self.layer
+        there = min(layers, 2 + self.layout.prefetch) if self.layout.reshard_after_forward else layers + 1
+        return (share.rest + there * share.layer) * self.size
 
     @property
     def unreduced(self) -> int:
-        """Full gradients in the backward pass: those of a layer, a second copy in transfer, and those of the rest."""
-        layer, rest = self.learned
-        return 2 * layer + rest if self.model.gradients else 0
+        """Bytes of full gradients in the backward pass: those of a layer, a second copy in transfer, and those of the
+        rest."""
+        layer, rest = self.share.learned
+        return (2 * layer + rest) * self.size if self.model.gradients else 0
 
 
 def rank_phases(hosted: Sequence[HostedModel], *, beside: Parts) -> list[Phase]:
@@ -205,7 +165,7 @@ def rank_phases(hosted: Sequence[HostedModel], *, beside: Parts) -> list[Phase]:
     out: list[Phase] = []
     for h in hosted:
         m = h.model
-        out.append(Phase(f"reading the {m.name}", {**held, f"{m.name}, whole": h.whole}))
+        out.append(Phase(f"reading the {m.name}", {**held, f"{m.name}, whole": h.share.whole * h.size}))
         held |= {m.name: m.weights} | ({f"optimizer of the {m.name}": m.state} if m.state else {})
     for h in hosted:
         m = h.model
@@ -213,7 +173,7 @@ def rank_phases(hosted: Sequence[HostedModel], *, beside: Parts) -> list[Phase]:
         out.append(Phase(f"forward of the {m.name}", {**seen, "activations": forward_bytes(m)}))
         if m.gradients:
             out += [Phase(f"update of the {m.name}", {**seen, **parts}) for parts in _moments(h)]
-            summed = 0 if h.layer else min(m.stepping, BUCKET * 4)
+            summed = 0 if h.share.layer else min(m.stepping, BUCKET * 4)
             step = {f"gradients of the {m.name}": m.stepping, "gradients as they are summed": summed}
             out.append(Phase(f"optimizer step of the {m.name}", {**held, **step}))
         if h.saved:

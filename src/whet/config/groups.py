@@ -1,15 +1,42 @@
-"""Problems of the keys about groups."""
+"""Groups of a step in a config: the demonstrations among them, the rollouts of each that are kept, and problems."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from fractions import Fraction
 
 from whet.config.recipes import Resolved
 from whet.config.schema import Config
 
 
+def experts_per_step(cfg: Config, algorithm: Resolved) -> int:
+    """Number of demonstrations in one step. The ratio is an exact decimal: 0.1 of 30 is 3, not 4."""
+    if algorithm.mix is None:
+        return 0
+    return math.ceil(Fraction(str(algorithm.mix.demonstration_ratio)) * cfg.train.tasks_per_step)
+
+
 def problems(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) in one stage's config."""
+    if algorithm.mix is not None:
+        yield from _mix_problems(cfg, experts_per_step(cfg, algorithm))
+    yield from _kept_problems(cfg, algorithm)
+
+
+def _mix_problems(cfg: Config, experts: int) -> Iterator[tuple[str, str]]:
+    train = cfg.train
+    own = train.tasks_per_step - experts
+    if min(own, experts) < train.minibatches:
+        yield (
+            "algorithm.mix.demonstration_ratio",
+            f"train.tasks_per_step={train.tasks_per_step} has {experts} demonstrations and {own} own tasks, but each "
+            f"of train.minibatches={train.minibatches} needs at least one of both: raise tasks_per_step, or choose a "
+            "ratio closer to 0.5",
+        )
+
+
+def _kept_problems(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
     if algorithm.kind != "online":
         return
     groups, size = algorithm.groups, cfg.rollout.group_size
