@@ -16,7 +16,7 @@ from whet.data.rows import read_rows
 from whet.dialects import versions
 from whet.dialects.cosmos.data import REWARDS, data
 from whet.dialects.cosmos.model import dtype, offload
-from whet.dialects.cosmos.run import chat, lengths, place, resume, seed, trackers, trained_temperature
+from whet.dialects.cosmos.run import lengths, place, resume, seed, trackers
 from whet.dialects.cosmos.steps import batch, length, optimizer, schedule, steps_together
 from whet.dialects.cosmos.values import texts, weights
 from whet.dialects.kinds import understood
@@ -30,6 +30,8 @@ from whet.rewards.builtin import format
 from whet.rewards.tagged import single_choice
 from whet.types import ConfigError, Task
 
+chat = function("cosmos", "run.chat")
+trained_temperature = function("cosmos", "run.trained_temperature")
 rewards = function("cosmos", "data.rewards")
 validation = function("cosmos", "data.validation")
 checkpoint = function("cosmos", "run.checkpoint")

@@ -7,6 +7,8 @@ import re
 import pytest
 
 from asked import strange, strange_names
+from whet.config.keys import lookup
+from whet.config.tree import path_of
 from whet.dialects import rules
 from whet.dialects.row import NOTHING, AnotherModel, NotSupportedYet, rows
 from whet.dialects.versions import VERSION
@@ -22,10 +24,12 @@ LINES = lines("whet.dialects", "rules.tsv")
 def test_each_line_names_what_there_is(line: dict[str, str]) -> None:
     system = line["system"]
     assert line["function"] in {row.function for row in rows(system)}, "a row of the table has the function"
-    assert line["rule"] in ("read", *rules.ERRORS)
-    assert (line["message"] == "") == (line["rule"] == "read")
+    assert line["rule"] in ("read", "set", *rules.ERRORS)
+    assert (line["text"] == "") == (line["rule"] == "read")
+    assert (line["native"] != "") == (line["rule"] == "set")
+    assert not line["native"] or lookup(path_of(line["native"], ())), "the native key is one"
     assert strange_names(system, line["when"]) == []
-    assert strange(system, (found[0] for found in re.findall(rules._VALUE, line["message"]))) == []
+    assert strange(system, (found[0] for found in re.findall(rules._VALUE, line["text"]))) == []
 
 
 @pytest.mark.parametrize(
@@ -52,9 +56,28 @@ def test_words_over_values(words: str, values: dict[str, object], holds: bool) -
     assert rules.condition("verl", words)(values) is holds
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("{a.b}", {"x": [1]}),
+        ("word", "word"),
+        ("1", 1),
+        ("null", None),
+        ('"1"', "1"),
+        ("at_{c.d}", "at_7"),
+        ('{"n": {c.d}, "list": [{e.f}]}', {"n": 7, "list": ["text"]}),
+    ],
+)
+def test_what_is_set(text: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = {"rule": "set", "when": "", "native": "model.path", "text": text}
+    monkeypatch.setattr(rules, "_rules", lambda system: {"x.y": [line]})
+    ask = rules.function.__wrapped__("verl", "x.y")
+    assert ask({"a.b": {"x": [1]}, "c.d": 7, "e.f": "text"}) == {"model.path": value}
+
+
 def test_the_first_rule_that_does_not_pass_ends_the_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function whose keys rest is not asked, and refuses nothing; one with rules alone gives nothing."""
-    names = ("rule", "when", "message")
+    names = ("rule", "when", "text")
     told = (
         ("read", "a.b", ""),
         ("coming", "a.b > 5", "a.b={a.b}: {c.d!r} is coming"),

@@ -1,4 +1,5 @@
-"""The table of rules over a foreign file's values: when a function is asked at all, and which values it refuses.
+"""The table of rules over a foreign file's values: when a function is asked at all, which values it refuses, and what
+it gives where that needs no computation.
 
 `rules.tsv` has a line for each rule; `#` begins a comment. The columns:
 
@@ -6,19 +7,23 @@
     function  `module.function` of the system's package, which the rule stands before; one that has only rules need not
               be there
     rule      read: its keys count only when the condition holds, else they rest. refused: never together. coming: not
-              built yet. others: a file for models that are no language models
+              built yet. others: a file for models that are no language models. set: a native key has a value then
     when      the condition, in the words of `whet.config.conditions`: `trainer.resume_mode is from_path and ...`. Its
               names are keys of the file, functions of the package (`roles.has_critic`), or `since_0.8.0` for a file
               that is read as that release or a newer one. A value may be compared with another key's. Empty: always
-    message   of all but read, in the system's own words. Values may stand in it: {key}, {key!r}, or {key:shown} as YAML
+    native    of set: the native key
+    text      of set: its value, {key} for that of a key, else JSON or a word. Of what is refused: what is said, in the
+              system's own words. Values may stand in both: {key}, {key!r}, or {key:shown} as YAML
 
-A function's rules are asked in the order of their lines; the first that does not let it pass ends the matter.
+A function's rules are asked in the order of their lines; the first that does not let it pass ends the matter. What is
+set, and what the function of the package gives, if there is one, are its native keys.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,7 +45,7 @@ ERRORS: Mapping[str, type[ConfigError]] = {
     "others": AnotherModel,
 }
 _VALUE = re.compile(r"\{([^{}:!]+)(!r|:shown)?\}")
-_AS: Mapping[str | None, Callable[[Json], str]] = {"!r": repr, ":shown": shown, None: str}
+_AS: Mapping[str, Callable[[Json], str]] = {"!r": repr, ":shown": shown}
 
 
 @functools.cache
@@ -51,14 +56,16 @@ def function(system: str, name: str) -> Function:
         raise ValueError(f"{system}: there is no function {name}, and no rule of it")
 
     def ruled(values: Values) -> Native:
+        out: dict[str, Json] = {}
         for line in rules:
             holds = condition(system, line["when"])(values)
             if line["rule"] == "read" and not holds:
                 return NOTHING
-            if line["rule"] != "read" and holds:
-                raise ERRORS[line["rule"]](_message(system, line["message"], values))
-        native: Native = found(values) if found else NOTHING
-        return native
+            if line["rule"] == "set" and holds:
+                out[line["native"]] = _given(system, line["text"], values)
+            elif line["rule"] in ERRORS and holds:
+                raise ERRORS[line["rule"]](_filled(system, line["text"], values))
+        return {**out, **found(values)} if found else out
 
     return ruled if rules else found or ruled
 
@@ -122,5 +129,21 @@ def _wanted(system: str, said: Any, values: Values) -> Any:
     return values[said] if is_key else said
 
 
-def _message(system: str, text: str, values: Values) -> str:
-    return _VALUE.sub(lambda found: _AS[found[2]](_value(system, found[1], values)), text)
+def _filled(system: str, text: str, values: Values, write: Callable[[Json], str] = str) -> str:
+    """A text with the values that stand in it, written by `write` where it does not say how."""
+    return _VALUE.sub(
+        lambda found: (_AS[found[2]] if found[2] else write)(_value(system, found[1], values)), text
+    )
+
+
+def _given(system: str, text: str, values: Values) -> Json:
+    """The value that a text stands for."""
+    if found := _VALUE.fullmatch(text):
+        return _value(system, found[1], values)
+    if text[:1] in "{[":
+        return json.loads(_filled(system, text, values, json.dumps))
+    plain = _filled(system, text, values)
+    try:
+        return json.loads(plain)
+    except ValueError:
+        return plain

@@ -86,25 +86,6 @@ def _dropping(values: Values) -> dict[str, Json]:
     return (parts if metric and set(metric) != set(trained) else {}) | bound
 
 
-def clipping(values: Values) -> dict[str, Json]:
-    """How far the ratio may go: two sides and a cap for negative advantages (not gspo), or one side (aipo_rho)."""
-    gspo = values[POLICY + "variant"] == "gspo"
-    if values[POLICY + "aipo_rho"] is not None:
-        return {"algorithm.loss": "aipo", "algorithm.loss.aipo_rho": values[POLICY + "aipo_rho"]}
-    low, high = values[POLICY + "epsilon_low"], values[POLICY + "epsilon_high"]
-    bounds = {
-        "algorithm.loss.clip_low": low if low >= 0 else OPEN_LOW,
-        "algorithm.loss.clip_high": high if high >= 0 else OPEN_HIGH,
-    }
-    return bounds | ({} if gspo else {"algorithm.loss.dual_clip": values[POLICY + "lower_bound_ratio"]})
-
-
-def far_from_policy(values: Values) -> dict[str, Json]:
-    """Replies that the policy has moved away from learn nothing from negative advantages, in the clipped loss."""
-    key = POLICY + "off_policy_masking_delta"
-    return {"algorithm.loss.sequence_mask_delta": values[key]}
-
-
 def aggregation(values: Values) -> dict[str, Json]:
     """How token losses become one number; a constant in place of the length makes it Dr. GRPO's."""
     kind, constant = values[POLICY + "loss_type"], values[POLICY + "unbiased_loss_max_tokens"] or 0
@@ -118,13 +99,6 @@ def aggregation(values: Values) -> dict[str, Json]:
     return {"algorithm.loss_agg_mode": "seq-mean-token-sum-norm", "algorithm.norm_tokens": constant}
 
 
-def normalize(values: Values) -> dict[str, Json]:
-    """Unbiased advantages are not divided by the group's standard deviation (the document's text has it inverted)."""
-    if values[POLICY + "unbiased_advantage"]:
-        return {"algorithm.advantage.normalize_std": False}
-    return {"algorithm.advantage.std_ddof": 0}
-
-
 def terms(values: Values) -> dict[str, Json]:
     """What is above 0 to be on: the entropy bonus, the likelihood of replies that were paid, shared prefixes."""
     entropy, likelihood = values[POLICY + "entropy_coeff"], values[POLICY + "positive_nll_coef"] or 0
@@ -135,16 +109,6 @@ def terms(values: Values) -> dict[str, Json]:
     if likelihood > 0:
         out["algorithm.positive_nll_coef"] = likelihood
     return out | ({"algorithm.groups.min_shared_prefix": prefix} if prefix > 0 else {})
-
-
-def engine_probabilities(values: Values) -> dict[str, Json]:
-    """The engine's log-probs: as the ratio's denominator, or as weights of the losses; above the cap those are 0."""
-    sampled = values[POLICY + "use_rollout_logprobs_for_loss"]
-    if not values[POLICY + "use_decoupled_loss"]:
-        return {"algorithm.old_logprobs": "sampled"} if sampled else {}
-    at, cap = "algorithm.correction.", values[POLICY + "behav_imp_weight_cap"]
-    masked = {at + "weight.high": cap, at + "weight.outside": "mask", at + "denominator": "all"}
-    return {at + "weight": "token"} | ({} if cap is None else masked)
 
 
 # ---------------------------------------------------------------- reference and teacher

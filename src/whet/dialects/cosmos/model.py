@@ -57,13 +57,6 @@ def offload(values: Values) -> dict[str, Json]:
     return {"train.offload": [*names, *(["optimizer", "policy"] if values["train.fsdp_offload"] else [])]}
 
 
-def float8(values: Values) -> dict[str, Json]:
-    """Matrix products in 8 bits, scaled by the present tensor. torch.compile does not see through them."""
-    if not values["train.fp8.enable_fp8"]:
-        return {"train.compile": values["train.compile"]}
-    return {"train.precision.float8": values["train.fp8.quant_recipe"], "train.compile": False}
-
-
 # ---------------------------------------------------------------- adapters and what learns
 
 

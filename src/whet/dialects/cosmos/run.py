@@ -48,25 +48,6 @@ def seed(values: Values) -> dict[str, Json]:
     return out | ({"data.seed": train} if train is not None and rollout is not None else {})
 
 
-def sampling(values: Values) -> dict[str, Json]:
-    """How many rollouts a prompt has, and how they are sampled; top_k -1 keeps all tokens."""
-    at, bits = "rollout.sampling_config.", values["rollout.quantization"]
-    return {
-        "rollout.group_size": values["rollout.n_generation"],
-        "rollout.quantization": "float8" if bits == "fp8" else None,
-        "rollout.sampling.temperature": values[at + "temperature"],
-        "rollout.sampling.top_p": values[at + "top_p"],
-        "rollout.sampling.top_k": max(values[at + "top_k"], 0),
-        "rollout.sampling.repetition_penalty": values[at + "repetition_penalty"],
-    }
-
-
-def trained_temperature(values: Values) -> dict[str, Json]:
-    """What the trainer divides logits by; up to 1e-6 it divides by nothing."""
-    mine = values[POLICY + "temperature"]
-    return {"train.temperature": mine if mine > 1e-6 else 1.0}
-
-
 def sync(values: Values) -> dict[str, Json]:
     """Training steps between weight syncs, and how old rollouts may be: they are as new as the engines' speed allows.
 
@@ -85,28 +66,7 @@ def sync(values: Values) -> dict[str, Json]:
     }
 
 
-def chat(values: Values) -> dict[str, Json]:
-    """The chat template of the rollouts, and its switch of thinking."""
-    at = "rollout.multi_turn_config."
-    template = values[at + "custom_chat_template_path"]
-    out: dict[str, Json] = {"tokenizer.chat_template": template} if template else {}
-    thinks = values[at + "enable_thinking"] and not is_sft(values)
-    return out | ({"tokenizer.chat_template_kwargs": {"enable_thinking": True}} if thinks else {})
-
-
 TURNS = "rollout.multi_turn_config."
-
-
-def environment(values: Values) -> dict[str, Json]:
-    """Turns with tools. A file names none: Cosmos-RL has them from the script that starts a run."""
-    return {
-        "data.chat": True,
-        "rollout.env.make": "whet.envs.tool_env:tools",
-        "rollout.env.max_turns": values[TURNS + "max_assistant_turns"],
-        "rollout.env.max_tokens_per": "turn",
-        "rollout.env.observation_tokens": values["policy.model_max_length"],
-        "rollout.env.history": "template",
-    }
 
 
 # ---------------------------------------------------------------- files and trackers

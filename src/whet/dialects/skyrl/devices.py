@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from whet.dialects import versions
-from whet.dialects.layout import APART, PARALLEL, FileLayout, groups
+from whet.dialects.layout import APART, FileLayout, groups
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.types import ConfigError, Json
 
@@ -175,14 +175,6 @@ def apart(v: Values) -> Native:
 
 
 # ---------------------------------------------------------------- memory
-
-
-def sharding(v: Values) -> Native:
-    """How FSDP gathers what it has cut. Resharding to a smaller group frees as much as it can, here all."""
-    return {
-        f"{PARALLEL}.reshard_after_forward": bool(v[f"{FSDP}.reshard_after_forward"]),
-        f"{PARALLEL}.wrap_min_num_params": v[f"{FSDP}.wrap_policy.min_num_params"],
-    }
 
 
 def offload(v: Values) -> Native:

@@ -139,12 +139,6 @@ def reference(v: Values) -> Native:
     return out | ({"reference.reset_interval_epochs": 1} if v["trainer.update_ref_every_epoch"] else {})
 
 
-def entropy(v: Values) -> Native:
-    """A bonus, a mean over tokens however the policy's losses are averaged."""
-    coef = v[f"{A}.entropy_loss_coef"]
-    return {"algorithm.entropy_coef": coef, "algorithm.entropy_agg_mode": "token-mean"}
-
-
 # ---------------------------------------------------------------- policy loss
 
 CLIP = {"clip_low": "eps_clip_low", "clip_high": "eps_clip_high"}

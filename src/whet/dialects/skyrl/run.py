@@ -13,11 +13,9 @@ from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.served import placed
 from whet.dialects.skyrl.devices import (
     PLACE,
-    POLICY,
     A,
     data_parallel,
     has_critic,
-    is_megatron,
     since,
 )
 from whet.dialects.skyrl.learn import input_length
@@ -171,25 +169,7 @@ def _files(v: Values, key: str) -> list[str]:
     return list(files)
 
 
-def quantization(v: Values) -> Native:
-    """vLLM's own option: the engine's weights in 8 bits."""
-    is_fp8 = v["generator.engine_init_kwargs.quantization"] == "fp8"
-    return {"rollout.quantization": "float8"} if is_fp8 else NOTHING
-
-
 # ---------------------------------------------------------------- steps and batches
-
-
-def prompt_limit(v: Values) -> Native:
-    """Longer prompts are left out. The document has them truncated: their last tokens are kept, so that what asks for
-    the reply survives."""
-    overlong = "filter" if since(v, "train-0.1") else "truncate_left"
-    return {"data.max_prompt_tokens": v["trainer.max_prompt_length"], "data.overlong": overlong}
-
-
-def epochs(v: Values) -> Native:
-    """Passes over the rows, each without the last, short batch."""
-    return {"train.epochs": v["trainer.epochs"], "train.drop_last": True}
 
 
 def batches(v: Values) -> Native:
@@ -237,14 +217,6 @@ def _check_mini_batch(v: Values, role: str) -> None:
 
 def several_turns(v: Values) -> bool:
     return bool(v["generator.max_turns"] > 1)
-
-
-def ahead(v: Values) -> Native:
-    """Rollouts are started as there is room, and go on under new weights."""
-    return {
-        "rollout.schedule": "async",
-        "rollout.max_staleness": v["trainer.fully_async.max_staleness_steps"],
-    }
 
 
 # ---------------------------------------------------------------- sampling and engines
@@ -350,24 +322,6 @@ def chat_template(v: Values) -> Native:
 
 
 # ---------------------------------------------------------------- checkpoints and tracking
-
-
-def resume(v: Values) -> Native:
-    """latest goes on where the directory stands; from_path at resume_path; null and none begin anew."""
-    mode, path = v["trainer.resume_mode"], v["trainer.resume_path"]
-    if mode == "from_path":
-        return {"checkpoint.resume": path}
-    return {"checkpoint.resume": "auto" if mode == "latest" else "fresh"}
-
-
-def checkpoints(v: Values) -> Native:
-    """How often, and how many of the newest stay; an interval of 0 or less: only the last. From 0.2 on every epoch
-    ends with one, too."""
-    keep, every = v["trainer.max_ckpts_to_keep"], v["trainer.ckpt_interval"]
-    out = {"checkpoint.interval": max(every, 0), "checkpoint.keep": keep if keep > 0 else None}
-    out |= {"checkpoint.interval_epochs": 1} if every > 0 and since(v, "0.2") else {}
-    in_background = is_megatron(v) and v[f"{POLICY}.megatron_config.async_dist_ckpt_save"]
-    return out | ({"checkpoint.async_save": True} if in_background else {})
 
 
 def export(v: Values) -> Native:

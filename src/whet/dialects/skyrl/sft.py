@@ -8,7 +8,8 @@ from pathlib import PurePath
 
 from whet.config.faults import shown
 from whet.dialects.row import NOTHING, Native, Values
-from whet.dialects.skyrl import devices, optimizers
+from whet.dialects.rules import function
+from whet.dialects.skyrl import devices
 from whet.dialects.splits import rows_of_split
 from whet.dialects.tables import table
 from whet.dialects.typed import choose
@@ -46,12 +47,12 @@ def as_rl(v: Values) -> Values:
     }
 
 
-def _asked(function: Callable[[Values], Native]) -> Callable[[Values], Native]:
+def _asked(name: str) -> Callable[[Values], Native]:
     """A function of the RL file; what it says names the keys of this one."""
 
     def of_sft(v: Values) -> Native:
         try:
-            return function(as_rl(v))
+            return function("skyrl", name)(as_rl(v))
         except ConfigError as e:
             said = str(e).replace("trainer.placement.policy_num", "placement.num")
             raise type(e)(said.replace("trainer.policy.", "").replace("trainer.", "")) from None
@@ -59,13 +60,13 @@ def _asked(function: Callable[[Values], Native]) -> Callable[[Values], Native]:
     return of_sft
 
 
-optimizer = _asked(optimizers.policy_optimizer)
-overrides = _asked(optimizers.policy_overrides)
-lora = _asked(optimizers.policy_lora)
-routers = _asked(optimizers.routers)
-layout = _asked(devices.layout)
-sharding = _asked(devices.sharding)
-profile = _asked(devices.profile)
+optimizer = _asked("optimizers.policy_optimizer")
+overrides = _asked("optimizers.policy_overrides")
+lora = _asked("optimizers.policy_lora")
+routers = _asked("optimizers.routers")
+layout = _asked("devices.layout")
+sharding = _asked("devices.sharding")
+profile = _asked("devices.profile")
 
 
 def offload(v: Values) -> Native:
@@ -197,11 +198,6 @@ def checkpoints(v: Values) -> Native:
         out["checkpoint.export_interval"] = every
         out |= {"checkpoint.export_dir": v["export_path"]} if v["export_path"] else {}
     return out
-
-
-def trackers(v: Values) -> Native:
-    """The one that is named, and jsonl always; words by which W&B finds the run."""
-    return {"track.trackers": [v["logger"], "jsonl"], **({"track.tags": v["tags"]} if v["tags"] else {})}
 
 
 def dtype(v: Values) -> Native:

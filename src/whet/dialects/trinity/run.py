@@ -170,24 +170,6 @@ def ahead(values: Values) -> Native:
     }
 
 
-def sync_interval(values: Values) -> Native:
-    """Steps between weight syncs: rollouts are up to so many versions old, less one."""
-    return {"rollout.sync_interval": values["synchronizer.sync_interval"]} if online(values) else {}
-
-
-def patience(values: Values) -> Native:
-    """Seconds that processes of their own wait for one another's weights."""
-    waits = online(values) and values["mode"] not in ("both", "colocate")
-    return {"sync.timeout_s": values["synchronizer.sync_timeout"]} if waits else {}
-
-
-def again(values: Values) -> Native:
-    """Further attempts at a rollout that failed, and a limit that follows the mean of those that did not."""
-    at = "explorer.dynamic_timeout"
-    limit = {"rollout.timeout_factor": values[f"{at}.ratio"]} if values[f"{at}.enable"] else {}
-    return {"rollout.retries": values["explorer.max_retry_times"], **limit}
-
-
 def who(values: Values) -> Native:
     """The name by which a store knows this explorer."""
     return {"buffer.explorer_name": str(values["explorer.name"])} if values["mode"] == "explore" else {}

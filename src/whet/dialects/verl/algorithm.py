@@ -112,13 +112,6 @@ def discount(v: Values) -> Native:
     }
 
 
-def resampling(v: Values) -> Native:
-    """PF-PPO draws the rollouts of a step anew by their scores; read with gae, as there."""
-    how = v["algorithm.pf_ppo.reweight_method"]
-    power = {"algorithm.resample_power": v["algorithm.pf_ppo.weight_pow"]} if how == "pow" else {}
-    return {"algorithm.resample": how, **power}
-
-
 def dynamic_sampling(v: Values) -> Native:
     """DAPO drops groups whose scores are all equal and asks for more; acc is the score without the length penalty."""
     at = "algorithm.filter_groups"

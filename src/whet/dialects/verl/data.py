@@ -63,18 +63,6 @@ def rows(v: Values, which: str, native: str) -> Native:
     return {f"{native}.function": function, f"{native}.arguments": {"data_files": given}, **some}
 
 
-def overlong(v: Values) -> Native:
-    """filter_overlong_prompts drops what truncation would cut or refuse."""
-    cut = v["data.truncation"]
-    if v["data.filter_overlong_prompts"]:
-        return {"data.overlong": "filter"}
-    return {"data.overlong": cut if cut == "error" else f"truncate_{cut}"}
-
-
-def order(v: Values) -> Native:
-    return {"data.order": "shuffle" if v["data.shuffle"] else "sequential"}
-
-
 def validates(v: Values) -> bool:
     """Whether verl would validate at any time."""
     return bool(v["trainer.test_freq"] > 0 or v["trainer.val_before_train"])
@@ -150,19 +138,6 @@ def rewards(v: Values) -> Native:
     return out
 
 
-def overlong_penalty(v: Values) -> Native:
-    """DAPO's soft penalty: 0 up to `len` tokens before the limit, from there in a line to -penalty_factor at it."""
-    at = "reward_model.overlong_buffer"
-    return {
-        "rewards.overlong.function": "overlong",
-        "rewards.overlong.weight": v[f"{at}.penalty_factor"],
-        "rewards.overlong.arguments": {
-            "max_tokens": v["data.max_response_length"],
-            "buffer": v[f"{at}.len"],
-        },
-    }
-
-
 def reward_model(v: Values) -> Native:
     """Its score alone, weight 1. Without an input_tokenizer it is given the policy's tokens; else the conversation in
     its own template, cut at the right as there."""
@@ -210,14 +185,6 @@ def _server(v: Values, name: str) -> dict[str, Json]:
         and bool(v[f"{ROLLOUT}.free_cache_engine"])
         and bool(v.get(f"{ROLLOUT}.enable_sleep_mode", True))
         and schedule(v) == NOTHING,
-    )
-
-
-def quantization(v: Values) -> Native:
-    """Weights of the engine in 8 bits, made anew at each sync."""
-    key = f"{ROLLOUT}.quantization"
-    return (
-        {} if v[key] is None else {"rollout.quantization": choose(v, key, {"fp8": "float8", "torchao": None})}
     )
 
 

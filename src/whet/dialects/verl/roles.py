@@ -302,12 +302,6 @@ def routers(v: Values) -> Native:
     return router_terms(v, at)
 
 
-def reference(v: Values) -> Native:
-    """ref.model is a section with a path."""
-    given = v[f"{REF}.model.path"]
-    return {"reference.path": given} if has_reference(v) and given is not None else NOTHING
-
-
 def critic(v: Values) -> Native:
     """Where the value model's weights start, with its own overrides in both forms: empty is none."""
     config = v["critic.model.override_config"] or {}

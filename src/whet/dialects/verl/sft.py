@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from whet.dialects.layout import PARALLEL, FileLayout
+from whet.dialects.layout import FileLayout
 from whet.dialects.megatron import router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
@@ -92,22 +92,6 @@ def imports(v: Values) -> Native:
     return {"imports": texts(v, "model.external_lib")} if v["model.external_lib"] is not None else NOTHING
 
 
-def order(v: Values) -> Native:
-    """verl's SFT trainers always shuffle; a file that says false is taken at its word."""
-    return {"data.order": "sequential"} if v["data.shuffle"] is False else NOTHING
-
-
-def lengths(v: Values) -> Native:
-    """max_length is of prompt and reply together; each alone may be as long."""
-    most, cut = v["data.max_length"], v["data.truncation"]
-    return {
-        "data.max_total_tokens": most,
-        "data.max_prompt_tokens": most,
-        "rollout.sampling.max_tokens": most,
-        "data.overlong": cut if cut == "error" else f"truncate_{cut}",
-    }
-
-
 def batch(v: Values) -> Native:
     """B sequences a step; a pass has micro_batch_size_per_gpu of them, which must divide a rank's share; over engines
     it may have so many tokens."""
@@ -154,11 +138,6 @@ def layout(v: Values) -> Native:
     dp, engine = _ranks(v), ENGINES[engine_of(v)]
     copies, shards = copies_and_shards(v, engine, "engine", dp=dp, each=_world(v) // dp)
     return FileLayout(dp_replicate=copies, dp_shard=shards, nodes=v["trainer.nnodes"], **sizes).natives()
-
-
-def sharding(v: Values) -> Native:
-    """The smallest layers that FSDP gathers by themselves."""
-    return {f"{PARALLEL}.wrap_min_num_params": v[f"{_FSDP}.wrap_policy.min_num_params"]}
 
 
 def offload(v: Values) -> Native:

@@ -218,11 +218,6 @@ def batches(v: Values) -> Native:
     return out
 
 
-def shuffling(v: Values) -> Native:
-    """Another order of the rollouts in every pass, by the run's seed, in whole groups, for policy and critic alike."""
-    return {"train.shuffle_minibatches": v[f"{ACTOR}.shuffle"]}
-
-
 # ---------------------------------------------------------------- how passes are cut for memory
 
 PER_GPU = {
