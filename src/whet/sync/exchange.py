@@ -56,7 +56,7 @@ MERGED = "digest of the merged weights"
 
 
 class Publisher:
-    """The trainer's end. `join` names the receivers and what they have; who does hears their answers. Where none is named
+    """The trainer's end. `join` names receivers and what they have; who does hears their answers. Where none is named
     they come and go as they like: `send`, and `look` at what they have answered.
 
     whole: send every tensor every time; else only what some receiver lacks, or, to receivers without a name, what has
