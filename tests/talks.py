@@ -18,7 +18,8 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
-from whet.data.calls import ReplyForm, write_calls
+from call_writers import write_calls
+from whet.data.calls import ReplyForm
 from whet.data.codec import History, MessageCodec
 from whet.data.templates import CUT, MARK
 from whet.types import DataError, Json, Message, ToolCall, ToolSpec

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from call_writers import write_calls
 from calling import BRACKETS, SCHEMA, THINK, WEATHER, call, form, tool
 from whet.data.call_formats import CALL_FORMATS
 from whet.data.call_values import MOST_DEPTH, MOST_DIGITS, Malformed, read_by_schema, read_json
 from whet.data.calls import (
     ReplyForm,
     read_reply,
-    write_calls,
 )
 from whet.types import ConfigError, Message, ToolCall, ToolSpec
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from call_writers import WRITERS, write_calls
 from calling import SCHEMA, call, form, tool
 from whet.data.call_formats import CALL_FORMATS
 from whet.data.call_reader import LEAST_MARKER
 from whet.data.calls import (
     ReplyForm,
     read_reply,
-    write_calls,
 )
 from whet.types import Message, ToolCall, ToolSpec
 
@@ -139,7 +139,7 @@ def test_a_cut_call_or_thought_is_malformed_wherever_it_is_cut(name: str) -> Non
     rng = random.Random(name)
     for _ in range(25):
         calls, _, _ = _reply(rng, name)
-        called = CALL_FORMATS[name].write(calls[:1])
+        called = WRITERS[name](calls[:1])
         for reasoning in (None, "because"):
             text = write_calls(form(name), calls[:1], "", reasoning)
             start = len(text) - len(called)
@@ -163,7 +163,7 @@ def test_any_damage_gives_a_message_and_no_marker_is_silently_text(name: str | N
     for i in range(3000):
         if i % 3 and name:
             calls, content, reasoning = _reply(rng, name)
-            parts = list(CALL_FORMATS[name].write(calls)) + list(content) + list(reasoning or "")
+            parts = list(WRITERS[name](calls)) + list(content) + list(reasoning or "")
         else:
             parts = [
                 rng.choice([*PIECES, '{"name": "f", "arguments": {}}', "f", "<function=f>", "to=functions.f"])

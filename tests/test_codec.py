@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from call_writers import write_calls
 from templates_of_ours import TEMPLATES, OurTemplate, our_tokenizer
-from whet.data.calls import write_calls
 from whet.data.chat import lead
 from whet.data.codec import History, MessageCodec
 from whet.types import ConfigError, Message, ToolCall, ToolSpec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from call_writers import write_calls
 from calling import BRACKETS, SCHEMA, WEATHER, call
 from templates_of_ours import TEMPLATES, OurTemplate, our_tokenizer
 from whet.data.calls import (
@@ -12,7 +13,6 @@ from whet.data.calls import (
     opens_thought,
     read_reply,
     recognised_form,
-    write_calls,
 )
 from whet.data.templates import rendered
 from whet.types import Message, ToolCall

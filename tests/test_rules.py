@@ -133,7 +133,6 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "sync.method": [
-        ("sync.method=ipc", "machine.device=cpu"),
         ("sync.method=ipc",),
         ("rollout.replicas=1", "sync.method=files"),
         (ASYNC, "mode=train", "buffer.url=sqlite:///b", "sync.method=collective"),

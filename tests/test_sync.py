@@ -24,22 +24,30 @@ from whet.models.lora import adapted, attach, merged, refresh
 from whet.rollout.native.engine import NativeEngine
 from whet.sync.exchange import Publisher, Receiver, cast, with_adapters
 from whet.sync.files import Files
-from whet.sync.ipc import by_handle
 from whet.sync.manifest import (
     DTYPES,
     Manifest,
-    Missed,
     Piece,
     checked,
     describe,
     digest_of,
     pieces,
 )
-from whet.sync.parcels import Letter, Parcels, in_memory, in_store
+from whet.sync.parcels import Letter, Parcels, in_store
 from whet.sync.transport import Transport, buckets, flatten, split
-from whet.types import ConfigError, Receipt, Sampling, WhetError
+from whet.types import Receipt, Sampling, WhetError
 
 Named = list[tuple[str, Tensor]]
+
+
+def in_memory(*, copy: bool = False, timeout_s: float = 600.0, keep: int = 1) -> Parcels:
+    """Within one process. By reference, a version is gone as soon as the trainer takes a step (its digest detects
+    this); a copy stays."""
+
+    def pack(tensors: list[Tensor]) -> list[Tensor]:
+        return [t.clone() for t in tensors] if copy else tensors
+
+    return Parcels(pack, lambda reference, entries: reference, timeout_s=timeout_s, keep=keep)
 
 
 def some(step: int = 0) -> Named:
@@ -123,10 +131,12 @@ def test_who_missed_a_version_needs_it_whole(transport: Transport) -> None:
     newer = [(n, t + 5) for n, t in some()]  # of `c` nobody was ever sent this
     third = transport.send(3, [*[(n, t + 1) for n, t in some()[:2]], newer[2]], held=describe(2, newer).named)
     assert [e.name for e in third.entries if e.sent] == ["a", "b"]
-    with pytest.raises(Missed, match=r"version 3: 'c' was not sent.*holds no earlier"):
+    with pytest.raises(WhetError, match=r"version 3: 'c' was not sent.*holds no earlier"):
         take(transport, 3)
     other = describe(2, [(n, t + 1) for n, t in some()])
-    with pytest.raises(Missed, match=r"version 3: 'c' was not sent.*different values of it, from version 2"):
+    with pytest.raises(
+        WhetError, match=r"version 3: 'c' was not sent.*different values of it, from version 2"
+    ):
         take(transport, 3, other)
     got, _ = take(transport, 3, describe(1, newer))
     assert got["c"] is None  # what counts is what is there, not which version it came with
@@ -166,13 +176,13 @@ def test_receipts_come_back(transport: Transport) -> None:
     assert list(transport.receipts()) == []
     for receipt in (
         Receipt("e-1", 1, "x"),
-        Receipt("e-2", 1, "", error="no", missed=True),
+        Receipt("e-2", 1, "", error="no"),
         Receipt("e-1", 2, "y"),
     ):
         transport.confirm(receipt)
     assert sorted(transport.receipts(), key=lambda r: r.receiver) == [
         Receipt("e-1", 2, "y"),
-        Receipt("e-2", 1, "", error="no", missed=True),
+        Receipt("e-2", 1, "", error="no"),
     ]
 
 
@@ -347,15 +357,6 @@ def test_only_floating_point_is_cast() -> None:
     }
 
 
-def test_handles_need_cuda() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is CUDA")
-    with pytest.raises(
-        ConfigError, match=r"sync.method=ipc.*no CUDA device.*use memory.*files or collective"
-    ):
-        by_handle()
-
-
 # ---------------------------------------------------------------- trainer and engine
 
 
@@ -374,9 +375,21 @@ def state(module: Any) -> str:
 def pair(
     transport: Transport, *, whole: bool, module: Any = None, **options: Any
 ) -> tuple[Publisher, Receiver]:
-    publisher = Publisher(transport, whole=whole, timeout_s=0.2, **options)
+    publisher = Publisher(transport, whole=whole, **options)
     publisher.join("e-1")
     return publisher, Receiver(transport, name="e-1", module=module)
+
+
+def receipt_of(publisher: Publisher) -> Receipt:
+    (receipt,) = publisher.transport.receipts()
+    return receipt
+
+
+def settle(publisher: Publisher, receiver: Receiver) -> None:
+    """The receiver has confirmed what was sent last: the next version goes by that."""
+    version = max(publisher.digests)
+    assert receipt_of(publisher) == Receipt("e-1", version, publisher.digests[version])
+    publisher.join("e-1", receiver.held)
 
 
 @pytest.mark.parametrize("staged", [True, False])
@@ -393,7 +406,7 @@ def test_versions_reach_the_engine_and_are_confirmed(transport: Transport, whole
             manifest = publisher.send(version, parameters(policy))
             receipt = await receiver.load(engine, version)
             assert receipt == Receipt("e-1", version, manifest.digest)
-            publisher.settle()
+            settle(publisher, receiver)
             assert engine.version == version
             assert state(other) == state(policy)
             moved.append(sum(e.sent for e in manifest.entries))
@@ -403,30 +416,6 @@ def test_versions_reach_the_engine_and_are_confirmed(transport: Transport, whole
     asyncio.run(story())
     count = len(parameters(policy))
     assert moved == ([count] * 3 if whole else [count, 1, 1])
-
-
-def test_the_trainer_goes_on_only_with_the_right_receipt() -> None:
-    publisher, _ = pair(in_memory(), whole=True)
-    publisher.join("e-2")
-    sent = publisher.send(3, some())
-    publisher.confirm(Receipt("e-1", 3, sent.digest))
-    with pytest.raises(
-        WhetError, match=r"receipt of weights version 3 from e-2 did not arrive within sync.timeout_s=0.2 s"
-    ):
-        publisher.settle()
-    publisher.confirm(Receipt("e-2", 2, sent.digest))
-    with pytest.raises(WhetError, match="version 3 from e-2 did not arrive"):
-        publisher.settle()
-    publisher.confirm(Receipt("e-2", 3, describe(3, some(1)).digest))
-    with pytest.raises(
-        WhetError, match=r"e-2 confirms weights version 3 with digest .*; version 3 with .* was sent"
-    ):
-        publisher.settle()
-    publisher.confirm(Receipt("e-2", 3, "", error="the disk is gone"))
-    with pytest.raises(WhetError, match="version 3 was not loaded by e-2: the disk is gone"):
-        publisher.settle()
-    publisher.leave("e-2")
-    publisher.settle()
 
 
 def test_late_and_twice_are_refused_and_the_engine_stays(transport: Transport) -> None:
@@ -445,7 +434,7 @@ def test_late_and_twice_are_refused_and_the_engine_stays(transport: Transport) -
         await receiver.load(engine, 2, again=True)
         assert engine.version == 2
         await reply(engine, [3, 4], Sampling(max_tokens=2))
-        receiver.forget()
+        receiver.version = None
         publisher.send(1, parameters(policy))
         await receiver.load(engine, 1)
         assert engine.version == 1
@@ -472,8 +461,7 @@ def test_a_fault_before_the_engine_leaves_it_and_one_within_stops_it() -> None:
         torn(1)
         with pytest.raises(WhetError, match=f"version 1: '{last}' has different bytes"):
             await receiver.load(engine, 1)
-        with pytest.raises(WhetError, match=r"version 1 was not loaded by e-1: .*different bytes"):
-            publisher.settle()
+        assert "different bytes" in receipt_of(publisher).error
         assert state(other) == before
         await reply(engine, [3, 4], Sampling(max_tokens=2))
         receiver.staged = False
@@ -484,7 +472,7 @@ def test_a_fault_before_the_engine_leaves_it_and_one_within_stops_it() -> None:
             await reply(engine, [3, 4], Sampling(max_tokens=2))
         publisher.send(3, parameters(policy))
         await receiver.load(engine, 3)
-        publisher.settle()
+        settle(publisher, receiver)
         await reply(engine, [3, 4], Sampling(max_tokens=2))
 
     asyncio.run(story())
@@ -500,7 +488,7 @@ def test_a_receiver_that_begins_anew_gets_all(transport: Transport) -> None:
     async def story() -> None:
         publisher.send(1, parameters(policy))
         await receiver.load(engine, 1)
-        publisher.settle()
+        settle(publisher, receiver)
         for version in (2, 3, 4):
             with torch.no_grad():
                 policy.model.norm.weight.add_(0.5)
@@ -511,8 +499,9 @@ def test_a_receiver_that_begins_anew_gets_all(transport: Transport) -> None:
         with torch.no_grad():
             other.model.norm.weight.zero_()
             other.model.embed_tokens.weight.zero_()
-        await Receiver(transport, name="e-1").load(engine, 4)
-        publisher.settle()
+        anew = Receiver(transport, name="e-1")
+        await anew.load(engine, 4)
+        settle(publisher, anew)
 
     asyncio.run(story())
     assert state(other) == state(policy)
@@ -599,7 +588,7 @@ def test_adapters_travel_alone_and_make_the_trainer_s_weights(transport: Transpo
                 "digest of the merged weights",
             }
             await receiver.load(engine, version)
-            publisher.settle()
+            settle(publisher, receiver)
             assert state(merged(other)) == state(merged(policy))
 
     asyncio.run(story())
@@ -617,14 +606,14 @@ def test_adapters_over_another_base_are_found(transport: Transport) -> None:
         )  # says it has the right one
         publisher.send(1, with_adapters(policy))
         with pytest.raises(
-            Missed, match="was not sent because it has not changed, but this receiver holds different values"
+            WhetError,
+            match="was not sent because it has not changed, but this receiver holds different values",
         ):
             await receiver.load(engine, 1)
-        with pytest.raises(Missed, match="e-1: weights version 1: "):
-            publisher.settle()
+        assert receipt_of(publisher).error.startswith("weights version 1: ")
         publisher.send(1, with_adapters(policy), whole=True)
         await receiver.load(engine, 1)
-        publisher.settle()
+        settle(publisher, receiver)
 
     asyncio.run(story())
     assert state(merged(other)) == state(merged(policy))

@@ -301,8 +301,6 @@ class Receipt:
     """What shows that it has the weights that were sent: the digest of their manifest, or a server's checksum. Empty
     if the version was not taken, or if the weights were given by this process itself, where nothing travels."""
     error: str = ""
-    missed: bool = False
-    """It was not taken because something that was not sent is not there: send it whole."""
     measured: dict[str, float] = field(default_factory=dict)
     """What was measured to prove it, by the name of the metric: of engines that no digest can be asked of."""
 

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from random import Random
 
+from call_writers import WRITERS, write_calls
 from fuzz.case import Case
 from fuzz.mutate import damaged
 from whet.data.call_formats import CALL_FORMATS
-from whet.data.calls import THINKING, ReplyForm, read_reply, write_calls
+from whet.data.calls import THINKING, ReplyForm, read_reply
 from whet.types import DataError, Message, ToolCall, ToolSpec
 
 QUERY = {"query": 'what is <tool_call> in "C:\\new"\n?', "most": 10, "deep": {"a": [1.5, None, True]}}
@@ -44,7 +45,7 @@ def make_reply(random: Random) -> Case:
     name = random.choice(sorted(CALL_FORMATS))
     text = good(name, thinks=random.random() < 0.5)
     if random.random() < 0.2:
-        last = len(CALL_FORMATS[name].write(CALLS[2:])) - 20
+        last = len(WRITERS[name](CALLS[2:])) - 20
         return Case({name: text[: len(text) - random.randrange(1, last)].encode()}, name, wrong=True)
     return Case({name: damaged(random, text.encode())}, name)
 

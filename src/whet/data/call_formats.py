@@ -1,4 +1,4 @@
-"""The call formats: how the families of models write a tool call, one reader and one writer for each.
+"""The call formats: how the families of models write a tool call, one reader for each.
 
 Semantics are those of vLLM's tool parsers (main, 2026) and of the models' own chat templates, with one difference: what
 they give back as plain text because it does not parse is `Malformed` here. A reader goes from left to right and stops
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from whet.data.call_reader import MOST_NAME, ReadCall, ReplyReader, any_of, read_each, scan
-from whet.data.call_values import Malformed, Untyped, kind, read_by_schema, read_json, shown, write_json
-from whet.types import Json, ToolCall
+from whet.data.call_values import Malformed, Untyped, kind, read_by_schema, read_json, shown
+from whet.types import Json
 
 # ---- formats with markers ----
 
@@ -33,14 +33,6 @@ def _read_hermes(reading: ReplyReader) -> None:
     call = reading.object(reading.json(), ("arguments",))
     reading.need(CALL_END, after="the JSON object")
     reading.call(*call)
-
-
-def _write_hermes(calls: Sequence[ToolCall]) -> str:
-    return "\n".join(f"{CALL}\n{_as_object(call, 'arguments')}\n{CALL_END}" for call in calls)
-
-
-def _as_object(call: ToolCall, key: str, named: str = "name") -> str:
-    return f'{{"{named}": {write_json(call.name)}, "{key}": {write_json(call.arguments)}}}'
 
 
 FUNCTION, FUNCTION_END, PARAMETER = "<function=", "</function>", "<parameter="
@@ -62,11 +54,6 @@ def _read_xml(reading: ReplyReader, tags: _Tags, around: tuple[str, str]) -> Non
     reading.call(name, arguments)
 
 
-def _write_xml(calls: Sequence[ToolCall], tags: _Tags, around: tuple[str, str]) -> str:
-    begin, end = around
-    return "\n".join(f"{begin}\n{FUNCTION}{c.name}>\n{_tagged(c, tags)}{FUNCTION_END}\n{end}" for c in calls)
-
-
 ARGUMENT = "<arg_key>"
 
 
@@ -74,10 +61,6 @@ def _read_glm(reading: ReplyReader) -> None:
     reading.take(CALL)
     name = reading.name(CALL)
     reading.call(name, _read_tagged(reading, name, _GLM))
-
-
-def _write_glm(calls: Sequence[ToolCall]) -> str:
-    return "\n".join(f"{CALL}{call.name}\n{_tagged(call, _GLM)}{CALL_END}" for call in calls)
 
 
 MINIMAX, MINIMAX_END, INVOKE = "<minimax:tool_call>", "</minimax:tool_call>", "<invoke name="
@@ -97,11 +80,6 @@ def _read_invokes(reading: ReplyReader, tags: _Tags, blocks: Sequence[tuple[str,
         reading.need(invoke, end, after=tags.end)
         if reading.text.endswith(end, 0, reading.at):
             return
-
-
-def _write_invokes(calls: Sequence[ToolCall], tags: _Tags, block: tuple[str, str]) -> str:
-    each = (f'{_invoke(tags)}{c.name}">\n{_tagged(c, tags)}{tags.end}\n' for c in calls)
-    return f"{block[0]}\n{''.join(each)}{block[1]}"
 
 
 def _invoke(tags: _Tags) -> str:
@@ -193,20 +171,6 @@ def _tagged_text(reading: ReplyReader, key: str, tags: _Tags) -> str:
     return text.removesuffix("\n") if after.startswith("\n") else text
 
 
-def _tagged(call: ToolCall, tags: _Tags) -> str:
-    (key, key_end), (value, value_end) = tags.key, tags.value
-    said = {True: '" string="true"', False: '" string="false"'} if tags.typed else {True: "", False: ""}
-    return "".join(
-        f"{key}{name}{said[isinstance(given, str)]}{key_end}{value}{as_text(given)}{value_end}\n"
-        for name, given in call.arguments.items()
-    )
-
-
-def as_text(value: Json) -> str:
-    """An argument in the formats without quotes: a text as it stands, everything else as JSON."""
-    return value if isinstance(value, str) else write_json(value)
-
-
 MISTRAL, MISTRAL_ARGS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
@@ -240,11 +204,6 @@ def _read_list(reading: ReplyReader, listed: _Listed) -> None:
         reading.need(listed.end, after="the list of calls")
 
 
-def _write_list(calls: Sequence[ToolCall], listed: _Listed) -> str:
-    each = (_as_object(call, listed.arguments, listed.name) for call in calls)
-    return f"{listed.begin}[{', '.join(each)}]{listed.end}"
-
-
 def _read_mistral(reading: ReplyReader) -> None:
     """A list of objects (tokenizers before v11) or a name and its arguments."""
     start = reading.at
@@ -258,10 +217,6 @@ def _read_mistral(reading: ReplyReader) -> None:
         reading.name(MISTRAL_ID)
     reading.take(MISTRAL_ARGS)
     return reading.call(name, reading.arguments(name))
-
-
-def _write_mistral_v11(calls: Sequence[ToolCall]) -> str:
-    return "".join(f"{MISTRAL}{c.name}{MISTRAL_ARGS}{write_json(c.arguments)}" for c in calls)
 
 
 SEEK_ALL, SEEK_ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -292,18 +247,6 @@ def _read_deepseek(reading: ReplyReader) -> None:
         reading.need(SEEK, SEEK_ALL_END, after=SEEK_END)
 
 
-def _write_deepseek_v3(calls: Sequence[ToolCall]) -> str:
-    each = (
-        f"{SEEK}function{SEEK_SEP}{c.name}\n```json\n{write_json(c.arguments)}\n```{SEEK_END}" for c in calls
-    )
-    return SEEK_ALL + "\n".join(each) + SEEK_ALL_END
-
-
-def _write_deepseek(calls: Sequence[ToolCall]) -> str:
-    each = (f"{SEEK}{c.name}{SEEK_SEP}{write_json(c.arguments)}{SEEK_END}" for c in calls)
-    return SEEK_ALL + "".join(each) + SEEK_ALL_END
-
-
 KIMI_ALL, KIMI_ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI, KIMI_ARGS, KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _KIMI_ID = re.compile(r"(?:functions\.)?(\S+):[0-9]{1,9}")
@@ -324,12 +267,6 @@ def _read_kimi(reading: ReplyReader) -> None:
         reading.need(KIMI, KIMI_ALL_END, after=KIMI_END)
         if reading.text.endswith(KIMI_ALL_END, 0, reading.at):
             return
-
-
-def _write_kimi(calls: Sequence[ToolCall]) -> str:
-    ids = (c.id if _KIMI_ID.fullmatch(c.id) else f"functions.{c.name}:{n}" for n, c in enumerate(calls))
-    each = (f"{KIMI}{id}{KIMI_ARGS}{write_json(c.arguments)}{KIMI_END}" for id, c in zip(ids, calls))
-    return KIMI_ALL + "".join(each) + KIMI_ALL_END
 
 
 # ---- formats without a marker: an object is a call if it looks like one, and text otherwise ----
@@ -360,10 +297,6 @@ def _read_llama(reading: ReplyReader) -> None:
         sure = True
 
 
-def _write_llama(calls: Sequence[ToolCall]) -> str:
-    return "; ".join(_as_object(call, "parameters") for call in calls)
-
-
 def _read_json(reading: ReplyReader) -> None:
     """One object, alone in the reply. An object that calls nothing is an answer."""
     value = reading.json()
@@ -375,10 +308,6 @@ def _read_json(reading: ReplyReader) -> None:
                 f"expected nothing after the JSON object, found {shown(reading.text, reading.at)}"
             )
         reading.call(*call)
-
-
-def _write_json(calls: Sequence[ToolCall]) -> str:
-    return "\n".join(_as_object(call, "arguments") for call in calls)
 
 
 # ---- harmony: every message of a reply says what it is ----
@@ -444,60 +373,37 @@ def _read_commentary(reading: ReplyReader, name: str) -> None:
     reading.call(name, arguments)
 
 
-def _write_harmony(calls: Sequence[ToolCall]) -> str:
-    return f"<|call|>{BEGIN}".join(
-        f"{CHANNEL}commentary to=functions.{c.name} {CONSTRAIN}json{MESSAGE}{write_json(c.arguments)}"
-        for c in calls
-    )
-
-
-def write_harmony(calls: str, content: str, reasoning: str | None) -> str:
-    """A whole reply of gpt-oss: what is said beside calls goes into commentary."""
-    parts = [] if reasoning is None else [f"{CHANNEL}analysis{MESSAGE}{reasoning}<|end|>"]
-    if calls:
-        parts += [f"{CHANNEL}commentary{MESSAGE}{content}<|end|>"] if content else []
-        return BEGIN.join([*parts, calls])
-    return BEGIN.join([*parts, f"{CHANNEL}final{MESSAGE}{content}"])
-
-
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How calls are read and written."""
+    """How calls are read."""
 
     read: Callable[[ReplyReader], None]
     """Reads what follows the thought, to its end."""
-    write: Callable[[Sequence[ToolCall]], str]
     markers: tuple[str, ...] = ()
     """What begins a call; the rest of a reply must not end inside one."""
     strays: tuple[str, ...] = ()
     """What means a lost call if it stands outside of calls."""
-    gap: str = ""
-    """Between content and calls."""
     channels: bool = False
-    """The format marks reasoning and content, too (`write_harmony`)."""
+    """The format marks reasoning and content, too."""
 
 
-def _format(
-    read: ReadCall, write: Callable[[Sequence[ToolCall]], str], *markers: str, **more: Json
-) -> CallFormat:
-    return CallFormat(partial(scan, any_of(*markers), read), write, markers, **more)
+def _format(read: ReadCall, *markers: str, strays: tuple[str, ...] = ()) -> CallFormat:
+    return CallFormat(partial(scan, any_of(*markers), read), markers, strays)
 
 
-def _xml(tags: _Tags, around: tuple[str, str], gap: str) -> CallFormat:
-    read, write = partial(_read_xml, tags=tags, around=around), partial(_write_xml, tags=tags, around=around)
+def _xml(tags: _Tags, around: tuple[str, str]) -> CallFormat:
     strays = (around[1], PARAMETER)  # </function> and </parameter> are in other XML, too
-    return _format(read, write, around[0], FUNCTION, strays=strays, gap=gap)
+    return _format(partial(_read_xml, tags=tags, around=around), around[0], FUNCTION, strays=strays)
 
 
-def _invokes(tags: _Tags, blocks: Sequence[tuple[str, str]], written: int, gap: str) -> CallFormat:
+def _invokes(tags: _Tags, *blocks: tuple[str, str]) -> CallFormat:
     read = partial(_read_invokes, tags=tags, blocks=blocks)
-    write = partial(_write_invokes, tags=tags, block=blocks[written])
-    return _format(read, write, *(begin for begin, _ in blocks), strays=tuple(e for _, e in blocks), gap=gap)
+    return _format(read, *(begin for begin, _ in blocks), strays=tuple(e for _, e in blocks))
 
 
 def _list(listed: _Listed, marker: str = "") -> CallFormat:
-    read, write = partial(_read_list, listed=listed), partial(_write_list, listed=listed)
-    return _format(read, write, marker or listed.begin, strays=(listed.end,) if listed.end else ())
+    read = partial(_read_list, listed=listed)
+    return _format(read, marker or listed.begin, strays=(listed.end,) if listed.end else ())
 
 
 _SEEK_REST = (SEEK_ALL_END, SEEK, SEEK_SEP, SEEK_END)
@@ -506,34 +412,30 @@ _GLM_REST = (CALL_END, ARGUMENT, "</arg_key>", "<arg_value>", "</arg_value>")
 
 CALL_FORMATS: dict[str, CallFormat] = {
     # Hermes 2 Pro, Qwen2.5, Qwen3, Granite 4
-    "hermes": _format(_read_hermes, _write_hermes, CALL, strays=(CALL_END,), gap="\n"),
+    "hermes": _format(_read_hermes, CALL, strays=(CALL_END,)),
     # Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5
-    "qwen3_coder": _xml(_XML, (CALL, CALL_END), "\n\n"),
+    "qwen3_coder": _xml(_XML, (CALL, CALL_END)),
     # Seed-OSS
-    "seed": _xml(_SEED, (SEED, SEED_END), "\n"),
+    "seed": _xml(_SEED, (SEED, SEED_END)),
     # Llama 3.1 to 3.3
-    "llama3": CallFormat(
-        partial(scan, _LLAMA, _read_llama, first=_OBJECT), _write_llama, (PYTHON,), gap=PYTHON
-    ),
+    "llama3": CallFormat(partial(scan, _LLAMA, _read_llama, first=_OBJECT), (PYTHON,)),
     # Mistral with a tokenizer before v11, and from v11 on; each is read by either name
-    "mistral": _format(
-        _read_mistral, partial(_write_list, listed=_MISTRAL), MISTRAL, strays=(MISTRAL_ARGS, MISTRAL_ID)
-    ),
-    "mistral_v11": _format(_read_mistral, _write_mistral_v11, MISTRAL, strays=(MISTRAL_ARGS, MISTRAL_ID)),
+    "mistral": _format(_read_mistral, MISTRAL, strays=(MISTRAL_ARGS, MISTRAL_ID)),
+    "mistral_v11": _format(_read_mistral, MISTRAL, strays=(MISTRAL_ARGS, MISTRAL_ID)),
     # gpt-oss
-    "gpt_oss": CallFormat(_read_harmony, _write_harmony, (CHANNEL, "<|start|>"), channels=True),
+    "gpt_oss": CallFormat(_read_harmony, (CHANNEL, "<|start|>"), channels=True),
     # GLM-4.5 to 5
-    "glm": _format(_read_glm, _write_glm, CALL, strays=_GLM_REST, gap="\n"),
+    "glm": _format(_read_glm, CALL, strays=_GLM_REST),
     # DeepSeek V3 and R1, and from V3.1 on; each is read by either name
-    "deepseek_v3": _format(_read_deepseek, _write_deepseek_v3, SEEK_ALL, strays=_SEEK_REST),
-    "deepseek": _format(_read_deepseek, _write_deepseek, SEEK_ALL, strays=_SEEK_REST),
+    "deepseek_v3": _format(_read_deepseek, SEEK_ALL, strays=_SEEK_REST),
+    "deepseek": _format(_read_deepseek, SEEK_ALL, strays=_SEEK_REST),
     # Kimi K2
-    "kimi": _format(_read_kimi, _write_kimi, KIMI_ALL, strays=_KIMI_REST),
+    "kimi": _format(_read_kimi, KIMI_ALL, strays=_KIMI_REST),
     # MiniMax M2
-    "minimax": _invokes(_MINIMAX, [(MINIMAX, MINIMAX_END)], 0, "\n"),
+    "minimax": _invokes(_MINIMAX, (MINIMAX, MINIMAX_END)),
     # DeepSeek V3.2, and V4; each is read by either name
-    "deepseek_v32": _invokes(_DSML, _DSML_BLOCKS, 0, "\n\n"),
-    "deepseek_v4": _invokes(_DSML, _DSML_BLOCKS, 1, "\n\n"),
+    "deepseek_v32": _invokes(_DSML, *_DSML_BLOCKS),
+    "deepseek_v4": _invokes(_DSML, *_DSML_BLOCKS),
     # Hunyuan A13B, Apriel
     "hunyuan": _list(_HUNYUAN),
     # Nemotron Nano v2, Llama Nemotron
@@ -545,5 +447,5 @@ CALL_FORMATS: dict[str, CallFormat] = {
     # Command R7B
     "cohere": _list(_COHERE),
     # any model that is told so in its prompt
-    "json": CallFormat(partial(scan, _NOWHERE, _read_json, first=_OBJECT), _write_json),
+    "json": CallFormat(partial(scan, _NOWHERE, _read_json, first=_OBJECT)),
 }

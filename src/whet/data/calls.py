@@ -1,4 +1,4 @@
-"""What a policy wrote, as a message: its reasoning, its tool calls and the rest. And the same backwards.
+"""What a policy wrote, as a message: its reasoning, its tool calls and the rest.
 
 A marker that opens and cannot be read makes a reply `malformed`, with the reason; it is never silently text.
 """
@@ -26,13 +26,11 @@ from whet.data.call_formats import (
     PYTHON,
     SEED,
     SEEK_SEP,
-    as_text,
-    write_harmony,
 )
 from whet.data.call_reader import LEAST_MARKER, ReplyReader
 from whet.data.call_values import Malformed
 from whet.tables import near
-from whet.types import ConfigError, Json, Message, ToolCall, ToolSpec
+from whet.types import ConfigError, Message, ToolSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,73 +153,6 @@ def _content(reading: ReplyReader, form: ReplyForm) -> str:
 
 def _reasoning(reading: ReplyReader) -> str | None:
     return "\n".join(reading.thoughts) if reading.thoughts else None
-
-
-def write_calls(
-    form: ReplyForm,
-    calls: Sequence[ToolCall],
-    content: str = "",
-    reasoning: str | None = None,
-    *,
-    opened: bool = False,
-) -> str:
-    """The reply that a policy of this form would write, without its end token: what `read_reply` reads.
-
-    Errors: ValueError for what the form cannot say: reasoning or calls that it has no markers for, a marker where it
-    would be read as one, several calls or content beside them in a format that has one call alone.
-    """
-    text = _written(form, calls, content, reasoning)
-    if opened:
-        text = _after_opening(text, form, reasoning)
-    told = read_reply(text, form, _all_texts(calls), opened=opened)
-    given = Message("assistant", content, reasoning, tuple(calls))
-    if told.malformed is not None or _comparable(told) != _comparable(given):
-        why = told.malformed or "it would be parsed as something else"
-        raise ValueError(f"The call format {form.calls!r} cannot express this reply ({why}): {text[:200]!r}")
-    return text
-
-
-def _written(form: ReplyForm, calls: Sequence[ToolCall], content: str, reasoning: str | None) -> str:
-    if (calls and form.calls is None) or (reasoning is not None and not _thinks(form)):
-        raise ValueError(f"The form {form} has no markers for {'calls' if calls else 'reasoning'}.")
-    entry = CALL_FORMATS[form.calls] if form.calls is not None else None
-    called = entry.write(calls) if entry and calls else ""
-    if entry is not None and entry.channels:
-        return write_harmony(called, content, reasoning)
-    said = content + (entry.gap if entry and content and called else "") + called
-    if reasoning is None or form.thinking is None:
-        return said
-    thinking = form.thinking
-    return (
-        f"{thinking.begin}{thinking.inside}{reasoning}{thinking.inside}{thinking.end}{thinking.after}{said}"
-    )
-
-
-def _after_opening(text: str, form: ReplyForm, reasoning: str | None) -> str:
-    if reasoning is None:
-        raise ValueError(
-            "A reply that begins inside a thought has reasoning; give reasoning='' for an empty thought."
-        )
-    opening = ANALYSIS if form.thinking is None else form.thinking.begin + form.thinking.inside
-    return text.removeprefix(opening)
-
-
-def _all_texts(calls: Sequence[ToolCall]) -> list[ToolSpec]:
-    """The tools, with arguments that may be any text: types are their real schemas' matter."""
-    keys: dict[str, dict[str, Json]] = {call.name: {} for call in calls}
-    for call in calls:
-        keys[call.name] |= {key: {"type": "string"} for key in call.arguments}
-    return [ToolSpec(name, "", {"properties": properties}) for name, properties in keys.items()]
-
-
-def _comparable(message: Message) -> object:
-    """All that a form must not lose."""
-    calls = [
-        (call.name, [(key, as_text(value)) for key, value in call.arguments.items()])
-        for call in message.tool_calls
-    ]
-    reasoning = message.reasoning.strip("\n") if message.reasoning is not None else None
-    return message.content.strip("\n"), reasoning, calls
 
 
 # ---- what a chat template asks for ----

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Protocol, TypeVar
@@ -21,8 +20,8 @@ from whet.config.schema import Config
 from whet.models.lora import adapted, refresh
 from whet.models.published import Send, Weight, weights_of
 from whet.rollout.engine import RolloutEngine, WeightUpdate
-from whet.sync.manifest import Manifest, Missed, TensorEntry, checked, describe, entry_of
-from whet.sync.transport import Patience, Transport
+from whet.sync.manifest import Manifest, TensorEntry, checked, describe, entry_of
+from whet.sync.transport import Transport
 from whet.types import Receipt, WhetError
 
 log = logging.getLogger(__name__)
@@ -57,8 +56,8 @@ MERGED = "digest of the merged weights"
 
 
 class Publisher:
-    """The trainer's end. `join` names the receivers; `send` and `settle`, or `deliver`, belong to each version. Where
-    none is named they come and go as they like: `send`, and `look` at what they have answered.
+    """The trainer's end. `join` names receivers and what they have; who does hears their answers. Where none is named
+    they come and go as they like: `send`, and `look` at what they have answered.
 
     whole: send every tensor every time; else only what some receiver lacks, or, to receivers without a name, what has
     changed since the last version that was whole. adapters: the policy's own tensors travel, with adapters apart; else
@@ -72,10 +71,8 @@ class Publisher:
         whole: bool = True,
         adapters: bool = False,
         dtype: torch.dtype | None = None,
-        timeout_s: float = 600.0,
     ) -> None:
-        self.transport, self.whole, self.dtype, self.timeout_s = transport, whole, dtype, timeout_s
-        self.adapters = adapters
+        self.transport, self.whole, self.adapters, self.dtype = transport, whole, adapters, dtype
         self.base: Manifest | None = None
         """The last version that was whole; None: the next one is."""
         self.digests: dict[int, str] = {}
@@ -83,18 +80,11 @@ class Publisher:
         self.warned: set[tuple[str, int]] = set()
         """(receiver, version) of the failures that were said."""
         self.held: dict[str, Manifest | None] = {}
-        """What each receiver has confirmed, or said it has."""
-        self.sent: Manifest | None = None
-        self.answers: dict[str, Receipt] = {}
+        """What each receiver has."""
 
     def join(self, name: str, holds: Manifest | None = None) -> None:
         """Add a receiver, or one that restarts. holds: the weights that it already has, from its `Receiver.held`."""
         self.held[name] = holds
-        self.answers.pop(name, None)
-
-    def leave(self, name: str) -> None:
-        """Remove a receiver: the publisher no longer waits for it."""
-        self.held.pop(name, None)
 
     def send(self, version: int, tensors: Tensors, *, whole: bool = False) -> Manifest:
         """Send one version. whole: also the tensors that the receivers are assumed to have."""
@@ -114,15 +104,14 @@ class Publisher:
 
     def _sent(self, sent: Manifest) -> Manifest:
         """One version has been sent."""
-        self.answers, self.sent, version = {}, sent, sent.version
-        travelled = sum(e.sent for e in self.sent.entries)
-        if travelled == len(self.sent.entries):
-            self.base = self.sent
-        elif 2 * travelled > len(self.sent.entries):
+        version, travelled = sent.version, sum(e.sent for e in sent.entries)
+        if travelled == len(sent.entries):
+            self.base = sent
+        elif 2 * travelled > len(sent.entries):
             self.base = None
         self.digests = {v: d for v, d in self.digests.items() if version - _REMEMBERED < v < version}
-        self.digests[version] = self.sent.digest
-        return self.sent
+        self.digests[version] = sent.digest
+        return sent
 
     def look(self) -> None:
         """Check the answers that receivers have sent in the meantime; call it before the next optimizer step.
@@ -136,63 +125,10 @@ class Publisher:
                     log.warning("weights version %d was not loaded by %s: %s", version, name, receipt.error)
                 self.warned.add((name, version))
             elif sent is not None and receipt.proof != sent:
-                raise _other(receipt, version, sent)
-
-    def confirm(self, receipt: Receipt) -> None:
-        """Add a receiver's answer that did not arrive through the transport."""
-        self.answers[receipt.receiver] = receipt
-
-    def settle(self) -> None:
-        """Wait until every receiver has the version sent last; call it before the next optimizer step.
-
-        Raises WhetError naming the receivers that loaded other weights, failed or did not answer, since when; Missed if
-        the only cause is that the version was not sent in full.
-        """
-        if self.sent is None:
-            return
-        sent, patience = self.sent, Patience(self.timeout_s)
-        while waiting := self._waiting(sent):
-            if patience.over:
-                raise patience.error(
-                    f"the receipt of weights version {sent.version} from {', '.join(waiting)}",
-                    "check that they are running",
+                raise WhetError(
+                    f"{name} confirms weights version {version} with digest {receipt.proof}; version {version} with "
+                    f"digest {sent} was sent. Its rollouts would use other weights, so the run stops"
                 )
-            time.sleep(min(0.01, patience.left))
-        missed = [a for name in self.held if (a := self.answers[name]).missed]
-        if missed:
-            raise Missed(f"{missed[0].receiver}: {missed[0].error}")
-
-    def deliver(self, version: int, tensors: Callable[[], Tensors]) -> Manifest:
-        """Send and settle; for receivers that lacked something, once more in full."""
-        manifest = self.send(version, tensors())
-        try:
-            self.settle()
-        except Missed:
-            manifest = self.send(version, tensors(), whole=True)
-            self.settle()
-        return manifest
-
-    def _waiting(self, sent: Manifest) -> list[str]:
-        """Receivers without an answer to this version. Raises WhetError for a wrong one."""
-        for receipt in self.transport.receipts():
-            self.answers.setdefault(receipt.receiver, receipt)
-        return [name for name in self.held if not self._answered(name, sent)]
-
-    def _answered(self, name: str, sent: Manifest) -> bool:
-        answer = self.answers.get(name)
-        whole = all(e.sent for e in sent.entries)
-        if answer is None or answer.version < sent.version or (answer.missed and whole):
-            self.answers.pop(name, None)  # of a sending before this one: look again
-            return False
-        if answer.missed:
-            self.held[name] = None
-            return True
-        if answer.error:
-            raise WhetError(f"weights version {sent.version} was not loaded by {name}: {answer.error}")
-        if (answer.version, answer.proof) != (sent.version, sent.digest):
-            raise _other(answer, sent.version, sent.digest)
-        self.held[name] = sent
-        return True
 
     def _stays(self) -> Mapping[str, TensorEntry]:
         """What every receiver has alike, or what was in the last whole version."""
@@ -203,7 +139,7 @@ class Publisher:
         return {name: e for name, e in first.items() if all(e.same(o.get(name)) for o in others)}
 
 
-def publisher_of(cfg: Config, transport: Transport, *, timeout_s: float | None = None) -> Publisher:
+def publisher_of(cfg: Config, transport: Transport) -> Publisher:
     """The publisher that the section `sync` describes."""
     content = content_of(cfg)
     return Publisher(
@@ -211,14 +147,6 @@ def publisher_of(cfg: Config, transport: Transport, *, timeout_s: float | None =
         whole=content == "full",
         adapters=content == "adapters",
         dtype=None if cfg.sync.dtype == "auto" else getattr(torch, cfg.sync.dtype),
-        timeout_s=timeout_s or cfg.sync.timeout_s,
-    )
-
-
-def _other(receipt: Receipt, version: int, digest: str) -> WhetError:
-    return WhetError(
-        f"{receipt.receiver} confirms weights version {receipt.version} with digest {receipt.proof}; version "
-        f"{version} with digest {digest} was sent. Its rollouts would use other weights, so the run stops"
     )
 
 
@@ -256,8 +184,7 @@ class Receiver:
             await engine.pause(finish=finish)
             await self._fill(engine, tensors, version)
         except WhetError as error:
-            missed = isinstance(error, Missed)
-            self.transport.confirm(Receipt(self.name, version, "", error=str(error), missed=missed))
+            self.transport.confirm(Receipt(self.name, version, "", error=str(error)))
             raise
         receipt = Receipt(self.name, version, self.held.digest if self.held else "")
         self.transport.confirm(receipt)
@@ -276,10 +203,6 @@ class Receiver:
                 f"weights version {version}: the engine of {self.name} is at version {engine.version} after loading it"
             )
         self.held, self.version = self.arrived, version
-
-    def forget(self) -> None:
-        """Accept any version next, even an earlier one: the trainer has resumed from an older checkpoint."""
-        self.version = None
 
     def _refuse_late(self, version: int, again: bool) -> None:
         here = self.version

@@ -31,10 +31,6 @@ DTYPES = {
 """Tensors that can travel, by the name that a manifest gives them."""
 
 
-class Missed(WhetError):
-    """The receiver lacks the base of a difference. Sending the same version in full solves it."""
-
-
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor of a version."""
@@ -160,8 +156,7 @@ def checked(
     """(name, tensor), or (name, None) for one that stays unchanged; returns the manifest, once it has been verified.
 
     held: what the receiver has. Raises WhetError naming tensor and version if one is missing, is sent twice, has
-    another shape, dtype or content than was sent, or if the version is another one; Missed if a tensor that was not
-    sent is not held.
+    another shape, dtype or content than was sent, was not sent and is not held, or if the version is another one.
     """
     seen: dict[str, TensorEntry] = {}
     with closing(stream):
@@ -186,11 +181,11 @@ def checked(
 
 def _check_held(where: str, entry: TensorEntry, held: Manifest | None) -> None:
     if held is None:
-        raise Missed(
+        raise WhetError(
             f"{where} was not sent because it has not changed, but this receiver holds no earlier version"
         )
     if not entry.same(held.named.get(entry.name)):
-        raise Missed(
+        raise WhetError(
             f"{where} was not sent because it has not changed, but this receiver holds different values of it, from "
             f"version {held.version}"
         )

@@ -1,7 +1,6 @@
 """Weights that are sent as a letter: a manifest and a list of parcels, handed over by the process that has both ends.
 
-Three transports use this module with different parcels: the tensors themselves (same process), references into an
-object store (Ray's, filled by the caller), handles to memory of the same GPU.
+A parcel is a reference into an object store: Ray's, filled by the caller.
 """
 
 from __future__ import annotations
@@ -169,16 +168,6 @@ class Parcels:
                     )
                 self.arrived.wait(patience.left)
             return self.letters[version]
-
-
-def in_memory(*, copy: bool = False, timeout_s: float = 600.0, keep: int = 1) -> Parcels:
-    """Within one process. By reference, a version is gone as soon as the trainer takes a step (its digest detects
-    this); a copy stays."""
-
-    def pack(tensors: list[Tensor]) -> list[Tensor]:
-        return [t.clone() for t in tensors] if copy else tensors
-
-    return Parcels(pack, lambda reference, entries: reference, timeout_s=timeout_s, keep=keep)
 
 
 def in_store(

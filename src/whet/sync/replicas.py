@@ -201,7 +201,7 @@ class Shipper:
         through = (
             end if self.scratch is None or self.root is None else Relay(end, self.root, self.scratch.path)
         )
-        out = publisher_of(self.cfg, through, timeout_s=timeout_s)
+        out = publisher_of(self.cfg, through)
         for member in members:
             out.join(member.label, member.held)
         receivers = tuple(end.names[1:])
