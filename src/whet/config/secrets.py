@@ -158,7 +158,7 @@ def left_out(cfg: Config) -> list[str]:
     masked = [
         p
         for p, value in walk.found
-        if value == MASK and p[:1] != ("buffer",) and p[-3:-1] not in ENVIRONMENTS
+        if value == MASK and p[:1] != ("buffer",) and p[-3:-1] != ("reward_workers", "env")
     ]
     return [dotted(path) for path in dict.fromkeys([*masked, *struck])]
 
