@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import pytest
 import yaml
 
+from searching import files, seen
 from serving import LIMITS
 from vllm_double import executable
 from whet import engines, environment, secrets
@@ -161,6 +162,7 @@ def test_a_log_is_bounded_and_has_no_secrets(tmp_path: Path, monkeypatch: pytest
 # ---------------------------------------------------------------- a run on a server that it starts
 
 STEPS = 12
+HF_TOKEN = "hf_given-to-the-server-77"
 SPELL: dict[str, Any] = {
     "seed": 0,
     "model": {
@@ -190,7 +192,7 @@ def started(folder: Path) -> subprocess.Popen[str]:
     rows = [{"prompt": p, "answer": "1"} for p in ("12", "34", "56", "78", "90", "13")]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     config = json.loads(json.dumps(SPELL)) | {"run_dir": str(folder / "run")}
-    config["rollout"]["server"]["command"] = str(executable(folder))
+    config["rollout"]["server"] |= {"command": str(executable(folder)), "env": {"HF_TOKEN": HF_TOKEN}}
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     return subprocess.Popen(
         [sys.executable, "-m", "whet", "train", str(folder / "run.yaml")],
@@ -234,7 +236,8 @@ def test_a_run_starts_its_server_proves_each_version_and_outlives_it(tmp_path: P
     assert "the token is" in printed_there
     config = (tmp_path / "run" / "config.yaml").read_text()
     assert "${oc.env:TEST_TOKEN}" in config
-    assert "swordfish" not in printed_there + said + config
+    planted = {"token": "swordfish-42-swordfish", "variable": HF_TOKEN}
+    assert seen(files(tmp_path / "run") | {"said": said.encode()}, planted) == []
     assert [path.name for path in (tmp_path / "run" / "engine").iterdir()] == ["model"]
 
 

@@ -35,7 +35,7 @@ from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.resuming import changes, fingerprint
 from whet.config.schema import Config
-from whet.config.secrets import by_environment, dump, for_people, learn
+from whet.config.secrets import by_environment, dump, for_people, learn, left_out
 from whet.data.tokenizer import build
 from whet.types import ConfigError, Message, Sampling, Task, WhetError
 
@@ -301,6 +301,70 @@ def test_a_config_keeps_its_references_and_can_be_read_again(
     ):
         assert key in str(caught.value), "what was left out is not given to a reward as it stands"
     assert "rewards.quoting.arguments.api_key" not in str(caught.value)
+
+
+BESIDE = {
+    "token of servers": "tok-3c9f0030",
+    "variable of servers": "srv-3c9f0031",
+    "option of servers": "opt-3c9f0032",
+    "password in an address of servers": "url-3c9f0033",
+    "variable of an MCP server": "mcp-3c9f0034",
+    "variable of an MCP server of a plain name": "https://hooks.example/3c9f0035",
+    "argument of an environment": "env-3c9f0036",
+    "option that is a table": "tab-3c9f0037",
+}
+"""What processes beside a run are given: inference servers, tools."""
+
+
+def beside(mcp: Any) -> dict[str, Any]:
+    server = {
+        "token": BESIDE["token of servers"],
+        "urls": [f"http://me:{BESIDE['password in an address of servers']}@127.0.0.1:8000"],
+        "env": {"HF_TOKEN": BESIDE["variable of servers"], "VLLM_LOGGING_LEVEL": "DEBUG_MORE"},
+        "options": {
+            "api-key": BESIDE["option of servers"],
+            "hf-overrides": {"auth": BESIDE["option that is a table"]},
+            "max-num-batched-tokens": 4096,
+        },
+    }
+    arguments = {
+        "functions": ["examples/tools.py:f"],
+        "api_key": BESIDE["argument of an environment"],
+        "mcp": mcp,
+    }
+    return {"rollout": {"engine": "vllm", "server": server, "env": {"make": "tools", "arguments": arguments}}}
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_what_servers_and_tools_are_given_is_known_and_written_nowhere(listed: bool) -> None:
+    env = {
+        "GITHUB_TOKEN": BESIDE["variable of an MCP server"],
+        "PLACE": BESIDE["variable of an MCP server of a plain name"],
+    }
+    mcp: dict[str, Any] = {"command": ["server"], "env": env}
+    tree = beside([mcp] if listed else mcp)
+    cfg = Config.model_validate_json(json.dumps(tree))
+    learn(tree)
+    written = {
+        "dump": dump(cfg),
+        "config.yaml": for_people(cfg, tree),
+        "file": by_environment(tree)[0],
+        "checkpoint": fingerprint(cfg),
+    }
+    places = {name: json.dumps(each).encode() for name, each in written.items()}
+    assert seen(places, BESIDE) == []
+    told = [value for value in BESIDE.values() if secrets.redact(f"it is {value}") == f"it is {value}"]
+    assert not told
+    assert written["dump"]["rollout"]["server"]["env"]["VLLM_LOGGING_LEVEL"] == "DEBUG_MORE"
+    assert written["dump"]["rollout"]["server"]["options"]["max-num-batched-tokens"] == 4096
+    again = Config.model_validate_json(places["config.yaml"])
+    for key in (
+        "rollout.server.token",
+        "rollout.server.env.HF_TOKEN",
+        "rollout.server.options.api-key",
+        "PLACE",
+    ):
+        assert any(key in name for name in left_out(again)), key
 
 
 def test_a_file_for_another_process_refers_to_its_environment() -> None:

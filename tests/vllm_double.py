@@ -23,6 +23,7 @@ def main() -> None:
     assert serve == "serve"
     given = dict(zip(options, [*options[1:], ""]))
     print(f"the token is {os.environ['VLLM_API_KEY']}", flush=True)
+    print(f"another one is {os.environ.get('HF_TOKEN')}", flush=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, given["--dtype"]))
     engine = NativeEngine(
         model.requires_grad_(False),

@@ -25,10 +25,14 @@ DIGEST = "sha256:"
 
 _FREE = ("arguments", "params", "reward_kwargs", "monitor_args")
 """Sections of any keys, which mean what the function makes of them."""
+_OF_SERVERS = (("server", "env"), ("server", "options"))
+"""Sections of any keys, which mean what an inference server makes of them."""
+_SECRET = (("server", "token"),)
+"""Keys that hold nothing else."""
 _DATA = ("rows",)
 """What is trained on is no setting."""
-ENVIRONMENT = ("reward_workers", "env")
-"""The section of environment variables."""
+ENVIRONMENTS = (("reward_workers", "env"), ("mcp", "env"))
+"""Sections of environment variables of foreign code."""
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*'?([^,}']+)")
 
 
@@ -47,11 +51,12 @@ class _Hidden:
         """The same, hidden. name: of the key it is below. free: it is below a section of any keys. sure: it is below a
         name that means a secret."""
         if isinstance(value, dict):
-            if path[-2:] == ENVIRONMENT:
+            if _end(path) in ENVIRONMENTS:
                 return {k: self.variable(v, (*path, k), str(k)) for k, v in value.items()}
             return {
                 k: v if k in _DATA else self.of(v, (*path, k), name=str(k),
-                    free=free or k in _FREE, sure=sure or (free and secrets.is_sure(str(k))))
+                    free=free or k in _FREE or _end((*path, k)) in _OF_SERVERS,
+                    sure=sure or (free and secrets.is_sure(str(k))))
                 for k, v in value.items()
             }  # fmt: skip
         if isinstance(value, list | tuple):
@@ -60,7 +65,8 @@ class _Hidden:
             return self.hide(path, str(value))
         if not isinstance(value, str) or not value:
             return value
-        if sure or (free and secrets.holds_secret(name, value)):
+        named = free and (secrets.is_secret(name) if value == MASK else secrets.holds_secret(name, value))
+        if sure or named or _end(path) in _SECRET:
             return self.hide(path, value)
         self.found += [(path, value[start:end]) for start, end in secrets.in_urls(value)]
         return secrets.without(value, MASK)
@@ -82,6 +88,11 @@ class _Hidden:
         return MASK
 
 
+def _end(path: Path) -> Path:
+    """The last two names of a path, whatever lists there are between them."""
+    return tuple(name for name in path if isinstance(name, str))[-2:]
+
+
 def masked_url(url: str) -> str:
     """The same with its passwords struck out, be they before the host or parameters."""
     return secrets.without(url, MASK)
@@ -94,7 +105,7 @@ def learn(tree: Json, *, everywhere: bool = False) -> None:
     for path, value in walk.found:
         if value == MASK:
             continue
-        if path[-3:-1] == ENVIRONMENT and not secrets.is_secret(str(path[-1])):
+        if _end(path[:-1]) in ENVIRONMENTS and not secrets.is_secret(str(path[-1])):
             secrets.guess(dotted(path), value)
         else:
             secrets.learn(dotted(path), value)
@@ -144,7 +155,9 @@ def left_out(cfg: Config) -> list[str]:
     walk.of(tree)
     struck = [path for path, value in leaves(tree) if isinstance(value, str) and "<redacted:" in value]
     masked = [
-        p for p, value in walk.found if value == MASK and p[:1] != ("buffer",) and p[-3:-1] != ENVIRONMENT
+        p
+        for p, value in walk.found
+        if value == MASK and p[:1] != ("buffer",) and p[-3:-1] != ("reward_workers", "env")
     ]
     return [dotted(path) for path in dict.fromkeys([*masked, *struck])]
 
