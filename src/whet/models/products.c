@@ -22,7 +22,9 @@
 #define VECTORS 2
 #define LANES (VECTORS * W)
 #define STRIP 48 /* rows of a block that stays in the second cache beside a panel; a multiple of ROWS. Measured: more are slower */
-#define WIDE 1024 /* columns packed at a time */
+#define WIDE 768 /* columns packed at a time */
+#define DEEP (2 << 20) /* bytes of panels for several chains of the same columns: a strip's sums stay in the cache meanwhile */
+#define AHEAD 8 /* numbers along k that are fetched before they are used: a panel of TERMS fills the first cache alone */
 #define FEW 3 /* rows that are not worth a lane each: their panels are FEW_VECTORS wide, for more chains at once */
 #define FEW_VECTORS 4
 #define MANY_PANELS 8 /* panels that use a strip before it is worth packing */
@@ -69,10 +71,12 @@ INLINE float read_one(const Matrix *m, i64 i, i64 k) {
 /* ---- one tile ------------------------------------------------------------------------------------------------ */
 
 /* sums[r][v] of R rows and V vectors of lanes, from packed q [K][V][W]. */
-INLINE void tile(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float *sums, const int R, const int V) {
+INLINE void tile(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float *sums, const int R, const int V,
+                 const int fetch) {
     vf sum[MAX(ROWS_1, ROWS * VECTORS)], b[FEW_VECTORS];
     UNROLL for (int i = 0; i < R * V; i++) sum[i] = all(0);
     for (i64 k = 0; k < K; k++) {
+        if (fetch) UNROLL for (int v = 0; v < V; v++) __builtin_prefetch(q + ((k + AHEAD) * V + v) * W);
         UNROLL for (int v = 0; v < V; v++) b[v] = load(q + (k * V + v) * W);
         UNROLL for (int r = 0; r < R; r++) {
             vf a = all(p[r * p_i + k * p_k]);
@@ -82,7 +86,12 @@ INLINE void tile(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float 
     UNROLL for (int i = 0; i < R * V; i++) store(sums + i * W, sum[i]);
 }
 
-#define TILE(R, V) case R: tile(p, p_i, p_k, q, K, sums, R, V); break;
+#define TILE(R, V) case R: tile(p, p_i, p_k, q, K, sums, R, V, 0); break;
+
+/* A whole tile of rows that are packed: with strides known to the compiler. */
+static void tile_packed(const float *p, const float *q, i64 K, float *sums) {
+    tile(p, 1, ROWS, q, K, sums, ROWS, VECTORS, 1);
+}
 
 static void tile_1(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float *sums, i64 rows) {
     switch (rows) {
@@ -254,7 +263,7 @@ static void multiply_strip(const Product *a, const float *panels, i64 wide, i64 
     i64 I = MIN(most, a->I - i0);
     float packed[STRIP * TERMS + OVER] __attribute__((aligned(64))), sums[ROWS * LANES] __attribute__((aligned(64)));
     const Matrix *m = &a->p;
-    int pack = !m->half && J > MANY_PANELS * LANES && I > ROWS;
+    int pack = !m->half && (J > MANY_PANELS * LANES || m->by_k != 1) && I > ROWS;
     Strip strip = {(const float *)m->data + i0 * m->by_i + k0 * m->by_k, m->by_i, m->by_k};
     if (m->half) strip = widen_strip(m, i0, I, k0, K, packed);
     if (pack) pack_strip(&strip, I, K, packed);
@@ -263,31 +272,49 @@ static void multiply_strip(const Product *a, const float *panels, i64 wide, i64 
         for (i64 i = 0; i < I; i += step) {
             i64 rows = MIN(step, I - i);
             const float *p = pack ? packed + i * K : strip.data + i * strip.by_i;
-            multiply_tile(p, pack ? 1 : strip.by_i, pack ? ROWS : strip.by_k, panels + j * K, lanes, K, sums, rows);
+            if (pack && rows == ROWS && lanes == LANES) tile_packed(p, panels + j * K, K, sums);
+            else multiply_tile(p, pack ? 1 : strip.by_i, pack ? ROWS : strip.by_k, panels + j * K, lanes, K, sums, rows);
             put(sums, lanes, a->out + (i0 + i) * a->out_i + (j0 + j) * a->out_j, a->out_i, a->out_j, rows, n, first);
         }
     }
 }
 
+/* The panels of J columns from j0 for the chains from k0 to `end`: each chain's `room` x TERMS numbers behind the last's. */
+static void pack_panels(const Product *a, i64 k0, i64 end, i64 j0, i64 J, i64 wide, i64 room, float *panels, int threads) {
+    for (i64 k = k0; k < end; k += TERMS, panels += TERMS * room) {
+        i64 K = MIN(TERMS, end - k);
+        if (threads > 1 && J * K > 1 << 14) {
+            _Pragma("omp parallel for schedule(static) num_threads(threads)")
+            for (i64 j = 0; j < J; j += wide) pack_panel(a, k, K, j0, J, j, wide, panels);
+        } else
+            for (i64 j = 0; j < J; j += wide) pack_panel(a, k, K, j0, J, j, wide, panels);
+    }
+}
+
+/* The strip's rows times the same panels, chain after chain. */
+static void multiply_chains(const Product *a, const float *panels, i64 wide, i64 room, i64 i0, i64 most, i64 j0, i64 J,
+                            i64 k0, i64 end, int add) {
+    for (i64 k = k0; k < end; k += TERMS)
+        multiply_strip(a, panels + (k - k0) * room, wide, i0, most, j0, J, k, MIN(TERMS, end - k), !k && !add);
+}
+
 static int multiply(const Product *a, int add, int threads) {
     i64 each = (a->I + threads - 1) / threads, strip = MIN(STRIP, (each + ROWS - 1) / ROWS * ROWS);
     i64 strips = (a->I + strip - 1) / strip, wide = a->I <= FEW ? FEW_VECTORS * W : LANES;
-    float *panels = scratch_bytes(sizeof(float) * (MIN(a->J, WIDE) + wide) * MIN(a->K, TERMS));
+    i64 room = MIN(a->J, WIDE) + wide, deep = MAX(1, DEEP / (room * TERMS * (i64)sizeof(float))) * TERMS;
+    float *panels = scratch_bytes(sizeof(float) * room * MIN(a->K, deep));
     if (!panels) return 1;
     for (i64 j0 = 0; j0 < a->J; j0 += WIDE)
-        for (i64 k0 = 0; k0 < a->K; k0 += TERMS) {
-            i64 J = MIN(WIDE, a->J - j0), K = MIN(TERMS, a->K - k0);
-            int first = k0 == 0 && !add;
-            if (threads > 1 && J * K > 1 << 14) {
-                _Pragma("omp parallel for schedule(static) num_threads(threads)")
-                for (i64 j = 0; j < J; j += wide) pack_panel(a, k0, K, j0, J, j, wide, panels);
-            } else
-                for (i64 j = 0; j < J; j += wide) pack_panel(a, k0, K, j0, J, j, wide, panels);
+        for (i64 k0 = 0; k0 < a->K; k0 += deep) {
+            i64 J = MIN(WIDE, a->J - j0), end = MIN(a->K, k0 + deep);
+            pack_panels(a, k0, end, j0, J, wide, room, panels, threads);
             if (threads > 1) { /* even a team of one costs microseconds */
                 _Pragma("omp parallel for schedule(dynamic) num_threads(threads)")
-                for (i64 s = 0; s < strips; s++) multiply_strip(a, panels, wide, s * strip, strip, j0, J, k0, K, first);
+                for (i64 s = 0; s < strips; s++)
+                    multiply_chains(a, panels, wide, room, s * strip, strip, j0, J, k0, end, add);
             } else
-                for (i64 s = 0; s < strips; s++) multiply_strip(a, panels, wide, s * strip, strip, j0, J, k0, K, first);
+                for (i64 s = 0; s < strips; s++)
+                    multiply_chains(a, panels, wide, room, s * strip, strip, j0, J, k0, end, add);
         }
     free(panels);
     return 0;
