@@ -79,9 +79,7 @@ def loaded(system: str, engine: str, gpus: int, monkeypatch: pytest.MonkeyPatch)
 
 
 @systems
-def test_a_server_has_the_devices_of_the_file_s_engines(
-    system: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_has_the_devices_of_the_file_s_engines(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, options, sleeps = FILES[system]
     server = loaded(system, "vllm", 8, monkeypatch).config.rollout.server
     assert (server.options, server.sleep) == (options, sleeps)
@@ -103,7 +101,9 @@ def test_fewer_gpus_than_asked_are_shared_out_and_told(system: str, monkeypatch:
     assert options["tensor-parallel-size"] == 2
     assert "data-parallel-size" not in options
     assert run.translation is not None
-    assert "data-parallel-size is 1, not 2: it needs GPUs, and this machine has 2" in str(run.translation.lines)
+    assert "data-parallel-size is 1, not 2: it needs GPUs, and this machine has 2" in str(
+        run.translation.lines
+    )
 
 
 def test_options_are_spelled_as_the_server_spells_them_and_the_file_s_own_count() -> None:
