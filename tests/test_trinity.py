@@ -820,6 +820,7 @@ def test_run_and_model() -> None:
     assert run.at_once(grpo(explorer__rollout_model__engine_num=2, algorithm__repeat_times=8)) == {
         "rollout.max_num_seqs": 128,
         "rollout.replicas": 2,
+        "rollout.server.options": {"data-parallel-size": 2, "gpu-memory-utilization": 0.9},
     }
 
 

@@ -355,14 +355,17 @@ def test_an_option_that_only_the_engine_knows_is_given_to_that_engine() -> None:
         assert not found.problems
         return {k: found.tree["rollout"].get(k) for k in ("engine", "server", "replicas")}
 
+    placed = {"tensor-parallel-size": 2, "data-parallel-size": 4, "gpu-memory-utilization": 0.5}
     embedded = rollout({R + "name": "vllm", R + "engine_kwargs.vllm.max_model_len": 4096})
-    assert (embedded["engine"], embedded["server"]) == ("native", None)
+    assert (embedded["engine"], embedded["server"]) == ("native", {"options": placed, "sleep": True})
     assert embedded["replicas"]
     vllm = {R + "engine_kwargs.vllm.kv_cache_dtype": "fp8", R + "engine_kwargs.vllm.swap_space": 4}
-    options: dict[str, Json] = {"options": {"kv_cache_dtype": "fp8"}}
+    options: dict[str, Json] = {"options": placed | {"kv_cache_dtype": "fp8"}, "sleep": True}
     assert rollout(vllm) == {"engine": "vllm", "server": options, "replicas": None}
-    assert rollout({**vllm, R + "name": "sglang"}) == embedded
+    placed = {"tp-size": 2, "dp-size": 4, "mem-fraction-static": 0.5}
+    other = {"options": placed, "sleep": True}
+    assert rollout({**vllm, R + "name": "sglang"}) == embedded | {"server": other}
     for name in ("sglang", "sglang_async"):
         sglang = {R + "name": name, R + "engine_kwargs.sglang.rl_on_policy_target": "fsdp"}
-        options = {"options": {"rl_on_policy_target": "fsdp"}}
+        options = {"options": placed | {"rl_on_policy_target": "fsdp"}, "sleep": True}
         assert rollout(sglang) == {"engine": "sglang", "server": options, "replicas": None}

@@ -175,7 +175,8 @@ def fit(asked: Mapping[str, int], devices: int) -> dict[str, int]:
 
 def _noted(line: ReportLine, changes: Changes) -> ReportLine:
     """A line with what became of its native keys here."""
-    said = [text for key in line.native if (text := changes.get(path_of(key, ()), (None, ""))[1])]
+    own = [path_of(key, ()) for key in line.native]
+    said = [text for at, (_, text) in changes.items() if any(at[: len(path)] == path for path in own)]
     if not said:
         return line
     gone = {dotted(path) for path, (value, _) in changes.items() if value is None}

@@ -226,15 +226,14 @@ class Router:
             loaded: Shipment | None = None
             away: frozenset[Part] = frozenset()
             while self.shipment is not loaded or self._unplaced != away:
-                if loaded is not None and self._unplaced != away:  # it sleeps as those that serve do
+                if loaded is None or self._unplaced == away:
+                    assert self.shipment is not None
+                    loaded, version = self.shipment, self.target
+                    work, what = self._load(replica, loaded, version), f"load version {version}"
+                else:  # it sleeps as those that serve do
                     away = self._unplaced
-                    moving = replica.engine.place("cpu", away) if away else replica.engine.place("gpu")
-                    await self._done(replica, moving, "move", timeout_s=self.load_s)
-                    continue
-                assert self.shipment is not None
-                loaded, version = self.shipment, self.target
-                loading = self._load(replica, loaded, version)
-                await self._done(replica, loading, f"load version {version}", timeout_s=self.load_s)
+                    work, what = replica.engine.place("cpu" if away else "gpu", away or PARTS), "move"
+                await self._done(replica, work, what, timeout_s=self.load_s)
             if replica.engine.version != self.target:
                 raise WhetError(f"it is at version {replica.engine.version}, expected {self.target}")
             if self._gate.closed is not None:
@@ -445,10 +444,8 @@ class Router:
                 f"no engine replica is left and none is starting ({last}). Fix the cause, or raise "
                 "cluster.restarts; the run resumes from its last checkpoint"
             )
-        what, limit = (
-            "an engine replica: none is left, one is being restarted",
-            f"cluster.start_timeout_s={self.start_timeout_s:g}",
-        )
+        what = "an engine replica: none is left, one is being restarted"
+        limit = f"cluster.start_timeout_s={self.start_timeout_s:g}"
         await self._wait(self._news.wait(), what, self.start_timeout_s, limit=limit)
 
     def _tell(self) -> None:
@@ -469,12 +466,8 @@ class Router:
 
     async def _load_all(self, shipment: Shipment, version: int) -> None:
         async def load(replica: Replica) -> Exception | None:
-            error = await self._try(
-                replica,
-                lambda r: self._load(r, shipment, version),
-                "load the weights",
-                timeout_s=self.load_s,
-            )
+            loading, what = lambda r: self._load(r, shipment, version), "load the weights"
+            error = await self._try(replica, loading, what, timeout_s=self.load_s)
             if isinstance(error, Late):  # its end frees those that take part in a broadcast with it
                 self.drop(replica, f"version {version} could not be loaded: {error}")
             return error

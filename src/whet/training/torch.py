@@ -123,10 +123,9 @@ class TorchEngine:
                 others=self.parallel.learning
                 | set(["value_head.weight", "value_head.bias"] if value_head else []),
             )
-        self.max_skipped, self.skipped_in_a_row = max_skipped, 0
+        self.max_skipped, self.skipped_in_a_row, self.rests = max_skipped, 0, rests
         if cut.precision.float8 is not None:
             check_float8(self.device)
-        self.rests = rests
         if rests:
             self.place("cpu")
         self.seed, self.drops = seed, any(layer.dropout for layer in adapted(model).values())
@@ -296,11 +295,10 @@ class TorchEngine:
         self.optimizer.forget()
 
     def place(self, device: Literal["gpu", "cpu"]) -> None:
-        where = self.home if device == "gpu" else torch.device("cpu")
-        nn.Module.to(self.module, where)
+        self.device = self.home if device == "gpu" else torch.device("cpu")
+        nn.Module.to(self.module, self.device)
         if self.value_head is not None:
-            self.value_head.to(where)
-        self.device = where
+            self.value_head.to(self.device)
 
     # -- inside
 
@@ -311,8 +309,7 @@ class TorchEngine:
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """Weights that rest are on the GPU while it lasts. What torch would keep of its memory is another process's
-        after it, where they share it."""
+        """Weights that rest are on the GPU while it lasts. After it torch keeps nothing that a server could have."""
         if self.rests:
             self.place("gpu")
         try:

@@ -53,7 +53,6 @@ def backend(values: Values) -> dict[str, Json]:
             dp=values[f"{at}.n_init_replicas"],
             ep=values[f"{at}.ep_size"],
             memory=values["rollout.gpu_memory_utilization"],
-            sleeps=values.get("mode") == "colocated",
         )
     )
 

@@ -7,6 +7,7 @@ from pathlib import PurePath
 from whet.dialects.cosmos.steps import together_up
 from whet.dialects.cosmos.values import POLICY, is_sft, since, texts
 from whet.dialects.row import Values
+from whet.dialects.served import SLEEP
 from whet.types import ConfigError, Json
 
 TIME = "{time}"
@@ -63,6 +64,7 @@ def sync(values: Values) -> dict[str, Json]:
         "rollout.sync_interval": together_up(values, every),
         "rollout.max_staleness": together_up(values, ahead),
         **({"rollout.schedule": "async"} if ahead else {}),
+        **({SLEEP: True} if values["mode"] == "colocated" else {}),
     }
 
 

@@ -11,6 +11,7 @@ import math
 from whet.dialects import versions
 from whet.dialects.layout import APART, FileLayout, groups
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.served import SLEEP
 from whet.types import ConfigError, Json
 
 A, PLACE, POLICY = "trainer.algorithm", "trainer.placement", "trainer.policy"
@@ -165,10 +166,10 @@ def check_placement(v: Values) -> None:
 
 def apart(v: Values) -> Native:
     """Models with GPUs of their own: without colocate_all the critic always, the reference unless
-    colocate_policy_ref."""
+    colocate_policy_ref. With it the engines sleep while models learn."""
     check_placement(v)
     if v[f"{PLACE}.colocate_all"]:
-        return NOTHING
+        return {SLEEP: True} if v["generator.run_engines_locally"] else NOTHING
     alone = compares(v) and not v[f"{PLACE}.colocate_policy_ref"]
     names = [*(["critic"] if has_critic(v) else []), *(["reference"] if alone else [])]
     return {APART: names} if names else NOTHING

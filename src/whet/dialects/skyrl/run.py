@@ -272,7 +272,7 @@ def rollout_engine(v: Values) -> Native:
 
 
 def _server(v: Values, backend: str, options: Mapping[str, Json]) -> dict[str, Json]:
-    """SkyRL's engines as one server, which sleeps while the devices that it shares with the trainer compute."""
+    """SkyRL's engines as one server."""
     tp, pp, dp, ep = (
         int(v.get(f"generator.inference_engine_{kind}_parallel_size") or 1)
         for kind in ("tensor", "pipeline", "data", "expert")
@@ -285,7 +285,6 @@ def _server(v: Values, backend: str, options: Mapping[str, Json]) -> dict[str, J
         ep=ep,
         memory=v["generator.gpu_memory_utilization"],
         more=options,
-        sleeps=bool(v["trainer.placement.colocate_all"]),
     )
 
 
