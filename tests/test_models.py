@@ -264,6 +264,13 @@ def no_folder(path: Path) -> None:
     path.rmdir()
 
 
+def distributed(folder: Path) -> None:
+    """As Megatron-LM and torch write one: an index, and parts."""
+    no_config(folder)
+    (folder / ".metadata").write_bytes(b"\x80\x04.")
+    (folder / "__0_0.distcp").write_bytes(b"")
+
+
 def no_config(path: Path) -> None:
     (path / "config.json").unlink()
 
@@ -389,6 +396,11 @@ def adapters(path: Path) -> None:
         (adapters, CheckpointError, "adapters as model.lora.path"),
         (no_folder, ConfigError, "no such folder"),
         (no_config, ConfigError, "no config.json"),
+        (
+            distributed,
+            ConfigError,
+            "checkpoint of torch or Megatron.* a Python pickle.* export it with the system",
+        ),
         (broken_config, ConfigError, "config.json: not JSON"),
         (unknown_family, ConfigError, "nosuch"),
         (remote_code, ConfigError, "trust_remote_code"),

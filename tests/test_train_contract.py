@@ -27,6 +27,8 @@ from whet.training.torch import TorchEngine
 from whet.types import Json
 
 ADAM = OptimizerConfig(name="adamw", lr=0.02, weight_decay=0.1)
+SMALL = replace(CUT, max_tokens=30)
+"""Several micro-batches, whose gradients add up to those of the oracle's single one."""
 LAYOUTS = {
     "this process": None,
     "one rank": Dims(),
@@ -48,7 +50,7 @@ class Maker:
         self.ranks, self.count, self.zero = ranks, 0, zero
 
     def __call__(self, *, seed: int = 0, learns: bool = True) -> TrainEngine:
-        how: dict[str, Any] = {"cut": CUT, "optimizer": ADAM if learns else None, "total_steps": 8}
+        how: dict[str, Any] = {"cut": SMALL, "optimizer": ADAM if learns else None, "total_steps": 8}
         model = tiny_model(seed=seed)
         if self.ranks is None:
             return TorchEngine(model, kernels.load("auto"), **how)

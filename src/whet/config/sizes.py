@@ -205,11 +205,21 @@ def _vocab_size(tokenizer: TokenizerConfig) -> int | None:
         raise ConfigError(f"{file} is not a tokenizer: {type(e).__name__}: {e}") from e
 
 
+def exported(folder: Path) -> str:
+    """What to do first where the folder is a checkpoint that only its own system reads; '' where it is none."""
+    if not (folder / ".metadata").is_file():
+        return ""
+    return (
+        "it is a distributed checkpoint of torch or Megatron, whose index (.metadata) is a Python pickle, which whet "
+        "does not read: export it with the system that wrote it, and "
+    )
+
+
 def folder_shape(folder: Path, overrides: Mapping[str, Json]) -> Shape:
     """The shape of a Hugging Face folder: by its files where they are there, else by config.json alone."""
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model.path: {folder} holds no config.json; give the folder of a Hugging Face model"
+            f"model.path: {folder} holds no config.json; {exported(folder)}give the folder of a Hugging Face model"
         )
     config = read_json_object(folder / "config.json", ConfigError) | dict(overrides)
     try:

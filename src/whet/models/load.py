@@ -21,7 +21,7 @@ from transformers import (
 
 from whet import seeds
 from whet.config import schema
-from whet.config.sizes import check_files
+from whet.config.sizes import check_files, exported
 from whet.config.urls import hub_hint
 from whet.guard.weights import check_weights
 from whet.inputs import read_json_object
@@ -206,7 +206,9 @@ def _check_folder(path: Path) -> None:
             f"model.path={path}: no such folder; models are read from local Hugging Face folders{hub_hint(str(path))}"
         )
     if not (path / "config.json").is_file():
-        raise ConfigError(f"model.path={path}: no config.json in it; give the folder that holds it")
+        raise ConfigError(
+            f"model.path={path}: no config.json in it; {exported(path)}give the folder that holds it"
+        )
 
 
 def _read_config(path: Path, overrides: dict[str, Any]) -> PreTrainedConfig:

@@ -105,9 +105,7 @@ class TorchEngine:
         self.routers = gates(model)
         self.balance = self._balance() if optimizer and (cut.router_aux or cut.router_z) else None
         inside = set(_inside(model))
-        self.device = self.home = next(
-            model.parameters()
-        ).device  # of what computes; parts may rest on the host
+        self.device = self.home = next(model.parameters()).device  # parameters may then rest on the host
         self.across.place(model, functional=self.decoder.path == "functional")
         self.optimizer: Optimizer | ZeroOptimizer | None = None
         if optimizer is not None:
