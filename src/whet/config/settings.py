@@ -33,6 +33,16 @@ def section(part: str, function: str) -> type[Section]:
     return create_model(function, __base__=Section, **dict(_fields(part, function)))
 
 
+def line_of(part: str, function: str, name: str) -> int:
+    """The line of `settings.tsv` with a setting, from 1; the first is that of the columns."""
+    wanted = (part, name)
+    return next(
+        number
+        for number, line in enumerate(_LINES, 2)
+        if (line["part"], line["name"]) == wanted and function in line["functions"].split()
+    )
+
+
 def _fields(part: str, function: str) -> Iterator[tuple[str, Any]]:
     for line in _LINES:
         if line["part"] == part and function in line["functions"].split():
