@@ -35,8 +35,7 @@ def recognise(tree: Mapping[str, Json], wanted: str | None = None) -> str:
 def _looks_native(tree: Mapping[str, Json]) -> bool:
     """Whether all sections of the file, and what stands directly in them, are native."""
     return all(
-        lookup((top,))
-        and (not isinstance(inner, dict) or all(lookup((top, name)) for name in inner))
+        lookup((top,)) and (not isinstance(inner, dict) or all(lookup((top, name)) for name in inner))
         for top, inner in tree.items()
     )
 
