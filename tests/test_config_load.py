@@ -496,6 +496,8 @@ def test_suggestions():
     assert suggest(("reward",)) == ["rewards"], "the same section first"
     assert suggest(("train", "learning_rate")) == ["train.optimizer.lr"]
     assert suggest(("stages", 1, "train", "stesp")) == ["stages[1].train.steps"]
+    assert suggest(("algorithm", "clip_low")) == ["algorithm.loss.clip_low"], "where a function reads it"
+    assert suggest(("algorithm", "tau")) == ["algorithm.loss.tau", "algorithm.advantage.tau"]
     assert suggest(("zzzzzz",)) == []
     assert "known here: " in did_you_mean(("zzzzzz",))
 

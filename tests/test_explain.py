@@ -9,7 +9,7 @@ from rich.console import Console
 
 from whet.config import recipes, schema
 from whet.config.explain import explain
-from whet.config.keys import dotted, keys
+from whet.config.keys import dotted, keys, settings
 from whet.types import ConfigError
 
 
@@ -41,6 +41,18 @@ def test_every_key_explains_itself_and_its_line_defines_it():
         lines = (Path(schema.__file__).parents[2] / file).read_text().splitlines()
         wanted = key.path[-2] if key.path[-1] == "*" else key.path[-1]
         assert lines[int(number) - 1].strip().startswith(f"{wanted}:"), found.source
+
+
+def test_every_setting_explains_itself_and_its_line_defines_it():
+    for path in settings():
+        found = explain(dotted(path))
+        assert found.key == dotted(path)
+        file, _, number = found.source.rpartition(":")
+        line = (Path(schema.__file__).parents[2] / file).read_text().splitlines()[int(number) - 1]
+        if path[-1] != "name":
+            part, functions, name, *_, meaning = line.split("\t")
+            assert (part, name, meaning) == (path[-2], path[-1], found.meaning)
+            assert found.value[0][0] in functions.split(), "the first function that has it"
 
 
 def test_equal_names_in_different_sections_have_their_own_lines():

@@ -622,7 +622,7 @@ def test_an_engine_elsewhere_prints_none_of_the_configs_secrets(monkeypatch: pyt
     cfg = Config.model_validate({"rollout": {"replicas": 1}})
     secrets.learn("rewards.judge.arguments.api_key", key)
     spec = engines.spec_of(
-        [MagicMock(max_num_seqs=2, max_sequence_tokens=8)],
+        [MagicMock(max_sequence_tokens=8, **{"cfg.rollout.max_num_seqs": 2})],
         tiny_model(layers=1),
         cfg=cfg,
         tokenizer=build("chars", 61, ["abc"]),

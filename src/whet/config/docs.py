@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from whet.config.conditions import in_words, no
 from whet.config.explain import default_of
@@ -62,8 +62,9 @@ def markdown() -> str:
         _facts(),
         "## Combinations that are refused\n",
         REFUSALS,
-        _refused(),
-        _noted(),
+        _of_rules(("key", "refused when", "error"), REFUSED),
+        "Combinations that are allowed, with a note before the run:\n",
+        _of_rules(("key", "noted when", "note"), NOTED),
     ]
     return "\n".join(parts)
 
@@ -78,48 +79,47 @@ computation or facts about this machine, run when the config is loaded.
 """
 
 
+def _rows(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    head = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows), ""])
+
+
 def _read_when() -> str:
-    rows = ["| keys | read only when |", "|---|---|"]
-    for rule in UNUSED:
-        names = ", ".join(f"`{key}`" for key in rule.keys)
-        rows.append(f"| {_text(names)} | {_text(in_words(no(rule.when)))} |")
-    return "\n".join([*rows, ""])
+    rows = ((", ".join(f"`{key}`" for key in rule.keys), in_words(no(rule.when))) for rule in UNUSED)
+    return _rows(("keys", "read only when"), ([_text(said) for said in row] for row in rows))
 
 
 def _facts() -> str:
-    rows = ["| fact | meaning |", "|---|---|"]
-    rows += [f"| `{name}` | {_text(meaning)} |" for name, (meaning, _) in NAMED.items()]
-    return "\n".join([*rows, ""])
-
-
-def _refused() -> str:
-    return _of_rules(("key", "refused when", "error"), REFUSED)
-
-
-def _noted() -> str:
-    title = "Combinations that are allowed, with a note before the run:\n\n"
-    return title + _of_rules(("key", "noted when", "note"), NOTED)
+    return _rows(("fact", "meaning"), ((f"`{name}`", _text(said)) for name, (said, _) in NAMED.items()))
 
 
 def _of_rules(titles: Sequence[str], rules: Sequence[Rule]) -> str:
-    rows = [f"| {' | '.join(titles)} |", "|---|---|---|"]
-    for rule in rules:
-        message = rule.message.replace("{cfg.", "{")
-        rows.append(f"| `{rule.keys[0]}` | {_text(in_words(rule.when))} | {_text(message)} |")
-    return "\n".join([*rows, ""])
+    return _rows(
+        titles,
+        (
+            (f"`{rule.keys[0]}`", _text(in_words(rule.when)), _text(rule.message.replace("{cfg.", "{")))
+            for rule in rules
+        ),
+    )
 
 
 def _settings(path: Path) -> str:
     """A row for each setting of each function that a key may name."""
-    rows = ["| function | setting | type | default | meaning |", "|---|---|---|---|---|"]
-    for name, has in settings_of(path):
-        for n, key in enumerate(has):
-            rows.append(
-                f"| {f'`{name}`' if n == 0 else ''} | `{key.path[-1]}` | {_text(key.words)} | "
-                f"`{_text(default_of(key))}` | {_text(key.description)} |"
-            )
+    rows = (
+        (
+            f"`{name}`" if n == 0 else "",
+            f"`{key.path[-1]}`",
+            _text(key.words),
+            f"`{_text(default_of(key))}`",
+            _text(key.description),
+        )
+        for name, has in settings_of(path)
+        for n, key in enumerate(has)
+    )
     bare = [f"`{name}`" for name, has in settings_of(path) if not has]
-    return "\n".join([*rows, "", f"Without settings: {', '.join(bare)}.", ""])
+    table = _rows(("function", "setting", "type", "default", "meaning"), rows)
+    return f"{table}\nWithout settings: {', '.join(bare)}.\n"
 
 
 def _homes() -> dict[type[Section], tuple[str, ...]]:
@@ -137,15 +137,18 @@ def _home(key: Key) -> tuple[str, ...]:
 
 
 def _table(above: tuple[str, ...], homes: dict[type[Section], tuple[str, ...]]) -> str:
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for key in keys().values():
-        if key.path[:-1] == above and key.path[-1] != "*":
-            default = default_of(key)
-            code = default if default in ("", "required") else f"`{default}`"
-            rows.append(
-                f"| `{key.path[-1]}` | {_type(key, homes)} | {_text(code)} | {_text(key.description)} |"
-            )
-    return "\n".join([*rows, ""])
+    inside = (key for key in keys().values() if key.path[:-1] == above and key.path[-1] != "*")
+    return _rows(
+        ("key", "type", "default", "meaning"),
+        (
+            (f"`{key.path[-1]}`", _type(key, homes), _text(_code(default_of(key))), _text(key.description))
+            for key in inside
+        ),
+    )
+
+
+def _code(default: str) -> str:
+    return default if default in ("", "required") else f"`{default}`"
 
 
 def _type(key: Key, homes: dict[type[Section], tuple[str, ...]]) -> str:

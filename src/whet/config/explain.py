@@ -21,6 +21,7 @@ from whet.config.faults import mismatch, shown
 from whet.config.keys import Key, did_you_mean, dotted, lookup
 from whet.config.parse import parse
 from whet.config.rules import visible_when
+from whet.config.settings import line_of
 from whet.config.shorthand import short_for
 from whet.config.tree import STAGE_SECTIONS, path_of
 from whet.tables import near
@@ -153,6 +154,9 @@ def _inside(key: Key) -> tuple[str, ...]:
 
 def _source(key: Key) -> str:
     """'whet/config/sections/train.py:12', the line on which a key is defined."""
+    if key.path[:-1] in keys.TABLES and key.path[-1] != "name":
+        number = line_of(key.path[-2], key.owner.__name__, key.path[-1])
+        return f"whet/config/settings.tsv:{number}"
     names = (key.path[-1], *key.path[-2:-1])
     for owner in key.owner.__mro__:  # a section may inherit its keys from another
         if not owner.__module__.startswith("whet."):

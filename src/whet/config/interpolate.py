@@ -12,7 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from whet.config.keys import Path
-from whet.config.tree import get, leaves, merge
+from whet.config.tree import get, leaves, merge, with_values
 from whet.types import Json
 
 MOST_REFERENCES = 1_000
@@ -45,7 +45,7 @@ def interpolate(tree: dict[str, Json], defaults: dict[str, Json]) -> tuple[dict[
     wanted = [*referring, *_missing(readable)]
     read = _reached(merge(defaults, readable), wanted)
     node = _counting(OmegaConf.create(read), left)
-    out = _replaced(readable, {path: _resolved(node, path, wrong) for path in wanted})
+    out = with_values(readable, {path: _resolved(node, path, wrong) for path in wanted})
     if left.values < 0:
         wrong = {next(path for path, said in wrong.items() if "TooManyReferences" in said): _TOO_MANY}
     return out, wrong
@@ -231,17 +231,6 @@ def _resolved(node: Any, path: Path, wrong: dict[Path, str]) -> Any:
     except OmegaConfBaseException as e:
         wrong[path] = _first_line(e)
         return None
-
-
-def _replaced(value: Json, values: Mapping[Path, Json], path: Path = ()) -> Any:
-    """The tree with other values at some paths."""
-    if path in values:
-        return values[path]
-    if isinstance(value, dict):
-        return {k: _replaced(v, values, (*path, k)) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_replaced(v, values, (*path, n)) for n, v in enumerate(value)]
-    return value
 
 
 def _get(node: Any, key: str | int, path: Path, wrong: dict[Path, str]) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from whet import secrets
 from whet.config.keys import Path, dotted
 from whet.config.schema import Config
-from whet.config.tree import get, leaves
+from whet.config.tree import get, leaves, with_values
 from whet.secrets import is_secret as is_secret
 from whet.types import Json
 
@@ -169,16 +169,7 @@ def by_environment(tree: dict[str, Json]) -> tuple[dict[str, Json], dict[str, st
     quoted = [
         path for path, value in leaves(tree) if isinstance(value, str) and secrets.redact(value) != value
     ]
-    variables: dict[str, str] = {}
-    for number, path in enumerate(dict.fromkeys([*(path for path, _ in walk.found), *quoted])):
-        variables[f"WHET_SECRET_{number}"] = str(get(tree, path))
-        tree = _put(tree, path, f"${{oc.env:WHET_SECRET_{number}}}")
-    return tree, variables
-
-
-def _put(tree: Any, path: Path, value: Json) -> Any:
-    if not path:
-        return value
-    copy: Any = list(tree) if isinstance(tree, list) else dict(tree)
-    copy[path[0]] = _put(copy[path[0]], path[1:], value)
-    return copy
+    paths = dict.fromkeys([*(path for path, _ in walk.found), *quoted])
+    names = {path: f"WHET_SECRET_{number}" for number, path in enumerate(paths)}
+    shown = with_values(tree, {path: f"${{oc.env:{name}}}" for path, name in names.items()})
+    return shown, {name: str(get(tree, path)) for path, name in names.items()}

@@ -18,7 +18,7 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, create_model
+from pydantic import ConfigDict, Field, create_model
 
 from whet.config.sections.base import Section
 from whet.tables import lines
@@ -28,9 +28,25 @@ _PLAIN: dict[str, Any] = {"bool": bool, "text": str, "int": int, "number": float
 _BOUNDS = {">=": "ge", ">": "gt", "<=": "le", "<": "lt"}
 
 
+class Settings(Section):
+    """What is common to the sections made here. Their documentation is in the table: no source is searched for it."""
+
+    model_config = ConfigDict(use_attribute_docstrings=False)
+
+
 def section(part: str, function: str) -> type[Section]:
     """The settings of a function."""
-    return create_model(function, __base__=Section, **dict(_fields(part, function)))
+    return create_model(function, __base__=Settings, **dict(_fields(part, function)))
+
+
+def line_of(part: str, function: str, name: str) -> int:
+    """The line of `settings.tsv` with a setting, from 1; the first is that of the columns."""
+    wanted = (part, name)
+    return next(
+        number
+        for number, line in enumerate(_LINES, 2)
+        if (line["part"], line["name"]) == wanted and function in line["functions"].split()
+    )
 
 
 def _fields(part: str, function: str) -> Iterator[tuple[str, Any]]:

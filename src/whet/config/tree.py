@@ -56,6 +56,17 @@ def get(tree: Json, path: Path) -> Json:
     return tree
 
 
+def with_values(tree: Json, values: Mapping[Path, Json], path: Path = ()) -> Any:
+    """The tree with other values at some paths."""
+    if path in values:
+        return values[path]
+    if isinstance(tree, dict):
+        return {k: with_values(v, values, (*path, k)) for k, v in tree.items()}
+    if isinstance(tree, list):
+        return [with_values(v, values, (*path, n)) for n, v in enumerate(tree)]
+    return tree
+
+
 def stage_tree(base: Mapping[str, Json], stage: Mapping[str, Json]) -> dict[str, Json]:
     """One stage's whole config. A stage with another recipe does not inherit the other algorithm keys."""
     out = {k: v for k, v in base.items() if k != "stages"}
