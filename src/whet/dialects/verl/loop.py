@@ -6,6 +6,7 @@ import math
 from pathlib import PurePath
 
 from whet.config.faults import shown
+from whet.dialects.choices import choices
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.dialects.uploads import place
@@ -15,17 +16,6 @@ from whet.dialects.verl.sizes import is_fully_async, mini_batches, prompts, step
 from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- length and order
-
-
-def length(v: Values) -> Native:
-    """Epochs of full batches; total_training_steps, where it is given, ends the run before their end. The fully
-    asynchronous trainer has no batches of prompts, so it uses all rows of an epoch."""
-    steps = v["trainer.total_training_steps"]
-    out: dict[str, Json] = {
-        "train.epochs": v["trainer.total_epochs"],
-        "train.drop_last": not is_fully_async(v),
-    }
-    return out if steps is None else out | {"train.steps": steps}
 
 
 def schedule(v: Values) -> Native:
@@ -149,11 +139,7 @@ def resume(v: Values) -> Native:
     return {"checkpoint.resume": anywhere(v, "trainer.resume_from_path")}
 
 
-TRACKERS: dict[str, str | None] = {
-    **{name: name for name in ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")},
-    "file": "jsonl",
-    **dict.fromkeys(("vemlp_wandb", "clearml", "tracking")),
-}
+TRACKERS = choices("verl", "tracker")
 
 
 def trackers(v: Values) -> Native:
@@ -162,12 +148,6 @@ def trackers(v: Values) -> Native:
         choose({"trainer.logger": one}, "trainer.logger", TRACKERS) for one in texts(v, "trainer.logger")
     ]
     return {"track.trackers": list(dict.fromkeys(names))}
-
-
-def device(v: Values) -> Native:
-    """cuda is CUDA where there is one, and else the CPU stands in; so it does for an NPU."""
-    known = {"cuda": "auto", "npu": "auto", "cpu": "cpu"}
-    return {"machine.device": choose(v, "trainer.device", known)}
 
 
 def dumps(v: Values) -> Native:

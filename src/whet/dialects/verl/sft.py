@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from whet.dialects.choices import choices
 from whet.dialects.layout import FileLayout
 from whet.dialects.megatron import router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
@@ -183,7 +184,7 @@ def _decay(v: Values) -> Native:
     return {"decay_type": "cosine", "decay_steps": rest - math.floor(0.9 * rest) or None}
 
 
-DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": None}
+DTYPES = choices("verl", "sft dtype")
 
 
 def dtype(v: Values) -> Native:
