@@ -67,8 +67,8 @@ CONTENTS = (*PARTS, "extra", "hf_model")
 def checkpoints(v: Values) -> Native:
     """Every save_freq steps, and always at the end. hf_model asks for an export beside each."""
     every = max(v["trainer.save_freq"], 0) * steps_of_a_version(v)
-    saved = _contents(v, f"{ACTOR}.checkpoint.save_contents")
-    loaded = _contents(v, f"{ACTOR}.checkpoint.load_contents")
+    saved = _of_actor(v, f"{ACTOR}.checkpoint.save_contents")
+    loaded = _of_actor(v, f"{ACTOR}.checkpoint.load_contents")
     if "extra" not in loaded and not constant_rates(v):
         raise NotSupportedYet(
             f"{ACTOR}.checkpoint.load_contents={shown(loaded)}: without extra, verl restarts the learning-rate "
@@ -93,19 +93,20 @@ def _kept(v: Values) -> int | None:
     return 1 if v["trainer.remove_previous_ckpt_in_save"] else keep
 
 
-def _contents(v: Values, key: str) -> list[str]:
+def _of_actor(v: Values, key: str) -> list[str]:
     """The parts named by a key, or by the older `contents` of the actor, which must not contradict it."""
-    given = _parts(v, key)
+    given = contents(v, key)
     old = f"{ACTOR}.checkpoint.contents"
     if not key.startswith(ACTOR) or v[old] is None:
         return given
-    older = _parts(v, old)
+    older = contents(v, old)
     if set(given) not in (set(CONTENTS) - {"hf_model"}, set(older)):
         raise ConfigError(f"{old}={shown(older)} and {key}={shown(given)} differ; keep one")
     return older
 
 
-def _parts(v: Values, key: str) -> list[str]:
+def contents(v: Values, key: str) -> list[str]:
+    """The parts of a checkpoint that a key names. ConfigError for unknown ones, and without the model."""
     given = texts(v, key)
     if unknown := sorted(set(given) - set(CONTENTS)):
         raise ConfigError(f"{key}: {', '.join(unknown)} is not one of {', '.join(CONTENTS)}")
@@ -117,7 +118,7 @@ def _parts(v: Values, key: str) -> list[str]:
 def _check_critic(v: Values, saved: list[str], loaded: list[str]) -> None:
     """Policy and critic lie in one checkpoint, so what is said of the critic's must be the same."""
     for key, parts in (("save_contents", saved), ("load_contents", loaded)):
-        mine = _contents(v, f"{CRITIC}.checkpoint.{key}")
+        mine = _of_actor(v, f"{CRITIC}.checkpoint.{key}")
         if set(mine) - {"hf_model"} != set(parts) - {"hf_model"}:
             raise NotSupportedYet(
                 f"{CRITIC}.checkpoint.{key}={shown(mine)}: other parts than the policy's, {shown(parts)}, are coming, "
