@@ -120,3 +120,11 @@ def test_a_reference_to_what_cannot_be_meant() -> None:
     assert [said for _, said in made.problems if "many" in said] == [
         f'critic.{key}: got "many", expected a whole number >= 1' for key in keys
     ]
+
+
+@pytest.mark.parametrize("base", [{"model_engine": "dp"}, {"actor": "dp_actor"}])
+def test_verl_s_own_list_of_files_names_fsdp_dp(base: dict[str, str]) -> None:
+    """As ppo_trainer.yaml of its main branch begins."""
+    made = translate({"defaults": [base, "_self_"]}, dialect("verl-ppo"), origins={})
+    same = translate({}, dialect("verl-ppo"), origins={})
+    assert (made.problems, made.tree) == (same.problems, same.tree)

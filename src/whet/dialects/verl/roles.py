@@ -112,8 +112,8 @@ MODEL_ENGINES = {**{name: FAMILIES[name] for name in FAMILIES if not name.starts
 
 _BASES = {
     "ppo_megatron_trainer": "megatron",
-    **{f"model_engine={name}": name for name in MODEL_ENGINES},
-    **{f"actor={name}_actor": name for name in MODEL_ENGINES},
+    **{f"model_engine={name}": family for name, family in MODEL_ENGINES.items()},
+    **{f"actor={name}_actor": family for name, family in MODEL_ENGINES.items()},
 }
 """What Hydra's list of files says about the engine."""
 
