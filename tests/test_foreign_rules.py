@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,8 @@ from whet.config.keys import lookup
 from whet.config.tree import path_of
 from whet.dialects import rules
 from whet.dialects.row import NOTHING, AnotherModel, NotSupportedYet, rows
+from whet.dialects.tables import dialect
+from whet.dialects.translate import translate
 from whet.dialects.versions import VERSION
 from whet.tables import lines
 from whet.types import ConfigError
@@ -98,3 +101,30 @@ def test_the_first_rule_that_does_not_pass_ends_the_matter(monkeypatch: pytest.M
         assert str(raised.value) == said
     with pytest.raises(ValueError, match=r"no function x\.z, and no rule of it"):
         rules.function.__wrapped__("verl", "x.z")
+
+
+def test_a_condition_over_a_value_that_a_function_refuses() -> None:
+    """What an unknown algorithm trains is not known; that it is unknown is told once, by the function that reads it."""
+    tree: dict[str, Any] = {"algorithm": {"algorithm_type": "new"}, "model": {"model_path": "x"}}
+    tree["trainer"] = {"trainer_config": {"critic": {"strategy": "other", "ppo_epochs": 2}}}
+    made = translate(tree, dialect("trinity"), origins={})
+    assert any("'new' is not known" in said for _, said in made.problems)
+
+
+def test_a_reference_to_what_cannot_be_meant() -> None:
+    """The key that is referred to is wrong; its default stands in for both."""
+    keys = ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu")
+    critic = {"use_dynamic_bsz": True, keys[0]: "many", keys[1]: f"${{critic.{keys[0]}}}"}
+    tree = {"algorithm": {"adv_estimator": "gae"}, "critic": critic}
+    made = translate(tree, dialect("verl-ppo"), origins={})
+    assert [said for _, said in made.problems if "many" in said] == [
+        f'critic.{key}: got "many", expected a whole number >= 1' for key in keys
+    ]
+
+
+@pytest.mark.parametrize("base", [{"model_engine": "dp"}, {"actor": "dp_actor"}])
+def test_verl_s_own_list_of_files_names_fsdp_dp(base: dict[str, str]) -> None:
+    """As ppo_trainer.yaml of its main branch begins."""
+    made = translate({"defaults": [base, "_self_"]}, dialect("verl-ppo"), origins={})
+    same = translate({}, dialect("verl-ppo"), origins={})
+    assert (made.problems, made.tree) == (same.problems, same.tree)

@@ -11,6 +11,7 @@ from test_skyrl import load, refusal, said, values
 from whet.config import schema
 from whet.config.recipes import resolve
 from whet.config.schedules import factor
+from whet.dialects.choices import choices
 from whet.dialects.row import NotSupportedYet
 from whet.dialects.skyrl import learn, optimizers
 from whet.types import ConfigError, Json
@@ -112,7 +113,9 @@ def test_losses_and_reductions() -> None:
 def test_every_loss_and_estimator_makes_a_config_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/user")
     at = "trainer.algorithm"
-    pairs = [(loss, "grpo") for loss in learn.LOSSES] + [("regular", name) for name in learn.ESTIMATORS]
+    pairs = [(loss, "grpo") for loss in choices("skyrl", "loss")] + [
+        ("regular", name) for name in learn.ESTIMATORS
+    ]
     needs = {
         "gae": ["trainer.critic.model.path=m"],
         "no_op": [f"{at}.use_kl_in_reward=true", f"{at}.use_kl_loss=false", "trainer.ref.model.path=teacher"],
@@ -120,7 +123,7 @@ def test_every_loss_and_estimator_makes_a_config_that_can_run(monkeypatch: pytes
     for loss, estimator in pairs:
         chosen = [f"{at}.ppo_loss_type={loss}", f"{at}.advantage_estimator={estimator}"]
         resolved = resolve(load("skyrl_document.yaml", *chosen, *needs.get(estimator, ())).config.algorithm)
-        assert (resolved.loss, resolved.name) == (learn.LOSSES[loss][0], learn.ESTIMATORS[estimator])
+        assert (resolved.loss, resolved.name) == (choices("skyrl", "loss")[loss], learn.ESTIMATORS[estimator])
 
 
 OFF = KL + "off_policy_correction__"

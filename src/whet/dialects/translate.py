@@ -174,7 +174,7 @@ def _write(file: Reading, native: str, value: Json, *, rows: Sequence[Row]) -> _
 
 def _check(file: Reading, row: Row) -> None:
     """A row that does nothing here accepts its default, harmless values, and those of its type."""
-    if row.key not in file.given or (row.when and not condition(file.of.system, row.when)(file.values)):
+    if row.key not in file.given or not _counts(file, row.when):
         return
     accepted = row.harmless if "equal:" in row.type else (file.defaults[row.key], *row.harmless)
     plain = not {"[]", "<name>", "*"} & set(parts(row.key))
@@ -190,6 +190,14 @@ def _check(file: Reading, row: Row) -> None:
                 file.unbuilt.append(Missing(file.places[found.at], text, row.area, key, value))
             else:
                 file.problems.append((file.places[found.at], text))
+
+
+def _counts(file: Reading, when: str) -> bool:
+    """Whether a line's condition holds; also where it asks for what a function refuses, which is told there."""
+    try:
+        return condition(file.of.system, when)(file.values)
+    except ConfigError:
+        return True
 
 
 def _by_feature(missing: Sequence[Missing]) -> Iterator[tuple[str, str]]:
@@ -330,14 +338,12 @@ def _lines(file: Reading, chosen: Sequence[_Write]) -> Iterator[ReportLine]:
 
 def _differs(file: Reading, row: Row, value: Json) -> str:
     """The known differences of a key that counts, with this value."""
-    if row.when and not condition(file.of.system, row.when)(file.values):
+    if not _counts(file, row.when):
         return ""
     return " ".join(
         each.reason
         for each in file.of.differences
-        if each.key == row.key
-        and each.of_value(value)
-        and (not each.when or condition(file.of.system, each.when)(file.values))
+        if each.key == row.key and each.of_value(value) and _counts(file, each.when)
     )
 
 

@@ -182,7 +182,7 @@ def _fill(out: Reading, present: Json) -> None:
             given = row.key in out.given
             out.values[row.key] = get(present, cut) if given else out.defaults[row.key]
     for row in out.of.rows:
-        if row.type and _refers(row.default) and row.key in out.values and row.key not in out.given:
+        if row.type and _refers(row.default) and row.key in out.values:
             out.values[row.key] = _read_or_own(out, row)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from whet.dialects.cosmos.data import short
 from whet.dialects.cosmos.steps import steps_together
 from whet.dialects.cosmos.values import POLICY, at_revision, is_sft, weights
-from whet.dialects.row import AnotherModel, NotSupportedYet, Values
+from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.served import placed
 from whet.types import ConfigError, Json
 
@@ -14,14 +14,6 @@ ALL = 1_000_000
 
 OPEN_LOW, OPEN_HIGH = 1.0, 1e9
 """Widths of a clip that leave the ratio's lower and upper side open."""
-
-DIFFUSION, ACTIONS = "diffusion models", "vision-language-action models"
-OTHER_MODELS = {
-    **dict.fromkeys(("diffusers_sft", "diffusion_nft", "diffusion_nft_rollout"), DIFFUSION),
-    **dict.fromkeys(("grpo_vla", "grpo_pi05", "pi_sft", "cosmos_policy", "vla"), ACTIONS),
-    **dict.fromkeys(("gym_pg", "gym"), "policies that are not language models"),
-}
-"""Cosmos's trainers and rollout backends for other models: for which."""
 
 
 def algorithm(values: Values) -> dict[str, Json]:
@@ -34,14 +26,8 @@ def algorithm(values: Values) -> dict[str, Json]:
     return {"algorithm.name": variant} | (_dropping(values) if variant == "dapo" else {})
 
 
-def trainer(values: Values) -> dict[str, Json]:
-    """The trainers of language models alone."""
-    return _here(values, POLICY + "trainer_type", ("sft",) if is_sft(values) else ("grpo",))
-
-
 def backend(values: Values) -> dict[str, Json]:
-    """The embedded engine stands in for vLLM and TensorRT-LLM: what is sampled has the same law."""
-    _here(values, "rollout.backend", ("vllm", "vllm_async", "trtllm"))
+    """What a server of its own would be told."""
     if is_sft(values):
         return {}
     at = "rollout.parallelism"
@@ -55,17 +41,6 @@ def backend(values: Values) -> dict[str, Json]:
             memory=values["rollout.gpu_memory_utilization"],
         )
     )
-
-
-def _here(values: Values, key: str, known: tuple[str, ...]) -> dict[str, Json]:
-    name = values[key]
-    today = f"today: {', '.join(known)}"
-    if name in OTHER_MODELS:
-        raise AnotherModel(f"{key}={name} is coming, not built yet: {OTHER_MODELS[name]}; {today}")
-    if name not in known:
-        what = "preference pairs without a reference" if name == "dpo" else "code of your own"
-        raise NotSupportedYet(f"{key}={name} is coming, not built yet: {what}; {today}")
-    return {}
 
 
 def _dropping(values: Values) -> dict[str, Json]:
@@ -96,18 +71,6 @@ def aggregation(values: Values) -> dict[str, Json]:
             f"loss_type='seq-mean-token-mean' only, and loss_type is {kind!r}."
         )
     return {"algorithm.loss_agg_mode": "seq-mean-token-sum-norm", "algorithm.norm_tokens": constant}
-
-
-def terms(values: Values) -> dict[str, Json]:
-    """What is above 0 to be on: the entropy bonus, the likelihood of replies that were paid, shared prefixes."""
-    entropy, likelihood = values[POLICY + "entropy_coeff"], values[POLICY + "positive_nll_coef"] or 0
-    prefix = values[POLICY + "min_filter_prefix_tokens"] or 0
-    out: dict[str, Json] = {}
-    if entropy > 0:
-        out |= {"algorithm.entropy_coef": entropy, "algorithm.entropy_agg_mode": "token-mean"}
-    if likelihood > 0:
-        out["algorithm.positive_nll_coef"] = likelihood
-    return out | ({"algorithm.groups.min_shared_prefix": prefix} if prefix > 0 else {})
 
 
 # ---------------------------------------------------------------- reference and teacher

@@ -6,6 +6,7 @@ Each function takes all values of a file and gives the native keys of one matter
 from __future__ import annotations
 
 from whet.config.faults import shown
+from whet.dialects.choices import choices, settings
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.skyrl.devices import (
     A,
@@ -14,18 +15,12 @@ from whet.dialects.skyrl.devices import (
     since,
 )
 from whet.dialects.skyrl.optimizers import own_overrides
+from whet.dialects.typed import choose
 from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- advantages
 
-ESTIMATORS = {
-    "grpo": "grpo",
-    "gae": "ppo",
-    "rloo": "rloo",
-    "reinforce++": "reinforce_pp",
-    "maxrl": "maxrl",
-    "no_op": "distill",
-}
+ESTIMATORS = choices("skyrl", "estimator")
 """Recipes. All but grpo and gae are of newer versions; no_op is registered by SkyRL's example of distillation."""
 
 
@@ -141,38 +136,6 @@ def reference(v: Values) -> Native:
 
 # ---------------------------------------------------------------- policy loss
 
-CLIP = {"clip_low": "eps_clip_low", "clip_high": "eps_clip_high"}
-
-LOSSES: dict[str, tuple[str, dict[str, str]]] = {
-    "regular": ("ppo", CLIP),
-    "dual_clip": ("ppo", {**CLIP, "dual_clip": "clip_ratio_c"}),
-    "gspo": ("gspo", CLIP),
-    "cispo": ("cispo", {"clip_low": "cispo.cispo_eps_clip_low", "clip_high": "cispo.cispo_eps_clip_high"}),
-    "sapo": ("sapo", {"tau_pos": "sapo.tau_pos", "tau_neg": "sapo.tau_neg"}),
-    "clip_cov": (
-        "clip_cov",
-        {
-            **CLIP,
-            "clip_cov_ratio": "clip_cov.clip_ratio",
-            "clip_cov_lb": "clip_cov.clip_cov_lb",
-            "clip_cov_ub": "clip_cov.clip_cov_ub",
-        },
-    ),
-    "kl_cov": ("kl_cov", {"kl_cov_ratio": "kl_cov.kl_cov_frac", "ppo_kl_coef": "kl_cov.ppo_kl_coef"}),
-    "dppo": (
-        "dppo",
-        {
-            "dppo_delta_low": "dppo.delta_low",
-            "dppo_delta_high": "dppo.delta_high",
-            "dppo_divergence": "dppo.dppo_type",
-        },
-    ),
-    "importance_sampling": ("importance_sampling", {}),
-    "cross_entropy": ("cross_entropy", {}),
-    "rollout_is": ("rollout_is", CLIP),
-}
-"""policy_loss_type -> (native loss, native key -> SkyRL's key of what it reads)."""
-
 SMALLEST = 1e-12
 """For a clip width of 0, which no native width can be: 1 less this is 1 in float32."""
 
@@ -180,7 +143,8 @@ SMALLEST = 1e-12
 def policy_loss(v: Values) -> Native:
     """The loss and what it reads. regular has no bound for negative advantages, dual_clip has clip_ratio_c."""
     kind = v[f"{A}.ppo_loss_type"]
-    loss, reads = LOSSES.get(kind, (kind, {}))  # else a function of yours
+    loss = choices("skyrl", "loss").get(kind, kind)  # else a function of yours
+    reads = settings("skyrl", "loss", kind)
     out: dict[str, Json] = {"algorithm.loss": loss}
     out |= {f"algorithm.loss.{ours}": v[f"{A}.{theirs}"] for ours, theirs in reads.items()}
     for width in ("algorithm.loss.clip_low", "algorithm.loss.clip_high"):
@@ -195,13 +159,7 @@ def policy_loss(v: Values) -> Native:
     return out
 
 
-REDUCTIONS = {
-    "sequence_mean": "seq-mean-token-mean",
-    "token_mean": "token-mean",
-    "token_mean_legacy": "token-mean",
-    "seq_mean_token_sum_norm": "seq-mean-token-sum-norm",
-    "prompt_mean": "prompt-mean",
-}
+REDUCTIONS = choices("skyrl", "reduction")
 
 
 def reduction(v: Values) -> Native:
@@ -219,7 +177,11 @@ def aggregation(v: Values) -> str:
     """The native name of a reduction, as the version has it."""
     kind, alone = v[f"{A}.loss_reduction"], v["trainer.micro_train_batch_size_per_gpu"] == 1
     by_cut = kind == "token_mean_legacy" or (kind == "token_mean" and not since(v, "0.2"))
-    return "seq-mean-token-mean" if alone and by_cut and since(v, "train-0.1") else REDUCTIONS[kind]
+    return (
+        "seq-mean-token-mean"
+        if alone and by_cut and since(v, "train-0.1")
+        else choose(v, f"{A}.loss_reduction", REDUCTIONS)
+    )
 
 
 def _longest(v: Values) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whet.config.faults import shown
+from whet.dialects.choices import choices
 from whet.dialects.megatron import adapted_layers, begins, router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.skyrl.devices import POLICY, A, is_deepspeed, is_megatron, since
@@ -17,21 +18,9 @@ DECAY = 0.99
 POLYNOMIAL_END = 1e-7
 """Learning rate at which transformers' polynomial schedule ends; its power is 1."""
 
-SCHEDULES = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_restarts": "cosine",  # of one cycle, transformers' default
-    "polynomial": "linear",
-    "inverse_sqrt": "inverse_sqrt",
-}
+SCHEDULES = choices("skyrl", "schedule")
 
-NEED_MORE = {
-    "cosine_with_min_lr": "type=cosine and min_lr_ratio",
-    "warmup_stable_decay": "type=wsd and decay_steps",
-    "reduce_lr_on_plateau": "another type",
-}
+NEED_MORE = choices("skyrl", "schedule that needs more")
 """Schedules of transformers that need arguments which SkyRL does not pass, and what is like them natively."""
 
 
@@ -154,11 +143,7 @@ def critic_lora(v: Values) -> Native:
 
 
 ALL = "all-linear"
-INITS = {
-    "kaiming": "default",
-    **{name: name for name in ("gaussian", "orthogonal", "olora", "pissa")},
-    **dict.fromkeys(("eva", "loftq")),
-}
+INITS = choices("skyrl", "lora init")
 """peft's names."""
 
 

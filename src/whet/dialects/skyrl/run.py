@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 
 from whet.config.faults import shown
+from whet.dialects.choices import choices
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.served import placed
 from whet.dialects.skyrl.devices import (
@@ -332,10 +333,7 @@ def export(v: Values) -> Native:
     return {"checkpoint.export": True, "checkpoint.export_interval": every, "checkpoint.export_dir": str(own)}
 
 
-TRACKERS = {
-    **{name: name for name in ("console", "wandb", "tensorboard", "mlflow", "swanlab")},
-    "vemlp_wandb": None,
-}
+TRACKERS = choices("skyrl", "tracker")
 
 
 def trackers(v: Values) -> Native:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from fractions import Fraction
 
+from whet.dialects.choices import choices
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.values import (
     CONFIG,
@@ -26,12 +27,7 @@ ARGS = f"{KEY}_args"
 BYPASS = f"{CONFIG}.algorithm.rollout_correction.bypass_mode"
 Given = Mapping[str, Json]
 
-AGGREGATIONS = {
-    "token-mean": "token-mean",
-    "seq-mean-token-sum": "seq-mean-token-sum",
-    "seq-mean-token-mean": "seq-mean-token-mean",
-    "seq-mean-token-sum-norm": "token-sum-norm",
-}
+AGGREGATIONS = choices("trinity", "aggregation")
 
 _CLIPS = ("clip_range", "clip_range_low", "clip_range_high")
 COMING = ("sft_phi_normalized",)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whet.config.keys import distance
+from whet.dialects.choices import choices
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.values import (
     EVAL_TASKSETS,
@@ -87,20 +88,7 @@ WORKFLOWS = {
 _OWN_CODE = "it is code over Trinity-RFT's own interfaces"
 
 TRINITY = "whet.rewards.trinity"
-REWARDS: dict[str, str] = {
-    "accuracy_reward": "math",
-    "math_dapo_reward": "math",
-    **{
-        name: f"{TRINITY}:{name}"
-        for name in (
-            "math_reward",
-            "math_boxed_reward",
-            "format_reward",
-            "countdown_reward",
-            "toolcall_reward",
-        )
-    },
-}
+REWARDS = choices("trinity", "reward")
 """Trinity's rewards, and the function of each here."""
 
 _OVERLONG = ("enable_overlong_penalty", "penalty_factor", "max_response_length", "cache_length")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from math import ceil
 
-from whet.dialects.layout import PARALLEL, RANKS, FileLayout, groups
+from whet.dialects.layout import FileLayout, groups
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.algorithm import kl, optimizer, schedule
 from whet.dialects.trinity.data import limits, trainers
@@ -223,19 +223,6 @@ def sequence_ranks(values: Values) -> int:
     keys = ("trainer.ulysses_sequence_parallel_size", f"{ACTOR}.ulysses_sequence_parallel_size")
     shared: int = agreed(values, dict.fromkeys(keys, 1))
     return shared
-
-
-def sharding(values: Values) -> Native:
-    """How FSDP gathers what it has cut. Without forward_prefetch nothing is gathered ahead."""
-    return {
-        f"{PARALLEL}.reshard_after_forward": bool(values[f"{FSDP}.reshard_after_forward"]),
-        f"{PARALLEL}.prefetch": int(values[f"{FSDP}.forward_prefetch"]),
-    }
-
-
-def machines(values: Values) -> Native:
-    """Several machines: the ranks live in a Ray cluster."""
-    return {RANKS: True} if (values["cluster.node_num"] or 1) > 1 else {}
 
 
 def address(values: Values) -> Native:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from whet.config.faults import shown
+from whet.dialects.choices import choices, settings
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.dialects.verl import distillation
@@ -17,26 +18,6 @@ UNBOUNDED = 1_000_000
 """Refills of a step where there is no limit."""
 
 # ---------------------------------------------------------------- advantages
-
-ESTIMATORS: dict[str, tuple[str, str | None] | None] = {
-    "gae": ("ppo", None),
-    "grpo": ("grpo", None),
-    "reinforce_plus_plus": ("reinforce_pp", None),
-    "reinforce_plus_plus_baseline": ("reinforce_pp_baseline", None),
-    "rloo": ("rloo", None),
-    "reward": ("reinforce", "reward"),
-    "none": ("reinforce", "none"),
-    "remax": ("remax", None),
-    "opo": ("opo", None),
-    "grpo_passk": ("grpo_passk", None),
-    "gpg": ("gpg", None),
-    "grpo_vectorized": ("grpo", None),
-    "rloo_vectorized": ("rloo", None),
-    "optimal_token_baseline": ("optimal_token_baseline", None),
-    "tir_optimal_token_baseline": ("optimal_token_baseline", "tir_optimal_token_baseline"),
-    "gdpo": ("grpo", "gdpo"),
-}
-"""Recipe and, where it is not the recipe's, advantage of every estimator."""
 
 BY_STD = ("grpo", "grpo_passk", "grpo_vectorized")
 """Estimators that read norm_adv_by_std_in_grpo; gdpo always divides."""
@@ -58,7 +39,7 @@ def advantage(v: Values) -> Native:
     estimator = str(v[key])
     if ":" in estimator:
         return {"algorithm.name": "grpo", "algorithm.advantage": estimator}
-    recipe, own = choose(v, key, ESTIMATORS)
+    recipe, own = choose(v, key, choices("verl", "estimator")), choices("verl", "advantage").get(estimator)
     if responses(v) == 1 and estimator in ("grpo_passk", "gpg", "gdpo"):
         raise ConfigError(f"{key}={estimator} compares several responses; raise {ROLLOUT}.n above 1")
     if responses(v) == 1 and estimator in ALONE:
@@ -128,23 +109,7 @@ def dynamic_sampling(v: Values) -> Native:
 
 # ---------------------------------------------------------------- policy losses
 
-LOSSES: dict[str, str | None] = {
-    "vanilla": "ppo",
-    "gspo": "gspo",
-    "sapo": "sapo",
-    "gpg": "gpg",
-    "clip_cov": "clip_cov",
-    "clip-cov": "clip_cov",
-    "kl_cov": "kl_cov",
-    "kl-cov": "kl_cov",
-    "geo_mean": "geo_mean",
-    "cispo": "cispo",
-    "bypass_mode": "ppo",
-    "dppo_tv": "dppo",
-    "dppo_kl": "dppo",
-    "dro": "dro",
-    "rollout_correction": "reinforce_is",
-}
+LOSSES = choices("verl", "loss")
 
 CLIPPED = ("ppo", "gspo", "geo_mean", "clip_cov", "cispo")
 """Losses that read clip_ratio and its sides."""
@@ -152,13 +117,6 @@ CLIPPED = ("ppo", "gspo", "geo_mean", "clip_cov", "cispo")
 BY_SEQUENCE = ("gspo", "sapo", "geo_mean")
 """Losses that verl averages over sequences, whatever loss_agg_mode says; gspo until 0.9.0: after it, it honours
 loss_agg_mode."""
-
-SETTINGS = {
-    "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg"},
-    "clip_cov": {f"policy_loss.{name}": name for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")},
-    "kl_cov": {f"policy_loss.{name}": name for name in ("kl_cov_ratio", "ppo_kl_coef")},
-}
-"""Settings of single losses: verl's name below `actor` -> native."""
 
 
 def reinforces(v: Values) -> bool:
@@ -204,7 +162,10 @@ def loss(v: Values) -> Native:
         out |= _own_weight(v)
     elif name == "dro":
         out |= _dro(v)
-    out |= {f"algorithm.loss.{to}": v[f"{ACTOR}.{key}"] for key, to in SETTINGS.get(name, {}).items()}
+    out |= {
+        f"algorithm.loss.{to}": v[f"{ACTOR}.{key}"]
+        for to, key in settings("verl", "loss setting", name).items()
+    }
     return out
 
 
@@ -277,15 +238,7 @@ def value_reduction(v: Values) -> Native:
 
 # ---------------------------------------------------------------- KL
 
-KL = {
-    "kl": "k1",
-    "k1": "k1",
-    "abs": "abs",
-    "mse": "k2",
-    "k2": "k2",
-    "low_var_kl": "low_var_kl",
-    "k3": "low_var_kl",
-}
+KL = choices("verl", "kl")
 IN_LOSS: dict[str, str | None] = {**KL, **{f"{name}+": f"{to}+" for name, to in KL.items()}, "full": "full"}
 IN_REWARD: dict[str, str | None] = {**KL, "full": None}
 

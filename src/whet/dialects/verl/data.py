@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from whet.config.faults import shown
 from whet.config.urls import is_remote
+from whet.dialects.choices import choices
 from whet.dialects.row import NOTHING, Native, Values
 from whet.dialects.served import NAMES, placed
 from whet.dialects.typed import choose
@@ -112,11 +113,7 @@ def _gsm8k(v: Values) -> Native:
     return {"rewards.score.arguments": {"gsm8k_found": found, "gsm8k_characters": None}}
 
 
-MANAGERS: dict[str, str | None] = {
-    **dict.fromkeys(("naive", "batch", "dapo", "gdpo", "rate_limited", "remote"), "naive"),
-    "prime": "prime",
-    **dict.fromkeys(("diffusion", "visual")),
-}
+MANAGERS = choices("verl", "reward manager")
 
 
 def rewards(v: Values) -> Native:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from whet.dialects.choices import choices
 from whet.dialects.row import Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.types import ConfigError, Json
@@ -15,13 +16,7 @@ TEACHERS = f"{AT}.teacher_models"
 DUAL_CLIP = 3.0
 """clip_ratio_c of the policy loss of distillation, which has no key for it."""
 
-DIVERGENCES = {
-    **dict.fromkeys(("kl", "k1"), "k1"),
-    "abs": "abs",
-    **dict.fromkeys(("mse", "k2"), "k2"),
-    **dict.fromkeys(("low_var_kl", "k3"), "low_var_kl"),
-    "forward_kl_topk": "forward_topk",
-}
+DIVERGENCES = choices("verl", "divergence")
 
 BOUND = 10.0
 """low_var_kl is never above it."""

@@ -6,6 +6,7 @@ import math
 from pathlib import PurePath
 
 from whet.config.faults import shown
+from whet.dialects.choices import choices
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.dialects.uploads import place
@@ -15,17 +16,6 @@ from whet.dialects.verl.sizes import is_fully_async, mini_batches, prompts, step
 from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- length and order
-
-
-def length(v: Values) -> Native:
-    """Epochs of full batches; total_training_steps, where it is given, ends the run before their end. The fully
-    asynchronous trainer has no batches of prompts, so it uses all rows of an epoch."""
-    steps = v["trainer.total_training_steps"]
-    out: dict[str, Json] = {
-        "train.epochs": v["trainer.total_epochs"],
-        "train.drop_last": not is_fully_async(v),
-    }
-    return out if steps is None else out | {"train.steps": steps}
 
 
 def schedule(v: Values) -> Native:
@@ -77,8 +67,8 @@ CONTENTS = (*PARTS, "extra", "hf_model")
 def checkpoints(v: Values) -> Native:
     """Every save_freq steps, and always at the end. hf_model asks for an export beside each."""
     every = max(v["trainer.save_freq"], 0) * steps_of_a_version(v)
-    saved = _contents(v, f"{ACTOR}.checkpoint.save_contents")
-    loaded = _contents(v, f"{ACTOR}.checkpoint.load_contents")
+    saved = _of_actor(v, f"{ACTOR}.checkpoint.save_contents")
+    loaded = _of_actor(v, f"{ACTOR}.checkpoint.load_contents")
     if "extra" not in loaded and not constant_rates(v):
         raise NotSupportedYet(
             f"{ACTOR}.checkpoint.load_contents={shown(loaded)}: without extra, verl restarts the learning-rate "
@@ -103,19 +93,20 @@ def _kept(v: Values) -> int | None:
     return 1 if v["trainer.remove_previous_ckpt_in_save"] else keep
 
 
-def _contents(v: Values, key: str) -> list[str]:
+def _of_actor(v: Values, key: str) -> list[str]:
     """The parts named by a key, or by the older `contents` of the actor, which must not contradict it."""
-    given = _parts(v, key)
+    given = contents(v, key)
     old = f"{ACTOR}.checkpoint.contents"
     if not key.startswith(ACTOR) or v[old] is None:
         return given
-    older = _parts(v, old)
+    older = contents(v, old)
     if set(given) not in (set(CONTENTS) - {"hf_model"}, set(older)):
         raise ConfigError(f"{old}={shown(older)} and {key}={shown(given)} differ; keep one")
     return older
 
 
-def _parts(v: Values, key: str) -> list[str]:
+def contents(v: Values, key: str) -> list[str]:
+    """The parts of a checkpoint that a key names. ConfigError for unknown ones, and without the model."""
     given = texts(v, key)
     if unknown := sorted(set(given) - set(CONTENTS)):
         raise ConfigError(f"{key}: {', '.join(unknown)} is not one of {', '.join(CONTENTS)}")
@@ -127,7 +118,7 @@ def _parts(v: Values, key: str) -> list[str]:
 def _check_critic(v: Values, saved: list[str], loaded: list[str]) -> None:
     """Policy and critic lie in one checkpoint, so what is said of the critic's must be the same."""
     for key, parts in (("save_contents", saved), ("load_contents", loaded)):
-        mine = _contents(v, f"{CRITIC}.checkpoint.{key}")
+        mine = _of_actor(v, f"{CRITIC}.checkpoint.{key}")
         if set(mine) - {"hf_model"} != set(parts) - {"hf_model"}:
             raise NotSupportedYet(
                 f"{CRITIC}.checkpoint.{key}={shown(mine)}: other parts than the policy's, {shown(parts)}, are coming, "
@@ -149,11 +140,7 @@ def resume(v: Values) -> Native:
     return {"checkpoint.resume": anywhere(v, "trainer.resume_from_path")}
 
 
-TRACKERS: dict[str, str | None] = {
-    **{name: name for name in ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")},
-    "file": "jsonl",
-    **dict.fromkeys(("vemlp_wandb", "clearml", "tracking")),
-}
+TRACKERS = choices("verl", "tracker")
 
 
 def trackers(v: Values) -> Native:
@@ -162,12 +149,6 @@ def trackers(v: Values) -> Native:
         choose({"trainer.logger": one}, "trainer.logger", TRACKERS) for one in texts(v, "trainer.logger")
     ]
     return {"track.trackers": list(dict.fromkeys(names))}
-
-
-def device(v: Values) -> Native:
-    """cuda is CUDA where there is one, and else the CPU stands in; so it does for an NPU."""
-    known = {"cuda": "auto", "npu": "auto", "cpu": "cpu"}
-    return {"machine.device": choose(v, "trainer.device", known)}
 
 
 def dumps(v: Values) -> Native:

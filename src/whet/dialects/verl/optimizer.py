@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from whet.config.faults import shown
+from whet.dialects.choices import choices
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.dialects.verl.roles import ACTOR, CRITIC, check_engine, engine_of, has_critic
@@ -139,7 +140,7 @@ def _fsdp_type(v: Values, at: str) -> str:
     return choose({key: v[key] or older or "constant"}, key, {"constant": "constant", "cosine": "cosine"})
 
 
-def _type(v: Values, at: str, known: Mapping[str, str]) -> str:
+def _type(v: Values, at: str, known: Mapping[str, str | None]) -> str:
     """lr_scheduler_type of VeOmni and Automodel, a cosine by default."""
     key = f"{at}.lr_scheduler_type"
     return choose({key: v[key] or "cosine"}, key, known)
@@ -167,7 +168,7 @@ def _decay_end(v: Values, at: str) -> Native:
     return {"total_steps": max(int(steps * share), 1)}
 
 
-TITAN_DECAYS = {"linear": "linear", "cosine": "cosine", "sqrt": "wsd"}
+TITAN_DECAYS = choices("verl", "torchtitan decay")
 
 
 def _torchtitan_schedule(v: Values, at: str) -> Native:
@@ -178,12 +179,7 @@ def _torchtitan_schedule(v: Values, at: str) -> Native:
     return {"type": kind, "warmup_ends": "peak", "min_lr_ratio": v[f"{at}.min_lr_factor"], **shape}
 
 
-AUTOMODEL_STYLES = {
-    "constant": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "inverse-square-root": "inverse_sqrt",
-}
+AUTOMODEL_STYLES = choices("verl", "automodel schedule")
 
 
 def _automodel_schedule(v: Values, at: str) -> Native:
@@ -194,14 +190,7 @@ def _automodel_schedule(v: Values, at: str) -> Native:
     return out if kind == "constant" else {**out, "min_lr_ratio": 0.01 if low is None else low}
 
 
-MEGATRON_STYLES = {
-    "constant": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "inverse_square_root": "inverse_sqrt",
-    "inverse-square-root": "inverse_sqrt",
-    "WSD": "wsd",
-}
+MEGATRON_STYLES = choices("verl", "megatron decay")
 
 
 def _megatron_schedule(v: Values, at: str) -> Native:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from whet.config.faults import shown
 from whet.config.urls import is_remote
+from whet.dialects.choices import choices
 from whet.dialects.megatron import adapted_layers, begins, router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
@@ -104,19 +105,15 @@ ENGINES = {
 """By name. FSDP's sequence-parallel size stands beside its section, one for each role. Automodel is of the SFT trainer
 alone, whose engines all have the section `engine`."""
 
-FAMILIES = {
-    **dict.fromkeys(("fsdp", "fsdp2", "fsdp_turbo"), "fsdp"),
-    **{name: name for name in ("megatron", "veomni", "torchtitan")},
-    "mindspeed": None,
-}
+FAMILIES = choices("verl", "strategy")
 """The engine of each strategy; None: not built."""
 
 MODEL_ENGINES = {**{name: FAMILIES[name] for name in FAMILIES if not name.startswith("fsdp")}, "dp": "fsdp"}
 
 _BASES = {
     "ppo_megatron_trainer": "megatron",
-    **{f"model_engine={name}": name for name in MODEL_ENGINES},
-    **{f"actor={name}_actor": name for name in MODEL_ENGINES},
+    **{f"model_engine={name}": family for name, family in MODEL_ENGINES.items()},
+    **{f"actor={name}_actor": family for name, family in MODEL_ENGINES.items()},
 }
 """What Hydra's list of files says about the engine."""
 

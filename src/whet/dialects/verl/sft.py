@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
+from whet.dialects.choices import choices
 from whet.dialects.layout import FileLayout
 from whet.dialects.megatron import router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.dialects.verl import optimizer as ppo
 from whet.dialects.verl.data import rows
-from whet.dialects.verl.loop import CONTENTS, PARTS
+from whet.dialects.verl.loop import PARTS, contents
 from whet.dialects.verl.roles import ENGINES, FAMILIES, anywhere, texts
 from whet.dialects.verl.sizes import copies_and_shards
 from whet.types import ConfigError, Json
@@ -183,7 +184,7 @@ def _decay(v: Values) -> Native:
     return {"decay_type": "cosine", "decay_steps": rest - math.floor(0.9 * rest) or None}
 
 
-DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": None}
+DTYPES = choices("verl", "sft dtype")
 
 
 def dtype(v: Values) -> Native:
@@ -202,7 +203,7 @@ def checkpoints(v: Values) -> Native:
     """The older trainer's checkpoints are Hugging Face folders, so each is exported; else the contents say so."""
     every, epochs = v["trainer.save_freq"], v["trainer.save_freq"] == "after_each_epoch"
     every = 0 if epochs else max(every, 0)
-    saved, loaded = _contents(v, "save_contents"), _contents(v, "load_contents")
+    saved, loaded = (contents(v, f"trainer.checkpoint.{which}_contents") for which in ("save", "load"))
     if "extra" not in loaded:
         raise NotSupportedYet(
             f"trainer.checkpoint.load_contents={loaded}: resuming without schedule, data position and random state "
@@ -223,16 +224,6 @@ def checkpoints(v: Values) -> Native:
     if mode == "disable":
         return out | {"checkpoint.resume": "fresh"}
     return out | ({"checkpoint.resume": anywhere(v, "trainer.resume_from_path")} if path else {})
-
-
-def _contents(v: Values, which: str) -> list[str]:
-    key = f"trainer.checkpoint.{which}"
-    given = texts(v, key)
-    if unknown := sorted(set(given) - set(CONTENTS)):
-        raise ConfigError(f"{key}: {', '.join(unknown)} is not one of {', '.join(CONTENTS)}")
-    if "model" not in given:
-        raise ConfigError(f"{key}={given} has no model, and a run cannot resume without its weights")
-    return given
 
 
 def validation(v: Values) -> Native:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
+from whet.dialects.choices import choices
 from whet.dialects.row import NOTHING, Native, Values
 from whet.dialects.typed import choose
 from whet.dialects.verl.roles import ROLLOUT, TURNS, agent_loops, has_turns, local, sources
 from whet.types import ConfigError, Json
 
-FORMATS: dict[str, str | None] = {
-    "hermes": "hermes",
-    "gpt-oss": "gpt_oss",
-    "qwen3_coder": "qwen3_coder",
-    "glm": "glm",
-    **dict.fromkeys(("chatml", "qwen", "qwen25"), "auto"),
-    "llama3_json": "llama3",
-    **dict.fromkeys(("gemma4", "seed_oss", "seed"), None),
-}
+FORMATS = choices("verl", "tool format")
 """multi_turn.format -> rollout.env.tool_format."""
 
 CUTS = {"left": "right", "middle": "middle", "right": "left"}
