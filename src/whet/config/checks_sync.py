@@ -20,7 +20,12 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) of the section in one stage's config."""
     method = cfg.sync.method
     if method == "ipc":
-        yield "sync.method", "ipc: handles of GPU memory are not built; use auto"
+        yield (
+            "sync.method",
+            "ipc: needs memory of a GPU, but machine.device is cpu; use auto"
+            if cfg.machine.device == "cpu"
+            else "ipc: is not tested yet; use auto",
+        )
     elif method != "auto":
         apart = cfg.mode != "both"
         if apart != (method == "files"):
