@@ -585,7 +585,7 @@ def test_bodies_that_are_no_question_are_refused(studio: Studio) -> None:
 def test_a_taken_port_is_named(studio: Studio) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on port {port}"):
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}"):
             asyncio.run(StudioServer(studio).start(port))
 
 

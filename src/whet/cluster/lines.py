@@ -28,7 +28,7 @@ from whet.cluster.nodes import answered, end_actor, environment_of, first_line, 
 from whet.guard import stacks
 from whet.guard.hangs import UNSEEN
 from whet.guard.line import LOOPBACK, LocalLine
-from whet.guard.processes import LOOK_S, die_with, process, state
+from whet.guard.processes import LOOK_S, die_with, process, state, until
 from whet.types import ConfigError, WhetError
 
 AT_ONCE_BYTES = 64 << 20
@@ -153,9 +153,7 @@ class RemoteEnd:
         """End the process; an idle one has heard that it is over."""
         with suppress(OSError):
             socket.socket(fileno=os.dup(self.line.connection.fileno())).shutdown(socket.SHUT_RDWR)
-        until = time.monotonic() + END_S
-        while time.monotonic() < until and not self.line.gone():
-            time.sleep(0.02)
+        until(self.line.gone, END_S)
         self.line.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 

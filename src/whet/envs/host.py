@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any
 
 from whet.envs.calls import CANCEL_S, MOST_AT_ONCE, CallContext
 from whet.envs.env import (
@@ -63,7 +63,6 @@ MOST_PRINTED = 65536
 LINE = 2000
 """Characters of one line of them in the log."""
 
-T = TypeVar("T")
 Say = Callable[..., None]
 _NUMBER = struct.Struct("q")
 

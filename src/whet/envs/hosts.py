@@ -45,6 +45,7 @@ from whet.envs.env import (
 from whet.guard.foreign import said, words
 from whet.guard.line import Local, LocalLine, how_it_ended
 from whet.guard.printed import Printed, PrintingPipe
+from whet.guard.processes import until
 from whet.rewards.bind import pack_task
 from whet.secrets import redact_tree
 from whet.types import ConfigError, DataError, Json, Message, Task, ToolSpec, WhetError
@@ -259,9 +260,7 @@ class EnvHosts:
         self._broken = self._broken or "the environment's hosts were closed"
         for place in self._hosts:
             place.hang_up(socket.SHUT_WR)
-        until = time.monotonic() + host.CLOSE_S + host.CANCEL_S
-        while time.monotonic() < until and not all(place.line.gone() for place in self._hosts):
-            time.sleep(0.02)
+        until(lambda: all(place.line.gone() for place in self._hosts), host.CLOSE_S + host.CANCEL_S)
         for place in self._hosts:
             place.kill()
         for line in self._lines.lines:

@@ -27,7 +27,7 @@ from typing import Protocol
 
 from whet import secrets
 from whet.guard import stacks
-from whet.guard.processes import die_with, state, wake_with_parent
+from whet.guard.processes import die_with, state, until, wake_with_parent
 
 LOOPBACK = "127.0.0.1"
 
@@ -206,9 +206,7 @@ def end(lines: Lines, grace_s: float = 1.0) -> None:
     """End all together; an idle one has `grace_s` to do so by itself."""
     for line in lines.lines:
         line.hang_up()
-    until = time.monotonic() + grace_s
-    while time.monotonic() < until and not all(line.gone() for line in lines.lines):
-        time.sleep(0.02)
+    until(lambda: all(line.gone() for line in lines.lines), grace_s)
     for line in lines.lines:
         line.kill()
     lines.close()
@@ -216,10 +214,8 @@ def end(lines: Lines, grace_s: float = 1.0) -> None:
 
 def how_it_ended(line: Line) -> str:
     """Of a process whose connection has; its exit status may come a moment later."""
-    until = time.monotonic() + 2.0
-    while not (how := line.died()) and time.monotonic() < until:
-        time.sleep(0.05)
-    return how or "it ended"
+    until(line.died, 2.0, every_s=0.05)
+    return line.died() or "it ended"
 
 
 # ---------------------------------------------------------------- in the process

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -33,6 +34,16 @@ def state(pid: int) -> str:
         return ""
 
 
+def until(holds: Callable[[], object], within_s: float, *, every_s: float = 0.02) -> bool:
+    """Whether something holds within so many seconds; it is looked at that often, and once at the end."""
+    end = time.monotonic() + within_s
+    while not holds():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(every_s)
+    return True
+
+
 def die_with(other: tuple[int, int] | None) -> None:
     """End this process when its parent ends (even if this one is stopped), or the other process of this machine."""
     if sys.platform == "linux":
@@ -55,9 +66,5 @@ def _follow(other: tuple[int, int]) -> None:
 
 def kill(target: tuple[int, int], after_s: float = 0.0) -> None:
     """End a process of this machine that has not ended by itself after so long. Works on a stopped one, too."""
-    end = time.monotonic() + after_s
-    while target[1] and process(target[0]) == target:
-        if time.monotonic() >= end:
-            os.kill(target[0], signal.SIGKILL)
-            return
-        time.sleep(0.02)
+    if not until(lambda: not target[1] or process(target[0]) != target, after_s):
+        os.kill(target[0], signal.SIGKILL)

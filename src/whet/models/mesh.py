@@ -56,11 +56,6 @@ class Dims:
         """Parts into which a batch is partitioned: ranks of one tp, cp and pp group have the same part."""
         return self.dp_replicate * self.dp_shard
 
-    @property
-    def single(self) -> bool:
-        """One plain process; nothing of torch.distributed is touched."""
-        return self.world == 1
-
     def part_of(self, rank: int) -> int:
         """Number of the batch's part that a rank has, 0..dp-1."""
         if not 0 <= rank < self.world:

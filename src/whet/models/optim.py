@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from whet.config.schedules import factor, position, weight_decay
 from whet.config.schema import OptimizerConfig, PrecisionConfig
@@ -287,3 +288,10 @@ def _wanted(tensors: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
             f"found {'nothing' if found is None else tuple(found.shape)}; the checkpoint belongs to another model"
         )
     return found.to(like.device, like.dtype)
+
+
+def inner_matrices(model: PreTrainedModel) -> Iterator[str]:
+    """Names of the matrices between embedding and output layer."""
+    ends = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
+    outer = {id(p) for end in ends for p in end.parameters()}
+    yield from (name for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in outer)

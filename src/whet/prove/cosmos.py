@@ -36,8 +36,6 @@ STATUS = "cosmos_rl.dispatcher.status:PolicyStatusManager"
 SCHEDULERS = "cosmos_rl.policy.trainer.optm:build_lr_schedulers"
 FLOAT32 = 2e-6
 """Tolerance where Cosmos computes in float32."""
-EPS = 1e-7
-"""Tolerance where Cosmos adds 1e-8 to a denominator."""
 
 
 def section(keys: Mapping[str, Json]) -> Any:

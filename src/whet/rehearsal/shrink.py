@@ -22,7 +22,6 @@ from whet.types import ConfigError, Json
 
 STEPS = 3
 REPLY_TOKENS = 24
-ROWS = 64
 FAMILIES = ("qwen3_moe", "qwen3", "qwen2", "llama", "mistral", "gemma")
 """Architectures that can be built from scratch, the most specific first."""
 ELSEWHERE = ("offload", "compile", "parallel", "precision")

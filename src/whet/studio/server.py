@@ -11,7 +11,6 @@ import hmac
 import json
 import secrets
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from whet.inputs import MOST_CONFIG_BYTES
 from whet.studio.answers import ASKED, TOLD, BadRequest, Question, Studio, drawn_from, run_folder
 from whet.studio.jobs import Jobs
 from whet.studio.opened import IsThere
-from whet.types import ConfigError, WhetError
+from whet.types import WhetError
 from whet.view.answers import encoded
-from whet.view.server import HEADERS, KINDS, LOCAL, ViewerServer, until_ended
+from whet.view.server import HEADERS, LOCAL, Site, ViewerServer, page_of, until_ended
 from whet.view.server import STATIC as OF_THE_VIEWER
 from whet.view.source import ShownRuns
 
@@ -39,30 +38,20 @@ class StudioServer:
     """Answers the page. Other Hosts, Origins, methods and tokens are refused before anything is read."""
 
     def __init__(self, studio: Studio) -> None:
-        self.studio, self.port = studio, 0
+        self.studio = studio
         self.token, self._page_token = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
-        shared = {name: OF_THE_VIEWER / name for name in SHARED}
-        self._static = {p.name: p for p in STATIC.iterdir() if p.suffix in KINDS} | {
-            ("viewer.css" if name == "style.css" else name): path for name, path in shared.items()
-        }
-        self._pool = ThreadPoolExecutor(
-            1, thread_name_prefix="whet-studio"
-        )  # one: a later text is checked later
-        self._runner: web.AppRunner | None = None
+        shared = {("viewer.css" if name == "style.css" else name): OF_THE_VIEWER / name for name in SHARED}
+        # one thread: a later text is checked later
+        self.site = Site(page_of(STATIC) | shared, threads=1, name="whet-studio")
         self._viewer: ViewerServer | None = None
+
+    @property
+    def port(self) -> int:
+        return self.site.port
 
     async def start(self, port: int = 0) -> None:
         """Listen. ConfigError if the port is taken."""
-        app = web.Application(client_max_size=MOST_BODY_BYTES)
-        app.router.add_route("*", "/{path:.*}", self._respond)
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, HOST, port, shutdown_timeout=0.1).start()
-        except OSError as e:
-            await self.stop()
-            raise ConfigError(f"cannot listen on port {port}: {e.strerror}; give another --port") from e
-        self.port = self._runner.addresses[0][1]
+        await self.site.start(self._respond, HOST, port, most_bytes=MOST_BODY_BYTES)
 
     @property
     def url(self) -> str:
@@ -73,9 +62,7 @@ class StudioServer:
         """Close all connections, those of the viewer too."""
         if self._viewer is not None:
             await self._viewer.stop()
-        if self._runner is not None:
-            await self._runner.cleanup()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        await self.site.stop()
 
     # -- inside
 
@@ -115,7 +102,7 @@ class StudioServer:
         if section != "api":
             return self._file(request, request.path.lstrip("/"))
         if name == "schema" and request.method != "POST":
-            return _json(await self._later(drawn_from))
+            return _json(await self.site.later(drawn_from))
         table = TOLD if request.method == "POST" else ASKED
         if name not in table and not (name == "view" and table is TOLD):
             return _error(404, f"nothing is at /{section}/{name[:100]} for {request.method}")
@@ -123,7 +110,7 @@ class StudioServer:
             fields = await _body(request) if table is TOLD else dict(request.query)
             if name == "view":
                 return _json(encoded({"url": await self._view()}))
-            found = await self._later(table[name], self.studio, Question(fields))
+            found = await self.site.later(table[name], self.studio, Question(fields))
         except BadRequest as e:
             return _error(400, str(e))
         except IsThere as e:
@@ -132,20 +119,15 @@ class StudioServer:
             return _error(422, str(e))
         if name == "start":
             found |= {"page_token": self._page_token}
-        return _json(await self._later(encoded, found))
-
-    async def _later(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+        return _json(await self.site.later(encoded, found))
 
     def _file(self, request: web.Request, name: str) -> web.Response:
-        found = self._static.get(name or "index.html")
-        if found is None or request.method == "POST":
-            return _error(404, f"nothing is at /{name[:100]}")
-        return web.Response(body=found.read_bytes(), content_type=KINDS[found.suffix], charset="utf-8")
+        found = self.site.file(name) if request.method != "POST" else None
+        return found or _error(404, f"nothing is at /{name[:100]}")
 
     async def _view(self) -> str:
         """The address of a viewer of the run, on a port of its own and with a token."""
-        path = await self._later(run_folder, self.studio)
+        path = await self.site.later(run_folder, self.studio)
         if self._viewer is not None:
             await self._viewer.stop()
         self._viewer = ViewerServer(ShownRuns.of([path]), token=secrets.token_urlsafe(24))

@@ -27,7 +27,7 @@ _BEAT_S = 1.0
 
 
 @dataclass(frozen=True)
-class Place:
+class RootSeat:
     """Rank 0 of one group."""
 
     receivers: tuple[str, ...]
@@ -37,7 +37,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SendOutcome:
     """What came of one send."""
 
     manifest: Manifest | None
@@ -62,7 +62,7 @@ class Relay:
     ) -> Manifest:
         """See `Transport`. tensors: those of the folder; they are not looked at here."""
         end = self.end
-        place = Place(tuple(end.names[1:]), end.host, end.port, end.device.type)
+        place = RootSeat(tuple(end.names[1:]), end.host, end.port, end.device.type)
         sent = self.policy.call(
             partial(_sent, place, self.folder, version, timeout_s=end.timeout_s, held=held)
         )
@@ -88,7 +88,7 @@ class Relay:
 
 
 @lru_cache(maxsize=1)
-def _end(place: Place) -> Collective:
+def _end(place: RootSeat) -> Collective:
     """Of this process; the group of the version before serves the next one."""
     return Collective(
         place.receivers,
@@ -101,8 +101,8 @@ def _end(place: Place) -> Collective:
 
 
 def _sent(
-    place: Place, folder: Path, version: int, *, timeout_s: float, held: Mapping[str, TensorEntry] | None
-) -> Outcome:
+    place: RootSeat, folder: Path, version: int, *, timeout_s: float, held: Mapping[str, TensorEntry] | None
+) -> SendOutcome:
     """Called in the policy's process. A failure is an answer: receivers that end are no fault of the ranks."""
     with ThreadPoolExecutor(1, thread_name_prefix="whet-broadcast") as pool:
         sending = pool.submit(_send, place, folder, version, timeout_s=timeout_s, held=held)
@@ -112,16 +112,16 @@ def _sent(
 
 
 def _send(
-    place: Place, folder: Path, version: int, *, timeout_s: float, held: Mapping[str, TensorEntry] | None
-) -> Outcome:
+    place: RootSeat, folder: Path, version: int, *, timeout_s: float, held: Mapping[str, TensorEntry] | None
+) -> SendOutcome:
     end: Collective | None = None
     try:
         end = _end(place)
         end.timeout_s = timeout_s
-        return Outcome(end.send(version, _read(folder, version), held=held))
+        return SendOutcome(end.send(version, _read(folder, version), held=held))
     except WhetError as error:
         _end.cache_clear()
-        return Outcome(None, str(error), tuple(end.missing) if end is not None else ())
+        return SendOutcome(None, str(error), tuple(end.missing) if end is not None else ())
 
 
 def _read(folder: Path, version: int) -> Iterator[tuple[str, Tensor]]:

@@ -34,7 +34,7 @@ from whet.models.kernels import Ops
 from whet.models.logprobs import OF_LOGITS, token_logprobs
 from whet.models.lora import adapted, dropping, learned, merged, refresh
 from whet.models.offload import kept_on_host
-from whet.models.optim import Optimizer
+from whet.models.optim import Optimizer, inner_matrices
 from whet.models.packing import layout
 from whet.models.parallel import Parallel
 from whet.models.precision import computing
@@ -104,7 +104,7 @@ class TorchEngine:
         self.decoder = self.parallel.decoder(model, ops, compile=cut.compile)
         self.routers = gates(model)
         self.balance = self._balance() if optimizer and (cut.router_aux or cut.router_z) else None
-        inside = set(_inside(model))
+        inside = set(inner_matrices(model))
         self.device = self.home = next(model.parameters()).device  # parameters may then rest on the host
         self.across.place(model, functional=self.decoder.path == "functional")
         self.optimizer: Optimizer | ZeroOptimizer | None = None
@@ -594,10 +594,3 @@ def _predicting(batch: Batch, share: Share, hidden_TD: Tensor) -> tuple[Tensor, 
     those are)."""
     at_A, row_A = share.predicted(batch.mask_N)
     return F.embedding(row_A, hidden_TD), at_A
-
-
-def _inside(model: PreTrainedModel) -> Iterator[str]:
-    """Names of the matrices between embedding and output layer."""
-    ends = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
-    outer = {id(p) for end in ends for p in end.parameters()}
-    yield from (name for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in outer)

@@ -23,7 +23,6 @@ LOG_BYTES = 2**18
 """Of run.log, which a run of weeks makes long, the end is read."""
 RECENT_S = 150.0
 """A wait is reported once a minute: an older report is of a wait that is over."""
-LIVE_S = 2.0
 
 
 def runs(ask: Ask) -> Json:

@@ -6,17 +6,16 @@ import asyncio
 import gzip
 import hashlib
 import hmac
-import logging
 import secrets
 import signal
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
+from typing import Protocol, TypeVar
 from urllib.parse import quote
 
 from aiohttp import web
@@ -25,7 +24,8 @@ from whet.types import ConfigError, WhetError
 from whet.view.answers import answer, concerned, encoded
 from whet.view.source import BadQuestion, NotThere, ShownRuns
 
-log = logging.getLogger(__name__)
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 STATIC = Path(__file__).parent / "static"
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -77,6 +77,52 @@ class Answers:
             self._size -= len(oldest)
 
 
+def page_of(folder: Path) -> dict[str, Path]:
+    """The files of a page, by name."""
+    return {path.name: path for path in folder.iterdir() if path.suffix in KINDS}
+
+
+class Site:
+    """Where a page is served: a port, the page's files, threads for what takes long."""
+
+    def __init__(self, files: Mapping[str, Path], *, threads: int, name: str) -> None:
+        self.files, self.port = files, 0
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, respond: Handler, host: str, port: int, *, most_bytes: int = 1024**2) -> None:
+        """Listen, and answer every request by `respond`. most_bytes: of its body. ConfigError if the port is taken."""
+        app = web.Application(client_max_size=most_bytes)
+        app.router.add_route("*", "/{path:.*}", respond)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port, shutdown_timeout=0.1).start()
+        except OSError as e:
+            await self.stop()
+            raise ConfigError(
+                f"cannot listen on {host} port {port}: {e.strerror}; give another --port"
+            ) from e
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def file(self, name: str) -> web.Response | None:
+        """A file of the page, by its name alone; none has a folder in it."""
+        found = self.files.get(name or "index.html")
+        if found is None:
+            return None
+        return web.Response(body=found.read_bytes(), content_type=KINDS[found.suffix], charset="utf-8")
+
+    async def later(self, function: Callable[..., T], *arguments: object) -> T:
+        """What a function returns, from a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+
 class ViewerServer:
     """Answers GET and HEAD. Everything else, another Host, a wrong token: refused before anything is read."""
 
@@ -90,25 +136,15 @@ class ViewerServer:
         if token is not None and (len(token) < 8 or not token.isascii() or not token.isprintable()):
             raise ConfigError("--token: expected at least 8 printable ASCII characters")
         self.answers, self.host, self.token = Answers(runs), host, token
-        self.port = 0
-        self._static = {path.name: path for path in STATIC.iterdir() if path.suffix in KINDS}
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="whet-view")
-        self._runner: web.AppRunner | None = None
+        self.site = Site(page_of(STATIC), threads=THREADS, name="whet-view")
+
+    @property
+    def port(self) -> int:
+        return self.site.port
 
     async def start(self, port: int = 0) -> None:
         """Listen. ConfigError if the port is taken."""
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._respond)
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, self.host, port, shutdown_timeout=0.1).start()
-        except OSError as e:
-            await self.stop()
-            raise ConfigError(
-                f"cannot listen on {self.host} port {port}: {e.strerror}; give another --port"
-            ) from e
-        self.port = self._runner.addresses[0][1]
+        await self.site.start(self._respond, self.host, port)
 
     @property
     def url(self) -> str:
@@ -118,9 +154,7 @@ class ViewerServer:
 
     async def stop(self) -> None:
         """Close all connections."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        await self.site.stop()
 
     # -- inside
 
@@ -169,10 +203,7 @@ class ViewerServer:
 
     async def _file(self, request: web.Request, name: str) -> web.Response:
         """A file of the page, by its name alone."""
-        found = self._static.get(name or "index.html")
-        if found is None:
-            return _error(request, 404, f"nothing is at /{name[:200]}")
-        return web.Response(body=found.read_bytes(), content_type=KINDS[found.suffix], charset="utf-8")
+        return self.site.file(name) or _error(request, 404, f"nothing is at /{name[:200]}")
 
     async def _api(self, request: web.Request) -> web.Response:
         url = request.rel_url.raw_path.lstrip("/")
@@ -180,12 +211,11 @@ class ViewerServer:
             p for p in request.rel_url.raw_query_string.split("&") if not p.startswith("token=")
         ):
             url += f"?{query}"
-        loop = asyncio.get_running_loop()
         try:
-            mark = await loop.run_in_executor(self._pool, self.answers.mark, url)
+            mark = await self.site.later(self.answers.mark, url)
             if f'"{mark}"' in request.headers.get("If-None-Match", ""):
                 return web.Response(status=304, headers={"ETag": f'"{mark}"'})
-            body = await loop.run_in_executor(self._pool, self.answers.get, url, mark)
+            body = await self.site.later(self.answers.get, url, mark)
         except NotThere as e:
             return _error(request, 404, str(e))
         except BadQuestion as e:

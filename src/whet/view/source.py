@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from whet.config.tree import stage_names
-from whet.track.overview import Lines, RunRecord, state_of, tokenizer_of
+from whet.track.overview import Lines, state_of, tokenizer_of
 from whet.track.written import list_steps, read_config, read_manifest, read_more, read_table
 from whet.types import ConfigError, DataError, Json, WhetError
 
@@ -157,19 +157,6 @@ class Shown:
     @property
     def manifest(self) -> dict[str, Json]:
         return self._facts.of(_manifest, self.path / "manifest.json")
-
-    @property
-    def written(self) -> RunRecord:
-        """Everything but the rollouts."""
-        manifest = self.manifest
-        return RunRecord(
-            path=self.path,
-            metrics=self.lines("metrics.jsonl"),
-            timings=self.lines("timings.jsonl"),
-            config=self.config,
-            manifest=manifest.get("starts", [{}])[-1],
-            changes=manifest.get("changes", []),
-        )
 
     @property
     def stages(self) -> list[str]:
