@@ -254,22 +254,7 @@ def _sampling(v: Values, given: str, native: str) -> Native:
     }
 
 
-def rollout_engine(v: Values) -> Native:
-    """The embedded engine stands in for one that the trainer would start, unless the file has an option that only the
-    engine itself knows. SkyRL's rules for engines hold."""
-    backend = v["generator.backend"]
-    if not v["generator.run_engines_locally"]:
-        return {"rollout.engine": backend, "rollout.server.urls": _urls(v)}
-    if options := v["generator.engine_init_kwargs.*"]:
-        return {"rollout.engine": backend, "rollout.server.options": options}
-    if backend == "sglang" and not since(v, "train-0.1"):
-        raise ConfigError(
-            "generator.backend=sglang is for remote engines only (generator.run_engines_locally=false)"
-        )
-    return {"rollout.engine": "native"}
-
-
-def _urls(v: Values) -> list[Json]:
+def urls(v: Values) -> list[Json]:
     """The servers that somebody else has started, as addresses."""
     given = v["generator.external_server_urls"] or v["generator.remote_inference_engine_urls"]
     if not given:
