@@ -15,7 +15,7 @@ from whet.config.schema import ScheduleConfig, SourceConfig
 from whet.data.rows import read_rows
 from whet.dialects import versions
 from whet.dialects.cosmos.data import REWARDS, data
-from whet.dialects.cosmos.model import dtype, offload
+from whet.dialects.cosmos.model import offload
 from whet.dialects.cosmos.run import lengths, place, resume, seed, trackers
 from whet.dialects.cosmos.steps import batch, length, optimizer, schedule, steps_together
 from whet.dialects.cosmos.values import texts, weights
@@ -30,6 +30,7 @@ from whet.rewards.builtin import format
 from whet.rewards.tagged import single_choice
 from whet.types import ConfigError, Task
 
+dtype = function("cosmos", "model.dtype")
 chat = function("cosmos", "run.chat")
 trained_temperature = function("cosmos", "run.trained_temperature")
 rewards = function("cosmos", "data.rewards")

@@ -122,11 +122,11 @@ def _holds(system: str, told: Mapping[str, Any], values: Values) -> bool:
 
 
 def _wanted(system: str, said: Any, values: Values) -> Any:
-    """What a value is compared with: another key's, where it is one."""
+    """What a value is compared with: another key's or a fact's, where it is one."""
     if isinstance(said, Mapping):
         return _value(system, said["key"], values)
-    is_key = isinstance(said, str) and "." in said and said in values
-    return values[said] if is_key else said
+    is_name = isinstance(said, str) and "." in said and (said in values or _named(system, said) is not None)
+    return _value(system, said, values) if is_name else said
 
 
 def _filled(system: str, text: str, values: Values, write: Callable[[Json], str] = str) -> str:

@@ -35,22 +35,6 @@ def model(values: Values) -> dict[str, Json]:
 # ---------------------------------------------------------------- dtypes and memory
 
 
-def dtype(values: Values) -> dict[str, Json]:
-    """Forward and backward in param_dtype; the optimizer moves master_dtype weights, which must be float32 or those.
-
-    Gradients are summed in float32, over micro-batches and ranks, where the trained parameters are of another.
-    """
-    compute, master = values["train.param_dtype"], values["train.master_dtype"]
-    if master not in ("float32", compute):
-        raise NotSupportedYet(
-            f"train.master_dtype={master!r} beside train.param_dtype={compute!r} is coming, not built yet: float32, or "
-            "param_dtype."
-        )
-    out = {"model.dtype": compute, "train.precision.master_weights": master == "float32"}
-    reduces = compute != "float32" and master == "float32" and not adapters(values)
-    return out | ({"train.precision.reduce": values["train.fsdp_reduce_dtype"]} if reduces else {})
-
-
 def offload(values: Values) -> dict[str, Json]:
     """What lies in the host's memory while a GPU does not need it."""
     names = ["activations"] if values["train.activation_offload"] else []

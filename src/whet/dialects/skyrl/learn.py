@@ -11,7 +11,6 @@ from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.skyrl.devices import (
     A,
     compares,
-    distills,
     since,
 )
 from whet.dialects.skyrl.optimizers import own_overrides
@@ -99,21 +98,7 @@ def filter_counts(v: Values) -> bool:
 # ---------------------------------------------------------------- KL and entropy
 
 
-def kl(v: Values) -> Native:
-    """In the loss or in the reward, never both; k3 is never negative, so its absolute value is itself. In distillation
-    the advantage is the KL to the teacher, without a coefficient."""
-    in_loss, in_reward, coef = v[f"{A}.use_kl_loss"], v[f"{A}.use_kl_in_reward"], v[f"{A}.kl_loss_coef"]
-    if coef == 0 or not (in_loss or in_reward) or distills(v):
-        return NOTHING
-    section = "kl" if in_loss else "reward_kl"
-    out = {f"algorithm.{section}.coef": coef, f"algorithm.{section}.estimator": _estimator(v)}
-    if in_reward and v[f"{A}.kl_ctrl.type"] == "adaptive":
-        out["algorithm.reward_kl.target"] = v[f"{A}.kl_ctrl.kl_target"]
-        out["algorithm.reward_kl.horizon"] = v[f"{A}.kl_ctrl.horizon"]
-    return out
-
-
-def _estimator(v: Values) -> str:
+def estimator(v: Values) -> str:
     """By the two switches, while there were any, else by kl_estimator_type; the document's version has no such key,
     so a file that gives it means it. Where there is that key, k3 is bounded."""
     named: str | None = v[f"{A}.kl_estimator_type"]
@@ -162,17 +147,6 @@ def policy_loss(v: Values) -> Native:
 REDUCTIONS = choices("skyrl", "reduction")
 
 
-def reduction(v: Values) -> Native:
-    """How token losses become one number. token_mean_legacy, and token_mean until 0.2, is a mean over micro-batches of
-    their means over tokens: of micro-batches of one sequence that is a mean over sequences."""
-    mode, micro = aggregation(v), v["trainer.micro_train_batch_size_per_gpu"]
-    out: Native = {"algorithm.loss_agg_mode": mode}
-    if mode == "seq-mean-token-sum-norm":
-        return {**out, "algorithm.norm_tokens": _longest(v)}
-    by_micro_batch = v[f"{A}.loss_reduction"] == "token_mean_legacy" and micro > 1
-    return {**out, "algorithm.mean_over_rollouts": micro} if by_micro_batch else out
-
-
 def aggregation(v: Values) -> str:
     """The native name of a reduction, as the version has it."""
     kind, alone = v[f"{A}.loss_reduction"], v["trainer.micro_train_batch_size_per_gpu"] == 1
@@ -184,7 +158,7 @@ def aggregation(v: Values) -> str:
     )
 
 
-def _longest(v: Values) -> int:
+def longest(v: Values) -> int:
     """max_seq_len: overwritten from train-0.1 to train-0.4, to be given from 0.2 on."""
     key = f"{A}.max_seq_len"
     given: int | None = v[key]

@@ -5,7 +5,6 @@ Each function takes all values of a file and gives the native keys of one matter
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import PurePath
 
 from whet.config.faults import shown
@@ -257,39 +256,25 @@ def _sampling(v: Values, given: str, native: str) -> Native:
 
 
 def rollout_engine(v: Values) -> Native:
-    """The embedded engine stands in for one that the trainer would start, unless the file has an option that only the
-    engine itself knows. SkyRL's rules for engines hold."""
-    backend = v["generator.backend"]
-    if not v["generator.run_engines_locally"]:
-        return {"rollout.engine": backend, "rollout.server.urls": _urls(v)}
-    options = v["generator.engine_init_kwargs.*"]
-    if options:
-        return {"rollout.engine": backend} | _server(v, backend, options)
-    if backend == "sglang" and not since(v, "train-0.1"):
-        raise ConfigError(
-            "generator.backend=sglang is for remote engines only (generator.run_engines_locally=false)"
-        )
-    return {"rollout.engine": "native"} | _server(v, backend, {})
-
-
-def _server(v: Values, backend: str, options: Mapping[str, Json]) -> dict[str, Json]:
     """SkyRL's engines as one server."""
+    if not v["generator.run_engines_locally"]:
+        return {}
     tp, pp, dp, ep = (
         int(v.get(f"generator.inference_engine_{kind}_parallel_size") or 1)
         for kind in ("tensor", "pipeline", "data", "expert")
     )
     return placed(
-        backend,
+        v["generator.backend"],
         tp=tp,
         pp=pp,
         dp=v["generator.num_inference_engines"] * dp,
         ep=ep,
         memory=v["generator.gpu_memory_utilization"],
-        more=options,
+        more=v["generator.engine_init_kwargs.*"],
     )
 
 
-def _urls(v: Values) -> list[Json]:
+def urls(v: Values) -> list[Json]:
     """The servers that somebody else has started, as addresses."""
     given = v["generator.external_server_urls"] or v["generator.remote_inference_engine_urls"]
     if not given:

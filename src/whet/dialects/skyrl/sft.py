@@ -162,17 +162,6 @@ def steps(v: Values) -> Native:
     return epochs | ({"train.steps": min(most)} if most else {})
 
 
-def batch(v: Values) -> Native:
-    """Rows of a step, and of one forward and backward; packed by tokens where use_sequence_packing says so."""
-    out = {"train.tasks_per_step": v["batch_size"]}
-    tokens = v["max_tokens_per_microbatch"] or v["max_length"]
-    if not v["use_sequence_packing"]:
-        return out | {"train.micro_batch_rollouts": v["micro_train_batch_size_per_gpu"]}
-    if tokens is None:
-        raise ConfigError("use_sequence_packing needs max_length")
-    return out | {"train.micro_batch_tokens": tokens}
-
-
 def lengths(v: Values) -> Native:
     """Prompt and reply together, cut at the end; each alone may be as long."""
     most = v["max_length"] or NO_LIMIT

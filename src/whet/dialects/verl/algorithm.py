@@ -9,7 +9,7 @@ from whet.dialects.choices import choices, settings
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.dialects.verl import distillation
-from whet.dialects.verl.roles import ACTOR, CRITIC, ROLLOUT, has_turns, texts
+from whet.dialects.verl.roles import ACTOR, CRITIC, ROLLOUT, texts
 from whet.dialects.verl.sizes import is_fully_async, is_one_step_off, prompts, responses
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
@@ -74,22 +74,6 @@ def _parts(v: Values) -> dict[str, Json]:
     return {
         "algorithm.advantage.parts": [key if key == "score" else f"score/{key}" for key in keys],
         "algorithm.advantage.part_weights": weights,
-    }
-
-
-def discount(v: Values) -> Native:
-    """gamma and lam, where an estimator discounts: lam in gae, gamma also in reinforce_plus_plus, whose return began
-    anew at each turn before 0.9.0."""
-    estimator = None if distillation.replaces_rewards(v) else v["algorithm.adv_estimator"]
-    gamma = v["algorithm.gamma"]
-    if estimator == "gae":
-        return {"algorithm.advantage.gamma": gamma, "algorithm.advantage.lam": v["algorithm.lam"]}
-    if estimator != "reinforce_plus_plus":
-        return NOTHING
-    resets = has_turns(v) and not since(v, "verl", "0.9.0")
-    return {
-        "algorithm.advantage.gamma": gamma,
-        **({"algorithm.advantage.reset_at_turns": True} if resets else {}),
     }
 
 

@@ -208,16 +208,6 @@ def same_family(v: Values) -> Native:
     return NOTHING
 
 
-def critic_there(v: Values) -> Native:
-    """critic.enable says what adv_estimator says."""
-    if v["critic.enable"] not in (None, has_critic(v)):
-        raise ConfigError(
-            f"critic.enable={shown(v['critic.enable'])}: a critic learns with algorithm.adv_estimator=gae alone, not "
-            f"with {v['algorithm.adv_estimator']}; leave it out"
-        )
-    return NOTHING
-
-
 BASES = ("ppo_trainer", "ppo_megatron_trainer", "legacy_reward_impl", "_self_")
 
 PARTS_OF_BASES = {
@@ -316,23 +306,6 @@ def _without_sections(config: dict[str, Json]) -> dict[str, Json]:
         )
     rest = {key: value for key, value in config.items() if key not in ("model_config", "moe_config")}
     return {**rest, **inner}
-
-
-def critic_tokenizer(v: Values) -> Native:
-    """Policy and critic read the same tokens, so the critic's tokenizer is the policy's."""
-    key = "critic.model.tokenizer_path"
-    same = (
-        None,
-        v[f"{MODEL}.path"],
-        v["critic.model.path"],
-        v["data.tokenizer"],
-        v[f"{MODEL}.tokenizer_path"],
-    )
-    if has_critic(v) and v[key] not in same:
-        raise ConfigError(
-            f"{key}={shown(v[key])} must be the policy's tokenizer, {shown(v[f'{MODEL}.path'])}"
-        )
-    return NOTHING
 
 
 def policy_lora(v: Values) -> Native:
