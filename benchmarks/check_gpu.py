@@ -126,12 +126,12 @@ def everything(case: Case, names: list[str], at_once: int = 1) -> dict[str, dict
     with ThreadPoolExecutor(at_once) as pool:
         try:
             results = dict(zip(compared, pool.map(row, compared)))
+            results |= {name: pool.submit(row, name).result() for name in names if name not in CHECKS}
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(RUNNING):
                 end(process)
             raise
-    results |= {name: row(name) for name in names if name not in CHECKS}
     return {name: results[name] for name in names}
 
 
