@@ -184,7 +184,7 @@ class Collective:
                     dist.ProcessGroupGloo.create_device(hostname=_own_address(self.host, self.port))
                 ]
                 self.group = dist.ProcessGroupGloo(store, self.rank, size, gloo)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise self._failed("the process group could not be created", error) from error
 
     def _parts(self, version: int, headers: list[Manifest]) -> Iterator[list[Piece]]:

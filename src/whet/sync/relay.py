@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from whet.guard import pulse
@@ -104,7 +105,8 @@ def _sent(
     place: RootSeat, folder: Path, version: int, *, timeout_s: float, held: Mapping[str, TensorEntry] | None
 ) -> SendOutcome:
     """Called in the policy's process. A failure is an answer: receivers that end are no fault of the ranks."""
-    with ThreadPoolExecutor(1, thread_name_prefix="whet-broadcast") as pool:
+    on = (torch.cuda.set_device, (torch.cuda.current_device(),)) if place.device == "cuda" else (None, ())
+    with ThreadPoolExecutor(1, "whet-broadcast", *on) as pool:  # the current GPU is a thread's own
         sending = pool.submit(_send, place, folder, version, timeout_s=timeout_s, held=held)
         while not wait_for([sending], timeout=_BEAT_S).done:
             pulse.beat(f"the broadcast of weights version {version}")
