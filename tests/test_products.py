@@ -57,6 +57,28 @@ def test_every_element_is_what_the_law_says(
     assert torch.equal(out, wanted)
 
 
+@COMPILED
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_large_product_is_the_sum_of_its_chains_and_its_columns_stand_alone(
+    turned: bool, threads: int
+) -> None:
+    """More columns than are packed at a time, and more chains than share a strip's sums."""
+    a, b = strided(numbers(420, 1100), turned), strided(numbers(1100, 830, seed=1), turned)
+    wanted = torch.zeros(420, 830)
+    for start in range(0, 1100, products.TERMS):
+        at = slice(start, start + products.TERMS)
+        for left in range(0, 830, 100):
+            column = slice(left, left + 100)
+            product(a[:, at], b[at, column], out=wanted[:, column], add=start > 0)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(product(a, b), wanted)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.skipif(not products.chosen().lawful, reason="nothing here keeps the law")
 @pytest.mark.parametrize("shape", [(384, 128), (128, 512), (70, 1030), (1100, 320), (5, 40)])
 def test_a_row_has_the_same_bits_among_any_others_and_on_any_number_of_threads(
