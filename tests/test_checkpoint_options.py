@@ -141,7 +141,7 @@ def test_a_state_that_does_not_say_what_is_held_is_named(held: Any, tmp_path: Pa
         checkpoint.check_contents(tmp_path, {"contents": held}, ("model",))
 
 
-@pytest.mark.parametrize("key", ["contents", "load"])
+@pytest.mark.parametrize("key", ["save_contents", "load_contents"])
 def test_without_the_model_nothing_can_go_on(key: str) -> None:
     assert "no run can resume" in refused(f"checkpoint.{key}=[optimizer]")
 

@@ -185,7 +185,8 @@ def test_the_head_of_a_critic_that_was_trained_before(watcher: Watcher) -> None:
 def test_what_is_read_when_a_run_goes_on(watcher: Watcher) -> None:
     tree = tree_of(watcher, "checkpoint.interval=1; checkpoint.keep=3; train.steps=3")
     whole, part = (
-        watcher.resumed(tree, {"checkpoint": {"load": load}}) for load in (["model", "optimizer"], ["model"])
+        watcher.resumed(tree, {"checkpoint": {"load_contents": load}})
+        for load in (["model", "optimizer"], ["model"])
     )
     assert whole == watcher.record(tree)
     assert part != whole

@@ -790,7 +790,7 @@ ADAPTER_ONLY = {"export_as": "adapter"}
         ({"model": {"lora": {"pissa_iterations": 2}}}, "only init=pissa reads it"),
         ({"train": {"trainable": {"[": True}}}, r"train\.trainable: '\[' is not a regular expression"),
         (
-            {"train": {"optimizer": {"groups": {"*": {}}}}},
+            {"train": {"optimizer": {"param_groups": {"*": {}}}}},
             r"train\.optimizer\.param_groups: '\*' is not a regular",
         ),
         ({"train": {"optimizer": {"momentum": 0.9}}}, "momentum: has no effect: name=adamw does not read it"),
