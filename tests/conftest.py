@@ -26,6 +26,15 @@ prepare(None, exact=True)
 gc.disable()
 
 
+LONG = ("cluster", "dead_native", "ranks_run", "kills", "cluster_ranks", "jail", "replay_run", "deepspeed", "driver_memory")
+"""Files of a minute or more, which begin first: no worker is left alone with one at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {f"test_{name}.py": n for n, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """A million objects of modules and tests stay until the end: nobody looks through them for garbage, and in a worker
     of the whole suite no fork has to copy their pages one by one."""
