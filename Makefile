@@ -37,9 +37,13 @@ TEMPLATES ?=
 demo: $(VENV)/.installed
 	$(BIN)/whet train examples/first_run.yaml
 
+# Three on two cores: tests of clusters and of kills wait for processes more than half of their time.
+WORKERS ?= 3
+
 # The suite starts more than a hundred interpreters: compiled modules are kept, whatever the environment says.
 test: $(VENV)/.installed-dev
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
+		--no-loadscope-reorder
 
 test-view: $(VENV)/.installed-dev
 	rm -rf build/view

@@ -5,6 +5,7 @@ Property tests draw the same examples everywhere; `pytest --hypothesis-profile=w
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -24,6 +25,25 @@ settings.load_profile("same")
 
 prepare(None, exact=True)
 gc.disable()
+
+
+LONG = (
+    "cluster",
+    "dead_native",
+    "ranks_run",
+    "kills",
+    "cluster_ranks",
+    "jail",
+    "replay_run",
+    "deepspeed",
+    "driver_memory",
+)
+"""Files of a minute or more, which begin first: no worker is left alone with one at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {f"test_{name}.py": n for n, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -58,6 +78,19 @@ def _own_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 def _own_loggers() -> Iterator[None]:
     yield
     close_logging()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a killed process leaves among the temporary files goes when the session ends; pytest's folders stay."""
+    tmp_path_factory.getbasetemp()
+    with (
+        tempfile.TemporaryDirectory(prefix="whet-tests-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", None)  # it is looked up again
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -29,7 +29,7 @@ FORKS.set_forkserver_preload(
     [
         "whet.cli", "whet.stages", "whet.job", "whet.training.rank", "whet.sync.collective", "whet.sync.files",
         "matplotlib.backends.backend_agg", "pyarrow.parquet", "processes", "pytest",
-        "transformers.models.qwen3.modeling_qwen3",
+        "transformers.models.qwen3.modeling_qwen3", "warm",
     ]
 )  # fmt: skip
 ROOT = Path(__file__).parents[1]

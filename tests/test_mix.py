@@ -244,33 +244,44 @@ def test_several_minibatches_and_a_critic(tmp_path: Path) -> None:
     assert all(m["train/mismatch_max_nats"] < 1e-4 for m in metrics), "demonstrations were never sampled"
 
 
-def test_a_student_learns_from_its_teacher_on_its_own_replies(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a model that has learned to write a's."""
+    folder = tmp_path_factory.mktemp("teacher")
     data = {"max_prompt_tokens": 8, "train": [{"rows": ALL_A}]}
     sft = SETUP | {"data": data, "algorithm": {"name": "sft"}, "checkpoint": {"interval": 0, "export": True}}
     del sft["rewards"]
     sft["rollout"] = {"sampling": {"max_tokens": 5}}
     train = {"steps": 25, "tasks_per_step": 8, "optimizer": {"lr": 5e-3}}
-    whet.train(run_dir=str(tmp_path / "teacher"), **sft | {"train": train})
-    teacher = str(tmp_path / "teacher" / "export" / "main")
-    student = SETUP | DISTILL | {"algorithm": {"name": "distill"}, "reference": {"path": teacher}, "seed": 7}
-    student |= {"tokenizer": {"path": teacher}, "train": train | {"steps": 60, "optimizer": {"lr": 3e-3}}}
-    for number, algorithm in enumerate(
-        (
-            {"name": "distill"},
-            {"name": "gkd"},
-            {"name": "gkd", "loss": {"divergence": "forward_topk", "top_k": 3}},
-            {"name": "gkd", "loss": {"divergence": "jsd"}},
-            {"name": "gkd", "loss": {"divergence": "jsd_topk", "top_k": 2}},
-        )
-    ):
-        where = str(tmp_path / f"student-{number}")
-        metrics = whet.train(run_dir=where, **student | {"algorithm": algorithm}).metrics
-        # Mean over the student's own tokens of log student - log teacher: the reverse KL a token.
-        first, last = (
-            sum(m["train/kl_reference_nats"] for m in part) / 5 for part in (metrics[:5], metrics[-5:])
-        )
-        assert first > 1.0
-        assert last < 0.3 * first
+    whet.train(run_dir=str(folder), **sft | {"train": train})
+    return str(folder / "export" / "main")
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"name": "distill"},
+        {"name": "gkd", "loss": {"divergence": "jsd_topk", "top_k": 2}},
+        pytest.param({"name": "gkd"}, marks=pytest.mark.sweep),
+        pytest.param(
+            {"name": "gkd", "loss": {"divergence": "forward_topk", "top_k": 3}}, marks=pytest.mark.sweep
+        ),
+        pytest.param({"name": "gkd", "loss": {"divergence": "jsd"}}, marks=pytest.mark.sweep),
+    ],
+)
+def test_a_student_learns_from_its_teacher_on_its_own_replies(
+    teacher: str, tmp_path: Path, algorithm: dict[str, Any]
+) -> None:
+    student = SETUP | DISTILL | {"algorithm": algorithm, "reference": {"path": teacher}, "seed": 7}
+    train = {"steps": 60, "tasks_per_step": 8, "optimizer": {"lr": 3e-3}}
+    student |= {"tokenizer": {"path": teacher}, "train": train}
+    metrics = whet.train(run_dir=str(tmp_path), **student).metrics
+    # Mean over the student's own tokens of log student - log teacher: the reverse KL a token.
+    first, last = (
+        sum(m["train/kl_reference_nats"] for m in part) / 5 for part in (metrics[:5], metrics[-5:])
+    )
+    assert first > 1.0
+    assert last < 0.3 * first
 
 
 # ---------------------------------------------------------------- going on

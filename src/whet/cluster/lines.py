@@ -8,7 +8,6 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from whet.guard import stacks
 from whet.guard.hangs import UNSEEN
 from whet.guard.line import LOOPBACK, LocalLine
 from whet.guard.processes import LOOK_S, die_with, process, state, until
+from whet.guard.temporary import OwnFolder
 from whet.types import ConfigError, WhetError
 
 AT_ONCE_BYTES = 64 << 20
@@ -77,7 +77,8 @@ class RemoteEnd:
         sys.path += [path for path in paths if path not in sys.path]
         if folder is not None:
             os.chdir(folder)
-        self.folder = Path(tempfile.mkdtemp(prefix="whet-processes-"))
+        self._own = OwnFolder("processes")
+        self.folder = self._own.path
         if node != node_id():
             stacks_at = str(self.folder / "stacks")
             os.mkdir(stacks_at)
@@ -155,7 +156,7 @@ class RemoteEnd:
             socket.socket(fileno=os.dup(self.line.connection.fileno())).shutdown(socket.SHUT_RDWR)
         until(self.line.gone, END_S)
         self.line.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._own.close()
 
 
 class RayLine:

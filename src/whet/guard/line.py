@@ -11,12 +11,10 @@ import asyncio
 import faulthandler
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -28,6 +26,7 @@ from typing import Protocol
 from whet import secrets
 from whet.guard import stacks
 from whet.guard.processes import die_with, state, until, wake_with_parent
+from whet.guard.temporary import OwnFolder
 
 LOOPBACK = "127.0.0.1"
 
@@ -168,7 +167,8 @@ class Local:
     def __init__(self, count: int, threads: int, *, module: str, first_gpu: int = 0, output: int = 2) -> None:
         """first_gpu: of the first process; the others' follow. output: the file descriptor that they print to."""
         self.module, self.threads, self.first_gpu, self.output = module, threads, first_gpu, output
-        self.folder = Path(tempfile.mkdtemp(prefix="whet-processes-"))
+        self._own = OwnFolder("processes")
+        self.folder = self._own.path
         self.lines: list[LocalLine] = []
         try:
             for number in range(count):
@@ -199,7 +199,7 @@ class Local:
         )
 
     def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._own.close()
 
 
 def end(lines: Lines, grace_s: float = 1.0) -> None:

@@ -27,6 +27,7 @@ from functools import partial
 
 from whet.guard import confine, frames, sandbox, stacks, worker
 from whet.guard.processes import wake_with_parent
+from whet.guard.temporary import OwnFolder
 from whet.secrets import redact
 from whet.types import WhetError
 
@@ -133,8 +134,8 @@ def keep(
         ours, theirs = socket.socketpair()
         alive, life = os.pipe()
         keeper = os.getpid()
-        folder = tempfile.mkdtemp(prefix="whet-rewards-")
-        pid = fork(partial(_nursery, theirs, life, keeper, functions, limits, folder))
+        folder = OwnFolder("rewards")
+        pid = fork(partial(_nursery, theirs, life, keeper, functions, limits, str(folder.path)))
         theirs.close()
         os.close(life)
         socket.send_fds(control, [b"n"], [ours.fileno()])
@@ -142,7 +143,7 @@ def keep(
         problem = _watch(control, alive, run=run, nursery=pid)
         os.close(alive)
         confine.sweep(set(), {})
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.close()
 
 
 def _load(loaders: Mapping[str, Loader], prepare: Callable[[], None]) -> tuple[list[worker.Guarded], str]:

@@ -7,14 +7,13 @@ import json
 import logging
 import os
 import re
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from whet.guard.line import LOOPBACK, LocalLine
+from whet.guard.temporary import OwnFolder
 from whet.rollout.http.calls import Call, Calls
 from whet.rollout.http.keeper import end_group
 from whet.rollout.http.supported import VERSION, reachable
@@ -35,12 +34,12 @@ class ServerProcess:
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], log: Path) -> None:
         self.command, self.log = list(command), log
-        self._folder = Path(tempfile.mkdtemp(prefix="whet-engine-"))
+        self._own = OwnFolder("engine")
         self._begins = log.stat().st_size if log.exists() else 0
         self.pid: int | None = None
         self._end = ""
         """How it ended; empty: it lives."""
-        self._line = LocalLine(KEEPER, 0, folder=self._folder, threads=os.cpu_count() or 1)
+        self._line = LocalLine(KEEPER, 0, folder=self._own.path, threads=os.cpu_count() or 1)
         order = {"command": self.command, "env": dict(env), "log": str(log)}
         self._line.connection.send_bytes(json.dumps(order).encode())
 
@@ -109,7 +108,7 @@ class ServerProcess:
             self._line.kill()
             if self.pid is not None:
                 end_group(self.pid)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._own.close()
 
 
 def free_port() -> int:

@@ -1,0 +1,67 @@
+"""Temporary folders that go with their process.
+
+A process that is killed leaves its folder behind. A folder is locked for as long as the process that made it lives, or
+one forked from it, so the next process of the same user that makes one of its kind finds those of the dead and removes
+them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+_ATTEMPTS = 3
+
+
+class OwnFolder:
+    """A new folder `whet-KIND-...` where temporary files are. OSError where none can be made."""
+
+    def __init__(self, kind: str) -> None:
+        prefix = f"whet-{kind}-"
+        sweep(prefix)
+        self.path, self._lock = _made(prefix)
+
+    def close(self) -> None:
+        """Remove the folder. Safe to call twice."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+
+def _made(prefix: str) -> tuple[Path, int]:
+    """A new folder and its lock. Another process may sweep in the moment before it is locked: then one more is made."""
+    for _ in range(_ATTEMPTS):
+        path = Path(tempfile.mkdtemp(prefix=prefix))
+        if (lock := _locked(path)) is not None:
+            if path.exists():
+                return path, lock
+            os.close(lock)
+    raise OSError(f"no folder could be kept in {tempfile.gettempdir()}: other processes remove it at once")
+
+
+def _locked(path: Path) -> int | None:
+    """The descriptor that holds the lock; None where another process has it, or the folder is gone."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def sweep(prefix: str) -> None:
+    """Remove the folders of this kind that processes of this user have left behind when they were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError):  # another process has just removed it
+            if path.lstat().st_uid == os.getuid() and (lock := _locked(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)

@@ -1,0 +1,66 @@
+"""A temporary folder goes with its process, killed or not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from whet.guard.nursery import fork
+from whet.guard.temporary import OwnFolder
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def _held(ready: Path) -> None:
+    """A process that has a folder."""
+    OwnFolder("a")
+    ready.touch()
+    time.sleep(300)
+
+
+def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(place: Path, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    pid = fork(partial(_held, ready))
+    try:
+        while not ready.exists():
+            time.sleep(0.01)
+        (of_it,) = place.glob("whet-a-*")
+        OwnFolder("a").close()
+        assert of_it.is_dir(), "its process lives"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    (of_it / "within").write_text("left")
+    OwnFolder("b").close()
+    assert of_it.is_dir(), "another kind"
+    OwnFolder("a").close()
+    assert not of_it.exists()
+
+
+def test_folders_of_the_living_stay_and_end_with_them(place: Path) -> None:
+    first, second = OwnFolder("a"), OwnFolder("a")
+    assert first.path != second.path
+    (first.path / "file").touch()
+    first.close()
+    first.close()
+    assert list(place.glob("whet-a-*")) == [second.path]
+    second.close()
+    assert not list(place.iterdir())
+
+
+def test_what_only_has_the_name_is_left_alone(place: Path) -> None:
+    (place / "elsewhere").mkdir()
+    (place / "whet-a-link").symlink_to(place / "elsewhere")
+    (place / "whet-a-file").touch()
+    OwnFolder("a").close()
+    assert sorted(path.name for path in place.iterdir()) == ["elsewhere", "whet-a-file", "whet-a-link"]

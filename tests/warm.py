@@ -1,0 +1,19 @@
+"""What a run loads once it is under way, and what it then keeps for good: the last module that `forked.FORKS` loads, so
+that not every process that is forked does it again."""
+
+from __future__ import annotations
+
+import gc
+from importlib import import_module
+from importlib.util import find_spec
+
+import PIL.Image
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+for name in ("matplotlib.figure", "pandas", "deepspeed"):  # the last two where others of the run find them
+    if find_spec(name.partition(".")[0]):
+        import_module(name)
+PIL.Image.init()
+get_checkpoint_conversion_mapping("")  # a thousand patterns, for every model that is saved
+gc.collect()
+gc.freeze()
