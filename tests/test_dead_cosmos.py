@@ -46,7 +46,10 @@ TO_HUB = SAVES | {"train.ckpt.upload_hf": True, "train.ckpt.hf_repo_name": "org/
 DECAYS = {"train.optm_decay_type": "linear"}
 TEACHER = {"distillation.enable": True}
 
+SERVED = {"whet.rollout.engine": "vllm"}
 CONTEXTS: dict[str, dict[str, Any]] = {
+    **{f"rollout.parallelism.{dim}_size": SERVED for dim in ("tp", "pp", "ep")},
+    "rollout.gpu_memory_utilization": SERVED,
     "rollout.multi_turn_config.max_assistant_turns": {"rollout.multi_turn_config.enable": True},
     "custom": {POLICY + "dataset.name": "rows.py:rows"},
     POLICY + "dataset.subset": FOLDER,
