@@ -116,6 +116,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
 """What a key needs around it to be read; with itself in it where the document's default is refused."""
 
 OTHER: dict[str, Any] = {
+    "rollout.gpu_memory_utilization": 0.5,
     "train.fsdp_reduce_dtype": "bfloat16",
     "train.fp8.fp8_recipe": "delayed_scaling",
     "train.fp8.quant_recipe": "tensorwise",
