@@ -275,8 +275,9 @@ def test_weight_syncs_and_what_the_trainer_divides_by() -> None:
     )
     outdated = sync(values(p_allowed_outdated_steps=2))
     assert outdated == {at + "sync_interval": 1, at + "max_staleness": 2} | limit
-    for in_turn in ({POLICY + "on_policy": True}, {"mode": "colocated"}):
-        assert sync(values() | in_turn) == {at + "sync_interval": 1, at + "max_staleness": 0}
+    in_turn = {at + "sync_interval": 1, at + "max_staleness": 0}
+    assert sync(values() | {POLICY + "on_policy": True}) == in_turn
+    assert sync(values() | {"mode": "colocated"}) == in_turn | {at + "server.sleep": True}
     assert refused("grpo", POLICY + "allowed_outdated_steps", -1)
     assert sync(values("sft", t_sync_weight_interval=3)) == {}
     with pytest.raises(ConfigError, match="on_policy"):

@@ -46,7 +46,10 @@ TO_HUB = SAVES | {"train.ckpt.upload_hf": True, "train.ckpt.hf_repo_name": "org/
 DECAYS = {"train.optm_decay_type": "linear"}
 TEACHER = {"distillation.enable": True}
 
+SERVED = {"whet.rollout.engine": "vllm"}
 CONTEXTS: dict[str, dict[str, Any]] = {
+    **{f"rollout.parallelism.{dim}_size": SERVED for dim in ("tp", "pp", "ep")},
+    "rollout.gpu_memory_utilization": SERVED,
     "rollout.multi_turn_config.max_assistant_turns": {"rollout.multi_turn_config.enable": True},
     "custom": {POLICY + "dataset.name": "rows.py:rows"},
     POLICY + "dataset.subset": FOLDER,
@@ -113,6 +116,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
 """What a key needs around it to be read; with itself in it where the document's default is refused."""
 
 OTHER: dict[str, Any] = {
+    "rollout.gpu_memory_utilization": 0.5,
     "train.fsdp_reduce_dtype": "bfloat16",
     "train.fp8.fp8_recipe": "delayed_scaling",
     "train.fp8.quant_recipe": "tensorwise",

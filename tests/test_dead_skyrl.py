@@ -51,6 +51,11 @@ ASYNC = "trainer.fully_async.enabled=true"
 TURNS = ["environment.env_class=search", "generator.max_turns=3", "generator.max_input_length=4096"]
 
 CONTEXTS: dict[str, list[str]] = {
+    "generator.inference_engine_expert_parallel_size": ["whet.rollout.engine=vllm"],
+    "generator.inference_engine_pipeline_parallel_size": [
+        "whet.rollout.engine=vllm",
+        "trainer.placement.colocate_all=false",
+    ],
     **dict.fromkeys(("generator.max_turns", "generator.max_input_length", "environment.skyrl_gym"), TURNS),
     "generator.use_conversation_multi_turn": TURNS,
     "generator.step_wise_trajectories": [*TURNS, "generator.use_conversation_multi_turn=true"],

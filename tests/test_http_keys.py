@@ -188,6 +188,23 @@ def test_what_sglang_s_log_probs_mean_is_not_the_user_s_to_change(
     assert (env["SGLANG_RETURN_ORIGINAL_LOGPROB"], env["MINE"]) == ("0", "x")
 
 
+def test_sleep(tmp_path: Path) -> None:
+    """A server is started so that it can; one of `urls` that cannot is refused."""
+    own = inputs(tmp_path, sleep=True, options={"enable-memory-saver": False})
+    assert "--enable-sleep-mode" in Opener(own).command("vllm", 1)
+    command = Opener(own, SGLANG).command("sglang", 1)
+    assert "--enable-weights-cpu-backup" in command
+    assert "--enable-memory-saver" not in command  # an option that is given counts
+    there = VllmServer(NativeEngine(module(), kernels.load("auto"), end_token_ids=[], max_context=LIMIT))
+    try:
+        asyncio.run(vllm(inputs(tmp_path, urls=(there.url,), sleep=True)).close())
+        there.sleeps = False
+        with pytest.raises(ConfigError, match="keeps its memory: start it with --enable-sleep-mode"):
+            vllm(inputs(tmp_path, urls=(there.url,), sleep=True))
+    finally:
+        there.stop()
+
+
 def test_sglang_servers_are_replicas(tmp_path: Path) -> None:
     there = SglangServer(NativeEngine(module(), kernels.load("auto"), end_token_ids=[], max_context=LIMIT))
     try:

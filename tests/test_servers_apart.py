@@ -97,13 +97,17 @@ def test_asynchronous_rollouts_go_on_through_a_sync_of_sglang(tmp_path: Path) ->
     given = sections(tmp_path, engine="sglang", server={"urls": [server.url]}, **asynchronous) | {
         "model": {"path": str(tmp_path / "model")},
         "tokenizer": {},
-        "data": {"train": [{"rows": [{"prompt": f"{n}{n}", "answer": "1"} for n in range(8)]}]},
+        "data": {
+            "train": [{"rows": [{"prompt": f"{n}{n}", "answer": "1"} for n in range(8)]}],
+            "max_prompt_tokens": 4,
+        },
         "rewards": {"digits": {"function": "format", "arguments": {"pattern": ".*[0-4].*"}}},
     }
     apart = Processes(tmp_path, **given)
     apart.start("train")
     apart.start("one")
     try:
+        apart.until(lambda: apart.steps == STEPS)
         assert [apart.ends(name) for name in ("train", "one")] == [0, 0], apart.said("one")
     finally:
         apart.close()

@@ -165,16 +165,16 @@ def engine(v: Values) -> Native:
 
 def _server(v: Values, name: str) -> dict[str, Json]:
     """verl's engines as one server, which sleeps while the devices that it shares with the trainer compute."""
-    tp, pp, dp, ep = (
+    tp, pp, ep = (
         int(v.get(f"{ROLLOUT}.{size}_parallel_size") or 1)
-        for size in ("tensor_model", "pipeline_model", "data", "expert")
+        for size in ("tensor_model", "pipeline_model", "expert")
     )
     shares = bool(v["actor_rollout_ref.hybrid_engine"]) and not v[f"{ROLLOUT}.nnodes"]
     return placed(
         name,
         tp=tp,
         pp=pp,
-        dp=max(engine_devices(v) // (tp * pp), dp),
+        dp=engine_devices(v) // (tp * pp),
         ep=ep,
         memory=v[f"{ROLLOUT}.gpu_memory_utilization"],
         more=server_options(v),
