@@ -14,12 +14,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import hostile
 from whet import secrets
-from whet.guard import confine
+from whet.guard import confine, nursery
 from whet.guard.jail import Failure, Jail, RewardCall
 from whet.guard.processes import state
 from whet.types import ConfigError, WhetError
@@ -369,6 +370,14 @@ def test_close_ends_everything_and_says_so():
     assert not below() & before
     with pytest.raises(WhetError, match="closed"):
         ask(jail, "innocent")
+
+
+@pytest.mark.parametrize("levels", [20, 900, 100_000])
+def test_an_answer_that_nests_is_none_before_the_run_reads_it(levels):
+    body = b'{"parts": {"score": ' + b"[" * levels + b"]" * levels + b"}}"
+    w = SimpleNamespace(work=SimpleNamespace(number=1), inbox=b"")
+    with pytest.raises(ValueError, match="nested too deeply"):
+        nursery.read_reply([(1, body)], w)
 
 
 def test_an_unknown_function_is_refused():

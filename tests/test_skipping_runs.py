@@ -26,6 +26,7 @@ from whet.algos.skipping import skipping
 from whet.batch import Batch, computed
 from whet.cli import app
 from whet.config import schema
+from whet.config.functions import LOSSES
 from whet.config.recipes import resolve
 from whet.context import Context
 from whet.learner import Learner
@@ -109,6 +110,7 @@ def needed(rollout: Rollout) -> int:
 
 
 PARTS = {"train": {"minibatches": 3, "update_epochs": 2}}
+SKIPPING = [name for name, row in LOSSES.items() if row.skips == "no advantage"]
 
 
 @pytest.mark.parametrize(
@@ -122,6 +124,8 @@ PARTS = {"train": {"minibatches": 3, "update_epochs": 2}}
         ({0, 1, 2}, {"loss": "gspo", "clip_low": 0.2, "clip_high": 0.2, "advantage": "rloo"}),
         ({0, 3}, {"correction": {"weight": {"name": "token", "high": 2.0}}}),
         ({0, 3}, {"name": "optimal_token_baseline"}),
+        ({0, 3, 4}, {"name": "gigpo", **PARTS}),
+        *(pytest.param({0, 3, 4}, {"loss": n, **PARTS}, marks=pytest.mark.sweep) for n in SKIPPING),
     ],
     ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else None,
 )

@@ -496,6 +496,22 @@ def test_the_page_and_its_answers(studio: Studio) -> None:
     asyncio.run(work())
 
 
+def test_the_address_of_a_browsers_command_line_is_good_once(studio: Studio) -> None:
+    """Other users of the machine can read it there."""
+
+    async def work() -> None:
+        async with served(studio) as (server, _, _):
+            once = server.once
+            assert server.token not in once
+            for good in (200, 401):
+                async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as browser:
+                    for url in (once, server.url.partition("?")[0]):  # the second by the cookie of the first
+                        async with browser.get(url) as answer:
+                            assert answer.status == good
+
+    asyncio.run(work())
+
+
 def test_who_has_no_token_or_is_another_site_changes_nothing(studio: Studio, tmp_path: Path) -> None:
     async def work() -> None:
         async with served(studio) as (server, session, token):

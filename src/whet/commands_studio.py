@@ -34,11 +34,11 @@ def studio(
     """
     from whet.studio.server import serve
 
-    def ready(url: str) -> None:
+    def ready(url: str, once: str) -> None:
         typer.echo(f"whet studio: {url} (Ctrl-C ends it)")
         if not no_open:
             import webbrowser
 
-            webbrowser.open(url)
+            webbrowser.open(once)
 
     serve(file, port=port, ready=ready)

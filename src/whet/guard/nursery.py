@@ -28,6 +28,7 @@ from functools import partial
 from whet.guard import confine, frames, sandbox, stacks, worker
 from whet.guard.processes import wake_with_parent
 from whet.guard.temporary import OwnFolder
+from whet.inputs import depth
 from whet.secrets import redact
 from whet.types import WhetError
 
@@ -43,6 +44,8 @@ _TICK_S = 0.1
 _BEAT_S = 1.0
 _GATHER_S = 0.01
 _MAX_PROCESSES = 64
+_MOST_LEVELS = 8
+"""Lists and mappings inside one another, in an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -480,6 +483,8 @@ def read_reply(messages: list[tuple[int, bytes]], w: Worker) -> tuple[dict[str, 
         reply = json.loads(messages[0][1])
     except RecursionError as error:
         raise ValueError("JSON nested too deeply") from error
+    if depth(reply) > _MOST_LEVELS:  # the run, which reads it next, may have less room for its recursion
+        raise ValueError("JSON nested too deeply")
     if not isinstance(reply, dict) or ("parts" in reply) == ("failure" in reply):
         raise ValueError("JSON that is not an answer")
     return reply, reply.pop("fit", False) is True

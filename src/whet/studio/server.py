@@ -40,6 +40,7 @@ class StudioServer:
     def __init__(self, studio: Studio) -> None:
         self.studio = studio
         self.token, self._page_token = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        self._once = secrets.token_urlsafe(24)
         shared = {("viewer.css" if name == "style.css" else name): OF_THE_VIEWER / name for name in SHARED}
         # one thread: a later text is checked later
         self.site = Site(page_of(STATIC) | shared, threads=1, name="whet-studio")
@@ -57,6 +58,11 @@ class StudioServer:
     def url(self) -> str:
         """Where the page is, with its token."""
         return f"http://{HOST}:{self.port}/?token={self.token}"
+
+    @property
+    def once(self) -> str:
+        """The same for a browser's command line, which other users of the machine can read: it is good once."""
+        return f"http://{HOST}:{self.port}/?token={self._once}"
 
     async def stop(self) -> None:
         """Close all connections, those of the viewer too."""
@@ -84,8 +90,7 @@ class StudioServer:
             return _error(403, "this Host is not the address of the studio")
         if request.method not in ("GET", "HEAD", "POST"):
             return _error(405, f"method {request.method}: expected GET or POST")
-        given = (request.query.get("token"), request.cookies.get(self._cookie))
-        if not any(_equal(one, self.token) for one in given if one):
+        if not self._has_token(request):
             return _error(401, "a token is needed: open the address that `whet studio` printed")
         if request.method != "POST":
             return None
@@ -96,6 +101,13 @@ class StudioServer:
         if request.content_type != "application/json":
             return _error(415, "expected application/json")
         return None
+
+    def _has_token(self, request: web.Request) -> bool:
+        given = request.query.get("token", "")
+        if _equal(given, self._once):
+            self._once = secrets.token_urlsafe(24)
+            return True
+        return _equal(given, self.token) or _equal(request.cookies.get(self._cookie, ""), self.token)
 
     async def _answer(self, request: web.Request) -> web.Response:
         section, _, name = request.path.lstrip("/").partition("/")
@@ -161,11 +173,13 @@ def _error(status: int, text: str) -> web.Response:
     return _json(encoded({"error": text}), status=status)
 
 
-def serve(file: Path | None, *, port: int, ready: Callable[[str], object]) -> None:
-    """Serve until Ctrl-C or SIGTERM, which also stop the run. ready: called with the URL once it answers."""
+def serve(file: Path | None, *, port: int, ready: Callable[[str, str], object]) -> None:
+    """Serve until Ctrl-C or SIGTERM, which also stop the run. ready: called once it answers with its URL, and with the
+    one that is good once."""
 
     async def work(jobs: Jobs) -> None:
-        await until_ended(StudioServer(Studio.of(file, jobs)), port, ready)
+        server = StudioServer(Studio.of(file, jobs))
+        await until_ended(server, port, lambda url: ready(url, server.once))
 
     with Jobs(Path.cwd()) as jobs:
         asyncio.run(work(jobs))

@@ -149,6 +149,8 @@ class SglangApi:
                     f"{name} told log-probs of {len(rows)} other tokens than the {len(given)} it was given"
                 )
             top = info["input_top_logprobs"][request.start :] if request.top_k else []
+            if request.top_k and len(top) != len(rows):
+                raise WhetError(f"{name} told the likeliest tokens of {len(top)} of the {len(rows)} places")
             return TokenLogprobs(
                 version=_number(info["weight_version"], name),
                 logprobs=[finite(row[0], name) for row in rows],
