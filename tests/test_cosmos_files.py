@@ -42,7 +42,7 @@ def test_a_file_for_many_gpus_is_read_and_products_in_4_bits_are_refused() -> No
 def test_the_example_is_right() -> None:
     (stage,) = plans(load(ROOT / "examples/from_cosmos.toml"), rows={"main": 3900})
     assert (stage.steps, stage.tasks_per_step, stage.group_size) == (40, 16, 8), "before the end of the epoch"
-    assert (stage.warmup_steps, stage.prompt_tokens, stage.reply_tokens) == (4, 22, 7)
+    assert (stage.warmup_steps, stage.cfg.data.max_prompt_tokens, stage.reply_tokens) == (4, 22, 7)
     assert stage.max_sequence_tokens == 23
 
 

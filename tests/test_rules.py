@@ -121,7 +121,10 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "rollout.server.timeout_s": [(VLLM, "rollout.timeout_s=5", "rollout.server.timeout_s=5")],
     "rollout.sampling.stop": [(VLLM, "rollout.sampling.stop=[x]")],
     "eval.sampling.stop": [(VLLM, EVAL, "eval.sampling.stop=[x]")],
-    "rollout.engine": [("rollout.engine=sglang", "mode=train")],
+    "rollout.server.sleep": [
+        (VLLM, "rollout.server.sleep=true", "mode=train", "buffer.url=sqlite:///q"),
+        (VLLM, "rollout.server.sleep=true", "rollout.max_staleness=1"),
+    ],
     "rollout.server.urls": [
         ("rollout.engine=openai",),
         (
