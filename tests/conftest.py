@@ -4,6 +4,7 @@ Property tests draw the same examples everywhere; `pytest --hypothesis-profile=w
 """
 
 import gc
+import multiprocessing.util
 import os
 import tempfile
 from collections.abc import Iterator
@@ -84,6 +85,7 @@ def _own_loggers() -> Iterator[None]:
 def _own_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What a killed process leaves among the temporary files goes when the session ends; pytest's folders stay."""
     tmp_path_factory.getbasetemp()
+    multiprocessing.util.get_temp_dir()  # goes with this process, after the session
     with (
         tempfile.TemporaryDirectory(prefix="whet-tests-", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patch,

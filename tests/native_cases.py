@@ -592,7 +592,7 @@ CASES: dict[str, Case] = {
     "buffer.replay.max_staleness": (REPLAY, 0),
     "rollout.sync_interval": ("", 2),
     "rollout.max_staleness": ("", 1),
-    "rollout.schedule": ("rollout.max_staleness=1", "free"),
+    "rollout.schedule": ("rollout.max_staleness=1", "async"),
     "rollout.partial_rollout": ("rollout.max_staleness=1; rollout.schedule=async", False),
     "rollout.spare_tasks": ("rollout.max_staleness=1; rollout.schedule=async", 1),
     "rollout.retries": ("", 1),

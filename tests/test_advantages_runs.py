@@ -67,11 +67,11 @@ def learn(run_dir: Path, algorithm: dict[str, Any], **sections: Any) -> list[dic
     [
         {"name": "reinforce_pp"},
         {"name": "remax"},
-        {"name": "opmd", "opmd_baseline": "logavgexp", "tau": 0.5},
+        {"name": "opmd", "advantage": {"opmd_baseline": "logavgexp", "tau": 0.5}},
         {"name": "raft"},
-        {"name": "gigpo", "gamma": 0.95},
+        {"name": "gigpo", "advantage": {"gamma": 0.95}},
         {"name": "optimal_token_baseline"},
-        {"name": "grpo", "resample": "pow", "std_scope": "batch", "rank_penalty": 0.25},
+        {"name": "grpo", "resample": "pow", "advantage": {"std_scope": "batch", "rank_penalty": 0.25}},
         {"name": "grpo", "resample": "balance", "groups": {"keep_best": 2, "keep_worst": 1}},
     ],
     ids=lambda a: "-".join(map(str, a.values()))[:40],
@@ -128,7 +128,7 @@ def test_dropped_groups_are_asked_for_again_or_copied(tmp_path: Path) -> None:
         sections["train"] = {**SETUP["train"], "steps": 2}
         return whet.train(rewards=first_letter, run_dir=str(tmp_path / refill), **sections).metrics
 
-    asked, copied = run("ask"), run("copy")
+    asked, copied = run("sample"), run("copy")
     for m in asked:
         assert m["ledger/trained_rollouts"] == 32
         assert m["ledger/requested_rollouts"] == 32 + m.get("ledger/rejected/uniform_rollouts", 0)
@@ -256,10 +256,13 @@ BASE: dict[str, Any] = {
         (["groups.min_std_ddof=0"], "has no effect: algorithm.groups.min_std is not given"),
         (["whiten_ddof=0"], "has no effect: algorithm.whiten is false"),
         (["resample_power=3.0"], "has no effect: only resample=pow reads it"),
-        (["normalize_std=false", "std_floor=0.1"], "has no effect: normalize_std is false"),
-        (["name=rloo", "std_ddof=0"], "std_ddof"),
+        (
+            ["advantage.normalize_std=false", "advantage.std_floor=0.1"],
+            "has no effect: normalize_std is false",
+        ),
+        (["name=rloo", "advantage.std_ddof=0"], "std_ddof"),
         (["single_rollout=raw"], "single_rollout"),
-        (["name=opo", "rank_penalty=0.1"], "rank_penalty"),
+        (["name=opo", "advantage.rank_penalty=0.1"], "rank_penalty"),
         (["advantage=opmd", "advantage.tau=2.0"], "has no effect: opmd_baseline is mean"),
         (["baseline_shift=-0.2"], "baseline_shift"),
         (["name=sft", "resample=pow"], "resample"),

@@ -85,7 +85,7 @@ class Processes:
     def start(self, name: str) -> None:
         mode = (
             [f"mode={name}"]
-            if name in ("train", "bench")
+            if name in ("train", "eval")
             else ["mode=explore", f"buffer.explorer_name={name}"]
         )
         log = self.folder / f"{name}.log"
@@ -140,13 +140,13 @@ def test_everybody_may_be_killed(processes: Processes) -> None:
     No step is lost or done twice, the account balances over all processes, and none is left behind.
     """
     rng = random.Random(5)
-    for name in ("train", "one", "two", "bench"):
+    for name in ("train", "one", "two", "eval"):
         processes.start(name)
     for n, name in enumerate(("one", "train", "two"), start=1):
         processes.until(lambda n=n: processes.steps >= 8 * n + rng.randrange(3))  # type: ignore[misc]
         processes.kill(name)
         processes.start(name)
-    assert [processes.ends(name) for name in ("train", "one", "two", "bench")] == [0, 0, 0, 0]
+    assert [processes.ends(name) for name in ("train", "one", "two", "eval")] == [0, 0, 0, 0]
     lines = [json.loads(line) for line in (processes.folder / "run/metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "train/loss" in line]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))

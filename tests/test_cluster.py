@@ -217,6 +217,7 @@ def in_one(folder: Path, monkeypatch: pytest.MonkeyPatch, **ahead: Any) -> tuple
     return left(folder)
 
 
+@pytest.mark.sweep  # the next test has the same, with two replicas and kills
 def test_ranks_write_what_a_replica_samples_from(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

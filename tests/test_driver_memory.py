@@ -132,6 +132,7 @@ def test_a_model_larger_than_the_driver_s_memory_is_trained_synced_saved_and_exp
     assert (saved / "policy" / "model.safetensors").stat().st_size > MODEL_BYTES
 
 
+@pytest.mark.sweep  # a minute of one core; tests/test_published.py holds that this process never joins the group
 def test_a_broadcast_of_ranks_takes_no_memory_of_the_driver(tmp_path: Path) -> None:
     """It may take less than the two matrices that travel together."""
     done = trained(tmp_path, method="collective", above=2 * MATRIX_BYTES * 9 // 10)

@@ -6,12 +6,13 @@ import asyncio
 import gzip
 import json
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from test_http_engine import quick
+from serving import LIMITS
 from whet import secrets
 from whet.rollout.http import calls as module
 from whet.rollout.http.calls import Call, Calls, Unreachable
@@ -55,7 +56,7 @@ def asked(handler: Any, *, events: bool = False, answer: float = 20.0) -> Any:
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        client = Calls(f"http://127.0.0.1:{runner.addresses[0][1]}", limits=quick(answer))
+        client = Calls(f"http://127.0.0.1:{runner.addresses[0][1]}", limits=replace(LIMITS, answer=answer))
         try:
             work: Coroutine[Any, Any, Any] = told(client) if events else client.ask(CALL)
             return await asyncio.wait_for(work, 30)

@@ -10,18 +10,18 @@ import pytest
 from test_learning import learn
 
 RECIPES: dict[str, dict[str, Any]] = {
-    "gspo": {"clip_low": 0.1, "clip_high": 0.1},
+    "gspo": {"loss": {"clip_low": 0.1, "clip_high": 0.1}},
     "cispo": {},
     "sapo": {},
     "gmpo": {},
-    "clip_cov": {"clip_cov_lb": 0.1},
+    "clip_cov": {"loss": {"clip_cov_lb": 0.1}},
     "kl_cov": {},
     "dppo": {},
     "softmax_ppo": {},
     "vespo": {},
     "dro": {},
     "reinforce_pp": {"loss": "reinforce_is"},
-    "rec": {"rec_clip_mode": "ring"},
+    "rec": {"loss": {"rec_clip_mode": "ring"}},
     "opmd": {},
     "grpo": {"loss": "rollout_is", "positive_nll_coef": 0.1},
     "rloo": {"top_entropy_quantile": 0.5, "loss": "ppo"},

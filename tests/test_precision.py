@@ -347,7 +347,7 @@ def test_the_whole_state_moves_and_steps_are_equal(kind: Any, monkeypatch: pytes
         return self
 
     monkeypatch.setattr(Tensor, "to", to)
-    state = {t.data_ptr() for t in away.optimizer.state().values()}
+    state = {t.data_ptr() for t in away.optimizer.state().values() if t.ndim}  # no counts
     away.optimizer.place(torch.device("cpu"))
     assert moved == state
 

@@ -26,7 +26,11 @@ name: same
 seed: 0
 model: {path: WORK/model}
 data: {max_prompt_tokens: 12, train: [{path: WORK/words.jsonl}]}
-algorithm: {name: grpo, loss_agg_mode: token-mean, normalize_std: false, clip_low: 0.2, clip_high: 0.28, dual_clip: 3.0}
+algorithm:
+  name: grpo
+  loss_agg_mode: token-mean
+  advantage: {normalize_std: false}
+  loss: {clip_low: 0.2, clip_high: 0.28, dual_clip: 3.0}
 rewards: {score: {function: "WORK/reward.py:score"}}
 rollout: {group_size: 4, sampling: {max_tokens: 5}}
 train:
@@ -35,7 +39,7 @@ train:
   tasks_per_step: 8
   update_epochs: 2
   micro_batch_rollouts: 4
-  optimizer: {lr: 1.0e-2, grad_clip: 0.5}
+  optimizer: {lr: 1.0e-2, max_grad_norm: 0.5}
 checkpoint: {interval: 0}
 """
 

@@ -167,7 +167,6 @@ def test_keys_of_memory_speed_and_placement_are_accepted(version: str) -> None:
         "ray_namespace": "mine",
         "trainer.name": "t",
         "trainer.save_strategy": "single_node",
-        "explorer.rollout_model.gpu_memory_utilization": 0.35,
         "explorer.rollout_model.enforce_eager": True,
         "explorer.rollout_model.use_v1": False,
         "explorer.rollout_model.enable_openai_api": True,

@@ -24,41 +24,40 @@ from whet.rollout.http.calls import Call, Calls
 from whet.rollout.http.openai import OpenAIApi
 from whet.rollout.http.served import HttpEngine
 from whet.rollout.http.sglang import SglangApi
-from whet.rollout.http.vllm import VllmEngine
+from whet.rollout.http.vllm import VllmApi
 from whet.rollout.native.engine import NativeEngine
 from whet.types import Completion, Sampling, ScoreRequest
 
 END, CONTEXT, MOST = 1, 64, 6
 PROMPT = (3, 4, 5)
 
-Engine = VllmEngine | HttpEngine
 
-
-def _vllm(calls: Any) -> Engine:
+def _vllm(calls: Any) -> HttpEngine:
     folder: Any = SimpleNamespace(adapters=False)
-    return VllmEngine(calls, folder=folder, vocab=VOCAB, max_context=CONTEXT, end_token_ids=[END])
+    api = VllmApi(calls, folder, max_context=CONTEXT, end_token_ids=[END])
+    return HttpEngine(api, calls, vocab=VOCAB, max_context=CONTEXT)
 
 
-def _sglang(calls: Any) -> Engine:
+def _sglang(calls: Any) -> HttpEngine:
     folder: Any = SimpleNamespace(adapters=False)
     api = SglangApi(calls, folder, max_context=CONTEXT, end_token_ids=[END])
     return HttpEngine(api, calls, vocab=VOCAB, max_context=CONTEXT)
 
 
-def _openai(calls: Any) -> Engine:
+def _openai(calls: Any) -> HttpEngine:
     nothing: Any = None
     api = OpenAIApi(calls, model=None, ops=nothing, canary=nothing, end_token_ids=[END], asked=None)
     return HttpEngine(api, calls, vocab=VOCAB, max_context=CONTEXT)
 
 
-KINDS: Mapping[str, tuple[Callable[[NativeEngine], Server], Callable[[Any], Engine]]] = {
+KINDS: Mapping[str, tuple[Callable[[NativeEngine], Server], Callable[[Any], HttpEngine]]] = {
     "vllm": (VllmServer, _vllm),
     "sglang": (SglangServer, _sglang),
     "openai": (OpenAIServer, _openai),
 }
 
 
-async def story(engine: Engine) -> None:
+async def story(engine: HttpEngine) -> None:
     """Everything that an engine asks outside of a sync of weights. AssertionError where it takes what cannot be."""
     await engine.open()
     given: list[int] = []

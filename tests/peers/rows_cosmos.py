@@ -13,7 +13,7 @@ from peers.ours import TOTAL, schedule
 from peers.table import Row
 from whet.prove import cosmos
 from whet.prove.cases import Case, in_pair_order
-from whet.prove.cosmos import ADVANTAGE, EPS, FLOAT32, GRPO, SCHEDULERS, P
+from whet.prove.cosmos import ADVANTAGE, FLOAT32, GRPO, SCHEDULERS, P
 from whet.prove.numbers import Numbers
 from whet.types import Json
 
@@ -60,7 +60,7 @@ def policy(keys: Mapping[str, Json], covers: tuple[str, ...], **rest: Any) -> Ro
         ours=ours.loss,
         keys={P + key: value for key, value in keys.items()},
         covers=covers,
-        **{"tolerance": EPS, **rest},
+        **{"tolerance": 1e-7, **rest},
     )
 
 
