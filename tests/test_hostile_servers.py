@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
 from collections.abc import Coroutine
@@ -146,3 +147,35 @@ def test_a_server_that_tells_its_token_back_is_struck_out(monkeypatch: pytest.Mo
     with pytest.raises(WhetError, match="redacted") as caught:
         asked(saying(b'{"error": "no entry for tok-9f31c2aa77"}', status=401))
     assert "tok-9f31c2aa77" not in str(caught.value)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_what_is_told_last_is_sent_and_leaves_no_connection_open(hangs: bool) -> None:
+    heard: list[bytes] = []
+    left: list[str] = []
+
+    async def handler(http: web.Request) -> web.Response:
+        heard.append(await http.read())
+        await asyncio.sleep(3600 if hangs else 0)
+        return web.Response()
+
+    async def story() -> None:
+        app = web.Application()
+        app.router.add_post("/it", handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: left.append(context["message"]))
+        client = Calls(f"http://127.0.0.1:{runner.addresses[0][1]}", limits=LIMITS)
+        await client.tell(CALL, {"n": 1}) if not hangs else None
+        client.ending = True
+        await client.tell(CALL, {"n": 2})
+        await client.close()
+        del client
+        await asyncio.sleep(0)
+        gc.collect()
+        await runner.cleanup()
+
+    asyncio.run(story())
+    assert heard == ([b'{"n": 2}'] if hangs else [b'{"n": 1}', b'{"n": 2}'])
+    assert left == []

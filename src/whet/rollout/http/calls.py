@@ -34,6 +34,8 @@ UNREADABLE = (
     AssertionError, AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
 """What reading an answer of another form than the known one raises."""
+LAST_S = 0.5
+"""So long a server that is no longer asked anything may take to hear what it is told last."""
 TOLD_S = 5.0
 """A server that does not answer in time what it is only told (`Calls.tell`) keeps nobody waiting."""
 
@@ -78,6 +80,7 @@ class Calls:
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self.ending = False
         """Nobody waits any more for what servers answer when they are told something."""
+        self._telling: set[asyncio.Future[Any]] = set()
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -105,6 +108,8 @@ class Calls:
         may be gone."""
         telling = asyncio.ensure_future(self.ask(call, body))
         telling.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
         if not self.ending:
             await asyncio.shield(asyncio.wait({telling}, timeout=TOLD_S))
 
@@ -206,8 +211,14 @@ class Calls:
             self._session = None
 
     async def close(self) -> None:
-        """End all connections. Safe to call twice."""
-        if self._session is not None and self._loop is asyncio.get_running_loop():
+        """End all connections, once what is being told has been sent or LAST_S are over. Safe to call twice."""
+        loop = asyncio.get_running_loop()
+        if telling := [told for told in self._telling if told.get_loop() is loop]:
+            await asyncio.wait(telling, timeout=LAST_S)
+            for late in telling:
+                late.cancel()
+            await asyncio.gather(*telling, return_exceptions=True)
+        if self._session is not None and self._loop is loop:
             with suppress(aiohttp.ClientError, OSError):
                 await self._session.close()
         self._drop()

@@ -88,16 +88,24 @@ class Opener:
 
     async def _given(self, name: str, url: str) -> Replica:
         engine = self._engine(Calls(url, limits=self.limits, token=self.token))
-        began = time.monotonic()
-        while not await reachable(engine.calls, self.kind.ready):
-            if time.monotonic() - began > self.server.timeout_s:
-                limit = f"rollout.server.timeout_s={self.server.timeout_s:g}"
-                raise WhetError(f"{url} does not answer within {limit} s; is the server running?")
-            self.inputs.beat("waiting for the engine server")
-            await asyncio.sleep(LOOK_S)
-        await engine.open(sleeps=self.server.sleep)
+        try:
+            await self._answers(engine.calls)
+            await engine.open(sleeps=self.server.sleep)
+        except BaseException:
+            await engine.close()
+            raise
         log.info("%s is %s, %s %s", name, url, self.kind.title, engine.program)
         return Replica(name, engine)
+
+    async def _answers(self, calls: Calls) -> None:
+        """Wait for a server that runs already. Raises WhetError if it does not answer in time."""
+        began = time.monotonic()
+        while not await reachable(calls, self.kind.ready):
+            if time.monotonic() - began > self.server.timeout_s:
+                limit = f"rollout.server.timeout_s={self.server.timeout_s:g}"
+                raise WhetError(f"{calls.url} does not answer within {limit} s; is the server running?")
+            self.inputs.beat("waiting for the engine server")
+            await asyncio.sleep(LOOK_S)
 
     async def _started(self, name: str) -> Replica:
         there, port = found(self.server.command, self.kind.name), free_port()
