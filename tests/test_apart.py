@@ -279,7 +279,7 @@ def replicas(**sync: Any) -> dict[str, Any]:
         ),
         (
             replicas(method="ipc"),
-            r"sync\.method: ipc: handles of GPU memory are not built",
+            r"sync\.method: ipc: handles of GPU memory were not tried on a GPU yet",
         ),
         (
             apart(sync={"content": "adapters"}),

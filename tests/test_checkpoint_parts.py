@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forked import Started, near
 from test_train_torch import CUT, pg_loss, weighted
-from tiny import tiny_model
+from tiny import LETTERS, tiny_model
 from whet import checkpoint
 from whet.checkpoint import Keep, Saver
 from whet.config.schema import OptimizerConfig
@@ -50,22 +50,9 @@ LAYOUTS = {
 }
 ROOT = Path(__file__).parents[1]
 RUN: dict[str, Any] = {
-    "model": {
-        "scratch": {
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "max_position_embeddings": 64,
-        }
-    },
-    "tokenizer": {"build": "chars"},
-    "data": {"max_prompt_tokens": 16, "train": [{"path": "tests/data/words.jsonl"}]},
-    "rewards": {"letters": {"function": "tests/resume/rewards.py:shared_letters"}},
-    "rollout": {"group_size": 4, "sampling": {"max_tokens": 6}},
+    **LETTERS,
     "train": {"steps": 3, "tasks_per_step": 4, "optimizer": {"lr": 1e-3}, "parallel": {"dp_shard": 2}},
     "checkpoint": {"interval": 1, "export": False},
-    "track": {"trackers": ["jsonl"]},
-    "machine": {"threads": 1},
 }
 FILES = ("model.safetensors", "optimizer.safetensors")
 

@@ -20,7 +20,7 @@ from grid import by_deepspeed
 from test_cli import assert_gone
 from test_ranks import killed, learning
 from test_train_torch import CUT, weighted
-from tiny import tiny_model
+from tiny import LETTERS, tiny_model
 from whet.models.mesh import Dims
 from whet.training.ranks import RankGroup, Ranks
 from whet.types import Json, WhetError
@@ -30,18 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 RUN: Json = {
-    "model": {
-        "scratch": {
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "max_position_embeddings": 64,
-        }
-    },
-    "tokenizer": {"build": "chars"},
-    "data": {"max_prompt_tokens": 16, "train": [{"path": "tests/data/words.jsonl"}]},
-    "rewards": {"letters": {"function": "tests/resume/rewards.py:shared_letters"}},
-    "rollout": {"group_size": 4, "sampling": {"max_tokens": 6}},
+    **LETTERS,
     "algorithm": {"name": "ppo", "kl": {"coef": 0.01}},
     "critic": {"optimizer": {"lr": 1e-3}},
     "train": {
@@ -54,8 +43,6 @@ RUN: Json = {
         "deepspeed": {"stage": 3, "config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}},
     },
     "checkpoint": {"interval": 1},
-    "track": {"trackers": ["jsonl"]},
-    "machine": {"threads": 1},
 }
 
 

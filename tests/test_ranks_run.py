@@ -17,6 +17,7 @@ import torch
 import whet.placement
 from forked import Started, near
 from test_lanes import picture
+from tiny import LETTERS
 from whet.api import train
 from whet.config import checks_parallel
 from whet.config.load import load
@@ -27,24 +28,11 @@ from whet.track.timeline import read
 from whet.types import ConfigError, Json
 
 BASE: Json = {
-    "model": {
-        "scratch": {
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "max_position_embeddings": 64,
-        }
-    },
-    "tokenizer": {"build": "chars"},
-    "data": {"max_prompt_tokens": 16, "train": [{"path": "tests/data/words.jsonl"}]},
-    "rewards": {"letters": {"function": "tests/resume/rewards.py:shared_letters"}},
-    "rollout": {"group_size": 4, "sampling": {"max_tokens": 6}},
+    **LETTERS,
     "algorithm": {"name": "ppo", "kl": {"coef": 0.01}},
     "critic": {"optimizer": {"lr": 1e-3}},
     "train": {"steps": 4, "tasks_per_step": 4, "minibatches": 2, "optimizer": {"lr": 1e-3}},
     "checkpoint": {"interval": 1},
-    "track": {"trackers": ["jsonl"]},
-    "machine": {"threads": 1},
 }  # fmt: skip
 
 

@@ -55,7 +55,8 @@ def run(groups, rewards: dict[str, RewardConfig], objects=None, **guard):
 
 
 def pay(function: str, t: Task, *texts: str, **arguments) -> list:
-    (g,) = run([group(t, *texts)], {"r": RewardConfig(function=function, arguments=arguments)})
+    rewards = {"r": RewardConfig(function=function, arguments=arguments)}
+    (g,) = run([group(t, *texts)], rewards, timeout_s=120.0)  # how fast the machine is does not matter here
     return [r.reward if r.error is None else r.error for r in g.rollouts]
 
 
@@ -143,7 +144,7 @@ def test_math_that_takes_for_ever_is_unscored_and_not_zero():
     (g,) = run(
         [group(task("5"), r"\boxed{10^{10^{10^{10}}}}", r"\boxed{5}")],
         {"m": RewardConfig(function="math")},
-        timeout_s=1.0,
+        timeout_s=5.0,
     )
     assert g.rollouts[1].reward == 1.0
     assert g.rollouts[0].reward in (0.0, None)

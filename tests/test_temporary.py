@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import tempfile
@@ -64,3 +66,18 @@ def test_what_only_has_the_name_is_left_alone(place: Path) -> None:
     (place / "whet-a-file").touch()
     OwnFolder("a").close()
     assert sorted(path.name for path in place.iterdir()) == ["elsewhere", "whet-a-file", "whet-a-link"]
+
+
+def test_where_the_file_system_has_no_locks_a_folder_is_made_and_none_is_swept(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    first, second = OwnFolder("a"), OwnFolder("a")
+    assert first.path.is_dir()
+    assert second.path.is_dir()
+    first.close()
+    second.close()
+    assert not list(place.iterdir())

@@ -21,6 +21,23 @@ FEW = [
 VOCAB = 61
 DEVICE = os.environ.get("WHET_TEST_DEVICE", "cpu")
 """Where the models of contract suites are: `make check-gpu` runs these on CUDA."""
+LETTERS: dict[str, Any] = {
+    "model": {
+        "scratch": {
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 64,
+        }
+    },
+    "tokenizer": {"build": "chars"},
+    "data": {"max_prompt_tokens": 16, "train": [{"path": "tests/data/words.jsonl"}]},
+    "rewards": {"letters": {"function": "tests/resume/rewards.py:shared_letters"}},
+    "rollout": {"group_size": 4, "sampling": {"max_tokens": 6}},
+    "track": {"trackers": ["jsonl"]},
+    "machine": {"threads": 1},
+}
+"""A run of a few steps, on ranks or not, but for its section `train`."""
 RUN: dict[str, Any] = {
     "model": {
         "scratch": {

@@ -7,24 +7,18 @@ Shape letters: N tokens, R rollouts.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
 from whet.algos.segments import group_sum, last_sampled_R, sampled_R
 from whet.batch import Batch
+from whet.config.sections.algorithm import Aggregation
 from whet.tables import near
 from whet.types import ConfigError, DataError
 
-AGGREGATIONS = (
-    "token-mean",
-    "token-sum",
-    "token-sum-norm",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-    "prompt-mean",
-    "pair-mean",
-)
+AGGREGATIONS = (*get_args(Aggregation), "pair-mean")
 
 
 def weights(batch: Batch, mode: str, *, norm_tokens: int, block: int | None = None) -> Tensor:

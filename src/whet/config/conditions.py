@@ -46,18 +46,29 @@ TESTS: dict[str, Callable[[Any, Any], bool]] = {
 
 def met(condition: Condition, cfg: Config, named: Mapping[str, Json]) -> bool:
     """Whether a condition holds in one stage's config; named: the value of each named condition."""
+    return holds(condition, lambda kind, name: value_at(cfg, name) if kind == "key" else named.get(name))
+
+
+def holds(
+    condition: Condition,
+    value_of: Callable[[str, str], Any],
+    wanted: Callable[[Any], Any] = lambda said: said,
+) -> bool:
+    """Whether a condition holds. value_of: ("key" or "condition", its name) -> its value. wanted: what a test compares
+    with, from what the condition says."""
     if "all" in condition:
-        return all(met(part, cfg, named) for part in condition["all"])
+        return all(holds(part, value_of, wanted) for part in condition["all"])
     if "any" in condition:
-        return any(met(part, cfg, named) for part in condition["any"])
+        return any(holds(part, value_of, wanted) for part in condition["any"])
     if "not" in condition:
-        return not met(condition["not"], cfg, named)
-    value = value_at(cfg, condition["key"]) if "key" in condition else named.get(condition["condition"])
+        return not holds(condition["not"], value_of, wanted)
+    kind = "key" if "key" in condition else "condition"
+    value = value_of(kind, condition[kind])
     test = next((name for name in TESTS if name in condition), None)
     if test is None:
         return bool(value)
     with_ = condition[test]
-    return TESTS[test](value, value_at(cfg, with_["key"]) if isinstance(with_, Mapping) else with_)
+    return TESTS[test](value, value_of("key", with_["key"]) if isinstance(with_, Mapping) else wanted(with_))
 
 
 def value_at(cfg: Config, key: str) -> Any:

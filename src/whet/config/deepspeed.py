@@ -126,10 +126,8 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     if cfg.train.precision.reduce and stage(cfg.train.deepspeed) == 1:
         yield (
             "train.precision.reduce",
-            (
-                "float32: at ZeRO's stage 1 DeepSpeed does it with another optimizer, whose state whet does not read; "
-                "use train.deepspeed.stage=2, or leave it out"
-            ),
+            "float32: at ZeRO's stage 1 DeepSpeed does it with another optimizer, whose state whet does not read; "
+            "use train.deepspeed.stage=2, or leave it out",
         )
 
 

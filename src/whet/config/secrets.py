@@ -31,7 +31,8 @@ _SECRET = (("server", "token"),)
 """Keys that hold nothing else."""
 _DATA = ("rows",)
 """What is trained on is no setting."""
-ENVIRONMENTS = (("reward_workers", "env"), ("mcp", "env"))
+_REWARDS_ENV = ("reward_workers", "env")
+ENVIRONMENTS = (_REWARDS_ENV, ("mcp", "env"))
 """Sections of environment variables of foreign code."""
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*'?([^,}']+)")
 
@@ -155,9 +156,7 @@ def left_out(cfg: Config) -> list[str]:
     walk.of(tree)
     struck = [path for path, value in leaves(tree) if isinstance(value, str) and "<redacted:" in value]
     masked = [
-        p
-        for p, value in walk.found
-        if value == MASK and p[:1] != ("buffer",) and p[-3:-1] != ("reward_workers", "env")
+        p for p, value in walk.found if value == MASK and p[:1] != ("buffer",) and p[-3:-1] != _REWARDS_ENV
     ]
     return [dotted(path) for path in dict.fromkeys([*masked, *struck])]
 

@@ -28,7 +28,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from whet.config.conditions import TESTS, parsed
+from whet.config.conditions import holds, parsed
 from whet.config.faults import shown
 from whet.dialects.row import NOTHING, AnotherModel, Native, NotSupportedYet, Values
 from whet.dialects.versions import VERSIONS, since
@@ -74,7 +74,11 @@ def function(system: str, name: str) -> Function:
 def condition(system: str, words: str) -> Callable[[Values], bool]:
     """Whether what the words say of a file's values is so."""
     told = parsed(words) if words else {"all": ()}
-    return lambda values: _holds(system, told, values)
+    return lambda values: holds(
+        told,
+        lambda _, name: _value(system, name, values),
+        lambda said: _wanted(system, said, values),
+    )
 
 
 @functools.cache
@@ -108,23 +112,8 @@ def _value(system: str, name: str, values: Values) -> Json:
     return fact(values) if fact else None
 
 
-def _holds(system: str, told: Mapping[str, Any], values: Values) -> bool:
-    for several, joined in (("all", all), ("any", any)):
-        if several in told:
-            return joined(_holds(system, part, values) for part in told[several])
-    if "not" in told:
-        return not _holds(system, told["not"], values)
-    value = _value(system, told.get("key") or told["condition"], values)
-    test = next((name for name in TESTS if name in told), None)
-    if test is None:
-        return bool(value)
-    return TESTS[test](value, _wanted(system, told[test], values))
-
-
 def _wanted(system: str, said: Any, values: Values) -> Any:
-    """What a value is compared with: another key's or a fact's, where it is one."""
-    if isinstance(said, Mapping):
-        return _value(system, said["key"], values)
+    """What a value is compared with: another key's or a fact's, where it is the dotted name of one."""
     is_name = isinstance(said, str) and "." in said and (said in values or _named(system, said) is not None)
     return _value(system, said, values) if is_name else said
 

@@ -34,34 +34,39 @@ class OwnFolder:
 
 
 def _made(prefix: str) -> tuple[Path, int]:
-    """A new folder and its lock. Another process may sweep in the moment before it is locked: then one more is made."""
+    """A new folder and its lock (-1 where the file system has none, so that nobody sweeps it). Another process may
+    sweep in the moment before it is locked: then one more is made."""
     for _ in range(_ATTEMPTS):
         path = Path(tempfile.mkdtemp(prefix=prefix))
-        if (lock := _locked(path)) is not None:
-            if path.exists():
-                return path, lock
-            os.close(lock)
+        try:
+            lock = _locked(path)
+        except (BlockingIOError, FileNotFoundError):
+            continue
+        except OSError:
+            return path, -1
+        if path.exists():
+            return path, lock
+        os.close(lock)
     raise OSError(f"no folder could be kept in {tempfile.gettempdir()}: other processes remove it at once")
 
 
-def _locked(path: Path) -> int | None:
-    """The descriptor that holds the lock; None where another process has it, or the folder is gone."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
+def _locked(path: Path) -> int:
+    """The descriptor that holds the lock. BlockingIOError where another process has it, FileNotFoundError where the
+    folder is gone, another OSError where the file system has no locks."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(handle)
-        return None
+        raise
     return handle
 
 
 def sweep(prefix: str) -> None:
     """Remove the folders of this kind that processes of this user have left behind when they were killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with suppress(OSError):  # another process has just removed it
-            if path.lstat().st_uid == os.getuid() and (lock := _locked(path)) is not None:
+        with suppress(OSError):  # another process has it, or has just removed it
+            if path.lstat().st_uid == os.getuid():
+                lock = _locked(path)
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)

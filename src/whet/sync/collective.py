@@ -330,8 +330,9 @@ class Collective:
 
 def _own_address(host: str, port: int) -> str:
     """The address at which this machine reaches the trainer, and the others reach this process."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing: it chooses the interface
+    family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(there)  # sends nothing: it chooses the interface
         return str(probe.getsockname()[0])
 
 

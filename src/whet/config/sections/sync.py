@@ -16,7 +16,8 @@ class SyncConfig(Section):
     it for them). object_store: the object store of Ray, for engine replicas (auto selects it for them); with
     train.parallel, replicas on the machine of the ranks map files that these write to /dev/shm, or to run_dir/weights
     where it has no room. collective: one broadcast to all replicas, by gloo between CPUs and NCCL between GPUs, for
-    replicas on several machines; with train.parallel it starts in a rank. ipc: handles of GPU memory; not built."""
+    replicas on several machines; with train.parallel it starts in a rank. ipc: handles of GPU memory; refused until it
+    was tried on a GPU."""
     content: Literal["auto", "full", "delta", "adapters"] = "auto"
     """Content of a transfer. full: all weights, every time. delta: only changed weights, which saves time where part of
     the model is frozen. adapters: the adapters of model.lora without the base model; the receivers merge them and

@@ -31,15 +31,13 @@ def backend(values: Values) -> dict[str, Json]:
     if is_sft(values):
         return {}
     at = "rollout.parallelism"
-    return dict(
-        placed(
-            "vllm",
-            tp=values[f"{at}.tp_size"],
-            pp=values[f"{at}.pp_size"],
-            dp=values[f"{at}.n_init_replicas"],
-            ep=values[f"{at}.ep_size"],
-            memory=values["rollout.gpu_memory_utilization"],
-        )
+    return placed(
+        "vllm",
+        tp=values[f"{at}.tp_size"],
+        pp=values[f"{at}.pp_size"],
+        dp=values[f"{at}.n_init_replicas"],
+        ep=values[f"{at}.ep_size"],
+        memory=values["rollout.gpu_memory_utilization"],
     )
 
 

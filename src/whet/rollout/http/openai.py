@@ -222,11 +222,8 @@ class OpenAIApi:
     async def resume(self) -> None:
         """See `ServerApi`."""
 
-    async def put_away(self, what: frozenset[Part]) -> None:
+    async def place(self, away: frozenset[Part], *, was: frozenset[Part]) -> None:
         """See `ServerApi`. It keeps its memory."""
-
-    async def bring_back(self, what: frozenset[Part]) -> None:
-        """See `ServerApi`."""
 
     async def counts(self) -> tuple[int, int]:
         """See `ServerApi`. The requests are this client's; that the server lives is asked."""

@@ -89,10 +89,9 @@ class ServerApi(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def put_away(self, what: frozenset[Part]) -> None:
-        """Give the accelerator's memory of these parts back; nobody is let in."""
-
-    async def bring_back(self, what: frozenset[Part]) -> None: ...
+    async def place(self, away: frozenset[Part], *, was: frozenset[Part]) -> None:
+        """Give memory of the accelerator back, or take it again, so that it has none for the parts that are to be away;
+        `was`: those that are away until now. Nobody is let in while any is."""
 
     async def counts(self) -> tuple[int, int]:
         """Requests that have ended, and tokens that were computed, so far. Answered by the server itself."""
@@ -208,14 +207,12 @@ class HttpEngine:
 
     async def place(self, device: Literal["gpu", "cpu"], what: frozenset[Part] = PARTS) -> None:
         """See `RolloutEngine`. A server that was not started so that it can keeps its memory."""
+        away = self._away | what if device == "cpu" else self._away - what
         if device == "cpu":
             self._gate.entry.shut()
-            await self.api.put_away(what - self._away)
-            self._away |= what
-            return
-        await self.api.bring_back(what & self._away)
-        self._away -= what
-        if not self._away:
+        await self.api.place(away, was=self._away)
+        self._away = away
+        if device == "gpu" and not away:
             await self.resume()
 
     async def health(self) -> Health:

@@ -187,20 +187,14 @@ class SglangApi:
         """See `ServerApi`."""
         await self.calls.ask(RESUME, {})
 
-    async def put_away(self, what: frozenset[Part]) -> None:
+    async def place(self, away: frozenset[Part], *, was: frozenset[Part]) -> None:
         """See `ServerApi`. Nothing may be sampled meanwhile."""
-        await self.pause()
-        if parts := what & self.is_.parts:
-            await self.calls.ask(
-                RELEASE, {"tags": [TAGS[part] for part in ("cache", "weights") if part in parts]}
-            )
-
-    async def bring_back(self, what: frozenset[Part]) -> None:
-        """See `ServerApi`."""
-        if parts := what & self.is_.parts:
-            await self.calls.ask(
-                TAKE, {"tags": [TAGS[part] for part in ("weights", "cache") if part in parts]}
-            )
+        if more := away - was:
+            await self.pause()
+            if parts := [TAGS[part] for part in ("cache", "weights") if part in more & self.is_.parts]:
+                await self.calls.ask(RELEASE, {"tags": parts})
+        if parts := [TAGS[part] for part in ("weights", "cache") if part in (was - away) & self.is_.parts]:
+            await self.calls.ask(TAKE, {"tags": parts})
 
     async def counts(self) -> tuple[int, int]:
         """See `ServerApi`. Tokens are counted at every step of the scheduler; requests when they end."""

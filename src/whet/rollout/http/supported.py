@@ -65,17 +65,15 @@ async def detect(calls: Calls, *, max_context: int, adapters: bool = False) -> D
         info = await calls.ask(INFO, query={"config_format": "json"})
         config = info["vllm_config"]["model_config"]
         speculative = info["vllm_config"].get("speculative_config")
-        wrong, sleeps = (
-            unfit(config, speculative=speculative, max_context=max_context),
-            config.get("enable_sleep_mode"),
-        )
+        wrong = unfit(config, speculative=speculative, max_context=max_context)
+        found = Detected(version, sleeps=bool(config.get("enable_sleep_mode")))
     except RequestError as error:
         raise ConfigError(f"{calls.url} does not answer as vLLM does: {error}") from error
     except UNREADABLE as error:
         raise ConfigError(f"{calls.url} does not answer as vLLM does: it lacks {said(error)}") from error
     if wrong:
         raise ConfigError(f"{calls.url} {wrong}")
-    return Detected(version, bool(sleeps))
+    return found
 
 
 def lacking(openapi: Any, *, adapters: bool = False) -> str:

@@ -84,7 +84,6 @@ class VllmApi:
         self._named: dict[str, str] = {}
         """What requests say of the model: nothing, or that they are for the adapters, once there are some."""
         self._alone = asyncio.Lock()
-        self._away: frozenset[Part] = frozenset()
 
     @property
     def version(self) -> str:
@@ -183,22 +182,20 @@ class VllmApi:
         """See `ServerApi`."""
         await self.calls.ask(RESUME)
 
-    async def put_away(self, what: frozenset[Part]) -> None:
+    async def place(self, away: frozenset[Part], *, was: frozenset[Part]) -> None:
         """See `ServerApi`. It sleeps as a whole, and what is to stay wakes up again."""
-        if not self.is_.sleeps or not what:
+        if not self.is_.sleeps:
             return
-        away = self._away | what
-        await self.bring_back(self._away)
-        await self.calls.ask(SLEEP, query={"level": "1", "mode": "keep"})
-        self._away = PARTS
-        await self.bring_back(PARTS - away)
+        if away - was:
+            await self._wake(was)
+            await self.calls.ask(SLEEP, query={"level": "1", "mode": "keep"})
+            was = PARTS
+        await self._wake(was - away)
 
-    async def bring_back(self, what: frozenset[Part]) -> None:
-        """See `ServerApi`."""
+    async def _wake(self, parts: frozenset[Part]) -> None:
         for part in ("weights", "cache"):
-            if part in what & self._away:
+            if part in parts:
                 await self.calls.ask(WAKE, query={"tags": TAGS[part]})
-                self._away -= {part}
 
     async def counts(self) -> tuple[int, int]:
         """See `ServerApi`."""
