@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -49,9 +50,13 @@ from whet.data.call_formats import (
     _Listed,
     _Tags,
 )
-from whet.data.call_values import write_json
 from whet.data.calls import ANALYSIS, ReplyForm, _thinks, read_reply
 from whet.types import Json, Message, ToolCall, ToolSpec
+
+
+def write_json(value: Json) -> str:
+    """As chat templates write it (transformers' tojson). ValueError for NaN and infinities."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def write_calls(

@@ -53,11 +53,6 @@ def read_json(text: str, at: int = 0) -> tuple[Json, int]:
     return value, end
 
 
-def write_json(value: Json) -> str:
-    """As chat templates write it (transformers' tojson). ValueError for NaN and infinities."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
 def _check(value: Json) -> None:
     """Bound the depth of a value, and encode its texts."""
     level, depth = [value], 0
