@@ -51,7 +51,7 @@ MOVED = "train.update_epochs=3; train.optimizer.lr=0.05; rollout.group_size=4"
 REC = f"algorithm.name=rec; {MOVED}"
 SCHEDULE = "train.steps=4"
 LONG = "data.max_prompt_tokens=3; data.overlong=truncate_right"
-MOE = "model.scratch.architecture=qwen3_moe; model.scratch.num_experts=4"
+MOE = "model.scratch.name=qwen3_moe; model.scratch.num_experts=4"
 TURN = "{{ m.content }}{{ mark }}{{ eos_token if m.role == 'assistant' }}"
 CHAT = f'data.chat=true; tokenizer.chat_template="{{% for m in messages %}}{TURN}{{% endfor %}}"'
 TOLD = f"{CHAT[:-1]}{{% if tools %}}{{{{ tools[0].function.name }}}}{{% endif %}}{CHAT[-1]}"
@@ -222,7 +222,7 @@ CASES: dict[str, Case] = {
     "run_dir": ("", "elsewhere"),
     "imports": ("", ["mine.py"]),
     "model.path": (OTHERS, "B"),
-    "model.scratch.architecture": ("", "llama"),
+    "model.scratch": ("", {"name": "llama", "hidden_size": 16, "num_attention_heads": 2}),
     "model.scratch.hidden_size": ("", 32),
     "model.scratch.num_hidden_layers": ("", 2),
     "model.scratch.num_attention_heads": ("", 1),
@@ -235,7 +235,7 @@ CASES: dict[str, Case] = {
     "model.scratch.initializer_range": ("", 0.2),
     "model.scratch.num_experts": (MOE, 3),
     "model.scratch.num_experts_per_tok": (MOE, 1),
-    "model.scratch.sliding_window": ("model.scratch.architecture=mistral", 2),
+    "model.scratch.sliding_window": ("model.scratch.name=mistral", 2),
     "model.dtype": ("", "bfloat16"),
     "model.overrides": ("", {"rms_norm_eps": 0.1}),
     **lora("model.lora", ""),
