@@ -745,11 +745,6 @@ ENDS: dict[str, tuple[str, Any, str]] = {
 }
 """Keys whose effect is that a run ends with an error, or with another one: (context, value, what is said)."""
 
-OFFLINE: dict[str, Any] = {
-    "path": "b.jsonl", "prompt": "prompt2", "response": "responses2", "answer": "answer2", "label": "kind", "limit": 3,
-}  # fmt: skip
-"""Another value of every key of eval.offline."""
-
 CLUSTER = (
     "rollout.replicas", "cluster.address", "cluster.placement", "cluster.cpus", "cluster.gpus", "cluster.restarts",
     "cluster.health_timeout_s", "cluster.start_timeout_s",
@@ -799,7 +794,7 @@ BELOW: dict[str, str] = {
     **dict.fromkeys(PARTS, "Ray starts for it: test_cluster_parts.py has a test of each"),
     **dict.fromkeys(SERVER, "a server is asked for it: test_http_keys.py has a test of each"),
     **dict.fromkeys(CLUSTER, "Ray starts for it: test_cluster.py has a test of each"),
-    **{f"eval.offline.{name}": "training refuses it, `whet eval` reads it" for name in OFFLINE},
+    "eval.offline": "training refuses it, `whet eval` reads it: test_offline_eval.py",
 }
 """Keys that a single training run cannot show; the last tests of test_dead_native.py are theirs."""
 
