@@ -176,6 +176,13 @@ def test_a_training_config_may_be_used_with_a_file(tmp_path: Path) -> None:
     check(load(None, ["train.steps=3", "rewards.answer.function=exact"], given), whole=False)
 
 
+def test_the_column_of_replies_is_named(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "reply": ["2", "3"], "answer": "2"}]
+    values = {"data": {"eval": [{"rows": rows, "response": "reply"}]}, "eval": {"offline": True}}
+    found = judge_file(load(None, ["rewards.is.function=exact"], values), whole=True)
+    assert found.metrics["eval/rows/mean@2"] == 0.5
+
+
 def test_sources_are_scored_by_their_own_rewards(tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "response": ["2", "3"], "answer": "2"}]
     sources = [

@@ -106,12 +106,13 @@ def read(sources: Sequence[SourceConfig]) -> Iterator[Group]:
     uids = count()
     for source in sources:
         rows = read_rows(source)
+        asked = SourceConfig(**source.model_dump(exclude_unset=True, exclude={"response"}))
         for number in range(len(rows)):
             row, where = rows.row(number), rows.where(number)
             column = _column(row, source)
             texts = _replies(row, column, where=where)
             row = {k: v for k, v in row.items() if k != column}
-            fields = parse(row, source, name=rows.name, chat=None, where=where)
+            fields = parse(row, asked, name=rows.name, chat=None, where=where)
             task = Task(
                 uid=next(uids),
                 source=fields.label,
