@@ -768,13 +768,7 @@ RANKS = tuple(
     )
 )  # fmt: skip
 
-DEEPSPEED = (
-    "train.engine",
-    *(
-        f"train.deepspeed.{name}"
-        for name in ("stage", "offload_optimizer", "offload_parameters", "hpz_partition_size", "config")
-    ),
-)
+DEEPSPEED = ("train.engine", "train.deepspeed")
 
 APART = (
     "mode", "buffer.url", "buffer.order", "buffer.lease_s", "buffer.explorer_name", "sync.dtype", "sync.timeout_s",

@@ -25,7 +25,6 @@ from whet.config.sections.base import Section
 from whet.config.sections.buffer import BufferConfig
 from whet.config.sections.cluster import ClusterConfig
 from whet.config.sections.data import DataConfig, ReasoningGymConfig, SourceConfig
-from whet.config.sections.deepspeed import DeepSpeedConfig
 from whet.config.sections.eval import EvalConfig
 from whet.config.sections.model import (
     CriticConfig,

@@ -75,7 +75,7 @@ def deepspeed(v: Values) -> Native:
         for table in tables:
             at = at.setdefault(table, {})
         at[name] = v[key]
-    return {"train.engine": "deepspeed", "train.deepspeed.config": {"zero_optimization": config}}
+    return {"train.engine": "deepspeed", "train.deepspeed": {"zero_optimization": config}}
 
 
 def is_fsdp(v: Values) -> bool:
