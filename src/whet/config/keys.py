@@ -15,7 +15,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from whet.config.functions import ADVANTAGES, ARCHITECTURES, LOSSES, WEIGHTS, Function
+from whet.config.functions import (
+    ADVANTAGES,
+    ARCHITECTURES,
+    ENTROPY_CLIPS,
+    LOSSES,
+    PRIORITIES,
+    RESAMPLINGS,
+    WEIGHTS,
+    Function,
+)
 from whet.config.key_table import column
 from whet.config.schema import Config, Section
 
@@ -26,6 +35,10 @@ ASIDES = ("stages", "critic", "reference", "eval")
 
 FOREIGN = {name: key for key, names in column("names").items() for name in names.split(", ")}
 """Names of keys in other frameworks."""
+
+
+NEVER = {"trust_remote_code": "code in the folder of a model is never run; leave it out"}
+"""Keys that other frameworks have and whet does not, and why."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +100,9 @@ TABLES: dict[Path, Mapping[str, Function]] = {
     ("algorithm", "advantage"): ADVANTAGES,
     ("algorithm", "loss"): LOSSES,
     ("algorithm", "correction", "weight"): WEIGHTS,
+    ("algorithm", "resample"): RESAMPLINGS,
+    ("algorithm", "entropy_clip"): ENTROPY_CLIPS,
+    ("buffer", "replay", "priority"): PRIORITIES,
     ("algorithm", "mix", "loss"): {name: row for name, row in LOSSES.items() if row.kind == "demonstrations"},
 }
 """Keys that hold a name or a table of settings, and the functions that have them."""
@@ -250,6 +266,8 @@ def did_you_mean(path: Iterable[str | int]) -> str:
     """'; did you mean ...?' or the keys that are known there."""
     path = tuple(path)
     name = str(path[-1])
+    if name in NEVER:
+        return f": {NEVER[name]}"
     if "." in name and lookup((*path[:-1], *name.split("."))):
         return "; a key in a file cannot contain dots: nest the sections instead"
     if len(path) == 3 and path[0] == "stages" and (name,) in keys():

@@ -140,12 +140,9 @@ class ProfileConfig(Section):
     ranks: tuple[Count, ...] = (0,)
     """With train.parallel: the ranks to profile, in addition to the process that samples; each writes its own files,
     STAGE-rank-N-step-000012."""
-    record_shapes: bool = False
-    """torch: record the shapes of every operator's inputs."""
-    with_stack: bool = False
-    """torch: record Python call stacks; traces become several times larger."""
-    profile_memory: bool = False
-    """torch: record every allocation."""
+    torch: tuple[Literal["record_shapes", "with_stack", "profile_memory"], ...] = ()
+    """Options of torch's profiler that are on. record_shapes: the shapes of every operator's inputs; with_stack: Python
+    call stacks, traces become several times larger; profile_memory: every allocation."""
     dir: str | None = None
     """Folder of the traces. Default: `profile` in run_dir; with another folder, `profile` is a link to it."""
 

@@ -197,6 +197,10 @@ def offload(v: Values) -> Native:
 # ---------------------------------------------------------------- looking inside
 
 
+OPTIONS = ("record_shapes", "with_stack", "profile_memory")
+"""Of torch's profiler."""
+
+
 def profile(v: Values) -> Native:
     """Snapshots of CUDA's allocator, of the first steps; torch's profiler by its own schedule, once if without end."""
     out: dict[str, Json] = {}
@@ -206,9 +210,7 @@ def profile(v: Values) -> Native:
         out = {
             "profile.warmup": v[f"{PROFILER}.warmup"],
             "profile.ranks": v[f"{PROFILER}.ranks"],
-            "profile.record_shapes": v[f"{PROFILER}.record_shapes"],
-            "profile.with_stack": v[f"{PROFILER}.with_stack"],
-            "profile.profile_memory": v[f"{PROFILER}.profile_memory"],
+            "profile.torch": [name for name in OPTIONS if v[f"{PROFILER}.{name}"]],
             "profile.dir": v[f"{PROFILER}.save_path"],
         }
     if v[f"{POLICY}.record_memory"]:

@@ -196,13 +196,13 @@ def replay(values: Values) -> Native:
         "queue": True,
         "capacity": values[f"{EXPERIENCES}.capacity"],
         "priority": CONTROLLED if controlled else "linear_decay",
-        "decay": told["decay"],
+        "priority.decay": told["decay"],
         **({"cooldown_steps": None} if seconds is None else {"cooldown_s": seconds}),  # null: nothing twice
     }
     if controlled:
         limit = told["use_count_limit"]
         unlimited = isinstance(limit, int | float) and limit <= 0
-        out |= {"sigma": told["sigma"], "use_limit": None if unlimited else limit}
+        out |= {"priority.sigma": told["sigma"], "priority.use_limit": None if unlimited else limit}
     if oldest is not None:  # step s takes versions from s - it on, and the trainer is at version s - 1 then
         out["max_staleness"] = oldest - 1
     return {f"buffer.replay.{key}": value for key, value in out.items()}

@@ -201,8 +201,7 @@ def profile(v: Values) -> Native:
         raise ConfigError(f"{', '.join(folders)}: all traces of a run are in one folder; give the same one")
     return {
         "profile.steps": sorted(steps),
-        "profile.record_shapes": True,
-        "profile.with_stack": True,
+        "profile.torch": ["record_shapes", "with_stack"],
         "profile.dir": next(iter(folders.values()), None),
     }
 
