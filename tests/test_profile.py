@@ -189,8 +189,8 @@ def test_refusals(overrides, said):
 
 def test_a_run_traces_its_phases_and_changes_no_number(tmp_path):
     elsewhere = tmp_path / "traces"
-    given = {"steps": [2], "dir": str(elsewhere)}
-    train(rewards=reward, run_dir=str(tmp_path / "with"), profile=given, **TINY)
+    given = {"profile": {"steps": [2]}, "dirs": {"profile": str(elsewhere)}}
+    train(rewards=reward, run_dir=str(tmp_path / "with"), **given, **TINY)
     train(rewards=reward, run_dir=str(tmp_path / "without"), **TINY)
     assert (tmp_path / "with/profile").resolve() == elsewhere
     (file,) = elsewhere.glob("*.json.gz")

@@ -910,9 +910,7 @@ def test_files_of_replies() -> None:
 
 
 def test_the_queue_is_recorded() -> None:
-    assert data.queue(grpo(**{f"{EXPERIENCES}.path": "sqlite:///gsm8k.db"})) == {
-        "track.rollouts_dir": "gsm8k"
-    }
+    assert data.queue(grpo(**{f"{EXPERIENCES}.path": "sqlite:///gsm8k.db"})) == {"dirs.rollouts": "gsm8k"}
     with pytest.raises(NotSupportedYet, match="sql is coming"):
         data.queue(grpo(**{f"{EXPERIENCES}.storage_type": "sql"}))
 

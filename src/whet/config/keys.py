@@ -144,11 +144,19 @@ def lookup(path: Iterable[str | int]) -> Key | None:
     for part in parts:
         if (*found, part) in keys():
             found = (*found, part)
+        elif found in keys() and part in entries(keys()[found]) and parts[-1] is part:
+            return replace(keys()[found], path=parts, annotation=str, default=None)
         elif (*found, "*") in keys() and (part.isdecimal() or not is_list(keys()[found])):
             found = (*found, "*")
         else:
             return settings().get(parts) if found in TABLES else None
     return keys().get(found)
+
+
+def entries(key: Key) -> tuple[str, ...]:
+    """The names that a table of texts may have, where they are fixed."""
+    names = get_args(key.annotation)[:1] if get_origin(key.annotation) is dict else ()
+    return get_args(names[0]) if names and get_origin(names[0]) is Literal else ()
 
 
 def is_list(key: Key) -> bool:
@@ -162,6 +170,8 @@ def children(path: Iterable[str | int]) -> list[str]:
     section: type[Section] | None = Config
     if path:
         key = lookup(path)
+        if key and (names := entries(key)):
+            return list(names)
         section = key.section if key else None
     return list(section.model_fields) if section else []
 
@@ -199,6 +209,8 @@ def words(annotation: Any) -> str:
         return f"a section (keys: {', '.join(annotation.model_fields)})"
     if origin is dict:
         inner = _inner(annotation)[0]
+        if get_origin(arguments[0]) is Literal:
+            return f"a table (keys: {', '.join(get_args(arguments[0]))})"
         return f"names, each with {words(inner)}" if inner else "a section of any keys"
     return _PLAIN[annotation]
 

@@ -211,7 +211,7 @@ def profile(v: Values) -> Native:
             "profile.warmup": v[f"{PROFILER}.warmup"],
             "profile.ranks": v[f"{PROFILER}.ranks"],
             "profile.torch": [name for name in OPTIONS if v[f"{PROFILER}.{name}"]],
-            "profile.dir": v[f"{PROFILER}.save_path"],
+            "dirs.profile": v[f"{PROFILER}.save_path"],
         }
     if v[f"{POLICY}.record_memory"]:
         tools, steps = [*tools, "memory"], sorted({*steps, 1, 2, 3})

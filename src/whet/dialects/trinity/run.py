@@ -304,5 +304,5 @@ def record(values: Values) -> Native:
     """save_input: the record of the rollouts, and where."""
     at = "data_processor.experience_pipeline"
     path = text(values, f"{at}.input_save_path")
-    folder = {"track.rollouts_dir": str(Path(path).with_suffix(""))} if path else {}
+    folder = {"dirs.rollouts": str(Path(path).with_suffix(""))} if path else {}
     return {"track.rollouts_interval": 1 if values[f"{at}.save_input"] else 0, **folder}
