@@ -180,19 +180,19 @@ def test_toml_says_the_same_as_yaml(tmp_path):
     toml = write(
         tmp_path,
         'name = "a"\n\n[train]\nsteps = 5\noptimizer.lr = 1e-6\n\n[[data.train]]\npath = "x"\n'
-        '\n[[data.train]]\npath = "y"\n[data.train.reasoning_gym]\ntask = "t"\n',
+        '\n[[data.train]]\npath = "y"\n[data.train.arguments]\ntask = "t"\n',
         "run.toml",
     )
     loaded = load(toml)
     values = {
         "name": "a",
         "train": {"steps": 5, "optimizer": {"lr": 1e-6}},
-        "data": {"train": [{"path": "x"}, {"path": "y", "reasoning_gym": {"task": "t"}}]},
+        "data": {"train": [{"path": "x"}, {"path": "y", "arguments": {"task": "t"}}]},
     }
     assert loaded.config == load(None, values=values).config
     assert loaded.where("train.optimizer.lr") == f"{toml}:5"
     assert loaded.where("data.train[1].path") == f"{toml}:11"
-    assert loaded.where("data.train[1].reasoning_gym.task") == f"{toml}:13"
+    assert loaded.where("data.train[1].arguments.task") == f"{toml}:13"
 
 
 def test_toml_errors_have_lines(tmp_path):
