@@ -686,7 +686,7 @@ def bits_of(file: Path) -> dict[str, torch.Tensor]:
 
 
 def test_routers_stay_and_the_rest_moves(tmp_path: Path) -> None:
-    scratch = {"architecture": "qwen3_moe", "num_experts": 4}
+    scratch = {"name": "qwen3_moe", "num_experts": 4}
     frozen = {r"mlp\.gate\.": False}
     run(
         tmp_path / "run",
