@@ -146,7 +146,7 @@ def test_stale_cache_is_noticed() -> None:
 
     def forget(*args: object, **kwargs: object) -> None: ...
 
-    ops = replace(OPS, write_kv=forget)
+    ops = replace(OPS, write_kv=forget, cached_layers=None)
     report = self_test(decoder(tiny_model(), ops), ops, vocab_size=VOCAB, seed=0)
     assert not report.exact
     assert report.max_diff > 1e-3
