@@ -176,9 +176,11 @@ def test_what_a_lost_replica_was_asked_is_asked_elsewhere(
         assert len(crew.engines) == 4
         await crew.router.close()
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         run(story())
     assert any("replica engine-1 dropped" in r.message for r in caplog.records)
+    traced = 'raise RuntimeError("killed")' in caplog.text
+    assert traced == (fault == "raise-generate"), "an engine's own error has its traceback in the log"
 
 
 @pytest.mark.parametrize("fault", LATER)
