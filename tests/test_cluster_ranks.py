@@ -128,9 +128,7 @@ def test_far_ranks_are_local_ranks_to_the_bit(address: str, tmp_path: Path) -> N
     timeline.close()
     drawn = picture(tmp_path / "timeline.json")
     assert sorted(drawn) == ["rank 0", "rank 1"]
-    done = {
-        f"policy {what}" for what in ("update", "gather for a checkpoint", "load a checkpoint", "micro-batch")
-    }
+    done = {f"policy {what}" for what in ("update", "save", "load a checkpoint", "micro-batch")}
     assert all({*done, "wait for a command"} <= {s.name for s in spans} for spans in drawn.values())
     there = members(far)
     with pytest.raises(WhetError, match=r"rank 1 of 2 died \(killed by SIGKILL\) while doing: update policy"):
