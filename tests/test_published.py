@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -10,15 +11,17 @@ import shutil
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from forked import near
+from forked import FORKS, near
 from test_sync_replicas import Objects, One, load, load_all, run, shipper, state
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
@@ -30,10 +33,11 @@ from whet.models.lora import adapted, attach
 from whet.models.mesh import Dims
 from whet.models.published import weights_of
 from whet.rollout.engine import WeightUpdate
+from whet.rollout.native.engine import NativeEngine
 from whet.sync.exchange import Publisher, carried
 from whet.sync.files import Files
 from whet.sync.manifest import Manifest, TensorEntry, describe
-from whet.sync.replicas import Seat, WrittenVersion
+from whet.sync.replicas import Inbox, Seat, WrittenVersion
 from whet.sync.scratch import scratch
 from whet.sync.transport import flatten
 from whet.training.ranks import RankGroup, Ranks
@@ -172,7 +176,7 @@ def memory_of(model: torch.nn.Module) -> int:
 class Staged:
     """A `Staging` whose files the policy's own process reads; what comes of it lies among the objects."""
 
-    machine = None
+    machine: str | None = None
 
     def __init__(self, path: Path, policy: RankGroup, objects: Objects) -> None:
         self.path, self.policy, self.objects = path, policy, objects
@@ -243,6 +247,99 @@ def test_replicas_get_versions_that_the_driver_never_has(
     assert (tmp_path / "staged").is_dir()
     out.close()
     assert not (tmp_path / "staged").exists()
+
+
+class Other:
+    """A replica in a process of its own. Objects are files there."""
+
+    def __init__(self, model: Any) -> None:
+        ours, theirs = Pipe()
+        self.process, self.connection = FORKS.Process(target=sample, args=(theirs, model)), ours
+        self.process.start()
+        self.label, self.held = "engine-0", None
+
+    async def deliver(self, delivery: Any) -> Receipt:
+        def asked() -> Any:
+            self.connection.send(delivery)
+            return self.connection.recv()
+
+        return await asyncio.to_thread(asked)
+
+
+def sample(connection: Any, model: Any) -> None:
+    torch.set_num_threads(1)
+    engine = NativeEngine(model, kernels.load("torch"), end_token_ids=[1], max_context=64, version=-1)
+    inbox = Inbox(model, name="engine-0", adapters=False, put=np.asarray)
+
+    async def fetched(references: Iterable[Path]) -> list[Any]:
+        return [np.load(path) for path in references]
+
+    while (delivery := connection.recv()) is not None:
+        connection.send(asyncio.run(inbox.take(engine, delivery, fetched)))
+
+
+class InFiles(Staged):
+    """The policy's process writes what it reads into files."""
+
+    def put(self, version: int, names: Sequence[str]) -> Any:
+        path = self.path / f"{version}-{names[0]}.npy"
+        self.policy.call(partial(save_flat, path, version, tuple(names)))
+        return path
+
+
+def save_flat(path: Path, version: int, names: Sequence[str]) -> None:
+    np.save(path, flat_of(path.parent, version, names))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
+@pytest.mark.parametrize("how", ["files", "object_store", "collective", "from the driver"])
+def test_no_byte_of_a_version_of_ranks_is_in_the_driver_s_memory(
+    shards: Ranks, tmp_path: Path, how: str
+) -> None:
+    """The most that it had in memory at once, mapped files included, grows by less than a quarter of the model. The
+    control sends the driver's own module."""
+    scratch = ScratchConfig(hidden_size=512, num_hidden_layers=6, num_attention_heads=8, head_dim=64)
+    model = build(
+        ModelConfig(scratch=scratch), vocab_size=64, eos_token_id=1, pad_token_id=0, seed=0, device="cpu",
+        dtype=torch.float32,
+    )  # fmt: skip
+    size = sum(p.nbytes for p in model.parameters())
+    policy = RankGroup(shards, "policy", model, cut=CUT, optimizer=SGD, total_steps=8)
+    objects = Objects()
+    replica: Any = Other(model)
+    out = shipper(objects, [replica], method="auto" if how in ("files", "object_store") else "collective")
+    out.stage = lambda machine, size: InFiles(tmp_path / "staged", policy, objects)
+    out.near = lambda replica, machine: how == "files"
+
+    async def story() -> None:
+        for version in (1, 2):
+            policy.update(weighted(seed=version), pg_loss)
+            policy.version = version
+            source = {"module": policy.module} if how == "from the driver" else {"source": apart(policy)}
+            before = resident_from_now_on()
+            await load(out.ship(WeightUpdate(version=version, **source)), replica)
+            assert (resident_peak() - before < size / 4) is (how != "from the driver")
+            assert replica.held is not None
+
+    try:
+        run(story())
+        replica.connection.send(None)
+    finally:
+        out.close()
+        replica.process.kill()
+
+
+def resident_from_now_on() -> int:
+    """Let the peak begin anew. Returns what is in memory now."""
+    gc.collect()
+    give_memory_back()
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_peak()
+
+
+def resident_peak() -> int:
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith("VmHWM")))
 
 
 def test_a_replica_that_dies_while_it_reads_harms_nobody(shards: Ranks, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from whet.types import ConfigError, WhetError
 
 AT_ONCE_BYTES = 64 << 20
 """Messages that have come are carried together up to so much."""
-CHUNK_BYTES = 128 << 20
+CHUNK_BYTES = 16 << 20
 """Of a file on its way to another machine."""
 CARRY_S = 300.0
 """Longest time of one such piece to all machines."""
