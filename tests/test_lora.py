@@ -32,7 +32,6 @@ from whet.models.forward import decoder
 from whet.models.load import export
 from whet.models.logprob_parity import self_test
 from whet.models.lora import (
-    _Adapted,
     adapted,
     attach,
     dropping,
@@ -42,6 +41,7 @@ from whet.models.lora import (
     refresh,
     twin,
 )
+from whet.models.lora_layers import LoraStack, _Adapted
 from whet.models.mesh import Dims
 from whet.models.muon import Muon
 from whet.models.products import Everywhere
