@@ -438,7 +438,7 @@ def one_rank(case: Case, *, zero: int | None = None) -> Numbers:
     from importlib.util import find_spec
 
     from whet.config.deepspeed import INSTALL, engine_config
-    from whet.config.schema import DeepSpeedConfig, OptimizerConfig, TrainConfig
+    from whet.config.schema import OptimizerConfig, TrainConfig
     from whet.models.mesh import Dims
     from whet.training.micro_batches import MicroBatchPolicy
     from whet.training.ranks import RankGroup, Ranks
@@ -447,7 +447,7 @@ def one_rank(case: Case, *, zero: int | None = None) -> Numbers:
     if zero is not None:
         if find_spec("deepspeed") is None:
             raise Skipped(f"deepspeed is not installed; {INSTALL}")
-        train = TrainConfig(deepspeed=DeepSpeedConfig(stage=zero))
+        train = TrainConfig(deepspeed={"zero_optimization": {"stage": zero}})
         how["deepspeed"] = engine_config(train, how["optimizer"], "float32")
     theirs, _ = updated(case, model(case, "float32"), steps=2)
     ranks = Ranks(Dims(), device=case.device, timeout_s=120.0)

@@ -38,11 +38,12 @@ from native_cases import (
 )
 from observed import Watcher
 from whet.algos.recipes import build
-from whet.config.keys import keys, settings
+from whet.config.keys import entries, keys, settings
 from whet.config.schema import AlgorithmConfig, CriticConfig, StageConfig
 from whet.types import Json
 
-LEAVES = [".".join(key.path) for key in keys().values() if key.section is None]
+LEAVES = [".".join(key.path) for key in keys().values() if key.section is None and not entries(key)]
+LEAVES += [".".join((*key.path, name)) for key in keys().values() for name in entries(key)]
 LEAVES += [".".join(path) for path in settings() if path[-1] != "name"]
 
 

@@ -61,7 +61,6 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "algorithm.groups.uniform_by": [(ONLINE_DPO, "algorithm.groups.uniform_by=[exact]")],
     "algorithm.entropy_clip": [("algorithm.loss=geo_mean", "algorithm.entropy_clip=batch")],
     "algorithm.top_entropy_quantile": [("algorithm.loss=kl_cov", "algorithm.top_entropy_quantile=0.2")],
-    "algorithm.advantage_low": [("algorithm.advantage_low=1.0", "algorithm.advantage_high=0.0")],
     "algorithm.resample": [(*MIX, "algorithm.resample=pow")],
     "algorithm.refill": [
         (*MIX, "algorithm.refill=copy"),

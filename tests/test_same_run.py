@@ -213,7 +213,7 @@ FILES = {
 
 
 SHARED = {
-    "advantage_low", "advantage_high", "loss_agg_mode", "correction", "dynamic_sampling", "entropy_coef", "groups",
+    "advantage_clip", "loss_agg_mode", "correction", "dynamic_sampling", "entropy_coef", "groups",
     "kl", "kind", "loss", "mix", "positive_nll_coef", "refill", "resample", "reward_kl", "whiten",
 }  # fmt: skip
 """What makes an algorithm. Not its name and advantage: Trinity-RFT can say GRPO without the deviation as rec only."""

@@ -281,7 +281,7 @@ def test_arguments_of_functions() -> None:
                 "advantage": "grpo",
                 "advantage.std_epsilon": 1e-6,
                 "entropy_clip": "batch",
-                "entropy_clip_mu": 2.5,
+                "entropy_clip.mu": 2.5,
             },
         ),
         (
@@ -291,8 +291,8 @@ def test_arguments_of_functions() -> None:
                 "advantage": "grpo",
                 "advantage.std_epsilon": 1e-4,
                 "entropy_clip": "vocabulary",
-                "entropy_clip_mu": 2.0,
-                "entropy_clip_max_frac": 1e-4,
+                "entropy_clip.mu": 2.0,
+                "entropy_clip.max_frac": 1e-4,
             },
         ),
         (
@@ -910,9 +910,7 @@ def test_files_of_replies() -> None:
 
 
 def test_the_queue_is_recorded() -> None:
-    assert data.queue(grpo(**{f"{EXPERIENCES}.path": "sqlite:///gsm8k.db"})) == {
-        "track.rollouts_dir": "gsm8k"
-    }
+    assert data.queue(grpo(**{f"{EXPERIENCES}.path": "sqlite:///gsm8k.db"})) == {"dirs.rollouts": "gsm8k"}
     with pytest.raises(NotSupportedYet, match="sql is coming"):
         data.queue(grpo(**{f"{EXPERIENCES}.storage_type": "sql"}))
 

@@ -8,6 +8,7 @@ from datetime import date
 from pathlib import Path as File
 
 from whet.config import checks_parallel, checks_run, deepspeed, groups, rules, scratch
+from whet.config.chosen import chosen, setting_problems
 from whet.config.evaluation import (
     all_asked,
     eval_problems,
@@ -16,9 +17,10 @@ from whet.config.evaluation import (
     tokens_after_prompt,
     total_tokens,
 )
+from whet.config.functions import PRIORITIES
 from whet.config.keys import Path, dotted, lookup
 from whet.config.learning import train_problems
-from whet.config.recipes import RECIPES, Resolved, resolve, settings_problems
+from whet.config.recipes import ELSEWHERE, RECIPES, Resolved, resolve, settings_problems
 from whet.config.schema import AlgorithmConfig, Config
 from whet.config.sizes import shape
 from whet.config.sources import reward_problems, source_problems
@@ -28,6 +30,7 @@ from whet.types import ConfigError, Json
 
 Problem = tuple[str, str]
 """(key, what is wrong with it)."""
+PRIORITY = "buffer.replay.priority"
 
 
 def consequences(cfg: Config) -> Iterator[Problem]:
@@ -47,11 +50,19 @@ def hard_problems(cfg: Config) -> list[Problem]:
         *checks_parallel.problems(cfg),
         *deepspeed.problems(cfg),
         *reward_problems(cfg),
+        *_priority(cfg),
     ]
     if algorithm is not None:
         problems += [*_rewards(cfg, algorithm), *groups.problems(cfg, algorithm)]
         problems += checks_parallel.placement(cfg, algorithm)
     return problems
+
+
+def _priority(cfg: Config) -> Iterator[Problem]:
+    """Of groups that are trained on again."""
+    own, _ = ELSEWHERE[PRIORITY]
+    made = chosen(cfg.buffer.replay.priority, PRIORITIES, own)
+    yield from setting_problems(PRIORITY, made, PRIORITIES)
 
 
 def _algorithm(cfg: AlgorithmConfig) -> tuple[Resolved | None, list[Problem]]:

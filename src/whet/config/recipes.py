@@ -45,20 +45,15 @@ class Resolved:
     advantage: str
     loss: str
     settings: Mapping[str, Chosen]
-    """By part: `advantage`, `loss`, `mix.loss` where there is a mix, `correction.weight` where there is one."""
+    """By part: `advantage`, `loss`; `mix.loss`, `correction.weight`, `resample` and `entropy_clip` where there is
+    one."""
     loss_agg_mode: str
     norm_tokens: int | None
     mean_over_rollouts: int | None
     whiten: bool
     whiten_ddof: int
-    advantage_low: float | None
-    advantage_high: float | None
+    advantage_clip: tuple[float | None, float | None]
     top_entropy_quantile: float
-    entropy_clip: str
-    entropy_clip_mu: float
-    entropy_clip_max_frac: float | None
-    resample: str
-    resample_power: float
     refill: Literal["sample", "copy"]
     groups: GroupsConfig
     entropy_coef: float
@@ -132,7 +127,7 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         "whiten": bool(pick("whiten")),
         "groups": _groups(cfg, recipe.kind, pairs=loss.pairs),
         "dynamic_sampling": bool(pick("dynamic_sampling")),
-        "needs": advantage.needs | loss.needs | _term_needs(cfg),
+        "needs": advantage.needs | loss.needs | _term_needs(cfg, settings),
         "compares": advantage.compares and settings["advantage"].settings.get("single_rollout") != "raw",
         "judged": (advantage.judged and loss.judged) or reprompt is not None,
         "ratio": loss.ratio or settings["loss"].is_own,
@@ -176,7 +171,10 @@ def _mix(cfg: AlgorithmConfig, settings: Mapping[str, Chosen]) -> MixConfig | No
 Own = tuple[str, bool]
 """What a key names where it gives no name, and whether it does where it is null."""
 
-ELSEWHERE: dict[str, Own] = {"model.scratch": ("qwen3", False)}
+ELSEWHERE: dict[str, Own] = {
+    "model.scratch": ("qwen3", False),
+    "buffer.replay.priority": ("linear_decay", True),
+}
 """Keys outside the algorithm that hold a name or a table of settings."""
 
 
@@ -187,6 +185,8 @@ def _own(recipe: Recipe, *, mixes: bool) -> dict[str, Own]:
         "algorithm.loss": (recipe.loss, True),
         "algorithm.mix.loss": (recipe.expert_loss or "sft", mixes),
         "algorithm.correction.weight": ("", False),
+        "algorithm.resample": ("", False),
+        "algorithm.entropy_clip": ("", False),
     }
 
 
@@ -242,12 +242,12 @@ def settings_problems(cfg: AlgorithmConfig) -> Iterator[tuple[str, str]]:
         yield from setting_problems(f"algorithm.{part}", made, FUNCTIONS[f"algorithm.{part}"])
 
 
-def _term_needs(cfg: AlgorithmConfig) -> frozenset[Need]:
+def _term_needs(cfg: AlgorithmConfig, settings: Mapping[str, Chosen]) -> frozenset[Need]:
     needs: set[Need] = {"reference"} if max(cfg.kl.coef, cfg.reward_kl.coef) > 0 else set()
     if cfg.top_entropy_quantile < 1:
         needs.add("entropy")
-    if cfg.entropy_clip != "none":
-        needs.add("discriminant" if cfg.entropy_clip == "batch" else "centred_discriminant")
+    if "entropy_clip" in settings:
+        needs.add("discriminant" if settings["entropy_clip"].name == "batch" else "centred_discriminant")
     return frozenset(needs)
 
 
@@ -267,6 +267,9 @@ def _check_parts(cfg: AlgorithmConfig, r: Resolved) -> None:
         )
     if r.mix is not None and r.mix.mu == 0 and not r.mix.mu_valley:
         raise ConfigError("algorithm.mix.mu=0: the demonstrations would have no weight; set it above 0.")
+    low, high = r.advantage_clip
+    if r.kind == "online" and low is not None and high is not None and low > high:
+        raise ConfigError(f"algorithm.advantage_clip: {low} is above {high}; give the lower bound first.")
     given = r.settings["advantage"].settings
     if r.advantage == "gdpo" and given["part_weights"] and len(given["part_weights"]) != len(given["parts"]):
         raise ConfigError(

@@ -115,6 +115,7 @@ def real_tokenizer(cfg: Config) -> str | None:
 def _stage(cfg: Config, name: str, *, lost: Mapping[str, str], broken: set[str]) -> dict[str, Json]:
     tree = cfg.model_dump(mode="json", exclude_unset=True)
     tree.pop("mode", None)
+    tree.pop("dirs", None)
     tree["model"] = _model(cfg)
     tree["tokenizer"] = _tokenizer(cfg)
     for role in ("critic", "reference"):

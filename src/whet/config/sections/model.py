@@ -73,8 +73,6 @@ class ModelConfig(Section):
     """Values that override entries of the model's config.json, by their Hugging Face names."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights of the model. Default: all weights are trained."""
-    trust_remote_code: Literal[False] = False
-    """Code in a model folder is never run; only False is accepted."""
 
 
 class TokenizerConfig(Section):
