@@ -144,11 +144,15 @@ class CachedAttention:
         self.cache, self.ops, self.queries_B = cache, ops, queries_B
         self.table_BP = table_BP.to(torch.int32).contiguous()
         self.keys_B = length_B + (1 if queries_B is None else queries_B)
-        if self.table_BP.device.type == "cpu":
+        if self.table_BP.device.type == "cpu" and not _are_pages(cache, *_range(self.table_BP)):
             # a wrong page would be foreign memory to C: pages up to the last one must exist, later ones may be
             # anything; elsewhere the host must not wait for the device at every step, and indexing checks itself
             used_BP = torch.arange(table_BP.shape[1]) <= ((self.keys_B - 1) // PAGE)[:, None]
-            _check_pages(cache, self.table_BP.where(used_BP, 0))
+            low, high = _range(self.table_BP.where(used_BP, 0))
+            if not _are_pages(cache, low, high):
+                raise ValueError(
+                    f"page numbers {low} .. {high}, but the cache has pages 0 .. {cache.pages - 1}"
+                )
         if queries_B is None:
             self.position_N = length_B
             page_N = self.table_BP.gather(1, (length_B // PAGE)[:, None]).squeeze(1)
@@ -182,12 +186,16 @@ class CachedAttention:
         )
 
 
-def _check_pages(cache: KvCache, page: Tensor) -> None:
+def _range(page: Tensor) -> tuple[int, int]:
+    """The lowest and the highest number; of none, those of the first page."""
     if page.numel() == 0:
-        return
-    low, high = (int(x) for x in page.aminmax())
-    if low < 0 or high >= cache.pages:
-        raise ValueError(f"page numbers {low} .. {high}, but the cache has pages 0 .. {cache.pages - 1}")
+        return 0, 0
+    low, high = page.aminmax()
+    return int(low), int(high)
+
+
+def _are_pages(cache: KvCache, low: int, high: int) -> bool:
+    return low >= 0 and high < cache.pages
 
 
 @torch.compiler.disable
