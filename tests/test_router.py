@@ -707,6 +707,30 @@ def test_a_cancelled_question_is_cancelled_even_if_its_answer_is_there() -> None
     run(story())
 
 
+def test_a_replica_that_gets_on_is_heard_though_no_request_ends() -> None:
+    """The watchdog of the run hears what the watch of the router sees."""
+    heard = asyncio.Event()
+
+    class Slow(Faulty):
+        seen = 0
+
+        async def health(self) -> Health:
+            self.seen += 1
+            return Health(since=0.0, requests=0, tokens=self.seen)
+
+    async def wait_to_be_heard(prompt: list[int], sampling: Sampling, version: int) -> list[int]:
+        await heard.wait()
+        return [7, 1]
+
+    async def story() -> None:
+        crew = Crew(1, lambda: Slow(ScriptedEngine(wait_to_be_heard)))
+        crew.router.beat = lambda what: heard.set() if what == "sampling" else None
+        assert len(await ask(crew.router, jobs(1))) == 1
+        await crew.router.close()
+
+    run(story())
+
+
 def test_an_idle_replica_is_asked_again_whatever_the_others_did() -> None:
     """One has ended all it was asked while the other's load changed many times: the next requests are for both."""
     asked: Counter[int] = Counter()
