@@ -100,9 +100,19 @@ def _targeted(name: str, lora: LoraConfig) -> bool:
     layer, _, kind = name.rpartition(".")
     if kind != "weight" or "norm" in layer.rpartition(".")[2] or any(part in name for part in _NO_LINEAR):
         return False
+    return layer_targeted(layer, lora)
+
+
+def layer_targeted(layer: str, lora: LoraConfig) -> bool:
+    """Whether a linear layer, which is not the output layer, gets an adapter."""
     if fits(layer, lora.exclude_modules):
         return False
-    return lora.targets == "all-linear" or fits(layer, lora.targets)
+    return every_linear(lora) or fits(layer, lora.targets)
+
+
+def every_linear(lora: LoraConfig) -> bool:
+    """Whether all linear layers get adapters, maybe beside experts."""
+    return "all-linear" in ((lora.targets,) if isinstance(lora.targets, str) else lora.targets)
 
 
 def is_stack(name: str) -> bool:
@@ -124,7 +134,7 @@ def ranks_of_stack(name: str, lora: LoraConfig, key: str = "model.lora") -> int:
     Errors: ConfigError where one of the two is named without the other.
     """
     inside = inside_stack(name)
-    if lora.targets == "all-linear" or any(fits(n, lora.exclude_modules) for n in (name, *inside)):
+    if any(fits(n, lora.exclude_modules) for n in (name, *inside)):
         return 0
     if fits(name, lora.targets):
         return 1

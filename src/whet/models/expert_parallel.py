@@ -81,7 +81,11 @@ def apply(model: PreTrainedModel, peers: Peers) -> dict[str, SplitDim]:
         for p, weight in ((p, weight) for p, weight in module.named_parameters() if weight.ndim == 3):
             cuts[f"{name}.{p}"] = SplitDim(0, peers)
             weight.data = cuts[f"{name}.{p}"].part(weight.data)
-        model.set_submodule(name, SpreadExperts(module, peers))
+        spread = SpreadExperts(module, peers)
+        model.set_submodule(name, spread)
+        for stack in spread.lora.values():
+            stack.effective = None  # type: ignore[assignment]
+            stack.refresh()  # type: ignore[operator]
     if not cuts:
         raise ConfigError(
             f"train.parallel.ep={peers.size}: {type(model).__name__} has no experts; set it to 1"

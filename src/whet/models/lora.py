@@ -36,10 +36,12 @@ from transformers import PreTrainedModel
 from whet import seeds
 from whet.config.learns import (
     STACKS,
+    every_linear,
     fits,
     fused_as,
     inside_stack,
     is_stack,
+    layer_targeted,
     pattern_of,
     ranks_of_stack,
     shares_experts,
@@ -73,13 +75,13 @@ def attach(model: PreTrainedModel, cfg: LoraConfig, *, seed: int, key: str = "mo
 
     head = model.get_output_embeddings()
     stacks = _stacks(cfg, model, key)
-    targets = _targets(cfg, model, stacks=stacks)
+    asked = _asked(cfg, model, stacks=stacks)
     model.requires_grad_(False)
     with torch.random.fork_rng():
         torch.manual_seed(seeds.key(seed, "lora"))
         try:
-            if targets or not stacks:
-                inject_adapter_in_model(_peft(cfg, targets), model)
+            if asked.targets or not stacks:
+                inject_adapter_in_model(_peft(asked), model)
                 del model.peft_config  # transformers would refuse to write the model
         except ValueError as error:
             raise ConfigError(f"{key}: {error} Linear layers of the model: {_linear_names(model)}") from error
@@ -101,14 +103,15 @@ def attach(model: PreTrainedModel, cfg: LoraConfig, *, seed: int, key: str = "mo
     refresh(model)
 
 
-def _targets(cfg: LoraConfig, model: PreTrainedModel, *, stacks: list[str]) -> list[str] | str:
-    """Which linear layers get adapters, as peft takes it. Its own all-linear reaches for experts and routers, too, and
-    so do names that are those of experts."""
-    if cfg.targets != "all-linear" and not stacks:
-        return cfg.targets if isinstance(cfg.targets, str) else list(cfg.targets)
+def _asked(cfg: LoraConfig, model: PreTrainedModel, *, stacks: list[str]) -> LoraConfig:
+    """What peft is asked for. Its own all-linear reaches for experts and routers, too, and so do the names of experts:
+    then it is told the layers."""
+    if not every_linear(cfg) and not stacks:
+        return cfg
     head = model.get_output_embeddings()
     linear = [name for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
-    return [name for name in linear if cfg.targets == "all-linear" or fits(name, cfg.targets)]
+    chosen = tuple(name for name in linear if layer_targeted(name, cfg))
+    return cfg.model_copy(update={"targets": chosen, "exclude_modules": ()})
 
 
 def _stacks(cfg: LoraConfig, model: PreTrainedModel, key: str) -> list[str]:
@@ -181,7 +184,7 @@ def _linear_names(model: PreTrainedModel) -> str:
     )
 
 
-def _peft(cfg: LoraConfig, targets: list[str] | str) -> Any:
+def _peft(cfg: LoraConfig) -> Any:
     """The section as peft's own configuration."""
     from peft import LoraConfig
 
@@ -194,13 +197,17 @@ def _peft(cfg: LoraConfig, targets: list[str] | str) -> Any:
         lora_alpha=cfg.alpha,  # type: ignore[arg-type]  # peft divides; any number does
         use_rslora=cfg.rslora,
         lora_dropout=cfg.dropout,
-        target_modules=targets,
-        exclude_modules=exclude if isinstance(exclude := cfg.exclude_modules, str) else list(exclude),
+        target_modules=_as_list(cfg.targets),
+        exclude_modules=_as_list(cfg.exclude_modules),
         rank_pattern=dict(cfg.rank_pattern),
         alpha_pattern=dict(cfg.alpha_pattern),
         init_lora_weights=init,
         task_type="CAUSAL_LM",
     )
+
+
+def _as_list(names: str | tuple[str, ...]) -> str | list[str]:
+    return names if isinstance(names, str) else list(names)
 
 
 def _own(name: str, layer: Any, *, head: nn.Module | None, dropout: float, key: str) -> LoraLinear:
@@ -402,8 +409,13 @@ def export_adapter(model: PreTrainedModel, path: Path, *, cfg: LoraConfig, base:
     base: the location of that model, for the record.
     """
     layers = adapted(model)
-    linear = [name for name, layer in layers.items() if isinstance(layer, LoraLinear)]
-    config = _peft(cfg.model_copy(update={"exclude_modules": (), **_patterns(model, cfg)}), linear)
+    linear = {name for name, layer in layers.items() if isinstance(layer, LoraLinear)}
+    told = {
+        "targets": tuple(n for n in layers if n in linear),
+        "exclude_modules": (),
+        **_patterns(model, cfg),
+    }
+    config = _peft(cfg.model_copy(update=told))
     config.target_parameters = [name for name in layers if name not in linear] or None
     config.base_model_name_or_path, config.inference_mode = base, True
     config.modules_to_save = list(_whole(model, cfg.modules_to_save)) or None

@@ -28,8 +28,9 @@ class LoraConfig(Section):
     targets: str | tuple[str, ...] = "all-linear"
     """Layers with adapters: all-linear (every linear layer except the output layer), a list of names (`q_proj` matches
     this layer in every block), or a regular expression for the whole name. Experts of a mixture have their matrices in
-    stacks, which are no linear layers: they are named `gate_up_proj` and `down_proj`. `gate_proj` and `up_proj` are
-    that stack, too, with an adapter of twice the rank, as in peft (of one rank with `fused`)."""
+    stacks, which are no linear layers; their names are `gate_up_proj` and `down_proj` (in a list, beside all-linear,
+    too). `gate_proj` and `up_proj` together name the first stack; its adapter then has twice the rank, as in peft, or,
+    with `fused`, one rank."""
     exclude_modules: str | tuple[str, ...] = ()
     """Layers without adapters, even if `targets` matches them: a list of names, or a regular expression for the whole
     name. Such an expression may match nothing."""
