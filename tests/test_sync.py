@@ -24,7 +24,6 @@ from whet.models.lora import adapted, attach, merged, refresh
 from whet.rollout.native.engine import NativeEngine
 from whet.sync.exchange import Publisher, Receiver, cast, with_adapters
 from whet.sync.files import Files
-from whet.sync.ipc import by_handle
 from whet.sync.manifest import (
     DTYPES,
     Manifest,
@@ -36,7 +35,7 @@ from whet.sync.manifest import (
 )
 from whet.sync.parcels import Letter, Parcels, in_store
 from whet.sync.transport import Transport, buckets, flatten, split
-from whet.types import ConfigError, Receipt, Sampling, WhetError
+from whet.types import Receipt, Sampling, WhetError
 
 Named = list[tuple[str, Tensor]]
 
@@ -356,15 +355,6 @@ def test_only_floating_point_is_cast() -> None:
         "x": torch.tensor([1.0], dtype=torch.bfloat16),
         "n": given_[1][1],
     }
-
-
-def test_handles_need_cuda() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is CUDA")
-    with pytest.raises(
-        ConfigError, match=r"sync.method=ipc.*no CUDA device.*use memory.*files or collective"
-    ):
-        by_handle()
 
 
 # ---------------------------------------------------------------- trainer and engine

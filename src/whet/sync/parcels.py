@@ -1,7 +1,6 @@
 """Weights that are sent as a letter: a manifest and a list of parcels, handed over by the process that has both ends.
 
-Two transports use this module with different parcels: references into an object store (Ray's, filled by the caller),
-and handles to memory of the same GPU.
+A parcel is a reference into an object store, Ray's, which the caller fills.
 """
 
 from __future__ import annotations
