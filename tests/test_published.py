@@ -25,7 +25,7 @@ from forked import FORKS, near
 from test_sync_replicas import Objects, One, load, load_all, run, shipper, state
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
-from whet.config.schema import LoraConfig, ModelConfig, OptimizerConfig, ScratchConfig
+from whet.config.schema import LoraConfig, ModelConfig, OptimizerConfig
 from whet.environment import give_memory_back
 from whet.models import kernels
 from whet.models.load import build
@@ -138,7 +138,7 @@ def test_the_driver_s_memory_is_less_than_the_model_while_versions_are_published
 ) -> None:
     """Measured, over several versions. kept: with the copy that a driver has which samples itself, the limit fails."""
     before = anonymous_bytes()
-    scratch = ScratchConfig(hidden_size=512, num_hidden_layers=6, num_attention_heads=8, head_dim=64)
+    scratch = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "head_dim": 64}
     model = build(
         ModelConfig(scratch=scratch), vocab_size=64, eos_token_id=1, pad_token_id=0, seed=0, device="cpu",
         dtype=torch.float32,
@@ -298,7 +298,7 @@ def test_no_byte_of_a_version_of_ranks_is_in_the_driver_s_memory(
 ) -> None:
     """The most that it had in memory at once, mapped files included, grows by less than a quarter of the model. The
     control sends the driver's own module."""
-    scratch = ScratchConfig(hidden_size=512, num_hidden_layers=6, num_attention_heads=8, head_dim=64)
+    scratch = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "head_dim": 64}
     model = build(
         ModelConfig(scratch=scratch), vocab_size=64, eos_token_id=1, pad_token_id=0, seed=0, device="cpu",
         dtype=torch.float32,
