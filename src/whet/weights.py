@@ -142,4 +142,4 @@ def open_publisher(cfg: Config, run_dir: Path) -> Publisher:
     """Where explorers in separate processes get the weights from."""
     files = Files(run_dir / "weights", timeout_s=cfg.sync.timeout_s, keep=cfg.sync.keep)
     files.tidy()
-    return publisher_of(cfg, files)
+    return publisher_of(cfg, files, receipts=files.receipts)

@@ -58,7 +58,7 @@ from whet.rollout.replica import Replica
 from whet.rollout.router import Router
 from whet.rollout.scale import wish
 from whet.sync.manifest import Manifest
-from whet.sync.parcels import Letter, in_store
+from whet.sync.parcels import Letter, Parcels
 from whet.sync.replicas import Delivery, Inbox, Replicated, Shipped, Shipper, within_s
 from whet.track.lanes import REPLICAS, Lane, Notes, Told
 from whet.track.timeline import Timeline, clock
@@ -393,7 +393,7 @@ def open_replicas(
         bundle = {"CPU": float(settings.cpus)} | ({"GPU": gpus} if gpus else {})
         group = place(bundle, count, strategy=settings.placement, start_timeout_s=settings.start_timeout_s)
         spec = spec_of(plans, model, cfg=cfg, tokenizer=tokenizer, threads=settings.cpus)
-        shipper = Shipper(cfg, in_store(ray.put, ray.get), device=spec.device)
+        shipper = Shipper(cfg, Parcels(ray.put, ray.get), device=spec.device)
         shipper.near = _near
         shipper.stage = partial(RayStaging, disk=Path(cfg.run_dir).absolute() / "weights")
         if cfg.sync.method == "collective":

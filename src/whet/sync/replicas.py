@@ -39,7 +39,7 @@ from whet.sync.exchange import (
 )
 from whet.sync.files import Files
 from whet.sync.manifest import DTYPES, Manifest
-from whet.sync.parcels import Letter, Parcels, in_store
+from whet.sync.parcels import Letter, Parcels
 from whet.sync.relay import Relay
 from whet.sync.transport import Patience
 from whet.types import Receipt, WhetError
@@ -415,12 +415,6 @@ def _answer(future: asyncio.Future[None], error: BaseException | None) -> None:
 # ---------------------------------------------------------------- a replica's end
 
 
-class _Read(Files):
-    """A folder that is only read: the receipt goes back with the answer."""
-
-    def confirm(self, receipt: Receipt) -> None: ...
-
-
 class Inbox:
     """Handles deliveries in a replica's process, on its event loop: while weights arrive, nothing is sampled.
 
@@ -431,7 +425,7 @@ class Inbox:
     def __init__(self, module: nn.Module, *, name: str, adapters: bool, put: Callable[[Any], Any]) -> None:
         self.module, self.adapters = module, adapters
         self.fetched: dict[Any, Any] = {}
-        self.letters = in_store(put, self.fetched.__getitem__)
+        self.letters = Parcels(put, self.fetched.__getitem__)
         self.receiver = Receiver(self.letters, name=name, staged=False)
         self.receiver.module = module if adapters else None  # without weights yet: nothing is held
         self.end: Collective | None = None
@@ -448,7 +442,7 @@ class Inbox:
             self.receiver.transport = self._seated(delivery)
             version = delivery.version
         elif isinstance(delivery, WrittenVersion):
-            self.receiver.transport = _Read(delivery.root)
+            self.receiver.transport = Files(delivery.root)
             version = delivery.manifest.version
         else:
             version = delivery.manifest.version

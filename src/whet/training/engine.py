@@ -58,6 +58,9 @@ class TrainEngine(Protocol):
         brought here first, so that what `send` writes is on this one; not so with `there`. Raises what `send` raises.
         """
 
+    def write_weights(self, folder: Path) -> None:
+        """All weights as the model has them, adapters apart, into a folder of this machine: `published.read_own`."""
+
     def call(self, function: Callable[[], T]) -> T:
         """Call a function, which can be pickled, in the process that calls `send`, and return what it returns."""
 

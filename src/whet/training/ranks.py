@@ -45,6 +45,7 @@ from whet.models.published import (
 )
 from whet.models.sharded import Sharding
 from whet.tables import loaded_files
+from whet.track.files import atomic_folder
 from whet.track.lanes import RANKS, Lane, Told
 from whet.track.timeline import Timeline, clock
 from whet.training import parts
@@ -341,8 +342,7 @@ class RankGroup:
                     own = dict(learned(self._module))
                     self._ask("pull", tensor=lambda name, x: own[name].copy_(x))
                 else:
-                    with self.ranks.lines.brought(self.home) as there:
-                        self._publish(partial(write_own, there))
+                    self.write_weights(self.home)
                     bring_back(self._module, self.home, self.device)
                     self._gone = False
             refresh(self._module)
@@ -392,6 +392,10 @@ class RankGroup:
 
     def _publish(self, send: Send[T]) -> T:
         return self._ask("publish", send, adapters_of(self._module))[0]  # type: ignore[no-any-return]
+
+    def write_weights(self, folder: Path) -> None:
+        with atomic_folder(folder, durable=False) as new, self.ranks.lines.brought(new) as there:
+            self._publish(partial(write_own, there))
 
     def call(self, function: Callable[[], T]) -> T:
         with self.span("send weights"):

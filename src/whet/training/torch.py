@@ -38,7 +38,7 @@ from whet.models.optim import Optimizer, inner_matrices
 from whet.models.packing import layout
 from whet.models.parallel import Parallel
 from whet.models.precision import computing
-from whet.models.published import Adapter, Send, merging, parts_first, weights_of
+from whet.models.published import Adapter, Send, merging, parts_first, weights_of, write_own
 from whet.models.router import RouterTerms, gates, hook, uses
 from whet.models.sharded import Alone, DataParallel, local, within
 from whet.models.tensor_files import Piece, TensorFile, opened, pieces, write
@@ -195,6 +195,9 @@ class TorchEngine:
 
     def publish(self, send: Send[T], *, there: bool = False) -> T:
         return send(weights_of(self.module))
+
+    def write_weights(self, folder: Path) -> None:
+        write_own(folder, weights_of(self.module))
 
     def call(self, function: Callable[[], T]) -> T:
         return function()
