@@ -90,7 +90,13 @@ CASES: list[Case] = [
     *[
         (
             "reinforce_is",
-            {"weight_over": over, "weight_low": 0.5, "weight_high": 1.5, "weight_outside": outside},
+            {
+                "weight_over": over,
+                "weight_low": 0.5,
+                "weight_high": 1.5,
+                "weight_outside": outside,
+                "weight_normalize": False,
+            },
             lambda t, over=over, outside=outside: naive.reinforce_is(t, over, 0.5, 1.5, outside),
         )
         for over in ("none", "token", "sequence", "geometric")
@@ -117,13 +123,27 @@ CASES: list[Case] = [
     ],
     rec_case("two-side", "none", "forward-kl"),
 ]
-COVARIANCE: list[Case] = [
+OVER_MINIBATCH: list[Case] = [
     ("kl_cov", {"kl_cov_ratio": 0.1, "ppo_kl_coef": 0.7}, lambda t: naive.kl_cov(t, 0.1, 0.7)),
     ("kl_cov", {"kl_cov_ratio": 1e-4, "ppo_kl_coef": 0.7}, lambda t: naive.kl_cov(t, 1e-4, 0.7)),
     ("kl_cov", {"kl_cov_ratio": 1.0, "ppo_kl_coef": 0.7}, lambda t: naive.kl_cov(t, 1.0, 0.7)),
+    *[
+        (
+            "reinforce_is",
+            {
+                "weight_over": over,
+                "weight_low": 0.5,
+                "weight_high": 1.5,
+                "weight_outside": "mask",
+                "weight_normalize": True,
+            },
+            lambda t, over=over: naive.reinforce_is(t, over, 0.5, 1.5, "mask", normalize=True),
+        )
+        for over in ("none", "token", "sequence", "geometric")
+    ],
 ]
 CLIP_COV = CLIP | {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.0, "clip_cov_ub": 5.0}
-ALL = [*CASES, *COVARIANCE]
+ALL = [*CASES, *OVER_MINIBATCH]
 NAMES = [f"{name}-{n}" for n, (name, _, _) in enumerate(ALL)]
 
 
@@ -269,7 +289,7 @@ def test_the_gradient_is_that_of_the_loss(case: Case, seed: int) -> None:
     if held:
         value = frozen_loss(name, batch, logp, keys)
     elif name in LOSSES_OVER:  # the choice of tokens is held, too
-        loss = LOSSES_OVER[name](batch, logp.detach(), **keys)
+        loss = LOSSES_OVER[name](batch, logp.detach, **keys)
         value = lambda x: loss(batch, Outputs(logp_N=x)).loss_N  # noqa: E731
     else:
         value = lambda x: LOSSES[name](batch, Outputs(logp_N=x), **keys).loss_N  # noqa: E731
@@ -303,7 +323,7 @@ def test_rec_adds_the_gradient_of_its_regularizer() -> None:
 def over(case: Case, batch: Batch, logp: Tensor) -> LossFn:
     name, keys, _ = case
     if name in LOSSES_OVER:
-        return LOSSES_OVER[name](batch, logp.detach(), **keys)
+        return LOSSES_OVER[name](batch, logp.detach, **keys)
     return lambda b, o: LOSSES[name](b, o, **keys)
 
 
