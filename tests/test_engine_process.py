@@ -169,7 +169,7 @@ SPELL: dict[str, Any] = {
     "seed": 0,
     "model": {
         "scratch": {
-            "architecture": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "name": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
             "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64,
         }
     },

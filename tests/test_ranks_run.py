@@ -70,7 +70,7 @@ def test_each_key_changes_what_is_started(monkeypatch: pytest.MonkeyPatch, overr
 
 def test_experts_and_parts_of_a_pipeline_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     mixture = (
-        "model.scratch.architecture=qwen3_moe",
+        "model.scratch.name=qwen3_moe",
         "model.scratch.num_experts=4",
         "train.parallel.dp_shard=2",
     )
