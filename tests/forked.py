@@ -179,11 +179,16 @@ NEAR_RANKS = "import forked; forked.fork_ranks(); from whet.cli import main; mai
 """`code` of a command whose ranks are forked, too."""
 
 
+def fork_from_the_same() -> None:
+    """In a process that is forked: its own come from the server that it comes from, not from another one."""
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[attr-defined]
+
+
 def fork_ranks() -> None:
-    """In a process that is forked: its ranks come from the server that it comes from. They end with their line."""
+    """In a process that is forked: its ranks are forked, too. They end with their line."""
     from whet.training import ranks
 
-    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[attr-defined]
+    fork_from_the_same()
     ranks.Local = lambda count, threads, **_: near(count, threads)  # type: ignore[assignment, misc]
 
 

@@ -11,10 +11,11 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from forked import Forked, played
+from forked import Forked, fork_from_the_same, played
 
 SCRIPT = """#!/bin/sh
 exec "{python}" -SI -c '
@@ -37,23 +38,39 @@ sys.exit(code)
 def programs(folder: Path, **codes: str) -> Iterator[None]:
     """While the block runs there is a program in `folder` for each name, which runs its code: with the arguments, the
     environment, the working directory and the outputs that the program is given."""
-    with tempfile.TemporaryDirectory(prefix="whet-") as near, socket.socket(socket.AF_UNIX) as listener:
+    ours, theirs = Pipe()
+    with tempfile.TemporaryDirectory(prefix="whet-") as near, ours:
         address = f"{near}/line"  # the name of a socket may not be long
-        listener.bind(address)
-        listener.listen()
+        server = Forked(_serve, address, codes, theirs)
+        theirs.close()
+        ours.recv()
         for name in codes:
             path = folder / name
             path.write_text(SCRIPT.format(python=sys.executable, address=address, name=name))
             path.chmod(0o755)
-        under_way: list[_UnderWay] = []
-        threading.Thread(target=_listen, args=(listener, codes, under_way), daemon=True).start()
         try:
             yield
         finally:
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            for one in under_way:
-                one.end()
+            ours.close()
+            server.wait(60)
+
+
+def _serve(address: str, codes: dict[str, str], control: Connection) -> None:
+    """In a process of its own: who waits for a program may keep its interpreter from doing anything else meanwhile."""
+    fork_from_the_same()
+    under_way: list[_UnderWay] = []
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        control.send(None)
+        while control not in wait([listener, control]):
+            line, _ = listener.accept()
+            for one in under_way:  # who was killed is gone before the next one begins
+                if one.left_alone():
+                    one.follower.join()
+            under_way.append(_UnderWay(line, codes))
+    for one in under_way:
+        one.end()
 
 
 class _UnderWay:
@@ -86,16 +103,3 @@ class _UnderWay:
             self.line.shutdown(socket.SHUT_RDWR)
         self.follower.join()
         self.line.close()
-
-
-def _listen(listener: socket.socket, codes: dict[str, str], under_way: list[_UnderWay]) -> None:
-    """Who was killed is gone before the next one begins."""
-    while True:
-        try:
-            line, _ = listener.accept()
-        except OSError:  # the block has ended
-            return
-        for one in under_way:
-            if one.left_alone():
-                one.follower.join()
-        under_way.append(_UnderWay(line, codes))

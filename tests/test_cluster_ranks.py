@@ -13,8 +13,6 @@ import os
 import re
 import secrets
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -174,8 +172,7 @@ def test_a_far_rank_that_is_lost_is_named(address: str, how: str) -> None:
 
 
 DRIVER = """
-import os, signal, sys
-sys.path[:0] = [{tests!r}]
+import os, signal
 from test_cluster_ranks import TWO, connect, lines, members
 from tiny import tiny_model
 from whet.training.ranks import Ranks
@@ -187,14 +184,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_far_ranks_end_with_a_driver_that_is_killed(address: str) -> None:
+def test_far_ranks_end_with_a_driver_that_is_killed(address: str, tmp_path: Path) -> None:
     """One of them is stopped and can hear nothing."""
-    code = DRIVER.format(tests=str(TESTS), address=address)
-    done = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=200, check=False
-    )
-    assert done.returncode == -signal.SIGKILL
-    there = [tuple(map(int, pair)) for pair in re.findall(r"\((\d+), (\d+)\)", done.stdout)]
+    driver = Started(code=DRIVER.format(address=address), said=tmp_path / "said")
+    assert driver.wait(200) == -signal.SIGKILL, driver.text()
+    there = [tuple(map(int, pair)) for pair in re.findall(r"\((\d+), (\d+)\)", driver.text())]
     assert len(there) == 4
     until(lambda: not alive(there), "the end of all")  # type: ignore[arg-type]
 
