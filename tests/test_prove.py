@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import cosmos_double
+from forked import ran
 from peers.ours import READ_AS
 from whet.config.load import load
 from whet.dialects import versions
@@ -22,20 +21,22 @@ from whet.types import ConfigError
 ROOT = Path(__file__).parent.parent
 LOSS = "loss and gradient, grpo, without the KL"
 DOUBLE = os.environ | {"COLUMNS": "400", "OMP_NUM_THREADS": "1"}
+WITH_DOUBLE = """
+import os, sys
+
+os.chdir(sys.argv[1])
+sys.path.insert(0, sys.argv.pop(1))
+from whet.cli import main
+
+main()
+"""
 
 
 def prove(tmp_path: Path, *arguments: str, text: str = cosmos_double.FILE) -> tuple[int, dict[str, str], str]:
     """(exit status, result by row, everything written) of a process that has the double's folder on its path."""
     file = tmp_path / "job.toml"
     file.write_text(text, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "whet", "convert", str(file), "--prove", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=DOUBLE | {"PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-    )
+    done = ran(WITH_DOUBLE, str(tmp_path), "convert", str(file), "--prove", *arguments, env=DOUBLE)
     cells = [re.split(r"\s*│\s*", line.strip("│ ")) for line in done.stdout.splitlines() if "│" in line]
     rows = {row[0]: row[4] for row in cells if len(row) == 5 and row[0]}
     return done.returncode, rows, done.stdout + done.stderr

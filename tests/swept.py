@@ -1,0 +1,19 @@
+"""Cases of which `make test` runs some, and `make sweep` the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def except_for(kept: Callable[[Any], bool], cases: Iterable[Any]) -> list[Any]:
+    """The same cases for one argument of a test, with the mark `sweep` on all that are not kept."""
+    return [case if kept(case) else pytest.param(case, marks=pytest.mark.sweep) for case in cases]
+
+
+def one_each(cases: Iterable[Any], kind: Callable[[Any], Any]) -> list[Any]:
+    """The same, where the first case of each kind is kept."""
+    seen: set[Any] = set()
+    return except_for(lambda case: not (kind(case) in seen or seen.add(kind(case))), cases)
