@@ -210,18 +210,18 @@ def model(case: Case, dtype: str, *, device: str | None = None, seed: int = 0) -
     """Qwen3, 4 layers, random weights: the same numbers on every device."""
     import torch
 
-    from whet.config.schema import ModelConfig, ScratchConfig
+    from whet.config.schema import ModelConfig
     from whet.models.load import build
 
-    scratch = ScratchConfig(
-        hidden_size=64 if case.small else 512,
-        num_hidden_layers=2 if case.small else 4,
-        num_attention_heads=4 if case.small else 8,
-        num_key_value_heads=2,
-        head_dim=16 if case.small else 64,
-        intermediate_size=96 if case.small else 1536,
-        initializer_range=0.1,
-    )
+    scratch = {
+        "hidden_size": 64 if case.small else 512,
+        "num_hidden_layers": 2 if case.small else 4,
+        "num_attention_heads": 4 if case.small else 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16 if case.small else 64,
+        "intermediate_size": 96 if case.small else 1536,
+        "initializer_range": 0.1,
+    }
     made = build(
         ModelConfig(scratch=scratch),
         vocab_size=512,

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from whet.config.schema import Config, LoraConfig, ModelConfig, ScratchConfig, SyncConfig
+from whet.config.schema import Config, LoraConfig, ModelConfig, SyncConfig
 from whet.models import kernels
 from whet.models.load import build
 from whet.models.lora import adapted, attach, refresh
@@ -53,9 +53,12 @@ def made(given: str, *, lora: bool) -> PreTrainedModel:
     scratch = x and hidden.isdigit() and layers.isdigit()
     cfg = (
         ModelConfig(
-            scratch=ScratchConfig(
-                hidden_size=int(hidden), num_hidden_layers=int(layers), num_attention_heads=8, head_dim=64
-            )
+            scratch={
+                "hidden_size": int(hidden),
+                "num_hidden_layers": int(layers),
+                "num_attention_heads": 8,
+                "head_dim": 64,
+            }
         )
         if scratch
         else ModelConfig(path=given)

@@ -51,7 +51,7 @@ MOVED = "train.update_epochs=3; train.optimizer.lr=0.05; rollout.group_size=4"
 REC = f"algorithm.name=rec; {MOVED}"
 SCHEDULE = "train.steps=4"
 LONG = "data.max_prompt_tokens=3; data.overlong=truncate_right"
-MOE = "model.scratch.architecture=qwen3_moe; model.scratch.num_experts=4"
+MOE = "model.scratch.name=qwen3_moe; model.scratch.num_experts=4"
 TURN = "{{ m.content }}{{ mark }}{{ eos_token if m.role == 'assistant' }}"
 CHAT = f'data.chat=true; tokenizer.chat_template="{{% for m in messages %}}{TURN}{{% endfor %}}"'
 TOLD = f"{CHAT[:-1]}{{% if tools %}}{{{{ tools[0].function.name }}}}{{% endif %}}{CHAT[-1]}"
@@ -222,7 +222,7 @@ CASES: dict[str, Case] = {
     "run_dir": ("", "elsewhere"),
     "imports": ("", ["mine.py"]),
     "model.path": (OTHERS, "B"),
-    "model.scratch.architecture": ("", "llama"),
+    "model.scratch": ("", {"name": "llama", "hidden_size": 16, "num_attention_heads": 2}),
     "model.scratch.hidden_size": ("", 32),
     "model.scratch.num_hidden_layers": ("", 2),
     "model.scratch.num_attention_heads": ("", 1),
@@ -235,7 +235,7 @@ CASES: dict[str, Case] = {
     "model.scratch.initializer_range": ("", 0.2),
     "model.scratch.num_experts": (MOE, 3),
     "model.scratch.num_experts_per_tok": (MOE, 1),
-    "model.scratch.sliding_window": ("model.scratch.architecture=mistral", 2),
+    "model.scratch.sliding_window": ("model.scratch.name=mistral", 2),
     "model.dtype": ("", "bfloat16"),
     "model.overrides": ("", {"rms_norm_eps": 0.1}),
     **lora("model.lora", ""),
@@ -745,11 +745,6 @@ ENDS: dict[str, tuple[str, Any, str]] = {
 }
 """Keys whose effect is that a run ends with an error, or with another one: (context, value, what is said)."""
 
-OFFLINE: dict[str, Any] = {
-    "path": "b.jsonl", "prompt": "prompt2", "response": "responses2", "answer": "answer2", "label": "kind", "limit": 3,
-}  # fmt: skip
-"""Another value of every key of eval.offline."""
-
 CLUSTER = (
     "rollout.replicas", "cluster.address", "cluster.placement", "cluster.cpus", "cluster.gpus", "cluster.restarts",
     "cluster.health_timeout_s", "cluster.start_timeout_s",
@@ -799,7 +794,7 @@ BELOW: dict[str, str] = {
     **dict.fromkeys(PARTS, "Ray starts for it: test_cluster_parts.py has a test of each"),
     **dict.fromkeys(SERVER, "a server is asked for it: test_http_keys.py has a test of each"),
     **dict.fromkeys(CLUSTER, "Ray starts for it: test_cluster.py has a test of each"),
-    **{f"eval.offline.{name}": "training refuses it, `whet eval` reads it" for name in OFFLINE},
+    "eval.offline": "training refuses it, `whet eval` reads it: test_offline_eval.py",
 }
 """Keys that a single training run cannot show; the last tests of test_dead_native.py are theirs."""
 

@@ -29,7 +29,6 @@ from native_cases import (
     DEEPSPEED,
     ENDS,
     LATER,
-    OFFLINE,
     PARTS,
     PPO,
     RANKS,
@@ -37,12 +36,14 @@ from native_cases import (
     ROWS,
     SERVER,
 )
+<<<<<<< HEAD
 from observed import Watcher, write_files
 from swept import except_for
+=======
+from observed import Watcher
+>>>>>>> main
 from whet.algos.recipes import build
-from whet.bench import judge_file
 from whet.config.keys import keys, settings
-from whet.config.load import load
 from whet.config.schema import AlgorithmConfig, CriticConfig, StageConfig
 from whet.types import Json
 
@@ -237,27 +238,10 @@ def test_turns_of_an_episode() -> None:
     assert returns(True)[0] < returns(True)[1]
 
 
-@pytest.mark.parametrize("name", OFFLINE)
-def test_a_key_about_replies_that_were_written_elsewhere(
-    watcher: Watcher, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    rewards = {"r": {"function": "rows.py:judged"}}
-
-    def judged(**keys: Json) -> tuple[Any, Any]:
-        tree = {"rewards": rewards, "eval": {"offline": {"path": "a.jsonl", **keys}}}
-        found = judge_file(load(None, (), tree), whole=True)
-        return found.metrics, found.rows
-
-    assert judged() == judged() != judged(**{name: OFFLINE[name]})
-
-
 def test_nothing_is_left_out() -> None:
-    assert {name.rpartition(".")[2] for name in BELOW if name.startswith("eval.offline.")} == set(OFFLINE)
     grouped = {*APART, *CLUSTER, *DEEPSPEED, *PARTS, *RANKS, *SERVER}
-    assert BELOW.keys() - {f"eval.offline.{key}" for key in OFFLINE} - grouped == {
+    assert BELOW.keys() - grouped == {
         "critic.head", "checkpoint.load_contents", "algorithm.advantage.divide_by_turns",
         "algorithm.advantage.reset_at_turns",
-        "checkpoint.sharded", "profile.ranks",
+        "checkpoint.sharded", "eval.offline", "profile.ranks",
     }  # fmt: skip

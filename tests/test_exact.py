@@ -32,7 +32,7 @@ from whet import environment
 environment.prepare(1, True)
 from test_forward import foreign, shaken
 from tiny import FAMILIES
-from whet.config.schema import ModelConfig, ScratchConfig
+from whet.config.schema import ModelConfig
 from whet.models import kernels
 from whet.models.logprob_parity import self_test
 from whet.models.forward import decoder
@@ -42,8 +42,8 @@ def make(kind):
     if kind == "gemma2":
         return foreign(kind, vocab_size=101, intermediate_size=96, final_logit_softcapping=3.0)
     window = 8 if kind == "mistral" else None
-    scratch = ScratchConfig(
-        architecture=kind, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    scratch = dict(
+        name=kind, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=96, initializer_range=0.1,
         sliding_window=window,
     )
@@ -152,7 +152,7 @@ def test_stale_cache_is_noticed() -> None:
 
     def forget(*args: object, **kwargs: object) -> None: ...
 
-    ops = replace(OPS, write_kv=forget)
+    ops = replace(OPS, write_kv=forget, cached_layers=None)
     report = self_test(decoder(tiny_model(), ops), ops, vocab_size=VOCAB, seed=0)
     assert not report.exact
     assert report.max_diff > 1e-3

@@ -299,6 +299,19 @@ def test_nobody_outlives_a_killed_run_though_the_keeper_was_stopped(both):
     assert eventually(lambda: {state(pid) for pid in (keeper, nursery)} <= {"", "Z"})
 
 
+def test_nobody_outlives_a_killed_keeper_though_all_were_stopped():
+    """Of the processes of a jail it is the one that would end them."""
+    with make(nap) as jail:
+        ask(jail, nap)
+        nursery = nursery_of(jail)
+        (worker,) = confine.children(nursery)
+        for pid in (worker, nursery):
+            os.kill(pid, signal.SIGSTOP)
+        assert eventually(lambda: {state(pid) for pid in (worker, nursery)} == {"T"})
+        os.kill(jail._keeper, signal.SIGKILL)
+        assert eventually(lambda: {state(pid) for pid in (worker, nursery)} <= {"", "Z"})
+
+
 def test_the_call_that_kills_the_nursery_whenever_it_runs_is_found(tmp_path):
     """A worker asks an accomplice outside to do the killing; on an older kernel it could do it itself."""
     wish = tmp_path / "wish"

@@ -258,7 +258,7 @@ def test_each_test_of_a_value_by_hand() -> None:
     assert not holds(key="rollout.sampling.stop", holds=["c"])
     assert holds(key="rollout.sampling.stop", longer=1)
     assert not holds(key="rollout.sampling.stop", longer=2)
-    assert not holds(key="model.scratch.architecture", **{"is": "mistral"})
+    assert not holds(key="critic.lora.rank", above=0)
     assert holds(all=[{"condition": "yes"}, {"not": {"condition": "no"}}])
     assert not holds(any=[])
 
@@ -294,7 +294,7 @@ def random_config() -> st.SearchStrategy[dict[str, Json]]:
         "checkpoint": maybe(resume=["never", "auto"], export=[False]),
         "track": maybe(trackers=[["jsonl"], ["wandb"]], rollouts_interval=[0]),
         "tokenizer": maybe(build=["chars"]),
-        "model": maybe(scratch=[{"architecture": "mistral"}, {"architecture": "qwen3_moe"}, {}]),
+        "model": maybe(scratch=[{"name": "mistral"}, {"name": "qwen3_moe"}, {}]),
     }  # fmt: skip
     return st.fixed_dictionaries(sections)
 

@@ -33,7 +33,6 @@ from whet.models.forward import decoder
 from whet.models.load import export
 from whet.models.logprob_parity import self_test
 from whet.models.lora import (
-    _Adapted,
     adapted,
     attach,
     dropping,
@@ -43,6 +42,7 @@ from whet.models.lora import (
     refresh,
     twin,
 )
+from whet.models.lora_layers import LoraStack, _Adapted
 from whet.models.mesh import Dims
 from whet.models.muon import Muon
 from whet.models.products import Everywhere
@@ -687,7 +687,7 @@ def bits_of(file: Path) -> dict[str, torch.Tensor]:
 
 
 def test_routers_stay_and_the_rest_moves(tmp_path: Path) -> None:
-    scratch = {"architecture": "qwen3_moe", "num_experts": 4}
+    scratch = {"name": "qwen3_moe", "num_experts": 4}
     frozen = {r"mlp\.gate\.": False}
     run(
         tmp_path / "run",

@@ -21,22 +21,15 @@ from whet.types import ConfigError
 ROOT = Path(__file__).parent.parent
 LOSS = "loss and gradient, grpo, without the KL"
 DOUBLE = os.environ | {"COLUMNS": "400", "OMP_NUM_THREADS": "1"}
-WITH_DOUBLE = """
-import os, sys
-
-os.chdir(sys.argv[1])
-sys.path.insert(0, sys.argv.pop(1))
-from whet.cli import main
-
-main()
-"""
 
 
 def prove(tmp_path: Path, *arguments: str, text: str = cosmos_double.FILE) -> tuple[int, dict[str, str], str]:
     """(exit status, result by row, everything written) of a process that has the double's folder on its path."""
     file = tmp_path / "job.toml"
     file.write_text(text, encoding="utf-8")
-    done = ran(WITH_DOUBLE, str(tmp_path), "convert", str(file), "--prove", *arguments, env=DOUBLE)
+    words = ["convert", str(file), "--prove", *arguments]
+    env = DOUBLE | {"PYTHONPATH": str(tmp_path)}
+    done = ran("from whet.cli import main; main()", *words, cwd=tmp_path, env=env)
     cells = [re.split(r"\s*│\s*", line.strip("│ ")) for line in done.stdout.splitlines() if "│" in line]
     rows = {row[0]: row[4] for row in cells if len(row) == 5 and row[0]}
     return done.returncode, rows, done.stdout + done.stderr

@@ -21,7 +21,7 @@ from serving import REAL, openai_engine, real_server, sglang_engine, vllm_engine
 from tiny import DEVICE, FAMILIES, VOCAB, tiny_model
 from whet import environment, seeds
 from whet.batch import Batch, pack
-from whet.config.schema import ModelConfig, ScratchConfig
+from whet.config.schema import ModelConfig
 from whet.models import kernels
 from whet.models.forward import decoder
 from whet.models.load import build
@@ -54,15 +54,15 @@ def letters(token_ids: list[int]) -> str:
 def module(seed: int = 0) -> PreTrainedModel:
     """intermediate_size is a multiple of 32: silu of torch rounds the last numbers of a tensor differently, so that
     with the PyTorch twins other widths are not exact. head_dim: vLLM has no attention for 16 on a CPU."""
-    scratch = ScratchConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=64,
-        initializer_range=0.1,
-    )
+    scratch = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 64,
+        "initializer_range": 0.1,
+    }
     return build(
         ModelConfig(scratch=scratch),
         vocab_size=VOCAB,

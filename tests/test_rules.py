@@ -33,9 +33,6 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "model": [("model.path=folder",), ("model.scratch=null",)],
     "tokenizer": [("tokenizer.path=folder",), ("tokenizer.build=null",)],
     "tokenizer.build": [("model={path: folder, scratch: null}",)],
-    "model.scratch.num_experts_per_tok": [
-        ("model.scratch.architecture=qwen3_moe", "model.scratch.num_experts_per_tok=9")
-    ],
     "checkpoint.export_as": [("model.lora={init: pissa}", "checkpoint.export_as=adapter")],
     "model.lora.fused": [("model.lora={init: pissa, fused: true}",)],
     "critic.lora.fused": [(PPO, "critic.lora={init: orthogonal, fused: true}")],

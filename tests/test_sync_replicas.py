@@ -105,7 +105,7 @@ def shipper(objects: Objects, members: list[One], *, lora: bool = False, **sync:
     out = Shipper(cfg, in_store(objects.put, objects.there.__getitem__))
     out.members = lambda: list(members)
     if sync.get("method") == "collective":
-        out.host = lambda who: "127.0.0.1"
+        out.host = lambda who, machine: "127.0.0.1"
     return out
 
 

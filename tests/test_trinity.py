@@ -19,7 +19,7 @@ from asked import asked
 from whet.config.load import load
 from whet.config.parse import parse
 from whet.config.plan import plans
-from whet.config.schema import ModelConfig, ScratchConfig, TokenizerConfig
+from whet.config.schema import ModelConfig, TokenizerConfig
 from whet.config.tree import merge
 from whet.data.tokenizer import load_tokenizer
 from whet.dialects.row import NotSupportedYet
@@ -1170,13 +1170,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trinity") / "model"
     tokenizer = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=["abcde>"])
     tokenizer.chat_template = PLAIN_CHAT
-    sizes = ScratchConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=64,
-    )
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+    }
     model = build(
         ModelConfig(scratch=sizes),
         vocab_size=len(tokenizer),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path as File
 
-from whet.config import checks_parallel, checks_run, deepspeed, groups, rules
+from whet.config import checks_parallel, checks_run, deepspeed, groups, rules, scratch
 from whet.config.evaluation import (
     all_asked,
     eval_problems,
@@ -18,7 +18,7 @@ from whet.config.evaluation import (
 )
 from whet.config.keys import Path, dotted, lookup
 from whet.config.learning import train_problems
-from whet.config.recipes import RECIPES, Resolved, resolve, setting_problems
+from whet.config.recipes import RECIPES, Resolved, resolve, settings_problems
 from whet.config.schema import AlgorithmConfig, Config
 from whet.config.sizes import shape
 from whet.config.sources import reward_problems, source_problems
@@ -62,7 +62,7 @@ def _algorithm(cfg: AlgorithmConfig) -> tuple[Resolved | None, list[Problem]]:
         at = re.match(r"algorithm[.\w]*", str(e))
         text = str(e)[at.end() :].lstrip(":= ") if at else str(e)
         recipe = resolve(AlgorithmConfig(name=cfg.name)) if cfg.name in RECIPES else None
-        if recipe and (wrong := list(setting_problems(cfg))):
+        if recipe and (wrong := list(settings_problems(cfg))):
             return recipe, wrong
         return recipe, [(at[0] if at else "algorithm", text.rstrip("."))]
 
@@ -95,29 +95,10 @@ def _is_date(text: str) -> bool:
 
 
 def _model(cfg: Config) -> Iterator[Problem]:
-    s = cfg.model.scratch
-    if s is not None:
-        num_key_value_heads = s.num_key_value_heads or s.num_attention_heads
-        if s.num_attention_heads % num_key_value_heads:
-            good = ", ".join(
-                str(d) for d in range(1, s.num_attention_heads + 1) if s.num_attention_heads % d == 0
-            )
-            yield (
-                "model.scratch.num_key_value_heads",
-                f"{num_key_value_heads} does not divide num_attention_heads={s.num_attention_heads}; these do: {good}",
-            )
-        if s.head_dim is None and s.hidden_size % s.num_attention_heads:
-            yield (
-                "model.scratch",
-                f"num_attention_heads={s.num_attention_heads} does not divide hidden_size={s.hidden_size}; give "
-                "head_dim",
-            )
-        head_dim = s.head_dim or s.hidden_size // s.num_attention_heads
-        if head_dim % 2:
-            yield (
-                "model.scratch.head_dim",
-                f"{head_dim} is odd; rotary position embeddings rotate pairs, so it must be even",
-            )
+    new = cfg.model.scratch is not None
+    if new and (wrong := list(scratch.problems(cfg.model))):
+        yield from wrong
+        return
     try:
         found = shape(cfg.model, cfg.tokenizer)
     except ConfigError as e:
@@ -129,8 +110,8 @@ def _model(cfg: Config) -> Iterator[Problem]:
     longest = cfg.data.max_prompt_tokens + tokens_after_prompt(cfg, reply)
     longest = min(longest, total_tokens(cfg, reply) or longest)
     if found and found.max_positions and longest > found.max_positions:
-        limit = "model.scratch.max_position_embeddings" if s else "the model's max_position_embeddings"
-        fix = f"raise {limit} or lower" if s else "lower"
+        limit = "model.scratch.max_position_embeddings" if new else "the model's max_position_embeddings"
+        fix = f"raise {limit} or lower" if new else "lower"
         yield (
             "data.max_prompt_tokens",
             f"{cfg.data.max_prompt_tokens} prompt tokens + {reply} reply tokens (sampling.max_tokens) "

@@ -72,8 +72,7 @@ def digests(
 
 def named(cfg: Config, keys: str = NAMES) -> Iterator[str]:
     """The code that a config names, as it names it."""
-    values = dump(cfg)
-    tree = {**values, "algorithm": with_settings(values["algorithm"])}
+    tree = with_settings(dump(cfg))
     for key in keys.split():
         for value in _at(tree, key.split(".")):
             if isinstance(value, str) and (":" in value or key in WHOLE):

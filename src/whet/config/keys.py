@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from whet.config.functions import ADVANTAGES, LOSSES, WEIGHTS, Function
+from whet.config.functions import ADVANTAGES, ARCHITECTURES, LOSSES, WEIGHTS, Function
 from whet.config.key_table import column
 from whet.config.schema import Config, Section
 
@@ -83,17 +83,20 @@ def _inner(annotation: Any) -> tuple[type[Section] | None, bool]:
 
 
 TABLES: dict[Path, Mapping[str, Function]] = {
+    ("model", "scratch"): ARCHITECTURES,
     ("algorithm", "advantage"): ADVANTAGES,
     ("algorithm", "loss"): LOSSES,
     ("algorithm", "correction", "weight"): WEIGHTS,
     ("algorithm", "mix", "loss"): {name: row for name, row in LOSSES.items() if row.kind == "demonstrations"},
 }
 """Keys that hold a name or a table of settings, and the functions that have them."""
+KEPT: tuple[Path, ...] = (("model", "scratch"),)
+"""Those of them where another name keeps the settings of the one before: sizes are sizes in every family of models."""
 
 
 @functools.cache
 def settings() -> dict[tuple[str, ...], Key]:
-    """Settings of advantages and losses by their path, `name` among them. Several functions may have one of a name: the
+    """Settings of `TABLES` by their path, `name` among them. Several functions may have one of a name: the
     first one's stands here."""
     found: dict[tuple[str, ...], Key] = {}
     for above, table in TABLES.items():

@@ -32,7 +32,6 @@ from whet.config.sections.model import (
     LoraConfig,
     ModelConfig,
     ReferenceConfig,
-    ScratchConfig,
     TokenizerConfig,
 )
 from whet.config.sections.parallel import ParallelConfig

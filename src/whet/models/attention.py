@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from whet.models.compiled_layers import CachedTokens
 from whet.models.kernels import Ops
 from whet.models.segments import Segments
 from whet.models.torch_ops import PAGE, Weighing, cache_dtype
@@ -159,6 +160,12 @@ class CachedAttention:
         self.page_N = page_N.to(device, torch.int64)
         self.slot_N = (self.position_N % PAGE).to(device)
         self.table_BP = self.table_BP.to(device)
+
+    @property
+    def tokens(self) -> CachedTokens:
+        """The new tokens, for whole layers."""
+        place = (self.table_BP, self.keys_B, self.queries_B, self.page_N, self.slot_N)
+        return CachedTokens(self.cache.k, self.cache.v, *place)
 
     def __call__(
         self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Weighing]

@@ -777,3 +777,67 @@ void whet_write_kv(float *k_pages, float *v_pages, const float *k, i64 k_n, i64 
             memcpy(v_pages + ((page[n] * K + h) * KEYS + slot[n]) * D, v + n * v_n + h * v_h, sizeof(float) * D);
         }
 }
+
+/* ---- whole layers over the cache ------------------------------------------------------------------------------- */
+
+int whet_linear(const float *x, i64 x_i, const float *w, i64 w_j, float *y, i64 I, i64 J, i64 K, int halves,
+                int threads); /* products.c */
+
+typedef struct {
+    const float *norm_in, *q, *k, *v, *o, *norm_mid, *gate, *up, *down;
+    const float *q_norm, *k_norm, *q_bias, *k_bias, *v_bias, *o_bias, *gate_bias, *up_bias, *down_bias; /* or NULL */
+    i64 window;
+} Layer;
+
+typedef struct {
+    Cached cached; /* its k and v are the first layer's; q and window are set for each layer */
+    const Layer *layer;
+    i64 layers, layer_pages; /* floats from a layer's pages to the next one's */
+    const float *h, *cos, *sin; /* [N, D], [N, head size] */
+    const i64 *page, *slot; /* [N], where keys and values go */
+    i64 N, D, F; /* tokens, hidden size, size of the gated layer */
+    float eps, offset;
+    i64 act;
+} Layers;
+
+static int project(const float *x, const float *w, const float *bias, float *y, i64 N, i64 J, i64 K, int threads) {
+    if (whet_linear(x, K, w, K, y, N, J, K, 0, threads)) return 1;
+    for (i64 n = 0; bias && n < N; n++) for (i64 j = 0; j < J; j++) y[n * J + j] += bias[j];
+    return 0;
+}
+
+/* What `_step` of fused_forward.py does, layer after layer: delta [N, D], what the last block adds, and sum [N, D], the
+   residual. Returns 0, or 1 where memory ran out. */
+int whet_cached_layers(const Layers *a, float *delta, float *sum) {
+    Cached c = a->cached;
+    int threads = (int)c.threads;
+    i64 N = a->N, D = a->D, F = a->F, own = c.heads * c.D, shared = c.kv_heads * c.D;
+    float *x = scratch_bytes(sizeof(float) * N * (D + MAX(2 * own + 3 * shared, 3 * F)));
+    if (!x) return 1;
+    float *q = x + N * D, *turned_q = q + N * own, *k = turned_q + N * own, *turned_k = k + N * shared;
+    float *v = turned_k + N * shared, *seen = q, *gate = q, *up = gate + N * F, *inner = up + N * F;
+    const float *h = a->h;
+    int failed = 0;
+    for (const Layer *l = a->layer; l < a->layer + a->layers && !failed; l++) {
+        if (l == a->layer) whet_rms_norm(h, NULL, l->norm_in, x, NULL, N, D, a->eps, a->offset, threads);
+        else whet_rms_norm(delta, h, l->norm_in, x, sum, N, D, a->eps, a->offset, threads), h = sum;
+        failed |= project(x, l->q, l->q_bias, q, N, own, D, threads);
+        failed |= project(x, l->k, l->k_bias, k, N, shared, D, threads);
+        failed |= project(x, l->v, l->v_bias, v, N, shared, D, threads);
+        whet_norm_rope(q, own, c.D, l->q_norm, a->cos, a->sin, turned_q, N, c.heads, c.D, a->eps, 0, threads);
+        whet_norm_rope(k, shared, c.D, l->k_norm, a->cos, a->sin, turned_k, N, c.kv_heads, c.D, a->eps, 0, threads);
+        whet_write_kv((float *)c.k, (float *)c.v, turned_k, shared, c.D, v, shared, c.D, a->page, a->slot, N, c.kv_heads,
+                      c.D, threads);
+        c.q = turned_q, c.window = l->window;
+        failed |= whet_attend_cached(&c, seen);
+        c.k += a->layer_pages, c.v += a->layer_pages;
+        failed |= project(seen, l->o, l->o_bias, delta, N, D, own, threads);
+        whet_rms_norm(delta, h, l->norm_mid, x, sum, N, D, a->eps, a->offset, threads), h = sum;
+        failed |= project(x, l->gate, l->gate_bias, gate, N, F, D, threads);
+        failed |= project(x, l->up, l->up_bias, up, N, F, D, threads);
+        whet_glu(gate, F, up, F, inner, N, F, (int)a->act, threads);
+        failed |= project(inner, l->down, l->down_bias, delta, N, D, F, threads);
+    }
+    free(x);
+    return failed;
+}

@@ -36,8 +36,9 @@ class Policy(Protocol):
 
     version: int
     apart: bool
+    machine: str | None
 
-    def publish(self, send: Send[T]) -> T: ...
+    def publish(self, send: Send[T], *, there: bool = False) -> T: ...
 
     def call(self, function: Callable[[], T]) -> T: ...
 
@@ -88,22 +89,18 @@ class Publisher:
 
     def send(self, version: int, tensors: Tensors, *, whole: bool = False) -> Manifest:
         """Send one version. whole: also the tensors that the receivers are assumed to have."""
-        return self._sent(self.transport.send(version, cast(tensors, self.dtype), held=self._left_out(whole)))
+        stream = cast(tensors, self.dtype)
+        return self.by(lambda held: self.transport.send(version, stream, held=held), whole=whole)
 
-    def publish(self, policy: Policy, *, whole: bool = False) -> Manifest:
+    def publish(self, policy: Policy, *, there: bool = False) -> Manifest:
         """`send` of a policy's weights, by the process that has them; if that is another one, it gets a copy of the
-        transport, so this must be one through a folder."""
-        held = self._left_out(whole)
-        send = partial(
-            _written, self.transport, policy.version, adapters=self.adapters, dtype=self.dtype, held=held
-        )
-        return self._sent(policy.publish(send))
+        transport, so this must be one through a folder. there: of the policy's machine, else of this one."""
+        written = partial(_written, self.transport, policy.version, adapters=self.adapters, dtype=self.dtype)
+        return self.by(lambda held: policy.publish(partial(written, held=held), there=there))
 
-    def _left_out(self, whole: bool) -> Mapping[str, TensorEntry]:
-        return {} if whole or self.whole else self._stays()
-
-    def _sent(self, sent: Manifest) -> Manifest:
-        """One version has been sent."""
+    def by(self, send: Callable[[Mapping[str, TensorEntry]], Manifest], *, whole: bool = False) -> Manifest:
+        """Let `send` send one version; it gets what need not be sent, as `Transport.send` does."""
+        sent = send({} if whole or self.whole else self._stays())
         version, travelled = sent.version, sum(e.sent for e in sent.entries)
         if travelled == len(sent.entries):
             self.base = sent

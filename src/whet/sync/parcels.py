@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,14 +80,33 @@ class Parcels:
         *,
         held: Mapping[str, TensorEntry] | None = None,
     ) -> Manifest:
+        def packed(bucket: list[Piece]) -> Any:
+            return self.pack([tensor for _, tensor in bucket if tensor is not None])
+
+        return self._send(version, pieces(tensors, held or {}), packed, by=myself())
+
+    def post(
+        self, written: Manifest, put: Callable[[list[str]], Any], *, held: Mapping[str, TensorEntry]
+    ) -> Manifest:
+        """`send` of a version that another process has. put: lets that process put the tensors of these names where a
+        reference finds them, and returns the reference."""
+        stream = (
+            (replace(entry, sent=not entry.same(held.get(entry.name))), None) for entry in written.entries
+        )
+        return self._send(
+            written.version, stream, lambda bucket: put([entry.name for entry, _ in bucket]), by=written.by
+        )
+
+    def _send(
+        self, version: int, stream: Iterable[Piece], pack: Callable[[list[Piece]], Any], *, by: str
+    ) -> Manifest:
         entries: list[TensorEntry] = []
         parcels: list[tuple[tuple[str, ...], Any]] = []
-        for bucket in buckets(pieces(tensors, held or {}), self.bucket_bytes):
+        for bucket in buckets(stream, self.bucket_bytes):
             entries += [entry for entry, _ in bucket]
-            sent = [(entry.name, tensor) for entry, tensor in bucket if tensor is not None]
-            if sent:
-                parcels.append((tuple(name for name, _ in sent), self.pack([t for _, t in sent])))
-        manifest = Manifest(version, tuple(entries), myself())
+            if sent := [piece for piece in bucket if piece[0].sent]:
+                parcels.append((tuple(entry.name for entry, _ in sent), pack(sent)))
+        manifest = Manifest(version, tuple(entries), by)
         with self.arrived:  # later ones go, too: the trainer has gone back to a checkpoint
             self.letters = {v: letter for v, letter in self.letters.items() if v < version}
         whole = all(e.sent for e in entries)

@@ -54,7 +54,7 @@ def buckets(stream: Iterable[Piece], most_bytes: int = BUCKET_BYTES) -> Iterator
     bucket: list[Piece] = []
     total = 0
     for piece in stream:
-        size = 0 if piece[1] is None else piece[1].nbytes
+        size = _bytes(piece[0]) if piece[0].sent else 0
         if bucket and total + size > most_bytes:
             yield bucket
             bucket, total = [], 0

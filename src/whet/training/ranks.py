@@ -301,8 +301,8 @@ class RankGroup:
                 f"{role}: its layout has {self.dims.world} ranks, but {ranks.dims.world} ranks are running"
             )
         self.ranks, self.role, self.cut, self.version = ranks, role, cut, 0
-        self.sharded, self.apart = sharded, ranks.lines.near
-        self.home = home if self.apart and role == "policy" else None
+        self.sharded, self.apart, self.machine = sharded, True, ranks.lines.lines[0].machine
+        self.home = home if role == "policy" else None
         self._gone = weights is not None
         if sharded and not ranks.lines.near:
             raise ConfigError(
@@ -341,7 +341,8 @@ class RankGroup:
                     own = dict(learned(self._module))
                     self._ask("pull", tensor=lambda name, x: own[name].copy_(x))
                 else:
-                    self.publish(partial(write_own, self.home))
+                    with self.ranks.lines.brought(self.home) as there:
+                        self._publish(partial(write_own, there))
                     bring_back(self._module, self.home, self.device)
                     self._gone = False
             refresh(self._module)
@@ -383,25 +384,25 @@ class RankGroup:
         for name, p in merged(self.module).named_parameters():
             yield name, p.detach()
 
-    def publish(self, send: Send[T]) -> T:
-        if not self.apart:
+    def publish(self, send: Send[T], *, there: bool = False) -> T:
+        if self.machine is not None and not there:
             return send(weights_of(self.module))
         with self.span("publish weights"):
-            return self._ask("publish", send, adapters_of(self._module))[0]  # type: ignore[no-any-return]
+            return self._publish(send)
+
+    def _publish(self, send: Send[T]) -> T:
+        return self._ask("publish", send, adapters_of(self._module))[0]  # type: ignore[no-any-return]
 
     def call(self, function: Callable[[], T]) -> T:
-        if not self.apart:
-            return function()
         with self.span("send weights"):
             return self._ask("call", function)[0]  # type: ignore[no-any-return]
 
     def save(self, path: Path, *, moments: bool = True) -> None:
         if self.sharded:
             parts.hold(self._ask, moments=moments, copy=False)(path)
-        elif self.ranks.lines.near:
-            self._ask("save", str(path), moments)
         else:
-            self.capture(moments=moments)(path)
+            with self.ranks.lines.brought(path) as there:
+                self._ask("save", str(there), moments)
 
     def capture(self, *, moments: bool = True) -> Callable[[Path], None]:
         """A copy of all that `save` writes (in this process, or sharded on the ranks), and the function that writes

@@ -100,6 +100,7 @@ class TorchEngine:
         over, with their `make_optimizer`; then every method is called on all of them. parallel: what is done here."""
         self.across, self.parallel = across or Alone(), parallel or Parallel()
         self.version, self.whole, self.apart = 0, whole, False
+        self.machine: str | None = None
         self.module, self.ops, self.cut, self.value_head = model, ops, cut, value_head
         self.decoder = self.parallel.decoder(model, ops, compile=cut.compile)
         self.routers = gates(model)
@@ -192,7 +193,7 @@ class TorchEngine:
         model = merged(self.module) if adapted(self.module) else self.module
         yield from ((name, p.detach()) for name, p in model.named_parameters())
 
-    def publish(self, send: Send[T]) -> T:
+    def publish(self, send: Send[T], *, there: bool = False) -> T:
         return send(weights_of(self.module))
 
     def call(self, function: Callable[[], T]) -> T:
