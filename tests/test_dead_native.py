@@ -36,12 +36,8 @@ from native_cases import (
     ROWS,
     SERVER,
 )
-<<<<<<< HEAD
-from observed import Watcher, write_files
-from swept import except_for
-=======
 from observed import Watcher
->>>>>>> main
+from swept import except_for
 from whet.algos.recipes import build
 from whet.config.keys import keys, settings
 from whet.config.schema import AlgorithmConfig, CriticConfig, StageConfig
@@ -133,6 +129,7 @@ def test_every_key_has_a_case() -> None:
     listed = [*CASES, *REFUSED, *ENDS, *BELOW]
     assert set(LEAVES) - set(listed) == set(), "give each a line in native_cases.py"
     assert sorted(listed) == sorted(LEAVES)
+    assert {f"{section}.{key}" for section, tried in SECTIONS.items() for key in tried} <= CASES.keys()
     assert set(StageConfig.model_fields) == {
         name.split(".")[2] for name in LEAVES if name.startswith("stages.")
     }
