@@ -15,9 +15,9 @@ class SyncConfig(Section):
     """Transport. files: a folder for each version in run_dir/weights, for explorers in separate processes (auto selects
     it for them). object_store: the object store of Ray, for engine replicas (auto selects it for them); with
     train.parallel, a process beside the ranks puts into it what these write to /dev/shm, or to run_dir/weights where it
-    has no room, and replicas on the machine of the ranks map these files. collective: one broadcast to all replicas, by gloo between CPUs and NCCL between GPUs, for
-    replicas on several machines; with train.parallel it starts in a rank. ipc: handles of GPU memory; refused until it
-    was tried on a GPU."""
+    has no room, and replicas on the machine of the ranks map these files. collective: one broadcast to all replicas, by
+    gloo between CPUs and NCCL between GPUs, for replicas on several machines; with train.parallel it starts in a rank.
+    ipc: handles of GPU memory; refused until it was tried on a GPU."""
     content: Literal["auto", "full", "delta", "adapters"] = "auto"
     """Content of a transfer. full: all weights, every time. delta: only changed weights, which saves time where part of
     the model is frozen. adapters: the adapters of model.lora without the base model; the receivers merge them and
