@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -17,3 +17,17 @@ def one_each(cases: Iterable[Any], kind: Callable[[Any], Any]) -> list[Any]:
     """The same, where the first case of each kind is kept."""
     seen: set[Any] = set()
     return except_for(lambda case: not (kind(case) in seen or seen.add(kind(case))), cases)
+
+
+def in_turn(cases: Sequence[Any], values: Sequence[Any], *, name: Callable[[Any], str] = str) -> list[Any]:
+    """Every case with every value, for two arguments of a test. Each case keeps one value; the values take turns."""
+    return [
+        pytest.param(
+            case,
+            value,
+            id=f"{name(case)}-{n}-{value}",
+            marks=() if value == values[n % len(values)] else pytest.mark.sweep,
+        )
+        for n, case in enumerate(cases)
+        for value in values
+    ]

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from asking import reply
 from servers import OpenAIServer, Server, SglangServer, VllmServer
 from serving import REAL, openai_engine, real_server, sglang_engine, vllm_engine
+from swept import except_for
 from tiny import DEVICE, FAMILIES, VOCAB, tiny_model
 from whet import environment, seeds
 from whet.batch import Batch, pack
@@ -154,7 +155,7 @@ TAKE_WEIGHTS = WITH_MODELS - {"openai-shaped"}
 STOP_IN_MID_REPLY = set(ENGINES) - {"openai-shaped"}
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=except_for(lambda name: name not in ("native-torch", "router-scripted"), ENGINES))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
