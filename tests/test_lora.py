@@ -42,7 +42,7 @@ from whet.models.lora import (
     refresh,
     twin,
 )
-from whet.models.lora_layers import LoraStack, _Adapted
+from whet.models.lora_layers import _Adapted
 from whet.models.mesh import Dims
 from whet.models.muon import Muon
 from whet.models.products import Everywhere

@@ -298,7 +298,7 @@ def test_no_byte_of_a_version_of_ranks_is_in_the_driver_s_memory(
 ) -> None:
     """The most that it had in memory at once, mapped files included, grows by less than a quarter of the model. The
     control sends the driver's own module."""
-    scratch = ScratchConfig(hidden_size=512, num_hidden_layers=6, num_attention_heads=8, head_dim=64)
+    scratch = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "head_dim": 64}
     model = build(
         ModelConfig(scratch=scratch), vocab_size=64, eos_token_id=1, pad_token_id=0, seed=0, device="cpu",
         dtype=torch.float32,
