@@ -467,45 +467,6 @@ def one_rank(case: Case, *, zero: int | None = None) -> Numbers:
     return {"grad_norm": within("the difference of the gradient's norm", off, 1e-3)}
 
 
-def shared_memory(case: Case) -> Numbers:
-    """CUDA IPC: another process reads this one's weights by handle, and says their digest."""
-    needs_gpu(case, "sharing memory of a GPU")
-    import multiprocessing
-
-    from whet.sync.ipc import by_handle
-
-    module = model(case, "bfloat16")
-    transport = by_handle(timeout_s=60.0)
-    manifest = transport.send(1, [(n, p.detach()) for n, p in module.named_parameters()])
-    context = multiprocessing.get_context("spawn")
-    near, far = context.Pipe()
-    child = context.Process(target=_receive, args=(far,))
-    child.start()
-    try:
-        near.send(transport.letter(1))
-        if not near.poll(90):
-            raise Failed("the other process did not answer within 90 s")
-        said = near.recv()
-    finally:
-        child.join(10)
-        if child.is_alive():
-            child.terminate()
-    if said != manifest.digest:
-        raise Failed(f"the other process read {said}, sent was {manifest.digest}")
-    return {"tensors": len(manifest.entries), "digest": said}
-
-
-def _receive(line: Any) -> None:
-    """The other process."""
-    from whet.sync.ipc import by_handle
-    from whet.sync.manifest import describe
-
-    transport = by_handle(timeout_s=60.0)
-    transport.accept(line.recv())
-    came = [(entry.name, tensor) for entry, tensor in transport.receive(1)]
-    line.send(describe(1, came).digest)
-
-
 def contract(case: Case, file: str, chosen: str) -> Numbers:
     """A contract suite, with its models on the device."""
     import os
@@ -542,7 +503,6 @@ CHECKS: dict[str, tuple[int, Callable[[Case], Numbers]]] = {
     "one rank (NCCL)": (120, one_rank),
     "one rank, DeepSpeed 2": (120, lambda c: one_rank(c, zero=2)),
     "one rank, DeepSpeed 3": (120, lambda c: one_rank(c, zero=3)),
-    "CUDA IPC": (120, shared_memory),
     "the loop, float32": (
         150, lambda c: loop(c, "float32", loss_bound=1e-2, reward_bound=0.2),
     ),

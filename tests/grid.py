@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -78,6 +78,8 @@ class Way:
     cut: MicroBatchPolicy = CUT
     lora: float | None = None
     """Dropout of the adapters, if there are any."""
+    experts: Literal["each", "shared"] | None = None
+    """Their adapters, too."""
     dtype: torch.dtype = torch.float32
     """Of the parameters."""
 
@@ -90,6 +92,10 @@ WAYS: dict[str, Way] = {
     "checkpointing": Way(replace(CUT, max_tokens=30, checkpoint=True)),
     "offload": Way(replace(CUT, max_tokens=30, offload=("optimizer", "activations"))),
 }
+EACH = Way(replace(CUT, max_tokens=30), lora=0.0, experts="each")
+SHARED = Way(replace(CUT, max_tokens=30, checkpoint=True), lora=0.0, experts="shared")
+"""With adapters of experts, which families of dense layers cannot have."""
+EVERYTHING = ("v_proj", "o_proj", "gate_up_proj", "down_proj")
 BIG = OptimizerConfig(name="sgd", lr=1024.0, max_grad_norm=None)
 """Its one step shows the gradient: what the parameters moved by."""
 SGD = OptimizerConfig(name="sgd", lr=0.02, momentum=0.9, max_grad_norm=0.5)
@@ -113,7 +119,8 @@ def model_of(layout: Layout, way: Way, *, seed: int = 0) -> PreTrainedModel:
     model = tiny_model(layout.family, layers=layout.layers, seed=0 if way.lora is not None else seed)
     model.to(way.dtype)  # type: ignore[arg-type]
     if way.lora is not None:
-        attach(model, LoraConfig(rank=4, dropout=way.lora), seed=1)
+        experts = {} if way.experts is None else {"experts": way.experts, "targets": EVERYTHING}
+        attach(model, LoraConfig(rank=4, dropout=way.lora, **experts), seed=1)
         gen = torch.Generator().manual_seed(5 + seed)
         with torch.no_grad():
             for name, p in learned(model):

@@ -316,6 +316,7 @@ CASES: dict[str, Case] = {
     "algorithm.correction.reject.*.over": ("CORRECT={over: token, high: 1.0}", "max"),
     "algorithm.correction.reject.*.low": ("CORRECT={high: 2.0}", 0.999),
     "algorithm.correction.reject.*.high": ("CORRECT={low: 0.1}", 0.999),
+    "algorithm.correction.reject_policy": (f"CORRECT={{high: 1.001}}; {MOVED}", "current"),
     "algorithm.old_logprobs": ("train.temperature=0.7", "sampled"),
     "algorithm.dynamic_sampling": (
         "rewards={f: {function: format, arguments: {pattern: '[0-9]'}}}; rollout.group_size=3",
@@ -472,6 +473,7 @@ CASES: dict[str, Case] = {
         f"algorithm.loss=reinforce_is; {MOVED}; algorithm.loss.weight_high=1.001",
         "mask",
     ),
+    "algorithm.loss.weight_normalize": (f"algorithm.loss=reinforce_is; {MOVED}", True),
     "algorithm.top_entropy_quantile": ("", 0.5),
     "algorithm.entropy_clip": (
         "rollout.group_size=16; rollout.sampling.max_tokens=16; algorithm.whiten=true",

@@ -37,6 +37,7 @@ from native_cases import (
     SERVER,
 )
 from observed import Watcher
+from swept import except_for
 from whet.algos.recipes import build
 from whet.config.keys import entries, keys, settings
 from whet.config.schema import AlgorithmConfig, CriticConfig, StageConfig
@@ -129,6 +130,7 @@ def test_every_key_has_a_case() -> None:
     listed = [*CASES, *REFUSED, *ENDS, *BELOW]
     assert set(LEAVES) - set(listed) == set(), "give each a line in native_cases.py"
     assert sorted(listed) == sorted(LEAVES)
+    assert {f"{section}.{key}" for section, tried in SECTIONS.items() for key in tried} <= CASES.keys()
     assert set(StageConfig.model_fields) == {
         name.split(".")[2] for name in LEAVES if name.startswith("stages.")
     }
@@ -142,11 +144,28 @@ def test_equal_configs_leave_equal_records(watcher: Watcher) -> None:
     assert len([name for name in first if name.endswith((".parquet", "metrics.jsonl", ".safetensors"))]) >= 5
 
 
-COMPILES = pytest.param("train.compile", marks=pytest.mark.sweep)
-"""As torch's compiler has C++ of its own written and compiled; test_precision.py has it trace the same layers."""
+SECTIONS = {
+    "critic.optimizer": ("name", "lr", "weight_decay", "schedule.type", "schedule.warmup_steps"),
+    "critic.lora": ("rank", "dropout", "path"),
+    "eval.sampling": ("temperature", "max_tokens"),
+    "eval.sources.*.sampling": ("temperature", "max_tokens"),
+    "data.eval.*": ("name", "path", "prompt", "answer", "rewards", "limit", "reasoning_gym.task"),
+    "data.demonstrations.*": ("path", "prompt", "messages", "response", "weight", "limit"),
+}
+"""Sections that stand elsewhere, too (train.optimizer, model.lora, rollout.sampling, data.train), where each of their
+keys is tried: these keys show that the section is read here, the others are tried in the sweep."""
 
 
-@pytest.mark.parametrize("name", [COMPILES if name == "train.compile" else name for name in CASES])
+def is_tried(name: str) -> bool:
+    """train.compile is not: torch's compiler writes C++ and has it compiled; test_precision.py has it trace the same
+    layers."""
+    for section, keys_here in SECTIONS.items():
+        if name.startswith(f"{section}."):
+            return name.removeprefix(f"{section}.") in keys_here
+    return name != "train.compile"
+
+
+@pytest.mark.parametrize("name", except_for(is_tried, CASES))
 def test_a_key_has_an_effect(watcher: Watcher, name: str) -> None:
     context, value = CASES[name]
     context = f"train.steps=2; {context}" if name in LATER else context

@@ -69,9 +69,9 @@ def ranks() -> Iterator[Ranks]:
     [
         (layout("stage 1"), "by tokens"),
         (layout("stage 2"), "LoRA"),
-        (layout("stage 3"), "checkpointing"),
+        pytest.param(layout("stage 3"), "checkpointing", marks=pytest.mark.sweep),
         (layout("stage 3, all on the host", family=grid.MOE), "by rollouts"),
-        (layout("stage 3, small tensors whole"), "LoRA"),
+        pytest.param(layout("stage 3, small tensors whole"), "LoRA", marks=pytest.mark.sweep),
         (layout("stage 2, optimizer on the host"), "shared prompts"),
         (layout("stage 3, hpZ"), "shared prompts"),
     ],

@@ -188,7 +188,7 @@ def test_entropy_clip_against_lists(seed: int, centred: bool, mu: float, max_fra
     assert got.tolist() == [0.0 if n in out else a for n, a in enumerate(adv_N.tolist())]
 
 
-@pytest.mark.parametrize("by", ["batch", "vocabulary"])
+@pytest.mark.parametrize("by", ["batch", pytest.param("vocabulary", marks=pytest.mark.sweep)])
 def test_entropy_clip_learns_and_keeps_entropy(tmp_path: Path, by: str) -> None:
     lines = learn(tmp_path / by, {"name": "grpo", "entropy_clip": {"name": by, "mu": 1.0}})
     assert sum(line["reward/mean"] for line in lines[-3:]) / 3 > 0.8

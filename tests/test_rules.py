@@ -132,7 +132,6 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "sync.method": [
-        ("sync.method=ipc",),
         ("rollout.replicas=1", "sync.method=files"),
         (ASYNC, "mode=train", "buffer.url=sqlite:///b", "sync.method=collective"),
     ],

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from whet.algos.advantages import ADVANTAGES, token_rewards, whiten
 from whet.algos.aggregate import weights
-from whet.algos.correction import WEIGHTS, Weigh, correct, kept
+from whet.algos.correction import WEIGHTS, Reject, Weigh, correct, kept, without_rejected
 from whet.algos.critic import value_loss
 from whet.algos.demonstration import among_experts, mixed, mixed_weights, mu_at, own, without_experts
 from whet.algos.distillation import KL, OF_ENGINE, Divergence, over_tokens
@@ -120,6 +120,7 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         entropy_own_mean=r.entropy_own_mean,
         positive_nll_coef=r.positive_nll_coef,
         of_pairs=r.pairs,
+        reject=_reject(r),
     )
     return Algorithm(
         name=r.name,
@@ -176,7 +177,8 @@ def _loss_of(
     """The loss for the parts of one minibatch."""
     if r.loss in LOSSES_OVER:
         over = LOSSES_OVER[r.loss]
-        policy = over(own(minibatch), forward(minibatch, "logprobs"), **_taken(over, r.settings["loss"]))
+        logprobs = partial(forward, minibatch, "logprobs")
+        policy = over(own(minibatch), logprobs, **_taken(over, r.settings["loss"]))
     own_means = r.entropy_own_mean or r.positive_nll_coef > 0 or (r.pairs and r.kl.coef > 0)
     totals = Totals.of(minibatch) if own_means else None
     return _with_experts(r, whole(policy, entropy_coef=entropy_coef, totals=totals))
@@ -202,6 +204,14 @@ def _weigh(r: Resolved) -> Weigh | None:
         return None
     function = _bind(find(WEIGHTS, chosen.name, what=_WEIGHT), chosen, what=_WEIGHT, positional=2)
     return partial(_own_weight, function, chosen.name) if chosen.is_own else function
+
+
+def _reject(r: Resolved) -> Reject | None:
+    """The tests that the policy which learns is put to."""
+    if r.correction.reject_policy == "old" or not r.correction.reject:
+        return None
+    over_rollouts = r.loss_agg_mode == "seq-mean-token-mean"
+    return partial(without_rejected, tests=r.correction.reject, over_rollouts=over_rollouts)
 
 
 _WEIGHT = "correction.weight"

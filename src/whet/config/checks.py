@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path as File
 
@@ -182,7 +182,7 @@ def _rewards(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
 
 def unused(tree: Mapping[str, Json], stages: Sequence[Config]) -> list[tuple[Path, str]]:
     """Keys set in a config (its plain values) that no stage reads, those of a stage in that stage."""
-    rules = [list(_idle(cfg)) for cfg in stages]
+    rules = [_by_section(_idle(cfg)) for cfg in stages]
     given = [{k: v for k, v in stage.items() if k != "name"} for stage in tree.get("stages") or [{}]]
     out: list[tuple[Path, str]] = []
     for n, stage in enumerate(given):
@@ -212,12 +212,23 @@ def _replaced(path: Path, tree: Mapping[str, Json], stage: Mapping[str, Json]) -
     return path[0] == "algorithm" and renamed not in (None, get(dict(tree), ("algorithm", "name")) or "grpo")
 
 
-def _idle(cfg: Config) -> Iterator[tuple[list[str], str, bool]]:
-    """(parts of a key, why nothing reads it, whether its default passes) in one stage; none where the keys of
-    the algorithm contradict each other."""
+_Idle = tuple[list[str], str, bool]
+"""(parts of a key, why nothing reads it, whether its default passes)"""
+
+
+def _idle(cfg: Config) -> Iterator[_Idle]:
+    """The keys that nothing reads in one stage; none where the keys of the algorithm contradict each other."""
     algorithm, problems = _algorithm(cfg.algorithm)
     if algorithm is not None and not problems:
         yield from ((key.split("."), why, passes) for key, why, passes in rules.unused(cfg, algorithm))
+
+
+def _by_section(idle: Iterable[_Idle]) -> dict[str, list[_Idle]]:
+    """The same by the first part of each key."""
+    out: dict[str, list[_Idle]] = {}
+    for one in idle:
+        out.setdefault(one[0][0], []).append(one)
+    return out
 
 
 def _is_default(path: Path, value: Json) -> bool:
@@ -232,7 +243,7 @@ def _asks_for_a_section(path: Path) -> bool:
     return key is not None and key.section is not None and key.default is None
 
 
-def _why_idle(path: Path, value: Json, rules: Sequence[tuple[list[str], str, bool]]) -> str:
+def _why_idle(path: Path, value: Json, rules: Mapping[str, Sequence[_Idle]]) -> str:
     """Why a set value has no effect, or ''.
 
     null and empty values pass, except an empty section where the default is no section: it requests the defaults of
@@ -240,9 +251,9 @@ def _why_idle(path: Path, value: Json, rules: Sequence[tuple[list[str], str, boo
     """
     if value is None or not path or value == [] or (value == {} and not _asks_for_a_section(path)):
         return ""
-    for parts, why, default_passes in rules:
-        if default_passes and (value is False or _is_default(path, value)):
+    for parts, why, default_passes in rules.get(str(path[0]), ()):
+        if len(path) < len(parts) or any(p not in ("*", str(at)) for p, at in zip(parts, path)):
             continue
-        if len(path) >= len(parts) and all(p in ("*", str(at)) for p, at in zip(parts, path)):
+        if not (default_passes and (value is False or _is_default(path, value))):
             return f"has no effect: {why}; leave it out"
     return ""

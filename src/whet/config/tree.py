@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from whet.config.keys import KEPT, TABLES, Path, dotted, lookup
@@ -100,6 +101,7 @@ def path_of(key: str, stages: Sequence[str]) -> Path:
     return path
 
 
+@lru_cache(maxsize=4096)
 def _is_list(path: Path) -> bool:
     key = lookup(path)
     return key is not None and "a list" in key.words

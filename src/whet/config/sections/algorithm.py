@@ -51,7 +51,8 @@ class RewardKlConfig(Section):
 
 
 class RejectConfig(Section):
-    """One test that tokens or rollouts must pass. r = pi_old / pi_sampled, the trainer over the engine."""
+    """One test that tokens or rollouts must pass. r = pi_old / pi_sampled, the trainer over the engine; with
+    reject_policy=current r = pi / pi_sampled."""
 
     statistic: Literal["ratio", "k2", "k3"] = "ratio"
     """Statistic of each token: ratio = r; k2 = (log r)^2 / 2; k3 = r - 1 - log r, in nats."""
@@ -79,6 +80,10 @@ class CorrectionConfig(Section):
     """Multiply the weight of a token by this factor to the power of the age of its policy, in versions. 1: off."""
     reject: tuple[RejectConfig, ...] = ()
     """Tests of tokens or rollouts; a token or rollout that fails one test has weight 0."""
+    reject_policy: Literal["old", "current"] = "old"
+    """Policy that `reject` compares with the engine. old: the policy before the step, once a step. current: the policy
+    that learns, in every optimizer step (verl's bypass_mode). What current rejects has no policy loss, but counts in
+    the averages, in KL and in entropy; with seq-mean-token-mean the mean of a rollout is over its remaining tokens."""
     second_moment: Above0 | None = None
     """Reject the tokens with the largest (log w)^2 until the mean of the others over the step is below this (M2PO,
     arXiv:2510.01161; AReaL's example: 0.04). None: off."""

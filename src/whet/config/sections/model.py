@@ -27,14 +27,20 @@ class LoraConfig(Section):
     log-probs differ."""
     targets: str | tuple[str, ...] = "all-linear"
     """Layers with adapters: all-linear (every linear layer except the output layer), a list of names (`q_proj` matches
-    this layer in every block), or a regular expression for the whole name. Experts and routers of a mixture of experts
-    are not linear layers."""
+    this layer in every block), or a regular expression for the whole name. Experts of a mixture have their matrices in
+    stacks, which are no linear layers; their names are `gate_up_proj` and `down_proj` (in a list, beside all-linear,
+    too). `gate_proj` and `up_proj` together name the first stack; its adapter then has twice the rank, as in peft, or,
+    with `fused`, one rank."""
     exclude_modules: str | tuple[str, ...] = ()
     """Layers without adapters, even if `targets` matches them: a list of names, or a regular expression for the whole
     name. Such an expression may match nothing."""
     fused: bool = False
     """One A for the layers that Megatron-LM computes as one (queries, keys and values; gate and up), each with its own
     B, as LoRA of Megatron-Bridge. Exports for peft repeat A for each layer."""
+    experts: Literal["each", "shared"] | None = None
+    """A and B of the matrices of experts. each: every expert has its own, as in peft; shared: all experts of a layer
+    have one, as in Megatron-Bridge (share_expert_adapters); an export for peft repeats it for each expert. Default:
+    shared with `fused`, else each."""
     rank_pattern: dict[str, Positive] = Field(default_factory=dict)
     """Ranks of single layers, by a regular expression for the end of the name; the first match counts."""
     alpha_pattern: dict[str, Above0] = Field(default_factory=dict)
