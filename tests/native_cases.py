@@ -753,7 +753,7 @@ CLUSTER = (
 SERVER = tuple(
     f"rollout.server.{name}"
     for name in (
-        "urls", "token", "command", "options", "env", "weights_dir", "canary_bound", "timeout_s", "load_timeout_s",
+        "urls", "token", "command", "options", "env", "weights_dir", "canary_bound", "timeout_s",
         "start_timeout_s", "restarts", "model", "lora", "sleep",
     )
 )  # fmt: skip
