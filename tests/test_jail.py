@@ -76,7 +76,15 @@ def nothing_is_left():
     assert eventually(lambda: not daemons())
 
 
-@pytest.mark.parametrize("beast", hostile.ZOO, ids=lambda f: f.__name__)
+BOMBS = {hostile.tree_bomb, hostile.big_fork_bomb}
+"""They fill a machine with processes, for seconds; the whole zoo at once has them, too, and here is `fork_bomb`."""
+
+
+@pytest.mark.parametrize(
+    "beast",
+    [pytest.param(f, marks=[pytest.mark.sweep] if f in BOMBS else []) for f in hostile.ZOO],
+    ids=lambda f: f.__name__,
+)
 def test_a_beast_gets_its_failure_and_its_neighbours_get_their_values(beast):
     kind, detail = hostile.ZOO[beast]
     with make(beast, timeout_s=0.4 if kind == "timeout" else 30.0) as jail:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from asking import reply
 from tiny import VOCAB
 from whet import seeds
-from whet.config.schema import ModelConfig, ScratchConfig
+from whet.config.schema import ModelConfig
 from whet.models import kernels
 from whet.models.load import build
 from whet.rollout import balance
@@ -585,15 +585,15 @@ def test_a_replica_that_can_do_less_than_the_others_is_refused() -> None:
 
 def module() -> PreTrainedModel:
     """intermediate_size is a multiple of 32, so that the PyTorch kernels are exact, too."""
-    scratch = ScratchConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=64,
-        initializer_range=0.3,
-    )
+    scratch = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 64,
+        "initializer_range": 0.3,
+    }
     ids: dict[str, Any] = {"vocab_size": VOCAB, "eos_token_id": 1, "pad_token_id": 0}
     return build(ModelConfig(scratch=scratch), **ids, seed=0, device="cpu", dtype=torch.float32)
 
