@@ -19,7 +19,7 @@ from tiny import tiny_model
 from whet.algos.critic import value_loss
 from whet.batch import Batch, Loss, Outputs
 from whet.config.deepspeed import engine_config
-from whet.config.schema import DeepSpeedConfig, OptimizerConfig, PrecisionConfig, TrainConfig
+from whet.config.schema import OptimizerConfig, PrecisionConfig, TrainConfig
 from whet.config.sections.model import LoraConfig
 from whet.models import kernels
 from whet.models.load import value_head
@@ -160,7 +160,7 @@ def by_deepspeed(
 ) -> Json:
     """What `placement` has DeepSpeed start with."""
     how = {"precision": precision or PrecisionConfig()}
-    train = TrainConfig(deepspeed=DeepSpeedConfig(config={"zero_optimization": zero}), **how)
+    train = TrainConfig(deepspeed={"zero_optimization": zero}, **how)
     return engine_config(train, optimizer, dtype)
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from forked import Started, near
+from forked import NEAR_RANKS, Started, near
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import LETTERS, tiny_model
 from whet import checkpoint
@@ -347,7 +347,7 @@ def start(run_dir: Path, *overrides: str) -> Started:
     path = run_dir.parent / "config.json"
     path.write_text(json.dumps(RUN))
     log = run_dir.parent / f"{run_dir.name}.log"
-    return Started("train", str(path), f"run_dir={run_dir}", *overrides, said=log)
+    return Started("train", str(path), f"run_dir={run_dir}", *overrides, code=NEAR_RANKS, said=log)
 
 
 def test_a_rank_that_never_ends_writing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

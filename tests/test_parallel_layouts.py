@@ -17,21 +17,19 @@ EACH = Case(family="qwen3_moe", lora=0.0, experts="each")
 SHARED = replace(EACH, experts="shared", checkpoint=True)
 TIED = Case(family="qwen2", tied=True)
 TWO = {
-    "tp": (Dims(tp=2), [SEPARATE, TIED, ADAPTED, Case(family="gemma"), replace(MOE, aux=0.1), EACH, SHARED]),
-    "cp": (Dims(cp=2), [SEPARATE, Case(family="mistral"), replace(MOE, aux=0.1)]),
+    "tp": (Dims(tp=2), [SEPARATE, ADAPTED, replace(MOE, aux=0.1), EACH]),
+    "cp": (Dims(cp=2), [SEPARATE, Case(family="mistral")]),
     "ep": (
         Dims(dp_shard=2, ep=2),
-        [replace(MOE, checkpoint=True, share_prompts=False), replace(MOE, aux=0.1), EACH, SHARED],
+        [replace(MOE, aux=0.1, checkpoint=True, share_prompts=False), EACH, SHARED],
     ),
-    "pp": (
-        Dims(pp=2),
-        [
-            replace(SEPARATE, layers=3),
-            replace(TIED, micro=40),
-            replace(ADAPTED, micro=40),
-            replace(EACH, micro=40),
-        ],
-    ),
+    "pp": (Dims(pp=2), [replace(SEPARATE, layers=3), replace(TIED, micro=40)]),
+}
+MORE_TWO = {
+    "tp": (Dims(tp=2), [TIED, Case(family="gemma"), SHARED]),
+    "cp": (Dims(cp=2), [replace(MOE, aux=0.1)]),
+    "ep": (Dims(dp_shard=2, ep=2), [replace(MOE, aux=0.1)]),
+    "pp": (Dims(pp=2), [replace(ADAPTED, micro=40), replace(EACH, micro=40)]),
 }
 FOUR = {"tp+cp": (Dims(tp=2, cp=2), [replace(MOE, aux=0.1)])}
 MORE = {
@@ -69,6 +67,11 @@ def test_two_ranks() -> None:
 
 def test_four_ranks() -> None:
     check(FOUR, 4)
+
+
+@pytest.mark.sweep
+def test_more_cases_of_two_ranks() -> None:
+    check(MORE_TWO, 2)
 
 
 @pytest.mark.sweep

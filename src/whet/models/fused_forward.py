@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from whet.guard import pulse
-from whet.models.attention import Attend
+from whet.models.attention import Attend, CachedAttention
+from whet.models.compiled_layers import LayerNumbers, LayerWeights
 from whet.models.experts import Experts, by_expert, computed, weighed
 from whet.models.float8 import recomputing
 from whet.models.kernels import Ops, load
 from whet.models.lora_layers import LoraLinear, LoraStack
 from whet.models.products import linear
 from whet.models.router import note
-from whet.models.sharded import within
+from whet.models.sharded import is_sharded, within
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ class _Layer:
     q_norm: Any
     k_norm: Any
     feed_forward: Callable[[Tensor], Tensor]
+    plain: tuple[Any, ...] | None
+    """Its norms and projections in the order of `LayerWeights`, if all projections are linear layers and no more."""
     eps: float
     offset: float
     head_dim: int
@@ -116,6 +119,7 @@ def functional(model: Any, ops: Ops, *, family: Family, compile: bool = False) -
         for number, layer in enumerate(base.layers[: config.num_hidden_layers])
         if hasattr(layer, "self_attn")
     ]
+    whole = partial(_over_cache, base.layers, layers, ops=layer_ops, act=family.act)
     layer_step, wrap = (torch.compile(_step, dynamic=True), _outside) if compile else (_step, lambda x: x)
 
     def hidden(
@@ -134,7 +138,10 @@ def functional(model: Any, ops: Ops, *, family: Family, compile: bool = False) -
                 recompute, step, use_reentrant=False, preserve_rng_state=False, context_fn=recomputing
             )
         delta_UD: Tensor | None = None
-        for layer in layers:
+        done = whole(h_UD, attend, cos_UD, sin_UD) if begins else None
+        if done is not None:
+            delta_UD, h_UD = done
+        for layer in layers if done is None else ():
             if compile:  # the first time takes long
                 pulse.beat("the layers")
             if base.layers[layer.number] is layer.module:
@@ -170,7 +177,8 @@ def _layer(layer: Any, number: int, *, ops: Ops, family: Family, config: Any) ->
     window = getattr(attention, "sliding_window", None)
     if config.model_type == "mistral":
         window = config.sliding_window
-    feed_forward = _mixture if hasattr(layer.mlp, "experts") else _dense
+    sparse = hasattr(layer.mlp, "experts")
+    feed_forward = _mixture if sparse else _dense
     return _Layer(
         number=number,
         module=layer,
@@ -183,12 +191,23 @@ def _layer(layer: Any, number: int, *, ops: Ops, family: Family, config: Any) ->
         q_norm=getattr(attention, "q_norm", None),
         k_norm=getattr(attention, "k_norm", None),
         feed_forward=partial(feed_forward, layer.mlp, act=family.act, ops=ops),
+        plain=None if sparse else _plain(layer),
         eps=config.rms_norm_eps,
         offset=family.offset,
         head_dim=attention.head_dim,
         scale=attention.scaling,
         window=window,
     )
+
+
+def _plain(layer: Any) -> tuple[Any, ...] | None:
+    """See `_Layer.plain`."""
+    attention, mlp = layer.self_attn, layer.mlp
+    into = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    after = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    if any(type(project) is not nn.Linear for project in (*into, *after)):
+        return None
+    return layer.input_layernorm, *into, layer.post_attention_layernorm, *after
 
 
 def _step(
@@ -222,6 +241,40 @@ def _step(
     delta_UD = _linear(layer.o, seen_UHD.flatten(1))
     x_UD, h_UD = ops.add_rms_norm(delta_UD, h_UD, layer.norm_mid.weight, eps=eps, offset=offset)
     return layer.feed_forward(x_UD), h_UD
+
+
+def _over_cache(
+    modules: nn.ModuleList,
+    layers: list[_Layer],
+    h_UD: Tensor,
+    attend: Attend,
+    cos_UD: Tensor,
+    sin_UD: Tensor,
+    *,
+    ops: Ops,
+    act: Literal["silu", "gelu_tanh"],
+) -> tuple[Tensor, Tensor] | None:
+    """All layers at once, without gradient: `_step` after `_step`. None where the operations do not have it, or a layer
+    has more than plain matrices."""
+    if ops.cached_layers is None or not isinstance(attend, CachedAttention) or torch.is_grad_enabled():
+        return None
+    weights = []
+    for layer in layers:
+        if layer.plain is None or modules[layer.number] is not layer.module or is_sharded(layer.module):
+            return None
+        weights.append(_weights(layer))
+    first, windows = layers[0], [layer.window or 0 for layer in layers]
+    numbers = LayerNumbers(first.head_dim, first.scale, first.eps, first.offset, act)
+    return ops.cached_layers(
+        weights, windows, numbers, h_UD, tokens=attend.tokens, cos_ND=cos_UD, sin_ND=sin_UD
+    )
+
+
+def _weights(layer: _Layer) -> LayerWeights:
+    assert layer.plain is not None
+    norms = (None if norm is None else norm.weight for norm in (layer.q_norm, layer.k_norm))
+    biases = (module.bias for module in layer.plain if isinstance(module, nn.Linear))
+    return LayerWeights(*(module.weight for module in layer.plain), *norms, *biases)
 
 
 def _linear(layer: nn.Linear | LoraLinear, x: Tensor) -> Tensor:

@@ -45,6 +45,11 @@ def within(module: nn.Module, function: Callable[..., T], *args: Any) -> T:
     return function(*args) if caller is None else caller(function, *args)  # type: ignore[no-any-return]
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Its parameters are whole only `within` it."""
+    return _CALLER in module.__dict__
+
+
 def _apply(function: Callable[..., T], *args: Any) -> T:
     return function(*args)
 
