@@ -36,6 +36,7 @@ BASE: dict[str, Json] = {
 
 OTHERS = "model={path: A}; tokenizer={}"
 REFERENCE = "algorithm.kl.coef=0.1"
+TEACHERS = f"{REFERENCE}; {OTHERS}; data.train.0.name=x; reference.models=[{{path: A, values: [x]}}]"
 PPO = "algorithm.name=ppo; critic.optimizer.lr=0.01"
 GIVEN = "rewards={}; rollout={sampling: {max_tokens: 4}}"
 SFT, DPO, KTO = (f"algorithm.name={name}; {GIVEN}" for name in ("sft", "dpo", "kto"))
@@ -262,6 +263,7 @@ CASES: dict[str, Case] = {
         f"{REFERENCE}; {OTHERS}; reference.path=B",
         {"rms_norm_eps": 0.1},
     ),
+    "reference.models.*.path": (TEACHERS, "B"),
     "reference.reset_interval": (REFERENCE, 1),
     "reference.reset_interval_epochs": (f"{REFERENCE}; data.train.0.limit=2", 1),
     "reference.mixup_alpha": (f"{REFERENCE}; reference.reset_interval=1; train.steps=4", 0.5),
@@ -730,6 +732,8 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
 CASES = {name: case for name, case in CASES.items() if name not in REFUSED}
 
 ENDS: dict[str, tuple[str, Any, str]] = {
+    "reference.models.*.values": (TEACHERS, ["y"], "'x' is a value of no model of reference.models"),
+    "reference.column": (TEACHERS, "school", "its column 'school' is None"),
     "algorithm.max_refills": (
         "algorithm.dynamic_sampling=true; rewards={f: {function: format, arguments: {pattern: '^$'}}}",
         3,

@@ -52,6 +52,26 @@ def source_problems(cfg: Config) -> Iterator[tuple[str, str]]:
                 yield at, f"data.order={cfg.data.order} needs a column of numbers to sort by; give its name"
 
 
+def reference_problems(cfg: Config) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) of which reference scores which tasks."""
+    values = [value for each in cfg.reference.models for value in each.values]
+    for n, each in enumerate(cfg.reference.models):
+        at = f"reference.models[{n}].values"
+        if not each.values:
+            yield at, "is empty, so the model scores nothing; give the labels of its tasks"
+        for value in each.values:
+            if values.count(value) > 1:
+                yield at, f"{value!r} is a value of several models, or twice of one; list it once"
+    if values and cfg.reference.column is None:
+        for n, source in enumerate(cfg.data.train):
+            if source.label is None and source.name is not None and source.name not in values:
+                yield (
+                    f"data.train[{n}].name",
+                    f"{source.name!r} is a value of no model of reference.models, so no reference scores its "
+                    f"rollouts{near(source.name, values)}; the values: {', '.join(values)}",
+                )
+
+
 def _rows(source: SourceConfig) -> Iterator[str]:
     given = [k for k in ("path", "function", "rows") if getattr(source, k) is not None]
     if len(given) != 1:
