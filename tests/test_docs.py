@@ -41,7 +41,7 @@ def test_every_key_of_the_schema_stands_on_the_page_with_its_default():
         if name != "*":
             assert f"| `{name}` |" in text, dotted(key.path)
     assert "| `temperature` | a number >= 0 | `1.0` |" in text
-    assert "| `task` | text | required |" in text
+    assert "| `make` | text | required |" in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

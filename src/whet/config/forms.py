@@ -21,7 +21,7 @@ from whet.config.conditions import subjects
 from whet.config.constraints import CONSTRAINTS, Constraint, error
 from whet.config.engines import EngineRow
 from whet.config.facts import NAMED
-from whet.config.keys import TABLES, Key, keys
+from whet.config.keys import TABLES, Key, keys, lookup
 from whet.config.keys import settings as keys_of_settings
 from whet.config.recipe_table import RECIPES
 from whet.config.resuming import RESUME
@@ -100,8 +100,13 @@ def _written(node: Mapping[str, Any], path: Path, defs: Mapping[str, Any]) -> No
             | _chosen_from(".".join((*path, name)))
             for name, inner in node["properties"].items()
         }
+    if "propertyNames" in node:  # a table with fixed names is shown as a section
+        entry, names = out["additionalProperties"], out.pop("propertyNames")["enum"]
+        given = [key for name in names if (key := lookup((*path, name)))]
+        out["properties"] = {key.path[-1]: _described(entry, replace(key, required=True)) for key in given}
+        out["additionalProperties"] = False
     for entries in ("items", "additionalProperties"):
-        if isinstance(node.get(entries), dict):
+        if isinstance(out.get(entries), dict):
             inner = (*path, "*") if (*path, "*") in keys() else path
             out[entries] = _shortened(_written(node[entries], inner, defs), inner)
     return out
