@@ -139,19 +139,26 @@ def vespo(t: Tokens, pos: tuple[float, float], neg: tuple[float, float]) -> List
     return out
 
 
-def reinforce_is(t: Tokens, over: str, low: float, high: float, outside: str) -> Lists:
-    out = []
-    for a, lp, lb in zip(t.a, t.lp, t.lb, strict=True):
+def reinforce_is(
+    t: Tokens, over: str, low: float, high: float, outside: str, *, normalize: bool = False
+) -> Lists:
+    weights = []
+    for lp, lb in zip(t.lp, t.lb, strict=True):
         d = [clamp(x - y, -20, 20) for x, y in zip(lp, lb, strict=True)]
         whole = sum(d) if over == "sequence" else sum(d) / max(len(d), 1)
         row = []
-        for x, now, log in zip(a, lp, d, strict=True):
+        for log in d:
             w = 1.0 if over == "none" else math.exp(clamp(log if over == "token" else whole, -20, 20))
             if over != "none" and not low <= w <= high:
                 w = clamp(w, low, high) if outside == "truncate" else 0.0
-            row.append(-w * x * now)
-        out.append(row)
-    return out
+            row.append(w)
+        weights.append(row)
+    counted = [w for row in weights for w in (row if over == "token" else row[:1])]
+    mean = max(math.fsum(counted) / max(len(counted), 1), 1e-8) if normalize else 1.0
+    return [
+        [-w / mean * x * now for w, x, now in zip(*row, strict=True)]
+        for row in zip(weights, t.a, t.lp, strict=True)
+    ]
 
 
 def topr(t: Tokens, threshold: float) -> Lists:

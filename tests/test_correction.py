@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sections
-from batches import by_rollout, concat, doubles, logp_now, make_batch, micro_batches, ragged
+from batches import by_rollout, concat, doubles, logp_now, make_batch, micro_batches, ragged, reordered
 from unread import check_algorithm
 from whet.algos.correction import below_second_moment, kept, log_ratio
 from whet.algos.losses import regularized, reinforce
 from whet.algos.recipes import build
-from whet.batch import Batch, Outputs, select, split
+from whet.batch import Batch, LossFn, Outputs, select, split, tokens_of
 from whet.config import schema
 from whet.config.recipes import resolve
 from whet.types import ConfigError, Metrics, WhetError
@@ -454,3 +454,140 @@ def test_a_correction_asks_for_the_trainers_logprobs(exact: bool) -> None:
     assert needs(reject=[{"high": 2.0}])
     assert needs(second_moment=0.04)
     assert not needs(), "reinforce has no ratio"
+
+
+# ---------------------------------------------------------------- tests of the policy that learns
+
+
+def rejected_by(batch: Batch, tests: list[dict[str, Any]], mode: str, **more: Any) -> tuple[LossFn, Batch]:
+    """The loss, whose policy term is -A log pi, and the batch with its weights."""
+    cfg = schema.AlgorithmConfig(
+        loss="reinforce",
+        loss_agg_mode=mode,
+        norm_tokens=7,
+        old_logprobs="sampled",
+        correction=section(reject=tests, reject_policy="current"),
+        **more,
+    )
+    algorithm = build(cfg, critic=schema.CriticConfig(), max_tokens=8)
+    assert algorithm.correct(batch, 0) == (batch, {}), "nothing is done before the step"
+    return algorithm.loss, replace(batch, weight_N=algorithm.weights(batch, 0))
+
+
+def descent(loss: LossFn, batch: Batch, logp: Tensor) -> Tensor:
+    """[N] minus the gradient of the whole loss by the log-probs."""
+    assert batch.weight_N is not None
+    x = logp.detach().requires_grad_()
+    return -torch.autograd.grad((loss(batch, Outputs(logp_N=x)).loss_N * batch.weight_N).sum(), x)[0]
+
+
+def learning(d: list[float]) -> tuple[Batch, Tensor]:
+    """Two rollouts of two tokens with A = 1, 2, 3, 4, and log-probs that are so much above the engine's."""
+    batch = drifted(TWO, d)
+    adv_N = torch.zeros(batch.tokens).double()
+    adv_N[batch.mask_N] = doubles([1, 2, 3, 4])
+    assert batch.logp_old_N is not None
+    return replace(batch, adv_N=adv_N, logp_old_N=None), batch.logp_old_N
+
+
+@pytest.mark.parametrize(
+    ("mode", "tests", "expected"),
+    [
+        # ratios 2, 1/2 and 3, 1: the gradient of each token by its log-prob is -A times its weight
+        ("token-mean", [{"high": 2.5}], [1 / 4, 2 / 4, 0, 4 / 4]),
+        ("seq-mean-token-sum", [{"high": 2.5}], [1 / 2, 2 / 2, 0, 4 / 2]),
+        ("seq-mean-token-mean", [{"high": 2.5}], [1 / 4, 2 / 4, 0, 4 / 2]),  # one token of the second is left
+        ("seq-mean-token-sum-norm", [{"high": 2.5}], [1 / 14, 2 / 14, 0, 4 / 14]),
+        ("token-mean", [{"over": "sum", "low": 0.9, "high": 1.1}], [1 / 4, 2 / 4, 0, 0]),
+        ("seq-mean-token-mean", [{"over": "max", "low": 0.9}], [0, 0, 3 / 4, 4 / 4]),
+        ("seq-mean-token-mean", [{"high": 2.5}, {"low": 0.9}], [1 / 2, 0, 0, 4 / 2]),
+    ],
+)
+def test_what_the_policy_that_learns_rejects_by_hand(
+    mode: str, tests: list[dict[str, Any]], expected: list[float]
+) -> None:
+    batch, logp = learning([LOG2, -LOG2, LOG3, 0.0])
+    loss, batch = rejected_by(batch, tests, mode)
+    assert descent(loss, batch, logp)[batch.mask_N].tolist() == pytest.approx(expected)
+    stats = loss(batch, Outputs(logp_N=logp)).stats
+    assert stats["rejected_frac"][batch.mask_N].tolist() == [x == 0 for x in expected]
+
+
+VERL_TESTS = [test for test in REJECTS if (test["statistic"], test["over"]) != ("ratio", "max")]
+
+
+@pytest.mark.parametrize("far", [0.0, 0.1])
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+@given(st.integers(0, 10_000), st.lists(st.sampled_from(VERL_TESTS), min_size=1, max_size=2))
+def test_rejection_by_the_policy_that_learns_against_a_loop(
+    far: float, mode: str, seed: int, tests: list[dict[str, Any]]
+) -> None:
+    """verl 0.8.0 with the counts of its model engines: batch_num_tokens and global_batch_size are those before the
+    rejection, and a rollout's mean is over what is left of it."""
+    batch = random_drift(seed, far=far)
+    logp = batch.logp_old_N
+    assert logp is not None
+    adv_N = torch.tensor(np.random.default_rng(seed).normal(size=batch.tokens)) * batch.mask_N
+    batch = replace(batch, logp_old_N=None, adv_N=adv_N)
+    rows = by_rollout(batch, logp - batch.logp_sample_N)
+    keep = naive(rows, {"reject": tests})
+    tokens, rollouts = sum(map(len, rows)), sum(bool(row) for row in rows)
+    expected = []
+    for row, adv in zip(keep, by_rollout(batch, adv_N), strict=True):
+        over = {"token-mean": tokens, "seq-mean-token-sum": rollouts}.get(mode, rollouts * max(sum(row), 1))
+        expected.append([k * a / over for k, a in zip(row, adv, strict=True)])
+    loss, weighed = rejected_by(batch, tests, mode)
+    found = descent(loss, weighed, logp.clamp(-1e6, 1e6))
+    for got, wanted in zip(by_rollout(batch, found), expected, strict=True):
+        assert got == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+
+
+LEARNERS_TESTS = [{"over": "mean", "low": 0.9, "high": 1.15}, {"statistic": "k2", "high": 0.05}]
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("seed", range(3))
+def test_neither_cut_nor_order_changes_what_the_policy_that_learns_rejects(seed: int, mode: str) -> None:
+    batch = replace(random_drift(seed), adv_N=ragged(seed).logp_ref_N)
+    logp = logp_now(replace(batch, logp_old_N=batch.logp_sample_N)).detach()
+    loss, batch = rejected_by(
+        batch, LEARNERS_TESTS, mode, kl=schema.KlConfig(coef=0.1, estimator="k2"), entropy_coef=0.0
+    )
+
+    def gradient(parts: list[Tensor]) -> Tensor:
+        total = torch.zeros_like(logp)
+        for rows in parts:
+            at = tokens_of(batch, rows)
+            total[at] += descent(loss, select(batch, rows), logp[at])
+        return total
+
+    everyone = torch.arange(batch.rollouts)
+    whole = gradient([everyone])
+    stats = loss(batch, Outputs(logp_N=logp)).stats["rejected_frac"]
+    assert 0 < stats.sum() < batch.mask_N.sum()
+    torch.testing.assert_close(gradient(list(everyone.split(1))), whole, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(gradient(list(everyone.split(3))), whole, rtol=1e-12, atol=1e-15)
+    turned = reordered(batch, everyone.flip(0).tolist())
+    backwards = torch.cat([tokens_of(batch, r) for r in everyone.flip(0).split(1)])
+    torch.testing.assert_close(
+        descent(loss, turned, logp[backwards]), whole[backwards], rtol=1e-12, atol=1e-15
+    )
+
+
+def test_demonstrations_are_not_tested() -> None:
+    batch, logp = learning([LOG2, -LOG2, LOG3, 0.0])
+    batch = replace(batch, version_N=torch.where(batch.rollout_N == 1, -1, batch.version_N))
+    loss, batch = rejected_by(batch, [{"high": 1.5}], "token-mean")
+    stats = loss(batch, Outputs(logp_N=logp)).stats
+    assert stats["rejected_frac"][batch.mask_N].tolist() == [1, 0, 0, 0]
+
+
+def test_the_policy_that_learns_may_be_tested_with_the_log_probs_of_the_engine() -> None:
+    test = {"over": "max", "high": 2.0}
+    resolve(
+        schema.AlgorithmConfig(
+            old_logprobs="sampled", correction=section(reject=[test], reject_policy="current")
+        )
+    )
+    with pytest.raises(ConfigError, match="every ratio"):
+        resolve(schema.AlgorithmConfig(old_logprobs="sampled", correction=section(reject=[test])))

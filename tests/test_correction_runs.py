@@ -49,6 +49,33 @@ def test_what_is_rejected_teaches_nothing(tmp_path: Path) -> None:
         assert line["train/mismatch_engine_perplexity"] > 1
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"loss": "ppo", "correction": {"reject": [{"high": 1.02}], "reject_policy": "current"}},
+        {"loss": {"name": "reinforce_is", "weight_over": "sequence", "weight_normalize": True}},
+    ],
+    ids=["reject_policy=current", "weight_normalize"],
+)
+def test_what_the_policy_that_learns_decides_does_not_depend_on_the_micro_batches(
+    tmp_path: Path, algorithm: dict[str, Any]
+) -> None:
+    def run(name: str, **train: Any) -> list[dict[str, Any]]:
+        whole = {**algorithm, "old_logprobs": "sampled"}
+        return learn(tmp_path / name, whole, train=STEPS | {"update_epochs": 3} | train)
+
+    one, many = run("one"), run("many", micro_batch_rollouts=1)
+    for a, b in zip(one, many, strict=True):
+        if "weight_normalize" in str(algorithm):
+            assert a["train/weight"] == pytest.approx(1, abs=0.05), "the mean over tokens, not over rollouts"
+            assert a["train/weight"] == pytest.approx(b["train/weight"], rel=1e-5)
+        else:
+            assert 0 < a["train/rejected_frac"] < 2 / 3, "nothing in the first of the three epochs"
+            assert a["train/rejected_frac"] == b["train/rejected_frac"]
+        assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-3)
+        assert "correction/rejected_frac" not in a
+
+
 def test_two_kls_at_once(tmp_path: Path) -> None:
     algorithm = {
         "name": "grpo",

@@ -215,6 +215,19 @@ def test_reinforce_with_weights_of_the_policy_that_learns_by_hand(
     assert grad == pytest.approx([-weight[0], 2 * weight[1]])
 
 
+@pytest.mark.parametrize(
+    ("over", "weight"),
+    [("token", [2 / 2.5, 3 / 2.5]), ("sequence", [3 / 3, 3 / 3]), ("none", [1.0, 1.0])],
+)
+def test_weights_of_reinforce_over_their_mean_by_hand(over: str, weight: list[float]) -> None:
+    batch, logp = tokens([1.0, -2.0], [9.0, 9.0])
+    batch = replace(batch, logp_sample_N=logp.detach() - doubles([0, math.log(2), math.log(4)]))
+    keys = {"weight_over": over, "weight_low": None, "weight_high": 3.0, "weight_outside": "truncate"}
+    loss, grad, _ = run("reinforce_is", batch, logp, **keys, weight_normalize=True)
+    assert loss == pytest.approx([weight[0], -2 * weight[1]])
+    assert grad == pytest.approx([-weight[0], 2 * weight[1]])
+
+
 def test_an_exponential_weight_at_a_low_temperature_is_bounded() -> None:
     """REC's weight=advantage: e^(1 / 0.01) is no number of float32."""
     keys = resolve(
@@ -459,7 +472,7 @@ def test_the_choice_does_not_depend_on_where_the_minibatch_is_cut() -> None:
     )
     logp = logp_now(batch).detach()
     keys = CLIP | {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0, "clip_cov_ub": 9.0}
-    loss = clip_cov_over(batch, logp, **keys)
+    loss = clip_cov_over(batch, lambda: logp, **keys)
     whole = loss(batch, Outputs(logp_N=logp)).stats["cov_picked_frac"]
     seen = 0
     for part in micro_batches(batch, max_tokens=None, max_rollouts=1, shared=False, whole_groups=False):

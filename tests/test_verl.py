@@ -436,7 +436,6 @@ def test_corrections() -> None:
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"}, "expected a number above 0"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": None}, "expected a number above 0"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "1,2"}, "one for each of 1 modes"),
-        ({"bypass_mode": True, "rollout_rs": "token_k2", "rollout_rs_threshold": 1.0}, "is coming"),
     ],
 )
 def test_corrections_that_are_refused(given: dict[str, Json], said: str) -> None:
@@ -480,8 +479,34 @@ def test_reinforce_in_bypass_mode_has_weights_of_the_policy_that_learns(
         **{f"algorithm.loss.{key}": value for key, value in native.items()},
     }
     assert algorithm.correction(tree) == {}, "no weight is counted twice"
-    normal = {C + key: value for key, value in given.items()} | {C + "rollout_is_batch_normalize": True}
-    assert "is coming" in refusal(algorithm.loss, normal)
+    normal = {C + "rollout_is_batch_normalize": True}
+    found = algorithm.loss(values({C + key: value for key, value in given.items()} | normal))
+    assert found.get("algorithm.loss.weight_normalize") == (True if "rollout_is" in given else None)
+
+
+def test_what_bypass_mode_rejects_is_tested_by_the_policy_that_learns() -> None:
+    """The file examples/rollout_correction/run_qwen2_5_7b_fsdp_multi_rs.sh of verl 0.8.0."""
+    rejects = {
+        VERSION: "0.8.0",
+        C + "bypass_mode": True,
+        C + "rollout_rs": "token_k1,seq_max_k2",
+        C + "rollout_rs_threshold": "0.6_1.6,2.5",
+    }
+    tests = {
+        "algorithm.correction.reject": [
+            {"statistic": "ratio", "over": "token", "low": 1 / 1.6, "high": 1 / 0.6},
+            {"statistic": "k2", "over": "max", "high": 2.5},
+        ],
+        "algorithm.correction.reject_policy": "current",
+    }
+    assert algorithm.correction(values(rejects)) == {"algorithm.old_logprobs": "sampled", **tests}
+    assert algorithm.correction(values(rejects | {C + "loss_type": "reinforce"})) == tests
+    learner = {"actor_rollout_ref.actor.policy_loss.loss_mode": "bypass_mode", C + "bypass_mode": None}
+    assert algorithm.correction(values(rejects | learner)) == {"algorithm.old_logprobs": "sampled", **tests}
+    engine = {C + "bypass_mode": None, "actor_rollout_ref.actor.use_rollout_log_probs": True}
+    assert "use_rollout_log_probs and without bypass_mode is coming" in refusal(
+        algorithm.correction, rejects | engine
+    )
 
 
 def test_reinforce_is_read_with_bypass_mode_alone() -> None:

@@ -286,3 +286,30 @@ def test_0_9_1_is_read_with_its_own_keys() -> None:
     gspo = {**FITS, A + "policy_loss.loss_mode": "gspo", A + "loss_agg_mode": "token-mean"}
     modes = {v: made(gspo, v).tree["algorithm"]["loss_agg_mode"] for v in ("0.9.0", "main", "0.9.1")}
     assert modes == {"0.9.0": "seq-mean-token-mean", "main": "token-mean", "0.9.1": "token-mean"}
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "rejects"),
+    [
+        ("0.6.1", {}, False),  # the statistics of the tests are metrics there
+        ("0.6.1", {"use_policy_gradient": True}, True),
+        ("0.7.0", {}, True),
+        ("0.7.1", {}, True),
+        ("0.9.0", {"loss_type": "reinforce"}, True),
+    ],
+)
+def test_bypass_mode_rejects_by_the_policy_that_learns(
+    version: str, given: dict[str, Json], rejects: bool
+) -> None:
+    test = {"rollout_rs": "token" if version in ("0.6.1", "0.7.0") else "token_k1", "rollout_rs_threshold": 2}
+    keys = {"bypass_mode": True, **test, **given}
+    found = made({**FITS, **{f"algorithm.rollout_correction.{key}": x for key, x in keys.items()}}, version)
+    told = found.tree["algorithm"].get("correction", {})
+    assert told == (
+        {
+            "reject": [{"statistic": "ratio", "over": "token", "low": 0.5, "high": 2}],
+            "reject_policy": "current",
+        }
+        if rejects
+        else {}
+    )

@@ -20,6 +20,7 @@ from whet.types import Json
 
 IS = "algorithm.rollout_correction.rollout_is"
 RS = "algorithm.rollout_correction.rollout_rs"
+CORRECTION = "algorithm.rollout_correction."
 
 DOCUMENTED = "docs/algorithms.md"
 
@@ -156,6 +157,7 @@ def policy(
 
 
 TOKEN_MEAN = ("one turn", "several turns", "a group of one", "an empty reply", "far apart")
+NOT_EMPTY = ("one turn", "several turns", "a group of one", "far apart")
 GRADIENT = ("grad",)
 EMPTY_COUNTS = (
     "a reply without a token counts in no denominator here; verl's global batch size has it "
@@ -255,6 +257,43 @@ LOSSES = (
         ("loss ppo",),
         {"algorithm.rollout_correction.bypass_mode": True},
         what="bypass_mode, loss_type=ppo_clip",
+    ),
+    *(
+        policy(
+            "bypass_mode",
+            "compute_policy_loss_bypass_mode",
+            (f"loss {'reinforce_is' if kind == 'reinforce' else 'ppo'}",),
+            {
+                "loss_agg_mode": mode,
+                f"{CORRECTION}bypass_mode": True,
+                f"{CORRECTION}loss_type": kind,
+                f"{CORRECTION}rollout_rs": "token_k1,seq_max_k2",
+                f"{CORRECTION}rollout_rs_threshold": "0.7_1.5,0.4",
+            },
+            what=f"bypass_mode, loss_type={kind}, rollout_rs=token_k1,seq_max_k2, loss_agg_mode={mode}",
+            kinds=TOKEN_MEAN if mode == "token-mean" else NOT_EMPTY,
+            tolerance=1e-7,
+        )
+        for kind in ("ppo_clip", "reinforce")
+        for mode in ("token-mean", "seq-mean-token-mean")
+    ),
+    *(
+        policy(
+            "bypass_mode",
+            "compute_policy_loss_bypass_mode",
+            ("loss reinforce_is",),
+            {
+                "loss_agg_mode": "token-mean",
+                f"{CORRECTION}bypass_mode": True,
+                f"{CORRECTION}loss_type": "reinforce",
+                f"{CORRECTION}rollout_is": over,
+                f"{CORRECTION}rollout_is_batch_normalize": True,
+            },
+            what=f"bypass_mode, loss_type=reinforce, rollout_is={over}, rollout_is_batch_normalize",
+            kinds=NOT_EMPTY,
+            tolerance=1e-7,
+        )
+        for over in ("token", "sequence")
     ),
 )
 

@@ -2,7 +2,8 @@
 
 w = pi_old / pi_sampled: the trainer's probability of a token over the engine's, both before the step. Computed once
 for the whole step, so no split changes it. The policy loss of a token is multiplied by `correction_N`; a weight of 0
-means that the token was rejected. Shape letters: N tokens, R rollouts.
+means that the token was rejected. Tests of the policy that learns (`without_rejected`) are part of the loss.
+Shape letters: N tokens, R rollouts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ Weigh = Callable[[Batch, Tensor], tuple[Tensor, Tensor | None]]
 """(batch, log-ratios [N]) -> ([N] the weight of each token, [N] bool: was it outside the bounds? None: no bounds)."""
 
 
+Reject = Callable[[Batch, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(batch, log-probs of the policy that learns [N], its loss [N]) -> see `without_rejected`."""
+
+
 def correct(
     batch: Batch, version: int, *, cfg: CorrectionConfig, weigh: Weigh | None = None
 ) -> tuple[Batch, Metrics]:
@@ -38,7 +43,7 @@ def correct(
     log_N = log_ratio(ours)
     weight_N, outside_N = weigh(ours, log_N) if weigh else (torch.ones_like(log_N), None)
     gap_N = (version - batch.version_N).clamp(min=0)
-    keep_N = passes(ours, log_N, cfg.reject)
+    keep_N = passes(ours, log_N, cfg.reject if cfg.reject_policy == "old" else ())
     if cfg.second_moment is not None:
         keep_N &= below_second_moment(ours, log_N, cfg.second_moment)
     weight_N = torch.where(keep_N, weight_N * cfg.staleness_decay**gap_N, 0.0)
@@ -123,6 +128,26 @@ def passes(batch: Batch, log_N: Tensor, tests: tuple[RejectConfig, ...]) -> Tens
     for test in tests:
         keep_N &= _passes(batch, log_N, test)
     return keep_N
+
+
+def without_rejected(
+    batch: Batch, logp_N: Tensor, loss_N: Tensor, *, tests: tuple[RejectConfig, ...], over_rollouts: bool
+) -> tuple[Tensor, Tensor]:
+    """([N] the loss, 0 at tokens that fail a test of the policy that learns, [N] 1 at these tokens).
+
+    Tests of pi / pi_sampled as verl 0.8.0's bypass mode, in which weights keep their denominators. over_rollouts: a
+    rollout's tokens have equal weights, which become the mean over its tokens that pass.
+    """
+    ours = replace(batch, mask_N=batch.mask_N & (batch.version_N >= 0))
+    d_N = logp_N.detach().double() - sampled_logp_N(batch).double()
+    keep_N = passes(ours, torch.where(ours.mask_N, d_N.clamp(-20, 20), 0.0), tests) | ~ours.mask_N
+    kept_N = torch.where(keep_N, loss_N, 0.0)
+    if over_rollouts:
+        weight_N = need(batch.weight_N, "batch.weight_N").double()
+        all_R, rest_R = batch.sum_R(weight_N), batch.sum_R(torch.where(keep_N, weight_N, 0.0))
+        times_R = all_R / torch.where(rest_R > 0, rest_R, 1.0)
+        kept_N = kept_N * times_R[batch.rollout_N].to(kept_N.dtype)
+    return kept_N, (~keep_N).to(loss_N.dtype)
 
 
 def below_second_moment(batch: Batch, log_N: Tensor, most: float) -> Tensor:

@@ -61,7 +61,7 @@ def clip_cov(
     """
     return clip_cov_over(
         batch,
-        need(out.logp_N, "outputs.logp_N").detach(),
+        lambda: need(out.logp_N, "outputs.logp_N").detach(),
         clip_low=clip_low,
         clip_high=clip_high,
         clip_cov_ratio=clip_cov_ratio,
@@ -72,7 +72,7 @@ def clip_cov(
 
 def clip_cov_over(
     minibatch: Batch,
-    logp_N: Tensor,
+    logprobs: Callable[[], Tensor],
     *,
     clip_low: float | None,
     clip_high: float | None,
@@ -80,7 +80,8 @@ def clip_cov_over(
     clip_cov_lb: float,
     clip_cov_ub: float,
 ) -> LossFn:
-    """The loss for parts of a minibatch, given the log-probs of all its tokens."""
+    """The loss for parts of a minibatch; logprobs() gives those of all its tokens."""
+    logp_N = logprobs()
     surrogate = partial(_surrogate, clip_low=clip_low, clip_high=clip_high)
     means = _means(minibatch, logp_N)
     everyone = Picks(*means, low=clip_cov_lb, high=clip_cov_ub, luck=1.0, beyond=False)
@@ -117,12 +118,14 @@ def kl_cov(batch: Batch, out: Outputs, *, kl_cov_ratio: float, ppo_kl_coef: floa
     A batch that is given here is a whole minibatch (see `kl_cov_over`).
     """
     logp_N = need(out.logp_N, "outputs.logp_N").detach()
-    return kl_cov_over(batch, logp_N, kl_cov_ratio=kl_cov_ratio, ppo_kl_coef=ppo_kl_coef)(batch, out)
+    return kl_cov_over(batch, lambda: logp_N, kl_cov_ratio=kl_cov_ratio, ppo_kl_coef=ppo_kl_coef)(batch, out)
 
 
-def kl_cov_over(minibatch: Batch, logp_N: Tensor, *, kl_cov_ratio: float, ppo_kl_coef: float) -> LossFn:
-    """The loss for parts of a minibatch, given the log-probs of all its tokens."""
-    picks = largest(minibatch, logp_N, count=_share(minibatch, kl_cov_ratio))
+def kl_cov_over(
+    minibatch: Batch, logprobs: Callable[[], Tensor], *, kl_cov_ratio: float, ppo_kl_coef: float
+) -> LossFn:
+    """The loss for parts of a minibatch; logprobs() gives those of all its tokens."""
+    picks = largest(minibatch, logprobs(), count=_share(minibatch, kl_cov_ratio))
     return partial(_kl_cov, picks, ppo_kl_coef)
 
 

@@ -12,11 +12,12 @@ from functools import partial
 import torch
 
 from whet.algos.clipped import aipo, cispo, dppo, importance_sampling, ppo, rollout_is, sapo, softmax_ppo
+from whet.algos.correction import Reject
 from whet.algos.covariance import clip_cov, clip_cov_over, kl_cov, kl_cov_over
 from whet.algos.demonstration import sft, sft_is, sft_phi
 from whet.algos.distillation import gkd
 from whet.algos.kl import reference_kl
-from whet.algos.plain import cross_entropy, dro, opmd, reinforce, reinforce_is, topr
+from whet.algos.plain import cross_entropy, dro, opmd, reinforce, reinforce_is, reinforce_is_over, topr
 from whet.algos.preference import cpo, dpo, kto, orpo, simpo
 from whet.algos.rec import rec
 from whet.algos.segments import need
@@ -35,13 +36,14 @@ def regularized(
     positive_nll_coef: float = 0.0,
     of_pairs: bool = False,
     totals: Totals | None = None,
+    reject: Reject | None = None,
 ) -> LossFn:
     """correction * loss + kl_coef * (KL to the reference) - entropy_coef * entropy, at every token.
 
     With entropy_own_mean the entropy is a mean over tokens, independent of their weights; positive_nll_coef
     weighs the mean of -log pi over the tokens of rollouts with a reward above 0. of_pairs: the loss is one number a
     pair, and the KL is the mean over the tokens of both replies. `totals`: of the minibatch that the
-    batches given are parts of; None: every batch is a whole one.
+    batches given are parts of; None: every batch is a whole one. reject: see `correction.without_rejected`.
     """
     return partial(
         _regularized,
@@ -53,6 +55,7 @@ def regularized(
         positive_nll_coef=positive_nll_coef,
         of_pairs=of_pairs,
         totals=totals,
+        reject=reject,
     )
 
 
@@ -68,11 +71,14 @@ def _regularized(
     positive_nll_coef: float,
     of_pairs: bool,
     totals: Totals | None,
+    reject: Reject | None,
 ) -> Loss:
     base = loss(batch, out)
     loss_N, stats = base.loss_N, dict(base.stats)
     if batch.correction_N is not None:
         loss_N = loss_N * batch.correction_N
+    if reject is not None:
+        loss_N, stats["rejected_frac"] = reject(batch, need(out.logp_N, "outputs.logp_N"), loss_N)
     if kl_coef > 0:
         kl_N = reference_kl(batch, need(out.logp_N, "outputs.logp_N"), estimator)
         stats["kl_loss_nats"] = kl_N.detach()
@@ -127,5 +133,10 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "kto": kto,
 }
 
-LOSSES_OVER: dict[str, Callable[..., LossFn]] = {"clip_cov": clip_cov_over, "kl_cov": kl_cov_over}
-"""Losses that read the whole minibatch before it is split: f(minibatch, its log-probs, *, settings) -> LossFn."""
+LOSSES_OVER: dict[str, Callable[..., LossFn]] = {
+    "clip_cov": clip_cov_over,
+    "kl_cov": kl_cov_over,
+    "reinforce_is": reinforce_is_over,
+}
+"""Losses that read, or may read, the whole minibatch before it is split: f(minibatch, logprobs, *, settings) -> LossFn;
+logprobs() gives its log-probs."""

@@ -5,12 +5,16 @@ Per token, unreduced. Shape letters: N tokens, R rollouts.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from functools import partial
 
-from whet.algos.correction import bounded, raw_weights
+import torch
+from torch import Tensor
+
+from whet.algos.correction import bounded, mean_weight, raw_weights
 from whet.algos.ratios import drift, log_ratio, log_ratio_to, ratio, sampled
 from whet.algos.segments import need, sampled_logp_N
-from whet.batch import Batch, Loss, Outputs
+from whet.batch import Batch, Loss, LossFn, Outputs
 
 
 def reinforce(batch: Batch, out: Outputs) -> Loss:
@@ -27,21 +31,63 @@ def reinforce_is(
     weight_low: float | None,
     weight_high: float | None,
     weight_outside: str,
+    weight_normalize: bool = False,
 ) -> Loss:
     """-sg(w) A log pi, w = pi / pi_engine of the token, or the product of it over the rollout (sequence), in bounds.
 
     REINFORCE in verl 0.8.0's bypass mode: the weight is that of the policy that learns, not of the one before the
     step, and takes the place of a clip. weight_over=none: w = 1. Weights outside [weight_low, weight_high] are set to
-    the bound (truncate) or to 0 (mask).
+    the bound (truncate) or to 0 (mask). weight_normalize: over the mean weight of the minibatch; a batch that is given
+    here is a whole one (see `reinforce_is_over`).
     """
-    weight_N = torch.ones_like(need(out.logp_N, "outputs.logp_N").detach())
-    stats = {}
-    if weight_over != "none":
-        log_N = log_ratio_to(sampled_logp_N(batch), batch, out).detach()
-        raw_N = raw_weights(batch, log_N, weight_over)
-        weight_N = bounded(raw_N, low=weight_low, high=weight_high, outside=weight_outside)
-        stats = {"weight": weight_N, "clip_frac": (weight_N != raw_N).to(weight_N.dtype)}
-    loss_N = -weight_N * need(batch.adv_N, "batch.adv_N") * need(out.logp_N, "outputs.logp_N")
+    logp_N = need(out.logp_N, "outputs.logp_N").detach()
+    return reinforce_is_over(
+        batch,
+        lambda: logp_N,
+        weight_over=weight_over,
+        weight_low=weight_low,
+        weight_high=weight_high,
+        weight_outside=weight_outside,
+        weight_normalize=weight_normalize,
+    )(batch, out)
+
+
+def reinforce_is_over(
+    minibatch: Batch,
+    logprobs: Callable[[], Tensor],
+    *,
+    weight_over: str,
+    weight_low: float | None,
+    weight_high: float | None,
+    weight_outside: str,
+    weight_normalize: bool,
+) -> LossFn:
+    """The loss for parts of a minibatch; logprobs() gives those of all its tokens, which the mean weight is made of."""
+    if weight_over == "none":
+        return reinforce
+    weigh = partial(_weights, over=weight_over, low=weight_low, high=weight_high, outside=weight_outside)
+    if not weight_normalize:
+        return partial(_reinforce_is, weigh, 1.0)
+    weight_N, _ = weigh(minibatch, logprobs())
+    mean = mean_weight(minibatch, weight_N.double(), over_rollouts=weight_over != "token")
+    return partial(_reinforce_is, weigh, max(float(mean), 1e-8))
+
+
+def _weights(
+    batch: Batch, logp_N: Tensor, *, over: str, low: float | None, high: float | None, outside: str
+) -> tuple[Tensor, Tensor]:
+    """([N] weights in their bounds, before these)."""
+    raw_N = raw_weights(batch, log_ratio_to(sampled_logp_N(batch), batch, Outputs(logp_N=logp_N)), over)
+    return bounded(raw_N, low=low, high=high, outside=outside), raw_N
+
+
+def _reinforce_is(
+    weigh: Callable[[Batch, Tensor], tuple[Tensor, Tensor]], mean: float, batch: Batch, out: Outputs
+) -> Loss:
+    logp_N = need(out.logp_N, "outputs.logp_N")
+    weight_N, raw_N = weigh(batch, logp_N.detach())
+    stats = {"weight": weight_N / mean, "clip_frac": (weight_N != raw_N).to(weight_N.dtype)}
+    loss_N = -stats["weight"] * need(batch.adv_N, "batch.adv_N") * logp_N
     return Loss(sampled(batch, loss_N), stats | drift(batch, out))
 
 

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from whet.algos.advantages import ADVANTAGES, token_rewards, whiten
 from whet.algos.aggregate import weights
-from whet.algos.correction import WEIGHTS, Weigh, correct, kept
+from whet.algos.correction import WEIGHTS, Reject, Weigh, correct, kept, without_rejected
 from whet.algos.critic import value_loss
 from whet.algos.demonstration import among_experts, mixed, mixed_weights, mu_at, own, without_experts
 from whet.algos.distillation import KL, OF_ENGINE, Divergence, over_tokens
 from whet.algos.entropy import EntropyControl
 from whet.algos.kl import adapt, mean_kl
 from whet.algos.losses import LOSSES, LOSSES_OVER, regularized
-from whet.algos.resample import counts
+from whet.algos.resample import RESAMPLE, counts
 from whet.algos.segments import need
 from whet.algos.terms import Totals
 from whet.algos.whitening import bounded, of_top_entropy, without_entropy_losers
@@ -120,6 +120,7 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         entropy_own_mean=r.entropy_own_mean,
         positive_nll_coef=r.positive_nll_coef,
         of_pairs=r.pairs,
+        reject=_reject(r),
     )
     return Algorithm(
         name=r.name,
@@ -176,7 +177,8 @@ def _loss_of(
     """The loss for the parts of one minibatch."""
     if r.loss in LOSSES_OVER:
         over = LOSSES_OVER[r.loss]
-        policy = over(own(minibatch), forward(minibatch, "logprobs"), **_taken(over, r.settings["loss"]))
+        logprobs = partial(forward, minibatch, "logprobs")
+        policy = over(own(minibatch), logprobs, **_taken(over, r.settings["loss"]))
     own_means = r.entropy_own_mean or r.positive_nll_coef > 0 or (r.pairs and r.kl.coef > 0)
     totals = Totals.of(minibatch) if own_means else None
     return _with_experts(r, whole(policy, entropy_coef=entropy_coef, totals=totals))
@@ -202,6 +204,14 @@ def _weigh(r: Resolved) -> Weigh | None:
         return None
     function = _bind(find(WEIGHTS, chosen.name, what=_WEIGHT), chosen, what=_WEIGHT, positional=2)
     return partial(_own_weight, function, chosen.name) if chosen.is_own else function
+
+
+def _reject(r: Resolved) -> Reject | None:
+    """The tests that the policy which learns is put to."""
+    if r.correction.reject_policy == "old" or not r.correction.reject:
+        return None
+    over_rollouts = r.loss_agg_mode == "seq-mean-token-mean"
+    return partial(without_rejected, tests=r.correction.reject, over_rollouts=over_rollouts)
 
 
 _WEIGHT = "correction.weight"
@@ -313,28 +323,27 @@ def _with_advantage(r: Resolved, function: Callable[..., object], entire: Batch,
     adv_N, return_N = _checked(result, batch, name=r.advantage)
     if r.whiten:
         adv_N = whiten(adv_N, batch.mask_N, ddof=r.whiten_ddof)
-    adv_N = bounded(adv_N, r.advantage_low, r.advantage_high)
+    adv_N = bounded(adv_N, *r.advantage_clip)
     if "entropy" in r.needs:
         entropy_N = need(batch.entropy_N, "batch.entropy_N")
         adv_N = of_top_entropy(adv_N, entropy_N, batch.mask_N, quantile=r.top_entropy_quantile)
-    if r.entropy_clip != "none":
+    if (clip := r.settings.get("entropy_clip")) is not None:
         adv_N = without_entropy_losers(
             adv_N,
             need(batch.discriminant_N, "batch.discriminant_N"),
             batch.mask_N,
-            centred=r.entropy_clip == "vocabulary",
-            mu=r.entropy_clip_mu,
-            max_frac=r.entropy_clip_max_frac,
+            centred=clip.name == "vocabulary",
+            **clip.settings,
         )
     return replace(entire, adv_N=torch.where(batch.mask_N, adv_N, adv_N.new_zeros(())), return_N=return_N)
 
 
 def _resampled(r: Resolved, batch: Batch, stream: int, groups: int) -> Batch:
+    chosen = r.settings.get("resample")
     count_R = counts(
         without_experts(batch),
-        r.resample,
+        None if chosen is None else partial(RESAMPLE[chosen.name], **chosen.settings),
         stream=stream,
-        power=r.resample_power,
         groups=groups if r.refill == "copy" else 0,
         finished_only=r.groups.truncated == "mask",
     )

@@ -11,8 +11,9 @@ KEY = "algorithm.correction"
 
 
 def compares(c: CorrectionConfig) -> bool:
-    """Whether the trainer's log-probs are compared with the engine's."""
-    return bool(c.weight or c.reject) or c.second_moment is not None
+    """Whether the log-probs of the policy before the step are compared with the engine's."""
+    tests = c.reject if c.reject_policy == "old" else ()
+    return bool(c.weight or tests) or c.second_moment is not None
 
 
 def check_correction(c: CorrectionConfig, weight: Mapping[str, Json], *, old_logprobs: str) -> None:

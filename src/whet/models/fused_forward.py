@@ -22,9 +22,10 @@ from torch.utils.checkpoint import checkpoint as recompute
 from whet.guard import pulse
 from whet.models.attention import Attend, CachedAttention
 from whet.models.compiled_layers import LayerNumbers, LayerWeights
+from whet.models.experts import Experts, by_expert, computed, weighed
 from whet.models.float8 import recomputing
 from whet.models.kernels import Ops, load
-from whet.models.lora import LoraLinear
+from whet.models.lora_layers import LoraLinear, LoraStack
 from whet.models.products import linear
 from whet.models.router import note
 from whet.models.sharded import is_sharded, within
@@ -74,7 +75,7 @@ def known_family(model: Any, config: Any) -> Family | None:
 
 
 def _untouched(module: nn.Module, home: str) -> bool:
-    plain = (nn.Linear, LoraLinear, nn.Embedding, nn.ModuleList, nn.SiLU)
+    plain = (nn.Linear, nn.Embedding, nn.ModuleList, nn.ModuleDict, nn.SiLU, LoraLinear, LoraStack, Experts)
     own = type(module) in plain or type(module).__module__ in (home, "transformers.activations")
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     return own and not hooked and "forward" not in vars(module)
@@ -303,17 +304,7 @@ def _mixture(block: Any, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"], ops
     if router.norm_topk_prob:
         weight_UE = weight_UE / weight_UE.sum(-1, keepdim=True)
     note(router, logits_UX, probability_UX, expert_UE)
-    order_T = expert_UE.flatten().argsort(stable=True)
-    count_X = torch.bincount(expert_UE.flatten(), minlength=router.num_experts).tolist()
+    order_T, count_X = by_expert(expert_UE, router.num_experts)
     sorted_TD = F.embedding(order_T // router.top_k, x_UD)
-    parts = [
-        linear(ops.glu(*linear(part, gate_up).chunk(2, dim=-1), act=act), down)
-        for part, gate_up, down in zip(
-            sorted_TD.split(count_X), experts.gate_up_proj.unbind(), experts.down_proj.unbind()
-        )
-        if len(part)
-    ]
-    back_T = torch.empty_like(order_T)
-    back_T[order_T] = torch.arange(len(order_T), device=order_T.device)
-    out_UED = F.embedding(back_T, torch.cat(parts or [x_UD])).view(*expert_UE.shape, x_UD.shape[1])
-    return (out_UED * weight_UE.to(out_UED.dtype)[..., None]).sum(1)
+    made_TD = computed(experts, sorted_TD, count_X.tolist(), glu=partial(ops.glu, act=act))
+    return weighed(made_TD, order_T, weight_UE)

@@ -61,7 +61,7 @@ def reads_logprobs(cfg: Config) -> Iterator[str]:
     if algorithm.kind != "online":
         return
     c = algorithm.correction
-    if compares(c) or c.staleness_decay != 1.0:
+    if compares(c) or c.reject or c.staleness_decay != 1.0:
         yield "algorithm.correction"
     if algorithm.old_logprobs == "sampled":
         yield "algorithm.old_logprobs=sampled"

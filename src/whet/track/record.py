@@ -8,7 +8,7 @@
     run.log          tensorboard/STAGE/           lock             pid and host of the run
     timeline.json    what was done when (`whet show RUN --timeline`)
     journal/         what environments have answered since the oldest checkpoint (`envs.journal`)
-    dumps.jsonl      files that were written elsewhere (track.rollouts_dump ...), by step and SHA-256
+    dumps.jsonl      files that were written elsewhere (track.dump), by step and SHA-256
     uploads.json     checkpoints that were copied elsewhere (checkpoint.upload_to)
 
 Two runs with equal config and seed write equal bytes into metrics.jsonl, rollouts/ and eval/, so `cmp` proves
@@ -74,7 +74,7 @@ class RunDirectory:
         for kind, template in self._dumps.items():
             if len(stages) > 1 and "{stage}" not in template:
                 raise ConfigError(
-                    f"track.{kind}_dump={template!r}: add {{stage}}, or each stage overwrites the previous one"
+                    f"track.dump.{kind}={template!r}: add {{stage}}, or each stage overwrites the previous one"
                 )
         self._unsynced: list[Path] = []
         try:

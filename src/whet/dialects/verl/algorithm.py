@@ -155,11 +155,6 @@ def loss(v: Values) -> Native:
 
 def _own_weight(v: Values) -> dict[str, Json]:
     """The weights of REINFORCE in bypass_mode: rollout_is, of the policy that learns."""
-    if v[f"{CORRECTION}.rollout_is_batch_normalize"]:
-        raise NotSupportedYet(
-            f"{CORRECTION}.rollout_is_batch_normalize with REINFORCE is coming, not built yet: a mean weight of the "
-            "policy that is learning; leave it out"
-        )
     native, weight = "algorithm.correction.weight", _weight(v)
     if not weight:
         return {"algorithm.loss.weight_over": "none"}
@@ -172,6 +167,8 @@ def _own_weight(v: Values) -> dict[str, Json]:
             "algorithm.loss.weight_low": weight[f"{native}.low"],
             "algorithm.loss.weight_outside": "mask",
         }
+    if weight[f"{native}.normalize"]:
+        out["algorithm.loss.weight_normalize"] = True
     return out
 
 
@@ -272,15 +269,31 @@ def correction(v: Values) -> Native:
             )
         return NOTHING  # a divergence has no ratio to weigh
     if bypasses(v):
-        if tests:
-            raise NotSupportedYet(
-                f"{CORRECTION}.rollout_rs with bypass_mode: leaving tokens out by the ratio to the policy that is "
-                "learning is coming, not built yet"
-            )
-        return NOTHING if reinforces(v) else {"algorithm.old_logprobs": "sampled"}
+        return _of_the_policy_that_learns(v, tests)
     if tests:
         return weight | {"algorithm.correction.reject": tests}
     return weight | ({"algorithm.correction.denominator": "all"} if _keeps_outside(v) else {})
+
+
+def _of_the_policy_that_learns(v: Values, tests: list[Json]) -> Native:
+    """bypass_mode, where the loss compares the policy that learns with the engine. In 0.6.1 the loss of PPO rejects
+    nothing, and REINFORCE only with rollout_rs."""
+    out: dict[str, Json] = {} if reinforces(v) else {"algorithm.old_logprobs": "sampled"}
+    rejects = reinforces(v) and v[f"{CORRECTION}.rollout_rs"] is not None
+    if not tests or not (rejects or since(v, "verl", "0.7.0")):
+        return out
+    if not _takes_bypass_loss(v):
+        raise NotSupportedYet(
+            f"{CORRECTION}.rollout_rs with {ACTOR}.use_rollout_log_probs and without bypass_mode is coming, not built "
+            "yet: verl rejects by log-probs that the trainer computes before the step, which its loss does not read; "
+            "set bypass_mode=true"
+        )
+    return out | {"algorithm.correction.reject": tests, "algorithm.correction.reject_policy": "current"}
+
+
+def _takes_bypass_loss(v: Values) -> bool:
+    """Whether verl's loss of bypass_mode is taken, not only the engine's log-probs."""
+    return _says_bypass(v) or reinforces(v) or v[f"{ACTOR}.policy_loss.loss_mode"] == "bypass_mode"
 
 
 def _keeps_outside(v: Values) -> bool:
@@ -296,15 +309,19 @@ def weighs_some_nothing(v: Values) -> bool:
 
 
 def bypasses(v: Values) -> bool:
-    """Whether the ratio's denominator is the engine's log-prob. The asynchronous trainers do so by themselves: the
-    one that is a step ahead since 0.7.0."""
+    """Whether the ratio's denominator is the engine's log-prob."""
+    asked = v[f"{ACTOR}.policy_loss.loss_mode"] == "bypass_mode" or v[f"{ACTOR}.use_rollout_log_probs"]
+    return bool(_says_bypass(v) or asked)
+
+
+def _says_bypass(v: Values) -> bool:
+    """bypass_mode. The asynchronous trainers have it by themselves: the one that is a step ahead since 0.7.0."""
     said = v[f"{CORRECTION}.bypass_mode"]
     if said is None and is_one_step_off(v):
         said = since(v, "verl", "0.7.0")
     elif said is None and is_fully_async(v):
         said = v["async_training.use_rollout_log_probs"] and not v["async_training.compute_prox_log_prob"]
-    asked = v[f"{ACTOR}.policy_loss.loss_mode"] == "bypass_mode" or v[f"{ACTOR}.use_rollout_log_probs"]
-    return bool(said or asked)
+    return bool(said)
 
 
 def _weight(v: Values) -> dict[str, Json]:
