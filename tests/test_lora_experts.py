@@ -340,7 +340,7 @@ def test_ranks_with_spread_experts_publish_what_one_process_would(tmp_path: Path
 MIXTURE: dict[str, Any] = {
     "model": {
         "scratch": {
-            "architecture": "qwen3_moe",
+            "name": "qwen3_moe",
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "intermediate_size": 24,
