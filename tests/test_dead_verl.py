@@ -221,6 +221,10 @@ TEACHER: Given = {
     "distillation.teacher_models": {"teacher_model": {"model_path": "org/teacher"}},
     "algorithm.adv_estimator": "reinforce_plus_plus",
 }
+TEACHERS: Given = {
+    **TEACHER,
+    "distillation.teacher_models": {n: {"key": n, "model_path": f"org/{n}"} for n in ("one", "two")},
+}
 ALONE: Given = {**TEACHER, DISTILL + "use_task_rewards": False}
 TOPK: Given = {**ALONE, DISTILL + "loss_mode": "forward_kl_topk"}
 PG: Given = {**ALONE, DISTILL + "use_policy_gradient": True}
@@ -255,6 +259,7 @@ CONTEXTS: dict[str, Given] = {
     **dict.fromkeys((TURNS + "max_tool_response_length", TURNS + "tool_response_truncate_side"), AGENT),
     R + "agent.default_agent_loop": AGENT,
     **dict.fromkeys(("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"), GDPO),
+    "distillation.teacher_key": TEACHERS,
     "distillation.enabled": {k: v for k, v in TEACHER.items() if k != "distillation.enabled"},
     **dict.fromkeys(("distillation.teacher_models.*", DISTILL + "use_task_rewards"), TEACHER),
     DISTILL + "distillation_loss_coef": TEACHER,

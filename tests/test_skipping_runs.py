@@ -84,7 +84,7 @@ def learner(policy: Door, *, skip: bool, reference: Door | None = None, **keys: 
     stop: Any = SimpleNamespace(requested=False)
     context = Context(config, plan, "stage", 0, algorithm, monitor, stop)
     return Learner(
-        context, policy.engine, reference and reference.engine, None, skipping=skipping(resolve(cfg), train),
+        context, policy.engine, (reference.engine,) if reference else (), None, skipping=skipping(resolve(cfg), train),
         exact=False, kl_coef=algorithm.kl_coef,
     )  # fmt: skip
 

@@ -84,7 +84,7 @@ def updates(step: int, *overrides: str) -> list[tuple[str, int]]:
         patch.setattr(Learner, "update_critic", learner("critic"))
         context: Any = SimpleNamespace(cfg=cfg, plan=plan(cfg), name="main")
         model: Any = object()
-        Learner(context, model, None, critic=model, skipping=Skipping(), exact=True).update(
+        Learner(context, model, (), critic=model, skipping=Skipping(), exact=True).update(
             step, ragged(3, groups=16)
         )
     return seen

@@ -80,6 +80,28 @@ def test_one_teacher_of_another_name_takes_the_place_of_the_first() -> None:
     assert distillation.teacher(v)["reference.path"] == "b"
 
 
+TWO: dict[str, Json] = {
+    "teacher_model": {"model_path": None},
+    "gsm8k": {"key": "openai/gsm8k", "model_path": "a", "num_replicas": 1},
+    "geo3k": {"key": "hiyouga/geometry3k", "model_path": "b", "num_replicas": 1},
+}
+"""Those of examples/on_policy_distillation_trainer/run_qwen3_8b_mopd_fsdp.sh."""
+
+
+def test_several_teachers_are_references_that_the_label_of_a_row_chooses() -> None:
+    given: dict[str, Json] = {**ON, "distillation.teacher_models.*": TWO}
+    models = [
+        {"path": "a", "values": ["openai/gsm8k"]},
+        {"path": "b", "values": ["hiyouga/geometry3k"]},
+    ]
+    assert distillation.teacher(values(given)) == {"reference.models": models}, "data_source is the label"
+    other = values(given | {"distillation.teacher_key": "ability"})
+    assert distillation.teacher(other) == {"reference.models": models, "reference.column": "ability"}
+    beside = values(given | {D + "use_task_rewards": True})
+    assert distillation.teacher(beside)["reference.models"] == models
+    assert distillation.teacher(beside)["algorithm.kl.coef"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -93,7 +115,15 @@ def test_one_teacher_of_another_name_takes_the_place_of_the_first() -> None:
         ({"distillation.teacher_models.*": {}}, "must have the model_path"),
         (
             {"distillation.teacher_models.*": {"a": {"model_path": "a"}, "b": {"model_path": "b"}}},
-            "several teachers, chosen by a column",
+            "teacher_models.a: must have the key",
+        ),
+        (
+            {"distillation.teacher_models.*": {n: {"model_path": n, "key": "x"} for n in "ab"}},
+            "a, b have the same key",
+        ),
+        (
+            {"distillation.teacher_models.*": TWO, D + "loss_mode": "forward_kl_topk"},
+            "from one of several teachers",
         ),
         ({D + "use_task_rewards": True, A + "use_kl_loss": True}, "beside a KL to a reference"),
     ],

@@ -56,6 +56,8 @@ class Batch:
     """float32: reward of the greedy reply to the same task (ReMax)."""
     expert_R: Tensor | None = None
     """bool: the reply was given by data, not sampled (mixes of demonstrations and rollouts). None: all were sampled."""
+    reference_R: Tensor | None = None
+    """int64: number of the reference that scores the rollout, among several. None: there is one."""
     logp_old_N: Tensor | None = None
     logp_ref_N: Tensor | None = None
     value_N: Tensor | None = None

@@ -21,7 +21,7 @@ from whet.algos.entropy import EntropyBonus
 from whet.algos.preference import kl_zero
 from whet.algos.segments import sampled_logp_N
 from whet.algos.skipping import Skipping, shares, skip, skipping, without_effect
-from whet.batch import Batch, LossTerms, among_skipped, at_sampled, computed, pack, select, with_parts
+from whet.batch import Batch, LossTerms, among_skipped, computed, pack, select, with_parts
 from whet.config.groups import experts_per_step
 from whet.config.recipes import resolve
 from whet.config.schema import TrainConfig
@@ -34,7 +34,14 @@ from whet.job import Models
 from whet.placement import Jobs, run_concurrently
 from whet.track.metrics import merge
 from whet.track.timeline import Kind
-from whet.trained_models import critic_of, cut_of, policy_of, reference_of
+from whet.trained_models import (
+    ReferenceChoice,
+    critic_of,
+    cut_of,
+    policy_of,
+    reference_logprobs,
+    references_of,
+)
 from whet.training.engine import TrainEngine, Want
 from whet.training.passes import passes, untaught
 from whet.training.ranks import RankGroup, Ranks
@@ -95,7 +102,8 @@ class Learner:
 
     context: Context
     policy: TrainEngine
-    reference: TrainEngine | None
+    references: Sequence[TrainEngine]
+    """None, one, or several, of which each rollout has its own."""
     critic: TrainEngine | None
     skipping: Skipping
     exact: bool
@@ -105,6 +113,8 @@ class Learner:
     """Beside the policy's own rollouts in every step; None: there are none."""
     reprompt: Reprompter | None = None
     """Gives the reference other prompts; None: it sees those of the policy."""
+    choose_reference: ReferenceChoice | None = None
+    """None: there are not several."""
     reused: Callable[[], int] | None = None
     """How many groups of the last step were trained on before; None: groups are never replayed."""
     ranks: Mapping[str, Ranks] = field(default_factory=dict)
@@ -156,6 +166,8 @@ class Learner:
         batch = pack(groups) if self.demonstrations is None else self.demonstrations.among(groups)
         if self.reprompt is not None:
             batch, numbers = self.reprompt(batch, groups)
+        if self.choose_reference is not None:
+            batch = replace(batch, reference_R=self.choose_reference(groups))
         if algorithm.parts:
             batch = with_parts(batch, groups, algorithm.parts)
         if self.skipping.before_models:
@@ -193,8 +205,8 @@ class Learner:
         unknown = batch.logp_sample_N is None  # the engine cannot tell them
         if algorithm.kind == "online" and (self.recomputes_old or unknown):
             asked["logp_old_N"] = self.policy, partial(self.policy.forward, seen, "logprobs")
-        if self.reference is not None:
-            asked["logp_ref_N"] = self.reference, partial(_reference_logp, self.reference, seen)
+        if self.references:
+            asked["logp_ref_N"] = self.references[0], partial(reference_logprobs, self.references, seen)
         for want, name in OF_POLICY.items():
             if want in algorithm.needs:
                 asked[name] = self.policy, partial(self.policy.forward, seen, want)
@@ -213,8 +225,9 @@ class Learner:
             found["value_N"] = self.value_scale.restored(found["value_N"], batch.mask_N)
         if longer is not None and last_R is not None:
             found["last_value_R"] = self._last_values(batch, longer, last_R)
-        if self.reference is not None and "kl_zero" in algorithm.needs:
-            found["kl_zero_R"] = kl_zero(batch, policy=self.policy.forward, reference=self.reference.forward)
+        if self.references and "kl_zero" in algorithm.needs:
+            reference = self.references[0].forward
+            found["kl_zero_R"] = kl_zero(batch, policy=self.policy.forward, reference=reference)
         reprompted = (
             batch.reprompted if algorithm.full_kl_coef else None
         )  # else the update reads logp_ref_N alone
@@ -362,8 +375,8 @@ class Learner:
         """Every so many steps or epochs move the reference to the policy; the optimizer may be reset."""
         cfg = self.context.cfg.reference
         due = self.context.due(done, cfg.reset_interval, epochs=cfg.reset_interval_epochs)
-        if self.reference is not None and due:
-            self.reference.copy_from(self.policy, cfg.mixup_alpha)
+        if self.references and due:
+            self.references[0].copy_from(self.policy, cfg.mixup_alpha)
             if cfg.reset_optimizer:
                 self.policy.forget()
 
@@ -371,9 +384,9 @@ class Learner:
 
     def engines(self) -> dict[str, TrainEngine]:
         """The models of a checkpoint. A reference that was loaded from a folder is read from there again."""
-        cfg = self.context.cfg.reference
-        own = cfg.path is None or cfg.reset_interval > 0 or cfg.reset_interval_epochs > 0
-        held = {"policy": self.policy, "critic": self.critic, "reference": self.reference if own else None}
+        held = {"policy": self.policy, "critic": self.critic}
+        if self.references and self.context.plan.reference_saved:
+            held["reference"] = self.references[0]
         return {name: engine for name, engine in held.items() if engine is not None}
 
     def state(self) -> dict[str, Json]:
@@ -414,24 +427,25 @@ def open_learner(
     """The policy starts from what the stage before left in the model. held_out: tasks that demonstrations leave out."""
     cfg, algorithm = context.cfg, context.algorithm
     policy = policy_of(context, models, ranks)
-    reference = reference_of(context, models, ranks, policy.cut) if algorithm.needs_reference else None
+    references = references_of(context, models, ranks, policy.cut) if algorithm.needs_reference else ()
     critic = critic_of(context, models, ranks) if algorithm.needs_critic else None
     learner = Learner(
         context=context,
         policy=policy,
-        reference=reference,
+        references=references,
         critic=critic,
         skipping=skipping(context.plan.algorithm, cfg.train),
         exact=exact,
         demonstrations=_demonstrations(context, models, held_out),
         reprompt=_reprompter(context, models),
+        choose_reference=ReferenceChoice.of(cfg.reference) if cfg.reference.models else None,
         reused=reused,
         ranks=ranks,
         kl_coef=algorithm.kl_coef,
         entropy=EntropyBonus(algorithm.entropy.coef),
     )
-    if algorithm.full_kl_coef and reference is not None:
-        policy.full_kl = FullKl(algorithm.full_kl_coef, reference, algorithm.divergence)
+    if algorithm.full_kl_coef and references:
+        policy.full_kl = FullKl(algorithm.full_kl_coef, references[0], algorithm.divergence)
     if learner.skipping.why:
         log.info(
             "stage %s: rollouts whose weight in the gradient is 0: %s", context.name, learner.skipping.why
@@ -445,7 +459,7 @@ def open_learner(
 def untrained(context: Context, models: Models) -> Learner:
     """The policy alone, to be evaluated."""
     policy = TorchEngine(models.model.requires_grad_(False), models.ops, cut=cut_of(context, models))
-    learner = Learner(context, policy, reference=None, critic=None, skipping=Skipping(), exact=models.exact)
+    learner = Learner(context, policy, references=(), critic=None, skipping=Skipping(), exact=models.exact)
     watch(learner)
     return learner
 
@@ -454,8 +468,8 @@ def watch(learner: Learner) -> None:
     """Connect the models with the watchdog and the timeline."""
     monitor, cfg = learner.context.monitor, learner.context.cfg.track
     skip = None if cfg.micro_batches else MICRO_BATCH
-    roles = (("policy", learner.policy), ("reference", learner.reference), ("critic", learner.critic))
-    for lane, trained in roles:
+    roles = [("policy", learner.policy), ("critic", learner.critic)]
+    for lane, trained in [*roles, *(("reference", each) for each in learner.references)]:
         if trained is not None:
             trained.beat = monitor.watch.beat
             kind: Kind = "asked" if isinstance(trained, RankGroup) else "work"
@@ -467,11 +481,6 @@ def watch(learner: Learner) -> None:
 def trainers(ranks: Mapping[str, Ranks]) -> int:
     """Processes that train, this one among them where the policy learns here."""
     return sum(each.dims.world for each in ranks.values()) + ("policy" not in ranks)
-
-
-def _reference_logp(reference: TrainEngine, batch: Batch) -> Tensor:
-    """[N] of the batch's sampled tokens, after the prompts that the reference sees."""
-    return at_sampled(batch, batch.of_reference, reference.forward(batch.of_reference, "logprobs"))
 
 
 def _reprompter(context: Context, models: Models) -> Reprompter | None:

@@ -109,9 +109,17 @@ def _started(models: Models, cfg: Config, plan: Plan, whose: str, display: Displ
 
 
 def engine_of(
-    models: Models, cfg: Config, role: str, start: Whole, *, ranks: Mapping[str, Ranks], **how: Any
+    models: Models,
+    cfg: Config,
+    role: str,
+    start: Whole,
+    *,
+    ranks: Mapping[str, Ranks],
+    name: str | None = None,
+    **how: Any,
 ) -> TorchEngine:
-    """The engine of one role: on its own ranks, on the policy's, or in this process. It begins with a model."""
+    """The engine of one role: on its own ranks, on the policy's, or in this process. It begins with a model. name: of
+    the model among several of the role."""
     where = ranks.get(role, ranks.get("policy"))
     if where is None:
         return TorchEngine(start.model, models.ops, **how)
@@ -123,7 +131,7 @@ def engine_of(
     if cfg.train.engine == "deepspeed":
         dtype = str(next(start.model.parameters()).dtype).removeprefix("torch.")
         how["deepspeed"] = engine_config(cfg.train, how.get("optimizer"), dtype)
-    return cast(TorchEngine, RankGroup(where, role, start.model, **how))
+    return cast(TorchEngine, RankGroup(where, name or role, start.model, **how))
 
 
 def _samples_elsewhere(models: Models) -> bool:

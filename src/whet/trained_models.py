@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from whet import seeds
-from whet.config.schema import LoraConfig
+from whet.batch import Batch, at_sampled, select, tokens_of
+from whet.config.schema import LoraConfig, ReferenceConfig
 from whet.context import Context
 from whet.job import Models
 from whet.models.load import build as build_model
@@ -18,9 +22,11 @@ from whet.models.load import value_head
 from whet.models.lora import attach, merged
 from whet.models.trainable import choose
 from whet.placement import engine_of
+from whet.training.engine import TrainEngine
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.ranks import Ranks
 from whet.training.torch import TorchEngine
+from whet.types import DataError, Group, Task
 from whet.whole import Make
 
 
@@ -63,19 +69,82 @@ def policy_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> T
     )
 
 
-def reference_of(
+def references_of(
     context: Context, models: Models, ranks: Mapping[str, Ranks], cut: MicroBatchPolicy
+) -> tuple[TorchEngine, ...]:
+    """Frozen: each from its folder, or a copy of the current policy; in the order of reference.models."""
+    given = context.cfg.reference
+    paths: list[str | None] = [each.path for each in given.models]
+    return tuple(
+        _reference_of(context, models, ranks, cut, name=name, path=path)
+        for name, path in zip(context.plan.references, paths or [given.path], strict=True)
+    )
+
+
+def _reference_of(
+    context: Context,
+    models: Models,
+    ranks: Mapping[str, Ranks],
+    cut: MicroBatchPolicy,
+    *,
+    name: str,
+    path: str | None,
 ) -> TorchEngine:
-    """Frozen: from its folder, or a copy of the current policy."""
     cfg = context.cfg
-    path, overrides = cfg.reference.path, cfg.reference.overrides
     if path is None:
         start = models.policy.copied()
     else:
-        start = models.place.made("reference", model_at(models, context, path, overrides=overrides))
+        make = model_at(models, context, path, overrides=cfg.reference.overrides)
+        start = models.place.made(name, make)
     start.model.requires_grad_(False)
     rests = "reference" in cfg.train.offload
-    return engine_of(models, cfg, "reference", start, ranks=ranks, cut=cut, rests=rests)
+    return engine_of(models, cfg, "reference", start, ranks=ranks, name=name, cut=cut, rests=rests)
+
+
+@dataclass(frozen=True)
+class ReferenceChoice:
+    """Which of several references scores a rollout."""
+
+    numbers: Mapping[str, int]
+    """By the label of its task."""
+    column: str | None
+    """Of the row, with the label. None: it is the source of the task."""
+
+    @staticmethod
+    def of(cfg: ReferenceConfig) -> ReferenceChoice:
+        numbers = {value: n for n, each in enumerate(cfg.models) for value in each.values}
+        return ReferenceChoice(numbers, cfg.column)
+
+    def __call__(self, groups: Sequence[Group]) -> Tensor:
+        """[R] numbers of the references. DataError for a task that has none."""
+        return torch.tensor([self._number(g.task) for g in groups for _ in g.rollouts])
+
+    def _number(self, task: Task) -> int:
+        label = task.source if self.column is None else task.extra.get(self.column)
+        if isinstance(label, str) and label in self.numbers:
+            return self.numbers[label]
+        has = "its source" if self.column is None else f"its column {self.column!r}"
+        raise DataError(
+            f"Task {task.uid} of source {task.source!r} has no reference: {has} is {label!r}, and reference.models "
+            f"has the values {', '.join(map(repr, self.numbers))}; add the value to a model, or leave out such rows."
+        )
+
+
+def reference_logprobs(references: Sequence[TrainEngine], batch: Batch) -> Tensor:
+    """[N] of the batch's sampled tokens, after the prompts that the reference sees; of each rollout by its own
+    reference, which computes no other."""
+    if batch.reference_R is None:
+        seen = batch.of_reference
+        return at_sampled(batch, seen, references[0].forward(seen, "logprobs"))
+    at: list[Tensor] = []
+    found: list[Tensor] = []
+    for number in batch.reference_R.unique().tolist():
+        rows = (batch.reference_R == number).nonzero().flatten()
+        part = replace(select(batch, rows), reference_R=None)
+        at.append(tokens_of(batch, rows))
+        found.append(reference_logprobs([references[number]], part))
+    logp_N = torch.cat(found)
+    return logp_N[torch.cat(at).argsort().to(logp_N.device)]
 
 
 def critic_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> TorchEngine:

@@ -146,6 +146,14 @@ class Plan:
         return self.algorithm.needs_reference
 
     @property
+    def references(self) -> tuple[str, ...]:
+        """Names of the references; where there are several, each has a number."""
+        several = len(self.cfg.reference.models)
+        if not self.needs_reference:
+            return ()
+        return tuple(f"reference-{n}" for n in range(1, several + 1)) or ("reference",)
+
+    @property
     def masters(self) -> bool:
         """Parameters that are not float32 have float32 copies."""
         return self.train.precision.master_weights
@@ -201,8 +209,7 @@ class Plan:
             return {}
         policy = self.learns.train_bytes(self.optimizer, self.dtype, masters=self.masters)
         out = {with_state("policy", self.optimizer): policy}
-        if self.needs_reference:
-            out["reference"] = self._reference_bytes(self.learns)
+        out |= dict.fromkeys(self.references, self._reference_bytes(self.learns))
         if self.critic is not None and self.critic_learns is not None:
             optimizer = self.critic.optimizer
             critic = self.critic_learns.train_bytes(optimizer, self.dtype, masters=self.masters)
@@ -239,7 +246,7 @@ class Plan:
         """Bytes of the models that stand beside policy and critic and never learn."""
         if self.learns is None:
             return {}
-        out = {"reference": self._reference_bytes(self.learns)} if self.needs_reference else {}
+        out = dict.fromkeys(self.references, self._reference_bytes(self.learns))
         if self.samples_apart and self.generates:
             shared = self.learns.own + self.learns.adapted if self.learns.adapters else self.learns.base
             out["sampler"] = shared * sizes.DTYPE_BYTES[self.dtype] + self.learns.adapters * 4

@@ -102,7 +102,7 @@ def _policy_bytes(plan: Plan) -> int:
 
 def _others(plan: Plan) -> list[int]:
     """Bytes of the models beside the policy that are made for the ranks."""
-    other = [n for name, n in plan.copies.items() if name == "reference"]
+    other = [n for name, n in plan.copies.items() if name in plan.references]
     critic = plan.critic_learns if plan.critic is not None else None
     return other + ([] if critic is None else [critic.base * DTYPE_BYTES[plan.dtype]])
 
@@ -152,17 +152,16 @@ def _phases_along(plan: Plan, group: str, at: int) -> list[Phase]:
         if name == "critic":
             continue
         still = ModelMemory(
-            name="reference",
+            name="",
             weights=share.learns.base * size,
             setting=setting,
             cut=cut,
             forward=forward,
             head=head,
         )
-        if plan.needs_reference and group == (
-            "reference" if "reference" in layout.separate_ranks else "policy"
-        ):
-            out.append(host(model=still, saved=weights if gathers and plan.reference_saved else 0))
+        if group == ("reference" if "reference" in layout.separate_ranks else "policy"):
+            saved = weights if gathers and plan.reference_saved else 0
+            out += [host(model=replace(still, name=each), saved=saved) for each in plan.references]
         if group == "policy" and plan.policy_on_ranks and "sampler" in plan.copies:
             out.append(host(model=replace(still, name="sampler"), saved=weights if gathers else 0))
     cuts = [c for h in out for c in (h.model.cut, h.model.cut.second) if c is not None]

@@ -188,8 +188,8 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
         learns=learns(tensors, cfg.model.lora, cfg.train.trainable) if tensors else None,
         critic_learns=learns(tensors, cfg.critic.lora, {}) if tensors else None,
         vocab_is_bound=cfg.tokenizer.build is not None and cfg.model.scratch is not None,
-        reference_saved=algorithm.needs_reference and (cfg.reference.path is None or _resets(cfg)),
-        reference_from_folder=cfg.reference.path is not None,
+        reference_saved=algorithm.needs_reference and (not _from_folder(cfg) or _resets(cfg)),
+        reference_from_folder=_from_folder(cfg),
         reference_is_base=_begins_as_base(cfg),
         reward_models=_judges(cfg, device),
         critic_whole=cfg.critic.path is None,
@@ -221,6 +221,10 @@ def _begins_as_base(cfg: Config) -> bool:
         and lora.path is None
         and not _resets(cfg)
     )
+
+
+def _from_folder(cfg: Config) -> bool:
+    return cfg.reference.path is not None or bool(cfg.reference.models)
 
 
 def _resets(cfg: Config) -> bool:

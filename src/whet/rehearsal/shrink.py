@@ -57,6 +57,7 @@ def what_changed(cfg: Config) -> Iterator[Finding]:
     for role, path in (
         ("model", cfg.model.path),
         ("reference", cfg.reference.path),
+        *((f"reference.models.{n}", each.path) for n, each in enumerate(cfg.reference.models)),
         ("critic", cfg.critic.path),
     ):
         if path is not None:
@@ -119,7 +120,7 @@ def _stage(cfg: Config, name: str, *, lost: Mapping[str, str], broken: set[str])
     tree["model"] = _model(cfg)
     tree["tokenizer"] = _tokenizer(cfg)
     for role in ("critic", "reference"):
-        tree[role] = _without(tree.get(role, {}), "path", "overrides", "optimizer")
+        tree[role] = _without(tree.get(role, {}), "path", "models", "column", "overrides", "optimizer")
     if "warmup_steps" in tree["critic"]:
         tree["critic"]["warmup_steps"] = min(1, cfg.critic.warmup_steps)
     tree["data"] = _data(cfg, name, lost)

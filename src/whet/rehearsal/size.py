@@ -82,8 +82,7 @@ def _by_count(cfg: Config, plan: Plan, count: int) -> dict[str, int]:
     out = learner("policy", adapters=cfg.model.lora is not None)
     if plan.generates:
         out["weights of the rollout engine"] = 2 * count
-    if plan.needs_reference:
-        out["reference"] = 2 * count
+    out |= dict.fromkeys(plan.references, 2 * count)
     if plan.needs_critic:
         out |= learner("critic", adapters=cfg.critic.lora is not None)
     return out

@@ -133,13 +133,29 @@ class CriticConfig(Section):
     normalized by them (0.99 is usual; 0: only the last step counts). None: no normalization."""
 
 
+class ReferenceModelConfig(Section):
+    """One of several references."""
+
+    path: str
+    """A Hugging Face folder, with the tokenizer of the policy."""
+    values: tuple[str, ...]
+    """Labels of the tasks whose rollouts it scores: values of reference.column."""
+
+
 class ReferenceConfig(Section):
     """The frozen model that a KL term or DPO compares the policy with."""
 
     path: str | None = None
     """A Hugging Face folder. Default: the policy at the start of the stage."""
+    models: tuple[ReferenceModelConfig, ...] = ()
+    """Several references instead of one: each rollout is scored by the model that has the label of its task among its
+    `values`, and by no other. A rollout whose label no model has stops the run. (verl: distillation.teacher_models)"""
+    column: str | None = None
+    """With `models`: the column of the row that has the label. (verl: distillation.teacher_key) Default: the source of
+    the task, see data.train.label."""
     overrides: dict[str, Any] | None = None
-    """Values that override entries of the config.json at `path`. Default: model.overrides."""
+    """Values that override entries of the config.json at `path`, and of those of `models`. Default:
+    model.overrides."""
     reset_interval: Count = 0
     """Steps between copies of the policy into the reference. (TRL: ref_model_sync_steps) 0: never."""
     reset_interval_epochs: Count = 0

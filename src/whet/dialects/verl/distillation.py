@@ -1,4 +1,4 @@
-"""verl's on-policy distillation as native keys: the teacher as the reference, and what is learned from it."""
+"""verl's on-policy distillation as native keys: its teachers as references, and what is learned from it."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def algorithm(v: Values) -> dict[str, Json]:
 
 
 def teacher(v: Values) -> Native:
-    """The model of the one teacher, as the reference; beside task rewards the divergence is a KL in the loss."""
+    """The teachers as references; beside task rewards the divergence is a KL in the loss."""
     if replaces_rewards(v):
-        return {"reference.path": _path(v)}
+        return _models(v)
     divergence, most = _learnable(v), v[f"{LOSS}.loss_max_clamp"]
     if divergence == "forward_topk":
         raise NotSupportedYet(
@@ -80,8 +80,7 @@ def teacher(v: Values) -> Native:
             f"{LOSS}.loss_max_clamp={most} with use_task_rewards and loss_mode={v[f'{LOSS}.loss_mode']} is coming, not "
             "built yet: a bound of the divergence beside rewards; leave it out"
         )
-    return {
-        "reference.path": _path(v),
+    return _models(v) | {
         "algorithm.kl.coef": v[f"{LOSS}.distillation_loss_coef"],
         "algorithm.kl.estimator": divergence,
     }
@@ -98,17 +97,31 @@ def _learnable(v: Values) -> str:
     return divergence
 
 
-def _path(v: Values) -> str:
-    """The model of the one teacher: of teacher_model, or of the one other entry, which takes its place."""
+def _models(v: Values) -> dict[str, Json]:
+    """The teachers as references. teacher_model is one, and others take its place; several are chosen by their keys."""
     given = v.get(f"{TEACHERS}.*") or {}
     named = {name: one for name, one in given.items() if name != "teacher_model"}
-    chosen: list[Json] = list(named.values()) or [given.get("teacher_model")]
-    if len(chosen) > 1:
+    named = named or {"teacher_model": given.get("teacher_model")}
+    paths = {name: _text(one, "model_path", of=name) for name, one in named.items()}
+    if len(named) == 1:
+        return {"reference.path": next(iter(paths.values()))}
+    if choose(v, f"{LOSS}.loss_mode", DIVERGENCES) == "forward_topk":
         raise NotSupportedYet(
-            f"{TEACHERS}: {', '.join(named)} are coming, not built yet: several teachers, chosen by a column of "
-            "the data"
+            f"{LOSS}.loss_mode=forward_kl_topk with several {TEACHERS} is coming, not built yet: a divergence over "
+            "many tokens from one of several teachers; take a loss_mode of the sampled token, or one teacher"
         )
-    path = chosen[0].get("model_path") if isinstance(chosen[0], Mapping) else None
-    if not isinstance(path, str) or not path:
-        raise ConfigError(f"{TEACHERS}: must have the model_path of a teacher with {AT}.enabled=True")
-    return path
+    keys = {name: _text(one, "key", of=name) for name, one in named.items()}
+    if twice := sorted(name for name, key in keys.items() if list(keys.values()).count(key) > 1):
+        raise ConfigError(f"{TEACHERS}: {', '.join(twice)} have the same key; verl refuses this, too")
+    models = [{"path": paths[name], "values": [keys[name]]} for name in named]
+    column = v[f"{AT}.teacher_key"]
+    label = column == v["data.reward_fn_key"]
+    return {"reference.models": models} | ({} if label else {"reference.column": column})
+
+
+def _text(teacher: Json, key: str, *, of: str) -> str:
+    """An entry of a teacher."""
+    value = teacher.get(key) if isinstance(teacher, Mapping) else None
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{TEACHERS}.{of}: must have the {key} of a teacher with {AT}.enabled=True")
+    return value
