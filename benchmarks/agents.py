@@ -42,13 +42,13 @@ def prefill() -> list[dict[str, int]]:
 
     import torch
 
-    from whet.config.schema import ModelConfig, ScratchConfig
+    from whet.config.schema import ModelConfig
     from whet.models import kernels
     from whet.models.load import build
     from whet.rollout.native.engine import NativeEngine
     from whet.types import Request, Sampling
 
-    scratch = ScratchConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, head_dim=32)
+    scratch = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
     model = build(
         ModelConfig(scratch=scratch),
         vocab_size=512,

@@ -43,7 +43,7 @@ from transformers.generation import ContinuousBatchingConfig  # noqa: E402
 
 from whet import seeds  # noqa: E402
 from whet.config.engines import ENGINES  # noqa: E402
-from whet.config.schema import ModelConfig, ScratchConfig, ServerConfig  # noqa: E402
+from whet.config.schema import ModelConfig, ServerConfig  # noqa: E402
 from whet.models import kernels  # noqa: E402
 from whet.models.load import build  # noqa: E402
 from whet.rollout.engine import EngineInputs, RolloutEngine, WeightUpdate  # noqa: E402
@@ -59,7 +59,7 @@ IDLE_S = 5.0
 class Size:
     """A model and its work."""
 
-    scratch: ScratchConfig
+    scratch: dict[str, int]
     vocab: int
     requests: int
     prompt: int
@@ -69,16 +69,16 @@ class Size:
 
 SIZES: Mapping[str, Size] = {
     "demo": Size(
-        ScratchConfig(
-            hidden_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-            intermediate_size=384, max_position_embeddings=512,
-        ), vocab=32, requests=128, prompt=12, reply=32,
+        {"hidden_size": 128, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+         "intermediate_size": 384, "max_position_embeddings": 512},
+        vocab=32, requests=128, prompt=12, reply=32,
     ),
     "small": Size(
-        ScratchConfig(
-            hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4, head_dim=64,
-            intermediate_size=2048, max_position_embeddings=512,
-        ), vocab=32000, requests=32, prompt=64, reply=32,
+        {"hidden_size": 768, "num_hidden_layers": 12,
+         "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
+         "intermediate_size": 2048, "max_position_embeddings": 512},
+        vocab=32000, requests=32, prompt=64, reply=32,
     ),
 }  # fmt: skip
 """The model of examples/first_run.yaml, and one of a tenth of a billion parameters."""

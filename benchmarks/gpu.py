@@ -167,7 +167,7 @@ def predicted(case: Case, shape: str) -> float:
     sizes, batch = SHAPES[shape], BATCHES[shape]
     tree = {
         "model": {
-            "scratch": {"architecture": "qwen2", "max_position_embeddings": batch["prompt"] + batch["reply"],
+            "scratch": {"name": "qwen2", "max_position_embeddings": batch["prompt"] + batch["reply"],
                         **{k: v for k, v in sizes.items() if k != "vocab_size"}},
             "overrides": {"vocab_size": sizes["vocab_size"]}, "dtype": "bfloat16" if case.gpu else "float32",
         },

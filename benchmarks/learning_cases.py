@@ -183,7 +183,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "why": "Clip_B",
     },
     "entropy_clip=vocabulary": {
-        "algorithm": {"name": "grpo", "entropy_clip": "vocabulary", "entropy_clip_mu": 8.5},
+        "algorithm": {"name": "grpo", "entropy_clip": "vocabulary"},
         "why": "Clip_V",
     },
     "kl.coef=0.1": {

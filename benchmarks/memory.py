@@ -74,7 +74,7 @@ def trained(**more: Any) -> dict[str, Any]:
 
 
 SMALL = {
-    "architecture": "qwen3",
+    "name": "qwen3",
     "hidden_size": 256,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
@@ -82,7 +82,7 @@ SMALL = {
     "head_dim": 32,
 }
 WIDE = {
-    "architecture": "llama",
+    "name": "llama",
     "hidden_size": 512,
     "num_hidden_layers": 6,
     "num_attention_heads": 8,
@@ -90,7 +90,7 @@ WIDE = {
     "intermediate_size": 2048,
 }
 
-MIXTURE = {**SMALL, "architecture": "qwen3_moe", "num_experts": 8}
+MIXTURE = {**SMALL, "name": "qwen3_moe", "num_experts": 8}
 SHARD = {"dp_shard": 2}
 ADAPTERS = {"rank": 8, "init": "random"}
 """They do something from the first step on; with rewards of 0 none would learn to, and take its memory."""
@@ -372,7 +372,7 @@ def warm_up(dtype: str) -> None:
     from whet.api import run_training
     from whet.config.load import load
 
-    tiny = {"architecture": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tiny = {"name": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     with tempfile.TemporaryDirectory() as folder:
         values = case(scratch=tiny, prompt=8, reply=4, tasks=2, group=2)
         values["model"]["dtype"] = dtype

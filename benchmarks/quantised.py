@@ -18,7 +18,7 @@ from whet import environment
 
 environment.prepare(threads=None, exact=True)
 
-from whet.config.schema import ModelConfig, ScratchConfig  # noqa: E402
+from whet.config.schema import ModelConfig  # noqa: E402
 from whet.models import kernels  # noqa: E402
 from whet.models.attention import PackedAttention, Segments  # noqa: E402
 from whet.models.forward import decoder  # noqa: E402
@@ -41,13 +41,13 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    scratch = ScratchConfig(
-        hidden_size=args.hidden,
-        intermediate_size=args.ffn,
-        layers=args.layers,
-        heads=args.hidden // 64,
-        max_position_embeddings=4096,
-    )
+    scratch = {
+        "hidden_size": args.hidden,
+        "intermediate_size": args.ffn,
+        "layers": args.layers,
+        "heads": args.hidden // 64,
+        "max_position_embeddings": 4096,
+    }
     model = build(
         ModelConfig(scratch=scratch),
         vocab_size=VOCAB,

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from whet.config.schema import Config, LoraConfig, ModelConfig, ScratchConfig, SyncConfig
+from whet.config.schema import Config, LoraConfig, ModelConfig, SyncConfig
 from whet.models import kernels
 from whet.models.load import build
 from whet.models.lora import adapted, attach, refresh
@@ -41,7 +41,7 @@ from whet.rollout.native.engine import NativeEngine
 from whet.sync.exchange import Receiver, publisher_of
 from whet.sync.files import Files
 from whet.sync.manifest import Manifest, Receipt
-from whet.sync.parcels import Letter, in_store
+from whet.sync.parcels import Letter, Parcels
 from whet.sync.replicas import Delivery, Inbox, Shipped, Shipper
 
 DTYPES = ("auto", "bfloat16")
@@ -53,9 +53,12 @@ def made(given: str, *, lora: bool) -> PreTrainedModel:
     scratch = x and hidden.isdigit() and layers.isdigit()
     cfg = (
         ModelConfig(
-            scratch=ScratchConfig(
-                hidden_size=int(hidden), num_hidden_layers=int(layers), num_attention_heads=8, head_dim=64
-            )
+            scratch={
+                "hidden_size": int(hidden),
+                "num_hidden_layers": int(layers),
+                "num_attention_heads": 8,
+                "head_dim": 64,
+            }
         )
         if scratch
         else ModelConfig(path=given)
@@ -117,9 +120,14 @@ def by_files(policy: PreTrainedModel, cfg: Config, model: str) -> Iterator[Sync1
     engine = engine_of(theirs)
     with tempfile.TemporaryDirectory(prefix="whet-sync-") as folder:
         files = Files(Path(folder), keep=2)
-        publisher = publisher_of(cfg, files)
-        receiver = Receiver(files, name="one", module=theirs if adapters.adapters else None)
-        shipper = Shipper(cfg, in_store(lambda value: value, lambda value: value))
+        publisher = publisher_of(cfg, files, receipts=files.receipts)
+        receiver = Receiver(
+            files,
+            name="one",
+            module=theirs if adapters.adapters else None,
+            confirm=files.confirm,
+        )
+        shipper = Shipper(cfg, Parcels(lambda value: value, lambda value: value))
 
         def bring(version: int) -> int:
             sent = publisher.send(version, shipper.carried(WeightUpdate(version=version, module=policy)))
@@ -140,7 +148,7 @@ def by_object_store(policy: PreTrainedModel, cfg: Config, model: str) -> Iterato
         objects[number] = value.copy()
         return number
 
-    shipper = Shipper(cfg, in_store(put, objects.__getitem__))
+    shipper = Shipper(cfg, Parcels(put, objects.__getitem__))
     theirs = made(model, lora=shipper.letters.adapters)
     one = Here(
         engine_of(theirs), Inbox(theirs, name="one", adapters=shipper.letters.adapters, put=put), objects
@@ -150,7 +158,7 @@ def by_object_store(policy: PreTrainedModel, cfg: Config, model: str) -> Iterato
         shipment = shipper.ship(WeightUpdate(version=version, module=policy))
         asyncio.run(handed(shipment().tensors, one))
         assert one.held is not None
-        used = [shipper.store.letters[version], shipper.store.base]
+        used = [shipper.store.letter(version), shipper.store.base]
         kept = {reference for letter in used if letter for _, reference in letter.parcels}
         for gone in objects.keys() - kept:
             del objects[gone]
@@ -161,8 +169,8 @@ def by_object_store(policy: PreTrainedModel, cfg: Config, model: str) -> Iterato
 
 @contextmanager
 def by_broadcast(policy: PreTrainedModel, cfg: Config, model: str) -> Iterator[Sync1]:
-    shipper = Shipper(cfg, in_store(lambda value: value, lambda value: value))
-    shipper.host = lambda members: "127.0.0.1"
+    shipper = Shipper(cfg, Parcels(lambda value: value, lambda value: value))
+    shipper.host = lambda members, machine: "127.0.0.1"
     one = There(child())
     one.line.send((model, shipper.letters.adapters))
     one.line.recv()  # its engine is up

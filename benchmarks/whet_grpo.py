@@ -71,19 +71,24 @@ def run(args: argparse.Namespace, folder: Path) -> tuple[list[dict[str, float]],
 
     whet.track.monitor.clock = time.process_time
     rewards: list[float] = []
+    looking: list[float] = []  # seconds of each step in which this script looks for the reward processes
     record = Recorder.record
 
     def recorded(self: Any, *step: Any) -> Any:
+        begin = time.process_time()
         workers = psutil.Process().children(recursive=True)
         rewards.append(sum(sum(worker.cpu_times()[:2]) for worker in workers))
+        looking.append(time.process_time() - begin)
         return record(self, *step)
 
     Recorder.record = recorded  # type: ignore[method-assign]
     with contextlib.redirect_stdout(sys.stderr):
         result = whet.train(**config(args, folder))
     timings = [t for t in read_lines(result.run_dir / "timings.jsonl") if "time/step_s" in t]
-    for t, (before, now) in zip(timings, itertools.pairwise([rewards[0], *rewards])):
+    for t, (before, now), own in zip(timings, itertools.pairwise([rewards[0], *rewards]), looking):
         t["reward_s"] = max(now - before, 0.0)
+        t["time/step_s"] -= own
+        t["time/other_s"] -= own
     return timings, result.metrics
 
 

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,7 +56,7 @@ def said(function: Callable[..., object], *arguments: str, timeout_s: float) -> 
         return text
 
 
-class _Forked:
+class Forked:
     """What `subprocess.Popen` is to a new interpreter, for a process that is forked."""
 
     def __init__(self, function: Callable[..., object], *arguments: object) -> None:
@@ -85,7 +86,7 @@ class _Forked:
         self.send_signal(signal.SIGKILL)
 
 
-class Started(_Forked):
+class Started(Forked):
     """`whet WORDS...` under way, in a session of its own; or `code` in its place, WORDS being its arguments."""
 
     def __init__(
@@ -107,17 +108,18 @@ class Started(_Forked):
 def ran(
     code: str,
     *words: str,
+    cwd: Path = ROOT,
     env: Mapping[str, str] | None = None,
     timeout_s: float = 120.0,
 ) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run([sys.executable, "-c", code, *words])` returns, in the checkout. For code that has nothing
-    to say about what an interpreter reads when it starts, or torch when it is loaded."""
+    """What `subprocess.run([sys.executable, "-c", code, *words])` returns. For code that has nothing to say about what
+    an interpreter reads when it starts, or torch when it is loaded."""
     pipes = [os.pipe() for _ in range(2)]
     given = [Connection(into, readable=False) for _, into in pipes]
     with ThreadPoolExecutor(2) as readers:
         texts = [readers.submit(_read, out) for out, _ in pipes]
         try:
-            run = _Forked(_played, words, code, given, dict(os.environ if env is None else env))
+            run = Forked(played, words, code, given, str(cwd), dict(os.environ if env is None else env))
         finally:
             for end in given:
                 end.close()
@@ -133,10 +135,11 @@ def _read(pipe: int) -> str:
         return file.read()
 
 
-def _played(words: tuple[str, ...], code: str, ends: list[Connection], env: dict[str, str]) -> None:
+def played(words: tuple[str, ...], code: str, ends: list[Connection], cwd: str, env: dict[str, str]) -> None:
+    """In the child. ends: its standard output and error."""
     for number, end in enumerate(ends, start=1):
         os.dup2(end.fileno(), number)
-    _executed(words, code, str(ROOT), env)
+    _executed(words, code, cwd, env)
 
 
 def _started(words: tuple[str, ...], code: str, out: str, cwd: str, env: dict[str, str]) -> None:
@@ -160,6 +163,7 @@ def _settled(env: dict[str, str]) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
+    sys.path[:0] = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
 
 
 def near(count: int, threads: int, *, module: str = "whet.training.rank") -> line.Local:
@@ -171,8 +175,24 @@ def near(count: int, threads: int, *, module: str = "whet.training.rank") -> lin
 
 _ONE_PATCH = threading.Lock()
 
+NEAR_RANKS = "import forked; forked.fork_ranks(); from whet.cli import main; main()"
+"""`code` of a command whose ranks are forked, too."""
 
-class _Rank(_Forked):
+
+def fork_from_the_same() -> None:
+    """In a process that is forked: its own come from the server that it comes from, not from another one."""
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[attr-defined]
+
+
+def fork_ranks() -> None:
+    """In a process that is forked: its ranks are forked, too. They end with their line."""
+    from whet.training import ranks
+
+    fork_from_the_same()
+    ranks.Local = lambda count, threads, **_: near(count, threads)  # type: ignore[assignment, misc]
+
+
+class _Rank(Forked):
     def __init__(
         self, command: list[str], *, pass_fds: list[int], env: Mapping[str, str], **_: object
     ) -> None:

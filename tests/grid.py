@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from tiny import tiny_model
 from whet.algos.critic import value_loss
 from whet.batch import Batch, Loss, Outputs
 from whet.config.deepspeed import engine_config
-from whet.config.schema import DeepSpeedConfig, OptimizerConfig, PrecisionConfig, TrainConfig
+from whet.config.schema import OptimizerConfig, PrecisionConfig, TrainConfig
 from whet.config.sections.model import LoraConfig
 from whet.models import kernels
 from whet.models.load import value_head
@@ -78,6 +78,8 @@ class Way:
     cut: MicroBatchPolicy = CUT
     lora: float | None = None
     """Dropout of the adapters, if there are any."""
+    experts: Literal["each", "shared"] | None = None
+    """Their adapters, too."""
     dtype: torch.dtype = torch.float32
     """Of the parameters."""
 
@@ -90,6 +92,10 @@ WAYS: dict[str, Way] = {
     "checkpointing": Way(replace(CUT, max_tokens=30, checkpoint=True)),
     "offload": Way(replace(CUT, max_tokens=30, offload=("optimizer", "activations"))),
 }
+EACH = Way(replace(CUT, max_tokens=30), lora=0.0, experts="each")
+SHARED = Way(replace(CUT, max_tokens=30, checkpoint=True), lora=0.0, experts="shared")
+"""With adapters of experts, which families of dense layers cannot have."""
+EVERYTHING = ("v_proj", "o_proj", "gate_up_proj", "down_proj")
 BIG = OptimizerConfig(name="sgd", lr=1024.0, max_grad_norm=None)
 """Its one step shows the gradient: what the parameters moved by."""
 SGD = OptimizerConfig(name="sgd", lr=0.02, momentum=0.9, max_grad_norm=0.5)
@@ -113,7 +119,8 @@ def model_of(layout: Layout, way: Way, *, seed: int = 0) -> PreTrainedModel:
     model = tiny_model(layout.family, layers=layout.layers, seed=0 if way.lora is not None else seed)
     model.to(way.dtype)  # type: ignore[arg-type]
     if way.lora is not None:
-        attach(model, LoraConfig(rank=4, dropout=way.lora), seed=1)
+        experts = {} if way.experts is None else {"experts": way.experts, "targets": EVERYTHING}
+        attach(model, LoraConfig(rank=4, dropout=way.lora, **experts), seed=1)
         gen = torch.Generator().manual_seed(5 + seed)
         with torch.no_grad():
             for name, p in learned(model):
@@ -153,7 +160,7 @@ def by_deepspeed(
 ) -> Json:
     """What `placement` has DeepSpeed start with."""
     how = {"precision": precision or PrecisionConfig()}
-    train = TrainConfig(deepspeed=DeepSpeedConfig(config={"zero_optimization": zero}), **how)
+    train = TrainConfig(deepspeed={"zero_optimization": zero}, **how)
     return engine_config(train, optimizer, dtype)
 
 

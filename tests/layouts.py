@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from batches import micro_batches
+from grid import EVERYTHING
 from test_train_torch import random_groups
 from tiny import tiny_model
 from whet.algos.distillation import Divergence, TopK
@@ -52,6 +54,8 @@ class Case:
     checkpoint: bool = False
     lora: float | None = None
     """Dropout of the adapters, if there are any."""
+    experts: Literal["each", "shared"] | None = None
+    """Their adapters, too."""
     critic: bool = False
     tied: bool = False
     aux: float = 0.0
@@ -76,7 +80,8 @@ def model_of(case: Case, *, seed: int = 0) -> PreTrainedModel:
         model.config.tie_word_embeddings = True
         model.lm_head.weight = model.model.embed_tokens.weight
     if case.lora is not None:
-        attach(model, LoraConfig(rank=3, alpha=6.0, dropout=case.lora), seed=seed)
+        experts = {} if case.experts is None else {"experts": case.experts, "targets": EVERYTHING}
+        attach(model, LoraConfig(rank=3, alpha=6.0, dropout=case.lora, **experts), seed=seed)
         gen = torch.Generator().manual_seed(seed)
         for name, p in model.named_parameters():
             if name.endswith("lora_B"):

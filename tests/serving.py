@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from whet.config.schema import ModelConfig, ScratchConfig, TokenizerConfig
+from whet.config.schema import ModelConfig, TokenizerConfig
 from whet.data.tokenizer import load_tokenizer
 from whet.models import kernels
 from whet.models.load import build, export
@@ -91,7 +91,7 @@ def folder_of(engine: HttpEngine) -> Folder:
 def digits_model(seed: int, folder: Path) -> None:
     """The folder of a model of digits, with its tokenizer."""
     tokenizer = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=["0123456789"])
-    scratch = ScratchConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, initializer_range=0.3)
+    scratch = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "initializer_range": 0.3}
     model = build(
         ModelConfig(scratch=scratch),
         vocab_size=len(tokenizer),

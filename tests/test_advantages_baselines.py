@@ -33,7 +33,7 @@ from whet.batch import Batch, pack, select, with_parts
 from whet.types import Group, Rollout, Task, WhetError
 
 EPS = 1e-6
-FEW = settings(max_examples=40, deadline=None)
+FEW = settings(max_examples=20, deadline=None)
 
 Run = Callable[[Batch, Tensor], Tensor]
 Oracle = Callable[[list[float], list[int]], list[float]]

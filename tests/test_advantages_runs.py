@@ -246,7 +246,7 @@ BASE: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["advantage_low=1.0", "advantage_high=0.5"], "1.0 is above advantage_high=0.5"),
+        (["advantage_clip=[1.0, 0.5]"], "1.0 is above 0.5"),
         (["name=distill"], "no teacher is given"),
         (["groups.keep_best=8"], "keeps all"),
         (["groups.keep_best=5", "groups.keep_worst=3"], "keeps all"),
@@ -255,7 +255,7 @@ BASE: dict[str, Any] = {
         (["groups.uniform_by=[acc]"], "has no effect: algorithm.dynamic_sampling is false"),
         (["groups.min_std_ddof=0"], "has no effect: algorithm.groups.min_std is not given"),
         (["whiten_ddof=0"], "has no effect: algorithm.whiten is false"),
-        (["resample_power=3.0"], "has no effect: only resample=pow reads it"),
+        (["resample={name: max_min, power: 3.0}"], "has no effect: resample=max_min does not read it"),
         (
             ["advantage.normalize_std=false", "advantage.std_floor=0.1"],
             "has no effect: normalize_std is false",
@@ -289,7 +289,7 @@ def test_refused(overrides: list[str], why: str) -> None:
             "algorithm.advantage.tau=2.0",
             "algorithm.advantage.opmd_baseline=logavgexp",
         ],
-        ["algorithm.whiten=true", "algorithm.whiten_ddof=0", "algorithm.advantage_high=5.0"],
+        ["algorithm.whiten=true", "algorithm.whiten_ddof=0", "algorithm.advantage_clip=[null, 5.0]"],
         ["algorithm.name=distill", "reference.path=teacher"],
     ],
 )

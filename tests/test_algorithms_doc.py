@@ -24,7 +24,7 @@ from whet.algos.resample import RESAMPLE
 from whet.cli import keys as keys_command
 from whet.config import schema
 from whet.config.algorithms_listing import choices, in_words, listed
-from whet.config.functions import WEIGHTS
+from whet.config.functions import RESAMPLINGS, WEIGHTS
 from whet.config.recipe_table import RECIPES
 from whet.config.recipes import resolve
 from whet.types import ConfigError
@@ -105,7 +105,7 @@ def test_every_aggregation_has_a_row_with_its_code() -> None:
 
 def test_every_way_to_count_rollouts_has_a_row_with_its_code() -> None:
     rows = table("Groups and counts", 1)
-    assert rows.keys() == {*choices(schema.AlgorithmConfig, "resample"), "refill=copy"}
+    assert rows.keys() == {*RESAMPLINGS, "refill=copy"}
     for name, function in RESAMPLE.items():
         weight = function.keywords.get("weight") if isinstance(function, partial) else None
         assert [named(code) for code in code_of(rows[name])] == [weight or function], name

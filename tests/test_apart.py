@@ -278,10 +278,6 @@ def replicas(**sync: Any) -> dict[str, Any]:
             r"files is for processes of mode=train .* use object_store or collective, or auto",
         ),
         (
-            replicas(method="ipc"),
-            r"sync\.method: ipc: handles of GPU memory were not tried on a GPU yet",
-        ),
-        (
             apart(sync={"content": "adapters"}),
             r"sync\.content: adapters: model\.lora is not given; use delta",
         ),

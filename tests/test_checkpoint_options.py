@@ -211,9 +211,9 @@ def test_folders_elsewhere_hold_the_files_and_the_run_directory_links_to_them(
 ) -> None:
     run_dir, data = tmp_path / "run", tmp_path / "data"
     folders = [
-        f"checkpoint.dir={data}/saved",
-        f"checkpoint.export_dir={data}/models",
-        f"track.rollouts_dir={data}/rollouts",
+        f"dirs.checkpoints={data}/saved",
+        f"dirs.export={data}/models",
+        f"dirs.rollouts={data}/rollouts",
     ]
     train(run_dir, "checkpoint.export=true", *folders)
     assert sorted(p.name for p in (data / "saved").glob("0-*")) == ["0-main-000002", "0-main-000003"]
@@ -226,7 +226,7 @@ def test_folders_elsewhere_hold_the_files_and_the_run_directory_links_to_them(
 
 
 def test_a_folder_of_another_run_is_left_alone(train: Train, tmp_path: Path) -> None:
-    shared = f"checkpoint.dir={tmp_path}/saved"
+    shared = f"dirs.checkpoints={tmp_path}/saved"
     train(tmp_path / "a", shared)
     before = sorted((tmp_path / "saved").rglob("*"))
     with pytest.raises(ConfigError, match=rf"belongs to the run in {tmp_path}/a"):
@@ -234,7 +234,7 @@ def test_a_folder_of_another_run_is_left_alone(train: Train, tmp_path: Path) -> 
     assert sorted((tmp_path / "saved").rglob("*")) == before
     before = sorted((tmp_path / "a/rollouts").iterdir())
     with pytest.raises(ConfigError, match="has files of another origin"):
-        train(tmp_path / "b", f"track.rollouts_dir={tmp_path}/a/rollouts")
+        train(tmp_path / "b", f"dirs.rollouts={tmp_path}/a/rollouts")
     assert sorted((tmp_path / "a/rollouts").iterdir()) == before
 
 
@@ -243,10 +243,10 @@ def test_a_run_does_not_lose_its_files_by_a_changed_folder(
 ) -> None:
     run_dir = stopped(finished, tmp_path / "run", 2)
     with pytest.raises(ConfigError, match=rf"this run has its files in {run_dir}/checkpoints"):
-        train(run_dir, f"checkpoint.dir={tmp_path}/saved")
-    train(tmp_path / "new", f"checkpoint.dir={tmp_path}/one")
+        train(run_dir, f"dirs.checkpoints={tmp_path}/saved")
+    train(tmp_path / "new", f"dirs.checkpoints={tmp_path}/one")
     with pytest.raises(ConfigError, match=rf"this run has its files in {tmp_path}/one"):
-        train(tmp_path / "new", f"checkpoint.dir={tmp_path}/two")
+        train(tmp_path / "new", f"dirs.checkpoints={tmp_path}/two")
 
 
 def test_a_folder_that_cannot_be_made_is_one_clear_error(train: Train, tmp_path: Path) -> None:
@@ -254,24 +254,24 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(train: Train, tmp_path:
     with pytest.raises(
         WhetError, match=r"cannot write .*/file/saved: a file stands where a folder is needed"
     ):
-        train(tmp_path / "run", f"checkpoint.dir={tmp_path}/file/saved")
+        train(tmp_path / "run", f"dirs.checkpoints={tmp_path}/file/saved")
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["run_dir=a/b", "checkpoint.dir=a"], "contains run_dir"),
-        (["run_dir=a/b", "checkpoint.dir=a/b"], "contains run_dir"),
+        (["run_dir=a/b", "dirs.checkpoints=a"], "contains run_dir"),
+        (["run_dir=a/b", "dirs.checkpoints=a/b"], "contains run_dir"),
         (
-            ["track.rollouts_dir=x", "track.eval_dir=x", "data.eval=[{path: tests/data/held_out.jsonl}]"],
+            ["dirs.rollouts=x", "dirs.eval=x", "data.eval=[{path: tests/data/held_out.jsonl}]"],
             "give two different folders",
         ),
-        (["run_dir=a", "checkpoint.dir=b/{time}"], "only if run_dir contains it"),
+        (["run_dir=a", "dirs.checkpoints=b/{time}"], "only if run_dir contains it"),
         (["run_dir=a-{time}-{time}"], "once"),
         (["run_dir=a-{seed}"], "no other braces"),
-        (["track.eval_dir=x"], "nothing to evaluate"),
-        (["track.rollouts_dir=x", "track.rollouts_interval=0"], "no rollouts are written"),
-        (["checkpoint.export_dir=x"], "nothing is exported"),
+        (["dirs.eval=x"], "nothing to evaluate"),
+        (["dirs.rollouts=x", "track.rollouts_interval=0"], "no rollouts are written"),
+        (["dirs.export=x"], "nothing is exported"),
     ],
 )
 def test_folders_that_cannot_be(overrides: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_never_refuses_what_holds_a_run_and_fresh_moves_it_aside(
     finished: Path, train: Train, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    folders = [f"checkpoint.dir={tmp_path}/saved", f"track.rollouts_dir={run_dir}/mine"]
+    folders = [f"dirs.checkpoints={tmp_path}/saved", f"dirs.rollouts={run_dir}/mine"]
     train(run_dir, *folders)
     with pytest.raises(CheckpointError, match=r"already holds a run.*checkpoint\.resume=fresh"):
         train(run_dir, "checkpoint.resume=never", *folders)
@@ -300,7 +300,7 @@ def test_never_refuses_what_holds_a_run_and_fresh_moves_it_aside(
     assert (aside / "checkpoints").resolve().parent == tmp_path.resolve()
     shutil.rmtree((aside / "checkpoints").resolve() / "0-main-000003")
     old = (aside / "checkpoints").resolve()
-    train(aside, f"checkpoint.dir={old}", f"track.rollouts_dir={aside}/mine")
+    train(aside, f"dirs.checkpoints={old}", f"dirs.rollouts={aside}/mine")
     same(finished, aside, "metrics.jsonl", WEIGHTS)
 
 
@@ -329,7 +329,7 @@ def test_fresh_does_not_move_a_run_that_is_alive(finished: Path, train: Train, t
 def test_a_kill_while_a_run_is_moved_aside_loses_no_file(
     finished: Path, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir, saved = tmp_path / "run", f"checkpoint.dir={tmp_path}/saved"
+    run_dir, saved = tmp_path / "run", f"dirs.checkpoints={tmp_path}/saved"
     train(run_dir, saved)
     before = {p.read_bytes() for p in tmp_path.rglob("*.safetensors")}
     rename, clock = Path.rename, iter(["20260101-000000", "20260101-000001"])
@@ -357,7 +357,7 @@ def test_the_time_in_run_dir_stays_while_the_run_goes_on(
 ) -> None:
     clock = iter(["20260101-000000", "20260101-000001", "20260101-000002", "20260101-000003"])
     monkeypatch.setattr(run_paths, "now", lambda: next(clock))
-    pattern, saved = f"{tmp_path}/a-{{time}}/run", f"checkpoint.dir={tmp_path}/saved-{{time}}"
+    pattern, saved = f"{tmp_path}/a-{{time}}/run", f"dirs.checkpoints={tmp_path}/saved-{{time}}"
     first = train(pattern, saved).run_dir
     assert first == tmp_path / "a-20260101-000000/run"
     assert (tmp_path / "saved-20260101-000000/0-main-000003").is_dir()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from forked import Started, near
+from forked import NEAR_RANKS, Started, near
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import LETTERS, tiny_model
 from whet import checkpoint
@@ -65,10 +65,10 @@ def pool() -> Iterator[Ranks]:
     found.close()
 
 
-def lora_model() -> PreTrainedModel:
+def lora_model(family: str = "qwen2", **lora: Any) -> PreTrainedModel:
     """Its adapters do something."""
-    model = tiny_model("qwen2")
-    attach(model, LoraConfig(rank=4), seed=1)
+    model = tiny_model(family)
+    attach(model, LoraConfig(rank=4, **lora), seed=1)
     with torch.no_grad():
         for name, p in learned(model):
             p.add_(0.01 if "lora_B" in name else 0.0)
@@ -108,6 +108,8 @@ MODELS = {
     "moe": lambda: tiny_model("qwen3_moe"),
     "tied": lambda: tiny_model("gemma"),
     "lora": lora_model,
+    "moe lora": lambda: lora_model("qwen3_moe", targets=("gate_up_proj", "down_proj"), experts="each"),
+    "moe lora shared": lambda: lora_model("qwen3_moe", targets=("q_proj", "down_proj"), experts="shared"),
 }
 
 
@@ -119,7 +121,7 @@ def test_through_all_layouts_and_back_nothing_changes(pool: Ranks, tmp_path: Pat
     one.save(tmp_path / "whole")
     expected, last = content(tmp_path / "whole"), tmp_path / "whole"
     for name in LAYOUTS:
-        if name == "expert-2" and model != "moe":
+        if name == "expert-2" and "moe" not in model:
             continue
         many = on(pool, make, name)
         many.load(last)
@@ -345,7 +347,7 @@ def start(run_dir: Path, *overrides: str) -> Started:
     path = run_dir.parent / "config.json"
     path.write_text(json.dumps(RUN))
     log = run_dir.parent / f"{run_dir.name}.log"
-    return Started("train", str(path), f"run_dir={run_dir}", *overrides, said=log)
+    return Started("train", str(path), f"run_dir={run_dir}", *overrides, code=NEAR_RANKS, said=log)
 
 
 def test_a_rank_that_never_ends_writing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

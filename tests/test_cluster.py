@@ -217,22 +217,22 @@ def in_one(folder: Path, monkeypatch: pytest.MonkeyPatch, **ahead: Any) -> tuple
     return left(folder)
 
 
-@pytest.mark.sweep  # the next test has the same, with two replicas and kills
-def test_ranks_write_what_a_replica_samples_from(
+@pytest.mark.sweep  # the next test has the same, with one replica and kills
+def test_ranks_write_what_two_replicas_sample_from(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lean = tmp_path / "lean"
-    finish(start(lean, beside(address, 1)), lean)
+    finish(start(lean, beside(address, 2)), lean)
     assert len(scratch_of(lean)) == 1
     assert left(lean) == in_one(tmp_path / "expected", monkeypatch)
 
 
-def test_ranks_write_what_replicas_sample_from_whoever_is_killed(
+def test_ranks_write_what_a_replica_samples_from_whoever_is_killed(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While they sample ahead, a rank is killed, and the driver. The folder of the weights goes with each process."""
+    """While it samples ahead, a rank is killed, and the driver. The folder of the weights goes with each process."""
     lean = tmp_path / "lean"
-    tree = beside(address, 2, max_staleness=1)
+    tree = beside(address, 1, max_staleness=1)
     run = start(lean, tree)
     until(lambda: steps(lean) >= 3, "three steps")
     (first,) = scratch_of(lean)
@@ -477,7 +477,8 @@ def test_tokens_weights_and_errors_travel(opened: tuple[cluster.Router, NativeEn
     asyncio.run(asyncio.wait_for(story(), 60))
 
 
-@pytest.mark.parametrize("method", ["object_store", pytest.param("collective", marks=pytest.mark.sweep)])
+@pytest.mark.sweep  # test_sync_replicas.py has the same of replicas in this process
+@pytest.mark.parametrize("method", ["object_store", "collective"])
 def test_adapters_reach_replicas_that_live_die_and_come(address: str, method: str) -> None:
     """One is killed at the moment of a sync: the other one has the version, and so has the one that takes its place."""
     tree = with_replicas(2, address=address) | {"model": {**BASE["model"], "lora": {"rank": 2}}}

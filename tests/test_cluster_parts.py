@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing import Pipe
@@ -27,6 +28,7 @@ from whet.cluster.rewards import RewardHosts
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import RewardConfig, RewardWorkersConfig
+from whet.guard import pulse
 from whet.guard.jail import CallResult, RewardCall
 from whet.guard.line import Local, LocalLine
 from whet.guard.processes import process
@@ -195,7 +197,10 @@ def test_calls_are_spread_and_come_back_in_order(judged: tuple[RewardSet, Reward
     asked: list[int] = []
     for at in hosts._hosts:
         at.line.connection.send_bytes = spy(asked, at.line.connection.send_bytes)  # type: ignore[method-assign]
-    assert scores(asyncio.run(hosts.call_many(calls(7)))) == [float(n) for n in range(7)]
+    heard = Counter[str]()
+    with pulse.heard_by(lambda what: heard.update([what])):
+        assert scores(asyncio.run(hosts.call_many(calls(7)))) == [float(n) for n in range(7)]
+    assert heard == {"scoring": 7}, "each score is progress of the run"
     assert len(asked) == 2
     with pytest.raises(WhetError, match="closed"):
         asyncio.run(closed_meanwhile(hosts))

@@ -13,10 +13,9 @@ import os
 import re
 import secrets
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +28,27 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 pytest.importorskip("ray")
 
+import ray
 from ray.cluster_utils import Cluster
 
 import whet
 from far_losses import killed, sleepy
 from forked import Started, near
 from test_apart import tree as apart_tree
+from test_driver_memory import MATRIX_BYTES, trained
 from test_lanes import picture
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
 from whet.cluster.nodes import connect, disconnect
 from whet.cluster.parts import rank_lines
+from whet.cluster.staging import RayStaging
 from whet.config.load import load
 from whet.config.schema import OptimizerConfig
 from whet.guard import stacks
 from whet.guard.processes import process
 from whet.models.mesh import Dims
+from whet.sync.files import Files
+from whet.sync.transport import split
 from whet.track.files import holder
 from whet.track.timeline import Timeline
 from whet.training.ranks import RankGroup, Ranks
@@ -57,11 +61,18 @@ LEARNING: dict[str, Any] = {"optimizer": OptimizerConfig(name="sgd", lr=0.02), "
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100 << 20}
+    with two_nodes(100 << 20) as address:
+        connect(address, None)
+        yield address
+
+
+@contextmanager
+def two_nodes(store: int) -> Iterator[str]:
+    """Each has an object store of so many bytes."""
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": store}
     ground = Cluster(initialize_head=True, head_node_args=head)
     try:
-        ground.add_node(num_cpus=3, object_store_memory=100 << 20)
-        connect(ground.address, None)
+        ground.add_node(num_cpus=4, object_store_memory=store)
         yield str(ground.address)
     finally:
         disconnect()
@@ -128,9 +139,7 @@ def test_far_ranks_are_local_ranks_to_the_bit(address: str, tmp_path: Path) -> N
     timeline.close()
     drawn = picture(tmp_path / "timeline.json")
     assert sorted(drawn) == ["rank 0", "rank 1"]
-    done = {
-        f"policy {what}" for what in ("update", "gather for a checkpoint", "load a checkpoint", "micro-batch")
-    }
+    done = {f"policy {what}" for what in ("update", "save", "load a checkpoint", "micro-batch")}
     assert all({*done, "wait for a command"} <= {s.name for s in spans} for spans in drawn.values())
     there = members(far)
     with pytest.raises(WhetError, match=r"rank 1 of 2 died \(killed by SIGKILL\) while doing: update policy"):
@@ -163,8 +172,7 @@ def test_a_far_rank_that_is_lost_is_named(address: str, how: str) -> None:
 
 
 DRIVER = """
-import os, signal, sys
-sys.path[:0] = [{tests!r}]
+import os, signal
 from test_cluster_ranks import TWO, connect, lines, members
 from tiny import tiny_model
 from whet.training.ranks import Ranks
@@ -176,16 +184,54 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_far_ranks_end_with_a_driver_that_is_killed(address: str) -> None:
+def test_far_ranks_end_with_a_driver_that_is_killed(address: str, tmp_path: Path) -> None:
     """One of them is stopped and can hear nothing."""
-    code = DRIVER.format(tests=str(TESTS), address=address)
-    done = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=200, check=False
-    )
-    assert done.returncode == -signal.SIGKILL
-    there = [tuple(map(int, pair)) for pair in re.findall(r"\((\d+), (\d+)\)", done.stdout)]
+    driver = Started(code=DRIVER.format(address=address), said=tmp_path / "said")
+    assert driver.wait(200) == -signal.SIGKILL, driver.text()
+    there = [tuple(map(int, pair)) for pair in re.findall(r"\((\d+), (\d+)\)", driver.text())]
     assert len(there) == 4
     until(lambda: not alive(there), "the end of all")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- their weights
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_process_beside_the_ranks_puts_their_weights_into_the_store(
+    address: str, tmp_path: Path, far: bool
+) -> None:
+    """Ranks of either machine; the reference alone is here. What cannot be read is said, and who is killed replaced."""
+    nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    machine = next(name for name, has in nodes.items() if has.get("CPU")) if far else None
+    staging = RayStaging(machine, 1 << 20, disk=tmp_path)
+    model = tiny_model()
+    written = Files(staging.path).send(1, model.named_parameters())
+    names = [entry.name for entry in written.entries]
+    flat = ray.get(staging.put(1, names))
+    assert all(map(torch.equal, split(torch.from_numpy(flat.copy()), written.entries), model.parameters()))
+    with pytest.raises(WhetError, match=r"version 2 could not be read: .*did not arrive"):
+        staging.put(2, names)
+    ray.kill(staging._actor)
+    with pytest.raises(WhetError, match="version 1: the process that reads it has ended"):
+        staging.put(1, names)
+    assert far or ray.get(staging.put(1, names)).nbytes == flat.nbytes
+    staging.close()
+    assert far or not staging.path.exists()
+
+
+@pytest.mark.sweep  # a minute of one core each
+@pytest.mark.parametrize("ranks", [False, True])
+def test_a_model_larger_than_the_driver_s_memory_reaches_a_replica_on_another_machine(
+    address: str, tmp_path: Path, ranks: bool
+) -> None:
+    """By the object store from ranks that are beside the driver, by files from ranks that are beside the replica."""
+    disconnect()
+    with two_nodes(800 << 20) as large:
+        done = trained(tmp_path, address=large, ranks=ranks)
+    log = (tmp_path / "run" / "run.log").read_text()
+    assert done.returncode == 0, done.stdout[-3000:] + log[-3000:]
+    assert (tmp_path / "run/export/main/model.safetensors").stat().st_size > 2 * MATRIX_BYTES
+    connect(address, None)
 
 
 # ---------------------------------------------------------------- whole runs
@@ -205,11 +251,12 @@ def finish(run: Started, folder: Path, within_s: float = 300.0) -> list[dict[str
     return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
 
 
-def test_ranks_and_rewards_in_the_cluster_change_no_number(
+def test_ranks_replicas_and_rewards_in_the_cluster_change_no_number(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """No model is in the driver's process; what is trained comes back as files."""
     disconnect()  # one driver at a time has this room
-    tree = {
+    tree: dict[str, Any] = {
         "seed": 3,
         "model": {
             "scratch": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
@@ -224,14 +271,17 @@ def test_ranks_and_rewards_in_the_cluster_change_no_number(
             "optimizer": {"lr": 1e-2},
             "parallel": {"dp_replicate": 2},
         },
-        "checkpoint": {"export": False},
         "track": {"trackers": ["jsonl"]},
         "machine": {"threads": 2},
     }
     far = {"address": address, "ranks": True, "reward_hosts": 1, "start_timeout_s": 200.0}
-    lines = finish(start(tmp_path / "far", {**tree, "cluster": far}), tmp_path / "far")
+    sampled = {"rollout": {**tree["rollout"], "replicas": 1}, "cluster": far}
+    lines = finish(start(tmp_path / "far", tree | sampled), tmp_path / "far")
     monkeypatch.setattr("whet.training.ranks.Local", lambda count, threads, **_: near(count, threads))
-    assert whet.train(**tree, run_dir=str(tmp_path / "near")).metrics == lines
+    assert whet.train(**tree, run_dir=str(tmp_path / "near/run")).metrics == lines
+    one, other = [tmp_path / who / "run/export/main/model.safetensors" for who in ("near", "far")]
+    assert filecmp.cmp(one, other, shallow=False)
+    assert not (tmp_path / "far/run/models").exists()
 
 
 def test_a_killed_explorer_is_replaced_under_its_name(address: str, tmp_path: Path) -> None:

@@ -137,13 +137,17 @@ def cases(template: OurTemplate, count: int) -> Iterator[random.Random]:
         yield random.Random(f"{template.name} {n}")
 
 
+CONVERSATIONS = pytest.mark.parametrize("count", [8, pytest.param(25, marks=pytest.mark.sweep)])
+
+
+@CONVERSATIONS
 @pytest.mark.parametrize("history", ["append", "template"])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_what_was_sampled_stands_once_in_the_strands_and_nothing_else_is_marked(
-    name: str, history: History
+    name: str, history: History, count: int
 ) -> None:
     template = BY_NAME[name]
-    for rng in cases(template, 25):
+    for rng in cases(template, count):
         codec = codec_of(template, history)
         out = played(template, codec, rng, hostile=True, cuts=True)
         for strand, mask, spoken in zip(out.strands, out.masks, out.spoken):
@@ -151,10 +155,11 @@ def test_what_was_sampled_stands_once_in_the_strands_and_nothing_else_is_marked(
             assert [t for t, on in zip(strand, mask) if on] == [t for said in spoken for t in said]
 
 
+@CONVERSATIONS
 @pytest.mark.parametrize("name", BY_NAME)
-def test_with_the_history_of_the_template_a_strand_is_what_the_template_makes(name: str) -> None:
+def test_with_the_history_of_the_template_a_strand_is_what_the_template_makes(name: str, count: int) -> None:
     template = BY_NAME[name]
-    for rng in cases(template, 25):
+    for rng in cases(template, count):
         codec = codec_of(template, "template")
         out = played(template, codec, rng, hostile=False, cuts=True)
         whole = codec.encode_prompt(out.conversation, TOOLS)
@@ -164,12 +169,13 @@ def test_with_the_history_of_the_template_a_strand_is_what_the_template_makes(na
 APPENDS = [t.name for t in TEMPLATES if t.keeps_on_user and t.keeps_on_tool and t.end_in_history is None]
 
 
+@CONVERSATIONS
 @pytest.mark.parametrize("name", APPENDS)
 def test_a_template_that_only_appends_gives_one_strand_whose_text_is_the_whole_conversation(
-    name: str,
+    name: str, count: int
 ) -> None:
     template = BY_NAME[name]
-    for rng in cases(template, 25):
+    for rng in cases(template, count):
         codec = codec_of(template)
         out = played(template, codec, rng, hostile=False, cuts=False)
         assert len(out.strands) == 1

@@ -12,7 +12,7 @@ import torch
 import whet
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import ModelConfig, ScratchConfig, TokenizerConfig
+from whet.config.schema import ModelConfig, TokenizerConfig
 from whet.data.tokenizer import load_tokenizer
 from whet.models.load import build, export
 from whet.types import ConfigError
@@ -71,13 +71,13 @@ def model_folder(folder: Path, kind: str) -> Path:
     """A tiny model with a tokenizer of letters."""
     texts = ["abcdefghijklmnopqrstuvwxyz>"]
     tokenizer = load_tokenizer(TokenizerConfig(build=kind), model_path=None, texts=texts)  # type: ignore[arg-type]
-    scratch = ScratchConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=64,
-    )
+    scratch = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+    }
     model = build(
         ModelConfig(scratch=scratch), vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id, seed=1, device="cpu", dtype=torch.float32,

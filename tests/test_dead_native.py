@@ -29,7 +29,6 @@ from native_cases import (
     DEEPSPEED,
     ENDS,
     LATER,
-    OFFLINE,
     PARTS,
     PPO,
     RANKS,
@@ -37,15 +36,15 @@ from native_cases import (
     ROWS,
     SERVER,
 )
-from observed import Watcher, write_files
+from observed import Watcher
+from swept import except_for
 from whet.algos.recipes import build
-from whet.bench import judge_file
-from whet.config.keys import keys, settings
-from whet.config.load import load
+from whet.config.keys import entries, keys, settings
 from whet.config.schema import AlgorithmConfig, CriticConfig, StageConfig
 from whet.types import Json
 
-LEAVES = [".".join(key.path) for key in keys().values() if key.section is None]
+LEAVES = [".".join(key.path) for key in keys().values() if key.section is None and not entries(key)]
+LEAVES += [".".join((*key.path, name)) for key in keys().values() for name in entries(key)]
 LEAVES += [".".join(path) for path in settings() if path[-1] != "name"]
 
 
@@ -131,6 +130,7 @@ def test_every_key_has_a_case() -> None:
     listed = [*CASES, *REFUSED, *ENDS, *BELOW]
     assert set(LEAVES) - set(listed) == set(), "give each a line in native_cases.py"
     assert sorted(listed) == sorted(LEAVES)
+    assert {f"{section}.{key}" for section, tried in SECTIONS.items() for key in tried} <= CASES.keys()
     assert set(StageConfig.model_fields) == {
         name.split(".")[2] for name in LEAVES if name.startswith("stages.")
     }
@@ -144,11 +144,28 @@ def test_equal_configs_leave_equal_records(watcher: Watcher) -> None:
     assert len([name for name in first if name.endswith((".parquet", "metrics.jsonl", ".safetensors"))]) >= 5
 
 
-COMPILES = pytest.param("train.compile", marks=pytest.mark.sweep)
-"""As torch's compiler has C++ of its own written and compiled; test_precision.py has it trace the same layers."""
+SECTIONS = {
+    "critic.optimizer": ("name", "lr", "weight_decay", "schedule.type", "schedule.warmup_steps"),
+    "critic.lora": ("rank", "dropout", "path"),
+    "eval.sampling": ("temperature", "max_tokens"),
+    "eval.sources.*.sampling": ("temperature", "max_tokens"),
+    "data.eval.*": ("name", "path", "prompt", "answer", "rewards", "limit", "reasoning_gym.task"),
+    "data.demonstrations.*": ("path", "prompt", "messages", "response", "weight", "limit"),
+}
+"""Sections that stand elsewhere, too (train.optimizer, model.lora, rollout.sampling, data.train), where each of their
+keys is tried: these keys show that the section is read here, the others are tried in the sweep."""
 
 
-@pytest.mark.parametrize("name", [COMPILES if name == "train.compile" else name for name in CASES])
+def is_tried(name: str) -> bool:
+    """train.compile is not: torch's compiler writes C++ and has it compiled; test_precision.py has it trace the same
+    layers."""
+    for section, keys_here in SECTIONS.items():
+        if name.startswith(f"{section}."):
+            return name.removeprefix(f"{section}.") in keys_here
+    return name != "train.compile"
+
+
+@pytest.mark.parametrize("name", except_for(is_tried, CASES))
 def test_a_key_has_an_effect(watcher: Watcher, name: str) -> None:
     context, value = CASES[name]
     context = f"train.steps=2; {context}" if name in LATER else context
@@ -219,27 +236,10 @@ def test_turns_of_an_episode() -> None:
     assert returns(True)[0] < returns(True)[1]
 
 
-@pytest.mark.parametrize("name", OFFLINE)
-def test_a_key_about_replies_that_were_written_elsewhere(
-    watcher: Watcher, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    rewards = {"r": {"function": "rows.py:judged"}}
-
-    def judged(**keys: Json) -> tuple[Any, Any]:
-        tree = {"rewards": rewards, "eval": {"offline": {"path": "a.jsonl", **keys}}}
-        found = judge_file(load(None, (), tree), whole=True)
-        return found.metrics, found.rows
-
-    assert judged() == judged() != judged(**{name: OFFLINE[name]})
-
-
 def test_nothing_is_left_out() -> None:
-    assert {name.rpartition(".")[2] for name in BELOW if name.startswith("eval.offline.")} == set(OFFLINE)
     grouped = {*APART, *CLUSTER, *DEEPSPEED, *PARTS, *RANKS, *SERVER}
-    assert BELOW.keys() - {f"eval.offline.{key}" for key in OFFLINE} - grouped == {
+    assert BELOW.keys() - grouped == {
         "critic.head", "checkpoint.load_contents", "algorithm.advantage.divide_by_turns",
         "algorithm.advantage.reset_at_turns",
-        "checkpoint.sharded", "profile.ranks",
+        "checkpoint.sharded", "eval.offline", "profile.ranks",
     }  # fmt: skip

@@ -69,9 +69,9 @@ def ranks() -> Iterator[Ranks]:
     [
         (layout("stage 1"), "by tokens"),
         (layout("stage 2"), "LoRA"),
-        (layout("stage 3"), "checkpointing"),
+        pytest.param(layout("stage 3"), "checkpointing", marks=pytest.mark.sweep),
         (layout("stage 3, all on the host", family=grid.MOE), "by rollouts"),
-        (layout("stage 3, small tensors whole"), "LoRA"),
+        pytest.param(layout("stage 3, small tensors whole"), "LoRA", marks=pytest.mark.sweep),
         (layout("stage 2, optimizer on the host"), "shared prompts"),
         (layout("stage 3, hpZ"), "shared prompts"),
     ],
@@ -249,8 +249,11 @@ BASE: Json = {
 }
 
 
+AT = "train.deepspeed.zero_optimization"
+
+
 def given(config: Json | str, *overrides: str) -> Any:
-    train = {**BASE["train"], "deepspeed": {"config": config}}
+    train = {**BASE["train"], "deepspeed": config}
     return load(None, overrides, {**BASE, "train": train})
 
 
@@ -270,12 +273,13 @@ def test_what_is_equal_or_auto_passes_and_the_rest_is_passed_on(tmp_path: Path) 
             "reduce_bucket_size": "auto",
             "sub_group_size": 1000,
             "overlap_comm": True,
+            "offload_optimizer": {"device": "cpu"},
         },
     }
     path = tmp_path / "zero.json"
     path.write_text(json.dumps(file))
     for config in (file, str(path)):
-        cfg = given(config, "train.deepspeed.offload_optimizer=cpu").stages[0]
+        cfg = given(config).stages[0]
         plans(given(config))
         made = deepspeed.engine_config(cfg.train, cfg.train.optimizer, "bfloat16")
         assert made["zero_optimization"] == {
@@ -303,23 +307,23 @@ def test_what_is_equal_or_auto_passes_and_the_rest_is_passed_on(tmp_path: Path) 
         ({"optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}, ["train.optimizer.name=adam"], "optimizer.params.lr"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, [], "use train.gradient_checkpointing"),
         ({"communication_data_type": "bf16"}, ["train.precision.reduce=float32"], "which has \"fp32\""),
-        ({}, ["train.precision.reduce=float32", "train.deepspeed.stage=1"], "use train.deepspeed.stage=2"),
+        ({}, ["train.precision.reduce=float32", f"{AT}.stage=1"], f"use {AT}.stage=2"),
         ({"scheduler": {"type": "WarmupLR"}}, [], "scheduler is not passed on: use train.optimizer.schedule"),
         ({"fp16": {"enabled": True}}, [], "fp16 is not passed on"),
         ({"bf16": {"enabled": True}}, ["model.dtype=float32"], "bf16.enabled=true"),
-        ({"zero_optimization": {"stage": 2}}, ["train.deepspeed.stage=3"], "zero_optimization.stage=2.*has 3"),
         ({"zero_optimization": {"stage": 0}}, [], "stage 0 shards nothing"),
-        ({}, ["train.deepspeed.stage=1", "train.deepspeed.offload_parameters=cpu"], "cpu needs stage 3"),
-        ({}, ["train.deepspeed.offload_optimizer=nvme"], "nvme_path"),
-        ({}, ["train.deepspeed.stage=2", "train.deepspeed.hpz_partition_size=2"], "stage 2 does not shard"),
+        ({}, [f"{AT}.stage=1", f"{AT}.offload_param.device=cpu"], "cpu needs stage 3"),
+        ({}, [f"{AT}.offload_param.device=gpu"], "expected none, cpu, nvme"),
+        ({}, [f"{AT}.offload_optimizer.device=nvme"], "nvme_path"),
+        ({}, [f"{AT}.stage=2", f"{AT}.zero_hpz_partition_size=2"], "stage 2 does not shard"),
         ("no/such.json", [], "no/such.json cannot be read"),
         ({}, ["train.parallel.dp_shard=1"], "dp_shard is 1"),
         ({}, ["train.parallel.tp=2"], "DeepSpeed shards over dp_shard alone"),
         ({}, ["train.optimizer.name=muon"], "needs whole matrices"),
         ({}, ["checkpoint.sharded=true"], "one rank writes whole tensors"),
-        ({}, ["train.offload=[optimizer]"], "train.deepspeed.offload_optimizer"),
+        ({}, ["train.offload=[optimizer]"], "offload_optimizer and offload_param of train.deepspeed"),
         ({}, ["model.dtype=float16"], "the scale of the loss"),
-        ({}, ["train.engine=torch", "train.deepspeed.stage=2"], "train.engine is torch"),
+        ({}, ["train.engine=torch", f"{AT}.stage=2"], "train.engine is torch"),
     ],
 )  # fmt: skip
 def test_what_contradicts_the_run_is_refused_by_name(config: Any, overrides: list[str], said: str) -> None:
@@ -345,7 +349,7 @@ def nested(key: str, value: Any) -> Json:
 KEYS = deepspeed._ours(given({}, "train.micro_batch_rollouts=4").stages[0])
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if not key.endswith(".stage")])
+@pytest.mark.parametrize("key", KEYS)
 def test_each_key_that_whet_sets_may_say_the_same_and_nothing_else(key: str) -> None:
     value, of = KEYS[key]
     for same in (value, "auto"):

@@ -40,7 +40,7 @@ RUN: Json = {
         "optimizer": {"lr": 1e-3},
         "engine": "deepspeed",
         "parallel": {"dp_shard": 2},
-        "deepspeed": {"stage": 3, "config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}},
+        "deepspeed": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
     },
     "checkpoint": {"interval": 1},
 }

@@ -161,7 +161,7 @@ def test_what_another_has_written_is_not_deleted(tmp_path: Path) -> None:
 
 
 def test_stages_must_not_write_over_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"track.rollouts_dump='d/\{step\}.jsonl': add \{stage\}"):
+    with pytest.raises(ConfigError, match=r"track.dump.rollouts='d/\{step\}.jsonl': add \{stage\}"):
         RunDirectory(tmp_path / "run", ["a", "b"], dumps={"rollouts": "d/{step}.jsonl"})
     RunDirectory(tmp_path / "run", ["a", "b"], dumps={"rollouts": "d/{stage}-{step}.jsonl"}).close()
 
@@ -169,18 +169,18 @@ def test_stages_must_not_write_over_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("track.rollouts_dump=d/all.jsonl", "each step would overwrite the previous one"),
-        ("track.rollouts_dump='d/{step}.pkl'", "ends in .jsonl or .parquet"),
-        ("track.rollouts_dump='d/{sttep}.jsonl'", "no other braces"),
-        ("track.rollouts_dump='{time}/{step}.jsonl'", "only if run_dir contains it"),
-        ("track.batches_interval=1 track.batches_dump='{source}-{step}.jsonl'", "no other braces"),
+        ("track.dump.rollouts=d/all.jsonl", "each step would overwrite the previous one"),
+        ("track.dump.rollouts='d/{step}.pkl'", "ends in .jsonl or .parquet"),
+        ("track.dump.rollouts='d/{sttep}.jsonl'", "no other braces"),
+        ("track.dump.rollouts='{time}/{step}.jsonl'", "only if run_dir contains it"),
+        ("track.batches_interval=1 track.dump.batches='{source}-{step}.jsonl'", "no other braces"),
         (
-            "track.batches_interval=1 track.batches_dump='{step}.jsonl' track.rollouts_dump='{step}.jsonl'",
+            "track.batches_interval=1 track.dump.batches='{step}.jsonl' track.dump.rollouts='{step}.jsonl'",
             "give different paths",
         ),
-        ("track.batches_dump='{step}.jsonl'", "no batches are written"),
-        ("track.eval_dump='{step}.jsonl'", "nothing to evaluate"),
-        ("track.rollouts_interval=0 track.rollouts_dump='{step}.jsonl'", "no rollouts are written"),
+        ("track.dump.batches='{step}.jsonl'", "no batches are written"),
+        ("track.dump.eval='{step}.jsonl'", "nothing to evaluate"),
+        ("track.rollouts_interval=0 track.dump.rollouts='{step}.jsonl'", "no rollouts are written"),
     ],
 )
 def test_a_path_that_cannot_be_meant_is_refused(
@@ -195,14 +195,14 @@ def test_a_path_that_cannot_be_meant_is_refused(
 def test_verls_two_folders() -> None:
     tree = {"trainer": {"rollout_data_dir": "a/b", "validation_data_dir": "c/"}}
     made = translate(tree, dialect("verl-ppo"), origins={})
-    assert made.tree["track"]["rollouts_dump"] == "a/b/{step}.jsonl"
-    assert made.tree["track"]["eval_dump"] == "c/{step}.jsonl"
+    assert made.tree["track"]["dump"]["rollouts"] == "a/b/{step}.jsonl"
+    assert made.tree["track"]["dump"]["eval"] == "c/{step}.jsonl"
 
 
 def test_a_run_leaves_its_dumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HERE.parent)
     dump = tmp_path / "dump"
-    more = [f"run_dir='{tmp_path}/run-{{time}}'", f"track.rollouts_dump='{dump}/{{time}}/{{step}}.jsonl'"]
+    more = [f"run_dir='{tmp_path}/run-{{time}}'", f"track.dump.rollouts='{dump}/{{time}}/{{step}}.jsonl'"]
     (tmp_path / "run.yaml").write_text(CONFIG)
     result = whet.train(tmp_path / "run.yaml", overrides=more)
     [folder] = dump.iterdir()

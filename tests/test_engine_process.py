@@ -17,9 +17,11 @@ from typing import Any, TypeVar
 import pytest
 import yaml
 
+from forked import Started
+from programs import programs
 from searching import files, seen
 from serving import LIMITS
-from vllm_double import executable
+from vllm_double import SERVE
 from whet import engines, environment, secrets
 from whet.guard.processes import state
 from whet.rollout.http import installed
@@ -167,7 +169,7 @@ SPELL: dict[str, Any] = {
     "seed": 0,
     "model": {
         "scratch": {
-            "architecture": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "name": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
             "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64,
         }
     },
@@ -187,21 +189,15 @@ SPELL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def started(folder: Path) -> subprocess.Popen[str]:
+def started(folder: Path) -> Started:
     """whet train, with the double as its server."""
     rows = [{"prompt": p, "answer": "1"} for p in ("12", "34", "56", "78", "90", "13")]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     config = json.loads(json.dumps(SPELL)) | {"run_dir": str(folder / "run")}
-    config["rollout"]["server"] |= {"command": str(executable(folder)), "env": {"HF_TOKEN": HF_TOKEN}}
+    config["rollout"]["server"] |= {"command": str(folder / "vllm"), "env": {"HF_TOKEN": HF_TOKEN}}
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    return subprocess.Popen(
-        [sys.executable, "-m", "whet", "train", str(folder / "run.yaml")],
-        cwd=folder,
-        env={**os.environ, "TEST_TOKEN": "swordfish-42-swordfish", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    env = {**os.environ, "TEST_TOKEN": "swordfish-42-swordfish", "OMP_NUM_THREADS": "1"}
+    return Started("train", str(folder / "run.yaml"), said=folder / "said", cwd=folder, env=env)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -212,17 +208,19 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_run_starts_its_server_proves_each_version_and_outlives_it(tmp_path: Path) -> None:
     """The server is killed in the middle of the run: it is started again, and its requests are asked again."""
-    process = started(tmp_path)
-    try:
-        until_s = time.monotonic() + 240
-        while len(metrics(tmp_path)) < 3 and process.poll() is None and time.monotonic() < until_s:
-            time.sleep(0.02)
-        log = tmp_path / "run" / "run.log"
-        (server,) = re.findall(r"is vLLM [\w.]+, process (\d+);", log.read_text())
-        os.kill(int(server), signal.SIGKILL)
-        said, _ = process.communicate(timeout=240)
-    finally:
-        process.kill()
+    log = tmp_path / "run" / "run.log"
+    with programs(tmp_path, vllm=SERVE):
+        process = started(tmp_path)
+        try:
+            until_s = time.monotonic() + 240
+            while len(metrics(tmp_path)) < 3 and process.poll() is None and time.monotonic() < until_s:
+                time.sleep(0.02)
+            (server,) = re.findall(r"is vLLM [\w.]+, process (\d+);", log.read_text())
+            os.kill(int(server), signal.SIGKILL)
+            process.wait(240)
+        finally:
+            process.kill()
+    said = process.text()
     assert process.returncode == 0, said
     assert "replica engine-0 is serving again; restarts left: 1" in log.read_text()
     steps = metrics(tmp_path)
@@ -233,7 +231,7 @@ def test_a_run_starts_its_server_proves_each_version_and_outlives_it(tmp_path: P
         assert step["sync/canary_moved_mean"] > 1e-4
         assert step["rollout/failed_count"] == 0
     printed_there = (tmp_path / "run" / "engine.log").read_text()
-    assert "the token is" in printed_there
+    assert printed_there.count("the token is") == 2
     config = (tmp_path / "run" / "config.yaml").read_text()
     assert "${oc.env:TEST_TOKEN}" in config
     planted = {"token": "swordfish-42-swordfish", "variable": HF_TOKEN}

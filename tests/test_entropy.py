@@ -150,21 +150,19 @@ def test_entropy_clip_by_hand() -> None:
     kept = [0.5, 0.5, -0.5, -0.5, -0.5, -0.5]
     first, both = [0.5, 0.5, 0, -0.5, -0.5, -0.5], [0.5, 0.5, 0, 0, -0.5, -0.5]
     for mu, expected in ((0.8, kept), (0.7, first), (0.2, both)):
-        assert advantages(batch, entropy_clip="batch", entropy_clip_mu=mu) == expected
-        assert advantages(batch, entropy_clip="vocabulary", entropy_clip_mu=mu) == expected, "the mean is 0"
-    one = {"entropy_clip_mu": 0.2, "entropy_clip_max_frac": 0.3}
-    assert advantages(batch, entropy_clip="batch", **one) == first, "int(0.3 * 6) = 1, the farthest"
-    assert advantages(batch, entropy_clip="batch", **one | {"entropy_clip_max_frac": 1e-4}) == first, (
-        "at least one"
-    )
+        assert advantages(batch, entropy_clip={"name": "batch", "mu": mu}) == expected
+        assert advantages(batch, entropy_clip={"name": "vocabulary", "mu": mu}) == expected, "the mean is 0"
+    one = {"name": "batch", "mu": 0.2, "max_frac": 0.3}
+    assert advantages(batch, entropy_clip=one) == first, "int(0.3 * 6) = 1, the farthest"
+    assert advantages(batch, entropy_clip={**one, "max_frac": 1e-4}) == first, "at least one"
     moved = replace(
         batch, discriminant_N=doubles([0, *(x - 3.2 for x in s[:2]), 0, *(x - 3.2 for x in s[2:])])
     )
-    assert advantages(moved, entropy_clip="batch", entropy_clip_mu=0.7) == first, "against their mean"
+    assert advantages(moved, entropy_clip={"name": "batch", "mu": 0.7}) == first, "against their mean"
     # v = 7.2 4.2 | 6.2 4.2 2.2 -4.8 against 0.7 * 3.9158 = 2.74.
-    assert advantages(moved, entropy_clip="vocabulary", entropy_clip_mu=0.7) == both, "as they are"
+    assert advantages(moved, entropy_clip={"name": "vocabulary", "mu": 0.7}) == both, "as they are"
     equal = replace(batch, discriminant_N=torch.full_like(batch.discriminant_N, -1.0))
-    assert advantages(equal, entropy_clip="vocabulary", entropy_clip_mu=0.1) == kept, (
+    assert advantages(equal, entropy_clip={"name": "vocabulary", "mu": 0.1}) == kept, (
         "no deviation, nothing to compare"
     )
 
@@ -190,7 +188,7 @@ def test_entropy_clip_against_lists(seed: int, centred: bool, mu: float, max_fra
     assert got.tolist() == [0.0 if n in out else a for n, a in enumerate(adv_N.tolist())]
 
 
-@pytest.mark.parametrize("by", ["batch", "vocabulary"])
+@pytest.mark.parametrize("by", ["batch", pytest.param("vocabulary", marks=pytest.mark.sweep)])
 def test_entropy_clip_learns_and_keeps_entropy(tmp_path: Path, by: str) -> None:
-    lines = learn(tmp_path / by, {"name": "grpo", "entropy_clip": by, "entropy_clip_mu": 1.0})
+    lines = learn(tmp_path / by, {"name": "grpo", "entropy_clip": {"name": by, "mu": 1.0}})
     assert sum(line["reward/mean"] for line in lines[-3:]) / 3 > 0.8

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -364,6 +365,18 @@ def test_the_words_of_an_environment_stand_in_the_log(
     with caplog.at_level("INFO", "whet"):
         play(opened("Hostile", how="drips", timeout_s=1.0).make)
     assert caplog.text.count("environment: drip") >= 2
+
+
+def test_the_traceback_of_an_environment_in_a_host_stands_in_the_log_once(
+    opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = opened("Hostile", how="raises").make
+    with caplog.at_level("INFO", "whet"):
+        for _ in range(2):
+            play(make)
+    assert caplog.text.count("aborted: env raised ValueError: broken") == 2
+    assert len(re.findall(r'File ".*zoo\.py", line \d+, in step', caplog.text)) == 1
+    assert caplog.text.count("environment: ValueError: broken") == 1
 
 
 class Rewrites:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from test_packing import batch_of
 from tiny import FAMILIES, VOCAB, tiny_model
 from whet.models import fused_forward, kernels
-from whet.models.attention import PackedAttention
+from whet.models.attention import CachedAttention, KvCache, PackedAttention
 from whet.models.forward import Decoder, decoder
+from whet.models.kernels import Ops
 from whet.models.logprobs import logits, token_logprobs
 from whet.models.packing import layout
 from whet.models.segments import Segments
@@ -186,6 +188,41 @@ def test_packing_order_changes_nothing(kind: str) -> None:
             segments = Segments.of_lengths(torch.tensor([len(part)]))
             alone = made.hidden(part, segments.position_N, PackedAttention(segments, OPS))
             torch.testing.assert_close(alone, expected, atol=5e-6, rtol=0)
+
+
+def over_cache(kind: str, ops: Ops) -> list[Tensor]:
+    """Hidden states of three prompts, computed in parts, and of decode steps after them."""
+    model = make(kind)
+    made = decoder(model, ops)
+    sizes: dict[str, Any] = {"layers": made.layers, "kv_heads": made.kv_heads, "head_dim": made.head_dim}
+    cache, table_BP, ids_U = KvCache.allocate(pages=9, ops=ops, **sizes), torch.arange(9).view(3, 3), tokens()
+    found, length_B = [], torch.zeros(3, dtype=torch.int64)
+    with torch.no_grad():
+        for queries in ([17, 1, 5], [3, 16, 12], None, None):
+            queries_B = None if queries is None else torch.tensor(queries)
+            attend = CachedAttention(cache, table_BP, length_B, ops, queries_B=queries_B)
+            part_U = ids_U[: 3 if queries is None else sum(queries)]
+            found.append(made.hidden(part_U, attend.position_N, attend))
+            length_B = attend.keys_B
+    return found
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_whole_layers_over_the_cache_have_the_bits_of_single_operations(kind: str) -> None:
+    ops, calls = kernels.load("compiled"), []
+    assert ops.cached_layers is not None
+
+    def counted(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor] | None:
+        calls.append(ops.cached_layers(*args, **kwargs))  # type: ignore[misc]
+        return calls[-1]
+
+    whole, single = (
+        over_cache(kind, replace(ops, cached_layers=counted)),
+        over_cache(kind, replace(ops, cached_layers=None)),
+    )
+    assert len(calls) == (0 if kind == "qwen3_moe" else len(whole))
+    assert None not in calls
+    assert all(map(torch.equal, whole, single))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

@@ -149,7 +149,7 @@ def test_a_planted_fault_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch)
     fuzzer, first, said = PLANTED[plant]
     plant(monkeypatch)
     cases = [(n, case(fuzzer, n)) for n in range(first, first + 50)]
-    assert any(said in what for _, what in verdicts(fuzzer, cases, cpu_s=2.0))
+    assert any(said in what for _, what in verdicts(fuzzer, cases, cpu_s=1.0))
 
 
 def test_a_fault_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:

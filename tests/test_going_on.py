@@ -226,6 +226,8 @@ def test_other_numbers_are_a_branch_that_has_to_be_asked_for(
         {**where, "key": "data.seed", "old": None, "new": 4},
         {**where, "key": "train.optimizer.lr", "old": 0.01, "new": 0.05},
     ]
+    log = (stopped / "run.log").read_text()
+    assert "train.optimizer.lr: 0.01 -> 0.05: a branch of the run, from step 2 of stage 'main'" in log
     lines = metrics(stopped).splitlines(), metrics(finished).splitlines()
     assert [a == b for a, b in zip(*lines)] == [True, True, False]
     Console(width=120).print(show.summary(stopped))

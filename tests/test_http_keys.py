@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from native_cases import SERVER
 from servers import OpenAIServer, SglangServer, VllmServer
 from test_rollout_contract import END, LIMIT, module
-from vllm_double import executable
 from whet.config.schema import LoraConfig, ServerConfig
 from whet.models import kernels
 from whet.models.lora import adapted, attach, refresh
@@ -83,7 +82,8 @@ def test_token(tmp_path: Path) -> None:
 
 
 def test_command(tmp_path: Path) -> None:
-    path = executable(tmp_path)
+    path = tmp_path / "vllm"
+    path.touch(0o755)
     assert found(str(path)).command == path
     with pytest.raises(ConfigError, match=r"rollout\.server\.command"):
         found(str(tmp_path / "missing"))

@@ -76,7 +76,15 @@ def nothing_is_left():
     assert eventually(lambda: not daemons())
 
 
-@pytest.mark.parametrize("beast", hostile.ZOO, ids=lambda f: f.__name__)
+BOMBS = {hostile.tree_bomb, hostile.big_fork_bomb}
+"""They fill a machine with processes, for seconds; the whole zoo at once has them, too, and here is `fork_bomb`."""
+
+
+@pytest.mark.parametrize(
+    "beast",
+    [pytest.param(f, marks=[pytest.mark.sweep] if f in BOMBS else []) for f in hostile.ZOO],
+    ids=lambda f: f.__name__,
+)
 def test_a_beast_gets_its_failure_and_its_neighbours_get_their_values(beast):
     kind, detail = hostile.ZOO[beast]
     with make(beast, timeout_s=0.4 if kind == "timeout" else 30.0) as jail:
@@ -297,6 +305,19 @@ def test_nobody_outlives_a_killed_run_though_the_keeper_was_stopped(both):
     process.kill()
     process.join()
     assert eventually(lambda: {state(pid) for pid in (keeper, nursery)} <= {"", "Z"})
+
+
+def test_nobody_outlives_a_killed_keeper_though_all_were_stopped():
+    """Of the processes of a jail it is the one that would end them."""
+    with make(nap) as jail:
+        ask(jail, nap)
+        nursery = nursery_of(jail)
+        (worker,) = confine.children(nursery)
+        for pid in (worker, nursery):
+            os.kill(pid, signal.SIGSTOP)
+        assert eventually(lambda: {state(pid) for pid in (worker, nursery)} == {"T"})
+        os.kill(jail._keeper, signal.SIGKILL)
+        assert eventually(lambda: {state(pid) for pid in (worker, nursery)} <= {"", "Z"})
 
 
 def test_the_call_that_kills_the_nursery_whenever_it_runs_is_found(tmp_path):

@@ -279,9 +279,9 @@ def test_the_journal_alone_repeats_a_run_of_random_tools(unbroken: dict[str, Any
 @pytest.mark.parametrize(
     ("name", "seed", "kills", "whole"),
     [
-        ("Agent", 1, 3, True),
         ("Agent", 2, 2, False),
         ("Remembers", 3, 2, True),
+        pytest.param("Agent", 1, 3, True, marks=pytest.mark.sweep),
         *(pytest.param("Agent", seed, 10, False, marks=pytest.mark.sweep) for seed in (4, 5)),
         pytest.param("Agent", 6, 10, True, marks=pytest.mark.sweep),
         pytest.param("Remembers", 7, 10, True, marks=pytest.mark.sweep),
@@ -363,7 +363,15 @@ Journal._append = counted
 """
 
 
-@pytest.mark.parametrize("where", KILLS)
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("before a write", marks=pytest.mark.sweep),
+        "in the middle of a line",
+        pytest.param("after a write and before its sync", marks=pytest.mark.sweep),
+        "before a rollout has it",
+    ],
+)
 def test_a_kill_at_the_worst_moment_costs_no_answer_that_a_rollout_has(tmp_path: Path, where: str) -> None:
     tree = tree_in(tmp_path)
     run_dir = Path(tree["run_dir"])

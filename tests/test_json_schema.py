@@ -258,7 +258,7 @@ def test_each_test_of_a_value_by_hand() -> None:
     assert not holds(key="rollout.sampling.stop", holds=["c"])
     assert holds(key="rollout.sampling.stop", longer=1)
     assert not holds(key="rollout.sampling.stop", longer=2)
-    assert not holds(key="model.scratch.architecture", **{"is": "mistral"})
+    assert not holds(key="critic.lora.rank", above=0)
     assert holds(all=[{"condition": "yes"}, {"not": {"condition": "no"}}])
     assert not holds(any=[])
 
@@ -278,7 +278,8 @@ def random_config() -> st.SearchStrategy[dict[str, Json]]:
         "algorithm": maybe(
             name=list(RECIPES), advantage=[{"normalize_std": True}, {"normalize_std": False}],
             whiten=[True], dynamic_sampling=[True],
-            kl=[{"coef": 0.1}], reward_kl=[{"coef": 0.1}], resample=["pow"], groups=[{"min_std": 0.1}],
+            kl=[{"coef": 0.1}], reward_kl=[{"coef": 0.1}], resample=["pow", {"name": "pow"}],
+            groups=[{"min_std": 0.1}],
         ),
         "data": maybe(
             train=[[row], [row, row]], eval=[[], [row]], demonstrations=[[row], [row, row]], order=["sequential"]
@@ -294,7 +295,7 @@ def random_config() -> st.SearchStrategy[dict[str, Json]]:
         "checkpoint": maybe(resume=["never", "auto"], export=[False]),
         "track": maybe(trackers=[["jsonl"], ["wandb"]], rollouts_interval=[0]),
         "tokenizer": maybe(build=["chars"]),
-        "model": maybe(scratch=[{"architecture": "mistral"}, {"architecture": "qwen3_moe"}, {}]),
+        "model": maybe(scratch=[{"name": "mistral"}, {"name": "qwen3_moe"}, {}]),
     }  # fmt: skip
     return st.fixed_dictionaries(sections)
 
@@ -342,7 +343,7 @@ def changed(key: Key) -> Json:
     """Another value of a key of `algorithm` than its default."""
     special = {
         "advantage": "rloo", "loss": "reinforce", "mix": {"mu": 0.5}, "loss_agg_mode": "token-sum",
-        "advantage_low": -1.0,
+        "advantage_clip": [-1.0, None],
     }  # fmt: skip
     if key.path[-1] in special:
         return special[key.path[-1]]

@@ -96,6 +96,7 @@ def package_of(name: str) -> str:
     return name if is_package else name.rpartition(".")[0]
 
 
+@cache
 def imports(name: str, tree: ast.Module) -> set[str]:
     """Everything a module imports, at its head, under TYPE_CHECKING or inside a function."""
     found = set()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import whet
+from swept import except_for
 
 ROOT = Path(__file__).parents[1]
 SETUP: dict[str, Any] = {
@@ -37,6 +38,7 @@ def learn(tmp_path: Path, algorithm: dict[str, Any], **sections: Any) -> list[di
         "rollout": {"group_size": 4, "sampling": {"max_tokens": 5, "ignore_eos": True}},
         "train": {"steps": 40, "tasks_per_step": 8, "optimizer": {"lr": 1e-2}},
         "algorithm": algorithm,
+        "track": {"trackers": ["jsonl"], "rollouts_interval": 0},
     }
     result = whet.train(rewards=share_of_a, run_dir=str(tmp_path / "run"), **(values | sections))
     assert result.finished
@@ -51,9 +53,11 @@ ONLINE = {
     "reinforce": {"whiten": True},
     "ppo": {},
 }
+FEW = ("grpo", "dapo", "ppo")
+"""The advantages of the others have their tests in test_advantages*.py."""
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", except_for(FEW.__contains__, ONLINE))
 def test_reward_rises(tmp_path: Path, name: str) -> None:
     steps = 12 if name == "dapo" else 40  # once every reply is right, dapo finds no group that is not uniform
     train = {"steps": steps, "tasks_per_step": 8, "optimizer": {"lr": 1e-2}}
@@ -65,19 +69,25 @@ def test_reward_rises(tmp_path: Path, name: str) -> None:
     assert sum(rewards[-3:]) / 3 > (0.6 if name == "dapo" else 0.8)
 
 
-@pytest.mark.parametrize(("key", "estimator"), [("kl", "k2"), ("kl", "k1+"), ("reward_kl", "k1")])
-def test_a_strong_kl_keeps_the_policy_where_it_was(tmp_path: Path, key: str, estimator: str) -> None:
-    metrics = learn(
-        tmp_path,
-        {"name": "grpo", key: {"coef": 100.0, "estimator": estimator}},
-        train={"steps": 15, "tasks_per_step": 8, "optimizer": {"lr": 3e-3}},
-    )
+SLOW = {"steps": 15, "tasks_per_step": 8, "optimizer": {"lr": 3e-3}}
+
+
+@pytest.fixture(scope="module")
+def free(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The metrics of a run that no KL holds back."""
+    return learn(tmp_path_factory.mktemp("free"), {"name": "grpo"}, train=SLOW)
+
+
+@pytest.mark.parametrize(
+    ("key", "estimator"),
+    [("kl", "k2"), pytest.param("kl", "k1+", marks=pytest.mark.sweep), ("reward_kl", "k1")],
+)
+def test_a_strong_kl_keeps_the_policy_where_it_was(
+    tmp_path: Path, free: list[dict[str, Any]], key: str, estimator: str
+) -> None:
+    algorithm = {"name": "grpo", key: {"coef": 100.0, "estimator": estimator}}
+    metrics = learn(tmp_path, algorithm, train=SLOW)
     assert metrics[-1]["reward/mean"] < 0.4
-    free = learn(
-        tmp_path / "free",
-        {"name": "grpo"},
-        train={"steps": 15, "tasks_per_step": 8, "optimizer": {"lr": 3e-3}},
-    )
     assert free[-1]["reward/mean"] > metrics[-1]["reward/mean"] + 0.1
 
 

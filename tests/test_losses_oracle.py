@@ -17,6 +17,7 @@ from torch import Tensor
 import loss_oracles as naive
 from batches import by_rollout, concat, logp_now, make_batch, micro_batches, ragged
 from loss_oracles import Lists, Rec, Tokens
+from swept import one_each
 from whet.algos.aggregate import weights
 from whet.algos.losses import LOSSES, LOSSES_OVER
 from whet.batch import Batch, LossFn, Outputs, select
@@ -189,14 +190,14 @@ def check(case: Case, batch: Batch, logp: Tensor) -> None:
 
 
 @pytest.mark.parametrize("case", ALL, ids=NAMES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6), spread=st.sampled_from([0.0, 0.1, 0.7]))
 def test_a_loss_is_its_formula(case: Case, seed: int, spread: float) -> None:
     check(case, *noisy(seed, spread=spread))
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES[: len(CASES)])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 10**6), where=st.sampled_from(["old", "engine", "both"]))
 def test_infinite_log_ratios_leave_loss_and_gradient_finite(case: Case, seed: int, where: str) -> None:
     batch, logp = noisy(seed, spread=0.3)
@@ -275,7 +276,7 @@ SMOOTH = [
 
 
 @pytest.mark.parametrize("case", [case for case, _ in SMOOTH], ids=[name for _, name in SMOOTH])
-@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.sweep)])
 def test_the_gradient_is_that_of_the_loss(case: Case, seed: int) -> None:
     """Central differences in float64; where a factor is detached, of the loss with that factor held."""
     name, keys, _ = case
@@ -329,10 +330,12 @@ def over(case: Case, batch: Batch, logp: Tensor) -> LossFn:
 
 LAWFUL: list[Case] = [*ALL, ("clip_cov", CLIP_COV, plain(lambda a, lp, r: 0.0))]
 LAWFUL_NAMES = [*NAMES, "clip_cov"]
+KINDS = one_each(LAWFUL, kind=lambda case: case[0])
+"""Each loss once; its other settings in the sweep."""
 
 
-@pytest.mark.parametrize("case", LAWFUL, ids=LAWFUL_NAMES)
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("case", KINDS, ids=LAWFUL_NAMES)
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", pytest.param("token-mean", marks=pytest.mark.sweep)])
 def test_any_cut_gives_the_same_gradient_in_float32(case: Case, mode: str) -> None:
     batch, logp = noisy(8, spread=0.3, groups=6, dtype=torch.float32)
     batch = replace(batch, weight_N=weights(batch, mode, norm_tokens=8))
@@ -354,7 +357,7 @@ def test_any_cut_gives_the_same_gradient_in_float32(case: Case, mode: str) -> No
         torch.testing.assert_close(gradient(sizes), whole, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", LAWFUL, ids=LAWFUL_NAMES)
+@pytest.mark.parametrize("case", KINDS, ids=LAWFUL_NAMES)
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 10**6), order=st.integers(0, 10**6))
 def test_the_order_of_rollouts_does_not_matter(case: Case, seed: int, order: int) -> None:

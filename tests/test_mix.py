@@ -193,7 +193,7 @@ def run(tmp_path: Path, *, rewards: Any, **values: Any) -> list[dict[str, Any]]:
     return whet.train(rewards=rewards, run_dir=str(tmp_path / "run"), **sections).metrics
 
 
-@pytest.mark.parametrize("name", ["mix", "mix_chord"])
+@pytest.mark.parametrize("name", [pytest.param("mix", marks=pytest.mark.sweep), "mix_chord"])
 def test_demonstrations_are_learned_where_rewards_say_nothing(tmp_path: Path, name: str) -> None:
     algorithm = {"name": name, "mix": {"mu": 0.9}}
     metrics = run(tmp_path, rewards=no_reward, algorithm=algorithm)
@@ -205,7 +205,7 @@ def test_demonstrations_are_learned_where_rewards_say_nothing(tmp_path: Path, na
     )
 
 
-@pytest.mark.parametrize("name", ["mix", "mix_chord"])
+@pytest.mark.parametrize("name", ["mix", pytest.param("mix_chord", marks=pytest.mark.sweep)])
 def test_rewards_are_learned_beside_demonstrations(tmp_path: Path, name: str) -> None:
     metrics = run(
         tmp_path, rewards=share_of_b, algorithm={"name": name}, train=mix()["train"] | {"steps": 40}

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from asking import reply
 from test_native import ask, engine, long_jobs, mixed_jobs, run, trained_logprobs
 from tiny import FAMILIES, FEW, VOCAB, tiny_model
-from whet.config.schema import ModelConfig, ScratchConfig
+from whet.config.schema import ModelConfig
 from whet.models import kernels
 from whet.models.attention import KvCache
 from whet.models.forward import decoder
@@ -99,18 +99,18 @@ def test_buckets_rise_hold_everyone_and_pad_little(most: int) -> None:
 
 def exact_model(family: str) -> PreTrainedModel:
     """intermediate_size is a multiple of 32: with other widths the PyTorch twins are not row-invariant."""
-    scratch = ScratchConfig(
-        architecture=family,  # type: ignore[arg-type]
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=64,
-        num_experts=4,
-        initializer_range=0.1,
-        sliding_window=8 if family == "mistral" else None,
-    )
+    scratch = {
+        "name": family,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 64,
+        "num_experts": 4,
+        "initializer_range": 0.1,
+        "sliding_window": 8 if family == "mistral" else None,
+    }
     return build(
         ModelConfig(scratch=scratch),
         vocab_size=VOCAB,

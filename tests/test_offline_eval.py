@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from whet.bench import judge_file, replies_in
 from whet.config.load import Loaded, load
 from whet.config.plan import plans
-from whet.config.sections.eval import OfflineConfig
+from whet.config.schema import SourceConfig
 from whet.offline import Judged, check, judge, read
 from whet.rewards.combine import RewardSet
 from whet.types import ConfigError, DataError, Json, WhetError
@@ -58,15 +59,16 @@ def config(path: Path, tmp_path: Path, *overrides: str) -> Loaded:
     (tmp_path / "reward.py").write_text(REWARD)
     values = {
         "rewards": {"score": {"function": f"{tmp_path}/reward.py:compute_score"}},
-        "eval": {"offline": {"path": str(path), **VERL}},
+        "data": {"eval": [{"path": str(path), **VERL}]},
+        "eval": {"offline": True},
     }
     return load(None, overrides, values)
 
 
 def judged(loaded: Loaded) -> Judged:
-    offline = check(loaded, whole=True)
+    check(loaded, whole=True)
     with RewardSet.from_config(loaded.config.rewards, loaded.config.reward_workers) as rewards:
-        return judge(loaded.config, offline, rewards)
+        return judge(loaded.config, rewards)
 
 
 def test_by_hand(tmp_path: Path) -> None:
@@ -117,7 +119,7 @@ def test_replies_of_one_row_may_be_a_text_and_their_number_may_differ(tmp_path: 
     path = tmp_path / "r.jsonl"
     rows = [{**ROWS[0], "responses": "#### 5"}, {**ROWS[1], "responses": ["#### 4", "#### 4", "#### 5"]}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [len(g.rollouts) for g in read(OfflineConfig(path=str(path), **VERL))] == [1, 3]
+    assert [len(g.rollouts) for g in read([SourceConfig(path=str(path), **VERL)])] == [1, 3]
     assert judged(config(path, tmp_path)).metrics["eval/gsm8k/mean@1"] == pytest.approx((1 + 2 / 3) / 2)
 
 
@@ -130,7 +132,7 @@ def test_replies_of_one_row_may_be_a_text_and_their_number_may_differ(tmp_path: 
         ),
         ({"responses": ["a", 3]}, r"line 2: column 'responses' holds list \['a', 3\]"),
         ({"responses": None}, r"line 2: column 'responses' holds NoneType None"),
-        ({"response": "a"}, r"line 2: no column 'responses'; there are: data_source, prompt, response"),
+        ({"reply": "a"}, r"line 2: no column 'response'; there are: data_source, prompt, reply"),
     ],
 )
 def test_rows_that_cannot_be_read_are_named(tmp_path: Path, row: dict[str, Json], said: str) -> None:
@@ -144,7 +146,10 @@ def test_rows_that_cannot_be_read_are_named(tmp_path: Path, row: dict[str, Json]
 def test_what_is_missing_or_idle_is_refused(tmp_path: Path) -> None:
     for given, problems in (
         ([], ("eval.offline: name the file", "whet eval runs/run", "rewards: rewards score the replies")),
-        (["eval.offline.path=r.jsonl"], ("train.steps: has no effect", "eval.samples: has no effect")),
+        (
+            ["eval.offline=true", "data.eval=r.jsonl"],
+            ("train.steps: has no effect", "eval.samples: has no effect"),
+        ),
     ):
         with pytest.raises(ConfigError) as caught:
             check(load(None, ["train.steps=3", "eval.samples=2", *given], {}), whole=True)
@@ -163,9 +168,31 @@ def test_a_plan_names_the_command_of_a_file_that_only_evaluates(tmp_path: Path) 
 
 
 def test_a_training_config_may_be_used_with_a_file(tmp_path: Path) -> None:
-    given = {"eval": {"offline": {"path": str(tmp_path / "r.jsonl")}}}  # as --offline
-    offline = check(load(None, ["train.steps=3", "rewards.answer.function=exact"], given), whole=False)
-    assert offline.path == str(tmp_path / "r.jsonl")
+    """`--offline FILE` has the columns of the config's own held-out source."""
+    own = {"data": {"eval": [{"path": "held_out.jsonl", "limit": 3, "answer": "number", "name": "numbers"}]}}
+    training = load(None, ["train.steps=3", "rewards.answer.function=exact"], own)
+    given = replies_in(tmp_path / "r.jsonl", training.config)
+    assert given["data"] == {"eval": [{"path": f"{tmp_path}/r.jsonl", "answer": "number", "name": "numbers"}]}
+    check(load(None, ["train.steps=3", "rewards.answer.function=exact"], given), whole=False)
+
+
+def test_the_column_of_replies_is_named(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "reply": ["2", "3"], "answer": "2"}]
+    values = {"data": {"eval": [{"rows": rows, "response": "reply"}]}, "eval": {"offline": True}}
+    found = judge_file(load(None, ["rewards.is.function=exact"], values), whole=True)
+    assert found.metrics["eval/rows/mean@2"] == 0.5
+
+
+def test_sources_are_scored_by_their_own_rewards(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "response": ["2", "3"], "answer": "2"}]
+    sources = [
+        {"rows": rows, "name": name, "rewards": [reward]} for name, reward in (("a", "is"), ("b", "has"))
+    ]
+    rewards = {"is": {"function": "exact"}, "has": {"function": "format", "arguments": {"pattern": "[23]"}}}
+    values = {"data": {"eval": sources}, "eval": {"offline": True}, "rewards": rewards}
+    found = judge_file(load(None, (), values), whole=True)
+    assert (found.metrics["eval/a/mean@2"], found.metrics["eval/b/mean@2"]) == (0.5, 1.0)
+    assert [row["row"] for row in found.rows] == [0, 0, 1, 1]
 
 
 def test_from_the_command_line_without_torch(tmp_path: Path) -> None:
@@ -174,7 +201,7 @@ def test_from_the_command_line_without_torch(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "judge.yaml").write_text(
         f"rewards: {{score: {{function: '{tmp_path}/reward.py:compute_score'}}}}\n"
-        f"eval: {{offline: {{path: unused, answer: reward_model.ground_truth, label: data_source}}}}\n"
+        f"data: {{eval: {{path: unused, answer: reward_model.ground_truth, label: data_source}}}}\n"
     )
     line = [
         "eval",

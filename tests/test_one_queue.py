@@ -22,6 +22,8 @@ from whet.buffer.queue import TrainerQueue
 from whet.buffer.replay import Replay
 from whet.buffer.stores import Scored, Store, open_store
 from whet.checkpoint import copied
+from whet.config.chosen import chosen
+from whet.config.functions import PRIORITIES
 from whet.guard.ledger import Ledger
 from whet.track.show import summary
 from whet.types import Stopped
@@ -39,9 +41,10 @@ def make(
     max_staleness: int | None = None,
     **settings: Any,
 ) -> Replay:
+    ranked = chosen({"name": name, **settings}, PRIORITIES, "")
     return Replay(
         capacity=capacity,
-        priority=priority(name, {"decay": 2.0, "use_limit": 3, "sigma": 0.0} | settings),
+        priority=priority(ranked.name, ranked.settings),
         cooldown_steps=cooldown_steps,
         cooldown_s=cooldown_s,
         max_staleness=max_staleness,

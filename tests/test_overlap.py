@@ -283,14 +283,15 @@ whet.train(
 """
 
 
-def test_a_free_run_killed_at_random_goes_on_and_balances(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.sweep)])
+def test_a_free_run_killed_at_random_goes_on_and_balances(tmp_path: Path, kills: int) -> None:
     """Which groups a step takes depends on time, so the resumed run is another; but no task is lost or booked twice."""
     run_dir, said = tmp_path / "run", tmp_path / "said"
     rng = random.Random(7)
     children: set[psutil.Process] = set()
-    for kill in range(4):
+    for kill in range(kills + 1):
         process = Started(str(run_dir), code=FREE_RUN, said=said)
-        if kill < 3:
+        if kill < kills:
             lines = run_dir / "metrics.jsonl"
             before = lines.stat().st_size if lines.exists() else 0
             deadline = time.monotonic() + 60

@@ -13,20 +13,29 @@ from whet.models.mesh import Dims
 MOE = Case(family="qwen3_moe")
 SEPARATE = Case(checkpoint=True, share_prompts=False, micro=40)
 ADAPTED = Case(lora=0.3, checkpoint=True)
+EACH = Case(family="qwen3_moe", lora=0.0, experts="each")
+SHARED = replace(EACH, experts="shared", checkpoint=True)
 TIED = Case(family="qwen2", tied=True)
 TWO = {
-    "tp": (Dims(tp=2), [SEPARATE, TIED, ADAPTED, Case(family="gemma"), replace(MOE, aux=0.1)]),
-    "cp": (Dims(cp=2), [SEPARATE, Case(family="mistral"), replace(MOE, aux=0.1)]),
+    "tp": (Dims(tp=2), [SEPARATE, ADAPTED, replace(MOE, aux=0.1), EACH]),
+    "cp": (Dims(cp=2), [SEPARATE, Case(family="mistral")]),
     "ep": (
         Dims(dp_shard=2, ep=2),
-        [replace(MOE, checkpoint=True, share_prompts=False), replace(MOE, aux=0.1)],
+        [replace(MOE, aux=0.1, checkpoint=True, share_prompts=False), EACH, SHARED],
     ),
-    "pp": (Dims(pp=2), [replace(SEPARATE, layers=3), replace(TIED, micro=40), replace(ADAPTED, micro=40)]),
+    "pp": (Dims(pp=2), [replace(SEPARATE, layers=3), replace(TIED, micro=40)]),
+}
+MORE_TWO = {
+    "tp": (Dims(tp=2), [TIED, Case(family="gemma"), SHARED]),
+    "cp": (Dims(cp=2), [replace(MOE, aux=0.1)]),
+    "ep": (Dims(dp_shard=2, ep=2), [replace(MOE, aux=0.1)]),
+    "pp": (Dims(pp=2), [replace(ADAPTED, micro=40), replace(EACH, micro=40)]),
 }
 FOUR = {"tp+cp": (Dims(tp=2, cp=2), [replace(MOE, aux=0.1)])}
 MORE = {
     "tp+pp": (Dims(tp=2, pp=2), [replace(TIED, micro=40)]),
-    "cp+ep": (Dims(cp=2, dp_shard=2, ep=2), [replace(MOE, aux=0.1, checkpoint=True)]),
+    "cp+ep": (Dims(cp=2, dp_shard=2, ep=2), [replace(MOE, aux=0.1, checkpoint=True), EACH, SHARED]),
+    "tp+ep": (Dims(tp=2, dp_shard=2, ep=2), [EACH, SHARED]),
     "cp4": (Dims(cp=4), [Case()]),
 }
 """Of float64, where a mistake has nowhere to hide; the train engine itself: test_ranks_grid.py."""
@@ -58,6 +67,11 @@ def test_two_ranks() -> None:
 
 def test_four_ranks() -> None:
     check(FOUR, 4)
+
+
+@pytest.mark.sweep
+def test_more_cases_of_two_ranks() -> None:
+    check(MORE_TWO, 2)
 
 
 @pytest.mark.sweep

@@ -19,8 +19,8 @@ from whet.config.load import load, stage_configs
 from whet.config.memory_estimate import phases
 from whet.config.plan import Plan, cores, describe, dtype_on, plan, plans
 from whet.config.recipes import RECIPES
-from whet.config.schema import ScratchConfig
-from whet.config.sizes import scratch_shape
+from whet.config.schema import ModelConfig
+from whet.config.sizes import new_shape
 from whet.types import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -225,10 +225,9 @@ ARCHITECTURES = {
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_parameters_are_those_of_the_modules(name):
-    cfg = ScratchConfig(
-        architecture=name, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **ARCHITECTURES[name]
-    )
-    shape = scratch_shape(cfg, vocab_size=50)
+    own = ARCHITECTURES[name]
+    sizes = {"name": name, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **own}
+    shape = new_shape(ModelConfig(scratch=sizes), vocab_size=50)
     config = AutoConfig.for_model(
         name,
         vocab_size=50,
@@ -237,8 +236,8 @@ def test_parameters_are_those_of_the_modules(name):
         num_attention_heads=4,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        intermediate_size=cfg.intermediate_size or 96,
-        tie_word_embeddings=cfg.tie_word_embeddings,
+        intermediate_size=own.get("intermediate_size", 96),
+        tie_word_embeddings=own.get("tie_word_embeddings", True),
         pad_token_id=None,
         **({"moe_intermediate_size": 24, "num_experts": 4} if name == "qwen3_moe" else {}),
     )
@@ -333,7 +332,7 @@ def test_a_model_that_is_elsewhere_can_be_planned():
         (["model.scratch.num_key_value_heads=3"], "3 does not divide num_attention_heads=4; these do: 1, 2, 4"),
         (["model.scratch.num_attention_heads=5"], "num_attention_heads=5 does not divide hidden_size=32; give"),
         (["model.scratch.head_dim=7"], "7 is odd"),
-        (["model.scratch.architecture=qwen3_moe", "model.scratch.num_experts_per_tok=9"], "9 is more than "
+        (["model.scratch.name=qwen3_moe", "model.scratch.num_experts_per_tok=9"], "9 is more than "
          "num_experts=8"),
         (["model.scratch.max_position_embeddings=200"], "64 prompt tokens + 256 reply tokens "
          "(sampling.max_tokens) = 320, but model.scratch.max_position_embeddings is 200"),

@@ -366,7 +366,11 @@ def test_weights_that_rest_are_fetched_for_their_work(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("known", "checkpoint"),
-    [pytest.param(True, False, marks=pytest.mark.sweep), (True, True), (False, False)],
+    [
+        (True, True),
+        pytest.param(True, False, marks=pytest.mark.sweep),
+        pytest.param(False, False, marks=pytest.mark.sweep),
+    ],
 )
 def test_compiled_layers_give_equal_gradients(
     known: bool, checkpoint: bool, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerAction
 
+from forked import near
 from test_memory import full_batch
 from test_timeline import TINY, reward
 from tiny import VOCAB, tiny_model
@@ -82,7 +83,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_steps_asked_for_are_in_the_traces_and_no_others(tmp_path):
-    cfg = ProfileConfig(steps=(2, 3, 6, 8), record_shapes=True, warmup=2)
+    cfg = ProfileConfig(steps=(2, 3, 6, 8), torch=("record_shapes",), warmup=2)
     run_steps(Profiler(cfg, tmp_path, stage="rl", device=CPU), range(1, 10))
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "rl-step-000006.json.gz",
@@ -98,7 +99,7 @@ def test_the_steps_asked_for_are_in_the_traces_and_no_others(tmp_path):
 
 def test_a_resumed_run_records_what_is_still_ahead(tmp_path):
     run_steps(
-        Profiler(ProfileConfig(steps=(2, 5), record_shapes=True), tmp_path, stage="s", device=CPU),
+        Profiler(ProfileConfig(steps=(2, 5), torch=("record_shapes",)), tmp_path, stage="s", device=CPU),
         range(4, 8),
     )
     assert [p.name for p in tmp_path.iterdir()] == ["s-step-000005.json.gz"]
@@ -106,7 +107,7 @@ def test_a_resumed_run_records_what_is_still_ahead(tmp_path):
 
 
 def test_a_run_stopped_inside_a_window_writes_what_it_has(tmp_path):
-    cfg = ProfileConfig(steps=(2, 3, 4), record_shapes=True)
+    cfg = ProfileConfig(steps=(2, 3, 4), torch=("record_shapes",))
     run_steps(Profiler(cfg, tmp_path, stage="s", device=CPU), range(1, 4))
     assert traced(tmp_path / "s-steps-000002-000003.json.gz")["products"] == [[2, 12], [3, 13]]
 
@@ -174,9 +175,9 @@ BASE = {**TINY, "rewards": {"r": {"function": "exact"}}}
         (["profile={steps: [1], tools: []}"], "profile.tools: [] records nothing"),
         (["profile={steps: [1], tools: [nsys]}", "machine.device=cpu"], "profile.tools: nsys: memory snapshots"),
         (["profile={steps: [1], tools: [torch, nsys]}"], "profile.tools: torch and nsys both use CUPTI"),
-        (["profile.record_shapes=true"], "profile.record_shapes: has no effect: profile.steps is empty"),
+        (["profile.torch=[record_shapes]"], "profile.torch: has no effect: profile.steps is empty"),
         (["profile={steps: [4]}"], "profile.steps[0]: has no effect: the stage has 3 steps, and every"),
-        (["profile={steps: [2], tools: [memory], with_stack: true}"], "profile.with_stack: has no effect"),
+        (["profile={steps: [2], tools: [memory], torch: [with_stack]}"], "profile.torch: has no effect"),
         (["profile={steps: [0]}"], "profile.steps: got [0], expected"),
         (["profile.step=3"], "did you mean profile.steps"),
     ],
@@ -189,8 +190,8 @@ def test_refusals(overrides, said):
 
 def test_a_run_traces_its_phases_and_changes_no_number(tmp_path):
     elsewhere = tmp_path / "traces"
-    given = {"steps": [2], "dir": str(elsewhere)}
-    train(rewards=reward, run_dir=str(tmp_path / "with"), profile=given, **TINY)
+    given = {"profile": {"steps": [2]}, "dirs": {"profile": str(elsewhere)}}
+    train(rewards=reward, run_dir=str(tmp_path / "with"), **given, **TINY)
     train(rewards=reward, run_dir=str(tmp_path / "without"), **TINY)
     assert (tmp_path / "with/profile").resolve() == elsewhere
     (file,) = elsewhere.glob("*.json.gz")
@@ -312,6 +313,7 @@ def test_a_meter_of_cuda(monkeypatch):
 def test_ranks_that_are_named_record_their_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parallel = {"train.parallel.dp_replicate": 2, "profile.steps": [2], "profile.ranks": [1]}
     overrides = [f"{key}={value}" for key, value in parallel.items()]
+    monkeypatch.setattr("whet.training.ranks.Local", lambda count, threads, **_: near(count, threads))
     train(overrides=[f"run_dir={tmp_path}/run", *overrides], rewards=reward, **TINY)
     written = {p.name for p in (tmp_path / "run/profile").iterdir()}
     assert written == {"main-step-000002.json.gz", "main-rank-1-step-000002.json.gz"}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import cosmos_double
+from forked import ran
 from peers.ours import READ_AS
 from whet.config.load import load
 from whet.dialects import versions
@@ -28,14 +27,9 @@ def prove(tmp_path: Path, *arguments: str, text: str = cosmos_double.FILE) -> tu
     """(exit status, result by row, everything written) of a process that has the double's folder on its path."""
     file = tmp_path / "job.toml"
     file.write_text(text, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "whet", "convert", str(file), "--prove", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=DOUBLE | {"PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-    )
+    words = ["convert", str(file), "--prove", *arguments]
+    env = DOUBLE | {"PYTHONPATH": str(tmp_path)}
+    done = ran("from whet.cli import main; main()", *words, cwd=tmp_path, env=env)
     cells = [re.split(r"\s*│\s*", line.strip("│ ")) for line in done.stdout.splitlines() if "│" in line]
     rows = {row[0]: row[4] for row in cells if len(row) == 5 and row[0]}
     return done.returncode, rows, done.stdout + done.stderr

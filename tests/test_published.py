@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
 import resource
+import shutil
 import signal
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from forked import near
+from forked import FORKS, near
 from test_sync_replicas import Objects, One, load, load_all, run, shipper, state
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
-from whet.config.schema import LoraConfig, ModelConfig, OptimizerConfig, ScratchConfig
+from whet.config.schema import LoraConfig, ModelConfig, OptimizerConfig
 from whet.environment import give_memory_back
 from whet.models import kernels
 from whet.models.load import build
@@ -29,11 +33,13 @@ from whet.models.lora import adapted, attach
 from whet.models.mesh import Dims
 from whet.models.published import weights_of
 from whet.rollout.engine import WeightUpdate
+from whet.rollout.native.engine import NativeEngine
 from whet.sync.exchange import Publisher, carried
 from whet.sync.files import Files
 from whet.sync.manifest import Manifest, TensorEntry, describe
-from whet.sync.replicas import Seat, WrittenVersion
-from whet.sync.scratch import Scratch
+from whet.sync.replicas import Inbox, Seat, WrittenVersion
+from whet.sync.scratch import scratch
+from whet.sync.transport import flatten
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
 from whet.types import Receipt, WhetError
@@ -86,7 +92,7 @@ def test_ranks_write_what_the_driver_would_send(
         assert describe(0, policy.structure.named_parameters()).digest == before
         assert str(os.getpid()) not in sent.by
         assert sent.digest == describe(0, carried(weights_of(policy.module), adapters=adapters)).digest
-        arrived = {entry.name: tensor for entry, tensor in publisher.transport.receive(version)}
+        arrived = {entry.name: tensor for entry, tensor in Files(tmp_path).receive(version)}
         assert all(x is not None for x in arrived.values())
     travelled = [e.name for e in sent.entries if e.sent]
     assert len(travelled) < len(sent.entries) if adapters else len(travelled) == len(sent.entries)
@@ -132,7 +138,7 @@ def test_the_driver_s_memory_is_less_than_the_model_while_versions_are_published
 ) -> None:
     """Measured, over several versions. kept: with the copy that a driver has which samples itself, the limit fails."""
     before = anonymous_bytes()
-    scratch = ScratchConfig(hidden_size=512, num_hidden_layers=6, num_attention_heads=8, head_dim=64)
+    scratch = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "head_dim": 64}
     model = build(
         ModelConfig(scratch=scratch), vocab_size=64, eos_token_id=1, pad_token_id=0, seed=0, device="cpu",
         dtype=torch.float32,
@@ -167,11 +173,35 @@ def memory_of(model: torch.nn.Module) -> int:
 # ---------------------------------------------------------------- replicas
 
 
+class Staged:
+    """A `Staging` whose files the policy's own process reads; what comes of it lies among the objects."""
+
+    machine: str | None = None
+
+    def __init__(self, path: Path, policy: RankGroup, objects: Objects) -> None:
+        self.path, self.policy, self.objects = path, policy, objects
+        path.mkdir()
+
+    def put(self, version: int, names: Sequence[str]) -> int:
+        number = len(self.objects.there)
+        self.objects.there[number] = self.policy.call(partial(flat_of, self.path, version, tuple(names)))
+        return number
+
+    def close(self) -> None:
+        shutil.rmtree(self.path)
+
+
+def flat_of(folder: Path, version: int, names: Sequence[str]) -> Any:
+    found = {entry.name: tensor for entry, tensor in Files(folder).receive(version) if tensor is not None}
+    return flatten([found[name] for name in names]).numpy()
+
+
 def apart(policy: RankGroup) -> Any:
     """All of a policy on ranks but its `module`: nothing may ask for that."""
     return SimpleNamespace(
         version=policy.version,
         apart=policy.apart,
+        machine=policy.machine,
         structure=policy.structure,
         publish=policy.publish,
         call=policy.call,
@@ -183,25 +213,28 @@ def apart(policy: RankGroup) -> Any:
 def test_replicas_get_versions_that_the_driver_never_has(
     shards: Ranks, tmp_path: Path, method: str, content: str
 ) -> None:
-    """Those of this machine map the files; a broadcast starts in a rank; one on another machine gets a letter."""
+    """Those of this machine map the files; a broadcast starts in a rank; one on another machine gets a letter, whose
+    bytes no function of this process reads or puts into the store."""
     lora = content == "adapters"
     policy, objects = group_of(shards, lora=lora), Objects()
     there = [One(objects, lora=lora, name=f"engine-{n}") for n in range(2)]
     out = shipper(objects, there, lora=lora, method=method, content=content)
-    out.cfg = out.cfg.model_copy(update={"run_dir": str(tmp_path / "run")})
-    out.near = lambda replica: replica is not far
+    out.stage = lambda machine, size: Staged(tmp_path / "staged", policy, objects)
+    out.near = lambda replica, machine: replica is not far
 
     async def story() -> None:
         source = apart(policy)
         for version in (1, 2, 3):
             policy.update(weighted(seed=version), pg_loss)
-            policy.version, source.version, before = version, version, objects.bytes
+            policy.version = source.version = version
             shipment = out.ship(WeightUpdate(version=version, source=source))
             assert await load_all(shipment, there) == [None, None]
             late = One(objects, lora=lora, name="late")
             await load(shipment, late)
-            assert objects.bytes == before or method == "collective"
             await load(shipment, far)
+            assert objects.bytes == 0 or method == "collective", (
+                "a replica gives what it has to one that is late"
+            )
             for one in (*there, late, far):
                 assert state(one.module) == state(policy.module)
                 assert one.engine.version == version
@@ -211,17 +244,110 @@ def test_replicas_get_versions_that_the_driver_never_has(
     run(story())
     kinds = {type(delivery) for delivery in there[0].deliveries}
     assert kinds == {Seat if method == "collective" else WrittenVersion}
-    assert out.scratch is not None
-    assert out.scratch.path.is_dir()
+    assert (tmp_path / "staged").is_dir()
     out.close()
-    assert not out.scratch.path.exists()
+    assert not (tmp_path / "staged").exists()
+
+
+class Other:
+    """A replica in a process of its own. Objects are files there."""
+
+    def __init__(self, model: Any) -> None:
+        ours, theirs = Pipe()
+        self.process, self.connection = FORKS.Process(target=sample, args=(theirs, model)), ours
+        self.process.start()
+        self.label, self.held = "engine-0", None
+
+    async def deliver(self, delivery: Any) -> Receipt:
+        def asked() -> Any:
+            self.connection.send(delivery)
+            return self.connection.recv()
+
+        return await asyncio.to_thread(asked)
+
+
+def sample(connection: Any, model: Any) -> None:
+    torch.set_num_threads(1)
+    engine = NativeEngine(model, kernels.load("torch"), end_token_ids=[1], max_context=64, version=-1)
+    inbox = Inbox(model, name="engine-0", adapters=False, put=np.asarray)
+
+    async def fetched(references: Iterable[Path]) -> list[Any]:
+        return [np.load(path) for path in references]
+
+    while (delivery := connection.recv()) is not None:
+        connection.send(asyncio.run(inbox.take(engine, delivery, fetched)))
+
+
+class InFiles(Staged):
+    """The policy's process writes what it reads into files."""
+
+    def put(self, version: int, names: Sequence[str]) -> Any:
+        path = self.path / f"{version}-{names[0]}.npy"
+        self.policy.call(partial(save_flat, path, version, tuple(names)))
+        return path
+
+
+def save_flat(path: Path, version: int, names: Sequence[str]) -> None:
+    np.save(path, flat_of(path.parent, version, names))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
+@pytest.mark.parametrize("how", ["files", "object_store", "collective", "from the driver"])
+def test_no_byte_of_a_version_of_ranks_is_in_the_driver_s_memory(
+    shards: Ranks, tmp_path: Path, how: str
+) -> None:
+    """The most that it had in memory at once, mapped files included, grows by less than a quarter of the model. The
+    control sends the driver's own module."""
+    scratch = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "head_dim": 64}
+    model = build(
+        ModelConfig(scratch=scratch), vocab_size=64, eos_token_id=1, pad_token_id=0, seed=0, device="cpu",
+        dtype=torch.float32,
+    )  # fmt: skip
+    size = sum(p.nbytes for p in model.parameters())
+    policy = RankGroup(shards, "policy", model, cut=CUT, optimizer=SGD, total_steps=8)
+    objects = Objects()
+    replica: Any = Other(model)
+    out = shipper(objects, [replica], method="auto" if how in ("files", "object_store") else "collective")
+    out.stage = lambda machine, size: InFiles(tmp_path / "staged", policy, objects)
+    out.near = lambda replica, machine: how == "files"
+
+    async def story() -> None:
+        for version in (1, 2):
+            policy.update(weighted(seed=version), pg_loss)
+            policy.version = version
+            source = {"module": policy.module} if how == "from the driver" else {"source": apart(policy)}
+            before = resident_from_now_on()
+            await load(out.ship(WeightUpdate(version=version, **source)), replica)
+            assert (resident_peak() - before < size / 4) is (how != "from the driver")
+            assert replica.held is not None
+
+    try:
+        run(story())
+        replica.connection.send(None)
+    finally:
+        out.close()
+        replica.process.kill()
+
+
+def resident_from_now_on() -> int:
+    """Let the peak begin anew. Returns what is in memory now."""
+    gc.collect()
+    give_memory_back()
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_peak()
+
+
+def resident_peak() -> int:
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith("VmHWM")))
 
 
 def test_a_replica_that_dies_while_it_reads_harms_nobody(shards: Ranks, tmp_path: Path) -> None:
     policy, objects = group_of(shards), Objects()
     there = [One(objects, name=f"engine-{n}") for n in range(2)]
     out = shipper(objects, there)
-    out.cfg, out.near = out.cfg.model_copy(update={"run_dir": str(tmp_path / "run")}), lambda replica: True
+    out.stage = lambda machine, size: Staged(tmp_path / "staged", policy, objects)
+    out.near = lambda replica, machine: True
 
     def die(delivery: Any) -> Any:
         raise RuntimeError("the process has ended")
@@ -250,7 +376,7 @@ def test_a_replica_that_dies_in_a_broadcast_of_ranks_harms_nobody(
     there = [One(objects, name=f"engine-{n}") for n in range(3)]
     lost, *others = there
     out = shipper(objects, there, method="collective", timeout_s=30.0)
-    out.cfg = out.cfg.model_copy(update={"run_dir": str(tmp_path / "run")})
+    out.stage = lambda machine, size: Staged(tmp_path / "staged", policy, objects)
     taken = lost.deliver
 
     async def dies(delivery: Any) -> Receipt:
@@ -347,28 +473,18 @@ def test_a_folder_without_room_is_named_with_the_size(shards: Ranks, tmp_path: P
 
 
 def test_a_folder_in_memory_goes_with_its_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """That of a dead process is removed by the next one; that of a living one stays."""
+    """In memory where there is room. What a killed process left is removed by the next (tests/test_temporary.py)."""
     caplog.set_level(logging.INFO)
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     memory.mkdir()
-    dead = memory / "whet-weights-dead"
-    dead.mkdir()
-    (dead / "big").write_text("x")
-    living = Scratch(disk, size=1, memory=memory)
-    assert dead.is_dir(), "it may have been made this moment, and is not locked yet"
-    os.utime(dead, (time.time() - 100,) * 2)
-    killed = memory / "whet-weights-killed"
-    killed.mkdir()
-    (killed / "lock").touch()
-    other = Scratch(disk, size=1, memory=memory)
+    (memory / "whet-weights-of-a-killed-process").mkdir()
+    living, other = (scratch(disk, size=1, memory=memory) for _ in range(2))
     assert sorted(memory.iterdir()) == sorted([living.path, other.path])
     for one in (living, other, other):
         one.close()
     assert not list(memory.iterdir())
-    (disk / "of a killed run").mkdir(parents=True)
-    full = Scratch(disk, size=1 << 60, memory=memory)
-    assert full.path == disk
-    assert [p.name for p in disk.iterdir()] == ["lock"]
+    full = scratch(disk, size=1 << 60, memory=memory)
+    assert full.path.parent == disk
     assert "they go through" in caplog.text
     full.close()
-    assert not disk.exists()
+    assert not list(disk.iterdir())

@@ -187,8 +187,9 @@ def test_a_sync_changes_what_is_sampled(kind: eight.Kind) -> None:
 def test_versions_that_travel_are_proved_as_they_were_sent(tmp_path: Path, whole: bool) -> None:
     """What is sent is what is trained; the receipt is of that, and what has not changed stays as it is in 8 bits."""
     policy, e = tiny_model(seed=3), engine(tiny_model(), quantization="int8")
-    publisher = Publisher(Files(tmp_path), whole=whole)
-    receiver = Receiver(Files(tmp_path), name="one")
+    files = Files(tmp_path)
+    publisher = Publisher(files, receipts=files.receipts, whole=whole)
+    receiver = Receiver(files, name="one", confirm=files.confirm)
     for version in (1, 2):
         with torch.no_grad():
             policy.model.layers[0].mlp.up_proj.weight += 0.1

@@ -36,10 +36,17 @@ POLICIES: list[tuple[Layout, Way]] = [
     (TIED, WAYS["by rollouts"]),
     (LAYOUTS["pp 2 interleaved"], DROPPING),
     (LAYOUTS["ep 2"], WAYS["checkpointing"]),
+    (LAYOUTS["ep 2"], grid.EACH),
+    (LAYOUTS["ep 2"], grid.SHARED),
+    (replace(LAYOUTS["dp_shard 2"], family=grid.MOE), grid.EACH),
     (Layout(Dims(dp_shard=4), sharding=Sharding(min_parameters=10_000)), WAYS["shared prompts"]),
     (LAYOUTS["dp_shard 2 x tp 2"], WAYS["LoRA"]),
     (LAYOUTS["cp 2 x pp 2"], WAYS["shared prompts"]),
     (LAYOUTS["pp 2 x ep 2"], WAYS["LoRA"]),
+    (LAYOUTS["dp_shard 4 x ep 2"], grid.EACH),
+    (LAYOUTS["dp_shard 4 x ep 2"], grid.SHARED),
+    (LAYOUTS["dp_replicate 2 x ep 2"], grid.EACH),
+    (LAYOUTS["pp 2 x ep 2"], grid.SHARED),
 ]
 ROUNDING = {"gradients": 3e-6, "metrics": 3e-6, "weights": 1e-6, "log-probs": 2e-6, "read back": 0.0}
 """Of float32: one process is as far from float64 (grid.own_rounding)."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import whet.placement
-from forked import Started, near
+from forked import NEAR_RANKS, Started, near
 from test_lanes import picture
 from tiny import LETTERS
 from whet.api import train
@@ -70,7 +70,7 @@ def test_each_key_changes_what_is_started(monkeypatch: pytest.MonkeyPatch, overr
 
 def test_experts_and_parts_of_a_pipeline_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     mixture = (
-        "model.scratch.architecture=qwen3_moe",
+        "model.scratch.name=qwen3_moe",
         "model.scratch.num_experts=4",
         "train.parallel.dp_shard=2",
     )
@@ -137,7 +137,8 @@ def start(run_dir: Path) -> Started:
     path = run_dir.parent / "config.json"
     path.write_text(json.dumps(BASE))
     log = run_dir.parent / f"{run_dir.name}.log"
-    return Started("train", str(path), f"run_dir={run_dir}", "train.parallel.dp_shard=2", said=log)
+    words = ["train", str(path), f"run_dir={run_dir}", "train.parallel.dp_shard=2"]
+    return Started(*words, code=NEAR_RANKS, said=log)
 
 
 def test_a_killed_run_on_ranks_goes_on_as_if_it_had_not_been(

@@ -92,7 +92,7 @@ def test_the_small_run_keeps_what_matters_and_shrinks_the_rest(tmp_path):
     assert cfg.rewards["right"].function == "exact"
     assert cfg.data.train[0].path == str(tmp_path / "rows.jsonl")
     assert cfg.model.scratch is not None
-    assert cfg.model.scratch.architecture == "qwen2"
+    assert cfg.model.scratch["name"] == "qwen2"
     assert (cfg.train.steps, cfg.train.tasks_per_step, cfg.train.minibatches) == (STEPS, 4, 2)
     assert cfg.algorithm.dynamic_sampling is False, "random weights would never fill a step"
     plans(cfg)

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store_worker import group, uids_of
-from whet.buffer.priority import PRIORITIES, ReplayEntry, priority
+from whet.buffer.priority import ReplayEntry, priority
 from whet.buffer.replay import Replay, replayed
 from whet.checkpoint import copied
+from whet.config.chosen import chosen
+from whet.config.functions import PRIORITIES
 from whet.types import ConfigError, WhetError
 
 CONTROLLED = "linear_decay_use_count_control_randomization"
@@ -27,12 +29,13 @@ def make(
     clock=None,
     **settings,
 ) -> Replay:
+    ranked = chosen({"name": name, **settings}, PRIORITIES, "")
     return Replay(
         cooldown_s=cooldown_s,
         fresh_staleness=fresh_staleness,
         clock=clock,
         capacity=capacity,
-        priority=priority(name, {"decay": 2.0, "use_limit": 3, "sigma": 0.0} | settings),
+        priority=priority(ranked.name, ranked.settings),
         cooldown_steps=cooldown_steps,
         max_staleness=max_staleness,
         seed=seed,
@@ -65,7 +68,8 @@ def draw(replay: Replay, n: int, *, step: int, version: int = 0) -> list[int]:
     ],
 )
 def test_formulas(name, version, uses, wanted):
-    ranked = priority(name, {"decay": 2.0, "use_limit": 3, "sigma": 0.5})
+    made = chosen({"name": name, "sigma": 0.5}, PRIORITIES, "")
+    ranked = priority(made.name, made.settings)
     assert ranked(ReplayEntry(group(0), version, uses, 1), -1.5) == wanted
 
 
@@ -169,7 +173,7 @@ def not_a_number(entry: ReplayEntry) -> float:
 
 
 def test_a_priority_of_yours():
-    replay = make("test_replay:most_rewarded")
+    replay = make("test_replay:most_rewarded", decay=2.0)
     replay.add([group(0, size=1), group(1, size=3), group(13, size=3), group(2, size=2)])
     assert draw(replay, 9, step=1) == [1, 2, 0]
     assert left(replay) == [("unwanted", 13)]
@@ -178,10 +182,10 @@ def test_a_priority_of_yours():
 def test_wrong_priorities():
     with pytest.raises(ConfigError, match="'linear_decai' is not known; did you mean 'linear_decay'"):
         make("linear_decai")
-    with pytest.raises(
-        ConfigError, match="has unknown parameters temperature; known: noise, decay, use_limit, sigma"
-    ):
+    with pytest.raises(ConfigError, match=r"priority\.temperature: .* needs a value"):
         make("test_replay:asks_too_much")
+    with pytest.raises(ConfigError, match=r"priority\.decay: .* has no such setting; it has: temperature"):
+        make("test_replay:asks_too_much", decay=1.0)
     with pytest.raises(WhetError, match="returned nan for task 3; return a finite number or None"):
         add(make("test_replay:not_a_number"), [3], version=0)
 
@@ -215,9 +219,8 @@ class Naive:
 
     def __init__(self, settings) -> None:
         self.settings = settings
-        self.rank = priority(
-            settings["name"], {"decay": 2.0} | {k: settings[k] for k in ("sigma", "use_limit")}
-        )
+        made = chosen({k: settings[k] for k in ("name", "sigma", "use_limit")}, PRIORITIES, "")
+        self.rank = priority(made.name, made.settings)
         self.noise = make()._noise
         self.here: list[ReplayEntry] = []
         self.rest: list[tuple[float, int, ReplayEntry]] = []

@@ -124,8 +124,9 @@ def test_lora_dropout_and_a_record_elsewhere(tmp_path: Path) -> None:
     run = trained(
         tmp_path / "run",
         model={"lora": {"rank": 2, "dropout": 0.5}},
-        track={"trackers": ["jsonl"], "rollouts_dir": str(tmp_path / "rollouts")},
-        checkpoint={"interval": 2, "keep": 1, "export": False, "dir": str(tmp_path / "saved")},
+        dirs={"rollouts": str(tmp_path / "rollouts"), "checkpoints": str(tmp_path / "saved")},
+        track={"trackers": ["jsonl"]},
+        checkpoint={"interval": 2, "keep": 1, "export": False},
     )
     before = digest(tmp_path)
     assert again(run, 3).equal

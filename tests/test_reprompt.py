@@ -463,7 +463,12 @@ def test_groups_without_a_success_teach_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [{"name": "sdpo"}, {"name": "sdpo", "loss": {"divergence": "k2"}}, {"name": "distill"}]
+    "algorithm",
+    [
+        {"name": "sdpo"},
+        pytest.param({"name": "sdpo", "loss": {"divergence": "k2"}}, marks=pytest.mark.sweep),
+        pytest.param({"name": "distill"}, marks=pytest.mark.sweep),
+    ],
 )
 def test_a_killed_run_goes_on_to_the_same_end(tmp_path: Path, algorithm: dict[str, Any]) -> None:
     """The reference, which moves, is in the checkpoint."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ from whet.config import schema
 STREAM = seeds.key(1, "resample")
 
 
-def drawn(batch: Batch, method: str, stream: int = STREAM, power: float = 2.0) -> torch.Tensor:
-    return RESAMPLE[method](batch, stream=stream, power=power)
+def drawn(batch: Batch, method: str, stream: int = STREAM, **settings: float) -> torch.Tensor:
+    settings = {"power": 2.0, **settings} if method == "pow" else settings
+    return RESAMPLE[method](batch, stream=stream, **settings)
 
 
 # ---------------------------------------------------------------- drawing
@@ -33,8 +35,8 @@ def test_weights_by_hand() -> None:
     scores = doubles([3.0, -2.0, 0.0, 3.0, 1.0])
     assert by_power(scores, 2.0).tolist() == [9, 4, 0, 9, 1]
     assert by_power(scores, 1.0).tolist() == [3, 2, 0, 3, 1]
-    assert by_extremes(scores, 2.0).tolist() == [1, 1, 0, 1, 0]
-    assert by_best(scores, 2.0).tolist() == pytest.approx([0.4, 0.1, 0.1, 0.4, 0.1])
+    assert by_extremes(scores).tolist() == [1, 1, 0, 1, 0]
+    assert by_best(scores).tolist() == pytest.approx([0.4, 0.1, 0.1, 0.4, 0.1])
 
 
 @pytest.mark.parametrize("method", ["pow", "max_min", "max_random"])
@@ -84,7 +86,7 @@ def test_balance_by_hand() -> None:
     batch = make_batch([["pa"] * 5, ["pa"] * 4, ["pa"] * 3, ["pa"]], [1, 0, 0, 0, 0, 1, 1, 0, 0, 2, 2, 2, -5])
     seen = set()
     for stream in range(30):
-        count = balanced(batch, stream=stream, power=0.0).tolist()
+        count = balanced(batch, stream=stream).tolist()
         assert count[0] == 1
         assert sum(count[1:5]) == 1
         assert count[5:] == [1] * 8
@@ -96,7 +98,7 @@ def test_balance_by_hand() -> None:
 @settings(max_examples=40, deadline=None)
 def test_balance_leaves_no_more_below_the_mean_than_above(seed: int) -> None:
     batch = replace(ragged(seed, groups=5), reward_R=ragged(seed, groups=5).reward_R.round())
-    count_R = balanced(batch, stream=seed, power=0.0)
+    count_R = balanced(batch, stream=seed)
     sampled = (batch.sum_R(torch.ones(batch.tokens)) > 0).tolist()
     for group in range(5):
         rows = [r for r, g in enumerate(batch.group_R.tolist()) if g == group and sampled[r]]
@@ -143,11 +145,13 @@ def test_a_counted_group_is_as_good_as_its_copies() -> None:
 
 def test_counts_are_multiplied_and_None_is_once() -> None:
     batch = make_batch([["pa", "pa"], ["pa"]], [1.0, 3.0, 2.0])
-    none: dict[str, Any] = {"stream": 3, "power": 2.0, "groups": 0, "finished_only": False}
-    assert counts(batch, "none", **none) is None
+    none: dict[str, Any] = {"stream": 3, "groups": 0, "finished_only": False}
+    assert counts(batch, None, **none) is None
     stopped = replace(batch, stopped_R=torch.tensor([True, False, True]))
-    assert counts(stopped, "none", **{**none, "finished_only": True}).tolist() == [1, 0, 1]
-    both = counts(stopped, "pow", **{**none, "groups": 4, "finished_only": True})
+    assert counts(stopped, None, **{**none, "finished_only": True}).tolist() == [1, 0, 1]
+    both = counts(
+        stopped, partial(RESAMPLE["pow"], power=2.0), **{**none, "groups": 4, "finished_only": True}
+    )
     expected = drawn(batch, "pow", 3) * copies(batch, stream=3, groups=4) * torch.tensor([1.0, 0.0, 1.0])
     assert torch.equal(both, expected)
 
@@ -175,11 +179,11 @@ def test_masked_rollouts_give_no_loss_but_count_in_the_mean() -> None:
 def test_settings_reach_resampling_and_bounds() -> None:
     batch = make_batch([["pa", "pa", "pa"]], [1.0, 0.0, 3.0])
     assert made().resample(batch, 5, 9).count_R is None
-    got = made(resample="pow", resample_power=1.0).resample(batch, 5, 1).count_R
+    got = made(resample={"name": "pow", "power": 1.0}).resample(batch, 5, 1).count_R
     assert torch.equal(got, drawn(batch, "pow", 5, power=1.0))
     got = made(refill="copy").resample(batch, 5, 4).count_R
     assert got.tolist() == [4, 4, 4]
-    bounded = made(normalize_std=False, advantage_low=-1.0, advantage_high=0.5).advantage(batch, 0.0).adv_N
+    bounded = made(normalize_std=False, advantage_clip=(-1.0, 0.5)).advantage(batch, 0.0).adv_N
     # 1, 0, 3 less 4/3: -1/3, -4/3, 5/3.
     assert bounded.tolist() == pytest.approx([0, -1 / 3, 0, -1, 0, 0.5])
     white = made(normalize_std=False, whiten=True, whiten_ddof=0).advantage(batch, 0.0).adv_N

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from asking import reply
 from tiny import VOCAB
 from whet import seeds
-from whet.config.schema import ModelConfig, ScratchConfig
+from whet.config.schema import ModelConfig
 from whet.models import kernels
 from whet.models.load import build
 from whet.rollout import balance
@@ -176,9 +176,11 @@ def test_what_a_lost_replica_was_asked_is_asked_elsewhere(
         assert len(crew.engines) == 4
         await crew.router.close()
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         run(story())
     assert any("replica engine-1 dropped" in r.message for r in caplog.records)
+    traced = 'raise RuntimeError("killed")' in caplog.text
+    assert traced == (fault == "raise-generate"), "an engine's own error has its traceback in the log"
 
 
 @pytest.mark.parametrize("fault", LATER)
@@ -583,15 +585,15 @@ def test_a_replica_that_can_do_less_than_the_others_is_refused() -> None:
 
 def module() -> PreTrainedModel:
     """intermediate_size is a multiple of 32, so that the PyTorch kernels are exact, too."""
-    scratch = ScratchConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=64,
-        initializer_range=0.3,
-    )
+    scratch = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 64,
+        "initializer_range": 0.3,
+    }
     ids: dict[str, Any] = {"vocab_size": VOCAB, "eos_token_id": 1, "pad_token_id": 0}
     return build(ModelConfig(scratch=scratch), **ids, seed=0, device="cpu", dtype=torch.float32)
 
@@ -701,6 +703,30 @@ def test_a_cancelled_question_is_cancelled_even_if_its_answer_is_there() -> None
                     asked.cancel()
                 await asyncio.sleep(0)
             assert asked.cancelled()
+
+    run(story())
+
+
+def test_a_replica_that_gets_on_is_heard_though_no_request_ends() -> None:
+    """The watchdog of the run hears what the watch of the router sees."""
+    heard = asyncio.Event()
+
+    class Slow(Faulty):
+        seen = 0
+
+        async def health(self) -> Health:
+            self.seen += 1
+            return Health(since=0.0, requests=0, tokens=self.seen)
+
+    async def wait_to_be_heard(prompt: list[int], sampling: Sampling, version: int) -> list[int]:
+        await heard.wait()
+        return [7, 1]
+
+    async def story() -> None:
+        crew = Crew(1, lambda: Slow(ScriptedEngine(wait_to_be_heard)))
+        crew.router.beat = lambda what: heard.set() if what == "sampling" else None
+        assert len(await ask(crew.router, jobs(1))) == 1
+        await crew.router.close()
 
     run(story())
 

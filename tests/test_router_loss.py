@@ -103,7 +103,12 @@ TERMS: dict[str, tuple[MicroBatchPolicy, Any]] = {
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize(
     "how",
-    [{}, {"share_prompts": False}, {"max_tokens": 25}, {"max_rollouts": 1, "checkpoint": True}],
+    [
+        {},
+        pytest.param({"share_prompts": False}, marks=pytest.mark.sweep),
+        pytest.param({"max_tokens": 25}, marks=pytest.mark.sweep),
+        {"max_rollouts": 1, "checkpoint": True},
+    ],
     ids=str,
 )
 def test_gradient_is_that_of_the_term_written_out(how: dict[str, Any], hooked: bool, name: str) -> None:

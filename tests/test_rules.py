@@ -33,9 +33,6 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "model": [("model.path=folder",), ("model.scratch=null",)],
     "tokenizer": [("tokenizer.path=folder",), ("tokenizer.build=null",)],
     "tokenizer.build": [("model={path: folder, scratch: null}",)],
-    "model.scratch.num_experts_per_tok": [
-        ("model.scratch.architecture=qwen3_moe", "model.scratch.num_experts_per_tok=9")
-    ],
     "checkpoint.export_as": [("model.lora={init: pissa}", "checkpoint.export_as=adapter")],
     "model.lora.fused": [("model.lora={init: pissa, fused: true}",)],
     "critic.lora.fused": [(PPO, "critic.lora={init: orthogonal, fused: true}")],
@@ -64,7 +61,6 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "algorithm.groups.uniform_by": [(ONLINE_DPO, "algorithm.groups.uniform_by=[exact]")],
     "algorithm.entropy_clip": [("algorithm.loss=geo_mean", "algorithm.entropy_clip=batch")],
     "algorithm.top_entropy_quantile": [("algorithm.loss=kl_cov", "algorithm.top_entropy_quantile=0.2")],
-    "algorithm.advantage_low": [("algorithm.advantage_low=1.0", "algorithm.advantage_high=0.0")],
     "algorithm.resample": [(*MIX, "algorithm.resample=pow")],
     "algorithm.refill": [
         (*MIX, "algorithm.refill=copy"),
@@ -136,7 +132,6 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "sync.method": [
-        ("sync.method=ipc",),
         ("rollout.replicas=1", "sync.method=files"),
         (ASYNC, "mode=train", "buffer.url=sqlite:///b", "sync.method=collective"),
     ],

@@ -16,7 +16,7 @@ import torch
 import whet
 from whet.config.load import load
 from whet.config.plan import plan
-from whet.config.schema import Config, ModelConfig, ScratchConfig, TokenizerConfig
+from whet.config.schema import Config, ModelConfig, TokenizerConfig
 from whet.data.tokenizer import load_tokenizer
 from whet.models.load import build, export
 
@@ -213,7 +213,7 @@ FILES = {
 
 
 SHARED = {
-    "advantage_low", "advantage_high", "loss_agg_mode", "correction", "dynamic_sampling", "entropy_coef", "groups",
+    "advantage_clip", "loss_agg_mode", "correction", "dynamic_sampling", "entropy_coef", "groups",
     "kl", "kind", "loss", "mix", "positive_nll_coef", "refill", "resample", "reward_kl", "whiten",
 }  # fmt: skip
 """What makes an algorithm. Not its name and advantage: Trinity-RFT can say GRPO without the deviation as rec only."""
@@ -260,13 +260,13 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=["abcdefgh"])
     model = build(
         ModelConfig(
-            scratch=ScratchConfig(
-                hidden_size=32,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                intermediate_size=64,
-                max_position_embeddings=64,
-            )
+            scratch={
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "intermediate_size": 64,
+                "max_position_embeddings": 64,
+            }
         ),
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,

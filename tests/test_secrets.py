@@ -157,7 +157,7 @@ def config(run_dir: Path, **over: Any) -> dict[str, Any]:
             "trackers": ["console", "jsonl", "tensorboard"],
             "log_level": "debug",
             "batches_interval": 1,
-            "rollouts_dump": f"{run_dir}/dumped/{{stage}}-{{step}}.parquet",
+            "dump": {"rollouts": f"{run_dir}/dumped/{{stage}}-{{step}}.parquet"},
         },
     } | over
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM
 
+from programs import programs
 from servers import SglangServer, VllmServer
 from serving import digits_model
 from test_apart import Processes
 from test_http_keys import inputs
 from test_rollout_contract import LIMIT, module
-from vllm_double import executable
+from vllm_double import SERVE
 from whet.buffer.stores import open_store
 from whet.models import kernels
 from whet.rollout.engine import WeightUpdate
@@ -30,7 +32,7 @@ STEPS = 6
 
 
 def sections(folder: Path, **rollout: Any) -> dict[str, Any]:
-    own = {"engine": "vllm", "server": {"command": str(executable(folder)), "token": "open sesame"}}
+    own = {"engine": "vllm", "server": {"command": str(folder / "vllm"), "token": "open sesame"}}
     return {
         "rollout": {"group_size": 4, "sampling": {"max_tokens": 8}, **own, **rollout},
         "train": {"steps": STEPS, "tasks_per_step": 4, "optimizer": {"lr": 1e-2}},
@@ -59,7 +61,7 @@ def sampled_by(folder: Path) -> dict[int, set[int]]:
 def test_explorers_with_servers_of_their_own_keep_the_rounds(tmp_path: Path) -> None:
     """The step alone determines which weights sample which task; one explorer is killed."""
     apart = Processes(tmp_path, **sections(tmp_path))
-    try:
+    with programs(tmp_path, vllm=SERVE), closing(apart):
         for name in ("train", "one", "two"):
             apart.start(name)
         apart.until(lambda: apart.steps >= 2, within=240)
@@ -67,8 +69,6 @@ def test_explorers_with_servers_of_their_own_keep_the_rounds(tmp_path: Path) -> 
         apart.start("one")
         ends = [apart.ends(name) for name in ("train", "one", "two")]
         assert ends == [0, 0, 0], {n: apart.said(n) for n in ("train", "one", "two")}
-    finally:
-        apart.close()
     steps = metrics(tmp_path)
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert all(step["train/mismatch_max_nats"] < 1e-4 for step in steps)

@@ -374,7 +374,7 @@ def test_checkpoints_exports_and_trackers() -> None:
     assert run.export(exports) == {
         "checkpoint.export": True,
         "checkpoint.export_interval": 5,
-        "checkpoint.export_dir": "out/skyrl/a",
+        "dirs.export": "out/skyrl/a",
     }
     assert run.trackers(values()) == {"track.trackers": ["wandb", "jsonl"]}
     both = values(trainer__logger=["console", "mlflow", "tensorboard"])
@@ -382,7 +382,7 @@ def test_checkpoints_exports_and_trackers() -> None:
     assert "coming" in refusal(run.trackers, trainer__logger="vemlp_wandb")
     assert run.dump(values(trainer__dump_data_batch=True, trainer__export_path="out")) == {
         "track.batches_interval": 1,
-        "track.batches_dump": "out/dumped_data/global_step_{step}_training_input.parquet",
-        "track.eval_dump": "out/dumped_eval/global_step_{step}_eval_results/{source}.jsonl",
+        "track.dump.batches": "out/dumped_data/global_step_{step}_training_input.parquet",
+        "track.dump.eval": "out/dumped_eval/global_step_{step}_eval_results/{source}.jsonl",
     }
     assert run.dump(values(trainer__dump_eval_results=False)) == {}

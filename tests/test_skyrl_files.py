@@ -142,13 +142,13 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tokenizer = load_tokenizer(schema.TokenizerConfig(build="chars"), model_path=None, texts=["abcdefghijk"])
     model = build(
         schema.ModelConfig(
-            scratch=schema.ScratchConfig(
-                hidden_size=32,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                intermediate_size=64,
-                max_position_embeddings=64,
-            )
+            scratch={
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "intermediate_size": 64,
+                "max_position_embeddings": 64,
+            }
         ),
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
@@ -245,7 +245,7 @@ def test_a_file_with_deepspeed_is_converted_and_trained_by_it(
         {"dp_shard": 2},
         0.1,
     )
-    assert train["deepspeed"]["config"]["zero_optimization"]["reduce_bucket_size"] == 1000
+    assert train["deepspeed"]["zero_optimization"]["reduce_bucket_size"] == 1000
     few = ["train.epochs=1", "rollout.replicas=0", f"run_dir={work}/zero"]
     here = whet.train(work / "native.yaml", overrides=few)
     norm = "trainer.policy.optimizer_config.max_grad_norm=0.1"

@@ -160,13 +160,13 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(schema.TokenizerConfig(build="chars"), model_path=None, texts=["ab"])
     model = build(
         schema.ModelConfig(
-            scratch=schema.ScratchConfig(
-                hidden_size=32,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                intermediate_size=64,
-                max_position_embeddings=64,
-            )
+            scratch={
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "intermediate_size": 64,
+                "max_position_embeddings": 64,
+            }
         ),
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,

@@ -118,16 +118,20 @@ def test_a_process_at_the_end_of_a_line_is_asked_through_its_own_file(tmp_path: 
         assert stacks.others() == ""
 
 
-STARTS_IN_A_THREAD = """
+STARTS = """
 import sys, threading, time
 from pathlib import Path
 from whet.guard.line import LocalLine
 
-folder = Path(sys.argv[1])
-made = []
-thread = threading.Thread(target=lambda: made.append(LocalLine("whet.rewards.host", 0, folder=folder, threads=1)))
-thread.start()
-thread.join()
+folder, made = Path(sys.argv[1]), []
+def start():
+    made.append(LocalLine("whet.rewards.host", 0, folder=folder, threads=1))
+if sys.argv[2] == "main":
+    start()
+else:
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
 while not (folder / "stack-0").exists():
     time.sleep(0.01)
 print(made[0].process.pid, flush=True)
@@ -135,10 +139,11 @@ time.sleep(600)
 """
 
 
-def test_a_stopped_process_that_a_thread_has_started_ends_with_the_process_of_the_thread(
-    tmp_path: Path,
+@pytest.mark.parametrize("thread", ["main", "another"])
+def test_a_stopped_process_ends_with_the_process_that_started_it_and_not_with_the_thread(
+    tmp_path: Path, thread: str
 ) -> None:
-    child = Child(STARTS_IN_A_THREAD, str(tmp_path))
+    child = Child(STARTS, str(tmp_path), thread)
     try:
         pid = int(child.await_line())
         assert state(pid) not in ("", "Z"), "it does not end with the thread"

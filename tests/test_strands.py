@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batches import by_rollout
+from swept import in_turn
 from test_losses_oracle import ALL as LOSS_CASES
 from test_packing import check as check_predictors
 from test_packing import naive_count
@@ -207,8 +208,7 @@ def test_a_divided_episode_has_the_advantages_of_the_episode(name: str, seed: in
     assert one[1].abs().sum() > 0
 
 
-@pytest.mark.parametrize("case", LOSS_CASES, ids=[f"{case[0]}-{n}" for n, case in enumerate(LOSS_CASES)])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("case", "mode"), in_turn(LOSS_CASES, MODES, name=lambda case: case[0]))
 def test_a_divided_episode_has_the_loss_and_the_gradient_of_the_episode(case: Any, mode: str) -> None:
     name, keys, _ = case
 
@@ -315,8 +315,7 @@ def prepared(groups: list[Group], mode: str) -> Batch:
     return replace(batch, weight_N=weights(batch, mode, norm_tokens=NORM))
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "name"), in_turn(MODES, ["ppo", "gspo"]))
 def test_the_gradient_of_several_strands_is_that_of_their_tokens_in_any_cut(name: str, mode: str) -> None:
     batch = prepared(forked(), mode)
     assert batch.segments > batch.rollouts

@@ -45,7 +45,7 @@ FILES = sorted(
 GOOD = """\
 # a run
 name: tried
-model: {scratch: {architecture: qwen3, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}}
+model: {scratch: {name: qwen3, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}}
 tokenizer: {build: chars}
 data:
   train: [{path: words.jsonl}]   # the words

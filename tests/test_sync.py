@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from whet.models.lora import adapted, attach, merged, refresh
 from whet.rollout.native.engine import NativeEngine
 from whet.sync.exchange import Publisher, Receiver, cast, with_adapters
 from whet.sync.files import Files
-from whet.sync.ipc import by_handle
 from whet.sync.manifest import (
     DTYPES,
     Manifest,
@@ -34,21 +33,11 @@ from whet.sync.manifest import (
     digest_of,
     pieces,
 )
-from whet.sync.parcels import Letter, Parcels, in_store
+from whet.sync.parcels import Letter, Parcels
 from whet.sync.transport import Transport, buckets, flatten, split
-from whet.types import ConfigError, Receipt, Sampling, WhetError
+from whet.types import Receipt, Sampling, WhetError
 
 Named = list[tuple[str, Tensor]]
-
-
-def in_memory(*, copy: bool = False, timeout_s: float = 600.0, keep: int = 1) -> Parcels:
-    """Within one process. By reference, a version is gone as soon as the trainer takes a step (its digest detects
-    this); a copy stays."""
-
-    def pack(tensors: list[Tensor]) -> list[Tensor]:
-        return [t.clone() for t in tensors] if copy else tensors
-
-    return Parcels(pack, lambda reference, entries: reference, timeout_s=timeout_s, keep=keep)
 
 
 def some(step: int = 0) -> Named:
@@ -71,18 +60,17 @@ def fake_store() -> Parcels:
         objects[len(objects)] = value
         return len(objects) - 1
 
-    return in_store(put, objects.__getitem__, timeout_s=0.2, keep=2)
+    return Parcels(put, objects.__getitem__)
 
 
-@pytest.fixture(params=["memory", "copy", "files", "object_store"])
-def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
-    made: dict[str, Callable[[], Transport]] = {
-        "memory": lambda: in_memory(timeout_s=0.2, keep=2),
-        "copy": lambda: in_memory(copy=True, timeout_s=0.2, keep=2),
-        "files": lambda: Files(tmp_path / "weights", timeout_s=0.2, keep=2, bucket_bytes=150),
-        "object_store": fake_store,
-    }
-    return made[request.param]()
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path / "weights", timeout_s=0.2, keep=2, bucket_bytes=150)
+
+
+@pytest.fixture(params=["files", "object_store"])
+def transport(request: pytest.FixtureRequest, files: Files) -> Transport:
+    return files if request.param == "files" else fake_store()
 
 
 def take(
@@ -111,7 +99,6 @@ def test_what_is_sent_arrives(transport: Transport) -> None:
     for name, tensor in some():
         assert torch.equal(got[name], tensor)  # type: ignore[arg-type]
         assert got[name].dtype == tensor.dtype  # type: ignore[union-attr]
-    assert transport.newest() == 4
 
 
 def test_what_all_have_stays_behind(transport: Transport) -> None:
@@ -143,45 +130,45 @@ def test_who_missed_a_version_needs_it_whole(transport: Transport) -> None:
     assert got["c"] is None  # what counts is what is there, not which version it came with
 
 
-def test_a_version_that_never_comes(transport: Transport) -> None:
+def test_a_version_that_never_comes(files: Files) -> None:
     with pytest.raises(
         WhetError,
         match=r"version 3.* did not arrive within sync.timeout_s=0.2 s \(since ..:..:..\); none has arrived yet",
     ):
-        take(transport, 3)
-    transport.send(2, some())
+        take(files, 3)
+    files.send(2, some())
     with pytest.raises(
         WhetError, match=r"version 3.* did not arrive within sync.timeout_s=0.2 s .*the newest is 2"
     ):
-        take(transport, 3)
+        take(files, 3)
 
 
-def test_an_old_version_is_gone_and_that_is_said(transport: Transport) -> None:
+def test_an_old_version_is_gone_and_that_is_said(files: Files) -> None:
     for version in (1, 2, 3):
-        transport.send(version, some(version))
-    take(transport, 2)
-    with pytest.raises(WhetError, match=r"version 1 (is not in|was deleted).*the newest.* is 3"):
-        take(transport, 1)
+        files.send(version, some(version))
+    take(files, 2)
+    with pytest.raises(WhetError, match=r"version 1 is not in .*the newest.* is 3"):
+        take(files, 1)
 
 
-def test_a_trainer_that_went_back_takes_later_versions_away(transport: Transport) -> None:
+def test_a_trainer_that_went_back_takes_later_versions_away(files: Files) -> None:
     for version in (5, 6, 5):
-        transport.send(version, some(version))
-    assert transport.newest() == 5
-    transport.send(4, some(44))
-    assert transport.newest() == 4
-    assert float(take(transport, 4)[0]["b"][0]) == 44  # type: ignore[index]
+        files.send(version, some(version))
+    assert files.newest() == 5
+    files.send(4, some(44))
+    assert files.newest() == 4
+    assert float(take(files, 4)[0]["b"][0]) == 44  # type: ignore[index]
 
 
-def test_receipts_come_back(transport: Transport) -> None:
-    assert list(transport.receipts()) == []
+def test_receipts_come_back(files: Files) -> None:
+    assert list(files.receipts()) == []
     for receipt in (
         Receipt("e-1", 1, "x"),
         Receipt("e-2", 1, "", error="no"),
         Receipt("e-1", 2, "y"),
     ):
-        transport.confirm(receipt)
-    assert sorted(transport.receipts(), key=lambda r: r.receiver) == [
+        files.confirm(receipt)
+    assert sorted(files.receipts(), key=lambda r: r.receiver) == [
         Receipt("e-1", 2, "y"),
         Receipt("e-2", 1, "", error="no"),
     ]
@@ -264,32 +251,16 @@ def test_a_manifest_that_was_changed_is_found() -> None:
             Manifest.from_json(odd)
 
 
-def test_by_reference_a_step_too_early_is_found() -> None:
-    transport = in_memory()
-    weights = some()
-    transport.send(1, weights)
-    weights[1][1].add_(1)
-    with pytest.raises(WhetError, match="version 1: 'b' has different bytes"):
-        take(transport, 1)
-    copying = in_memory(copy=True)
-    copying.send(1, weights)
-    weights[1][1].add_(1)
-    take(copying, 1)
-
-
-def test_a_letter_that_is_late_or_torn() -> None:
+def test_a_letter_that_is_torn() -> None:
     ours, theirs = fake_store(), fake_store()
-    theirs.unpack = ours.unpack
+    theirs.get = ours.get
     ours.bucket_bytes = 150
-    letters = {}
-    for version in (1, 2):
-        ours.send(version, some(version))
-        letters[version] = ours.letter(version)
-    theirs.accept(letters[2])
-    with pytest.raises(WhetError, match=r"version 1 by process .* arrived late: version 2 came first"):
-        theirs.accept(letters[1])
+    ours.send(2, some(2))
+    theirs.accept(ours.letter(2))
     take(theirs, 2)
-    manifest, parcels = letters[2].manifest, letters[2].parcels
+    manifest, parcels = ours.letter(2).manifest, ours.letter(2).parcels
+    with pytest.raises(WhetError, match="version 1 is not in the object store"):
+        take(theirs, 1)
     assert len(parcels) > 1
     theirs.accept(Letter(manifest, parcels[1:]))
     with pytest.raises(WhetError, match="1 of 3 tensors were not received: 'a'"):
@@ -358,15 +329,6 @@ def test_only_floating_point_is_cast() -> None:
     }
 
 
-def test_handles_need_cuda() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is CUDA")
-    with pytest.raises(
-        ConfigError, match=r"sync.method=ipc.*no CUDA device.*use memory.*files or collective"
-    ):
-        by_handle()
-
-
 # ---------------------------------------------------------------- trainer and engine
 
 
@@ -385,13 +347,14 @@ def state(module: Any) -> str:
 def pair(
     transport: Transport, *, whole: bool, module: Any = None, **options: Any
 ) -> tuple[Publisher, Receiver]:
-    publisher = Publisher(transport, whole=whole, **options)
+    said: list[Receipt] = []
+    publisher = Publisher(transport, receipts=lambda: said, whole=whole, **options)
     publisher.join("e-1")
-    return publisher, Receiver(transport, name="e-1", module=module)
+    return publisher, Receiver(transport, name="e-1", module=module, confirm=said.append)
 
 
 def receipt_of(publisher: Publisher) -> Receipt:
-    (receipt,) = publisher.transport.receipts()
+    *_, receipt = publisher.receipts()
     return receipt
 
 
@@ -456,15 +419,16 @@ def test_a_fault_before_the_engine_leaves_it_and_one_within_stops_it() -> None:
     """Staged: checked first. Streamed: a mix, which nobody samples from until a whole version has come."""
     policy, other = tiny_model(seed=1), tiny_model(seed=2)
     engine, before = engine_of(other), state(other)
-    transport = in_memory(keep=5)
+    transport = fake_store()
     publisher, receiver = pair(transport, whole=False)
 
     def torn(version: int) -> None:
         publisher.send(version, parameters(policy))
         letter = transport.letter(version)
-        (names, tensors), *_ = letter.parcels
-        hurt = [*tensors[:-1], tensors[-1] + 1]
-        transport.accept(Letter(letter.manifest, ((names, hurt),)))
+        *others, (names, flat) = letter.parcels
+        hurt = transport.get(flat).copy()
+        hurt[-1] ^= 1
+        transport.accept(Letter(letter.manifest, (*others, (names, transport.put(hurt)))))
 
     async def story() -> None:
         last = parameters(policy)[-1][0]
@@ -509,7 +473,7 @@ def test_a_receiver_that_begins_anew_gets_all(transport: Transport) -> None:
         with torch.no_grad():
             other.model.norm.weight.zero_()
             other.model.embed_tokens.weight.zero_()
-        anew = Receiver(transport, name="e-1")
+        anew = Receiver(transport, name="e-1", confirm=receiver.confirm)
         await anew.load(engine, 4)
         settle(publisher, anew)
 
@@ -521,9 +485,9 @@ def test_receivers_that_nobody_knows_take_what_they_lack(transport: Transport) -
     """The trainer sends what has changed since the last whole version; one that follows takes that, one that comes
     anew all. When more than half has changed, the next version is whole."""
     policy, other, late = (tiny_model(seed=n) for n in (1, 2, 3))
-    publisher = Publisher(transport, whole=False)
-    receiver, engine = Receiver(transport, name="e-1"), engine_of(other)
-    sent = []
+    publisher, receiver = pair(transport, whole=False)
+    publisher.held.clear()
+    engine, sent = engine_of(other), []
 
     async def story() -> None:
         for version in range(1, 7):
@@ -543,20 +507,20 @@ def test_receivers_that_nobody_knows_take_what_they_lack(transport: Transport) -
 
 
 def test_a_receiver_that_holds_other_weights_is_found_by_its_receipt(
-    transport: Transport, caplog: pytest.LogCaptureFixture
+    files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody waits for it; what it says is looked at before the next optimizer step."""
-    publisher = Publisher(transport)
+    publisher = Publisher(files, receipts=files.receipts)
     first = publisher.send(1, some(1))
-    transport.confirm(Receipt("e-1", 1, first.digest))
-    transport.confirm(Receipt("e-2", 1, "", error="the disk is gone"))
+    files.confirm(Receipt("e-1", 1, first.digest))
+    files.confirm(Receipt("e-2", 1, "", error="the disk is gone"))
     publisher.look()
     publisher.look()
     assert [r.getMessage() for r in caplog.records] == [
         "weights version 1 was not loaded by e-2: the disk is gone"
     ]
     publisher.send(2, some(2))
-    transport.confirm(Receipt("e-1", 1, describe(1, some(9)).digest))
+    files.confirm(Receipt("e-1", 1, describe(1, some(9)).digest))
     with pytest.raises(
         WhetError, match=r"e-1 confirms weights version 1 with digest .*; version 1 with .* was sent"
     ):
@@ -633,7 +597,7 @@ def test_adapters_of_another_scale_do_not_pass() -> None:
     policy, other = with_lora(), with_lora()
     next(iter(adapted(other).values())).scale *= 2
     engine = engine_of(other)
-    publisher, receiver = pair(in_memory(), whole=False, module=other)
+    publisher, receiver = pair(fake_store(), whole=False, module=other)
     learn(policy, 1)
 
     async def story() -> None:

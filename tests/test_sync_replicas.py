@@ -26,7 +26,7 @@ from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
 from whet.rollout.router import Router, Shipment
 from whet.sync.manifest import Manifest, describe
-from whet.sync.parcels import Letter, in_store
+from whet.sync.parcels import Letter, Parcels
 from whet.sync.replicas import Delivery, Inbox, Replicated, Seat, Shipped, Shipper
 from whet.types import Receipt, Sampling, WhetError
 
@@ -102,10 +102,10 @@ def state(module: Any) -> str:
 def shipper(objects: Objects, members: list[One], *, lora: bool = False, **sync: Any) -> Shipper:
     tree: dict[str, Any] = {"model": {"lora": {"rank": 2}} if lora else {}, "sync": sync}
     cfg = Config.model_validate(tree)
-    out = Shipper(cfg, in_store(objects.put, objects.there.__getitem__))
+    out = Shipper(cfg, Parcels(objects.put, objects.there.__getitem__))
     out.members = lambda: list(members)
     if sync.get("method") == "collective":
-        out.host = lambda who: "127.0.0.1"
+        out.host = lambda who, machine: "127.0.0.1"
     return out
 
 

@@ -1,6 +1,6 @@
 """Whatever is said, in whatever tokens: a strand has what the policy sampled, marked, and what the template writes.
 
-A thousand random conversations, a hundred thousand in `make sweep` (half an hour of one core), on our own templates
+Four hundred random conversations, a hundred thousand in `make sweep` (half an hour of one core), on our own templates
 with three kinds of tokenizers; and in the sweep on the real templates of a folder (TEMPLATES=folder), two hundred on
 each.
 """
@@ -22,7 +22,7 @@ from whet.data.chat import encode_texts, lead
 from whet.data.codec import History, MessageCodec
 from whet.types import ConfigError, DataError, Message, ToolCall, ToolSpec
 
-FEW, MANY = 14, 700
+FEW, MANY = 6, 700
 REAL = 50
 
 

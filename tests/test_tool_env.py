@@ -25,6 +25,7 @@ from whet.envs.hosts import EnvHosts
 from whet.envs.tool_env import Limits, ToolEnv, tools
 from whet.envs.tools import Priced, ToolError, tool_from_function, tools_from_object
 from whet.envs.verl_tools import VerlArguments
+from whet.guard.traces import written
 from whet.rollout.episode import play_groups
 from whet.rollout.limits import EpisodeLimits
 from whet.rollout.scripted import ScriptedEngine
@@ -441,6 +442,12 @@ def test_a_reward_may_be_a_method() -> None:
 def test_a_reward_that_is_none_breaks_the_episode(value: Any, said: str) -> None:
     with pytest.raises((EnvFault, ValueError), match=said):
         asyncio.run(bank(Rewards(value), task()).first())
+
+
+def test_the_traceback_of_a_broken_episode_has_the_line_of_the_state_that_raised() -> None:
+    with pytest.raises(EnvFault) as caught:
+        asyncio.run(bank(Rewards(ValueError("no")), task()).first())
+    assert "in reward\n    raise self.value\n" in written(caught.value)
 
 
 def test_a_reset_that_fails_breaks_the_episode() -> None:

@@ -19,7 +19,7 @@ from asked import asked
 from whet.config.load import load
 from whet.config.parse import parse
 from whet.config.plan import plans
-from whet.config.schema import ModelConfig, ScratchConfig, TokenizerConfig
+from whet.config.schema import ModelConfig, TokenizerConfig
 from whet.config.tree import merge
 from whet.data.tokenizer import load_tokenizer
 from whet.dialects.row import NotSupportedYet
@@ -281,7 +281,7 @@ def test_arguments_of_functions() -> None:
                 "advantage": "grpo",
                 "advantage.std_epsilon": 1e-6,
                 "entropy_clip": "batch",
-                "entropy_clip_mu": 2.5,
+                "entropy_clip.mu": 2.5,
             },
         ),
         (
@@ -291,8 +291,8 @@ def test_arguments_of_functions() -> None:
                 "advantage": "grpo",
                 "advantage.std_epsilon": 1e-4,
                 "entropy_clip": "vocabulary",
-                "entropy_clip_mu": 2.0,
-                "entropy_clip_max_frac": 1e-4,
+                "entropy_clip.mu": 2.0,
+                "entropy_clip.max_frac": 1e-4,
             },
         ),
         (
@@ -910,9 +910,7 @@ def test_files_of_replies() -> None:
 
 
 def test_the_queue_is_recorded() -> None:
-    assert data.queue(grpo(**{f"{EXPERIENCES}.path": "sqlite:///gsm8k.db"})) == {
-        "track.rollouts_dir": "gsm8k"
-    }
+    assert data.queue(grpo(**{f"{EXPERIENCES}.path": "sqlite:///gsm8k.db"})) == {"dirs.rollouts": "gsm8k"}
     with pytest.raises(NotSupportedYet, match="sql is coming"):
         data.queue(grpo(**{f"{EXPERIENCES}.storage_type": "sql"}))
 
@@ -1170,13 +1168,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trinity") / "model"
     tokenizer = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=["abcde>"])
     tokenizer.chat_template = PLAIN_CHAT
-    sizes = ScratchConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=64,
-    )
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+    }
     model = build(
         ModelConfig(scratch=sizes),
         vocab_size=len(tokenizer),

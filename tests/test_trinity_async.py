@@ -192,9 +192,9 @@ def test_one_queue_of_fresh_and_used_experiences() -> None:
         "buffer.replay.capacity": 10000,
         "buffer.replay.cooldown_s": 1.5,
         "buffer.replay.priority": run.CONTROLLED,
-        "buffer.replay.decay": 2.0,
-        "buffer.replay.sigma": 0.25,
-        "buffer.replay.use_limit": None,
+        "buffer.replay.priority.decay": 2.0,
+        "buffer.replay.priority.sigma": 0.25,
+        "buffer.replay.priority.use_limit": None,
         "buffer.replay.max_staleness": 6,
     }
     alone = replaying(grpo(mode="train"), priority_fn_args={"decay": 0.5}) | {f"{EXPERIENCES}.capacity": 40}
@@ -203,7 +203,7 @@ def test_one_queue_of_fresh_and_used_experiences() -> None:
         "buffer.replay.capacity": 40,
         "buffer.replay.cooldown_steps": None,
         "buffer.replay.priority": "linear_decay",
-        "buffer.replay.decay": 0.5,
+        "buffer.replay.priority.decay": 0.5,
     }
     for mode in ("explore", "bench"):
         assert run.replay(alone | {"mode": mode}) == {}

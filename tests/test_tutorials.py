@@ -10,11 +10,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import typer.main
 
+from programs import programs
 from whet import cli
 from whet.config.keys import lookup
 
@@ -78,21 +80,22 @@ def test_commands_on_a_page_name_commands_options_and_keys_that_exist(page: Path
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the examples and tutorials of the checkout, and a finished run of the first one."""
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the examples and tutorials of the checkout, and a finished run of the first one, by a `whet` of an
+    interpreter of its own; further ones are forked."""
     folder = tmp_path_factory.mktemp("home")
     for name in ("docs", "examples"):
         (folder / name).symlink_to(ROOT / name)
-    told = start(
-        folder, sys.executable, "-m", "whet", "train", "docs/tutorials/vowels.yaml", "machine.threads=1"
-    )
-    assert "log-prob match: exact" in told
-    return folder
+    command = [sys.executable, "-m", "whet", "train", "docs/tutorials/vowels.yaml", "machine.threads=1"]
+    assert "log-prob match: exact" in start(folder, *command)
+    (folder / "bin").mkdir()
+    with programs(folder / "bin", whet="from whet.cli import main; main()"):
+        yield folder
 
 
 def start(home: Path, *command: str, status: int = 0) -> str:
-    """Run a command and return what it printed; `whet` is that of this environment."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    """Run a command and return what it printed; `whet` is that of the folder."""
+    path = f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         command, cwd=home, env=os.environ | {"OMP_NUM_THREADS": "1", "PATH": path},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=300,
@@ -119,7 +122,7 @@ def test_the_first_tutorial_learns(home: Path) -> None:
 
 
 def test_a_model_of_ones_own_and_a_reward_from_a_file(home: Path) -> None:
-    start(home, sys.executable, "-m", "whet", "train", "docs/tutorials/own_model.yaml", *SMALL)
+    start(home, "whet", "train", "docs/tutorials/own_model.yaml", *SMALL)
     assert len(rows(home / "runs/own_model", "reward/part/first/begins_mean")) == 4
 
 

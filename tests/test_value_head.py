@@ -17,7 +17,6 @@ from whet.config.schema import (
     DataConfig,
     ModelConfig,
     RewardConfig,
-    ScratchConfig,
     SourceConfig,
     TokenizerConfig,
     TrainConfig,
@@ -75,7 +74,7 @@ def test_a_head_of_another_shape_is_refused(folder: Path) -> None:
 
 def test_a_head_without_a_path_is_refused() -> None:
     config = Config(
-        model=ModelConfig(scratch=ScratchConfig()),
+        model=ModelConfig(scratch={}),
         tokenizer=TokenizerConfig(build="chars"),
         data=DataConfig(train=(SourceConfig(rows=({"prompt": "a"},)),)),
         rewards={"exact": RewardConfig(function="exact")},

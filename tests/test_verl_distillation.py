@@ -40,8 +40,7 @@ def test_the_policy_gradient_has_minus_the_divergence_as_advantage_and_its_own_c
     assert native(loss_mode="k1", use_policy_gradient=True, loss_max_clamp=10.0, clip_ratio_high=0.3) == {
         "algorithm.name": "distill",
         "algorithm.advantage.distill_estimator": "k1",
-        "algorithm.advantage_low": -10.0,
-        "algorithm.advantage_high": 10.0,
+        "algorithm.advantage_clip": [-10.0, 10.0],
         "algorithm.loss.clip_low": 0.2,
         "algorithm.loss.clip_high": 0.3,
         "algorithm.loss.dual_clip": 3.0,

@@ -64,13 +64,13 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     model = build(
         schema.ModelConfig(
-            scratch=schema.ScratchConfig(
-                hidden_size=32,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                intermediate_size=64,
-                max_position_embeddings=64,
-            )
+            scratch={
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "intermediate_size": 64,
+                "max_position_embeddings": 64,
+            }
         ),
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,

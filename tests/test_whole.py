@@ -204,7 +204,7 @@ A, B = '{"name": "a", "train": {"parallel": {"dp_shard": 2}}}', '{"name": "b"}'
     [
         ((*RL, RANKS), False),  # it samples in its own process
         ((*RL, RANKS, REPLICAS), True),
-        ((*RL, RANKS, REPLICAS, "cluster.ranks=true"), False),
+        ((*RL, RANKS, REPLICAS, "cluster.ranks=true"), True),
         ((*RL, REPLICAS), False),
         ((*SFT, RANKS), True),
         ((*SFT,), False),

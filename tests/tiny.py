@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from whet.config.schema import ModelConfig, ScratchConfig
+from whet.config.schema import ModelConfig
 from whet.models.load import build
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe")
@@ -60,18 +60,18 @@ RUN: dict[str, Any] = {
 
 
 def tiny_model(family: str = "qwen3", *, seed: int = 0, layers: int = 2, std: float = 0.1) -> PreTrainedModel:
-    scratch = ScratchConfig(
-        architecture=family,  # type: ignore[arg-type]
-        hidden_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=48,
-        num_experts=4,
-        initializer_range=std,
-        sliding_window=8 if family == "mistral" else None,
-    )
+    scratch = {
+        "name": family,
+        "hidden_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "num_experts": 4,
+        "initializer_range": std,
+        "sliding_window": 8 if family == "mistral" else None,
+    }
     return build(
         ModelConfig(scratch=scratch),
         vocab_size=VOCAB,

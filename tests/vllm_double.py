@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -35,16 +34,5 @@ def main() -> None:
     threading.Event().wait()
 
 
-def executable(folder: Path) -> Path:
-    """A file that starts it, as an installed vllm would be."""
-    path = folder / "vllm"
-    here = Path(__file__).parent
-    path.write_text(
-        f'#!/bin/sh\nPYTHONPATH="{here}:{here.parent / "src"}" exec "{sys.executable}" "{__file__}" "$@"\n'
-    )
-    path.chmod(0o755)
-    return path
-
-
-if __name__ == "__main__":
-    main()
+SERVE = "from vllm_double import main; main()"
+"""The code of the program: see `programs`."""

@@ -328,7 +328,9 @@ def _run(
     for said in columns:
         log.info("%s", said)
     cfg = loaded.config
-    directory = RunDirectory(Path(cfg.run_dir), loaded.names, dumps=run_paths.templates(cfg))
+    directory = RunDirectory(
+        Path(cfg.run_dir), loaded.names, dumps={str(kind): path for kind, path in cfg.track.dump.items()}
+    )
     stack.callback(directory.close)
     stages = [(p.name, p.total_steps or 0) for p in planned]
     display = Display(stages, quiet="console" not in cfg.track.trackers)

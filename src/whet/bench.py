@@ -29,7 +29,7 @@ from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config
 from whet.config.sections.parallel import ParallelConfig
-from whet.config.sources import verifiers
+from whet.config.sources import rewards_by_source, verifiers
 from whet.data.given import Given, taken
 from whet.guard import stacks
 from whet.guard.imports import import_all
@@ -47,18 +47,29 @@ if TYPE_CHECKING:
 
 FOLDER = "bench"
 """Where in a run directory its checkpoints' evaluations are written: a run directory itself."""
+_PLACES = {"path", "subset", "split", "reasoning_gym", "function", "arguments", "rows", "skip", "limit"}
+"""Keys of a source that say which rows it has."""
+
+
+def replies_in(file: Path, cfg: Config) -> dict[str, Json]:
+    """Sections of a config that score the replies in a file: its columns are those of the config's first held-out
+    source."""
+    own = (
+        cfg.data.eval[0].model_dump(mode="json", exclude_unset=True, exclude=_PLACES) if cfg.data.eval else {}
+    )
+    return {"eval": {"offline": True}, "data": {"eval": [{**own, "path": str(file)}]}}
 
 
 def judge_file(loaded: Loaded, *, whole: bool) -> Judged:
-    """Score the replies of eval.offline. ConfigError, DataError or WhetError, see `offline`."""
+    """Score the replies in data.eval. ConfigError, DataError or WhetError, see `offline`."""
     check(loaded, whole=whole)
     loaded = brought_here(loaded)
-    offline, cfg = check(loaded, whole=whole), loaded.config
+    cfg = loaded.config
     named = verifiers([cfg])
     with RewardSet.from_config(
         cfg.rewards, cfg.reward_workers, seed=cfg.seed, imports=cfg.imports, verifiers=named
     ) as rewards:
-        return judge(cfg, offline, rewards)
+        return judge(cfg, replace(rewards, by_source=rewards_by_source(cfg.data)))
 
 
 def config_of(run_dir: Path, overrides: Sequence[str], sections: Mapping[str, Any] | None = None) -> Loaded:

@@ -237,7 +237,7 @@ def evaluate(
     """Score the kept checkpoints of a run, a model, or replies from a file, with rewards.
 
     Checkpoints are evaluated on data.eval, or --data, oldest first; results go to RUN/bench. A model needs --data and
-    --reward; results go to runs/eval-MODEL/bench. Replies come from --offline, or from the config's eval.offline file.
+    --reward; results go to runs/eval-MODEL/bench. Replies come from --offline, or from data.eval (eval.offline).
 
     \b
     Example: whet eval runs/first_run eval.samples=4 eval.sampling.temperature=1.0
@@ -336,14 +336,14 @@ def _judge_run(target: Path, overrides: Sequence[str], **chosen: Any) -> str:
 
 def _judge_file(file: Path, overrides: Sequence[str], replies: Path | None, *, dialect: str | None) -> str:
     """Print the metrics of replies from a file. Returns them and the numbers of every reply as JSON."""
+    from whet.bench import judge_file, replies_in
     from whet.config.load import load
 
-    values = {"eval": {"offline": {"path": str(replies)}}} if replies else None
+    values = replies_in(replies, load(file, (), None, dialect).config) if replies else None
     loaded = load(file, overrides, values, dialect)
     say(loaded)
     from rich.console import Console
 
-    from whet.bench import judge_file
     from whet.track.accuracy import by_source
 
     judged = judge_file(loaded, whole=replies is None)

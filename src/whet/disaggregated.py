@@ -124,7 +124,12 @@ class Followed:
         cfg = context.cfg.sync
         self.context, self.engine = context, engine
         self.transport = Files(folder, timeout_s=cfg.timeout_s, keep=cfg.keep)
-        self.receiver = Receiver(self.transport, name=context.cfg.buffer.explorer_name, module=module)
+        self.receiver = Receiver(
+            self.transport,
+            name=context.cfg.buffer.explorer_name,
+            module=module,
+            confirm=self.transport.confirm,
+        )
 
     def reached(self, version: int) -> bool:
         """The engine has this version or a newer one."""

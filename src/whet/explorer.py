@@ -26,7 +26,7 @@ from whet.buffer.stores import Store, open_store
 from whet.config import deadlines
 from whet.config.deadlines import Deadline
 from whet.config.plan import Plan
-from whet.config.recipes import Resolved
+from whet.config.recipes import Resolved, choices
 from whet.config.resuming import played_by
 from whet.config.schema import Config
 from whet.context import Context, StopFlag
@@ -561,10 +561,10 @@ def _replay(cfg: Config, plan: Plan) -> Replay | None:
     wanted = cfg.buffer.replay
     if not (wanted.share or wanted.queue) or plan.algorithm.kind != "online":
         return None
-    settings = {"decay": wanted.decay, "use_limit": wanted.use_limit, "sigma": wanted.sigma}
+    ranked = choices(cfg)["buffer.replay.priority"]
     return Replay(
         capacity=wanted.capacity,
-        priority=priority(wanted.priority, settings),
+        priority=priority(ranked.name, ranked.settings),
         cooldown_steps=wanted.cooldown_steps,
         cooldown_s=wanted.cooldown_s,
         max_staleness=wanted.max_staleness,

@@ -198,7 +198,7 @@ def open_models(
     )
     display.phase("load model")
     place: Place = Here()
-    if rank_lines is None and plans[0].models_elsewhere:
+    if plans[0].models_elsewhere:
         folder = Path(cfg.run_dir).absolute() / "models"
         place = InFiles(folder, device, plans[0].threads, tuple(cfg.imports), watch.beat)
     make = partial(

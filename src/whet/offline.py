@@ -1,17 +1,17 @@
-"""Replies from a file, scored with the config's rewards: an evaluation without a model."""
+"""Replies in the rows of `data.eval`, scored with the config's rewards: an evaluation without a model."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import NamedTuple
 
 from whet.config.evaluation import reward_weights
 from whet.config.faults import listing
 from whet.config.load import Loaded
 from whet.config.schema import Config, SourceConfig
-from whet.config.sections.eval import OfflineConfig
 from whet.config.tree import leaves
 from whet.data.columns import lookup, parse
 from whet.data.rows import read_rows
@@ -23,6 +23,7 @@ READS = (
     "name",
     "seed",
     "imports",
+    "data.eval",
     "rewards",
     "reward_workers",
     "eval.offline",
@@ -42,24 +43,22 @@ class Judged(NamedTuple):
     """One for each reply: task, reply, reward and its parts."""
 
 
-def check(loaded: Loaded, *, whole: bool) -> OfflineConfig:
-    """The file to score. Raises one ConfigError with all missing keys. If the config is `whole`, only for an offline
-    evaluation (not a training config with another file), keys without an effect are errors too."""
+def check(loaded: Loaded, *, whole: bool) -> None:
+    """Raises one ConfigError with all missing keys. If the config is `whole`, only for an offline evaluation (not a
+    training config with another file), keys without an effect are errors too."""
     cfg = loaded.config
-    problems = [*_missing(cfg), *(_idle(loaded) if whole and cfg.eval.offline is not None else ())]
+    problems = [*_missing(cfg), *(_idle(loaded) if whole and cfg.eval.offline else ())]
     if problems:
         said = [(loaded.where(key), f"{key}: {text}") for key, text in problems]
         raise ConfigError(listing(said, str(loaded.file or "the config")))
-    assert cfg.eval.offline is not None
-    return cfg.eval.offline
 
 
 def _missing(cfg: Config) -> Iterator[tuple[str, str]]:
-    if cfg.eval.offline is None:
+    if not (cfg.eval.offline and cfg.data.eval):
         yield (
             "eval.offline",
-            "name the file of replies: eval.offline.path, or --offline FILE; to evaluate the checkpoints of a run, "
-            f"give its run directory: whet eval {cfg.run_dir}",
+            "name the file of replies: --offline FILE, or data.eval with eval.offline=true; to evaluate the "
+            f"checkpoints of a run, give its run directory: whet eval {cfg.run_dir}",
         )
     if not cfg.rewards:
         yield (
@@ -88,11 +87,11 @@ def _idle(loaded: Loaded) -> Iterator[tuple[str, str]]:
             yield key, "has no effect: the replies come from a file; leave it out"
 
 
-def judge(cfg: Config, offline: OfflineConfig, rewards: RewardSet) -> Judged:
-    """Score every reply of the file. Raises DataError for a row that cannot be read, WhetError if more replies
+def judge(cfg: Config, rewards: RewardSet) -> Judged:
+    """Score every reply of data.eval. Raises DataError for a row that cannot be read, WhetError if more replies
     cannot be scored than reward_workers.max_failure_rate allows."""
     judging = replace(rewards, weights=reward_weights(cfg))
-    groups = list(read(offline))
+    groups = list(read(cfg.data.eval))
     done: list[Group] = []
     for begin in range(0, len(groups), AT_ONCE):
         done += asyncio.run(score(groups[begin : begin + AT_ONCE], judging))
@@ -102,25 +101,32 @@ def judge(cfg: Config, offline: OfflineConfig, rewards: RewardSet) -> Judged:
     return Judged(counted, [_row(r) for g in done for r in g.rollouts])
 
 
-def read(offline: OfflineConfig) -> Iterator[Group]:
-    """The rows of the file as tasks, each with its replies."""
-    source = SourceConfig(
-        path=offline.path,
-        prompt=offline.prompt,
-        answer=offline.answer,
-        label=offline.label,
-        limit=offline.limit,
-    )
-    rows = read_rows(source)
-    for number in range(len(rows)):
-        row, where = rows.row(number), rows.where(number)
-        texts = _replies(row, offline.response, where=where)
-        row = {k: v for k, v in row.items() if k != offline.response}
-        fields = parse(row, source, name=rows.name, chat=None, where=where)
-        task = Task(
-            uid=number, source=fields.label, prompt=fields.prompt, answer=fields.answer, extra=fields.extra
-        )
-        yield Group(task, tuple(_rollout(task, index, text) for index, text in enumerate(texts)))
+def read(sources: Sequence[SourceConfig]) -> Iterator[Group]:
+    """The rows of the sources as tasks, each with its replies."""
+    uids = count()
+    for source in sources:
+        rows = read_rows(source)
+        asked = SourceConfig(**source.model_dump(exclude_unset=True, exclude={"response"}))
+        for number in range(len(rows)):
+            row, where = rows.row(number), rows.where(number)
+            column = _column(row, source)
+            texts = _replies(row, column, where=where)
+            row = {k: v for k, v in row.items() if k != column}
+            fields = parse(row, asked, name=rows.name, chat=None, where=where)
+            task = Task(
+                uid=next(uids),
+                source=fields.label,
+                prompt=fields.prompt,
+                answer=fields.answer,
+                extra=fields.extra,
+            )
+            yield Group(task, tuple(_rollout(task, index, text) for index, text in enumerate(texts)))
+
+
+def _column(row: Mapping[str, Json], source: SourceConfig) -> str:
+    """The column of the replies: the given one, else `response`, or `responses` where there is only that."""
+    several = "responses" in row and source.response not in row and "response" not in source.model_fields_set
+    return "responses" if several else source.response
 
 
 def _replies(row: dict[str, Json], column: str, *, where: str) -> Sequence[str]:
@@ -136,7 +142,7 @@ def _replies(row: dict[str, Json], column: str, *, where: str) -> Sequence[str]:
         else f"no column {top!r}; there are: {', '.join(sorted(row)) or 'none'}"
     )
     raise DataError(
-        f"{where}: {found}; expected a reply as text, or a non-empty list of them: eval.offline.response=COLUMN names "
+        f"{where}: {found}; expected a reply as text, or a non-empty list of them: data.eval[].response names "
         "their column."
     )
 

@@ -75,10 +75,12 @@ def simulate(costs: Costs, schedule: SimulatedSchedule, *, seed: int = 0) -> Sim
 
 
 def bound_s(costs: Costs, schedule: SimulatedSchedule) -> float:
-    """Lower bound of the seconds per step: those of the slower side, if it never waited for the other."""
+    """Lower bound of the seconds per step: those of the slower side, if it never waited for the other but for the first
+    step's rollouts, or for the last step."""
     rollouts = schedule.groups_per_step * schedule.group_size
-    mean_s = sum(costs.rollout_s) / len(costs.rollout_s)
-    return max(costs.train_s + costs.sync_s, rollouts * mean_s / costs.slots)
+    sampled_s = rollouts * sum(costs.rollout_s) / len(costs.rollout_s) / costs.slots
+    trained_s = costs.train_s + costs.sync_s
+    return max(sampled_s, trained_s) + min(sampled_s, trained_s) / schedule.steps
 
 
 def ways(schedule: SimulatedSchedule) -> list[SimulatedSchedule]:
@@ -153,7 +155,7 @@ class _Free:
         self.training = False
         self.groups: dict[int, _Group] = {}
         self.queue: deque[int] = deque()
-        self.ready: deque[int] = deque()
+        self.ready: list[int] = []
         """Versions of the groups that wait."""
         self.events: list[tuple[float, int, str, int, float]] = []
         self.number = 0
@@ -219,8 +221,7 @@ class _Free:
         """Begin a step, if there is one to begin."""
         if self.training or len(self.ready) < self.schedule.groups_per_step:
             return
-        for _ in range(self.schedule.groups_per_step):
-            self.ready.popleft()
+        self.ready = sorted(self.ready)[self.schedule.groups_per_step :]
         self.training = True
         self.later(self.costs.train_s + self.costs.sync_s, "trained")
 
@@ -231,7 +232,7 @@ class _Free:
         self.version += 1
         self.held -= self.schedule.groups_per_step
         oldest = self.version - self.schedule.max_staleness
-        fresh = deque(version for version in self.ready if version >= oldest)
+        fresh = [version for version in self.ready if version >= oldest]
         late = [n for n, group in self.groups.items() if group.version < oldest]
         self.given_up += (len(self.ready) - len(fresh) + len(late)) * self.schedule.group_size
         self.held -= len(self.ready) - len(fresh) + len(late)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -237,8 +237,12 @@ class VersionSpan(NamedTuple):
 
 def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
     """Versions of single tokens as spans."""
-    cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    return tuple(VersionSpan(versions[a], a, b) for a, b in pairwise(cuts) if b > a)
+    spans, start = [], 0
+    for version, run in groupby(versions):
+        end = start + sum(1 for _ in run)
+        spans.append(VersionSpan(version, start, end))
+        start = end
+    return tuple(spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from whet.sync.files import Files
 from whet.sync.weights import publish, sync
 from whet.training.engine import TrainEngine
 from whet.training.micro_batches import MicroBatchPolicy
-from whet.training.ranks import RankGroup, Ranks
+from whet.training.ranks import Ranks
 from whet.types import Json, Metrics
 
 log = logging.getLogger(__name__)
@@ -124,9 +124,10 @@ def open_weights(
     """Where explorers are separate processes, they get the weights from run_dir/weights."""
     elsewhere = context.cfg.mode == "train" and context.algorithm.kind == "online"
     out = open_publisher(context.cfg, run_dir) if elsewhere else None
-    if isinstance(policy, RankGroup) and not policy.apart:
+    if out is not None and policy.machine is not None:
         log.info(
-            "stage %s: the ranks are on other machines; their weights go through this process", context.name
+            "stage %s: the ranks are on another machine; this process writes their weights for explorers",
+            context.name,
         )
     sampler = models.sampler
     if models.sampler_on_ranks:
@@ -141,4 +142,4 @@ def open_publisher(cfg: Config, run_dir: Path) -> Publisher:
     """Where explorers in separate processes get the weights from."""
     files = Files(run_dir / "weights", timeout_s=cfg.sync.timeout_s, keep=cfg.sync.keep)
     files.tidy()
-    return publisher_of(cfg, files)
+    return publisher_of(cfg, files, receipts=files.receipts)

@@ -55,7 +55,7 @@ class Whole:
         if self.weights is None:
             _ = policy.module
         else:
-            policy.publish(partial(write_own, self.weights))
+            policy.write_weights(self.weights)
 
 
 class Place(Protocol):

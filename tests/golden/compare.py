@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "rollout.quantization=int8",
         "algorithm.correction.weight=token",
     ),
-    "experts": ("tests/golden/tiny.yaml", "algorithm.name=gspo", "model.scratch.architecture=qwen3_moe"),
+    "experts": ("tests/golden/tiny.yaml", "algorithm.name=gspo", "model.scratch.name=qwen3_moe"),
     "critic": (
         "tests/golden/tiny.yaml",
         "algorithm.name=ppo",

@@ -258,12 +258,12 @@ RUNS = [
     ),
     Task(
         "score replies of a file",
-        "eval judge.yaml --offline replies.jsonl eval.offline.response=response",
+        "eval judge.yaml --offline replies.jsonl data.eval.0.response=reply",
         ("mean@1 0.5", "tasks 2"),
         files={
             "judge.yaml": "rewards: {right: exact}\n",
-            "replies.jsonl": '{"prompt": "a", "response": "b", "answer": "b"}\n'
-            '{"prompt": "a", "response": "c", "answer": "b"}\n',
+            "replies.jsonl": '{"prompt": "a", "reply": "b", "answer": "b"}\n'
+            '{"prompt": "a", "reply": "c", "answer": "b"}\n',
         },
     ),
     Task(

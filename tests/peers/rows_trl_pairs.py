@@ -16,7 +16,7 @@ from torch import Tensor
 from peers import ours
 from peers.rows_trl import FLOAT32, trainer
 from peers.table import Row
-from whet.config.schema import ModelConfig, ScratchConfig
+from whet.config.schema import ModelConfig
 from whet.models import kernels
 from whet.models.load import build
 from whet.prove.cases import Case, in_pair_order
@@ -188,7 +188,7 @@ def our_soft(row: Row, case: Case) -> Numbers:
 
 def models(case: Case) -> list[Any]:
     """The reference and two policies."""
-    shape = ScratchConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     return [
         build(
             ModelConfig(scratch=shape),

@@ -22,7 +22,7 @@ from whet.algos.distillation import KL, OF_ENGINE, Divergence, over_tokens
 from whet.algos.entropy import EntropyControl
 from whet.algos.kl import adapt, mean_kl
 from whet.algos.losses import LOSSES, LOSSES_OVER, regularized
-from whet.algos.resample import counts
+from whet.algos.resample import RESAMPLE, counts
 from whet.algos.segments import need
 from whet.algos.terms import Totals
 from whet.algos.whitening import bounded, of_top_entropy, without_entropy_losers
@@ -323,28 +323,27 @@ def _with_advantage(r: Resolved, function: Callable[..., object], entire: Batch,
     adv_N, return_N = _checked(result, batch, name=r.advantage)
     if r.whiten:
         adv_N = whiten(adv_N, batch.mask_N, ddof=r.whiten_ddof)
-    adv_N = bounded(adv_N, r.advantage_low, r.advantage_high)
+    adv_N = bounded(adv_N, *r.advantage_clip)
     if "entropy" in r.needs:
         entropy_N = need(batch.entropy_N, "batch.entropy_N")
         adv_N = of_top_entropy(adv_N, entropy_N, batch.mask_N, quantile=r.top_entropy_quantile)
-    if r.entropy_clip != "none":
+    if (clip := r.settings.get("entropy_clip")) is not None:
         adv_N = without_entropy_losers(
             adv_N,
             need(batch.discriminant_N, "batch.discriminant_N"),
             batch.mask_N,
-            centred=r.entropy_clip == "vocabulary",
-            mu=r.entropy_clip_mu,
-            max_frac=r.entropy_clip_max_frac,
+            centred=clip.name == "vocabulary",
+            **clip.settings,
         )
     return replace(entire, adv_N=torch.where(batch.mask_N, adv_N, adv_N.new_zeros(())), return_N=return_N)
 
 
 def _resampled(r: Resolved, batch: Batch, stream: int, groups: int) -> Batch:
+    chosen = r.settings.get("resample")
     count_R = counts(
         without_experts(batch),
-        r.resample,
+        None if chosen is None else partial(RESAMPLE[chosen.name], **chosen.settings),
         stream=stream,
-        power=r.resample_power,
         groups=groups if r.refill == "copy" else 0,
         finished_only=r.groups.truncated == "mask",
     )

@@ -23,16 +23,16 @@ EPSILON = 1e-8
 
 
 def counts(
-    batch: Batch, method: str, *, stream: int, power: float, groups: int, finished_only: bool
+    batch: Batch, resample: Callable[..., Tensor] | None, *, stream: int, groups: int, finished_only: bool
 ) -> Tensor | None:
     """[R] the product of all that counts rollouts, with the counts that the batch has; None where each counts once.
 
-    method: a key of RESAMPLE, or 'none'. groups: how many the step should have; copies replace missing ones.
-    finished_only: truncated rollouts count 0 times.
+    resample: one of RESAMPLE with its settings, or None. groups: how many the step should have; copies replace missing
+    ones. finished_only: truncated rollouts count 0 times.
     """
     factors: list[Tensor] = [] if batch.count_R is None else [batch.count_R]
-    if method != "none":
-        factors.append(RESAMPLE[method](batch, stream=stream, power=power))
+    if resample is not None:
+        factors.append(resample(batch, stream=stream))
     if groups > int(batch.group_R[-1]) + 1:
         factors.append(copies(batch, stream=stream, groups=groups))
     if finished_only:
@@ -40,8 +40,9 @@ def counts(
     return torch.stack(factors).prod(0) if factors else None
 
 
-def drawn(batch: Batch, *, stream: int, power: float, weight: Callable[[Tensor, float], Tensor]) -> Tensor:
+def drawn(batch: Batch, *, stream: int, weight: Callable[..., Tensor], **settings: float) -> Tensor:
     """[R] how often each rollout comes up when as many are drawn, with replacement, in proportion to its weight.
+    settings: of the weight.
 
     Policy filtration (PF-PPO), arXiv:2409.06957; as in verl the scores are the rewards, without a KL.
     """
@@ -49,7 +50,7 @@ def drawn(batch: Batch, *, stream: int, power: float, weight: Callable[[Tensor, 
     if not bool(takes_R.any()):
         return takes_R.float()
     weight_R = torch.zeros(batch.rollouts, dtype=torch.float64, device=takes_R.device)
-    weight_R[takes_R] = weight(batch.reward_R[takes_R].double(), power) + EPSILON
+    weight_R[takes_R] = weight(batch.reward_R[takes_R].double(), **settings) + EPSILON
     share_R = weight_R.cumsum(0) / weight_R.sum()
     number = int(takes_R.sum())
     u = torch.from_numpy(uniforms(stream, 0, number)).to(share_R.device)
@@ -62,17 +63,17 @@ def by_power(score: Tensor, power: float) -> Tensor:
     return score.abs() ** power
 
 
-def by_extremes(score: Tensor, power: float) -> Tensor:
+def by_extremes(score: Tensor) -> Tensor:
     """1 for the highest and the lowest score of the batch, 0 between."""
     return ((score == score.max()) | (score == score.min())).double()
 
 
-def by_best(score: Tensor, power: float) -> Tensor:
+def by_best(score: Tensor) -> Tensor:
     """0.4 for the highest score of the batch, 0.1 for the others."""
     return torch.where(score == score.max(), 0.4, 0.1).double()
 
 
-def balanced(batch: Batch, *, stream: int, power: float) -> Tensor:
+def balanced(batch: Batch, *, stream: int) -> Tensor:
     """[R] 0 for as many random rollouts below their group's mean as there are more of them than of the others; else 1.
 
     `drop=balance` of Trinity's REC, arXiv:2509.24203. A rollout at the mean is one of the others.

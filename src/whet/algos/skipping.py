@@ -78,7 +78,7 @@ def _asks_first(r: Resolved) -> str:
         return "algorithm.reward_kl subtracts its KL from the rewards"
     if "entropy" in r.needs:
         return "algorithm.top_entropy_quantile compares their entropies"
-    if r.entropy_clip != "none":
+    if "entropy_clip" in r.settings:
         return "algorithm.entropy_clip compares what they do to the entropy"
     asks = ":" in r.advantage or r.needs & {"critic", "collision", "old"}
     return f"the advantage {r.advantage} reads them, or may read them" if asks else ""

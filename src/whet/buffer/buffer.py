@@ -45,7 +45,7 @@ class InFlightTask:
 
 
 class Buffer:
-    """Groups in memory: first in first out, or drawn by priority."""
+    """Groups in memory: the oldest version first, then in the order in which they came; or drawn by priority."""
 
     def __init__(
         self,
@@ -240,7 +240,8 @@ class Buffer:
                 out = self.queue.draw(n, step=self.steps, version=version)
                 self._book_left()
             else:
-                out, self.waiting = self.waiting[:n], self.waiting[n:]
+                oldest = sorted(self.waiting, key=_oldest)  # they are the next to become too old
+                out, self.waiting = oldest[:n], oldest[n:]
             self.dropped = max(0, self.dropped - (n - len(out)))
             self.unused = 0
         fresh = [group for group in out if group.task.uid in self.played]

@@ -4,7 +4,7 @@ A priority function is asked when a group comes in, and each time it may come ba
 name, what its signature asks for of:
 
     noise       a standard normal number that belongs to this group and this use
-    decay, use_limit, sigma   the settings of `buffer.replay`
+    its settings              of `buffer.replay.priority`
 
 It returns the priority (the highest is drawn first), or None: the group does not come in.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from whet.tables import find
 from whet.types import ConfigError, Group
@@ -57,21 +58,23 @@ PRIORITIES: dict[str, Priority] = {
 }
 
 
-def priority(name: str, settings: Mapping[str, float | None]) -> Callable[[ReplayEntry, float], float | None]:
-    """(entry, noise) -> priority, with those of the settings bound that the function names.
+def priority(name: str, settings: Mapping[str, Any]) -> Callable[[ReplayEntry, float], float | None]:
+    """(entry, noise) -> priority, with the settings bound.
 
-    name: a key of PRIORITIES or 'package.module:function'. Raises ConfigError if it names something unknown.
+    name: a key of PRIORITIES or 'package.module:function'. Raises ConfigError for an unknown name, for settings that
+    the function does not have, and for those that it needs and that are not given.
     """
     function = find(PRIORITIES, name, what="buffer.replay.priority")
-    named = list(inspect.signature(function).parameters)[1:]
-    if unknown := [n for n in named if n not in (*settings, "noise")]:
-        raise ConfigError(
-            f"buffer.replay.priority {name!r} has unknown parameters {', '.join(unknown)}; "
-            f"known: noise, {', '.join(settings)}"
-        )
-    bound = {n: settings[n] for n in named if n in settings}
+    _, *parameters = inspect.signature(function).parameters.values()
+    own = {p.name: p for p in parameters if p.name != "noise"}
+    if unknown := [key for key in settings if key not in own]:
+        has = ", ".join(own) or "none"
+        raise ConfigError(f"buffer.replay.priority.{unknown[0]}: {name!r} has no such setting; it has: {has}")
+    if lacking := [key for key, p in own.items() if p.default is p.empty and key not in settings]:
+        raise ConfigError(f"buffer.replay.priority.{lacking[0]}: {name!r} needs a value; give one")
+    noisy = len(own) < len(parameters)
 
     def ranked(entry: ReplayEntry, noise: float) -> float | None:
-        return function(entry, **bound, **({"noise": noise} if "noise" in named else {}))
+        return function(entry, **settings, **({"noise": noise} if noisy else {}))
 
     return ranked

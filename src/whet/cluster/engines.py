@@ -37,11 +37,13 @@ from whet.cluster.nodes import (
     node_id,
     place,
 )
+from whet.cluster.staging import RayStaging
 from whet.config.checks_sync import content_of
 from whet.config.plan import Plan
 from whet.config.schema import Config, LoraConfig
 from whet.guard import stacks
 from whet.guard.imports import import_all
+from whet.guard.line import LOOPBACK
 from whet.guard.processes import die_with, process
 from whet.guard.watch import Watch
 from whet.job import decoder_of, end_tokens
@@ -56,7 +58,7 @@ from whet.rollout.replica import Replica
 from whet.rollout.router import Router
 from whet.rollout.scale import wish
 from whet.sync.manifest import Manifest
-from whet.sync.parcels import Letter, in_store
+from whet.sync.parcels import Letter, Parcels
 from whet.sync.replicas import Delivery, Inbox, Replicated, Shipped, Shipper, within_s
 from whet.track.lanes import REPLICAS, Lane, Notes, Told
 from whet.track.timeline import Timeline, clock
@@ -391,8 +393,9 @@ def open_replicas(
         bundle = {"CPU": float(settings.cpus)} | ({"GPU": gpus} if gpus else {})
         group = place(bundle, count, strategy=settings.placement, start_timeout_s=settings.start_timeout_s)
         spec = spec_of(plans, model, cfg=cfg, tokenizer=tokenizer, threads=settings.cpus)
-        shipper = Shipper(cfg, in_store(ray.put, ray.get), device=spec.device)
+        shipper = Shipper(cfg, Parcels(ray.put, ray.get), device=spec.device)
         shipper.near = _near
+        shipper.stage = partial(RayStaging, disk=Path(cfg.run_dir).absolute() / "weights")
         if cfg.sync.method == "collective":
             shipper.host = _reached_at
         room = Room(group, bundle, count, settings.placement, settings.start_timeout_s)
@@ -433,14 +436,14 @@ class Replicas(Router):
         self.shipper.close()
 
 
-def _near(member: Replicated) -> bool:
-    return isinstance(member, RayEngine) and member.hello.node == node_id()
+def _near(member: Replicated, machine: str | None) -> bool:
+    return isinstance(member, RayEngine) and member.hello.node == (machine or node_id())
 
 
-def _reached_at(members: Sequence[Replicated]) -> str:
-    """The address of this process for replicas: loopback if all are on this machine."""
-    local = all(map(_near, members))
-    return "127.0.0.1" if local else str(ray.util.get_node_ip_address())
+def _reached_at(members: Sequence[Replicated], machine: str | None) -> str:
+    """The address of this process for replicas and for the policy's machine: loopback if all are on this one."""
+    local = machine is None and all(_near(member, None) for member in members)
+    return LOOPBACK if local else str(ray.util.get_node_ip_address())
 
 
 UNLOADED = -1

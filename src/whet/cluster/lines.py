@@ -33,7 +33,7 @@ from whet.types import ConfigError, WhetError
 
 AT_ONCE_BYTES = 64 << 20
 """Messages that have come are carried together up to so much."""
-CHUNK_BYTES = 128 << 20
+CHUNK_BYTES = 16 << 20
 """Of a file on its way to another machine."""
 CARRY_S = 300.0
 """Longest time of one such piece to all machines."""
@@ -48,6 +48,8 @@ class Where:
     """A process, and the one of the actor that has started it."""
 
     node: str
+    folder: str
+    """Of the actor's own, on its machine."""
     address: str
     actor: tuple[int, int]
     process: tuple[int, int]
@@ -97,7 +99,9 @@ class RemoteEnd:
 
     def where(self) -> Where:
         address = ray.util.get_node_ip_address()
-        return Where(node_id(), address, process(os.getpid()), process(self.line.process.pid))
+        return Where(
+            node_id(), str(self.folder), address, process(os.getpid()), process(self.line.process.pid)
+        )
 
     def tell(self, message: bytes) -> None:
         with suppress(OSError):  # it has gone: `hear` says so
@@ -136,13 +140,25 @@ class RemoteEnd:
         return stacks.others()
 
     @ray.method(concurrency_group="watch")
-    def put(self, name: str, chunk: bytes | None) -> str:
-        """Write more of a file into a folder of this machine's; None: begin with it. Returns the folder."""
+    def put(self, name: str, chunk: bytes | None) -> None:
+        """Write more of a file into the folder of its own; None: begin with it."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb" if chunk is None else "ab") as file:
             file.write(chunk or b"")
-        return str(self.folder)
+
+    @ray.method(concurrency_group="watch")
+    def files(self, name: str) -> list[str]:
+        """Those of a folder in the folder of its own, by their paths in it."""
+        folder = self.folder / name
+        return [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+
+    @ray.method(concurrency_group="watch")
+    def read(self, name: str, start: int) -> bytes:
+        """A file from there on, up to `CHUNK_BYTES` of it."""
+        with (self.folder / name).open("rb") as file:
+            file.seek(start)
+            return file.read(CHUNK_BYTES)
 
     @ray.method(concurrency_group="watch")
     def drop(self, name: str) -> None:
@@ -168,6 +184,7 @@ class RayLine:
 
     def __init__(self, actor: Any, where: Where) -> None:
         self.actor, self.where, self.address = actor, where, where.address
+        self.machine = None if where.node == node_id() else where.node
         ours, self._theirs = socket.socketpair()
         self.connection, self._far = Connection(ours.detach()), Connection(os.dup(self._theirs.fileno()))
         self._died: str | None = None
@@ -178,7 +195,7 @@ class RayLine:
         for carrier in self._carriers:
             carrier.start()
         self.who = f"process {where.process[0]} at {where.address}"
-        if where.node != node_id():
+        if self.machine is not None:
             stacks.reach(self.who, lambda: answered(actor.stacks.remote()))
 
     def _out(self) -> None:
@@ -204,7 +221,7 @@ class RayLine:
         return self._died
 
     def state(self) -> str:
-        if self.where.node == node_id():
+        if self.machine is None:
             return state(self.where.process[0])
         try:
             return str(ray.get(self.actor.state.remote(), timeout=ASK_S))
@@ -311,33 +328,54 @@ class Far:
     @contextmanager
     def carried(self, path: Path) -> Iterator[list[str]]:
         """Machines other than this one get a copy of their own."""
-        far = {line.where.node: line.actor for line in self.lines if line.where.node != self.own}
-        folders: dict[str, str] = {}
+        far = {line.machine: line for line in self.lines if line.machine is not None}
 
         def drop() -> None:
-            for actor in far.values():
-                actor.drop.remote(path.name)
+            for line in far.values():
+                line.actor.drop.remote(path.name)
 
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
         try:
             for file in files if far else ():
                 name = str(file.relative_to(path.parent))
-                for node, actor in far.items():
-                    folders[node] = ray.get(actor.put.remote(name, None), timeout=CARRY_S)
+                ray.get([line.actor.put.remote(name, None) for line in far.values()], timeout=CARRY_S)
                 with file.open("rb") as content:
                     while chunk := content.read(CHUNK_BYTES):
                         one = ray.put(chunk)
-                        ray.get([actor.put.remote(name, one) for actor in far.values()], timeout=CARRY_S)
+                        ray.get([line.actor.put.remote(name, one) for line in far.values()], timeout=CARRY_S)
         except RayError as error:
             drop()
             raise WhetError(
                 f"{path} could not be copied to the machines of {self.module}: {first_line(error)}"
             ) from error
         try:
-            nodes = [line.where.node for line in self.lines]
-            yield [str(path if node not in far else Path(folders[node]) / path.name) for node in nodes]
+            folders = [path.parent if x.machine is None else far[x.machine].where.folder for x in self.lines]
+            yield [str(Path(folder) / path.name) for folder in folders]
         finally:
             drop()
+
+    @contextmanager
+    def brought(self, path: Path) -> Iterator[Path]:
+        """In pieces: this process has little of it at a time."""
+        line = self.lines[0]
+        if line.machine is None:
+            yield path
+            return
+        there, ask = f"brought/{path.name}", line.actor
+        try:
+            yield Path(line.where.folder) / there
+            for name in ray.get(ask.files.remote(there), timeout=CARRY_S):
+                own = path / name
+                own.parent.mkdir(parents=True, exist_ok=True)
+                with own.open("wb") as file:
+                    while chunk := ray.get(ask.read.remote(f"{there}/{name}", file.tell()), timeout=CARRY_S):
+                        file.write(chunk)
+        except (RayError, OSError) as error:
+            raise WhetError(
+                f"{path} could not be brought from the machine of {self.module}: {first_line(error)}"
+            ) from error
+        finally:
+            ask.drop.remote(there)
 
     def close(self) -> None:
         remove_placement_group(self.group)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path as File
 
-from whet.config import checks_parallel, checks_run, deepspeed, groups, rules
+from whet.config import checks_parallel, checks_run, deepspeed, groups, rules, scratch
+from whet.config.chosen import chosen, setting_problems
 from whet.config.evaluation import (
     all_asked,
     eval_problems,
@@ -16,9 +17,10 @@ from whet.config.evaluation import (
     tokens_after_prompt,
     total_tokens,
 )
+from whet.config.functions import PRIORITIES
 from whet.config.keys import Path, dotted, lookup
 from whet.config.learning import train_problems
-from whet.config.recipes import RECIPES, Resolved, resolve, setting_problems
+from whet.config.recipes import ELSEWHERE, RECIPES, Resolved, resolve, settings_problems
 from whet.config.schema import AlgorithmConfig, Config
 from whet.config.sizes import shape
 from whet.config.sources import reference_problems, reward_problems, source_problems
@@ -28,6 +30,7 @@ from whet.types import ConfigError, Json
 
 Problem = tuple[str, str]
 """(key, what is wrong with it)."""
+PRIORITY = "buffer.replay.priority"
 
 
 def consequences(cfg: Config) -> Iterator[Problem]:
@@ -47,11 +50,19 @@ def hard_problems(cfg: Config) -> list[Problem]:
         *checks_parallel.problems(cfg),
         *deepspeed.problems(cfg),
         *reward_problems(cfg),
+        *_priority(cfg),
     ]
     if algorithm is not None:
         problems += [*_rewards(cfg, algorithm), *groups.problems(cfg, algorithm)]
         problems += checks_parallel.placement(cfg, algorithm)
     return problems
+
+
+def _priority(cfg: Config) -> Iterator[Problem]:
+    """Of groups that are trained on again."""
+    own, _ = ELSEWHERE[PRIORITY]
+    made = chosen(cfg.buffer.replay.priority, PRIORITIES, own)
+    yield from setting_problems(PRIORITY, made, PRIORITIES)
 
 
 def _algorithm(cfg: AlgorithmConfig) -> tuple[Resolved | None, list[Problem]]:
@@ -62,7 +73,7 @@ def _algorithm(cfg: AlgorithmConfig) -> tuple[Resolved | None, list[Problem]]:
         at = re.match(r"algorithm[.\w]*", str(e))
         text = str(e)[at.end() :].lstrip(":= ") if at else str(e)
         recipe = resolve(AlgorithmConfig(name=cfg.name)) if cfg.name in RECIPES else None
-        if recipe and (wrong := list(setting_problems(cfg))):
+        if recipe and (wrong := list(settings_problems(cfg))):
             return recipe, wrong
         return recipe, [(at[0] if at else "algorithm", text.rstrip("."))]
 
@@ -96,29 +107,10 @@ def _is_date(text: str) -> bool:
 
 
 def _model(cfg: Config) -> Iterator[Problem]:
-    s = cfg.model.scratch
-    if s is not None:
-        num_key_value_heads = s.num_key_value_heads or s.num_attention_heads
-        if s.num_attention_heads % num_key_value_heads:
-            good = ", ".join(
-                str(d) for d in range(1, s.num_attention_heads + 1) if s.num_attention_heads % d == 0
-            )
-            yield (
-                "model.scratch.num_key_value_heads",
-                f"{num_key_value_heads} does not divide num_attention_heads={s.num_attention_heads}; these do: {good}",
-            )
-        if s.head_dim is None and s.hidden_size % s.num_attention_heads:
-            yield (
-                "model.scratch",
-                f"num_attention_heads={s.num_attention_heads} does not divide hidden_size={s.hidden_size}; give "
-                "head_dim",
-            )
-        head_dim = s.head_dim or s.hidden_size // s.num_attention_heads
-        if head_dim % 2:
-            yield (
-                "model.scratch.head_dim",
-                f"{head_dim} is odd; rotary position embeddings rotate pairs, so it must be even",
-            )
+    new = cfg.model.scratch is not None
+    if new and (wrong := list(scratch.problems(cfg.model))):
+        yield from wrong
+        return
     try:
         found = shape(cfg.model, cfg.tokenizer)
     except ConfigError as e:
@@ -130,8 +122,8 @@ def _model(cfg: Config) -> Iterator[Problem]:
     longest = cfg.data.max_prompt_tokens + tokens_after_prompt(cfg, reply)
     longest = min(longest, total_tokens(cfg, reply) or longest)
     if found and found.max_positions and longest > found.max_positions:
-        limit = "model.scratch.max_position_embeddings" if s else "the model's max_position_embeddings"
-        fix = f"raise {limit} or lower" if s else "lower"
+        limit = "model.scratch.max_position_embeddings" if new else "the model's max_position_embeddings"
+        fix = f"raise {limit} or lower" if new else "lower"
         yield (
             "data.max_prompt_tokens",
             f"{cfg.data.max_prompt_tokens} prompt tokens + {reply} reply tokens (sampling.max_tokens) "
@@ -191,7 +183,7 @@ def _rewards(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
 
 def unused(tree: Mapping[str, Json], stages: Sequence[Config]) -> list[tuple[Path, str]]:
     """Keys set in a config (its plain values) that no stage reads, those of a stage in that stage."""
-    rules = [list(_idle(cfg)) for cfg in stages]
+    rules = [_by_section(_idle(cfg)) for cfg in stages]
     given = [{k: v for k, v in stage.items() if k != "name"} for stage in tree.get("stages") or [{}]]
     out: list[tuple[Path, str]] = []
     for n, stage in enumerate(given):
@@ -221,12 +213,23 @@ def _replaced(path: Path, tree: Mapping[str, Json], stage: Mapping[str, Json]) -
     return path[0] == "algorithm" and renamed not in (None, get(dict(tree), ("algorithm", "name")) or "grpo")
 
 
-def _idle(cfg: Config) -> Iterator[tuple[list[str], str, bool]]:
-    """(parts of a key, why nothing reads it, whether its default passes) in one stage; none where the keys of
-    the algorithm contradict each other."""
+_Idle = tuple[list[str], str, bool]
+"""(parts of a key, why nothing reads it, whether its default passes)"""
+
+
+def _idle(cfg: Config) -> Iterator[_Idle]:
+    """The keys that nothing reads in one stage; none where the keys of the algorithm contradict each other."""
     algorithm, problems = _algorithm(cfg.algorithm)
     if algorithm is not None and not problems:
         yield from ((key.split("."), why, passes) for key, why, passes in rules.unused(cfg, algorithm))
+
+
+def _by_section(idle: Iterable[_Idle]) -> dict[str, list[_Idle]]:
+    """The same by the first part of each key."""
+    out: dict[str, list[_Idle]] = {}
+    for one in idle:
+        out.setdefault(one[0][0], []).append(one)
+    return out
 
 
 def _is_default(path: Path, value: Json) -> bool:
@@ -241,7 +244,7 @@ def _asks_for_a_section(path: Path) -> bool:
     return key is not None and key.section is not None and key.default is None
 
 
-def _why_idle(path: Path, value: Json, rules: Sequence[tuple[list[str], str, bool]]) -> str:
+def _why_idle(path: Path, value: Json, rules: Mapping[str, Sequence[_Idle]]) -> str:
     """Why a set value has no effect, or ''.
 
     null and empty values pass, except an empty section where the default is no section: it requests the defaults of
@@ -249,9 +252,9 @@ def _why_idle(path: Path, value: Json, rules: Sequence[tuple[list[str], str, boo
     """
     if value is None or not path or value == [] or (value == {} and not _asks_for_a_section(path)):
         return ""
-    for parts, why, default_passes in rules:
-        if default_passes and (value is False or _is_default(path, value)):
+    for parts, why, default_passes in rules.get(str(path[0]), ()):
+        if len(path) < len(parts) or any(p not in ("*", str(at)) for p, at in zip(parts, path)):
             continue
-        if len(path) >= len(parts) and all(p in ("*", str(at)) for p, at in zip(parts, path)):
+        if not (default_passes and (value is False or _is_default(path, value))):
             return f"has no effect: {why}; leave it out"
     return ""

@@ -91,7 +91,7 @@ def _checkpoint(cfg: Config) -> Iterator[tuple[str, str]]:
 
 def _remote_paths(cfg: Config) -> Iterator[tuple[str, str]]:
     """Remote paths that this machine cannot read."""
-    for at, value in leaves(cfg.model_dump(mode="json", exclude={"checkpoint", "track"})):
+    for at, value in leaves(cfg.model_dump(mode="json", exclude={"checkpoint", "dirs", "track"})):
         names = [part for part in at if isinstance(part, str)]
         if names and names[-1] == "path" and isinstance(value, str):
             yield from ((".".join(map(str, at)), said) for said in url_problems(value))
@@ -111,16 +111,8 @@ def _profile(cfg: Config) -> Iterator[tuple[str, str]]:
 
 
 def folders(cfg: Config) -> dict[str, str]:
-    """The folders given in the config, by key."""
-    c, t = cfg.checkpoint, cfg.track
-    given = {
-        "checkpoint.dir": c.dir,
-        "checkpoint.export_dir": c.export_dir,
-        "track.rollouts_dir": t.rollouts_dir,
-        "track.eval_dir": t.eval_dir,
-        "profile.dir": cfg.profile.dir,
-    }
-    return {key: folder for key, folder in given.items() if folder is not None}
+    """The folders that lie elsewhere, by key."""
+    return {f"dirs.{name}": folder for name, folder in cfg.dirs.items()}
 
 
 def _folders(cfg: Config) -> Iterator[tuple[str, str]]:
@@ -133,7 +125,7 @@ def _folders(cfg: Config) -> Iterator[tuple[str, str]]:
     for key, text in given.items():
         if run.is_relative_to(Path(text).absolute()):
             yield key, f"{text!r} contains run_dir ({cfg.run_dir}); leave it out, or give a separate folder"
-    own = {"track.rollouts_dir": run / "rollouts", "track.eval_dir": run / "eval"}
+    own = {"dirs.rollouts": run / "rollouts", "dirs.eval": run / "eval"}
     own |= {key: Path(given[key]).absolute() for key in own if key in given}
     if len(set(own.values())) < len(own):
         yield (
@@ -144,19 +136,13 @@ def _folders(cfg: Config) -> Iterator[tuple[str, str]]:
 
 def dumps(cfg: Config) -> dict[str, str]:
     """The path templates of dumps for other programs, by key."""
-    t = cfg.track
-    given = {
-        "track.rollouts_dump": t.rollouts_dump,
-        "track.eval_dump": t.eval_dump,
-        "track.batches_dump": t.batches_dump,
-    }
-    return {key: template for key, template in given.items() if template is not None}
+    return {f"track.dump.{kind}": template for kind, template in cfg.track.dump.items()}
 
 
 def _dumps(cfg: Config) -> Iterator[tuple[str, str]]:
     given = dumps(cfg)
     for key, text in given.items():
-        marks = ["{step}", "{stage}", TIME, *(["{source}"] if key != "track.batches_dump" else [])]
+        marks = ["{step}", "{stage}", TIME, *(["{source}"] if key != "track.dump.batches" else [])]
         rest = text
         for mark in marks:
             rest = rest.replace(mark, "")

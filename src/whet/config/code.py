@@ -30,7 +30,7 @@ NAMES = """
     imports.* rewards.*.function data.*.*.function rollout.engine rollout.env.make rollout.env.arguments.functions.*
     rollout.env.arguments.tool_class rollout.env.arguments.tool_config rollout.env.arguments.interaction_config
     rollout.env.arguments.function_tools rollout.env.arguments.env rollout.env.arguments.say rollout.env.arguments.act
-    buffer.replay.priority
+    buffer.replay.priority.name
     algorithm.advantage.name algorithm.loss.name algorithm.mix.loss.name algorithm.correction.weight.name"""
 """The keys whose values may name code of the user's. That of trackers changes no result."""
 
@@ -72,8 +72,7 @@ def digests(
 
 def named(cfg: Config, keys: str = NAMES) -> Iterator[str]:
     """The code that a config names, as it names it."""
-    values = dump(cfg)
-    tree = {**values, "algorithm": with_settings(values["algorithm"])}
+    tree = with_settings(dump(cfg))
     for key in keys.split():
         for value in _at(tree, key.split(".")):
             if isinstance(value, str) and (":" in value or key in WHOLE):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from whet.config.schema import Config
+from whet.config.schema import Config, Section
 from whet.types import Json
 
 Condition = Mapping[str, Any]
@@ -71,7 +71,7 @@ def holds(
     return TESTS[test](value, value_of("key", with_["key"]) if isinstance(with_, Mapping) else wanted(with_))
 
 
-def value_at(cfg: Config, key: str) -> Any:
+def value_at(cfg: Section, key: str) -> Any:
     """The value of a dotted key; None below a section that is not there."""
     value: Any = cfg
     for name in key.split("."):

@@ -10,7 +10,7 @@ from typing import Any
 
 from whet.config.checks_parallel import shards
 from whet.config.faults import shown
-from whet.config.schema import Config, DeepSpeedConfig, OptimizerConfig, TrainConfig
+from whet.config.schema import Config, OptimizerConfig, TrainConfig
 from whet.types import ConfigError, Json
 
 KEY = "train.deepspeed"
@@ -56,35 +56,30 @@ REFUSED = {
 }
 """Keys of a deepspeed_config that are not passed on, and what to do. Switched off, or "auto", they say nothing."""
 
-_PLACES = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
+PLACES = ("none", "cpu", "nvme")
+"""Where DeepSpeed may keep what it offloads."""
 
 
-def user_config(cfg: DeepSpeedConfig) -> Json:
+def user_config(given: str | Json) -> Json:
     """The user's deepspeed_config. Errors: ConfigError for a file that is no JSON table."""
-    if not isinstance(cfg.config, str):
-        return cfg.config
-    path = Path(cfg.config).expanduser()
+    if not isinstance(given, str):
+        return given
+    path = Path(given).expanduser()
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{KEY}.config: {path} cannot be read as JSON: {error}") from error
+        raise ConfigError(f"{KEY}: {path} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{KEY}.config: {path} has a {type(found).__name__}, expected a table of keys")
+        raise ConfigError(f"{KEY}: {path} has a {type(found).__name__}, expected a table of keys")
     return found
 
 
 def engine_config(train: TrainConfig, optimizer: OptimizerConfig | None, dtype: str) -> Json:
     """What `deepspeed.initialize` is given for one model. dtype: of its parameters."""
-    ours, own = train.deepspeed, user_config(train.deepspeed)
+    own = user_config(train.deepspeed)
     norm = None if optimizer is None else optimizer.max_grad_norm
     kept = {k: v for k, v in own.items() if k not in _set_here() and k not in REFUSED and v != AUTO}
     zero = {k: v for k, v in (own.get(ZERO) or {}).items() if v != AUTO}
-    zero["stage"] = stage(ours)
-    for name, key in _PLACES.items():
-        if (where := getattr(ours, key)) is not None:
-            zero[name] = {**(zero.get(name) or {}), "device": where}
-    if ours.hpz_partition_size is not None:
-        zero["zero_hpz_partition_size"] = ours.hpz_partition_size
     return {
         **kept,
         **(WIDE if train.precision.reduce else {}),
@@ -93,14 +88,14 @@ def engine_config(train: TrainConfig, optimizer: OptimizerConfig | None, dtype: 
         "gradient_accumulation_steps": 1,
         "gradient_clipping": norm or 0.0,
         "bf16": {**(own.get("bf16") or {}), "enabled": dtype == "bfloat16", "check_grad_overflow": True},
-        ZERO: zero,
+        ZERO: {**zero, "stage": stage(own)},
     }
 
 
-def stage(cfg: DeepSpeedConfig) -> int:
-    """Of ZeRO."""
-    found = (user_config(cfg).get(ZERO) or {}).get("stage", AUTO)
-    return cfg.stage or (3 if found == AUTO else found)
+def stage(own: Mapping[str, Any]) -> Any:
+    """Of ZeRO, in the user's deepspeed_config."""
+    found = _get(own, f"{ZERO}.stage")
+    return 3 if found in (None, AUTO) else found
 
 
 def problems(cfg: Config) -> Iterator[tuple[str, str]]:
@@ -122,12 +117,12 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
         yield key, text
         return
     yield from _contradicted(cfg, own)
-    yield from _zero(cfg.train.deepspeed, own)
-    if cfg.train.precision.reduce and stage(cfg.train.deepspeed) == 1:
+    yield from _zero(own)
+    if cfg.train.precision.reduce and stage(own) == 1:
         yield (
             "train.precision.reduce",
             "float32: at ZeRO's stage 1 DeepSpeed does it with another optimizer, whose state whet does not read; "
-            "use train.deepspeed.stage=2, or leave it out",
+            f"use {KEY}.{ZERO}.stage=2, or leave it out",
         )
 
 
@@ -143,13 +138,12 @@ def _set_here() -> set[str]:
 
 def _contradicted(cfg: Config, own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Where the user's deepspeed_config says something else than the run."""
-    at = f"{KEY}.config"
     for key, (wanted, of) in _ours(cfg).items():
         given = _get(own, key)
         if given not in (None, AUTO, wanted):
             says = f"{shown(wanted)} ({of})" if wanted is not None else f"nothing that could be equal ({of})"
             yield (
-                at,
+                KEY,
                 f"{key}={shown(given)} contradicts the run, which has {says}; leave it out, or set it to auto",
             )
     for key, why in REFUSED.items():
@@ -158,7 +152,7 @@ def _contradicted(cfg: Config, own: Mapping[str, Any]) -> Iterator[tuple[str, st
             isinstance(given, Mapping) and not given.get("enabled", True)
         )
         if not off:
-            yield at, f"{key} is not passed on: {why}; leave it out"
+            yield KEY, f"{key} is not passed on: {why}; leave it out"
 
 
 def _ours(cfg: Config) -> dict[str, tuple[Any, str]]:
@@ -187,7 +181,6 @@ def _ours(cfg: Config) -> dict[str, tuple[Any, str]]:
         "bf16.enabled": (cfg.model.dtype == "bfloat16", "model.dtype"),
         "bf16.check_grad_overflow": (True, "set by whet: gradients that are not finite skip a step"),
         "bf16.bf16_master_weights_and_grads": (False, "train.precision.master_weights"),
-        f"{ZERO}.stage": (stage(train.deepspeed), f"{KEY}.stage"),
     }
 
 
@@ -198,30 +191,24 @@ def _optimizer_type(cfg: Config, opt: OptimizerConfig) -> str:
     return given if isinstance(given, str) and given.lower() == means else means
 
 
-def _zero(ours: DeepSpeedConfig, own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _zero(own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What does not go together in the settings of ZeRO."""
-    there = {key: getattr(ours, key) for key in _PLACES.values()}
-    n = stage(ours)
+    at, n = f"{KEY}.{ZERO}", stage(own)
     if n not in (1, 2, 3):
-        yield (
-            f"{KEY}.config",
-            (
-                f"{ZERO}.stage={shown(n)}: expected 1, 2 or 3; stage 0 shards nothing: use train.engine=torch with "
-                "train.parallel.dp_replicate"
-            ),
-        )
+        said = "expected 1, 2 or 3; stage 0 shards nothing: use train.engine=torch with train.parallel.dp_replicate"
+        yield f"{at}.stage", f"{shown(n)}: {said}"
         return
-    for key, where in there.items():
-        if (where == "nvme" and n < 3) or (
-            where not in (None, "none") and n < 3 and key == "offload_parameters"
-        ):
-            yield f"{KEY}.{key}", f"{where} needs stage 3, but the stage is {n}"
-        name = next(name for name, k in _PLACES.items() if k == key)
-        path = _get(own, f"{ZERO}.{name}.nvme_path")
-        if where == "nvme" and path in (None, AUTO):
-            yield f"{KEY}.{key}", f"nvme needs {ZERO}.{name}.nvme_path in {KEY}.config: a folder on that disk"
-    if ours.hpz_partition_size not in (None, 1) and n < 3:
-        yield f"{KEY}.hpz_partition_size", f"is a copy of sharded parameters, which stage {n} does not shard"
+    for name in ("offload_optimizer", "offload_param"):
+        where, path = (_get(own, f"{ZERO}.{name}.{key}") for key in ("device", "nvme_path"))
+        if where not in (None, AUTO, *PLACES):
+            yield f"{at}.{name}.device", f"{shown(where)}: expected {', '.join(PLACES)}"
+        elif n < 3 and (where == "nvme" or (where == "cpu" and name == "offload_param")):
+            yield f"{at}.{name}.device", f"{where} needs stage 3, but the stage is {n}"
+        elif where == "nvme" and path in (None, AUTO):
+            yield f"{at}.{name}.nvme_path", "nvme needs it: a folder on that disk"
+    if n < 3 and _get(own, f"{ZERO}.zero_hpz_partition_size") not in (None, AUTO, 1):
+        said = f"is a copy of sharded parameters, which stage {n} does not shard"
+        yield f"{at}.zero_hpz_partition_size", said
 
 
 def _get(table: Mapping[str, Any], key: str) -> Any:

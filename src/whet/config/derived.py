@@ -237,9 +237,9 @@ class Plan:
 
     @property
     def policy_on_ranks(self) -> bool:
-        """The policy trains on ranks of this machine, and no engine in the main process samples."""
+        """The policy trains on ranks, and no engine in the main process samples."""
         here = self.generates and not self.cfg.rollout.replicas
-        return "policy" in ranks_of(self.train.parallel) and not self.cfg.cluster.ranks and not here
+        return "policy" in ranks_of(self.train.parallel) and not here
 
     @property
     def copies(self) -> dict[str, int]:

@@ -174,7 +174,7 @@ class Draft:
 def _unknown(path: Path) -> Path:
     """The path up to the first name that is not in the schema; () if all names are.
 
-    Which settings a table has depends on its function: `recipes.setting_problems` judges them."""
+    Which settings a table has depends on its function: `chosen.setting_problems` judges them."""
     for n in range(1, len(path) + 1):
         if _in_base(path[: n - 1]) in TABLES:
             return ()

@@ -21,7 +21,7 @@ from whet.config.conditions import subjects
 from whet.config.constraints import CONSTRAINTS, Constraint, error
 from whet.config.engines import EngineRow
 from whet.config.facts import NAMED
-from whet.config.keys import Key, keys
+from whet.config.keys import TABLES, Key, keys
 from whet.config.keys import settings as keys_of_settings
 from whet.config.recipe_table import RECIPES
 from whet.config.resuming import RESUME
@@ -164,14 +164,14 @@ def _recipes() -> list[Json]:
     ]
 
 
-def _settings(section: type[Section], part: str) -> Json:
+def _settings(section: type[Section], at: Path) -> Json:
     """The settings of a function, described as keys are."""
     made = section.model_json_schema().get("properties", {})
     return {
         name: _described(
             node,
             replace(
-                keys_of_settings()[("algorithm", *part.split("."), name)],
+                keys_of_settings()[(*at, name)],
                 default=section.model_fields[name].default,
             ),
         )
@@ -179,12 +179,12 @@ def _settings(section: type[Section], part: str) -> Json:
     }
 
 
-def _functions(part: str, table: Mapping[str, functions.Function]) -> list[Json]:
+def _functions(at: Path, table: Mapping[str, functions.Function]) -> list[Json]:
     return [
         {
             "name": name,
             "about": row.about,
-            "settings": _settings(row.settings, part),
+            "settings": _settings(row.settings, at),
             "needs": sorted(row.needs),
         }
         for name, row in table.items()
@@ -200,9 +200,7 @@ def _choices() -> dict[str, list[Json]]:
     """Names that a key knows without being limited to them."""
     return {
         "algorithm.name": _recipes(),
-        "algorithm.advantage": _functions("advantage", functions.ADVANTAGES),
-        "algorithm.loss": _functions("loss", functions.LOSSES),
-        "algorithm.correction.weight": _functions("correction.weight", functions.WEIGHTS),
+        **{".".join(map(str, at)): _functions(tuple(map(str, at)), table) for at, table in TABLES.items()},
         "rewards.*.function": _lines(functions.REWARDS),
         "rollout.engine": _lines(engines.ENGINES),
         "track.trackers": _lines(trackers.TRACKERS),

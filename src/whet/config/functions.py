@@ -1,9 +1,11 @@
-"""The functions that an algorithm is made of, by name: what each reads and needs. Plain values, readable without torch.
+"""What keys that hold a name may name, the functions of an algorithm above all: what each reads and needs. Plain
+values, readable without torch.
 
 The functions themselves are `whet.algos.advantages.ADVANTAGES` and `whet.algos.losses.LOSSES`; a test holds the two
 together. Formulas and sources stand in docs/algorithms.md. `functions.tsv` has a line for each, with the columns:
 
-    part      advantage, loss, weight (the importance weight of a correction) or reward
+    part      advantage, loss, weight (the importance weight of a correction), resample, entropy_clip, priority (of a
+              group that is trained on again), reward, or scratch (the family of a new model)
     name      what a config says
     needs     what must be at hand (`Need`)
     more      further fields of its entry, as JSON
@@ -99,3 +101,8 @@ WEIGHTS = _table("weight", Function)
 """How much a token counts that another policy sampled."""
 REWARDS = _table("reward", Function)
 """The rewards that come with whet."""
+RESAMPLINGS = _table("resample", Function)
+ENTROPY_CLIPS = _table("entropy_clip", Function)
+PRIORITIES = _table("priority", Function)
+ARCHITECTURES = _table("scratch", Function)
+"""Families of models that can be made new, by the `model_type` of their config.json."""

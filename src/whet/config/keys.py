@@ -15,7 +15,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from whet.config.functions import ADVANTAGES, LOSSES, WEIGHTS, Function
+from whet.config.functions import (
+    ADVANTAGES,
+    ARCHITECTURES,
+    ENTROPY_CLIPS,
+    LOSSES,
+    PRIORITIES,
+    RESAMPLINGS,
+    WEIGHTS,
+    Function,
+)
 from whet.config.key_table import column
 from whet.config.schema import Config, Section
 
@@ -26,6 +35,10 @@ ASIDES = ("stages", "critic", "reference", "eval")
 
 FOREIGN = {name: key for key, names in column("names").items() for name in names.split(", ")}
 """Names of keys in other frameworks."""
+
+
+NEVER = {"trust_remote_code": "code in the folder of a model is never run; leave it out"}
+"""Keys that other frameworks have and whet does not, and why."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +96,23 @@ def _inner(annotation: Any) -> tuple[type[Section] | None, bool]:
 
 
 TABLES: dict[Path, Mapping[str, Function]] = {
+    ("model", "scratch"): ARCHITECTURES,
     ("algorithm", "advantage"): ADVANTAGES,
     ("algorithm", "loss"): LOSSES,
     ("algorithm", "correction", "weight"): WEIGHTS,
+    ("algorithm", "resample"): RESAMPLINGS,
+    ("algorithm", "entropy_clip"): ENTROPY_CLIPS,
+    ("buffer", "replay", "priority"): PRIORITIES,
     ("algorithm", "mix", "loss"): {name: row for name, row in LOSSES.items() if row.kind == "demonstrations"},
 }
 """Keys that hold a name or a table of settings, and the functions that have them."""
+KEPT: tuple[Path, ...] = (("model", "scratch"),)
+"""Those of them where another name keeps the settings of the one before: sizes are sizes in every family of models."""
 
 
 @functools.cache
 def settings() -> dict[tuple[str, ...], Key]:
-    """Settings of advantages and losses by their path, `name` among them. Several functions may have one of a name: the
+    """Settings of `TABLES` by their path, `name` among them. Several functions may have one of a name: the
     first one's stands here."""
     found: dict[tuple[str, ...], Key] = {}
     for above, table in TABLES.items():
@@ -125,11 +144,19 @@ def lookup(path: Iterable[str | int]) -> Key | None:
     for part in parts:
         if (*found, part) in keys():
             found = (*found, part)
+        elif found in keys() and part in entries(keys()[found]) and parts[-1] is part:
+            return replace(keys()[found], path=parts, annotation=str, default=None)
         elif (*found, "*") in keys() and (part.isdecimal() or not is_list(keys()[found])):
             found = (*found, "*")
         else:
             return settings().get(parts) if found in TABLES else None
     return keys().get(found)
+
+
+def entries(key: Key) -> tuple[str, ...]:
+    """The names that a table of texts may have, where they are fixed."""
+    names = get_args(key.annotation)[:1] if get_origin(key.annotation) is dict else ()
+    return get_args(names[0]) if names and get_origin(names[0]) is Literal else ()
 
 
 def is_list(key: Key) -> bool:
@@ -143,6 +170,8 @@ def children(path: Iterable[str | int]) -> list[str]:
     section: type[Section] | None = Config
     if path:
         key = lookup(path)
+        if key and (names := entries(key)):
+            return list(names)
         section = key.section if key else None
     return list(section.model_fields) if section else []
 
@@ -180,6 +209,8 @@ def words(annotation: Any) -> str:
         return f"a section (keys: {', '.join(annotation.model_fields)})"
     if origin is dict:
         inner = _inner(annotation)[0]
+        if get_origin(arguments[0]) is Literal:
+            return f"a table (keys: {', '.join(get_args(arguments[0]))})"
         return f"names, each with {words(inner)}" if inner else "a section of any keys"
     return _PLAIN[annotation]
 
@@ -247,6 +278,8 @@ def did_you_mean(path: Iterable[str | int]) -> str:
     """'; did you mean ...?' or the keys that are known there."""
     path = tuple(path)
     name = str(path[-1])
+    if name in NEVER:
+        return f": {NEVER[name]}"
     if "." in name and lookup((*path[:-1], *name.split("."))):
         return "; a key in a file cannot contain dots: nest the sections instead"
     if len(path) == 3 and path[0] == "stages" and (name,) in keys():

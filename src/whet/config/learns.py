@@ -6,10 +6,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
 from whet.config.schema import LoraConfig, OptimizerConfig
 from whet.config.sizes import DTYPE_BYTES
+from whet.types import ConfigError
 
+T = TypeVar("T")
 Tensors = Mapping[str, tuple[int, ...]]
 """Shapes of a model's parameters by their names."""
 
@@ -20,6 +23,8 @@ _ENDS = ("embed_tokens", "lm_head")
 _NO_LINEAR = (*_ENDS, ".experts.", ".mlp.gate.")
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Endings of layers that Megatron-LM computes as one: linear_qkv, linear_fc1."""
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Endings of the stacked matrices of experts, and what each expert has there."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +95,69 @@ def _on(name: str, trainable: Mapping[str, bool]) -> bool:
 
 def _targeted(name: str, lora: LoraConfig) -> bool:
     """Whether a weight gets an adapter, as peft decides by the layer's name."""
+    if is_stack(name):
+        return bool(ranks_of_stack(name, lora))
     layer, _, kind = name.rpartition(".")
     if kind != "weight" or "norm" in layer.rpartition(".")[2] or any(part in name for part in _NO_LINEAR):
         return False
-    if _fits(layer, lora.exclude_modules):
+    return layer_targeted(layer, lora)
+
+
+def layer_targeted(layer: str, lora: LoraConfig) -> bool:
+    """Whether a linear layer, which is not the output layer, gets an adapter."""
+    if fits(layer, lora.exclude_modules):
         return False
-    return lora.targets == "all-linear" or _fits(layer, lora.targets)
+    return every_linear(lora) or fits(layer, lora.targets)
 
 
-def _fits(layer: str, names: str | tuple[str, ...]) -> bool:
+def every_linear(lora: LoraConfig) -> bool:
+    """Whether all linear layers get adapters, maybe beside experts."""
+    return "all-linear" in ((lora.targets,) if isinstance(lora.targets, str) else lora.targets)
+
+
+def is_stack(name: str) -> bool:
+    """Whether a parameter is a stack of experts' matrices."""
+    module, _, ending = name.rpartition(".")
+    return module.rpartition(".")[2] == "experts" and ending in STACKS
+
+
+def inside_stack(name: str) -> list[str]:
+    """The names of the layers that each expert has in a stack."""
+    module, _, ending = name.rpartition(".")
+    return [f"{module}.{one}" for one in STACKS[ending]]
+
+
+def ranks_of_stack(name: str, lora: LoraConfig, key: str = "model.lora") -> int:
+    """How many adapters of layers the one of a stack stands for: 0 where it has none, 2 where gate and up are named and
+    not fused. As in peft, its rank is so many times that of a layer.
+
+    Errors: ConfigError where one of the two is named without the other.
+    """
+    inside = inside_stack(name)
+    if any(fits(n, lora.exclude_modules) for n in (name, *inside)):
+        return 0
+    if fits(name, lora.targets):
+        return 1
+    named = [n for n in inside if fits(n, lora.targets)]
+    if named and len(named) < len(inside):
+        raise ConfigError(
+            f"{key}.targets: {named[0]} is named alone, but experts have gate_proj and up_proj in one matrix; name "
+            f"both, or {name.rpartition('.')[2]}"
+        )
+    return (1 if lora.fused else len(inside)) if named else 0
+
+
+def shares_experts(lora: LoraConfig) -> bool:
+    """Whether all experts of a layer have one A and one B."""
+    return lora.fused if lora.experts is None else lora.experts == "shared"
+
+
+def pattern_of(layer: str, patterns: Mapping[str, T]) -> T | None:
+    """The value of the first pattern that fits the end of a layer's name."""
+    return next((value for at, value in patterns.items() if re.match(rf"(.*\.)?({at})$", layer)), None)
+
+
+def fits(layer: str, names: str | tuple[str, ...]) -> bool:
     """names: endings, or one regular expression for the whole name."""
     if isinstance(names, str):
         return re.fullmatch(names, layer) is not None
@@ -122,12 +181,29 @@ def fused_as(layer: str) -> str:
 def _pairs(adapted: Tensors, lora: LoraConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """A and B of every adapter; one A for what is fused."""
     fused = set()
-    for name, (rows, columns) in adapted.items():
-        layer = name.rpartition(".")[0]
-        rank = next(
-            (r for at, r in lora.rank_pattern.items() if re.match(rf"(.*\.)?({at})$", layer)), lora.rank
-        )
+    for name, shape in adapted.items():
+        if is_stack(name):
+            yield from _stack_pairs(name, shape, lora)
+            continue
+        (rows, columns), layer = shape, name.rpartition(".")[0]
+        rank = pattern_of(layer, lora.rank_pattern) or lora.rank
         if not lora.fused or fused_as(layer) not in fused:
             yield f"{layer}.lora_A", (rank, columns)
         fused.add(fused_as(layer))
         yield f"{layer}.lora_B", (rows, rank)
+
+
+def _stack_pairs(
+    name: str, shape: tuple[int, ...], lora: LoraConfig
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    *experts, rows, columns = shape
+    many = () if shares_experts(lora) else tuple(experts)
+    rank = stack_rank(name, lora)
+    module, _, ending = name.rpartition(".")
+    yield f"{module}.lora.{ending}.lora_A", (*many, rank, columns)
+    yield f"{module}.lora.{ending}.lora_B", (*many, rows, rank)
+
+
+def stack_rank(name: str, lora: LoraConfig) -> int:
+    """Rank of a stack's adapters."""
+    return ranks_of_stack(name, lora) * (pattern_of(name, lora.rank_pattern) or lora.rank)

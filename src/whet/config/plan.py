@@ -78,9 +78,9 @@ def plans(
     stages, names = stage_configs(config), stage_names(config)
     what = str(loaded.file) if loaded and loaded.file else "the config"
 
-    if config.eval.offline is not None and not any(cfg.data.train for cfg in stages):
+    if config.eval.offline and not any(cfg.data.train for cfg in stages):
         raise ConfigError(
-            f"{what} scores replies from a file (eval.offline) and has no training data (data.train), so there is "
+            f"{what} scores given replies (eval.offline) and has no training data (data.train), so there is "
             f"nothing to train: run `whet eval {what}`"
         )
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
+from whet.config.chosen import Chosen, chosen, setting_problems, unknown
+from whet.config.conditions import value_at
 from whet.config.correction import check_correction
 from whet.config.functions import ADVANTAGES, LOSSES, Kind, LossEntry, Need
-from whet.config.keys import TABLES, setting, words
+from whet.config.keys import TABLES, Path
 from whet.config.recipe_table import RECIPES, Recipe
 from whet.config.schema import (
     AlgorithmConfig,
+    Config,
     CorrectionConfig,
     GroupsConfig,
     KlConfig,
@@ -22,32 +22,18 @@ from whet.config.schema import (
     RepromptConfig,
     RewardKlConfig,
 )
-from whet.tables import near
+from whet.config.tree import get
 from whet.types import ConfigError, Json
 
-FUNCTIONS = {".".join(map(str, path[1:])): table for path, table in TABLES.items()}
-"""What each part of an algorithm may be."""
+FUNCTIONS = {".".join(map(str, path)): table for path, table in TABLES.items()}
+"""What each key that holds a name may name."""
 
-__all__ = ["RECIPES", "Chosen", "Kind", "Recipe", "Resolved", "kind_of", "resolve"]
+__all__ = ["RECIPES", "Chosen", "Kind", "Recipe", "Resolved", "choices", "kind_of", "resolve"]
 
 
 def kind_of(cfg: AlgorithmConfig) -> Kind | None:
     """The kind of data that an algorithm learns from; None where its name is not known."""
     return RECIPES[cfg.name].kind if cfg.name in RECIPES else None
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """An advantage, a loss or an importance weight with its settings."""
-
-    name: str
-    settings: Mapping[str, Any]
-    """All of them, by the names in its signature; of a function of the user's those that are given."""
-
-    @property
-    def is_own(self) -> bool:
-        """It is a function of the user's."""
-        return ":" in self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,20 +45,15 @@ class Resolved:
     advantage: str
     loss: str
     settings: Mapping[str, Chosen]
-    """By part: `advantage`, `loss`, `mix.loss` where there is a mix, `correction.weight` where there is one."""
+    """By part: `advantage`, `loss`; `mix.loss`, `correction.weight`, `resample` and `entropy_clip` where there is
+    one."""
     loss_agg_mode: str
     norm_tokens: int | None
     mean_over_rollouts: int | None
     whiten: bool
     whiten_ddof: int
-    advantage_low: float | None
-    advantage_high: float | None
+    advantage_clip: tuple[float | None, float | None]
     top_entropy_quantile: float
-    entropy_clip: str
-    entropy_clip_mu: float
-    entropy_clip_max_frac: float | None
-    resample: str
-    resample_power: float
     refill: Literal["sample", "copy"]
     groups: GroupsConfig
     entropy_coef: float
@@ -128,9 +109,9 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         mine = getattr(cfg, key)
         return getattr(recipe, key) if mine is None else mine
 
-    for key, said in setting_problems(cfg):
+    for key, said in settings_problems(cfg):
         raise ConfigError(f"{key}: {said}")
-    settings = {part: chosen for part, chosen, _ in _parts(cfg, recipe)}
+    settings = _parts(cfg, recipe)
     advantage = ADVANTAGES[recipe.advantage if settings["advantage"].is_own else settings["advantage"].name]
     loss = LOSSES[recipe.loss if settings["loss"].is_own else settings["loss"].name]
     reprompt = cfg.reprompt or (RepromptConfig() if recipe.reprompts else None)
@@ -146,7 +127,7 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         "whiten": bool(pick("whiten")),
         "groups": _groups(cfg, recipe.kind, pairs=loss.pairs),
         "dynamic_sampling": bool(pick("dynamic_sampling")),
-        "needs": advantage.needs | loss.needs | _term_needs(cfg),
+        "needs": advantage.needs | loss.needs | _term_needs(cfg, settings),
         "compares": advantage.compares and settings["advantage"].settings.get("single_rollout") != "raw",
         "judged": (advantage.judged and loss.judged) or reprompt is not None,
         "ratio": loss.ratio or settings["loss"].is_own,
@@ -173,9 +154,9 @@ def _groups(cfg: AlgorithmConfig, kind: Kind, *, pairs: bool) -> GroupsConfig:
     return cfg.groups.model_copy(update={"keep_best": 1, "keep_worst": 1}) if pairs else cfg.groups
 
 
-def _anchor(loss: LossEntry, chosen: Chosen) -> Literal["old", "sampled", "none"]:
+def _anchor(loss: LossEntry, made: Chosen) -> Literal["old", "sampled", "none"]:
     """What the loss compares with; a setting may say it."""
-    return "old" if chosen.settings.get("dppo_anchor") == "old" else loss.anchor
+    return "old" if made.settings.get("dppo_anchor") == "old" else loss.anchor
 
 
 def _mix(cfg: AlgorithmConfig, settings: Mapping[str, Chosen]) -> MixConfig | None:
@@ -185,114 +166,89 @@ def _mix(cfg: AlgorithmConfig, settings: Mapping[str, Chosen]) -> MixConfig | No
     return (cfg.mix or MixConfig()).model_copy(update={"loss": settings["mix.loss"].name})
 
 
-# ---------------------------------------------------------------- advantages and losses with their settings
+# ---------------------------------------------------------------- names with their settings
+
+Own = tuple[str, bool]
+"""What a key names where it gives no name, and whether it does where it is null."""
+
+ELSEWHERE: dict[str, Own] = {
+    "model.scratch": ("qwen3", False),
+    "buffer.replay.priority": ("linear_decay", True),
+}
+"""Keys outside the algorithm that hold a name or a table of settings."""
 
 
-def _parts(cfg: AlgorithmConfig, recipe: Recipe) -> Iterator[tuple[str, Chosen, Mapping[str, Any]]]:
-    """(part, what is chosen for it, settings that are given) of the advantage, the loss, and the loss of a mix."""
-    yield "advantage", *_chosen(cfg.advantage, recipe.advantage, recipe, part="advantage")
-    yield "loss", *_chosen(cfg.loss, recipe.loss, recipe, part="loss")
-    if cfg.mix is not None or recipe.expert_loss is not None:
-        own = recipe.expert_loss or "sft"
-        yield "mix.loss", *_chosen(cfg.mix.loss if cfg.mix else None, own, recipe, part="mix.loss")
-    if cfg.correction.weight is not None:
-        yield "correction.weight", *_chosen(cfg.correction.weight, "", recipe, part="correction.weight")
-
-
-def with_settings(algorithm: Json) -> Json:
-    """A section `algorithm` as plain values, with each of its functions as a table of its name and all settings, so
-    that two sections compare. A section that no recipe fits stays as it is."""
-    recipe = RECIPES.get(str(algorithm.get("name") or "grpo"))
-    if recipe is None:
-        return algorithm
-
-    def table(given: Any, own: str, part: str) -> Json:
-        chosen, _ = _chosen(given, own, recipe, part=part)
-        return {"name": chosen.name, **chosen.settings}
-
-    out = {
-        **algorithm,
-        "advantage": table(algorithm.get("advantage"), recipe.advantage, "advantage"),
-        "loss": table(algorithm.get("loss"), recipe.loss, "loss"),
+def _own(recipe: Recipe, *, mixes: bool) -> dict[str, Own]:
+    """The same of an algorithm's keys."""
+    return {
+        "algorithm.advantage": (recipe.advantage, True),
+        "algorithm.loss": (recipe.loss, True),
+        "algorithm.mix.loss": (recipe.expert_loss or "sft", mixes),
+        "algorithm.correction.weight": ("", False),
+        "algorithm.resample": ("", False),
+        "algorithm.entropy_clip": ("", False),
     }
-    if mix := algorithm.get("mix"):
-        out["mix"] = {**mix, "loss": table(mix.get("loss"), recipe.expert_loss or "sft", "mix.loss")}
-    if (correction := algorithm.get("correction")) and (weight := correction.get("weight")):
-        out["correction"] = {**correction, "weight": table(weight, "", "correction.weight")}
+
+
+def _parts(cfg: AlgorithmConfig, recipe: Recipe) -> dict[str, Chosen]:
+    """What is chosen for each part of an algorithm."""
+    mixes = cfg.mix is not None or recipe.expert_loss is not None
+    parts = {key.removeprefix("algorithm."): own for key, own in _own(recipe, mixes=mixes).items()}
+    values = {part: value_at(cfg, part) for part in parts}
+    return {
+        part: chosen(values[part], FUNCTIONS[f"algorithm.{part}"], name, recipe.settings)
+        for part, (name, on) in parts.items()
+        if on or values[part] is not None
+    }
+
+
+def choices(cfg: Config) -> dict[str, Chosen]:
+    """What is chosen at each key that holds a name or a table of settings. The algorithm is a known one."""
+    parts = _parts(cfg.algorithm, RECIPES[cfg.algorithm.name])
+    values = {key: value_at(cfg, key) for key in ELSEWHERE}
+    return {f"algorithm.{part}": made for part, made in parts.items()} | {
+        key: chosen(values[key], FUNCTIONS[key], name)
+        for key, (name, on) in ELSEWHERE.items()
+        if on or values[key] is not None
+    }
+
+
+def with_settings(values: Json) -> Json:
+    """A config as plain values, with each name as a table of the name and all its settings, so that two configs
+    compare. An algorithm that no recipe fits stays as it is."""
+    algorithm = values.get("algorithm") or {}
+    recipe = RECIPES.get(str(algorithm.get("name") or "grpo"))
+    of_algorithm = _own(recipe, mixes=bool(algorithm.get("mix"))) if recipe else {}
+    out = {**values, "algorithm": algorithm}
+    for key, (name, on) in (of_algorithm | ELSEWHERE).items():
+        path = tuple(key.split("."))
+        value = get(values, path)
+        if on or value is not None:
+            preset = recipe.settings if recipe and key in of_algorithm else None
+            made = chosen(value, FUNCTIONS[key], name, preset)
+            out = _placed(out, path, {"name": made.name, **made.settings})
     return out
 
 
-def _chosen(
-    given: str | dict[str, Any] | None, own: str, recipe: Recipe, *, part: str
-) -> tuple[Chosen, Mapping[str, Any]]:
-    """A name, or a table of settings with or without one. The recipe's settings are those of its own function."""
-    rest = {"name": given} if isinstance(given, str) else dict(given or {})
-    name = str(rest.pop("name", None) or own)
-    if ":" in name or name not in FUNCTIONS[part]:
-        return Chosen(name, rest), {}
-    fields = FUNCTIONS[part][name].settings.model_fields
-    of_recipe = {key: value for key, value in recipe.settings.items() if name == own and key in fields}
-    taken = {
-        key: _listed(value, like=fields[key].default)
-        for key, value in rest.items()
-        if key in fields and value is not None
-    }
-    defaults = {key: field.default for key, field in fields.items()}
-    return Chosen(name, defaults | of_recipe | taken), rest
+def _placed(tree: Json, path: Path, value: Json) -> Json:
+    """A copy of sections with a value at a path."""
+    inner = _placed(tree.get(path[0]) or {}, path[1:], value) if len(path) > 1 else value
+    return {**tree, path[0]: inner}
 
 
-def _listed(value: Any, *, like: object) -> Any:
-    """One name where a setting holds a list is a list of one."""
-    return (value,) if isinstance(value, str) and isinstance(like, tuple) else value
+def settings_problems(cfg: AlgorithmConfig) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) of the names of parts and of their settings."""
+    for part, made in _parts(cfg, RECIPES[cfg.name]).items():
+        yield from setting_problems(f"algorithm.{part}", made, FUNCTIONS[f"algorithm.{part}"])
 
 
-def setting_problems(cfg: AlgorithmConfig) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong with it) of names that are unknown, of settings that no function has, and of values that
-    their function cannot take."""
-    for part, chosen, given in _parts(cfg, RECIPES[cfg.name]):
-        if chosen.is_own:
-            continue
-        if not chosen.name:
-            yield f"algorithm.{part}.name", f"must be given: {', '.join(FUNCTIONS[part])}"
-            continue
-        if chosen.name not in FUNCTIONS[part]:
-            yield f"algorithm.{part}", unknown(chosen.name, FUNCTIONS[part])
-            continue
-        section = FUNCTIONS[part][chosen.name].settings
-        known = {name for row in FUNCTIONS[part].values() for name in row.settings.model_fields}
-        for name in (name for name in given if name not in known):
-            has = ", ".join(section.model_fields) or "none"
-            yield f"algorithm.{part}.{name}", f"unknown setting{near(name, known)}; {chosen.name} has: {has}"
-        taken = {name: value for name, value in given.items() if name in section.model_fields}
-        try:
-            section.model_validate_json(json.dumps(taken))
-        except ValidationError as e:
-            for fault in e.errors(include_url=False, include_context=False):
-                name = str(fault["loc"][0])
-                wanted = words(setting(section, name).annotation)
-                yield f"algorithm.{part}.{name}", f"got {json.dumps(taken[name])}, expected {wanted}"
-
-
-def unread_settings(cfg: AlgorithmConfig) -> Iterator[tuple[str, str]]:
-    """(key, why nothing reads it) of settings that belong to other functions than the one that is chosen."""
-    for part, chosen, given in _parts(cfg, RECIPES[cfg.name]):
-        fields = () if chosen.is_own else FUNCTIONS[part][chosen.name].settings.model_fields
-        for name in () if chosen.is_own else (name for name in given if name not in fields):
-            yield f"algorithm.{part}.{name}", f"{part}={chosen.name} does not read it"
-
-
-def _term_needs(cfg: AlgorithmConfig) -> frozenset[Need]:
+def _term_needs(cfg: AlgorithmConfig, settings: Mapping[str, Chosen]) -> frozenset[Need]:
     needs: set[Need] = {"reference"} if max(cfg.kl.coef, cfg.reward_kl.coef) > 0 else set()
     if cfg.top_entropy_quantile < 1:
         needs.add("entropy")
-    if cfg.entropy_clip != "none":
-        needs.add("discriminant" if cfg.entropy_clip == "batch" else "centred_discriminant")
+    if "entropy_clip" in settings:
+        needs.add("discriminant" if settings["entropy_clip"].name == "batch" else "centred_discriminant")
     return frozenset(needs)
-
-
-def unknown(name: str, table: Mapping[str, object]) -> str:
-    """What is said of a name that a table does not have."""
-    return f"{name!r} is not known{near(name, table)}; known: {', '.join(sorted(table))}"
 
 
 def _check_parts(cfg: AlgorithmConfig, r: Resolved) -> None:
@@ -311,6 +267,9 @@ def _check_parts(cfg: AlgorithmConfig, r: Resolved) -> None:
         )
     if r.mix is not None and r.mix.mu == 0 and not r.mix.mu_valley:
         raise ConfigError("algorithm.mix.mu=0: the demonstrations would have no weight; set it above 0.")
+    low, high = r.advantage_clip
+    if r.kind == "online" and low is not None and high is not None and low > high:
+        raise ConfigError(f"algorithm.advantage_clip: {low} is above {high}; give the lower bound first.")
     given = r.settings["advantage"].settings
     if r.advantage == "gdpo" and given["part_weights"] and len(given["part_weights"]) != len(given["parts"]):
         raise ConfigError(

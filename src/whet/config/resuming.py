@@ -110,7 +110,7 @@ class Change:
 def fingerprint(cfg: Config) -> Json:
     """The part of a config that a checkpoint stores: all keys that are not free, so equal runs write equal bytes."""
     values = dump(cfg)
-    return _kept({**values, "algorithm": with_settings(values["algorithm"])}, ())
+    return _kept(with_settings(values), ())
 
 
 def played_by(printed: Json) -> Json:
@@ -162,13 +162,10 @@ def changes(old: Json, new: Json) -> list[Change]:
 
 
 def _stages(tree: Json) -> dict[str, Json]:
-    """The whole config of each stage, by name, its algorithm with all settings."""
+    """The whole config of each stage, by name, all settings of its names filled in."""
     names = stage_names(tree) or ["main"]
     stages = (stage_tree(tree, stage) for stage in tree.get("stages") or [{}])
-    return {
-        name: {**_with_lr(stage), "algorithm": with_settings(stage.get("algorithm") or {})}
-        for name, stage in zip(names, stages)
-    }
+    return {name: with_settings(_with_lr(stage)) for name, stage in zip(names, stages)}
 
 
 def _with_lr(stage: dict[str, Json]) -> dict[str, Json]:

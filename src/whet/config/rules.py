@@ -24,12 +24,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from whet.config.chosen import unread_settings
 from whet.config.conditions import Condition, met, no, parsed, subjects
 from whet.config.engines import SERVED
 from whet.config.facts import named
 from whet.config.functions import LOSSES
 from whet.config.learning import READS
-from whet.config.recipes import Resolved, unread_settings
+from whet.config.recipes import FUNCTIONS, Resolved, choices
 from whet.config.schema import Config
 from whet.config.trackers import TRACKERS
 from whet.tables import lines
@@ -101,7 +102,8 @@ NOTED = tuple(rule for rule in RULES if rule.level == "noted")
 
 def unused(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str, bool]]:
     """(key or section, with * for any name or number; why nothing reads it; whether its default passes) in a stage."""
-    yield from ((key, why, False) for key, why in unread_settings(cfg.algorithm))
+    for at, made in choices(cfg).items():
+        yield from ((key, why, False) for key, why in unread_settings(at, made, FUNCTIONS[at]))
     known = named(cfg, algorithm)
     for rule in UNUSED:
         if met(rule.when, cfg, known):

@@ -25,14 +25,12 @@ from whet.config.sections.base import Section
 from whet.config.sections.buffer import BufferConfig
 from whet.config.sections.cluster import ClusterConfig
 from whet.config.sections.data import DataConfig, ReasoningGymConfig, SourceConfig
-from whet.config.sections.deepspeed import DeepSpeedConfig
 from whet.config.sections.eval import EvalConfig
 from whet.config.sections.model import (
     CriticConfig,
     LoraConfig,
     ModelConfig,
     ReferenceConfig,
-    ScratchConfig,
     TokenizerConfig,
 )
 from whet.config.sections.parallel import ParallelConfig
@@ -99,6 +97,11 @@ class Config(Section):
     run_dir: str = "runs/${name}"
     """Folder of everything that the run writes. (verl: default_local_dir; TRL: output_dir) {time} in it is the time of
     the first start, UTC: the run resumes in the newest such folder unless that run is finished."""
+    dirs: dict[Literal["checkpoints", "export", "rollouts", "eval", "profile"], str] = Field(
+        default_factory=dict
+    )
+    """Folders of run_dir that lie elsewhere: {checkpoints: /large/disk/run}. In run_dir a link of that name leads
+    there. Each belongs to one run."""
     imports: tuple[str, ...] = ()
     """Your own modules, 'package.module' or 'path/to/file.py', imported first, in this process and in the reward
     processes: a module may register models, tokenizers and the like."""

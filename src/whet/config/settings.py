@@ -1,10 +1,11 @@
-"""Settings of advantages, losses and importance weights: the lines of `settings.tsv`, a section for each function.
+"""Settings of what a key names (advantages, losses, families of new models ...): the lines of `settings.tsv`, a section
+for each name.
 
 `algorithm.loss: {name: gspo, clip_low: 3e-4}` gives the function `gspo` of `whet.algos.losses` its `clip_low`. Readable
 without torch; a test holds every section to the signature of its function. A function of the user's has no section: its
 settings are those of its own signature. The columns:
 
-    part       advantage, loss or weight
+    part       of `functions.tsv`: the last part of the key
     functions  those of the part that have the setting, each with this default
     name       as in the signature
     type       bool, text, or int or number with bounds (number >0 <=1); one_of:a,b; list of TYPE; TYPE or TYPE, or null

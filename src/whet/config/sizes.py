@@ -13,7 +13,9 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from whet.config.schema import ModelConfig, ScratchConfig, TokenizerConfig
+from whet.config.functions import ARCHITECTURES
+from whet.config.schema import ModelConfig, TokenizerConfig
+from whet.config.scratch import config_json
 from whet.inputs import MOST_JSON_BYTES, check_regular, parse_json, read_json_object
 from whet.types import ConfigError, Json
 
@@ -27,8 +29,6 @@ MOST_SIZE = 2**31 - 1
 """Of any dimension of a model."""
 MOST_LAYERS = 10_000
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe")
-"""Architectures whose tensors are known without their files."""
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
 _BIASED = ("qwen2",)
 
@@ -93,36 +93,26 @@ def cache_dtype(device: str, dtype: str) -> str:
 def shape(model: ModelConfig, tokenizer: TokenizerConfig) -> Shape | None:
     """The policy's shape; None if its folder is not on this machine. ConfigError if it holds no model."""
     if model.scratch is not None:
-        return scratch_shape(model.scratch, vocab_size=_vocab_size(tokenizer))
+        return new_shape(model, vocab_size=_vocab_size(tokenizer))
     folder = Path(model.path or "").expanduser()
     if model.path is None or not folder.is_dir():
         return None
     return folder_shape(folder, model.overrides)
 
 
-def scratch_shape(cfg: ScratchConfig, *, vocab_size: int | None) -> Shape:
-    """The shape of a model from scratch; a tied embedding counts once. vocab_size: rows of the embedding."""
-    mixture = cfg.architecture == "qwen3_moe"
-    return with_tensors(
-        family=cfg.architecture,
-        hidden=cfg.hidden_size,
-        layers=cfg.num_hidden_layers,
-        heads=cfg.num_attention_heads,
-        kv_heads=cfg.num_key_value_heads or cfg.num_attention_heads,
-        head_dim=cfg.head_dim or cfg.hidden_size // cfg.num_attention_heads,
-        ffn=cfg.intermediate_size or 3 * cfg.hidden_size,
-        experts=cfg.num_experts if mixture else 0,
-        experts_per_token=cfg.num_experts_per_tok if mixture else 0,
-        tied=cfg.tie_word_embeddings,
-        max_positions=cfg.max_position_embeddings,
-        vocab_size=vocab_size,
-    )
+def new_shape(model: ModelConfig, *, vocab_size: int | None) -> Shape:
+    """The shape of a new model; a tied embedding counts once. vocab_size: rows of the embedding."""
+    try:
+        sizes = config_sizes(config_json(model))
+    except (ValueError, KeyError) as e:
+        raise ConfigError(f"model.overrides: {e}") from e
+    return with_tensors(**{**sizes, "vocab_size": vocab_size})
 
 
 def with_tensors(**sizes: Json) -> Shape:
     """A shape of these sizes with the tensors that its family has."""
     bare = Shape(**sizes)
-    known = bare.family in FAMILIES and bare.vocab_size is not None
+    known = bare.family in ARCHITECTURES and bare.vocab_size is not None
     return Shape(**sizes, tensors=dict(_tensors(bare))) if known else bare
 
 

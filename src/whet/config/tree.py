@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
-from whet.config.keys import TABLES, Path, dotted, lookup
+from whet.config.keys import KEPT, TABLES, Path, dotted, lookup
 from whet.config.schema import AlgorithmConfig, StageConfig
 from whet.types import Json
 
@@ -16,10 +17,14 @@ STAGE_SECTIONS = tuple(name for name in StageConfig.model_fields if name != "nam
 def merge(base: Json, over: Json, at: Path = ()) -> Json:
     """Dicts merged key by key, all else replaced; neither is changed. at: their path in a config.
 
-    A table of an advantage's or a loss's settings is put over one of the same name; another name inherits nothing."""
+    A table of settings is put over one of the same name; another name inherits nothing, unless its key is in `KEPT`."""
     if at in TABLES and isinstance(over, dict):
         base = {"name": base} if isinstance(base, str) else base
-        if isinstance(base, dict) and over.get("name", base.get("name")) != base.get("name"):
+        if (
+            at not in KEPT
+            and isinstance(base, dict)
+            and over.get("name", base.get("name")) != base.get("name")
+        ):
             return over
     if not isinstance(base, dict) or not isinstance(over, dict):
         return over
@@ -96,6 +101,7 @@ def path_of(key: str, stages: Sequence[str]) -> Path:
     return path
 
 
+@lru_cache(maxsize=4096)
 def _is_list(path: Path) -> bool:
     key = lookup(path)
     return key is not None and "a list" in key.words

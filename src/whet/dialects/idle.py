@@ -20,7 +20,7 @@ from whet.types import Json
 
 def idle(config: Config, stages: Sequence[Config], made: Translation) -> dict[Path, str]:
     """The translated native keys that no stage reads, and why. A file for `whet eval` has no stages."""
-    if config.eval.offline is not None:
+    if config.eval.offline:
         return {}
     given = config.model_dump(mode="json", exclude_unset=True)
     return {path: why for path, why in unused(given, stages) if origin(made.origins, path)}

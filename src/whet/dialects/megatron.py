@@ -69,21 +69,39 @@ def begins(v: Values, key: str) -> str:
     return choose(v, key, INITS)
 
 
-def adapted_layers(given: Json, key: str, *, native: str, fused: bool, spread_experts: str = "") -> Native:
+def adapted_layers(
+    given: Json,
+    key: str,
+    *,
+    native: str,
+    fused: bool,
+    each: bool = False,
+    mixture: str = "",
+    dropout: Json = 0.0,
+) -> Native:
     """Layers of the native section, from a list of Megatron-LM's names; all-linear is all of them. fused: LoRA, else
-    CanonicalLoRA. spread_experts: the setting that says that the model is a mixture of experts, if one does."""
+    CanonicalLoRA. each: every expert has adapters of its own, where Megatron-Bridge gives a layer's experts one.
+    mixture: the setting that says that the model is a mixture of experts, if one does."""
     known = LAYERS if fused else CANONICAL
     names = list(known) if given in ("all-linear", None) else given
     if not isinstance(names, list) or not names or not all(name in known for name in names):
         raise ConfigError(
             f"{key}: got {shown(given)}, expected all-linear, or a list of Megatron-LM's names: {', '.join(known)}"
         )
-    attention = [name for name in known if not name.startswith("linear_fc")]
-    if spread_experts and not set(names) <= set(attention):
+    feed_forward = any(name.startswith("linear_fc") for name in names)
+    if mixture and feed_forward and dropout:
         raise NotSupportedYet(
-            f"{key}={shown(given)} with {spread_experts}: adapters of experts are coming, not built yet; today: those "
-            f"of attention ({', '.join(attention)})"
+            f"{key}={shown(given)} with {mixture}: dropout of experts' adapters is coming, not built yet"
+        )
+    if mixture and any(name.startswith("linear_fc1_") for name in names):
+        raise NotSupportedYet(
+            f"{key}={shown(given)} with {mixture}: experts whose gate and up have adapters of their own "
+            "(canonical_lora) are coming, not built yet; today: lora, where both have one A"
         )
     layers: list[Json] = [layer for name in names for layer in known[name]]
-    shares = fused and any(len(known[name]) > 1 for name in names)
-    return {f"{native}.targets": layers, **({f"{native}.fused": True} if shares else {})}
+    out: dict[str, Json] = {f"{native}.targets": layers}
+    if fused and any(len(known[name]) > 1 for name in names):
+        out[f"{native}.fused"] = True
+    if feed_forward and (mixture or each):
+        out[f"{native}.experts"] = "each" if each else "shared"
+    return out

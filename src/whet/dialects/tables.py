@@ -148,6 +148,7 @@ class Dialect:
         return self.by_parts.get(parts(key))
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def parts(name: str) -> Parts:
     """`stages[].algorithm.lr` -> ('stages', '[]', 'algorithm', 'lr')."""
     return tuple(name.replace("[]", ".[]").split("."))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -58,8 +59,9 @@ class Reading:
 def reading(tree: dict[str, Json], of: Dialect, *, origins: Mapping[Path, str]) -> Reading:
     """Read a file. Unknown keys, references that fail and values that cannot be meant are problems."""
     out = Reading(of=of)
-    defaults = nested({parts(row.key): row.default for row in out.of.rows if _is_plain(row, out.of)})
-    full, wrong = interpolate(_rebased(_filled(defaults, _under_present_names(tree, of)), out.of.inner), {})
+    full, wrong = interpolate(
+        _rebased(_filled(_default_tree(of), _under_present_names(tree, of)), of.inner), {}
+    )
     written = {path for path, _ in leaves(tree)}
     for path, said in wrong.items():
         row = out.of.row(dotted(path))
@@ -135,10 +137,24 @@ def _understood(out: Reading, one: GivenValue) -> Json:
     return value
 
 
-def _is_plain(row: Row, of: Dialect) -> bool:
-    """Whether it is the key of one value: no section, no entry of a list, no open name."""
-    cut = parts(row.key)
-    return cut not in of.below and not {"[]", "<name>", "*"} & set(cut)
+@functools.cache
+def _plain(of: Dialect) -> dict[Path, Json]:
+    """The defaults of the keys of one value: of no section, no entry of a list, no open name."""
+    cuts = {parts(row.key): row.default for row in of.rows}
+    return {c: v for c, v in cuts.items() if c not in of.below and not {"[]", "<name>", "*"} & set(c)}
+
+
+@functools.cache
+def _default_tree(of: Dialect) -> dict[str, Json]:
+    return nested(_plain(of))
+
+
+@functools.cache
+def _referring(of: Dialect) -> tuple[Row, ...]:
+    """The rows whose default refers to other keys."""
+    return tuple(
+        row for row in of.rows if any("${" in v for _, v in leaves(row.default) if isinstance(v, str))
+    )
 
 
 def _defaults(of: Dialect, full: Json, tree: Json) -> dict[str, Json]:
@@ -146,13 +162,12 @@ def _defaults(of: Dialect, full: Json, tree: Json) -> dict[str, Json]:
     out are resolved in `full` already, unless the file has something else in their section's place."""
     out = {row.key: row.default for row in of.rows}
     again: dict[str, Json] = {}
-    for row in of.rows:
-        if _refers(row.default):
-            cut = parts(row.key)
-            if _is_plain(row, of) and not _has(tree, cut) and _has(full, cut):
-                out[row.key] = get(full, cut)
-            else:
-                again[row.key] = row.default
+    for row in _referring(of):
+        cut = parts(row.key)
+        if cut in _plain(of) and not _has(tree, cut) and _has(full, cut):
+            out[row.key] = get(full, cut)
+        else:
+            again[row.key] = row.default
     texts = _rebased(nested({parts(name): text for name, text in again.items()}), of.inner)
     resolved, _ = interpolate({"_": texts}, full)
     return out | {name: get(resolved, ("_", *parts(name))) for name in again}
@@ -162,10 +177,6 @@ def _has(tree: Json, cut: Path) -> bool:
     """Whether a file gives a key, be it null."""
     above = get(tree, cut[:-1]) if len(cut) > 1 else tree
     return isinstance(above, dict) and cut[-1] in above
-
-
-def _refers(value: Json) -> bool:
-    return any(isinstance(text, str) and "${" in text for _, text in leaves(value))
 
 
 def _fill(out: Reading, present: Json) -> None:
@@ -181,8 +192,8 @@ def _fill(out: Reading, present: Json) -> None:
         elif not {"[]", "<name>"} & set(cut):
             given = row.key in out.given
             out.values[row.key] = get(present, cut) if given else out.defaults[row.key]
-    for row in out.of.rows:
-        if row.type and _refers(row.default) and row.key in out.values:
+    for row in _referring(out.of):
+        if row.type and row.key in out.values:
             out.values[row.key] = _read_or_own(out, row)
 
 

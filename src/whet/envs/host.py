@@ -43,6 +43,7 @@ from whet.guard import confine
 from whet.guard.imports import import_all
 from whet.guard.last import outlive
 from whet.guard.line import messages
+from whet.guard.traces import Traces, written
 from whet.guard.worker import describe
 from whet.rewards.bind import unpack_task
 from whet.tables import load_object
@@ -300,6 +301,7 @@ class EnvHost:
     clock: LoopClock = field(default_factory=LoopClock)
     closing: set[asyncio.Task[None]] = field(default_factory=set)
     places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_AT_ONCE))
+    traces: Traces = field(default_factory=Traces)
 
     def heard(self, kind: str, number: int, *what: Json) -> None:
         """One message of the driver."""
@@ -423,11 +425,12 @@ class EnvHost:
             if not work.done():
                 work.cancel()
 
-    @staticmethod
-    def _result(work: asyncio.Task[Any], name: str) -> Any:
+    def _result(self, work: asyncio.Task[Any], name: str) -> Any:
         if work.cancelled():
             raise CallFailed(f"raised CancelledError in {name}")
         value, error, unanswered = work.result()
+        if error is not None and self.traces.first(error):
+            self.say("said", written(error), 0)
         if isinstance(error, MemoryError):  # what took it may hold it for ever
             raise Stuck(f"raised {describe(error)} in {name}")
         if error is not None:

@@ -277,7 +277,7 @@ class ToolEnv:
         if outcome.late:
             raise EnvFault(f"{name} took more than {limit_s:g} s")
         if outcome.error is not None:
-            raise EnvFault(f"{name} raised {describe(outcome.error)}")
+            raise EnvFault(f"{name} raised {describe(outcome.error)}") from outcome.error
         return outcome.value
 
 

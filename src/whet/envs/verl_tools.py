@@ -304,7 +304,7 @@ class VerlEnv:
         if outcome.late:
             raise EnvFault(f"a method of verl's classes took more than {self.asked.call_timeout_s:g} s")
         if outcome.error is not None:
-            raise EnvFault(f"a method of verl's classes raised {describe(outcome.error)}")
+            raise EnvFault(f"a method of verl's classes raised {describe(outcome.error)}") from outcome.error
         return outcome.value
 
 

@@ -40,6 +40,8 @@ class Line(Protocol):
     """Of its machine, where others of its kind reach it."""
     gpu: int
     """Which of the GPUs that it sees is its own."""
+    machine: str | None
+    """Ray's name for its machine; None: it is this one."""
 
     def died(self) -> str | None:
         """How it ended, if it ended unrequested and without a message."""
@@ -78,6 +80,9 @@ class Lines(Protocol):
     def carried(self, path: Path) -> AbstractContextManager[list[str]]:
         """Where each finds this file or folder, as long as the block runs."""
 
+    def brought(self, path: Path) -> AbstractContextManager[Path]:
+        """A folder for the first of them to write; when the block ends, its files are in `path`."""
+
     def again(self, number: int) -> Line:
         """Start another process to replace one that has died. ConfigError if it does not start."""
 
@@ -93,6 +98,7 @@ class LocalLine:
     """A process of this machine, over a socket pair."""
 
     address = LOOPBACK
+    machine: str | None = None
 
     def __init__(
         self, module: str, number: int, *, folder: Path, threads: int, gpu: int = 0, output: int = 2
@@ -180,6 +186,10 @@ class Local:
     @contextmanager
     def carried(self, path: Path) -> Iterator[list[str]]:
         yield [str(path)] * len(self.lines)
+
+    @contextmanager
+    def brought(self, path: Path) -> Iterator[Path]:
+        yield path
 
     def again(self, number: int) -> LocalLine:
         self.lines[number].hang_up()

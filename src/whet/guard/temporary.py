@@ -18,12 +18,12 @@ _ATTEMPTS = 3
 
 
 class OwnFolder:
-    """A new folder `whet-KIND-...` where temporary files are. OSError where none can be made."""
+    """A new folder `whet-KIND-...` below `above`, or where temporary files are. OSError where none can be made."""
 
-    def __init__(self, kind: str) -> None:
-        prefix = f"whet-{kind}-"
-        sweep(prefix)
-        self.path, self._lock = _made(prefix)
+    def __init__(self, kind: str, above: Path | None = None) -> None:
+        prefix, above = f"whet-{kind}-", above or Path(tempfile.gettempdir())
+        sweep(prefix, above)
+        self.path, self._lock = _made(prefix, above)
 
     def close(self) -> None:
         """Remove the folder. Safe to call twice."""
@@ -33,11 +33,11 @@ class OwnFolder:
         self._lock = -1
 
 
-def _made(prefix: str) -> tuple[Path, int]:
+def _made(prefix: str, above: Path) -> tuple[Path, int]:
     """A new folder and its lock (-1 where the file system has none, so that nobody sweeps it). Another process may
     sweep in the moment before it is locked: then one more is made."""
     for _ in range(_ATTEMPTS):
-        path = Path(tempfile.mkdtemp(prefix=prefix))
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=above))
         try:
             lock = _locked(path)
         except (BlockingIOError, FileNotFoundError):
@@ -47,7 +47,7 @@ def _made(prefix: str) -> tuple[Path, int]:
         if path.exists():
             return path, lock
         os.close(lock)
-    raise OSError(f"no folder could be kept in {tempfile.gettempdir()}: other processes remove it at once")
+    raise OSError(f"no folder could be kept in {above}: other processes remove it at once")
 
 
 def _locked(path: Path) -> int:
@@ -62,9 +62,9 @@ def _locked(path: Path) -> int:
     return handle
 
 
-def sweep(prefix: str) -> None:
+def sweep(prefix: str, above: Path) -> None:
     """Remove the folders of this kind that processes of this user have left behind when they were killed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    for path in above.glob(f"{prefix}*"):
         with suppress(OSError):  # another process has it, or has just removed it
             if path.lstat().st_uid == os.getuid():
                 lock = _locked(path)

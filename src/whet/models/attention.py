@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from whet.models.compiled_layers import CachedTokens
 from whet.models.kernels import Ops
 from whet.models.segments import Segments
 from whet.models.torch_ops import PAGE, Weighing, cache_dtype
@@ -143,11 +144,15 @@ class CachedAttention:
         self.cache, self.ops, self.queries_B = cache, ops, queries_B
         self.table_BP = table_BP.to(torch.int32).contiguous()
         self.keys_B = length_B + (1 if queries_B is None else queries_B)
-        if self.table_BP.device.type == "cpu":
+        if self.table_BP.device.type == "cpu" and not _are_pages(cache, *_range(self.table_BP)):
             # a wrong page would be foreign memory to C: pages up to the last one must exist, later ones may be
             # anything; elsewhere the host must not wait for the device at every step, and indexing checks itself
             used_BP = torch.arange(table_BP.shape[1]) <= ((self.keys_B - 1) // PAGE)[:, None]
-            _check_pages(cache, self.table_BP.where(used_BP, 0))
+            low, high = _range(self.table_BP.where(used_BP, 0))
+            if not _are_pages(cache, low, high):
+                raise ValueError(
+                    f"page numbers {low} .. {high}, but the cache has pages 0 .. {cache.pages - 1}"
+                )
         if queries_B is None:
             self.position_N = length_B
             page_N = self.table_BP.gather(1, (length_B // PAGE)[:, None]).squeeze(1)
@@ -159,6 +164,12 @@ class CachedAttention:
         self.page_N = page_N.to(device, torch.int64)
         self.slot_N = (self.position_N % PAGE).to(device)
         self.table_BP = self.table_BP.to(device)
+
+    @property
+    def tokens(self) -> CachedTokens:
+        """The new tokens, for whole layers."""
+        place = (self.table_BP, self.keys_B, self.queries_B, self.page_N, self.slot_N)
+        return CachedTokens(self.cache.k, self.cache.v, *place)
 
     def __call__(
         self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Weighing]
@@ -175,12 +186,16 @@ class CachedAttention:
         )
 
 
-def _check_pages(cache: KvCache, page: Tensor) -> None:
+def _range(page: Tensor) -> tuple[int, int]:
+    """The lowest and the highest number; of none, those of the first page."""
     if page.numel() == 0:
-        return
-    low, high = (int(x) for x in page.aminmax())
-    if low < 0 or high >= cache.pages:
-        raise ValueError(f"page numbers {low} .. {high}, but the cache has pages 0 .. {cache.pages - 1}")
+        return 0, 0
+    low, high = page.aminmax()
+    return int(low), int(high)
+
+
+def _are_pages(cache: KvCache, low: int, high: int) -> bool:
+    return low >= 0 and high < cache.pages
 
 
 @torch.compiler.disable

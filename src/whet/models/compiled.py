@@ -92,6 +92,7 @@ def _lib() -> ctypes.CDLL:
     lib.whet_attend_packed.argtypes = [p, p, p]
     lib.whet_attend_packed_backward.argtypes = [p, p]
     lib.whet_attend_cached.argtypes = [p, p]
+    lib.whet_cached_layers.argtypes = [p, p, p]
     lib.whet_write_kv.argtypes = [p, p, p, n, n, p, n, n, p, p, n, n, n, i]
     return lib
 

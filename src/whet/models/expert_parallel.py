@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from whet.models.collectives import Peers, SplitDim, exchanged
-from whet.models.products import linear
+from whet.models.experts import by_expert, computed, inverse, weighed
 from whet.types import ConfigError
 
 
@@ -28,45 +28,35 @@ class SpreadExperts(nn.Module):
         super().__init__()
         self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
         self.act_fn, self.peers = experts.act_fn, peers
+        self.lora: nn.ModuleDict = getattr(experts, "lora", nn.ModuleDict())
+        for stack in self.lora.values():
+            stack.owner = (self,)  # type: ignore[assignment]
 
     def forward(self, hidden_UD: Tensor, expert_UE: Tensor, weight_UE: Tensor) -> Tensor:
         """[U, D] weighted sum of what the chosen experts make of each token."""
         ranks, here = self.peers.size, len(self.gate_up_proj)
-        chosen_T = expert_UE.flatten()
-        order_T = chosen_T.argsort(stable=True)
-        count_CX = torch.bincount(chosen_T, minlength=ranks * here).view(ranks, here)
+        order_T, count_X = by_expert(expert_UE, ranks * here)
+        count_CX = count_X.view(ranks, here)
         told_CX = exchanged(count_CX, self.peers, send=[1] * ranks, receive=[1] * ranks)
         send, receive = count_CX.sum(1).tolist(), told_CX.sum(1).tolist()
         sent_TD = F.embedding(order_T // expert_UE.shape[1], hidden_UD)
         found_WD = exchanged(sent_TD, self.peers, send=send, receive=receive)
         made_WD = self._compute(found_WD, told_CX)
         home_TD = exchanged(made_WD, self.peers, send=receive, receive=send)
-        out_UED = F.embedding(_inverse(order_T), home_TD).view(*expert_UE.shape, hidden_UD.shape[1])
-        return (out_UED * weight_UE.to(out_UED.dtype)[..., None]).sum(1)
+        return weighed(home_TD, order_T, weight_UE)
 
     def _compute(self, found_WD: Tensor, told_CX: Tensor) -> Tensor:
-        """Rows as they were received: by rank, then by expert. An expert without rows computes none, and has gradient
-        0: every rank's graph is the same."""
+        """Rows as they were received: by rank, then by expert. An expert without rows computes none: every rank's
+        graph is the same."""
         here = torch.arange(told_CX.shape[1], device=found_WD.device)
         order_W = here.repeat(len(told_CX)).repeat_interleave(told_CX.flatten()).argsort(stable=True)
-        parts = F.embedding(order_W, found_WD).split(told_CX.sum(0).tolist())
-        made = [
-            linear(_glu(self.act_fn, linear(part, gate_up)), down)
-            for part, gate_up, down in zip(parts, self.gate_up_proj.unbind(), self.down_proj.unbind())
-        ]
-        return F.embedding(_inverse(order_W), torch.cat(made))
+        sorted_WD = F.embedding(order_W, found_WD)
+        made_WD = computed(self, sorted_WD, told_CX.sum(0).tolist(), glu=self._glu, idle=True)
+        return F.embedding(inverse(order_W), made_WD)
 
-
-def _glu(act: Any, gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    made: Tensor = act(gate) * up
-    return made
-
-
-def _inverse(order: Tensor) -> Tensor:
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return back
+    def _glu(self, gate: Tensor, up: Tensor) -> Tensor:
+        made: Tensor = self.act_fn(gate) * up
+        return made
 
 
 def apply(model: PreTrainedModel, peers: Peers) -> dict[str, SplitDim]:
@@ -78,7 +68,7 @@ def apply(model: PreTrainedModel, peers: Peers) -> dict[str, SplitDim]:
         return {}
     cuts: dict[str, SplitDim] = {}
     for name, module in [(n, m) for n, m in model.named_modules() if n.rpartition(".")[2] == "experts"]:
-        own = dict(module.named_parameters())
+        own = dict(module.named_parameters(recurse=False))
         if own.keys() != {"gate_up_proj", "down_proj"}:
             raise ConfigError(
                 f"expert parallelism does not support {name} ({', '.join(own)}); set train.parallel.ep=1"
@@ -87,10 +77,15 @@ def apply(model: PreTrainedModel, peers: Peers) -> dict[str, SplitDim]:
             raise ConfigError(
                 f"train.parallel.ep={peers.size} does not divide the {len(own['down_proj'])} experts of a layer"
             )
-        for p, weight in own.items():
+        # adapters that all experts share are whole on every rank, as what is no expert's
+        for p, weight in ((p, weight) for p, weight in module.named_parameters() if weight.ndim == 3):
             cuts[f"{name}.{p}"] = SplitDim(0, peers)
             weight.data = cuts[f"{name}.{p}"].part(weight.data)
-        model.set_submodule(name, SpreadExperts(module, peers))
+        spread = SpreadExperts(module, peers)
+        model.set_submodule(name, spread)
+        for stack in spread.lora.values():
+            stack.effective = None  # type: ignore[assignment]
+            stack.refresh()  # type: ignore[operator]
     if not cuts:
         raise ConfigError(
             f"train.parallel.ep={peers.size}: {type(model).__name__} has no experts; set it to 1"

@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from whet.guard import pulse
-from whet.models.attention import Attend
+from whet.models.attention import Attend, CachedAttention
+from whet.models.compiled_layers import LayerNumbers, LayerWeights
+from whet.models.experts import Experts, by_expert, computed, weighed
 from whet.models.float8 import recomputing
 from whet.models.kernels import Ops, load
-from whet.models.lora import LoraLinear
+from whet.models.lora_layers import LoraLinear, LoraStack
 from whet.models.products import linear
 from whet.models.router import note
-from whet.models.sharded import within
+from whet.models.sharded import is_sharded, within
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def known_family(model: Any, config: Any) -> Family | None:
 
 
 def _untouched(module: nn.Module, home: str) -> bool:
-    plain = (nn.Linear, LoraLinear, nn.Embedding, nn.ModuleList, nn.SiLU)
+    plain = (nn.Linear, nn.Embedding, nn.ModuleList, nn.ModuleDict, nn.SiLU, LoraLinear, LoraStack, Experts)
     own = type(module) in plain or type(module).__module__ in (home, "transformers.activations")
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     return own and not hooked and "forward" not in vars(module)
@@ -94,6 +96,8 @@ class _Layer:
     q_norm: Any
     k_norm: Any
     feed_forward: Callable[[Tensor], Tensor]
+    plain: tuple[Any, ...] | None
+    """Its norms and projections in the order of `LayerWeights`, if all projections are linear layers and no more."""
     eps: float
     offset: float
     head_dim: int
@@ -115,6 +119,7 @@ def functional(model: Any, ops: Ops, *, family: Family, compile: bool = False) -
         for number, layer in enumerate(base.layers[: config.num_hidden_layers])
         if hasattr(layer, "self_attn")
     ]
+    whole = partial(_over_cache, base.layers, layers, ops=layer_ops, act=family.act)
     layer_step, wrap = (torch.compile(_step, dynamic=True), _outside) if compile else (_step, lambda x: x)
 
     def hidden(
@@ -133,7 +138,10 @@ def functional(model: Any, ops: Ops, *, family: Family, compile: bool = False) -
                 recompute, step, use_reentrant=False, preserve_rng_state=False, context_fn=recomputing
             )
         delta_UD: Tensor | None = None
-        for layer in layers:
+        done = whole(h_UD, attend, cos_UD, sin_UD) if begins else None
+        if done is not None:
+            delta_UD, h_UD = done
+        for layer in layers if done is None else ():
             if compile:  # the first time takes long
                 pulse.beat("the layers")
             if base.layers[layer.number] is layer.module:
@@ -169,7 +177,8 @@ def _layer(layer: Any, number: int, *, ops: Ops, family: Family, config: Any) ->
     window = getattr(attention, "sliding_window", None)
     if config.model_type == "mistral":
         window = config.sliding_window
-    feed_forward = _mixture if hasattr(layer.mlp, "experts") else _dense
+    sparse = hasattr(layer.mlp, "experts")
+    feed_forward = _mixture if sparse else _dense
     return _Layer(
         number=number,
         module=layer,
@@ -182,12 +191,23 @@ def _layer(layer: Any, number: int, *, ops: Ops, family: Family, config: Any) ->
         q_norm=getattr(attention, "q_norm", None),
         k_norm=getattr(attention, "k_norm", None),
         feed_forward=partial(feed_forward, layer.mlp, act=family.act, ops=ops),
+        plain=None if sparse else _plain(layer),
         eps=config.rms_norm_eps,
         offset=family.offset,
         head_dim=attention.head_dim,
         scale=attention.scaling,
         window=window,
     )
+
+
+def _plain(layer: Any) -> tuple[Any, ...] | None:
+    """See `_Layer.plain`."""
+    attention, mlp = layer.self_attn, layer.mlp
+    into = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    after = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    if any(type(project) is not nn.Linear for project in (*into, *after)):
+        return None
+    return layer.input_layernorm, *into, layer.post_attention_layernorm, *after
 
 
 def _step(
@@ -223,6 +243,40 @@ def _step(
     return layer.feed_forward(x_UD), h_UD
 
 
+def _over_cache(
+    modules: nn.ModuleList,
+    layers: list[_Layer],
+    h_UD: Tensor,
+    attend: Attend,
+    cos_UD: Tensor,
+    sin_UD: Tensor,
+    *,
+    ops: Ops,
+    act: Literal["silu", "gelu_tanh"],
+) -> tuple[Tensor, Tensor] | None:
+    """All layers at once, without gradient: `_step` after `_step`. None where the operations do not have it, or a layer
+    has more than plain matrices."""
+    if ops.cached_layers is None or not isinstance(attend, CachedAttention) or torch.is_grad_enabled():
+        return None
+    weights = []
+    for layer in layers:
+        if layer.plain is None or modules[layer.number] is not layer.module or is_sharded(layer.module):
+            return None
+        weights.append(_weights(layer))
+    first, windows = layers[0], [layer.window or 0 for layer in layers]
+    numbers = LayerNumbers(first.head_dim, first.scale, first.eps, first.offset, act)
+    return ops.cached_layers(
+        weights, windows, numbers, h_UD, tokens=attend.tokens, cos_ND=cos_UD, sin_ND=sin_UD
+    )
+
+
+def _weights(layer: _Layer) -> LayerWeights:
+    assert layer.plain is not None
+    norms = (None if norm is None else norm.weight for norm in (layer.q_norm, layer.k_norm))
+    biases = (module.bias for module in layer.plain if isinstance(module, nn.Linear))
+    return LayerWeights(*(module.weight for module in layer.plain), *norms, *biases)
+
+
 def _linear(layer: nn.Linear | LoraLinear, x: Tensor) -> Tensor:
     if isinstance(layer, LoraLinear):
         return layer.forward(x)
@@ -250,17 +304,7 @@ def _mixture(block: Any, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"], ops
     if router.norm_topk_prob:
         weight_UE = weight_UE / weight_UE.sum(-1, keepdim=True)
     note(router, logits_UX, probability_UX, expert_UE)
-    order_T = expert_UE.flatten().argsort(stable=True)
-    count_X = torch.bincount(expert_UE.flatten(), minlength=router.num_experts).tolist()
+    order_T, count_X = by_expert(expert_UE, router.num_experts)
     sorted_TD = F.embedding(order_T // router.top_k, x_UD)
-    parts = [
-        linear(ops.glu(*linear(part, gate_up).chunk(2, dim=-1), act=act), down)
-        for part, gate_up, down in zip(
-            sorted_TD.split(count_X), experts.gate_up_proj.unbind(), experts.down_proj.unbind()
-        )
-        if len(part)
-    ]
-    back_T = torch.empty_like(order_T)
-    back_T[order_T] = torch.arange(len(order_T), device=order_T.device)
-    out_UED = F.embedding(back_T, torch.cat(parts or [x_UD])).view(*expert_UE.shape, x_UD.shape[1])
-    return (out_UED * weight_UE.to(out_UED.dtype)[..., None]).sum(1)
+    made_TD = computed(experts, sorted_TD, count_X.tolist(), glu=partial(ops.glu, act=act))
+    return weighed(made_TD, order_T, weight_UE)

@@ -42,20 +42,41 @@ INLINE Lanes lanes(float x) {
     return to;
 }
 
+/* Halves of vectors, for trees: each level folds the upper half into the lower one. */
+typedef float f8 __attribute__((vector_size(32)));
+typedef float f4 __attribute__((vector_size(16)));
+typedef int32_t i8 __attribute__((vector_size(32)));
+typedef int32_t i4 __attribute__((vector_size(16)));
+#define HALVES(T, x, low, high) \
+    T low, high;                \
+    memcpy(&low, &(x), sizeof low), memcpy(&high, (const char *)&(x) + sizeof low, sizeof high);
+
 INLINE float fold_sum(Lanes x) {
-    float part[16];
-    memcpy(part, &x, sizeof part);
-    for (int step = 8; step > 0; step /= 2)
-        for (int i = 0; i < step; i++) part[i] += part[i + step];
-    return part[0];
+    HALVES(f8, x, low_8, high_8)
+    low_8 += high_8;
+    HALVES(f4, low_8, low_4, high_4)
+    low_4 += high_4;
+    return (low_4[0] + low_4[2]) + (low_4[1] + low_4[3]);
 }
 
+INLINE float larger(float a, float b) { return a > b ? a : b; }
+
 INLINE float fold_max(vf x) {
-    float part[W];
-    memcpy(part, &x, sizeof part);
-    for (int step = W / 2; step > 0; step /= 2)
-        for (int i = 0; i < step; i++) part[i] = part[i] > part[i + step] ? part[i] : part[i + step];
-    return part[0];
+#if W == 16
+    HALVES(f8, x, low_8, high_8)
+    i8 first_8 = low_8 > high_8;
+    low_8 = (f8)(((i8)low_8 & first_8) | ((i8)high_8 & ~first_8));
+#else
+    vf low_8 = x;
+#endif
+#if W >= 8
+    HALVES(f4, low_8, low_4, high_4)
+    i4 first_4 = low_4 > high_4;
+    low_4 = (f4)(((i4)low_4 & first_4) | ((i4)high_4 & ~first_4));
+#else
+    vf low_4 = x;
+#endif
+    return larger(larger(low_4[0], low_4[2]), larger(low_4[1], low_4[3]));
 }
 
 /* The body runs for every vector of a row of n floats, `at` floats in; its sums go to lane part `p`. */
@@ -408,11 +429,14 @@ INLINE void score_tile(const float *q, const float *const *kt, float *s, i64 ld,
         UNROLL for (int b = 0; b < NB * PARTS; b++) store(s + r * ld + b * W, acc[r * NB * PARTS + b]);
 }
 
-#define SCORE_ROWS(NQ, NB)                                                                                    \
-    for (; rows - r >= NQ; r += NQ) {                                                                         \
-        i64 b = 0;                                                                                            \
-        for (; b + NB <= blocks; b += NB) score_tile(q + r * D, kt + b, s + r * ld + b * KEYS, ld, D, NQ, NB); \
-        for (; b < blocks; b++) score_tile(q + r * D, kt + b, s + r * ld + b * KEYS, ld, D, NQ, 1);            \
+#define SCORE_BLOCKS(NQ, NB) \
+    for (; b + (NB) <= blocks; b += (NB)) score_tile(q + r * D, kt + b, s + r * ld + b * KEYS, ld, D, NQ, NB);
+#define SCORE_ROWS(NQ, NB) \
+    for (; rows - r >= NQ; r += NQ) {     \
+        i64 b = 0;                        \
+        SCORE_BLOCKS(NQ, NB)              \
+        if (NB > 2) SCORE_BLOCKS(NQ, MIN(NB, 2)) \
+        SCORE_BLOCKS(NQ, 1)               \
     }
 
 /* Tiles are cut so that accumulators, operands and a broadcast fit the registers. */
@@ -717,12 +741,16 @@ typedef struct {
     i64 row, q, count, keys; /* `count` queries from q on; the last one sees `keys` keys, each other one key less */
 } CachedTile;
 
-static int cached_tile(const Cached *a, const CachedTile *t, i64 kv, float *out) {
+/* Bytes that a tile works in. */
+static size_t tile_bytes(const Cached *a, const CachedTile *t) {
+    i64 rows = t->count * (a->heads / a->kv_heads), blocks = (t->keys - 1) / KEYS + 1;
+    return sizeof(float) * rows * (2 * a->D + blocks * KEYS) + sizeof(float *) * blocks;
+}
+
+static void cached_tile(const Cached *a, const CachedTile *t, i64 kv, float *q, float *out) {
     i64 group = a->heads / a->kv_heads, rows = t->count * group, D = a->D, keys = t->keys, page = D * KEYS;
     i64 first = keys - t->count, b0 = first_seen(first, a->window) / KEYS, blocks = (keys - 1) / KEYS + 1 - b0;
     i64 ld = blocks * KEYS;
-    float *q = scratch_bytes(sizeof(float) * rows * (2 * D + ld) + sizeof(float *) * blocks);
-    if (!q) return 1;
     float *sum = q + rows * D, *p = sum + rows * D, part[rows], max;
     const float **block = (const float **)(p + rows * ld);
     const int32_t *pages = a->table + t->row * a->table_n + b0;
@@ -740,8 +768,6 @@ static int cached_tile(const Cached *a, const CachedTile *t, i64 kv, float *out)
               MIN(KEYS, keys - (b0 + b) * KEYS), rows, D);
     for (i64 r = 0; r < rows; r++)
         scale_row(sum + r * D, out + ((t->q + r / group) * a->heads + kv * group + r % group) * D, 1.0f / part[r], D);
-    free(q);
-    return 0;
 }
 
 int whet_attend_cached(const Cached *a, float *out) {
@@ -750,18 +776,27 @@ int whet_attend_cached(const Cached *a, float *out) {
     for (i64 row = 0; row < a->rows; row++) tiles += a->queries ? (a->queries[row] + step - 1) / step : 1;
     CachedTile *tile = scratch_bytes(sizeof(CachedTile) * MAX(1, tiles)), *next = tile;
     if (!tile) return 1;
+    size_t most = 1;
     for (i64 row = 0; row < a->rows; row++) {
         i64 left = a->queries ? a->queries[row] : 1;
         while (left > 0) {
             i64 count = MIN(step, left);
             left -= count;
-            *next++ = (CachedTile){row, q, count, a->keys[row] - left};
+            *next = (CachedTile){row, q, count, a->keys[row] - left};
+            size_t bytes = tile_bytes(a, next++);
+            most = MAX(most, bytes);
             q += count;
         }
     }
-    UNITS_IN_PARALLEL /* kv head outside: rows that share a prompt meet its pages in the cache of the processor */
-    for (i64 unit = 0; unit < tiles * a->kv_heads; unit++)
-        if (cached_tile(a, tile + unit % tiles, unit / tiles, out)) failed = 1;
+    _Pragma("omp parallel num_threads(threads) if (threads > 1)")
+    {
+        float *scratch = scratch_bytes(most);
+        if (!scratch) failed = 1;
+        _Pragma("omp for schedule(dynamic)") /* kv head outside: rows that share a prompt meet its pages in the cache */
+        for (i64 unit = 0; unit < tiles * a->kv_heads; unit++)
+            if (scratch) cached_tile(a, tile + unit % tiles, unit / tiles, scratch, out);
+        free(scratch);
+    }
     free(tile);
     return failed;
 }
@@ -776,4 +811,68 @@ void whet_write_kv(float *k_pages, float *v_pages, const float *k, i64 k_n, i64 
             for (i64 d = 0; d < D; d++) to[d * KEYS] = from[d];
             memcpy(v_pages + ((page[n] * K + h) * KEYS + slot[n]) * D, v + n * v_n + h * v_h, sizeof(float) * D);
         }
+}
+
+/* ---- whole layers over the cache ------------------------------------------------------------------------------- */
+
+int whet_linear(const float *x, i64 x_i, const float *w, i64 w_j, float *y, i64 I, i64 J, i64 K, int halves,
+                int threads); /* products.c */
+
+typedef struct {
+    const float *norm_in, *q, *k, *v, *o, *norm_mid, *gate, *up, *down;
+    const float *q_norm, *k_norm, *q_bias, *k_bias, *v_bias, *o_bias, *gate_bias, *up_bias, *down_bias; /* or NULL */
+    i64 window;
+} Layer;
+
+typedef struct {
+    Cached cached; /* its k and v are the first layer's; q and window are set for each layer */
+    const Layer *layer;
+    i64 layers, layer_pages; /* floats from a layer's pages to the next one's */
+    const float *h, *cos, *sin; /* [N, D], [N, head size] */
+    const i64 *page, *slot; /* [N], where keys and values go */
+    i64 N, D, F; /* tokens, hidden size, size of the gated layer */
+    float eps, offset;
+    i64 act;
+} Layers;
+
+static int project(const float *x, const float *w, const float *bias, float *y, i64 N, i64 J, i64 K, int threads) {
+    if (whet_linear(x, K, w, K, y, N, J, K, 0, threads)) return 1;
+    for (i64 n = 0; bias && n < N; n++) for (i64 j = 0; j < J; j++) y[n * J + j] += bias[j];
+    return 0;
+}
+
+/* What `_step` of fused_forward.py does, layer after layer: delta [N, D], what the last block adds, and sum [N, D], the
+   residual. Returns 0, or 1 where memory ran out. */
+int whet_cached_layers(const Layers *a, float *delta, float *sum) {
+    Cached c = a->cached;
+    int threads = (int)c.threads;
+    i64 N = a->N, D = a->D, F = a->F, own = c.heads * c.D, shared = c.kv_heads * c.D;
+    float *x = scratch_bytes(sizeof(float) * N * (D + MAX(2 * own + 3 * shared, 3 * F)));
+    if (!x) return 1;
+    float *q = x + N * D, *turned_q = q + N * own, *k = turned_q + N * own, *turned_k = k + N * shared;
+    float *v = turned_k + N * shared, *seen = q, *gate = q, *up = gate + N * F, *inner = up + N * F;
+    const float *h = a->h;
+    int failed = 0;
+    for (const Layer *l = a->layer; l < a->layer + a->layers && !failed; l++) {
+        if (l == a->layer) whet_rms_norm(h, NULL, l->norm_in, x, NULL, N, D, a->eps, a->offset, threads);
+        else whet_rms_norm(delta, h, l->norm_in, x, sum, N, D, a->eps, a->offset, threads), h = sum;
+        failed |= project(x, l->q, l->q_bias, q, N, own, D, threads);
+        failed |= project(x, l->k, l->k_bias, k, N, shared, D, threads);
+        failed |= project(x, l->v, l->v_bias, v, N, shared, D, threads);
+        whet_norm_rope(q, own, c.D, l->q_norm, a->cos, a->sin, turned_q, N, c.heads, c.D, a->eps, 0, threads);
+        whet_norm_rope(k, shared, c.D, l->k_norm, a->cos, a->sin, turned_k, N, c.kv_heads, c.D, a->eps, 0, threads);
+        whet_write_kv((float *)c.k, (float *)c.v, turned_k, shared, c.D, v, shared, c.D, a->page, a->slot, N, c.kv_heads,
+                      c.D, threads);
+        c.q = turned_q, c.window = l->window;
+        failed |= whet_attend_cached(&c, seen);
+        c.k += a->layer_pages, c.v += a->layer_pages;
+        failed |= project(seen, l->o, l->o_bias, delta, N, D, own, threads);
+        whet_rms_norm(delta, h, l->norm_mid, x, sum, N, D, a->eps, a->offset, threads), h = sum;
+        failed |= project(x, l->gate, l->gate_bias, gate, N, F, D, threads);
+        failed |= project(x, l->up, l->up_bias, up, N, F, D, threads);
+        whet_glu(gate, F, up, F, inner, N, F, (int)a->act, threads);
+        failed |= project(inner, l->down, l->down_bias, delta, N, D, F, threads);
+    }
+    free(x);
+    return failed;
 }

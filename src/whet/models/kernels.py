@@ -8,6 +8,7 @@ for bit, as the matrix products are row-invariant too (`products`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Literal, Protocol, Unpack
@@ -15,6 +16,7 @@ from typing import Literal, Protocol, Unpack
 from torch import Tensor
 
 from whet.models import compiled, torch_ops
+from whet.models.compiled_layers import CachedTokens, LayerNumbers, LayerWeights, cached_layers
 from whet.models.segments import Segments
 from whet.models.torch_ops import Weighing
 from whet.types import ConfigError
@@ -82,6 +84,20 @@ class WriteKv(Protocol):
     ) -> None: ...
 
 
+class CachedLayers(Protocol):
+    def __call__(
+        self,
+        layers: Sequence[LayerWeights],
+        windows: Sequence[int],
+        numbers: LayerNumbers,
+        h_ND: Tensor,
+        *,
+        tokens: CachedTokens,
+        cos_ND: Tensor,
+        sin_ND: Tensor,
+    ) -> tuple[Tensor, Tensor] | None: ...
+
+
 class Logprobs(Protocol):
     def __call__(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -123,9 +139,11 @@ class Ops:
     logprobs: Logprobs
     logprobs_backward: LogprobsBackward
     sample: Sample
+    cached_layers: CachedLayers | None = None
+    """Whole layers over the cache at once (`models.compiled_layers`); None: operation by operation."""
 
 
-_FUNCTIONS = tuple(f.name for f in fields(Ops) if f.name not in ("name", "reason"))
+_FUNCTIONS = tuple(f.name for f in fields(Ops) if f.name not in ("name", "reason", "cached_layers"))
 
 
 @cache
@@ -153,4 +171,5 @@ def load(kind: Literal["auto", "torch", "compiled"]) -> Ops:
             reason=f"no compiled kernels: {error}",
             **{f: getattr(torch_ops, f) for f in _FUNCTIONS},
         )
-    return Ops(name="compiled", reason=reason, **{f: getattr(compiled, f) for f in _FUNCTIONS})
+    functions = {f: getattr(compiled, f) for f in _FUNCTIONS}
+    return Ops(name="compiled", reason=reason, cached_layers=cached_layers, **functions)

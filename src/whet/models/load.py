@@ -21,6 +21,7 @@ from transformers import (
 
 from whet import seeds
 from whet.config import schema
+from whet.config.scratch import config_json, problems
 from whet.config.sizes import check_files, exported
 from whet.config.urls import hub_hint
 from whet.guard.weights import check_weights
@@ -235,59 +236,15 @@ def _read_config(path: Path, overrides: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _scratch_config(cfg: schema.ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
-    scratch = cfg.scratch
-    assert scratch is not None
-    num_key_value_heads = scratch.num_key_value_heads or scratch.num_attention_heads
-    if scratch.num_attention_heads % num_key_value_heads:
-        raise ConfigError(
-            f"model.scratch: num_key_value_heads ({num_key_value_heads}) must divide "
-            f"num_attention_heads ({scratch.num_attention_heads})"
-        )
-    if scratch.head_dim is None and scratch.hidden_size % scratch.num_attention_heads:
-        raise ConfigError(
-            f"model.scratch: hidden_size ({scratch.hidden_size}) is not a multiple of "
-            f"num_attention_heads ({scratch.num_attention_heads}); give head_dim"
-        )
-    head_dim = scratch.head_dim or scratch.hidden_size // scratch.num_attention_heads
-    if head_dim % 2:
-        raise ConfigError(f"model.scratch: head_dim ({head_dim}) must be even for rotary embeddings")
-    intermediate_size = scratch.intermediate_size or 3 * scratch.hidden_size
-    values: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": scratch.hidden_size,
-        "num_hidden_layers": scratch.num_hidden_layers,
-        "num_attention_heads": scratch.num_attention_heads,
-        "num_key_value_heads": num_key_value_heads,
-        "head_dim": head_dim,
-        "intermediate_size": intermediate_size,
-        "max_position_embeddings": scratch.max_position_embeddings,
-        "rope_parameters": {"rope_type": "default", "rope_theta": scratch.rope_theta},
-        "tie_word_embeddings": scratch.tie_word_embeddings,
-        "initializer_range": scratch.initializer_range,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    if scratch.architecture == "qwen3_moe":
-        if scratch.num_experts_per_tok > scratch.num_experts:
-            raise ConfigError(
-                f"model.scratch: num_experts_per_tok ({scratch.num_experts_per_tok}) exceeds "
-                f"num_experts ({scratch.num_experts})"
-            )
-        values |= {
-            "moe_intermediate_size": intermediate_size,
-            "num_experts": scratch.num_experts,
-            "num_experts_per_tok": scratch.num_experts_per_tok,
-            "norm_topk_prob": True,
-        }
-    if scratch.architecture == "mistral":
-        values["sliding_window"] = scratch.sliding_window
-    elif scratch.sliding_window is not None:
-        raise ConfigError("model.scratch: sliding_window is for architecture 'mistral' only")
+    for key, said in problems(cfg):
+        raise ConfigError(f"{key}: {said}")
+    values = config_json(cfg)
+    family = values.pop("model_type")
+    values |= {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     try:
-        return AutoConfig.for_model(scratch.architecture, **(values | cfg.overrides))
+        return AutoConfig.for_model(family, **values)
     except (ValueError, TypeError, StrictDataclassError) as error:
-        raise ConfigError(f"model.scratch: {scratch.architecture} rejects these sizes: {error}") from error
+        raise ConfigError(f"model.scratch: {family} rejects these sizes: {error}") from error
 
 
 def _initialise(config: PreTrainedConfig, *, seed: int, dtype: torch.dtype) -> PreTrainedModel:

@@ -8,6 +8,9 @@ backward pass goes through A and B alone: the gradient of W is never formed.
 peft decides which layers get adapters and how they are initialised, and its folder format is read and written. Adapters
 are float32, whatever the model's dtype: steps of a usual learning rate are too small for bfloat16.
 
+The matrices of experts lie in stacks, which are adapted as they are: a `LoraStack` beside each, in a module of our own.
+Each expert has its A and B, or all experts of a layer share one.
+
 With `fused`, layers that Megatron-LM computes as one (queries, keys and values; gate and up) have one A: the same
 parameter in several layers. So the optimizer has it once, its gradient is a sum, and code that goes by a parameter's
 identity (copies, ranks, checkpoints) needs to know nothing of it.
@@ -19,119 +22,42 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from whet import seeds
-from whet.config.learns import fused_as
+from whet.config.learns import (
+    STACKS,
+    every_linear,
+    fits,
+    fused_as,
+    inside_stack,
+    is_stack,
+    layer_targeted,
+    pattern_of,
+    ranks_of_stack,
+    shares_experts,
+    stack_rank,
+)
 from whet.config.schema import LoraConfig
 from whet.inputs import check_regular, read_json_object
 from whet.models.dropout import Noise
-from whet.models.products import column_sums, linear, product
+from whet.models.experts import Experts
+from whet.models.lora_layers import LoraLinear, LoraStack
 from whet.track.files import atomic_folder
 from whet.types import CheckpointError, ConfigError
 
 _FILE = "adapter_model.safetensors"
 _LEARNED = "whet_learned"
 """Where a model with adapters keeps the names of what may learn."""
-
-
-class LoraLinear(nn.Module):
-    """A linear layer with an adapter. `refresh` it whenever weight, A or B have changed."""
-
-    effective: Tensor | None
-
-    def __init__(
-        self, linear: nn.Linear, a_KI: Tensor, b_OK: Tensor, *, scale: float, dropout: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.scale, self.dropout = scale, dropout
-        self.first = 0
-        """Number of the first feature of the input, where this rank has the weight's columns from there."""
-        self.drops_as = ""
-        """The name by which its input is dropped, where that is another layer's."""
-        self.noise: Noise | None = None
-        """While it is given, the adapter's input is dropped by it: see `dropping`."""
-        self.weight, self.bias = linear.weight, linear.bias
-        self.lora_A, self.lora_B = nn.Parameter(a_KI), nn.Parameter(b_OK)
-        self.keeps = True
-        """Keep W + s B A. Not where W is gathered for a moment only: then W x and s B A x are added."""
-        self.register_buffer("effective", None, persistent=False)
-        """W + s B A, at one address for as long as the layer lives; None where B is 0: then it is W itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight_OI = self.weight if self.effective is None else self.effective
-        noise = self.noise if torch.is_grad_enabled() else None
-        if noise is not None or not self.keeps:
-            a_KI, b_OK = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
-            seen = x if noise is None else noise.drop(x, self.dropout, first=self.first)
-            low_UK = linear(seen, a_KI)
-            return linear(x, self.weight, self.bias) + self.scale * linear(low_UK, b_OK)
-        if not torch.is_grad_enabled():
-            return linear(x, weight_OI, self.bias)
-        return _Adapted.apply(x, weight_OI, self.bias, self.lora_A, self.lora_B, self.scale)
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        if not self.keeps:
-            return
-        if self.effective is None:
-            if not self.lora_B.any():
-                return
-            self.effective = torch.empty_like(self.weight)
-        self.effective.copy_(_sum(self.weight, self.lora_A, self.lora_B, self.scale))
-
-
-def _sum(weight_OI: Tensor, a_KI: Tensor, b_OK: Tensor, scale: float) -> Tensor:
-    """W + s B A, in the dtype of B."""
-    return product(b_OK, a_KI).mul_(scale).add_(weight_OI.to(b_OK.dtype))
-
-
-@torch.no_grad()
-def effect(weight_OI: Tensor, a_KI: Tensor, b_OK: Tensor, scale: float) -> Tensor:
-    """The effective weight of a layer with these tensors: equal, bit for bit, to what `LoraLinear.refresh` keeps."""
-    return _sum(weight_OI, a_KI, b_OK, scale).to(weight_OI.dtype) if b_OK.any() else weight_OI
-
-
-class _Adapted(torch.autograd.Function):
-    """x W'^T + b with W' = W + s B A given: dA = s B^T dy^T x and dB = s dy^T x A^T, by way of [U, K]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight_OI: Tensor,
-        bias_O: Tensor | None,
-        a_KI: Tensor,
-        b_OK: Tensor,
-        scale: float,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight_OI, a_KI, b_OK)
-        ctx.scale = scale
-        return linear(x, weight_OI.detach(), bias_O)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight_OI, a_KI, b_OK = ctx.saved_tensors
-        needs_x, _, needs_bias, needs_a, needs_b, _ = ctx.needs_input_grad
-        x_UI, dy_UO = x.flatten(0, -2), dy.flatten(0, -2)
-        dx = product(dy_UO, weight_OI).view(x.shape) if needs_x else None
-        da_KI = db_OK = None
-        if needs_a:
-            da_KI = product(product(dy_UO, b_OK.to(dy.dtype)).t(), x_UI).to(a_KI.dtype).mul_(ctx.scale)
-        if needs_b:
-            db_OK = product(dy_UO.t(), product(x_UI, a_KI.to(x.dtype).t())).to(b_OK.dtype).mul_(ctx.scale)
-        return dx, None, column_sums(dy_UO) if needs_bias else None, da_KI, db_OK, None
 
 
 # ---------------------------------------------------------------- put in
@@ -148,19 +74,24 @@ def attach(model: PreTrainedModel, cfg: LoraConfig, *, seed: int, key: str = "mo
     from peft.tuners.lora import LoraLayer
 
     head = model.get_output_embeddings()
+    stacks = _stacks(cfg, model, key)
+    asked = _asked(cfg, model, stacks=stacks)
     model.requires_grad_(False)
     with torch.random.fork_rng():
         torch.manual_seed(seeds.key(seed, "lora"))
         try:
-            inject_adapter_in_model(_peft(cfg, _targets(cfg, model)), model)
+            if asked.targets or not stacks:
+                inject_adapter_in_model(_peft(asked), model)
+                del model.peft_config  # transformers would refuse to write the model
         except ValueError as error:
             raise ConfigError(f"{key}: {error} Linear layers of the model: {_linear_names(model)}") from error
-        del model.peft_config  # transformers would refuse to write the model
         for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]:
             model.set_submodule(name, _own(name, module, head=head, dropout=cfg.dropout, key=key))
         if cfg.init == "xavier":  # peft has none
             for layer in adapted(model).values():
                 nn.init.xavier_normal_(layer.lora_A)
+        for name in stacks:
+            _adapt_stack(model, name, cfg, key)
     _check_names(model, cfg, key)
     if cfg.fused:
         _fuse(model, key)
@@ -172,12 +103,78 @@ def attach(model: PreTrainedModel, cfg: LoraConfig, *, seed: int, key: str = "mo
     refresh(model)
 
 
-def _targets(cfg: LoraConfig, model: PreTrainedModel) -> list[str] | str:
-    """What gets adapters, as peft takes it. Its own all-linear reaches for experts and routers, too."""
-    if cfg.targets != "all-linear":
-        return cfg.targets if isinstance(cfg.targets, str) else list(cfg.targets)
+def _asked(cfg: LoraConfig, model: PreTrainedModel, *, stacks: list[str]) -> LoraConfig:
+    """What peft is asked for. Its own all-linear reaches for experts and routers, too, and so do the names of experts:
+    then it is told the layers."""
+    if not every_linear(cfg) and not stacks:
+        return cfg
     head = model.get_output_embeddings()
-    return [name for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
+    linear = [name for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
+    chosen = tuple(name for name in linear if layer_targeted(name, cfg))
+    return cfg.model_copy(update={"targets": chosen, "exclude_modules": ()})
+
+
+def _stacks(cfg: LoraConfig, model: PreTrainedModel, key: str) -> list[str]:
+    """The stacks of experts that get adapters. Errors: ConfigError where they cannot have these."""
+    found = [n for n, _ in model.named_parameters() if is_stack(n) and ranks_of_stack(n, cfg, key)]
+    if not found:
+        if cfg.experts is not None:
+            raise ConfigError(
+                f"{key}.experts={cfg.experts}: no experts have adapters; leave it out, or name their matrices "
+                f"(gate_up_proj, down_proj) in {key}.targets"
+            )
+        return found
+    if cfg.dropout:
+        raise ConfigError(
+            f"{key}.dropout={cfg.dropout}: adapters of experts ({found[0]}) have no dropout, as in peft; set it to 0, "
+            f"or remove the experts from {key}.targets"
+        )
+    if cfg.init in ("orthogonal", "olora", "pissa"):
+        raise ConfigError(
+            f"{key}.init={cfg.init}: adapters of experts ({found[0]}) begin by default, gaussian, xavier or random"
+        )
+    for module in {n.rpartition(".")[0] for n in found}:
+        experts = model.get_submodule(module)
+        own = {n for n, _ in experts.named_parameters()}
+        if own != {"gate_up_proj", "down_proj"} or getattr(experts, "is_transposed", False):
+            raise ConfigError(
+                f"{key}.targets: {module} of {type(model).__name__} cannot have adapters; experts need two stacks, "
+                "gate_up_proj and down_proj [experts, outputs, inputs]"
+            )
+    return found
+
+
+def _adapt_stack(model: PreTrainedModel, name: str, cfg: LoraConfig, key: str) -> None:
+    """Put adapters beside a stack, whose A and B begin as those of a layer."""
+    at, _, ending = name.rpartition(".")
+    experts = model.get_submodule(at)
+    if not isinstance(experts, Experts):
+        experts = Experts(experts)
+        model.set_submodule(at, experts)
+    weight_XOI = getattr(experts, ending)
+    count, rows, columns = weight_XOI.shape
+    rank, times = stack_rank(name, cfg), ranks_of_stack(name, cfg, key)
+    alpha = times * (pattern_of(name, cfg.alpha_pattern) or cfg.alpha)
+    many = () if shares_experts(cfg) else (count,)
+    dtype = torch.promote_types(weight_XOI.dtype, torch.float32)
+    a = torch.empty(*many, rank, columns, dtype=dtype, device=weight_XOI.device)
+    b = torch.zeros(*many, rows, rank, dtype=dtype, device=weight_XOI.device)
+    _BEGIN.get(cfg.init, _uniform)(a)
+    if cfg.init == "random":
+        _uniform(b)
+    scale = alpha / (rank**0.5 if cfg.rslora else rank)
+    experts.lora[ending] = LoraStack(experts, ending, a, b, scale=scale)
+
+
+def _uniform(x: Tensor) -> None:
+    """As the weight of a new nn.Linear (Kaiming), by the inputs of the last dim."""
+    nn.init.uniform_(x, -(x.shape[-1] ** -0.5), x.shape[-1] ** -0.5)
+
+
+_BEGIN: dict[str, Callable[[Tensor], Any]] = {
+    "gaussian": lambda a: nn.init.normal_(a, std=1 / a.shape[-2]),
+    "xavier": lambda a: nn.init.normal_(a, std=(2 / sum(a.shape[-2:])) ** 0.5),
+}
 
 
 def _linear_names(model: PreTrainedModel) -> str:
@@ -187,7 +184,7 @@ def _linear_names(model: PreTrainedModel) -> str:
     )
 
 
-def _peft(cfg: LoraConfig, targets: list[str] | str) -> Any:
+def _peft(cfg: LoraConfig) -> Any:
     """The section as peft's own configuration."""
     from peft import LoraConfig
 
@@ -200,13 +197,17 @@ def _peft(cfg: LoraConfig, targets: list[str] | str) -> Any:
         lora_alpha=cfg.alpha,  # type: ignore[arg-type]  # peft divides; any number does
         use_rslora=cfg.rslora,
         lora_dropout=cfg.dropout,
-        target_modules=targets,
-        exclude_modules=exclude if isinstance(exclude := cfg.exclude_modules, str) else list(exclude),
+        target_modules=_as_list(cfg.targets),
+        exclude_modules=_as_list(cfg.exclude_modules),
         rank_pattern=dict(cfg.rank_pattern),
         alpha_pattern=dict(cfg.alpha_pattern),
         init_lora_weights=init,
         task_type="CAUSAL_LM",
     )
+
+
+def _as_list(names: str | tuple[str, ...]) -> str | list[str]:
+    return names if isinstance(names, str) else list(names)
 
 
 def _own(name: str, layer: Any, *, head: nn.Module | None, dropout: float, key: str) -> LoraLinear:
@@ -224,8 +225,9 @@ def _own(name: str, layer: Any, *, head: nn.Module | None, dropout: float, key: 
 
 def _fuse(model: PreTrainedModel, section: str) -> None:
     """Give layers that are fused the A of the first, and the features that it drops."""
+    layers = {name: layer for name, layer in adapted(model).items() if isinstance(layer, LoraLinear)}
     firsts: dict[str, tuple[str, LoraLinear]] = {}
-    for name, layer in adapted(model).items():
+    for name, layer in layers.items():
         at, first = firsts.setdefault(fused_as(name), (name, layer))
         if layer.lora_A.shape != first.lora_A.shape:
             raise ConfigError(
@@ -233,7 +235,8 @@ def _fuse(model: PreTrainedModel, section: str) -> None:
                 "give both the same, or set fused to false"
             )
         layer.lora_A, layer.drops_as = first.lora_A, at
-    if len(firsts) == len(adapted(model)):
+    stacked = any(name.endswith(".gate_up_proj") for name in adapted(model))
+    if len(firsts) == len(layers) and not stacked:
         raise ConfigError(
             f"{section}.fused: no two layers with adapters are fused (q_proj, k_proj and v_proj, or gate_proj and "
             "up_proj, of one block); set it to false"
@@ -244,12 +247,15 @@ def _check_names(model: PreTrainedModel, cfg: LoraConfig, section: str) -> None:
     """Each pattern has to fit the end of a name (peft only warns), and each module has to be there."""
     for key, patterns in (("rank_pattern", cfg.rank_pattern), ("alpha_pattern", cfg.alpha_pattern)):
         for pattern in patterns:
-            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted(model)):
+            if not any(pattern_of(name, {pattern: True}) for name in adapted(model)):
                 raise ConfigError(
                     f"{section}.{key}: no layer with an adapter has a name that ends with {pattern!r}"
                 )
+    linear = [n for n, m in model.named_modules() if type(m) is nn.Linear]
+    stacks = [n for n, _ in model.named_parameters() if is_stack(n)]
+    names = (*linear, *stacks, *(one for n in stacks for one in inside_stack(n)))
     for ending in () if isinstance(cfg.exclude_modules, str) else cfg.exclude_modules:
-        if not any(f".{n}".endswith(f".{ending}") for n, m in model.named_modules() if type(m) is nn.Linear):
+        if not any(fits(name, (ending,)) for name in names):
             raise ConfigError(f"{section}.exclude_modules: no linear layer's name ends with {ending!r}")
     for ending in cfg.modules_to_save:
         found = _whole(model, [ending]).values()
@@ -281,7 +287,7 @@ def _fill(model: PreTrainedModel, folder: Path, cfg: LoraConfig, *, key: str) ->
         "r": cfg.rank,
         "lora_alpha": cfg.alpha,
         "use_rslora": cfg.rslora,
-        "alpha_pattern": dict(cfg.alpha_pattern),
+        "alpha_pattern": _patterns(model, cfg)["alpha_pattern"],
         "use_dora": False,
     }
     may_lack = {"peft_type": "LORA", "use_rslora": False, "alpha_pattern": {}, "use_dora": False}
@@ -295,31 +301,49 @@ def _fill(model: PreTrainedModel, folder: Path, cfg: LoraConfig, *, key: str) ->
         raise CheckpointError(
             f"{key}.path={folder}: {odd_type[0]} has dtype {found[odd_type[0]].dtype}, expected a floating-point dtype"
         )
-    own = dict(_as_peft(model, cfg))
-    if wrong := sorted(n for n in found.keys() | own.keys() if _shape(found, n) != _shape(own, n)):
+    own = {one.name: one for one in _as_peft(model, cfg)}
+    shapes = {name: one.value().shape for name, one in own.items()}
+    if wrong := sorted(n for n in found.keys() | own.keys() if _shape(found, n) != shapes.get(n)):
         raise CheckpointError(
             f"{key}.path={folder}: the adapters belong to other layers; they differ in {wrong[:3]} ({len(wrong)} "
             "tensors)"
         )
     firsts: dict[int, str] = {}
-    with torch.no_grad():
-        for name, p in own.items():
-            first = firsts.setdefault(id(p), name)
-            if not torch.equal(found[name], found[first]):
-                raise CheckpointError(
-                    f"{key}.path={folder}: {name} differs from {first}, but with fused=true they must be equal; set "
-                    "fused to false"
-                )
-            p.copy_(found[name])
+    for name, one in own.items():
+        first = firsts.setdefault(id(one.parameter), name)
+        if not torch.equal(found[name], found[first]):
+            raise CheckpointError(
+                f"{key}.path={folder}: {name} differs from {first}, but with fused=true they must be equal; set fused "
+                "to false"
+            )
+        one.put(found[name])
+        if not torch.equal(one.value(), found[name].to(one.parameter)):
+            raise CheckpointError(
+                f"{key}.path={folder}: {name} differs between experts, but all experts of a layer have one adapter; "
+                "set experts to each"
+            )
 
 
 def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | None:
     return tensors[name].shape if name in tensors else None
 
 
-def adapted(model: nn.Module) -> dict[str, LoraLinear]:
-    """The layers with adapters, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+def adapted(model: nn.Module) -> dict[str, LoraLinear | LoraStack]:
+    """What has adapters, by name: linear layers, and stacks of experts."""
+    out: dict[str, LoraLinear | LoraStack] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            out[name] = module
+        elif isinstance(module, LoraStack):
+            experts, _, stack = name.rpartition(".lora.")
+            out[f"{experts}.{stack}"] = module
+    return out
+
+
+def adapted_weights(model: nn.Module) -> dict[str, LoraLinear | LoraStack]:
+    """The same by the names of the weights that are adapted."""
+    layers = adapted(model).items()
+    return {n if isinstance(layer, LoraStack) else f"{n}.weight": layer for n, layer in layers}
 
 
 def refresh(model: nn.Module) -> None:
@@ -362,11 +386,17 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     """The model with the adapters' effect in its weights, of the class's own layers. It shares all tensors, so it is to
     be read or copied, and only until the next step."""
     out = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})  # type: ignore[arg-type]
-    for name, layer in adapted(out).items():
-        linear = nn.Linear(layer.in_features, layer.out_features, device="meta")
-        weight_OI = layer.weight if layer.effective is None else layer.effective
-        linear.weight, linear.bias = nn.Parameter(weight_OI, requires_grad=False), layer.bias
-        out.set_submodule(name, linear)
+    made = {
+        n: layer.weight if layer.effective is None else layer.effective for n, layer in adapted(out).items()
+    }
+    for name, module in list(out.named_modules()):
+        if isinstance(module, LoraLinear):
+            linear = nn.Linear(module.in_features, module.out_features, device="meta")
+            linear.weight, linear.bias = nn.Parameter(made[name], requires_grad=False), module.bias
+            out.set_submodule(name, linear)
+        elif isinstance(module, Experts):
+            own = module.named_parameters(recurse=False)
+            out.set_submodule(name, module.plain({n: made.get(f"{name}.{n}", p) for n, p in own}))
     return out
 
 
@@ -378,22 +408,83 @@ def export_adapter(model: PreTrainedModel, path: Path, *, cfg: LoraConfig, base:
 
     base: the location of that model, for the record.
     """
-    config = _peft(cfg.model_copy(update={"exclude_modules": ()}), list(adapted(model)))
+    layers = adapted(model)
+    linear = {name for name, layer in layers.items() if isinstance(layer, LoraLinear)}
+    told = {
+        "targets": tuple(n for n in layers if n in linear),
+        "exclude_modules": (),
+        **_patterns(model, cfg),
+    }
+    config = _peft(cfg.model_copy(update=told))
+    config.target_parameters = [name for name in layers if name not in linear] or None
     config.base_model_name_or_path, config.inference_mode = base, True
     config.modules_to_save = list(_whole(model, cfg.modules_to_save)) or None
     with atomic_folder(path) as folder:
         config.save_pretrained(folder)
-        # what is fused stands there for each layer, and safetensors takes no memory twice
+        # what is fused or shared stands there for each layer, and safetensors takes no memory twice
         tensors = {
-            name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in _as_peft(model, cfg)
+            one.name: one.value().clone(memory_format=torch.contiguous_format) for one in _as_peft(model, cfg)
         }
         save_file(tensors, folder / _FILE, metadata={"format": "pt"})
 
 
-def _as_peft(model: PreTrainedModel, cfg: LoraConfig) -> Iterator[tuple[str, nn.Parameter]]:
+def _patterns(model: PreTrainedModel, cfg: LoraConfig) -> dict[str, dict[str, Any]]:
+    """Ranks and alphas of single layers as peft has to be told them: those of stacks that replace two layers, too."""
+    ranks: dict[str, Any] = {}
+    alphas: dict[str, Any] = {}
+    for name in (n for n, layer in adapted(model).items() if isinstance(layer, LoraStack)):
+        if (times := ranks_of_stack(name, cfg)) > 1:
+            at = re.escape(name)
+            ranks[at] = stack_rank(name, cfg)
+            alphas[at] = times * (pattern_of(name, cfg.alpha_pattern) or cfg.alpha)
+    return {
+        "rank_pattern": ranks | dict(cfg.rank_pattern),
+        "alpha_pattern": alphas | dict(cfg.alpha_pattern),
+    }
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A parameter as peft writes it. Of experts that is A [X K, I] and B [O, K X], with what they share repeated."""
+
+    name: str
+    parameter: nn.Parameter
+    experts: int = 0
+    """How many a stack has; 0: it is of no stack."""
+
+    def value(self) -> Tensor:
+        own = self.parameter.detach()
+        if not self.experts:
+            return own
+        each = own if own.ndim == 3 else own.expand(self.experts, *own.shape)
+        return each.permute(1, 2, 0).flatten(1) if self._is_b else each.flatten(0, 1)
+
+    @torch.no_grad()
+    def put(self, value: Tensor) -> None:
+        if self.experts:
+            x = self.experts
+            each = value.unflatten(1, (-1, x)).permute(2, 0, 1) if self._is_b else value.unflatten(0, (x, -1))
+            value = each if self.parameter.ndim == 3 else each[0]
+        self.parameter.copy_(value)
+
+    @property
+    def _is_b(self) -> bool:
+        return self.name.endswith(".lora_B.weight")
+
+
+def _as_peft(model: PreTrainedModel, cfg: LoraConfig) -> Iterator[_Told]:
     """Adapters and whole modules by the names that peft writes."""
-    for name, layer in adapted(model).items():
-        yield f"base_model.model.{name}.lora_A.weight", layer.lora_A
-        yield f"base_model.model.{name}.lora_B.weight", layer.lora_B
+    layers = adapted(model)
+    for name, layer in layers.items():
+        at, experts = name, 0
+        if isinstance(
+            layer, LoraStack
+        ):  # peft wraps the experts once for each stack; the last is the outermost
+            at, _, stack = name.rpartition(".")
+            stacks = [n for n in STACKS if f"{at}.{n}" in layers]
+            at, experts = at + ".base_layer" * (len(stacks) - 1 - stacks.index(stack)), len(layer.weight)
+        yield _Told(f"base_model.model.{at}.lora_A.weight", layer.lora_A, experts)
+        yield _Told(f"base_model.model.{at}.lora_B.weight", layer.lora_B, experts)
     for name, module in _whole(model, cfg.modules_to_save).items():
-        yield from module.named_parameters(prefix=f"base_model.model.{name}")
+        for own, p in module.named_parameters(prefix=f"base_model.model.{name}"):
+            yield _Told(own, p)

@@ -93,7 +93,7 @@ def chosen() -> Products:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b for x [..., K], W [J, K], as `F.linear`; with gradients."""
-    if not _ours(x, weight):
+    if not multiplies(x, weight):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
         y: Tensor = _Linear.apply(x, weight, bias)
@@ -105,7 +105,7 @@ def product(a_IK: Tensor, b_KJ: Tensor, *, out: Tensor | None = None, add: bool 
     """a b, without gradient, into `out` where given; `add`: to what stands there."""
     if out is None:
         out = a_IK.new_empty(a_IK.shape[0], b_KJ.shape[1])
-    multiply = chosen().multiply if _ours(a_IK, b_KJ) else _by_torch
+    multiply = chosen().multiply if multiplies(a_IK, b_KJ) else _by_torch
     exact = torch.float32 if multiply is not _by_torch else a_IK.dtype
     if out.dtype == exact:
         multiply(a_IK, b_KJ, out, add)
@@ -118,7 +118,7 @@ def product(a_IK: Tensor, b_KJ: Tensor, *, out: Tensor | None = None, add: bool 
 
 def column_sums(x_IJ: Tensor) -> Tensor:
     """[J] sums over the rows, by the rule."""
-    return chosen().column_sums(x_IJ.float()).to(x_IJ.dtype) if _ours(x_IJ) else x_IJ.sum(0)
+    return chosen().column_sums(x_IJ.float()).to(x_IJ.dtype) if multiplies(x_IJ) else x_IJ.sum(0)
 
 
 class Everywhere(TorchFunctionMode):
@@ -130,9 +130,9 @@ class Everywhere(TorchFunctionMode):
         return linear(*args, **(kwargs or {})) if func is F.linear else func(*args, **(kwargs or {}))
 
 
-def _ours(*tensors: Tensor) -> bool:
-    """Plain tensors of one dtype on a CPU, float32 or one that the CPU does not multiply itself; and nothing else asks
-    to be told of products (a compiler, float8, autocast)."""
+def multiplies(*tensors: Tensor) -> bool:
+    """Whether this module does: plain tensors of one dtype on a CPU, float32 or one that the CPU does not multiply
+    itself; and nothing else asks to be told of products (a compiler, float8, autocast)."""
     for t in tensors:
         if type(t) not in _PLAIN or not t.is_cpu or t.dtype is not tensors[0].dtype:
             return False

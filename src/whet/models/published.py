@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from whet.environment import give_memory_back
-from whet.models.lora import adapted, effect
+from whet.models.lora import adapted, adapted_weights
+from whet.models.lora_layers import effect
 from whet.track.files import atomic_folder
 
 T = TypeVar("T")
@@ -55,14 +56,14 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     """By the name of the weight that is changed. The parameters need no data."""
     name_of = {id(p): name for name, p in model.named_parameters()}
     return {
-        f"{name}.weight": Adapter(layer.scale, name_of[id(layer.lora_A)], name_of[id(layer.lora_B)])
-        for name, layer in adapted(model).items()
+        name: Adapter(layer.scale, name_of[id(layer.lora_A)], name_of[id(layer.lora_B)])
+        for name, layer in adapted_weights(model).items()
     }
 
 
 def weights_of(model: nn.Module) -> Iterator[Weight]:
     """All parameters of a model in this process, with the effective weights that its layers keep."""
-    layers = {f"{name}.weight": layer for name, layer in adapted(model).items()}
+    layers = adapted_weights(model)
     parts = {id(p) for layer in layers.values() for p in (layer.lora_A, layer.lora_B)}
     for name, p in model.named_parameters():
         own, layer = p.detach(), layers.get(name)

@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from whet.models.collectives import Peers
 from whet.models.lora import adapted
+from whet.models.lora_layers import LoraStack
 from whet.models.precision import sum_of_squares, total_norm
 from whet.models.regions import Region
 
@@ -42,6 +43,11 @@ def within(module: nn.Module, function: Callable[..., T], *args: Any) -> T:
     hooks, so pass them by themselves or in tuples."""
     caller = module.__dict__.get(_CALLER)
     return function(*args) if caller is None else caller(function, *args)  # type: ignore[no-any-return]
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Its parameters are whole only `within` it."""
+    return _CALLER in module.__dict__
 
 
 def _apply(function: Callable[..., T], *args: Any) -> T:
@@ -185,7 +191,7 @@ class DataParallel:
         dtypes = MixedPrecisionPolicy(reduce_dtype=torch.float32 if sums_wide else None)
         pinned = self.mesh.device_type == "cuda"
         offload = CPUOffloadPolicy(pin_memory=pinned) if self.how.offload else OffloadPolicy()
-        over = self.mesh if self.mesh["dp_replicate"].size() > 1 else self.mesh["dp_shard"]
+        over = _over(self.mesh, "dp_shard")
         for layer in adapted(model).values():
             layer.keeps, layer.effective = False, None
         blocks = [
@@ -219,13 +225,12 @@ class DataParallel:
         own = {named[name] for name in self.parallel.experts}
         if self.expert_mesh is None or self.expert_mesh["expert_shard"].size() == 1:
             return own
-        mesh = self.expert_mesh
-        over = (
-            mesh["dp_replicate", "expert_shard"] if mesh["dp_replicate"].size() > 1 else mesh["expert_shard"]
-        )
-        for module in list(model.modules()):
+        dense, mesh = _over(self.mesh, "dp_shard"), _over(self.expert_mesh, "expert_shard")
+        for module in reversed(list(model.modules())):  # the inner ones first
             if any(p in own for p in module.parameters(recurse=False)):
-                fully_shard(module, mesh=over, **how)
+                fully_shard(module, mesh=mesh, **how)
+            elif isinstance(module, LoraStack):  # of all experts, inside what is cut for some of them
+                fully_shard(module, mesh=dense, **how)
         return set()
 
     def own(self, named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -407,6 +412,11 @@ def no_part(name: str, tensor: Tensor) -> bool:
     """Whether all ranks have it alike, though it is kept of a parameter that is cut: single numbers, and the scales of
     8-bit moments (`exp_avg_scale.NAME`)."""
     return tensor.ndim == 0 or name.partition(".")[0].endswith("_scale")
+
+
+def _over(mesh: DeviceMesh, shards: str) -> DeviceMesh:
+    """Over which ranks tensors are cut: those of one dim, with copies where there are any."""
+    return mesh["dp_replicate", shards] if mesh["dp_replicate"].size() > 1 else mesh[shards]
 
 
 def _cut(tensor: Tensor) -> bool:

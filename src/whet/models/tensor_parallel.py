@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from whet.models.collectives import Peers, SplitDim, copied, summed
-from whet.models.lora import LoraLinear, adapted
+from whet.models.lora import adapted
+from whet.models.lora_layers import LoraLinear, LoraStack
 from whet.models.vocabulary import Vocabulary, VocabularyEmbedding, VocabularyHead
 from whet.types import ConfigError
 
@@ -101,6 +102,10 @@ def _cuts(block: nn.Module, block_name: str, peers: Peers) -> Iterator[tuple[str
             continue
         if ending == "experts" and own.keys() == _EXPERTS.keys():
             yield from ((f"{at}.{p}", SplitDim(dim, peers, n)) for p, (dim, n) in _EXPERTS.items())
+        elif isinstance(module, LoraStack):  # B has the rows of the stack, A its columns
+            dim, n = _EXPERTS[ending]
+            cut = "lora_B" if dim == 1 else "lora_A"
+            yield f"{at}.{cut}", SplitDim(own[cut].ndim - 3 + dim, peers, n)
         elif ending in _ROWS:
             yield from ((f"{at}.{p}", SplitDim(0, peers)) for p in own if p != "lora_A")
         elif ending in _COLUMNS and "bias" not in own:

@@ -14,6 +14,7 @@ from whet.config.evaluation import observation_tokens
 from whet.config.load import Loaded, stage_configs
 from whet.config.recipes import resolve
 from whet.config.schema import Config, ModelConfig
+from whet.config.scratch import architecture
 from whet.config.tree import STAGE_SECTIONS
 from whet.dialects.idle import without
 from whet.inputs import read_json_object
@@ -90,7 +91,7 @@ def what_changed(cfg: Config) -> Iterator[Finding]:
 def family(model: ModelConfig) -> str:
     """The architecture to stand in for a model: its own where its config.json or its name tells it, else qwen3."""
     if model.scratch is not None:
-        return model.scratch.architecture
+        return architecture(model).name
     file = Path(model.path or "").expanduser() / "config.json"
     said = read_json_object(file, ConfigError).get("model_type", "") if file.is_file() else ""
     name = re.sub(r"[^a-z0-9]", "", (said or Path(model.path or "").name).lower())
@@ -115,6 +116,7 @@ def real_tokenizer(cfg: Config) -> str | None:
 def _stage(cfg: Config, name: str, *, lost: Mapping[str, str], broken: set[str]) -> dict[str, Json]:
     tree = cfg.model_dump(mode="json", exclude_unset=True)
     tree.pop("mode", None)
+    tree.pop("dirs", None)
     tree["model"] = _model(cfg)
     tree["tokenizer"] = _tokenizer(cfg)
     for role in ("critic", "reference"):
@@ -154,7 +156,7 @@ def _model(cfg: Config) -> dict[str, Json]:
     made = family(cfg.model)
     if made == "qwen3_moe":
         small |= {"num_experts": 4, "num_experts_per_tok": 2}
-    out: dict[str, Json] = {"scratch": small | {"architecture": made, "max_position_embeddings": longest}}
+    out: dict[str, Json] = {"scratch": small | {"name": made, "max_position_embeddings": longest}}
     return out | ({"dtype": cfg.model.dtype} if cfg.model.dtype else {})
 
 

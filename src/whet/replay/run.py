@@ -202,6 +202,7 @@ def _quiet(cfg: Config, home: Path, step: int) -> Config:
     return cfg.model_copy(
         update={
             "run_dir": str(home),
+            "dirs": {},
             "checkpoint": CheckpointConfig(interval=0, export=False, load_contents=contents),
             "track": TrackConfig(
                 trackers=("jsonl",),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import dataclass, field
 
+from whet.guard.traces import Traces
 from whet.types import WhetError
 
 LEAST_FINISHED = 8
@@ -19,8 +19,8 @@ class Pace:
     factor: float | None = None
     count: int = field(default=0, repr=False)
     seconds: float = field(default=0.0, repr=False)
-    told: set[tuple[str, ...]] = field(default_factory=set, repr=False)
-    """Kinds of errors, with their places, whose traceback stands in the log."""
+    traces: Traces = field(default_factory=Traces, repr=False)
+    """Of the errors whose traceback stands in the log."""
 
     @property
     def limit_s(self) -> float:
@@ -36,12 +36,7 @@ class Pace:
 
     def untold(self, error: Exception) -> Exception | None:
         """The error if its traceback is still to be written down: once for each place that it comes from."""
-        frames = traceback.extract_tb(error.__traceback__)
-        place = (type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames[-1:]))
-        if isinstance(error, WhetError) or place in self.told:
-            return None
-        self.told.add(place)
-        return error
+        return error if not isinstance(error, WhetError) and self.traces.first(error) else None
 
     def finished(self, seconds: float) -> None:
         """One more rollout came to its end."""

@@ -17,7 +17,7 @@ from whet.config.keys import Path, keys
 from whet.config.load import Loaded, load
 from whet.config.parse import parse
 from whet.config.plan import Plan, missing, plans
-from whet.config.recipes import Resolved, resolve
+from whet.config.recipes import Resolved, choices, resolve
 from whet.config.schema import Config
 from whet.config.tree import path_of, stage_names, stage_tree
 from whet.dialects.recognise import recognise
@@ -102,10 +102,7 @@ def _stage(loaded: Loaded, n: int) -> dict[str, Any]:
     except ConfigError:  # it is among the problems of the plan
         return out
     out["unread"] = [[key, why] for key, why, _ in rules.unused(cfg, algorithm)]
-    out["settings"] = {
-        f"algorithm.{part}": {"name": chosen.name, **chosen.settings}
-        for part, chosen in algorithm.settings.items()
-    }
+    out["settings"] = {key: {"name": made.name, **made.settings} for key, made in choices(cfg).items()}
     for path, value in _follows(cfg, algorithm):
         section = out["resolved"]
         for part in path[:-1]:

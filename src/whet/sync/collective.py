@@ -1,7 +1,7 @@
 """Weights by broadcast from the trainer to every engine process: gloo between CPUs, NCCL between GPUs.
 
 The group is its own, over its own store: `torch.distributed`'s default group, if there is one, is not touched. Small
-things (headers, roll call, receipts) go through the store, so that every wait can name whom it waits for; the bytes of
+things (headers, roll call) go through the store, so that every wait can name whom it waits for; the bytes of
 the tensors go through the group. All ranks take part in every send: the receivers are fixed when the group is made. A
 rank that fails breaks the group for good, and another one is to be made of those that live.
 
@@ -16,7 +16,6 @@ import socket
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from whet.sync.manifest import Manifest, Piece, TensorEntry, myself, pieces
 from whet.sync.transport import BUCKET_BYTES, Patience, buckets, flat_bytes, flatten, split
-from whet.types import ConfigError, Json, Receipt, WhetError
+from whet.types import ConfigError, Json, WhetError
 
 _GRACE_S = 5.0
 """After a failure: time for those that live to say so."""
@@ -114,10 +113,6 @@ class Collective:
         self._forget(number)
         return manifest
 
-    def receipts(self) -> Sequence[Receipt]:
-        found = [self._read(f"receipt/{rank}") for rank in range(1, len(self.names))]
-        return [Receipt(**json.loads(text)) for text in found if text is not None]
-
     # -- a receiver's end
 
     def receive(self, version: int, *, held: Manifest | None = None) -> Generator[Piece, None, Manifest]:
@@ -139,9 +134,6 @@ class Collective:
     def newest(self) -> int | None:
         text = self._read("newest")
         return None if text is None else int(text)
-
-    def confirm(self, receipt: Receipt) -> None:
-        self._store("a receipt", lambda: self.store.set(f"receipt/{self.rank}", json.dumps(asdict(receipt))))
 
     def abort(self, why: str) -> None:
         """The trainer, from another thread: a receiver is known to have ended, so wait for nobody any more."""

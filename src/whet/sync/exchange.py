@@ -21,7 +21,7 @@ from whet.models.lora import adapted, refresh
 from whet.models.published import Send, Weight, weights_of
 from whet.rollout.engine import RolloutEngine, WeightUpdate
 from whet.sync.manifest import Manifest, TensorEntry, checked, describe, entry_of
-from whet.sync.transport import Transport
+from whet.sync.transport import Sender, Source
 from whet.types import Receipt, WhetError
 
 log = logging.getLogger(__name__)
@@ -36,8 +36,9 @@ class Policy(Protocol):
 
     version: int
     apart: bool
+    machine: str | None
 
-    def publish(self, send: Send[T]) -> T: ...
+    def publish(self, send: Send[T], *, there: bool = False) -> T: ...
 
     def call(self, function: Callable[[], T]) -> T: ...
 
@@ -59,20 +60,23 @@ class Publisher:
     """The trainer's end. `join` names receivers and what they have; who does hears their answers. Where none is named
     they come and go as they like: `send`, and `look` at what they have answered.
 
-    whole: send every tensor every time; else only what some receiver lacks, or, to receivers without a name, what has
-    changed since the last version that was whole. adapters: the policy's own tensors travel, with adapters apart; else
-    its weights with their effect. dtype: what floating point tensors are cast to before they travel; None: as they are.
+    receipts: the last answers of receivers without a name. whole: send every tensor every time; else only what some
+    receiver lacks, or, to receivers without a name, what has changed since the last version that was whole. adapters:
+    the policy's own tensors travel, with adapters apart; else its weights with their effect. dtype: what floating point
+    tensors are cast to before they travel; None: as they are.
     """
 
     def __init__(
         self,
-        transport: Transport,
+        transport: Sender,
         *,
+        receipts: Callable[[], Iterable[Receipt]] = tuple,
         whole: bool = True,
         adapters: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.transport, self.whole, self.adapters, self.dtype = transport, whole, adapters, dtype
+        self.receipts = receipts
         self.base: Manifest | None = None
         """The last version that was whole; None: the next one is."""
         self.digests: dict[int, str] = {}
@@ -88,22 +92,18 @@ class Publisher:
 
     def send(self, version: int, tensors: Tensors, *, whole: bool = False) -> Manifest:
         """Send one version. whole: also the tensors that the receivers are assumed to have."""
-        return self._sent(self.transport.send(version, cast(tensors, self.dtype), held=self._left_out(whole)))
+        stream = cast(tensors, self.dtype)
+        return self.by(lambda held: self.transport.send(version, stream, held=held), whole=whole)
 
-    def publish(self, policy: Policy, *, whole: bool = False) -> Manifest:
+    def publish(self, policy: Policy, *, there: bool = False) -> Manifest:
         """`send` of a policy's weights, by the process that has them; if that is another one, it gets a copy of the
-        transport, so this must be one through a folder."""
-        held = self._left_out(whole)
-        send = partial(
-            _written, self.transport, policy.version, adapters=self.adapters, dtype=self.dtype, held=held
-        )
-        return self._sent(policy.publish(send))
+        transport, so this must be one through a folder. there: of the policy's machine, else of this one."""
+        written = partial(_written, self.transport, policy.version, adapters=self.adapters, dtype=self.dtype)
+        return self.by(lambda held: policy.publish(partial(written, held=held), there=there))
 
-    def _left_out(self, whole: bool) -> Mapping[str, TensorEntry]:
-        return {} if whole or self.whole else self._stays()
-
-    def _sent(self, sent: Manifest) -> Manifest:
-        """One version has been sent."""
+    def by(self, send: Callable[[Mapping[str, TensorEntry]], Manifest], *, whole: bool = False) -> Manifest:
+        """Let `send` send one version; it gets what need not be sent, as `Transport.send` does."""
+        sent = send({} if whole or self.whole else self._stays())
         version, travelled = sent.version, sum(e.sent for e in sent.entries)
         if travelled == len(sent.entries):
             self.base = sent
@@ -118,7 +118,7 @@ class Publisher:
 
         Raises WhetError for a receiver that has other weights than were sent; a failed receiver is logged, once.
         """
-        for receipt in self.transport.receipts():
+        for receipt in self.receipts():
             name, version, sent = receipt.receiver, receipt.version, self.digests.get(receipt.version)
             if receipt.error:
                 if (name, version) not in self.warned:
@@ -139,11 +139,14 @@ class Publisher:
         return {name: e for name, e in first.items() if all(e.same(o.get(name)) for o in others)}
 
 
-def publisher_of(cfg: Config, transport: Transport) -> Publisher:
+def publisher_of(
+    cfg: Config, transport: Sender, *, receipts: Callable[[], Iterable[Receipt]] = tuple
+) -> Publisher:
     """The publisher that the section `sync` describes."""
     content = content_of(cfg)
     return Publisher(
         transport,
+        receipts=receipts,
         whole=content == "full",
         adapters=content == "adapters",
         dtype=None if cfg.sync.dtype == "auto" else getattr(torch, cfg.sync.dtype),
@@ -156,12 +159,20 @@ class Receiver:
     module: the engine's own, if it holds weights already that need not be sent (a base under adapters): its tensors are
     digested once. staged: a version is fetched and checked off the event loop and whole, so that the engine samples on
     meanwhile and a failed fetch leaves it as it was, at the price of a second copy in memory; else it streams in.
+    confirm: brings a receipt to the trainer, where the answer of `load` does not reach it.
     """
 
     def __init__(
-        self, transport: Transport, *, name: str, module: nn.Module | None = None, staged: bool = True
+        self,
+        transport: Source,
+        *,
+        name: str,
+        module: nn.Module | None = None,
+        staged: bool = True,
+        confirm: Callable[[Receipt], object] = lambda receipt: None,
     ) -> None:
         self.transport, self.name, self.module, self.staged = transport, name, module, staged
+        self.confirm = confirm
         self.held = None if module is None else describe(-1, module.named_parameters())
         self.version: int | None = None
         self.arrived: Manifest | None = None
@@ -184,10 +195,10 @@ class Receiver:
             await engine.pause(finish=finish)
             await self._fill(engine, tensors, version)
         except WhetError as error:
-            self.transport.confirm(Receipt(self.name, version, "", error=str(error)))
+            self.confirm(Receipt(self.name, version, "", error=str(error)))
             raise
         receipt = Receipt(self.name, version, self.held.digest if self.held else "")
-        self.transport.confirm(receipt)
+        self.confirm(receipt)
         return receipt
 
     async def _fill(
@@ -273,7 +284,7 @@ def with_adapters(module: nn.Module) -> Tensors:
 
 
 def _written(
-    transport: Transport,
+    transport: Sender,
     version: int,
     weights: Iterator[Weight],
     *,

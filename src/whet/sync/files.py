@@ -138,8 +138,6 @@ class Files:
             tidy(self.root)
             shutil.rmtree(self.root / "confirmed", ignore_errors=True)
 
-    def close(self) -> None: ...
-
     def _there(self) -> list[tuple[int, Path]]:
         if not self.root.is_dir():
             return []

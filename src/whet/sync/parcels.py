@@ -1,26 +1,19 @@
-"""Weights that are sent as a letter: a manifest and a list of parcels, handed over by the process that has both ends.
-
-Two transports use this module with different parcels: references into an object store (Ray's, filled by the caller),
-and handles to memory of the same GPU.
-"""
+"""Weights that are sent as a letter: a manifest and references into an object store, Ray's. Who has the handle of a
+receiver hands it over."""
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from whet.sync.manifest import Manifest, Piece, TensorEntry, lacking, myself, not_sent, pieces
-from whet.sync.transport import BUCKET_BYTES, Patience, buckets, flatten, split
-from whet.types import Receipt, WhetError
-
-Pack = Callable[[list[Tensor]], Any]
-Unpack = Callable[[Any, Sequence[TensorEntry]], Sequence[Tensor]]
+from whet.sync.transport import BUCKET_BYTES, buckets, flatten, split
+from whet.types import WhetError
 
 
 @dataclass(frozen=True)
@@ -29,7 +22,7 @@ class Letter:
 
     manifest: Manifest
     parcels: tuple[tuple[tuple[str, ...], Any], ...]
-    """(names, reference) of the tensors that were sent; what a reference is, `pack` and `unpack` know."""
+    """(names, reference) of the tensors that were sent, one array of bytes for each reference."""
     base: Letter | None = None
     """The last version that was sent whole: who comes later finds there what was not sent with this one."""
 
@@ -50,28 +43,24 @@ class Letter:
 
 
 class Parcels:
-    """A `Transport` by letters. One object serves both ends in a process; between processes the caller brings
-    `letter(version)` of the one to `accept` of the other, and the receipt back to `confirm`.
+    """A `Transport` by letters. It serves both ends in a process; between processes the caller brings `letter` of the
+    one to `accept` of the other.
 
-    keep: versions that stay fetchable, the newest. Their parcels stay alive with them.
+    put: a numpy uint8 array in, a reference out; get: the other way, read-only is fine. A store that counts references,
+    as Ray's, frees a version's memory when its letter goes: here are the last one, and the last that was whole.
     """
 
     def __init__(
         self,
-        pack: Pack,
-        unpack: Unpack,
+        put: Callable[[Any], Any],
+        get: Callable[[Any], Any],
         *,
-        timeout_s: float = 600.0,
-        keep: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.pack, self.unpack = pack, unpack
-        self.timeout_s, self.keep, self.bucket_bytes = timeout_s, keep, bucket_bytes
-        self.letters: dict[int, Letter] = {}
+        self.put, self.get, self.bucket_bytes = put, get, bucket_bytes
+        self.last: Letter | None = None
         self.base: Letter | None = None
         """The last that was whole."""
-        self.arrived = threading.Condition()
-        self.answers: dict[str, Receipt] = {}
 
     def send(
         self,
@@ -80,47 +69,51 @@ class Parcels:
         *,
         held: Mapping[str, TensorEntry] | None = None,
     ) -> Manifest:
+        def packed(bucket: list[Piece]) -> Any:
+            return self.put(flatten([t for _, t in bucket if t is not None]).cpu().numpy())
+
+        return self._send(version, pieces(tensors, held or {}), packed, by=myself())
+
+    def post(
+        self, written: Manifest, put: Callable[[list[str]], Any], *, held: Mapping[str, TensorEntry]
+    ) -> Manifest:
+        """`send` of a version that another process has. put: lets that process put the tensors of these names where a
+        reference finds them, and returns the reference."""
+        stream = (
+            (replace(entry, sent=not entry.same(held.get(entry.name))), None) for entry in written.entries
+        )
+        return self._send(
+            written.version, stream, lambda bucket: put([entry.name for entry, _ in bucket]), by=written.by
+        )
+
+    def _send(
+        self, version: int, stream: Iterable[Piece], pack: Callable[[list[Piece]], Any], *, by: str
+    ) -> Manifest:
         entries: list[TensorEntry] = []
         parcels: list[tuple[tuple[str, ...], Any]] = []
-        for bucket in buckets(pieces(tensors, held or {}), self.bucket_bytes):
+        for bucket in buckets(stream, self.bucket_bytes):
             entries += [entry for entry, _ in bucket]
-            sent = [(entry.name, tensor) for entry, tensor in bucket if tensor is not None]
-            if sent:
-                parcels.append((tuple(name for name, _ in sent), self.pack([t for _, t in sent])))
-        manifest = Manifest(version, tuple(entries), myself())
-        with self.arrived:  # later ones go, too: the trainer has gone back to a checkpoint
-            self.letters = {v: letter for v, letter in self.letters.items() if v < version}
+            if sent := [piece for piece in bucket if piece[0].sent]:
+                parcels.append((tuple(entry.name for entry, _ in sent), pack(sent)))
         whole = all(e.sent for e in entries)
-        letter = Letter(manifest, tuple(parcels), None if whole else self.base)
-        self.base = letter if whole else self.base
-        self.accept(letter)
-        return manifest
+        self.last = Letter(
+            Manifest(version, tuple(entries), by), tuple(parcels), None if whole else self.base
+        )
+        self.base = self.last if whole else self.base
+        return self.last.manifest
 
     def letter(self, version: int) -> Letter:
-        """The letter to hand to the other side. KeyError: it is no longer kept."""
-        return self.letters[version]
+        """The letter to hand to the other side. Raises WhetError for a version that is not the last."""
+        if self.last is None or self.last.manifest.version != version:
+            raise WhetError(f"weights version {version} is not in the object store; send it again")
+        return self.last
 
     def accept(self, letter: Letter) -> None:
-        """Make a version receivable in this process; the oldest beyond `keep` are deleted. Raises WhetError for a late
-        version.
-
-        The same version again replaces the first: it was sent in full for a receiver that lacked something.
-        """
-        version = letter.manifest.version
-        with self.arrived:
-            newest = self.newest()
-            if newest is not None and version < newest:
-                raise WhetError(
-                    f"weights version {version} by {letter.manifest.by} arrived late: version {newest} came first. "
-                    "If the trainer restarted from an older checkpoint, close this end and open a new one"
-                )
-            self.letters[version] = letter
-            for old in sorted(self.letters)[: -self.keep]:
-                del self.letters[old]
-            self.arrived.notify_all()
+        """Make a version receivable in this process."""
+        self.last = letter
 
     def receive(self, version: int, *, held: Manifest | None = None) -> Generator[Piece, None, Manifest]:
-        letter = self._await(version)
+        letter = self.letter(version)
         named = letter.manifest.named
         came = set()
         for sender, names, reference, wanted in letter.needed(held):
@@ -129,63 +122,15 @@ class Parcels:
                 raise WhetError(
                     f"weights version {version}: received {strange[0]!r}, which its manifest does not list"
                 )
-            entries = [there[name] for name in names]
-            tensors = self.unpack(reference, entries)
-            if len(tensors) != len(entries):
-                raise WhetError(
-                    f"weights version {version}: got {len(tensors)} tensors for the {len(entries)} from {names[0]!r} "
-                    f"to {names[-1]!r}"
-                )
+            with warnings.catch_warnings():
+                # nothing here writes into it
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+                flat = torch.from_numpy(self.get(reference))
+            tensors = split(flat, [there[name] for name in names])
             yield from ((named[n], tensor) for n, tensor in zip(names, tensors) if n in wanted)
             came |= wanted
         yield from not_sent(letter.manifest, held, came)
         return letter.manifest
 
-    def newest(self) -> int | None:
-        return max(self.letters, default=None)
-
-    def confirm(self, receipt: Receipt) -> None:
-        self.answers[receipt.receiver] = receipt
-
-    def receipts(self) -> Sequence[Receipt]:
-        return list(self.answers.values())
-
     def close(self) -> None:
-        self.letters, self.base = {}, None
-
-    def _await(self, version: int) -> Letter:
-        patience = Patience(self.timeout_s)
-        with self.arrived:
-            while version not in self.letters:
-                newest = self.newest()
-                if newest is not None and newest > version:
-                    raise WhetError(
-                        f"weights version {version} was deleted, the newest is {newest}; load that, or raise sync.keep"
-                    )
-                if patience.over:
-                    state = "none has arrived yet" if newest is None else f"the newest is {newest}"
-                    raise patience.error(
-                        f"weights version {version}", f"{state}; check that the trainer is running"
-                    )
-                self.arrived.wait(patience.left)
-            return self.letters[version]
-
-
-def in_store(
-    put: Callable[[Any], Any], get: Callable[[Any], Any], *, timeout_s: float = 600.0, keep: int = 1
-) -> Parcels:
-    """Through an object store. put: a numpy uint8 array in, a reference out; get: the other way, read-only is fine.
-
-    A store that counts references, as Ray's, frees a version's memory when its letter goes.
-    """
-
-    def pack(tensors: list[Tensor]) -> Any:
-        return put(flatten(tensors).cpu().numpy())
-
-    def unpack(reference: Any, entries: Sequence[TensorEntry]) -> list[Tensor]:
-        with warnings.catch_warnings():
-            # nothing here writes into it
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return split(torch.from_numpy(get(reference)), entries)
-
-    return Parcels(pack, unpack, timeout_s=timeout_s, keep=keep)
+        self.last = self.base = None

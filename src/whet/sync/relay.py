@@ -6,7 +6,7 @@ that no byte of the weights goes through the driver.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from whet.guard import pulse
 from whet.sync.collective import Collective
 from whet.sync.exchange import Policy
 from whet.sync.files import Files
-from whet.sync.manifest import Manifest, Piece, TensorEntry
-from whet.types import Receipt, WhetError
+from whet.sync.manifest import Manifest, TensorEntry
+from whet.types import WhetError
 
 _BEAT_S = 1.0
 """A broadcast has a deadline of its own: while it runs, the process that sends is not silent."""
@@ -48,7 +48,7 @@ class SendOutcome:
 
 
 class Relay:
-    """The driver's end as a `Transport`: `end` has the store and never joins the group."""
+    """The driver's end as a `Sender`: `end` has the store and never joins the group."""
 
     def __init__(self, end: Collective, policy: Policy, folder: Path) -> None:
         """folder: where the policy's processes write their versions, as `Files` does."""
@@ -61,7 +61,7 @@ class Relay:
         *,
         held: Mapping[str, TensorEntry] | None = None,
     ) -> Manifest:
-        """See `Transport`. tensors: those of the folder; they are not looked at here."""
+        """See `Sender`. tensors: those of the folder; they are not looked at here."""
         end = self.end
         place = RootSeat(tuple(end.names[1:]), end.host, end.port, end.device.type)
         sent = self.policy.call(
@@ -71,21 +71,6 @@ class Relay:
             end.broken, end.missing = sent.failed, sent.missing
             raise WhetError(sent.failed)
         return sent.manifest
-
-    def receive(self, version: int, *, held: Manifest | None = None) -> Generator[Piece, None, Manifest]:
-        return self.end.receive(version, held=held)
-
-    def newest(self) -> int | None:
-        return self.end.newest()
-
-    def confirm(self, receipt: Receipt) -> None:
-        self.end.confirm(receipt)
-
-    def receipts(self) -> Sequence[Receipt]:
-        return self.end.receipts()
-
-    def close(self) -> None:
-        self.end.close()
 
 
 @lru_cache(maxsize=1)

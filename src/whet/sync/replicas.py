@@ -1,9 +1,10 @@
-"""Weights for engine replicas in separate processes: by files on this machine, by letters through an object store, or
+"""Weights for engine replicas in separate processes: by files on one machine, by letters through an object store, or
 by broadcast.
 
-A policy in other processes of this machine (ranks) writes each version itself, into a folder: replicas of this machine
-map the files, and this process passes on no more than the manifest. A broadcast of these files starts in one of the
-policy's processes (`relay`). Letters for replicas of other machines are put into the store here.
+A policy in other processes (ranks) writes each version itself, into a folder of its machine (`Staging`): replicas of
+that machine map the files, and this process passes on no more than the manifest. A broadcast of these files starts in
+one of the policy's processes (`relay`). For replicas of other machines a process beside the files puts them into the
+store; this one has the references. Weights of a module of this process it puts there itself.
 
 `Shipper` is the trainer's end and is passed as a Router's `ship`; `Inbox` is a replica's. The replica's handle carries
 a `Letter` or a `Seat` between them. A replica that joins late or restarts gets all tensors.
@@ -38,9 +39,8 @@ from whet.sync.exchange import (
 )
 from whet.sync.files import Files
 from whet.sync.manifest import DTYPES, Manifest
-from whet.sync.parcels import Letter, Parcels, in_store
+from whet.sync.parcels import Letter, Parcels
 from whet.sync.relay import Relay
-from whet.sync.scratch import Scratch
 from whet.sync.transport import Patience
 from whet.types import Receipt, WhetError
 
@@ -67,13 +67,32 @@ class Seat:
 
 @dataclass(frozen=True)
 class WrittenVersion:
-    """A version in a folder of this machine, as `Files` writes it."""
+    """A version in a folder of the policy's machine, as `Files` writes it."""
 
     root: Path
     manifest: Manifest
 
 
+class Staging(Protocol):
+    """A folder on the policy's machine for the versions that its processes write."""
+
+    machine: str | None
+    """Ray's name for it; None: it is this one."""
+    path: Path
+
+    def put(self, version: int, names: Sequence[str]) -> Any:
+        """A process of that machine puts these tensors of a version into the object store, as one array of bytes
+        (`transport.flatten`). Returns the reference; raises WhetError."""
+
+    def close(self) -> None: ...
+
+
 Delivery: TypeAlias = Letter | Seat | WrittenVersion
+
+
+def machine_of(update: WeightUpdate) -> str | None:
+    """That of the process which has the weights; None: it is this one."""
+    return None if update.source is None else update.source.machine
 
 
 def within_s(cfg: Config) -> float:
@@ -113,8 +132,9 @@ class Shipped(Iterator[tuple[str, Tensor]]):
 class Shipper:
     """Gives each version to all replicas, and to replicas that join later the tensors that they lack.
 
-    store: for the letters. members: the replicas that serve. host: the address at which all of them can reach the
-    trainer; None: nothing is broadcast. timeout_s: for one version, including all failures.
+    store: for the letters. members: the replicas that serve. host: the address at which all of them, and the policy's
+    machine, can reach this process; None: nothing is broadcast. near: whether a replica is on a machine. stage: opens a
+    staging folder on a machine, for so many bytes. timeout_s: for one version, including all failures.
     """
 
     def __init__(self, cfg: Config, store: Parcels, *, device: str = "cpu") -> None:
@@ -122,16 +142,18 @@ class Shipper:
         self.letters = publisher_of(cfg, store)
         self.timeout_s = cfg.sync.timeout_s
         self.members: Callable[[], Sequence[Replicated]] = list
-        self.host: Callable[[Sequence[Replicated]], str] | None = None
+        self.host: Callable[[Sequence[Replicated], str | None], str] | None = None
         self.end: Collective | None = None
         self.seated: list[Replicated] = []
         """Who is in the group of `end`, in the order of ranks."""
         self.root: Policy | None = None
         """Whose process is rank 0 of that group; None: this one."""
-        self.near: Callable[[Replicated], bool] = lambda replica: False
-        self.scratch: Scratch | None = None
+        self.near: Callable[[Replicated, str | None], bool] = lambda replica, machine: False
+        self.stage: Callable[[str | None, int], Staging] | None = None
+        self.staging: Staging | None = None
+        """What ranks write into, from the first version on that they write."""
         self.files: Publisher | None = None
-        """What ranks write by, from the first version on that they write."""
+        """What they write by."""
 
     def ship(self, update: WeightUpdate) -> Shipment:
         """See `Router`. Called once a version; what it returns, once a replica."""
@@ -146,40 +168,39 @@ class Shipper:
 
     def written(self, policy: Policy) -> WrittenVersion:
         """Let the policy's own processes write its version."""
-        if self.files is None:
+        if self.staging is None or self.files is None or self.staging.machine != policy.machine:
+            assert self.stage is not None
+            self.close()
             size = sum(p.numel() * p.element_size() for p in policy.structure.parameters())
-            folder = Path(self.cfg.run_dir) / "weights"
-            self.scratch = Scratch(folder.absolute(), size=(_KEPT + 2) * size)
-            files = Files(self.scratch.path, timeout_s=self.timeout_s, keep=_KEPT)
+            self.staging = self.stage(policy.machine, (_KEPT + 2) * size)
+            files = Files(self.staging.path, timeout_s=self.timeout_s, keep=_KEPT)
             self.files = publisher_of(self.cfg, files)
             log.info("weights for replicas: the ranks write them to %s", files.root)
-        manifest = self.files.publish(policy)
-        assert self.scratch is not None
-        return WrittenVersion(self.scratch.path, manifest)
+        manifest = self.files.publish(policy, there=True)
+        return WrittenVersion(self.staging.path, manifest)
 
     def carried(self, update: WeightUpdate) -> Tensors:
-        """The tensors of a version that are sent."""
-        if update.source is not None:
-            return self._read(update.version)
+        """The tensors of a version that this process has; none, where ranks have them."""
         if update.module is None:
             return update.tensors or iter(())
         return carried(weights_of(update.module), adapters=self.letters.adapters)
 
-    def _read(self, version: int) -> Tensors:
-        """What ranks have written, mapped: it takes no memory of this process."""
-        assert self.files is not None
-        for entry, tensor in self.files.transport.receive(version):
-            assert tensor is not None, "it is read whole"
-            yield entry.name, tensor
-
     def close(self) -> None:
         """Remove what was written for replicas; to call when they have ended."""
-        if self.scratch is not None:
-            self.scratch.close()
+        if self.staging is not None:
+            self.staging.close()
+        self.staging = None
 
-    def letter(self, update: WeightUpdate, *, whole: bool = False) -> Letter:
+    def letter(
+        self, update: WeightUpdate, written: WrittenVersion | None = None, *, whole: bool = False
+    ) -> Letter:
         """Put one version into the store. The version before it is freed with the last replica that reads it."""
-        self.letters.send(update.version, self.carried(update), whole=whole)
+        if written is None:
+            self.letters.send(update.version, self.carried(update), whole=whole)
+        else:
+            assert self.staging is not None
+            put = partial(self.staging.put, update.version)
+            self.letters.by(lambda held: self.store.post(written.manifest, put, held=held), whole=whole)
         return self.store.letter(update.version)
 
     def seat(
@@ -193,13 +214,17 @@ class Shipper:
                 self.end.close()
             names = [m.label for m in members]
             self.end = Collective(
-                names, rank=0, host=self.host(members), device=self.device, timeout_s=timeout_s
+                names,
+                rank=0,
+                host=self.host(members, machine_of(update)),
+                device=self.device,
+                timeout_s=timeout_s,
             )
             self.seated, self.root = list(members), update.source
         end = self.end
         end.timeout_s = timeout_s
         through = (
-            end if self.scratch is None or self.root is None else Relay(end, self.root, self.scratch.path)
+            end if self.staging is None or self.root is None else Relay(end, self.root, self.staging.path)
         )
         out = publisher_of(self.cfg, through)
         for member in members:
@@ -228,18 +253,20 @@ def check(receipt: Receipt, sent: Manifest) -> None:
 
 
 class Mapped:
-    """One version that ranks have written: a replica of this machine reads the files, another gets a letter."""
+    """One version that ranks have written: a replica of their machine reads the files, another gets a letter."""
 
     def __init__(self, shipper: Shipper, update: WeightUpdate, written: WrittenVersion) -> None:
         self.shipper, self.update, self.written = shipper, update, written
-        self.letter: Letter | None = None
+        self.machine = machine_of(update)
+        self.letter: asyncio.Future[Letter] | None = None
 
     async def to(self, replica: Replicated) -> Receipt:
-        if self.shipper.near(replica):
+        if self.shipper.near(replica, self.machine):
             return await hand(self.written, replica)
-        if self.letter is None:
-            self.letter = self.shipper.letter(self.update)
-        return await hand(self.letter, replica)
+        if self.letter is None or (self.letter.done() and self.letter.exception() is not None):
+            posting = asyncio.to_thread(self.shipper.letter, self.update, self.written)
+            self.letter = asyncio.ensure_future(posting)
+        return await hand(await asyncio.shield(self.letter), replica)
 
 
 class Broadcast:
@@ -252,6 +279,7 @@ class Broadcast:
 
     def __init__(self, shipper: Shipper, update: WeightUpdate, written: WrittenVersion | None) -> None:
         self.shipper, self.source, self.version, self.written = shipper, update, update.version, written
+        self.machine = machine_of(update)
         self.answers: dict[Replicated, asyncio.Future[None]] = {}
         self.sent: Manifest | None = None
         self.running: asyncio.Task[None] | None = None
@@ -328,9 +356,9 @@ class Broadcast:
                     log.info("%s cannot give its weights: %s", member.label, error)
                     continue
                 return await hand(letter, replica)
-        if self.written is not None and self.shipper.near(replica):
+        if self.written is not None and self.shipper.near(replica, self.machine):
             return await hand(self.written, replica)
-        letter = self.shipper.letter(self.source, whole=True)
+        letter = await asyncio.to_thread(self.shipper.letter, self.source, self.written, whole=True)
         self.shipper.store.close()  # for this one alone
         if self.sent is not None and letter.manifest.digest != self.sent.digest:
             raise WhetError(
@@ -387,12 +415,6 @@ def _answer(future: asyncio.Future[None], error: BaseException | None) -> None:
 # ---------------------------------------------------------------- a replica's end
 
 
-class _Read(Files):
-    """A folder that is only read: the receipt goes back with the answer."""
-
-    def confirm(self, receipt: Receipt) -> None: ...
-
-
 class Inbox:
     """Handles deliveries in a replica's process, on its event loop: while weights arrive, nothing is sampled.
 
@@ -403,7 +425,7 @@ class Inbox:
     def __init__(self, module: nn.Module, *, name: str, adapters: bool, put: Callable[[Any], Any]) -> None:
         self.module, self.adapters = module, adapters
         self.fetched: dict[Any, Any] = {}
-        self.letters = in_store(put, self.fetched.__getitem__)
+        self.letters = Parcels(put, self.fetched.__getitem__)
         self.receiver = Receiver(self.letters, name=name, staged=False)
         self.receiver.module = module if adapters else None  # without weights yet: nothing is held
         self.end: Collective | None = None
@@ -420,7 +442,7 @@ class Inbox:
             self.receiver.transport = self._seated(delivery)
             version = delivery.version
         elif isinstance(delivery, WrittenVersion):
-            self.receiver.transport = _Read(delivery.root)
+            self.receiver.transport = Files(delivery.root)
             version = delivery.manifest.version
         else:
             version = delivery.manifest.version

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from whet.sync.manifest import DTYPES, Manifest, Piece, TensorEntry
-from whet.types import Receipt, WhetError
+from whet.types import WhetError
 
 BUCKET_BYTES = 256 << 20
 """Tensors travel together up to so many bytes: few large transfers, and bounded memory beside the weights."""
@@ -19,8 +19,8 @@ _ALIGN = 16
 """Bytes; a tensor's place in a flat buffer is a multiple of every dtype's size."""
 
 
-class Transport(Protocol):
-    """One way to send weights. The trainer holds one end, every engine process another."""
+class Sender(Protocol):
+    """The trainer's end of one way to send weights."""
 
     def send(
         self,
@@ -31,22 +31,20 @@ class Transport(Protocol):
     ) -> Manifest:
         """Send one version, tensor by tensor. held: tensors that all receivers already have, which are not sent."""
 
+
+class Source(Protocol):
+    """An engine process's end."""
+
     def receive(self, version: int, *, held: Manifest | None = None) -> Generator[Piece, None, Manifest]:
         """The pieces of a version as they arrive, unchecked (see `manifest.checked`); returns its manifest.
 
-        Waits for the version; raises WhetError naming it, its sender and the time waited if it does not arrive.
+        Where it waits for the version, it raises WhetError naming it, its sender and the time waited if it does not
+        arrive.
         """
 
-    def newest(self) -> int | None:
-        """The newest version that `receive` would find at once; None: there is none."""
 
-    def confirm(self, receipt: Receipt) -> None:
-        """A receiver's answer, for the trainer."""
-
-    def receipts(self) -> Sequence[Receipt]:
-        """The last answer of each receiver."""
-
-    def close(self) -> None: ...
+class Transport(Sender, Source, Protocol):
+    """Both."""
 
 
 def buckets(stream: Iterable[Piece], most_bytes: int = BUCKET_BYTES) -> Iterator[list[Piece]]:
@@ -54,7 +52,7 @@ def buckets(stream: Iterable[Piece], most_bytes: int = BUCKET_BYTES) -> Iterator
     bucket: list[Piece] = []
     total = 0
     for piece in stream:
-        size = 0 if piece[1] is None else piece[1].nbytes
+        size = _bytes(piece[0]) if piece[0].sent else 0
         if bucket and total + size > most_bytes:
             yield bucket
             bucket, total = [], 0

@@ -8,7 +8,7 @@
     run.log          tensorboard/STAGE/           lock             pid and host of the run
     timeline.json    what was done when (`whet show RUN --timeline`)
     journal/         what environments have answered since the oldest checkpoint (`envs.journal`)
-    dumps.jsonl      files that were written elsewhere (track.rollouts_dump ...), by step and SHA-256
+    dumps.jsonl      files that were written elsewhere (track.dump), by step and SHA-256
     uploads.json     checkpoints that were copied elsewhere (checkpoint.upload_to)
 
 Two runs with equal config and seed write equal bytes into metrics.jsonl, rollouts/ and eval/, so `cmp` proves
@@ -27,8 +27,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from itertools import chain
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +38,7 @@ from whet.track.dumps import batch_file, files, parquet_bytes, prompt_text, rows
 from whet.track.files import drop_unfinished, file_error, sync_path, tidy, write_bytes, write_json, write_text
 from whet.track.timeline import Timeline
 from whet.track.written import ROLLOUTS, STAGE, lines, list_steps, parsed, read_manifest
-from whet.types import TOKEN_TYPES, ConfigError, DataError, Json, Metrics, Rollout, WhetError
+from whet.types import TOKEN_TYPES, ConfigError, DataError, Json, Metrics, Rollout, Turn, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class RunDirectory:
         for kind, template in self._dumps.items():
             if len(stages) > 1 and "{stage}" not in template:
                 raise ConfigError(
-                    f"track.{kind}_dump={template!r}: add {{stage}}, or each stage overwrites the previous one"
+                    f"track.dump.{kind}={template!r}: add {{stage}}, or each stage overwrites the previous one"
                 )
         self._unsynced: list[Path] = []
         try:
@@ -396,10 +395,15 @@ def _as_json(value: Json) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
+_TURN = tuple(field.name for field in fields(Turn))
+
+
 def _turns(rollout: Rollout) -> list[Json]:
     """The replies of a rollout, with the numbers of their strands."""
     return [
-        {"strand": n, **asdict(turn)} for n, strand in enumerate(rollout.strands) for turn in strand.turns
+        {"strand": n, **{name: getattr(turn, name) for name in _TURN}}
+        for n, strand in enumerate(rollout.strands)
+        for turn in strand.turns
     ]
 
 
@@ -408,7 +412,8 @@ def _column(values: list[Json], kind: pa.DataType) -> pa.Array:
     if not pa.types.is_list(kind):
         return pa.array(values, type=kind)
     offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
-    flat = np.fromiter(chain.from_iterable(values), kind.value_type.to_pandas_dtype(), count=int(offsets[-1]))
+    dtype = kind.value_type.to_pandas_dtype()
+    flat = np.concatenate([np.empty(0, dtype), *values], dtype=dtype)  # type: ignore[arg-type]
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), type=kind)
 
 

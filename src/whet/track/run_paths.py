@@ -1,33 +1,23 @@
 """Where a run writes: its directory, and the folders that the config puts elsewhere.
 
-A folder that lies elsewhere is a link in the run directory, so all that reads a run finds it in one place:
-
-    RUN/checkpoints -> checkpoint.dir    RUN/export -> checkpoint.export_dir
-    RUN/rollouts    -> track.rollouts_dir    RUN/eval -> track.eval_dir
-    RUN/profile     -> profile.dir
-
-It belongs to one run, named in its file `.whet-run`: a run deletes files later than the checkpoint that it resumes
+A folder that lies elsewhere (`dirs`) is a link in the run directory, so all that reads a run finds it in one place. It
+belongs to one run, named in its file `.whet-run`: a run deletes files later than the checkpoint that it resumes
 from, and must not delete files of another run.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from whet.config.checks_run import TIME, dumps, folders
+from whet.config.checks_run import TIME
 from whet.config.schema import Config
 from whet.track.files import file_error, write_text
 from whet.types import ConfigError
 
-_NAMES = {
-    "checkpoint.dir": "checkpoints",
-    "checkpoint.export_dir": "export",
-    "track.rollouts_dir": "rollouts",
-    "track.eval_dir": "eval",
-    "profile.dir": "profile",
-}
 _OWNER = ".whet-run"
 
 
@@ -49,22 +39,18 @@ def stamps(run_dir: str) -> list[str]:
 
 def stamped(cfg: Config, stamp: str) -> Config:
     """The config with {time} replaced in run_dir, in all folders and dumps."""
-    given = {key: text.replace(TIME, stamp) for key, text in (folders(cfg) | dumps(cfg)).items()}
-    changed: dict[str, object] = {"run_dir": cfg.run_dir.replace(TIME, stamp)}
-    for section in {key.partition(".")[0] for key in given}:
-        update = {k.partition(".")[2]: v for k, v in given.items() if k.startswith(f"{section}.")}
-        changed[section] = getattr(cfg, section).model_copy(update=update)
+
+    def filled(given: Mapping[Any, str]) -> dict[Any, str]:
+        return {name: text.replace(TIME, stamp) for name, text in given.items()}
+
+    track = cfg.track.model_copy(update={"dump": filled(cfg.track.dump)})
+    changed = {"run_dir": cfg.run_dir.replace(TIME, stamp), "dirs": filled(cfg.dirs), "track": track}
     return cfg.model_copy(update=changed)
-
-
-def templates(cfg: Config) -> dict[str, str]:
-    """Where rollouts, evaluations and batches are dumped, by what they are."""
-    return {key.removeprefix("track.").removesuffix("_dump"): text for key, text in dumps(cfg).items()}
 
 
 def checkpoints(cfg: Config) -> Path:
     """Where checkpoints lie, whether or not the link to them is there."""
-    return Path(cfg.checkpoint.dir or Path(cfg.run_dir) / "checkpoints")
+    return Path(cfg.dirs.get("checkpoints") or Path(cfg.run_dir) / "checkpoints")
 
 
 def holds_run(cfg: Config) -> bool:
@@ -82,8 +68,8 @@ def attach(cfg: Config) -> None:
     ConfigError if one belongs to another run, or if this run's files lie at another place already.
     """
     run_dir = Path(cfg.run_dir).resolve()
-    for key, given in folders(cfg).items():
-        link, target = run_dir / _NAMES[key], Path(given).resolve()
+    for name, given in cfg.dirs.items():
+        link, target, key = run_dir / name, Path(given).resolve(), f"dirs.{name}"
         if link == target:
             continue
         try:
@@ -138,8 +124,8 @@ def move_aside(cfg: Config) -> Path:
     run_dir, mark = Path(cfg.run_dir).resolve(), f".before-{now()}"
     aside = run_dir.with_name(run_dir.name + mark)
     try:
-        for key, given in folders(cfg).items():
-            target, link = Path(given).resolve(), run_dir / _NAMES[key]
+        for name, given in cfg.dirs.items():
+            target, link = Path(given).resolve(), run_dir / name
             if link == target or not target.is_dir() or not _is_of(target, run_dir):
                 continue
             if target.is_relative_to(run_dir):

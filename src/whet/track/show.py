@@ -84,9 +84,7 @@ def _head(run: RunRecord) -> Table:
     config, manifest = run.config, run.manifest
     model = config.get("model", {})
     packages, named = manifest.get("packages", {}), ("whet", "torch", "transformers")
-    named_model = str(
-        model.get("path") or f"from scratch, {get(model, ('scratch', 'architecture')) or 'qwen3'}"
-    )
+    named_model = str(model.get("path") or f"from scratch, {get(model, ('scratch', 'name')) or 'qwen3'}")
     rows = {
         "run": f"{run.path}, {state}",
         "model": named_model if config else "?",

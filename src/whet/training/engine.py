@@ -26,7 +26,9 @@ class TrainEngine(Protocol):
     drops: bool
     """An update drops parts of adapters: its log-probs are not those of `forward`."""
     apart: bool
-    """The weights are in other processes of this machine: `publish` works there, `module` brings them here."""
+    """The weights are in other processes: `publish` works there, `module` brings them here."""
+    machine: str | None
+    """Ray's name for the machine of the process that publishes; None: it is this one."""
     beat: Callable[[str], object]
     """Called at every micro-batch: the work goes on."""
     span: Callable[[str], AbstractContextManager[None]]
@@ -50,10 +52,14 @@ class TrainEngine(Protocol):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and tensors, adapters merged."""
 
-    def publish(self, send: Send[T]) -> T:
+    def publish(self, send: Send[T], *, there: bool = False) -> T:
         """Call `send` with all weights, in a process that has them, and return what it returns. Where they are in
-        several processes, one has each whole tensor for as long as `send` looks at it. On another machine they are
-        brought here first, so that what `send` writes is always on this one. Raises what `send` raises."""
+        several processes, one has each whole tensor for as long as `send` looks at it. Weights on another machine are
+        brought here first, so that what `send` writes is on this one; not so with `there`. Raises what `send` raises.
+        """
+
+    def write_weights(self, folder: Path) -> None:
+        """All weights as the model has them, adapters apart, into a folder of this machine: `published.read_own`."""
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a function, which can be pickled, in the process that calls `send`, and return what it returns."""

@@ -111,9 +111,9 @@ class Profiler:
             activities=activities,
             schedule=schedule(steps, warmup=self.cfg.warmup, first=first),
             on_trace_ready=lambda trace: trace.export_chrome_trace(str(self._file("json.gz"))),
-            record_shapes=self.cfg.record_shapes,
-            with_stack=self.cfg.with_stack,
-            profile_memory=self.cfg.profile_memory,
+            record_shapes="record_shapes" in self.cfg.torch,
+            with_stack="with_stack" in self.cfg.torch,
+            profile_memory="profile_memory" in self.cfg.torch,
         )
 
     def _file(self, suffix: str) -> Path:

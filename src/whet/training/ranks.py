@@ -45,6 +45,7 @@ from whet.models.published import (
 )
 from whet.models.sharded import Sharding
 from whet.tables import loaded_files
+from whet.track.files import atomic_folder
 from whet.track.lanes import RANKS, Lane, Told
 from whet.track.timeline import Timeline, clock
 from whet.training import parts
@@ -301,8 +302,8 @@ class RankGroup:
                 f"{role}: its layout has {self.dims.world} ranks, but {ranks.dims.world} ranks are running"
             )
         self.ranks, self.role, self.cut, self.version = ranks, role, cut, 0
-        self.sharded, self.apart = sharded, ranks.lines.near
-        self.home = home if self.apart and role == "policy" else None
+        self.sharded, self.apart, self.machine = sharded, True, ranks.lines.lines[0].machine
+        self.home = home if role == "policy" else None
         self._gone = weights is not None
         if sharded and not ranks.lines.near:
             raise ConfigError(
@@ -341,7 +342,7 @@ class RankGroup:
                     own = dict(learned(self._module))
                     self._ask("pull", tensor=lambda name, x: own[name].copy_(x))
                 else:
-                    self.publish(partial(write_own, self.home))
+                    self.write_weights(self.home)
                     bring_back(self._module, self.home, self.device)
                     self._gone = False
             refresh(self._module)
@@ -383,25 +384,29 @@ class RankGroup:
         for name, p in merged(self.module).named_parameters():
             yield name, p.detach()
 
-    def publish(self, send: Send[T]) -> T:
-        if not self.apart:
+    def publish(self, send: Send[T], *, there: bool = False) -> T:
+        if self.machine is not None and not there:
             return send(weights_of(self.module))
         with self.span("publish weights"):
-            return self._ask("publish", send, adapters_of(self._module))[0]  # type: ignore[no-any-return]
+            return self._publish(send)
+
+    def _publish(self, send: Send[T]) -> T:
+        return self._ask("publish", send, adapters_of(self._module))[0]  # type: ignore[no-any-return]
+
+    def write_weights(self, folder: Path) -> None:
+        with atomic_folder(folder, durable=False) as new, self.ranks.lines.brought(new) as there:
+            self._publish(partial(write_own, there))
 
     def call(self, function: Callable[[], T]) -> T:
-        if not self.apart:
-            return function()
         with self.span("send weights"):
             return self._ask("call", function)[0]  # type: ignore[no-any-return]
 
     def save(self, path: Path, *, moments: bool = True) -> None:
         if self.sharded:
             parts.hold(self._ask, moments=moments, copy=False)(path)
-        elif self.ranks.lines.near:
-            self._ask("save", str(path), moments)
         else:
-            self.capture(moments=moments)(path)
+            with self.ranks.lines.brought(path) as there:
+                self._ask("save", str(there), moments)
 
     def capture(self, *, moments: bool = True) -> Callable[[Path], None]:
         """A copy of all that `save` writes (in this process, or sharded on the ranks), and the function that writes

@@ -38,7 +38,7 @@ from whet.models.optim import Optimizer, inner_matrices
 from whet.models.packing import layout
 from whet.models.parallel import Parallel
 from whet.models.precision import computing
-from whet.models.published import Adapter, Send, merging, parts_first, weights_of
+from whet.models.published import Adapter, Send, merging, parts_first, weights_of, write_own
 from whet.models.router import RouterTerms, gates, hook, uses
 from whet.models.sharded import Alone, DataParallel, local, within
 from whet.models.tensor_files import Piece, TensorFile, opened, pieces, write
@@ -100,6 +100,7 @@ class TorchEngine:
         over, with their `make_optimizer`; then every method is called on all of them. parallel: what is done here."""
         self.across, self.parallel = across or Alone(), parallel or Parallel()
         self.version, self.whole, self.apart = 0, whole, False
+        self.machine: str | None = None
         self.module, self.ops, self.cut, self.value_head = model, ops, cut, value_head
         self.decoder = self.parallel.decoder(model, ops, compile=cut.compile)
         self.routers = gates(model)
@@ -192,8 +193,11 @@ class TorchEngine:
         model = merged(self.module) if adapted(self.module) else self.module
         yield from ((name, p.detach()) for name, p in model.named_parameters())
 
-    def publish(self, send: Send[T]) -> T:
+    def publish(self, send: Send[T], *, there: bool = False) -> T:
         return send(weights_of(self.module))
+
+    def write_weights(self, folder: Path) -> None:
+        write_own(folder, weights_of(self.module))
 
     def call(self, function: Callable[[], T]) -> T:
         return function()

@@ -227,17 +227,11 @@ class AlgorithmConfig(Section):
     whiten_ddof: Literal[1, 0] = 1
     """With whiten: 1 divides by sqrt(variance + 1e-8), with n - 1 in the denominator of the variance (verl); 0 divides
     by sqrt(max(variance, 1e-8)), with n in it (SkyRL)."""
-    advantage_low: float | None = None
-    """Lower bound of the advantage of a token, after whitening. Default: no bound."""
-    advantage_high: float | None = None
-    """Upper bound of the advantage of a token, after whitening. Default: no bound."""
-    resample: Literal["none", "pow", "max_min", "max_random", "balance"] = "none"
-    """Resampling of the batch. pow, max_min, max_random: as many rollouts as there are, drawn with replacement (PF-PPO,
-    arXiv:2409.06957) by weight: pow |reward|^resample_power; max_min 1 for the extremes of the batch, 0 between;
-    max_random 0.4 for the best, 0.1 for the others. balance: of the rollouts of a group below its mean, keep no more
-    than there are others."""
-    resample_power: NonNegative = 2.0
-    """Exponent of resample=pow."""
+    advantage_clip: tuple[float | None, float | None] = (None, None)
+    """Lowest and highest advantage of a token, after whitening: [-5.0, 5.0]. null: no bound."""
+    resample: str | dict[str, Any] | None = None
+    """How often each rollout of the batch counts: pow, max_min, max_random, balance, or a table: {name: pow, power:
+    1.0}. Default: once."""
     groups: GroupsConfig = Field(default_factory=GroupsConfig)
     """Which rollouts of a group are trained on, and with what reward or mask."""
     refill: Literal["sample", "copy"] = "sample"
@@ -247,16 +241,10 @@ class AlgorithmConfig(Section):
     top_entropy_quantile: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Share of a step's tokens that the policy loss learns from: those where the policy before the step had the highest
     entropy; the paper: 0.2 (arXiv:2506.01939). The other tokens still count in averages. 1: all."""
-    entropy_clip: Literal["none", "batch", "vocabulary"] = "none"
+    entropy_clip: str | dict[str, Any] | None = None
     """Leave out tokens with a negative advantage whose update would lower the entropy most, measured with the policy
-    before the step (arXiv:2602.03392). batch: relative to the mean over the step's tokens (Clip_B); vocabulary:
-    relative to the expected value at each position (Clip_V). Averages still count all tokens, also those left out."""
-    entropy_clip_mu: Above0 = 2.5
-    """entropy_clip: tokens are left out that deviate by more than this many standard deviations of the step's tokens
-    (Clip_B: 2.5; Clip_V: 8.5)."""
-    entropy_clip_max_frac: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """entropy_clip: largest share of the step's tokens that is left out, at least one token: those that deviate most
-    (Clip_V: 1e-4). Default: no limit."""
+    before the step (arXiv:2602.03392): batch or vocabulary, or a table: {name: batch, mu: 2.0}. Averages still count
+    all tokens, also those left out. Default: no token is left out."""
     positive_nll_coef: NonNegative = 0.0
     """Term added to any policy loss: this weight times the mean of -log pi over the tokens of rollouts with a reward
     above 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -24,16 +24,10 @@ class ReplayConfig(Section):
     capacity: Positive = 10_000
     """Maximum number of groups that may wait to be drawn. When the buffer is full, the group with the lowest priority
     is removed."""
-    priority: str = "linear_decay"
-    """Priority function: the group with the highest priority is drawn first. linear_decay: policy version minus `decay`
-    per use, so new and rarely used groups come first. linear_decay_use_count_control_randomization: the same with noise
-    (`sigma`) and at most `use_limit` uses. Or your own function, 'module:function'."""
-    decay: float = 2.0
-    """Number of versions by which one use lowers the priority of a group."""
-    use_limit: Positive | None = 3
-    """Maximum number of uses of a group. null: no limit. linear_decay ignores it."""
-    sigma: NonNegative = 0.0
-    """Standard deviation of the noise on the priority, in versions. linear_decay has no noise."""
+    priority: str | dict[str, Any] = "linear_decay"
+    """Priority function: the group with the highest priority is drawn first. A name, a table of its settings
+    ({name: linear_decay, decay: 1.0}), or your own function, 'package.module:name', with the settings of its
+    signature."""
     cooldown_steps: Positive | None = 1
     """Number of steps after which a group may be drawn again. The unit is steps, not seconds, so that a resumed run
     draws the same groups as an uninterrupted run. null: no group is drawn again."""

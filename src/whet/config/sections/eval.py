@@ -17,23 +17,6 @@ class EvalSourceConfig(Section):
     """Sampling of this source, merged key by key over the sampling of all sources."""
 
 
-class OfflineConfig(Section):
-    """Replies from another program, to be scored as they are: `whet eval FILE` reads them and needs no model."""
-
-    path: str | tuple[str, ...]
-    """File, folder, glob or list of them: parquet, jsonl, json or csv; a row holds a task and the replies to it."""
-    prompt: str = "prompt"
-    """Column of the prompt: text, or a list of {role, content} messages."""
-    response: str = "responses"
-    """Column of the replies: a list of texts (one reply may be a plain text)."""
-    answer: str = "answer"
-    """Column of the reference answer; dots address nested columns (verl: reward_model.ground_truth). May be absent."""
-    label: str | None = None
-    """Column with the source of each row (verl: data_source). Default: the stem of the file for all rows."""
-    limit: Positive | None = None
-    """Maximum number of rows to score, from the start."""
-
-
 class EvalConfig(Section):
     """Held-out evaluation."""
 
@@ -62,5 +45,6 @@ class EvalConfig(Section):
     log_samples: Count = 0
     """Number of held-out tasks whose first reply is logged, the same tasks every time: to eval/STAGE-step-N.jsonl and
     to trackers that show text. 0: none (eval/*.parquet has every reply anyway)."""
-    offline: OfflineConfig | None = None
-    """Replies from a file, which `whet eval` scores."""
+    offline: bool = False
+    """The rows of data.eval have replies from another program, in the column `response` (a text, or a list of texts):
+    `whet eval FILE` scores these replies as they are and needs no model."""

@@ -27,14 +27,20 @@ class LoraConfig(Section):
     log-probs differ."""
     targets: str | tuple[str, ...] = "all-linear"
     """Layers with adapters: all-linear (every linear layer except the output layer), a list of names (`q_proj` matches
-    this layer in every block), or a regular expression for the whole name. Experts and routers of a mixture of experts
-    are not linear layers."""
+    this layer in every block), or a regular expression for the whole name. Experts of a mixture have their matrices in
+    stacks, which are no linear layers; their names are `gate_up_proj` and `down_proj` (in a list, beside all-linear,
+    too). `gate_proj` and `up_proj` together name the first stack; its adapter then has twice the rank, as in peft, or,
+    with `fused`, one rank."""
     exclude_modules: str | tuple[str, ...] = ()
     """Layers without adapters, even if `targets` matches them: a list of names, or a regular expression for the whole
     name. Such an expression may match nothing."""
     fused: bool = False
     """One A for the layers that Megatron-LM computes as one (queries, keys and values; gate and up), each with its own
     B, as LoRA of Megatron-Bridge. Exports for peft repeat A for each layer."""
+    experts: Literal["each", "shared"] | None = None
+    """A and B of the matrices of experts. each: every expert has its own, as in peft; shared: all experts of a layer
+    have one, as in Megatron-Bridge (share_expert_adapters); an export for peft repeats it for each expert. Default:
+    shared with `fused`, else each."""
     rank_pattern: dict[str, Positive] = Field(default_factory=dict)
     """Ranks of single layers, by a regular expression for the end of the name; the first match counts."""
     alpha_pattern: dict[str, Above0] = Field(default_factory=dict)
@@ -52,47 +58,15 @@ class LoraConfig(Section):
     """Start from the adapters in this folder, in the format of peft (adapter_model.safetensors)."""
 
 
-class ScratchConfig(Section):
-    """A new model with random weights, in a Hugging Face architecture."""
-
-    architecture: Literal["llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe"] = "qwen3"
-    """Model family; it determines the Hugging Face classes for loading and export."""
-    hidden_size: Positive = 128
-    """Width of the residual stream."""
-    num_hidden_layers: Positive = 3
-    """Number of decoder layers."""
-    num_attention_heads: Positive = 4
-    """Query heads per layer."""
-    num_key_value_heads: Positive | None = None
-    """Key/value heads per layer (grouped-query attention); must divide `num_attention_heads`. Default:
-    `num_attention_heads`."""
-    head_dim: Positive | None = None
-    """Width of a head. Default: hidden_size / num_attention_heads."""
-    intermediate_size: Positive | None = None
-    """Width of the feed-forward layer (of one expert, in a mixture of experts). Default: 3 x hidden_size."""
-    max_position_embeddings: Positive = 4096
-    """Longest sequence the model accepts, in tokens."""
-    rope_theta: Above0 = 10000.0
-    """Base of the rotary position embedding."""
-    tie_word_embeddings: bool = True
-    """Share the weights of the embedding and the output layer; this halves the parameters of a tiny model."""
-    initializer_range: Above0 = 0.02
-    """Standard deviation of the initial weights."""
-    num_experts: Positive = 8
-    """Experts per layer (qwen3_moe only)."""
-    num_experts_per_tok: Positive = 2
-    """Experts per token (qwen3_moe only)."""
-    sliding_window: Positive | None = None
-    """Attention window in tokens (mistral only). Default: full attention."""
-
-
 class ModelConfig(Section):
     """The policy's weights."""
 
     path: str | None = None
     """A local Hugging Face model folder (config.json, safetensors). Give either this or `scratch`."""
-    scratch: ScratchConfig | None = None
-    """Create a new model instead of loading one."""
+    scratch: str | dict[str, Any] | None = None
+    """Create a new model with random weights instead of loading one: the name of its family, or a table of the name and
+    entries of its config.json: {name: qwen3, hidden_size: 256}. Without a name it is qwen3; further entries of
+    config.json may be given in `overrides`."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the parameters. float16 trains with loss scaling (train.precision). Default: float32 on CPU (bfloat16 is
     slower there), bfloat16 on CUDA."""
@@ -100,8 +74,6 @@ class ModelConfig(Section):
     """Values that override entries of the model's config.json, by their Hugging Face names."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights of the model. Default: all weights are trained."""
-    trust_remote_code: Literal[False] = False
-    """Code in a model folder is never run; only False is accepted."""
 
 
 class TokenizerConfig(Section):

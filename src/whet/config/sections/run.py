@@ -38,9 +38,6 @@ class CheckpointConfig(Section):
     """With train.parallel: every rank writes its own shards in parallel, and reads the shards it needs, so no process
     has to hold the whole model. false: the shards are gathered and one rank writes whole files. A run with any layout
     can resume from either form."""
-    dir: str | None = None
-    """Folder of the checkpoints. Default: `checkpoints` in run_dir; with another folder, `checkpoints` is a link to
-    it."""
     resume: str = "auto"
     """auto: resume the run in run_dir, if there is one; never: refuse a run_dir that holds a run; fresh: move the
     existing files aside and start a new run; or the path of a checkpoint."""
@@ -58,8 +55,6 @@ class CheckpointConfig(Section):
     export_as: Literal["merged", "adapter"] = "merged"
     """With model.lora: export the whole model with the adapters merged into its weights, or only the adapters, in the
     format of peft."""
-    export_dir: str | None = None
-    """Folder of the exports. Default: `export` in run_dir; with another folder, `export` is a link to it."""
     upload_to: tuple[str, ...] = ()
     """URLs to which checkpoints are copied in the background, each as a separate folder: s3://BUCKET/PATH, gs://,
     hdfs://, hf://ORG/NAME, or file:///PATH of a mounted drive. A run waits for the copies only at its end; a failed
@@ -103,21 +98,13 @@ class TrackConfig(Section):
     """Number of rollouts of each recorded step (rollouts_interval) that are logged to trackers that show text:
     tensorboard, wandb, mlflow, swanlab and trackio, or a class of yours with the method show_rollouts. The seed selects
     them. 0: none (rollouts/*.parquet has every rollout anyway)."""
-    rollouts_dir: str | None = None
-    """Folder of the records of rollouts. Default: `rollouts` in run_dir; with another folder, `rollouts` is a link to
-    it."""
-    eval_dir: str | None = None
-    """Folder of the replies of evaluations. Default: `eval` in run_dir; with another folder, `eval` is a link to it."""
-    rollouts_dump: str | None = None
-    """Second copy of the rollouts of rollouts_interval, for other programs: the path of a .jsonl or .parquet file that
-    contains {step}, such as `dump/{step}.jsonl`; {stage} is the name of the stage, and {source} makes one file per
-    source. Rows have input, output, gts, score, step, and the parts of the reward by their names. An existing file of
-    that name is overwritten; a resumed run deletes its own files of later steps. Default: only in run_dir."""
-    eval_dump: str | None = None
-    """The same for the replies of evaluations; with {source} the metrics of the evaluation have a file too,
-    aggregated_results."""
-    batches_dump: str | None = None
-    """The same for the batches of batches_interval, one row per rollout; without {source}."""
+    dump: dict[Literal["rollouts", "eval", "batches"], str] = Field(default_factory=dict)
+    """Second copies of records for other programs: {rollouts: "dump/{step}.jsonl"}, the path of a .jsonl or .parquet
+    file that contains {step}; {stage} is the name of the stage, and {source} makes one file per source. rollouts: those
+    of rollouts_interval, in rows of input, output, gts, score, step, and the parts of the reward by their names. eval:
+    the replies of evaluations; with {source} the metrics have a file too, aggregated_results. batches: those of
+    batches_interval, one row per rollout, without {source}. An existing file of that name is overwritten; a resumed run
+    deletes its own files of later steps."""
     micro_batches: bool = False
     """Write every micro-batch into timeline.json too. Default: phases, waits, and the work of the engines in them."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -140,14 +127,9 @@ class ProfileConfig(Section):
     ranks: tuple[Count, ...] = (0,)
     """With train.parallel: the ranks to profile, in addition to the process that samples; each writes its own files,
     STAGE-rank-N-step-000012."""
-    record_shapes: bool = False
-    """torch: record the shapes of every operator's inputs."""
-    with_stack: bool = False
-    """torch: record Python call stacks; traces become several times larger."""
-    profile_memory: bool = False
-    """torch: record every allocation."""
-    dir: str | None = None
-    """Folder of the traces. Default: `profile` in run_dir; with another folder, `profile` is a link to it."""
+    torch: tuple[Literal["record_shapes", "with_stack", "profile_memory"], ...] = ()
+    """Options of torch's profiler that are on. record_shapes: the shapes of every operator's inputs; with_stack: Python
+    call stacks, traces become several times larger; profile_memory: every allocation."""
 
 
 class RewardWorkersConfig(Section):

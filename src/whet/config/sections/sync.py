@@ -11,13 +11,13 @@ class SyncConfig(Section):
     """Transfer of new weights from the trainer to engines in separate processes: explorers of mode=explore, or engine
     replicas (rollout.replicas). Every tensor has a digest that each receiver checks and confirms."""
 
-    method: Literal["auto", "files", "object_store", "collective", "ipc"] = "auto"
+    method: Literal["auto", "files", "object_store", "collective"] = "auto"
     """Transport. files: a folder for each version in run_dir/weights, for explorers in separate processes (auto selects
     it for them). object_store: the object store of Ray, for engine replicas (auto selects it for them); with
-    train.parallel, replicas on the machine of the ranks map files that these write to /dev/shm, or to run_dir/weights
-    where it has no room. collective: one broadcast to all replicas, by gloo between CPUs and NCCL between GPUs, for
-    replicas on several machines; with train.parallel it starts in a rank. ipc: handles of GPU memory; refused until it
-    was tried on a GPU."""
+    train.parallel, a process beside the ranks puts into it what these write to /dev/shm, or to run_dir/weights where it
+    has no room, and replicas on the machine of the ranks map these files. collective: one broadcast to all replicas, by
+    gloo between CPUs and NCCL between GPUs, for replicas on several machines; with train.parallel it starts in a
+    rank."""
     content: Literal["auto", "full", "delta", "adapters"] = "auto"
     """Content of a transfer. full: all weights, every time. delta: only changed weights, which saves time where part of
     the model is frozen. adapters: the adapters of model.lora without the base model; the receivers merge them and

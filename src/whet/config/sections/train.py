@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from whet.config.sections.base import Above0, BelowOne, Count, Fraction, NonNegative, Positive, Section
-from whet.config.sections.deepspeed import DeepSpeedConfig
 from whet.config.sections.parallel import ParallelConfig
 from whet.config.sections.precision import PrecisionConfig
 
@@ -191,8 +190,12 @@ class TrainConfig(Section):
     engine: Literal["torch", "deepspeed"] = "torch"
     """What shards the models over the ranks. torch: FSDP2, and all layouts of `parallel`; deepspeed: ZeRO, over
     dp_shard ranks. Both compute the same numbers up to rounding, and read each other's checkpoints."""
-    deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig)
-    """Settings of DeepSpeed."""
+    deepspeed: str | dict[str, Any] = Field(default_factory=dict)
+    """engine=deepspeed: a deepspeed_config, as a JSON file or a table: {zero_optimization: {stage: 2}}. stage: 1 shards
+    the state of the optimizer, 2 gradients too, 3 (default) parameters too; offload_optimizer: {device: cpu} keeps the
+    state in the host's memory. Batches, optimizer, clipping, schedule and dtypes stay those of `train` and `model`:
+    what whet sets may be left out, "auto", or equal; where it differs, or changes what is trained (fp16, schedulers,
+    elasticity ...), it is refused. All else is passed on."""
     trainable: dict[str, bool] = Field(default_factory=dict)
     """Which parameters of the policy are trained (true) or frozen (false), by regular expressions that are searched in
     their names; the first match counts, parameters without a match are trained. `{lm_head: true, ".*": false}` trains

@@ -136,6 +136,10 @@ def uploads(values: Values) -> dict[str, Json]:
     return out | ({"checkpoint.upload_exports_to": exports} if exports else {})
 
 
+OPTIONS = {"record_shapes": "record_shape", "with_stack": "with_stack", "profile_memory": "profile_memory"}
+"""Of torch's profiler, by torch's name: the name here."""
+
+
 def profile(values: Values) -> dict[str, Json]:
     """torch's profiler and the ranges for nsys, at the same steps; nothing where neither is enabled."""
     keys = {"torch": "profiler.enable_profiler", "nsys": "profiler.enable_nsys"}
@@ -152,8 +156,6 @@ def profile(values: Values) -> dict[str, Json]:
         "profile.steps": [wait + warmup + n for n in range(1, active + 1)],
         "profile.tools": tools,
         "profile.warmup": warmup,
-        "profile.record_shapes": values[SUB_PROFILER + "record_shape"],
-        "profile.profile_memory": values[SUB_PROFILER + "profile_memory"],
-        "profile.with_stack": values[SUB_PROFILER + "with_stack"],
+        "profile.torch": [name for name, key in OPTIONS.items() if values[SUB_PROFILER + key]],
         **({"profile.ranks": ranks} if ranks else {}),
     }

@@ -75,7 +75,7 @@ def deepspeed(v: Values) -> Native:
         for table in tables:
             at = at.setdefault(table, {})
         at[name] = v[key]
-    return {"train.engine": "deepspeed", "train.deepspeed.config": {"zero_optimization": config}}
+    return {"train.engine": "deepspeed", "train.deepspeed": {"zero_optimization": config}}
 
 
 def is_fsdp(v: Values) -> bool:
@@ -197,6 +197,10 @@ def offload(v: Values) -> Native:
 # ---------------------------------------------------------------- looking inside
 
 
+OPTIONS = ("record_shapes", "with_stack", "profile_memory")
+"""Of torch's profiler."""
+
+
 def profile(v: Values) -> Native:
     """Snapshots of CUDA's allocator, of the first steps; torch's profiler by its own schedule, once if without end."""
     out: dict[str, Json] = {}
@@ -206,10 +210,8 @@ def profile(v: Values) -> Native:
         out = {
             "profile.warmup": v[f"{PROFILER}.warmup"],
             "profile.ranks": v[f"{PROFILER}.ranks"],
-            "profile.record_shapes": v[f"{PROFILER}.record_shapes"],
-            "profile.with_stack": v[f"{PROFILER}.with_stack"],
-            "profile.profile_memory": v[f"{PROFILER}.profile_memory"],
-            "profile.dir": v[f"{PROFILER}.save_path"],
+            "profile.torch": [name for name in OPTIONS if v[f"{PROFILER}.{name}"]],
+            "dirs.profile": v[f"{PROFILER}.save_path"],
         }
     if v[f"{POLICY}.record_memory"]:
         tools, steps = [*tools, "memory"], sorted({*steps, 1, 2, 3})

@@ -192,7 +192,9 @@ def _targets(v: Values, role: str, key: str, native: str) -> Native:
         key,
         native=native,
         fused=v[f"{megatron}.lora_config.lora_type"] == "lora",
-        spread_experts=f"{experts}={v[experts]}" if v[experts] > 1 else "",
+        each=v[experts] > 1 and v.get(f"{megatron}.moe_grouped_gemm") is False,
+        mixture=f"{experts}={v[experts]}" if v[experts] > 1 else "",
+        dropout=v[f"trainer.{role}.model.lora.dropout"],
     )
 
 

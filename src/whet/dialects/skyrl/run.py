@@ -315,7 +315,7 @@ def export(v: Values) -> Native:
     if every <= 0:
         return {"checkpoint.export": False}
     own = PurePath(v["trainer.export_path"]) / v["trainer.project_name"] / v["trainer.run_name"]
-    return {"checkpoint.export": True, "checkpoint.export_interval": every, "checkpoint.export_dir": str(own)}
+    return {"checkpoint.export": True, "checkpoint.export_interval": every, "dirs.export": str(own)}
 
 
 TRACKERS = choices("skyrl", "tracker")
@@ -334,8 +334,8 @@ def dump(v: Values) -> Native:
     root, out = PurePath(v["trainer.export_path"]), dict[str, Json]()
     if v["trainer.dump_data_batch"]:
         name = "global_step_{step}_training_input.parquet"
-        out |= {"track.batches_interval": 1, "track.batches_dump": str(root / "dumped_data" / name)}
+        out |= {"track.batches_interval": 1, "track.dump.batches": str(root / "dumped_data" / name)}
     if v["trainer.dump_eval_results"]:
         folder = root / "dumped_eval" / "global_step_{step}_eval_results"
-        out["track.eval_dump"] = str(folder / "{source}.jsonl")
+        out["track.dump.eval"] = str(folder / "{source}.jsonl")
     return out

@@ -185,7 +185,7 @@ def checkpoints(v: Values) -> Native:
     out |= {"run_dir": path} if path else {}
     if every > 0:
         out["checkpoint.export_interval"] = every
-        out |= {"checkpoint.export_dir": v["export_path"]} if v["export_path"] else {}
+        out |= {"dirs.export": v["export_path"]} if v["export_path"] else {}
     return out
 
 

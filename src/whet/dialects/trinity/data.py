@@ -429,7 +429,7 @@ def queue(values: Values) -> Native:
         raise NotSupportedYet(
             f"{EXPERIENCES}.path: {path}: a database server is coming, not built yet; here: a file."
         )
-    return {"track.rollouts_dir": str(Path(plain).with_suffix(""))}
+    return {"dirs.rollouts": str(Path(plain).with_suffix(""))}
 
 
 def in_rounds(values: Values) -> bool:

@@ -196,13 +196,13 @@ def replay(values: Values) -> Native:
         "queue": True,
         "capacity": values[f"{EXPERIENCES}.capacity"],
         "priority": CONTROLLED if controlled else "linear_decay",
-        "decay": told["decay"],
+        "priority.decay": told["decay"],
         **({"cooldown_steps": None} if seconds is None else {"cooldown_s": seconds}),  # null: nothing twice
     }
     if controlled:
         limit = told["use_count_limit"]
         unlimited = isinstance(limit, int | float) and limit <= 0
-        out |= {"sigma": told["sigma"], "use_limit": None if unlimited else limit}
+        out |= {"priority.sigma": told["sigma"], "priority.use_limit": None if unlimited else limit}
     if oldest is not None:  # step s takes versions from s - it on, and the trainer is at version s - 1 then
         out["max_staleness"] = oldest - 1
     return {f"buffer.replay.{key}": value for key, value in out.items()}
@@ -304,5 +304,5 @@ def record(values: Values) -> Native:
     """save_input: the record of the rollouts, and where."""
     at = "data_processor.experience_pipeline"
     path = text(values, f"{at}.input_save_path")
-    folder = {"track.rollouts_dir": str(Path(path).with_suffix(""))} if path else {}
+    folder = {"dirs.rollouts": str(Path(path).with_suffix(""))} if path else {}
     return {"track.rollouts_interval": 1 if values[f"{at}.save_input"] else 0, **folder}

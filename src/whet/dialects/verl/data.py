@@ -89,8 +89,9 @@ def validation(v: Values) -> Native:
 def replies(v: Values) -> Native:
     """Replies in a file (main_eval), judged without a model by `whet eval FILE`; the answer stands in a dict."""
     return {
-        "eval.offline.path": anywhere(v, "data.path"),
-        "eval.offline.answer": f"{v['data.reward_model_key']}.ground_truth",
+        "eval.offline": True,
+        "data.eval.0.path": anywhere(v, "data.path"),
+        "data.eval.0.answer": f"{v['data.reward_model_key']}.ground_truth",
     }
 
 

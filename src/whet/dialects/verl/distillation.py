@@ -62,7 +62,7 @@ def algorithm(v: Values) -> dict[str, Json]:
         "algorithm.loss.clip_high": ratio if high is None else high,
         "algorithm.loss.dual_clip": DUAL_CLIP,
     }
-    return out if most is None else out | {"algorithm.advantage_low": -most, "algorithm.advantage_high": most}
+    return out if most is None else out | {"algorithm.advantage_clip": [-most, most]}
 
 
 def teacher(v: Values) -> Native:

@@ -153,9 +153,9 @@ def trackers(v: Values) -> Native:
 
 def dumps(v: Values) -> Native:
     """STEP.jsonl in each of the two folders that is given."""
-    keys = (("rollout_data_dir", "rollouts_dump"), ("validation_data_dir", "eval_dump"))
+    keys = (("rollout_data_dir", "rollouts"), ("validation_data_dir", "eval"))
     return {
-        f"track.{native}": str(PurePath(local(v, f"trainer.{key}")) / "{step}.jsonl")
+        f"track.dump.{native}": str(PurePath(local(v, f"trainer.{key}")) / "{step}.jsonl")
         for key, native in keys
         if v[f"trainer.{key}"] is not None
     }
@@ -187,7 +187,7 @@ def profile(v: Values) -> Native:
         return {
             "profile.steps": sorted(steps),
             "profile.tools": [TOOLS[tool]],
-            "profile.dir": v["global_profiler.save_path"],
+            "dirs.profile": v["global_profiler.save_path"],
         }
     steps = set()
     for role in (ACTOR, REF):
@@ -201,9 +201,8 @@ def profile(v: Values) -> Native:
         raise ConfigError(f"{', '.join(folders)}: all traces of a run are in one folder; give the same one")
     return {
         "profile.steps": sorted(steps),
-        "profile.record_shapes": True,
-        "profile.with_stack": True,
-        "profile.dir": next(iter(folders.values()), None),
+        "profile.torch": ["record_shapes", "with_stack"],
+        "dirs.profile": next(iter(folders.values()), None),
     }
 
 

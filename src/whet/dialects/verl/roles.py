@@ -332,11 +332,24 @@ def _lora(v: Values, model: str, *, native: str, engine: str) -> Native:
     out: dict[str, Json] = {
         f"{native}.rank": rank,
         f"{native}.alpha": v[f"{model}.lora_alpha"],
-        f"{native}.targets": _modules(v, f"{model}.target_modules"),
+        f"{native}.targets": _peft_targets(v, model),
     }
     if v.get(f"{model}.exclude_modules"):
         out[f"{native}.exclude_modules"] = _modules(v, f"{model}.exclude_modules")
     return out if path is None else out | {f"{native}.path": path}
+
+
+def _peft_targets(v: Values, model: str) -> Json:
+    """Layers, and stacked matrices of experts beside them."""
+    layers, stacks = _modules(v, f"{model}.target_modules"), f"{model}.target_parameters"
+    if not v.get(stacks):
+        return layers
+    if isinstance(layers, str) and layers != "all-linear":
+        raise NotSupportedYet(
+            f"{model}.target_parameters beside an expression in {model}.target_modules is coming, not built yet; "
+            "today: a list of names in both"
+        )
+    return [*texts(v, f"{model}.target_modules"), *texts(v, stacks)]
 
 
 MEGATRON_TYPES = {"lora": True, "canonical_lora": False, "vlm_lora": None, "dora": None}
@@ -356,6 +369,8 @@ def _megatron_lora(v: Values, model: str, *, native: str, engine: str) -> Native
         raise ConfigError(f"{model}.lora_adapter_path is not read with {at}.rank, Megatron's; leave it out")
     fused = choose(v, f"{at}.type", MEGATRON_TYPES)
     experts = f"{engine}.expert_model_parallel_size"
+    mixture = f"{experts}={v[experts]}" if v.get(experts, 1) > 1 else ""
+    apart = v.get(f"{engine}.override_transformer_config.moe_grouped_gemm") is False
     return {
         f"{native}.rank": v[f"{at}.rank"],
         f"{native}.alpha": v[f"{at}.alpha"],
@@ -366,7 +381,9 @@ def _megatron_lora(v: Values, model: str, *, native: str, engine: str) -> Native
             f"{at}.target_modules",
             native=native,
             fused=fused,
-            spread_experts=f"{experts}={v[experts]}" if v.get(experts, 1) > 1 else "",
+            each=v.get(f"{at}.share_expert_adapters") is False or (apart and bool(mixture)),
+            mixture=mixture,
+            dropout=v[f"{at}.dropout"],
         ),
     }
 

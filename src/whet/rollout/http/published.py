@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from whet.models.kernels import Ops
 from whet.models.lora import adapted, learned
+from whet.models.lora_layers import LoraStack
 from whet.models.published import weights_of
 from whet.rollout.engine import WeightUpdate
 from whet.rollout.http.canary import Canary, Expected
@@ -132,6 +133,11 @@ def check_adapters(model: PreTrainedModel) -> None:
         raise ConfigError(
             "rollout.server.lora=adapter: the model of this process has no adapters; set model.lora (for explorers, "
             "leave sync.content at auto), or use merge"
+        )
+    if any(isinstance(layer, LoraStack) for layer in layers):
+        raise ConfigError(
+            "rollout.server.lora=adapter: adapters of experts are sent to vLLM merged alone; use merge, or remove the "
+            "experts from model.lora.targets"
         )
     parts = {id(p) for layer in layers for p in (layer.lora_A, layer.lora_B)}
     if whole := [name for name, p in learned(model) if id(p) not in parts]:

@@ -331,13 +331,12 @@ class Runner:
     def _advance(self, rows: LiveRows, hidden_BD: Tensor) -> list[int]:
         """Sample the next token of each row and write it down. Returns the rows that end with it."""
         token_B, logp_B, sample_logp_B = self._choose(rows, hidden_BD)
-        state = rows.state
-        cell_B = state[CELL]
+        _, last_B, ends_B, cell_B, fed_B, _ = rows.state.unbind()
         self.token.index_copy_(0, cell_B, token_B)
         self.logp.index_copy_(0, cell_B, logp_B)
         self.sample_logp.index_copy_(0, cell_B, sample_logp_B)
-        done_B = self.end_table.index_select(0, state[ENDS] + token_B).logical_or_(cell_B == state[LAST])
-        state[TOKEN] = token_B
+        done_B = self.end_table.index_select(0, ends_B + token_B).logical_or_(cell_B == last_B)
+        fed_B.copy_(token_B)
         cell_B += 1
         met = self._met(rows, token_B) if rows.watched else set()
         return sorted(met.union(ended(done_B, logp_B)))

@@ -1,0 +1,55 @@
+"""A new model (`model.scratch`) as the config.json of its folder. The default sizes are small. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from whet.config.chosen import Chosen, chosen, setting_problems
+from whet.config.functions import ARCHITECTURES
+from whet.config.recipes import ELSEWHERE
+from whet.config.schema import ModelConfig
+from whet.types import Json
+
+KEY = "model.scratch"
+
+
+def architecture(model: ModelConfig) -> Chosen:
+    """The family of a new model, and its sizes as they are given."""
+    return chosen(model.scratch, ARCHITECTURES, ELSEWHERE[KEY][0])
+
+
+def config_json(model: ModelConfig) -> dict[str, Json]:
+    """The config.json of a new model, `model.overrides` put over it; the vocabulary comes from its tokenizer."""
+    made = architecture(model)
+    values = dict(made.settings)
+    values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
+    values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+    values["intermediate_size"] = values["intermediate_size"] or 3 * values["hidden_size"]
+    values["rope_parameters"] = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
+    if "num_experts" in values:
+        values |= {"moe_intermediate_size": values["intermediate_size"], "norm_topk_prob": True}
+    return {"model_type": made.name, **values, **model.overrides}
+
+
+def problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) in a new model."""
+    made = architecture(model)
+    if wrong := list(setting_problems(KEY, made, ARCHITECTURES)):
+        yield from wrong
+        return
+    s = made.settings
+    heads, width = s["num_attention_heads"], s["hidden_size"]
+    shared = s["num_key_value_heads"] or heads
+    if heads % shared:
+        good = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
+        said = f"{shared} does not divide num_attention_heads={heads}; these do: {good}"
+        yield f"{KEY}.num_key_value_heads", said
+    if s["head_dim"] is None and width % heads:
+        yield KEY, f"num_attention_heads={heads} does not divide hidden_size={width}; give head_dim"
+    head_dim = s["head_dim"] or width // heads
+    if head_dim % 2:
+        said = f"{head_dim} is odd; rotary position embeddings rotate pairs, so it must be even"
+        yield f"{KEY}.head_dim", said
+    if s.get("num_experts_per_tok", 0) > s.get("num_experts", 0):
+        said = f"{s['num_experts_per_tok']} is more than num_experts={s['num_experts']}"
+        yield f"{KEY}.num_experts_per_tok", said

@@ -1,0 +1,119 @@
+"""Whole layers over the cache in one call of C: a decode step of a small model is otherwise mostly calls.
+
+What is computed is what `fused_forward._step` computes, by the same kernels in the same order, so bits are the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int64, c_void_p
+from itertools import chain
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from whet.models.compiled import _ACTS, _MAX_HEAD, _Cached, _lib, _memory
+from whet.models.products import multiplies
+
+
+class LayerWeights(NamedTuple):
+    """Of a decoder layer whose products are plain: the pointers of Layer in kernels.c, in its order."""
+
+    norm_in: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    norm_mid: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    v_bias: Tensor | None
+    o_bias: Tensor | None
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+class LayerNumbers(NamedTuple):
+    """What is no tensor, the same in all layers."""
+
+    head_dim: int
+    scale: float
+    eps: float
+    offset: float
+    """Added to the weight of RMS norms."""
+    act: Literal["silu", "gelu_tanh"]
+
+
+class CachedTokens(NamedTuple):
+    """Where the tokens of a call stand in the cache: see `attention.CachedAttention`."""
+
+    k: Tensor
+    v: Tensor
+    table_BP: Tensor
+    keys_B: Tensor
+    queries_B: Tensor | None
+    page_N: Tensor
+    slot_N: Tensor
+
+
+class _Layers(ctypes.Structure):
+    """Layers of kernels.c."""
+
+    _fields_ = [
+        *(("cached", _Cached), ("layer", c_void_p), ("layers", c_int64), ("layer_pages", c_int64)),
+        *((name, c_void_p) for name in ("h", "cos", "sin", "page", "slot")),
+        *((name, c_int64) for name in ("N", "D", "F")),
+        *(("eps", c_float), ("offset", c_float), ("act", c_int64)),
+    ]
+
+
+def cached_layers(
+    layers: Sequence[LayerWeights],
+    windows: Sequence[int],
+    numbers: LayerNumbers,
+    h_ND: Tensor,
+    *,
+    tokens: CachedTokens,
+    cos_ND: Tensor,
+    sin_ND: Tensor,
+) -> tuple[Tensor, Tensor] | None:
+    """(what the last block adds, residual), [N, D] each, after all layers, without gradient.
+
+    windows: 0 where a layer has none. None where it does not compute this: not everything is a dense float32 tensor
+    that `products` multiplies.
+    """
+    size = numbers.head_dim
+    given = [h_ND, cos_ND, sin_ND, tokens.k, tokens.v, *(t for t in chain(*layers) if t is not None)]
+    dense = multiplies(*given) and all(t.is_contiguous() for t in given)
+    if not dense or h_ND.dtype is not torch.float32 or size % 16 or size > _MAX_HEAD:
+        return None
+    rows = [
+        (*(0 if t is None else t.data_ptr() for t in layer), window) for layer, window in zip(layers, windows)
+    ]
+    layer = (c_int64 * (len(rows) * len(rows[0])))(*chain(*rows))
+    first, threads = layers[0], torch.get_num_threads()
+    heads, kv_heads = len(first.q) // size, len(first.k) // size
+    k, v, table, keys, queries, page, slot = tokens
+    cached = _Cached(
+        *(0, k.data_ptr(), v.data_ptr()),
+        *(heads * size, size, heads, kv_heads, size, 0, numbers.scale, 0.0),
+        *(table.data_ptr(), keys.data_ptr(), 0 if queries is None else queries.data_ptr()),
+        *(*table.shape, threads),
+    )
+    what = _Layers(
+        *(cached, ctypes.addressof(layer), len(rows), k.stride(0)),
+        *(t.data_ptr() for t in (h_ND, cos_ND, sin_ND, page, slot)),
+        *(*h_ND.shape, len(first.gate)),
+        *(numbers.eps, numbers.offset, _ACTS[numbers.act]),
+    )
+    delta_ND, sum_ND = torch.empty_like(h_ND), torch.empty_like(h_ND)
+    _memory(_lib().whet_cached_layers(ctypes.byref(what), delta_ND.data_ptr(), sum_ND.data_ptr()))
+    return delta_ND, sum_ND
