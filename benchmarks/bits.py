@@ -1,11 +1,15 @@
 """Does this machine compute the bits that others do? The first steps of the demo, held against a digest kept here.
 
-    python benchmarks/bits.py [--keep]      `make bits` runs it
+    python benchmarks/bits.py [--keep | --emulate CPU]      `make bits` runs it
 
 Needs: nothing but whet. Takes: about 20 seconds. Trains examples/first_run.yaml for 6 steps of each stage, as it comes
-and under settings that stand for other machines. The exported weights are compared with the digest, byte for byte, and
-metrics.jsonl among these runs: the names in it change with whet, the weights follow from all numbers alone.
-Exit code 1 where they differ. --keep: write the digest of this machine's weights to benchmarks/bits.json.
+and under settings that stand for other machines. The reward is `letters`: the verifier of the demo gives 0 to all that
+so young a model writes, and the second stage would not change a weight. The exported weights are compared with the
+digest, byte for byte, and metrics.jsonl among these runs: the names in it change with whet, the weights follow from all
+numbers alone. Exit code 1 where they differ.
+
+--keep: write the digest of this machine's weights to benchmarks/bits.json. --emulate: run it on an emulated processor
+alone (`qemu-x86_64 -cpu help` lists them), and compile for that one.
 """
 
 from __future__ import annotations
@@ -14,10 +18,16 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import whet
 
 HERE = Path(__file__).parent
 KEPT = HERE / "bits.json"
@@ -32,22 +42,33 @@ SETTINGS = {
 }
 
 
-def digests(environment: dict[str, str]) -> tuple[str, str]:
-    """Of the weights and of the metrics that the demo's first steps write, in a process with this environment."""
+def letters(response: str, task: whet.Task) -> float:
+    """The share of the answer's letters that are in the reply."""
+    return sum(c in response for c in task.answer) / len(task.answer)
+
+
+def digests(environment: dict[str, str], emulator: list[str]) -> tuple[str, str]:
+    """Of the weights and of the metrics that the demo's first steps write, in a process with this environment, which an
+    emulator may run."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         short = [f"stages.{stage}.{key}" for stage in (0, 1) for key in ("train.steps=6", "eval.interval=0")]
+        short += [f"rewards={{letters: {{function: '{__file__}:letters'}}}}", "data.eval.0.limit=1"]
         command = [sys.executable, "-m", "whet.cli", "train", str(DEMO), f"run_dir={run}", *short]
         env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
         done = subprocess.run(
-            command, env=env, cwd=DEMO.parents[1], capture_output=True, text=True, check=False
+            [*emulator, *command], env=env, cwd=DEMO.parents[1], capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise SystemExit(f"the run failed:\n{done.stderr[-2000:]}")
-        weights = hashlib.sha256()
-        for path in sorted((run / "export").rglob("*.safetensors")):
-            weights.update(path.read_bytes())
-        return weights.hexdigest(), hashlib.sha256((run / "metrics.jsonl").read_bytes()).hexdigest()
+        first, second = (
+            (run / "export" / stage / "model.safetensors").read_bytes() for stage in ("sft", "rl")
+        )
+        if first == second:
+            raise SystemExit("the second stage changed no weight: its part of the digest would say nothing")
+        return hashlib.sha256(second + first).hexdigest(), hashlib.sha256(
+            (run / "metrics.jsonl").read_bytes()
+        ).hexdigest()
 
 
 def main() -> None:
@@ -55,13 +76,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--keep", action="store_true")
-    keep = parser.parse_args().keep
-    weights, metrics = digests({})
-    if keep:
+    parser.add_argument("--emulate", metavar="CPU")
+    given = parser.parse_args()
+    emulator, settings = list[str](), SETTINGS
+    if given.emulate:
+        # the compiler is emulated, too: it compiles for the processor that it finds
+        emulator = ["qemu-x86_64", "-cpu", given.emulate]
+        settings = {f"{given.emulate}, emulated": {"CC": shlex.join([*emulator, shutil.which("cc") or "cc"])}}
+    weights, metrics = digests({}, [])
+    if given.keep:
         KEPT.write_text(json.dumps({"weights": weights}, indent=2) + "\n")
     kept, differ = json.loads(KEPT.read_text())["weights"], 0
-    for name, environment in SETTINGS.items():
-        found = digests(environment) if environment else (weights, metrics)
+    for name, environment in settings.items():
+        found = digests(environment, emulator) if environment else (weights, metrics)
         differ += found != (kept, metrics)
         said = "the same bits" if found == (kept, metrics) else "OTHER BITS"
         print(f"{name:24} {found[0][:16]} {found[1][:16]} {said}", flush=True)

@@ -222,6 +222,7 @@ def inputs(model: PreTrainedModel, size: Size, folder: Path, vllm: Path) -> Engi
         span=lambda name: nullcontext(),
         server=server,
         reply_timeout_s=600.0,
+        load_timeout_s=600.0,
         run_dir=folder,
         home=folder,
     )

@@ -107,6 +107,8 @@ class Hit:
 
 
 NAMED = "ended, named it; resumed"
+LATE = {"reward-keeper": "guard the rewards", "rank": r"rank \d+ of \d+ died"}
+"""Processes that a run may miss only later, while others go on, and how its end names them."""
 GOOD = ("recovered", "went on after SIGCONT", NAMED, "resumed by the same command")
 
 
@@ -123,8 +125,8 @@ class Site:
     """After which a rank that says nothing is given up; an engine, after a quarter of it."""
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
     """In the environment of every process that is started here."""
-    keeper: Hit | None = None
-    """The last kill of a reward keeper: its process ends once it needs rewards again, while others may go on."""
+    late: Hit | None = None
+    """The last kill of one of LATE that no end has named: the run may be a step further before it needs the dead."""
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     known: set[tuple[int, int]] = field(default_factory=set)
     """All processes of it that were ever seen."""
@@ -248,7 +250,7 @@ def hit(site: Site, rng: random.Random) -> Hit | None:
     owner = next((n for n, p in site.running.items() if p.pid == who[0]), None)
     site.everyone()  # notes who belongs to it
     base, start = site.done, time.monotonic()
-    site.keeper = made if target == "reward-keeper" and name == "SIGKILL" else site.keeper
+    site.late = made if target in LATE and name == "SIGKILL" else site.late
     with suppress(ProcessLookupError):
         os.kill(who[0], getattr(signal, name))
     try:
@@ -298,8 +300,9 @@ def followed(site: Site, made: Hit, base: int) -> str | None:
 def judged(site: Site, made: Hit, name: str, code: int) -> str:
     """What it means that a process has ended by itself."""
     lines = [line for line in site.said(name).splitlines() if line.startswith("whet: ")]
-    if site.keeper not in (None, made) and lines and "guard the rewards" in lines[-1]:
-        site.keeper.outcome, site.keeper.said, site.keeper = NAMED, lines[-1], None
+    last, late = lines[-1] if lines and code == 1 else "", site.late
+    if late is not None and late is not made and re.search(LATE[late.target], last):
+        late.outcome, late.said, site.late = NAMED, last, None
         return made.outcome
     made.said = lines[-1][:300] if lines else site.said(name)[-300:]
     word = {
@@ -308,7 +311,9 @@ def judged(site: Site, made: Hit, name: str, code: int) -> str:
         "reward-keeper": r"reward",
         "reward-nursery": r"reward",
     }
-    named = code == 1 and lines and re.search(word.get(made.target, "$^"), lines[-1])
+    named = last and re.search(word.get(made.target, "$^"), last)
+    if named and made is late:
+        site.late = None
     return NAMED if named else f"ENDED ({code}) without naming it"
 
 

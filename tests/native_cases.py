@@ -67,7 +67,7 @@ SECOND = "rewards.s={function: 'object:s', arguments: {salt: x}}"
 HALF = "rewards.r.function='rows.py:half'; reward_workers.max_failure_rate=1.0"
 JUDGED = "rewards={r: {model: {path: JUDGE_C}}}"
 """Its tokens are words, the policy's characters."""
-GYM = "reasoning_gym: {task: spell_backward, size: 6}"
+GYM = "function: reasoning_gym, arguments: {task: spell_backward, size: 6}"
 ROOM = "data.max_prompt_tokens=300; model.scratch.max_position_embeddings=512"
 REMOTE = "track.trackers=[wandb]"
 REPLAY = "buffer.replay.share=0.5; train.steps=6"
@@ -183,12 +183,8 @@ def source(part: str, context: str, other: str = "") -> dict[str, Case]:
         f"{at}.path": (f"{context}; data.{part}=[{{path: a.jsonl}}]", "b.jsonl"),
         f"{at}.subset": (f"{context}; data.{part}=[{{path: set, subset: one, split: train}}]", "two"),
         f"{at}.split": (f"{context}; data.{part}=[{{path: set, subset: one, split: train}}]", "test"),
-        f"{at}.reasoning_gym.task": (gym, "letter_counting"),
-        f"{at}.reasoning_gym.size": (gym, 3),
-        f"{at}.reasoning_gym.seed": (gym, 1),
-        f"{at}.reasoning_gym.params": (gym, {"min_word_len": 4, "max_word_len": 5}),
         f"{at}.function": (function, "rows.py:others"),
-        f"{at}.arguments": (function, {"n": 5}),
+        f"{at}.arguments": (gym, {"task": "letter_counting", "size": 6}),
         f"{at}.rows": (f"{context}; data.{part}=[{{rows: ROWS}}]", ROWS[2:7]),
         f"{at}.weight": (two, 9.0),
         f"{at}.prompt": (context, "prompt2"),
@@ -761,7 +757,7 @@ CLUSTER = (
 SERVER = tuple(
     f"rollout.server.{name}"
     for name in (
-        "urls", "token", "command", "options", "env", "weights_dir", "canary_bound", "timeout_s", "load_timeout_s",
+        "urls", "token", "command", "options", "env", "weights_dir", "canary_bound", "timeout_s",
         "start_timeout_s", "restarts", "model", "lora", "sleep",
     )
 )  # fmt: skip

@@ -15,11 +15,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import yaml
@@ -30,8 +28,9 @@ pytest.importorskip("ray")
 
 import whet
 from asking import reply
-from forked import Started, near
+from forked import NEAR_RANKS, Started, near
 from native_cases import CLUSTER
+from programs import programs
 from test_lanes import picture
 from whet.cluster import engines as cluster
 from whet.config.load import Loaded, load
@@ -96,14 +95,47 @@ def until(come: Callable[[], Any], what: str, within_s: float = WITHIN_S) -> Any
     return found
 
 
+WORKER = """
+import runpy, sys
+from ray._private.runtime_env.context import RuntimeEnvContext
+from ray._private.utils import update_envs
+from ray._private.workers.setup_worker import parser
+
+first = next(n for n, word in enumerate(sys.argv) if word.endswith("default_worker.py"))
+told, sys.argv = parser.parse_known_args(sys.argv[first:])
+update_envs(RuntimeEnvContext.deserialize(told.serialized_runtime_env_context or "{}").env_vars)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""A worker of Ray, in a process that has torch and whet already. Ray itself starts an interpreter that reads the
+environment of the worker and then becomes another one."""
+PYTHON = """#!/bin/sh
+case "$*" in *default_worker.py*) exec "{folder}/worker" "$@" ;; esac
+exec "{python}" "$@"
+"""
+HEAD = "import sys; sys.executable = sys.argv.pop(1); from ray.scripts.scripts import main; main()"
+"""`ray`, told with which interpreter it starts its processes."""
+
+
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An interpreter for a cluster, whose workers are forked. Those of clusters that runs start for themselves, and of
+    test_cluster_ranks.py, are not."""
+    folder = tmp_path_factory.mktemp("python")
+    with programs(folder, worker=WORKER):
+        path = folder / "python"
+        path.write_text(PYTHON.format(folder=folder, python=sys.executable))
+        path.chmod(0o755)
+        yield path
+
+
+@pytest.fixture(scope="module")
+def address(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A running cluster that is not the run's own."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    ray = Path(sys.executable).with_name("ray")
+    ray = [sys.executable, "-c", HEAD, str(python)]
     options = ["--num-cpus=3", "--include-dashboard=false", f"--object-store-memory={100 << 20}"]
-    command = [str(ray), "start", "--head", "--block", f"--port={port}", "--disable-usage-stats", *options]
+    command = [*ray, "start", "--head", "--block", f"--port={port}", "--disable-usage-stats", *options]
     log = tmp_path_factory.mktemp("ray") / "said"
     with log.open("wb") as out:
         head = subprocess.Popen(command, stdout=out, stderr=out, env=ENV)
@@ -145,7 +177,7 @@ def start(run_dir: Path, tree: dict[str, Any]) -> Started:
     given(run_dir)
     file = run_dir / "given.yaml"
     file.write_text(yaml.safe_dump({**tree, "run_dir": str(run_dir / "run")}))
-    RUNS.append(Started("train", str(file), said=run_dir / "said", cwd=run_dir))
+    RUNS.append(Started("train", str(file), code=NEAR_RANKS, said=run_dir / "said", cwd=run_dir))
     return RUNS[-1]
 
 
@@ -237,8 +269,8 @@ def test_ranks_write_what_a_replica_samples_from_whoever_is_killed(
     until(lambda: steps(lean) >= 3, "three steps")
     (first,) = scratch_of(lean)
     assert first.is_dir()
-    ranks = [p for p in psutil.Process(run.pid).children(recursive=True) if is_rank(p)]
-    ranks[0].kill()
+    (rank,) = (lean / "run/stacks").glob("*/rank-0.*")  # each process of a run has a file there
+    os.kill(int(rank.name.split(".")[1]), signal.SIGKILL)
     assert run.wait(WITHIN_S) != 0
     assert re.search(r"rank \d of 2 died \(killed by SIGKILL\)", (lean / "said").read_text())
     assert not first.exists()
@@ -250,12 +282,6 @@ def test_ranks_write_what_a_replica_samples_from_whoever_is_killed(
     finish(start(lean, tree), lean)
     assert left(lean) == in_one(tmp_path / "expected", monkeypatch, max_staleness=1)
     assert not any(path.exists() for path in scratch_of(lean))
-
-
-def is_rank(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return {"whet.guard.begin", "whet.training.rank"} <= set(process.cmdline())
-    return False
 
 
 def test_the_same_run_whatever_is_killed(

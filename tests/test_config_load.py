@@ -180,19 +180,19 @@ def test_toml_says_the_same_as_yaml(tmp_path):
     toml = write(
         tmp_path,
         'name = "a"\n\n[train]\nsteps = 5\noptimizer.lr = 1e-6\n\n[[data.train]]\npath = "x"\n'
-        '\n[[data.train]]\npath = "y"\n[data.train.reasoning_gym]\ntask = "t"\n',
+        '\n[[data.train]]\npath = "y"\n[data.train.arguments]\ntask = "t"\n',
         "run.toml",
     )
     loaded = load(toml)
     values = {
         "name": "a",
         "train": {"steps": 5, "optimizer": {"lr": 1e-6}},
-        "data": {"train": [{"path": "x"}, {"path": "y", "reasoning_gym": {"task": "t"}}]},
+        "data": {"train": [{"path": "x"}, {"path": "y", "arguments": {"task": "t"}}]},
     }
     assert loaded.config == load(None, values=values).config
     assert loaded.where("train.optimizer.lr") == f"{toml}:5"
     assert loaded.where("data.train[1].path") == f"{toml}:11"
-    assert loaded.where("data.train[1].reasoning_gym.task") == f"{toml}:13"
+    assert loaded.where("data.train[1].arguments.task") == f"{toml}:13"
 
 
 def test_toml_errors_have_lines(tmp_path):
@@ -463,7 +463,7 @@ def test_stages_of_a_config_made_in_python():
         ("stages: [{train: {steps: 3}}]", "stages[0].name: must be given: text (label of the stage"),
         ("train.steps: 3", "train.steps: unknown key; a key in a file cannot contain dots"),
         (
-            "model: {trust_remote_code: true}",
+            "model: {scratch: qwen3, trust_remote_code: true}",
             "model.trust_remote_code: unknown key: code in the folder of a model is never run",
         ),
     ],

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from whet import seeds
-from whet.config.schema import DataConfig, ReasoningGymConfig, SourceConfig, TokenizerConfig
+from whet.config.schema import DataConfig, SourceConfig, TokenizerConfig
 from whet.data import prepare as prepare_module
 from whet.data.gsm8k import convert, verl_row
 from whet.data.prepare import fit
@@ -190,10 +190,8 @@ def test_a_function_that_gives_no_rows_is_refused():
 def test_reasoning_gym_rows_carry_what_the_verifier_needs(tokenizer):
     import reasoning_gym
 
-    params = {"min_word_len": 3, "max_word_len": 5}
-    source = SourceConfig(
-        reasoning_gym=ReasoningGymConfig(task="spell_backward", size=4, seed=5, params=params)
-    )
+    arguments = {"task": "spell_backward", "size": 4, "seed": 5, "min_word_len": 3, "max_word_len": 5}
+    source = SourceConfig(function="reasoning_gym", arguments=arguments)
     tasks = eval_tasks([source], DataConfig(), tokenizer=tokenizer)
     assert tasks == eval_tasks([source], DataConfig(), tokenizer=tokenizer)
     assert [t.source for t in tasks] == ["spell_backward"] * 4
@@ -209,15 +207,14 @@ def test_reasoning_gym_rows_carry_what_the_verifier_needs(tokenizer):
     ("task", "params", "says"),
     [
         ("spell_backwards", {}, "did you mean 'spell_backward'"),
-        ("spell_backward", {"word": 3}, "refuses params"),
+        ("spell_backward", {"word": 3}, "refuses the arguments"),
         ("spell_backward", {"min_word_len": 5, "max_word_len": 3}, "max_word_len must be"),
-        ("spell_backward", {"seed": 3}, "must be given beside `params`"),
         ("arc_agi", {}, "scores an entry differently"),
     ],
 )
 def test_reasoning_gym_mistakes_are_named(task, params, says):
     with pytest.raises(ConfigError, match=says):
-        read_rows(SourceConfig(reasoning_gym=ReasoningGymConfig(task=task, size=2, params=params)))
+        read_rows(SourceConfig(function="reasoning_gym", arguments={"task": task, "size": 2, **params}))
 
 
 @pytest.mark.parametrize(

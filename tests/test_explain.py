@@ -65,7 +65,7 @@ def test_equal_names_in_different_sections_have_their_own_lines():
     [
         ("data.train.path", "data.train[].path"),
         ("data.train.0.path", "data.train[].path"),
-        ("data.train[3].reasoning_gym.task", "data.train[].reasoning_gym.task"),
+        ("data.train[3].function", "data.train[].function"),
         ("rewards.weight", "rewards.<name>.weight"),
         ("rewards.acc.weight", "rewards.<name>.weight"),
         ("stages.rl.train.steps", "train.steps"),

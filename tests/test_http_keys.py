@@ -44,6 +44,7 @@ def inputs(folder: Path, **server: Any) -> EngineInputs:
         span=lambda what: nullcontext(),
         server=ServerConfig(**server),
         reply_timeout_s=50.0,
+        load_timeout_s=12.0,
         run_dir=folder,
         home=folder,
     )
@@ -145,7 +146,7 @@ def test_canary_bound(tmp_path: Path) -> None:
 
 
 def test_time_limits_and_restarts(server: VllmServer, tmp_path: Path) -> None:
-    keys = {"timeout_s": 11.0, "load_timeout_s": 12.0, "start_timeout_s": 13.0, "restarts": 4}
+    keys = {"timeout_s": 11.0, "start_timeout_s": 13.0, "restarts": 4}
     limits = Opener(inputs(tmp_path, **keys)).limits
     assert (limits.answer, limits.load, limits.reply) == (11.0, 12.0, 50.0)
     router = vllm(inputs(tmp_path, urls=(server.url,), **keys))

@@ -101,14 +101,27 @@ def test_an_end_has_to_name_the_dead(
     assert (kills.judged(made, one, "driver", code) in kills.GOOD) == good
 
 
-def test_the_end_of_a_keeper_counts_for_it_however_late(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dead", "said"),
+    [
+        ("reward-keeper", "the processes that guard the rewards ended"),
+        ("rank", "rank 0 of 2 died (killed by SIGKILL) while doing: forward policy"),
+    ],
+)
+def test_an_end_counts_for_the_dead_that_it_names_however_late_and_once(
+    tmp_path: Path, dead: str, said: str
+) -> None:
     """Others went on meanwhile, and one of them was hit next."""
     made = site(tmp_path, [])
-    (tmp_path / "one.said").write_text("whet: the processes that guard the rewards ended\n")
-    first, second = (kills.Hit("apart", who, "SIGKILL", 1) for who in ("reward-keeper", "explorer"))
-    made.keeper, first.outcome, second.outcome = first, "recovered", "resumed by the same command"
+    (tmp_path / "one.said").write_text(f"whet: {said}\n")
+    first, second = (kills.Hit("ranks", who, "SIGKILL", 1) for who in (dead, "driver"))
+    made.late, first.outcome, second.outcome = first, "recovered", "resumed by the same command"
     assert kills.judged(made, second, "one", 1) == second.outcome == "resumed by the same command"
     assert first.outcome == kills.NAMED
+    assert kills.judged(made, second, "one", 1) not in kills.GOOD, "nobody was killed since"
+    made.late = first
+    assert kills.judged(made, first, "one", 1) == kills.NAMED
+    assert kills.judged(made, second, "one", 1) not in kills.GOOD, "the end before named it"
 
 
 def test_nobody_is_left_to_be_hit(tmp_path: Path) -> None:

@@ -168,13 +168,10 @@ def test_a_row_never_chooses_its_verifier(rows):
 
 
 def test_the_verifiers_are_those_of_the_sources_that_reasoning_gym_makes():
-    mixed = {
-        "task": "composite",
-        "params": {"datasets": [{"name": "gcd", "weight": 1}, {"name": "lcm", "weight": 1}]},
-    }
+    mixed = {"task": "composite", "datasets": [{"name": "gcd", "weight": 1}, {"name": "lcm", "weight": 1}]}
     data = {
-        "train": ({"reasoning_gym": {"task": "chain_sum"}}, {"path": "x"}),
-        "eval": ({"reasoning_gym": mixed},),
+        "train": ({"function": "reasoning_gym", "arguments": {"task": "chain_sum"}}, {"path": "x"}),
+        "eval": ({"function": "reasoning_gym", "arguments": mixed},),
     }
     cfg = Config.model_construct(data=DataConfig(**data))
     assert verifiers([cfg, cfg]) == ("chain_sum", "gcd", "lcm")

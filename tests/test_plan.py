@@ -324,7 +324,7 @@ def test_a_model_that_is_elsewhere_can_be_planned():
         (["tokenizer.path=x"], "tokenizer: give path or build, not both"),
         (["tokenizer.chat_template=no/such.jinja"], "is neither a file nor a template"),
         (["data.train=[]"], "data.train: give at least one source"),
-        (["data.train.0.function='m:f'"], "data.train[0]: give exactly one of path, reasoning_gym, "
+        (["data.train.0.function='m:f'"], "data.train[0]: give exactly one of path, "
          "function and rows; given: path, function"),
         (["data.train.0.path=null"], "given: none"),
         (["data.train.0.arguments={a: 1}"], "arguments are for function only"),

@@ -256,9 +256,11 @@ def test_steps_can_be_captured() -> None:
         assert recorder.captures > 0
 
 
-def test_adapters_have_their_effect() -> None:
-    module = tiny_model()
-    attach(module, LoraConfig(rank=2, targets="all-linear"), seed=0)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_adapters_have_their_effect(family: str) -> None:
+    module = tiny_model(family)
+    experts = ("gate_up_proj", "down_proj") if family == "qwen3_moe" else ()
+    attach(module, LoraConfig(rank=2, targets=("all-linear", *experts)), seed=0)
     e = engine(module, quantization="int8")
     run(ask(e, JOBS))
     with torch.no_grad():

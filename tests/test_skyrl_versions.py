@@ -206,8 +206,17 @@ def test_megatron_is_a_layout() -> None:
     assert "train.optimizer.decay_all" not in made
     frozen = optimizers.policy_optimizer(values("main", **given, **{at + "freeze_moe_router": True}))
     assert frozen["train.trainable"] == {r"mlp\.gate\.": False}
-    with pytest.raises(NotSupportedYet, match="expert_model_parallel_size=4: adapters of experts are coming"):
-        optimizers.policy_lora(values("main", **given, trainer__policy__model__lora__rank=8))
+    given_lora = {**given, "trainer__policy__model__lora__rank": 8}
+    assert optimizers.policy_lora(values("main", **given_lora))["model.lora.experts"] == "shared"
+    apart = values("main", **given_lora, **{at + "moe_grouped_gemm": False})
+    assert optimizers.policy_lora(apart)["model.lora.experts"] == "each"
+    canonical = {**given_lora, at + "lora_config__lora_type": "canonical_lora"}
+    with pytest.raises(
+        NotSupportedYet, match=r"expert_model_parallel_size=4: .*\(canonical_lora\) are coming"
+    ):
+        optimizers.policy_lora(values("main", **canonical))
+    with pytest.raises(NotSupportedYet, match="dropout of experts' adapters is coming"):
+        optimizers.policy_lora(values("main", **given_lora, trainer__policy__model__lora__dropout=0.1))
     assert "constant_with_warmup alone" in refusal(
         optimizers.policy_optimizer,
         version="main",

@@ -530,10 +530,18 @@ def test_a_receiver_that_holds_other_weights_is_found_by_its_receipt(
 # ---------------------------------------------------------------- adapters
 
 
-def with_lora(seed: int = 0) -> Any:
-    model = tiny_model(seed=seed)
-    attach(model, LoraConfig(rank=2), seed=3)
+def with_lora(seed: int = 0, family: str = "qwen3", **lora: Any) -> Any:
+    model = tiny_model(family, seed=seed)
+    attach(model, LoraConfig(rank=2, **lora), seed=3)
     return model
+
+
+STACKS: dict[str, Any] = {"family": "qwen3_moe", "targets": ("o_proj", "gate_up_proj", "down_proj")}
+LORA: dict[str, dict[str, Any]] = {
+    "layers": {},
+    "each expert": STACKS,
+    "shared by experts": {**STACKS, "experts": "shared"},
+}
 
 
 def learn(model: Any, seed: int) -> None:
@@ -545,8 +553,9 @@ def learn(model: Any, seed: int) -> None:
     refresh(model)
 
 
-def test_adapters_travel_alone_and_make_the_trainer_s_weights(transport: Transport) -> None:
-    policy, other = with_lora(), with_lora()
+@pytest.mark.parametrize("what", LORA)
+def test_adapters_travel_alone_and_make_the_trainer_s_weights(transport: Transport, what: str) -> None:
+    policy, other = with_lora(**LORA[what]), with_lora(**LORA[what])
     engine = engine_of(other)
     publisher, receiver = pair(transport, whole=False, module=other)
     publisher.join("e-1", receiver.held)

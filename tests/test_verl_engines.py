@@ -134,7 +134,15 @@ def test_megatrons_adapters_are_those_of_fused_layers() -> None:
     found = made(canonical).tree["model"]["lora"]
     assert (found["targets"], found["init"], "fused" in found) == (["q_proj", "up_proj"], "default", False)
     for more, said in (
-        ({A + "megatron.expert_model_parallel_size": 8}, "adapters of experts are coming"),
+        (
+            {EP: 8, at + "dropout": 0.1},
+            "expert_model_parallel_size=8: dropout of experts' adapters is coming",
+        ),
+        (
+            {EP: 8, **canonical},
+            "experts whose gate and up have adapters of their own (canonical_lora) are coming",
+        ),
+        ({at + "normalize_moe_lora": True}, "normalize_moe_lora"),
         ({at + "type": "dora"}, "dora is coming"),
         ({at + "type": "canonical_lora"}, "expected all-linear, or a list of Megatron-LM's names: linear_q,"),
         ({at + "lora_A_init_method": "zero"}, "gradients are always 0"),
@@ -143,6 +151,36 @@ def test_megatrons_adapters_are_those_of_fused_layers() -> None:
         ({"model_engine": "dp"}, "write actor_rollout_ref.model.lora_rank"),
     ):
         assert said in told({**on, **more})
+
+
+EP = A + "megatron.expert_model_parallel_size"
+
+
+def test_megatrons_adapters_of_experts_are_shared_unless_the_file_says_otherwise() -> None:
+    """share_expert_adapters is Megatron-Bridge's key, which verl hands on since 0.9.0; without grouped products each
+    expert is a layer of its own there."""
+    at = "actor_rollout_ref.model.lora."
+    on: dict[str, Json] = {"model_engine": "megatron", at + "rank": 4, EP: 8}
+    grouped = A + "megatron.override_transformer_config.moe_grouped_gemm"
+    for more, experts in (
+        ({}, "shared"),
+        ({at + "share_expert_adapters": False}, "each"),
+        ({grouped: False}, "each"),
+        ({at + "target_modules": ["linear_fc2"]}, "shared"),
+        ({at + "target_modules": ["linear_qkv", "linear_proj"]}, None),
+        ({EP: 1}, None),
+        ({EP: 1, at + "share_expert_adapters": False}, "each"),
+    ):
+        assert made({**on, **more}).tree["model"]["lora"].get("experts") == experts, more
+
+
+def test_stacks_that_peft_adapts_are_targets() -> None:
+    at = "actor_rollout_ref.model."
+    stacks: dict[str, Json] = {at + "lora_rank": 4, at + "target_parameters": ["mlp.experts.down_proj"]}
+    assert made(stacks).tree["model"]["lora"]["targets"] == ["all-linear", "mlp.experts.down_proj"]
+    named = made({**stacks, at + "target_modules": ["q_proj"]}).tree["model"]["lora"]
+    assert named["targets"] == ["q_proj", "mlp.experts.down_proj"]
+    assert "an expression" in told({**stacks, at + "target_modules": ".*proj"})
 
 
 def test_what_is_excluded_is_one_expression_or_names() -> None:

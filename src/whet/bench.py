@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 FOLDER = "bench"
 """Where in a run directory its checkpoints' evaluations are written: a run directory itself."""
-_PLACES = {"path", "subset", "split", "reasoning_gym", "function", "arguments", "rows", "skip", "limit"}
+_PLACES = {"path", "subset", "split", "function", "arguments", "rows", "skip", "limit"}
 """Keys of a source that say which rows it has."""
 
 

@@ -363,6 +363,7 @@ def open_engine(
             span=partial(timeline.piece, lane=SAMPLING),
             server=cfg.rollout.server,
             reply_timeout_s=cfg.rollout.timeout_s,
+            load_timeout_s=cfg.sync.timeout_s,
             run_dir=Path(cfg.run_dir).absolute(),
             home=trainers(cfg).absolute(),
             asked=cfg.mode != "train" or any(p.judges for p in plans),

@@ -26,10 +26,7 @@ def rollout(cfg: Config) -> Deadline:
 
 def sync(cfg: Config) -> Deadline:
     """A weight sync: rollouts in flight finish, then the weights are sent."""
-    if cfg.rollout.engine in SERVED:
-        keys = _said(cfg, "rollout.timeout_s", "rollout.server.load_timeout_s")
-        return Deadline(cfg.rollout.timeout_s + cfg.rollout.server.load_timeout_s, keys)
-    if not cfg.rollout.replicas:
+    if not cfg.rollout.replicas and cfg.rollout.engine not in SERVED:
         return rollout(cfg)
     keys = _said(cfg, "rollout.timeout_s", "sync.timeout_s")
     return Deadline(cfg.rollout.timeout_s + cfg.sync.timeout_s, keys)

@@ -24,7 +24,7 @@ from whet.config.sections.algorithm import (
 from whet.config.sections.base import Section
 from whet.config.sections.buffer import BufferConfig
 from whet.config.sections.cluster import ClusterConfig
-from whet.config.sections.data import DataConfig, ReasoningGymConfig, SourceConfig
+from whet.config.sections.data import DataConfig, SourceConfig
 from whet.config.sections.eval import EvalConfig
 from whet.config.sections.model import (
     CriticConfig,

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from whet.config.evaluation import reward_weights
+from whet.config.faults import shown
+from whet.config.keys import setting
 from whet.config.recipes import kind_of
 from whet.config.schema import Config, DataConfig, RewardModelConfig, SourceConfig
+from whet.config.sections.data import REASONING_GYM, ReasoningGymArguments
 from whet.tables import near
 
 PARTS = ("train", "eval", "demonstrations")
@@ -22,9 +28,9 @@ def rewards_by_source(data: DataConfig) -> dict[str, tuple[str, ...]]:
 def verifiers(stages: Sequence[Config]) -> tuple[str, ...]:
     """Names of the reasoning-gym datasets of all stages."""
     sources = [s for cfg in stages for part in PARTS for s in getattr(cfg.data, part)]
-    made = [s.reasoning_gym for s in sources if s.reasoning_gym is not None]
-    parts = [spec for one in made if one.task == "composite" for spec in one.params.get("datasets", ())]
-    names = [one.task for one in made if one.task != "composite"]
+    made = [s.arguments for s in sources if s.function == REASONING_GYM]
+    parts = [spec for one in made if one.get("task") == "composite" for spec in one.get("datasets", ())]
+    names = [one["task"] for one in made if one.get("task", "composite") != "composite"]
     names += [spec["name"] for spec in parts if isinstance(spec, dict) and "name" in spec]
     return tuple(dict.fromkeys(names))
 
@@ -34,6 +40,7 @@ def source_problems(cfg: Config) -> Iterator[tuple[str, str]]:
     for part in PARTS:
         for n, source in enumerate(getattr(cfg.data, part)):
             yield from ((f"data.{part}[{n}]", said) for said in _rows(source))
+            yield from ((f"data.{part}[{n}].arguments", said) for said in _generated(source))
             yield from ((f"data.{part}[{n}]", said) for said in _columns(source))
             yield from ((f"data.{part}[{n}].prompt", said) for said in _no_prompt(cfg, source, part))
             yield from ((f"data.{part}[{n}].rewards", said) for said in _rewards(cfg, source, part))
@@ -66,9 +73,9 @@ def reference_problems(cfg: Config) -> Iterator[tuple[str, str]]:
 
 
 def _rows(source: SourceConfig) -> Iterator[str]:
-    given = [k for k in ("path", "reasoning_gym", "function", "rows") if getattr(source, k) is not None]
+    given = [k for k in ("path", "function", "rows") if getattr(source, k) is not None]
     if len(given) != 1:
-        yield f"give exactly one of path, reasoning_gym, function and rows; given: {', '.join(given) or 'none'}"
+        yield f"give exactly one of path, function and rows; given: {', '.join(given) or 'none'}"
     if source.arguments and "function" not in given:
         yield "arguments are for function only; leave them out"
     for key in ("subset", "split"):
@@ -78,6 +85,22 @@ def _rows(source: SourceConfig) -> Iterator[str]:
         yield "path is an empty list; give at least one file"
     if source.split == ():
         yield "split is an empty list; leave it out to read everything"
+
+
+def _generated(source: SourceConfig) -> Iterator[str]:
+    """What reasoning-gym cannot generate; the arguments of a dataset are judged by it."""
+    if source.function == REASONING_GYM:
+        try:
+            ReasoningGymArguments.model_validate_json(json.dumps(source.arguments))
+        except ValidationError as e:
+            for fault in e.errors(include_url=False, include_context=False):
+                name = str(fault["loc"][0])
+                got = (
+                    f"got {shown(source.arguments[name])}, expected"
+                    if name in source.arguments
+                    else "must be given:"
+                )
+                yield f"{name}: {got} {setting(ReasoningGymArguments, name).words}"
 
 
 def _columns(source: SourceConfig) -> Iterator[str]:

@@ -18,7 +18,7 @@ from whet.types import ConfigError
 
 FOLDER = "data"
 """Where in a run directory the files are."""
-_KINDS = ("path", "reasoning_gym", "function", "rows")
+_KINDS = ("path", "function", "rows")
 """Keys of a source, one of which every source has."""
 _BATCH = 4096
 """Rows of a table that are turned into Python at once."""

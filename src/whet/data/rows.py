@@ -11,7 +11,8 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from whet.config.schema import ReasoningGymConfig, SourceConfig
+from whet.config.schema import SourceConfig
+from whet.config.sections.data import REASONING_GYM, ReasoningGymArguments
 from whet.data.files import find_files, read_files, stem
 from whet.data.parts import FileRows, ListPart, SourceRows, as_row, describe, flaw, json_copy
 from whet.tables import load_object, near
@@ -20,15 +21,15 @@ from whet.types import ConfigError, DataError, Json
 
 def read_rows(source: SourceConfig) -> SourceRows:
     """The rows of a source: without `skip`, at most `limit`. Raises DataError, or ConfigError where that is wrong."""
-    given = [k for k in ("path", "reasoning_gym", "function", "rows") if getattr(source, k) is not None]
+    given = [k for k in ("path", "function", "rows") if getattr(source, k) is not None]
     if len(given) != 1:
         raise ConfigError(
-            "A data source needs exactly one of path, reasoning_gym, function, rows; given: "
-            f"{', '.join(given) or 'none'}."
+            f"A data source needs exactly one of path, function, rows; given: {', '.join(given) or 'none'}."
         )
     most = _most(source)
-    if source.reasoning_gym is not None:
-        name, parts = source.reasoning_gym.task, iter([_reasoning_gym(source.reasoning_gym, most)])
+    if source.function == REASONING_GYM:
+        asked = ReasoningGymArguments(**source.arguments)
+        name, parts = asked.task, iter([_reasoning_gym(asked, most)])
     elif source.rows is not None:
         for i, row in enumerate(source.rows[:most], 1):
             _check_row(row, f"data.rows, row {i}")
@@ -78,7 +79,7 @@ def _count(amount: float, rows: int) -> int:
     return amount if isinstance(amount, int) else max(1, min(rows - 1, int(amount * rows)))
 
 
-def _reasoning_gym(cfg: ReasoningGymConfig, limit: int | None) -> FileRows:
+def _reasoning_gym(cfg: ReasoningGymArguments, limit: int | None) -> FileRows:
     """Rows {prompt, answer, reasoning_gym: name, entry}: the entry is what the package's verifier needs."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -88,12 +89,11 @@ def _reasoning_gym(cfg: ReasoningGymConfig, limit: int | None) -> FileRows:
         raise ConfigError(
             f"{what} is not known{near(cfg.task, DATASETS)}. Known: {', '.join(sorted(DATASETS))}."
         )
-    if clash := sorted({"seed", "size"} & set(cfg.params)):
-        raise ConfigError(f"{what}: {' and '.join(clash)} must be given beside `params`, not in it.")
+    further = cfg.model_extra or {}
     try:
-        made = reasoning_gym.create_dataset(cfg.task, seed=cfg.seed, size=cfg.size, **cfg.params)
+        made = reasoning_gym.create_dataset(cfg.task, seed=cfg.seed, size=cfg.size, **further)
     except (TypeError, ValueError, AssertionError) as e:
-        raise ConfigError(f"{what} refuses params {cfg.params}: {e}") from e
+        raise ConfigError(f"{what} refuses the arguments {further}: {e}") from e
     rows = []
     for i in range(min(cfg.size, limit or cfg.size)):
         entry = made[i]

@@ -123,9 +123,9 @@ class EngineInputs:
     rollout.max_num_seqs, machine.kv_cache_mb, rollout.quantization. beat: to be called while requests make progress,
     with what is done; without a call the run counts as hanging after machine.watchdog_timeout_s. span: a context for
     each piece of work, for the timeline. server: rollout.server, of engines in other processes. reply_timeout_s:
-    rollout.timeout_s. run_dir: where an engine may have a log and a folder of its own. home: the run directory of
-    all processes of a run, which is run_dir or above it. asked: this process samples or evaluates; else its explorers
-    do that elsewhere, and its engine only counts versions.
+    rollout.timeout_s. load_timeout_s: sync.timeout_s. run_dir: where an engine may have a log and a folder of its own.
+    home: the run directory of all processes of a run, which is run_dir or above it. asked: this process samples or
+    evaluates; else its explorers do that elsewhere, and its engine only counts versions.
     """
 
     model: Any
@@ -140,6 +140,7 @@ class EngineInputs:
     span: Callable[[str], AbstractContextManager[None]]
     server: ServerConfig
     reply_timeout_s: float
+    load_timeout_s: float
     run_dir: Path
     home: Path
     asked: bool = True

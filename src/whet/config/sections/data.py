@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from whet.config.sections.base import Above0, Count, Negative, Positive, Section
 
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 
-class ReasoningGymConfig(Section):
-    """Procedurally generated tasks with their own verifier, from the reasoning-gym package."""
+REASONING_GYM = "reasoning_gym"
+"""The function of a source whose rows the package of that name generates."""
+
+
+class ReasoningGymArguments(Section):
+    """Its arguments; all others are those of the dataset."""
+
+    model_config = ConfigDict(extra="allow")
 
     task: str
-    """Name of the reasoning-gym dataset, e.g. spell_backward."""
+    """Name of the dataset."""
     size: Positive = 1000
     """Number of tasks to generate."""
     seed: Count = 0
-    """Seed of the generator; use different seeds for training and evaluation."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the dataset, e.g. {min_word_len: 3}."""
+    """Seed of the generator."""
 
 
 class SourceConfig(Section):
@@ -37,13 +41,14 @@ class SourceConfig(Section):
     split: str | tuple[str, ...] | None = None
     """Split of a dataset folder, or a list of splits that are concatenated: a saved split, or the files with its name.
     Default: all files."""
-    reasoning_gym: ReasoningGymConfig | None = None
-    """Generate the rows with reasoning-gym instead of reading them."""
     function: str | None = None
     """Function that returns an iterable of rows (dicts), as 'package.module:name' or 'path/to/file.py:name'; or a
-    dataset class whose instances are iterable or have `__len__` and `__getitem__`."""
+    dataset class whose instances are iterable or have `__len__` and `__getitem__`. Built in: reasoning_gym, tasks with
+    their own verifier from the package reasoning-gym."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of `function`."""
+    """Keyword arguments of `function`. Of reasoning_gym: task (name of the dataset, e.g. spell_backward), size (number
+    of tasks, 1000), seed (0; use different seeds for training and evaluation), and those of the dataset, e.g.
+    min_word_len: 3."""
     rows: tuple[dict[str, Any], ...] | None = None
     """The rows themselves, for a small number of rows; they become part of the config. Put large data into files."""
     weight: Above0 = 1.0

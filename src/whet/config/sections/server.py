@@ -51,8 +51,6 @@ class ServerConfig(Section):
     timeout_s: Above0 = 60.0
     """Longest wait for a server to answer anything but a reply, and to make progress on the replies that it samples. A
     server that exceeds it is dropped, and its requests are sent again."""
-    load_timeout_s: Above0 = 600.0
-    """Longest wait for a server to load one version of the weights, or to sleep or wake up."""
     start_timeout_s: Above0 = 600.0
     """Longest wait for a server that whet starts, and for the restart of one when none is left."""
     restarts: Count = 3

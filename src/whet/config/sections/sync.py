@@ -31,7 +31,8 @@ class SyncConfig(Section):
     """Dtype of the transferred weights. auto: that of the weights, so nothing is lost. A narrower dtype is faster, and
     the rollouts then come from other weights than those in training."""
     timeout_s: Above0 = 600.0
-    """Longest wait for all replicas to load one version, of an explorer for a sign of its trainer, and of an evaluation
-    process (mode=eval) for the next checkpoint. A replica that exceeds it is dropped."""
+    """Longest wait for all replicas or servers to load one version (for a server also to sleep or wake up), of an
+    explorer for a sign of its trainer, and of an evaluation process (mode=eval) for the next checkpoint. A replica that
+    exceeds it is dropped."""
     keep: Positive = 2
     """method=files: number of versions kept on disk. A reader that falls further behind takes a newer version."""

@@ -64,8 +64,8 @@ class CallLimits:
 
     def said(self, kind: Literal["answer", "load", "reply"]) -> str:
         """The key of a deadline with its value."""
-        key = {"answer": "server.timeout_s", "load": "server.load_timeout_s", "reply": "timeout_s"}[kind]
-        return f"rollout.{key}={getattr(self, kind):g}"
+        keys = {"answer": "rollout.server.timeout_s", "load": "sync.timeout_s", "reply": "rollout.timeout_s"}
+        return f"{keys[kind]}={getattr(self, kind):g}"
 
 
 class Unreachable(Late):

@@ -54,7 +54,7 @@ class Opener:
             adapters=self.adapters,
         )
         self.limits = CallLimits(
-            answer=self.server.timeout_s, load=self.server.load_timeout_s, reply=inputs.reply_timeout_s
+            answer=self.server.timeout_s, load=inputs.load_timeout_s, reply=inputs.reply_timeout_s
         )
         self.token = self.server.token
         if self.token is not None:
@@ -224,7 +224,7 @@ def opened(inputs: EngineInputs, kind: Kind) -> RolloutEngine:
         restarts=server.restarts,
         rows=inputs.max_num_seqs,
         health_timeout_s=server.timeout_s,
-        load_s=server.load_timeout_s,
+        load_s=inputs.load_timeout_s,
         start_timeout_s=server.start_timeout_s,
     )
     router.beat = inputs.beat
