@@ -143,6 +143,7 @@ def lora(at: str, context: str) -> dict[str, Case]:
         f"{at}.dropout": (on, 0.5),
         f"{at}.targets": (on, ["q_proj"]),
         f"{at}.fused": (on, True),
+        f"{at}.experts": (f"{on}; {MOE}; {at}.targets=[down_proj]", "shared"),
         f"{at}.exclude_modules": (on, ["q_proj"]),
         f"{at}.modules_to_save": (on, ["norm"]),
         f"{at}.init": (on, "gaussian"),

@@ -392,3 +392,32 @@ def test_groups_of_a_state_lie_beside_it_and_damage_to_them_is_named(tmp_path: P
     (path / "manifest.json").write_text(json.dumps(checkpoint.manifest(path)))
     with pytest.raises(CheckpointError, match=r"groups\.arrow cannot be read"):
         checkpoint.read_state(path)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_the_tokenizer_of_a_run_beside_is_had_though_its_checkpoints_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int
+) -> None:
+    """The run saves and prunes between the look at its checkpoints and the copy."""
+    root, copy = tmp_path / "checkpoints", shutil.copyfile
+
+    def saved(step: int) -> Path:
+        path = root / f"0-main-{step:06d}"
+        path.mkdir(parents=True)
+        (path / checkpoint.TOKENIZER).write_text(f"of step {step}")
+        return path
+
+    def meanwhile(source: Path, target: Path) -> Path:
+        if (step := int(source.parent.name[-6:])) < copies:
+            shutil.rmtree(source.parent)
+            saved(step + 1)
+        return Path(copy(source, target))
+
+    assert checkpoint.own_tokenizer(root, tmp_path) is None, "nothing is saved yet"
+    saved(1)
+    monkeypatch.setattr(shutil, "copyfile", meanwhile)
+    own = checkpoint.own_tokenizer(root, tmp_path)
+    assert own is not None
+    assert (own.parent, own.read_text()) == (tmp_path, f"of step {copies}")
+    (root / f"0-main-{copies:06d}" / checkpoint.TOKENIZER).unlink()
+    assert checkpoint.own_tokenizer(root, tmp_path) is None, "its run has built none"

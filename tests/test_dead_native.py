@@ -149,7 +149,7 @@ SECTIONS = {
     "critic.lora": ("rank", "dropout", "path"),
     "eval.sampling": ("temperature", "max_tokens"),
     "eval.sources.*.sampling": ("temperature", "max_tokens"),
-    "data.eval.*": ("name", "path", "prompt", "answer", "rewards", "limit", "reasoning_gym.task"),
+    "data.eval.*": ("name", "path", "prompt", "answer", "rewards", "limit"),
     "data.demonstrations.*": ("path", "prompt", "messages", "response", "weight", "limit"),
 }
 """Sections that stand elsewhere, too (train.optimizer, model.lora, rollout.sampling, data.train), where each of their

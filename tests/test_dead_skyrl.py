@@ -122,6 +122,12 @@ CONTEXTS: dict[str, list[str]] = {
         *EIGHT,
         f"{MEGATRON}.moe_aux_loss_coeff=0.5",
     ],
+    f"{MEGATRON}.moe_grouped_gemm": [
+        *MEGATRON_RUN,
+        *EIGHT,
+        "trainer.policy.model.lora.rank=8",
+        f"{MEGATRON}.expert_model_parallel_size=2",
+    ],
     f"{MEGATRON}.lora_config": [
         *MEGATRON_RUN,
         "trainer.policy.model.lora.rank=8",

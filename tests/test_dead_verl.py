@@ -166,6 +166,8 @@ OTHER: Given = {
     **{f"{at}profile.profile_ranks": [1] for at in (A, REF)},
     **{f"{at}target_modules": ["q_proj"] for at in LORA},
     **{f"{at}lora.target_modules": ["linear_qkv"] for at in LORA},
+    **{f"{at}target_parameters": ["mlp.experts.down_proj"] for at in LORA},
+    **{f"{at}.override_transformer_config.moe_grouped_gemm": False for at in (A + "megatron", "engine")},
     **{f"{at}lora.lora_A_init_method": "kaiming" for at in LORA},
     **{f"{at}router_load_balancing_type": "global_aux_loss" for at in (MOE, SFT_MOE)},
     **{f"{at}warmup_style": "cosine" for at in OPTIM},
@@ -182,6 +184,7 @@ OTHER: Given = {
 """A second value of every key for which none follows from the default's kind."""
 
 COSINE: Given = {f"{at}warmup_style": "cosine" for at in OPTIM}
+GROUPED = "override_transformer_config.moe_grouped_gemm"
 MEGATRON: Given = {A + "strategy": "megatron", "critic.strategy": "megatron"}
 VEOMNI: Given = {A + "strategy": "veomni", "critic.strategy": "veomni"}
 TITAN: Given = {
@@ -417,13 +420,21 @@ CONTEXTS: dict[str, Given] = {
     **{
         f"{at}{key}": {f"{at}lora_rank": 8}
         for at in LORA
-        for key in ("lora_alpha", "target_modules", "exclude_modules")
+        for key in ("lora_alpha", "target_modules", "exclude_modules", "target_parameters")
     },
     **{
         f"{at}lora.{key}": {**MEGATRON, f"{at}lora.rank": 8}
         for at in LORA[:2]
-        for key in ("type", "alpha", "dropout", "target_modules", "lora_A_init_method")
+        for key in (
+            "type",
+            "alpha",
+            "dropout",
+            "target_modules",
+            "lora_A_init_method",
+            "share_expert_adapters",
+        )
     },
+    A + f"megatron.{GROUPED}": {**MEGATRON, M + "lora.rank": 8, A + "megatron.expert_model_parallel_size": 2},
     **{f"{at}lora.rank": MEGATRON for at in LORA[:2]},
     **{
         f"{at}profile.{key}": {
@@ -442,8 +453,16 @@ SFT_MEGATRON: Given = {**ENGINES, "model.strategy": "megatron"}
 SFT_CONTEXTS: dict[str, Given] = {
     **{
         f"model.lora.{key}": {**SFT_MEGATRON, "model.lora.rank": 8}
-        for key in ("type", "alpha", "dropout", "target_modules", "lora_A_init_method")
+        for key in (
+            "type",
+            "alpha",
+            "dropout",
+            "target_modules",
+            "lora_A_init_method",
+            "share_expert_adapters",
+        )
     },
+    f"engine.{GROUPED}": {**SFT_MEGATRON, "model.lora.rank": 8, "engine.expert_model_parallel_size": 2},
     "model.lora.rank": SFT_MEGATRON,
     SFT_MOE + "z_loss_coeff": SFT_MEGATRON,
     SFT_MOE + "aux_loss_coeff": {**SFT_MEGATRON, SFT_MOE + "router_load_balancing_type": "aux_loss"},

@@ -182,7 +182,13 @@ def test_the_watch_waits_longer_than_any_single_wait_may_take() -> None:
 def test_a_whole_run_is_heard_in_all_that_it_does(engine: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)
     found: Counter[str] = Counter()
-    monkeypatch.setattr(Watch, "beat", lambda self, what: found.update([what.split(" ")[0]]))
+    limits: set[float] = set()
+
+    def beat(watch: Watch, what: str) -> None:
+        found.update([what.split(" ")[0]])
+        limits.add(watch.limit_s)
+
+    monkeypatch.setattr(Watch, "beat", beat)
     whet.train(
         run_dir=str(tmp_path / "run"),
         model={
@@ -204,9 +210,10 @@ def test_a_whole_run_is_heard_in_all_that_it_does(engine: str, tmp_path: Path, m
         rollout={"engine": engine, "group_size": 2, "sampling": {"max_tokens": 4}},
         train={"steps": 1, "tasks_per_step": 2},
         eval={"interval": 1},
-        machine={"threads": 1},
+        machine={"threads": 1, "watchdog_timeout_s": 9000},
         track={"trackers": ["jsonl"]},
     )
+    assert limits == {9000.0}
     always = {"reading", "load", "decoding", "scoring", "a", "evaluate", "writing", "save", "export"}
     assert set(found) >= always | ({"the"} if engine == "hf" else set())
     assert found["decoding"] > 4

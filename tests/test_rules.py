@@ -20,6 +20,7 @@ PPO = "algorithm.name=ppo"
 MIX = ("algorithm.name=mix", "data.demonstrations=[{path: given.jsonl}]")
 SDPO = ("algorithm.name=sdpo",)
 DISTILL = ("algorithm.name=distill", "reference.path=teacher")
+TEACHERS = ("algorithm.kl.coef=0.1", "reference.models=[{path: a, values: [x]}]")
 PARITY = "machine.logprob_parity=on"
 ASYNC = "rollout.schedule=async"
 LORA = "model.lora={}"
@@ -78,12 +79,27 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         ("algorithm.name=distill", "algorithm.reprompt={}", "algorithm.reward_kl.coef=0.1")
     ],
     "algorithm.mix": [(*MIX, "algorithm.loss=gkd", "algorithm.reprompt={}")],
-    "reference.path": [("algorithm.name=distill",), ("algorithm.name=gkd",)],
+    "reference.path": [
+        ("algorithm.name=distill",),
+        ("algorithm.name=gkd",),
+        (*TEACHERS, "reference.path=teacher"),
+    ],
+    "reference.models": [
+        ("algorithm.name=dpo", "-rewards", *TEACHERS),
+        (*TEACHERS, "algorithm.kl.estimator=full"),
+        (*MIX, *TEACHERS),
+    ],
     "reference.mixup_alpha": [
         (LORA, "algorithm.kl.coef=0.1", "reference.reset_interval=1", "reference.mixup_alpha=0.5")
     ],
-    "reference.reset_interval": [(*DISTILL, "reference.reset_interval=2")],
-    "reference.reset_interval_epochs": [(*DISTILL, "reference.reset_interval_epochs=1")],
+    "reference.reset_interval": [
+        (*DISTILL, "reference.reset_interval=2"),
+        (*TEACHERS, "reference.reset_interval=2"),
+    ],
+    "reference.reset_interval_epochs": [
+        (*DISTILL, "reference.reset_interval_epochs=1"),
+        (*TEACHERS, "reference.reset_interval_epochs=1"),
+    ],
     "rewards": [("-rewards",)],
     "rollout.env": [
         ("rollout.env={make: 'games.py:Guess'}", "data.chat=false"),

@@ -214,7 +214,7 @@ FILES = {
 
 SHARED = {
     "advantage_clip", "loss_agg_mode", "correction", "dynamic_sampling", "entropy_coef", "groups",
-    "kl", "kind", "loss", "mix", "positive_nll_coef", "refill", "resample", "reward_kl", "whiten",
+    "kl", "kind", "loss", "mix", "positive_nll_coef", "refill", "reward_kl", "whiten",
 }  # fmt: skip
 """What makes an algorithm. Not its name and advantage: Trinity-RFT can say GRPO without the deviation as rec only."""
 
@@ -225,7 +225,7 @@ def learning(config: Config) -> dict[str, Any]:
     algorithm = {key: getattr(made.algorithm, key) for key in SHARED}
     return {
         **algorithm,
-        "settings of the loss": made.algorithm.settings["loss"],
+        "settings": [made.algorithm.settings.get(part) for part in ("loss", "resample", "entropy_clip")],
         "deviation": made.algorithm.settings["advantage"].settings["normalize_std"],
         "seed": config.seed,
         "order": (config.data.order, config.data.seed or config.seed),

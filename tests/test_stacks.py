@@ -126,14 +126,14 @@ from whet.guard.line import LocalLine
 folder, made = Path(sys.argv[1]), []
 def start():
     made.append(LocalLine("whet.rewards.host", 0, folder=folder, threads=1))
+    while not (folder / "stack-0").exists():  # it has begun, and knows whose end is its own
+        time.sleep(0.01)
 if sys.argv[2] == "main":
     start()
 else:
     thread = threading.Thread(target=start)
     thread.start()
     thread.join()
-while not (folder / "stack-0").exists():
-    time.sleep(0.01)
 print(made[0].process.pid, flush=True)
 time.sleep(600)
 """

@@ -342,12 +342,12 @@ def _run(
         _show_finished(cfg, directory, display, start.state)
         return OK
     check_record(directory, start)
-    newest = (
-        start.checkpoint
+    tokenizer = (
+        checkpoint.tokenizer_in(start.checkpoint)
         if directory.path == home
-        else next(reversed(checkpoint.all_in(home / "checkpoints")), None)
+        else checkpoint.own_tokenizer(home / "checkpoints", directory.path)
     )
-    loaded = replace(loaded, day=began(home, start.checkpoint), tokenizer=checkpoint.tokenizer_in(newest))
+    loaded = replace(loaded, day=began(home, start.checkpoint), tokenizer=tokenizer)
     openers = join_cluster(loaded, planned, rewards, stack)
     for made in rewards:
         made.load_models(loaded.day)

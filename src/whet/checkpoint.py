@@ -16,6 +16,7 @@ import math
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
@@ -244,6 +245,19 @@ def tokenizer_in(path: Path | None) -> Path | None:
     did not write it (0.2 and earlier)."""
     file = path / TOKENIZER if path is not None else None
     return file if file is not None and file.is_file() else None
+
+
+def own_tokenizer(root: Path, folder: Path) -> Path | None:
+    """A copy in `folder` of the newest checkpoint's tokenizer, for a process beside the run that writes into `root` and
+    deletes older checkpoints at any moment. None: there is no checkpoint yet, or see `tokenizer_in`."""
+    while found := all_in(root):
+        file = tokenizer_in(found[-1])
+        if file is None and found[-1].is_dir():
+            break
+        with suppress(FileNotFoundError):  # deleted meanwhile: there is a newer one
+            if file is not None:
+                return Path(shutil.copyfile(file, folder / TOKENIZER))
+    return None
 
 
 def all_in(root: Path) -> list[Path]:

@@ -336,11 +336,13 @@ def _judge_run(target: Path, overrides: Sequence[str], **chosen: Any) -> str:
 
 def _judge_file(file: Path, overrides: Sequence[str], replies: Path | None, *, dialect: str | None) -> str:
     """Print the metrics of replies from a file. Returns them and the numbers of every reply as JSON."""
-    from whet.bench import judge_file, replies_in
     from whet.config.load import load
 
-    values = replies_in(replies, load(file, (), None, dialect).config) if replies else None
-    loaded = load(file, overrides, values, dialect)
+    loaded = load(file, () if replies else overrides, None, dialect)
+    from whet.bench import judge_file, replies_in
+
+    if replies:
+        loaded = load(file, overrides, replies_in(replies, loaded.config), dialect)
     say(loaded)
     from rich.console import Console
 

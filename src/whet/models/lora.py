@@ -106,12 +106,12 @@ def attach(model: PreTrainedModel, cfg: LoraConfig, *, seed: int, key: str = "mo
 def _asked(cfg: LoraConfig, model: PreTrainedModel, *, stacks: list[str]) -> LoraConfig:
     """What peft is asked for. Its own all-linear reaches for experts and routers, too, and so do the names of experts:
     then it is told the layers."""
-    if not every_linear(cfg) and not stacks:
-        return cfg
     head = model.get_output_embeddings()
     linear = [name for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
-    chosen = tuple(name for name in linear if layer_targeted(name, cfg))
-    return cfg.model_copy(update={"targets": chosen, "exclude_modules": ()})
+    if stacks:
+        chosen = tuple(name for name in linear if layer_targeted(name, cfg))
+        return cfg.model_copy(update={"targets": chosen, "exclude_modules": ()})
+    return cfg.model_copy(update={"targets": tuple(linear)}) if every_linear(cfg) else cfg
 
 
 def _stacks(cfg: LoraConfig, model: PreTrainedModel, key: str) -> list[str]:
