@@ -203,7 +203,7 @@ def test_a_process_beside_the_ranks_puts_their_weights_into_the_store(
     """Ranks of either machine; the reference alone is here. What cannot be read is said, and who is killed replaced."""
     nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     machine = next(name for name, has in nodes.items() if has.get("CPU")) if far else None
-    staging = RayStaging(machine, 1 << 20, disk=tmp_path)
+    staging = RayStaging(machine, 1 << 20, disk=tmp_path, timeout_s=60)
     model = tiny_model()
     written = Files(staging.path).send(1, model.named_parameters())
     names = [entry.name for entry in written.entries]
@@ -211,6 +211,10 @@ def test_a_process_beside_the_ranks_puts_their_weights_into_the_store(
     assert all(map(torch.equal, split(torch.from_numpy(flat.copy()), written.entries), model.parameters()))
     with pytest.raises(WhetError, match=r"version 2 could not be read: .*did not arrive"):
         staging.put(2, names)
+    staging.timeout_s = 0.0
+    with pytest.raises(WhetError, match="version 1 was not read within sync.timeout_s=0"):
+        staging.put(1, names)
+    staging.timeout_s = 60
     ray.kill(staging._actor)
     with pytest.raises(WhetError, match="version 1: the process that reads it has ended"):
         staging.put(1, names)

@@ -395,7 +395,9 @@ def open_replicas(
         spec = spec_of(plans, model, cfg=cfg, tokenizer=tokenizer, threads=settings.cpus)
         shipper = Shipper(cfg, Parcels(ray.put, ray.get), device=spec.device)
         shipper.near = _near
-        shipper.stage = partial(RayStaging, disk=Path(cfg.run_dir).absolute() / "weights")
+        shipper.stage = partial(
+            RayStaging, disk=Path(cfg.run_dir).absolute() / "weights", timeout_s=cfg.sync.timeout_s
+        )
         if cfg.sync.method == "collective":
             shipper.host = _reached_at
         room = Room(group, bundle, count, settings.placement, settings.start_timeout_s)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from whet import secrets
@@ -57,9 +57,9 @@ class RayStaging:
     """See `sync.replicas.Staging`. The folder of this machine is this process's, and has an actor once a replica of
     another machine needs what is in it; on another machine the actor has the folder."""
 
-    def __init__(self, machine: str | None, size: int, *, disk: Path) -> None:
-        """disk: where the folder of this machine is if its memory has no room."""
-        self.machine = machine
+    def __init__(self, machine: str | None, size: int, *, disk: Path, timeout_s: float) -> None:
+        """disk: where the folder of this machine is if its memory has no room. timeout_s: for one `put`."""
+        self.machine, self.timeout_s = machine, timeout_s
         self._actor: Any = None
         self._own: OwnFolder | None = None
         if machine is None:
@@ -80,9 +80,13 @@ class RayStaging:
         put = self._actor.put.options(num_returns=2)
         reference, read = put.remote(self.path, version, tuple(names))
         try:
-            ray.get(read)
+            ray.get(read, timeout=self.timeout_s)
         except RayTaskError as error:
             raise WhetError(f"weights version {version} could not be read: {error.cause!r}") from error
+        except GetTimeoutError as error:
+            raise WhetError(
+                f"weights version {version} was not read within sync.timeout_s={self.timeout_s:g}"
+            ) from error
         except RayError as error:
             if self._own is not None:
                 self._actor = None  # another can read the same folder
