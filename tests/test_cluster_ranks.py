@@ -212,7 +212,7 @@ def test_a_process_beside_the_ranks_puts_their_weights_into_the_store(
     with pytest.raises(WhetError, match=r"version 2 could not be read: .*did not arrive"):
         staging.put(2, names)
     staging.timeout_s = 0.0
-    with pytest.raises(WhetError, match="version 1 was not read within sync.timeout_s=0"):
+    with pytest.raises(WhetError, match=r"version 1 was not read within sync\.timeout_s=0"):
         staging.put(1, names)
     staging.timeout_s = 60
     ray.kill(staging._actor)
