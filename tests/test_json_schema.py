@@ -268,8 +268,8 @@ def random_config() -> st.SearchStrategy[dict[str, Json]]:
         return st.fixed_dictionaries({}, optional={k: st.sampled_from(v) for k, v in values.items()})
 
     schedule = maybe(
-        type=["constant", "linear", "cosine", "wsd"], warmup_steps=[0, 3], decay_steps=[2],
-        decay_type=["cosine"], weight_decay_end=[0.0, 0.1], warmup_ratio=[0.1],
+        type=["constant", "linear", "cosine", "wsd"], warmup_steps=[0, 3, 0.1], decay_steps=[2, 0.5, None],
+        decay_type=["cosine"], weight_decay_end=[0.0, 0.1],
     )  # fmt: skip
     row = {"rows": [{"prompt": "1+1="}]}
     sections = {

@@ -170,11 +170,9 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "train.shuffle_minibatches": [(*MIX, "train.minibatches=2", "train.shuffle_minibatches=true")],
     "critic.warmup_steps": [(PPO, "critic.warmup_steps=100")],
     "train.optimizer.schedule.warmup_steps": [
-        ("train.optimizer.schedule={warmup_steps: 5, warmup_ratio: 0.1}",),
         ("train.optimizer.schedule={type: cosine, warmup_steps: 9, total_steps: 9}",),
     ],
     "critic.optimizer.schedule.warmup_steps": [
-        (PPO, "critic.optimizer.schedule={warmup_steps: 5, warmup_ratio: 0.1}"),
         (PPO, "critic.optimizer.schedule={type: cosine, warmup_steps: 9, total_steps: 9}"),
     ],
     "train.precision.reduce": [("train.precision={reduce: float32, master_weights: false}",)],

@@ -55,7 +55,7 @@ def _no_schedule_ends(stage: Json) -> bool:
         s.get("weight_decay_end") is not None
         or (
             s.get("total_steps") is None
-            and (s.get("type") in ("linear", "cosine", "wsd") or s.get("warmup_ratio"))
+            and (s.get("type") in ("linear", "cosine", "wsd") or 0 < (s.get("warmup_steps") or 0) < 1)
         )
         for s in schedules
     )

@@ -8,7 +8,7 @@ from whet.dialects.choices import choices
 from whet.dialects.layout import FileLayout
 from whet.dialects.megatron import router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
-from whet.dialects.typed import choose
+from whet.dialects.typed import choose, share_of_steps
 from whet.dialects.verl import optimizer as ppo
 from whet.dialects.verl.data import rows
 from whet.dialects.verl.loop import PARTS, contents
@@ -168,7 +168,9 @@ def optimizer(v: Values) -> Native:
         f"{at}.betas": v["optim.betas"],
         f"{at}.max_grad_norm": v["optim.clip_grad"],
         f"{at}.schedule.type": kind,
-        f"{at}.schedule.warmup_ratio": v["optim.warmup_steps_ratio"],
+        f"{at}.schedule.warmup_steps": share_of_steps(
+            v["optim.warmup_steps_ratio"], "optim.warmup_steps_ratio"
+        ),
         f"{at}.schedule.warmup_ends": "start",
         f"{at}.schedule.total_steps": v["trainer.total_training_steps"],
         **({f"{at}.schedule.{key}": value for key, value in _decay(v).items()} if kind == "wsd" else {}),
@@ -179,7 +181,7 @@ def _decay(v: Values) -> Native:
     """Of N steps and W of warm-up the last (N - W) - floor(0.9 (N - W)). Without N its share, rounded otherwise."""
     ratio, steps = v["optim.warmup_steps_ratio"], v["trainer.total_training_steps"]
     if steps is None:
-        return {"decay_type": "cosine", "decay_ratio": round(0.1 * (1.0 - ratio), 12)}
+        return {"decay_type": "cosine", "decay_steps": round(0.1 * (1.0 - ratio), 12)}
     rest = steps - math.floor(ratio * steps)
     return {"decay_type": "cosine", "decay_steps": rest - math.floor(0.9 * rest) or None}
 
