@@ -145,7 +145,6 @@ def lora(at: str, context: str) -> dict[str, Case]:
         f"{at}.exclude_modules": (on, ["q_proj"]),
         f"{at}.modules_to_save": (on, ["norm"]),
         f"{at}.init": (on, "gaussian"),
-        f"{at}.pissa_iterations": (f"{on}; {at}.init=pissa", 1),
         f"{at}.rank_pattern": (on, {"q_proj": 1}),
         f"{at}.alpha_pattern": (on, {"q_proj": 1.0}),
         f"{at}.path": (on, "ADAPTER"),

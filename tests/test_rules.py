@@ -35,7 +35,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "tokenizer": [("tokenizer.path=folder",), ("tokenizer.build=null",)],
     "tokenizer.build": [("model={path: folder, scratch: null}",)],
     "checkpoint.export_as": [("model.lora={init: pissa}", "checkpoint.export_as=adapter")],
-    "model.lora.fused": [("model.lora={init: pissa, fused: true}",)],
+    "model.lora.fused": [("model.lora={init: pissa_niter_4, fused: true}",)],
     "critic.lora.fused": [(PPO, "critic.lora={init: orthogonal, fused: true}")],
     "data.train": [("data.train=[]",)],
     "data.max_total_tokens": [("data.max_total_tokens=100", "data.max_prompt_tokens=100")],

@@ -10,6 +10,8 @@ from whet.config.sections.algorithm import Aggregation
 from whet.config.sections.base import Above0, BelowOne, Count, Positive, Section
 from whet.config.sections.train import CriticOptimizerConfig
 
+FastPissa = Annotated[str, Field(pattern=r"^pissa_niter_[1-9][0-9]*$", examples=["pissa_niter_16"])]
+
 
 class LoraConfig(Section):
     """Low-rank adapters (LoRA, arXiv:2106.09685): W + scale B A replaces W, and only A and B are trained. Names and
@@ -47,13 +49,13 @@ class LoraConfig(Section):
     """Values of alpha for single layers, by the same patterns."""
     modules_to_save: tuple[str, ...] = ()
     """Modules that are trained in full, without adapters, by the end of their name, e.g. `lm_head` or `norm`."""
-    init: Literal["default", "random", "gaussian", "orthogonal", "olora", "pissa", "xavier"] = "default"
+    init: Literal["default", "random", "gaussian", "orthogonal", "olora", "pissa", "xavier"] | FastPissa = (
+        "default"
+    )
     """Initial values of A and B. default: A uniform (Kaiming), B 0, so that the model is unchanged; gaussian, xavier: A
     normal with deviation 1 / rank, or sqrt(2 / (rank + inputs)), and B 0; random: B random too; orthogonal: both random
-    with B A = 0; olora (arXiv:2406.01775), pissa (arXiv:2404.02948): from a decomposition of the weights."""
-    pissa_iterations: Positive | None = None
-    """Compute the singular vectors of pissa by this many iterations of subspace iteration. Default: the full
-    decomposition."""
+    with B A = 0; olora (arXiv:2406.01775), pissa (arXiv:2404.02948): from a decomposition of the weights;
+    pissa_niter_16: pissa with singular vectors from 16 iterations of subspace iteration, as in peft."""
     path: str | None = None
     """Start from the adapters in this folder, in the format of peft (adapter_model.safetensors)."""
 
