@@ -547,7 +547,7 @@ def test_files_and_trackers() -> None:
         c_enable_checkpoint=True, c_export_safetensors=False, c_save_freq_in_epoch=2, c_save_mode="sync"
     )
     assert checkpoint(weights_only) == {
-        "checkpoint.interval": 0, "checkpoint.interval_epochs": 2, "checkpoint.keep": 5, "checkpoint.export": False,
+        "checkpoint.interval": "2 epochs", "checkpoint.keep": 5, "checkpoint.export": False,
         "checkpoint.async_save": False,
     }  # fmt: skip
     assert refused("grpo", "train.ckpt.save_mode", "later")

@@ -288,7 +288,7 @@ def random_config() -> st.SearchStrategy[dict[str, Json]]:
             lambda train, s: {**train, "optimizer": {"schedule": s}}, maybe(minibatches=[1, 2]), schedule
         ),
         "critic": st.builds(lambda critic, s: {**critic, "optimizer": {"schedule": s}}, maybe(path=["x"]), schedule),
-        "reference": maybe(path=["x"], reset_interval=[0, 2]),
+        "reference": maybe(path=["x"], reset_interval=[0, 2, "1 epoch", [3, "2 epochs"]]),
         "rollout": maybe(engine=["hf"]),
         "checkpoint": maybe(resume=["never", "auto"], export=[False]),
         "track": maybe(trackers=[["jsonl"], ["wandb"]], rollouts_interval=[0]),

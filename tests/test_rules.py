@@ -94,11 +94,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     ],
     "reference.reset_interval": [
         (*DISTILL, "reference.reset_interval=2"),
-        (*TEACHERS, "reference.reset_interval=2"),
-    ],
-    "reference.reset_interval_epochs": [
-        (*DISTILL, "reference.reset_interval_epochs=1"),
-        (*TEACHERS, "reference.reset_interval_epochs=1"),
+        (*TEACHERS, "reference.reset_interval=1 epoch"),
     ],
     "rewards": [("-rewards",)],
     "rollout.env": [

@@ -955,8 +955,7 @@ def test_gdpo_normalises_entries_of_what_the_reward_returns() -> None:
 def test_sft_evaluates_after_each_epoch() -> None:
     given: dict[str, Json] = {"data.val_files": "val.parquet", "trainer.test_freq": "after_each_epoch"}
     found = sft.validation(values(given, "verl-sft"))
-    assert found["eval.interval_epochs"] == 1
-    assert "eval.interval" not in found
+    assert found["eval.interval"] == "1 epoch"
 
 
 def test_an_estimator_may_be_a_function_of_ones_own() -> None:

@@ -68,7 +68,7 @@ def _every_step_syncs(stage: Json) -> bool:
 
 FREE_WHERE: Mapping[str, Callable[[Json], bool]] = {
     **dict.fromkeys(LENGTH, _no_schedule_ends),
-    **dict.fromkeys(("eval.interval", "eval.interval_epochs"), _every_step_syncs),
+    "eval.interval": _every_step_syncs,
 }
 """Keys of the class `numbers` that change no number in a stage for which the function returns True."""
 

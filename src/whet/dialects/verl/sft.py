@@ -213,15 +213,13 @@ def checkpoints(v: Values) -> Native:
         )
     exports = not over_engines(v) or "hf_model" in saved
     out: dict[str, Json] = {
-        "checkpoint.interval": every,
+        "checkpoint.interval": "1 epoch" if epochs else every,
         "checkpoint.keep": v["trainer.max_ckpt_to_keep"],
         "checkpoint.save_contents": [part for part in PARTS if part in saved],
         "checkpoint.load_contents": [part for part in PARTS if part in loaded],
         "checkpoint.export": exports,
         "checkpoint.export_interval": every if exports else 0,
     }
-    if epochs:
-        out["checkpoint.interval_epochs"] = 1
     mode, path = v["trainer.resume_mode"], v["trainer.resume_from_path"]
     if mode == "disable":
         return out | {"checkpoint.resume": "fresh"}
@@ -235,7 +233,7 @@ def validation(v: Values) -> Native:
         **rows(v, "val", "data.eval.0"),
         **_columns(v, "data.eval.0"),
         "data.exclude_eval": False,
-        **({"eval.interval_epochs": 1} if every == "after_each_epoch" else {"eval.interval": every}),
+        "eval.interval": "1 epoch" if every == "after_each_epoch" else every,
         "eval.at_start": False,
         "eval.at_end": True,
     }
