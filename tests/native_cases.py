@@ -284,10 +284,20 @@ CASES: dict[str, Case] = {
     "algorithm.norm_tokens": ("algorithm.loss_agg_mode=token-sum-norm", 3),
     "algorithm.whiten": ("", True),
     "algorithm.entropy_coef": ("", 0.1),
-    "algorithm.entropy_target": ("algorithm.entropy_coef=0.1", 9.0),
-    "algorithm.entropy_coef_delta": ("algorithm.entropy_target=9.0; algorithm.entropy_coef=0.1", 0.05),
-    "algorithm.entropy_coef_min": ("algorithm.entropy_target=9.0", 0.1),
-    "algorithm.entropy_coef_max": ("algorithm.entropy_target=9.0; algorithm.entropy_coef=0.1", 0.01),
+    "algorithm.entropy_control": ("algorithm.entropy_coef=0.1", {"target": 9.0}),
+    "algorithm.entropy_control.target": (
+        "algorithm.entropy_coef=0.1; algorithm.entropy_control={target: 9.0}",
+        1e-9,
+    ),
+    "algorithm.entropy_control.delta": (
+        "algorithm.entropy_coef=0.1; algorithm.entropy_control={target: 9.0}",
+        0.05,
+    ),
+    "algorithm.entropy_control.min": ("algorithm.entropy_control={target: 9.0}", 0.1),
+    "algorithm.entropy_control.max": (
+        "algorithm.entropy_coef=0.1; algorithm.entropy_control={target: 9.0}",
+        0.01,
+    ),
     "algorithm.kl.coef": ("", 0.1),
     "algorithm.kl.estimator": (REFERENCE, "k2"),
     "algorithm.reward_kl.coef": ("", 0.1),
@@ -793,8 +803,9 @@ BELOW: dict[str, str] = {
 
 LATER = frozenset({
     "critic.warmup_steps", "critic.optimizer.schedule.weight_decay_end", "data.demonstrations.*.rows",
-    "data.demonstrations.*.weight", "algorithm.entropy_coef_delta", "algorithm.entropy_coef_min",
-    "algorithm.entropy_coef_max", "algorithm.kl.estimator", "algorithm.reward_kl.estimator",
+    "data.demonstrations.*.weight", "algorithm.entropy_control.target",
+    "algorithm.entropy_control.delta", "algorithm.entropy_control.min",
+    "algorithm.entropy_control.max", "algorithm.kl.estimator", "algorithm.reward_kl.estimator",
     "algorithm.reward_kl.target", "algorithm.reward_kl.horizon", "algorithm.correction.weight.outside",
     "algorithm.correction.weight.normalize", "algorithm.correction.denominator",
     "algorithm.correction.reject.*.over", "algorithm.correction.reject.*.low",

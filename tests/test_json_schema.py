@@ -341,7 +341,7 @@ def changed(key: Key) -> Json:
     """Another value of a key of `algorithm` than its default."""
     special = {
         "advantage": "rloo", "loss": "reinforce", "mix": {"mu": 0.5}, "loss_agg_mode": "token-sum",
-        "advantage_clip": [-1.0, None], "entropy_clip": "batch", "resample": "pow",
+        "advantage_clip": [-1.0, None], "entropy_control": "adaptive", "entropy_clip": "batch", "resample": "pow",
     }  # fmt: skip
     if key.path[-1] in special:
         return special[key.path[-1]]

@@ -68,9 +68,6 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         (ASYNC, "buffer.replay.queue=true", "algorithm.refill=copy"),
         (ASYNC, "mode=train", "buffer.url=sqlite:///q", "algorithm.refill=copy"),
     ],
-    "algorithm.entropy_coef_min": [
-        ("algorithm.entropy_target=0.2", "algorithm.entropy_coef_min=0.2", "algorithm.entropy_coef_max=0.1")
-    ],
     "algorithm.kl.coef": [
         ("algorithm.name=gkd", "reference.path=teacher", "algorithm.kl.coef=0.1"),
         ("algorithm.name=distill", "algorithm.reprompt={}", "algorithm.kl.coef=0.1"),
