@@ -174,8 +174,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "entropy_target=0.2": {
-        "algorithm": {"name": "grpo", "entropy_target": 0.2},
+    "entropy_control=adaptive": {
+        "algorithm": {"name": "grpo", "entropy_control": {"target": 0.2}},
         "why": "adaptive entropy control (Skywork-OR1)",
     },
     "entropy_clip=batch": {

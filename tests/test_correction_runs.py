@@ -169,5 +169,5 @@ def test_a_forgotten_optimizer_steps_as_a_new_one_at_its_place_in_the_schedule()
 
 
 def test_a_reset_that_never_comes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"reference\.reset_optimizer.*reset_interval_epochs are 0"):
+    with pytest.raises(ConfigError, match=r"reference\.reset_optimizer.*reset_interval is 0"):
         learn(tmp_path, {"name": "grpo", "kl": {"coef": 0.1}}, reference={"reset_optimizer": True})

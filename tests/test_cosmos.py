@@ -240,10 +240,11 @@ def test_the_learning_rate_is_cosmos_own_at_every_step(
 
 def test_a_run_of_unknown_length_keeps_its_fractions() -> None:
     flat = {SCHEDULE + "type": "constant", SCHEDULE + "unit": "train_step", SCHEDULE + "warmup_ends": "peak"}
-    assert schedule(values(t_optm_warmup_steps=0.1)) == flat | {SCHEDULE + "warmup_ratio": 0.1}
+    assert schedule(values(t_optm_warmup_steps=0.1)) == flat | {SCHEDULE + "warmup_steps": 0.1}
     assert schedule(values(t_optm_warmup_steps=7, t_max_num_steps=5)) == flat | {SCHEDULE + "warmup_steps": 5}
+    assert "give a share below 1" in str(refused("grpo", "train.optm_warmup_steps", 1.0))
     decay = values(t_optm_decay_type="linear", t_optm_decay_ratio=0.4)
-    assert schedule(decay)[SCHEDULE + "decay_ratio"] == 0.4
+    assert schedule(decay)[SCHEDULE + "decay_steps"] == 0.4
     assert refused("grpo", "train.optm_decay_type", "exponential")
 
 
@@ -546,7 +547,7 @@ def test_files_and_trackers() -> None:
         c_enable_checkpoint=True, c_export_safetensors=False, c_save_freq_in_epoch=2, c_save_mode="sync"
     )
     assert checkpoint(weights_only) == {
-        "checkpoint.interval": 0, "checkpoint.interval_epochs": 2, "checkpoint.keep": 5, "checkpoint.export": False,
+        "checkpoint.interval": "2 epochs", "checkpoint.keep": 5, "checkpoint.export": False,
         "checkpoint.async_save": False,
     }  # fmt: skip
     assert refused("grpo", "train.ckpt.save_mode", "later")

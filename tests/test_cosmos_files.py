@@ -128,7 +128,7 @@ def test_an_rl_file_learns_and_equals_its_native_twin_bit_for_bit(tmp_path: Path
                 "lr": 1e-2,
                 "schedule": {
                     "type": "wsd", "unit": "train_step", "warmup_steps": 3, "warmup_ends": "peak",
-                    "decay_ratio": 1.0, "min_lr_ratio": 0.5,
+                    "decay_steps": None, "min_lr_ratio": 0.5,
                 },
             },
         },
@@ -159,7 +159,7 @@ def test_steps_over_halves_of_groups_learn_and_equal_their_native_twin(tmp_path:
             "optimizer": {
                 "lr": 1e-2,
                 "schedule": {
-                    "type": "wsd", "warmup_steps": 3, "warmup_ends": "peak", "decay_ratio": 1.0, "min_lr_ratio": 0.5,
+                    "type": "wsd", "warmup_steps": 3, "warmup_ends": "peak", "decay_steps": None, "min_lr_ratio": 0.5,
                 },
             },
         },

@@ -113,7 +113,7 @@ def test_a_share_is_of_the_runs_own_steps_in_every_release() -> None:
     """From 0.3.7 to 0.4.0 Cosmos itself took it of a million."""
     for version in ("0.3.6", "0.4.0", "0.4.1"):
         found = schedule(values(version, t_optm_warmup_steps=0.1))
-        assert found[SCHEDULE + "warmup_ratio"] == 0.1
+        assert found[SCHEDULE + "warmup_steps"] == 0.1
         assert SCHEDULE + "total_steps" not in found
 
 

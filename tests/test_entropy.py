@@ -64,7 +64,7 @@ def test_the_weight_stays_in_its_bounds_and_moves_by_delta(entropies: list[float
 
 def test_the_loss_has_the_weight_of_the_step() -> None:
     batch = ragged(0)
-    cfg = schema.AlgorithmConfig(name="grpo", entropy_target=0.5, entropy_coef=0.3)
+    cfg = schema.AlgorithmConfig(name="grpo", entropy_control={"target": 0.5}, entropy_coef=0.3)
     made = build(cfg, critic=schema.CriticConfig(), max_tokens=4)
     weight_N = made.weights(batch, 1)
     batch = replace(batch, weight_N=weight_N, adv_N=torch.zeros_like(weight_N))
@@ -82,7 +82,7 @@ def test_the_loss_has_the_weight_of_the_step() -> None:
     assert loss(0.2) == pytest.approx(-0.2 * float((entropy_N * batch.mask_N * weight_N).sum()), rel=1e-5)
 
 
-ALGORITHM = {"name": "grpo", "entropy_target": 2.5, "entropy_coef_delta": 0.05, "entropy_coef_max": 0.4}
+ALGORITHM = {"name": "grpo", "entropy_control": {"target": 2.5, "delta": 0.05, "max": 0.4}}
 TRAIN = {"tasks_per_step": 8, "minibatches": 2, "optimizer": {"lr": 1e-2}}
 
 

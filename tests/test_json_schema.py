@@ -268,8 +268,8 @@ def random_config() -> st.SearchStrategy[dict[str, Json]]:
         return st.fixed_dictionaries({}, optional={k: st.sampled_from(v) for k, v in values.items()})
 
     schedule = maybe(
-        type=["constant", "linear", "cosine", "wsd"], warmup_steps=[0, 3], decay_steps=[2],
-        decay_type=["cosine"], weight_decay_end=[0.0, 0.1], warmup_ratio=[0.1],
+        type=["constant", "linear", "cosine", "wsd"], warmup_steps=[0, 3, 0.1], decay_steps=[2, 0.5, None],
+        decay_type=["cosine"], weight_decay_end=[0.0, 0.1],
     )  # fmt: skip
     row = {"rows": [{"prompt": "1+1="}]}
     sections = {
@@ -288,7 +288,7 @@ def random_config() -> st.SearchStrategy[dict[str, Json]]:
             lambda train, s: {**train, "optimizer": {"schedule": s}}, maybe(minibatches=[1, 2]), schedule
         ),
         "critic": st.builds(lambda critic, s: {**critic, "optimizer": {"schedule": s}}, maybe(path=["x"]), schedule),
-        "reference": maybe(path=["x"], reset_interval=[0, 2]),
+        "reference": maybe(path=["x"], reset_interval=[0, 2, "1 epoch", [3, "2 epochs"]]),
         "rollout": maybe(engine=["hf"]),
         "checkpoint": maybe(resume=["never", "auto"], export=[False]),
         "track": maybe(trackers=[["jsonl"], ["wandb"]], rollouts_interval=[0]),
@@ -341,7 +341,7 @@ def changed(key: Key) -> Json:
     """Another value of a key of `algorithm` than its default."""
     special = {
         "advantage": "rloo", "loss": "reinforce", "mix": {"mu": 0.5}, "loss_agg_mode": "token-sum",
-        "advantage_clip": [-1.0, None], "entropy_clip": "batch", "resample": "pow",
+        "advantage_clip": [-1.0, None], "entropy_control": "adaptive", "entropy_clip": "batch", "resample": "pow",
     }  # fmt: skip
     if key.path[-1] in special:
         return special[key.path[-1]]

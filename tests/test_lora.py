@@ -246,7 +246,7 @@ def test_pissa_takes_the_largest_directions() -> None:
     torch.testing.assert_close(
         layer.scale * layer.lora_B @ layer.lora_A, (u[:, :4] * s[:4]) @ vh[:4], atol=1e-4, rtol=1e-3
     )
-    quick = adapted(with_adapters(LoraConfig(rank=4, init="pissa", pissa_iterations=2), moved=False))[name]
+    quick = adapted(with_adapters(LoraConfig(rank=4, init="pissa_niter_2"), moved=False))[name]
     assert not torch.equal(quick.lora_A, layer.lora_A)
 
 
@@ -788,7 +788,14 @@ ADAPTER_ONLY = {"export_as": "adapter"}
         ({"model": {"lora": {"targets": "("}}}, r"model\.lora\.targets: '\(' is not a regular expression"),
         ({"model": {"lora": {"targets": []}}}, r"model\.lora\.targets: is empty"),
         ({"model": {"lora": {"path": "nowhere"}}}, "has no adapter_model.safetensors"),
-        ({"model": {"lora": {"pissa_iterations": 2}}}, "only init=pissa reads it"),
+        (
+            {"model": {"lora": {"init": "pissa_niter_0"}}},
+            "got \"pissa_niter_0\", expected 'default', .* or text such as 'pissa_niter_16'",
+        ),
+        (
+            {"model": {"lora": {"init": "pissa_niter_2"}}, "checkpoint": ADAPTER_ONLY},
+            r"export_as: adapter: model\.lora\.init=pissa_niter_2 changes",
+        ),
         ({"train": {"trainable": {"[": True}}}, r"train\.trainable: '\[' is not a regular expression"),
         (
             {"train": {"optimizer": {"param_groups": {"*": {}}}}},

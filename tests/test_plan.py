@@ -118,7 +118,7 @@ def test_a_run_that_ends_with_its_last_full_step_leaves_out_what_is_left_of_all_
 def test_warm_up():
     assert made().warmup_steps == 0
     assert made("train.optimizer.schedule.warmup_steps=3").warmup_steps == 3
-    assert made("train.optimizer.schedule.warmup_ratio=0.25", "train.minibatches=2").warmup_steps == 5
+    assert made("train.optimizer.schedule.warmup_steps=0.25", "train.minibatches=2").warmup_steps == 5
     long = made("train.optimizer.schedule.warmup_steps=11")
     assert long.warmup_steps == 11, "a short trial run is no error"
     assert any("11 steps is longer than the stage (10 steps)" in note for note in notes([long]))
@@ -126,7 +126,7 @@ def test_warm_up():
 
 
 def test_a_schedule_that_counts_training_steps():
-    by_step = "train.optimizer.schedule={unit: train_step, warmup_ratio: 0.25}"
+    by_step = "train.optimizer.schedule={unit: train_step, warmup_steps: 0.25}"
     p = made(by_step, "train.minibatches=2", "train.update_epochs=3")
     assert (p.optimizer_steps, p.schedule_steps, p.warmup_steps) == (60, 10, 2)
     assert "the first 2 training steps warm up" in facts(p)["optimizer steps"]
@@ -346,7 +346,12 @@ def test_a_model_that_is_elsewhere_can_be_planned():
         (["eval.samples=4", "data.eval=[{path: b}]"], "4 greedy replies to a task are all the same"),
         (["rewards.acc.weight=0"], "every weight is 0"),
         (["data.eval=[{path: b}]", "eval={at_start: false, at_end: false}"], "data.eval: is never used"),
-        (["train.optimizer.schedule={type: linear, warmup_steps: 2, warmup_ratio: 0.1}"], "not both"),
+        (["algorithm.entropy_control={min: 0.3, max: 0.2}"], "0.3 is above max=0.2; lower it, or raise max"),
+        (["algorithm.entropy_control={target: 0}"], "algorithm.entropy_control.target: got 0, expected a number > 0"),
+        (["algorithm.entropy_clip='mine.py:f'"], "'mine.py:f' is not known; known: batch, vocabulary"),
+        (["train.optimizer.schedule.warmup_steps=1.5"],
+         "got 1.5, expected a whole number >= 0 or a number >= 0 and < 1"),
+        (["train.optimizer.schedule.warmup_ratio=0.1"], "did you mean train.optimizer.schedule.warmup_steps?"),
         (["machine.kv_cache_mb=1", "model.scratch.hidden_size=2048", "model.scratch.num_hidden_layers=8"], "1 MiB "
          "does not hold one rollout of 320 tokens, which takes 40 MiB"),
         (["algorithm.name=ppo", "critic.warmup_steps=10"], "leave no step for the policy (train.steps=10)"),
@@ -415,14 +420,12 @@ def test_all_problems_stand_in_one_message_with_their_lines(tmp_path):
         (["data.eval=[{path: b, weight: 2}]"], "data.eval[0].weight"),
         (["model.scratch.num_experts=4"], "model.scratch.num_experts"),
         (["model.scratch.sliding_window=4"], "model.scratch.sliding_window"),
-        (["train.optimizer.schedule.decay_ratio=0.2"], "train.optimizer.schedule.decay_ratio"),
+        (["train.optimizer.schedule.decay_steps=0.2"], "train.optimizer.schedule.decay_steps"),
         (["train.optimizer.schedule.min_lr_ratio=0.2"], "train.optimizer.schedule.min_lr_ratio"),
         (["train.optimizer.schedule={type: linear, num_cycles: 1.0}"], "train.optimizer.schedule.num_cycles"),
         (["train.optimizer.schedule={type: wsd, num_cycles: 1.0}"], "train.optimizer.schedule.num_cycles"),
         (["train.optimizer.schedule={type: inverse_sqrt, decay_type: cosine}"],
          "train.optimizer.schedule.decay_type"),
-        (["train.optimizer.schedule={type: wsd, decay_steps: 2, decay_ratio: 0.5}"],
-         "train.optimizer.schedule.decay_ratio"),
         (["train.optimizer.schedule.total_steps=7"], "train.optimizer.schedule.total_steps"),
         (["train.optimizer.schedule.warmup_ends=peak"], "train.optimizer.schedule.warmup_ends"),
         (["train.optimizer.schedule.warmup_start_ratio=0.5"], "train.optimizer.schedule.warmup_start_ratio"),

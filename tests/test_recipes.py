@@ -198,7 +198,7 @@ def test_what_the_step_is_told() -> None:
     assert {n for n in online if not made(n).needs_old(False)} == by_themselves
     assert {n for n in RECIPES if made(n).needs_old(True)} == set()
     assert made("grpo", entropy_coef=0.01).entropy.is_on
-    assert made("grpo", entropy_target=0.2).entropy.is_on
+    assert made("grpo", entropy_control="adaptive").entropy.is_on
     assert not made("grpo").entropy.is_on
 
 

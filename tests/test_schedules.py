@@ -65,7 +65,7 @@ def test_wsd_is_flat_then_falls(shape: str, want: list[float]) -> None:
 
 def test_the_length_of_a_decay_as_a_fraction_of_all_steps() -> None:
     schedule = ScheduleConfig(
-        type="wsd", warmup_steps=5, warmup_ends="peak", decay_ratio=0.45, min_lr_ratio=0.2
+        type="wsd", warmup_steps=5, warmup_ends="peak", decay_steps=0.45, min_lr_ratio=0.2
     )
     assert curve(schedule, 10, range(5, 11)) == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2]), (
         "floor(4.5) steps"
@@ -73,7 +73,7 @@ def test_the_length_of_a_decay_as_a_fraction_of_all_steps() -> None:
 
 
 def test_the_decay_takes_no_more_than_the_warm_up_leaves() -> None:
-    schedule = ScheduleConfig(type="wsd", decay_ratio=1.0, warmup_steps=4, warmup_ends="peak")
+    schedule = ScheduleConfig(type="wsd", decay_steps=None, warmup_steps=4, warmup_ends="peak")
     assert curve(schedule, 8) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
 
 
@@ -97,10 +97,10 @@ def test_a_warm_up_of_one_step_that_is_both_ends_is_at_the_peak() -> None:
 
 
 def test_a_schedule_may_end_before_the_stage_and_counts_its_fractions_by_its_own_length() -> None:
-    schedule = ScheduleConfig(type="linear", total_steps=5, warmup_ratio=0.2, min_lr_ratio=0.1)
+    schedule = ScheduleConfig(type="linear", total_steps=5, warmup_steps=0.2, min_lr_ratio=0.1)
     assert warmup_steps(schedule, 100) == 1
     assert curve(schedule, 8) == pytest.approx([0.5, 1.0, 0.775, 0.55, 0.325, 0.1, 0.1, 0.1, 0.1])
-    assert warmup_steps(ScheduleConfig(warmup_ratio=0.2), 100) == 20
+    assert [warmup_steps(ScheduleConfig(warmup_steps=n), 100) for n in (0, 0.2, 0.999, 1)] == [0, 20, 99, 1]
 
 
 def test_the_unit_is_the_optimizer_step_or_the_training_step() -> None:

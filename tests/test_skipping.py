@@ -106,7 +106,12 @@ def test_every_loss_of_the_table_is_asked() -> None:
         ({"name": "mix"}, "no advantage", True, ""),
         ({"name": "grpo", "kl": {"coef": 0.1}}, "no weight", True, "algorithm.kl.coef is on"),
         ({"name": "grpo", "entropy_coef": 0.1}, "no weight", True, "algorithm.entropy_coef is on"),
-        ({"name": "grpo", "entropy_target": 0.5}, "no weight", True, "algorithm.entropy_target is on"),
+        (
+            {"name": "grpo", "entropy_control": {"target": 0.5}},
+            "no weight",
+            True,
+            "algorithm.entropy_control is on",
+        ),
         ({"name": "grpo", "positive_nll_coef": 0.1}, "no weight", True, "algorithm.positive_nll_coef is on"),
         ({"name": "grpo", "loss": "cross_entropy"}, "no weight", True, "cross_entropy trains on them"),
         (

@@ -182,7 +182,7 @@ def test_an_adaptive_kl_and_a_reference_by_epochs() -> None:
     steered = learn.kl(values(**adaptive, **in_reward))
     assert (steered["algorithm.reward_kl.target"], steered["algorithm.reward_kl.horizon"]) == (0.2, 10000)
     by_epoch: dict[str, Json] = {"trainer__update_ref_every_epoch": True}
-    assert learn.reference(values(**by_epoch)) == {"reference.reset_interval_epochs": 1}
+    assert learn.reference(values(**by_epoch)) == {"reference.reset_interval": "1 epoch"}
     assert learn.reference(values(**by_epoch, **{KL + "use_kl_loss": False})) == {}
 
 

@@ -173,7 +173,10 @@ def test_normalised_rewards_checkpoints_and_engines_by_version() -> None:
         0.99,
         None,
     ]
-    assert [run.checkpoints(values(v)).get("checkpoint.interval_epochs") for v in ("0.1", "0.2")] == [None, 1]
+    assert [run.checkpoints(values(v))["checkpoint.interval"] for v in ("0.1", "0.2")] == [
+        10,
+        [10, "1 epoch"],
+    ]
     assert "remote engines only" in refusal(run.rollout_engine, generator__backend="sglang")
     assert run.rollout_engine(values("train-0.1", generator__backend="sglang"))
 

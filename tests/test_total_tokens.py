@@ -1,4 +1,4 @@
-"""`data.max_total_tokens` ends rollouts, and `checkpoint.interval_epochs` saves at the end of epochs."""
+"""`data.max_total_tokens` ends rollouts, and `checkpoint.interval` saves at the end of epochs."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ BASE: dict[str, Any] = {
     "rewards": {"right": {"function": "exact"}},
     "rollout": {"group_size": 2, "sampling": {"max_tokens": 16}},
     "train": {"epochs": 2, "tasks_per_step": 4},
-    "checkpoint": {"interval": 0, "interval_epochs": 1, "keep": None, "export": False},
+    "checkpoint": {"interval": 0, "keep": None, "export": False},
     "machine": {"threads": 1},
 }  # fmt: skip
 
@@ -177,10 +177,13 @@ def test_the_plan_makes_room_for_the_total_alone() -> None:
     )
 
 
-@pytest.mark.parametrize(("epochs", "saved"), [(1, [3, 5]), (2, [5]), (0, [5])])
-def test_checkpoints_at_the_end_of_epochs(tmp_path: Path, epochs: int, saved: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("interval", "saved"),
+    [("1 epoch", [3, 5]), ("2 epochs", [5]), (0, [5]), (2, [2, 4, 5]), ([4, "1 epoch"], [3, 4, 5])],
+)
+def test_checkpoints_at_the_end_of_epochs(tmp_path: Path, interval: Any, saved: list[int]) -> None:
     """Ten rows, four tasks a step: the first epoch is over in step 3, the second in step 5, the last."""
-    run = {**BASE, "checkpoint": BASE["checkpoint"] | {"interval_epochs": epochs}}
+    run = {**BASE, "checkpoint": BASE["checkpoint"] | {"interval": interval}}
     done = whet.train(run_dir=str(tmp_path / "run"), **run)
     assert [m["step"] for m in done.metrics][-1] == 5
     assert sorted(int(p.name.rpartition("-")[2]) for p in (tmp_path / "run/checkpoints").iterdir()) == saved
@@ -195,7 +198,7 @@ def test_evaluation_at_the_end_of_epochs(tmp_path: Path, drop_last: bool, evalua
         "eval": [{"rows": BASE["data"]["train"][0]["rows"]}],
         "exclude_eval": False,
     }
-    run["eval"] = {"interval_epochs": 1, "at_start": False, "at_end": False}
+    run["eval"] = {"interval": "1 epoch", "at_start": False, "at_end": False}
     run["train"] = {**BASE["train"], "drop_last": drop_last}
     done = whet.train(run_dir=str(tmp_path / "run"), **run)
     assert [m["step"] for m in done.metrics if "eval/accuracy" in m] == evaluated

@@ -650,7 +650,7 @@ def test_the_policys_optimizer_comes_from_either_section() -> None:
 
 def test_warm_up_in_training_steps() -> None:
     ratio = learn.optimizer(values(**{f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1}))
-    assert ratio["train.optimizer.schedule.warmup_ratio"] == 0.1
+    assert ratio["train.optimizer.schedule.warmup_steps"] == 0.1
     steps = learn.optimizer(values(algorithm__optimizer__lr_warmup_steps=5, **{f"{ACTOR}.ppo_epochs": 3}))
     assert steps["train.optimizer.schedule.warmup_steps"] == 5
     assert steps["train.optimizer.schedule.unit"] == "train_step"

@@ -164,7 +164,7 @@ def test_an_sft_file(work: Path) -> None:
     config, optimizer = loaded.config, loaded.config.train.optimizer
     assert (config.algorithm.name, config.data.chat, config.data.train[0].prompt) == ("sft", True, "q")
     assert (optimizer.lr, optimizer.betas, optimizer.weight_decay) == (1e-2, (0.9, 0.95), 0.01)
-    assert (optimizer.schedule.type, optimizer.schedule.warmup_ratio) == ("cosine", 0.1)
+    assert (optimizer.schedule.type, optimizer.schedule.warmup_steps) == ("cosine", 0.1)
     assert (config.train.tasks_per_step, config.train.micro_batch_rollouts, config.train.epochs) == (8, 8, 3)
     assert (config.model.dtype, config.seed, config.run_dir) == ("float32", 1, f"{work}/sft")
     assert (config.data.max_total_tokens, config.eval.interval, config.data.eval[0].prompt) == (24, 5, "q")

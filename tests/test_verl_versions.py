@@ -212,7 +212,7 @@ def test_supervised_fine_tuning_over_engines() -> None:
     assert tree["data"]["train"][0]["messages"] == "talk"
     assert "order" not in tree["data"], "its trainers shuffle"
     schedule = tree["train"]["optimizer"]["schedule"]
-    assert (schedule["type"], schedule["min_lr_ratio"], schedule["warmup_ratio"]) == ("cosine", 0.2, 0.1)
+    assert (schedule["type"], schedule["min_lr_ratio"], schedule["warmup_steps"]) == ("cosine", 0.2, 0.1)
 
 
 @pytest.mark.parametrize(

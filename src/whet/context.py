@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from whet.algos.recipes import Algorithm
+from whet.config.amounts import Amount, amounts
 from whet.config.plan import Plan
 from whet.config.schema import Config
 from whet.track.monitor import Monitor
@@ -34,14 +36,17 @@ class Context:
     def stopping(self) -> bool:
         return self.stop.requested
 
-    def due(self, done: int, every: int, *, epochs: int = 0) -> bool:
+    def due(self, done: int, every: Amount | Sequence[Amount]) -> bool:
         """Whether what is done every so many steps or epochs (0: never) is due when `done` steps are done."""
-        return (every > 0 and done % every == 0) or self._epochs_due(done, epochs)
+        return any(
+            self._epochs_due(done, int(n)) if unit == "epoch" else n > 0 and done % n == 0
+            for n, unit in amounts(every)
+        )
 
     def _epochs_due(self, done: int, every: int) -> bool:
-        """Whether the last of `done` steps completes another `every` passes over the rows (0: never)."""
+        """Whether the last of `done` steps completes another `every` passes over the rows."""
         rows = self.plan.rows
-        if every == 0 or rows is None:
+        if rows is None:
             return False
         before, now = (n * self.plan.own_tasks_per_step // (every * rows) for n in (done - 1, done))
         return now > before

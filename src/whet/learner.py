@@ -374,7 +374,7 @@ class Learner:
     def reset_reference(self, done: int) -> None:
         """Every so many steps or epochs move the reference to the policy; the optimizer may be reset."""
         cfg = self.context.cfg.reference
-        due = self.context.due(done, cfg.reset_interval, epochs=cfg.reset_interval_epochs)
+        due = self.context.due(done, cfg.reset_interval)
         if self.references and due:
             self.references[0].copy_from(self.policy, cfg.mixup_alpha)
             if cfg.reset_optimizer:

@@ -172,7 +172,7 @@ class Recorder:
     def evaluation_due(self, done: int) -> bool:
         cfg = self.context.cfg.eval
         ends = done == self.context.plan.steps
-        return (cfg.at_end and ends) or self.context.due(done, cfg.interval, epochs=cfg.interval_epochs)
+        return (cfg.at_end and ends) or self.context.due(done, cfg.interval)
 
     async def evaluate(self, done: int) -> None:
         """Evaluate the current policy on held-out tasks and record the result."""
@@ -228,7 +228,7 @@ class Recorder:
 
     def checkpoint_due(self, done: int) -> bool:
         cfg = self.context.cfg.checkpoint
-        due = self.context.due(done, cfg.interval, epochs=cfg.interval_epochs)
+        due = self.context.due(done, cfg.interval)
         best = self.saver.is_best(self._score(done), at=(self.context.index, done))
         return self.context.stopping or self.ended(done) or due or best
 

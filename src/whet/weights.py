@@ -91,7 +91,7 @@ class Weights:
         """Whether the step after `step` steps ends in a weight sync: every so many steps where the stage samples,
         at the end, and before an evaluation."""
         context, cfg, done = self.context, self.context.cfg, step + 1
-        evaluated = context.due(done, cfg.eval.interval, epochs=cfg.eval.interval_epochs)
+        evaluated = context.due(done, cfg.eval.interval)
         if done == context.plan.steps or evaluated:
             return True
         if context.algorithm.kind != "online":  # nothing else samples

@@ -25,11 +25,11 @@ class EntropyControl:
 
     coef: float
     """The constant weight, or the first one."""
-    target_nats: float | None
+    target_nats: float | None = None
     """None: the weight is constant."""
-    delta: float
-    low: float
-    high: float
+    delta: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
 
     @property
     def is_on(self) -> bool:

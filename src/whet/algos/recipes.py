@@ -193,8 +193,11 @@ def _with_experts(r: Resolved, policy: LossFn) -> LossFn:
 
 
 def _entropy(r: Resolved) -> EntropyControl:
-    low, high = r.entropy_coef_min, r.entropy_coef_max
-    return EntropyControl(r.entropy_coef, r.entropy_target, r.entropy_coef_delta, low, high)
+    control = r.settings.get("entropy_control")
+    if control is None:
+        return EntropyControl(r.entropy_coef)
+    said = control.settings
+    return EntropyControl(r.entropy_coef, said["target"], said["delta"], said["min"], said["max"])
 
 
 def _weigh(r: Resolved) -> Weigh | None:

@@ -64,7 +64,7 @@ def _reads_zero(r: Resolved) -> str:
         **{f"loss.{key}": r.settings["loss"].settings[key] != value for key, value in loss.skips_if.items()},
         "kl.coef": r.kl.coef > 0,
         "entropy_coef": r.entropy_coef != 0,
-        "entropy_target": r.entropy_target is not None,
+        "entropy_control": "entropy_control" in r.settings,
         "positive_nll_coef": r.positive_nll_coef > 0,
     }
     return ", ".join(f"algorithm.{key} is on" for key, on in terms.items() if on)

@@ -125,7 +125,7 @@ def _left(cfg: Config) -> Iterator[tuple[str, str]]:
 def _cut(cfg: Config) -> Iterator[tuple[str, str]]:
     """Features that need whole tensors, or move them themselves."""
     ref = cfg.reference
-    if cfg.model.lora and ref.path and (ref.reset_interval or ref.reset_interval_epochs):
+    if cfg.model.lora and ref.path and ref.reset_interval:
         yield (
             "reference.path",
             "a reference from another folder cannot be reset to a policy with adapters (reference.reset_interval) "

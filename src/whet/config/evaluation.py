@@ -22,9 +22,7 @@ class EvalSampling:
 
 def evaluates(cfg: Config) -> bool:
     """Whether a stage ever evaluates."""
-    return bool(cfg.data.eval) and (
-        cfg.eval.interval > 0 or cfg.eval.interval_epochs > 0 or cfg.eval.at_start or cfg.eval.at_end
-    )
+    return bool(cfg.data.eval) and (cfg.eval.interval != 0 or cfg.eval.at_start or cfg.eval.at_end)
 
 
 def judges(cfg: Config) -> bool:

@@ -4,8 +4,8 @@ values, readable without torch.
 The functions themselves are `whet.algos.advantages.ADVANTAGES` and `whet.algos.losses.LOSSES`; a test holds the two
 together. Formulas and sources stand in docs/algorithms.md. `functions.tsv` has a line for each, with the columns:
 
-    part      advantage, loss, weight (the importance weight of a correction), resample, entropy_clip, priority (of a
-              group that is trained on again), reward, or scratch (the family of a new model)
+    part      advantage, loss, weight (the importance weight of a correction), resample, entropy_control, entropy_clip,
+              priority (of a group that is trained on again), reward, or scratch (the family of a new model)
     name      what a config says
     needs     what must be at hand (`Need`)
     more      further fields of its entry, as JSON
@@ -102,6 +102,7 @@ WEIGHTS = _table("weight", Function)
 REWARDS = _table("reward", Function)
 """The rewards that come with whet."""
 RESAMPLINGS = _table("resample", Function)
+ENTROPY_CONTROLS = _table("entropy_control", Function)
 ENTROPY_CLIPS = _table("entropy_clip", Function)
 PRIORITIES = _table("priority", Function)
 ARCHITECTURES = _table("scratch", Function)

@@ -19,6 +19,7 @@ from whet.config.functions import (
     ADVANTAGES,
     ARCHITECTURES,
     ENTROPY_CLIPS,
+    ENTROPY_CONTROLS,
     LOSSES,
     PRIORITIES,
     RESAMPLINGS,
@@ -101,6 +102,7 @@ TABLES: dict[Path, Mapping[str, Function]] = {
     ("algorithm", "loss"): LOSSES,
     ("algorithm", "correction", "weight"): WEIGHTS,
     ("algorithm", "resample"): RESAMPLINGS,
+    ("algorithm", "entropy_control"): ENTROPY_CONTROLS,
     ("algorithm", "entropy_clip"): ENTROPY_CLIPS,
     ("buffer", "replay", "priority"): PRIORITIES,
     ("algorithm", "mix", "loss"): {name: row for name, row in LOSSES.items() if row.kind == "demonstrations"},
@@ -229,11 +231,13 @@ _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 def _bounds(metadata: Iterable[Any]) -> str:
     limits: dict[str, Any] = {}
+    likes: list[str] = []
     for item in metadata:
+        likes += [f" such as '{each}'" for each in getattr(item, "examples", None) or ()]
         for limit in item.metadata if isinstance(item, FieldInfo) else [item]:
             limits |= {name: getattr(limit, name) for name in _SIGNS if hasattr(limit, name)}
     shown = [f"{_SIGNS[name]} {'2^63' if value == 2**63 else f'{value:g}'}" for name, value in limits.items()]
-    return "".join(f" {s}" if n == 0 else f" and {s}" for n, s in enumerate(shown))
+    return "".join(likes) + "".join(f" {s}" if n == 0 else f" and {s}" for n, s in enumerate(shown))
 
 
 # ---------------------------------------------------------------- suggestions

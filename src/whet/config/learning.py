@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from whet.config.recipes import Resolved
+from whet.config.schedules import warmup_steps
 from whet.config.schema import Config, LoraConfig, ScheduleConfig, TrainConfig
 from whet.config.urls import is_remote
 
@@ -19,7 +20,7 @@ READS = {
     "linear": ("min_lr_ratio",),
     "cosine": ("min_lr_ratio", "num_cycles"),
     "inverse_sqrt": ("min_lr_ratio",),
-    "wsd": ("min_lr_ratio", "num_cycles", "decay_steps", "decay_ratio", "decay_type"),
+    "wsd": ("min_lr_ratio", "num_cycles", "decay_steps", "decay_type"),
 }
 """The keys that each type of schedule reads in addition to the warm-up and its length."""
 
@@ -57,8 +58,10 @@ def _minibatches(key: str, wanted: int, train: TrainConfig, rollouts: int) -> It
 
 
 def _schedule(s: ScheduleConfig, at: str) -> Iterator[Said]:
-    warmup = s.warmup_steps or 0
-    if s.total_steps and s.decay_steps and warmup < s.total_steps < warmup + s.decay_steps:
+    if not s.total_steps or s.decay_steps is None or s.decay_steps < 1:
+        return
+    warmup = warmup_steps(s, s.total_steps)
+    if warmup < s.total_steps < warmup + s.decay_steps:
         yield (
             f"{at}.decay_steps",
             f"{s.decay_steps} steps of decay after {warmup} of warm-up are more than total_steps={s.total_steps}; "

@@ -229,7 +229,7 @@ def _from_folder(cfg: Config) -> bool:
 
 def _resets(cfg: Config) -> bool:
     """The reference becomes the policy of a later step, so a checkpoint has to hold it."""
-    return cfg.reference.reset_interval > 0 or cfg.reference.reset_interval_epochs > 0
+    return cfg.reference.reset_interval != 0
 
 
 def _judges(cfg: Config, device: str) -> dict[str, int]:

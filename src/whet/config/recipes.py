@@ -45,8 +45,8 @@ class Resolved:
     advantage: str
     loss: str
     settings: Mapping[str, Chosen]
-    """By part: `advantage`, `loss`; `mix.loss`, `correction.weight`, `resample` and `entropy_clip` where there is
-    one."""
+    """By part: `advantage`, `loss`; `mix.loss`, `correction.weight`, `resample`, `entropy_control` and `entropy_clip`
+    where there is one."""
     loss_agg_mode: str
     norm_tokens: int | None
     mean_over_rollouts: int | None
@@ -57,10 +57,6 @@ class Resolved:
     refill: Literal["sample", "copy"]
     groups: GroupsConfig
     entropy_coef: float
-    entropy_target: float | None
-    entropy_coef_delta: float
-    entropy_coef_min: float
-    entropy_coef_max: float
     kl: KlConfig
     reward_kl: RewardKlConfig
     correction: CorrectionConfig
@@ -186,8 +182,13 @@ def _own(recipe: Recipe, *, mixes: bool) -> dict[str, Own]:
         "algorithm.mix.loss": (recipe.expert_loss or "sft", mixes),
         "algorithm.correction.weight": ("", False),
         "algorithm.resample": ("", False),
+        "algorithm.entropy_control": ("adaptive", False),
         "algorithm.entropy_clip": ("", False),
     }
+
+
+OURS_ALONE = ("resample", "entropy_control", "entropy_clip")
+"""Parts of an algorithm that cannot be functions of the user's."""
 
 
 def _parts(cfg: AlgorithmConfig, recipe: Recipe) -> dict[str, Chosen]:
@@ -239,7 +240,10 @@ def _placed(tree: Json, path: Path, value: Json) -> Json:
 def settings_problems(cfg: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) of the names of parts and of their settings."""
     for part, made in _parts(cfg, RECIPES[cfg.name]).items():
-        yield from setting_problems(f"algorithm.{part}", made, FUNCTIONS[f"algorithm.{part}"])
+        table = FUNCTIONS[f"algorithm.{part}"]
+        if made.is_own and part in OURS_ALONE:
+            yield f"algorithm.{part}", unknown(made.name, table)
+        yield from setting_problems(f"algorithm.{part}", made, table)
 
 
 def _term_needs(cfg: AlgorithmConfig, settings: Mapping[str, Chosen]) -> frozenset[Need]:
@@ -270,6 +274,12 @@ def _check_parts(cfg: AlgorithmConfig, r: Resolved) -> None:
     low, high = r.advantage_clip
     if r.kind == "online" and low is not None and high is not None and low > high:
         raise ConfigError(f"algorithm.advantage_clip: {low} is above {high}; give the lower bound first.")
+    control = r.settings.get("entropy_control")
+    if control is not None and control.settings["min"] > control.settings["max"]:
+        raise ConfigError(
+            f"algorithm.entropy_control.min: {control.settings['min']} is above max={control.settings['max']}; lower "
+            "it, or raise max"
+        )
     given = r.settings["advantage"].settings
     if r.advantage == "gdpo" and given["part_weights"] and len(given["part_weights"]) != len(given["parts"]):
         raise ConfigError(

@@ -55,7 +55,7 @@ def _no_schedule_ends(stage: Json) -> bool:
         s.get("weight_decay_end") is not None
         or (
             s.get("total_steps") is None
-            and (s.get("type") in ("linear", "cosine", "wsd") or s.get("warmup_ratio"))
+            and (s.get("type") in ("linear", "cosine", "wsd") or 0 < (s.get("warmup_steps") or 0) < 1)
         )
         for s in schedules
     )
@@ -68,7 +68,7 @@ def _every_step_syncs(stage: Json) -> bool:
 
 FREE_WHERE: Mapping[str, Callable[[Json], bool]] = {
     **dict.fromkeys(LENGTH, _no_schedule_ends),
-    **dict.fromkeys(("eval.interval", "eval.interval_epochs"), _every_step_syncs),
+    "eval.interval": _every_step_syncs,
 }
 """Keys of the class `numbers` that change no number in a stage for which the function returns True."""
 

@@ -53,7 +53,6 @@ EACH: Mapping[str, Sequence[str]] = {
     "OPTIMIZER": ("train.optimizer", "critic.optimizer"),
     "LORA": ("model.lora", "critic.lora"),
     "MICRO_BATCH": ("train.micro_batch", "train.forward_micro_batch", "critic.micro_batch"),
-    "RESET": ("reset_interval", "reset_interval_epochs"),
     "TRACKER": tuple(TRACKERS),
 }
 """Names for which a line is read several times."""

@@ -18,9 +18,12 @@ def position(schedule: ScheduleConfig, updates: int, *, updates_per_step: int) -
 
 def warmup_steps(schedule: ScheduleConfig, total: int) -> int:
     """Steps of the warm-up in a stage of `total` steps."""
-    if schedule.warmup_steps is not None:
-        return schedule.warmup_steps
-    return math.floor(schedule.warmup_ratio * (schedule.total_steps or total))
+    return _whole(schedule.warmup_steps, schedule.total_steps or total)
+
+
+def _whole(steps: float, total: int) -> int:
+    """Steps, or a share of all where the number is below 1."""
+    return math.floor(steps * total if steps < 1 else steps)
 
 
 def factor(schedule: ScheduleConfig, step: int, total: int) -> float:
@@ -64,8 +67,8 @@ def _ramp(schedule: ScheduleConfig, step: int, warmup: int) -> float:
 
 
 def _decay_steps(schedule: ScheduleConfig, end: int, warmup: int) -> int:
-    steps = schedule.decay_steps or math.floor(schedule.decay_ratio * end)
-    return max(1, min(steps, end - warmup))
+    left = end - warmup
+    return max(1, left if schedule.decay_steps is None else min(_whole(schedule.decay_steps, end), left))
 
 
 def _shape(shape: str, done: float, *, cycles: float) -> float:

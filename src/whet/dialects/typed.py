@@ -29,6 +29,16 @@ def number(v: Values, key: str) -> float:
     return value
 
 
+def share_of_steps(value: float, key: str) -> float:
+    """The share of all steps that a warm-up takes: a native number from 1 on counts steps."""
+    if value >= 1:
+        raise NotSupportedYet(
+            f"{key}={shown(value)}: a warm-up over all steps is coming, not built yet; give a share below 1, or their "
+            "number"
+        )
+    return value
+
+
 def choose(v: Values, key: str, known: Mapping[str, T | None]) -> T:
     """What a choice stands for. A name that is known but not built yet stands for None, and raises NotSupportedYet."""
     value = v[key]

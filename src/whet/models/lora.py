@@ -129,7 +129,7 @@ def _stacks(cfg: LoraConfig, model: PreTrainedModel, key: str) -> list[str]:
             f"{key}.dropout={cfg.dropout}: adapters of experts ({found[0]}) have no dropout, as in peft; set it to 0, "
             f"or remove the experts from {key}.targets"
         )
-    if cfg.init in ("orthogonal", "olora", "pissa"):
+    if cfg.init not in ("default", "gaussian", "xavier", "random"):
         raise ConfigError(
             f"{key}.init={cfg.init}: adapters of experts ({found[0]}) begin by default, gaussian, xavier or random"
         )
@@ -188,10 +188,7 @@ def _peft(cfg: LoraConfig) -> Any:
     """The section as peft's own configuration."""
     from peft import LoraConfig
 
-    if cfg.init == "pissa" and cfg.pissa_iterations:
-        init: Any = f"pissa_niter_{cfg.pissa_iterations}"
-    else:
-        init = {"default": True, "xavier": True, "random": False}.get(cfg.init, cfg.init)
+    init: Any = {"default": True, "xavier": True, "random": False}.get(cfg.init, cfg.init)
     return LoraConfig(
         r=cfg.rank,
         lora_alpha=cfg.alpha,  # type: ignore[arg-type]  # peft divides; any number does

@@ -195,9 +195,9 @@ def aside(recorded: Recorded, step: int) -> Iterator[tuple[Path, Loaded]]:
 
 def _quiet(cfg: Config, home: Path, step: int) -> Config:
     evaluations: dict[str, object] = {"at_start": False, "at_end": False}
-    if cfg.rollout.sync_interval == 1 or not (cfg.eval.interval or cfg.eval.interval_epochs):
+    if cfg.rollout.sync_interval == 1 or not cfg.eval.interval:
         # else evaluations decide when the engine gets new weights
-        evaluations |= {"interval": NEVER, "interval_epochs": 0}
+        evaluations |= {"interval": NEVER}
     contents = cfg.checkpoint.save_contents
     return cfg.model_copy(
         update={

@@ -194,18 +194,11 @@ class AlgorithmConfig(Section):
     whiten: bool | None = None
     """Normalize advantages to mean 0 and variance 1 over the batch. Default: the recipe's."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus, with entropy_target the first one; 0 is off (entropy is still measured where it
+    """Weight of the entropy bonus, with entropy_control the first one; 0 is off (entropy is still measured where it
     costs nothing)."""
-    entropy_target: Above0 | None = None
-    """Adaptive entropy control (Skywork-OR1): mean entropy in nats per token. In every optimizer step the weight of the
-    bonus rises by entropy_coef_delta if the entropy was at most this, else it falls; the bonus applies only after a
-    step with such an entropy. Default: the weight is constant."""
-    entropy_coef_delta: Above0 = 0.005
-    """With entropy_target: by how much the weight of the entropy moves in an optimizer step."""
-    entropy_coef_min: NonNegative = 0.0
-    """With entropy_target: smallest weight of the entropy."""
-    entropy_coef_max: Above0 = 1.0
-    """With entropy_target: largest weight of the entropy."""
+    entropy_control: str | dict[str, Any] | None = None
+    """Move the weight of the entropy bonus in every optimizer step so that the entropy stays at a target (Skywork-OR1):
+    adaptive, or a table of its settings: {target: 0.2}. Default: the weight is constant."""
     kl: KlConfig = Field(default_factory=KlConfig)
     """KL to the reference, as a term of the loss."""
     reward_kl: RewardKlConfig = Field(default_factory=RewardKlConfig)

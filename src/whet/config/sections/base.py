@@ -11,7 +11,10 @@ Count = Annotated[int, Field(ge=0)]
 Negative = Annotated[int, Field(le=-1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
+Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
+Epochs = Annotated[str, Field(pattern=r"^[1-9][0-9]* epochs?$", examples=["2 epochs"])]
+Interval = Count | Epochs | Annotated[tuple[Positive | Epochs, ...], Field(min_length=1)]
 Above0 = Annotated[float, Field(gt=0.0)]
 
 

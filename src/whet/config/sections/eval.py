@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from whet.config.sections.base import Count, Positive, Section
+from whet.config.sections.base import Count, Interval, Positive, Section
 from whet.config.sections.rollout import SamplingConfig
 
 
@@ -20,11 +20,9 @@ class EvalSourceConfig(Section):
 class EvalConfig(Section):
     """Held-out evaluation."""
 
-    interval: Count = 0
-    """Steps between evaluations. (verl: test_freq; TRL: eval_steps) 0: only at start and end."""
-    interval_epochs: Count = 0
-    """Epochs of the training data between evaluations, in addition: in the step that completes the epoch. 0: not by
-    epochs."""
+    interval: Interval = 0
+    """Steps between evaluations (verl: test_freq; TRL: eval_steps), `1 epoch` of the training data (in the step that
+    completes it), or a list of both. 0: only at start and end."""
     at_start: bool = True
     """Evaluate before the first step. (verl: val_before_train)"""
     at_end: bool = True

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from whet.config.sections.algorithm import Aggregation
-from whet.config.sections.base import Above0, BelowOne, Count, Positive, Section
+from whet.config.sections.base import Above0, BelowOne, Count, Interval, Positive, Section
 from whet.config.sections.train import CriticOptimizerConfig
+
+FastPissa = Annotated[str, Field(pattern=r"^pissa_niter_[1-9][0-9]*$", examples=["pissa_niter_16"])]
 
 
 class LoraConfig(Section):
@@ -47,13 +49,13 @@ class LoraConfig(Section):
     """Values of alpha for single layers, by the same patterns."""
     modules_to_save: tuple[str, ...] = ()
     """Modules that are trained in full, without adapters, by the end of their name, e.g. `lm_head` or `norm`."""
-    init: Literal["default", "random", "gaussian", "orthogonal", "olora", "pissa", "xavier"] = "default"
+    init: Literal["default", "random", "gaussian", "orthogonal", "olora", "pissa", "xavier"] | FastPissa = (
+        "default"
+    )
     """Initial values of A and B. default: A uniform (Kaiming), B 0, so that the model is unchanged; gaussian, xavier: A
     normal with deviation 1 / rank, or sqrt(2 / (rank + inputs)), and B 0; random: B random too; orthogonal: both random
-    with B A = 0; olora (arXiv:2406.01775), pissa (arXiv:2404.02948): from a decomposition of the weights."""
-    pissa_iterations: Positive | None = None
-    """Compute the singular vectors of pissa by this many iterations of subspace iteration. Default: the full
-    decomposition."""
+    with B A = 0; olora (arXiv:2406.01775), pissa (arXiv:2404.02948): from a decomposition of the weights;
+    pissa_niter_16: pissa with singular vectors from 16 iterations of subspace iteration, as in peft."""
     path: str | None = None
     """Start from the adapters in this folder, in the format of peft (adapter_model.safetensors)."""
 
@@ -156,11 +158,9 @@ class ReferenceConfig(Section):
     overrides: dict[str, Any] | None = None
     """Values that override entries of the config.json at `path`, and of those of `models`. Default:
     model.overrides."""
-    reset_interval: Count = 0
-    """Steps between copies of the policy into the reference. (TRL: ref_model_sync_steps) 0: never."""
-    reset_interval_epochs: Count = 0
-    """Epochs of the training data between such copies, in addition: the copy is made in the step that completes the
-    epoch. 0: not by epochs."""
+    reset_interval: Interval = 0
+    """Steps between copies of the policy into the reference (TRL: ref_model_sync_steps), `1 epoch` of the training data
+    (the copy is made in the step that completes it), or a list of both. 0: never."""
     mixup_alpha: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Weight of the policy in such a copy: the reference becomes alpha * policy + (1 - alpha) * reference, weight by
     weight (TR-DPO's soft update, arXiv:2404.09656; TRL: ref_model_mixup_alpha). 1: the policy itself."""

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from whet.config.sections.base import Above0, Count, Fraction, Positive, Section
+from whet.config.sections.base import Above0, Count, Fraction, Interval, Positive, Section
 from whet.config.sections.train import EvalMetricConfig
 
 
@@ -21,11 +21,9 @@ class BestConfig(EvalMetricConfig):
 class CheckpointConfig(Section):
     """Saving and resuming of the whole run, bit for bit."""
 
-    interval: Count = 50
-    """Steps between checkpoints. (verl: save_freq; TRL: save_steps) 0: only at the end and on Ctrl-C."""
-    interval_epochs: Count = 0
-    """Epochs of the training data between checkpoints, in addition: a checkpoint is written in the step that completes
-    the epoch. 0: not by epochs."""
+    interval: Interval = 50
+    """Steps between checkpoints (verl: save_freq; TRL: save_steps), `1 epoch` of the training data (a checkpoint is
+    written in the step that completes it), or a list of both. 0: only at the end and on Ctrl-C."""
     keep: Positive | None = 2
     """Number of newest checkpoints to keep. (verl: max_actor_ckpt_to_keep; TRL: save_total_limit) null: all."""
     keep_best: BestConfig | None = None

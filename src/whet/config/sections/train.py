@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from whet.config.sections.base import Above0, BelowOne, Count, Fraction, NonNegative, Positive, Section
+from whet.config.sections.base import Above0, BelowOne, Count, Fraction, NonNegative, Positive, Section, Share
 from whet.config.sections.parallel import ParallelConfig
 from whet.config.sections.precision import PrecisionConfig
 
@@ -21,10 +21,8 @@ class ScheduleConfig(Section):
     unit: Literal["optimizer_step", "train_step"] = "optimizer_step"
     """Unit of a step of the schedule: each optimizer step (SkyRL), or a training step with all its minibatches and
     update epochs (verl, Cosmos)."""
-    warmup_steps: Count | None = None
-    """Steps of linear warm-up from warmup_start_ratio to 1. Give this or warmup_ratio."""
-    warmup_ratio: Fraction = 0.0
-    """Warm-up as a fraction of all steps, rounded down."""
+    warmup_steps: Count | BelowOne = 0
+    """Steps of linear warm-up from warmup_start_ratio to 1, or, below 1, their share of all steps, rounded down."""
     warmup_start_ratio: Fraction = 0.0
     """Factor of the learning rate at the start of the warm-up."""
     warmup_ends: Literal["neither", "start", "peak", "both"] = "neither"
@@ -37,10 +35,9 @@ class ScheduleConfig(Section):
     the stage."""
     num_cycles: Above0 = 0.5
     """cosine: number of waves over the decay; with 0.5 the factor decreases once."""
-    decay_steps: Positive | None = None
-    """wsd: number of decay steps at the end. Give this or decay_ratio."""
-    decay_ratio: Fraction = 0.1
-    """wsd: the same as a fraction of all steps, rounded down; limited to the steps after the warm-up."""
+    decay_steps: Positive | Share | None = 0.1
+    """wsd: steps of the decay at the end, or, below 1, their share of all steps, rounded down; limited to those
+    after the warm-up. null: all of these."""
     decay_type: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """wsd: shape of the decay, with q the finished share of it: 1-q; (1+cos(2 pi cycles q))/2; 2*0.5^q-1; 1-sqrt(q)."""
     weight_decay_end: NonNegative | None = None

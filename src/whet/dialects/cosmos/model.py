@@ -66,8 +66,8 @@ def _init(value: Json) -> dict[str, Json]:
     key = f"{LORA}init_lora_weights"
     if isinstance(value, bool):
         return {"init": "default" if value else "random"}
-    if isinstance(value, str) and (rounds := re.fullmatch(r"pissa_niter_([1-9]\d*)", value)):
-        return {"init": "pissa", "pissa_iterations": int(rounds[1])}
+    if isinstance(value, str) and re.fullmatch(r"pissa_niter_[1-9][0-9]*", value):
+        return {"init": value}
     if value in ("eva", "loftq"):
         raise NotSupportedYet(
             f"{key}={value} is coming, not built yet; today: true, false, {', '.join(INITS)}"

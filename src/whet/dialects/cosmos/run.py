@@ -105,7 +105,7 @@ def checkpoint(values: Values) -> dict[str, Json]:
     }
     every = together_up(values, every)
     if epochs > 0:
-        return out | {"checkpoint.interval": 0, "checkpoint.interval_epochs": epochs}
+        return out | {"checkpoint.interval": f"{epochs} epochs"}
     return out | {"checkpoint.interval": every, "checkpoint.export_interval": every if exports else 0}
 
 

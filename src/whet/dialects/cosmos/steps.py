@@ -12,6 +12,7 @@ import re
 from whet.dialects.cosmos.values import MESH, POLICY, is_sft, since
 from whet.dialects.layout import PARALLEL, FileLayout
 from whet.dialects.row import NotSupportedYet, Values
+from whet.dialects.typed import share_of_steps
 from whet.types import ConfigError, Json
 
 OPTIMIZER = "train.optimizer."
@@ -206,16 +207,16 @@ def schedule(values: Values) -> dict[str, Json]:
     total: int | None = values["train.max_num_steps"]
     unit = "train_step" if steps_together(values) == 1 else "optimizer_step"
     ramp = {SCHEDULE + "unit": unit} | _warmup(values, total)
-    shape, share = values["train.optm_decay_type"], _decay_share(values, total)
-    if shape in (None, "none") or share == 0:
+    shape, decay = values["train.optm_decay_type"], _decay(values, total)
+    if shape in (None, "none") or decay == 0:
         return ramp | {SCHEDULE + "type": "constant"}
-    decay = {
+    down = {
         SCHEDULE + "type": "wsd",
         SCHEDULE + "decay_type": SHAPES[shape],
-        SCHEDULE + "decay_ratio": share,
+        SCHEDULE + "decay_steps": decay,
         SCHEDULE + "min_lr_ratio": values["train.optm_min_lr_factor"],
     }
-    return ramp | decay
+    return ramp | down
 
 
 def _warmup(values: Values, total: int | None) -> dict[str, Json]:
@@ -225,10 +226,13 @@ def _warmup(values: Values, total: int | None) -> dict[str, Json]:
     """
     length, start = values["train.optm_warmup_steps"], values["train.optm_warmup_start_factor"]
     is_share = isinstance(length, float) and length <= 1.0
+    if is_share and length == 1.0 and total is not None:
+        is_share, length = False, total
     if is_share:
-        out: dict[str, Json] = {SCHEDULE + "warmup_ratio": length}
+        steps = share_of_steps(length, "train.optm_warmup_steps")
     else:
-        out = {SCHEDULE + "warmup_steps": int(length) if total is None else min(int(length), total)}
+        steps = int(length) if total is None else min(int(length), total)
+    out: dict[str, Json] = {SCHEDULE + "warmup_steps": steps}
     if start or since(values, "0.4.2"):
         return out | {SCHEDULE + "warmup_ends": "both", SCHEDULE + "warmup_start_ratio": start}
     return out | {SCHEDULE + "warmup_ends": "peak"}
@@ -240,13 +244,13 @@ def may_end_before_warmup(values: Values) -> bool:
     return values["train.max_num_steps"] is None and not (isinstance(length, float) and length <= 1.0)
 
 
-def _decay_share(values: Values, total: int | None) -> float:
+def _decay(values: Values, total: int | None) -> float | None:
     """The decay as a share of all steps; where they are known half a step up, so that rounding down gives Cosmos's.
 
-    Null: all that the warm-up leaves.
+    None: all that the warm-up leaves.
     """
     share = values["train.optm_decay_ratio"]
-    if share is None or total is None:
-        return 1.0 if share is None else float(share)
-    steps = round(share * total)
-    return min((steps + 0.5) / total, 1.0) if steps else 0.0
+    if share is not None and total is not None:
+        steps = round(share * total)
+        share = (steps + 0.5) / total if steps else 0.0
+    return None if share is None or share >= 1 else float(share)

@@ -116,7 +116,7 @@ def reference(v: Values) -> Native:
     out: dict[str, Json] = (
         {} if path is None else {"reference.path": path, **own_overrides(v, "ref", "reference")}
     )
-    return out | ({"reference.reset_interval_epochs": 1} if v["trainer.update_ref_every_epoch"] else {})
+    return out | ({"reference.reset_interval": "1 epoch"} if v["trainer.update_ref_every_epoch"] else {})
 
 
 # ---------------------------------------------------------------- policy loss

@@ -24,6 +24,7 @@ from whet.dialects.trinity.values import (
     preset,
     text,
 )
+from whet.dialects.typed import share_of_steps
 from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- advantages
@@ -296,7 +297,10 @@ def schedule(style: Json, *, ratio: Json, floor: Json, steps: Json, megatron: bo
     if steps > 0:
         warm = {"warmup_steps": steps, "warmup_ends": "start"}
     elif ratio and (steps < 0 or megatron):
-        warm = {"warmup_ratio": ratio, "warmup_ends": "start"}
+        warm = {
+            "warmup_steps": share_of_steps(ratio, f"{OPTIMIZER}.lr_warmup_steps_ratio"),
+            "warmup_ends": "start",
+        }
     if warm and floor and megatron:
         warm["warmup_start_ratio"] = floor
     return out | warm

@@ -299,8 +299,7 @@ def _is_constant(values: Values) -> bool:
         key.rpartition(".")[2]: value for key, value in optimizer(values).items() if ".schedule." in key
     }
     critics = critic(values)["critic.optimizer"]["schedule"] if has_critic(values) else policys
-    moving = {"warmup_steps", "warmup_ratio"}
-    return all(one["type"] == "constant" and not one.keys() & moving for one in (policys, critics))
+    return all(one["type"] == "constant" and "warmup_steps" not in one for one in (policys, critics))
 
 
 def contents(values: Values) -> Native:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from whet.config.faults import shown
 from whet.dialects.choices import choices
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
-from whet.dialects.typed import choose
+from whet.dialects.typed import choose, share_of_steps
 from whet.dialects.verl.roles import ACTOR, CRITIC, check_engine, engine_of, has_critic
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
@@ -35,7 +35,6 @@ def constant_rates(v: Values) -> bool:
     return all(
         own.get(f"{at}.schedule.type", "constant") == "constant"
         and not own.get(f"{at}.schedule.warmup_steps")
-        and not own.get(f"{at}.schedule.warmup_ratio")
         for at, own in made
     )
 
@@ -114,7 +113,7 @@ def _warmup(v: Values, at: str, *, engine: str) -> Native:
         return {"warmup_steps": steps}
     if engine == "veomni" and v[f"{at}.lr_decay_ratio"] != 1.0:  # a share of all steps, not of the decay's
         return {"warmup_steps": int(ratio * (v["trainer.total_training_steps"] or 0))}
-    return {"warmup_ratio": ratio} if ratio else NOTHING
+    return {"warmup_steps": share_of_steps(ratio, f"{at}.lr_warmup_steps_ratio")} if ratio else NOTHING
 
 
 def _fsdp_schedule(v: Values, at: str) -> Native:
@@ -175,7 +174,7 @@ def _torchtitan_schedule(v: Values, at: str) -> Native:
     """Step s of W has (s + 1) / W of the peak; then the rate goes down to min_lr_factor. verl does not tell torchtitan
     how many steps there are, so there the decay is over its own 10,000; here it is over the run's."""
     kind = choose(v, f"{at}.decay_type", TITAN_DECAYS)
-    shape = {"decay_type": "minus_sqrt", "decay_ratio": 1.0} if kind == "wsd" else {}
+    shape = {"decay_type": "minus_sqrt", "decay_steps": None} if kind == "wsd" else {}
     return {"type": kind, "warmup_ends": "peak", "min_lr_ratio": v[f"{at}.min_lr_factor"], **shape}
 
 

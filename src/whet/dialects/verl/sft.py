@@ -8,7 +8,7 @@ from whet.dialects.choices import choices
 from whet.dialects.layout import FileLayout
 from whet.dialects.megatron import router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
-from whet.dialects.typed import choose
+from whet.dialects.typed import choose, share_of_steps
 from whet.dialects.verl import optimizer as ppo
 from whet.dialects.verl.data import rows
 from whet.dialects.verl.loop import PARTS, contents
@@ -168,7 +168,9 @@ def optimizer(v: Values) -> Native:
         f"{at}.betas": v["optim.betas"],
         f"{at}.max_grad_norm": v["optim.clip_grad"],
         f"{at}.schedule.type": kind,
-        f"{at}.schedule.warmup_ratio": v["optim.warmup_steps_ratio"],
+        f"{at}.schedule.warmup_steps": share_of_steps(
+            v["optim.warmup_steps_ratio"], "optim.warmup_steps_ratio"
+        ),
         f"{at}.schedule.warmup_ends": "start",
         f"{at}.schedule.total_steps": v["trainer.total_training_steps"],
         **({f"{at}.schedule.{key}": value for key, value in _decay(v).items()} if kind == "wsd" else {}),
@@ -179,7 +181,7 @@ def _decay(v: Values) -> Native:
     """Of N steps and W of warm-up the last (N - W) - floor(0.9 (N - W)). Without N its share, rounded otherwise."""
     ratio, steps = v["optim.warmup_steps_ratio"], v["trainer.total_training_steps"]
     if steps is None:
-        return {"decay_type": "cosine", "decay_ratio": round(0.1 * (1.0 - ratio), 12)}
+        return {"decay_type": "cosine", "decay_steps": round(0.1 * (1.0 - ratio), 12)}
     rest = steps - math.floor(ratio * steps)
     return {"decay_type": "cosine", "decay_steps": rest - math.floor(0.9 * rest) or None}
 
@@ -211,15 +213,13 @@ def checkpoints(v: Values) -> Native:
         )
     exports = not over_engines(v) or "hf_model" in saved
     out: dict[str, Json] = {
-        "checkpoint.interval": every,
+        "checkpoint.interval": "1 epoch" if epochs else every,
         "checkpoint.keep": v["trainer.max_ckpt_to_keep"],
         "checkpoint.save_contents": [part for part in PARTS if part in saved],
         "checkpoint.load_contents": [part for part in PARTS if part in loaded],
         "checkpoint.export": exports,
         "checkpoint.export_interval": every if exports else 0,
     }
-    if epochs:
-        out["checkpoint.interval_epochs"] = 1
     mode, path = v["trainer.resume_mode"], v["trainer.resume_from_path"]
     if mode == "disable":
         return out | {"checkpoint.resume": "fresh"}
@@ -233,7 +233,7 @@ def validation(v: Values) -> Native:
         **rows(v, "val", "data.eval.0"),
         **_columns(v, "data.eval.0"),
         "data.exclude_eval": False,
-        **({"eval.interval_epochs": 1} if every == "after_each_epoch" else {"eval.interval": every}),
+        "eval.interval": "1 epoch" if every == "after_each_epoch" else every,
         "eval.at_start": False,
         "eval.at_end": True,
     }
