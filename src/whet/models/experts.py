@@ -53,7 +53,9 @@ class Experts(nn.Module):
 def by_expert(expert_UE: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """([T] numbers of the rows in the order of their experts, [X] how many each has)."""
     chosen_T = expert_UE.flatten()
-    return chosen_T.argsort(stable=True), torch.bincount(chosen_T, minlength=experts)
+    none_X = chosen_T.new_zeros(experts)
+    count_X = none_X.scatter_add(0, chosen_T, torch.ones_like(chosen_T))  # bincount waits for a GPU
+    return chosen_T.argsort(stable=True), count_X
 
 
 def computed(

@@ -71,7 +71,7 @@ class ServerProcess:
     ) -> None:
         """Until it answers. Raises WhetError, with the end of its log, if it ends before that or takes too long."""
         began = time.monotonic()
-        while not await reachable(calls, what):
+        while self.pid is None or not await reachable(calls, what):
             if how := self.ended():
                 raise WhetError(f"{self.command[0]} {how}\n{self.tail()}")
             if time.monotonic() - began > timeout_s:
