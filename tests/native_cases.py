@@ -587,10 +587,6 @@ CASES: dict[str, Case] = {
     "rollout.max_num_seqs": ("", 2),
     "rollout.quantization": ("", "int8"),
     "buffer.replay.queue": (FREE, True),
-    "buffer.replay.cooldown_s": (
-        f"{FREE}; buffer.replay.queue=true; buffer.replay.priority={{decay: -10.0}}",
-        1e9,
-    ),
     "buffer.replay.share": ("train.steps=3", 0.5),
     "buffer.replay.capacity": (f"{REPLAY}; train.tasks_per_step=4", 1),
     "buffer.replay.priority": (
@@ -600,7 +596,7 @@ CASES: dict[str, Case] = {
     "buffer.replay.priority.decay": (REPLAY, -10.0),
     "buffer.replay.priority.use_limit": (f"{REPLAY}; buffer.replay.priority={CONTROLLED}", 1),
     "buffer.replay.priority.sigma": (f"{REPLAY}; buffer.replay.priority={CONTROLLED}", 50.0),
-    "buffer.replay.cooldown_steps": (REPLAY, 2),
+    "buffer.replay.cooldown": (REPLAY, 2),
     "buffer.replay.max_staleness": (REPLAY, 0),
     "rollout.sync_interval": ("", 2),
     "rollout.max_staleness": ("", 1),

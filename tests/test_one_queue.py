@@ -6,6 +6,7 @@ import asyncio
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from whet.buffer.stores import Scored, Store, open_store
 from whet.checkpoint import copied
 from whet.config.chosen import chosen
 from whet.config.functions import PRIORITIES
+from whet.config.schema import Config
+from whet.explorer import replay_of
 from whet.guard.ledger import Ledger
 from whet.track.show import summary
 from whet.types import Stopped
@@ -267,11 +270,7 @@ def test_a_run_with_one_queue(tmp_path: Path) -> None:
         ),
         ({}, {"capacity": 1}, r"buffer\.replay\.capacity: 1 groups are fewer"),
         ({}, {"share": 0.5}, r"buffer\.replay\.share: .*queue=true"),
-        (
-            {},
-            {"cooldown_s": 1.0, "cooldown_steps": 2},
-            r"buffer\.replay\.cooldown_steps: .*cooldown_s is given",
-        ),
+        ({}, {"cooldown": "1 min"}, r"buffer\.replay\.cooldown: got .1 min., expected .* such as '30 s'"),
     ],
 )
 def test_bad_input(tmp_path: Path, rollout: Any, replay: Any, said: str) -> None:
@@ -279,6 +278,18 @@ def test_bad_input(tmp_path: Path, rollout: Any, replay: Any, said: str) -> None
         small_run(tmp_path, rollout=FREE | rollout, buffer={"replay": {"queue": True} | replay})
 
 
+@pytest.mark.parametrize(
+    ("cooldown", "steps", "seconds"),
+    [(2, 2, None), ("1.5 s", None, 1.5), ("1e-05 s", None, 1e-5), (None, None, None)],
+)
+def test_a_cooldown_is_steps_or_seconds(cooldown: Any, steps: int | None, seconds: float | None) -> None:
+    cfg = Config.model_validate({"buffer": {"replay": {"queue": True, "cooldown": cooldown}}})
+    plan: Any = SimpleNamespace(name="rl", algorithm=SimpleNamespace(kind="online"))
+    made = replay_of(cfg, plan)
+    assert made is not None
+    assert (made.cooldown_steps, made.cooldown_s) == (steps, seconds)
+
+
 def test_a_share_of_groups_that_never_come_back(tmp_path: Path) -> None:
-    with pytest.raises(whet.ConfigError, match=r"buffer\.replay\.cooldown_steps: null: no group is drawn"):
-        small_run(tmp_path, rollout=ROLLOUT, buffer={"replay": {"share": 0.5, "cooldown_steps": None}})
+    with pytest.raises(whet.ConfigError, match=r"buffer\.replay\.cooldown: null: no group is drawn"):
+        small_run(tmp_path, rollout=ROLLOUT, buffer={"replay": {"share": 0.5, "cooldown": None}})

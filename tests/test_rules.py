@@ -119,7 +119,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         ("buffer.replay.share=0.5", "rollout.max_staleness=1"),
         ("buffer.replay.share=0.5", ASYNC, "mode=train", "buffer.url=sqlite:///q"),
     ],
-    "buffer.replay.cooldown_steps": [("buffer.replay={share: 0.5, cooldown_steps: null}",)],
+    "buffer.replay.cooldown": [("buffer.replay={share: 0.5, cooldown: null}",)],
     "buffer.url": [("mode=train",), ("mode=explore",)],
     "cluster.health_timeout_s": [("rollout.replicas=1", "rollout.timeout_s=5", "cluster.health_timeout_s=5")],
     "rollout.server.lora": [("rollout.engine=sglang", LORA, "rollout.server.lora=adapter")],

@@ -190,7 +190,7 @@ def test_one_queue_of_fresh_and_used_experiences() -> None:
     assert run.replay(given) == {
         "buffer.replay.queue": True,
         "buffer.replay.capacity": 10000,
-        "buffer.replay.cooldown_s": 1.5,
+        "buffer.replay.cooldown": "1.5 s",
         "buffer.replay.priority": run.CONTROLLED,
         "buffer.replay.priority.decay": 2.0,
         "buffer.replay.priority.sigma": 0.25,
@@ -201,7 +201,7 @@ def test_one_queue_of_fresh_and_used_experiences() -> None:
     assert run.replay(alone) == {
         "buffer.replay.queue": True,
         "buffer.replay.capacity": 40,
-        "buffer.replay.cooldown_steps": None,
+        "buffer.replay.cooldown": None,
         "buffer.replay.priority": "linear_decay",
         "buffer.replay.priority.decay": 0.5,
     }

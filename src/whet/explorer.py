@@ -24,6 +24,7 @@ from whet.buffer.replay import Replay
 from whet.buffer.rounds import Rounds
 from whet.buffer.stores import Store, open_store
 from whet.config import deadlines
+from whet.config.amounts import amounts
 from whet.config.deadlines import Deadline
 from whet.config.plan import Plan
 from whet.config.recipes import Resolved, choices
@@ -539,7 +540,7 @@ def open_buffer(cfg: Config, plan: Plan, stop: StopFlag) -> Buffer:
             max_staleness=max_staleness,
             ledger=Ledger(),
             stopping=lambda: stop.requested,
-            replay=_replay(cfg, plan),
+            replay=replay_of(cfg, plan),
         )
         # it answers to everything that is asked of a Buffer where groups come from elsewhere
         return cast(Buffer, queue)
@@ -549,24 +550,25 @@ def open_buffer(cfg: Config, plan: Plan, stop: StopFlag) -> Buffer:
         max_staleness=max_staleness,
         spare=cfg.rollout.spare_tasks if plan.mode == "asynchronous" else 0,
         **grouping(cfg, plan),
-        replay=_replay(cfg, plan),
+        replay=replay_of(cfg, plan),
         share=None if cfg.buffer.replay.queue else cfg.buffer.replay.share,
         copies=plan.algorithm.refill == "copy",
         ledger=Ledger(),
     )
 
 
-def _replay(cfg: Config, plan: Plan) -> Replay | None:
+def replay_of(cfg: Config, plan: Plan) -> Replay | None:
     """Groups that are trained on again, if a share of a step is replayed, or fresh and used groups share one queue."""
     wanted = cfg.buffer.replay
     if not (wanted.share or wanted.queue) or plan.algorithm.kind != "online":
         return None
     ranked = choices(cfg)["buffer.replay.priority"]
+    cooldown = {unit: number for number, unit in amounts(wanted.cooldown or ())}
     return Replay(
         capacity=wanted.capacity,
         priority=priority(ranked.name, ranked.settings),
-        cooldown_steps=wanted.cooldown_steps,
-        cooldown_s=wanted.cooldown_s,
+        cooldown_steps=wanted.cooldown if isinstance(wanted.cooldown, int) else None,
+        cooldown_s=cooldown.get("s"),
         max_staleness=wanted.max_staleness,
         fresh_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_interval - 1,
         seed=seeds.key(cfg.seed, "replay", plan.name),

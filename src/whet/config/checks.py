@@ -61,7 +61,14 @@ def hard_problems(cfg: Config) -> list[Problem]:
 def _priority(cfg: Config) -> Iterator[Problem]:
     """Of groups that are trained on again."""
     own, _ = ELSEWHERE[PRIORITY]
-    made = chosen(cfg.buffer.replay.priority, PRIORITIES, own)
+    replay = cfg.buffer.replay
+    if isinstance(replay.cooldown, str) and not replay.queue:
+        yield (
+            "buffer.replay.cooldown",
+            f"{replay.cooldown}: buffer.replay.queue is false, so the step determines which groups are drawn; give a "
+            "number of steps",
+        )
+    made = chosen(replay.priority, PRIORITIES, own)
     yield from setting_problems(PRIORITY, made, PRIORITIES)
 
 

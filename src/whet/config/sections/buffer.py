@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from whet.config.sections.base import Above0, Count, Fraction, NonNegative, Positive, Section
+from whet.config.sections.base import Above0, Count, Fraction, Positive, Seconds, Section
 
 
 class ReplayConfig(Section):
@@ -28,12 +28,10 @@ class ReplayConfig(Section):
     """Priority function: the group with the highest priority is drawn first. A name, a table of its settings
     ({name: linear_decay, decay: 1.0}), or your own function, 'package.module:name', with the settings of its
     signature."""
-    cooldown_steps: Positive | None = 1
-    """Number of steps after which a group may be drawn again. The unit is steps, not seconds, so that a resumed run
-    draws the same groups as an uninterrupted run. null: no group is drawn again."""
-    cooldown_s: NonNegative | None = None
-    """Number of seconds after which a group may be drawn again, instead of cooldown_steps: the draws then depend on the
-    speed of the processes. Only with `queue`. Default: cooldown_steps counts."""
+    cooldown: Positive | Seconds | None = 1
+    """Number of steps after which a group may be drawn again: a resumed run draws the same groups as an uninterrupted
+    one. `30 s`: seconds instead, so that the draws depend on the speed of the processes; only with `queue`. null: no
+    group is drawn again."""
     max_staleness: Count | None = None
     """Maximum age of a used group, in versions: a group with a token from an older policy is not drawn any more.
     Default: no limit."""

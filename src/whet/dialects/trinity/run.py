@@ -197,7 +197,7 @@ def replay(values: Values) -> Native:
         "capacity": values[f"{EXPERIENCES}.capacity"],
         "priority": CONTROLLED if controlled else "linear_decay",
         "priority.decay": told["decay"],
-        **({"cooldown_steps": None} if seconds is None else {"cooldown_s": seconds}),  # null: nothing twice
+        "cooldown": None if seconds is None else f"{seconds} s",  # null: nothing twice
     }
     if controlled:
         limit = told["use_count_limit"]
