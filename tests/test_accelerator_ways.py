@@ -58,7 +58,9 @@ class Models:
 
 
 def models(way: Way) -> Models:
-    policy = grid.model_of(grid.Layout(Dims(), family=way.family), grid.Way(way.cut, lora=way.lora, dtype=way.dtype))
+    policy = grid.model_of(
+        grid.Layout(Dims(), family=way.family), grid.Way(way.cut, lora=way.lora, dtype=way.dtype)
+    )
     far = tiny_model(way.family, seed=9).to(way.dtype).requires_grad_(False)  # type: ignore[arg-type]
     head = value_head(32, 0).to(way.dtype) if way.critic else None
     return Models(policy, head, far if way.reference else None)

@@ -266,7 +266,7 @@ def replicas(**sync: Any) -> dict[str, Any]:
         ({"mode": "train", "buffer": {"url": "mysql://x"}}, "is not a store"),
         (
             {"mode": "both", "buffer": {}},
-            r"sync\.timeout_s.* with mode=both and rollout\.replicas=0 one process",
+            r"sync\.timeout_s.* with mode=both, rollout\.replicas=0 and rollout\.engine=native one process",
         ),
         (
             apart(sync={"method": "collective"}),

@@ -144,10 +144,8 @@ def test_adapters_are_those_of_fused_layers_with_megatron() -> None:
     assert plain["model.lora.rank"] == 8
     assert "model.lora.fused" not in plain
     assert sft.lora(values(model__lora__rank=8))["model.lora.fused"] is True
-    with pytest.raises(
-        ConfigError, match=r"^model\.lora\.target_modules.* with megatron_config\.expert_model"
-    ):
-        sft.lora(values(model__lora__rank=8, megatron_config__expert_model_parallel_size=2))
+    spread = sft.lora(values(model__lora__rank=8, megatron_config__expert_model_parallel_size=2))
+    assert (spread["model.lora.fused"], spread["model.lora.experts"]) == (True, "shared")
 
 
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
