@@ -185,6 +185,14 @@ OTHER: Given = {
 
 COSINE: Given = {f"{at}warmup_style": "cosine" for at in OPTIM}
 GROUPED = "override_transformer_config.moe_grouped_gemm"
+MEGATRON_LORA = (
+    "type",
+    "alpha",
+    "dropout",
+    "target_modules",
+    "lora_A_init_method",
+    "share_expert_adapters",
+)
 MEGATRON: Given = {A + "strategy": "megatron", "critic.strategy": "megatron"}
 VEOMNI: Given = {A + "strategy": "veomni", "critic.strategy": "veomni"}
 TITAN: Given = {
@@ -422,18 +430,7 @@ CONTEXTS: dict[str, Given] = {
         for at in LORA
         for key in ("lora_alpha", "target_modules", "exclude_modules", "target_parameters")
     },
-    **{
-        f"{at}lora.{key}": {**MEGATRON, f"{at}lora.rank": 8}
-        for at in LORA[:2]
-        for key in (
-            "type",
-            "alpha",
-            "dropout",
-            "target_modules",
-            "lora_A_init_method",
-            "share_expert_adapters",
-        )
-    },
+    **{f"{at}lora.{key}": {**MEGATRON, f"{at}lora.rank": 8} for at in LORA[:2] for key in MEGATRON_LORA},
     A + f"megatron.{GROUPED}": {**MEGATRON, M + "lora.rank": 8, A + "megatron.expert_model_parallel_size": 2},
     **{f"{at}lora.rank": MEGATRON for at in LORA[:2]},
     **{
@@ -451,17 +448,7 @@ place."""
 
 SFT_MEGATRON: Given = {**ENGINES, "model.strategy": "megatron"}
 SFT_CONTEXTS: dict[str, Given] = {
-    **{
-        f"model.lora.{key}": {**SFT_MEGATRON, "model.lora.rank": 8}
-        for key in (
-            "type",
-            "alpha",
-            "dropout",
-            "target_modules",
-            "lora_A_init_method",
-            "share_expert_adapters",
-        )
-    },
+    **{f"model.lora.{key}": {**SFT_MEGATRON, "model.lora.rank": 8} for key in MEGATRON_LORA},
     f"engine.{GROUPED}": {**SFT_MEGATRON, "model.lora.rank": 8, "engine.expert_model_parallel_size": 2},
     "model.lora.rank": SFT_MEGATRON,
     SFT_MOE + "z_loss_coeff": SFT_MEGATRON,

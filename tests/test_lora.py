@@ -34,6 +34,7 @@ from whet.models.load import export
 from whet.models.logprob_parity import self_test
 from whet.models.lora import (
     adapted,
+    adapted_weights,
     attach,
     dropping,
     export_adapter,
@@ -104,34 +105,33 @@ def noted(engine: TorchEngine) -> dict[str, torch.Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma", "qwen3_moe"])
-def test_gradients_are_those_of_an_explicit_sum(family: str) -> None:
-    """The packed engine with adapters against autograd through W + s B A put into the plain model, token by token."""
-    model = with_adapters(family=family)
+def check_gradients(model: PreTrainedModel, family: str) -> None:
+    """The packed engine with adapters against autograd through W + s B A put into transformers' model, rollout by
+    rollout."""
     engine = TorchEngine(
         model, kernels.load("auto"), cut=MicroBatchPolicy(max_tokens=40), optimizer=OptimizerConfig(lr=0.0)
     )
-    seen = noted(engine)
-    batch = weighted()
+    seen, batch = noted(engine), weighted()
     loss = engine.update(batch, pg_loss)["loss"]
 
     plain = tiny_model(family)
     own = {n: p.detach().clone().requires_grad_() for n, p in learned(model)}
-    weights: dict[str, torch.Tensor] = {
-        f"{n}.weight": layer.weight + layer.scale * own[f"{n}.lora_B"] @ own[f"{n}.lora_A"]
-        for n, layer in adapted(model).items()
-    }
+    name_of = {id(p): n for n, p in learned(model)}
+    weights: dict[str, torch.Tensor] = {}
+    for name, layer in adapted_weights(model).items():
+        a, b = (own[name_of[id(p)]] for p in (layer.lora_A, layer.lora_B))
+        weights[name] = layer.weight.detach() + layer.scale * b @ a
     total = torch.zeros(())
     for row in range(batch.rollouts):
-        at = batch.rollout_N == row
-        ids = batch.token_ids_N[at]
+        at_N = batch.rollout_N == row
+        ids = batch.token_ids_N[at_N]
         logp = functional_call(plain, weights, (), {"input_ids": ids[None]}).logits[0].log_softmax(-1)
         entropy = -(logp.exp() * logp).sum(-1).detach()
         taken = logp[:-1].gather(1, ids[1:, None]).squeeze(1)
         assert batch.adv_N is not None
         assert batch.weight_N is not None
-        lost = -taken * batch.adv_N[at][1:] - 0.1 * entropy[:-1]
-        total = total + (lost * batch.weight_N[at][1:]).sum()
+        lost = -taken * batch.adv_N[at_N][1:] - 0.1 * entropy[:-1]
+        total = total + (lost * batch.weight_N[at_N][1:]).sum()
     total.backward()
     assert loss == pytest.approx(float(total.detach()), abs=1e-5)
     assert seen.keys() == own.keys(), "adapters have gradients, and nothing else has"
@@ -139,6 +139,11 @@ def test_gradients_are_those_of_an_explicit_sum(family: str) -> None:
         assert p.grad is not None
         torch.testing.assert_close(seen[name], p.grad, atol=2e-6, rtol=2e-4)
         assert float(p.grad.abs().max()) > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma", "qwen3_moe"])
+def test_gradients_are_those_of_an_explicit_sum(family: str) -> None:
+    check_gradients(with_adapters(family=family), family)
 
 
 def test_sampling_stays_exact_with_adapters() -> None:

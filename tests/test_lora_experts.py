@@ -12,12 +12,11 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forked import near
 from grid import EVERYTHING
-from test_lora import IDS, bits, noted, over, planned, run, tensors, with_adapters
+from test_lora import IDS, bits, check_gradients, noted, over, planned, run, tensors, with_adapters
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import VOCAB, tiny_model
 from whet.config.learns import learns
@@ -34,7 +33,6 @@ from whet.rollout.http.published import check_adapters
 from whet.sync.exchange import Publisher, carried
 from whet.sync.files import Files
 from whet.sync.manifest import describe
-from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
 from whet.types import CheckpointError, ConfigError
@@ -161,39 +159,7 @@ def test_other_experts_cannot_have_adapters() -> None:
 
 @pytest.mark.parametrize("lora", [EACH, SHARED])
 def test_gradients_are_those_of_an_explicit_sum(lora: LoraConfig) -> None:
-    """The packed engine against autograd through W + s B A put into transformers' model, rollout by rollout."""
-    model = mixture(lora)
-    engine = TorchEngine(
-        model, kernels.load("auto"), cut=MicroBatchPolicy(max_tokens=40), optimizer=OptimizerConfig(lr=0.0)
-    )
-    seen, batch = noted(engine), weighted()
-    loss = engine.update(batch, pg_loss)["loss"]
-
-    own = {n: p.detach().clone().requires_grad_() for n, p in learned(model)}
-    name_of = {id(p): n for n, p in learned(model)}
-    weights: dict[str, torch.Tensor] = {}
-    for name, layer in adapted(model).items():
-        a, b = (own[name_of[id(p)]] for p in (layer.lora_A, layer.lora_B))
-        at = name if "experts" in name else f"{name}.weight"
-        weights[at] = layer.weight.detach() + layer.scale * b @ a
-    plain = tiny_model("qwen3_moe")
-    total = torch.zeros(())
-    for row in range(batch.rollouts):
-        at_N = batch.rollout_N == row
-        ids = batch.token_ids_N[at_N]
-        logp = functional_call(plain, weights, (), {"input_ids": ids[None]}).logits[0].log_softmax(-1)
-        entropy = -(logp.exp() * logp).sum(-1).detach()
-        assert batch.adv_N is not None
-        assert batch.weight_N is not None
-        lost = -logp[:-1].gather(1, ids[1:, None]).squeeze(1) * batch.adv_N[at_N][1:] - 0.1 * entropy[:-1]
-        total = total + (lost * batch.weight_N[at_N][1:]).sum()
-    total.backward()
-    assert loss == pytest.approx(float(total.detach()), abs=1e-5)
-    assert seen.keys() == own.keys(), "adapters have gradients, and nothing else has"
-    for name, p in own.items():
-        assert p.grad is not None
-        torch.testing.assert_close(seen[name], p.grad, atol=2e-6, rtol=2e-4)
-        assert float(p.grad.abs().max()) > 0
+    check_gradients(mixture(lora), "qwen3_moe")
 
 
 def test_the_gradient_of_what_experts_share_is_the_sum_of_theirs() -> None:

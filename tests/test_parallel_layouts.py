@@ -56,9 +56,10 @@ def check(layouts: dict[str, tuple[Dims, list[Case]]], ranks: int) -> None:
     for rank in spawn(grid, ranks, layouts):
         for case, errors in rank.items():
             print(case, {k: f"{v:.1e}" for k, v in errors.items()})
-            assert all(
-                e < (3e-6 if what in ("kl", "discriminant") else 1e-6) for what, e in errors.items()
-            ), (case, errors)
+            assert all(e < (3e-6 if what in DIFFERENCES else 1e-6) for what, e in errors.items()), (
+                case,
+                errors,
+            )
 
 
 def test_two_ranks() -> None:

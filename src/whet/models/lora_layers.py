@@ -52,15 +52,8 @@ class LoraLinear(nn.Module):
             return linear(x, weight_OI, self.bias)
         return _Adapted.apply(x, weight_OI, self.bias, self.lora_A, self.lora_B, self.scale)
 
-    @torch.no_grad()
     def refresh(self) -> None:
-        if not self.keeps:
-            return
-        if self.effective is None:
-            if not self.lora_B.any():
-                return
-            self.effective = torch.empty_like(self.weight)
-        self.effective.copy_(_sum(self.weight, self.lora_A, self.lora_B, self.scale))
+        _refresh(self)
 
 
 def _sum(weight_OI: Tensor, a_KI: Tensor, b_OK: Tensor, scale: float) -> Tensor:
@@ -71,19 +64,17 @@ def _sum(weight_OI: Tensor, a_KI: Tensor, b_OK: Tensor, scale: float) -> Tensor:
 @torch.no_grad()
 def effect(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """The effective weight of a layer or a stack with these tensors: equal, bit for bit, to what `refresh` keeps."""
-    if not b.any():
-        return weight
-    if weight.ndim == 3:
-        return _write_sums(torch.empty_like(weight), weight, a, b, scale)
-    return _sum(weight, a, b, scale).to(weight.dtype)
+    return _write(torch.empty_like(weight), weight, a, b, scale) if b.any() else weight
 
 
-def _write_sums(out_XOI: Tensor, weight_XOI: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W + s B A of each expert."""
-    experts = len(weight_XOI)
-    for out_OI, weight_OI, a_KI, b_OK in zip(out_XOI, weight_XOI, _each(a, experts), _each(b, experts)):
+def _write(out: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + s B A, of each expert where there is a stack."""
+    if weight.ndim == 2:
+        return out.copy_(_sum(weight, a, b, scale))
+    experts = len(weight)
+    for out_OI, weight_OI, a_KI, b_OK in zip(out, weight, _each(a, experts), _each(b, experts)):
         out_OI.copy_(_sum(weight_OI, a_KI, b_OK, scale))
-    return out_XOI
+    return out
 
 
 def _each(part: Tensor, experts: int) -> Sequence[Tensor]:
@@ -134,15 +125,19 @@ class LoraStack(nn.Module):
     def _pairs(self, experts: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         return _each(self.lora_A, experts), _each(self.lora_B, experts)
 
-    @torch.no_grad()
     def refresh(self) -> None:
-        if not self.keeps:
+        _refresh(self)
+
+
+@torch.no_grad()
+def _refresh(layer: LoraLinear | LoraStack) -> None:
+    if not layer.keeps:
+        return
+    if layer.effective is None:
+        if not layer.lora_B.any():
             return
-        if self.effective is None:
-            if not self.lora_B.any():
-                return
-            self.effective = torch.empty_like(self.weight)
-        _write_sums(self.effective, self.weight, self.lora_A, self.lora_B, self.scale)
+        layer.effective = torch.empty_like(layer.weight)
+    _write(layer.effective, layer.weight, layer.lora_A, layer.lora_B, layer.scale)
 
 
 class _Adapted(torch.autograd.Function):
