@@ -567,7 +567,7 @@ def replay_of(cfg: Config, plan: Plan) -> Replay | None:
     return Replay(
         capacity=wanted.capacity,
         priority=priority(ranked.name, ranked.settings),
-        cooldown_steps=wanted.cooldown if isinstance(wanted.cooldown, int) else None,
+        cooldown_steps=int(cooldown["step"]) if "step" in cooldown else None,
         cooldown_s=cooldown.get("s"),
         max_staleness=wanted.max_staleness,
         fresh_staleness=cfg.rollout.max_staleness + cfg.rollout.sync_interval - 1,
