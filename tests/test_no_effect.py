@@ -241,3 +241,10 @@ def test_other_faults_are_no_notes() -> None:
         load(None, ["train.setps=2"], copy.deepcopy(BASE), unused="warn")
     with pytest.raises(ConfigError, match="divi"):
         plans(load(None, ["train.minibatches=7"], copy.deepcopy(BASE), unused="warn"))
+
+
+@pytest.mark.parametrize("key", ["model.scratch.hiden_size", "algorithm.loss.clip_hgh"])
+def test_an_unknown_setting_is_told_once(key: str) -> None:
+    ((at, why),) = problems(f"{key}=2")
+    assert at == key
+    assert why.startswith("unknown setting; did you mean")

@@ -72,7 +72,7 @@ def setting_problems(key: str, made: Chosen, table: Mapping[str, Function]) -> I
         yield key, unknown(made.name, table)
         return
     section = table[made.name].settings
-    known = {name for row in table.values() for name in row.settings.model_fields}
+    known = _settings_of_all(table)
     for name in (name for name in made.given if name not in known):
         has = ", ".join(section.model_fields) or "none"
         yield f"{key}.{name}", f"unknown setting{near(name, known)}; {made.name} has: {has}"
@@ -90,8 +90,12 @@ def unread_settings(key: str, made: Chosen, table: Mapping[str, Function]) -> It
     """(key, why nothing reads it) of settings that belong to other names than the chosen one."""
     if not made.is_own and made.name in table:
         said = f"{key.removeprefix('algorithm.')}={made.name} does not read it"
-        fields = table[made.name].settings.model_fields
-        yield from ((f"{key}.{name}", said) for name in made.given if name not in fields)
+        others = _settings_of_all(table) - table[made.name].settings.model_fields.keys()
+        yield from ((f"{key}.{name}", said) for name in made.given if name in others)
+
+
+def _settings_of_all(table: Mapping[str, Function]) -> set[str]:
+    return {name for row in table.values() for name in row.settings.model_fields}
 
 
 def unknown(name: str, table: Mapping[str, object]) -> str:
