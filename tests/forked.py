@@ -26,14 +26,25 @@ from unittest import mock
 from whet.guard import line
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        "whet.cli", "whet.stages", "whet.job", "whet.training.rank", "whet.sync.collective", "whet.sync.files",
-        "matplotlib.backends.backend_agg", "pyarrow.parquet", "processes", "pytest",
-        "transformers.models.qwen3.modeling_qwen3", "warm",
-    ]
-)  # fmt: skip
+LOADED = [
+    "whet.cli", "whet.stages", "whet.job", "whet.training.rank", "whet.sync.collective", "whet.sync.files",
+    "matplotlib.backends.backend_agg", "pyarrow.parquet", "processes", "pytest",
+    "transformers.models.qwen3.modeling_qwen3", "warm",
+]  # fmt: skip
+FORKS.set_forkserver_preload(LOADED)
 ROOT = Path(__file__).parents[1]
+_begun = forkserver._forkserver.ensure_running  # type: ignore[attr-defined]
+
+
+def _on_our_path() -> None:
+    """Start the server, if it is not there. It finds what it loads by its environment alone: it is told our path and
+    does not use it (Python 3.11), and what it does not find it leaves out."""
+    path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with mock.patch.dict(os.environ, PYTHONPATH=path):
+        _begun()
+
+
+forkserver._forkserver.ensure_running = _on_our_path  # type: ignore[attr-defined]
 
 
 def whet(*words: str, timeout_s: float = 300.0) -> str:

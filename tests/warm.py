@@ -4,16 +4,22 @@ that not every process that is forked does it again."""
 from __future__ import annotations
 
 import gc
+import weakref
 from importlib import import_module
 from importlib.util import find_spec
 
 import PIL.Image
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+import pages
+
 for name in ("matplotlib.figure", "pandas", "deepspeed"):  # the last two where others of the run find them
     if find_spec(name.partition(".")[0]):
         import_module(name)
 PIL.Image.init()
 get_checkpoint_conversion_mapping("")  # a thousand patterns, for every model that is saved
+for each in weakref.finalize._registry:  # type: ignore[attr-defined]  # a thousand of torch's, when a process ends
+    each.atexit = False
 gc.collect()
 gc.freeze()
+pages.enlarge()
