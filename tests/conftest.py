@@ -4,6 +4,7 @@ Property tests draw the same examples everywhere; `pytest --hypothesis-profile=w
 """
 
 import gc
+import logging
 import multiprocessing.util
 import os
 import tempfile
@@ -78,7 +79,8 @@ def _own_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _own_loggers() -> Iterator[None]:
     yield
-    close_logging()
+    if logging.getLogger("whet").handlers:
+        close_logging()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -101,6 +103,9 @@ def _quick_runs() -> Iterator[None]:
     log-probs of one kind of model once, and draw an empty picture. Those in processes of their own do it all."""
     import proofs  # it loads torch, which `prepare` comes before
 
+    for logger in logging.Logger.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True  # to each of sixty that do not, pytest gives handlers three times a test
     idle = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("whet.api.gc", idle)
