@@ -34,16 +34,18 @@ _CHOICES: Mapping[str, Mapping[str, str]] = {
         "megatron_actor": f"defaults=[{_MEGATRON}]",
         "dp_actor": "",
         **{f"{name}_actor": f"actor_rollout_ref.actor.strategy={name}" for name in _ENGINES},
+        "mlite_actor": "actor_rollout_ref.actor.strategy=mlite actor_rollout_ref.actor.optim.lr=1e-3",
     },
+    "ref": {"mlite_ref": ""},
     "engine": {
         "fsdp": "",
-        **{name: f"engine.strategy={name}" for name in ("megatron", "automodel", *_ENGINES)},
+        **{name: f"engine.strategy={name}" for name in ("megatron", "automodel", "mlite", *_ENGINES)},
     },
     "optim": {"fsdp": "", "megatron": "", **dict.fromkeys(_ENGINES, ""), "automodel": "optim.lr=1e-5"},
     "model": {"hf_model": ""},
 }
-"""Hydra's choice of a file for a section: those that verl has -> the override that says the same, '' where a file
-leaves it out."""
+"""Hydra's choice of a file for a section: those of verl and of verl_mlite -> the overrides that say the same, '' where
+a file leaves it out."""
 _CHOICE = re.compile(r"[+]*(?P<group>[\w/]+)(?P<at>@[\w.]+)?=(?P<name>\w*)")
 _WHOLE = ("ppo_trainer", "sft_trainer", "sft_trainer_engine", "evaluation", "generation")
 """verl's own files, whose values are in the tables."""
@@ -99,8 +101,7 @@ def launched(
             said = _CHOICES[choice["group"]].get(choice["name"])
             if said is None:
                 problems.append((place(word), _unread(word, choice, launch)))
-            elif said:
-                chosen.append((said, place(word)))
+            chosen += [(one, place(word)) for one in (said or "").split()]
         elif choice and choice["at"]:
             problems.append(
                 (
