@@ -365,6 +365,25 @@ def test_zero_reward_on_non_stop_and_dumps_and_exports(work: Path) -> None:
         assert [row["advantage"] for row in rows] == pytest.approx(expected.flatten().tolist(), abs=1e-5)
 
 
+def test_a_trial_of_whole_contexts_samples_full_replies_to_made_up_prompts(tmp_path: Path) -> None:
+    """As SkyRL's run_full_ctx.sh, whose entry point has 5 steps of its own."""
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "uv run -m examples.train_scripts.full_context.main_full_ctx trainer.policy.model.path=m "
+        "trainer.train_batch_size=8 trainer.policy_mini_batch_size=8 trainer.max_prompt_length=64 trainer.epochs=20 "
+        "generator.sampling_params.max_generate_length=32 environment.env_class=bird trainer.resume_mode=latest "
+        "trainer.eval_interval=1 trainer.ckpt_interval=1 trainer.hf_save_interval=1 $@\n"
+    )
+    cfg = load_config(script, here=False).config
+    (source,) = cfg.data.train
+    assert (source.function, source.arguments) == ("random_tokens", {"rows": 8, "prompt": 64})
+    assert (cfg.train.steps, cfg.train.epochs, cfg.data.eval) == (5, None, ())
+    assert (cfg.rollout.sampling.ignore_eos, cfg.rollout.sampling.max_tokens) == (True, 32)
+    assert [reward.function for reward in cfg.rewards.values()] == ["whet.rewards.made_up:coin"]
+    assert (cfg.checkpoint.interval, cfg.checkpoint.export, cfg.checkpoint.resume) == (0, False, "fresh")
+    assert load_config(script, ["trainer.num_dummy_steps=2"], here=False).config.train.steps == 2
+
+
 @pytest.mark.parametrize(
     ("key", "feature"),
     [
@@ -372,7 +391,6 @@ def test_zero_reward_on_non_stop_and_dumps_and_exports(work: Path) -> None:
         ("generator.miniswe_config_path=a.yaml", "Write an environment"),
         ("harbor_trial_config.trials_dir=there", "Write an environment"),
         ("trainer.arctic_rl.zero_stage=2", "ArcticRL's trainer and servers"),
-        ("trainer.num_dummy_steps=5", "trial runs on made-up rows"),
     ],
 )
 def test_keys_of_skyrls_examples_are_refused_by_their_feature(key: str, feature: str, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ _VERL = (
     (re.compile(r".*\bmain_generation\w*"), "verl-generation"),
     (re.compile(r".*\b\w*sft_trainer\w*"), "verl-sft"),
 )
-_ASYNC = "trainer.fully_async.enabled=true"
-"""What SkyRL's other entry point says, before it became a key."""
+_ENTRY_POINTS = {"fully_async": "trainer.fully_async.enabled=true", "full_ctx": "trainer.num_dummy_steps=5"}
+"""By a part of a module's name: what SkyRL's other entry points say, which is a key or became one."""
 
 _MEGATRON = "ppo_megatron_trainer"
 _ENGINES = ("veomni", "torchtitan", "mindspeed")
@@ -191,8 +191,8 @@ def _file(launch: Launch, script: Path) -> tuple[Path | None, str | None, list[s
             )
         file = Path(launch.folder, launch.config_file)
         return file, launch.written.get(str(file)), []
-    if launch.system == "skyrl" and "fully_async" in launch.module:
-        return None, None, [_ASYNC]
+    if launch.system == "skyrl":
+        return None, None, [said for part, said in _ENTRY_POINTS.items() if part in launch.module]
     name = launch.config_name
     if name is None:
         return None, None, []

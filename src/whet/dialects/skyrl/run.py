@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from whet.config.faults import shown
+from whet.config.sections.data import RANDOM_TOKENS
 from whet.dialects.choices import choices
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.served import placed
@@ -25,8 +26,22 @@ from whet.types import ConfigError, Json
 # ---------------------------------------------------------------- data and rewards
 
 
+def is_trial(v: Values) -> bool:
+    """Whether the file is of SkyRL's example that fills whole contexts (main_full_ctx of 0.2 to main): some steps on
+    made-up rows, without an evaluation or a checkpoint."""
+    return v.get("trainer.num_dummy_steps") is not None
+
+
+def trial(v: Values) -> Native:
+    """Its number of steps."""
+    return {"train.steps": v["trainer.num_dummy_steps"]} if is_trial(v) else NOTHING
+
+
 def training_data(v: Values) -> Native:
     """All files one after the other, as one source: every row counts the same."""
+    if is_trial(v):
+        made = {"rows": v["trainer.train_batch_size"], "prompt": input_length(v)}
+        return {"data.train.0.function": RANDOM_TOKENS, "data.train.0.arguments": made}
     return {"data.train.0.path": _files(v, "data.train_data")} | dict(_columns(v, "data.train.0"))
 
 
@@ -75,6 +90,8 @@ PLAYED = ("gsm8k_multi_turn", "text2sql", "search", "llm_as_a_judge")
 def environment(v: Values) -> Native:
     """What judges, or plays and judges: a reward for replies of one turn, a function of yours in place of one, an
     environment of SkyRL-Gym, or a class of yours in its shape (with max_turns above 1)."""
+    if is_trial(v):
+        return {"rewards.made_up.function": "whet.rewards.made_up:coin"}
     name = v["environment.env_class"]
     mine = isinstance(name, str) and ":" in name
     if name in VERIFIERS:  # over after one reply, whatever max_turns says
@@ -223,8 +240,12 @@ def several_turns(v: Values) -> bool:
 
 
 def training_sampling(v: Values) -> Native:
-    """Sampling of training rollouts."""
-    return _sampling(v, TRAIN, "rollout.sampling")
+    """Sampling of training rollouts; of a trial every reply is as long as can be."""
+    native = "rollout.sampling"
+    out = _sampling(v, TRAIN, native)
+    ends = (f"{native}.stop", f"{native}.stop_token_ids")
+    kept = {key: value for key, value in out.items() if key not in ends}
+    return kept | {f"{native}.ignore_eos": True} if is_trial(v) else out
 
 
 PASSED = ("repetition_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
@@ -312,7 +333,7 @@ def chat_template(v: Values) -> Native:
 def export(v: Values) -> Native:
     """Every so many steps and at the end, below export_path/project/run; 0 and below: never."""
     every = v["trainer.hf_save_interval"]
-    if every <= 0:
+    if every <= 0 or is_trial(v):
         return {"checkpoint.export": False}
     own = PurePath(v["trainer.export_path"]) / v["trainer.project_name"] / v["trainer.run_name"]
     return {"checkpoint.export": True, "checkpoint.export_interval": every, "dirs.export": str(own)}
