@@ -759,7 +759,7 @@ SERVER = tuple(
     f"rollout.server.{name}"
     for name in (
         "urls", "token", "command", "options", "env", "weights_dir", "canary_bound", "timeout_s",
-        "start_timeout_s", "restarts", "model", "lora", "sleep",
+        "start_timeout_s", "restarts", "model", "lora", "sleep", "proxy",
     )
 )  # fmt: skip
 

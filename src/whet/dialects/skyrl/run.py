@@ -297,13 +297,24 @@ def rollout_engine(v: Values) -> Native:
 
 def urls(v: Values) -> list[Json]:
     """The servers that somebody else has started, as addresses."""
-    given = v["generator.external_server_urls"] or v["generator.remote_inference_engine_urls"]
-    if not given:
+    alone = v.get("generator.external_proxy_url")
+    older = [alone] if alone else v["generator.remote_inference_engine_urls"]
+    if not (given := v["generator.external_server_urls"] or older):
         raise ConfigError(
             "generator.run_engines_locally=false: give the servers as generator.external_server_urls or "
             "generator.remote_inference_engine_urls"
         )
-    return [url if "://" in url else f"http://{url}" for url in given]
+    return [_address(url) for url in given]
+
+
+def proxy(v: Values) -> Json:
+    """The proxy before those servers; alone it is a server itself, as in SkyRL since train-0.4."""
+    url = v.get("generator.external_proxy_url")
+    return _address(url) if url and v["generator.external_server_urls"] else None
+
+
+def _address(url: str) -> str:
+    return url if "://" in url else f"http://{url}"
 
 
 BUILT_IN_TEMPLATES = ("qwen3_with_thinking", "qwen3_without_thinking")
