@@ -12,6 +12,7 @@ from whet.config.sections.data import RANDOM_TOKENS
 from whet.dialects.choices import choices
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.served import placed
+from whet.dialects.skyrl import arctic
 from whet.dialects.skyrl.devices import (
     PLACE,
     A,
@@ -190,11 +191,15 @@ def _files(v: Values, key: str) -> list[str]:
 
 
 def batches(v: Values) -> Native:
-    """B prompts a step in B / mini optimizer steps; micro-batches as large as those of one of SkyRL's GPUs."""
+    """B prompts a step in B / mini optimizer steps, with ArcticRL in one; micro-batches as large as those of one of
+    SkyRL's GPUs."""
+    whole = arctic.trains(v)
     for role in ("policy", "critic") if has_critic(v) else ("policy",):
-        _check_mini_batch(v, role)
+        if not whole:
+            _check_mini_batch(v, role)
     B, tokens = v["trainer.train_batch_size"], v["trainer.max_tokens_per_microbatch"]
-    out = {"train.tasks_per_step": B, "train.minibatches": B // v["trainer.policy_mini_batch_size"]}
+    minis = 1 if whole else B // v["trainer.policy_mini_batch_size"]
+    out = {"train.tasks_per_step": B, "train.minibatches": minis}
     if tokens > 0:
         out |= {"train.micro_batch_tokens": tokens, "train.forward_micro_batch_tokens": tokens}
     else:
