@@ -63,6 +63,7 @@ def _asked(name: str) -> Callable[[Values], Native]:
 
 optimizer = _asked("optimizers.policy_optimizer")
 overrides = _asked("optimizers.policy_overrides")
+weights = _asked("optimizers.policy_weights")
 lora = _asked("optimizers.policy_lora")
 routers = _asked("optimizers.routers")
 layout = _asked("devices.layout")
