@@ -795,6 +795,7 @@ BELOW: dict[str, str] = {
     **dict.fromkeys(SERVER, "a server is asked for it: test_http_keys.py has a test of each"),
     **dict.fromkeys(CLUSTER, "Ray starts for it: test_cluster.py has a test of each"),
     "eval.offline": "training refuses it, `whet eval` reads it: test_offline_eval.py",
+    "track.dump.replies": "training refuses it, `whet generate` writes it: test_generate.py",
 }
 """Keys that a single training run cannot show; the last tests of test_dead_native.py are theirs."""
 

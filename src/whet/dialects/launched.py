@@ -15,6 +15,7 @@ from whet.types import ConfigError
 
 _VERL = (
     (re.compile(r".*\bmain_eval"), "verl-eval"),
+    (re.compile(r".*\bmain_generation_server"), "verl-server"),
     (re.compile(r".*\bmain_generation\w*"), "verl-generation"),
     (re.compile(r".*\b\w*sft_trainer\w*"), "verl-sft"),
 )
