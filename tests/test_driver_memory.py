@@ -19,10 +19,10 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="limits the memory of one process as Linux does"
 )
 
-WIDE = 512, 52_000
+WIDE = 256, 52_000
 MATRIX_BYTES = 4 * WIDE[0] * WIDE[1]
 MODEL_BYTES = 3 * MATRIX_BYTES
-"""Of its one layer: 305 MiB."""
+"""Of its one layer: 152 MiB."""
 ABOVE_BYTES = MODEL_BYTES * 9 // 10
 """What the driver may take from the moment on at which it would build the model: stacks of threads, above all."""
 FREE = """
