@@ -307,6 +307,22 @@ def test_references(tmp_path, monkeypatch):
     assert cfg.rewards["r"].arguments == {"text": "cost ${x}"}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "${a}", "${b.refers}", "x/${a}/${b.deep}", "~/${b.refers}", "${n}-${a}", "${a}\\\\", "\\${a}",
+        "${list}", "${list[1]}", "${b}", "${empty}",
+        *(f"${{oc.select:{key},null}}" for key in ("a", "b.deep", "b.none", "none.none", "n.none", "list", "b")),
+        "${oc.select:b.none,3}",
+    ],
+)  # fmt: skip
+def test_a_reference_means_what_it_means_to_omegaconf(text):
+    tree = {"a": "plain", "n": None, "list": [1, "x", {"y": 2.5}], "empty": {}, "text": text}
+    tree["b"] = {"deep": "deep", "refers": "${a}"}
+    config = interpolate.OmegaConf
+    assert interpolate.interpolate(tree, {}) == (config.to_container(config.create(tree), resolve=True), {})
+
+
 def test_references_lead_through_sections_and_no_other_is_read(monkeypatch):
     """OmegaConf takes long to read; what it is not given stays as it was written."""
     monkeypatch.setenv("WORD", "from outside")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -28,21 +30,21 @@ def interpolate(tree: dict[str, Json], defaults: dict[str, Json]) -> tuple[dict[
     References to `defaults` are allowed, but `defaults` do not enter the result. '???' marks a required value.
     """
     wrong: dict[Path, str] = {}
-    referring = [path for path, v in leaves(tree) if isinstance(v, str) and "${" in v]
+    referring = [path for path, text in _texts(tree).items() if "${" in text]
     if len(referring) > MOST_REFERENCES:
-        return tree, {
-            referring[
-                0
-            ]: f"is the first of {len(referring)} references; at most {MOST_REFERENCES} are allowed"
-        }
-    if not any(isinstance(v, str) and ("${" in v or v == "???") for _, v in leaves(tree)):
-        return tree, wrong
-    readable = _readable(_direct(tree, merge(defaults, tree)), (), wrong)
-    referring = [path for path, v in leaves(readable) if isinstance(v, str) and "${" in v]
-    if not referring and not _missing(readable):
+        said = f"is the first of {len(referring)} references; at most {MOST_REFERENCES} are allowed"
+        return tree, {referring[0]: said}
+    readable = _direct(tree, merge(defaults, tree)) if referring else tree
+    left_over = _texts(readable)
+    for path, text in left_over.items():
+        if "${" in text and (said := _unreadable(text)):
+            wrong[path] = said  # one such text would make the whole config unreadable to OmegaConf
+    readable = with_values(readable, dict.fromkeys(wrong)) if wrong else readable
+    wanted = [path for path in left_over if path not in wrong]
+    wanted.sort(key=lambda path: left_over[path] == "???")
+    if not wanted:
         return readable, wrong
     left = _Left(MOST_FOLLOWED)
-    wanted = [*referring, *_missing(readable)]
     read = _reached(merge(defaults, readable), wanted)
     node = _counting(OmegaConf.create(read), left)
     out = with_values(readable, {path: _resolved(node, path, wrong) for path in wanted})
@@ -51,44 +53,83 @@ def interpolate(tree: dict[str, Json], defaults: dict[str, Json]) -> tuple[dict[
     return out, wrong
 
 
+def _texts(tree: Json) -> dict[Path, str]:
+    """The texts that refer to something, and the values that must be given."""
+    return {path: v for path, v in leaves(tree) if isinstance(v, str) and ("${" in v or v == "???")}
+
+
 _KEY = r"([A-Za-z_][\w.\[\]]*)"
 _PLAIN = re.compile(rf"\$\{{(?:oc\.env:[^${{}}]*|{_KEY}|oc\.select:{_KEY}(?:,[^${{}}]*)?)\}}")
 """A variable of the environment, or a key of the config as an absolute path, perhaps with a default."""
 
 
-_DIRECT = re.compile(r"\$\{([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\}")
-"""A text that is exactly one reference to a key of the config."""
+_PATH = r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)"
+_DIRECT = re.compile(rf"\$\{{(?:{_PATH}|oc\.select:{_PATH},null)\}}")
+"""A reference to a key of the config, which may be absent where null stands for it."""
+_LONGEST_CHAIN = 8
+_SHORT = 32
+"""Maximum number of values in a section that is copied here, and of references in a text."""
+_OPEN = object()
+"""What only OmegaConf can say."""
 
 
 def _direct(value: Json, whole: Mapping[str, Json]) -> Any:
-    """The tree with references to plain values, direct or chained, replaced. The result equals that of OmegaConf, a
-    hundred times as fast, and most references in files of other systems are of this kind."""
+    """The tree with references to plain values, direct or chained, and texts of such references replaced. The result
+    is that of OmegaConf, a hundred times as fast, and most references in files of other systems are of this kind."""
     if isinstance(value, dict):
         return {k: _direct(v, whole) for k, v in value.items()}
     if isinstance(value, list):
         return [_direct(v, whole) for v in value]
     if not isinstance(value, str) or "${" not in value:
         return value
-    found: Json = value
+    found = _followed(value, whole)
+    return value if found is _OPEN else found
+
+
+def _followed(text: str, whole: Mapping[str, Json]) -> Any:
+    """What a text with references stands for."""
+    found: Any = text
     for _ in range(_LONGEST_CHAIN):
         place = _DIRECT.fullmatch(found)
         if place is None:
-            return value
-        found = whole
-        for part in place[1].split("."):
-            if not isinstance(found, dict) or part not in found:
-                return value
-            found = found[part]
-        if not isinstance(found, str) or ("${" not in found and found != "???" and "\\" not in found):
-            return value if isinstance(found, dict | list) else found
-    return value
+            return _filled_in(found, whole)
+        found = _pointed_at(place, whole)
+        if not isinstance(found, str) or "${" not in found:
+            return found if _is_plain(found) else _OPEN
+    return _OPEN
 
 
-_LONGEST_CHAIN = 8
+def _filled_in(text: str, whole: Mapping[str, Json]) -> Any:
+    """A text among whose words are references to short plain texts."""
+    places = list(_DIRECT.finditer(text))
+    found = [_pointed_at(place, whole) for place in places[:_SHORT]]
+    short = all(isinstance(one, str) and len(one) < 1000 and _is_plain(one) for one in found)
+    if not short or len(found) < len(places) or not _is_plain(_DIRECT.sub("", text)):
+        return _OPEN
+    values = iter(found)
+    return _DIRECT.sub(lambda _: next(values), text)
 
 
-def _missing(tree: dict[str, Json]) -> list[Path]:
-    return [path for path, v in leaves(tree) if v == "???"]
+def _pointed_at(place: re.Match[str], whole: Mapping[str, Json]) -> Any:
+    """The value of a key; None for one that is absent and may be."""
+    found: Any = whole
+    for part in (place[1] or place[2]).split("."):
+        if not isinstance(found, dict) or part not in found:
+            return None if place[2] and (found is None or isinstance(found, dict)) else _OPEN
+        found = found[part]
+    return copy.deepcopy(found) if isinstance(found, dict | list) and _is_plain(found) else found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value stands for itself; a section too, if it is small."""
+    if isinstance(value, dict | list):
+        inside = list(islice(leaves(value), _SHORT + 1))
+        return len(inside) <= _SHORT and all(
+            _is_plain(v) for _, v in inside if not isinstance(v, dict | list)
+        )
+    return value is not _OPEN and not (
+        isinstance(value, str) and (value == "???" or "$" in value or "\\" in value)
+    )
 
 
 def _reached(tree: dict[str, Json], paths: Sequence[Path]) -> dict[str, Json]:
