@@ -32,15 +32,17 @@ gc.disable()
 LONG = (
     "cluster",
     "dead_native",
-    "ranks_run",
-    "kills",
     "cluster_ranks",
-    "jail",
-    "replay_run",
-    "deepspeed",
+    "ranks_run",
     "driver_memory",
+    "jail",
+    "deepspeed",
+    "replay_run",
+    "journal_runs",
+    "ranks_grid",
+    "rounds",
 )
-"""Files of a minute or more, which begin first: no worker is left alone with one at the end."""
+"""The longest files begin first: no worker is left alone with one at the end. A worker has two from the beginning."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
