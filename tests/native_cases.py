@@ -233,6 +233,7 @@ CASES: dict[str, Case] = {
     "model.scratch.sliding_window": ("model.scratch.name=mistral", 2),
     "model.dtype": ("", "bfloat16"),
     "model.overrides": ("", {"rms_norm_eps": 0.1}),
+    "model.expert_grid": (f"{MOE}; model.lora.rank=2", "int4_rtn"),
     **lora("model.lora", ""),
     "tokenizer.path": ("tokenizer={path: A}", "C"),
     "tokenizer.build": ("", "words"),
@@ -759,7 +760,7 @@ SERVER = tuple(
     f"rollout.server.{name}"
     for name in (
         "urls", "token", "command", "options", "env", "weights_dir", "canary_bound", "timeout_s",
-        "start_timeout_s", "restarts", "model", "lora", "sleep",
+        "start_timeout_s", "restarts", "model", "lora", "sleep", "proxy",
     )
 )  # fmt: skip
 
