@@ -116,6 +116,51 @@ def test_routers_of_supervised_fine_tuning_have_the_same_terms() -> None:
     assert routers(given, kind="verl-sft") == {"router_z_loss_coef": 0.001}
 
 
+REPLAY = "router_replay.mode"
+TOLD: dict[str, Json] = {R + "enable_rollout_routing_replay": True}
+
+
+@pytest.mark.parametrize(
+    ("version", "at", "more"),
+    [
+        ("0.7.0", "", {}),
+        ("0.7.1", "", {}),
+        ("0.7.1", "megatron.", {"trainer.use_legacy_worker_impl": "disable"}),
+        ("0.8.0", "megatron.", {}),
+        ("main", "megatron.", {}),
+    ],
+)
+def test_experts_are_replayed_as_the_workers_of_the_release_read_it(
+    version: str, at: str, more: dict[str, Json]
+) -> None:
+    megatron = {"model_engine": "megatron", **more}
+    key = A + at + REPLAY
+    assert routers({**megatron, **TOLD, key: "R3"}, version=version) == {"router_replay": "sampled"}
+    assert routers({**megatron, key: "R2"}, version=version) == {"router_replay": "old"}
+    assert routers({**megatron, **TOLD}, version=version) == {}, "told, and not read"
+    assert routers({key: "R3"}, version=version) == {}, "FSDP replays nothing"
+    for wrong, said in (
+        ({key: "R3"}, "R3 needs actor_rollout_ref.rollout.enable_rollout_routing_replay=True"),
+        ({key: "R2", **TOLD}, "R2 does not go with"),
+        ({key: "R2", "algorithm.rollout_correction.bypass_mode": True}, "bypass_mode=True leaves out"),
+        ({key: "R4"}, "one of disabled, R2, R3"),
+    ):
+        assert said in told({**megatron, **wrong}, version=version)
+
+
+def test_sections_of_which_no_worker_reads_the_mode() -> None:
+    """The policy's own since 0.8.0, those of reference and critic always."""
+    megatron: dict[str, Json] = {"model_engine": "megatron"}
+    for key in (A, REF, REF + "megatron.", A + "fsdp_config.", "critic.megatron."):
+        assert routers({**megatron, **TOLD, key + REPLAY: "R3"}) == {}, key
+
+
+def test_veomni_replays_what_was_recorded_or_replies_alone() -> None:
+    key = A + "veomni." + REPLAY
+    assert routers({**VEOMNI, key: "R2"}) == {"router_replay": "old"}
+    assert "experts of replies alone" in told({**VEOMNI, **TOLD, key: "R3"})
+
+
 # ---------------------------------------------------------------- adapters
 
 
