@@ -56,7 +56,7 @@ class Routes:
 
 
 @dataclass(frozen=True)
-class Recorder:
+class RouteRecorder:
     """Lets routers choose, and notes their choices."""
 
     routes: Routes
@@ -79,7 +79,7 @@ class Recorder:
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class GivenRoute:
     """The experts that were recorded."""
 
     routed_ULE: Tensor

@@ -40,7 +40,7 @@ from whet.models.parallel import Parallel
 from whet.models.precision import computing
 from whet.models.published import Adapter, Send, merging, parts_first, weights_of, write_own
 from whet.models.router import RouterTerms, gates, hook, uses
-from whet.models.routing import Given, Recorder, Route, Routes
+from whet.models.routing import GivenRoute, Route, RouteRecorder, Routes
 from whet.models.sharded import Alone, DataParallel, local, within
 from whet.models.tensor_files import Piece, opened, pieces, write
 from whet.models.zero import Zero, ZeroOptimizer
@@ -382,7 +382,7 @@ class TorchEngine:
         """[T, D] hidden states of this rank's tokens: those of the running part of a pipeline, made of the states
         of the part before."""
         if self.cut.replays and share.routed_TLE is not None:
-            route = Given(share.routed_TLE)
+            route = GivenRoute(share.routed_TLE)
 
         def forward() -> Tensor:
             host = kept_on_host(self.module) if "activations" in self.cut.offload else nullcontext()
@@ -516,7 +516,7 @@ class TorchEngine:
 
     def _recorded(self, batch: Batch) -> Tensor:
         """[N, L, E] the experts that routers choose."""
-        share, recorder = self._share(replace(batch, routed_NLE=None)), Recorder(Routes.of(self.module))
+        share, recorder = self._share(replace(batch, routed_NLE=None)), RouteRecorder(Routes.of(self.module))
         self._hidden(share, route=recorder)
         return spread(share.packed, recorder.recorded())
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from whet.models.attention import PAGE, CachedAttention
-from whet.models.routing import Recorder, Routes
+from whet.models.routing import RouteRecorder, Routes
 from whet.types import ExpertIds
 
 
@@ -26,7 +26,7 @@ class RoutedPages:
 
     def around(self, forward: Callable[..., Tensor], attend: CachedAttention) -> Tensor:
         """What a forward of new tokens makes; their experts are kept in their places."""
-        recorder = Recorder(self.routes)
+        recorder = RouteRecorder(self.routes)
         hidden_UD = forward(route=recorder)
         self.ids[attend.page_N, attend.slot_N] = recorder.recorded()
         return hidden_UD
