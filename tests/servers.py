@@ -250,6 +250,8 @@ class VllmServer(Server):
         said = self.answer("server_info")
         config = said["vllm_config"]["model_config"]
         config |= {"max_model_len": self.engine.max_context + 1, "enable_sleep_mode": self.sleeps}
+        tells = self.engine.runner.routes is not None
+        said["vllm_config"]["aux_output_config"] = {"enable_return_routed_experts": tells}
         return said
 
     async def generate(self, body: dict[str, Any]) -> Any:
@@ -408,6 +410,7 @@ class SglangServer(Server):
             "enable_memory_saver": True,
             "enable_weights_cpu_backup": True,
             "enable_deterministic_inference": True,
+            "enable_return_routed_experts": engine.runner.routes is not None,
         }
         self.waiting = False
         """It is paused, and its requests are in the queue (retract)."""

@@ -405,11 +405,17 @@ def test_balance_counts_what_routers_choose_themselves() -> None:
 # ---------------------------------------------------------------- servers
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+SERVED: dict[str, tuple[Any, Any]] = {
+    "vllm": (VllmServer, vllm_engine),
+    "sglang": (SglangServer, sglang_engine),
+}
+
+
+@pytest.mark.parametrize("kind", SERVED)
 def test_a_server_tells_them(kind: str) -> None:
     model, prompt = mixture(), prompts([9])[0]
-    server = {"vllm": VllmServer, "sglang": SglangServer}[kind](engine(mixture(), experts=True))
-    connect = {"vllm": vllm_engine, "sglang": sglang_engine}[kind]
+    serve, connect = SERVED[kind]
+    server = serve(engine(mixture(), experts=True))
     streamed: list[int] = []
 
     async def story() -> list[Completion]:
@@ -434,15 +440,15 @@ def test_a_server_tells_them(kind: str) -> None:
         server.stop()
 
 
-def test_a_server_that_does_not_tell_them_is_told_how_to_start() -> None:
-    model = mixture()
-    server = VllmServer(engine(mixture()))
+@pytest.mark.parametrize("kind", SERVED)
+def test_a_server_that_does_not_tell_them_is_refused_at_the_start(kind: str) -> None:
+    model, (serve, connect) = mixture(), SERVED[kind]
+    server = serve(engine(mixture()))
 
     async def story() -> None:
-        there = vllm_engine(server.url, model, max_context=300, end_token_ids=[1], routes=Routes.of(model))
-        await there.open()
-        with pytest.raises(WhetError, match="start it with --enable-return-routed-experts"):
-            await reply(there, [2, 3], Sampling(max_tokens=3))
+        there = connect(server.url, model, max_context=300, end_token_ids=[1], routes=Routes.of(model))
+        with pytest.raises(ConfigError, match="start it with --enable-return-routed-experts"):
+            await there.open()
         await there.close()
 
     try:
@@ -459,8 +465,8 @@ def saved(ids: np.ndarray, **how: Any) -> str:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        (None, "did not tell"),
-        ({"data": "AQ=="}, "did not tell"),
+        (None, "does not tell"),
+        ({"data": "AQ=="}, "does not tell"),
         ("%", "cannot be read"),
         (base64.b64encode(b"no file").decode(), "cannot be read"),
         (saved(np.array([print], dtype=object), allow_pickle=True), "cannot be read"),

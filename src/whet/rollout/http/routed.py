@@ -20,8 +20,10 @@ from whet.models.routing import Routes
 from whet.rollout.engine import EngineInputs
 from whet.types import ExpertIds, WhetError, expert_type
 
-OPTION = "enable-return-routed-experts"
-"""Of both servers."""
+EXPERTS = "enable_return_routed_experts"
+"""What both servers call the setting."""
+OPTION = EXPERTS.replace("_", "-")
+NO_EXPERTS = f"does not tell the experts of tokens (train.router_replay=sampled); start it with --{OPTION}"
 
 
 def routes_of(inputs: EngineInputs) -> Routes | None:
@@ -44,10 +46,7 @@ def _read(
     told: Any, numbers: Callable[[bytes], NDArray[Any]], routes: Routes, tokens: int, *, name: str
 ) -> ExpertIds:
     if not isinstance(told, str):
-        raise WhetError(
-            f"{name} did not tell the experts of a reply's tokens (train.router_replay=sampled): start it with "
-            f"--{OPTION}"
-        )
+        raise WhetError(f"{name} {NO_EXPERTS}")
     try:
         ids = numbers(base64.b64decode(told, validate=True))
     except (binascii.Error, ValueError, EOFError) as error:

@@ -116,7 +116,12 @@ class VllmApi:
 
     async def open(self, weights: int) -> None:
         """See `ServerApi`."""
-        self.is_ = await detect(self.calls, max_context=self.max_context, adapters=self.folder.adapters)
+        self.is_ = await detect(
+            self.calls,
+            max_context=self.max_context,
+            adapters=self.folder.adapters,
+            experts=self.routes is not None,
+        )
         await self.calls.ask(LABEL, {"new_version": str(weights)})
 
     def check(self, sampling: Sampling) -> None:
