@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import whet
 from asking import reply
@@ -29,7 +29,7 @@ from test_checkpoint_options import stopped
 from test_native import Spy, at_step, engine, group, prompts, run, shifted
 from test_native_cache import converse
 from test_train_torch import CUT, pg_loss, random_groups, weighted
-from tiny import tiny_model
+from tiny import VOCAB, tiny_model
 from whet.batch import Batch, pack, select
 from whet.buffer.groups import decode, encode
 from whet.config.load import load
@@ -150,6 +150,54 @@ def test_a_token_keeps_the_experts_that_it_was_computed_with_first() -> None:
     np.testing.assert_array_equal(done.experts[before:], chosen(new, history)[before:])
     assert (chosen(old, history) != chosen(new, history)).any()
     assert second.version == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("phimoe", "in several rounds"), ("glm4_moe", "has no routers over num_experts")]
+)
+def test_routers_that_choose_otherwise_are_refused_at_the_start(kind: str, words: str) -> None:
+    """One expert after the other; and groups of experts first, of which the sizes are under other names."""
+    few = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1}
+    model = other_mixture(kind, num_local_experts=4, n_routed_experts=4, first_k_dense_replace=1, **few)
+    with pytest.raises(ConfigError, match=words):
+        engine(model, experts=True, max_context=60)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "granitemoe"])
+def test_routers_of_other_families(kind: str) -> None:
+    """Mixtral's weights are divided by their sum, Granite's are the softmax of the chosen logits."""
+    model = other_mixture(kind, num_local_experts=4, num_experts_per_tok=2)
+    prompt = prompts([9])[0]
+    done = run(reply(engine(model, experts=True, max_context=60), prompt, Sampling(key=1, max_tokens=8)))
+    batch = weighted()
+    trainer = TorchEngine(model, kernels.load("auto"), cut=REPLAYED, **learning(optimizer=BIG))
+    assert trainer.decoder.path == "modules"
+    assert done.experts is not None
+    assert done.experts.shape == (len(prompt) + len(done.token_ids) - 1, 2, 2)
+    own = replace(batch, routed_NLE=trainer.forward(batch, "routed"))
+    others = replace(batch, routed_NLE=(own.routed_NLE + 1) % 4)
+    plain, same, moved_ = (trainer.forward(b, "logprobs") for b in (batch, own, others))
+    assert torch.equal(plain, same)
+    assert error(moved_, plain) > 1e-3
+
+
+def other_mixture(kind: str, **sizes: Any) -> PreTrainedModel:
+    """A model of another family, of this size."""
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        eos_token_id=1,
+        **sizes,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 # ---------------------------------------------------------------- rollouts carry them

@@ -48,8 +48,8 @@ class Routes:
         sizes = config_sizes(model.config.get_text_config().to_dict())
         if not sizes["experts"]:
             raise ConfigError(
-                f"train.router_replay: {type(model).__name__} has no routers whose choices could be recorded; set it "
-                "to none"
+                f"train.router_replay: {type(model).__name__} has no routers over num_experts or num_local_experts of "
+                "its config, whose choices could be recorded; set it to none"
             )
         dtype = torch.uint8 if expert_type(sizes["experts"]) is np.uint8 else torch.int16
         return Routes(sizes["layers"], sizes["experts_per_token"], sizes["experts"], dtype)

@@ -12,9 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whet.models.attention import PAGE, CachedAttention
+from whet.models.attention import PAGE, CachedAttention, PackedAttention, Segments
+from whet.models.forward import Decoder
+from whet.models.kernels import Ops
 from whet.models.routing import RouteRecorder, Routes
 from whet.types import ExpertIds
+
+
+@torch.no_grad()
+def recordable(decoder: Decoder, ops: Ops, routes: Routes) -> Routes:
+    """The routes, after a forward that has recorded some. ConfigError where routers do not choose as `routes` says."""
+    device = decoder.head.linear.weight.device
+    segments, recorder = Segments.of_lengths(torch.tensor([2])), RouteRecorder(routes)
+    token_U, position_U = torch.tensor([0, 1], device=device), segments.position_N.to(device)
+    decoder.hidden(token_U, position_U, PackedAttention(segments, ops), route=recorder)
+    recorder.recorded()
+    return routes
 
 
 class RoutedPages:

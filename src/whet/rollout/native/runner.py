@@ -29,7 +29,7 @@ from whet.models.routing import Routes
 from whet.models.torch_ops import bad_logits, cache_dtype
 from whet.rollout.native import sampler
 from whet.rollout.native.graphs import CannotCapture, CudaGraphs, FixedShapeStep, GraphRecorder
-from whet.rollout.native.routed import RoutedPages
+from whet.rollout.native.routed import RoutedPages, recordable
 from whet.rollout.native.sampler import Filters
 from whet.rollout.native.scheduler import Admission, Generation, LiveRow
 from whet.seeds import uniform_table
@@ -111,8 +111,8 @@ class Runner:
         experts: bool = False,
     ) -> None:
         self.ops, self.columns = ops, columns
-        self.routes = Routes.of(module) if experts else None
         self.module, self.decoder = module, decoder(module, ops)
+        self.routes = recordable(self.decoder, ops, Routes.of(module)) if experts else None
         self.pages = max_num_seqs * -(-columns // PAGE)
         if cache_mb is not None:
             self.pages = min(self.pages, (cache_mb << 20) // self.page_bytes)
