@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch import Tensor
@@ -276,6 +277,27 @@ def test_a_group_comes_back_from_its_bytes(wide: bool) -> None:
     bare = replace(first, strands=(replace(first.strand, experts=None),))
     mixed = replace(made, rollouts=(bare, *made.rollouts[1:]))
     assert decode(encode(mixed)) == mixed != made
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([b"x"] * 3),
+        pa.array([[1], [2], [3]], pa.list_(pa.uint8())),
+        pa.array([[[[1.0]]]] * 3, pa.list_(pa.list_(pa.list_(pa.float32(), 1), 1))),
+        pa.array([[[[1]]]] * 3, pa.list_(pa.list_(pa.list_(pa.uint8(), 1), 1))),
+    ],
+    ids=("bytes", "flat", "floats", "of one token"),
+)
+def test_experts_that_no_group_has_are_refused(column: pa.Array) -> None:
+    with pa.ipc.open_stream(encode(random_groups(count=1)[0])) as reader:
+        rows = reader.read_next_batch()
+    wrong = rows.append_column("experts", column).replace_schema_metadata(rows.schema.metadata)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, wrong.schema) as writer:
+        writer.write_batch(wrong)
+    with pytest.raises(ValueError, match="experts"):
+        decode(sink.getvalue().to_pybytes())
 
 
 def test_nothing_is_added_where_nothing_is_recorded() -> None:
@@ -540,6 +562,14 @@ def test_buffers_and_files_are_read_alike() -> None:
         np.testing.assert_array_equal(found, ids)
     with pytest.raises(WhetError, match="cannot be read"):
         of_buffer(buffer[:8], routes, 6, name="it")
+
+
+def test_a_file_that_promises_more_than_it_has_takes_no_memory() -> None:
+    file = base64.b64decode(saved(told(5)))
+    huge = file.replace(b"(5, 2, 2)", b"(9999999999999, 2, 2)").replace(b" " * 12 + b"\n", b"\n", 1)
+    assert len(huge) == len(file)
+    with pytest.raises(WhetError, match="cannot be read"):
+        of_file(base64.b64encode(huge).decode(), Routes.of(mixture()), 6, name="it")
 
 
 # ---------------------------------------------------------------- runs

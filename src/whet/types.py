@@ -390,6 +390,8 @@ class Strand:
         for name, dtype in TOKEN_TYPES.items():
             object.__setattr__(self, name, _array(getattr(self, name), dtype))
         if self.experts is not None:
+            if len(self.experts) != len(self.token_ids):
+                raise ValueError(f"experts of {len(self.experts)} tokens for {len(self.token_ids)}")
             object.__setattr__(self, "experts", _array(self.experts, self.experts.dtype))
 
     def __eq__(self, other: object) -> bool:

@@ -77,9 +77,15 @@ def _experts(strands: Sequence[Strand]) -> pa.Array:
 
 
 def _read_experts(column: pa.Array) -> list[ExpertIds | None]:
-    """What `_experts` wrote."""
-    of_token = column.type.value_type
-    layers, experts = of_token.list_size, of_token.value_type.list_size
+    """What `_experts` wrote. ValueError for another column."""
+    inner: list[pa.DataType] = [column.type]
+    for kind in (pa.types.is_list, pa.types.is_fixed_size_list, pa.types.is_fixed_size_list):
+        if not kind(inner[-1]):
+            raise ValueError(f"not a group of rollouts: its experts are {column.type}")
+        inner.append(inner[-1].value_type)
+    if inner[-1] not in (pa.uint8(), pa.int16()):
+        raise ValueError(f"not a group of rollouts: its experts are {column.type}")
+    layers, experts = inner[1].list_size, inner[2].list_size
     values = column.values.flatten().flatten().to_numpy(zero_copy_only=False).reshape(-1, layers, experts)
     spans = zip(column.offsets.to_numpy()[:-1], column.offsets.to_numpy()[1:], column.is_valid().tolist())
     return [values[start:end] if valid else None for start, end, valid in spans]

@@ -14,6 +14,7 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from whet.models.routing import Routes
@@ -33,13 +34,22 @@ def routes_of(inputs: EngineInputs) -> Routes | None:
 
 def of_file(told: Any, routes: Routes, tokens: int, *, name: str) -> ExpertIds:
     """vLLM's. tokens: of prompt and reply. Raises WhetError for what is not that."""
-    return _read(told, lambda data: np.load(BytesIO(data), allow_pickle=False), routes, tokens, name=name)
+    return _read(told, _of_npy, routes, tokens, name=name)
 
 
 def of_buffer(told: Any, routes: Routes, tokens: int, *, name: str) -> ExpertIds:
     """SGLang's."""
     shape = (-1, routes.layers, routes.experts)
     return _read(told, lambda data: np.frombuffer(data, "<i4").reshape(shape), routes, tokens, name=name)
+
+
+def _of_npy(data: bytes) -> NDArray[Any]:
+    """A .npy file of numbers. ValueError for anything else; what a header says takes no memory."""
+    file = BytesIO(data)
+    if (version := npy.read_magic(file)) != (1, 0):
+        raise ValueError(f"a .npy file of version {version}, expected (1, 0)")
+    shape, columns, dtype = npy.read_array_header_1_0(file)
+    return np.frombuffer(file.read(), dtype).reshape(shape, order="F" if columns else "C")
 
 
 def _read(
