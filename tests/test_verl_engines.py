@@ -155,6 +155,15 @@ def test_sections_of_which_no_worker_reads_the_mode() -> None:
         assert routers({**megatron, **TOLD, key + REPLAY: "R3"}) == {}, key
 
 
+def test_megatron_lite_replays_what_sampled() -> None:
+    """As verl_mlite/engine/mlite_engine.py: R3 needs the experts of every rollout, and there is no R2."""
+    lite: dict[str, Json] = {A + "strategy": "mlite"}
+    key = A + "engine.router_replay_mode"
+    assert routers({**lite, **TOLD, key: "R3"}, version="0.9.0") == {"router_replay": "sampled"}
+    assert "R3 needs actor_rollout_ref.rollout" in told({**lite, key: "R3"}, version="0.9.0")
+    assert "one of disabled, R3" in told({**lite, key: "R2"}, version="0.9.0")
+
+
 def test_veomni_replays_what_was_recorded_or_replies_alone() -> None:
     key = A + "veomni." + REPLAY
     assert routers({**VEOMNI, key: "R2"}) == {"router_replay": "old"}
@@ -363,7 +372,6 @@ def test_megatron_lites_sizes_and_what_it_offloads() -> None:
         ("impl_cfg.router_aux_loss_coef", 0.01, "load-balancing terms as Megatron Lite scales them"),
         ("router_aux_loss_coef", 0.01, "load-balancing terms as Megatron Lite scales them"),
         ("load_hf_weights", False, "training that begins with random weights"),
-        ("router_replay_mode", "R3", "replayed routing of experts"),
         ("resync_format", "fp8", "weights of the engine in another format than the policy's"),
     ],
 )

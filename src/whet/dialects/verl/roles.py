@@ -299,9 +299,12 @@ def router_replay(v: Values) -> Native:
     replay them. R3: both replay what the engine has told. Reference and critic replay nothing."""
     engine, told = engine_of(v), f"{ROLLOUT}.enable_rollout_routing_replay"
     engines_own = since(v, "verl", "0.8.0") or v.get("trainer.use_legacy_worker_impl") == "disable"
-    at = {"megatron": MEGATRON if engines_own else ACTOR, "veomni": f"{ACTOR}.veomni"}.get(engine)
-    key = f"{at}.router_replay.mode"
-    mode = "disabled" if at is None else v.get(key, "disabled")
+    key = {
+        "megatron": f"{MEGATRON if engines_own else ACTOR}.router_replay.mode",
+        "veomni": f"{ACTOR}.veomni.router_replay.mode",
+        "mlite": f"{ACTOR}.engine.router_replay_mode",
+    }.get(engine, "")
+    mode = v.get(key, "disabled")
     if mode == "disabled":
         return NOTHING
     if engine == "veomni" and mode == "R3":
