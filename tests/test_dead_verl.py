@@ -290,6 +290,7 @@ CONTEXTS: dict[str, Given] = {
     R + "nnodes": OWN,
     R + "n_gpus_per_node": OWN,
     A + "megatron.dtype": MEGATRON,
+    R + "enable_rollout_routing_replay": {**MEGATRON, A + "router_replay.mode": "R2"},
     MOE + "z_loss_coeff": MEGATRON,
     MOE + "aux_loss_coeff": {**MEGATRON, MOE + "router_load_balancing_type": "aux_loss"},
     MOE + "router_load_balancing_type": {**MEGATRON, MOE + "aux_loss_coeff": 0.5},
