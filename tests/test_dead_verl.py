@@ -273,6 +273,12 @@ CONTEXTS: dict[str, Given] = {
     **dict.fromkeys((TURNS + "max_tool_response_length", TURNS + "tool_response_truncate_side"), AGENT),
     R + "agent.default_agent_loop": AGENT,
     **dict.fromkeys(("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"), GDPO),
+    **{
+        f"reward_model.sandbox_fusion.{key}": {
+            "reward_model.sandbox_fusion.url": "http://localhost:8080/run_code"
+        }
+        for key in ("max_concurrent", "memory_limit_mb")
+    },
     "distillation.teacher_key": TEACHERS,
     "distillation.enabled": {k: v for k, v in TEACHER.items() if k != "distillation.enabled"},
     **dict.fromkeys(("distillation.teacher_models.*", DISTILL + "use_task_rewards"), TEACHER),
