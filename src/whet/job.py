@@ -287,7 +287,7 @@ def open_saver(
         c.upload_to,
         c.upload_exports_to,
         last_only=c.upload == "last",
-        keep=c.upload_keep,
+        keep=c.upload if isinstance(c.upload, int) else None,
         best=lambda: saver.best(),
         record=run_dir / "uploads.json",
     )
@@ -374,6 +374,7 @@ def open_engine(
             run_dir=Path(cfg.run_dir).absolute(),
             home=trainers(cfg).absolute(),
             asked=cfg.mode != "train" or any(p.judges for p in plans),
+            experts=any(p.cfg.train.router_replay == "sampled" for p in sampling),
         )
     )
     if lacks := missing(engine):
