@@ -66,8 +66,8 @@ def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Ca
                 token_ids_U.new_zeros(1, *token_ids_U.shape[1:]),
                 position_U.new_zeros(1),
             )
-            attend = _Nobody(attend)
-        run = [_recomputed(f, products) for f in forwards] if checkpoint else forwards
+            attend = Nobody(attend)
+        run = [recomputed(f, products) for f in forwards] if checkpoint else forwards
         with _in_place(blocks, run), products(), watching() if nothing else nullcontext():
             out = base(
                 # a later part of a pipeline begins with the hidden states of the part before
@@ -94,7 +94,7 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class _Nobody:
+class Nobody:
     """Attention of no tokens at all, called with one that nobody asked for."""
 
     inner: Attend
@@ -106,7 +106,7 @@ class _Nobody:
         return torch.cat((out_NHD, q_NHD.new_zeros(1, *out_NHD.shape[1:])))
 
 
-def _recomputed(
+def recomputed(
     forward: Callable[..., Any], products: Callable[[], AbstractContextManager[Any]]
 ) -> Callable[..., Any]:
     """The same, computed again in the backward pass. (transformers' own switch needs train(), hence dropout.)"""

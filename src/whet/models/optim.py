@@ -62,6 +62,8 @@ class Optimizer:
         self.cfg, self.total_steps, self.updates_per_step = cfg, total_steps, updates_per_step
         self.offload, self.sums_wide = offload, precision.reduce is not None
         self.step_count = 0
+        self.apart: Collection[str] = ()
+        """Parameters whose gradient is clipped by its own norm, which is not in the norm of the others."""
         self.parameters = {name: p for name, p in named if p.requires_grad}
         self.masters = {
             name: p
@@ -134,9 +136,15 @@ class Optimizer:
         grads = list(by_name.values())
         if self.loss_scale is not None and grads:
             torch._foreach_mul_(grads, 1.0 / self.loss_scale.scale)
-        value = float(self.across.norm(by_name))
-        if self.cfg.max_grad_norm is not None and math.isfinite(value) and value > self.cfg.max_grad_norm:
-            torch._foreach_mul_(grads, self.cfg.max_grad_norm / (value + 1e-6))
+        value = self._clipped({n: g for n, g in by_name.items() if n not in self.apart})
+        alone = self._clipped({n: by_name[n] for n in by_name if n in self.apart}) if self.apart else 0.0
+        return value if math.isfinite(alone) else alone
+
+    def _clipped(self, by_name: Mapping[str, Tensor]) -> float:
+        """The norm of these gradients, which are then clipped."""
+        value, most = float(self.across.norm(by_name)), self.cfg.max_grad_norm
+        if most is not None and math.isfinite(value) and value > most:
+            torch._foreach_mul_(list(by_name.values()), most / (value + 1e-6))
         return value
 
     @torch.no_grad()
