@@ -237,6 +237,7 @@ CASES: dict[str, Case] = {
     "model.mtp.layers": ("model.mtp=cross_entropy", 2),
     "model.mtp.coef": ("model.mtp=distill", 0.5),
     "model.mtp.detach": ("model.mtp=cross_entropy", "model"),
+    "model.mtp.top_k": ("model.mtp=distill", 2),
     **lora("model.lora", ""),
     "tokenizer.path": ("tokenizer={path: A}", "C"),
     "tokenizer.build": ("", "words"),

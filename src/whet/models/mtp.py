@@ -72,13 +72,16 @@ class MtpLoss:
     """What does not learn from it beside these layers: nothing, the output layer, or all of the model."""
     distill: bool
     """The policy's distribution at every token, in place of the tokens that the policy learns from."""
+    top_k: int | None = None
+    """Of that distribution the likeliest tokens alone. None: all."""
 
     @staticmethod
     def of(model: ModelConfig) -> MtpLoss | None:
         """What a config says; None: its model has no such layers."""
         if (made := mtp_of(model)) is None:
             return None
-        return MtpLoss(made.settings["coef"], made.settings.get("detach", "model"), made.name == "distill")
+        said = made.settings
+        return MtpLoss(said["coef"], said.get("detach", "model"), made.name == "distill", said.get("top_k"))
 
 
 @dataclass(frozen=True, eq=False)

@@ -122,7 +122,7 @@ class MtpTerm:
                 self.loss.distill
             ):  # a place that rollouts share is computed once, and counts as often as they do
                 target_UD = F.embedding(packed.row_N[now.at_U + ahead], hidden_UD.detach())
-                found_A = soft_cross_entropy(state_UD, target_UD, head=head)
+                found_A = soft_cross_entropy(state_UD, target_UD, head=head, top_k=self.loss.top_k)
                 times_A = torch.zeros_like(found_A).index_add(0, now.row_N[at_A], times_A)
             else:
                 rows_AD = F.embedding(now.predictor_N[at_A], state_UD)

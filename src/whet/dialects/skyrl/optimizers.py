@@ -146,15 +146,11 @@ def mtp(v: Values) -> Native:
     sizes = [f"{POLICY}.megatron_config.{kind}_parallel_size" for kind in ("context", "pipeline_model")]
     if wide := [key for key in sizes if v[key] > 1]:
         raise ConfigError(f"{wide[0]}={v[wide[0]]}: trainer.mtp.enabled=true does not support it")
-    if top is not None:
-        raise NotSupportedYet(
-            f"{POLICY}.megatron_config.mtp_loss_topk={top}: a loss over the likeliest tokens alone is coming, not "
-            "built yet; today null: the whole vocabulary"
-        )
     if not v["trainer.mtp.loss_weight"]:
         return NOTHING
     out: dict[str, Json] = {"model.mtp.name": "distill", "model.mtp.coef": v["trainer.mtp.loss_weight"]}
-    return out if layers is None else out | {"model.mtp.layers": layers}
+    more = {"model.mtp.layers": layers, "model.mtp.top_k": top}
+    return out | {key: value for key, value in more.items() if value is not None}
 
 
 def policy_lora(v: Values) -> Native:
