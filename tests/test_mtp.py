@@ -22,13 +22,15 @@ from test_train_torch import CUT, pg_loss, random_groups, weighted
 from tiny import VOCAB, tiny_model
 from whet.batch import Batch, pack, select
 from whet.config.schema import ModelConfig
+from whet.config.sizes import folder_shape, new_shape
 from whet.models import kernels, mtp
-from whet.models.load import build, export
+from whet.models.load import build, empty, export
 from whet.models.lora import learned
 from whet.models.mesh import Dims
 from whet.models.mtp import MtpLoss
 from whet.models.optim import Optimizer
 from whet.models.packing import layout
+from whet.rollout.http.published import write_weights
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import CheckpointError, ConfigError
@@ -464,3 +466,42 @@ def test_layers_are_removed() -> None:
         model = with_layers(family)
         mtp.remove(model)
         assert equal(model, tiny_model(family))
+
+
+def test_servers_get_the_layers_that_they_know(tmp_path: Path) -> None:
+    for family, known in (("qwen3", False), ("mimo", True)):
+        model = with_layers(family)
+        (tmp_path / family).mkdir()
+        write_weights(model, tmp_path / family)
+        names = load_file(tmp_path / family / "model.safetensors").keys()
+        assert names == {n for n in model.state_dict() if known or not mtp.is_mtp(n, 2)}
+
+
+def test_an_engine_elsewhere_has_the_same_parameters() -> None:
+    for model in (with_layers("mimo"), with_layers(), tiny_model()):
+        made = empty(model.config.to_dict(), dtype=torch.float32, device="cpu", seed=3)
+        assert [n for n, _ in made.named_parameters()] == [n for n, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mimo", "qwen3_moe"])
+def test_the_plan_counts_them(family: str) -> None:
+    given = ModelConfig(
+        scratch={"name": family, "hidden_size": 32, "num_hidden_layers": 2}, mtp={"layers": 3}
+    )
+    model = build(
+        given, vocab_size=VOCAB, eos_token_id=1, pad_token_id=0, seed=0, device="cpu", dtype=torch.float32
+    )
+    size = sum(p.numel() for p in model.parameters())
+    assert new_shape(given, vocab_size=VOCAB).parameters == size
+
+
+def test_the_plan_counts_those_of_a_folder(tmp_path: Path) -> None:
+    model = with_layers("mimo")
+    export(model, None, tmp_path / "a")
+    both, plain = (
+        folder_shape(tmp_path / "a", {}, model=ModelConfig(path=str(tmp_path / "a"), mtp=said)).parameters
+        for said in ("distill", None)
+    )
+    assert both == sum(p.numel() for p in model.parameters())
+    mtp.remove(model)
+    assert plain == sum(p.numel() for p in model.parameters())

@@ -61,6 +61,8 @@ FAMILIES = {
     "mimo": MIMO,
 }
 """Models that can have such layers, by the `model_type` of their config.json."""
+SERVED = ("glm4_moe", "mimo")
+"""Those of them whose layers vLLM and SGLang know: for others a tensor of such a layer is an error."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,14 @@ def beside(model: PreTrainedModel, folder: Path | None) -> tuple[dict[str, Tenso
     found = dict(_tensors(folder, layers))
     count = said(read_json_object(folder / "config.json", CheckpointError)) if found else 0
     return found | {name: x for name, x in _copies(model, count).items() if name in found}, count
+
+
+def unserved(model: PreTrainedModel) -> frozenset[str]:
+    """Names of parameters that a server of the model does not take."""
+    config = model.config.get_text_config()
+    if config.model_type in SERVED:
+        return frozenset()
+    return frozenset(name for name, _ in model.named_parameters() if is_mtp(name, config.num_hidden_layers))
 
 
 def _copies(model: PreTrainedModel, count: int) -> dict[str, Tensor]:
