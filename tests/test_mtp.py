@@ -21,7 +21,7 @@ from test_router_loss import assert_close, learned_by, nothing
 from test_train_torch import CUT, pg_loss, random_groups, weighted
 from tiny import VOCAB, tiny_model
 from whet.batch import Batch, pack, select
-from whet.config.schema import ModelConfig
+from whet.config.schema import ModelConfig, PrecisionConfig
 from whet.config.sizes import folder_shape, new_shape
 from whet.models import kernels, mtp
 from whet.models.load import build, empty, export
@@ -505,3 +505,15 @@ def test_the_plan_counts_those_of_a_folder(tmp_path: Path) -> None:
     assert both == sum(p.numel() for p in model.parameters())
     mtp.remove(model)
     assert plain == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("make", [with_layers, experts])
+def test_half_precision(make: Any) -> None:
+    """Layers computed in bfloat16, and a model in float16 whose loss is scaled: near float32."""
+    batch = weighted()
+    exact = engine_of(make(), TOKENS).update(batch, pg_loss)
+    computed = engine_of(make(), TOKENS, precision=PrecisionConfig(compute="bfloat16")).update(batch, pg_loss)
+    half = engine_of(make().half(), TOKENS, precision=PrecisionConfig(loss_scale=8.0)).update(batch, pg_loss)
+    for told in (computed, half):
+        for name in ("mtp_loss", "grad_norm"):
+            assert told[name] == pytest.approx(exact[name], rel=0.05)

@@ -120,6 +120,6 @@ def _modules(model: PreTrainedModel, layer: MtpLayer) -> MtpHidden:
 
 
 def _joined(layer: MtpLayer, embedded_UD: Tensor, hidden_UD: Tensor) -> Tensor:
-    """What enters the decoder layer."""
+    """What enters the decoder layer: the residual stream, which autocast leaves in the dtype of the parameters."""
     both = (hidden_UD, embedded_UD) if layer.names.hidden_first else (embedded_UD, hidden_UD)
-    return linear(torch.cat(both, -1), layer.project.weight, None)
+    return linear(torch.cat(both, -1), layer.project.weight, None).to(layer.project.weight.dtype)
