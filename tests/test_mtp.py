@@ -431,6 +431,12 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
         open_model(tmp_path / "b", mtp="cross_entropy")
 
 
+def test_layers_that_the_config_does_not_count_are_no_such_layers(tmp_path: Path) -> None:
+    export(tiny_model(), None, tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.1"):
+        open_model(tmp_path / "a", overrides={"num_hidden_layers": 1})
+
+
 def test_new_models_have_layers_by_their_seed() -> None:
     def made(seed: int) -> PreTrainedModel:
         return build(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from whet.config.chosen import Chosen, chosen, setting_problems, unknown
 from whet.config.functions import MTP_LOSSES
@@ -23,9 +23,22 @@ _NUMBERED = re.compile(r"^(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
 
 
 def is_mtp(name: str, layers: int) -> bool:
-    """Whether a tensor of a checkpoint belongs to such layers. layers: those of the decoder."""
+    """Whether a parameter of a model belongs to such layers. layers: those of its decoder."""
+    return bool(_NAMED.search(name)) or _number(name) >= layers
+
+
+def names_of(names: Iterable[str], layers: int) -> set[str]:
+    """The tensors of a checkpoint that belong to such layers. One after the decoder's own is such a layer if it has a
+    projection; without one it is a decoder layer that the config does not count."""
+    names = list(names)
+    ahead = {_number(name) for name in names if ".eh_proj." in name and _number(name) >= layers}
+    return {name for name in names if _NAMED.search(name) or _number(name) in ahead}
+
+
+def _number(name: str) -> int:
+    """Of the layer that a tensor belongs to; -1: to none."""
     numbered = _NUMBERED.match(name)
-    return bool(_NAMED.search(name)) or (numbered is not None and int(numbered[1]) >= layers)
+    return -1 if numbered is None else int(numbered[1])
 
 
 def mtp_of(model: ModelConfig) -> Chosen | None:

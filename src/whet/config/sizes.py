@@ -245,7 +245,7 @@ def folder_shape(folder: Path, overrides: Mapping[str, Json], *, model: ModelCon
     found = _headers(folder)
     if not found:
         return with_tensors(**sizes)
-    inside = {n for n in found if mtp.is_mtp(n, sizes["layers"])}
+    inside = mtp.names_of(found, sizes["layers"])
     tensors = {n: size for n, size in found.items() if n not in inside}
     if ahead:
         own = {n: found[n] for n in inside if not n.removesuffix(".weight").endswith(mtp.COPIES)}

@@ -21,9 +21,9 @@ from transformers import (
 
 from whet import seeds
 from whet.config import schema
-from whet.config.mtp import COUNT, is_mtp, mtp_of
+from whet.config.mtp import COUNT, mtp_of, names_of
 from whet.config.scratch import config_json, problems
-from whet.config.sizes import check_files, exported
+from whet.config.sizes import MOST_LAYERS, check_files, exported
 from whet.config.urls import hub_hint
 from whet.guard.weights import check_weights
 from whet.inputs import read_json_object
@@ -146,9 +146,10 @@ def export(
     the folder that the model was read from; its layers of multi-token prediction are kept where the model has none.
     """
     beside, count = mtp.beside(model, origin)
+    more: dict[str, Any] = {"state_dict": {**model.state_dict(), **beside}} if beside else {}
     with atomic_folder(Path(path)) as folder:
         with mtp.counting(model, count):
-            model.save_pretrained(folder, state_dict={**model.state_dict(), **beside} if beside else None)
+            model.save_pretrained(folder, **more)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
             _check_tokenizer(tokenizer, folder, Path(path))
@@ -179,10 +180,10 @@ def _load(
     _check_folder(path)
     check_files(path, cfg.overrides)
     config = _read_config(path, cfg.overrides)
-    sizes = config.get_text_config()
-    layers, there = sizes.num_hidden_layers, mtp.counted(path, sizes.num_hidden_layers)
-    ahead = _ahead(path, cfg, there)
     check_weights(path, key="model.path", named=getattr(config, "transformers_weights", None))
+    layers = getattr(config.get_text_config(), "num_hidden_layers", MOST_LAYERS)
+    there = mtp.counted(path, layers)
+    ahead = _ahead(path, cfg, there)
     try:
         mtp.lengthen(config, min(ahead, there))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -206,7 +207,7 @@ def _load(
     if head is not None and f"{head}.weight" in found["unexpected"]:  # it stands for the output layer
         found["unexpected"] -= {f"{head}.weight", f"{head}.bias"}
         found["missing"] -= {"lm_head.weight"}
-    found["unexpected"] = {name for name in found["unexpected"] if not is_mtp(name, layers)}
+    found["unexpected"] -= names_of(found["unexpected"], layers)
     wrong = {kind: sorted(names) for kind, names in found.items() if names}
     if wrong:
         said = "; ".join(

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from whet import seeds
-from whet.config.mtp import COPIES, COUNT, is_mtp, mtp_of, said
+from whet.config.mtp import COPIES, COUNT, is_mtp, mtp_of, names_of
 from whet.config.schema import ModelConfig
+from whet.config.sizes import MOST_LAYERS
 from whet.inputs import read_json_object
 from whet.types import CheckpointError, ConfigError
 
@@ -177,15 +178,14 @@ def _initialised(model: PreTrainedModel, module: nn.Module) -> nn.Module:
 
 
 def remove(model: PreTrainedModel) -> None:
-    """Take its layers from a model."""
+    """Take its layers from a model, if it has any."""
     config = model.config.get_text_config()
-    names = FAMILIES.get(config.model_type)
     base: Any = model.get_decoder()
-    if names is not None and names.apart is not None and hasattr(base, names.apart):
-        delattr(base, names.apart)
-    elif names is not None:
-        base.layers = base.layers[: config.num_hidden_layers]
-    if getattr(config, COUNT, 0):
+    for names in {layer.names for layer in layers_of(model)}:
+        if names.apart is None:
+            base.layers = base.layers[: config.num_hidden_layers]
+        else:
+            delattr(base, names.apart)
         setattr(config, COUNT, 0)
 
 
@@ -197,7 +197,7 @@ def lengthen(config: PreTrainedConfig, count: int) -> None:
     reads their decoder layers with the others, stacks of experts too. Below 0: take that back. No change of families
     that have them in a list of their own."""
     sizes = config.get_text_config()
-    if FAMILIES.get(sizes.model_type, DEEPSEEK).apart is not None:
+    if count == 0 or FAMILIES.get(sizes.model_type, DEEPSEEK).apart is not None:
         return
     sizes.num_hidden_layers += count
     if kinds := getattr(sizes, "layer_types", None):
@@ -220,8 +220,7 @@ def counting(model: PreTrainedModel, count: int) -> Iterator[None]:
 
 def counted(folder: Path, layers: int) -> int:
     """How many such layers a folder's files have, whatever its config.json says. layers: those of the decoder."""
-    with_one = re.compile(r"layers\.(\d+)\.")
-    found = [with_one.search(name) for name in _names(folder, layers)]
+    found = [re.search(r"layers\.(\d+)\.", name) for name in _places(folder, layers)]
     return len({match[1] for match in found if match is not None})
 
 
@@ -245,24 +244,25 @@ def fill(model: PreTrainedModel, folder: Path) -> None:
 
 
 def beside(model: PreTrainedModel, folder: Path | None) -> tuple[dict[str, Tensor], int]:
-    """(what an export has beside the tensors of a model, how many layers of multi-token prediction it then has).
+    """(what an export has beside the tensors of a model, how many layers its config.json then says; 0: nothing new).
 
     Copies of embedding and output layer, where checkpoints of the family have them; and, of a model without such
     layers, those of the folder that it was read from, unchanged.
     """
     own = layers_of(model)
-    if own or folder is None:
+    if own or folder is None or not (folder / "config.json").is_file():
         return _copies(model, len(own)), len(own)
-    layers = model.config.get_text_config().num_hidden_layers
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", MOST_LAYERS)
     found = dict(_tensors(folder, layers))
-    count = said(read_json_object(folder / "config.json", CheckpointError)) if found else 0
-    return found | {name: x for name, x in _copies(model, count).items() if name in found}, count
+    fresh = _copies(model, counted(folder, layers))
+    said = read_json_object(folder / "config.json", CheckpointError).get(COUNT) if found else 0
+    return found | {n: x for n, x in fresh.items() if n in found}, said if type(said) is int else 0
 
 
 def unserved(model: PreTrainedModel) -> frozenset[str]:
     """Names of parameters that a server of the model does not take."""
     config = model.config.get_text_config()
-    if config.model_type in SERVED:
+    if config.model_type in SERVED or not layers_of(model):
         return frozenset()
     return frozenset(name for name, _ in model.named_parameters() if is_mtp(name, config.num_hidden_layers))
 
@@ -280,16 +280,18 @@ def _copies(model: PreTrainedModel, count: int) -> dict[str, Tensor]:
     }
 
 
-def _names(folder: Path, layers: int) -> Iterator[str]:
+def _places(folder: Path, layers: int) -> dict[str, Path]:
+    """By name, the files of a folder's tensors of multi-token prediction."""
+    every: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            yield from (name for name in file.keys() if is_mtp(name, layers))  # noqa: SIM118  it is no mapping
+            every |= dict.fromkeys(file.keys(), path)
+    return {name: every[name] for name in sorted(names_of(every, layers))}
 
 
 def _tensors(folder: Path, layers: int) -> Iterator[tuple[str, Tensor]]:
     """Tensors of multi-token prediction in a folder's files."""
-    for path in sorted(folder.glob("*.safetensors")):
+    places = _places(folder, layers)
+    for path in sorted(set(places.values())):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  it is no mapping
-                if is_mtp(name, layers):
-                    yield name, file.get_tensor(name)
+            yield from ((name, file.get_tensor(name)) for name, at in places.items() if at == path)
