@@ -33,6 +33,7 @@ from whet.models.packing import layout
 from whet.rollout.http.published import write_weights
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
+from whet.training.work import work_of
 from whet.types import CheckpointError, ConfigError
 
 COEF = 0.7
@@ -523,3 +524,8 @@ def test_half_precision(make: Any) -> None:
     for told in (computed, half):
         for name in ("mtp_loss", "grad_norm"):
             assert told[name] == pytest.approx(exact[name], rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mimo"])
+def test_the_work_of_a_rollout_is_that_of_the_policy(family: str) -> None:
+    assert work_of(with_layers(family), output=True) == work_of(tiny_model(family), output=True)
