@@ -238,6 +238,7 @@ CASES: dict[str, Case] = {
     "model.mtp.coef": ("model.mtp=distill", 0.5),
     "model.mtp.detach": ("model.mtp=cross_entropy", "model"),
     "model.mtp.top_k": ("model.mtp=distill", 2),
+    "model.expert_grid": (f"{MOE}; model.lora.rank=2", "int4_rtn"),
     **lora("model.lora", ""),
     "tokenizer.path": ("tokenizer={path: A}", "C"),
     "tokenizer.build": ("", "words"),
@@ -764,7 +765,7 @@ SERVER = tuple(
     f"rollout.server.{name}"
     for name in (
         "urls", "token", "command", "options", "env", "weights_dir", "canary_bound", "timeout_s",
-        "start_timeout_s", "restarts", "model", "lora", "sleep",
+        "start_timeout_s", "restarts", "model", "lora", "sleep", "proxy",
     )
 )  # fmt: skip
 
@@ -799,6 +800,7 @@ BELOW: dict[str, str] = {
     **dict.fromkeys(SERVER, "a server is asked for it: test_http_keys.py has a test of each"),
     **dict.fromkeys(CLUSTER, "Ray starts for it: test_cluster.py has a test of each"),
     "eval.offline": "training refuses it, `whet eval` reads it: test_offline_eval.py",
+    "track.dump.replies": "training refuses it, `whet generate` writes it: test_generate.py",
 }
 """Keys that a single training run cannot show; the last tests of test_dead_native.py are theirs."""
 

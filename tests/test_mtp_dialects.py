@@ -132,6 +132,11 @@ def test_the_embedded_engine_does_not_speculate_and_says_so() -> None:
         ("verl", ["critic.model.mtp.enable=true"], "layers of multi-token prediction of a critic"),
         ("verl", [f"{AT}.num_layers=2"], "unknown key"),
         (
+            "verl",
+            ["actor_rollout_ref.actor.strategy=mlite", "actor_rollout_ref.actor.megatron={}"],
+            "enable_train=True with strategy=mlite is coming",
+        ),
+        (
             "skyrl",
             ["trainer.policy.megatron_config.mtp_num_layers=0"],
             "mtp_num_layers=0, which switches the layers off",

@@ -218,7 +218,7 @@ def model_at(
     the folder may hold.
     """
     cfg = context.cfg
-    own = {"path": path, "scratch": None, "mtp": None} | (
+    own = {"path": path, "scratch": None, "mtp": None, "expert_grid": None} | (
         {} if overrides is None else {"overrides": overrides}
     )
     return partial(

@@ -28,6 +28,7 @@ from whet.config.urls import hub_hint
 from whet.guard.weights import check_weights
 from whet.inputs import read_json_object
 from whet.models import mimo, mtp
+from whet.models.grid import put_experts_on
 from whet.track.files import atomic_folder
 from whet.types import CheckpointError, ConfigError
 
@@ -70,6 +71,8 @@ def build(
             mtp.attach(model, ahead.settings["layers"] or 1, seed=seed)
         for holder in (model.config, model.generation_config):
             holder.eos_token_id, holder.pad_token_id = eos_token_id, pad_token_id
+    if cfg.expert_grid is not None:
+        put_experts_on(model, cfg.expert_grid)
     # In a packed batch nothing is padding: the pad token (often the end token) learns like any other.
     _embedding(model).padding_idx = None
     nn.Module.to(model, device)

@@ -81,6 +81,10 @@ class ModelConfig(Section):
     they learn, or a table of the name and its settings: {name: cross_entropy, coef: 0.1}. Without a name it is
     cross_entropy. The policy's log-probs and samples do not depend on them. Default: the policy has none; an export
     keeps those that the folder of model.path has."""
+    expert_grid: Literal["int4_rtn", "int4_kimi"] | None = None
+    """Round the frozen matrices of experts to the numbers that a checkpoint in INT4 has, where such a checkpoint is
+    served with the adapters: 16 numbers for each group of 32 inputs. int4_rtn: as llm-compressor rounds; int4_kimi: as
+    Kimi K2. The engine samples with these weights. Default: the weights as they are."""
 
 
 class TokenizerConfig(Section):
