@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import MtpModel
 
 from grid import BIG, Layout, Way, moved, pair, started
 from test_models import equal, open_model
@@ -24,10 +25,13 @@ from whet.batch import Batch, pack, select
 from whet.config.schema import ModelConfig, PrecisionConfig
 from whet.config.sizes import folder_shape, new_shape
 from whet.models import kernels, mtp
+from whet.models.attention import PackedAttention, Segments
+from whet.models.forward import decoder
 from whet.models.load import build, empty, export
 from whet.models.lora import learned
 from whet.models.mesh import Dims
 from whet.models.mtp import MtpLoss
+from whet.models.mtp_forward import embedding_of, hidden_of
 from whet.models.optim import Optimizer
 from whet.models.packing import layout
 from whet.rollout.http.published import write_weights
@@ -529,3 +533,24 @@ def test_half_precision(make: Any) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "mimo"])
 def test_the_work_of_a_rollout_is_that_of_the_policy(family: str) -> None:
     assert work_of(with_layers(family), output=True) == work_of(tiny_model(family), output=True)
+
+
+def test_transformers_reads_the_export_and_computes_the_same(tmp_path: Path) -> None:
+    """Its own model of such layers, which drafts in its `generate`, from the names of GLM-4.5."""
+    model = experts()
+    export(model, None, tmp_path / "a")
+    main = AutoModelForCausalLM.from_pretrained(tmp_path / "a", attn_implementation="eager").eval()
+    main._keys_to_ignore_on_load_unexpected = [
+        r"model\.layers\.2.*"
+    ]  # by which it finds them; GLM's are 46 and 92
+    theirs = MtpModel.from_pretrained(main).eval()
+    ids, places = torch.arange(3, 11), torch.arange(7)[None]
+    whole, part = (PackedAttention(Segments.of_lengths(torch.tensor([n])), OPS) for n in (8, 7))
+    with torch.no_grad():
+        hidden = main.model(ids[None]).last_hidden_state
+        expected = theirs.forward_layer(0, hidden[:, :-1], places, None, input_ids=ids[None, 1:])
+        own = decoder(model, OPS).hidden(ids, torch.arange(8), whole)
+        (layer,) = hidden_of(model, mtp.layers_of(model), OPS)
+        found = layer(embedding_of(model)(ids[1:]), own[:-1], places[0], part, checkpoint=False)
+    assert torch.allclose(own, hidden[0], atol=1e-5)
+    assert torch.allclose(found, expected[0], atol=1e-5)
