@@ -5,8 +5,8 @@ The functions themselves are `whet.algos.advantages.ADVANTAGES` and `whet.algos.
 together. Formulas and sources stand in docs/algorithms.md. `functions.tsv` has a line for each, with the columns:
 
     part      advantage, loss, weight (the importance weight of a correction), resample, entropy_control, entropy_clip,
-              priority (of a group that is trained on again), reward, scratch (the family of a new model), or mtp
-              (what layers of multi-token prediction learn)
+              mu_schedule (of the weight of demonstrations), priority (of a group that is trained on again), reward,
+              scratch (the family of a new model), or mtp (what layers of multi-token prediction learn)
     name      what a config says
     needs     what must be at hand (`Need`)
     more      further fields of its entry, as JSON
@@ -105,6 +105,8 @@ REWARDS = _table("reward", Function)
 RESAMPLINGS = _table("resample", Function)
 ENTROPY_CONTROLS = _table("entropy_control", Function)
 ENTROPY_CLIPS = _table("entropy_clip", Function)
+MU_SCHEDULES = _table("mu_schedule", Function)
+"""How the weight of the demonstrations changes."""
 PRIORITIES = _table("priority", Function)
 ARCHITECTURES = _table("scratch", Function)
 """Families of models that can be made new, by the `model_type` of their config.json."""

@@ -22,6 +22,7 @@ from whet.config.functions import (
     ENTROPY_CONTROLS,
     LOSSES,
     MTP_LOSSES,
+    MU_SCHEDULES,
     PRIORITIES,
     RESAMPLINGS,
     WEIGHTS,
@@ -106,6 +107,7 @@ TABLES: dict[Path, Mapping[str, Function]] = {
     ("algorithm", "resample"): RESAMPLINGS,
     ("algorithm", "entropy_control"): ENTROPY_CONTROLS,
     ("algorithm", "entropy_clip"): ENTROPY_CLIPS,
+    ("algorithm", "mix", "mu_schedule"): MU_SCHEDULES,
     ("buffer", "replay", "priority"): PRIORITIES,
     ("algorithm", "mix", "loss"): {name: row for name, row in LOSSES.items() if row.kind == "demonstrations"},
 }
