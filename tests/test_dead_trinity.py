@@ -120,6 +120,7 @@ CONTEXTS: dict[str, Tree] = {
     f"{MTP}.enable": put(MEGATRON, f"{MTP}.enable_train", True),
     f"{MTP}.enable_train": put(MEGATRON, f"{MTP}.enable", True),
     **{f"{MTP}.{key}": LEARNS for key in ("detach_encoder", "mtp_loss_scaling_factor")},
+    "algorithm.enable_router_replay": MEGATRON,
     **{
         f"{ACTOR}.megatron.{key}": MEGATRON
         for key in (

@@ -65,7 +65,9 @@ def _functional(model: Any, layer: MtpLayer, ops: Ops, *, family: Family) -> Mtp
         e_UD = ops.rms_norm(embedded_UD, layer.embedding_norm.weight, eps, offset=offset)
         h_UD = ops.rms_norm(hidden_UD, layer.hidden_norm.weight, eps, offset=offset)
         x_UD = _joined(layer, e_UD, h_UD)
-        delta_UD, h_UD = one_layer(view, None, x_UD, ops=ops, attend=attend, cos_UD=cos_UD, sin_UD=sin_UD)
+        delta_UD, h_UD = one_layer(
+            view, None, x_UD, ops=ops, attend=attend, route=None, cos_UD=cos_UD, sin_UD=sin_UD
+        )
         return ops.add_rms_norm(delta_UD, h_UD, layer.norm.weight, eps=eps, offset=offset)[0]
 
     def hidden(

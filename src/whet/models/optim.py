@@ -6,6 +6,7 @@ change at all (its steps are 2^-8 of its size).
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -21,7 +22,8 @@ from whet.models.adam8 import Adam8
 from whet.models.muon import Muon
 from whet.models.precision import loss_scale
 from whet.models.sharded import Alone, DataParallel, Wholes
-from whet.types import CheckpointError, ConfigError
+from whet.models.tensor_files import TensorFile
+from whet.types import CheckpointError, ConfigError, WhetError
 
 _ADAM = {"steps": "step", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _MOMENTUM = {"momentum_buffer": "momentum_buffer"}
@@ -303,3 +305,25 @@ def inner_matrices(model: PreTrainedModel) -> Iterator[str]:
     ends = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
     outer = {id(p) for end in ends for p in end.parameters()}
     yield from (name for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in outer)
+
+
+def not_finite(step: int, norm: float, times: int, most: int) -> WhetError:
+    """What ends a run whose gradient was not finite in more than `most` optimizer steps in a row."""
+    return WhetError(
+        f"optimizer step {step}: the norm of the gradient is {norm}. It was not finite in {times} optimizer steps in a "
+        f"row, and train.max_skipped_steps is {most}; resume from an older checkpoint with a lower train.optimizer.lr, "
+        "or check the rewards of the last rollouts"
+    )
+
+
+def saved_counts(file: TensorFile) -> tuple[int, int, tuple[float, int] | None]:
+    """Optimizer steps, how many of them were skipped last, and the loss scale with the steps it has held."""
+    counts = json.loads(file.metadata["counts"])
+    if odd := [key for key in ("steps", "skipped") if type(counts[key]) is not int]:
+        raise CheckpointError(
+            f"{file.path}: its count of {odd[0]} is {counts[odd[0]]!r}, expected a whole number"
+        )
+    if (given := counts.get("loss_scale")) is None:
+        return counts["steps"], counts["skipped"], None
+    scale, held = given
+    return counts["steps"], counts["skipped"], (float(scale), int(held))

@@ -55,6 +55,8 @@ class MicroBatchPolicy:
     """Coefficient of the routers' z term."""
     mtp: MtpLoss | None = None
     """What layers of multi-token prediction learn, where there is an optimizer."""
+    replays: bool = False
+    """Tokens are computed with the experts that the batch has of them (`Batch.routed_NLE`)."""
     work: BatchFlops | None = None
     """The model's arithmetic, by which micro-batches and ranks are made equal; None: by tokens."""
     colocated: bool = False
@@ -104,6 +106,7 @@ class MicroBatchPolicy:
             router_aux_each=train.router_aux_loss_scope == "layer",
             router_z=train.router_z_loss_coef,
             mtp=mtp,
+            replays=train.router_replay != "none",
             work=work_of(model, output=not critic),
             colocated=colocated,
         )

@@ -45,7 +45,6 @@ class MtpTerm:
         model: PreTrainedModel,
         ops: Ops,
         cut: MicroBatchPolicy,
-        *,
         head: OutputHead,
         add: Callable[[Tensor], Tensor],
     ) -> None:

@@ -6,7 +6,6 @@ the index. A rank writes in a separate thread: from the tensors themselves where
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,9 +15,8 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from whet.models.tensor_files import TensorFile, assigned, index, index_file, part_file, write
+from whet.models.tensor_files import assigned, index, index_file, part_file, write
 from whet.track.files import write_json
-from whet.types import CheckpointError
 
 Ask = Callable[..., list[Any]]
 """`Ranks.ask` about one role."""
@@ -79,16 +77,3 @@ def hold(ask: Ask, *, moments: bool, copy: bool) -> Callable[[Path], None]:
             write_json(path / index_file(file), index(file, share, told[0][file][1]), durable=False)
 
     return written
-
-
-def counts_in(file: TensorFile) -> tuple[int, int, tuple[float, int] | None]:
-    """Optimizer steps, how many of them were skipped last, and the loss scale with the steps it has held."""
-    counts = json.loads(file.metadata["counts"])
-    if odd := [key for key in ("steps", "skipped") if type(counts[key]) is not int]:
-        raise CheckpointError(
-            f"{file.path}: its count of {odd[0]} is {counts[odd[0]]!r}, expected a whole number"
-        )
-    if (given := counts.get("loss_scale")) is None:
-        return counts["steps"], counts["skipped"], None
-    scale, held = given
-    return counts["steps"], counts["skipped"], (float(scale), int(held))

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -33,12 +33,13 @@ from whet.models.kernels import Ops
 from whet.models.logprobs import OF_LOGITS, token_logprobs
 from whet.models.lora import adapted, dropping, learned, merged, refresh
 from whet.models.offload import kept_on_host
-from whet.models.optim import Optimizer, inner_matrices
-from whet.models.packing import layout
+from whet.models.optim import Optimizer, inner_matrices, not_finite, saved_counts
+from whet.models.packing import layout, spread
 from whet.models.parallel import Parallel
 from whet.models.precision import computing
 from whet.models.published import Adapter, Send, merging, parts_first, weights_of, write_own
 from whet.models.router import RouterTerms, gates, hook, uses
+from whet.models.routing import GivenRoute, Route, RouteRecorder, Routes
 from whet.models.sharded import Alone, DataParallel, local, within
 from whet.models.tensor_files import Piece, opened, pieces, write
 from whet.models.zero import Zero, ZeroOptimizer
@@ -48,7 +49,6 @@ from whet.training.engine import TrainEngine, Want
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.mixing import mix
 from whet.training.mtp import MtpTerm
-from whet.training.parts import counts_in
 from whet.training.sums import Sums
 from whet.types import CheckpointError, Metrics, WhetError
 
@@ -101,9 +101,9 @@ class TorchEngine:
         self.decoder = self.parallel.decoder(model, ops, compile=cut.compile)
         self.routers = gates(model)
         self.balance = self._balance() if optimizer and (cut.router_aux or cut.router_z) else None
-        self.mtp: MtpTerm | None = None
-        if optimizer and cut.mtp:
-            self.mtp = MtpTerm(model, ops, cut, head=self.decoder.head, add=self.across.add)
+        self.mtp = (
+            MtpTerm(model, ops, cut, self.decoder.head, self.across.add) if optimizer and cut.mtp else None
+        )
         inside = set(inner_matrices(model))
         self.device = self.home = next(model.parameters()).device  # parameters may then rest on the host
         self.across.place(model, functional=self.decoder.path == "functional")
@@ -151,7 +151,7 @@ class TorchEngine:
         if (want == "values") != (self.value_head is not None):
             raise WhetError(f"a {'critic' if self.value_head else 'policy'} engine does not compute {want}")
         parts: list[Tensor] = []
-        said = self._entropies if want == "entropy" else self._said
+        said = partial(self._said, want)
         if want in OF_LOGITS:
             said = partial(self._of_logits, OF_LOGITS[want])
         with self.span(f"forward {want}"), self._awake():
@@ -160,8 +160,9 @@ class TorchEngine:
                     dealt, lambda at, micro, hidden_AD, at_A: parts.append(said(micro, hidden_AD, at_A))
                 )
             else:
+                said_of = self._recorded if want == "routed" else partial(self._alone, said)
                 for micro in self._micro(dealt):
-                    parts.append(within(self.module, self._alone, said, micro.to(self.device)))
+                    parts.append(within(self.module, said_of, micro.to(self.device)))
             self.across.done(self.module)
             return parts
 
@@ -265,7 +266,7 @@ class TorchEngine:
         """What lies here of the optimizer's state, read slice by slice."""
         with opened(path) as file:
             with reading(file.path):
-                steps, skipped, scale = counts_in(file)
+                steps, skipped, scale = saved_counts(file)
                 own = [name for name in file.tensors if name.partition(".")[2] in optimizer.parameters]
                 regions = {name: self.across.region(name, file.shape(name)) for name in own}
             state = {name: file.read(name, region) for name, region in regions.items()}
@@ -381,9 +382,11 @@ class TorchEngine:
         # a rank without tokens may compute one in their place: see `hf_forward.modules`
         return dropping(self.module, Noise(name_T if len(name_T) else name_T.new_zeros(1), key))
 
-    def _hidden(self, share: Share, x_TD: Tensor | None = None) -> Tensor:
+    def _hidden(self, share: Share, x_TD: Tensor | None = None, route: Route | None = None) -> Tensor:
         """[T, D] hidden states of this rank's tokens: those of the running part of a pipeline, made of the states
         of the part before."""
+        if self.cut.replays and share.routed_TLE is not None:
+            route = GivenRoute(share.routed_TLE)
 
         def forward() -> Tensor:
             with self._computing():
@@ -392,6 +395,7 @@ class TorchEngine:
                     share.position_T,
                     share.attend(PackedAttention(share.packed.segments, self.ops)),
                     checkpoint=self.cut.checkpoint and torch.is_grad_enabled(),
+                    route=route,
                 )
 
         if self.balance is None or self.optimizer is None:
@@ -408,7 +412,7 @@ class TorchEngine:
 
     def _balance(self) -> RouterTerms:
         if self.decoder.path == "modules":
-            hook(self.module)
+            hook(self.module, answered=self.cut.replays and self.cut.router_aux > 0)
         parallel = self.parallel
         return RouterTerms(
             self.module,
@@ -508,10 +512,10 @@ class TorchEngine:
             self.across.done(self.module)
         return out
 
-    def _said(self, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
-        """[N] log-probs, or values."""
+    def _said(self, want: Want, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
+        """[N] log-probs, entropies or values."""
         out = self._outputs(batch, hidden_AD, at_A)
-        return out.value_N if out.value_N is not None else need(out.logp_N, "outputs.logp_N")
+        return need({"entropy": out.entropy_N, "values": out.value_N}.get(want, out.logp_N), f"the {want}")
 
     def _losses(
         self, batch: Batch, hidden_AD: Tensor, at_A: Tensor, loss: LossFn, reference_AD: Tensor | None = None
@@ -526,15 +530,18 @@ class TorchEngine:
             result = beside(result, batch, kl_N, coef=term.coef)
         return (result.loss_N * need(batch.weight_N, "batch.weight_N")).sum(), out, result
 
+    def _recorded(self, batch: Batch) -> Tensor:
+        """[N, L, E] the experts that routers choose."""
+        share, recorder = self._share(replace(batch, routed_NLE=None)), RouteRecorder(Routes.of(self.module))
+        self._hidden(share, route=recorder)
+        return spread(share.packed, recorder.recorded())
+
     def _of_logits(
         self, compute: Callable[..., Tensor], batch: Batch, hidden_AD: Tensor, at_A: Tensor
     ) -> Tensor:
         targets_A, head = batch.token_ids_N[at_A], self.decoder.head
         found_A = compute(hidden_AD, targets_A, head=head, temperature=self.cut.temperature)
         return self._spread(found_A, at_A, batch.tokens)
-
-    def _entropies(self, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
-        return need(self._outputs(batch, hidden_AD, at_A).entropy_N, "outputs.entropy_N")
 
     def _full_kl_N(
         self, term: FullKl, batch: Batch, hidden_AD: Tensor, at_A: Tensor, reference_AD: Tensor | None
@@ -585,12 +592,7 @@ class TorchEngine:
             # a loss scale that is too large says nothing of the data: it halves until it is not
             self.skipped_in_a_row += scale is None or scale.scale < 1.0
             if self.skipped_in_a_row > self.max_skipped:
-                raise WhetError(
-                    f"optimizer step {self.optimizer.step_count}: the norm of the gradient is {norm}. It was not "
-                    f"finite in {self.skipped_in_a_row} optimizer steps in a row, and train.max_skipped_steps is "
-                    f"{self.max_skipped}; resume from an older checkpoint with a lower train.optimizer.lr, or check "
-                    "the rewards of the last rollouts"
-                )
+                raise not_finite(self.optimizer.step_count, norm, self.skipped_in_a_row, self.max_skipped)
         self.optimizer.zero_grad()
         return {"lr": lr, "skipped_steps": float(not finite), **scaled} | (
             {"grad_norm": norm} if finite else {}
