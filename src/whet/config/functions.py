@@ -5,8 +5,8 @@ The functions themselves are `whet.algos.advantages.ADVANTAGES` and `whet.algos.
 together. Formulas and sources stand in docs/algorithms.md. `functions.tsv` has a line for each, with the columns:
 
     part      advantage, loss, weight (the importance weight of a correction), resample, entropy_control, entropy_clip,
-              mu_schedule (of the weight of demonstrations), priority (of a group that is trained on again), reward, or
-              scratch (the family of a new model)
+              mu_schedule (of the weight of demonstrations), priority (of a group that is trained on again), reward,
+              scratch (the family of a new model), or mtp (what layers of multi-token prediction learn)
     name      what a config says
     needs     what must be at hand (`Need`)
     more      further fields of its entry, as JSON
@@ -110,3 +110,5 @@ MU_SCHEDULES = _table("mu_schedule", Function)
 PRIORITIES = _table("priority", Function)
 ARCHITECTURES = _table("scratch", Function)
 """Families of models that can be made new, by the `model_type` of their config.json."""
+MTP_LOSSES = _table("mtp", Function)
+"""What layers of multi-token prediction learn."""

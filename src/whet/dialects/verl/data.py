@@ -5,12 +5,14 @@ from __future__ import annotations
 from whet.config.faults import shown
 from whet.config.urls import is_remote
 from whet.dialects.choices import choices
+from whet.dialects.mtp import drafting
 from whet.dialects.row import NOTHING, Native, Values
 from whet.dialects.served import NAMES, placed
 from whet.dialects.typed import choose
 from whet.dialects.verl.loop import schedule
 from whet.dialects.verl.roles import (
     MODEL,
+    MTP,
     ROLLOUT,
     SERVERS,
     anywhere,
@@ -129,11 +131,10 @@ def runs_code(v: Values) -> bool:
 def sandbox(v: Values) -> Native:
     """Programs are judged by the service; verl looks at their first ten tests."""
     at = "reward_model.sandbox_fusion"
-    limit = v[f"{at}.memory_limit_mb"] if since(v, "verl", "0.4.1") else None
     arguments = {
         "url": v[f"{at}.url"],
         "max_concurrent": v[f"{at}.max_concurrent"],
-        "memory_limit_mb": limit,
+        "memory_limit_mb": v[f"{at}.memory_limit_mb"],
         "most_tests": 10,
         "sources": CODE,
     }
@@ -209,12 +210,19 @@ def _server(v: Values, name: str) -> dict[str, Json]:
         dp=engine_devices(v) // (tp * pp),
         ep=ep,
         memory=v[f"{ROLLOUT}.gpu_memory_utilization"],
-        more=server_options(v),
+        more=_options(v, name),
         sleeps=shares
         and bool(v[f"{ROLLOUT}.free_cache_engine"])
         and bool(v.get(f"{ROLLOUT}.enable_sleep_mode", True))
         and schedule(v) == NOTHING,
     )
+
+
+def _options(v: Values, name: str) -> dict[str, Json]:
+    """The file's own options of its engine, and those with which it drafts."""
+    own = server_options(v)
+    drafts = drafting(v, MTP, name, own.get("speculative_config"))
+    return drafts | {option: value for option, value in own.items() if option.replace("_", "-") not in drafts}
 
 
 def concurrency(v: Values) -> Native:
