@@ -280,6 +280,7 @@ def test_rules_look_at_what_there_is() -> None:
         (no({"key": "a", "given": True}), "a is not given"),
         (no({"any": [{"key": "a"}, {"key": "b"}]}), "not (a or b)"),
         ({"key": "a", "in": [1, True]}, "a is one of 1, true"),
+        ({"not": {"key": "a", "in": [1, True]}}, "a is not one of 1, true"),
         ({"key": "a", "holds": ["x"]}, "a contains x"),
         ({"any": []}, "never"),
     ],
@@ -304,6 +305,7 @@ def test_conditions_in_words(condition: Any, words: str) -> None:
         ("ranks <= 1", {"not": {"condition": "ranks", "above": 1}}),
         ("data.train has more entries than 2", {"key": "data.train", "longer": 2}),
         ("loss is one of KNOWN, gkd", {"condition": "loss", "in": ["ppo", "sft", "gkd"]}),
+        ("loss is not one of KNOWN", {"not": {"condition": "loss", "in": ["ppo", "sft"]}}),
         (
             "whiten or judged and (NAMED or mixes)",
             {
