@@ -349,6 +349,7 @@ CASES: dict[str, Case] = {
     ),
     "algorithm.advantage.opmd_baseline": ("algorithm.name=opmd", "logavgexp"),
     "algorithm.advantage.tau": ("algorithm.name=opmd; algorithm.advantage.opmd_baseline=logavgexp", 0.5),
+    "algorithm.advantage.softmean_eta": ("algorithm.advantage=softmean", 9.0),
     "algorithm.advantage.baseline_shift": ("algorithm.name=asymre", 0.2),
     "algorithm.advantage.turn_weight": ("algorithm.name=gigpo", 0.3),
     "algorithm.advantage.distill_discount": (f"algorithm.name=distill; {OTHERS}; reference.path=B", 0.5),
@@ -469,6 +470,8 @@ CASES: dict[str, Case] = {
     "algorithm.loss.dppo_max_ratio": (f"algorithm.name=dppo; {MOVED}", 0.9),
     "algorithm.loss.dppo_delta_high": (f"algorithm.name=dppo; {MOVED}", 0.001),
     "algorithm.loss.aipo_rho": (f"algorithm.name=aipo; {MOVED}", 1.001),
+    "algorithm.loss.eta": (f"algorithm.name=self_play; {MOVED}", 0.1),
+    "algorithm.loss.pairs_of": ("algorithm.name=online_dpo; rollout.group_size=4", "neighbours"),
     "algorithm.loss.ratio_epsilon": (f"algorithm.name=softmax_ppo; {MOVED}", 0.001),
     **{
         f"algorithm.loss.vespo_{name}": (f"algorithm.name=vespo; {MOVED}", 9.0)

@@ -67,6 +67,12 @@ OTHER: Given = {
     R + "max_num_seqs": 7,
     "algorithm.adv_estimator": "rloo",
     "algorithm.kl_penalty": "abs",
+    A + "sppo_eta": 2.0,
+    "algorithm.sppo_eta": 2.0,
+    A + "dpo_beta": 0.2,
+    "trainer.ref_update_freq": 3,
+    "algorithm.dpo_loss_type": "ipo",
+    "algorithm.dpo_label_smoothing": 0.1,
     "algorithm.kl_ctrl.type": "adaptive",
     "algorithm.pf_ppo.reweight_method": "max_min",
     "algorithm.rollout_correction.rollout_is": "token",
@@ -259,7 +265,20 @@ GDPO: Given = {
     "algorithm.gdpo_reward_keys": ["format", "right"],
 }
 
+SPPO: Given = {"algorithm.adv_estimator": None, "algorithm.sppo_eta": 0.5}
+SPIN: Given = {"algorithm.adv_estimator": None, A + "dpo_beta": 0.5, R + "n": 2}
+
 CONTEXTS: dict[str, Given] = {
+    **dict.fromkeys((A + "sppo_eta", "algorithm.sppo_eta"), SPPO),
+    **dict.fromkeys(
+        (
+            A + "dpo_beta",
+            "trainer.ref_update_freq",
+            "algorithm.dpo_loss_type",
+            "algorithm.dpo_label_smoothing",
+        ),
+        SPIN,
+    ),
     TURNS + "enable": {TURNS + "tool_config_path": "tools.yaml"},
     **{TURNS + key: {TURNS + "enable": True} for key in ("tool_config_path", "interaction_config_path")},
     TURNS + "function_tool_path": {TURNS + "enable": True},

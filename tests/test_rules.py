@@ -42,7 +42,6 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "data.eval": [(EVAL, "eval.at_start=false", "eval.at_end=false"), ("mode=eval",)],
     "data.demonstrations": [("algorithm.name=mix",)],
     "algorithm.dynamic_sampling": [
-        (ONLINE_DPO, "algorithm.dynamic_sampling=false"),
         ("algorithm.name=reinforce", "rollout.group_size=1", "algorithm.dynamic_sampling=true"),
         (*DISTILL, "-rewards", "algorithm.dynamic_sampling=true"),
     ],
@@ -57,6 +56,12 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "algorithm.kl.estimator": [
         (ONLINE_DPO, "algorithm.kl.coef=0.1", "algorithm.kl.estimator=full"),
         ("algorithm.name=dpo", "-rewards", "algorithm.kl={coef: 0.1, estimator: full}"),
+    ],
+    "train.share_prompts": [
+        (
+            "algorithm={name: online_dpo, dynamic_sampling: false, loss: {pairs_of: neighbours}}",
+            "rollout.group_size=1",
+        )
     ],
     "algorithm.groups.truncated": [(ONLINE_DPO, "algorithm.groups.truncated=mask")],
     "algorithm.groups.uniform_by": [(ONLINE_DPO, "algorithm.groups.uniform_by=[exact]")],

@@ -39,8 +39,10 @@ class Context:
     def due(self, done: int, every: Amount | Sequence[Amount]) -> bool:
         """Whether what is done every so many steps or epochs (0: never) is due when `done` steps are done."""
         return any(
-            self._epochs_due(done, int(n)) if unit == "epoch" else n > 0 and done % n == 0
-            for n, unit in amounts(every)
+            self._epochs_due(done, int(n))
+            if unit == "epoch"
+            else n > 0 and first <= done and (done - first) % n == 0
+            for n, unit, first in amounts(every)
         )
 
     def _epochs_due(self, done: int, every: int) -> bool:

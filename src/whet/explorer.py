@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
 from whet import seeds
-from whet.algos.groups import refine, uninformative, with_baseline
+from whet.algos.groups import refine, rejection, with_baseline
 from whet.buffer.buffer import Buffer
 from whet.buffer.priority import priority
 from whet.buffer.queue import TrainerQueue
@@ -26,8 +26,9 @@ from whet.buffer.stores import Store, open_store
 from whet.config import deadlines
 from whet.config.amounts import amounts
 from whet.config.deadlines import Deadline
+from whet.config.groups import pairs_tasks
 from whet.config.plan import Plan
-from whet.config.recipes import Resolved, choices
+from whet.config.recipes import choices
 from whet.config.resuming import played_by
 from whet.config.schema import Config
 from whet.context import Context, StopFlag
@@ -563,7 +564,7 @@ def replay_of(cfg: Config, plan: Plan) -> Replay | None:
     if not (wanted.share or wanted.queue) or plan.algorithm.kind != "online":
         return None
     ranked = choices(cfg)["buffer.replay.priority"]
-    cooldown = {unit: number for number, unit in amounts(wanted.cooldown or ())}
+    cooldown = {unit: number for number, unit, _ in amounts(wanted.cooldown or ())}
     return Replay(
         capacity=wanted.capacity,
         priority=priority(ranked.name, ranked.settings),
@@ -580,16 +581,10 @@ def grouping(cfg: Config, plan: Plan) -> dict[str, Any]:
     weights = {name: reward.weight for name, reward in cfg.rewards.items()}
     return {
         "refine": partial(refine, cfg=plan.algorithm.groups),
-        "reject": partial(rejection, algorithm=plan.algorithm, weights=weights),
+        "reject": partial(
+            rejection, algorithm=plan.algorithm, weights=weights, alone=pairs_tasks(cfg, plan.algorithm)
+        ),
     }
-
-
-def rejection(group: Group, *, algorithm: Resolved, weights: Mapping[str, float]) -> str | None:
-    """Why a group is not trained on: rewards all equal, with dynamic sampling, or too close; or, after failures, a
-    single rollout is left although rollouts of a group are compared. weights: of the rewards by name."""
-    if len(group.rollouts) == 1 and (algorithm.compares or algorithm.pairs):
-        return "alone"
-    return uninformative(group, algorithm.groups, drop_uniform=algorithm.dynamic_sampling, weights=weights)
 
 
 def queue_name(cfg: Config, stage: str) -> str:

@@ -22,7 +22,7 @@ from whet.algos.preference import kl_zero
 from whet.algos.segments import sampled_logp_N
 from whet.algos.skipping import Skipping, shares, skip, skipping, without_effect
 from whet.batch import Batch, LossTerms, among_skipped, computed, pack, select, with_parts
-from whet.config.groups import experts_per_step
+from whet.config.groups import experts_per_step, pairs_tasks
 from whet.config.recipes import resolve
 from whet.config.schema import TrainConfig
 from whet.context import Context
@@ -164,6 +164,8 @@ class Learner:
         """See `prepare`. Where rewards alone decide which rollouts have an effect, no model computes the others."""
         algorithm, numbers = self.context.algorithm, Metrics()
         batch = pack(groups) if self.demonstrations is None else self.demonstrations.among(groups)
+        if pairs_tasks(self.context.cfg, self.context.plan.algorithm):
+            batch = replace(batch, group_R=batch.group_R // 2)
         if self.reprompt is not None:
             batch, numbers = self.reprompt(batch, groups)
         if self.choose_reference is not None:
@@ -265,7 +267,7 @@ class Learner:
             batch=own,
             groups=groups,
             metrics=merge(updates) | first | self.measure(step, own),
-            skipped=tuple(groups[n].task.uid for n in lost),
+            skipped=_uids(groups, own, lost),
             flops=self._flops(step, own),
             terms=[each.own(batch) for each in self.terms or ()],
             logp_N=logp_N,
@@ -476,6 +478,12 @@ def watch(learner: Learner) -> None:
             trained.span = monitor.timeline.spans_of(lane, skip=skip, kind=kind)
     for ranks in learner.ranks.values():
         ranks.show_on(monitor.timeline, micro_batches=cfg.micro_batches)
+
+
+def _uids(groups: Sequence[Group], batch: Batch, lost: Sequence[int]) -> tuple[int, ...]:
+    """Task uids of the rollouts in the batch's groups of these numbers; where tasks are paired, a group has two."""
+    uids = [g.task.uid for g in groups for _ in g.rollouts]
+    return tuple(dict.fromkeys(uid for uid, n in zip(uids, batch.group_R.tolist()) if n in lost))
 
 
 def trainers(ranks: Mapping[str, Ranks]) -> int:

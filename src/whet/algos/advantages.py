@@ -29,6 +29,8 @@ from whet.algos.baselines import (
     rec,
     reinforce_plus_plus_baseline,
     rloo,
+    softmean,
+    win_rate,
 )
 from whet.algos.bootstrap import with_last
 from whet.algos.kl import reference_kl
@@ -157,6 +159,8 @@ ADVANTAGES: dict[str, Callable[..., Advantage]] = {
     "asymre": asymre,
     "maxrl": maxrl,
     "best": best,
+    "softmean": softmean,
+    "win_rate": win_rate,
     "gae": gae,
     "turn_level_gae": turn_level_gae,
     "reinforce": reinforce,

@@ -9,6 +9,7 @@ from statistics import pstdev, stdev
 
 import numpy as np
 
+from whet.config.recipes import Resolved
 from whet.config.sections.algorithm import GroupsConfig
 from whet.types import Group, Rollout
 
@@ -42,6 +43,16 @@ def uninformative(
         return "flat"
     judged = {_parts(r, cfg.uniform_by, weights) if cfg.uniform_by else _reward(r) for r in group.rollouts}
     return "uniform" if drop_uniform and len(judged) == 1 else None
+
+
+def rejection(group: Group, *, algorithm: Resolved, weights: Mapping[str, float], alone: bool) -> str | None:
+    """Why a group is not trained on: rewards all equal, with dynamic sampling, or too close; or, after failures, a
+    rollout is left without another to be compared with. weights: of the rewards by name. alone: a rollout is compared
+    with that of another group."""
+    left = len(group.rollouts)
+    if not alone and ((left == 1 and algorithm.compares) or (left % 2 and algorithm.pairs)):
+        return "alone"
+    return uninformative(group, algorithm.groups, drop_uniform=algorithm.dynamic_sampling, weights=weights)
 
 
 def deviation(rewards: Sequence[float], *, ddof: int) -> float:

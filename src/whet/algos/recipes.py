@@ -119,7 +119,7 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         estimator=r.kl.estimator,
         entropy_own_mean=r.entropy_own_mean,
         positive_nll_coef=r.positive_nll_coef,
-        of_pairs=r.pairs,
+        one_per="pair" if r.pairs else "reply" if r.whole_replies else "token",
         reject=_reject(r),
     )
     return Algorithm(
@@ -179,7 +179,9 @@ def _loss_of(
         over = LOSSES_OVER[r.loss]
         logprobs = partial(forward, minibatch, "logprobs")
         policy = over(own(minibatch), logprobs, **_taken(over, r.settings["loss"]))
-    own_means = r.entropy_own_mean or r.positive_nll_coef > 0 or (r.pairs and r.kl.coef > 0)
+    own_means = (
+        r.entropy_own_mean or r.positive_nll_coef > 0 or r.whole_replies or (r.pairs and r.kl.coef > 0)
+    )
     totals = Totals.of(minibatch) if own_means else None
     return _with_experts(r, whole(policy, entropy_coef=entropy_coef, totals=totals))
 

@@ -10,6 +10,7 @@ from functools import partial
 from whet.config import memory
 from whet.config.checks_parallel import ranks_of, shards, world
 from whet.config.derived import IN_8_BITS, Plan
+from whet.config.groups import pairs_tasks
 from whet.config.hardware import cuda_bytes, multiplies_half, ram_bytes
 from whet.config.keys import lookup
 from whet.config.learns import Learns
@@ -239,9 +240,8 @@ def _lengths(plan: Plan) -> Lengths:
     """The longest reply, and the longest prompt that the limit on both together allows."""
     total = plan.total_tokens or plan.cfg.data.max_prompt_tokens + plan.train_reply_tokens
     reply = min(plan.train_reply_tokens, total - 1)
-    return Lengths(
-        prompt=min(plan.cfg.data.max_prompt_tokens, total - reply), reply=reply, group=plan.group_size
-    )
+    group = 2 if pairs_tasks(plan.cfg, plan.algorithm) else plan.group_size
+    return Lengths(prompt=min(plan.cfg.data.max_prompt_tokens, total - reply), reply=reply, group=group)
 
 
 def _models(plan: Plan, setting: Setting, lengths: Lengths) -> list[ModelMemory]:

@@ -77,6 +77,8 @@ class Resolved:
     """The entropy bonus is a mean over tokens, whatever the aggregation."""
     pairs: bool
     """The loss is one number a pair."""
+    pairs_neighbours: bool
+    """Of replies that follow each other, rather than of the best and the worst of a group."""
     whole_replies: bool
     """The loss is one number a reply."""
     mix: MixConfig | None
@@ -119,9 +121,9 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         "advantage": settings["advantage"].name,
         "loss": settings["loss"].name,
         "settings": settings,
-        "loss_agg_mode": "pair-mean" if loss.pairs else str(pick("loss_agg_mode")),
+        "loss_agg_mode": _aggregation(loss, str(pick("loss_agg_mode"))),
         "whiten": bool(pick("whiten")),
-        "groups": _groups(cfg, recipe.kind, pairs=loss.pairs),
+        "groups": _groups(cfg, recipe.kind, extremes=loss.pairs and not _neighbours(settings["loss"])),
         "dynamic_sampling": bool(pick("dynamic_sampling")),
         "needs": advantage.needs | loss.needs | _term_needs(cfg, settings),
         "compares": advantage.compares and settings["advantage"].settings.get("single_rollout") != "raw",
@@ -130,6 +132,7 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         "anchor": "old" if settings["loss"].is_own else _anchor(loss, settings["loss"]),
         "entropy_own_mean": cfg.entropy_agg_mode == "token-mean",
         "pairs": loss.pairs,
+        "pairs_neighbours": _neighbours(settings["loss"]),
         "whole_replies": loss.whole_replies,
         "mix": _mix(cfg, settings),
         "reprompt": reprompt,
@@ -143,11 +146,20 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
     return resolved
 
 
-def _groups(cfg: AlgorithmConfig, kind: Kind, *, pairs: bool) -> GroupsConfig:
-    """What is done with groups. A loss on pairs of sampled replies has the best and the worst of each."""
+def _aggregation(loss: LossEntry, picked: str) -> str:
+    """A loss of one number a pair or a reply is averaged over these."""
+    return "pair-mean" if loss.pairs else "seq-mean-token-sum" if loss.whole_replies else picked
+
+
+def _neighbours(loss: Chosen) -> bool:
+    return loss.settings.get("pairs_of") == "neighbours"
+
+
+def _groups(cfg: AlgorithmConfig, kind: Kind, *, extremes: bool) -> GroupsConfig:
+    """What is done with groups. extremes: the loss has the best and the worst reply of each."""
     if kind != "online":
         return GroupsConfig()
-    return cfg.groups.model_copy(update={"keep_best": 1, "keep_worst": 1}) if pairs else cfg.groups
+    return cfg.groups.model_copy(update={"keep_best": 1, "keep_worst": 1}) if extremes else cfg.groups
 
 
 def _anchor(loss: LossEntry, made: Chosen) -> Literal["old", "sampled", "none"]:

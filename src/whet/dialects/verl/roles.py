@@ -169,9 +169,19 @@ def has_critic(v: Values) -> bool:
     return bool(v["algorithm.adv_estimator"] == "gae")
 
 
+def self_plays(v: Values) -> bool:
+    """Whether SPPO or SPIN trains, recipes of verl with trainers of their own, which read no estimator."""
+    return v["algorithm.adv_estimator"] is None
+
+
+def makes_pairs(v: Values) -> bool:
+    """Whether that is SPIN: DPO on pairs of the policy's own replies. SPPO has an eta."""
+    return self_plays(v) and v[f"{ACTOR}.sppo_eta"] is None and v["algorithm.sppo_eta"] is None
+
+
 def has_reference(v: Values) -> bool:
-    """Whether a KL to the reference is taken at all."""
-    return bool(v[f"{ACTOR}.use_kl_loss"] or v["algorithm.use_kl_in_reward"])
+    """Whether a KL to the reference is taken at all, or DPO."""
+    return bool(v[f"{ACTOR}.use_kl_loss"] or v["algorithm.use_kl_in_reward"]) or makes_pairs(v)
 
 
 def has_reward_model(v: Values) -> bool:
