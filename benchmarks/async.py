@@ -85,7 +85,7 @@ def timed(
 
 def schedules() -> list[dict[str, Any]]:
     """Every schedule at two spreads: measured, predicted, and against the bound of the slower side."""
-    out = []
+    out: list[dict[str, Any]] = []
     ways: list[tuple[Mode, int]] = [("synchronous", 0), ("overlapped", 1)]
     ways += [("asynchronous", k) for k in (1, 2, 4)]
     for sigma in SPREADS:

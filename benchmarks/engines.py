@@ -174,7 +174,7 @@ def seam(engine: RolloutEngine, model: PreTrainedModel, loop: Loop, **more: Any)
 
 def batched(model: PreTrainedModel, size: Size) -> Side:
     """transformers' continuous batching, over a copy of the module."""
-    own = copy.deepcopy(model)
+    own: Any = copy.deepcopy(model)
     own.set_attn_implementation("sdpa")
     longest = size.prompt + size.reply
     pages = ContinuousBatchingConfig(

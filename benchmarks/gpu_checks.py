@@ -169,11 +169,11 @@ def attention_over_pages(case: Case, *, dtype: str) -> Numbers:
             exact = ops.attend_cached(
                 q.double(), k.double(), v.double(), table_BP=table, keys_B=keys, queries_B=queries, **how
             )
-            far = [x.to(case.device) for x in (q, k, v)]
-            place = {"table_BP": table, "keys_B": keys} if queries is not None else {
+            far: list[Any] = [x.to(case.device) for x in (q, k, v)]
+            place: dict[str, Any] = {"table_BP": table, "keys_B": keys} if queries is not None else {
                 "table_BP": table.to(case.device), "keys_B": keys.to(case.device)
             }  # fmt: skip
-            found = ops.attend_cached(*far, **place, queries_B=queries, **how)
+            found = ops.attend_cached(far[0], far[1], far[2], **place, queries_B=queries, **how)
             worst = max(worst, float((found.double().cpu() - exact).abs().max()))
     return {
         "largest_difference": within("the largest difference", worst, 2e-5 if dtype == "float32" else 0.03)
@@ -231,7 +231,8 @@ def model(case: Case, dtype: str, *, device: str | None = None, seed: int = 0) -
         device="cpu",
         dtype=torch.float32,
     )
-    return made.to(device or case.device, getattr(torch, dtype))
+    moved: Any = made
+    return moved.to(device or case.device, getattr(torch, dtype))
 
 
 def sampled(
@@ -334,7 +335,7 @@ def graphs(case: Case) -> Numbers:
     if fixed is None:
         raise Failed("the engine gave up graphs; its log says which operation cannot be captured")
     count, before = len(fixed.graphs), runner.CudaGraphs
-    runner.CudaGraphs = lambda device: None  # type: ignore[assignment, misc]
+    runner.CudaGraphs = lambda device: None  # type: ignore[assignment, misc, return-value]
     try:
         launched = sampled(module)
     finally:

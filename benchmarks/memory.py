@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "lora": lambda: case(scratch={**WIDE}, prompt=64, reply=64, tasks=2, group=8, model={"lora": ADAPTERS}),
     **{
-        name: lambda optimizer=optimizer: case(
-            scratch={**WIDE}, prompt=64, reply=32, tasks=2, group=4, train=trained(optimizer=optimizer)
+        name: partial(
+            case, scratch={**WIDE}, prompt=64, reply=32, tasks=2, group=4, train=trained(optimizer=optimizer)
         )
         for name, optimizer in (
             ("sgd", {"lr": 1e-4, "name": "sgd"}),
@@ -150,8 +151,15 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         scratch={**WIDE}, prompt=64, reply=32, tasks=2, group=8, rollout={"max_staleness": 1}
     ),
     **{
-        name: lambda layout=layout, more=more: case(
-            scratch={**WIDE}, prompt=64, reply=64, tasks=2, group=8, train=trained(parallel=layout), **more
+        name: partial(
+            case,
+            scratch={**WIDE},
+            prompt=64,
+            reply=64,
+            tasks=2,
+            group=8,
+            train=trained(parallel=layout),
+            **more,
         )
         for name, layout, more in (
             ("dp_replicate 2", {"dp_replicate": 2}, {}),
@@ -345,12 +353,13 @@ def give_back() -> None:
 def watch_ranks(found: list[int]) -> None:
     """Put into `found` by how much each rank's peak grew, when the ranks of a run end."""
     import whet.placement
+    from whet.guard.line import LocalLine
     from whet.training import ranks
 
     class Watched(ranks.Ranks):
         def __init__(self, *args: Any, **how: Any) -> None:
             super().__init__(*args, **how)
-            self.pids = [line.process.pid for line in self.lines.lines]
+            self.pids = [line.process.pid for line in self.lines.lines if isinstance(line, LocalLine)]
             self.before = [begin_anew(pid) for pid in self.pids]
 
         def close(self) -> None:
@@ -358,7 +367,7 @@ def watch_ranks(found: list[int]) -> None:
                 found.extend(status("VmHWM", pid) - before for pid, before in zip(self.pids, self.before))
             super().close()
 
-    whet.placement.Ranks = Watched
+    whet.placement.Ranks = Watched  # type: ignore[misc]
 
 
 def begin_anew(pid: int) -> int:

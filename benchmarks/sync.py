@@ -40,9 +40,10 @@ from whet.rollout.engine import WeightUpdate
 from whet.rollout.native.engine import NativeEngine
 from whet.sync.exchange import Receiver, publisher_of
 from whet.sync.files import Files
-from whet.sync.manifest import Manifest, Receipt
+from whet.sync.manifest import Manifest
 from whet.sync.parcels import Letter, Parcels
 from whet.sync.replicas import Delivery, Inbox, Shipped, Shipper
+from whet.types import Receipt
 
 DTYPES = ("auto", "bfloat16")
 ADAPTERS = LoraConfig(rank=8)

@@ -57,7 +57,8 @@ def make_model(case: dict[str, Any], dtype: torch.dtype) -> Any:
     shape = SHAPES[case["shape"]]
     config = Qwen2Config(**shape, tie_word_embeddings=True, max_position_embeddings=32_768, pad_token_id=0)
     with torch.device(case["device"]):
-        return Qwen2ForCausalLM(config).to(dtype)
+        model: Any = Qwen2ForCausalLM(config)
+        return model.to(dtype)
 
 
 def now(device: str) -> float:

@@ -178,7 +178,7 @@ def learn(args: argparse.Namespace) -> dict[str, Any]:
         looks.append({"step": step, "accuracy": accuracy, "cpu_s": sum(row["step"] for row in clock.rows)})
 
     class Look(TrainerCallback):
-        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:  # type: ignore[override]
             if state.global_step % args.eval_every == 0 or state.global_step == args.steps:
                 look(state.global_step)
 

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, case: dict[str, Any], folder: str) -> dict[str
         def on_step_end(self, *_: Any, **__: Any) -> None:
             seconds.append(now(device) - self.start)
 
-        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:  # type: ignore[override]
             logged.append(logs)
 
     config = GRPOConfig(

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, folder: Path) -> tuple[list[dict[str, float]],
         looking.append(time.process_time() - begin)
         return record(self, *step)
 
-    Recorder.record = recorded  # type: ignore[method-assign]
+    Recorder.record = recorded  # type: ignore[method-assign, assignment]
     with contextlib.redirect_stdout(sys.stderr):
         result = whet.train(**config(args, folder))
     timings = [t for t in read_lines(result.run_dir / "timings.jsonl") if "time/step_s" in t]

@@ -390,7 +390,7 @@ class Strand:
     @property
     def sampled_versions(self) -> set[int]:
         """Policy versions of the sampled tokens."""
-        return set(np.unique(self.versions).tolist()) - {-1}
+        return set(self.versions.tolist()) - {-1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
