@@ -19,6 +19,7 @@ from whet.config.schema import Config
 PPO = "algorithm.name=ppo"
 MIX = ("algorithm.name=mix", "data.demonstrations=[{path: given.jsonl}]")
 SDPO = ("algorithm.name=sdpo",)
+PRIME = ("algorithm.name=prime",)
 DISTILL = ("algorithm.name=distill", "reference.path=teacher")
 TEACHERS = ("algorithm.kl.coef=0.1", "reference.models=[{path: a, values: [x]}]")
 PARITY = "machine.logprob_parity=on"
@@ -57,6 +58,11 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         (ONLINE_DPO, "algorithm.kl.coef=0.1", "algorithm.kl.estimator=full"),
         ("algorithm.name=dpo", "-rewards", "algorithm.kl={coef: 0.1, estimator: full}"),
     ],
+    "algorithm.oversample": [
+        ("algorithm.oversample=mean_reward", ASYNC),
+        ("algorithm.oversample=mean_reward", "buffer.replay.share=0.5"),
+        ("algorithm.oversample=mean_reward", "algorithm.refill=copy"),
+    ],
     "train.share_prompts": [
         (
             "algorithm={name: online_dpo, dynamic_sampling: false, loss: {pairs_of: neighbours}}",
@@ -78,9 +84,13 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         ("algorithm.name=distill", "algorithm.reprompt={}", "algorithm.kl.coef=0.1"),
     ],
     "algorithm.reward_kl.coef": [
-        ("algorithm.name=distill", "algorithm.reprompt={}", "algorithm.reward_kl.coef=0.1")
+        ("algorithm.name=distill", "algorithm.reprompt={}", "algorithm.reward_kl.coef=0.1"),
+        (*PRIME, "algorithm.reward_kl.coef=0.1"),
     ],
-    "algorithm.mix": [(*MIX, "algorithm.loss=gkd", "algorithm.reprompt={}")],
+    "algorithm.mix": [
+        (*MIX, "algorithm.loss=gkd", "algorithm.reprompt={}"),
+        (*MIX, "algorithm.advantage=prime"),
+    ],
     "reference.path": [
         ("algorithm.name=distill",),
         ("algorithm.name=gkd",),
@@ -90,6 +100,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         ("algorithm.name=dpo", "-rewards", *TEACHERS),
         (*TEACHERS, "algorithm.kl.estimator=full"),
         (*MIX, *TEACHERS),
+        (*PRIME, *TEACHERS),
     ],
     "reference.mixup_alpha": [
         (LORA, "algorithm.kl.coef=0.1", "reference.reset_interval=1", "reference.mixup_alpha=0.5")
@@ -97,6 +108,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "reference.reset_interval": [
         (*DISTILL, "reference.reset_interval=2"),
         (*TEACHERS, "reference.reset_interval=1 epoch"),
+        (*PRIME, "reference.reset_interval=2"),
     ],
     "rewards": [("-rewards",)],
     "rollout.env": [

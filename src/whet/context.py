@@ -50,5 +50,5 @@ class Context:
         rows = self.plan.rows
         if rows is None:
             return False
-        before, now = (n * self.plan.own_tasks_per_step // (every * rows) for n in (done - 1, done))
+        before, now = (n * self.plan.sampled_tasks_per_step // (every * rows) for n in (done - 1, done))
         return now > before

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from whet import seeds
-from whet.algos.groups import refine, rejection, with_baseline
-from whet.buffer.buffer import Buffer
+from whet.algos.groups import Choose, chooser, refine, rejection, with_baseline
+from whet.buffer.buffer import SURPLUS, Buffer
 from whet.buffer.priority import priority
 from whet.buffer.queue import TrainerQueue
 from whet.buffer.replay import Replay
@@ -65,6 +65,8 @@ class Explorer:
     """Samples tasks if explorers are separate processes and rollout.schedule=deterministic."""
     slots: Slots = field(default_factory=lambda: Slots(None, 1))
     """Of the engine, where tasks are sampled one by one."""
+    choose: Choose | None = None
+    """The groups of a step that are trained on, and the others, where more are sampled."""
     checks_failures: bool = True
     """Too many unscored rollouts end the run here; not where the trainer of another process sorts them out."""
     in_flight: InFlight = field(init=False)
@@ -84,6 +86,9 @@ class Explorer:
         beside, as far as the mode allows."""
         ahead = await SCHEDULES[self.context.plan.mode](self, step, version)
         groups = await self.wait_for_groups(self.buffer.take(version), "a step's worth of rollouts")
+        if self.choose is not None:
+            groups, others = self.choose(groups)
+            await self.buffer.give_up(others, SURPLUS)
         if ahead:
             self.ahead = asyncio.create_task(self.fill(ahead, step, version), name="whet-explorer")
         return groups
@@ -135,7 +140,7 @@ class Explorer:
         while self.buffer.there < goal:
             if asked >= (1 + cfg.max_refills) * steps * per_step:
                 raise self.unfilled(step, asked)
-            asked += await ask(min(plan.tasks_per_step, goal - self.buffer.there))
+            asked += await ask(min(max(plan.tasks_per_step, per_step), goal - self.buffer.there))
 
     async def explore_some(self, at_most: int) -> int:
         """Sample rollouts for as many tasks as the buffer has room for. Returns the number of tasks."""
@@ -493,6 +498,9 @@ def explorer_into(
         rewards=rewards,
         buffer=buffer,
         slots=slots,
+        choose=chooser(
+            context.plan.algorithm, context.plan.own_tasks_per_step, cfg.rollout.sampling.max_tokens
+        ),
     )
 
 
@@ -546,7 +554,7 @@ def open_buffer(cfg: Config, plan: Plan, stop: StopFlag) -> Buffer:
         # it answers to everything that is asked of a Buffer where groups come from elsewhere
         return cast(Buffer, queue)
     return Buffer(
-        groups_per_step=plan.own_tasks_per_step,
+        groups_per_step=plan.sampled_tasks_per_step,
         group_size=plan.group_size,
         max_staleness=max_staleness,
         spare=cfg.rollout.spare_tasks if plan.mode == "asynchronous" else 0,

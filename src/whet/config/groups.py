@@ -17,6 +17,12 @@ def experts_per_step(cfg: Config, algorithm: Resolved) -> int:
     return math.ceil(Fraction(str(algorithm.mix.demonstration_ratio)) * cfg.train.tasks_per_step)
 
 
+def sampled_tasks(own: int, algorithm: Resolved) -> int:
+    """Tasks that a step samples in order to train on `own` of them."""
+    chosen = algorithm.settings.get("oversample")
+    return own if chosen is None else int(own * Fraction(str(chosen.settings["factor"])))
+
+
 def problems(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) in one stage's config."""
     if algorithm.mix is not None:

@@ -21,6 +21,7 @@ from whet.config.functions import (
     ENTROPY_CLIPS,
     ENTROPY_CONTROLS,
     LOSSES,
+    OVERSAMPLINGS,
     PRIORITIES,
     RESAMPLINGS,
     WEIGHTS,
@@ -104,6 +105,7 @@ TABLES: dict[Path, Mapping[str, Function]] = {
     ("algorithm", "resample"): RESAMPLINGS,
     ("algorithm", "entropy_control"): ENTROPY_CONTROLS,
     ("algorithm", "entropy_clip"): ENTROPY_CLIPS,
+    ("algorithm", "oversample"): OVERSAMPLINGS,
     ("buffer", "replay", "priority"): PRIORITIES,
     ("algorithm", "mix", "loss"): {name: row for name, row in LOSSES.items() if row.kind == "demonstrations"},
 }

@@ -45,8 +45,8 @@ class Resolved:
     advantage: str
     loss: str
     settings: Mapping[str, Chosen]
-    """By part: `advantage`, `loss`; `mix.loss`, `correction.weight`, `resample`, `entropy_control` and `entropy_clip`
-    where there is one."""
+    """By part: `advantage`, `loss`; `mix.loss`, `correction.weight`, `resample`, `entropy_control`, `entropy_clip` and
+    `oversample` where there is one."""
     loss_agg_mode: str
     norm_tokens: int | None
     mean_over_rollouts: int | None
@@ -91,6 +91,11 @@ class Resolved:
     @property
     def needs_critic(self) -> bool:
         return "critic" in self.needs
+
+    @property
+    def implicit_reward(self) -> bool:
+        """The critic is a language model, whose log-probs are rewards."""
+        return "implicit_reward" in self.needs
 
     @property
     def needs_reference(self) -> bool:
@@ -196,10 +201,11 @@ def _own(recipe: Recipe, *, mixes: bool) -> dict[str, Own]:
         "algorithm.resample": ("", False),
         "algorithm.entropy_control": ("adaptive", False),
         "algorithm.entropy_clip": ("", False),
+        "algorithm.oversample": ("mean_reward", False),
     }
 
 
-OURS_ALONE = ("resample", "entropy_control", "entropy_clip")
+OURS_ALONE = ("resample", "entropy_control", "entropy_clip", "oversample")
 """Parts of an algorithm that cannot be functions of the user's."""
 
 

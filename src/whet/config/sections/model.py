@@ -98,7 +98,8 @@ class TokenizerConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value model of PPO: the policy's architecture with a value head."""
+    """The model that learns beside the policy and judges its tokens: PPO's value model, the policy's architecture with
+    a value head, or PRIME's implicit reward model, a language model."""
 
     path: str | None = None
     """Folder of the initial weights. Default: a copy of the policy's weights at the start of the stage."""

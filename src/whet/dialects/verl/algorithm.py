@@ -8,8 +8,16 @@ from whet.config.faults import shown
 from whet.dialects.choices import choices, settings
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
-from whet.dialects.verl import distillation, self_play
-from whet.dialects.verl.roles import ACTOR, CRITIC, ROLLOUT, makes_pairs, self_plays, texts
+from whet.dialects.verl import distillation, prime, self_play
+from whet.dialects.verl.roles import (
+    ACTOR,
+    CRITIC,
+    ROLLOUT,
+    has_implicit_model,
+    makes_pairs,
+    self_plays,
+    texts,
+)
 from whet.dialects.verl.sizes import is_fully_async, is_one_step_off, prompts, responses
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
@@ -38,6 +46,8 @@ def advantage(v: Values) -> Native:
         return distillation.algorithm(v)
     if self_plays(v):
         return self_play.algorithm(v)
+    if has_implicit_model(v):
+        return prime.algorithm(v)
     estimator = str(v[key])
     if ":" in estimator:
         return {"algorithm.name": "grpo", "algorithm.advantage": estimator}
@@ -234,7 +244,10 @@ def kl(v: Values) -> Native:
     if v[f"{ACTOR}.use_kl_loss"]:
         out["algorithm.kl.coef"] = v[f"{ACTOR}.kl_loss_coef"]
         out["algorithm.kl.estimator"] = choose(v, f"{ACTOR}.kl_loss_type", IN_LOSS)
-    return out | _kl_in_reward(v) if v["algorithm.use_kl_in_reward"] else out
+    in_reward = v["algorithm.use_kl_in_reward"] and not has_implicit_model(
+        v
+    )  # PRIME's trainer subtracts none
+    return out | _kl_in_reward(v) if in_reward else out
 
 
 def _kl_in_reward(v: Values) -> dict[str, Json]:
