@@ -234,6 +234,7 @@ CASES: dict[str, Case] = {
     "model.scratch.sliding_window": ("model.scratch.name=mistral", 2),
     "model.dtype": ("", "bfloat16"),
     "model.overrides": ("", {"rms_norm_eps": 0.1}),
+    "model.expert_grid": (f"{MOE}; model.lora.rank=2", "int4_rtn"),
     **lora("model.lora", ""),
     "tokenizer.path": ("tokenizer={path: A}", "C"),
     "tokenizer.build": ("", "words"),
@@ -775,7 +776,7 @@ SERVER = tuple(
     f"rollout.server.{name}"
     for name in (
         "urls", "token", "command", "options", "env", "weights_dir", "canary_bound", "timeout_s",
-        "start_timeout_s", "restarts", "model", "lora", "sleep",
+        "start_timeout_s", "restarts", "model", "lora", "sleep", "proxy",
     )
 )  # fmt: skip
 
@@ -810,6 +811,7 @@ BELOW: dict[str, str] = {
     **dict.fromkeys(SERVER, "a server is asked for it: test_http_keys.py has a test of each"),
     **dict.fromkeys(CLUSTER, "Ray starts for it: test_cluster.py has a test of each"),
     "eval.offline": "training refuses it, `whet eval` reads it: test_offline_eval.py",
+    "track.dump.replies": "training refuses it, `whet generate` writes it: test_generate.py",
 }
 """Keys that a single training run cannot show; the last tests of test_dead_native.py are theirs."""
 

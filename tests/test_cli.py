@@ -24,6 +24,7 @@ COMMANDS = {
     "train",
     "plan",
     "eval",
+    "generate",
     "explain",
     "show",
     "view",
@@ -188,6 +189,7 @@ def test_every_command_has_an_example_that_is_right(monkeypatch: pytest.MonkeyPa
                 assert call(line.replace("train", "plan", 1), monkeypatch) == 0
             elif name in (
                 "eval",
+                "generate",
                 "rehearse",
                 "export",
                 "engine install",

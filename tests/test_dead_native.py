@@ -241,5 +241,5 @@ def test_nothing_is_left_out() -> None:
     assert BELOW.keys() - grouped == {
         "critic.head", "checkpoint.load_contents", "algorithm.advantage.divide_by_turns",
         "algorithm.advantage.reset_at_turns",
-        "checkpoint.sharded", "eval.offline", "profile.ranks",
+        "checkpoint.sharded", "eval.offline", "profile.ranks", "track.dump.replies",
     }  # fmt: skip

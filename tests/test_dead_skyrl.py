@@ -48,6 +48,8 @@ EIGHT = [f"{P}.policy_num_gpus_per_node=8"]
 PROFILER = "trainer.policy.torch_profiler_config"
 ASYNC = "trainer.fully_async.enabled=true"
 
+QAT = [*MEGATRON_RUN, "trainer.policy.model.lora.rank=8"]
+
 TURNS = ["environment.env_class=search", "generator.max_turns=3", "generator.max_input_length=4096"]
 
 CONTEXTS: dict[str, list[str]] = {
@@ -69,6 +71,16 @@ CONTEXTS: dict[str, list[str]] = {
         "generator.run_engines_locally=false",
         "generator.remote_inference_engine_urls=[b:8001]",
     ],
+    "generator.external_proxy_url": [
+        "generator.run_engines_locally=false",
+        "generator.external_server_urls=[b:8001]",
+    ],
+    "trainer.arctic_rl.optimizer_betas": [
+        "trainer.override_entrypoint=integrations.arctic_rl.entrypoint",
+        f"{A}.use_kl_loss=false",
+    ],
+    "trainer.policy.model.fake_int4_qat": [*QAT, "trainer.policy.model.fake_int4_qat.enabled=true"],
+    "trainer.policy.model.fake_int4_qat.enabled": QAT,
     "trainer.critic": GAE,
     f"{A}.value_": GAE,
     f"{A}.normalize_reward": GAE,
@@ -248,6 +260,10 @@ OTHERS: dict[str, Json] = {
     "generator.engine_init_kwargs.*": {"kv_cache_dtype": "fp8"},
     "generator.remote_inference_engine_urls": ["a:8001"],
     "generator.external_server_urls": ["http://a:8001"],
+    "generator.external_proxy_url": "front:80",
+    "trainer.policy.model.fake_int4_qat.bf16_base_path": "base",
+    "trainer.arctic_rl.optimizer_betas": [0.9, 0.95],
+    "trainer.num_dummy_steps": 3,
     "generator.backend": "sglang",
     "generator.eval_sampling_params.max_generate_length": 64,
     "generator.sampling_params": {"temperature": 0.5},

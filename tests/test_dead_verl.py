@@ -124,6 +124,8 @@ OTHER: Given = {
     A + "torchtitan.data_parallel_replicate_size": 2,
     A + "torchtitan.data_parallel_shard_size": 4,
     **{A + f"torchtitan.{kind}_parallel_size": 2 for kind in ("tensor", "pipeline", "context", "expert")},
+    **{f"{at}engine.{name}": 2 for at in (A, "") for name in ("tp", "pp", "cp", "ep")},
+    A + "engine.vpp": 2,
     **{
         f"engine.{name}": 2
         for name in (
@@ -230,6 +232,7 @@ TITAN: Given = {
     "critic.strategy": "torchtitan",
     A + "torchtitan.data_parallel_shard_size": -1,
 }
+LITE: Given = {A + "strategy": "mlite", "critic.strategy": "mlite"}
 SHARED: Given = {R + "n": 8, A + "ppo_micro_batch_size_per_gpu": 1}
 WSD: Given = {
     **MEGATRON,
@@ -380,6 +383,10 @@ CONTEXTS: dict[str, Given] = {
         A + f"torchtitan.{kind}_parallel_size": {**TITAN, **SHARED}
         for kind in ("tensor", "pipeline", "context", "expert")
     },
+    **{A + f"engine.{dim}": {**LITE, **SHARED} for dim in ("tp", "pp", "cp", "ep")},
+    A + "engine.vpp": {**LITE, **SHARED, A + "engine.pp": 2},
+    **{A + f"engine.{part}_offload": LITE for part in ("param", "optimizer", "grad")},
+    REF + "engine.param_offload": {**LITE, **IN_LOSS},
     **{
         f"{at}{key}": {**VEOMNI, f"{at}lr_scheduler_type": "cosine"}
         for at in OPTIM
@@ -581,6 +588,7 @@ SFT_CONTEXTS: dict[str, Given] = {
             "optim.init_lr_ratio",
         )
     },
+    **{f"engine.{dim}": {**ENGINES, "model.strategy": "mlite"} for dim in ("tp", "pp", "cp", "ep")},
     "data.max_token_len_per_gpu": {**ENGINES, "data.use_dynamic_bsz": True},
     **{
         f"optim.{key}": {**ENGINES, "optim.lr_scheduler_type": "cosine"}

@@ -121,11 +121,11 @@ def test_hydra_s_files():
     assert "conf/mine.yaml:2: trainer.seed_" in refused(named)
     Path("conf/mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {save_freq: 7}\n")
     assert script(named).where("checkpoint.interval").endswith("conf/mine.yaml:2 trainer.save_freq")
-    said = refused(VERL, "actor@actor_rollout_ref.actor=mlite_actor", "model_engine=mine", "+ray@r.s=x")
+    said = refused(VERL, "actor@actor_rollout_ref.actor=my_actor", "model_engine=mine", "+ray@r.s=x")
     assert "is not read; known: megatron_actor, dp_actor, veomni_actor" in said
     assert "argument model_engine=mine" in said
     assert "give the keys of it one by one" in said
-    elsewhere = refused(VERL, "actor@actor_rollout_ref.actor=mlite_actor", "hydra.searchpath=[pkg://mlite]")
+    elsewhere = refused(VERL, "actor@actor_rollout_ref.actor=my_actor", "hydra.searchpath=[pkg://mine]")
     assert "the file is of another package (hydra.searchpath), so its values are not known here" in elsewhere
 
 
@@ -139,6 +139,25 @@ def test_hydra_s_files_of_an_engine():
 """
     assert script(sft).config.train.optimizer.lr == 1e-5
     assert script(sft, "optim.lr=3e-4").config.train.optimizer.lr == 3e-4, "a key stands over a file"
+
+
+def test_megatron_lite_s_files_and_its_launcher():
+    """As verl's scripts choose them: the files are of the package verl_mlite, which also starts verl's SFT trainer."""
+    files = ("hydra.searchpath=[pkg://verl_mlite.config]", "actor@actor_rollout_ref.actor=mlite_actor")
+    given = (*files, "trainer.n_gpus_per_node=2")
+    own = VERL.replace("actor_rollout_ref.actor.optim.lr=3e-4", "")
+    made = script(own, *given, "ref@actor_rollout_ref.ref=mlite_ref", "actor_rollout_ref.actor.engine.cp=2")
+    assert made.translation is not None
+    assert made.translation.tree["train"]["parallel"]["cp"] == 2
+    assert made.config.train.optimizer.lr == 1e-3, "of the file's Megatron optimizer, not of verl's actor"
+    sft = """torchrun --nnodes=2 --nproc_per_node=4 -m verl_mlite.launch verl.trainer.sft_trainer \\
+    data.train_files=a.parquet data.train_batch_size=16 model.path=m engine=mlite optim=megatron engine.pp=2 $@
+"""
+    Path("run.sh").write_text(sft)
+    found = load("run.sh", here=False)
+    assert found.translation is not None
+    assert found.translation.dialect == "verl-sft"
+    assert (found.config.train.parallel.pp, found.config.train.parallel.dp_shard) == (2, 4)
 
 
 def test_torchrun_says_how_many_devices_fine_tune():

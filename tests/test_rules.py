@@ -147,6 +147,17 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         (VLLM, "rollout.server.sleep=true", "mode=train", "buffer.url=sqlite:///q"),
         (VLLM, "rollout.server.sleep=true", "rollout.max_staleness=1"),
     ],
+    "model.expert_grid": [("model.expert_grid=int4_rtn",)],
+    "rollout.server.proxy": [
+        ("rollout.engine=openai", "rollout.server.urls=[http://a]", "rollout.server.proxy=http://b"),
+        (
+            VLLM,
+            LORA,
+            "rollout.server.urls=[http://a]",
+            "rollout.server.proxy=http://b",
+            "rollout.server.lora=adapter",
+        ),
+    ],
     "rollout.server.urls": [
         ("rollout.engine=openai",),
         (

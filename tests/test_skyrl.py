@@ -248,6 +248,11 @@ def test_servers_that_run_already() -> None:
         urls: dict[str, Json] = {"generator__external_server_urls": ["https://a:1", "b:2"]}
         new = values(version, **away, **urls)
         assert run.rollout_engine(new)["rollout.server.urls"] == ["https://a:1", "http://b:2"]
+        assert "rollout.server.proxy" not in run.rollout_engine(new)
+        before = run.rollout_engine({**new, "generator.external_proxy_url": "front:80"})
+        assert before == {**run.rollout_engine(new), "rollout.server.proxy": "http://front:80"}
+        alone = run.rollout_engine(values(version, **away, generator__external_proxy_url="http://front:80"))
+        assert alone == {"rollout.engine": "vllm", "rollout.server.urls": ["http://front:80"]}
 
 
 def test_engines() -> None:

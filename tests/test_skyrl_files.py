@@ -365,14 +365,81 @@ def test_zero_reward_on_non_stop_and_dumps_and_exports(work: Path) -> None:
         assert [row["advantage"] for row in rows] == pytest.approx(expected.flatten().tolist(), abs=1e-5)
 
 
+def test_a_trial_of_whole_contexts_samples_full_replies_to_made_up_prompts(tmp_path: Path) -> None:
+    """As SkyRL's run_full_ctx.sh, whose entry point has 5 steps of its own."""
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "uv run -m examples.train_scripts.full_context.main_full_ctx trainer.policy.model.path=m "
+        "trainer.train_batch_size=8 trainer.policy_mini_batch_size=8 trainer.max_prompt_length=64 trainer.epochs=20 "
+        "generator.sampling_params.max_generate_length=32 environment.env_class=bird trainer.resume_mode=latest "
+        "trainer.eval_interval=1 trainer.ckpt_interval=1 trainer.hf_save_interval=1 $@\n"
+    )
+    cfg = load_config(script, here=False).config
+    (source,) = cfg.data.train
+    assert (source.function, source.arguments) == ("random_tokens", {"rows": 8, "prompt": 64})
+    assert (cfg.train.steps, cfg.train.epochs, cfg.data.eval) == (5, None, ())
+    assert (cfg.rollout.sampling.ignore_eos, cfg.rollout.sampling.max_tokens) == (True, 32)
+    assert [reward.function for reward in cfg.rewards.values()] == ["whet.rewards.made_up:coin"]
+    assert (cfg.checkpoint.interval, cfg.checkpoint.export, cfg.checkpoint.resume) == (0, False, "fresh")
+    assert load_config(script, ["trainer.num_dummy_steps=2"], here=False).config.train.steps == 2
+
+
+ARCTIC = (
+    "trainer.override_entrypoint=integrations.arctic_rl.entrypoint",
+    "trainer.algorithm.use_kl_loss=false",
+    "trainer.train_batch_size=64",
+)
+
+
+def arctic(folder: Path, *overrides: str) -> schema.Config:
+    path = folder / "file.yaml"
+    path.write_text("trainer: {policy: {model: {path: m}}}\n")
+    return load_config(path, [*ARCTIC, *overrides], dialect="skyrl@main", here=False).config
+
+
+def test_arctic_rl_makes_one_optimizer_step_of_a_batch_with_betas_of_its_own(tmp_path: Path) -> None:
+    """As run_gsm8k_grpo_4gpu.sh, whose mini batch of 4 no rank could share."""
+    placed = ("zero_stage=3", "colocate=true", "speculative_model=draft", "vllm_max_num_batched_tokens=4096")
+    given = [f"trainer.arctic_rl.{key}" for key in (*placed, "optimizer_betas=[0.9, 0.95]")]
+    cfg = arctic(tmp_path, "trainer.policy_mini_batch_size=4", *given)
+    assert (cfg.train.tasks_per_step, cfg.train.minibatches) == (64, 1)
+    assert cfg.train.optimizer.betas == (0.9, 0.95)
+    assert arctic(tmp_path).train.optimizer.betas == (0.9, 0.999)
+    without = [key for key in given if "betas" not in key]
+    assert arctic(tmp_path, *without) == arctic(tmp_path), "memory, speed and placement change nothing"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.algorithm.use_kl_loss=true", "ArcticRL has no reference"),
+        ("trainer.update_epochs_per_batch=2", "set it to 1"),
+        ("trainer.policy.model.lora.rank=8", "ArcticRL reads no adapters"),
+        ("trainer.algorithm.loss_reduction=sequence_mean", "whose mean is over tokens"),
+        ("trainer.algorithm.policy_loss_type=gspo", "whose loss is regular"),
+        ("trainer.policy.optimizer_config.num_warmup_steps=3", "whose rate is constant"),
+        ("generator.sampling_params.temperature=0.7", "with ArcticRL is coming"),
+        ("trainer.arctic_rl.lr_warmup_ratio=0.05", "a share of 1000 steps on the server"),
+        ("trainer.arctic_rl.lr_scheduler_type=cosine", "schedules of the server"),
+        ("trainer.arctic_rl.vllm_config={quantization: fp8}", "options of ArcticRL's inference"),
+        ("trainer.arctic_rl.torch_autocast_enabled=true", "autocast of DeepSpeed"),
+    ],
+)
+def test_what_arctic_rl_does_not_read_or_does_otherwise_is_refused(
+    override: str, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as e:
+        arctic(tmp_path, override)
+    assert said in str(e.value)
+
+
 @pytest.mark.parametrize(
     ("key", "feature"),
     [
         ("generator.rate_limit.enabled=true", "Write an environment"),
         ("generator.miniswe_config_path=a.yaml", "Write an environment"),
         ("harbor_trial_config.trials_dir=there", "Write an environment"),
-        ("trainer.arctic_rl.zero_stage=2", "ArcticRL's trainer and servers"),
-        ("trainer.num_dummy_steps=5", "trial runs on made-up rows"),
+        ("trainer.arctic_rl.shape=2", "ArcticRL's own options"),
     ],
 )
 def test_keys_of_skyrls_examples_are_refused_by_their_feature(key: str, feature: str, tmp_path: Path) -> None:

@@ -76,6 +76,28 @@ def test_a_sum_of_splits_is_read_in_its_order() -> None:
     assert found["data.train.0.split"] == ["train", "test"]
 
 
+def test_a_trial_trains_on_one_batch_of_made_up_rows(tmp_path: Path) -> None:
+    """As SkyRL's run_sft_dummy_fsdp.sh; what it evaluates and saves is not there."""
+    trial = {
+        **{key: FILE[key] for key in ("strategy", "model", "batch_size", "max_length", "ckpt_path")},
+        "dummy_run_full_ctx": True,
+        "dummy_run_max_steps": 7,
+        "num_steps": 3,
+        "ckpt_interval": 1,
+        "hf_save_interval": 1,
+        "eval_datasets": ["rows.jsonl"],
+        "eval_interval": 1,
+    }
+    cfg = load(tmp_path, trial).config
+    (source,) = cfg.data.train
+    assert (source.function, source.prompt) == ("random_tokens", None)
+    assert source.arguments == {"rows": 4, "response": 32}
+    assert (cfg.train.steps, cfg.train.epochs, cfg.train.tasks_per_step, cfg.data.eval) == (7, None, 4, ())
+    assert (cfg.checkpoint.interval, cfg.checkpoint.export, cfg.checkpoint.resume) == (0, False, "fresh")
+    with pytest.raises(ConfigError, match="dummy_run_full_ctx=true needs max_length"):
+        sft.training_data(values(dummy_run_full_ctx=True))
+
+
 @pytest.mark.parametrize("text", ["train[-500:100]", "train[-120%:]", "train[:10]+test", "train[5%:100]"])
 def test_parts_of_splits_that_no_source_can_take_are_refused(text: str) -> None:
     with pytest.raises(NotSupportedYet, match="train_dataset_splits"):

@@ -254,6 +254,31 @@ def test_adapters_leave_out_what_is_excluded_and_begin_as_peft_or_megatron_does(
         assert said in refusal(optimizers.policy_lora, version="main", **megatron, **more)
 
 
+def test_frozen_experts_are_rounded_as_those_of_the_checkpoint_that_is_served() -> None:
+    """As run_megatron_dapo_qwen3.6_35b_a3b_lora_int4_qat.sh."""
+    at = "trainer__policy__model__"
+    lora: dict[str, Json] = {"trainer__strategy": "megatron", f"{at}lora__rank": 8, f"{at}path": "int4"}
+    on = {**lora, f"{at}fake_int4_qat__enabled": True}
+    base = {f"{at}fake_int4_qat__bf16_base_path": "base"}
+    kimi = {f"{at}fake_int4_qat__scale_divisor": 7.0, f"{at}fake_int4_qat__q_min": -7.0}
+    assert optimizers.policy_weights(values("main", **lora)) == {"model.path": "int4"}
+    rounded = {"model.path": "int4", "model.expert_grid": "int4_rtn"}
+    assert optimizers.policy_weights(values("main", **on)) == rounded
+    assert optimizers.policy_weights(values("main", **on, **base, **kimi)) == {
+        "model.path": "base",
+        "model.expert_grid": "int4_kimi",
+    }
+    for given, said in (
+        ({**lora, **base}, "an engine with weights in 4 bits beside a trainer of others"),
+        ({**on, f"{at}fake_int4_qat__q_min": -7.0}, "with 7.5 and -8, or with 7 and -7"),
+        ({**on, f"{at}fake_int4_qat__group_size": 128}, "group_size=128"),
+        ({**on, f"{at}lora__rank": 0}, "it rounds frozen weights"),
+        ({**on, "trainer__strategy": "fsdp"}, "needs trainer.strategy=megatron"),
+    ):
+        assert said in refusal(optimizers.policy_weights, version="main", **given)
+    assert optimizers.policy_weights(values("train-0.4", **{f"{at}path": "m"})) == {"model.path": "m"}
+
+
 def test_megatrons_adapters_are_those_of_fused_layers() -> None:
     at = "trainer__policy__model__lora__"
     kind = "trainer__policy__megatron_config__lora_config__lora_type"

@@ -231,6 +231,25 @@ def test_automodel_has_megatrons_schedule_with_shares_of_the_rate() -> None:
     assert factors(train(other, kind="verl-sft")["optimizer"], 0, 1, 2, 6) == [0.0, 0.5, 1.0, 0.6]
 
 
+LITE: dict[str, Json] = {A + "strategy": "mlite"}
+
+
+def test_megatron_lites_decay_is_megatrons_but_for_the_exponential_one() -> None:
+    given = {**LITE, OPT + "lr": 1.0, OPT + "lr_warmup_steps": 2, OPT + "min_lr": 0.2}
+    linear = train({**given, OPT + "lr_decay_style": "linear"})["optimizer"]
+    assert factors(linear, 0, 1, 2, 6) == [0.0, 0.5, 1.0, 0.6]
+    assert linear["decay_all"] is False, "norms and biases have no weight decay"
+    stable = {**given, OPT + "lr_decay_style": "wsd", OPT + "lr_wsd_decay_steps": 4}
+    falls = train({**stable, OPT + "lr_wsd_decay_style": "linear"})["optimizer"]
+    assert factors(falls, 6, 8, 9) == [1.0, 0.6, 0.4]
+    to_zero = train({**stable, OPT + "min_lr": 0.0})["optimizer"]
+    assert factors(to_zero, 6, 7, 8, 9) == [1.0, 0.75, 0.5, 0.25], "its exponential decay to 0 is a line"
+    never = train({**stable, OPT + "lr_wsd_decay_steps": None})["optimizer"]
+    assert factors(never, 2, 9) == [1.0, 1.0]
+    assert "lr_wsd_decay_style=exponential with" in told(stable), "by the same factor in each step"
+    assert "expected one of" in told({**given, OPT + "lr_decay_style": "inverse_square_root"})
+
+
 def test_the_default_schedule_is_the_engines() -> None:
     kinds = {
         name: train({"model_engine": name, **more})["optimizer"]["schedule"]["type"]
@@ -275,6 +294,40 @@ def test_torchtitans_sizes() -> None:
     assert f"{at}data_parallel_shard_size=4 must make the 8 data-parallel ranks" in said
 
 
+def test_megatron_lites_sizes_and_what_it_offloads() -> None:
+    at = A + "engine."
+    sizes: dict[str, Json] = {at + "pp": 2, at + "vpp": 2, at + "cp": 2, at + "ep": 2}
+    budget: dict[str, Json] = {A + "use_dynamic_bsz": True, A + "ppo_max_token_len_per_gpu": 2000}
+    found = train({**LITE, **sizes, **budget})
+    assert found["parallel"] == {"pp": 2, "pipeline_chunks": 2, "dp_shard": 2, "cp": 2, "ep": 2}
+    assert found["micro_batch_tokens"] == 4000, "a budget for each of the two that share a sequence"
+    rests: dict[str, Json] = {at + f"{name}_offload": True for name in ("param", "optimizer", "grad")}
+    assert train({**LITE, **rests})["offload"] == ["optimizer", "policy"]
+    kl = train({**LITE, A + "use_kl_loss": True})["offload"]
+    assert kl == ["reference"], "Megatron Lite's reference is offloaded unless a file says otherwise"
+    wide = train({"engine.strategy": "mlite", "engine.dtype": "float32"}, kind="verl-sft")
+    assert wide == train({"engine.strategy": "mlite"}, kind="verl-sft"), "it reads no dtype"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("impl_cfg.use_thd", False, "Megatron Lite refuses false, too"),
+        ("impl_cfg.optimizer", "sgd", "expected one of dist_opt, fsdp2"),
+        ("impl_cfg.lora", {"rank": 8}, "Megatron Lite's own options"),
+        ("impl_cfg.router_aux_loss_coef", 0.01, "load-balancing terms as Megatron Lite scales them"),
+        ("router_aux_loss_coef", 0.01, "load-balancing terms as Megatron Lite scales them"),
+        ("load_hf_weights", False, "training that begins with random weights"),
+        ("router_replay_mode", "R3", "replayed routing of experts"),
+        ("resync_format", "fp8", "weights of the engine in another format than the policy's"),
+    ],
+)
+def test_what_megatron_lite_does_and_whet_does_not(key: str, value: Json, said: str) -> None:
+    assert said in told({**LITE, A + "engine." + key: value})
+    if key.startswith(("impl_cfg", "router_aux", "load")):
+        assert said in told({"engine.strategy": "mlite", "engine." + key: value}, kind="verl-sft")
+
+
 def test_sizes_of_supervised_fine_tuning() -> None:
     def found(strategy: str, **sizes: int) -> Json:
         given = {f"engine.{name}": size for name, size in sizes.items()}
@@ -284,6 +337,7 @@ def test_sizes_of_supervised_fine_tuning() -> None:
         "tp": 2, "dp_replicate": 2, "dp_shard": 2, "ep": 2,
     }  # fmt: skip
     assert found("veomni", ulysses_parallel_size=4) == {"dp_shard": 2, "cp": 4}
+    assert found("mlite", tp=2, pp=2, ep=2) == {"tp": 2, "pp": 2, "dp_shard": 2, "ep": 2}
     assert found("torchtitan", pipeline_parallel_size=2, data_parallel_shard_size=4) == {
         "pp": 2,
         "dp_shard": 4,

@@ -21,7 +21,7 @@ from whet.data.tokenizer import load_tokenizer
 from whet.dialects.tables import dialect
 from whet.dialects.translate import translate
 from whet.models.load import build, export
-from whet.types import ConfigError, Json
+from whet.types import Json
 
 HERE = Path(__file__).parent / "dialects"
 
@@ -269,9 +269,10 @@ def test_an_evaluation_file_with_a_function_and_columns_of_yours(tmp_path: Path)
 
 def test_a_generation_file_is_known_for_what_it_is() -> None:
     given = ("data.path=a.parquet", "data.n_samples=8", "rollout.temperature=0.6", "model.path=m")
-    with pytest.raises(ConfigError, match="a model's replies to a file of prompts") as e:
-        load(None, given, dialect="verl")
-    assert "verl-generation" in str(e.value)
+    loaded = load(None, given, dialect="verl")
+    assert loaded.translation is not None
+    assert loaded.translation.dialect == "verl-generation"
+    assert loaded.config.eval.samples == 8
 
 
 def test_the_example_is_a_valid_plan(monkeypatch: pytest.MonkeyPatch) -> None:

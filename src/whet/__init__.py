@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from whet.api import Result, train
     from whet.bench import evaluate
+    from whet.generation import generate
     from whet.rollout.scripted import ScriptedEngine
     from whet.track.run import Run, load_run
     from whet.types import (
@@ -34,12 +35,14 @@ __all__ = [
     "Task",
     "WhetError",
     "evaluate",
+    "generate",
     "load_run",
     "train",
 ]
 
 _HOME = {
     "evaluate": "whet.bench",
+    "generate": "whet.generation",
     "load_run": "whet.track.run",
     "train": "whet.api",
     "Result": "whet.api",

@@ -204,12 +204,12 @@ def judge_checkpoints(
         import_all(cfg.imports)
         from whet.data.recognise import with_columns
 
-        found = [] if model else _found(out.parent / "checkpoints", chosen)
+        found = [] if model else checkpoints_of(out.parent / "checkpoints", chosen)
         loaded, _ = with_columns(loaded, parts=("eval",))
         return _bench(loaded, planned, rewards, out, found=found, stack=stack)
 
 
-def _found(root: Path, chosen: Selected) -> list[Path]:
+def checkpoints_of(root: Path, chosen: Selected) -> list[Path]:
     """The checkpoints to evaluate, oldest first. CheckpointError where there is none."""
     from whet import checkpoint
 

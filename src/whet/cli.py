@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import typer
 
-from whet import commands_engines, commands_records, commands_runs, commands_studio, secrets
+from whet import (
+    commands_engines,
+    commands_generate,
+    commands_records,
+    commands_runs,
+    commands_studio,
+    secrets,
+)
 from whet.guard.foreign import plain
 from whet.notices import say, say_columns, say_missing, write
 from whet.options import (
@@ -117,6 +124,7 @@ def plan(
     """
     from rich.console import Console
 
+    from whet.config.evaluation import writes_replies
     from whet.config.hardware import as_if, machines
     from whet.config.load import load
     from whet.config.memory_estimate import check_memory
@@ -132,7 +140,7 @@ def plan(
             unused=unused.value,
         )
         say(loaded)
-        planned = plans(loaded, here=False)
+        planned = plans(loaded, here=False, trains=not writes_replies(loaded.config))
         say_missing(loaded)
         say_columns(loaded)
         Console().print(describe(planned))
@@ -389,6 +397,7 @@ def convert(
     Example: whet convert examples/from_skyrl.yaml -o native.yaml --report report.md
     Example: whet convert examples/from_skyrl.yaml --gpus 8x2 --mem 80
     """
+    from whet.config.evaluation import writes_replies
     from whet.config.hardware import ENOUGH, as_if, machines
     from whet.config.load import load
     from whet.config.plan import plans
@@ -406,7 +415,7 @@ def convert(
 
             loaded = read(release(loaded))
     with as_if(given or (ENOUGH if loaded.translation else None)):
-        plans(loaded, here=False)
+        plans(loaded, here=False, trains=not writes_replies(loaded.config))
     say(loaded)
     say_missing(loaded)
     if output:
@@ -517,6 +526,7 @@ def gsm8k(
         typer.echo(f"{to / name}.parquet: {count} tasks")
 
 
+commands_generate.add_to(app)
 commands_runs.add_to(app)
 commands_records.add_to(app)
 commands_engines.add_to(app)

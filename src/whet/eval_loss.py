@@ -16,7 +16,7 @@ from whet.config.functions import Kind
 from whet.training.engine import TrainEngine
 from whet.training.sums import Sums
 from whet.training.unreduced import evaluated
-from whet.types import DataError, Group, Json, Message, Metrics, Task
+from whet.types import DataError, Group, Json, Metrics, Reply, Task
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ Look = Callable[[Batch], Batch]
 
 
 def given(
-    tasks: Sequence[Task], kind: Kind, *, judged: bool, fits: Callable[[Task, str | Message], bool]
+    tasks: Sequence[Task], kind: Kind, *, judged: bool, fits: Callable[[Task, Reply], bool]
 ) -> list[Task]:
     """The held-out tasks with the fields that a kind of learning needs. Tasks whose reply is too long are left out and
     logged.

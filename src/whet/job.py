@@ -17,6 +17,7 @@ from whet.config.checks import check_stop_tokens
 from whet.config.checks_parallel import world
 from whet.config.checks_sync import has_adapters
 from whet.config.engines import ENGINES
+from whet.config.learns import is_stack
 from whet.config.load import Loaded
 from whet.config.plan import Plan, dtype_on
 from whet.config.resuming import RESUME
@@ -256,6 +257,12 @@ def build_policy(cfg: ModelConfig, *, lora: LoraConfig | None, seed: int, **how:
     model = build_model(cfg, seed=seed, **how)
     if lora is not None:
         attach(model, lora, seed=seed)
+    learns = [n for n, p in model.named_parameters() if p.requires_grad and is_stack(n)]
+    if cfg.expert_grid is not None and learns:
+        raise ConfigError(
+            f"model.expert_grid={cfg.expert_grid}: {learns[0]} is trained in full (model.lora.modules_to_save), and "
+            "the grid is for matrices that stay as they are; leave one of the two out"
+        )
     return model
 
 

@@ -44,7 +44,7 @@ from whet.track.written import read_lines
 from whet.training.engine import TrainEngine
 from whet.training.ranks import Ranks
 from whet.training.throughput import Meter
-from whet.types import Group, Json, Message, Metrics, Rollout, Task, WhetError
+from whet.types import Group, Json, Metrics, Reply, Rollout, Task, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -344,7 +344,7 @@ def held_out_replies(context: Context, models: Models, tasks: list[Task]) -> lis
     if kind == "online" or not evaluates(cfg):
         return []
 
-    def fits(task: Task, reply: str | Message) -> bool:
+    def fits(task: Task, reply: Reply) -> bool:
         longest = reply_limit(task, limit, cfg.data.max_total_tokens)
         tokenizer = with_kwargs(models.tokenizer, task.chat_template_kwargs)
         return not drops or len(encode_reply(tokenizer, task.prompt, reply, task.tools)) <= longest

@@ -23,6 +23,7 @@ PUBLIC = {
     "whet": (
         "train",
         "evaluate",
+        "generate",
         "load_run",
         "Result",
         "Run",

@@ -216,7 +216,9 @@ def model_at(
     the folder may hold.
     """
     cfg = context.cfg
-    own = {"path": path, "scratch": None} | ({} if overrides is None else {"overrides": overrides})
+    own = {"path": path, "scratch": None, "expert_grid": None} | (
+        {} if overrides is None else {"overrides": overrides}
+    )
     return partial(
         build_model,
         cfg.model.model_copy(update=own),

@@ -138,6 +138,10 @@ class Message:
         return f"{self.reasoning or ''}{self.content}{calls}"
 
 
+Reply = str | Message | tuple[int, ...]
+"""A given reply: its text, a message if it has calls or reasoning, or its tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One prompt, with the data that a reward needs to score the reply.
@@ -153,9 +157,10 @@ class Task:
     prompt: str | tuple[Message, ...]
     answer: Json = None
     """The reference answer, passed to rewards untouched."""
-    response: str | Message | None = None
-    """A demonstration (SFT) or the chosen reply of a preference pair (DPO); a message if it has calls or reasoning."""
-    rejected: str | Message | None = None
+    response: str | Message | tuple[int, ...] | None = None
+    """A demonstration (SFT) or the chosen reply of a preference pair (DPO); a message if it has calls or reasoning; its
+    tokens if the row has those."""
+    rejected: str | Message | tuple[int, ...] | None = None
     """The rejected reply of a preference pair (DPO)."""
     extra: dict[str, Json] = field(default_factory=dict)
     """All further columns of the row, passed to rewards untouched."""
@@ -181,8 +186,8 @@ class Task:
         if not isinstance(prompt, str):
             prompt = tuple(Message.from_json(m) for m in prompt)
         tools = tuple(ToolSpec.from_json(tool) for tool in value.get("tools") or ())
-        replies = {n: value[n] for n in ("response", "rejected") if isinstance(value.get(n), dict)}
-        value = {**value, **{name: Message.from_json(reply) for name, reply in replies.items()}}
+        replies = {n: value[n] for n in ("response", "rejected") if isinstance(value.get(n), dict | list)}
+        value |= {n: Message.from_json(r) if isinstance(r, dict) else tuple(r) for n, r in replies.items()}
         return Task(
             **{**value, "prompt": prompt, "token_ids": tuple(value.get("token_ids") or ()), "tools": tools}
         )

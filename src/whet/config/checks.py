@@ -16,6 +16,7 @@ from whet.config.evaluation import (
     reply_tokens,
     tokens_after_prompt,
     total_tokens,
+    writes_replies,
 )
 from whet.config.functions import PRIORITIES
 from whet.config.keys import Path, dotted, lookup
@@ -175,7 +176,8 @@ def _batch(cfg: Config, algorithm: Resolved | None) -> Iterator[Problem]:
 
 
 def _rewards(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
-    if cfg.rewards or cfg.rollout.env or algorithm.kind != "online" or not algorithm.judged:
+    unjudged = algorithm.kind != "online" or not algorithm.judged or writes_replies(cfg)
+    if cfg.rewards or cfg.rollout.env or unjudged:
         yield from eval_problems(cfg)
     reads = algorithm.kind == "online" and algorithm.judged
     if reads and cfg.rewards and not cfg.rollout.env and not any(r.weight for r in cfg.rewards.values()):

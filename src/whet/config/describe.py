@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from whet.config import memory_estimate
 from whet.config.derived import Plan
+from whet.config.evaluation import writes_replies
 from whet.config.hardware import multiplies_half
 from whet.config.memory import largest
 from whet.config.sizes import in_words as size
@@ -33,6 +34,8 @@ def describe(plans: Sequence[Plan]) -> RenderableType:
 
 def facts(plan: Plan) -> dict[str, str]:
     """The rows of one stage, by label."""
+    if writes_replies(plan.cfg):
+        return _facts_of_replies(plan)
     known = plan.total_steps is not None
     a = plan.algorithm
     return {
@@ -51,6 +54,19 @@ def facts(plan: Plan) -> dict[str, str]:
         "memory": _memory(plan),
         "KV cache": _kv_cache(plan),
         "disk": _disk(plan),
+        "machine": _machine(plan),
+    }
+
+
+def _facts_of_replies(plan: Plan) -> dict[str, str]:
+    """Those of `whet generate`, which trains nothing."""
+    samples, out = plan.cfg.eval.samples, plan.cfg.track.dump["replies"]
+    return {
+        "replies": f"{samples} to each row of data.eval, {_evaluation(plan)}; to {out}",
+        "longest": f"{plan.cfg.data.max_prompt_tokens} prompt + {plan.reply_tokens} reply tokens",
+        "parameters": _count(plan),
+        "memory": _memory(plan),
+        "KV cache": _kv_cache(plan),
         "machine": _machine(plan),
     }
 
@@ -185,7 +201,7 @@ def notes(plans: Sequence[Plan]) -> list[str]:
     out = []
     if plans[0].shape is None:
         out.append("model.path: no such folder on this machine, so sizes are not known.")
-    if any(p.total_steps is None for p in plans):
+    if any(p.total_steps is None and not writes_replies(p.cfg) for p in plans):
         out.append("train.epochs: the number of steps is known after the rows are read.")
     out += [
         f"{p.name}: the warm-up of {p.warmup_steps} steps is longer than the stage ({p.schedule_steps} steps): the "

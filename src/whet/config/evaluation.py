@@ -20,15 +20,21 @@ class EvalSampling:
     sampling: SamplingConfig
 
 
+def writes_replies(cfg: Config) -> bool:
+    """Whether the config is for `whet generate`, which asks held-out tasks and writes the replies unjudged."""
+    return "replies" in cfg.track.dump
+
+
 def evaluates(cfg: Config) -> bool:
     """Whether a stage ever evaluates."""
-    return bool(cfg.data.eval) and (cfg.eval.interval != 0 or cfg.eval.at_start or cfg.eval.at_end)
+    on = cfg.eval.interval != 0 or cfg.eval.at_start or cfg.eval.at_end
+    return bool(cfg.data.eval) and (on or writes_replies(cfg))
 
 
 def judges(cfg: Config) -> bool:
-    """Whether held-out tasks are asked and the replies judged, by rewards or by the environment; else only the loss of
-    given replies is measured."""
-    return evaluates(cfg) and bool(cfg.rewards or cfg.rollout.env)
+    """Whether held-out tasks are asked and the replies judged, by rewards or by the environment, or written; else only
+    the loss of given replies is measured."""
+    return evaluates(cfg) and bool(cfg.rewards or cfg.rollout.env or writes_replies(cfg))
 
 
 def asked(cfg: Config, source: str) -> EvalSampling:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from whet.config.checks_parallel import world
-from whet.config.evaluation import evaluates, judges
+from whet.config.evaluation import evaluates, judges, writes_replies
 from whet.config.recipes import Resolved
 from whet.config.schema import Config
 from whet.config.sections.rollout import TOOL_TIMEOUT_S, TOOLS
@@ -40,6 +40,7 @@ _COMPUTED: dict[str, Fact] = {
     "shows_rollouts": lambda cfg, algorithm: shows_rollouts(cfg),
     "evaluates": lambda cfg, algorithm: evaluates(cfg),
     "judges": lambda cfg, algorithm: judges(cfg),
+    "writes_replies": lambda cfg, algorithm: writes_replies(cfg),
     "profiles": lambda cfg, algorithm: min(cfg.profile.steps, default=0) <= (cfg.train.steps or math.inf),
     "tools_outlast_step": lambda cfg, algorithm: _tools_outlast_step(cfg),
     "samples": lambda cfg, algorithm: algorithm.kind == "online" or judges(cfg),

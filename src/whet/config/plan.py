@@ -26,6 +26,7 @@ from whet.config.evaluation import (
     reply_tokens,
     tokens_after_prompt,
     total_tokens,
+    writes_replies,
 )
 from whet.config.faults import Refused, named
 from whet.config.groups import experts_per_step, sampled_tasks
@@ -87,6 +88,12 @@ def plans(
     def refuse(problems: Iterable[Problem]) -> None:
         _refuse([(loaded.where(key) if loaded else "", text) for key, text in problems], what)
 
+    if trains and writes_replies(config):
+        given = (
+            "" if any(cfg.data.train for cfg in stages) else ", and there is no training data (data.train)"
+        )
+        text = f"track.dump.replies: only `whet generate` writes replies{given}: run `whet generate {what}`"
+        refuse([("track.dump.replies", text)])
     refuse(_problems(config, stages, here=here and not rehearsal))
     if trains and (why := never_trains(config.rollout.engine)):
         refuse([("rollout.engine", f"rollout.engine: {why}")])

@@ -13,7 +13,7 @@ from whet.config.faults import shown
 from whet.config.keys import setting
 from whet.config.recipes import kind_of
 from whet.config.schema import Config, DataConfig, RewardModelConfig, SourceConfig
-from whet.config.sections.data import REASONING_GYM, ReasoningGymArguments
+from whet.config.sections.data import GENERATED, RANDOM_TOKENS, REASONING_GYM
 from whet.tables import near
 
 PARTS = ("train", "eval", "demonstrations")
@@ -41,6 +41,7 @@ def source_problems(cfg: Config) -> Iterator[tuple[str, str]]:
         for n, source in enumerate(getattr(cfg.data, part)):
             yield from ((f"data.{part}[{n}]", said) for said in _rows(source))
             yield from ((f"data.{part}[{n}].arguments", said) for said in _generated(source))
+            yield from ((f"data.{part}[{n}].arguments", said) for said in _made_up(source))
             yield from ((f"data.{part}[{n}]", said) for said in _columns(source))
             yield from ((f"data.{part}[{n}].prompt", said) for said in _no_prompt(cfg, source, part))
             yield from ((f"data.{part}[{n}].rewards", said) for said in _rewards(cfg, source, part))
@@ -88,19 +89,38 @@ def _rows(source: SourceConfig) -> Iterator[str]:
 
 
 def _generated(source: SourceConfig) -> Iterator[str]:
-    """What reasoning-gym cannot generate; the arguments of a dataset are judged by it."""
-    if source.function == REASONING_GYM:
+    """What a built-in function cannot generate; the arguments of a dataset of reasoning-gym are judged by that."""
+    if arguments := GENERATED.get(source.function or ""):
         try:
-            ReasoningGymArguments.model_validate_json(json.dumps(source.arguments))
+            arguments.model_validate_json(json.dumps(source.arguments))
         except ValidationError as e:
             for fault in e.errors(include_url=False, include_context=False):
                 name = str(fault["loc"][0])
+                if name not in arguments.model_fields:
+                    yield f"{name}: it has no such argument{near(name, arguments.model_fields)}"
+                    continue
                 got = (
                     f"got {shown(source.arguments[name])}, expected"
                     if name in source.arguments
                     else "must be given:"
                 )
-                yield f"{name}: {got} {setting(ReasoningGymArguments, name).words}"
+                yield f"{name}: {got} {setting(arguments, name).words}"
+
+
+def _made_up(source: SourceConfig) -> Iterator[str]:
+    """Rows of random tokens have prompts or responses, and the source reads what they have."""
+    if source.function != RANDOM_TOKENS:
+        return
+    asked, replied = (bool(source.arguments.get(name)) for name in ("prompt", "response"))
+    if not (asked or replied):
+        yield "give the tokens of a prompt, of a response, or both: prompt=512, response=1024"
+    elif asked is (source.prompt is None):
+        fix = (
+            "leave the source's prompt out"
+            if asked
+            else "set the source's prompt to null, or give prompt=512"
+        )
+        yield f"prompt={source.arguments.get('prompt', 0)}: {fix}"
 
 
 def _columns(source: SourceConfig) -> Iterator[str]:

@@ -19,7 +19,7 @@ from jinja2.exceptions import TemplateError
 from whet.data.templates import CUT, MARK, rendered
 from whet.data.timed import encoded
 from whet.inputs import MOST_CONFIG_BYTES, read_text
-from whet.types import ConfigError, DataError, Json, Message, ToolSpec
+from whet.types import ConfigError, DataError, Json, Message, Reply, ToolSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -279,20 +279,22 @@ def encode_response(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_reply(
-    tokenizer: Tokenizer, prompt: Prompt, reply: str | Message, tools: Sequence[ToolSpec] = ()
+    tokenizer: Tokenizer, prompt: Prompt, reply: Reply, tools: Sequence[ToolSpec] = ()
 ) -> list[int]:
-    """`encode_response` of a reply to a prompt, which may have calls and reasoning."""
+    """`encode_response` of a reply to a prompt, which may have calls and reasoning; given tokens as they are."""
+    if isinstance(reply, tuple):
+        return list(reply)
     if isinstance(reply, str):
         return encode_response(tokenizer, reply)
     text = reply_text(tokenizer, prompt, reply, tools)
     return [*encode_rendered(tokenizer, [text])[0], *encode_response(tokenizer, "")]
 
 
-def reply_text(
-    tokenizer: Tokenizer, prompt: Prompt, reply: str | Message, tools: Sequence[ToolSpec] = ()
-) -> str:
+def reply_text(tokenizer: Tokenizer, prompt: Prompt, reply: Reply, tools: Sequence[ToolSpec] = ()) -> str:
     """A reply as the policy would write it, without its end. Of a message with calls or reasoning: what the chat
     template writes after the header of the reply. DataError for a template that does not."""
+    if isinstance(reply, tuple):
+        return str(tokenizer.decode(list(reply)))
     if isinstance(reply, str):
         return reply
     if isinstance(prompt, str) or prompt[-1].role == "assistant":
@@ -322,11 +324,13 @@ def _closing(tokenizer: Tokenizer) -> str:
     return said.rpartition(MARK)[2]
 
 
-def encode_whole(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+def encode_whole(tokenizer: Tokenizer, texts: Sequence[Reply]) -> list[list[int]]:
     """Texts without prompts: each encoded as a plain-text prompt, with the end-of-text token after it if its own last
-    token is another one (as TRL 1.16 for language modeling)."""
+    token is another one (as TRL 1.16 for language modeling). Given tokens stay as they are."""
     end = encode_response(tokenizer, "")
-    return [ids if ids[-1:] == end else [*ids, *end] for ids in encode_prompts(tokenizer, texts)]
+    written = iter(encode_prompts(tokenizer, [text for text in texts if isinstance(text, str)]))
+    whole = [(list(text), []) if isinstance(text, tuple) else (next(written), end) for text in texts]
+    return [ids if ids[-1:] == last else [*ids, *last] for ids, last in whole]
 
 
 def encode_history(

@@ -10,7 +10,7 @@ from itertools import pairwise
 from whet.config.schema import SourceConfig
 from whet.data.chat import Prompt, as_prompt, as_reply
 from whet.data.parts import Row
-from whet.types import ConfigError, DataError, Json, Message, ToolSpec
+from whet.types import ConfigError, DataError, Json, Message, Reply, ToolSpec
 
 _ABSENT = object()
 _LARGEST = sys.float_info.max
@@ -43,10 +43,12 @@ class Fields:
 
     prompt: Prompt
     """'': the row has none, and `response` is a whole text."""
+    token_ids: tuple[int, ...]
+    """The prompt, where the row has its tokens; `prompt` tells them."""
     label: str
     answer: Json
-    response: str | Message | None
-    rejected: str | Message | None
+    response: Reply | None
+    rejected: Reply | None
     tools: tuple[ToolSpec, ...]
     chat_template_kwargs: dict[str, Json]
     difficulty: float | None
@@ -95,7 +97,8 @@ def _parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None) -> F
     label, own_system = _own(row, source.label), _own(row, source.system_prompt_column)
     system = source.system_prompt if own_system is None else own_system
     asked: Prompt
-    response: str | Message | None
+    token_ids: tuple[int, ...] = ()
+    response: Reply | None
     if source.messages is not None:
         *before, last = _conversation(_required(row, source.messages, "messages"), source.messages)
         asked, response = tuple(before), as_reply(last)
@@ -104,16 +107,20 @@ def _parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None) -> F
     elif source.prompt is None:
         asked, response = "", _whole(_required(row, source.response, "response"), source.response)
     else:
-        asked = _prompt(_required(row, source.prompt, "prompt"), source.prompt, source.template)
+        value = _required(row, source.prompt, "prompt")
+        token_ids = _prompt_tokens(value, source)
+        asked = str(value) if token_ids else _prompt(value, source.prompt, source.template)
         response = _reply(_optional(row, source, "response"), source.response, asked=asked)
     if asked == () and not system:
         raise DataError("the row has neither a prompt nor a system message, and the source has none for it")
+    as_it_is = asked == "" or token_ids
     prompt = (
-        asked if asked == "" else as_prompt(asked, chat=chat, system=system, reply_prefix=source.reply_prefix)
+        asked if as_it_is else as_prompt(asked, chat=chat, system=system, reply_prefix=source.reply_prefix)
     )
     columns = named(source)
     return Fields(
         prompt=prompt,
+        token_ids=token_ids,
         label=name if label is None else label,
         answer=_optional(row, source, "answer"),
         response=response,
@@ -165,8 +172,28 @@ def _prompt(value: Json, column: str, template: str | None) -> Prompt:
     return tuple(_message(m, column) for m in value)
 
 
-def _whole(value: Json, column: str) -> str:
+def _tokens(value: Json) -> tuple[int, ...]:
+    """Token ids in place of a text; () for anything else."""
+    plain = isinstance(value, list) and all(type(token) is int for token in value)
+    return tuple(value) if plain else ()
+
+
+def _prompt_tokens(value: Json, source: SourceConfig) -> tuple[int, ...]:
+    """The tokens of a prompt that is given as such; what would be put around a text cannot be put around them."""
+    found = _tokens(value)
+    around = ("template", "system_prompt", "system_prompt_column", "reply_prefix")
+    for key in around if found else ():
+        if getattr(source, key) is not None:
+            raise DataError(
+                f"column {source.prompt!r} holds token ids, which {key} cannot be added to; leave it out."
+            )
+    return found
+
+
+def _whole(value: Json, column: str) -> str | tuple[int, ...]:
     """A text without a prompt."""
+    if tokens := _tokens(value):
+        return tokens
     if not isinstance(value, str) or not value:
         raise DataError(
             _wrong(column, value, "a non-empty text, since the source has no prompt (prompt: null)")
@@ -252,10 +279,13 @@ def _kwargs(value: Json, column: str) -> dict[str, Json]:
     return found
 
 
-def _reply(value: Json, column: str, *, asked: Prompt) -> str | Message | None:
-    """A reply given as text, as a message, or as messages that end with it: then the others are the prompt's."""
+def _reply(value: Json, column: str, *, asked: Prompt) -> Reply | None:
+    """A reply given as text, as tokens, as a message, or as messages that end with it: then the others are the
+    prompt's."""
     if value is None or isinstance(value, str):
         return value
+    if tokens := _tokens(value):
+        return tokens
     several = value if isinstance(value, list) else [value]
     if not several or not all(isinstance(m, dict) for m in several) or several[-1].get("role") != "assistant":
         raise DataError(_wrong(column, value, "text, or messages that end with an assistant message"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Protocol
@@ -30,6 +30,10 @@ class FileRows(Protocol):
 
     def slice(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Row]: ...
 
+    def arrow(self, start: int, stop: int) -> pa.Table:
+        """Rows start .. stop-1 as columns. Raises pyarrow's errors where the values of a column have no common type."""
+        ...
+
     def cut(self, start: int, stop: int) -> FileRows:
         """Rows start .. stop-1; `where` still tells their places in the file."""
         ...
@@ -51,6 +55,13 @@ class ListPart:
 
     def slice(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Row]:
         return list(self.rows[start:stop])
+
+    def arrow(self, start: int, stop: int) -> pa.Table:
+        import pyarrow as pa
+
+        rows = self.rows[start:stop]
+        names = dict.fromkeys(name for row in rows for name in row)
+        return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
 
     def cut(self, start: int, stop: int) -> ListPart:
         numbers = self.numbers or range(1, len(self.rows) + 1)
@@ -78,6 +89,9 @@ class ArrowPart:
         if not table.column_names:
             return [{} for _ in range(min(stop, len(self)) - start)]
         return table.slice(start, stop - start).to_pylist()
+
+    def arrow(self, start: int, stop: int) -> pa.Table:
+        return self.table.slice(start, stop - start)
 
     def cut(self, start: int, stop: int) -> ArrowPart:
         return replace(self, table=self.table.slice(start, stop - start), first=self.first + start)
@@ -108,25 +122,29 @@ class SourceRows:
 
     def slice(self, start: int, stop: int, columns: Sequence[str] | None = None) -> list[Row]:
         """Rows start .. stop-1; from Arrow only the named columns, other rows may hold more."""
-        out: list[Row] = []
-        first = 0
-        for part in self.parts:
-            begin, end = max(start - first, 0), min(stop - first, len(part))
-            if begin < end:
-                out += part.slice(begin, end, columns)
-            first += len(part)
-        return out
+        found = (part.slice(begin, end, columns) for part, begin, end in self._between(start, stop))
+        return [row for rows in found for row in rows]
+
+    def arrow(self, start: int, stop: int) -> pa.Table:
+        """Rows start .. stop-1 as columns; a row has null where its file has no such column. Raises pyarrow's errors
+        where the values of a column have no common type."""
+        import pyarrow as pa
+
+        found = [part.arrow(begin, end) for part, begin, end in self._between(start, stop)]
+        return pa.concat_tables(found, promote_options="permissive")
 
     def cut(self, start: int, stop: int) -> SourceRows:
         """Rows start .. stop-1 alone, numbered from 0."""
-        parts: list[FileRows] = []
+        return replace(self, parts=tuple(p.cut(begin, end) for p, begin, end in self._between(start, stop)))
+
+    def _between(self, start: int, stop: int) -> Iterator[tuple[FileRows, int, int]]:
+        """The parts that rows start .. stop-1 lie in, and where in them."""
         first = 0
         for part in self.parts:
             begin, end = max(start - first, 0), min(stop - first, len(part))
             if begin < end:
-                parts.append(part.cut(begin, end))
+                yield part, begin, end
             first += len(part)
-        return replace(self, parts=tuple(parts))
 
     def _find(self, i: int) -> tuple[FileRows, int]:
         for part in self.parts:

@@ -26,7 +26,7 @@ from whet.data.chat import (
 from whet.data.columns import PER_ROW, Fields, has_no_prompts, is_asked_by_env, named, parse, used
 from whet.data.rows import SourceRows, read_rows
 from whet.guard import pulse
-from whet.types import ConfigError, DataError, Json, Message, Task
+from whet.types import ConfigError, DataError, Json, Reply, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -110,7 +110,7 @@ def prepare(
     return out
 
 
-def prompt_key(prompt: Prompt, response: str | Message | None, extra: Mapping[str, Json]) -> str:
+def prompt_key(prompt: Prompt, response: Reply | None, extra: Mapping[str, Json]) -> str:
     """Equal for equal prompts; of rows without a prompt, for equal responses, or for equal other columns where an
     environment asks. System messages and the beginning of a reply do not count; a text equals the user message with
     that text.
@@ -152,7 +152,7 @@ class _Work:
 
 
 def _prepare(work: _Work) -> Prepared:
-    rows = read_rows(work.source)
+    rows = read_rows(work.source, vocabulary=work.tokenizer.vocab_size)
     digest = hashlib.blake2b(rows.name.encode(), digest_size=16)
     numbers: list[int] = []
     lengths: list[int] = []
@@ -248,8 +248,13 @@ def _batch(
 def _prompt_tokens(work: _Work, rows: SourceRows, kept: Sequence[tuple[int, Fields]]) -> list[list[int]]:
     """The tokens of each row's prompt; of a row without one, the first token of its response, which nothing predicts.
     DataError that names the row whose messages the chat template refuses."""
+    for i, f in kept:
+        _check_tokens(work.tokenizer, f, where=rows.where(i))
     if has_no_prompts(work.source):
-        return [ids[:1] for ids in encode_whole(work.tokenizer, [str(f.response or "") for _, f in kept])]
+        return [ids[:1] for ids in encode_whole(work.tokenizer, _wholes(kept))]
+    if any(f.token_ids for _, f in kept):
+        written = iter(_prompt_tokens(work, rows, [(i, f) for i, f in kept if not f.token_ids]))
+        return [list(f.token_ids) or next(written) for _, f in kept]
     if work.turns == "all":
         return [_at(rows.where(i), partial(_history, work.tokenizer, f)) for i, f in kept]
 
@@ -261,6 +266,20 @@ def _prompt_tokens(work: _Work, rows: SourceRows, kept: Sequence[tuple[int, Fiel
         return together([f for _, f in kept])
     except DataError:  # together is faster, one by one says which
         return [_at(rows.where(i), partial(together, [f]))[0] for i, f in kept]
+
+
+def _wholes(kept: Sequence[tuple[int, Fields]]) -> list[Reply]:
+    return [f.response or "" for _, f in kept]
+
+
+def _check_tokens(tokenizer: Tokenizer, f: Fields, *, where: str) -> None:
+    """DataError for given tokens that the tokenizer does not have."""
+    for tokens in (f.token_ids, f.response, f.rejected):
+        if isinstance(tokens, tuple) and tokens and not 0 <= min(tokens) <= max(tokens) < len(tokenizer):
+            raise DataError(
+                f"{where}: it has token ids from {min(tokens)} to {max(tokens)}, but the tokenizer has "
+                f"{len(tokenizer)} tokens"
+            )
 
 
 def _history(tokenizer: Tokenizer, f: Fields) -> list[int]:
@@ -285,10 +304,14 @@ def _reply_lengths(work: _Work, rows: SourceRows, kept: Sequence[tuple[int, Fiel
     if work.max_response_tokens is None:
         return lengths
     if has_no_prompts(work.source):
-        whole = encode_whole(work.tokenizer, [str(f.response or "") for _, f in kept])
+        whole = encode_whole(work.tokenizer, _wholes(kept))
         return [{"response": len(ids) - 1} for ids in whole]
     for name in ("response", "rejected"):
-        having = [k for k, (_, f) in enumerate(kept) if getattr(f, name) is not None]
+        replies = [(k, getattr(f, name)) for k, (_, f) in enumerate(kept)]
+        having = [k for k, reply in replies if reply is not None and not isinstance(reply, tuple)]
+        for k, reply in replies:
+            if isinstance(reply, tuple):
+                lengths[k][name] = len(reply)
         texts = encode_texts(work.tokenizer, [_said(work, rows, *kept[k], name) for k in having])
         for k, ids in zip(having, texts):
             work.counts["unknown_tokens"] += _unknown(work.tokenizer, np.array(ids))

@@ -11,16 +11,25 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from whet import seeds
 from whet.config.schema import SourceConfig
-from whet.config.sections.data import REASONING_GYM, ReasoningGymArguments
+from whet.config.sections.data import (
+    RANDOM_TOKENS,
+    REASONING_GYM,
+    RandomTokensArguments,
+    ReasoningGymArguments,
+)
 from whet.data.files import find_files, read_files, stem
 from whet.data.parts import FileRows, ListPart, SourceRows, as_row, describe, flaw, json_copy
 from whet.tables import load_object, near
 from whet.types import ConfigError, DataError, Json
 
 
-def read_rows(source: SourceConfig) -> SourceRows:
-    """The rows of a source: without `skip`, at most `limit`. Raises DataError, or ConfigError where that is wrong."""
+def read_rows(source: SourceConfig, *, vocabulary: int = 1) -> SourceRows:
+    """The rows of a source: without `skip`, at most `limit`. Raises DataError, or ConfigError where that is wrong.
+
+    vocabulary: how many tokens there are, for rows of random tokens.
+    """
     given = [k for k in ("path", "function", "rows") if getattr(source, k) is not None]
     if len(given) != 1:
         raise ConfigError(
@@ -30,6 +39,9 @@ def read_rows(source: SourceConfig) -> SourceRows:
     if source.function == REASONING_GYM:
         asked = ReasoningGymArguments(**source.arguments)
         name, parts = asked.task, iter([_reasoning_gym(asked, most)])
+    elif source.function == RANDOM_TOKENS:
+        made_up = RandomTokensArguments(**source.arguments)
+        name, parts = RANDOM_TOKENS, iter([_random_tokens(made_up, vocabulary)])
     elif source.rows is not None:
         for i, row in enumerate(source.rows[:most], 1):
             _check_row(row, f"data.rows, row {i}")
@@ -107,6 +119,19 @@ def _reasoning_gym(cfg: ReasoningGymArguments, limit: int | None) -> FileRows:
             {"prompt": copy["question"], "answer": copy["answer"], "reasoning_gym": cfg.task, "entry": copy}
         )
     return ListPart(f"reasoning_gym {cfg.task}", rows)
+
+
+def _random_tokens(cfg: RandomTokensArguments, vocabulary: int) -> FileRows:
+    """Rows {prompt, response}: tokens that are drawn evenly from the vocabulary, by row and column alone."""
+    lengths = {name: count for name, count in (("prompt", cfg.prompt), ("response", cfg.response)) if count}
+
+    def drawn(row: int, column: str, count: int) -> list[int]:
+        stream = seeds.key(cfg.seed, RANDOM_TOKENS, column, row)
+        tokens: list[int] = (seeds.uniforms(stream, 0, count) * vocabulary).astype(int).tolist()
+        return tokens
+
+    rows = [{name: drawn(row, name, count) for name, count in lengths.items()} for row in range(cfg.rows)]
+    return ListPart(RANDOM_TOKENS, rows)
 
 
 def _function(source: SourceConfig, limit: int | None) -> FileRows:

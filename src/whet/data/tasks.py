@@ -315,8 +315,8 @@ def _reply(
         reply = encode_reply(tokenizer, task.prompt, given, task.tools)
         text = reply_text(tokenizer, task.prompt, given, task.tools)
     else:
-        text = str(given)
-        reply = encode_whole(tokenizer, [text])[0][1:]
+        text = reply_text(tokenizer, "", given)
+        reply = encode_whole(tokenizer, [given])[0][1:]
     cut = len(reply) > max_tokens
     if cut and not overlong.startswith("truncate"):
         raise DataError(

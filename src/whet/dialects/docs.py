@@ -18,7 +18,7 @@ from whet.dialects.versions import DOCUMENTS, VERSIONS
 PAGES = {
     "from_verl.md": (
         "verl",
-        ("verl-ppo", "verl-megatron-optim", "verl-eval", "verl-sft", "verl-generation"),
+        ("verl-ppo", "verl-megatron-optim", "verl-eval", "verl-sft", "verl-generation", "verl-server"),
     ),
     "from_skyrl.md": ("SkyRL", ("skyrl", "skyrl-sft")),
     "from_cosmos.md": ("Cosmos-RL", ("cosmos-grpo", "cosmos-sft")),

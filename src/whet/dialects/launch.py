@@ -145,7 +145,7 @@ class _Reader:
 
     def last(self, program: _Program) -> LaunchedProgram | Inside:
         """What a program starts that starts no other one known here."""
-        begun, name = self.at, self.here.rpartition("/")[2]
+        begun, name, said = self.at, self.here.rpartition("/")[2], ""
         self.at += 1
         if program.kind == "shell":
             return self.shell(begun, program)
@@ -155,15 +155,15 @@ class _Reader:
             return self.module(begun, name, self.at)
         if program.kind in ("launcher", "module"):
             self.at += name == "accelerate" and self.here == "launch"
-            while self.options(program, _MODULE):
-                pass  # -m says what kind of word follows the options
+            while option := self.options(program, _MODULE):
+                said = option  # -m says what kind of word follows the options
         else:
-            option = self.options(program, ("-m", "-c"))
-            launcher = _PROGRAMS.get(self.here) if option == "-m" else None
-            if launcher and launcher.kind in ("launcher", "module"):
-                return self.last(launcher)
-            if option == "-c" or self.here == "-":  # the program is a text
+            said = self.options(program, ("-m", "-c"))
+            if said == "-c" or self.here == "-":  # the program is a text
                 return LaunchedProgram(begun)
+        launcher = _PROGRAMS.get(self.here) if said in _MODULE else None
+        if launcher and launcher.kind in ("launcher", "module"):
+            return self.last(launcher)
         return self.module(begun, self.here) if self.here else LaunchedProgram(begun)
 
     def unwrap(self, program: _Program) -> bool:

@@ -15,11 +15,12 @@ from whet.types import ConfigError
 
 _VERL = (
     (re.compile(r".*\bmain_eval"), "verl-eval"),
+    (re.compile(r".*\bmain_generation_server"), "verl-server"),
     (re.compile(r".*\bmain_generation\w*"), "verl-generation"),
     (re.compile(r".*\b\w*sft_trainer\w*"), "verl-sft"),
 )
-_ASYNC = "trainer.fully_async.enabled=true"
-"""What SkyRL's other entry point says, before it became a key."""
+_ENTRY_POINTS = {"fully_async": "trainer.fully_async.enabled=true", "full_ctx": "trainer.num_dummy_steps=5"}
+"""By a part of a module's name: what SkyRL's other entry points say, which is a key or became one."""
 
 _MEGATRON = "ppo_megatron_trainer"
 _ENGINES = ("veomni", "torchtitan", "mindspeed")
@@ -34,16 +35,18 @@ _CHOICES: Mapping[str, Mapping[str, str]] = {
         "megatron_actor": f"defaults=[{_MEGATRON}]",
         "dp_actor": "",
         **{f"{name}_actor": f"actor_rollout_ref.actor.strategy={name}" for name in _ENGINES},
+        "mlite_actor": "actor_rollout_ref.actor.strategy=mlite actor_rollout_ref.actor.optim.lr=1e-3",
     },
+    "ref": {"mlite_ref": ""},
     "engine": {
         "fsdp": "",
-        **{name: f"engine.strategy={name}" for name in ("megatron", "automodel", *_ENGINES)},
+        **{name: f"engine.strategy={name}" for name in ("megatron", "automodel", "mlite", *_ENGINES)},
     },
     "optim": {"fsdp": "", "megatron": "", **dict.fromkeys(_ENGINES, ""), "automodel": "optim.lr=1e-5"},
     "model": {"hf_model": ""},
 }
-"""Hydra's choice of a file for a section: those that verl has -> the override that says the same, '' where a file
-leaves it out."""
+"""Hydra's choice of a file for a section: those of verl and of verl_mlite -> the overrides that say the same, '' where
+a file leaves it out."""
 _CHOICE = re.compile(r"[+]*(?P<group>[\w/]+)(?P<at>@[\w.]+)?=(?P<name>\w*)")
 _WHOLE = ("ppo_trainer", "sft_trainer", "sft_trainer_engine", "evaluation", "generation")
 """verl's own files, whose values are in the tables."""
@@ -99,8 +102,7 @@ def launched(
             said = _CHOICES[choice["group"]].get(choice["name"])
             if said is None:
                 problems.append((place(word), _unread(word, choice, launch)))
-            elif said:
-                chosen.append((said, place(word)))
+            chosen += [(one, place(word)) for one in (said or "").split()]
         elif choice and choice["at"]:
             problems.append(
                 (
@@ -190,8 +192,8 @@ def _file(launch: Launch, script: Path) -> tuple[Path | None, str | None, list[s
             )
         file = Path(launch.folder, launch.config_file)
         return file, launch.written.get(str(file)), []
-    if launch.system == "skyrl" and "fully_async" in launch.module:
-        return None, None, [_ASYNC]
+    if launch.system == "skyrl":
+        return None, None, [said for part, said in _ENTRY_POINTS.items() if part in launch.module]
     name = launch.config_name
     if name is None:
         return None, None, base_of(launch.module)

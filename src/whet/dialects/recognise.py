@@ -54,7 +54,8 @@ def _native_share(tree: Mapping[str, Json]) -> float:
 def _has_sign(tree: Mapping[str, Json], name: str) -> bool:
     """Whether the key that tells two kinds of one system apart has this one's value."""
     key, values = FILES[name].sign
-    return not key or str(get(dict(tree), tuple(key.split("."))) or "") in values
+    value = str(get(dict(tree), tuple(key.split("."))) or "")
+    return not key or value in values or (value != "" and "*" in values)
 
 
 def _undecided(names: Sequence[str], share: float) -> str:

@@ -37,6 +37,7 @@ TABLES = {
     "verl-eval": ("verl", "eval"),
     "verl-sft": ("verl", "sft"),
     "verl-generation": ("verl", "generation"),
+    "verl-server": ("verl", "server"),
     "skyrl": ("skyrl", ""),
     "skyrl-sft": ("skyrl", "sft"),
     "cosmos-grpo": ("cosmos", "grpo"),
@@ -54,8 +55,12 @@ class _FileKind:
     tables: tuple[str, ...]
     optional: tuple[str, ...] = ()
     """Tables whose keys mean something only where a file gives them."""
+    unread: str = ""
+    """A table of another program for the same file: this one reads none of its keys, but what stands below `shared`."""
+    shared: tuple[str, ...] = ()
+    """Sections of that table whose keys hold here too, if they feed no native key."""
     sign: tuple[str, Parts] = ("", ())
-    """A key and the values of it that this kind of file has ('' where it is left out)."""
+    """A key and the values of it that this kind of file has ('' where it is left out, '*' any other)."""
     nulls: tuple[str, ...] = ()
     """Texts that mean null where null is the default."""
     inner: str = ""
@@ -65,10 +70,18 @@ class _FileKind:
 
 
 FILES = {
-    "verl-ppo": _FileKind(tables=("verl-ppo",), optional=("verl-megatron-optim",)),
+    "verl-ppo": _FileKind(
+        tables=("verl-ppo",), optional=("verl-megatron-optim",), sign=("data.output_path", ("",))
+    ),
     "verl-eval": _FileKind(tables=("verl-eval",)),
     "verl-sft": _FileKind(tables=("verl-sft",)),
     "verl-generation": _FileKind(tables=("verl-generation",)),
+    "verl-server": _FileKind(
+        tables=("verl-server",),
+        unread="verl-ppo",
+        shared=("actor_rollout_ref.model.", "actor_rollout_ref.rollout."),
+        sign=("data.output_path", ("*",)),
+    ),
     "skyrl": _FileKind(tables=("skyrl",)),
     "skyrl-sft": _FileKind(tables=("skyrl-sft",)),
     "cosmos-grpo": _FileKind(tables=("cosmos-grpo",), sign=("train.train_policy.type", ("grpo", ""))),
@@ -190,13 +203,15 @@ def dialect(name: str, version: str = "") -> Dialect:
             if own is None or not row.key.startswith(own):
                 rows.setdefault(row.key, row)
     main = {row.key for each in file.tables for row in table(each, version)}
+    for row in table(file.unread, version) if file.unread else ():
+        rows.setdefault(row.key, _unread(row, shared=file.shared))
     system = TABLES[file.tables[0]][0]
     return Dialect(
         name=name,
         rows=tuple(rows.values()),
         functions=functools.partial(function, system),
         optional=frozenset(rows.keys() - main),
-        aliases=_aliases(system, kinds_of(name), file.stages),
+        aliases=_aliases(system, _known_to(name), file.stages),
         sign=file.sign,
         nulls=file.nulls,
         inner=file.inner,
@@ -209,6 +224,17 @@ def dialect(name: str, version: str = "") -> Dialect:
             if each.file in kinds_of(name) and covers(each, version or DOCUMENTS[system], VERSIONS[system])
         ),
     )
+
+
+def _unread(row: Row, *, shared: tuple[str, ...]) -> Row:
+    """The row of a key that another program reads. In a shared section it says what it says there, unless it feeds a
+    native key: those that do so here have rows of their own."""
+    if row.key.startswith(shared) and row.status not in ("mapped", "translated"):
+        return row
+    return Row(
+        key=row.key, since=row.since, until=row.until, type="any", status="derived", default=row.default,
+        reason="main_generation_server does not read it.",
+    )  # fmt: skip
 
 
 def _aliases(system: str, files: tuple[str, ...], stages: tuple[str, ...]) -> dict[str, tuple[str, str]]:
@@ -254,13 +280,19 @@ def other_end(kind: str, given: Iterable[str], version: str) -> str:
 
 def _spans_of(kind: str, given: Iterable[str]) -> list[Sequence[VersionRange]]:
     """The spans of versions that have each key, of keys that are known at all."""
-    known = table_rows.spans(TABLES[FILES[kind].tables[0]][0], kinds_of(kind))
+    known = table_rows.spans(TABLES[FILES[kind].tables[0]][0], _known_to(kind))
     return [known[key] for key in dict.fromkeys(given) if key in known]
 
 
 def kinds_of(name: str) -> tuple[str, ...]:
     """The `file` column of the lines that a kind of file reads."""
     return tuple(TABLES[each][1] for each in (*FILES[name].tables, *FILES[name].optional))
+
+
+def _known_to(name: str) -> tuple[str, ...]:
+    """The same, with the lines of a program for the same file."""
+    unread = FILES[name].unread
+    return (*kinds_of(name), TABLES[unread][1]) if unread else kinds_of(name)
 
 
 def named(wanted: str) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from whet.config.sizes import check_files, exported
 from whet.config.urls import hub_hint
 from whet.guard.weights import check_weights
 from whet.inputs import read_json_object
+from whet.models.grid import put_experts_on
 from whet.track.files import atomic_folder
 from whet.types import CheckpointError, ConfigError
 
@@ -65,6 +66,8 @@ def build(
         model = _initialise(config, seed=seed, dtype=dtype)
         for holder in (model.config, model.generation_config):
             holder.eos_token_id, holder.pad_token_id = eos_token_id, pad_token_id
+    if cfg.expert_grid is not None:
+        put_experts_on(model, cfg.expert_grid)
     # In a packed batch nothing is padding: the pad token (often the end token) learns like any other.
     _embedding(model).padding_idx = None
     nn.Module.to(model, device)

@@ -16,11 +16,16 @@ BUILTIN = {
     "overlong": "whet.rewards.builtin:overlong",
     "math": "whet.rewards.math:math",
     "reasoning_gym": "whet.rewards.gym:reasoning_gym",
+    "sandbox_fusion": "whet.rewards.sandbox_fusion:sandbox_fusion",
 }
 """Module of each reward, as text: imported only in reward processes, so the run itself never imports sympy."""
 
 EXECUTES = {BUILTIN["reasoning_gym"]: "whet.rewards.gym:unread"}
 """For rewards that may run code found in a reply or a row: a function of the arguments that names the part, or ''."""
+
+CONNECTS = {BUILTIN["sandbox_fusion"]: "whet.rewards.sandbox_fusion:needs_s"}
+"""For rewards that ask a server, so no sandbox can hold them: a function of the arguments that gives the longest wait
+for an answer, in seconds. They run nothing of a reply and read it with no library but Python's own."""
 
 _NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _LETTER = r"\(?\s*([A-Za-z])\s*\)?(?![A-Za-z0-9])"

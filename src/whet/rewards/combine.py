@@ -23,7 +23,7 @@ from whet.guard.jail import CallResult, Failure, Jail, RewardCall
 from whet.guard.printed import Printed
 from whet.guard.worker import Guarded
 from whet.rewards.bind import BATCH, RewardFunction, bind, pack_rollout, pack_task
-from whet.rewards.builtin import BUILTIN, EXECUTES
+from whet.rewards.builtin import BUILTIN, CONNECTS, EXECUTES
 from whet.rewards.model import ModelReward
 from whet.tables import find, load_object
 from whet.types import ConfigError, DataError, Group, Rollout, Task, WhetError
@@ -85,7 +85,7 @@ class RewardSet:
         objects = objects or {}
         models = {n: ModelReward(n, r.model, device) for n, r in rewards.items() if r.model is not None}
         loaders = {
-            n: partial(_load, n, r, objects.get(n), verifiers, workers.sandbox)
+            n: partial(_load, n, r, objects.get(n), verifiers, workers)
             for n, r in rewards.items()
             if n not in models
         }
@@ -133,27 +133,45 @@ def _load(
     reward: schema.RewardConfig,
     given: RewardFunction | None,
     verifiers: Sequence[str],
-    confine: str,
+    workers: schema.RewardWorkersConfig,
 ) -> Guarded:
-    """The function, and what its process may do. ConfigError if it needs a sandbox, and this system has none."""
+    """The function, and what its process may do. ConfigError if it needs a sandbox, and this system has none; if it
+    asks a server, and may not, or has no time to."""
     learn({"rewards": {name: {"arguments": reward.arguments}}})
     what, spec = f"reward {name!r}: function", reward.function or ""
     place = "" if given else spec if ":" in spec else find(BUILTIN, spec, what=what)
-    arguments, executes = reward.arguments, ""
+    arguments, executes, connects = reward.arguments, "", place in CONNECTS
     if place in EXECUTES:
         arguments = {"verifiers": list(verifiers), **arguments}
         try:
             executes = load_object(EXECUTES[place], what=what)(arguments)
         except ConfigError as error:
             raise ConfigError(f"reward {name!r}: {error}") from None
+    if connects:
+        _check_connects(name, load_object(CONNECTS[place], what=what)(arguments), workers)
+        arguments = {**arguments, "processes": workers.count}
     function = given or load_object(place, what=what)
     call = bind(function, arguments, name=name, columns=not place.startswith(_OURS))
-    asked = "reward_workers.sandbox=all" if confine == "all" else executes
+    asked = "reward_workers.sandbox=all" if workers.sandbox == "all" else executes
     if asked and (why := sandbox.lacking()):
         raise ConfigError(
             f"reward {name!r}: {asked}; so it may run only in a sandbox, which this system does not have: {why}"
         )
-    return Guarded(call, confined=bool(asked) or place.startswith(_OURS), once=bool(executes))
+    ours = place.startswith(_OURS) and not connects
+    return Guarded(call, confined=bool(asked) or ours, once=bool(executes))
+
+
+def _check_connects(name: str, longest_s: float, workers: schema.RewardWorkersConfig) -> None:
+    """ConfigError if a reward that asks a server is kept from it."""
+    if workers.sandbox == "all":
+        raise ConfigError(
+            f"reward {name!r} asks a server, which reward_workers.sandbox=all forbids; set it to builtin"
+        )
+    if workers.timeout_s < longest_s:
+        raise ConfigError(
+            f"reward {name!r} may wait {longest_s:g} s for an answer of its server, but a call ends after "
+            f"reward_workers.timeout_s={workers.timeout_s:g}: raise it to {longest_s:g} or more"
+        )
 
 
 async def score(groups: Sequence[Group], rewards: RewardSet) -> list[Group]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from whet.rewards.builtin import Verdict
@@ -19,14 +20,17 @@ def compute_score(
     *,
     gsm8k_found: Literal["first", "last"] = "last",
     gsm8k_characters: int | None = 300,
+    elsewhere: Sequence[str] = (),
 ) -> Verdict:
     r"""1 or 0 for a right or wrong reply, by `task.source`; -1 in place of 0 for math_dapo and aime.
 
     openai/gsm8k: the number after '#### ', see `gsm8k.gsm8k` (the defaults are verl's from 0.5.0 on). The MATH
-    sets: the last \boxed{}. math_dapo, aime: what follows the last 'Answer:' in the last 300 characters. ValueError
-    for any other source.
+    sets: the last \boxed{}. math_dapo, aime: what follows the last 'Answer:' in the last 300 characters. `elsewhere`:
+    sources that another reward scores, 0 here. ValueError for any other source.
     """
     source = task.source
+    if source in elsewhere:
+        return {"score": 0.0}
     if source == "openai/gsm8k":
         return gsm8k(response, task, found=gsm8k_found, last_characters=gsm8k_characters)
     if source in _MATH:

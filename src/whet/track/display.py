@@ -36,11 +36,17 @@ class Display:
     """
 
     def __init__(
-        self, stages: Sequence[tuple[str, int]], *, quiet: bool = False, console: Console | None = None
+        self,
+        stages: Sequence[tuple[str, int]],
+        *,
+        quiet: bool = False,
+        console: Console | None = None,
+        unit: str = "step",
     ) -> None:
+        """unit: what a stage has so many of."""
         steady = cast(TextIO, _Steady(sys.stdout))
         self._console = console or Console(file=steady, highlight=False, quiet=quiet)
-        self._stages = list(stages)
+        self._stages, self._unit = list(stages), unit
         self._exactness = ""
         self._spinner = Spinner("dots", style="cyan")
         self._closed = threading.Event()
@@ -118,7 +124,7 @@ class Display:
         head.add_row(
             Text.assemble((name, "bold"), (place, "dim")),
             ProgressBar(total=max(steps, 1), completed=self._done),
-            Text(f"step {self._done} of {steps}" if steps else f"step {self._done}"),
+            Text(f"{self._unit} {self._done} of {steps}" if steps else f"{self._unit} {self._done}"),
             Text(f"{duration(self._left_s())} left" if self._left_s() is not None else "", style="dim"),
         )
         now = Text("  ").join([Text(fact, style=_style(fact)) for fact in self._facts()])
@@ -130,7 +136,7 @@ class Display:
 
     def _place(self, step: int) -> str:
         name, steps = self._stages[self._index]
-        return f"{name} step {step}/{steps}" if steps else f"{name} step {step}"
+        return f"{name} {self._unit} {step}/{steps}" if steps else f"{name} {self._unit} {step}"
 
     def _facts(self) -> list[str]:
         now, facts = self._metrics, []
@@ -147,7 +153,7 @@ class Display:
             facts.append(f"{count(self._timings['speed/tokens_per_s'])} tokens/s")
         step_s = self._step_s()
         if step_s is not None:
-            facts.append(f"{step_s:.3g} s/step")
+            facts.append(f"{step_s:.3g} s/{self._unit}")
         if self._live is None and self._left_s():
             facts.append(f"{duration(self._left_s())} left")
         if self._failed:

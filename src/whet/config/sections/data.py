@@ -28,6 +28,30 @@ class ReasoningGymArguments(Section):
     """Seed of the generator."""
 
 
+RANDOM_TOKENS = "random_tokens"
+"""The function of a source whose rows are made up, for trial runs."""
+
+
+class RandomTokensArguments(Section):
+    """Its arguments."""
+
+    rows: Positive
+    """Number of rows."""
+    prompt: Count = 0
+    """Tokens of each prompt; 0: the rows have none (set the source's `prompt` to null)."""
+    response: Count = 0
+    """Tokens of each response; 0: the rows have none."""
+    seed: Count = 0
+    """Seed of the tokens."""
+
+
+GENERATED: dict[str, type[Section]] = {
+    REASONING_GYM: ReasoningGymArguments,
+    RANDOM_TOKENS: RandomTokensArguments,
+}
+"""Built-in functions of sources, with their arguments."""
+
+
 class SourceConfig(Section):
     """One source of rows."""
 
@@ -44,19 +68,19 @@ class SourceConfig(Section):
     function: str | None = None
     """Function that returns an iterable of rows (dicts), as 'package.module:name' or 'path/to/file.py:name'; or a
     dataset class whose instances are iterable or have `__len__` and `__getitem__`. Built in: reasoning_gym, tasks with
-    their own verifier from the package reasoning-gym."""
+    their own verifier from the package reasoning-gym; random_tokens, made-up rows for a trial run of full length."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `function`. Of reasoning_gym: task (name of the dataset, e.g. spell_backward), size (number
     of tasks, 1000), seed (0; use different seeds for training and evaluation), and those of the dataset, e.g.
-    min_word_len: 3."""
+    min_word_len: 3. Of random_tokens: rows (their number), prompt and response (tokens of each; 0: none), seed (0)."""
     rows: tuple[dict[str, Any], ...] | None = None
     """The rows themselves, for a small number of rows; they become part of the config. Put large data into files."""
     weight: Above0 = 1.0
     """Sampling weight of this source in the mix, relative to the other sources."""
     prompt: str | None = "prompt"
-    """Column of the prompt: text, or a list of {role, content} messages. null: the rows have no prompt, and SFT learns
-    all tokens of the response but the first; with `rollout.env` the environment asks, and what it says first follows
-    `system_prompt`. Columns that you do not name are recognised where the default ones are
+    """Column of the prompt: text, a list of {role, content} messages, or a list of token ids. null: the rows have no
+    prompt, and SFT learns all tokens of the response but the first; with `rollout.env` the environment asks, and what
+    it says first follows `system_prompt`. Columns that you do not name are recognised where the default ones are
     absent: `messages`; `question` or `text` as the prompt; `completion` or `chosen` as the response (the `answer` of a
     `question`, if there is neither); conversations in `chosen` and `rejected` with a shared prompt; for SFT a `text`
     alone as a response without a prompt. run.log and `whet plan` report the choice; if several columns fit, name
@@ -67,7 +91,8 @@ class SourceConfig(Section):
     answer: str = "answer"
     """Column of the reference answer; dots address nested columns (verl: reward_model.ground_truth). May be absent."""
     response: str = "response"
-    """Column of the demonstration (SFT) or the chosen reply (DPO): text, or one assistant message. May be absent."""
+    """Column of the demonstration (SFT) or the chosen reply (DPO): text, one assistant message, or token ids, which
+    must hold the end of the reply. May be absent."""
     rejected: str = "rejected"
     """Column of the rejected reply (DPO): text, or messages that end with the reply. May be absent."""
     tools: str | None = "tools"

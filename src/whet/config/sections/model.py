@@ -76,6 +76,10 @@ class ModelConfig(Section):
     """Values that override entries of the model's config.json, by their Hugging Face names."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights of the model. Default: all weights are trained."""
+    expert_grid: Literal["int4_rtn", "int4_kimi"] | None = None
+    """Round the frozen matrices of experts to the numbers that a checkpoint in INT4 has, where such a checkpoint is
+    served with the adapters: 16 numbers for each group of 32 inputs. int4_rtn: as llm-compressor rounds; int4_kimi: as
+    Kimi K2. The engine samples with these weights. Default: the weights as they are."""
 
 
 class TokenizerConfig(Section):

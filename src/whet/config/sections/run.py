@@ -97,13 +97,14 @@ class TrackConfig(Section):
     """Number of rollouts of each recorded step (rollouts_interval) that are logged to trackers that show text:
     tensorboard, wandb, mlflow, swanlab and trackio, or a class of yours with the method show_rollouts. The seed selects
     them. 0: none (rollouts/*.parquet has every rollout anyway)."""
-    dump: dict[Literal["rollouts", "eval", "batches"], str] = Field(default_factory=dict)
+    dump: dict[Literal["rollouts", "eval", "batches", "replies"], str] = Field(default_factory=dict)
     """Second copies of records for other programs: {rollouts: "dump/{step}.jsonl"}, the path of a .jsonl or .parquet
     file that contains {step}; {stage} is the name of the stage, and {source} makes one file per source. rollouts: those
     of rollouts_interval, in rows of input, output, gts, score, step, and the parts of the reward by their names. eval:
     the replies of evaluations; with {source} the metrics have a file too, aggregated_results. batches: those of
     batches_interval, one row per rollout, without {source}. An existing file of that name is overwritten; a resumed run
-    deletes its own files of later steps."""
+    deletes its own files of later steps. replies: what `whet generate` writes, the rows of data.eval with replies to
+    them; one file, without {step}."""
     micro_batches: bool = False
     """Write every micro-batch into timeline.json too. Default: phases, waits, and the work of the engines in them."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -140,7 +141,7 @@ class RewardWorkersConfig(Section):
     sandbox: Literal["builtin", "all"] = "builtin"
     """Rewards that run in a sandbox, where they can open no file except Python's own, write none, and start no program,
     process or connection. builtin: the built-in rewards, where the system supports it (Linux with Landlock and
-    seccomp); all: your own rewards too."""
+    seccomp), without sandbox_fusion, which only asks its server; all: your own rewards too."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the reward processes, which override those of the run. Secrets are never written to any
     file: values of names like API_KEY or TOKEN, and other values of 8 characters or more that are not a word, number or

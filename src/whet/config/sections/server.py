@@ -19,6 +19,11 @@ class ServerConfig(Section):
     and those of a server that dies or hangs are sent to the others. Start them with the options that docs/backends.md
     lists. Each explorer (mode=explore), and a trainer beside it that evaluates, needs servers of its own. Default: whet
     starts one server for each process that samples."""
+    proxy: str | None = None
+    """Address of a proxy (load balancer, router) before the servers of `urls`, which lists all that it leads to.
+    Replies are asked of it; weights are given to each server itself, and proved there before a reply of their version
+    is asked for. The servers are one replica: while weights change none samples, and if one is lost, all are asked
+    again."""
     token: str | None = None
     """Token of the servers (--api-key), best as a reference: ${oc.env:NAME}. Default: no token."""
     model: str | None = None

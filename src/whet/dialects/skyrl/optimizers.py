@@ -59,6 +59,38 @@ def own_overrides(v: Values, role: str, native: str) -> Native:
     return {f"{native}.overrides": own} if own or (own is not None and policy_overrides(v)) else {}
 
 
+GRIDS = {(7.5, -8.0): "int4_rtn", (7.0, -7.0): "int4_kimi"}
+"""By scale_divisor and q_min."""
+
+
+def policy_weights(v: Values) -> Native:
+    """The folder of the policy. With fake_int4_qat it is that of the weights before they were quantised, and those of
+    experts, which are frozen beside adapters, are rounded as the served checkpoint's."""
+    at, path = f"{POLICY}.model.fake_int4_qat", v[f"{POLICY}.model.path"]
+    base = v.get(f"{at}.bf16_base_path")
+    if not v.get(f"{at}.enabled"):
+        if base:
+            raise NotSupportedYet(
+                f"{at}.bf16_base_path={base} without enabled: an engine with weights in 4 bits beside a trainer of "
+                "others is coming, not built yet"
+            )
+        return {"model.path": path}
+    if not is_megatron(v):
+        raise ConfigError(f"{at}.enabled=true needs trainer.strategy=megatron")
+    if not v[f"{POLICY}.model.lora.rank"]:
+        raise ConfigError(
+            f"{at}.enabled=true needs {POLICY}.model.lora.rank above 0: it rounds frozen weights"
+        )
+    size, divisor, lowest = (v[f"{at}.{name}"] for name in ("group_size", "scale_divisor", "q_min"))
+    grid = GRIDS.get((divisor, lowest))
+    if grid is None or size != 32:
+        raise NotSupportedYet(
+            f"{at}.group_size={size}, {at}.scale_divisor={divisor}, {at}.q_min={lowest}: other grids are coming, not "
+            "built yet; today: groups of 32, with 7.5 and -8, or with 7 and -7"
+        )
+    return {"model.path": base or path, "model.expert_grid": grid}
+
+
 def policy_overrides(v: Values) -> Native:
     """What is put over the policy's config.json; the keys of rotary embeddings are those of older versions."""
     rope = {name: v[f"trainer.{name}"] for name in ("rope_scaling", "rope_theta")}

@@ -8,9 +8,11 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from whet.config.faults import shown
+from whet.config.sections.data import RANDOM_TOKENS
 from whet.dialects.choices import choices
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.served import placed
+from whet.dialects.skyrl import arctic
 from whet.dialects.skyrl.devices import (
     PLACE,
     A,
@@ -25,8 +27,22 @@ from whet.types import ConfigError, Json
 # ---------------------------------------------------------------- data and rewards
 
 
+def is_trial(v: Values) -> bool:
+    """Whether the file is of SkyRL's example that fills whole contexts (main_full_ctx of 0.2 to main): some steps on
+    made-up rows, without an evaluation or a checkpoint."""
+    return v.get("trainer.num_dummy_steps") is not None
+
+
+def trial(v: Values) -> Native:
+    """Its number of steps."""
+    return {"train.steps": v["trainer.num_dummy_steps"]} if is_trial(v) else NOTHING
+
+
 def training_data(v: Values) -> Native:
     """All files one after the other, as one source: every row counts the same."""
+    if is_trial(v):
+        made = {"rows": v["trainer.train_batch_size"], "prompt": input_length(v)}
+        return {"data.train.0.function": RANDOM_TOKENS, "data.train.0.arguments": made}
     return {"data.train.0.path": _files(v, "data.train_data")} | dict(_columns(v, "data.train.0"))
 
 
@@ -75,6 +91,8 @@ PLAYED = ("gsm8k_multi_turn", "text2sql", "search", "llm_as_a_judge")
 def environment(v: Values) -> Native:
     """What judges, or plays and judges: a reward for replies of one turn, a function of yours in place of one, an
     environment of SkyRL-Gym, or a class of yours in its shape (with max_turns above 1)."""
+    if is_trial(v):
+        return {"rewards.made_up.function": "whet.rewards.made_up:coin"}
     name = v["environment.env_class"]
     mine = isinstance(name, str) and ":" in name
     if name in VERIFIERS:  # over after one reply, whatever max_turns says
@@ -173,11 +191,15 @@ def _files(v: Values, key: str) -> list[str]:
 
 
 def batches(v: Values) -> Native:
-    """B prompts a step in B / mini optimizer steps; micro-batches as large as those of one of SkyRL's GPUs."""
+    """B prompts a step in B / mini optimizer steps, with ArcticRL in one; micro-batches as large as those of one of
+    SkyRL's GPUs."""
+    whole = arctic.trains(v)
     for role in ("policy", "critic") if has_critic(v) else ("policy",):
-        _check_mini_batch(v, role)
+        if not whole:
+            _check_mini_batch(v, role)
     B, tokens = v["trainer.train_batch_size"], v["trainer.max_tokens_per_microbatch"]
-    out = {"train.tasks_per_step": B, "train.minibatches": B // v["trainer.policy_mini_batch_size"]}
+    minis = 1 if whole else B // v["trainer.policy_mini_batch_size"]
+    out = {"train.tasks_per_step": B, "train.minibatches": minis}
     if tokens > 0:
         out |= {"train.micro_batch_tokens": tokens, "train.forward_micro_batch_tokens": tokens}
     else:
@@ -223,8 +245,12 @@ def several_turns(v: Values) -> bool:
 
 
 def training_sampling(v: Values) -> Native:
-    """Sampling of training rollouts."""
-    return _sampling(v, TRAIN, "rollout.sampling")
+    """Sampling of training rollouts; of a trial every reply is as long as can be."""
+    native = "rollout.sampling"
+    out = _sampling(v, TRAIN, native)
+    ends = (f"{native}.stop", f"{native}.stop_token_ids")
+    kept = {key: value for key, value in out.items() if key not in ends}
+    return kept | {f"{native}.ignore_eos": True} if is_trial(v) else out
 
 
 PASSED = ("repetition_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
@@ -276,13 +302,24 @@ def rollout_engine(v: Values) -> Native:
 
 def urls(v: Values) -> list[Json]:
     """The servers that somebody else has started, as addresses."""
-    given = v["generator.external_server_urls"] or v["generator.remote_inference_engine_urls"]
-    if not given:
+    alone = v.get("generator.external_proxy_url")
+    older = [alone] if alone else v["generator.remote_inference_engine_urls"]
+    if not (given := v["generator.external_server_urls"] or older):
         raise ConfigError(
             "generator.run_engines_locally=false: give the servers as generator.external_server_urls or "
             "generator.remote_inference_engine_urls"
         )
-    return [url if "://" in url else f"http://{url}" for url in given]
+    return [_address(url) for url in given]
+
+
+def proxy(v: Values) -> Json:
+    """The proxy before those servers; alone it is a server itself, as in SkyRL since train-0.4."""
+    url = v.get("generator.external_proxy_url")
+    return _address(url) if url and v["generator.external_server_urls"] else None
+
+
+def _address(url: str) -> str:
+    return url if "://" in url else f"http://{url}"
 
 
 BUILT_IN_TEMPLATES = ("qwen3_with_thinking", "qwen3_without_thinking")
@@ -312,7 +349,7 @@ def chat_template(v: Values) -> Native:
 def export(v: Values) -> Native:
     """Every so many steps and at the end, below export_path/project/run; 0 and below: never."""
     every = v["trainer.hf_save_interval"]
-    if every <= 0:
+    if every <= 0 or is_trial(v):
         return {"checkpoint.export": False}
     own = PurePath(v["trainer.export_path"]) / v["trainer.project_name"] / v["trainer.run_name"]
     return {"checkpoint.export": True, "checkpoint.export_interval": every, "dirs.export": str(own)}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePath
 
 from whet.config.faults import shown
+from whet.config.sections.data import RANDOM_TOKENS
 from whet.dialects.row import NOTHING, Native, Values
 from whet.dialects.rules import function
 from whet.dialects.skyrl import devices
@@ -62,6 +63,7 @@ def _asked(name: str) -> Callable[[Values], Native]:
 
 optimizer = _asked("optimizers.policy_optimizer")
 overrides = _asked("optimizers.policy_overrides")
+weights = _asked("optimizers.policy_weights")
 lora = _asked("optimizers.policy_lora")
 routers = _asked("optimizers.routers")
 layout = _asked("devices.layout")
@@ -84,7 +86,10 @@ DEFAULT = (["yahma/alpaca-cleaned"], ["train[:100]"])
 
 
 def training_data(v: Values) -> Native:
-    """Each dataset is a source; their batches are mixed by weight, in equal parts if none is given."""
+    """Each dataset is a source; their batches are mixed by weight, in equal parts if none is given. A trial has one
+    batch of made-up rows, which every step trains on."""
+    if v["dummy_run_full_ctx"]:
+        return _made_up(v)
     paths, splits = _named(v, "train_dataset", "dataset")
     if paths is None:
         paths, splits = DEFAULT[0], splits or DEFAULT[1]
@@ -102,8 +107,20 @@ def training_data(v: Values) -> Native:
     }
 
 
+def _made_up(v: Values) -> Native:
+    """Rows of max_length random tokens, of which all but the first are trained."""
+    if not v["max_length"]:
+        raise ConfigError("dummy_run_full_ctx=true needs max_length, the tokens of its rows")
+    made = {"rows": v["batch_size"], "response": v["max_length"]}
+    at = "data.train.0"
+    source = {f"{at}.function": RANDOM_TOKENS, f"{at}.arguments": made, f"{at}.prompt": None}
+    return source | {"algorithm.name": "sft"}
+
+
 def evaluation(v: Values) -> Native:
     """The loss on other datasets, every so many steps and after the last."""
+    if v["dummy_run_full_ctx"]:
+        return NOTHING
     (paths, splits), names = _named(v, "eval_dataset", "eval_dataset"), v["eval_dataset_names"]
     if not paths:
         if v["eval_interval"] > 0 or v["eval_before_train"]:
@@ -156,7 +173,9 @@ NO_LIMIT = 131072
 
 
 def steps(v: Values) -> Native:
-    """num_steps, or so many epochs; max_training_steps ends both."""
+    """num_steps, or so many epochs; max_training_steps ends both. A trial has its own number."""
+    if v["dummy_run_full_ctx"]:
+        return {"train.steps": v["dummy_run_max_steps"]}
     most = [n for n in (v["num_steps"], v["max_training_steps"]) if n is not None]
     epochs = {"train.epochs": v["num_epochs"]} if v["num_steps"] is None else {}
     return epochs | ({"train.steps": min(most)} if most else {})
@@ -173,7 +192,10 @@ def lengths(v: Values) -> Native:
 
 
 def checkpoints(v: Values) -> Native:
-    """In ckpt_path, none without; exports beside them or in export_path."""
+    """In ckpt_path, none without; exports beside them or in export_path. A trial has none."""
+    if v["dummy_run_full_ctx"]:
+        place = {"run_dir": v["ckpt_path"]} if v["ckpt_path"] else {}
+        return {"checkpoint.interval": 0, "checkpoint.export": False, "checkpoint.resume": "fresh", **place}
     keep, path, every = v["max_ckpts_to_keep"], v["ckpt_path"], v["hf_save_interval"]
     out: dict[str, Json] = {
         "checkpoint.interval": max(v["ckpt_interval"], 0) if path else 0,

@@ -101,17 +101,48 @@ def replies(v: Values) -> Native:
 def judge(v: Values) -> Native:
     """A function of yours, or verl's table by data source."""
     if v["custom_reward_function.path"] is None:
-        return {"rewards.score.function": "whet.rewards.verl:compute_score", **_gsm8k(v)}
+        arguments = _gsm8k(v) | ({"elsewhere": CODE} if runs_code(v) else {})
+        given = {"rewards.score.arguments": arguments} if arguments else {}
+        return {"rewards.score.function": "whet.rewards.verl:compute_score", **given}
     path, name = local(v, "custom_reward_function.path"), v["custom_reward_function.name"] or "compute_score"
     return {"rewards.score.function": f"{path}:{name}"}
 
 
-def _gsm8k(v: Values) -> Native:
+def _gsm8k(v: Values) -> dict[str, Json]:
     """Which number of a reply is judged. Releases differ."""
     if since(v, "verl", "0.5.0"):
-        return NOTHING  # the reward's defaults
+        return {}  # the reward's defaults
     found = "last" if since(v, "verl", "0.4.1") else "first"
-    return {"rewards.score.arguments": {"gsm8k_found": found, "gsm8k_characters": None}}
+    return {"gsm8k_found": found, "gsm8k_characters": None}
+
+
+CODE = ["codecontests", "apps", "codeforces", "taco"]
+"""Data sources whose replies are programs."""
+
+
+def runs_code(v: Values) -> bool:
+    """Whether a service runs programs; a function of yours and a reward model leave it out."""
+    given = v.get("reward_model.sandbox_fusion.url") and v["custom_reward_function.path"] is None
+    return bool(given) and not has_reward_model(v)
+
+
+def sandbox(v: Values) -> Native:
+    """Programs are judged by the service; verl looks at their first ten tests."""
+    at = "reward_model.sandbox_fusion"
+    limit = v[f"{at}.memory_limit_mb"] if since(v, "verl", "0.4.1") else None
+    arguments = {
+        "url": v[f"{at}.url"],
+        "max_concurrent": v[f"{at}.max_concurrent"],
+        "memory_limit_mb": limit,
+        "most_tests": 10,
+        "sources": CODE,
+    }
+    return {
+        "rewards.code.function": "sandbox_fusion",
+        "rewards.code.arguments": arguments,
+        "reward_workers.count": 4,
+        "reward_workers.timeout_s": 300.0,
+    }
 
 
 MANAGERS = choices("verl", "reward manager")
@@ -129,7 +160,7 @@ def rewards(v: Values) -> Native:
         out |= {"rewards.score.weight": 0.0} | ({"eval.reward": "score"} if validates(v) else {})
     out |= judge(v)
     if arguments := v["custom_reward_function.reward_kwargs"]:
-        out["rewards.score.arguments"] = arguments
+        out["rewards.score.arguments"] = {**out.get("rewards.score.arguments", {}), **arguments}
     manager = "reward_model.reward_manager"
     if v[manager] is not None and choose(v, manager, MANAGERS) == "prime":
         out |= {"reward_workers.count": 4, "reward_workers.timeout_s": 300.0}

@@ -58,7 +58,7 @@ def settings(v: Values, at: str, *, native: str, engine: str, clip: Json) -> Nat
     return {
         **_kind(v, at, native, engine=engine),
         f"{native}.weight_decay": v[f"{at}.weight_decay"],
-        f"{native}.decay_all": engine != "megatron",
+        f"{native}.decay_all": engine not in ("megatron", "mlite"),
         f"{native}.betas": v.get(f"{at}.betas", [0.9, 0.999]),
         **({f"{native}.eps": v[f"{at}.eps"]} if "eps" in OWN.get(engine, ()) else {}),
         f"{native}.max_grad_norm": clip or None,
@@ -93,6 +93,7 @@ OPTIMIZERS: Mapping[str, tuple[str, str, Mapping[str, str | None]]] = {
     "veomni": ("optimizer", "adamw", {**ADAMW, "adamw": "adamw", "anyprecision_adamw": None}),
     "torchtitan": ("name", "AdamW", {"AdamW": "adamw", "Adam": "adam"}),
     "automodel": ("optimizer", "AdamW", ADAMW),
+    "mlite": ("optimizer", "adam", ADAMW),
 }
 """By engine: the key that names the optimizer, its default, and the native optimizers by its values."""
 
@@ -236,10 +237,33 @@ def _stable_then_down(v: Values, at: str) -> Native:
     return {"decay_type": shape, "decay_steps": v[f"{at}.lr_wsd_decay_steps"]}
 
 
+MLITE_STYLES = choices("verl", "mlite decay")
+
+
+def _mlite_schedule(v: Values, at: str) -> Native:
+    """Megatron Lite has a scheduler of its own, with Megatron's shapes but for an exponential decay: its rate falls by
+    the same factor in each step, and in a line where min_lr is 0. WSD without lr_wsd_decay_steps never decays."""
+    key, shape, steps = (
+        f"{at}.{name}" for name in ("lr_decay_style", "lr_wsd_decay_style", "lr_wsd_decay_steps")
+    )
+    if choose(v, key, MLITE_STYLES) != "wsd":
+        return _megatron_schedule(v, at)
+    if not v[steps]:
+        return _megatron_schedule({**v, key: "constant"}, at)
+    kind = choose(v, shape, {name: name for name in ("exponential", "linear", "cosine", "constant")})
+    if kind == "exponential" and v[f"{at}.min_lr"]:
+        raise NotSupportedYet(
+            f"{shape}=exponential with {at}.min_lr={v[f'{at}.min_lr']} and strategy=mlite: a rate that falls by the "
+            "same factor in each step is coming, not built yet; today: linear, cosine, or a min_lr of 0"
+        )
+    return _megatron_schedule({**v, key: "WSD", shape: "linear" if kind == "exponential" else kind}, at)
+
+
 SCHEDULES: Mapping[str, Callable[[Values, str], Native]] = {
     "fsdp": _fsdp_schedule,
     "megatron": _megatron_schedule,
     "veomni": _veomni_schedule,
     "torchtitan": _torchtitan_schedule,
     "automodel": _automodel_schedule,
+    "mlite": _mlite_schedule,
 }

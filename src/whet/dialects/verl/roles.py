@@ -68,6 +68,8 @@ class Engine:
     """Number of copies of the weights (dp_replicate)."""
     shards: str = ""
     """Ranks that share one copy (dp_shard)."""
+    chunks: str = ""
+    """Name of the number of a pipeline stage's parts (pipeline_chunks)."""
     sharing: str = "cp"
     """The dimension whose ranks share the tokens of a sequence, each with the role's budget of tokens."""
 
@@ -85,6 +87,7 @@ ENGINES = {
         pp="pipeline_model_parallel_size",
         cp="context_parallel_size",
         ep="expert_model_parallel_size",
+        chunks="virtual_pipeline_model_parallel_size",
     ),
     "veomni": Engine(
         section="veomni", cp="ulysses_parallel_size", ep="expert_parallel_size", shards="fsdp_size"
@@ -102,9 +105,11 @@ ENGINES = {
     "automodel": Engine(
         section="engine", tp="tp_size", pp="pp_size", cp="cp_size", ep="ep_size", copies="dp_replicate_size"
     ),
+    "mlite": Engine(section="engine", tp="tp", pp="pp", cp="cp", ep="ep", chunks="vpp"),
 }
 """By name. FSDP's sequence-parallel size stands beside its section, one for each role. Automodel is of the SFT trainer
-alone, whose engines all have the section `engine`."""
+alone, whose engines all have the section `engine`. Megatron Lite is of another package (verl_mlite, in Megatron-LM's
+branch dev of 21 August 2026, d48bd6b), whose actor has that section, too."""
 
 FAMILIES = choices("verl", "strategy")
 """The engine of each strategy; None: not built."""
@@ -475,7 +480,7 @@ def _rests(v: Values, at: str) -> bool:
 def _alike(v: Values, name: str, *keys: str) -> list[str]:
     """What policy and critic do alike: their activations, or their optimizers' state."""
     too = [[f"{key.rpartition('.')[0]}.{whole}" for whole in WHOLE if name == "optimizer"] for key in keys]
-    wanted = [bool(v[key] or any(v.get(whole) for whole in wholes)) for key, wholes in zip(keys, too)]
+    wanted = [bool(v.get(key) or any(v.get(whole) for whole in wholes)) for key, wholes in zip(keys, too)]
     if has_critic(v) and wanted[0] != wanted[1]:
         told = [
             " or ".join([key, *(whole for whole in wholes if whole in v)]) for key, wholes in zip(keys, too)

@@ -195,6 +195,8 @@ def dtype(v: Values) -> Native:
     if not over_engines(v):
         return {"model.dtype": choose(v, f"{_FSDP}.model_dtype", DTYPES)}
     engine, weights = engine_of(v), choose(v, "engine.model_dtype", DTYPES)
+    if engine == "mlite":  # its weights are always in bfloat16, with master weights
+        return NOTHING
     narrow = weights == "bfloat16" and engine in ("fsdp", "automodel")
     if narrow or (engine == "veomni" and v["engine.mixed_precision"] is False):
         return {"model.dtype": "bfloat16", "train.precision.master_weights": False}

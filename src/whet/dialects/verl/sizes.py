@@ -93,7 +93,7 @@ def layout(v: Values) -> Native:
     made = FileLayout(
         dp_replicate=copies, dp_shard=shards, engines=engines, nodes=v["trainer.nnodes"], **sizes
     ).natives()
-    chunks = v.get(f"{at}.{CHUNKS}") if sizes.get("pp", 1) > 1 else None
+    chunks = v.get(f"{at}.{ENGINES[engine_of(v)].chunks}") if sizes.get("pp", 1) > 1 else None
     return made | ({f"{PARALLEL}.pipeline_chunks": chunks} if chunks else {})
 
 
@@ -109,9 +109,6 @@ def copies_and_shards(v: Values, engine: Engine, at: str, *, dp: int, each: int)
     if not engine.shards:
         return 1, dp
     return groups(v[f"{at}.{engine.shards}"], dp, key=f"{at}.{engine.shards}", each=each)
-
-
-CHUNKS = "virtual_pipeline_model_parallel_size"
 
 
 def engine_devices(v: Values) -> int:

@@ -20,6 +20,7 @@ from whet.rollout.http.canary import BOUND, BOUNDS, Canary
 from whet.rollout.http.installed import found
 from whet.rollout.http.kinds import OPENAI, SGLANG, VLLM, Kind, Starting
 from whet.rollout.http.process import ServerProcess, free_port
+from whet.rollout.http.proxied import Proxied, ProxyCalls
 from whet.rollout.http.published import Folder, write_weights
 from whet.rollout.http.served import HttpEngine
 from whet.rollout.http.supported import reachable
@@ -59,7 +60,8 @@ class Opener:
         self.token = self.server.token
         if self.token is not None:
             secrets.learn("rollout.server.token", self.token)
-        self.urls = {f"engine-{n}": url for n, url in enumerate(self.server.urls)}
+        behind = self.server.proxy is not None
+        self.urls = {} if behind else {f"engine-{n}": url for n, url in enumerate(self.server.urls)}
         self.secret = self.home / "token.yaml"
         self._claims: list[RunLock] = []
 
@@ -78,6 +80,8 @@ class Opener:
 
     async def replica(self, name: str) -> Replica:
         """One, ready to be given weights. Raises WhetError if it does not come."""
+        if self.server.proxy is not None:
+            return await self._behind(name, self.server.proxy)
         if url := self.urls.get(name):
             return await self._given(name, url)
         if self.kind.command is None:
@@ -95,6 +99,22 @@ class Opener:
             await engine.close()
             raise
         log.info("%s is %s, %s %s", name, url, self.kind.title, engine.program)
+        return Replica(name, engine)
+
+    async def _behind(self, name: str, proxy: str) -> Replica:
+        """All given servers as one, for the proxy decides which of them a request goes to."""
+        servers = [self._engine(Calls(url, limits=self.limits, token=self.token)) for url in self.server.urls]
+        calls = ProxyCalls(proxy, [server.calls for server in servers], limits=self.limits, token=self.token)
+        front = self._engine(calls)
+        api = Proxied(front.api, calls.url, servers, self.folder)
+        engine = HttpEngine(api, calls, vocab=front.vocab, max_context=front.max_context)
+        try:
+            await asyncio.gather(*(self._answers(server.calls) for server in servers))
+            await engine.open(sleeps=self.server.sleep)
+        except BaseException:
+            await engine.close()
+            raise
+        log.info("%s is %s, a proxy before %s", name, proxy, ", ".join(self.server.urls))
         return Replica(name, engine)
 
     async def _answers(self, calls: Calls) -> None:

@@ -1,0 +1,22 @@
+"""SkyRL's integration of ArcticRL (0.3 to main), by `trainer.override_entrypoint=integrations.arctic_rl.entrypoint`.
+
+Its server trains with DeepSpeed: AdamW over all parameters, at a constant rate, one optimizer step a training step over
+the whole batch. The loss is verl's of GRPO, a mean over tokens; the log-probs before the step are computed by the same
+weights, so every ratio is 1 and no clip acts. What the server does not read of SkyRL's keys is refused (rules.tsv).
+"""
+
+from __future__ import annotations
+
+from whet.dialects.row import Native, Values
+
+AT = "trainer.arctic_rl"
+
+
+def trains(v: Values) -> bool:
+    """Whether ArcticRL's server trains."""
+    return str(v.get("trainer.override_entrypoint") or "").endswith("arctic_rl.entrypoint")
+
+
+def optimizer(v: Values) -> Native:
+    """AdamW's betas are the integration's own; all else of the optimizer is SkyRL's."""
+    return {"train.optimizer.betas": v[f"{AT}.optimizer_betas"]}

@@ -1,0 +1,239 @@
+"""Code in a reply, run against the tests of its row by a SandboxFusion service (github.com/bytedance/SandboxFusion).
+
+Nothing of a reply runs here: its text is sent to the service. What is sent, what is repeated and what a test counts
+are as in verl 0.9.1 (`verl/utils/reward_score/sandbox_fusion`), but for one thing: where the service fails, verl counts
+the test as not passed; here the rollout is unscored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import aiohttp
+
+from whet.guard.foreign import words
+from whet.rewards.builtin import reference
+from whet.types import Json, Task
+
+ATTEMPTS = 3
+"""Requests for one test, as long as a gateway times out (504), with pauses of 1 s and 2 s."""
+MARGIN_S = 10.0
+"""For the way to the service and back, beside the limits of compiler and program."""
+MOST_ANSWER = 16 * 2**20
+"""Bytes of an answer. It holds little but what the program printed, so a program that prints more is wrong."""
+_MOST_TOLD = 300
+
+
+class ProgramRun(NamedTuple):
+    """One run of the program."""
+
+    program: str
+    stdin: str | None
+    stdout: str | None
+    """What it has to print, line ends at the end aside; None: it only has to end well."""
+
+
+async def sandbox_fusion(
+    response: str,
+    task: Task,
+    *,
+    url: str,
+    max_concurrent: int = 64,
+    memory_limit_mb: int | None = 1024,
+    timeout_s: float = 10,
+    language: str = "python",
+    most_tests: int | None = None,
+    sources: Sequence[str] | None = None,
+    processes: int = 1,
+) -> dict[str, float]:
+    """The share of the row's tests that the last code block of the reply passes; 0 without a code block.
+
+    `url`: of the service's run_code. `max_concurrent`: requests at once, of all `processes` together (their number is
+    given by the run). `memory_limit_mb`, `timeout_s`: of one run, and of one compilation. `most_tests`: only so many
+    of the first tests are run. `sources`: tasks of other sources have the score 0.
+
+    The answer of the row is a mapping, or its JSON text: `inputs` and `outputs`, lists of standard input and expected
+    output. With `fn_name` each line of an input is an argument, in JSON, of that function or method of `Solution`. With
+    `assert_case`, a list of code that follows the program, inputs and outputs may be absent.
+    """
+    if sources is not None and task.source not in sources:
+        return {"score": 0.0}
+    if (code := code_in(response, language)) is None:
+        return {"score": 0.0}
+    checks = checks_of(task, code, language)[:most_tests]
+    body: dict[str, Json] = {"compile_timeout": timeout_s, "run_timeout": timeout_s, "language": language}
+    body |= {"files": {}, "fetch_files": []}
+    body |= {} if memory_limit_mb is None else {"memory_limit_MB": memory_limit_mb}
+    room = asyncio.Semaphore(max(1, max_concurrent // processes))
+    limit = aiohttp.ClientTimeout(total=2 * timeout_s + MARGIN_S)
+    async with aiohttp.ClientSession(timeout=limit, trust_env=True) as session:
+
+        async def run(check: ProgramRun) -> str:
+            async with room:
+                said = await ask(session, url, {**body, "code": check.program, "stdin": check.stdin})
+            return "wrong" if said is None else outcome(said, check.stdout)
+
+        outcomes = await asyncio.gather(*map(run, checks))
+    compiled = outcomes.index("compile") if "compile" in outcomes else len(outcomes)
+    return {"score": outcomes[:compiled].count("passed") / len(outcomes)}
+
+
+def needs_s(arguments: Mapping[str, Any]) -> float:
+    """The longest wait for the answer to one test."""
+    return 2 * float(arguments.get("timeout_s", 10)) + MARGIN_S
+
+
+# ---------------------------------------------------------------- the reply and its row
+
+
+def code_in(response: str, language: str) -> str | None:
+    """The last block that is marked as code of this language; else the first block of all, without the name of a
+    language before it. None: the reply has no block."""
+    if f"```{language}" in response:
+        return response.split(f"```{language}")[-1].split("```")[0]
+    blocks = response.split("```")
+    if len(blocks) < 2:
+        return None
+    name, line_end, rest = blocks[1].partition("\n")
+    return rest if line_end and name.strip().isalpha() else blocks[1]
+
+
+def checks_of(task: Task, code: str, language: str) -> list[ProgramRun]:
+    """The tests of a row for a program. ValueError where it has none: a score of 0 would penalise the reply."""
+    found = reference(task)
+    where = f"task {task.uid} of {task.source!r}"
+    try:
+        found = json.loads(found) if isinstance(found, str) else found
+    except ValueError as error:
+        raise ValueError(f"{where}: its answer is not JSON: {error}") from None
+    asserts = found.get("assert_case") if isinstance(found, dict) else None
+    if isinstance(asserts, list):
+        found = {"inputs": [""] * len(asserts), "outputs": [None] * len(asserts), **found}
+    if not isinstance(found, dict) or not all(isinstance(found.get(k), list) for k in ("inputs", "outputs")):
+        raise ValueError(
+            f"{where}: its answer has no tests; expected the lists `inputs` and `outputs`, or `assert_case`"
+        )
+    inputs, outputs = found["inputs"], found["outputs"]
+    asserts = [""] * len(inputs) if asserts is None else asserts
+    if not inputs or not len(inputs) == len(outputs) == len(asserts):
+        raise ValueError(
+            f"{where}: {len(inputs)} inputs, {len(outputs)} outputs and {len(asserts)} assert_case; expected as many "
+            "of each, and at least one"
+        )
+    function = found.get("fn_name") if language == "python" else None
+    programs = [f"{code}\n\n{each}" for each in asserts]
+    return [
+        ProgramRun(calling(program, function) if function else program, _text(stdin), _text(stdout))
+        for program, stdin, stdout in zip(programs, inputs, outputs)
+    ]
+
+
+def _text(value: Json) -> str | None:
+    return None if value is None else str(value)
+
+
+_MODULES = """
+string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json
+"""
+"""Solutions are written for a place where these are at hand, with all names in them."""
+_CALL = """
+import json as _json, sys as _sys, traceback as _traceback
+
+def _call():
+    text = _sys.stdin.read()
+    arguments = [_json.loads(line) for line in text.split("\\n")] if text.strip() else []
+    function = globals().get(_NAME)
+    if function is None:
+        function = getattr(Solution(), _NAME)
+    value = function(*arguments)
+    plain = value is None or isinstance(value, (bool, dict, list, tuple))
+    print(_json.dumps(value) if plain else value)
+
+if __name__ == "__main__":
+    try:
+        _call()
+    except Exception:
+        _traceback.print_exc()
+"""
+
+
+def calling(program: str, function: str) -> str:
+    """A program that calls a function of this one: arguments from standard input, one a line in JSON; the value to
+    standard output, in JSON if it is no number or text. An error there ends it as well, with nothing printed."""
+    modules = _MODULES.split()
+    names = [f"from {module} import *" for module in [*modules, "builtins", "typing"]]
+    names += [f"import {module}" for module in modules]
+    return "\n".join([*names, program, f"_NAME = {function!r}", _CALL])
+
+
+# ---------------------------------------------------------------- the service
+
+
+async def ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Json]) -> Json:
+    """The service's answer; None for one that is too long. ConnectionError where it does not answer, or with an
+    error."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            async with session.post(url, json=body, headers={"Accept": "application/json"}) as said:
+                if said.status == 504 and attempt < ATTEMPTS:
+                    await asyncio.sleep(attempt)
+                    continue
+                text = await _bounded(said)
+                if said.status >= 400:
+                    told = words((text or b"").decode("utf-8", "replace"), _MOST_TOLD)
+                    raise ConnectionError(
+                        f"the sandbox at {url} answered {said.status} {said.reason}: {told}"
+                    )
+        except TimeoutError:
+            raise ConnectionError(
+                f"the sandbox at {url} has not answered within {session.timeout.total:g} s"
+            ) from None
+        except aiohttp.ClientError as error:
+            raise ConnectionError(f"cannot reach the sandbox at {url}: {error}") from None
+        try:
+            return None if text is None else json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConnectionError(f"the sandbox at {url} did not answer with JSON: {error}") from None
+    raise AssertionError("the last attempt returns or raises")
+
+
+async def _bounded(said: aiohttp.ClientResponse) -> bytes | None:
+    """An answer of at most MOST_ANSWER bytes, uncompressed; None for a longer one."""
+    pieces, size = [], 0
+    async for piece in said.content.iter_any():
+        size += len(piece)
+        if size > MOST_ANSWER:
+            return None
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def outcome(said: Json, expected: str | None) -> str:
+    """passed, wrong, or compile (an error of the compiler, which all later tests would have, too). ConnectionError
+    where the service says that it has failed, or something that it is not known to say."""
+    said = said if isinstance(said, dict) else {}
+    status, ran, compiled = said.get("status"), _part(said, "run_result"), _part(said, "compile_result")
+    if status == "Success" and ran.get("status") == "Finished":
+        printed = str(ran.get("stdout") or "").rstrip("\n")
+        return "passed" if expected is None or printed == expected.rstrip("\n") else "wrong"
+    if status == "Failed" and _failed(compiled):
+        return "compile"
+    if status == "Failed" and _failed(ran):
+        return "wrong"
+    raise ConnectionError(
+        f"the sandbox could not run the program: status {status!r}, run {ran.get('status')!r}: "
+        f"{words(str(said.get('message', '')), _MOST_TOLD)}"
+    )
+
+
+def _part(said: Mapping[str, Json], name: str) -> Mapping[str, Json]:
+    part = said.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _failed(part: Mapping[str, Json]) -> bool:
+    status = part.get("status")
+    return status in ("Error", "TimeLimitExceeded") or (status == "Finished" and part.get("return_code") != 0)
