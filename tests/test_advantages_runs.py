@@ -254,7 +254,6 @@ BASE: dict[str, Any] = {
         (["groups.uniform_by=[fmt]", "dynamic_sampling=true"], "'fmt' is not among rewards: acc"),
         (["groups.uniform_by=[acc]"], "has no effect: algorithm.dynamic_sampling is false"),
         (["groups.min_std_ddof=0"], "has no effect: algorithm.groups.min_std is not given"),
-        (["whiten_ddof=0"], "has no effect: algorithm.whiten is false"),
         (["resample={name: max_min, power: 3.0}"], "has no effect: resample=max_min does not read it"),
         (
             ["advantage.normalize_std=false", "advantage.std_floor=0.1"],
@@ -289,7 +288,7 @@ def test_refused(overrides: list[str], why: str) -> None:
             "algorithm.advantage.tau=2.0",
             "algorithm.advantage.opmd_baseline=logavgexp",
         ],
-        ["algorithm.whiten=true", "algorithm.whiten_ddof=0", "algorithm.advantage_clip=[null, 5.0]"],
+        ["algorithm.whiten=population", "algorithm.advantage_clip=[null, 5.0]"],
         ["algorithm.name=distill", "reference.path=teacher"],
     ],
 )

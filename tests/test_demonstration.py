@@ -29,6 +29,7 @@ from whet.algos.demonstration import (
 from whet.algos.losses import LOSSES, ppo, regularized
 from whet.algos.recipes import build
 from whet.batch import Batch, LossFn, Outputs, select
+from whet.config.recipes import resolve
 from whet.config.schema import AlgorithmConfig, CriticConfig, MixConfig
 
 SEEDS = st.integers(0, 10_000)
@@ -96,15 +97,19 @@ def test_without_a_cutoff_no_token_is_left_out() -> None:
 
 
 def test_mu_by_hand() -> None:
-    chord = MixConfig(mu=0.8, mu_warmup_steps=4, mu_decay_steps=4, mu_valley=0.2)
-    steps = [mu_at(chord, step) for step in (1, 2, 4, 5, 6, 8, 100)]
+    chord = {"mu": 0.8, "mu_schedule": {"warmup_steps": 4, "decay_steps": 4, "valley": 0.2}}
+
+    def at(mix: dict[str, Any], *steps: int) -> list[float]:
+        r = resolve(AlgorithmConfig(name="mix", mix=MixConfig(**mix)))
+        return [mu_at(r, step) for step in steps]
+
+    steps = at(chord, 1, 2, 4, 5, 6, 8, 100)
     down = [0.2 + 0.6 * (1 + math.cos(math.pi / 4)) / 2, 0.5, 0.2, 0.2]
     assert steps == pytest.approx([0.2, 0.4, 0.8, *down])
-    assert [mu_at(MixConfig(mu=0.3), step) for step in (1, 7)] == [0.3, 0.3]
-    assert [mu_at(MixConfig(mu=0.6, mu_warmup_steps=3), step) for step in (1, 3, 9)] == pytest.approx(
-        [0.2, 0.6, 0.6]
-    )
-    assert [mu_at(MixConfig(mu=0.6, mu_valley=0.1), step) for step in (1, 2)] == pytest.approx([0.1, 0.1])
+    assert at({"mu": 0.3}, 1, 7) == [0.3, 0.3]
+    warm = {"mu": 0.6, "mu_schedule": {"warmup_steps": 3}}
+    assert at(warm, 1, 3, 9) == pytest.approx([0.2, 0.6, 0.6])
+    assert at({"mu": 0.6, "mu_schedule": {"valley": 0.1}}, 1, 2) == pytest.approx([0.1, 0.1])
 
 
 def test_a_mix_by_hand() -> None:
@@ -290,7 +295,9 @@ def test_a_recipe_says_whether_and_how_it_mixes(name: str, expert: str | None) -
 
 
 def test_the_weight_follows_its_schedule() -> None:
-    a = algorithm(name="mix", mix=MixConfig(mu=0.8, mu_warmup_steps=2, mu_decay_steps=2, mu_valley=0.2))
+    a = algorithm(
+        name="mix", mix=MixConfig(mu=0.8, mu_schedule={"warmup_steps": 2, "decay_steps": 2, "valley": 0.2})
+    )
     batch = with_experts(4)
     shares = [float(a.weights(batch, step)[at_rows(batch, batch.expert_R)].sum()) for step in (1, 2, 3, 4)]  # type: ignore[arg-type]
     assert shares == pytest.approx([0.4, 0.8, 0.5, 0.2])

@@ -233,6 +233,7 @@ def test_what_is_wrong_is_said_before_anything_runs(model: Path, tmp_path: Path)
         "there.jsonl exists; move it away, or give another file": ("there.jsonl", data, []),
         "expected a name that ends in .jsonl or .parquet": ("out.csv", data, []),
         "'{step}.jsonl': expected no braces": ("{step}.jsonl", data, []),
+        "expected a file on this machine": ("s3://b/out.jsonl", data, []),
         "names no file for the replies": (None, data, []),
         "has no prompts (data.eval)": ("out.jsonl", None, []),
         "3 greedy replies to a task are all the same": ("out.jsonl", data, ["eval.sampling.temperature=0"]),

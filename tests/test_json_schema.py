@@ -394,9 +394,9 @@ def test_settings_that_a_form_hides_are_refused_and_others_are_not_called_idle(r
         ),
         ("mix", {"name": "sft", "mix": {}}, {"name": "mix", "mix": {}}),
         (
-            "mix.mu_decay_steps",
-            {"name": "mix", "mix": {"mu_decay_steps": 3}},
-            {"name": "mix", "mix": {"mu_decay_steps": 3, "mu_valley": 0.01}},
+            "mix.mu_schedule.decay_steps",
+            {"name": "mix", "mix": {"mu_schedule": {"decay_steps": 3}}},
+            {"name": "mix", "mix": {"mu_schedule": {"decay_steps": 3, "valley": 0.01}}},
         ),
         ("kl.coef", {"name": "kto", "kl": {"coef": 0.1}}, {"kl": {"coef": 0.1}}),
         ("reward_kl.coef", {"name": "sft", "reward_kl": {"coef": 0.1}}, {"reward_kl": {"coef": 0.1}}),

@@ -128,7 +128,7 @@ def test_epochs_count_the_tasks_that_are_asked() -> None:
         ("algorithm.mix.demonstration_ratio=0.95", "needs at least one of both"),
         ("algorithm.mix.demonstration_ratio=1.0", "> 0 and < 1"),
         ("algorithm.mix.mu=0.0", "would have no weight"),
-        ("algorithm.mix.mu_decay_steps=5", "mu_decay_steps: has no effect"),
+        ("algorithm.mix.mu_schedule.decay_steps=5", "decay_steps: has no effect"),
         ("algorithm.loss.phi_cutoff=0.5", "no effect"),
         ("algorithm.name=grpo", r"data.demonstrations\[0\].name: has no effect"),
         ("data.demonstrations.0.weight=2.0", "nothing is mixed"),
@@ -218,7 +218,7 @@ def test_the_weight_is_in_the_metrics_and_in_the_loss(tmp_path: Path) -> None:
     """No reward, so the loss is mu times the cross entropy of the demonstrations."""
     algorithm = {
         "name": "mix",
-        "mix": {"mu": 0.8, "mu_warmup_steps": 2, "mu_decay_steps": 2, "mu_valley": 0.2},
+        "mix": {"mu": 0.8, "mu_schedule": {"warmup_steps": 2, "decay_steps": 2, "valley": 0.2}},
     }
     train = {"steps": 5, "tasks_per_step": 8, "optimizer": {"lr": 1e-3}}
     metrics = run(tmp_path, rewards=no_reward, algorithm=algorithm, train=train)
@@ -291,7 +291,7 @@ def resumable(run_dir: Path) -> dict[str, Any]:
     words = str(ROOT / "tests/data/words.jsonl")
     algorithm = {
         "name": "mix_chord",
-        "mix": {"mu": 0.5, "mu_warmup_steps": 4, "mu_decay_steps": 9, "mu_valley": 0.1},
+        "mix": {"mu": 0.5, "mu_schedule": {"warmup_steps": 4, "decay_steps": 9, "valley": 0.1}},
     }
     return mix(
         run_dir=str(run_dir),

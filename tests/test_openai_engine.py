@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
 from transformers import AutoModelForCausalLM
@@ -227,10 +228,16 @@ def test_training_with_it_is_refused_and_its_addresses_are_needed(tmp_path: Path
     assert plans(load(None, (), tree), trains=False)
 
 
-def test_whet_eval_samples_a_model_where_it_is_served(
+def evaluated_texts(run_dir: Path) -> list[str]:
+    (file,) = (run_dir / "bench" / "eval").glob("*.parquet")
+    texts: list[str] = pq.read_table(file)["text"].to_pylist()
+    return texts
+
+
+def test_whet_eval_and_generate_sample_a_model_where_it_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The replies are the server's; a server of another model is refused."""
+    """The replies are the server's, and the same; a server of another model is refused."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
 
@@ -242,20 +249,24 @@ def test_whet_eval_samples_a_model_where_it_is_served(
     server = OpenAIServer(NativeEngine(there, kernels.load("auto"), end_token_ids=[], max_context=200))
     digits = {"digits": {"function": "format", "arguments": {"pattern": ".*[0-4].*"}}}
 
+    def how(name: str) -> dict[str, Any]:
+        return {
+            "data": str(rows),
+            "run_dir": str(tmp_path / "eval" / name),
+            "rollout": {"engine": "openai", "sampling": {"max_tokens": 6}, "server": {"urls": [server.url]}},
+            "machine": {"device": "cpu", "logprob_parity": "off"},
+        }
+
     def evaluated(name: str) -> list[dict[str, Any]]:
-        return whet.evaluate(
-            tmp_path / name,
-            data=str(rows),
-            rewards=digits,
-            run_dir=str(tmp_path / "eval" / name),
-            rollout={"engine": "openai", "sampling": {"max_tokens": 6}, "server": {"urls": [server.url]}},
-            machine={"device": "cpu", "logprob_parity": "off"},
-        )
+        return whet.evaluate(tmp_path / name, rewards=digits, **how(name))
 
     try:
         (found,) = evaluated("model")
         assert found["eval/held/tasks"] == 4
         assert len(bodies(server)) == 4 + 4  # four of the canary
+        out = whet.generate(tmp_path / "model", output=tmp_path / "replies.parquet", **how("model"))
+        texts = [[text] for text in evaluated_texts(tmp_path / "eval" / "model")]
+        assert [row["responses"] for row in pq.read_table(out).to_pylist()] == texts
         with pytest.raises(WhetError, match="never given weights"):
             evaluated("other")
     finally:

@@ -101,7 +101,7 @@ def test_gradients_in_bfloat16_are_as_near_as_in_one_process(
 
 
 def test_float16_on_ranks_scales_skips_and_learns_as_one_process(ranks: Ranks, tmp_path: Path) -> None:
-    cut = replace(CUT, precision=PrecisionConfig(loss_scale=2.0**24, loss_scale_steps=2))
+    cut = replace(CUT, precision=PrecisionConfig(loss_scale=2.0**24))
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-3)
     model = tiny_model().half()
     one, many = pair(ranks, SHARD, Way(cut), model=model, optimizer=optimizer, max_skipped=40)

@@ -55,10 +55,9 @@ def test_float16_is_the_loop_written_by_hand() -> None:
 
     p = nn.Parameter(start.clone())
     cfg = OptimizerConfig(lr=0.01, weight_decay=0.1, max_grad_norm=0.1)
-    optimizer = Opt(
-        [("w", p)], cfg, total_steps=9, precision=PrecisionConfig(loss_scale=2.0**24, loss_scale_steps=2)
-    )
+    optimizer = Opt([("w", p)], cfg, total_steps=9, precision=PrecisionConfig(loss_scale=2.0**24))
     assert optimizer.loss_scale is not None
+    optimizer.loss_scale.every = 2
 
     master, scale, held = nn.Parameter(start.float()), 2.0**24, 0
     plain = torch.optim.AdamW([master], lr=0.01, weight_decay=0.1, fused=True)
@@ -104,12 +103,16 @@ def test_small_gradients_need_the_scale() -> None:
 
 
 def in_float16(scale: float) -> TorchEngine:
-    precision = PrecisionConfig(loss_scale=scale, loss_scale_steps=2)
-    return TorchEngine(
+    precision = PrecisionConfig(loss_scale=scale)
+    engine = TorchEngine(
         tiny_model().half(), kernels.load("auto"), cut=MicroBatchPolicy(precision=precision),
         optimizer=OptimizerConfig(lr=0.01),
         total_steps=9,
     )  # fmt: skip
+    assert engine.optimizer is not None
+    assert engine.optimizer.loss_scale is not None
+    engine.optimizer.loss_scale.every = 2
+    return engine
 
 
 def test_a_float16_run_goes_on_to_the_bit(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_settings_reach_resampling_and_bounds() -> None:
     bounded = made(normalize_std=False, advantage_clip=(-1.0, 0.5)).advantage(batch, 0.0).adv_N
     # 1, 0, 3 less 4/3: -1/3, -4/3, 5/3.
     assert bounded.tolist() == pytest.approx([0, -1 / 3, 0, -1, 0, 0.5])
-    white = made(normalize_std=False, whiten=True, whiten_ddof=0).advantage(batch, 0.0).adv_N
+    white = made(normalize_std=False, whiten="population").advantage(batch, 0.0).adv_N
     # Population deviation of -1/3, -4/3, 5/3: sqrt(42 / 27).
     scale = (42 / 27) ** 0.5
     assert white.tolist() == pytest.approx([0, -1 / 3 / scale, 0, -4 / 3 / scale, 0, 5 / 3 / scale])

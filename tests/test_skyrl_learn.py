@@ -55,7 +55,7 @@ def test_advantages() -> None:
         KL + "gamma": 0.9,
         KL + "advantage_batch_normalize": True,
     }
-    whitened = {"algorithm.whiten": True, "algorithm.whiten_ddof": 0}
+    whitened = {"algorithm.whiten": "population"}
     assert learn.advantages(values(**settings)) == {"algorithm.name": "grpo", **whitened}
     gae = values(**settings, **{KL + "advantage_estimator": "gae"}, trainer__critic__model__path="m")
     assert learn.advantages(gae) == {

@@ -559,7 +559,8 @@ def test_the_share_of_demonstrations_is_exact() -> None:
 def test_the_weight_of_demonstrations() -> None:
     args = {"mu_peak": 0.5, "mu_valley": 0.02, "mu_warmup_steps": 200, "mu_decay_steps": 400}
     told = data.mixed(chord(**{"algorithm.policy_loss_fn_args.*": args}))
-    want = {"mu": 0.5, "mu_valley": 0.02, "mu_warmup_steps": 200, "mu_decay_steps": 400, "loss": "sft_phi"}
+    schedule = {"name": "cosine", "valley": 0.02, "warmup_steps": 200, "decay_steps": 400}
+    want = {"mu": 0.5, "mu_schedule": schedule, "loss": "sft_phi"}
     assert {key: told[f"algorithm.mix.{key}"] for key in want} == want
     plain = data.mixed(chord(algorithm__algorithm_type="mix"))
     assert (plain["algorithm.mix.mu"], plain["algorithm.mix.loss"]) == (0.1, "sft")

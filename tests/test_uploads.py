@@ -120,7 +120,7 @@ def test_the_hub_gets_checkpoints_as_folders_and_the_newest_export_at_its_root(
         "export_interval": 2,
     }
     own = {
-        "checkpoint": {"interval": 1, "keep": None, "upload_keep": 2, **to},
+        "checkpoint": {"interval": 1, "keep": None, "upload": 2, **to},
         "run_dir": str(tmp_path / "run"),
     }
     config.write_text(yaml.safe_dump({**CONFIG, **own}))

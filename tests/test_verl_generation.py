@@ -117,6 +117,7 @@ def test_hf_reads_do_sample_and_the_others_do_not() -> None:
         (("rollout.multi_turn.enable=True",), "samples one reply to each prompt"),
         (("rollout.engine_kwargs.vllm.seed=1",), "whet.rollout.server.options"),
         (("rollout.quantization=int4",), "expected fp8"),
+        (("data.output_path=hdfs://a/b.parquet",), "a path on this machine"),
         (("rollout.temprature=1",), "did you mean rollout.temperature"),
     ],
 )

@@ -287,7 +287,7 @@ def open_saver(
         c.upload_to,
         c.upload_exports_to,
         last_only=c.upload == "last",
-        keep=c.upload_keep,
+        keep=c.upload if isinstance(c.upload, int) else None,
         best=lambda: saver.best(),
         record=run_dir / "uploads.json",
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whet.algos.segments import need
 from whet.batch import Batch, Loss, LossFn, Outputs, select
-from whet.config.sections.algorithm import MixConfig
+from whet.config.recipes import Resolved
 
 
 def sft(batch: Batch, out: Outputs) -> Loss:
@@ -91,17 +91,28 @@ def mixed_weights(batch: Batch, *, weights: Callable[[Batch], Tensor], mu: float
     return (1 - mu) * weights(own(batch)) + mu * weights(_masked(batch, expert_R))
 
 
-def mu_at(mix: MixConfig, step: int) -> float:
-    """The demonstrations' weight in a step (the first is 1): linear from 0 to mu, then a cosine down to mu_valley.
+def cosine(mu: float, step: int, *, warmup_steps: int, valley: float | None, decay_steps: int) -> float:
+    """The demonstrations' weight in a step (the first is 1): linear from 0 to mu, then a cosine down to valley.
 
-    arXiv:2508.11408. mu_warmup_steps = 0: mu from the start; mu_valley = None: it stays there.
+    arXiv:2508.11408. warmup_steps = 0: mu from the start; valley = None: it stays there.
     """
-    if step < mix.mu_warmup_steps:
-        return mix.mu * step / mix.mu_warmup_steps
-    if mix.mu_valley is None:
-        return mix.mu
-    done = min((step - mix.mu_warmup_steps) / max(mix.mu_decay_steps, 1), 1.0)
-    return mix.mu_valley + (mix.mu - mix.mu_valley) * (1 + math.cos(math.pi * done)) / 2
+    if step < warmup_steps:
+        return mu * step / warmup_steps
+    if valley is None:
+        return mu
+    done = min((step - warmup_steps) / max(decay_steps, 1), 1.0)
+    return valley + (mu - valley) * (1 + math.cos(math.pi * done)) / 2
+
+
+MU_SCHEDULES: dict[str, Callable[..., float]] = {"cosine": cosine}
+"""`algorithm.mix.mu_schedule`: the weight of the demonstrations from mu, the step and the schedule's settings."""
+
+
+def mu_at(r: Resolved, step: int) -> float:
+    """The demonstrations' weight in a step (the first is 1)."""
+    assert r.mix is not None
+    made = r.settings.get("mix.mu_schedule")
+    return r.mix.mu if made is None else MU_SCHEDULES[made.name](r.mix.mu, step, **made.settings)
 
 
 def _masked(batch: Batch, keep_R: Tensor) -> Batch:

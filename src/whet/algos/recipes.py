@@ -161,7 +161,7 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         loss=_with_experts(r, whole(policy, entropy_coef=r.entropy_coef, totals=None)),
         loss_of=partial(_loss_of, r, policy, whole),
         weights=partial(_weights, r, norm_tokens=norm_tokens),
-        mu=partial(mu_at, r.mix) if r.mix else None,
+        mu=partial(mu_at, r) if r.mix else None,
         value_loss=_of_critic(r, critic) if r.needs_critic else None,
         value_weights=partial(
             weights,
@@ -423,7 +423,7 @@ def _weights(r: Resolved, batch: Batch, step: int, *, norm_tokens: int) -> Tenso
     """Weights of the tokens; rejected tokens are left out of denominators if the correction is set so."""
     counted = kept(batch) if r.correction.denominator == "kept" else batch
     plain = partial(weights, mode=r.loss_agg_mode, norm_tokens=norm_tokens, block=r.mean_over_rollouts)
-    return mixed_weights(counted, weights=plain, mu=mu_at(r.mix, step)) if r.mix else plain(counted)
+    return mixed_weights(counted, weights=plain, mu=mu_at(r, step)) if r.mix else plain(counted)
 
 
 def _next_kl_coef(kl: schema.RewardKlConfig, batch: Batch, coef: float) -> float:

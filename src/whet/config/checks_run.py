@@ -151,6 +151,8 @@ def _dumps(cfg: Config) -> Iterator[tuple[str, str]]:
         if "{" in rest or "}" in rest:
             allowed = f"only {', '.join(marks)}, and no other braces" if marks else "no braces"
             yield key, f"{text!r}: expected {allowed}"
+        elif is_remote(text):
+            yield key, f"{text!r}: is a URL; expected a file on this machine"
         elif marks and "{step}" not in text:
             yield (
                 key,

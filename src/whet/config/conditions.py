@@ -72,10 +72,13 @@ def holds(
 
 
 def value_at(cfg: Section, key: str) -> Any:
-    """The value of a dotted key; None below a section that is not there."""
+    """The value of a dotted key; None below a section that is not there, and for a setting that a table lacks."""
     value: Any = cfg
     for name in key.split("."):
-        value = None if value is None else getattr(value, name)
+        if isinstance(value, Section):
+            value = getattr(value, name)
+        else:  # a name, or a table of settings
+            value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 

@@ -5,7 +5,8 @@ The functions themselves are `whet.algos.advantages.ADVANTAGES` and `whet.algos.
 together. Formulas and sources stand in docs/algorithms.md. `functions.tsv` has a line for each, with the columns:
 
     part      advantage, loss, weight (the importance weight of a correction), resample, oversample, entropy_control,
-              priority (of a group that is trained on again), reward, or scratch (the family of a new model)
+              entropy_clip, mu_schedule (of the weight of demonstrations), priority (of a group that is trained on
+              again), reward, or scratch (the family of a new model)
     name      what a config says
     needs     what must be at hand (`Need`)
     more      further fields of its entry, as JSON
@@ -105,6 +106,8 @@ REWARDS = _table("reward", Function)
 RESAMPLINGS = _table("resample", Function)
 ENTROPY_CONTROLS = _table("entropy_control", Function)
 ENTROPY_CLIPS = _table("entropy_clip", Function)
+MU_SCHEDULES = _table("mu_schedule", Function)
+"""How the weight of the demonstrations changes."""
 OVERSAMPLINGS = _table("oversample", Function)
 PRIORITIES = _table("priority", Function)
 ARCHITECTURES = _table("scratch", Function)

@@ -45,8 +45,8 @@ class Resolved:
     advantage: str
     loss: str
     settings: Mapping[str, Chosen]
-    """By part: `advantage`, `loss`; `mix.loss`, `correction.weight`, `resample`, `entropy_control`, `entropy_clip` and
-    `oversample` where there is one."""
+    """By part: `advantage`, `loss`; `mix.loss`, `mix.mu_schedule`, `correction.weight`, `resample`, `oversample`,
+    `entropy_control` and `entropy_clip` where there is one."""
     loss_agg_mode: str
     norm_tokens: int | None
     mean_over_rollouts: int | None
@@ -128,6 +128,7 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         "settings": settings,
         "loss_agg_mode": _aggregation(loss, str(pick("loss_agg_mode"))),
         "whiten": bool(pick("whiten")),
+        "whiten_ddof": 0 if cfg.whiten == "population" else 1,
         "groups": _groups(cfg, recipe.kind, extremes=loss.pairs and not _neighbours(settings["loss"])),
         "dynamic_sampling": bool(pick("dynamic_sampling")),
         "needs": advantage.needs | loss.needs | _term_needs(cfg, settings),
@@ -197,6 +198,7 @@ def _own(recipe: Recipe, *, mixes: bool) -> dict[str, Own]:
         "algorithm.advantage": (recipe.advantage, True),
         "algorithm.loss": (recipe.loss, True),
         "algorithm.mix.loss": (recipe.expert_loss or "sft", mixes),
+        "algorithm.mix.mu_schedule": ("cosine", False),
         "algorithm.correction.weight": ("", False),
         "algorithm.resample": ("", False),
         "algorithm.entropy_control": ("adaptive", False),
@@ -205,7 +207,7 @@ def _own(recipe: Recipe, *, mixes: bool) -> dict[str, Own]:
     }
 
 
-OURS_ALONE = ("resample", "entropy_control", "entropy_clip", "oversample")
+OURS_ALONE = ("resample", "entropy_control", "entropy_clip", "oversample", "mix.mu_schedule")
 """Parts of an algorithm that cannot be functions of the user's."""
 
 
@@ -287,7 +289,8 @@ def _check_parts(cfg: AlgorithmConfig, r: Resolved) -> None:
             f"algorithm.loss={r.loss!r} is not a loss on pairs, but algorithm.name={r.name!r} averages over pairs: "
             "give algorithm.loss_agg_mode, or take another algorithm.name."
         )
-    if r.mix is not None and r.mix.mu == 0 and not r.mix.mu_valley:
+    schedule = r.settings.get("mix.mu_schedule")
+    if r.mix is not None and r.mix.mu == 0 and not (schedule and schedule.settings["valley"]):
         raise ConfigError("algorithm.mix.mu=0: the demonstrations would have no weight; set it above 0.")
     low, high = r.advantage_clip
     if r.kind == "online" and low is not None and high is not None and low > high:

@@ -26,6 +26,13 @@ PAGES = {
 }
 """Page -> (the system, its tables)."""
 
+ABOUT = {
+    "verl-generation": "Files of `main_generation`, until 0.7.0: `whet generate FILE` runs them.",
+    "verl-server": "What `main_generation_server` reads of a verl-ppo file, since 0.6.0. `whet generate FILE` runs it; "
+    "its other keys may stand there, unread as in verl. A file is recognised by `data.output_path`.",
+}
+"""What a table is for, where it is not the training of a policy."""
+
 INTRO = """\
 # From {system}
 
@@ -64,7 +71,8 @@ def page(name: str) -> str:
     intro = INTRO.format(system=system, releases=", ".join(VERSIONS[key]), **names)
     parts = [intro, "## Counts\n", _counts(tables)]
     for each in tables:
-        parts += [f"## {each}\n", *_sections(every_line(each), TABLES[each][0])]
+        parts += [f"## {each}\n", *([f"{ABOUT[each]}\n"] if each in ABOUT else [])]
+        parts += [*_sections(every_line(each), TABLES[each][0])]
     renamed = aliases(TABLES[tables[0]][0], [TABLES[each][1] for each in tables])
     if renamed:
         rows = [f"| `{old}` | `{new}` | {cell(note)} |" for old, (new, note) in renamed.items()]

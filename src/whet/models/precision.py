@@ -20,7 +20,7 @@ from whet.models import float8
 _NORMED = 1 << 20
 """Numbers whose squares are summed at a time."""
 GROWTH = 2.0
-"""Factor of the scale after `loss_scale_steps` finite steps; its inverse after one that is not."""
+"""Factor of the scale when it grows; its inverse after a step that is not finite."""
 LARGEST = 2.0**24
 """Where growth ends: small gradients lose nothing any more, and the loss itself must stay finite."""
 
@@ -30,8 +30,8 @@ class LossScale:
     """The scale of a loss, and for how many steps it has held."""
 
     scale: float
-    every: int
-    """Finite steps after which it doubles."""
+    every: int = 2000
+    """Finite steps in a row after which it doubles, as torch's GradScaler."""
     held: int = 0
 
     def after(self, finite: bool) -> None:
@@ -47,7 +47,7 @@ class LossScale:
 def loss_scale(precision: PrecisionConfig, dtypes: Iterable[torch.dtype]) -> LossScale | None:
     """The scale that parameters of these dtypes need; None: nothing is float16."""
     if precision.compute == "float16" or torch.float16 in dtypes:
-        return LossScale(precision.loss_scale, precision.loss_scale_steps)
+        return LossScale(precision.loss_scale)
     return None
 
 

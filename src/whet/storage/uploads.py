@@ -229,7 +229,7 @@ class Uploads:
             found = store.said(copy.url, name)
             if found is not None and self.copied.is_own(copy.url, name, found):
                 store.remove(copy.url, name)
-                log.info("removed %s/%s, which upload_keep=%d no longer keeps", copy.url, name, self.keep)
+                log.info("removed %s/%s, which upload=%d no longer keeps", copy.url, name, self.keep)
             elif found is not None:
                 log.warning("%s/%s is not what this run uploaded; it is kept", copy.url, name)
             self.copied.drop(copy.url, name)

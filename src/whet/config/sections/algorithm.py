@@ -130,12 +130,9 @@ class MixConfig(Section):
     mu: Fraction = 0.1
     """Weight of the loss of the demonstrations; the loss of the policy, with its KL and entropy terms, has weight 1 -
     mu."""
-    mu_warmup_steps: Count = 0
-    """Training steps of a linear warm-up of mu from 0. 0: no warm-up."""
-    mu_valley: Fraction | None = None
-    """Final value of mu after a cosine decay over mu_decay_steps, which follows the warm-up. None: no decay."""
-    mu_decay_steps: Count = 0
-    """Training steps of this decay. 0: mu drops at once."""
+    mu_schedule: str | dict[str, Any] | None = None
+    """How mu changes over the training steps: cosine, or a table of its settings: {warmup_steps: 200, valley: 0.02,
+    decay_steps: 400}. Default: it is constant."""
 
 
 class RepromptConfig(Section):
@@ -191,8 +188,10 @@ class AlgorithmConfig(Section):
     mean_over_rollouts: Positive | None = None
     """token-mean: take the mean over the tokens of each block of this many consecutive rollouts, then the mean over the
     blocks (SkyRL's token_mean_legacy, whose blocks are micro-batches). Default: one mean over the minibatch."""
-    whiten: bool | None = None
-    """Normalize advantages to mean 0 and variance 1 over the batch. Default: the recipe's."""
+    whiten: bool | Literal["population"] | None = None
+    """Normalize advantages to mean 0 and variance 1 over the batch. true divides by sqrt(variance + 1e-8), with n - 1
+    in the denominator of the variance (verl); population by sqrt(max(variance, 1e-8)), with n in it (SkyRL). Default:
+    the recipe's."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, with entropy_control the first one; 0 is off (entropy is still measured where it
     costs nothing)."""
@@ -217,9 +216,6 @@ class AlgorithmConfig(Section):
     times tasks_per_step more tasks for one step, then the run stops and names the cause."""
 
     # -- advantages
-    whiten_ddof: Literal[1, 0] = 1
-    """With whiten: 1 divides by sqrt(variance + 1e-8), with n - 1 in the denominator of the variance (verl); 0 divides
-    by sqrt(max(variance, 1e-8)), with n in it (SkyRL)."""
     advantage_clip: tuple[float | None, float | None] = (None, None)
     """Lowest and highest advantage of a token, after whitening: [-5.0, 5.0]. null: no bound."""
     resample: str | dict[str, Any] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from whet.config.sections.base import Above0, Positive, Section
+from whet.config.sections.base import Above0, Section
 
 
 class PrecisionConfig(Section):
@@ -29,6 +29,4 @@ class PrecisionConfig(Section):
     lost."""
     loss_scale: Above0 = 65536.0
     """float16 only: initial factor of the loss, so that small gradients do not become 0. A gradient that is not finite
-    halves the factor and skips the step."""
-    loss_scale_steps: Positive = 2000
-    """float16 only: number of consecutive finite steps after which the factor doubles."""
+    halves the factor and skips the step; it doubles after 2000 finite steps in a row (as torch's GradScaler)."""

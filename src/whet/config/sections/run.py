@@ -61,11 +61,11 @@ class CheckpointConfig(Section):
     upload_exports_to: tuple[str, ...] = ()
     """URLs to which exports are copied. On the hub (hf://ORG/NAME) each export is a commit at the root of the
     repository, so that `from_pretrained` reads the newest one."""
-    upload: Literal["all", "last"] = "all"
-    """all: copy every checkpoint and export when it is written; last: only the last one, at the end of the run."""
-    upload_keep: Positive | None = None
-    """Number of newest checkpoints to keep at upload_to, in addition to those of the best evaluations. null: all. A run
-    removes only copies that it made itself (uploads.json), and only after a later checkpoint has been copied."""
+    upload: Literal["all", "last"] | Positive = "all"
+    """all: copy every checkpoint and export when it is written; last: only the last one, at the end of the run. A
+    number: copy every one, and keep so many of the newest checkpoints at upload_to, in addition to those of the best
+    evaluations. A run removes only copies that it made itself (uploads.json), and only after a later checkpoint has
+    been copied."""
 
 
 class TrackConfig(Section):

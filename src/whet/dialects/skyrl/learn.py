@@ -39,7 +39,7 @@ def advantages(v: Values) -> Native:
     if name == "reinforce++" and v["generator.max_turns"] > 1:
         out["algorithm.advantage.reset_at_turns"] = True
     if v[f"{A}.advantage_batch_normalize"]:
-        out |= {"algorithm.whiten": True, "algorithm.whiten_ddof": 0}
+        out |= {"algorithm.whiten": "population"}
         if name == "reinforce++":  # which is whitened by itself; twice is once, and the second time counts
             out["algorithm.name"] = "reinforce"
     return out

@@ -233,12 +233,15 @@ def weight(values: Values) -> Native:
     out: Native = {"demonstration_ratio": share(experts, own + experts), "loss": "sft"}
     if preset(values).loss == "mix":
         return out | {"mu": given["mu"]}
-    out |= {"mu": given["mu_peak"], "mu_warmup_steps": given["mu_warmup_steps"]}
-    out |= {"loss": "sft_phi"} if given["enable_phi_function"] else {}
-    if given["mu_valley"] != given["mu_peak"]:
-        out |= {"mu_valley": given["mu_valley"]}
-        out |= {"mu_decay_steps": given["mu_decay_steps"]} if given["mu_decay_steps"] else {}
-    return out
+    out |= {"mu": given["mu_peak"]} | ({"loss": "sft_phi"} if given["enable_phi_function"] else {})
+    falls = given["mu_valley"] != given["mu_peak"]
+    schedule = {
+        "warmup_steps": given["mu_warmup_steps"] or None,
+        "valley": given["mu_valley"] if falls else None,
+    }
+    schedule |= {"decay_steps": (falls and given["mu_decay_steps"]) or None}
+    told = {key: value for key, value in schedule.items() if value is not None}
+    return out | ({"mu_schedule": {"name": "cosine", **told}} if told else {})
 
 
 def share(part: int, whole: int) -> float:
