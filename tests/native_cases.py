@@ -651,6 +651,7 @@ CASES: dict[str, Case] = {
     "train.router_aux_loss_coef": (MOE, 0.1),
     "train.router_aux_loss_scope": (f"{MOE}; train.router_aux_loss_coef=0.1", "layer"),
     "train.router_z_loss_coef": (MOE, 0.1),
+    "train.router_replay": (f"{MOE}; rollout.max_staleness=1; train.minibatches=2", "sampled"),
     "train.temperature": ("", 0.5),
     "train.max_skipped_steps": ("", 3),
     **optimizer("train.optimizer", ""),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import json
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from io import BytesIO
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
@@ -20,7 +23,16 @@ from backends.transcripts import read
 from whet.rollout.engine import OnTokens, WeightUpdate
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.requests import RequestError
-from whet.types import Completion, Request, Sampling, ScoreRequest, TokenLogprobs, VersionSpan, WhetError
+from whet.types import (
+    Completion,
+    ExpertIds,
+    Request,
+    Sampling,
+    ScoreRequest,
+    TokenLogprobs,
+    VersionSpan,
+    WhetError,
+)
 
 Handler = Callable[[Any], Awaitable[Any]]
 
@@ -238,6 +250,8 @@ class VllmServer(Server):
         said = self.answer("server_info")
         config = said["vllm_config"]["model_config"]
         config |= {"max_model_len": self.engine.max_context + 1, "enable_sleep_mode": self.sleeps}
+        tells = self.engine.runner.routes is not None
+        said["vllm_config"]["aux_output_config"] = {"enable_return_routed_experts": tells}
         return said
 
     async def generate(self, body: dict[str, Any]) -> Any:
@@ -288,6 +302,9 @@ class VllmServer(Server):
         choice["logprobs"] = {"content": _rows(done.token_ids, told(done, sampling)) if done else []}
         choice["finish_reason"] = (done.finish_reason if done else "abort") if ends else None
         choice["weight_versions"] = self._versions(done.spans) if done else None
+        if done is not None and done.experts is not None:  # --enable-return-routed-experts
+            np.save(file := BytesIO(), done.experts)
+            choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
 
     def _versions(self, spans: tuple[VersionSpan, ...]) -> list[dict[str, Any]]:
         return [{"version": str(s.version), "start": s.start, "end": s.end} for s in spans]
@@ -368,6 +385,11 @@ class VllmServer(Server):
         return web.Response(text="\n".join(lines) + "\n")
 
 
+def _buffer(experts: ExpertIds) -> str:
+    """The bare numbers, as SGLang sends them (--enable-return-routed-experts)."""
+    return base64.b64encode(experts.astype(np.int32).tobytes()).decode()
+
+
 def _rows(tokens: list[int], logprobs: list[float]) -> list[dict[str, Any]]:
     rows = [{"token_id": t, "logprob": v, "rank": 1} for t, v in zip(tokens, logprobs)]
     return [row | {"top_logprobs": [row]} for row in rows]
@@ -388,6 +410,7 @@ class SglangServer(Server):
             "enable_memory_saver": True,
             "enable_weights_cpu_backup": True,
             "enable_deterministic_inference": True,
+            "enable_return_routed_experts": engine.runner.routes is not None,
         }
         self.waiting = False
         """It is paused, and its requests are in the queue (retract)."""
@@ -502,6 +525,7 @@ class SglangServer(Server):
                 "weight_versions": [
                     {"version": str(s.version), "start": s.start, "end": s.end} for s in done.spans
                 ],
+                **({} if done.experts is None else {"routed_experts": _buffer(done.experts)}),
             },
         }
 

@@ -68,6 +68,7 @@ def _engine(
     end_token_ids: Collection[int],
     limits: CallLimits = LIMITS,
     adapters: bool = False,
+    **more: Any,
 ) -> HttpEngine:
     calls = Calls(url, limits=limits)
     folder = Folder(
@@ -78,7 +79,7 @@ def _engine(
         adapters=adapters,
     )
     vocab = model.get_output_embeddings().out_features
-    made = api(calls, folder, max_context=max_context, end_token_ids=end_token_ids)
+    made = api(calls, folder, max_context=max_context, end_token_ids=end_token_ids, **more)
     return HttpEngine(made, calls, vocab=vocab, max_context=max_context)
 
 

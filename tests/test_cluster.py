@@ -223,6 +223,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]
     return left(folder)
 
 
+def test_a_replica_records_the_experts_of_its_tokens(address: str, tmp_path: Path) -> None:
+    """train.router_replay=sampled: the run is that of an engine in the process of the trainer."""
+    moe = {
+        "model": {"scratch": {**BASE["model"]["scratch"], "name": "qwen3_moe", "num_experts": 4}},
+        "train": {**BASE["train"], "steps": 2, "minibatches": 2, "router_replay": "sampled"},
+    }
+    runs = {"away": with_replicas(1, address=address) | moe, "here": BASE | moe}
+    for name, tree in runs.items():
+        (tmp_path / name).mkdir()
+        finish(start(tmp_path / name, tree), tmp_path / name)
+    assert left(tmp_path / "away") == left(tmp_path / "here")
+
+
 SHARDS = {**BASE["train"], "steps": 6, "parallel": {"dp_shard": 2}}
 
 

@@ -113,6 +113,7 @@ EIGHT = base(**{"cluster.gpu_per_node": 9})
 MEGATRON = base(**{"cluster.gpu_per_node": 9, "trainer.trainer_strategy": "megatron"})
 
 CONTEXTS: dict[str, Tree] = {
+    "algorithm.enable_router_replay": MEGATRON,
     **{
         f"{ACTOR}.megatron.{key}": MEGATRON
         for key in (

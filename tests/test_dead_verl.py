@@ -348,6 +348,12 @@ CONTEXTS: dict[str, Given] = {
     **dict.fromkeys((TURNS + "max_tool_response_length", TURNS + "tool_response_truncate_side"), AGENT),
     R + "agent.default_agent_loop": AGENT,
     **dict.fromkeys(("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"), GDPO),
+    **{
+        f"reward_model.sandbox_fusion.{key}": {
+            "reward_model.sandbox_fusion.url": "http://localhost:8080/run_code"
+        }
+        for key in ("max_concurrent", "memory_limit_mb")
+    },
     "distillation.teacher_key": TEACHERS,
     "distillation.enabled": {k: v for k, v in TEACHER.items() if k != "distillation.enabled"},
     **dict.fromkeys(("distillation.teacher_models.*", DISTILL + "use_task_rewards"), TEACHER),
@@ -365,6 +371,7 @@ CONTEXTS: dict[str, Given] = {
     R + "nnodes": OWN,
     R + "n_gpus_per_node": OWN,
     A + "megatron.dtype": MEGATRON,
+    R + "enable_rollout_routing_replay": {**MEGATRON, A + "router_replay.mode": "R2"},
     MOE + "z_loss_coeff": MEGATRON,
     MOE + "aux_loss_coeff": {**MEGATRON, MOE + "router_load_balancing_type": "aux_loss"},
     MOE + "router_load_balancing_type": {**MEGATRON, MOE + "aux_loss_coeff": 0.5},

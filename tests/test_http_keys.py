@@ -106,6 +106,19 @@ def test_options_and_what_whet_sets(tmp_path: Path) -> None:
         Opener(inputs(tmp_path, options={"dtype": "half"})).command("vllm", 1)
 
 
+def test_experts_are_asked_of_a_server_that_is_started(tmp_path: Path) -> None:
+    """EngineInputs.experts: as a run with train.router_replay=sampled has it."""
+    told = "--enable-return-routed-experts"
+    for kind, name in ((None, "vllm"), (SGLANG, "sglang")):
+        more = () if kind is None else (kind,)
+        plain, asked = (
+            Opener(replace(inputs(tmp_path), experts=experts), *more).command(name, 1)
+            for experts in (False, True)
+        )
+        assert told not in plain
+        assert [word for word in asked if word not in plain] == [told]
+
+
 def test_lora(tmp_path: Path) -> None:
     """The server starts with what is under the adapters, and with room for them."""
     model = module()

@@ -211,6 +211,18 @@ def peaks(plan: Plan) -> dict[str, dict[str, int]]:
     return {name: phase.parts for name, phase in out.items()}
 
 
+def test_experts_of_tokens_are_counted():
+    """8 rollouts of 36 tokens: a byte for each of 1 layer and 2 experts, in the rollout and in the batch, or there
+    alone."""
+    moe = ("tokenizer.vocab_size=50", "model.scratch={name: qwen3_moe, num_experts: 4}")
+    held = [
+        peaks(planned(*moe, f"train.router_replay={mode}"))["sampling"]["rollouts"]
+        for mode in ("none", "sampled", "old")
+    ]
+    plain = 8 * 36 * memory.ROLLOUT_BYTES
+    assert held == [plain, plain + 8 * 36 * 2 * 2, plain + 8 * 36 * 2]
+
+
 def test_phases_by_hand():
     plan = planned("tokenizer.vocab_size=50", "train.micro_batch_rollouts=null", "machine.kernels=compiled")
     # embedding 50*16; a layer: q, k, v, o 4*16*16, two head norms 8, feed-forward 3*16*48, two norms 16; last norm 16

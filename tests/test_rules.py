@@ -189,6 +189,11 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "critic.micro_batch_tokens": [(PPO, "critic.micro_batch_tokens=512", "critic.micro_batch_rollouts=2")],
     "train.tasks_per_step": [("algorithm.name=kto", "train.tasks_per_step=1")],
     "train.shuffle_minibatches": [(*MIX, "train.minibatches=2", "train.shuffle_minibatches=true")],
+    "train.router_replay": [
+        (*MIX, "train.router_replay=sampled"),
+        ("train.router_replay=old", "train.parallel.cp=2"),
+        ("train.router_replay=sampled", "train.compile=true"),
+    ],
     "critic.warmup_steps": [(PPO, "critic.warmup_steps=100")],
     "train.optimizer.schedule.warmup_steps": [
         ("train.optimizer.schedule={type: cosine, warmup_steps: 9, total_steps: 9}",),

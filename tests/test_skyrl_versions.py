@@ -328,6 +328,27 @@ def test_megatrons_router_terms_are_each_layers() -> None:
     assert "within each sequence" in said
 
 
+@pytest.mark.parametrize("version", ["0.2", "main"])
+def test_experts_are_replayed_where_engine_and_trainer_have_it_both(version: str) -> None:
+    asked, told = (
+        "trainer__policy__megatron_config__moe_enable_routing_replay",
+        "generator__inference_engine__enable_return_routed_experts",
+    )
+    replay = learn.router_replay
+    megatron: dict[str, Json] = {"trainer__strategy": "megatron"}
+    both = {**megatron, asked: True, told: True}
+    assert replay(values(version, **both)) == {"train.router_replay": "sampled"}
+    assert replay(values(version, **megatron)) == {}
+    assert replay(values(version, trainer__strategy="fsdp", **{asked: True})) == {}, "FSDP does not read it"
+    for wrong, said in (
+        ({**both, told: False}, "which gives the experts"),
+        ({**both, asked: False}, "which reads them"),
+        ({**both, "trainer__strategy": "fsdp"}, "needs trainer.strategy=megatron"),
+        ({**both, "generator__step_wise_trajectories": True}, "does not go with"),
+    ):
+        assert said in refusal(replay, version=version, **wrong)
+
+
 def test_deepspeed_clips_by_its_own_norm_where_none_is_given() -> None:
     given: dict[str, Json] = {
         "trainer__strategy": "deepspeed",

@@ -302,3 +302,15 @@ def test_settings_of_servers_for_workflows_change_nothing() -> None:
         "buffer.explorer_input.taskset.format.messages_key": "talk",
     }  # fmt: skip
     assert not [text for text in told(given) if any(key in text for key in given)]
+
+
+def test_experts_of_sampling_train_with_megatron() -> None:
+    """From 0.6.0 on; verl's FSDP engine does not read them, and verl's own key is not asked."""
+    on: dict[str, Json] = {"algorithm.enable_router_replay": True}
+    megatron: dict[str, Json] = {"trainer.trainer_strategy": "megatron"}
+    assert native("0.6.0", "train.router_replay", {**on, **megatron}) == "sampled"
+    for given in (on, megatron):
+        assert "router_replay" not in read("0.6.0", given).tree["train"]
+    old = f"{ACTOR}.router_replay.mode"
+    assert "algorithm.enable_router_replay" in read("0.6.0", {**megatron, old: "R3"}).problems[0][1]
+    assert not read("0.6.0", {**megatron, f"{REF}.router_replay.mode": "R3"}).problems

@@ -116,6 +116,60 @@ def test_routers_of_supervised_fine_tuning_have_the_same_terms() -> None:
     assert routers(given, kind="verl-sft") == {"router_z_loss_coef": 0.001}
 
 
+REPLAY = "router_replay.mode"
+TOLD: dict[str, Json] = {R + "enable_rollout_routing_replay": True}
+
+
+@pytest.mark.parametrize(
+    ("version", "at", "more"),
+    [
+        ("0.7.0", "", {}),
+        ("0.7.1", "", {}),
+        ("0.7.1", "megatron.", {"trainer.use_legacy_worker_impl": "disable"}),
+        ("0.8.0", "megatron.", {}),
+        ("main", "megatron.", {}),
+    ],
+)
+def test_experts_are_replayed_as_the_workers_of_the_release_read_it(
+    version: str, at: str, more: dict[str, Json]
+) -> None:
+    megatron = {"model_engine": "megatron", **more}
+    key = A + at + REPLAY
+    assert routers({**megatron, **TOLD, key: "R3"}, version=version) == {"router_replay": "sampled"}
+    assert routers({**megatron, key: "R2"}, version=version) == {"router_replay": "old"}
+    assert routers({**megatron, **TOLD}, version=version) == {}, "told, and not read"
+    assert routers({key: "R3"}, version=version) == {}, "FSDP replays nothing"
+    for wrong, said in (
+        ({key: "R3"}, "R3 needs actor_rollout_ref.rollout.enable_rollout_routing_replay=True"),
+        ({key: "R2", **TOLD}, "R2 does not go with"),
+        ({key: "R2", "algorithm.rollout_correction.bypass_mode": True}, "bypass_mode=True leaves out"),
+        ({key: "R4"}, "one of disabled, R2, R3"),
+    ):
+        assert said in told({**megatron, **wrong}, version=version)
+
+
+def test_sections_of_which_no_worker_reads_the_mode() -> None:
+    """The policy's own since 0.8.0, those of reference and critic always."""
+    megatron: dict[str, Json] = {"model_engine": "megatron"}
+    for key in (A, REF, REF + "megatron.", A + "fsdp_config.", "critic.megatron."):
+        assert routers({**megatron, **TOLD, key + REPLAY: "R3"}) == {}, key
+
+
+def test_megatron_lite_replays_what_sampled() -> None:
+    """As verl_mlite/engine/mlite_engine.py: R3 needs the experts of every rollout, and there is no R2."""
+    lite: dict[str, Json] = {A + "strategy": "mlite"}
+    key = A + "engine.router_replay_mode"
+    assert routers({**lite, **TOLD, key: "R3"}, version="0.9.0") == {"router_replay": "sampled"}
+    assert "R3 needs actor_rollout_ref.rollout" in told({**lite, key: "R3"}, version="0.9.0")
+    assert "one of disabled, R3" in told({**lite, key: "R2"}, version="0.9.0")
+
+
+def test_veomni_replays_what_was_recorded_or_replies_alone() -> None:
+    key = A + "veomni." + REPLAY
+    assert routers({**VEOMNI, key: "R2"}) == {"router_replay": "old"}
+    assert "experts of replies alone" in told({**VEOMNI, **TOLD, key: "R3"})
+
+
 # ---------------------------------------------------------------- adapters
 
 
@@ -318,7 +372,6 @@ def test_megatron_lites_sizes_and_what_it_offloads() -> None:
         ("impl_cfg.router_aux_loss_coef", 0.01, "load-balancing terms as Megatron Lite scales them"),
         ("router_aux_loss_coef", 0.01, "load-balancing terms as Megatron Lite scales them"),
         ("load_hf_weights", False, "training that begins with random weights"),
-        ("router_replay_mode", "R3", "replayed routing of experts"),
         ("resync_format", "fp8", "weights of the engine in another format than the policy's"),
     ],
 )

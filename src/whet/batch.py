@@ -1,7 +1,8 @@
 """The packed tensors of one step.
 
-Shape letters: N tokens of the packed batch, S segments, R rollouts. A segment is a strand of a rollout. The segments of
-a rollout stand together, in order, rollout after rollout; nothing is padded. A batch has whole rollouts.
+Shape letters: N tokens of the packed batch, S segments, R rollouts, L layers, E experts of a token. A segment is a
+strand of a rollout. The segments of a rollout stand together, in order, rollout after rollout; nothing is padded. A
+batch has whole rollouts.
 `logp_N[i]` is the log-prob of token i given the tokens before it in its segment, so it stands at the token itself;
 `value_N[i]` is the critic's value of the state in which token i was chosen. Both are valid where `mask_N` is true.
 """
@@ -88,6 +89,9 @@ class Batch:
     skipped_R: Tensor | None = None
     """bool: the rollout has no effect on the gradient, so the policy's update leaves it out, and models that have not
     computed it before do not: their log-probs are NaN. None: no rollout is skipped."""
+    routed_NLE: Tensor | None = None
+    """uint8 or int16: the experts of each token in each layer (`Strand.experts`), which the policy computes it with.
+    None: those that its routers choose."""
     reprompted: Batch | None = None
     """The same rollouts after other prompts, which is what the reference computes; its sampled tokens are those of this
     batch, in the same order. None: the reference computes this batch."""
@@ -191,7 +195,23 @@ def pack(groups: Sequence[Group]) -> Batch:
         truncated_R=torch.tensor([r.is_truncated for r in rollouts]),
         turn_reward_N=_turn_rewards(strands, length),
         baseline_R=_all_or_none([r.baseline for r in rollouts]),
+        routed_NLE=_routed(strands),
     )
+
+
+def _routed(strands: Sequence[Strand]) -> Tensor | None:
+    """The recorded experts; 0 in strands of which nothing was sampled. WhetError where some have none."""
+    given = [s.experts for s in strands if s.experts is not None]
+    if not given:
+        return None
+    if any(s.experts is None and s.tokens for s in strands):
+        raise WhetError(
+            "some rollouts of this batch have the experts of their tokens, others have not; start again without those "
+            "that were sampled with another train.router_replay"
+        )
+    shape, dtype = given[0].shape[1:], given[0].dtype
+    filled = [np.zeros((len(s.mask), *shape), dtype) if s.experts is None else s.experts for s in strands]
+    return torch.from_numpy(np.concatenate(filled))
 
 
 def _known(logp_N: Tensor) -> Tensor | None:
@@ -243,7 +263,7 @@ def select(batch: Batch, rows: Tensor) -> Batch:
     at = {"N": at_N, "S": at_S}
     values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "reprompted"}
     of: dict[str, Any] = {
-        name: None if value is None else value[at.get(name.rpartition("_")[2], rows)]
+        name: None if value is None else value[at.get(name.rpartition("_")[2][0], rows)]
         for name, value in values.items()
     }
     of["reprompted"] = None if batch.reprompted is None else select(batch.reprompted, rows)

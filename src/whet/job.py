@@ -374,6 +374,7 @@ def open_engine(
             run_dir=Path(cfg.run_dir).absolute(),
             home=trainers(cfg).absolute(),
             asked=cfg.mode != "train" or any(p.judges for p in plans),
+            experts=any(p.cfg.train.router_replay == "sampled" for p in sampling),
         )
     )
     if lacks := missing(engine):

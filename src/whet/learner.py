@@ -179,7 +179,7 @@ class Learner:
         if self.skipping.before_models:
             batch = self.judge(step, batch)
         with self.context.monitor.phase("logprobs"):
-            batch = self.compute_logprobs_and_values(batch)
+            batch = self.compute_logprobs_and_values(self.routed(batch))
             if algorithm.implicit is not None:
                 batch = self.implicit_rewards(step, batch, algorithm.implicit)
         if not self.skipping.before_models:
@@ -205,6 +205,24 @@ class Learner:
         """Numbers of the rollouts of each optimizer step."""
         stream = seeds.key(self.context.cfg.seed, "minibatches", self.context.name, step)
         return list(passes(batch, train, stream=stream))
+
+    def routed(self, batch: Batch) -> Batch:
+        """The batch with the experts that train.router_replay names, for all rollouts that are not skipped."""
+        replay = self.context.cfg.train.router_replay
+        if replay == "sampled" and batch.routed_NLE is None:
+            raise WhetError(
+                "train.router_replay=sampled: the rollouts of this step have no experts; those that were sampled "
+                "without it cannot be trained with it"
+            )
+        if replay != "old":
+            return batch
+        ids = self.policy.forward(computed(batch), "routed").to(batch.token_ids_N.device)
+        seen_N = torch.ones_like(batch.mask_N)
+        if batch.skipped_R is not None:
+            seen_N = ~batch.skipped_R[batch.rollout_N]
+        return replace(
+            batch, routed_NLE=ids.new_zeros(batch.tokens, *ids.shape[1:]).index_put((seen_N,), ids)
+        )
 
     def compute_logprobs_and_values(self, batch: Batch) -> Batch:
         """Old and reference log-probs and values before the step, of all rollouts that are not skipped."""

@@ -98,7 +98,8 @@ def _reference_of(
         start = models.place.made(name, make)
     start.model.requires_grad_(False)
     rests = "reference" in cfg.train.offload
-    return engine_of(models, cfg, "reference", start, ranks=ranks, name=name, cut=cut, rests=rests)
+    own = replace(cut, replays=False)  # its log-probs are those of its own experts
+    return engine_of(models, cfg, "reference", start, ranks=ranks, name=name, cut=own, rests=rests)
 
 
 @dataclass(frozen=True)

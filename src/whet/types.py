@@ -264,6 +264,9 @@ class Completion:
     spans: tuple[VersionSpan, ...]
     """Policy versions of the tokens: one span after the other, from the first token to the last."""
     finish_reason: FinishReason
+    experts: ExpertIds | None = field(default=None, compare=False)
+    """[T - 1, L, E] of the T tokens of prompt and reply but the last, which no router has seen: see `Strand.experts`.
+    None: the engine was not asked for them (`EngineInputs.experts`)."""
 
     @property
     def versions(self) -> list[int]:
@@ -331,6 +334,15 @@ class Turn:
     """Why its calls or its reasoning could not be read."""
 
 
+ExpertIds = NDArray[Any]
+"""Numbers of experts, from 0: uint8 or int16, see `expert_type`."""
+
+
+def expert_type(experts: int) -> type[np.uint8] | type[np.int16]:
+    """What holds the numbers of so many experts."""
+    return np.uint8 if experts <= 256 else np.int16
+
+
 TOKEN_TYPES: dict[str, Any] = {
     "token_ids": np.int32,
     "mask": np.bool_,
@@ -346,6 +358,12 @@ def _array(values: ArrayLike, dtype: Any) -> NDArray[Any]:
     view = np.asarray(values, dtype).view()
     view.flags.writeable = False
     return view
+
+
+def _equal(a: ExpertIds | None, b: ExpertIds | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -368,16 +386,26 @@ class Strand:
     versions: NDArray[np.int32]
     turns: tuple[Turn, ...] = ()
     """Replies of the policy that are trained in this strand, in their order. (): the reply is data's."""
+    experts: ExpertIds | None = None
+    """[T, L, E] the E experts of each of T tokens in each of L layers of the model, in the order in which the router of
+    the policy that sampled chose them; 0 in layers without a router, and for tokens that no router has seen, as the
+    last one. None: they were not recorded (train.router_replay)."""
 
     def __post_init__(self) -> None:
         for name, dtype in TOKEN_TYPES.items():
             object.__setattr__(self, name, _array(getattr(self, name), dtype))
+        if self.experts is not None:
+            if len(self.experts) != len(self.token_ids):
+                raise ValueError(f"experts of {len(self.experts)} tokens for {len(self.token_ids)}")
+            object.__setattr__(self, "experts", _array(self.experts, self.experts.dtype))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Strand):
             return NotImplemented
-        return self.turns == other.turns and all(
-            getattr(self, name).tobytes() == getattr(other, name).tobytes() for name in TOKEN_TYPES
+        return (
+            self.turns == other.turns
+            and _equal(self.experts, other.experts)
+            and all(getattr(self, name).tobytes() == getattr(other, name).tobytes() for name in TOKEN_TYPES)
         )
 
     __hash__ = None  # type: ignore[assignment]

@@ -56,7 +56,9 @@ def lengthened(batch: Batch) -> Lengthened:
     longer |= {"segment_N": segment_N, "rollout_N": batch.rollout_S[segment_N]}
     longer["token_ids_N"][at_T] = longer["token_ids_N"][at_T - 1]
     longer["mask_N"][at_T] = True
-    return Lengthened(replace(batch, length_S=length_S, reprompted=None, **longer), at_N, row_T, at_T)
+    return Lengthened(
+        replace(batch, length_S=length_S, routed_NLE=None, reprompted=None, **longer), at_N, row_T, at_T
+    )
 
 
 def with_last(next_M: Tensor, row_M: Tensor, batch: Batch) -> Tensor:

@@ -14,7 +14,18 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from whet.types import TOKEN_TYPES, Group, Json, Message, Rollout, Strand, Task, Turn, WhetError
+from whet.types import (
+    TOKEN_TYPES,
+    ExpertIds,
+    Group,
+    Json,
+    Message,
+    Rollout,
+    Strand,
+    Task,
+    Turn,
+    WhetError,
+)
 
 _TOKENS = pa.schema({name: pa.list_(pa.from_numpy_dtype(dtype)) for name, dtype in TOKEN_TYPES.items()})
 _REST = tuple(f.name for f in fields(Rollout) if f.name not in ("strands", "task", "seconds"))
@@ -36,8 +47,12 @@ def encode(group: Group) -> bytes:
         pa.ListArray.from_arrays(ends, _joined([getattr(s, name) for s in strands], dtype))
         for name, dtype in TOKEN_TYPES.items()
     ]
+    schema = _TOKENS
+    if any(s.experts is not None for s in strands):
+        columns.append(_experts(strands))
+        schema = schema.append(pa.field("experts", columns[-1].type))
     rows = pa.RecordBatch.from_arrays(
-        columns, schema=_TOKENS.with_metadata({"rest": json.dumps(rest, default=asdict)})
+        columns, schema=schema.with_metadata({"rest": json.dumps(rest, default=asdict)})
     )
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema) as writer:
@@ -47,6 +62,33 @@ def encode(group: Group) -> bytes:
 
 def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.empty(0, dtype)
+
+
+def _experts(strands: Sequence[Strand]) -> pa.Array:
+    """`Strand.experts` of each: for each token a list of layers, each a list of experts; null where there are none."""
+    given = [s.experts for s in strands if s.experts is not None]
+    _, layers, experts = given[0].shape
+    values = np.concatenate(given, axis=None)
+    of_layer = pa.FixedSizeListArray.from_arrays(pa.array(values), experts)
+    of_token = pa.FixedSizeListArray.from_arrays(of_layer, layers)
+    ends = np.cumsum([0, *(0 if s.experts is None else len(s.experts) for s in strands)], dtype=np.int32)
+    absent = [s.experts is None for s in strands]
+    return pa.ListArray.from_arrays(ends, of_token, mask=pa.array(absent))
+
+
+def _read_experts(column: pa.Array) -> list[ExpertIds | None]:
+    """What `_experts` wrote. ValueError for another column."""
+    inner: list[pa.DataType] = [column.type]
+    for kind in (pa.types.is_list, pa.types.is_fixed_size_list, pa.types.is_fixed_size_list):
+        if not kind(inner[-1]):
+            raise ValueError(f"not a group of rollouts: its experts are {column.type}")
+        inner.append(inner[-1].value_type)
+    if inner[-1] not in (pa.uint8(), pa.int16()):
+        raise ValueError(f"not a group of rollouts: its experts are {column.type}")
+    layers, experts = inner[1].list_size, inner[2].list_size
+    values = column.values.flatten().flatten().to_numpy(zero_copy_only=False).reshape(-1, layers, experts)
+    spans = zip(column.offsets.to_numpy()[:-1], column.offsets.to_numpy()[1:], column.is_valid().tolist())
+    return [values[start:end] if valid else None for start, end, valid in spans]
 
 
 def decode(data: bytes) -> Group:
@@ -66,6 +108,8 @@ def decode(data: bytes) -> Group:
     tokens = {
         name: [row.values.to_numpy(zero_copy_only=False) for row in rows.column(name)] for name in TOKEN_TYPES
     }
+    if "experts" in rows.schema.names:
+        tokens["experts"] = _read_experts(rows.column("experts"))
     strands = iter([dict(zip(tokens, arrays)) for arrays in zip(*tokens.values(), strict=True)])
     rollouts = [_rollout(task, row, strands) for row in rest["rollouts"]]
     if left := len(list(strands)):

@@ -98,6 +98,8 @@ class Spec:
     """The driver's process: see `process`."""
     lora: LoraConfig | None
     """Its adapters, where weights come without them merged."""
+    experts: bool
+    """Completions have the experts of their tokens."""
     stacks: str | None
     """Where processes on the driver's machine write their stacks when one of them hangs."""
     known: Mapping[str, str] = field(repr=False)
@@ -153,6 +155,7 @@ class EngineActor:
             max_context=spec.max_context,
             cache_mb=spec.cache_mb,
             quantization=spec.quantization,
+            experts=spec.experts,
         )
         self.notes = Notes()
         self.engine.span = self.notes.piece
@@ -572,6 +575,7 @@ def spec_of(
         node=node_id(),
         driver=process(os.getpid()),
         lora=_blank(cfg.model.lora) if content_of(cfg) == "adapters" else None,
+        experts=any(p.cfg.train.router_replay == "sampled" for p in sampling),
         stacks=stacks.folder(),
         known=secrets.known(),
     )

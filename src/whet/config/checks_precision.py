@@ -38,12 +38,14 @@ def misfits(plan: Plan) -> Iterator[Problem]:
             )
         elif given and plan.learns is not None and not plan.learns.own:
             yield f"train.precision.{name}", "has no effect: adapters are always float32; leave it out"
-    for name in ("router_aux_loss_coef", "router_z_loss_coef"):
-        if not getattr(train, name) or plan.shape is None or plan.shape.experts:
+    off = {"router_aux_loss_coef": 0, "router_z_loss_coef": 0, "router_replay": "none"}
+    for name, nothing in off.items():
+        if getattr(train, name) == nothing or plan.shape is None or plan.shape.experts:
             continue
         yield (
             f"train.{name}",
-            "is for the routers of a mixture of experts, but this model has none; set it to 0",
+            "has no effect: it is for the routers of a mixture of experts, but this model has none; set it to "
+            f"{nothing}",
         )
     if train.compile and (missing := _no_compiler(plan.device)):
         yield "train.compile", f"{missing}; leave it out"

@@ -315,6 +315,5 @@ def for_critic(cfg: Config) -> TrainConfig:
             "micro_batch_tokens": critic.micro_batch_tokens,
             "micro_batch_rollouts": critic.micro_batch_rollouts,
         }
-    return cfg.train.model_copy(
-        update=own | {"optimizer": critic.optimizer, "router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0}
-    )
+    routers = {"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0, "router_replay": "none"}
+    return cfg.train.model_copy(update=own | {"optimizer": critic.optimizer} | routers)

@@ -64,7 +64,7 @@ def phases(plan: Plan) -> list[Phase]:
     own = plan.generates and not plan.cfg.rollout.replicas
     cache, sampling = _sampling(plan, setting, lengths) if own else (0, 0)
     tokens = plan.rollouts_per_step * (lengths.prompt + lengths.reply)
-    rollouts = tokens * memory.ROLLOUT_BYTES
+    rollouts = tokens * (memory.ROLLOUT_BYTES + _routed_bytes(plan))
     if world(plan.train.parallel) > 1:
         return _driver_phases(plan, cache=cache, sampling=sampling, rollouts=rollouts)
     models = [m for m in _models(plan, setting, lengths) if m.name not in plan.train.parallel.separate_ranks]
@@ -76,6 +76,15 @@ def phases(plan: Plan) -> list[Phase]:
         rollouts=rollouts,
         rewards={**plan.beside, **_products(plan, setting, sampled=lengths if own else None, cuts=cuts)},
     )
+
+
+def _routed_bytes(plan: Plan) -> int:
+    """Of a token: the numbers of its experts (train.router_replay), in the batch and, if sampled, in the rollout."""
+    shape, replay = plan.shape, plan.cfg.train.router_replay
+    if shape is None or replay == "none":
+        return 0
+    wide = 1 if shape.experts <= 256 else 2
+    return shape.layers * shape.experts_per_token * wide * (2 if replay == "sampled" else 1)
 
 
 def _setting(plan: Plan) -> Setting:

@@ -6,7 +6,7 @@ shared prompts, windows and positions are the same as on one rank, and attention
 parameter's gradient is the sum over the ranks.
 
 Shape letters: U tokens of the packed batch, T those of this rank, N tokens of the batch, A sampled tokens, H query
-heads, K key/value heads, D head size, C ranks.
+heads, K key/value heads, D head size, C ranks, L layers, E experts of a token.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class Share:
     @property
     def position_T(self) -> Tensor:
         return self.packed.position_U[self.span]
+
+    @property
+    def routed_TLE(self) -> Tensor | None:
+        return None if self.packed.routed_ULE is None else self.packed.routed_ULE[self.span]
 
     def predicted(self, mask_N: Tensor) -> tuple[Tensor, Tensor]:
         """([A] the sampled tokens, as places in the batch, that this rank's hidden states predict; [A] the row of T of

@@ -21,15 +21,23 @@ from whet.models import fused_forward, hf_forward
 from whet.models.attention import Attend
 from whet.models.kernels import Ops
 from whet.models.logprobs import OutputHead
+from whet.models.routing import Route
 from whet.models.vocabulary import VocabularyHead
 from whet.types import ConfigError
 
 
 class Hidden(Protocol):
     def __call__(
-        self, token_ids_U: Tensor, position_U: Tensor, attend: Attend, *, checkpoint: bool = False
+        self,
+        token_ids_U: Tensor,
+        position_U: Tensor,
+        attend: Attend,
+        *,
+        checkpoint: bool = False,
+        route: Route | None = None,
     ) -> Tensor:
-        """[U, D] hidden states after the final norm. `checkpoint`: recompute each layer in backward."""
+        """[U, D] hidden states after the final norm. `checkpoint`: recompute each layer in backward. `route`: which
+        experts compute each token; None: those that routers choose."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from whet.models.kernels import Ops, load
 from whet.models.lora_layers import LoraLinear, LoraStack
 from whet.models.products import linear
 from whet.models.router import note
+from whet.models.routing import Route
 from whet.models.sharded import is_sharded, within
 
 
@@ -95,7 +96,7 @@ class _Layer:
     o: nn.Linear | LoraLinear
     q_norm: Any
     k_norm: Any
-    feed_forward: Callable[[Tensor], Tensor]
+    feed_forward: Callable[[Tensor, Route | None], Tensor]
     plain: tuple[Any, ...] | None
     """Its norms and projections in the order of `LayerWeights`, if all projections are linear layers and no more."""
     eps: float
@@ -123,7 +124,12 @@ def functional(model: Any, ops: Ops, *, family: Family, compile: bool = False) -
     layer_step, wrap = (torch.compile(_step, dynamic=True), _outside) if compile else (_step, lambda x: x)
 
     def hidden(
-        token_ids_U: Tensor, position_U: Tensor, attend: Attend, *, checkpoint: bool = False
+        token_ids_U: Tensor,
+        position_U: Tensor,
+        attend: Attend,
+        *,
+        checkpoint: bool = False,
+        route: Route | None = None,
     ) -> Tensor:
         # padding_idx is not passed on: in a packed batch the pad token is a token like any other
         begins = not token_ids_U.is_floating_point()
@@ -131,7 +137,10 @@ def functional(model: Any, ops: Ops, *, family: Family, compile: bool = False) -
         if family.offset and begins:
             h_UD = h_UD * embed.embed_scale.to(h_UD.dtype)
         cos_UD, sin_UD = rope(rotary, position_U)
-        step = partial(layer_step, ops=layer_ops, attend=wrap(attend), cos_UD=cos_UD, sin_UD=sin_UD)
+        asked = None if route is None else wrap(route)
+        step = partial(
+            layer_step, ops=layer_ops, attend=wrap(attend), route=asked, cos_UD=cos_UD, sin_UD=sin_UD
+        )
         run: Callable[..., tuple[Tensor, Tensor]] = step
         if checkpoint:
             run = partial(
@@ -156,10 +165,9 @@ def functional(model: Any, ops: Ops, *, family: Family, compile: bool = False) -
     return hidden
 
 
-def _outside(attend: Attend) -> Attend:
-    """The same, which torch's compiler does not look into: it gathers by tables that differ in every batch."""
-    outside: Attend = torch.compiler.disable(attend.__call__)
-    return outside
+def _outside(asked: Any) -> Any:
+    """The same `Attend` or `Route`, which torch's compiler does not look into: what it reads differs in every batch."""
+    return torch.compiler.disable(asked.__call__)
 
 
 def rope(rotary: Any, position_U: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,7 +186,7 @@ def _layer(layer: Any, number: int, *, ops: Ops, family: Family, config: Any) ->
     if config.model_type == "mistral":
         window = config.sliding_window
     sparse = hasattr(layer.mlp, "experts")
-    feed_forward = _mixture if sparse else _dense
+    feed_forward = partial(_mixture, number=number) if sparse else _dense
     return _Layer(
         number=number,
         module=layer,
@@ -217,6 +225,7 @@ def _step(
     *,
     ops: Ops,
     attend: Attend,
+    route: Route | None,
     cos_UD: Tensor,
     sin_UD: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -240,7 +249,7 @@ def _step(
     seen_UHD = attend(layer.number, q_UHD, k_UKD, v_UKD, scale=layer.scale, window=layer.window, softcap=None)
     delta_UD = _linear(layer.o, seen_UHD.flatten(1))
     x_UD, h_UD = ops.add_rms_norm(delta_UD, h_UD, layer.norm_mid.weight, eps=eps, offset=offset)
-    return layer.feed_forward(x_UD), h_UD
+    return layer.feed_forward(x_UD, route), h_UD
 
 
 def _over_cache(
@@ -287,11 +296,21 @@ def _heads(layer: nn.Linear | LoraLinear, x_UD: Tensor, head_dim: int) -> Tensor
     return _linear(layer, x_UD).view(len(x_UD), layer.out_features // head_dim, head_dim)
 
 
-def _dense(mlp: Any, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"], ops: Ops) -> Tensor:
+def _dense(
+    mlp: Any, x_UD: Tensor, route: Route | None, *, act: Literal["silu", "gelu_tanh"], ops: Ops
+) -> Tensor:
     return _linear(mlp.down_proj, ops.glu(_linear(mlp.gate_proj, x_UD), _linear(mlp.up_proj, x_UD), act=act))
 
 
-def _mixture(block: Any, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"], ops: Ops) -> Tensor:
+def _mixture(
+    block: Any,
+    x_UD: Tensor,
+    route: Route | None,
+    *,
+    number: int,
+    act: Literal["silu", "gelu_tanh"],
+    ops: Ops,
+) -> Tensor:
     """Mixture of experts: softmax over all experts, the top E of each token, one matrix product per expert.
 
     Tokens are sorted by expert; E copies of a token are weighed and added in the router's order, row by row,
@@ -301,9 +320,12 @@ def _mixture(block: Any, x_UD: Tensor, *, act: Literal["silu", "gelu_tanh"], ops
     logits_UX = linear(x_UD, router.weight)
     probability_UX = torch.softmax(logits_UX, dim=-1, dtype=torch.float32)
     weight_UE, expert_UE = probability_UX.topk(router.top_k, dim=-1)
+    note(router, logits_UX, probability_UX, expert_UE)  # its own choice, whatever the route
+    if route is not None:
+        expert_UE = route(number, expert_UE)
+        weight_UE = probability_UX.gather(1, expert_UE)
     if router.norm_topk_prob:
         weight_UE = weight_UE / weight_UE.sum(-1, keepdim=True)
-    note(router, logits_UX, probability_UX, expert_UE)
     order_T, count_X = by_expert(expert_UE, router.num_experts)
     sorted_TD = F.embedding(order_T // router.top_k, x_UD)
     made_TD = computed(experts, sorted_TD, count_X.tolist(), glu=partial(ops.glu, act=act))

@@ -28,6 +28,7 @@ from whet.models.kernels import Ops
 from whet.models.logprobs import OutputHead, logits
 from whet.models.products import Everywhere
 from whet.models.router import watching
+from whet.models.routing import Route, asking, layer_number
 from whet.models.segments import Segments
 from whet.models.torch_ops import Weighing
 from whet.types import ConfigError
@@ -56,7 +57,12 @@ def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Ca
     forwards = [_compiled(block.forward) if compile else block.forward for block in blocks]
 
     def hidden(
-        token_ids_U: Tensor, position_U: Tensor, attend: Attend, *, checkpoint: bool = False
+        token_ids_U: Tensor,
+        position_U: Tensor,
+        attend: Attend,
+        *,
+        checkpoint: bool = False,
+        route: Route | None = None,
     ) -> Tensor:
         nothing = len(token_ids_U) == 0
         if (
@@ -66,8 +72,12 @@ def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Ca
                 token_ids_U.new_zeros(1, *token_ids_U.shape[1:]),
                 position_U.new_zeros(1),
             )
-            attend = _Nobody(attend)
-        run = [_recomputed(f, products) for f in forwards] if checkpoint else forwards
+            attend, route = _Nobody(attend), None
+        run = forwards
+        if route is not None:
+            run = [asking(f, route, layer_number(block)) for f, block in zip(run, blocks)]
+        if checkpoint:
+            run = [_recomputed(f, products) for f in run]
         with _in_place(blocks, run), products(), watching() if nothing else nullcontext():
             out = base(
                 # a later part of a pipeline begins with the hidden states of the part before

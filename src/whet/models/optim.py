@@ -6,6 +6,7 @@ change at all (its steps are 2^-8 of its size).
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from whet.models.adam8 import Adam8
 from whet.models.muon import Muon
 from whet.models.precision import loss_scale
 from whet.models.sharded import Alone, DataParallel, Wholes
+from whet.models.tensor_files import TensorFile
 from whet.types import CheckpointError, ConfigError
 
 _ADAM = {"steps": "step", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -295,3 +297,16 @@ def inner_matrices(model: PreTrainedModel) -> Iterator[str]:
     ends = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
     outer = {id(p) for end in ends for p in end.parameters()}
     yield from (name for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in outer)
+
+
+def saved_counts(file: TensorFile) -> tuple[int, int, tuple[float, int] | None]:
+    """Optimizer steps, how many of them were skipped last, and the loss scale with the steps it has held."""
+    counts = json.loads(file.metadata["counts"])
+    if odd := [key for key in ("steps", "skipped") if type(counts[key]) is not int]:
+        raise CheckpointError(
+            f"{file.path}: its count of {odd[0]} is {counts[odd[0]]!r}, expected a whole number"
+        )
+    if (given := counts.get("loss_scale")) is None:
+        return counts["steps"], counts["skipped"], None
+    scale, held = given
+    return counts["steps"], counts["skipped"], (float(scale), int(held))

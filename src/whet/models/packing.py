@@ -1,7 +1,8 @@
 """The parts of a batch that have to be computed: a prompt that segments of a group share once, and no token whose
 hidden state is never used.
 
-Shape letters: N tokens of the batch, U tokens to compute, S segments of the batch, C segments of the computed tokens.
+Shape letters: N tokens of the batch, U tokens to compute, S segments of the batch, C segments of the computed tokens, L
+layers, E experts of a token.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from whet.batch import Batch
 from whet.models.segments import Segments
@@ -31,14 +33,16 @@ class PackedLayout:
     rollout_N: Tensor
     count_R: Tensor | None
     """The batch's."""
+    routed_ULE: Tensor | None = None
+    """The experts of each token in each layer; None: those that routers choose."""
 
 
 def layout(batch: Batch, *, share_prompts: bool) -> PackedLayout:
     """How to compute the log-probs (and values) of all sampled tokens of a batch.
 
     A segment is computed up to the token before its last sampled one; a segment without sampled tokens not
-    at all. With `share_prompts`, segments of a group whose prompts are equal token by token (compared here, never
-    assumed) share the first one's prompt: its last token predicts every first response token.
+    at all. With `share_prompts`, segments of a group whose prompts are equal token by token, recorded experts included
+    (compared here, never assumed), share the first one's prompt: its last token predicts every first response token.
 
     Errors: DataError where a segment's first token counts as sampled, for nothing predicts it.
     """
@@ -65,7 +69,18 @@ def layout(batch: Batch, *, share_prompts: bool) -> PackedLayout:
         predictor_N=torch.where(predicted_N, index_N[source_N], -1),
         rollout_N=batch.rollout_N,
         count_R=batch.count_R,
+        routed_ULE=None if batch.routed_NLE is None else batch.routed_NLE[keep_N],
     )
+
+
+def spread(packed: PackedLayout, x_U: Tensor) -> Tensor:
+    """[N] what computed tokens have, for the tokens of the batch; a shared prompt's to all that share it; 0 for tokens
+    that are not computed. x_U may have further dims."""
+    next_N = F.pad(
+        packed.predictor_N[1:], (0, 1), value=-1
+    )  # what predicts the next token is the token itself
+    found_N = x_U[next_N.clamp(min=0)]
+    return found_N.masked_fill((next_N < 0).view(-1, *[1] * (x_U.ndim - 1)), 0)
 
 
 def _last_sampled(batch: Batch, position_N: Tensor) -> Tensor:
@@ -81,10 +96,16 @@ def _prompt_owner(batch: Batch, *, need_S: Tensor, share: bool) -> Tensor:
     if not share or batch.segments < 2:
         return own_S
     tokens = batch.token_ids_N.cpu().numpy()
+    routed = None if batch.routed_NLE is None else batch.routed_NLE.cpu().numpy()
+
+    def prompt_of(start: int, prompt: int) -> bytes:
+        own = slice(start, start + prompt)
+        return tokens[own].tobytes() + (b"" if routed is None else routed[own].tobytes())
+
     columns = (batch.group_R[batch.rollout_S], batch.start_S, batch.prompt_S, need_S)
     first: dict[tuple[int, bytes], int] = {}
     owners = [
-        first.setdefault((group, tokens[start : start + prompt].tobytes()), segment) if need else segment
+        first.setdefault((group, prompt_of(start, prompt)), segment) if need else segment
         for segment, (group, start, prompt, need) in enumerate(zip(*(x.tolist() for x in columns)))
     ]
     return torch.tensor(owners, device=own_S.device)

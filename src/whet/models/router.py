@@ -83,8 +83,14 @@ def routers(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def hook(model: nn.Module) -> None:
-    """Let routers that are called as modules `note` their choices."""
+def hook(model: nn.Module, *, answered: bool = False) -> None:
+    """Let routers that are called as modules `note` their choices. answered: those would be another's (`routing`); a
+    ConfigError."""
+    if answered:
+        raise ConfigError(
+            f"train.router_aux_loss_coef counts what routers choose, but those of {type(model).__name__} name the "
+            "experts of train.router_replay in place of their choice; set one of the two to its default"
+        )
     for router in routers(model):
         if _noted not in router._forward_hooks.values():
             router.register_forward_hook(_noted)

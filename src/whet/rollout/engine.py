@@ -68,6 +68,8 @@ class Capabilities:
     promised."""
     score_temperatures: bool = True
     """`ScoreRequest.temperature` other than 1."""
+    experts: bool = False
+    """`Completion.experts`, where the engine was made with `EngineInputs.experts`."""
 
     def tells_logprobs(self, sampling: Sampling) -> bool:
         """Whether completions that are sampled so have log-probs."""
@@ -89,7 +91,7 @@ SPOILED: Mapping[str, tuple[str, ...]] = {
 """With which settings other than `PLAIN` the log-probs are unknown."""
 
 
-def own_engine(*, stop_texts: bool) -> Capabilities:
+def own_engine(*, stop_texts: bool, experts: bool = False) -> Capabilities:
     """What whet's own engines can do; stop texts, where they are given a decoder."""
     return Capabilities(
         logprobs="always",
@@ -98,6 +100,7 @@ def own_engine(*, stop_texts: bool) -> Capabilities:
         images=False,
         in_flight_updates=True,
         reproducible="everywhere",
+        experts=experts,
     )
 
 
@@ -125,7 +128,8 @@ class EngineInputs:
     each piece of work, for the timeline. server: rollout.server, of engines in other processes. reply_timeout_s:
     rollout.timeout_s. load_timeout_s: sync.timeout_s. run_dir: where an engine may have a log and a folder of its own.
     home: the run directory of all processes of a run, which is run_dir or above it. asked: this process samples or
-    evaluates; else its explorers do that elsewhere, and its engine only counts versions.
+    evaluates; else its explorers do that elsewhere, and its engine only counts versions. experts: completions are to
+    have the experts of their tokens (train.router_replay).
     """
 
     model: Any
@@ -144,6 +148,7 @@ class EngineInputs:
     run_dir: Path
     home: Path
     asked: bool = True
+    experts: bool = False
 
 
 class RolloutEngine(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from whet.types import Completion, Strand, Turn
+from whet.types import Completion, ExpertIds, Strand, Turn
 
 
 @dataclass
@@ -22,6 +22,8 @@ class Growing:
     sample_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    experts: ExpertIds | None = None
+    """Of the tokens that the engine has computed so far, each as it was computed first."""
 
     def __post_init__(self) -> None:
         self._fill(len(self.token_ids))
@@ -39,6 +41,9 @@ class Growing:
         self.logprobs += unknown if completion.logprobs is None else completion.logprobs
         self.sample_logprobs += unknown if completion.sample_logprobs is None else completion.sample_logprobs
         self.versions += completion.versions
+        if completion.experts is not None:
+            before = completion.experts[:0] if self.experts is None else self.experts
+            self.experts = np.concatenate((before, completion.experts[len(before) :]))
         end = len(self.token_ids)
         self.turns.append(Turn(end - len(completion.token_ids), end, completion.finish_reason))
 
@@ -56,4 +61,14 @@ class Growing:
             sample_logprobs=np.array(self.sample_logprobs, np.float32),
             versions=np.array(self.versions, np.int32),
             turns=tuple(self.turns),
+            experts=self._experts(),
         )
+
+    def _experts(self) -> ExpertIds | None:
+        """`Strand.experts`."""
+        if self.experts is None:
+            return None
+        rest = np.zeros(
+            (len(self.token_ids) - len(self.experts), *self.experts.shape[1:]), self.experts.dtype
+        )
+        return np.concatenate((self.experts, rest))

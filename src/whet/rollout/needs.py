@@ -47,6 +47,8 @@ def unmet(can: Capabilities, cfg: Config) -> Iterator[str]:
             yield f"it cannot penalise repetition ({section}.sampling.repetition_penalty); leave it at 1"
     if not can.in_flight_updates and cfg.rollout.schedule == "async" and cfg.rollout.partial_rollout:
         yield "it cannot keep requests in flight while weights change; set rollout.partial_rollout=false"
+    if not can.experts and cfg.train.router_replay == "sampled":
+        yield "it does not return the experts of sampled tokens (train.router_replay=sampled)"
     readers = list(reads_logprobs(cfg))
     if readers and not can.tells_logprobs(to_sampling(cfg.rollout.sampling)):
         yield (

@@ -15,6 +15,8 @@ from whet.batch import Batch, LossTerms, tokens_of
 from whet.types import Group
 
 _REDUNDANT = ("segment_N", "rollout_N", "rollout_S")
+_LARGE = ("routed_NLE",)
+"""Kept with the rollouts of a checkpoint alone."""
 _SAID = ("logp_old_N", "logp_ref_N")
 """Outputs of models before the step: null at tokens of skipped rollouts, which no model computed."""
 
@@ -39,7 +41,7 @@ def to_table(
     }
     for field in fields(batch):
         tensor = getattr(batch, field.name)
-        if not isinstance(tensor, Tensor) or field.name in _REDUNDANT:
+        if not isinstance(tensor, Tensor) or field.name in (*_REDUNDANT, *_LARGE):
             continue
         values = tensor.detach().cpu()
         nowhere = _nowhere(batch, values) if field.name in _SAID else None

@@ -14,7 +14,9 @@ from whet.batch import Batch, LossFn
 from whet.models.published import Send
 from whet.types import Metrics
 
-Want = Literal["logprobs", "values", "entropy", "collision", "discriminant", "centred_discriminant"]
+Want = Literal[
+    "logprobs", "values", "entropy", "collision", "discriminant", "centred_discriminant", "routed"
+]  # fmt: skip
 T = TypeVar("T")
 
 
@@ -44,7 +46,8 @@ class TrainEngine(Protocol):
 
     def forward(self, batch: Batch, want: Want) -> Tensor:
         """[N] float32, no gradient; 0 where mask_N is false. entropy: in nats. collision: the sum over the
-        vocabulary of p^2. discriminant, centred_discriminant: by how much the entropy falls with the token's logit."""
+        vocabulary of p^2. discriminant, centred_discriminant: by how much the entropy falls with the token's logit.
+        routed: [N, L, E] uint8 or int16, the experts that routers choose (`Batch.routed_NLE`)."""
 
     def update(self, batch: Batch, loss: LossFn) -> Metrics:
         """Micro-batches, backward, clip, one optimizer step. The loss is sum(loss_N * batch.weight_N)."""

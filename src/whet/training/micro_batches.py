@@ -52,6 +52,8 @@ class MicroBatchPolicy:
     """The term is each layer's own."""
     router_z: float = 0.0
     """Coefficient of the routers' z term."""
+    replays: bool = False
+    """Tokens are computed with the experts that the batch has of them (`Batch.routed_NLE`)."""
     work: BatchFlops | None = None
     """The model's arithmetic, by which micro-batches and ranks are made equal; None: by tokens."""
     colocated: bool = False
@@ -99,6 +101,7 @@ class MicroBatchPolicy:
             router_aux=train.router_aux_loss_coef,
             router_aux_each=train.router_aux_loss_scope == "layer",
             router_z=train.router_z_loss_coef,
+            replays=train.router_replay != "none",
             work=work_of(model, output=not critic),
             colocated=colocated,
         )

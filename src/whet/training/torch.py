@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -34,14 +34,15 @@ from whet.models.kernels import Ops
 from whet.models.logprobs import OF_LOGITS, token_logprobs
 from whet.models.lora import adapted, dropping, learned, merged, refresh
 from whet.models.offload import kept_on_host
-from whet.models.optim import Optimizer, inner_matrices
-from whet.models.packing import layout
+from whet.models.optim import Optimizer, inner_matrices, saved_counts
+from whet.models.packing import layout, spread
 from whet.models.parallel import Parallel
 from whet.models.precision import computing
 from whet.models.published import Adapter, Send, merging, parts_first, weights_of, write_own
 from whet.models.router import RouterTerms, gates, hook, uses
+from whet.models.routing import GivenRoute, Route, RouteRecorder, Routes
 from whet.models.sharded import Alone, DataParallel, local, within
-from whet.models.tensor_files import Piece, TensorFile, opened, pieces, write
+from whet.models.tensor_files import Piece, opened, pieces, write
 from whet.models.zero import Zero, ZeroOptimizer
 from whet.track.files import reading
 from whet.training.balance import Dealt, deal, together
@@ -159,8 +160,9 @@ class TorchEngine:
                     dealt, lambda at, micro, hidden_AD, at_A: parts.append(said(micro, hidden_AD, at_A))
                 )
             else:
+                said_of = self._recorded if want == "routed" else partial(self._alone, said)
                 for micro in self._micro(dealt):
-                    parts.append(within(self.module, self._alone, said, micro.to(self.device)))
+                    parts.append(within(self.module, said_of, micro.to(self.device)))
             self.across.done(self.module)
             return parts
 
@@ -260,7 +262,7 @@ class TorchEngine:
         """What lies here of the optimizer's state, read slice by slice."""
         with opened(path) as file:
             with reading(file.path):
-                steps, skipped, scale = _counts(file)
+                steps, skipped, scale = saved_counts(file)
                 own = [name for name in file.tensors if name.partition(".")[2] in optimizer.parameters]
                 regions = {name: self.across.region(name, file.shape(name)) for name in own}
             state = {name: file.read(name, region) for name, region in regions.items()}
@@ -376,9 +378,11 @@ class TorchEngine:
         # a rank without tokens may compute one in their place: see `hf_forward.modules`
         return dropping(self.module, Noise(name_T if len(name_T) else name_T.new_zeros(1), key))
 
-    def _hidden(self, share: Share, x_TD: Tensor | None = None) -> Tensor:
+    def _hidden(self, share: Share, x_TD: Tensor | None = None, route: Route | None = None) -> Tensor:
         """[T, D] hidden states of this rank's tokens: those of the running part of a pipeline, made of the states
         of the part before."""
+        if self.cut.replays and share.routed_TLE is not None:
+            route = GivenRoute(share.routed_TLE)
 
         def forward() -> Tensor:
             host = kept_on_host(self.module) if "activations" in self.cut.offload else nullcontext()
@@ -388,6 +392,7 @@ class TorchEngine:
                     share.position_T,
                     share.attend(PackedAttention(share.packed.segments, self.ops)),
                     checkpoint=self.cut.checkpoint and torch.is_grad_enabled(),
+                    route=route,
                 )
 
         if self.balance is None or self.optimizer is None:
@@ -397,7 +402,7 @@ class TorchEngine:
 
     def _balance(self) -> RouterTerms:
         if self.decoder.path == "modules":
-            hook(self.module)
+            hook(self.module, answered=self.cut.replays and self.cut.router_aux > 0)
         parallel = self.parallel
         return RouterTerms(
             self.module,
@@ -509,6 +514,12 @@ class TorchEngine:
             result = term.added(result, batch, kl_N)
         return (result.loss_N * need(batch.weight_N, "batch.weight_N")).sum(), out, result
 
+    def _recorded(self, batch: Batch) -> Tensor:
+        """[N, L, E] the experts that routers choose."""
+        share, recorder = self._share(replace(batch, routed_NLE=None)), RouteRecorder(Routes.of(self.module))
+        self._hidden(share, route=recorder)
+        return spread(share.packed, recorder.recorded())
+
     def _of_logits(
         self, compute: Callable[..., Tensor], batch: Batch, hidden_AD: Tensor, at_A: Tensor
     ) -> Tensor:
@@ -578,19 +589,6 @@ class TorchEngine:
         return {"lr": lr, "skipped_steps": float(not finite), **scaled} | (
             {"grad_norm": norm} if finite else {}
         )
-
-
-def _counts(file: TensorFile) -> tuple[int, int, tuple[float, int] | None]:
-    """Optimizer steps, how many of them were skipped last, and the loss scale with the steps it has held."""
-    counts = json.loads(file.metadata["counts"])
-    if odd := [key for key in ("steps", "skipped") if type(counts[key]) is not int]:
-        raise CheckpointError(
-            f"{file.path}: its count of {odd[0]} is {counts[odd[0]]!r}, expected a whole number"
-        )
-    if (given := counts.get("loss_scale")) is None:
-        return counts["steps"], counts["skipped"], None
-    scale, held = given
-    return counts["steps"], counts["skipped"], (float(scale), int(held))
 
 
 def _predicting(batch: Batch, share: Share, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:

@@ -211,6 +211,13 @@ class TrainConfig(Section):
     router_z_loss_coef: NonNegative = 0.0
     """Mixtures of experts: coefficient of the z-loss (ST-MoE, arXiv:2202.08906), the mean over tokens of the squared
     logsumexp of a router's logits, added up over layers; 0.001 is usual. It keeps the logits small."""
+    router_replay: Literal["none", "sampled", "old"] = "none"
+    """Mixtures of experts: which experts compute a token in training. none: those that its routers choose now. sampled:
+    those that sampled it (rollout routing replay, R3, arXiv:2510.11370), in the log-probs before the step and in its
+    updates. old: those of the policy before the step (R2), in its updates. (verl: router_replay.mode; SkyRL:
+    moe_enable_routing_replay; Trinity: enable_router_replay) Weights are those of the current scores at these experts,
+    with gradient. References and critics use their own experts. `sampled` adds to a rollout a byte (two from 257
+    experts on) for each token, layer and expert of a token."""
     temperature: Above0 | None = None
     """Divisor of the logits in the trainer. Default: rollout.sampling.temperature, so that sampling and training have
     the same distribution."""

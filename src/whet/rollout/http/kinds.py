@@ -16,6 +16,7 @@ from whet.rollout.http.calls import Call, Calls
 from whet.rollout.http.openai import MODELS, OpenAIApi
 from whet.rollout.http.process import arguments
 from whet.rollout.http.published import RANKS, Folder, largest_rank
+from whet.rollout.http.routed import OPTION, routes_of
 from whet.rollout.http.served import HttpEngine
 from whet.rollout.http.sglang import CAN as SGLANG_CAN
 from whet.rollout.http.sglang import SglangApi
@@ -74,7 +75,13 @@ CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def _vllm(inputs: EngineInputs, folder: Folder, calls: Calls) -> HttpEngine:
-    api = VllmApi(calls, folder, max_context=inputs.max_context, end_token_ids=inputs.end_token_ids)
+    api = VllmApi(
+        calls,
+        folder,
+        max_context=inputs.max_context,
+        end_token_ids=inputs.end_token_ids,
+        routes=routes_of(inputs),
+    )
     return HttpEngine(api, calls, vocab=_vocab(inputs), max_context=inputs.max_context)
 
 
@@ -90,6 +97,8 @@ def _vllm_command(start: Starting) -> list[str]:
     }
     flags = [text for name, value in own.items() for text in (f"--{name}", str(value))]
     given = {"max-num-seqs": start.inputs.max_num_seqs, **start.inputs.server.options}
+    if start.inputs.experts:
+        given = {OPTION: True, **given}
     if start.inputs.server.lora == "adapter":
         rank = next(r for r in RANKS if r >= largest_rank(start.inputs.model))
         given = {"enable-lora": True, "max-lora-rank": rank, **given}
@@ -126,7 +135,13 @@ SGLANG_ENV = {
 
 
 def _sglang(inputs: EngineInputs, folder: Folder, calls: Calls) -> HttpEngine:
-    api = SglangApi(calls, folder, max_context=inputs.max_context, end_token_ids=inputs.end_token_ids)
+    api = SglangApi(
+        calls,
+        folder,
+        max_context=inputs.max_context,
+        end_token_ids=inputs.end_token_ids,
+        routes=routes_of(inputs),
+    )
     return HttpEngine(api, calls, vocab=_vocab(inputs), max_context=inputs.max_context)
 
 
@@ -141,6 +156,8 @@ def _sglang_command(start: Starting) -> list[str]:
     }
     flags = [text for name, value in own.items() for text in (f"--{name}", str(value))]
     given = {"max-running-requests": start.inputs.max_num_seqs, **start.inputs.server.options}
+    if start.inputs.experts:
+        given = {OPTION: True, **given}
     if start.inputs.server.sleep:
         given = {"enable-memory-saver": True, "enable-weights-cpu-backup": True, **given}
     options = arguments(given, own=SGLANG_OPTIONS, negates=False)

@@ -20,21 +20,26 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from whet import seeds
 from whet.guard.foreign import words
+from whet.models.routing import Routes
 from whet.rollout.engine import FILTERS, PARTS, Capabilities, OnTokens, Part, WeightUpdate
 from whet.rollout.http.calls import MOST_TOLD, Call, Calls, reading
 from whet.rollout.http.published import Folder
+from whet.rollout.http.routed import of_buffer
 from whet.rollout.http.served import Taking, finite, through_folder
 from whet.rollout.http.sglang_facts import Facts, detect
 from whet.rollout.requests import RequestError, ends_of
 from whet.types import (
     Completion,
+    ExpertIds,
     FinishReason,
     Metrics,
     Request,
@@ -65,6 +70,7 @@ CAN = Capabilities(
     in_flight_updates=True,
     reproducible="no",
     score_temperatures=False,
+    experts=True,
 )
 """Without --enable-deterministic-inference."""
 NEVER = -1e9
@@ -74,17 +80,23 @@ _COUNT = re.compile(r"^sglang:(?P<name>\w+)(?:\{[^}]*\})? (?P<value>\S+)", re.MU
 
 
 class SglangApi:
-    """See `ServerApi`. end_token_ids: end a reply."""
+    """See `ServerApi`. end_token_ids: end a reply. routes: of the experts that replies have; None: they have none."""
 
     title = "SGLang"
     no_scores = ""
 
     def __init__(
-        self, calls: Calls, folder: Folder, *, max_context: int, end_token_ids: Collection[int]
+        self,
+        calls: Calls,
+        folder: Folder,
+        *,
+        max_context: int,
+        end_token_ids: Collection[int],
+        routes: Routes | None = None,
     ) -> None:
         self.calls, self.folder = calls, folder
         self.max_context, self.end_token_ids = max_context, frozenset(end_token_ids)
-        self.is_ = Facts("", deterministic=False, parts=frozenset())
+        self.is_, self.routes = Facts("", deterministic=False, parts=frozenset()), routes
         self._run = uuid.uuid4().hex
         """Makes the key of the cache this engine's own: another run may have had the same server and versions."""
 
@@ -104,7 +116,7 @@ class SglangApi:
 
     async def open(self, weights: int) -> None:
         """See `ServerApi`."""
-        self.is_ = await detect(self.calls, max_context=self.max_context)
+        self.is_ = await detect(self.calls, max_context=self.max_context, experts=self.routes is not None)
         await self.calls.ask(LABEL, {"new_version": str(weights), "abort_all_requests": False})
 
     def check(self, sampling: Sampling) -> None:
@@ -218,10 +230,14 @@ class SglangApi:
             said = await (
                 self.calls.ask(GENERATE, body) if on_tokens is None else self._streamed(body, on_tokens)
             )
-            with reading(self.calls.url, GENERATE):
-                return completion(
-                    said, request.sampling, ends=ends, penalised=bool(without), name=self.calls.url
-                )
+            name = self.calls.url
+            with reading(name, GENERATE):
+                made = completion(said, request.sampling, ends=ends, penalised=bool(without), name=name)
+                if self.routes is None:
+                    return made
+                tokens = len(request.prompt) + len(made.token_ids)
+                told = said["meta_info"].get("routed_experts")
+                return replace(made, experts=of_buffer(told, self.routes, tokens, name=name))
         except BaseException:
             await self.calls.tell(ABORT, {"rid": body["rid"]})
             raise
@@ -237,6 +253,7 @@ class SglangApi:
             "input_ids": list(request.prompt),
             "extra_key": self._key(weights),
             "return_logprob": True,
+            **({} if self.routes is None else {"return_routed_experts": True}),
             "sampling_params": {
                 **{name: getattr(s, name) for name in same},
                 **held,
@@ -337,7 +354,17 @@ def _of_min_tokens(held: Completion, rest: list[Completion]) -> Completion:
         sample_logprobs=None if None in told else [value for values in told for value in values or ()],
         spans=tuple(spans),
         finish_reason=parts[-1].finish_reason,
+        experts=_of_parts(parts),
     )
+
+
+def _of_parts(parts: Sequence[Completion]) -> ExpertIds | None:
+    """Each part has those of all tokens before it, too; a token keeps those that it was computed with first."""
+    found = parts[0].experts
+    for part in parts[1:]:
+        if found is not None and part.experts is not None:
+            found = np.concatenate((found, part.experts[len(found) :]))
+    return found
 
 
 def _spans(info: dict[str, Any], name: str) -> tuple[VersionSpan, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 from whet.guard.foreign import said, words
 from whet.rollout.engine import Part
 from whet.rollout.http.calls import MOST_VERSION, UNREADABLE, Call, Calls
+from whet.rollout.http.routed import EXPERTS, NO_EXPERTS
 from whet.rollout.http.versions import known
 from whet.rollout.requests import RequestError
 from whet.types import ConfigError
@@ -68,8 +69,9 @@ class Facts:
     """Of which it can give the memory back, and has them again as they were."""
 
 
-async def detect(calls: Calls, *, max_context: int) -> Facts:
-    """Ask a server what it is. Raises ConfigError, with what to do, where whet cannot sample from it."""
+async def detect(calls: Calls, *, max_context: int, experts: bool = False) -> Facts:
+    """Ask a server what it is. Raises ConfigError, with what to do, where whet cannot sample from it. experts: replies
+    are to have them."""
     try:
         info = await calls.ask(INFO)
         version = words(str(info["version"]), MOST_VERSION)
@@ -80,6 +82,8 @@ async def detect(calls: Calls, *, max_context: int) -> Facts:
             log.warning("%s is SGLang %s: %s", calls.url, version, row.says)
         model = await calls.ask(MODEL)
         wrong = unfit(info, generates=model["is_generation"], max_context=max_context)
+        if experts and info.get(EXPERTS) is False:
+            wrong = wrong or NO_EXPERTS
     except RequestError as error:
         raise ConfigError(f"{calls.url} does not answer as SGLang does: {error}") from error
     except UNREADABLE as error:

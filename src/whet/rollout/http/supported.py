@@ -9,6 +9,7 @@ from typing import Any
 
 from whet.guard.foreign import said, words
 from whet.rollout.http.calls import MOST_VERSION, UNREADABLE, Call, Calls
+from whet.rollout.http.routed import EXPERTS, NO_EXPERTS
 from whet.rollout.http.versions import VLLM, known
 from whet.rollout.requests import RequestError
 from whet.types import ConfigError, WhetError
@@ -50,8 +51,11 @@ class Detected:
     """It can give the memory of an accelerator back."""
 
 
-async def detect(calls: Calls, *, max_context: int, adapters: bool = False) -> Detected:
-    """Ask a server what it is. Raises ConfigError, with what to do, where whet cannot sample from it."""
+async def detect(
+    calls: Calls, *, max_context: int, adapters: bool = False, experts: bool = False
+) -> Detected:
+    """Ask a server what it is. Raises ConfigError, with what to do, where whet cannot sample from it. experts: replies
+    are to have them."""
     try:
         version = words(str((await calls.ask(VERSION))["version"]), MOST_VERSION)
         row = known(version)
@@ -66,6 +70,9 @@ async def detect(calls: Calls, *, max_context: int, adapters: bool = False) -> D
         config = info["vllm_config"]["model_config"]
         speculative = info["vllm_config"].get("speculative_config")
         wrong = unfit(config, speculative=speculative, max_context=max_context)
+        told = (info["vllm_config"].get("aux_output_config") or {}).get(EXPERTS)
+        if experts and told is False:
+            wrong = wrong or NO_EXPERTS
         found = Detected(version, sleeps=bool(config.get("enable_sleep_mode")))
     except RequestError as error:
         raise ConfigError(f"{calls.url} does not answer as vLLM does: {error}") from error

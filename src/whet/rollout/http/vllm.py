@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from whet import seeds
+from whet.models.routing import Routes
 from whet.rollout.engine import PARTS, Capabilities, OnTokens, Part, WeightUpdate
 from whet.rollout.http.calls import Call, Calls, reading
 from whet.rollout.http.published import Folder
+from whet.rollout.http.routed import of_file
 from whet.rollout.http.served import Taking, finite, likeliest, through_folder
 from whet.rollout.http.supported import Detected, detect
 from whet.rollout.requests import ends_of
@@ -57,6 +59,7 @@ CAN = Capabilities(
     in_flight_updates=True,
     reproducible="server",
     score_temperatures=False,
+    experts=True,
 )
 CAN_WITH_ADAPTERS = replace(CAN, in_flight_updates=False)
 """vLLM 0.32 scores given tokens beside adapters only while it computes nothing else (the process that computes ends
@@ -69,16 +72,22 @@ _ENDED = ('finished_reason="stop"', 'finished_reason="length"')
 
 
 class VllmApi:
-    """See `ServerApi`. end_token_ids: end a reply."""
+    """See `ServerApi`. end_token_ids: end a reply. routes: of the experts that replies have; None: they have none."""
 
     title = "vLLM"
 
     def __init__(
-        self, calls: Calls, folder: Folder, *, max_context: int, end_token_ids: Collection[int]
+        self,
+        calls: Calls,
+        folder: Folder,
+        *,
+        max_context: int,
+        end_token_ids: Collection[int],
+        routes: Routes | None = None,
     ) -> None:
         self.calls, self.folder = calls, folder
         self.max_context, self.end_token_ids = max_context, frozenset(end_token_ids)
-        self.is_ = Detected("", False)
+        self.is_, self.routes = Detected("", False), routes
         self._run = uuid.uuid4().hex
         """Makes the salt of the cache this engine's own: another run may have had the same server and versions."""
         self._named: dict[str, str] = {}
@@ -107,7 +116,12 @@ class VllmApi:
 
     async def open(self, weights: int) -> None:
         """See `ServerApi`."""
-        self.is_ = await detect(self.calls, max_context=self.max_context, adapters=self.folder.adapters)
+        self.is_ = await detect(
+            self.calls,
+            max_context=self.max_context,
+            adapters=self.folder.adapters,
+            experts=self.routes is not None,
+        )
         await self.calls.ask(LABEL, {"new_version": str(weights)})
 
     def check(self, sampling: Sampling) -> None:
@@ -125,7 +139,13 @@ class VllmApi:
             await self.calls.tell(ABORT, {"request_ids": [f"generate-tokens-{request.id}"]})
             raise
         with reading(self.calls.url, GENERATE):
-            return completion(_choice(said), request.sampling, name=self.calls.url)
+            choice = _choice(said)
+            made = completion(choice, request.sampling, name=self.calls.url)
+            if self.routes is None:
+                return made
+            tokens = len(request.prompt) + len(made.token_ids)
+            told = choice.get("routed_experts")
+            return replace(made, experts=of_file(told, self.routes, tokens, name=self.calls.url))
 
     async def scored(self, request: ScoreRequest, weights: int) -> TokenLogprobs:
         """See `ServerApi`. Those of a prompt, after which one token is sampled."""

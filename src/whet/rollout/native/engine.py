@@ -52,6 +52,7 @@ class NativeEngine:
     prefill_tokens: most tokens of histories computed at once; a longer one is computed in parts. recorder: captures
     decode steps; default: CUDA graphs on CUDA, none elsewhere. quantization: sample with a copy of the module's
     matrices in 8 bits, requantised from the weights of every version; all other parameters are the module's own.
+    experts: completions have the experts of their tokens.
 
     Raises ConfigError where the device does not support such matrix products, or the model has no such matrices.
     """
@@ -70,13 +71,20 @@ class NativeEngine:
         version: int = 0,
         recorder: GraphRecorder | None = None,
         quantization: Kind | None = None,
+        experts: bool = False,
     ) -> None:
         self.version = version
         self.end_token_ids, self.decode, self.max_context = frozenset(end_token_ids), decode, max_context
         self.quantized = quantization is not None
         module = merged(module) if self.quantized else module
         self.runner = Runner(
-            module, ops, max_num_seqs=max_num_seqs, columns=max_context, cache_mb=cache_mb, recorder=recorder
+            module,
+            ops,
+            max_num_seqs=max_num_seqs,
+            columns=max_context,
+            cache_mb=cache_mb,
+            recorder=recorder,
+            experts=experts,
         )
         if quantization is not None:
             self._quantise(quantization)
@@ -115,7 +123,7 @@ class NativeEngine:
 
     @property
     def can(self) -> Capabilities:
-        return own_engine(stop_texts=self.decode is not None)
+        return own_engine(stop_texts=self.decode is not None, experts=True)
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
         """See `RolloutEngine`."""
@@ -388,6 +396,7 @@ def opened(inputs: EngineInputs) -> NativeEngine:
         max_context=inputs.max_context,
         cache_mb=inputs.cache_mb,
         quantization=inputs.quantization,
+        experts=inputs.experts,
     )
     engine.beat, engine.span = inputs.beat, inputs.span
     return engine

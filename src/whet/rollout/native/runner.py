@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,9 +25,11 @@ from whet.models.attention import PAGE, CachedAttention, KvCache
 from whet.models.forward import Decoder, decoder
 from whet.models.kernels import Ops
 from whet.models.logprobs import logits
+from whet.models.routing import Routes
 from whet.models.torch_ops import bad_logits, cache_dtype
 from whet.rollout.native import sampler
 from whet.rollout.native.graphs import CannotCapture, CudaGraphs, FixedShapeStep, GraphRecorder
+from whet.rollout.native.routed import RoutedPages, recordable
 from whet.rollout.native.sampler import Filters
 from whet.rollout.native.scheduler import Admission, Generation, LiveRow
 from whet.seeds import uniform_table
@@ -93,6 +96,7 @@ class Runner:
     """Weights, cache, live rows, and what they have sampled.
 
     cache_mb: None: all rows at their longest. recorder: None: CUDA graphs on CUDA, variable shapes elsewhere.
+    experts: the experts of all tokens are kept; such steps are no graphs.
     """
 
     def __init__(
@@ -104,9 +108,11 @@ class Runner:
         columns: int,
         cache_mb: int | None,
         recorder: GraphRecorder | None = None,
+        experts: bool = False,
     ) -> None:
         self.ops, self.columns = ops, columns
         self.module, self.decoder = module, decoder(module, ops)
+        self.routes = recordable(self.decoder, ops, Routes.of(module)) if experts else None
         self.pages = max_num_seqs * -(-columns // PAGE)
         if cache_mb is not None:
             self.pages = min(self.pages, (cache_mb << 20) // self.page_bytes)
@@ -118,9 +124,12 @@ class Runner:
         if self.device.type == "cuda" and (why := paged.lacks()) is not None:
             log.warning("each decoded token copies the keys and values of its row: %s", why)
         self.recorder = recorder
-        if recorder is None and self.device.type == "cuda":
+        if experts:
+            self.recorder = None
+        elif recorder is None and self.device.type == "cuda":
             self.recorder = CudaGraphs(self.device)
         self.cache: KvCache | None = None
+        self.routed: RoutedPages | None = None
         self.fixed: FixedShapeStep | None = None
         cells = max_num_seqs * columns
         self.uniform = torch.empty(cells, dtype=torch.float64, device=self.device)
@@ -155,11 +164,13 @@ class Runner:
             dtype=d.head.linear.weight.dtype,
             device=self.device,
         )
+        if self.routes is not None:
+            self.routed = RoutedPages(self.routes, self.pages, self.device)
         self._fix_shapes()
 
     def release(self) -> None:
         """Give the memory of the cache and the graphs back. No row may be live."""
-        self.cache = self.fixed = None
+        self.cache = self.fixed = self.routed = None
 
     def _fix_shapes(self) -> None:
         """Steps of this decoder on this cache, if they are captured at all."""
@@ -231,7 +242,7 @@ class Runner:
         table = torch.nn.utils.rnn.pad_sequence(pages, batch_first=True)
         attend = CachedAttention(self.cache, table, start, self.ops, queries_B=end - start)
         token_U = torch.from_numpy(np.concatenate([np.array(a.history[a.start : a.end]) for a in admissions]))
-        hidden_UD = self.decoder.hidden(token_U.to(self.device), attend.position_N.to(self.device), attend)
+        hidden_UD = self._over_cache(token_U.to(self.device), attend.position_N.to(self.device), attend)
         whole = [a for a in admissions if a.whole]
         if not whole:
             return []
@@ -275,9 +286,12 @@ class Runner:
                 log.warning("decode steps are launched kernel by kernel, not as CUDA graphs: %s", error)
                 self.fixed = self.recorder = None
         token_B, length_B = fed_2B
-        return self.decoder.hidden(
-            token_B, length_B, CachedAttention(self.cache, table_BP, length_B, self.ops)
-        )
+        return self._over_cache(token_B, length_B, CachedAttention(self.cache, table_BP, length_B, self.ops))
+
+    def _over_cache(self, token_U: Tensor, position_U: Tensor, attend: CachedAttention) -> Tensor:
+        """[U, D]; the tokens' keys, values and, if asked for, experts are in the cache then."""
+        forward = partial(self.decoder.hidden, token_U, position_U, attend)
+        return forward() if self.routed is None else self.routed.around(forward, attend)
 
     def _copy_last_pages(self, admissions: Iterable[Admission]) -> None:
         """The page that a history fills in part is copied: each row goes on writing into its own."""
@@ -288,6 +302,8 @@ class Runner:
         if target:
             src, dst = torch.tensor([source, target], device=self.device)
             self.cache.copy_page(src, dst)  # type: ignore[arg-type]
+            if self.routed is not None:
+                self.routed.copy_pages(src, dst)
 
     def _let_in(self, admissions: list[Admission]) -> LiveRows:
         """Slots, page tables and random numbers for the requests."""
@@ -402,6 +418,9 @@ class Runner:
             request.token_ids += said[0][part]
             request.logprobs += said[1][part]
             request.sample_logprobs += said[2][part]
+            if self.routed is not None:
+                pages = self.table_SP[self.slots[request]].tolist()
+                request.experts.append(self.routed.of(pages, request.routed, lengths[i]))
             self.free.append(self.slots.pop(request))
         gone = set(at)
         keep = [i for i in range(len(rows.requests)) if i not in gone]

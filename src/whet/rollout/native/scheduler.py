@@ -14,9 +14,11 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from whet.rollout.native.pages import Pages, digests
 from whet.rollout.requests import RequestError, StopText
-from whet.types import Completion, Sampling, spans_of
+from whet.types import Completion, ExpertIds, Sampling, spans_of
 
 WATERMARK = 0.01
 """The share of the pages that stays free for rows when another is let in."""
@@ -38,6 +40,8 @@ class Generation:
     logprobs: list[float] = field(default_factory=list)
     sample_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: list[ExpertIds] = field(default_factory=list)
+    """Of the tokens in the cache, as they were there first; empty where the engine does not keep them."""
     cached: int = field(init=False)
     """Tokens it has in the cache at most: the last one it samples is never fed."""
 
@@ -49,6 +53,11 @@ class Generation:
         """What has to be in the cache before its next token."""
         return (*self.prompt, *self.token_ids)
 
+    @property
+    def routed(self) -> int:
+        """Tokens whose experts are known."""
+        return sum(map(len, self.experts))
+
     def completion(self) -> Completion:
         """Everything sampled, with the reason for the end."""
         stopped = self.token_ids[-1] in self.ends or (self.stop_text is not None and self.stop_text.found)
@@ -58,6 +67,7 @@ class Generation:
             sample_logprobs=self.sample_logprobs,
             spans=spans_of(self.versions),
             finish_reason="stop" if stopped else "length",
+            experts=np.concatenate(self.experts) if self.experts else None,
         )
 
 
