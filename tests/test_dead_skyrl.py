@@ -124,6 +124,10 @@ CONTEXTS: dict[str, list[str]] = {
         f"{A}.dynamic_sampling.min_replace_ratio=0",
     ],
     f"{MEGATRON}.": [*MEGATRON_RUN, *EIGHT],
+    f"{MEGATRON}.mtp_": [*MEGATRON_RUN, "trainer.mtp.enabled=true"],
+    "trainer.mtp.enabled": MEGATRON_RUN,
+    "trainer.mtp.loss_weight": [*MEGATRON_RUN, "trainer.mtp.enabled=true"],
+    "trainer.mtp.num_speculative_tokens": ["whet.rollout.engine=vllm", "trainer.mtp.enabled=true"],
     f"{MEGATRON}.moe_aux_loss_coeff": [
         *MEGATRON_RUN,
         *EIGHT,
@@ -185,6 +189,8 @@ OTHERS: dict[str, Json] = {
     f"{MEGATRON}.model_config_kwargs": {"rope_theta": 5.0},
     f"{MEGATRON}.lora_config.lora_type": "lora",
     f"{MEGATRON}.moe_router_load_balancing_type": "aux_loss",
+    f"{MEGATRON}.mtp_num_layers": 2,
+    f"{MEGATRON}.mtp_loss_topk": 64,
     "trainer.policy.fsdp_config.mixed_precision.param_dtype": "fp32",
     **{f"generator.{kind}.stop": ["x"] for kind in ("sampling_params", "eval_sampling_params")},
     **{

@@ -18,6 +18,7 @@ from whet.dialects.trinity.values import (
     CRITIC,
     EVAL_TASKSETS,
     EXPERIENCES,
+    MODEL,
     REF,
     TASKSET,
     VERL_TRAINER,
@@ -112,7 +113,13 @@ EIGHT = base(**{"cluster.gpu_per_node": 9})
 
 MEGATRON = base(**{"cluster.gpu_per_node": 9, "trainer.trainer_strategy": "megatron"})
 
+MTP = f"{MODEL}.mtp"
+LEARNS = put(put(MEGATRON, f"{MTP}.enable", True), f"{MTP}.enable_train", True)
+
 CONTEXTS: dict[str, Tree] = {
+    f"{MTP}.enable": put(MEGATRON, f"{MTP}.enable_train", True),
+    f"{MTP}.enable_train": put(MEGATRON, f"{MTP}.enable", True),
+    **{f"{MTP}.{key}": LEARNS for key in ("detach_encoder", "mtp_loss_scaling_factor")},
     "algorithm.enable_router_replay": MEGATRON,
     **{
         f"{ACTOR}.megatron.{key}": MEGATRON

@@ -286,6 +286,14 @@ FULLY: Given = {
 APART: Given = {"actor_rollout_ref.hybrid_engine": False, "rollout.nnodes": 4}
 OWN: Given = {R + "nnodes": 4}
 
+DRAFTS: Given = {M + "mtp.enable": True, M + "mtp.enable_rollout": True}
+
+
+def learns(model: str) -> Given:
+    """Layers of multi-token prediction do."""
+    return {model + "mtp.enable": True, model + "mtp.enable_train": True}
+
+
 GDPO: Given = {
     "algorithm.adv_estimator": "gdpo",
     R + "n": 4,
@@ -365,6 +373,15 @@ CONTEXTS: dict[str, Given] = {
     **dict.fromkeys((DISTILL + "topk", DISTILL + "log_prob_min_clamp"), TOPK),
     **dict.fromkeys((DISTILL + "clip_ratio_low", DISTILL + "clip_ratio_high"), PG),
     DISTILL + "clip_ratio": {**PG, DISTILL + "clip_ratio_low": None, DISTILL + "clip_ratio_high": None},
+    M + "mtp.enable": {**MEGATRON, M + "mtp.enable_train": True},
+    M + "mtp.enable_train": {**MEGATRON, M + "mtp.enable": True},
+    **{M + f"mtp.{key}": {**MEGATRON, **learns(M)} for key in ("detach_encoder", "mtp_loss_scaling_factor")},
+    M + "mtp.enable_rollout": {M + "mtp.enable": True},
+    **{M + f"mtp.{key}": DRAFTS for key in ("method", "num_speculative_tokens")},
+    **{
+        M + f"mtp.speculative_{key}": {**DRAFTS, R + "name": "sglang"}
+        for key in ("algorithm", "num_steps", "eagle_topk", "num_draft_tokens")
+    },
     REF + "model.path": IN_LOSS,
     "rollout.nnodes": APART,
     "rollout.n_gpus_per_node": APART,
@@ -540,6 +557,12 @@ SFT_CONTEXTS: dict[str, Given] = {
     **{f"model.lora.{key}": {**SFT_MEGATRON, "model.lora.rank": 8} for key in MEGATRON_LORA},
     f"engine.{GROUPED}": {**SFT_MEGATRON, "model.lora.rank": 8, "engine.expert_model_parallel_size": 2},
     "model.lora.rank": SFT_MEGATRON,
+    "model.mtp.enable": {**SFT_MEGATRON, "model.mtp.enable_train": True},
+    "model.mtp.enable_train": {**SFT_MEGATRON, "model.mtp.enable": True},
+    **{
+        f"model.mtp.{key}": {**SFT_MEGATRON, **learns("model.")}
+        for key in ("detach_encoder", "mtp_loss_scaling_factor")
+    },
     SFT_MOE + "z_loss_coeff": SFT_MEGATRON,
     SFT_MOE + "aux_loss_coeff": {**SFT_MEGATRON, SFT_MOE + "router_load_balancing_type": "aux_loss"},
     SFT_MOE + "router_load_balancing_type": {**SFT_MEGATRON, SFT_MOE + "aux_loss_coeff": 0.5},

@@ -57,11 +57,19 @@ def small(tmp_path: Path, **over: object) -> Path:
         ("meta-llama/Llama-3.1-8B", "llama"),
         ("mistralai/Mistral-7B-v0.3", "mistral"),
         ("google/gemma-2b", "gemma"),
+        ("XiaomiMiMo/MiMo-7B-RL", "mimo"),
         ("somebody/unheard-of", "qwen3"),
     ],
 )
 def test_the_family_is_read_off_the_name(name, made):
     assert family(ModelConfig(path=name)) == made
+
+
+def test_layers_of_multi_token_prediction_are_tried(tmp_path):
+    file = small(tmp_path, model={"path": "/models/MiMo-7B-RL", "mtp": {"name": "distill", "coef": 0.2}})
+    cfg = check(shrink(load(file), run_dir=tmp_path / "out", lost={}, broken=set()))
+    assert cfg.model.mtp == {"name": "distill", "coef": 0.2}
+    assert cfg.model.scratch["name"] == "mimo"
 
 
 def test_the_models_own_config_beats_its_name(tmp_path):

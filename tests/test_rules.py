@@ -25,6 +25,7 @@ TEACHERS = ("algorithm.kl.coef=0.1", "reference.models=[{path: a, values: [x]}]"
 PARITY = "machine.logprob_parity=on"
 ASYNC = "rollout.schedule=async"
 LORA = "model.lora={}"
+MTP = "model.mtp=cross_entropy"
 VLLM = "rollout.engine=vllm"
 ZERO = "train.engine=deepspeed"
 ONLINE_DPO = "algorithm.name=online_dpo"
@@ -36,6 +37,18 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "tokenizer": [("tokenizer.path=folder",), ("tokenizer.build=null",)],
     "tokenizer.build": [("model={path: folder, scratch: null}",)],
     "checkpoint.export_as": [("model.lora={init: pissa}", "checkpoint.export_as=adapter")],
+    "model.mtp": [
+        (MTP, "model.lora={}"),
+        (MTP, ZERO),
+        (MTP, "train.parallel.tp=2"),
+        (MTP, "train.parallel.cp=2"),
+        (MTP, "train.parallel.pp=2"),
+        (MTP, "train.parallel={dp_shard: 2, ep: 2}"),
+        (MTP, ONLINE_DPO),
+        (MTP, "train.router_aux_loss_coef=0.1"),
+        (MTP, "train.router_z_loss_coef=0.1"),
+        (MTP, "train.router_replay=old"),
+    ],
     "model.lora.fused": [("model.lora={init: pissa_niter_4, fused: true}",)],
     "critic.lora.fused": [(PPO, "critic.lora={init: orthogonal, fused: true}")],
     "data.train": [("data.train=[]",)],

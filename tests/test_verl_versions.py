@@ -221,7 +221,7 @@ def test_supervised_fine_tuning_over_engines() -> None:
         {R + "multi_turn": {"max_assistant_turns": 3, "format": "qwen"}},
         {"distillation": {"n_gpus_per_node": 4}},
         {A + "fsdp_config.qat": {"mode": "w8a8"}},
-        {"actor_rollout_ref.model.mtp": {"num_layers": 2}},
+        {"actor_rollout_ref.model.mtp": {"detach_encoder": True, "mtp_loss_scaling_factor": 0.3}},
         {"reward.reward_model.rollout": {"name": "vllm"}},
         {A + "megatron.override_transformer_config": {"moe_aux_loss_coeff": 0.1}},
     ],
@@ -236,7 +236,7 @@ def test_keys_of_a_feature_that_is_off_rest(given: dict[str, Json]) -> None:
         ({R + "agent.default_agent_loop": "swe_agent"}, "or an environment of yours"),
         ({"distillation.enabled": True}, "must have the model_path of a teacher"),
         ({A + "fsdp_config.qat.enable": True}, "quantised training"),
-        ({"actor_rollout_ref.model.mtp.enable": True}, "multi-token prediction"),
+        ({"critic.model.mtp.enable": True}, "multi-token prediction of a critic"),
         ({A + "strategy": "mindspeed"}, "coming, not built yet"),
     ],
 )

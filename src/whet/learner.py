@@ -488,7 +488,7 @@ def open_learner(
         policy=policy,
         references=references,
         critic=critic,
-        skipping=skipping(context.plan.algorithm, cfg.train),
+        skipping=skipping(context.plan.algorithm, cfg.train, mtp=cfg.model.mtp is not None),
         exact=exact,
         demonstrations=_demonstrations(context, models, held_out),
         reprompt=_reprompter(context, models),

@@ -20,6 +20,7 @@ from whet.job import Models
 from whet.models.load import build as build_model
 from whet.models.load import value_head
 from whet.models.lora import attach, merged
+from whet.models.mtp import MtpLoss, remove
 from whet.models.trainable import choose
 from whet.placement import engine_of
 from whet.training.engine import TrainEngine
@@ -46,6 +47,7 @@ def cut_of(context: Context, models: Models) -> MicroBatchPolicy:
         entropy_grad=context.algorithm.entropy.is_on,
         temperature=trained_temperature(context),
         colocated=context.cfg.rollout.server.sleep,
+        mtp=MtpLoss.of(context.cfg.model),
     )
 
 
@@ -194,7 +196,9 @@ def critic_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> T
 
 def _of_policy(make: Make) -> PreTrainedModel:
     """A model of its own that begins as the policy."""
-    return copy.deepcopy(merged(make())).requires_grad_(True)
+    model = copy.deepcopy(merged(make())).requires_grad_(True)
+    remove(model)
+    return model
 
 
 def build_critic(make: Make, *, lora: LoraConfig | None, seed: int) -> PreTrainedModel:
@@ -217,7 +221,7 @@ def model_at(
     the folder may hold.
     """
     cfg = context.cfg
-    own = {"path": path, "scratch": None, "expert_grid": None} | (
+    own = {"path": path, "scratch": None, "mtp": None, "expert_grid": None} | (
         {} if overrides is None else {"overrides": overrides}
     )
     return partial(

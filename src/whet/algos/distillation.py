@@ -58,6 +58,15 @@ class Divergence:
 
 
 KL = Divergence()
+
+
+def beside(result: Loss, batch: Batch, kl_N: Tensor, *, coef: float) -> Loss:
+    """A loss with `coef` times a divergence from the reference added to it; demonstrations have none."""
+    if batch.expert_R is not None:
+        kl_N = torch.where(batch.expert_R[batch.rollout_N], 0.0, kl_N)
+    return Loss(result.loss_N + coef * kl_N, {**result.stats, "kl_loss_nats": kl_N.detach()})
+
+
 """Of the policy to the reference, over the whole vocabulary."""
 
 

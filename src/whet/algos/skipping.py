@@ -30,11 +30,11 @@ class Skipping:
     """Reasons why rollouts without an effect on the gradient are read, or might be. Empty: none."""
 
 
-def skipping(r: Resolved, train: TrainConfig) -> Skipping:
-    """The rollouts that a stage may skip."""
+def skipping(r: Resolved, train: TrainConfig, *, mtp: bool = False) -> Skipping:
+    """The rollouts that a stage may skip. mtp: the policy has layers of multi-token prediction, which learn."""
     if r.kind != "online" or not train.skip_zero_weight:
         return Skipping()
-    if why := _reads_all(r, train):
+    if why := _reads_all(r, train, mtp=mtp):
         return Skipping(why=f"no rollout is skipped: {why}")
     whys, skips = [], LOSSES[r.loss].skips
     if why := _reads_zero(r):
@@ -45,12 +45,14 @@ def skipping(r: Resolved, train: TrainConfig) -> Skipping:
     return Skipping(skips=skips, before_models=not _asks_first(r), why="; ".join(whys))
 
 
-def _reads_all(r: Resolved, train: TrainConfig) -> str:
+def _reads_all(r: Resolved, train: TrainConfig, *, mtp: bool) -> str:
     """Parts of the algorithm that read several rollouts at once, or may."""
     if r.loss not in LOSSES:
         return f"the loss {r.loss} may read it"
     if LOSSES[r.loss].skips == "nothing":
         return f"the loss {r.loss} reads the whole minibatch"
+    if mtp:
+        return "model.mtp is a term over all tokens"
     terms = [name for name in ("router_aux_loss_coef", "router_z_loss_coef") if getattr(train, name) > 0]
     return f"train.{terms[0]} is a term over all tokens" if terms else ""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path as File
 
-from whet.config import checks_parallel, checks_run, deepspeed, groups, rules, scratch
+from whet.config import checks_parallel, checks_run, deepspeed, groups, mtp, rules, scratch
 from whet.config.chosen import chosen, setting_problems
 from whet.config.evaluation import (
     all_asked,
@@ -116,6 +116,9 @@ def _is_date(text: str) -> bool:
 
 def _model(cfg: Config) -> Iterator[Problem]:
     new = cfg.model.scratch is not None
+    if wrong := list(mtp.problems(cfg.model)):
+        yield from wrong
+        return
     if new and (wrong := list(scratch.problems(cfg.model))):
         yield from wrong
         return

@@ -6,7 +6,7 @@ together. Formulas and sources stand in docs/algorithms.md. `functions.tsv` has 
 
     part      advantage, loss, weight (the importance weight of a correction), resample, oversample, entropy_control,
               entropy_clip, mu_schedule (of the weight of demonstrations), priority (of a group that is trained on
-              again), reward, or scratch (the family of a new model)
+              again), reward, scratch (the family of a new model), or mtp (what layers of multi-token prediction learn)
     name      what a config says
     needs     what must be at hand (`Need`)
     more      further fields of its entry, as JSON
@@ -112,3 +112,5 @@ OVERSAMPLINGS = _table("oversample", Function)
 PRIORITIES = _table("priority", Function)
 ARCHITECTURES = _table("scratch", Function)
 """Families of models that can be made new, by the `model_type` of their config.json."""
+MTP_LOSSES = _table("mtp", Function)
+"""What layers of multi-token prediction learn."""

@@ -21,6 +21,7 @@ from whet.config.functions import (
     ENTROPY_CLIPS,
     ENTROPY_CONTROLS,
     LOSSES,
+    MTP_LOSSES,
     MU_SCHEDULES,
     OVERSAMPLINGS,
     PRIORITIES,
@@ -100,6 +101,7 @@ def _inner(annotation: Any) -> tuple[type[Section] | None, bool]:
 
 TABLES: dict[Path, Mapping[str, Function]] = {
     ("model", "scratch"): ARCHITECTURES,
+    ("model", "mtp"): MTP_LOSSES,
     ("algorithm", "advantage"): ADVANTAGES,
     ("algorithm", "loss"): LOSSES,
     ("algorithm", "correction", "weight"): WEIGHTS,

@@ -187,6 +187,7 @@ Own = tuple[str, bool]
 
 ELSEWHERE: dict[str, Own] = {
     "model.scratch": ("qwen3", False),
+    "model.mtp": ("cross_entropy", False),
     "buffer.replay.priority": ("linear_decay", True),
 }
 """Keys outside the algorithm that hold a name or a table of settings."""

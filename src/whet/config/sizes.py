@@ -13,6 +13,7 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
+from whet.config import mtp
 from whet.config.functions import ARCHITECTURES
 from whet.config.schema import ModelConfig, TokenizerConfig
 from whet.config.scratch import config_json
@@ -30,7 +31,7 @@ MOST_SIZE = 2**31 - 1
 MOST_LAYERS = 10_000
 
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
-_BIASED = ("qwen2",)
+_BIASED = ("qwen2", "mimo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,8 @@ class Shape:
     experts: int = 0
     """0: no mixture."""
     experts_per_token: int = 0
+    mtp: int = 0
+    """Layers of multi-token prediction."""
     tied: bool
     """The output layer is the embedding."""
     max_positions: int | None
@@ -97,13 +100,14 @@ def shape(model: ModelConfig, tokenizer: TokenizerConfig) -> Shape | None:
     folder = Path(model.path or "").expanduser()
     if model.path is None or not folder.is_dir():
         return None
-    return folder_shape(folder, model.overrides)
+    return folder_shape(folder, model.overrides, model=model)
 
 
 def new_shape(model: ModelConfig, *, vocab_size: int | None) -> Shape:
     """The shape of a new model; a tied embedding counts once. vocab_size: rows of the embedding."""
     try:
-        sizes = config_sizes(config_json(model))
+        config = config_json(model)
+        sizes = {**config_sizes(config), "mtp": mtp.wanted(model, config)}
     except (ValueError, KeyError) as e:
         raise ConfigError(f"model.overrides: {e}") from e
     return with_tensors(**{**sizes, "vocab_size": vocab_size})
@@ -122,9 +126,25 @@ def _tensors(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     for n in range(s.layers):
         for name, size in (*_attention(s), *_feed_forward(s)):
             yield f"model.layers.{n}.{name}", size
+    yield from _mtp(s)
     yield "model.norm.weight", (s.hidden,)
     if not s.tied:
         yield "lm_head.weight", (vocab_size, s.hidden)
+
+
+def _mtp(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of layers of multi-token prediction, by DeepSeek's names."""
+    own = {
+        "enorm": (s.hidden,),
+        "hnorm": (s.hidden,),
+        "eh_proj": (s.hidden, 2 * s.hidden),
+        "shared_head.norm": (s.hidden,),
+    }
+    for n in range(s.layers, s.layers + s.mtp):
+        for name, size in (*_attention(s), *_feed_forward(s)):
+            yield f"model.layers.{n}.{name}", size
+        for name, size in own.items():
+            yield f"model.layers.{n}.{name}.weight", size
 
 
 def _attention(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -205,15 +225,17 @@ def exported(folder: Path) -> str:
     )
 
 
-def folder_shape(folder: Path, overrides: Mapping[str, Json]) -> Shape:
-    """The shape of a Hugging Face folder: by its files where they are there, else by config.json alone."""
+def folder_shape(folder: Path, overrides: Mapping[str, Json], *, model: ModelConfig | None = None) -> Shape:
+    """The shape of a Hugging Face folder: by its files where they are there, else by config.json alone. model: what
+    the run says of it; without one it has no layers of multi-token prediction."""
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model.path: {folder} holds no config.json; {exported(folder)}give the folder of a Hugging Face model"
         )
     config = read_json_object(folder / "config.json", ConfigError) | dict(overrides)
     try:
-        sizes = config_sizes(config)
+        ahead = 0 if model is None else mtp.wanted(model, config)
+        sizes = {**config_sizes(config), "mtp": ahead}
     except ValueError as e:
         raise ConfigError(f"model.path: {folder}/config.json: {e}") from e
     except KeyError as e:
@@ -221,7 +243,14 @@ def folder_shape(folder: Path, overrides: Mapping[str, Json]) -> Shape:
             f"model.path: {folder}/config.json has no {e}: not a text decoder of a known kind"
         ) from e
     found = _headers(folder)
-    return Shape(**sizes, tensors=found) if found else with_tensors(**sizes)
+    if not found:
+        return with_tensors(**sizes)
+    inside = mtp.names_of(found, sizes["layers"])
+    tensors = {n: size for n, size in found.items() if n not in inside}
+    if ahead:
+        own = {n: found[n] for n in inside if not n.removesuffix(".weight").endswith(mtp.COPIES)}
+        tensors |= own or dict(_mtp(Shape(**sizes)))
+    return Shape(**sizes, tensors=tensors)
 
 
 def config_sizes(config: Mapping[str, Json]) -> dict[str, Json]:

@@ -6,7 +6,7 @@ The sizes are those of the file's machine. `here.fitted` makes them those of thi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whet.config.faults import shown
 from whet.dialects.row import NotSupportedYet, Values
@@ -35,6 +35,11 @@ class FileLayout:
     """Inference engines; a single one is the trainer's own."""
     nodes: int = 1
     """Machines."""
+
+    def flat(self) -> FileLayout:
+        """All ranks of a copy hold parts of each tensor, and tokens of their own: for what is not spread otherwise."""
+        shards = self.dp_shard * self.tp * self.cp * self.pp
+        return replace(self, dp_shard=shards, tp=1, cp=1, pp=1, ep=1)
 
     def natives(self) -> dict[str, Json]:
         """Those above 1, which is the native size of all."""

@@ -1,6 +1,7 @@
 """Whole layers over the cache in one call of C: a decode step of a small model is otherwise mostly calls.
 
-What is computed is what `fused_forward._step` computes, by the same kernels in the same order, so bits are the same.
+What is computed is what `fused_forward.one_layer` computes, by the same kernels in the same order, so bits are the
+same.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from whet.models.attention import Attend
@@ -57,6 +58,12 @@ class Share:
         row_A = self.packed.predictor_N[at_A]
         own_A = (row_A >= self.span.start) & (row_A < self.span.stop)
         return at_A[own_A], row_A[own_A] - self.span.start
+
+    def predicting(self, mask_N: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """([A, D] the hidden states that predict the sampled tokens, with cp those of this rank; [A] where in the batch
+        those are)."""
+        at_A, row_A = self.predicted(mask_N)
+        return F.embedding(row_A, hidden_TD), at_A
 
     def attend(self, inner: Attend) -> Attend:
         """Attention for this rank's tokens, from attention over the whole packed batch."""

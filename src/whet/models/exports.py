@@ -20,4 +20,5 @@ def write_export(
     if lora is not None and cfg.checkpoint.export_as == "adapter":
         export_adapter(model, path, cfg=lora, base=cfg.model.path)
     else:
-        export(merged(model), tokenizer, path)
+        origin = None if cfg.model.path is None else Path(cfg.model.path).expanduser()
+        export(merged(model), tokenizer, path, origin=origin)

@@ -116,12 +116,14 @@ def functional(model: Any, ops: Ops, *, family: Family, compile: bool = False) -
     embed, rotary = base.embed_tokens, base.rotary_emb
     layer_ops = load("torch") if compile else ops
     layers = [
-        _layer(layer, number, ops=layer_ops, family=family, config=config)
+        layer_of(layer, number, ops=layer_ops, family=family, config=config)
         for number, layer in enumerate(base.layers[: config.num_hidden_layers])
         if hasattr(layer, "self_attn")
     ]
     whole = partial(_over_cache, base.layers, layers, ops=layer_ops, act=family.act)
-    layer_step, wrap = (torch.compile(_step, dynamic=True), _outside) if compile else (_step, lambda x: x)
+    layer_step, wrap = (
+        (torch.compile(one_layer, dynamic=True), _outside) if compile else (one_layer, lambda x: x)
+    )
 
     def hidden(
         token_ids_U: Tensor,
@@ -180,7 +182,7 @@ def rope(rotary: Any, position_U: Tensor) -> tuple[Tensor, Tensor]:
     return cos_UD, sin_UD
 
 
-def _layer(layer: Any, number: int, *, ops: Ops, family: Family, config: Any) -> _Layer:
+def layer_of(layer: Any, number: int, *, ops: Ops, family: Family, config: Any) -> _Layer:
     attention = layer.self_attn
     window = getattr(attention, "sliding_window", None)
     if config.model_type == "mistral":
@@ -218,7 +220,7 @@ def _plain(layer: Any) -> tuple[Any, ...] | None:
     return layer.input_layernorm, *into, layer.post_attention_layernorm, *after
 
 
-def _step(
+def one_layer(
     layer: _Layer,
     delta_UD: Tensor | None,
     h_UD: Tensor,
@@ -263,8 +265,8 @@ def _over_cache(
     ops: Ops,
     act: Literal["silu", "gelu_tanh"],
 ) -> tuple[Tensor, Tensor] | None:
-    """All layers at once, without gradient: `_step` after `_step`. None where the operations do not have it, or a layer
-    has more than plain matrices."""
+    """All layers at once, without gradient: `one_layer` after `one_layer`. None where the operations do not have it, or
+    a layer has more than plain matrices."""
     if ops.cached_layers is None or not isinstance(attend, CachedAttention) or torch.is_grad_enabled():
         return None
     weights = []

@@ -72,12 +72,12 @@ def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Ca
                 token_ids_U.new_zeros(1, *token_ids_U.shape[1:]),
                 position_U.new_zeros(1),
             )
-            attend, route = _Nobody(attend), None
+            attend, route = Nobody(attend), None
         run = forwards
         if route is not None:
             run = [asking(f, route, layer_number(block)) for f, block in zip(run, blocks)]
         if checkpoint:
-            run = [_recomputed(f, products) for f in run]
+            run = [recomputed(f, products) for f in run]
         with _in_place(blocks, run), products(), watching() if nothing else nullcontext():
             out = base(
                 # a later part of a pipeline begins with the hidden states of the part before
@@ -104,7 +104,7 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class _Nobody:
+class Nobody:
     """Attention of no tokens at all, called with one that nobody asked for."""
 
     inner: Attend
@@ -116,7 +116,7 @@ class _Nobody:
         return torch.cat((out_NHD, q_NHD.new_zeros(1, *out_NHD.shape[1:])))
 
 
-def _recomputed(
+def recomputed(
     forward: Callable[..., Any], products: Callable[[], AbstractContextManager[Any]]
 ) -> Callable[..., Any]:
     """The same, computed again in the backward pass. (transformers' own switch needs train(), hence dropout.)"""

@@ -21,16 +21,19 @@ from transformers import (
 
 from whet import seeds
 from whet.config import schema
+from whet.config.mtp import COUNT, mtp_of, names_of
 from whet.config.scratch import config_json, problems
-from whet.config.sizes import check_files, exported
+from whet.config.sizes import MOST_LAYERS, check_files, exported
 from whet.config.urls import hub_hint
 from whet.guard.weights import check_weights
 from whet.inputs import read_json_object
+from whet.models import mimo, mtp
 from whet.models.grid import put_experts_on
 from whet.track.files import atomic_folder
 from whet.types import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
+mimo.register()
 
 
 def build(
@@ -54,7 +57,7 @@ def build(
     if (cfg.path is None) == (cfg.scratch is None):
         raise ConfigError("model: give either `path` (a Hugging Face folder) or `scratch`")
     if cfg.path is not None:
-        model = _load(Path(cfg.path).expanduser(), overrides=cfg.overrides, dtype=dtype, head=head)
+        model = _load(Path(cfg.path).expanduser(), cfg, seed=seed, dtype=dtype, head=head)
         rows = len(_embedding(model).weight)
         if vocab_size > rows:
             raise ConfigError(
@@ -64,6 +67,8 @@ def build(
     else:
         config = _scratch_config(cfg, vocab_size=vocab_size)
         model = _initialise(config, seed=seed, dtype=dtype)
+        if (ahead := mtp_of(cfg)) is not None:
+            mtp.attach(model, ahead.settings["layers"] or 1, seed=seed)
         for holder in (model.config, model.generation_config):
             holder.eos_token_id, holder.pad_token_id = eos_token_id, pad_token_id
     if cfg.expert_grid is not None:
@@ -80,6 +85,8 @@ def empty(
     """A model of a config.json, ready to take weights; those it has are random."""
     values = dict(config)
     model = _initialise(AutoConfig.for_model(values.pop("model_type"), **values), seed=seed, dtype=dtype)
+    if count := values.get(COUNT):
+        mtp.attach(model, count, seed=seed)
     _embedding(model).padding_idx = None
     nn.Module.to(model, device)
     return model.eval().requires_grad_(False)
@@ -129,13 +136,23 @@ def _fill(head: nn.Linear, folder: Path, name: str) -> bool:
     return True
 
 
-def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path | str) -> None:
+def export(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    path: Path | str,
+    *,
+    origin: Path | None = None,
+) -> None:
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` open.
 
-    Written beside its place first and moved when complete; a folder that stood there is replaced by the move.
+    Written beside its place first and moved when complete; a folder that stood there is replaced by the move. origin:
+    the folder that the model was read from; its layers of multi-token prediction are kept where the model has none.
     """
+    beside, count = mtp.beside(model, origin)
+    more: dict[str, Any] = {"state_dict": {**model.state_dict(), **beside}} if beside else {}
     with atomic_folder(Path(path)) as folder:
-        model.save_pretrained(folder)
+        with mtp.counting(model, count):
+            model.save_pretrained(folder, **more)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
             _check_tokenizer(tokenizer, folder, Path(path))
@@ -161,13 +178,17 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, written: Path, path: Pa
 
 
 def _load(
-    path: Path, *, overrides: dict[str, Any], dtype: torch.dtype, head: str | None = None
+    path: Path, cfg: schema.ModelConfig, *, seed: int, dtype: torch.dtype, head: str | None = None
 ) -> PreTrainedModel:
     _check_folder(path)
-    check_files(path, overrides)
-    config = _read_config(path, overrides)
+    check_files(path, cfg.overrides)
+    config = _read_config(path, cfg.overrides)
     check_weights(path, key="model.path", named=getattr(config, "transformers_weights", None))
+    layers = getattr(config.get_text_config(), "num_hidden_layers", MOST_LAYERS)
+    there = mtp.counted(path, layers)
+    ahead = _ahead(path, cfg, there)
     try:
+        mtp.lengthen(config, min(ahead, there))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -181,6 +202,7 @@ def _load(
     except Exception as error:  # foreign code reading foreign files: it can fail in any way
         raise CheckpointError(f"model.path={path}: transformers cannot load it: {_told(error)}") from error
     model, report = loaded
+    mtp.lengthen(model.config, -min(ahead, there))
     found = {
         kind: {key if isinstance(key, str) else key[0] for key in report[f"{kind}_keys"]}
         for kind in ("missing", "unexpected", "mismatched")
@@ -188,6 +210,7 @@ def _load(
     if head is not None and f"{head}.weight" in found["unexpected"]:  # it stands for the output layer
         found["unexpected"] -= {f"{head}.weight", f"{head}.bias"}
         found["missing"] -= {"lm_head.weight"}
+    found["unexpected"] -= names_of(found["unexpected"], layers)
     wrong = {kind: sorted(names) for kind, names in found.items() if names}
     if wrong:
         said = "; ".join(
@@ -196,7 +219,32 @@ def _load(
         raise CheckpointError(
             f"model.path={path}: the tensors do not match its {type(model).__name__}. {said}"
         )
+    if ahead:
+        mtp.attach(model, ahead, seed=seed)
+    elif getattr(model.config.get_text_config(), COUNT, 0):
+        setattr(model.config.get_text_config(), COUNT, 0)
+    if ahead and there:
+        mtp.fill(model, path)
+    elif there:
+        log.info(
+            "%s: %d layers of multi-token prediction are not loaded; exports have them unchanged", path, there
+        )
     return model
+
+
+def _ahead(path: Path, cfg: schema.ModelConfig, there: int) -> int:
+    """How many layers of multi-token prediction the model of a folder is to have. there: those in its files."""
+    if (made := mtp_of(cfg)) is None:
+        return 0
+    asked: int | None = made.settings["layers"]
+    if there and asked not in (None, there):
+        raise ConfigError(f"model.mtp.layers={asked}: {path} has {there}; leave it out")
+    if not there and asked is None:
+        raise ConfigError(
+            f"model.mtp: {path} has no layers of multi-token prediction; give the number of new ones "
+            "(model.mtp.layers), or a model that has them"
+        )
+    return asked or there
 
 
 def _told(error: Exception) -> str:

@@ -8,7 +8,7 @@ bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,17 @@ class OutputHead:
     def size(self) -> int:
         """Tokens of the whole vocabulary."""
         return self.linear.out_features if self.vocabulary is None else self.vocabulary.size
+
+    @property
+    def still(self) -> OutputHead:
+        """The same, whose parameters get no gradient."""
+        own = self.linear
+        with torch.device("meta"):
+            linear = nn.Linear(own.in_features, own.out_features, bias=own.bias is not None)
+        linear.weight = nn.Parameter(own.weight.detach(), requires_grad=False)
+        if own.bias is not None:
+            linear.bias = nn.Parameter(own.bias.detach(), requires_grad=False)
+        return replace(self, linear=linear)
 
     def log_softmax(self, z_AV: Tensor) -> Tensor:
         """[A, V] log-probs over the whole vocabulary, without gradient."""

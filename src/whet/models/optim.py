@@ -23,7 +23,7 @@ from whet.models.muon import Muon
 from whet.models.precision import loss_scale
 from whet.models.sharded import Alone, DataParallel, Wholes
 from whet.models.tensor_files import TensorFile
-from whet.types import CheckpointError, ConfigError
+from whet.types import CheckpointError, ConfigError, WhetError
 
 _ADAM = {"steps": "step", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _MOMENTUM = {"momentum_buffer": "momentum_buffer"}
@@ -64,6 +64,8 @@ class Optimizer:
         self.cfg, self.total_steps, self.updates_per_step = cfg, total_steps, updates_per_step
         self.offload, self.sums_wide = offload, precision.reduce is not None
         self.step_count = 0
+        self.apart: Collection[str] = ()
+        """Parameters whose gradient is clipped by its own norm, which is not in the norm of the others."""
         self.parameters = {name: p for name, p in named if p.requires_grad}
         self.masters = {
             name: p
@@ -136,9 +138,15 @@ class Optimizer:
         grads = list(by_name.values())
         if self.loss_scale is not None and grads:
             torch._foreach_mul_(grads, 1.0 / self.loss_scale.scale)
-        value = float(self.across.norm(by_name))
-        if self.cfg.max_grad_norm is not None and math.isfinite(value) and value > self.cfg.max_grad_norm:
-            torch._foreach_mul_(grads, self.cfg.max_grad_norm / (value + 1e-6))
+        value = self._clipped({n: g for n, g in by_name.items() if n not in self.apart})
+        alone = self._clipped({n: by_name[n] for n in by_name if n in self.apart}) if self.apart else 0.0
+        return value if math.isfinite(alone) else alone
+
+    def _clipped(self, by_name: Mapping[str, Tensor]) -> float:
+        """The norm of these gradients, which are then clipped."""
+        value, most = float(self.across.norm(by_name)), self.cfg.max_grad_norm
+        if most is not None and math.isfinite(value) and value > most:
+            torch._foreach_mul_(list(by_name.values()), most / (value + 1e-6))
         return value
 
     @torch.no_grad()
@@ -297,6 +305,15 @@ def inner_matrices(model: PreTrainedModel) -> Iterator[str]:
     ends = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
     outer = {id(p) for end in ends for p in end.parameters()}
     yield from (name for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in outer)
+
+
+def not_finite(step: int, norm: float, times: int, most: int) -> WhetError:
+    """What ends a run whose gradient was not finite in more than `most` optimizer steps in a row."""
+    return WhetError(
+        f"optimizer step {step}: the norm of the gradient is {norm}. It was not finite in {times} optimizer steps in a "
+        f"row, and train.max_skipped_steps is {most}; resume from an older checkpoint with a lower train.optimizer.lr, "
+        "or check the rewards of the last rollouts"
+    )
 
 
 def saved_counts(file: TensorFile) -> tuple[int, int, tuple[float, int] | None]:

@@ -27,6 +27,11 @@ class PackedLayout:
     position_U: Tensor
     """int64: position in the batch's segment, from 0."""
     segments: Segments
+    at_U: Tensor
+    """int64: which token of the batch each of them is."""
+    row_N: Tensor
+    """int64: row in U of batch token n, of the first one's where segments share a prompt; -1 where it is not
+    computed."""
     predictor_N: Tensor
     """int64: row in U of the hidden state that predicts batch token n; -1 for the first token of a segment
     and for tokens after its last sampled one."""
@@ -37,12 +42,16 @@ class PackedLayout:
     """The experts of each token in each layer; None: those that routers choose."""
 
 
-def layout(batch: Batch, *, share_prompts: bool) -> PackedLayout:
+def layout(batch: Batch, *, share_prompts: bool, ahead: int = 0, whole: bool = False) -> PackedLayout:
     """How to compute the log-probs (and values) of all sampled tokens of a batch.
 
-    A segment is computed up to the token before its last sampled one; a segment without sampled tokens not
-    at all. With `share_prompts`, segments of a group whose prompts are equal token by token, recorded experts included
-    (compared here, never assumed), share the first one's prompt: its last token predicts every first response token.
+    A segment is computed up to the token before its last sampled one, or with `whole` to its end; a segment without
+    sampled tokens not at all. With `share_prompts`, segments of a group whose prompts are equal token by token,
+    recorded experts included (compared here, never assumed), share the first one's prompt: its last token predicts
+    every first response token.
+
+    ahead: of a layer that reads at each token also the so many tokens that follow it, and predicts the one after
+    these. So it stops so many tokens earlier, and segments share so many tokens less of a prompt.
 
     Errors: DataError where a segment's first token counts as sampled, for nothing predicts it.
     """
@@ -51,22 +60,25 @@ def layout(batch: Batch, *, share_prompts: bool) -> PackedLayout:
         raise DataError(
             "a rollout's first token is marked as sampled, but nothing precedes it: give it a prompt"
         )
-    need_S = _last_sampled(batch, position_N)
-    owner_S = _prompt_owner(batch, need_S=need_S, share=share_prompts)
-    prompt_N = position_N < batch.prompt_S[segment_N]
+    last_S = _last_sampled(batch, position_N)
+    owner_S = _prompt_owner(batch, need_S=last_S, share=share_prompts)
+    need_S = (torch.where(last_S > 0, batch.length_S, 0) if whole else last_S).sub(ahead).clamp(min=0)
+    prompt_S = batch.prompt_S.sub(ahead).clamp(min=0)
+    prompt_N = position_N < prompt_S[segment_N]
     own_N = owner_S == torch.arange(batch.segments, device=owner_S.device)
     keep_N = (position_N < need_S[segment_N]) & (own_N[segment_N] | ~prompt_N)
     index_N = keep_N.cumsum(0) - 1
 
-    before_N = position_N - 1
-    source_N = torch.where(before_N < batch.prompt_S[segment_N], owner_S[segment_N], segment_N)
-    source_N = (batch.start_S[source_N] + before_N).clamp(min=0)
-    predicted_N = (before_N >= 0) & (position_N <= need_S[segment_N])
+    source_N = batch.start_S[torch.where(prompt_N, owner_S[segment_N], segment_N)] + position_N
+    row_N = torch.where(position_N < need_S[segment_N], index_N[source_N], -1)
+    before_N = torch.arange(batch.tokens, device=row_N.device) - 1 - ahead
     return PackedLayout(
         token_ids_U=token_ids_N[keep_N],
         position_U=position_N[keep_N],
-        segments=_segments(batch, index_N, need_S=need_S, owner_S=owner_S),
-        predictor_N=torch.where(predicted_N, index_N[source_N], -1),
+        segments=_segments(batch, index_N, need_S=need_S, prompt_S=prompt_S, owner_S=owner_S),
+        at_U=torch.nonzero(keep_N).flatten(),
+        row_N=row_N,
+        predictor_N=torch.where(position_N > ahead, row_N[before_N.clamp(min=0)], -1),
         rollout_N=batch.rollout_N,
         count_R=batch.count_R,
         routed_ULE=None if batch.routed_NLE is None else batch.routed_NLE[keep_N],
@@ -111,13 +123,15 @@ def _prompt_owner(batch: Batch, *, need_S: Tensor, share: bool) -> Tensor:
     return torch.tensor(owners, device=own_S.device)
 
 
-def _segments(batch: Batch, index_N: Tensor, *, need_S: Tensor, owner_S: Tensor) -> Segments:
+def _segments(
+    batch: Batch, index_N: Tensor, *, need_S: Tensor, prompt_S: Tensor, owner_S: Tensor
+) -> Segments:
     """One for each shared prompt and each response to it, and one for each segment that shares nothing."""
-    start_S, prompt_S = batch.start_S, batch.prompt_S
+    start_S = batch.start_S
     sharers_S = torch.bincount(owner_S, minlength=batch.segments)
     shared_S = sharers_S[owner_S] > 1
     alone_S = ~shared_S & (need_S > 0)
-    leads_S = sharers_S > 1
+    leads_S = (sharers_S > 1) & (prompt_S > 0)
     answers_S = shared_S & (need_S > prompt_S)
     none_S = torch.zeros_like(start_S)
     parts = (  # which segments; first token, tokens, first token of the prefix, its tokens

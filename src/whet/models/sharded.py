@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from whet.models.collectives import Peers
 from whet.models.lora import adapted
 from whet.models.lora_layers import LoraStack
+from whet.models.mtp import layers_of
 from whet.models.precision import sum_of_squares, total_norm
 from whet.models.regions import Region
 
@@ -200,12 +201,13 @@ class DataParallel:
             if isinstance(m, GradientCheckpointingLayer)
             and sum(p.numel() for p in m.parameters()) >= self.how.min_parameters
         ]
+        ahead = {layer.module for layer in layers_of(model)}  # of them more is read than their forward calls
         how: dict[str, Any] = {"offload_policy": offload, "mp_policy": dtypes}
         apart = self._place_experts(model, reshard_after_forward=self.how.reshard, **how)
         how |= {"mesh": over, "ignored_params": apart}
         for block in blocks:
             fully_shard(block, reshard_after_forward=self.how.reshard, **how)
-            if functional:
+            if functional or block in ahead:
                 called(block)
         fully_shard(model, reshard_after_forward=False, **how)
         called(model)

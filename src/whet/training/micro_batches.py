@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from whet.config.schema import PrecisionConfig, TrainConfig
 from whet.config.sizes import micro_batch_tokens
+from whet.models.mtp import MtpLoss
 from whet.training.work import BatchFlops, work_of
 
 
@@ -52,6 +53,8 @@ class MicroBatchPolicy:
     """The term is each layer's own."""
     router_z: float = 0.0
     """Coefficient of the routers' z term."""
+    mtp: MtpLoss | None = None
+    """What layers of multi-token prediction learn, where there is an optimizer."""
     replays: bool = False
     """Tokens are computed with the experts that the batch has of them (`Batch.routed_NLE`)."""
     work: BatchFlops | None = None
@@ -82,6 +85,7 @@ class MicroBatchPolicy:
         temperature: float,
         critic: bool = False,
         colocated: bool = False,
+        mtp: MtpLoss | None = None,
     ) -> MicroBatchPolicy:
         width = model.config.get_text_config().hidden_size
         tokens = train.micro_batch_tokens or micro_batch_tokens(model.device.type, width)
@@ -101,6 +105,7 @@ class MicroBatchPolicy:
             router_aux=train.router_aux_loss_coef,
             router_aux_each=train.router_aux_loss_scope == "layer",
             router_z=train.router_z_loss_coef,
+            mtp=mtp,
             replays=train.router_replay != "none",
             work=work_of(model, output=not critic),
             colocated=colocated,

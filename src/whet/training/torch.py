@@ -17,11 +17,10 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from whet import seeds
-from whet.algos.distillation import KL, Divergence
+from whet.algos.distillation import KL, Divergence, beside
 from whet.algos.segments import need
 from whet.batch import Batch, Loss, LossFn, Outputs
 from whet.config.schema import OptimizerConfig
@@ -34,7 +33,7 @@ from whet.models.kernels import Ops
 from whet.models.logprobs import OF_LOGITS, token_logprobs
 from whet.models.lora import adapted, dropping, learned, merged, refresh
 from whet.models.offload import kept_on_host
-from whet.models.optim import Optimizer, inner_matrices, saved_counts
+from whet.models.optim import Optimizer, inner_matrices, not_finite, saved_counts
 from whet.models.packing import layout, spread
 from whet.models.parallel import Parallel
 from whet.models.precision import computing
@@ -49,6 +48,7 @@ from whet.training.balance import Dealt, deal, together
 from whet.training.engine import TrainEngine, Want
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.mixing import mix
+from whet.training.mtp import MtpTerm
 from whet.training.sums import Sums
 from whet.types import CheckpointError, Metrics, WhetError
 
@@ -68,11 +68,6 @@ class FullKl:
     coef: float
     reference: TorchEngine
     of: Divergence = KL
-
-    def added(self, result: Loss, batch: Batch, kl_N: Tensor) -> Loss:
-        if batch.expert_R is not None:
-            kl_N = torch.where(batch.expert_R[batch.rollout_N], 0.0, kl_N)
-        return Loss(result.loss_N + self.coef * kl_N, {**result.stats, "kl_loss_nats": kl_N.detach()})
 
 
 class TorchEngine:
@@ -106,6 +101,9 @@ class TorchEngine:
         self.decoder = self.parallel.decoder(model, ops, compile=cut.compile)
         self.routers = gates(model)
         self.balance = self._balance() if optimizer and (cut.router_aux or cut.router_z) else None
+        self.mtp = (
+            MtpTerm(model, ops, cut, self.decoder.head, self.across.add) if optimizer and cut.mtp else None
+        )
         inside = set(inner_matrices(model))
         self.device = self.home = next(model.parameters()).device  # parameters may then rest on the host
         self.across.place(model, functional=self.decoder.path == "functional")
@@ -123,6 +121,8 @@ class TorchEngine:
                 others=self.parallel.learning
                 | set(["value_head.weight", "value_head.bias"] if value_head else []),
             )
+        if self.mtp is not None and isinstance(self.optimizer, Optimizer):
+            self.optimizer.apart = self.mtp.apart
         self.max_skipped, self.skipped_in_a_row, self.rests = max_skipped, 0, rests
         if cut.precision.float8 is not None:
             check_float8(self.device)
@@ -151,7 +151,7 @@ class TorchEngine:
         if (want == "values") != (self.value_head is not None):
             raise WhetError(f"a {'critic' if self.value_head else 'policy'} engine does not compute {want}")
         parts: list[Tensor] = []
-        said = self._entropies if want == "entropy" else self._said
+        said = partial(self._said, want)
         if want in OF_LOGITS:
             said = partial(self._of_logits, OF_LOGITS[want])
         with self.span(f"forward {want}"), self._awake():
@@ -178,6 +178,8 @@ class TorchEngine:
         with self.span("update"), self._awake():
             if self.balance is not None:
                 self._count_choices(self.balance, dealt)
+            if self.mtp is not None:
+                self.mtp.begin(dealt.micros, self.device)
             if self.parallel.stage is not None:
                 self._learn_in_flow(dealt, loss, sums)
             else:
@@ -189,7 +191,9 @@ class TorchEngine:
                         sums.add(micro, out, result)
             with self.span(OPTIMIZER_STEP):
                 stepped = self._step()
-        return sums, stepped if self.balance is None else {**stepped, **self.balance.metrics()}
+        for term in (self.balance, self.mtp):
+            stepped = stepped if term is None else {**stepped, **term.metrics()}
+        return sums, stepped
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         model = merged(self.module) if adapted(self.module) else self.module
@@ -385,8 +389,7 @@ class TorchEngine:
             route = GivenRoute(share.routed_TLE)
 
         def forward() -> Tensor:
-            host = kept_on_host(self.module) if "activations" in self.cut.offload else nullcontext()
-            with host, computing(self.cut.precision, self.device, self.routers):
+            with self._computing():
                 return self.decoder.hidden(
                     share.token_ids_T if x_TD is None else x_TD,
                     share.position_T,
@@ -399,6 +402,13 @@ class TorchEngine:
             return forward()
         scaled = self.optimizer.scaled
         return self.balance.around(forward, lambda: uses(share.packed)[share.span], scaled=scaled)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Inside it layers are computed: in what dtypes, and where what backward needs of them waits."""
+        host = kept_on_host(self.module) if "activations" in self.cut.offload else nullcontext()
+        with host, computing(self.cut.precision, self.device, self.routers):
+            yield
 
     def _balance(self) -> RouterTerms:
         if self.decoder.path == "modules":
@@ -437,12 +447,18 @@ class TorchEngine:
 
     def _share(self, batch: Batch) -> Share:
         """This rank's tokens."""
-        return self.parallel.share(layout(batch, share_prompts=self.cut.share_prompts))
+        whole = self.mtp is not None and self.mtp.loss.distill and torch.is_grad_enabled()
+        return self.parallel.share(layout(batch, share_prompts=self.cut.share_prompts, whole=whole))
 
     def _alone(self, last: Callable[..., T], batch: Batch, *more: Any) -> T:
-        """last(batch, hidden_AD, at_A, *more), see `_predicting`, after all layers."""
+        """last(batch, hidden_AD, at_A, *more), see `Share.predicting`, after all layers."""
         share = self._share(batch)
-        return last(batch, *_predicting(batch, share, self._hidden(share)), *more)
+        hidden_TD = self._hidden(share)
+        if self.mtp is not None and self.optimizer is not None and torch.is_grad_enabled():
+            hidden_TD = self.mtp.around(
+                batch, share.packed, hidden_TD, self._computing, self.optimizer.scaled
+            )
+        return last(batch, *share.predicting(batch.mask_N, hidden_TD), *more)
 
     def _flow(
         self,
@@ -450,8 +466,8 @@ class TorchEngine:
         last: Callable[[int, Batch, Tensor, Tensor], object],
         after: Callable[[], object] = lambda: None,
     ) -> None:
-        """Take the micro-batches through a pipeline. last(number, micro-batch, hidden_AD, at_A), see `_predicting`, is
-        called on its last rank, and gives what to go backward from. after: called after each backward."""
+        """Take the micro-batches through a pipeline. last(number, micro-batch, hidden_AD, at_A), as `Share.predicting`
+        has them, is called on its last rank, and gives what to go backward from. after: called after each backward."""
         stage = self.parallel.stage
         assert stage is not None
         micros = [micro.to(self.device) for micro in self._micro(dealt)]
@@ -462,7 +478,7 @@ class TorchEngine:
                 hidden_TD = self._hidden(shares[at], x_TD)
             if part < stage.parts - 1:
                 return hidden_TD.clone() if hidden_TD._is_view() else hidden_TD  # FSDP2 wants no view
-            return last(at, micros[at], *_predicting(micros[at], shares[at], hidden_TD))
+            return last(at, micros[at], *shares[at].predicting(micros[at].mask_N, hidden_TD))
 
         def step(at: int, part: int, x_TD: Tensor | None) -> Any:
             self.beat(f"part {part} of a micro-batch")
@@ -489,17 +505,17 @@ class TorchEngine:
 
     @torch.no_grad()
     def flow_hidden(self, dealt: Dealt) -> list[Tensor]:
-        """[A, D] of each micro-batch, on the last rank of a pipeline: see `_predicting`."""
+        """[A, D] of each micro-batch, on the last rank of a pipeline: see `Share.predicting`."""
         out: list[Tensor] = []
         with self._awake():
             self._flow(dealt, lambda at, micro, hidden_AD, at_A: out.append(hidden_AD))
             self.across.done(self.module)
         return out
 
-    def _said(self, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
-        """[N] log-probs, or values."""
+    def _said(self, want: Want, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
+        """[N] log-probs, entropies or values."""
         out = self._outputs(batch, hidden_AD, at_A)
-        return out.value_N if out.value_N is not None else need(out.logp_N, "outputs.logp_N")
+        return need({"entropy": out.entropy_N, "values": out.value_N}.get(want, out.logp_N), f"the {want}")
 
     def _losses(
         self, batch: Batch, hidden_AD: Tensor, at_A: Tensor, loss: LossFn, reference_AD: Tensor | None = None
@@ -511,7 +527,7 @@ class TorchEngine:
         if self.full_kl is not None:
             term, other = self.full_kl, self.full_kl.reference
             kl_N = within(other.module, self._full_kl_N, term, batch, hidden_AD, at_A, reference_AD)
-            result = term.added(result, batch, kl_N)
+            result = beside(result, batch, kl_N, coef=term.coef)
         return (result.loss_N * need(batch.weight_N, "batch.weight_N")).sum(), out, result
 
     def _recorded(self, batch: Batch) -> Tensor:
@@ -526,9 +542,6 @@ class TorchEngine:
         targets_A, head = batch.token_ids_N[at_A], self.decoder.head
         found_A = compute(hidden_AD, targets_A, head=head, temperature=self.cut.temperature)
         return self._spread(found_A, at_A, batch.tokens)
-
-    def _entropies(self, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
-        return need(self._outputs(batch, hidden_AD, at_A).entropy_N, "outputs.entropy_N")
 
     def _full_kl_N(
         self, term: FullKl, batch: Batch, hidden_AD: Tensor, at_A: Tensor, reference_AD: Tensor | None
@@ -579,20 +592,8 @@ class TorchEngine:
             # a loss scale that is too large says nothing of the data: it halves until it is not
             self.skipped_in_a_row += scale is None or scale.scale < 1.0
             if self.skipped_in_a_row > self.max_skipped:
-                raise WhetError(
-                    f"optimizer step {self.optimizer.step_count}: the norm of the gradient is {norm}. It was not "
-                    f"finite in {self.skipped_in_a_row} optimizer steps in a row, and train.max_skipped_steps is "
-                    f"{self.max_skipped}; resume from an older checkpoint with a lower train.optimizer.lr, or check "
-                    "the rewards of the last rollouts"
-                )
+                raise not_finite(self.optimizer.step_count, norm, self.skipped_in_a_row, self.max_skipped)
         self.optimizer.zero_grad()
         return {"lr": lr, "skipped_steps": float(not finite), **scaled} | (
             {"grad_norm": norm} if finite else {}
         )
-
-
-def _predicting(batch: Batch, share: Share, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """([A, D] the hidden states that predict the sampled tokens, with cp those of this rank; [A] where in the batch
-    those are)."""
-    at_A, row_A = share.predicted(batch.mask_N)
-    return F.embedding(row_A, hidden_TD), at_A

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from whet.batch import Batch
+from whet.config.mtp import is_mtp
 from whet.config.sizes import config_sizes
 
 
@@ -30,13 +31,14 @@ class BatchFlops:
 
 
 def work_of(model: PreTrainedModel, *, output: bool) -> BatchFlops:
-    """Of this model as it learns now: 2 a parameter forward, 2 for the gradient of its input, 2 for its own."""
+    """Of this model as it learns now: 2 a parameter forward, 2 for the gradient of its input, 2 for its own. Layers of
+    multi-token prediction, which only an update computes, are left out."""
     sizes = config_sizes(model.config.get_text_config().to_dict())
     active = sizes["experts_per_token"] / sizes["experts"] if sizes["experts"] else 1.0
     layers = sum(
         _flops(p) * (active if ".experts." in name else 1.0)
         for name, p in model.named_parameters()
-        if ".layers." in name and p.ndim > 1
+        if ".layers." in name and p.ndim > 1 and not is_mtp(name, sizes["layers"])
     )
     head = model.get_output_embeddings()
     return BatchFlops(

@@ -76,6 +76,11 @@ class ModelConfig(Section):
     """Values that override entries of the model's config.json, by their Hugging Face names."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights of the model. Default: all weights are trained."""
+    mtp: str | dict[str, Any] | None = None
+    """Layers of multi-token prediction (arXiv:2412.19437, section 2.2), which learn beside the policy: the name of what
+    they learn, or a table of the name and its settings: {name: cross_entropy, coef: 0.1}. Without a name it is
+    cross_entropy. The policy's log-probs and samples do not depend on them. Default: the policy has none; an export
+    keeps those that the folder of model.path has."""
     expert_grid: Literal["int4_rtn", "int4_kimi"] | None = None
     """Round the frozen matrices of experts to the numbers that a checkpoint in INT4 has, where such a checkpoint is
     served with the adapters: 16 numbers for each group of 32 inputs. int4_rtn: as llm-compressor rounds; int4_kimi: as

@@ -128,7 +128,8 @@ def layout(v: Values) -> Native:
         at = f"{POLICY}.megatron_config"
         sizes = {dim: v[f"{at}.{kind}_parallel_size"] for dim, kind in MEGATRON.items()}
         ep = math.gcd(v[f"{at}.expert_model_parallel_size"], dp)  # Megatron's may span tp, too
-        return FileLayout(dp_shard=dp, ep=ep, engines=engines, nodes=nodes, **sizes).natives()
+        made = FileLayout(dp_shard=dp, ep=ep, engines=engines, nodes=nodes, **sizes)
+        return (made.flat() if v.get("trainer.mtp.enabled") else made).natives()
     if is_zero(v):
         return FileLayout(dp_shard=dp, engines=engines, nodes=nodes).natives()
     copies, shards = groups(v[f"{FSDP}.fsdp_size"], dp, key=f"{FSDP}.fsdp_size")

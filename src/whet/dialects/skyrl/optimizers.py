@@ -166,6 +166,25 @@ def routers(v: Values) -> Native:
 # ---------------------------------------------------------------- adapters
 
 
+def mtp(v: Values) -> Native:
+    """Layers of multi-token prediction learn the policy's own distribution at every token, and nothing else learns from
+    it, as SkyRL 0.3 with Megatron-LM. A weight of 0 leaves them as they are."""
+    layers, top = (v[f"{POLICY}.megatron_config.{name}"] for name in ("mtp_num_layers", "mtp_loss_topk"))
+    if layers == 0:
+        raise ConfigError(
+            f"trainer.mtp.enabled=true but {POLICY}.megatron_config.mtp_num_layers=0, which switches the layers off: "
+            "remove one of the two"
+        )
+    sizes = [f"{POLICY}.megatron_config.{kind}_parallel_size" for kind in ("context", "pipeline_model")]
+    if wide := [key for key in sizes if v[key] > 1]:
+        raise ConfigError(f"{wide[0]}={v[wide[0]]}: trainer.mtp.enabled=true does not support it")
+    if not v["trainer.mtp.loss_weight"]:
+        return NOTHING
+    out: dict[str, Json] = {"model.mtp.name": "distill", "model.mtp.coef": v["trainer.mtp.loss_weight"]}
+    more = {"model.mtp.layers": layers, "model.mtp.top_k": top}
+    return out | {key: value for key, value in more.items() if value is not None}
+
+
 def policy_lora(v: Values) -> Native:
     return _lora(v, "policy", "model.lora")
 

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from whet.config.faults import shown
 from whet.config.sections.data import RANDOM_TOKENS
 from whet.dialects.choices import choices
+from whet.dialects.mtp import drafting_of_vllm
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.served import placed
 from whet.dialects.skyrl import arctic
@@ -296,8 +297,15 @@ def rollout_engine(v: Values) -> Native:
         dp=v["generator.num_inference_engines"] * dp,
         ep=ep,
         memory=v["generator.gpu_memory_utilization"],
-        more=v["generator.engine_init_kwargs.*"],
+        more=_drafting(v) | v["generator.engine_init_kwargs.*"],
     )
+
+
+def _drafting(v: Values) -> dict[str, Json]:
+    """vLLM's option by which layers of multi-token prediction draft, where the file has none of its own."""
+    if not v.get("trainer.mtp.enabled") or v["generator.inference_engine.speculative_config"]:
+        return {}
+    return drafting_of_vllm("mtp", v["trainer.mtp.num_speculative_tokens"])
 
 
 def urls(v: Values) -> list[Json]:

@@ -6,6 +6,7 @@ import re
 from math import ceil
 
 from whet.dialects.layout import FileLayout, groups
+from whet.dialects.mtp import learned, learns
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.algorithm import kl, optimizer, schedule
 from whet.dialects.trinity.data import limits, trainers
@@ -215,7 +216,13 @@ def _megatron(values: Values, left: int) -> Native:
             f"{left} of the trainer."
         )
     ep = values[f"{ACTOR}.megatron.expert_model_parallel_size"]
-    return FileLayout(dp_shard=left // model or 1, ep=ep, **sizes).natives()
+    made = FileLayout(dp_shard=left // model or 1, ep=ep, **sizes)
+    return (made.flat() if learns(values, f"{MODEL}.mtp") else made).natives()
+
+
+def mtp(values: Values) -> Native:
+    """What layers of multi-token prediction learn, where Megatron-LM trains."""
+    return dict(learned(values, f"{MODEL}.mtp"))
 
 
 def sequence_ranks(values: Values) -> int:

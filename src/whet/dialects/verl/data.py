@@ -5,12 +5,14 @@ from __future__ import annotations
 from whet.config.faults import shown
 from whet.config.urls import is_remote
 from whet.dialects.choices import choices
+from whet.dialects.mtp import drafting
 from whet.dialects.row import NOTHING, Native, Values
 from whet.dialects.served import NAMES, placed
 from whet.dialects.typed import choose
 from whet.dialects.verl.loop import schedule
 from whet.dialects.verl.roles import (
     MODEL,
+    MTP,
     ROLLOUT,
     SERVERS,
     anywhere,
@@ -209,12 +211,19 @@ def _server(v: Values, name: str) -> dict[str, Json]:
         dp=engine_devices(v) // (tp * pp),
         ep=ep,
         memory=v[f"{ROLLOUT}.gpu_memory_utilization"],
-        more=server_options(v),
+        more=_options(v, name),
         sleeps=shares
         and bool(v[f"{ROLLOUT}.free_cache_engine"])
         and bool(v.get(f"{ROLLOUT}.enable_sleep_mode", True))
         and schedule(v) == NOTHING,
     )
+
+
+def _options(v: Values, name: str) -> dict[str, Json]:
+    """The file's own options of its engine, and those with which it drafts."""
+    own = server_options(v)
+    drafts = drafting(v, MTP, name, own.get("speculative_config"))
+    return drafts | {option: value for option, value in own.items() if option.replace("_", "-") not in drafts}
 
 
 def concurrency(v: Values) -> Native:

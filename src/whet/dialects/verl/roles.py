@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from whet.config.faults import shown
 from whet.config.urls import is_remote
+from whet.dialects import mtp as mtp_layers
 from whet.dialects.choices import choices
 from whet.dialects.megatron import adapted_layers, begins, router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
@@ -309,6 +310,14 @@ def routers(v: Values) -> Native:
             "DeepSeek-V3, which is coming, not built yet; none of others); write moe_router_load_balancing_type"
         )
     return router_terms(v, at)
+
+
+MTP = f"{MODEL}.mtp"
+
+
+def mtp(v: Values) -> Native:
+    """What layers of multi-token prediction learn, with Megatron-LM."""
+    return mtp_layers.learned(v, MTP)
 
 
 def router_replay(v: Values) -> Native:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from whet.dialects import mtp as mtp_layers
 from whet.dialects.choices import choices
 from whet.dialects.layout import FileLayout
 from whet.dialects.megatron import router_terms
@@ -41,6 +42,11 @@ def is_megatron(v: Values) -> bool:
 def routers(v: Values) -> Native:
     """Terms of the loss for Megatron's routers."""
     return router_terms(v, "engine.override_transformer_config") if is_megatron(v) else NOTHING
+
+
+def mtp(v: Values) -> Native:
+    """What layers of multi-token prediction learn, with Megatron-LM."""
+    return mtp_layers.learned(v, "model.mtp")
 
 
 def recipe(v: Values) -> Native:
@@ -138,7 +144,9 @@ def layout(v: Values) -> Native:
     sizes = {dim: v[key] for dim, key in _parallel_keys(v).items()}
     dp, engine = _ranks(v), ENGINES[engine_of(v)]
     copies, shards = copies_and_shards(v, engine, "engine", dp=dp, each=_world(v) // dp)
-    return FileLayout(dp_replicate=copies, dp_shard=shards, nodes=v["trainer.nnodes"], **sizes).natives()
+    made = FileLayout(dp_replicate=copies, dp_shard=shards, nodes=v["trainer.nnodes"], **sizes)
+    flat = is_megatron(v) and mtp_layers.learns(v, "model.mtp")
+    return (made.flat() if flat else made).natives()
 
 
 def offload(v: Values) -> Native:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from whet.dialects.layout import PARALLEL, FileLayout, groups, resharded
+from whet.dialects.mtp import learns
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.verl.roles import (
     ACTOR,
@@ -19,6 +20,7 @@ from whet.dialects.verl.roles import (
     ENGINES,
     FSDP,
     MODEL,
+    MTP,
     REF,
     ROLLOUT,
     Engine,
@@ -92,9 +94,11 @@ def layout(v: Values) -> Native:
     engines = 1 if server_options(v) else engines  # one server, whose options say how many devices it takes
     made = FileLayout(
         dp_replicate=copies, dp_shard=shards, engines=engines, nodes=v["trainer.nnodes"], **sizes
-    ).natives()
+    )
+    if is_megatron(v) and learns(v, MTP):
+        return made.flat().natives()
     chunks = v.get(f"{at}.{ENGINES[engine_of(v)].chunks}") if sizes.get("pp", 1) > 1 else None
-    return made | ({f"{PARALLEL}.pipeline_chunks": chunks} if chunks else {})
+    return made.natives() | ({f"{PARALLEL}.pipeline_chunks": chunks} if chunks else {})
 
 
 def copies_and_shards(v: Values, engine: Engine, at: str, *, dp: int, each: int) -> tuple[int, int]:

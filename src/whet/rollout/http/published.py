@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from whet.models import mtp
 from whet.models.kernels import Ops
 from whet.models.lora import adapted, learned
 from whet.models.lora_layers import LoraStack
@@ -194,8 +195,9 @@ def _files(module: PreTrainedModel, *, base: bool) -> Iterator[dict[str, Tensor]
     also = {first: rest for first, *rest in names.values()}
     tensors: dict[str, Tensor] = {}
     size = 0
+    unread = mtp.unserved(module)
     for weight in weights_of(module):
-        if weight.merged is None:
+        if weight.merged is None or weight.name in unread:
             continue
         for name in (weight.name, *also.get(weight.name, ())):
             tensor = (weight.own if base else weight.merged).detach().to("cpu", copy=True).contiguous()
