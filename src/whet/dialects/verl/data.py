@@ -131,11 +131,10 @@ def runs_code(v: Values) -> bool:
 def sandbox(v: Values) -> Native:
     """Programs are judged by the service; verl looks at their first ten tests."""
     at = "reward_model.sandbox_fusion"
-    limit = v[f"{at}.memory_limit_mb"] if since(v, "verl", "0.4.1") else None
     arguments = {
         "url": v[f"{at}.url"],
         "max_concurrent": v[f"{at}.max_concurrent"],
-        "memory_limit_mb": limit,
+        "memory_limit_mb": v[f"{at}.memory_limit_mb"],
         "most_tests": 10,
         "sources": CODE,
     }
