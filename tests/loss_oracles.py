@@ -65,6 +65,16 @@ def gspo(t: Tokens, low: float, high: float) -> Lists:
     return out
 
 
+def self_play(t: Tokens, eta: float) -> Lists:
+    """(sum of log-ratios - eta A)^2 at the last token."""
+    out = []
+    for a, lp, lo in zip(t.a, t.lp, t.lo, strict=True):
+        moved = sum(clamp(x - y, -20, 20) for x, y in zip(lp, lo, strict=True))
+        gap = moved - eta * sum(a) / max(len(a), 1)
+        out.append([0.0] * (len(a) - 1) + [gap * gap] * (len(a) > 0))
+    return out
+
+
 def geo_mean(t: Tokens, low: float, high: float) -> Lists:
     out = []
     for a, lp, lo in zip(t.a, t.lp, t.lo, strict=True):

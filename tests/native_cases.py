@@ -49,6 +49,7 @@ GDPO = (
 )
 MOVED = "train.update_epochs=3; train.optimizer.lr=0.05; rollout.group_size=4"
 """Ratios move away from 1 within a step."""
+PRIME = "algorithm.name=prime; critic.optimizer.lr=0.05; rollout.group_size=4; train.steps=2"
 REC = f"algorithm.name=rec; {MOVED}"
 SCHEDULE = "train.steps=4"
 LONG = "data.max_prompt_tokens=3; data.overlong=truncate_right"
@@ -355,6 +356,19 @@ CASES: dict[str, Case] = {
     ),
     "algorithm.advantage.opmd_baseline": ("algorithm.name=opmd", "logavgexp"),
     "algorithm.advantage.tau": ("algorithm.name=opmd; algorithm.advantage.opmd_baseline=logavgexp", 0.5),
+    "algorithm.advantage.softmean_eta": ("algorithm.advantage=softmean", 9.0),
+    "algorithm.advantage.process_coef": (PRIME, 0.0),
+    "algorithm.advantage.outcome_coef": (PRIME, 0.0),
+    "algorithm.advantage.implicit_beta": (f"{PRIME}; algorithm.advantage.implicit_normalize=false", 0.5),
+    "algorithm.advantage.implicit_granularity": (PRIME, "whole"),
+    "algorithm.advantage.implicit_normalize": (PRIME, False),
+    "algorithm.advantage.implicit_loss": (PRIME, "dpo"),
+    "algorithm.advantage.implicit_update": (PRIME, "after"),
+    "algorithm.oversample": ("", {"factor": 3.0, "low": 0.3}),
+    "algorithm.oversample.factor": ("algorithm.oversample={low: 0.3}", 2.0),
+    "algorithm.oversample.low": ("algorithm.oversample={finished: false, factor: 8.0}", 0.6),
+    "algorithm.oversample.high": ("algorithm.oversample={low: null, finished: false, factor: 8.0}", 0.4),
+    "algorithm.oversample.finished": ("algorithm.oversample={low: null, high: null}", False),
     "algorithm.advantage.baseline_shift": ("algorithm.name=asymre", 0.2),
     "algorithm.advantage.turn_weight": ("algorithm.name=gigpo", 0.3),
     "algorithm.advantage.distill_discount": (f"algorithm.name=distill; {OTHERS}; reference.path=B", 0.5),
@@ -474,6 +488,8 @@ CASES: dict[str, Case] = {
     "algorithm.loss.dppo_max_ratio": (f"algorithm.name=dppo; {MOVED}", 0.9),
     "algorithm.loss.dppo_delta_high": (f"algorithm.name=dppo; {MOVED}", 0.001),
     "algorithm.loss.aipo_rho": (f"algorithm.name=aipo; {MOVED}", 1.001),
+    "algorithm.loss.eta": (f"algorithm.name=self_play; {MOVED}", 0.1),
+    "algorithm.loss.pairs_of": ("algorithm.name=online_dpo; rollout.group_size=4", "neighbours"),
     "algorithm.loss.ratio_epsilon": (f"algorithm.name=softmax_ppo; {MOVED}", 0.001),
     **{
         f"algorithm.loss.vespo_{name}": (f"algorithm.name=vespo; {MOVED}", 9.0)

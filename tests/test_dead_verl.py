@@ -67,6 +67,36 @@ OTHER: Given = {
     R + "max_num_seqs": 7,
     "algorithm.adv_estimator": "rloo",
     "algorithm.kl_penalty": "abs",
+    "algorithm.reward_gt_coef": 2.0,
+    "algorithm.reward_dpo_coef": 2.0,
+    "data.oversample_factor": 2.0,
+    "data.accuracy_lower_bound": 0.1,
+    "data.accuracy_upper_bound": 0.9,
+    RM + "prime_granularity": "whole",
+    RM + "prime_norm": "none",
+    RM + "mini_batch_size": 64,
+    RM + "model.ref_path": "other",
+    RM + "model.enable_gradient_checkpointing": True,
+    RM + "model.update": "after",
+    RM + "model.beta_train": 0.1,
+    RM + "model.loss_type": "bon_acc",
+    **{
+        RM + f"model.optim.{key}": value
+        for key, value in {
+            "lr": 1e-5,
+            "grad_clip": 1.0,
+            "lr_warmup_steps": 7,
+            "lr_warmup_steps_ratio": 0.2,
+            "total_training_steps": 200,
+            "weight_decay": 0.1,
+        }.items()
+    },
+    A + "sppo_eta": 2.0,
+    "algorithm.sppo_eta": 2.0,
+    A + "dpo_beta": 0.2,
+    "trainer.ref_update_freq": 3,
+    "algorithm.dpo_loss_type": "ipo",
+    "algorithm.dpo_label_smoothing": 0.1,
     "algorithm.kl_ctrl.type": "adaptive",
     "algorithm.pf_ppo.reweight_method": "max_min",
     "algorithm.rollout_correction.rollout_is": "token",
@@ -270,7 +300,52 @@ GDPO: Given = {
     "algorithm.gdpo_reward_keys": ["format", "right"],
 }
 
+SPPO: Given = {"algorithm.adv_estimator": None, "algorithm.sppo_eta": 0.5}
+SPIN: Given = {"algorithm.adv_estimator": None, A + "dpo_beta": 0.5, R + "n": 2}
+
+PRIME: Given = {
+    "algorithm.adv_estimator": "rloo",
+    "algorithm.reward_gt_coef": 5,
+    "algorithm.reward_dpo_coef": 5,
+    RM + "enable": True,
+    RM + "reward_manager": "prime",
+    RM + "model.path": "sft",
+    M + "path": "sft",
+    R + "n": 4,
+}
+MORE: Given = {**PRIME, "data.oversample_factor": 2.0, "data.filter_accuracy": True}
+
 CONTEXTS: dict[str, Given] = {
+    **dict.fromkeys(
+        (
+            "algorithm.reward_gt_coef",
+            "algorithm.reward_dpo_coef",
+            "data.oversample_factor",
+            *(RM + key for key in ("prime_granularity", "prime_norm", "mini_batch_size")),
+            *(
+                RM + f"model.{key}"
+                for key in ("ref_path", "enable_gradient_checkpointing", "update", "beta_train")
+            ),
+            RM + "model.loss_type",
+            *(RM + f"model.optim.{key}" for key in ("lr", "grad_clip", "lr_warmup_steps", "weight_decay")),
+        ),
+        PRIME,
+    ),
+    RM + "model.optim.lr_warmup_steps_ratio": {**PRIME, RM + "model.optim.total_training_steps": 100},
+    RM + "model.optim.total_training_steps": {**PRIME, RM + "model.optim.lr_warmup_steps_ratio": 0.1},
+    "data.filter_accuracy": {**PRIME, "data.oversample_factor": 2.0},
+    "data.filter_truncate": MORE,
+    **{f"data.accuracy_{side}_bound": MORE for side in ("lower", "upper")},
+    **dict.fromkeys((A + "sppo_eta", "algorithm.sppo_eta"), SPPO),
+    **dict.fromkeys(
+        (
+            A + "dpo_beta",
+            "trainer.ref_update_freq",
+            "algorithm.dpo_loss_type",
+            "algorithm.dpo_label_smoothing",
+        ),
+        SPIN,
+    ),
     TURNS + "enable": {TURNS + "tool_config_path": "tools.yaml"},
     **{TURNS + key: {TURNS + "enable": True} for key in ("tool_config_path", "interaction_config_path")},
     TURNS + "function_tool_path": {TURNS + "enable": True},

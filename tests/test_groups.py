@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.algos.groups import mask_shared_prefixes, refine, uninformative, with_baseline
+from whet.algos.groups import mask_shared_prefixes, refine, rejection, uninformative, with_baseline
 from whet.batch import pack
 from whet.buffer.buffer import Buffer
 from whet.config.recipes import resolve
 from whet.config.schema import AlgorithmConfig
 from whet.config.sections.algorithm import GroupsConfig
-from whet.explorer import rejection
 from whet.guard.ledger import Ledger
 from whet.types import FinishReason, Group, Rollout, Task, Turn
 
@@ -157,14 +156,19 @@ def test_a_stage_rejects_by_these_rules() -> None:
     dapo = resolve(
         AlgorithmConfig.model_validate({"name": "dapo", "groups": {"uniform_by": ("a",), "min_std": 0.5}})
     )
-    reject = partial(rejection, algorithm=dapo, weights={"a": 1.0})
+    reject = partial(rejection, algorithm=dapo, weights={"a": 1.0}, alone=False)
     far = group(rollout(0, reward=0.0, parts={"a": 1.0}), rollout(1, reward=9.0, parts={"a": 1.0}))
     assert reject(far) == "uniform"
     assert reject(rewarded(0.0, 0.1)) == "flat"
     assert reject(rewarded(1.0)) == "alone"
     raw = resolve(AlgorithmConfig(name="rloo", advantage={"single_rollout": "raw"}))
-    assert rejection(rewarded(1.0), algorithm=raw, weights={}) is None
-    assert rejection(rewarded(1.0), algorithm=resolve(AlgorithmConfig(name="rloo")), weights={}) == "alone"
+    bare = partial(rejection, weights={}, alone=False)
+    assert bare(rewarded(1.0), algorithm=raw) is None
+    assert bare(rewarded(1.0), algorithm=resolve(AlgorithmConfig(name="rloo"))) == "alone"
+    neighbours = {"name": "online_dpo", "dynamic_sampling": False, "loss": {"pairs_of": "neighbours"}}
+    spin = resolve(AlgorithmConfig.model_validate(neighbours))
+    assert [bare(rewarded(*[1.0] * n), algorithm=spin) for n in (2, 3, 4)] == [None, "alone", None]
+    assert rejection(rewarded(1.0), algorithm=spin, weights={}, alone=True) is None
 
 
 # ---------------------------------------------------------------- shared beginnings

@@ -277,6 +277,7 @@ def random_config() -> st.SearchStrategy[dict[str, Json]]:
             name=list(RECIPES), advantage=[{"normalize_std": True}, {"normalize_std": False}],
             whiten=[True], dynamic_sampling=[True],
             kl=[{"coef": 0.1}], reward_kl=[{"coef": 0.1}], resample=["pow", {"name": "pow"}],
+            oversample=["mean_reward", {"factor": 2.0}],
             groups=[{"min_std": 0.1}],
         ),
         "data": maybe(
@@ -342,6 +343,7 @@ def changed(key: Key) -> Json:
     special = {
         "advantage": "rloo", "loss": "reinforce", "mix": {"mu": 0.5}, "loss_agg_mode": "token-sum",
         "advantage_clip": [-1.0, None], "entropy_control": "adaptive", "entropy_clip": "batch", "resample": "pow",
+        "oversample": "mean_reward",
     }  # fmt: skip
     if key.path[-1] in special:
         return special[key.path[-1]]

@@ -272,10 +272,9 @@ def test_dpo_against_a_loop_and_the_sign_of_its_gradient(seed: int) -> None:
 @pytest.mark.parametrize(
     ("pictures", "rewards", "why"),
     [
-        ([["pa", "pa", "pa"]], [1, 0, 0], "exactly two"),
-        ([["pa"], ["pa"]], [1, 0], "exactly two"),
-        ([["pa"] * 4], [1, 0, 1, 0], "exactly two"),
-        ([["pa", "pa"]], [1, 1], "equal rewards"),
+        ([["pa", "pa", "pa"]], [1, 0, 0], "groups of two"),
+        ([["pa"], ["pa"]], [1, 0], "groups of two"),
+        ([["pa", "pa", "pa"], ["pa"]], [1, 0, 1, 0], "groups of two"),
         ([["pa", "p"]], [1, 0], "empty"),
     ],
 )

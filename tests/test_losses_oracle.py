@@ -64,6 +64,7 @@ CASES: list[Case] = [
     ("gspo", CLIP | {"gspo_form": "sequence"}, lambda t: naive.gspo(t, 0.2, 0.28)),
     ("gspo", CLIP | {"gspo_form": "token"}, lambda t: naive.gspo(t, 0.2, 0.28)),
     ("geo_mean", CLIP, lambda t: naive.geo_mean(t, 0.2, 0.28)),
+    ("self_play", {"eta": 1.5}, lambda t: naive.self_play(t, 1.5)),
     ("cispo", CLIP | {"cispo_mask": False}, lambda t: naive.cispo(t, 0.2, 0.28, False)),
     ("cispo", CLIP | {"cispo_mask": True}, lambda t: naive.cispo(t, 0.2, 0.28, True)),
     (

@@ -106,6 +106,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "kl_cov_ratio": (0.9, {}),
     "ppo_kl_coef": (0.1, {"kl_cov_ratio": 0.5}),
     "aipo_rho": (1.001, {}),
+    "eta": (2.0, {}),
     "ratio_epsilon": (0.001, {}),
     "sequence_mask_anchor": ("sampled", {"sequence_mask_delta": 0.001}),
     "mask_low": (0.01, {"cispo_mask": True}),

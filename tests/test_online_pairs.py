@@ -67,7 +67,6 @@ def test_its_parts() -> None:
         ({"correction": {"weight": "token"}}, "without advantages and ratios"),
         ({"groups": {"keep_best": 2}}, "compares the best and the worst reply of each group"),
         ({"entropy_coef": 0.1}, "one number per pair"),
-        ({"dynamic_sampling": False}, "needs a better and a worse reply"),
     ],
 )
 def test_what_has_no_effect_is_refused(tmp_path: Path, keys: dict[str, Any], why: str) -> None:

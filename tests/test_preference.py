@@ -131,7 +131,7 @@ def test_a_kl_beside_pairs_is_the_mean_over_the_tokens_of_both_replies() -> None
     batch, logp = one_pair([-0.25, -0.75], [-3.0])
     batch = replace(batch, weight_N=weights(batch, "pair-mean", norm_tokens=8))
     policy = partial(dpo, beta=0.2, label_smoothing=0.0)
-    whole = regularized(policy, kl_coef=0.1, estimator="k2", entropy_coef=0.0, of_pairs=True)
+    whole = regularized(policy, kl_coef=0.1, estimator="k2", entropy_coef=0.0, one_per="pair")
     loss = whole(batch, Outputs(logp_N=logp))
     total = (loss.loss_N * batch.weight_N).sum()
     assert total.item() == pytest.approx(-log_sigmoid(0.4) + 0.1 * 9.625 / 2 / 3, rel=1e-6)
@@ -144,7 +144,7 @@ def test_a_kl_beside_pairs_does_not_depend_on_the_cut_into_micro_batches(seed: i
     batch = pair_batch(5, seed=seed)
     batch = replace(batch, weight_N=weights(batch, "pair-mean", norm_tokens=8))
     logp = logp_now(batch)
-    kl = {"kl_coef": 0.3, "estimator": "k3", "entropy_coef": 0.0, "of_pairs": True}
+    kl = {"kl_coef": 0.3, "estimator": "k3", "entropy_coef": 0.0, "one_per": "pair"}
     policy = PAIR_LOSSES["dpo"]
     whole = regularized(policy, **kl)(batch, Outputs(logp_N=logp)).loss_N
     part_of = regularized(policy, **kl, totals=Totals.of(batch))

@@ -116,7 +116,7 @@ def test_the_users_keys_win() -> None:
 
 def test_who_needs_a_reference() -> None:
     needs = {name for name in RECIPES if resolve(given(name)).needs_reference}
-    assert needs == {"dpo", "mpo", "online_dpo", "kto", "distill", "gkd", "sdpo"}
+    assert needs == {"dpo", "mpo", "online_dpo", "kto", "distill", "gkd", "sdpo", "prime"}
     assert resolve(given("grpo", kl=schema.KlConfig(coef=0.01))).needs_reference
 
 
@@ -176,8 +176,9 @@ PAIRS = {"dpo", "mpo", "online_dpo", "cpo", "simpo", "alphapo", "orpo"}
 
 
 def test_what_the_step_is_told() -> None:
-    assert {n for n in RECIPES if made(n).needs_critic} == {"ppo", "turn_ppo"}
-    assert {n for n in RECIPES if made(n).value_loss is not None} == {"ppo", "turn_ppo"}
+    assert {n for n in RECIPES if made(n).needs_critic} == {"ppo", "turn_ppo", "prime"}
+    assert {n for n in RECIPES if made(n).value_loss is not None} == {"ppo", "turn_ppo", "prime"}
+    assert {n for n in RECIPES if made(n).implicit is not None} == {"prime"}
     assert {n for n in RECIPES if made(n).whole_groups} == PAIRS
     assert {n for n in RECIPES if made(n).dynamic_sampling} == {"dapo", "online_dpo"}
     by_themselves = {
@@ -220,7 +221,9 @@ def test_a_whole_online_step(name: str) -> None:
     algorithm = made(name, **({"divergence": "k2"} if name == "sdpo" else {}))
     batch = make_batch([["paa", "paoa", "pa"], ["pa", "poa"]], [2.0, 0.0, 1.0, -1.0, 1.0])
     batch = replace(batch, logp_old_N=batch.logp_sample_N, value_N=torch.zeros(batch.tokens).double())
-    batch = replace(batch, expert_R=torch.zeros(batch.rollouts, dtype=torch.bool))
+    batch = replace(
+        batch, expert_R=torch.zeros(batch.rollouts, dtype=torch.bool), implicit_N=batch.logp_ref_N
+    )
     batch = replace(batch, baseline_R=torch.zeros(5).double(), collision_N=batch.mask_N.double())
     batch = algorithm.advantage(batch, algorithm.kl_coef)
     batch = replace(batch, weight_N=algorithm.weights(batch, 1))

@@ -44,7 +44,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("unbroken") / "run"
     drive(path, kills=0, seed=0)
     assert (
-        len((path / "metrics.jsonl").read_text().splitlines()) == 5 + 7 + 6 + 5 + 5 + 5 + 3 + 16
+        len((path / "metrics.jsonl").read_text().splitlines()) == 5 + 7 + 6 + 5 + 5 + 5 + 3 + 4 + 18
     )  # steps, and evaluations
     return path
 

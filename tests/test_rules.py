@@ -19,6 +19,7 @@ from whet.config.schema import Config
 PPO = "algorithm.name=ppo"
 MIX = ("algorithm.name=mix", "data.demonstrations=[{path: given.jsonl}]")
 SDPO = ("algorithm.name=sdpo",)
+PRIME = ("algorithm.name=prime",)
 DISTILL = ("algorithm.name=distill", "reference.path=teacher")
 TEACHERS = ("algorithm.kl.coef=0.1", "reference.models=[{path: a, values: [x]}]")
 PARITY = "machine.logprob_parity=on"
@@ -55,7 +56,6 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "data.eval": [(EVAL, "eval.at_start=false", "eval.at_end=false"), ("mode=eval",)],
     "data.demonstrations": [("algorithm.name=mix",)],
     "algorithm.dynamic_sampling": [
-        (ONLINE_DPO, "algorithm.dynamic_sampling=false"),
         ("algorithm.name=reinforce", "rollout.group_size=1", "algorithm.dynamic_sampling=true"),
         (*DISTILL, "-rewards", "algorithm.dynamic_sampling=true"),
     ],
@@ -70,6 +70,17 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "algorithm.kl.estimator": [
         (ONLINE_DPO, "algorithm.kl.coef=0.1", "algorithm.kl.estimator=full"),
         ("algorithm.name=dpo", "-rewards", "algorithm.kl={coef: 0.1, estimator: full}"),
+    ],
+    "algorithm.oversample": [
+        ("algorithm.oversample=mean_reward", ASYNC),
+        ("algorithm.oversample=mean_reward", "buffer.replay.share=0.5"),
+        ("algorithm.oversample=mean_reward", "algorithm.refill=copy"),
+    ],
+    "train.share_prompts": [
+        (
+            "algorithm={name: online_dpo, dynamic_sampling: false, loss: {pairs_of: neighbours}}",
+            "rollout.group_size=1",
+        )
     ],
     "algorithm.groups.truncated": [(ONLINE_DPO, "algorithm.groups.truncated=mask")],
     "algorithm.groups.uniform_by": [(ONLINE_DPO, "algorithm.groups.uniform_by=[exact]")],
@@ -86,9 +97,13 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         ("algorithm.name=distill", "algorithm.reprompt={}", "algorithm.kl.coef=0.1"),
     ],
     "algorithm.reward_kl.coef": [
-        ("algorithm.name=distill", "algorithm.reprompt={}", "algorithm.reward_kl.coef=0.1")
+        ("algorithm.name=distill", "algorithm.reprompt={}", "algorithm.reward_kl.coef=0.1"),
+        (*PRIME, "algorithm.reward_kl.coef=0.1"),
     ],
-    "algorithm.mix": [(*MIX, "algorithm.loss=gkd", "algorithm.reprompt={}")],
+    "algorithm.mix": [
+        (*MIX, "algorithm.loss=gkd", "algorithm.reprompt={}"),
+        (*MIX, "algorithm.advantage=prime"),
+    ],
     "reference.path": [
         ("algorithm.name=distill",),
         ("algorithm.name=gkd",),
@@ -98,6 +113,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         ("algorithm.name=dpo", "-rewards", *TEACHERS),
         (*TEACHERS, "algorithm.kl.estimator=full"),
         (*MIX, *TEACHERS),
+        (*PRIME, *TEACHERS),
     ],
     "reference.mixup_alpha": [
         (LORA, "algorithm.kl.coef=0.1", "reference.reset_interval=1", "reference.mixup_alpha=0.5")
@@ -105,6 +121,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "reference.reset_interval": [
         (*DISTILL, "reference.reset_interval=2"),
         (*TEACHERS, "reference.reset_interval=1 epoch"),
+        (*PRIME, "reference.reset_interval=2"),
     ],
     "rewards": [("-rewards",)],
     "rollout.env": [
@@ -309,6 +326,7 @@ def test_rules_look_at_what_there_is() -> None:
         (no({"key": "a", "given": True}), "a is not given"),
         (no({"any": [{"key": "a"}, {"key": "b"}]}), "not (a or b)"),
         ({"key": "a", "in": [1, True]}, "a is one of 1, true"),
+        ({"not": {"key": "a", "in": [1, True]}}, "a is not one of 1, true"),
         ({"key": "a", "holds": ["x"]}, "a contains x"),
         ({"any": []}, "never"),
     ],
@@ -333,6 +351,7 @@ def test_conditions_in_words(condition: Any, words: str) -> None:
         ("ranks <= 1", {"not": {"condition": "ranks", "above": 1}}),
         ("data.train has more entries than 2", {"key": "data.train", "longer": 2}),
         ("loss is one of KNOWN, gkd", {"condition": "loss", "in": ["ppo", "sft", "gkd"]}),
+        ("loss is not one of KNOWN", {"not": {"condition": "loss", "in": ["ppo", "sft"]}}),
         (
             "whiten or judged and (NAMED or mixes)",
             {

@@ -61,6 +61,10 @@ class Batch:
     """int64: number of the reference that scores the rollout, among several. None: there is one."""
     logp_old_N: Tensor | None = None
     logp_ref_N: Tensor | None = None
+    implicit_N: Tensor | None = None
+    """float32: log-prob of each sampled token by the critic, where that is a language model (PRIME)."""
+    rival_R: Tensor | None = None
+    """float32: what the loss of that model compares a rollout with, by the model before its update (PRIME with dpo)."""
     value_N: Tensor | None = None
     last_value_R: Tensor | None = None
     """float32: the critic's value of the state after the last token of a truncated rollout; 0 for the others. None: no

@@ -39,8 +39,10 @@ class Context:
     def due(self, done: int, every: Amount | Sequence[Amount]) -> bool:
         """Whether what is done every so many steps or epochs (0: never) is due when `done` steps are done."""
         return any(
-            self._epochs_due(done, int(n)) if unit == "epoch" else n > 0 and done % n == 0
-            for n, unit in amounts(every)
+            self._epochs_due(done, int(n))
+            if unit == "epoch"
+            else n > 0 and first <= done and (done - first) % n == 0
+            for n, unit, first in amounts(every)
         )
 
     def _epochs_due(self, done: int, every: int) -> bool:
@@ -48,5 +50,5 @@ class Context:
         rows = self.plan.rows
         if rows is None:
             return False
-        before, now = (n * self.plan.own_tasks_per_step // (every * rows) for n in (done - 1, done))
+        before, now = (n * self.plan.sampled_tasks_per_step // (every * rows) for n in (done - 1, done))
         return now > before

@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
 from whet import seeds
-from whet.algos.groups import refine, uninformative, with_baseline
-from whet.buffer.buffer import Buffer
+from whet.algos.groups import Choose, chooser, refine, rejection, with_baseline
+from whet.buffer.buffer import SURPLUS, Buffer
 from whet.buffer.priority import priority
 from whet.buffer.queue import TrainerQueue
 from whet.buffer.replay import Replay
@@ -26,8 +26,9 @@ from whet.buffer.stores import Store, open_store
 from whet.config import deadlines
 from whet.config.amounts import amounts
 from whet.config.deadlines import Deadline
+from whet.config.groups import pairs_tasks
 from whet.config.plan import Plan
-from whet.config.recipes import Resolved, choices
+from whet.config.recipes import choices
 from whet.config.resuming import played_by
 from whet.config.schema import Config
 from whet.context import Context, StopFlag
@@ -64,6 +65,8 @@ class Explorer:
     """Samples tasks if explorers are separate processes and rollout.schedule=deterministic."""
     slots: Slots = field(default_factory=lambda: Slots(None, 1))
     """Of the engine, where tasks are sampled one by one."""
+    choose: Choose | None = None
+    """The groups of a step that are trained on, and the others, where more are sampled."""
     checks_failures: bool = True
     """Too many unscored rollouts end the run here; not where the trainer of another process sorts them out."""
     in_flight: InFlight = field(init=False)
@@ -83,6 +86,9 @@ class Explorer:
         beside, as far as the mode allows."""
         ahead = await SCHEDULES[self.context.plan.mode](self, step, version)
         groups = await self.wait_for_groups(self.buffer.take(version), "a step's worth of rollouts")
+        if self.choose is not None:
+            groups, others = self.choose(groups)
+            await self.buffer.give_up(others, SURPLUS)
         if ahead:
             self.ahead = asyncio.create_task(self.fill(ahead, step, version), name="whet-explorer")
         return groups
@@ -134,7 +140,7 @@ class Explorer:
         while self.buffer.there < goal:
             if asked >= (1 + cfg.max_refills) * steps * per_step:
                 raise self.unfilled(step, asked)
-            asked += await ask(min(plan.tasks_per_step, goal - self.buffer.there))
+            asked += await ask(min(max(plan.tasks_per_step, per_step), goal - self.buffer.there))
 
     async def explore_some(self, at_most: int) -> int:
         """Sample rollouts for as many tasks as the buffer has room for. Returns the number of tasks."""
@@ -492,6 +498,9 @@ def explorer_into(
         rewards=rewards,
         buffer=buffer,
         slots=slots,
+        choose=chooser(
+            context.plan.algorithm, context.plan.own_tasks_per_step, cfg.rollout.sampling.max_tokens
+        ),
     )
 
 
@@ -545,7 +554,7 @@ def open_buffer(cfg: Config, plan: Plan, stop: StopFlag) -> Buffer:
         # it answers to everything that is asked of a Buffer where groups come from elsewhere
         return cast(Buffer, queue)
     return Buffer(
-        groups_per_step=plan.own_tasks_per_step,
+        groups_per_step=plan.sampled_tasks_per_step,
         group_size=plan.group_size,
         max_staleness=max_staleness,
         spare=cfg.rollout.spare_tasks if plan.mode == "asynchronous" else 0,
@@ -563,7 +572,7 @@ def replay_of(cfg: Config, plan: Plan) -> Replay | None:
     if not (wanted.share or wanted.queue) or plan.algorithm.kind != "online":
         return None
     ranked = choices(cfg)["buffer.replay.priority"]
-    cooldown = {unit: number for number, unit in amounts(wanted.cooldown or ())}
+    cooldown = {unit: number for number, unit, _ in amounts(wanted.cooldown or ())}
     return Replay(
         capacity=wanted.capacity,
         priority=priority(ranked.name, ranked.settings),
@@ -580,16 +589,10 @@ def grouping(cfg: Config, plan: Plan) -> dict[str, Any]:
     weights = {name: reward.weight for name, reward in cfg.rewards.items()}
     return {
         "refine": partial(refine, cfg=plan.algorithm.groups),
-        "reject": partial(rejection, algorithm=plan.algorithm, weights=weights),
+        "reject": partial(
+            rejection, algorithm=plan.algorithm, weights=weights, alone=pairs_tasks(cfg, plan.algorithm)
+        ),
     }
-
-
-def rejection(group: Group, *, algorithm: Resolved, weights: Mapping[str, float]) -> str | None:
-    """Why a group is not trained on: rewards all equal, with dynamic sampling, or too close; or, after failures, a
-    single rollout is left although rollouts of a group are compared. weights: of the rewards by name."""
-    if len(group.rollouts) == 1 and (algorithm.compares or algorithm.pairs):
-        return "alone"
-    return uninformative(group, algorithm.groups, drop_uniform=algorithm.dynamic_sampling, weights=weights)
 
 
 def queue_name(cfg: Config, stage: str) -> str:

@@ -18,11 +18,13 @@ from whet.algos.bootstrap import Lengthened, lengthened
 from whet.algos.critic import Scale
 from whet.algos.demonstration import without_experts
 from whet.algos.entropy import EntropyBonus
+from whet.algos.implicit import rivals
 from whet.algos.preference import kl_zero
+from whet.algos.recipes import Implicit
 from whet.algos.segments import sampled_logp_N
 from whet.algos.skipping import Skipping, shares, skip, skipping, without_effect
-from whet.batch import Batch, LossTerms, among_skipped, computed, pack, select, with_parts
-from whet.config.groups import experts_per_step
+from whet.batch import Batch, LossTerms, among_skipped, computed, pack, select, tokens_of, with_parts
+from whet.config.groups import experts_per_step, pairs_tasks
 from whet.config.recipes import resolve
 from whet.config.schema import TrainConfig
 from whet.context import Context
@@ -126,6 +128,8 @@ class Learner:
     entropy: EntropyBonus = field(default_factory=lambda: EntropyBonus(0.0))
     value_scale: Scale = field(default_factory=Scale)
     """Units in which the critic predicts returns; one scale for a whole step."""
+    critic_updates: list[Metrics] = field(default_factory=list)
+    """Of the current step, where the critic learns before the policy's advantages are known."""
     terms: list[LossTerms] | None = None
     """Of the current step, if its batch is recorded."""
     thread: ThreadPoolExecutor | None = None
@@ -164,6 +168,8 @@ class Learner:
         """See `prepare`. Where rewards alone decide which rollouts have an effect, no model computes the others."""
         algorithm, numbers = self.context.algorithm, Metrics()
         batch = pack(groups) if self.demonstrations is None else self.demonstrations.among(groups)
+        if pairs_tasks(self.context.cfg, self.context.plan.algorithm):
+            batch = replace(batch, group_R=batch.group_R // 2)
         if self.reprompt is not None:
             batch, numbers = self.reprompt(batch, groups)
         if self.choose_reference is not None:
@@ -174,6 +180,8 @@ class Learner:
             batch = self.judge(step, batch)
         with self.context.monitor.phase("logprobs"):
             batch = self.compute_logprobs_and_values(self.routed(batch))
+            if algorithm.implicit is not None:
+                batch = self.implicit_rewards(step, batch, algorithm.implicit)
         if not self.skipping.before_models:
             batch, corrected = algorithm.correct(batch, self.version)
             batch = self.judge(step, batch)
@@ -229,7 +237,7 @@ class Learner:
             if want in algorithm.needs:
                 asked[name] = self.policy, partial(self.policy.forward, seen, want)
         longer = lengthened(seen) if self.critic is not None and algorithm.bootstraps else None
-        if self.critic is not None:
+        if self.critic is not None and algorithm.implicit is None:
             valued = seen if longer is None else longer.batch
             asked["value_N"] = self.critic, partial(self.critic.forward, valued, "values")
         done = run_concurrently(asked)
@@ -250,6 +258,29 @@ class Learner:
             batch.reprompted if algorithm.full_kl_coef else None
         )  # else the update reads logp_ref_N alone
         return replace(batch, reprompted=reprompted, **found)
+
+    def implicit_rewards(self, step: int, batch: Batch, how: Implicit) -> Batch:
+        """The batch with the critic's log-probs, a language model that learns from it here: its rewards are read by the
+        advantage, before the policy learns."""
+        critic, train = self.critic, self.context.plan.critic
+        assert critic is not None
+        assert train is not None
+        parts = self.minibatches(step, batch, train)
+        if how.compares:
+            before = replace(batch, implicit_N=critic.forward(batch, "logprobs"))
+            batch = replace(batch, rival_R=rivals(before, how.beta))
+        found, self.critic_updates = list[Tensor](), []
+        once = len(parts) // train.update_epochs
+        for number, rows in enumerate(parts):
+            part = select(batch, rows)
+            if not how.before and number < once:
+                found.append(critic.forward(part, "logprobs"))
+            self.critic_updates.append(self.update_critic(part))
+        if how.before:
+            return replace(batch, implicit_N=critic.forward(batch, "logprobs"))
+        at = torch.cat([tokens_of(batch, rows) for rows in parts[:once]])
+        logp_N = torch.cat(found)
+        return replace(batch, implicit_N=torch.empty_like(logp_N).index_put((at.to(logp_N.device),), logp_N))
 
     def _last_values(self, batch: Batch, longer: Lengthened, last_R: Tensor) -> Tensor:
         """[R] of the whole batch; 0 for rollouts that are skipped or not truncated."""
@@ -283,7 +314,7 @@ class Learner:
             batch=own,
             groups=groups,
             metrics=merge(updates) | first | self.measure(step, own),
-            skipped=tuple(groups[n].task.uid for n in lost),
+            skipped=_uids(groups, own, lost),
             flops=self._flops(step, own),
             terms=[each.own(batch) for each in self.terms or ()],
             logp_N=logp_N,
@@ -302,8 +333,14 @@ class Learner:
         if self.critic is not None and plan.critic is not None:
             own = without_experts(batch)
             dealt = self.minibatches(step, own, plan.critic)
-            jobs["critic"] = self.critic, lambda: [self.update_critic(select(own, rows)) for rows in dealt]
+            if self.context.algorithm.implicit is None:
+                jobs["critic"] = (
+                    self.critic,
+                    lambda: [self.update_critic(select(own, rows)) for rows in dealt],
+                )
         done = run_concurrently(jobs)
+        if self.critic_updates:  # before the policy's
+            done["critic"], self.critic_updates = self.critic_updates, []
         lost, why = (
             untaught(batch, parts, done["policy"])
             if "policy" in done
@@ -339,9 +376,8 @@ class Learner:
         algorithm = self.context.algorithm
         assert self.critic is not None
         assert algorithm.value_loss is not None
-        weighted = replace(
-            self.value_scale.normalized(minibatch), weight_N=algorithm.value_weights(minibatch)
-        )
+        scaled = minibatch if algorithm.implicit else self.value_scale.normalized(minibatch)
+        weighted = replace(scaled, weight_N=algorithm.value_weights(minibatch))
         return {f"critic/{k}": v for k, v in self.critic.update(weighted, algorithm.value_loss).items()}
 
     # -- after the update
@@ -469,7 +505,14 @@ def open_learner(
             "stage %s: rollouts whose weight in the gradient is 0: %s", context.name, learner.skipping.why
         )
     devices = trainers(ranks)
-    learner.meter = meter_of(policy, critic, train=cfg.train, of_critic=context.plan.critic, devices=devices)
+    learner.meter = meter_of(
+        policy,
+        critic,
+        train=cfg.train,
+        of_critic=context.plan.critic,
+        critic_is_model=algorithm.implicit is not None,
+        devices=devices,
+    )
     watch(learner)
     return learner
 
@@ -494,6 +537,12 @@ def watch(learner: Learner) -> None:
             trained.span = monitor.timeline.spans_of(lane, skip=skip, kind=kind)
     for ranks in learner.ranks.values():
         ranks.show_on(monitor.timeline, micro_batches=cfg.micro_batches)
+
+
+def _uids(groups: Sequence[Group], batch: Batch, lost: Sequence[int]) -> tuple[int, ...]:
+    """Task uids of the rollouts in the batch's groups of these numbers; where tasks are paired, a group has two."""
+    uids = [g.task.uid for g in groups for _ in g.rollouts]
+    return tuple(dict.fromkeys(uid for uid, n in zip(uids, batch.group_R.tolist()) if n in lost))
 
 
 def trainers(ranks: Mapping[str, Ranks]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whet.algos.recipes import build as build_algorithm
-from whet.config.groups import experts_per_step
+from whet.config.groups import experts_per_step, sampled_tasks
 from whet.config.memory_estimate import out_of_memory
 from whet.config.plan import plan as make_plan
 from whet.config.recipes import resolve
@@ -144,7 +144,8 @@ def begin(job: Job, index: int) -> Begun:
     turns = learned_turns(cfg.data, algorithm.kind)
     held_out = eval_tasks(cfg.data.eval, cfg.data, tokenizer=tokenizer, turns=turns) if cfg.data.eval else []
     check_sources(cfg.eval.sources, held_out)
-    own = cfg.train.tasks_per_step - experts_per_step(cfg, resolve(cfg.algorithm))
+    parts = resolve(cfg.algorithm)
+    drawn = sampled_tasks(cfg.train.tasks_per_step - experts_per_step(cfg, parts), parts)
     tasks = TaskStream(
         cfg.data.train,
         cfg.data,
@@ -152,7 +153,7 @@ def begin(job: Job, index: int) -> Begun:
         seed=cfg.seed,
         exclude=held_out if cfg.data.exclude_eval else (),
         max_response_tokens=None if algorithm.kind == "online" else cfg.rollout.sampling.max_tokens,
-        multiple_of=own if cfg.train.drop_last is True else 1,
+        multiple_of=drawn if cfg.train.drop_last is True else 1,
         turns=turns,
     )
     log.info("stage %s: %s", name, ", ".join(f"{k} {v}" for k, v in tasks.counts.items()))

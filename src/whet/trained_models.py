@@ -151,7 +151,7 @@ def reference_logprobs(references: Sequence[TrainEngine], batch: Batch) -> Tenso
 
 
 def critic_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> TorchEngine:
-    """From its folder, or a copy of the current policy, with a value head."""
+    """From its folder, or a copy of the current policy, with a value head, or as the language model that it is."""
     cfg, plan = context.cfg, context.plan
     train = plan.critic
     assert train is not None, "planned without a critic"
@@ -164,14 +164,16 @@ def critic_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> T
     seed = seeds.key(cfg.seed, "critic")
     start = models.place.made("critic", partial(build_critic, make, lora=cfg.critic.lora, seed=seed))
     model = start.model
-    head = value_head(model.config.hidden_size, cfg.seed, path=path, name=name).to(model.device, model.dtype)
+    implicit, value = context.algorithm.implicit is not None, None
+    if not implicit:
+        value = value_head(model.config.hidden_size, cfg.seed, path=path, name=name)
     cut = MicroBatchPolicy.of(
         train,
         model,
         whole_groups=False,
         entropy_grad=False,
-        temperature=1.0,
-        critic=True,
+        temperature=trained_temperature(context) if implicit else 1.0,
+        critic=not implicit,
         colocated=cfg.rollout.server.sleep,
     )
     return engine_of(
@@ -181,7 +183,7 @@ def critic_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> T
         start,
         ranks=ranks,
         cut=cut,
-        value_head=head,
+        value_head=None if value is None else value.to(model.device, model.dtype),
         whole=path is None,
         optimizer=train.optimizer,
         total_steps=plan.critic_optimizer_steps,

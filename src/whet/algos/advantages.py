@@ -29,8 +29,11 @@ from whet.algos.baselines import (
     rec,
     reinforce_plus_plus_baseline,
     rloo,
+    softmean,
+    win_rate,
 )
 from whet.algos.bootstrap import with_last
+from whet.algos.implicit import prime
 from whet.algos.kl import reference_kl
 from whet.algos.segments import discounted, last_sampled_R, need, old_logp_N, turn_of_M
 from whet.algos.token_baseline import optimal_token_baseline, tir_optimal_token_baseline
@@ -157,6 +160,9 @@ ADVANTAGES: dict[str, Callable[..., Advantage]] = {
     "asymre": asymre,
     "maxrl": maxrl,
     "best": best,
+    "softmean": softmean,
+    "win_rate": win_rate,
+    "prime": prime,
     "gae": gae,
     "turn_level_gae": turn_level_gae,
     "reinforce": reinforce,

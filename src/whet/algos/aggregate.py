@@ -74,15 +74,12 @@ def _denominator(batch: Batch, mode: str, *, times_R: Tensor, norm_tokens: int, 
 
 
 def pairs(batch: Batch) -> tuple[Tensor, Tensor]:
-    """[pairs] numbers of the chosen and of the rejected rollouts. DataError unless every group is a pair."""
+    """[pairs] numbers of the chosen and of the rejected rollouts: two that follow each other in a group, the chosen one
+    with the higher reward, or the first of equal ones. DataError for a rollout without another."""
     first, second = batch.group_R[0::2], batch.group_R[1::2]
-    if len(first) != len(second) or not torch.equal(first, second) or (first[1:] == first[:-1]).any():
+    if len(first) != len(second) or not torch.equal(first, second):
         raise DataError(
-            "a loss on pairs needs groups of exactly two rollouts, the chosen and the rejected reply."
-        )
-    if (batch.reward_R[0::2] == batch.reward_R[1::2]).any():
-        raise DataError(
-            "a loss on pairs needs a higher reward for the chosen reply, but a pair has two equal rewards."
+            "a loss on pairs needs groups of two rollouts, or of several pairs: the chosen and the rejected reply."
         )
     if (sampled_R(batch) == 0).any():
         raise DataError("a loss on pairs needs replies of at least one token, but a pair has an empty reply.")

@@ -7,6 +7,7 @@ exactly 0. Shape letters: N tokens, R rollouts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -227,6 +228,32 @@ def opmd(
     total_R = group_sum(((score_R - most_R) / tau).exp(), batch.group_R)
     value_R = most_R + tau * (total_R / s.count_R.clamp(min=1)).log()
     return spread(batch, torch.where(s.count_R > 1, s.score_R - value_R, s.score_R), like=reward_N), None
+
+
+def softmean(batch: Batch, *, reward_N: Tensor, softmean_eta: float) -> Advantage:
+    """S - 1/eta log(mean of exp(eta S)) over the rollouts of the batch; eta = 0: S less their mean.
+
+    The baseline of verl's recipe `sppo` (0.4.0 to 0.6.1), one number for all tasks.
+    """
+    s = scores(batch, reward_N)
+    score_K = s.score_R[s.takes_R]
+    if softmean_eta == 0:
+        baseline = score_K.sum() / max(len(score_K), 1)
+    else:
+        baseline = ((softmean_eta * score_K).logsumexp(0) - math.log(max(len(score_K), 1))) / softmean_eta
+    return spread(batch, s.score_R - baseline, like=reward_N), None
+
+
+def win_rate(batch: Batch, *, reward_N: Tensor) -> Advantage:
+    """P - 1/2, P the share of its group that a rollout beats, equal ones and itself counted half.
+
+    The estimate of Self-Play Preference Optimization, arXiv:2405.00675 section 4, with rewards as the judge of pairs.
+    """
+    s = scores(batch, reward_N)
+    below_R, above_R = (
+        strictly_below(torch.where(s.takes_R, sign * s.score_R, torch.inf), batch.group_R) for sign in (1, -1)
+    )
+    return spread(batch, (below_R - above_R) / (2 * s.count_R.clamp(min=1)), like=reward_N), None
 
 
 def asymre(batch: Batch, *, reward_N: Tensor, baseline_shift: float) -> Advantage:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from statistics import pstdev, stdev
 
 import numpy as np
 
+from whet.config.recipes import Resolved
 from whet.config.sections.algorithm import GroupsConfig
 from whet.types import Group, Rollout
 
@@ -42,6 +44,16 @@ def uninformative(
         return "flat"
     judged = {_parts(r, cfg.uniform_by, weights) if cfg.uniform_by else _reward(r) for r in group.rollouts}
     return "uniform" if drop_uniform and len(judged) == 1 else None
+
+
+def rejection(group: Group, *, algorithm: Resolved, weights: Mapping[str, float], alone: bool) -> str | None:
+    """Why a group is not trained on: rewards all equal, with dynamic sampling, or too close; or, after failures, a
+    rollout is left without another to be compared with. weights: of the rewards by name. alone: a rollout is compared
+    with that of another group."""
+    left = len(group.rollouts)
+    if not alone and ((left == 1 and algorithm.compares) or (left % 2 and algorithm.pairs)):
+        return "alone"
+    return uninformative(group, algorithm.groups, drop_uniform=algorithm.dynamic_sampling, weights=weights)
 
 
 def deviation(rewards: Sequence[float], *, ddof: int) -> float:
@@ -99,6 +111,44 @@ def with_baseline(group: Group, greedy: Rollout) -> Group:
         return replace(rollout, baseline=greedy.reward)
 
     return replace(group, rollouts=tuple(beside(r) for r in group.rollouts))
+
+
+# ---------------------------------------------------------------- more groups than a step trains on
+
+Choose = Callable[[list[Group]], tuple[list[Group], list[Group]]]
+"""The groups that a step trains on, and the others."""
+
+
+def chooser(algorithm: Resolved, number: int, longest: int) -> Choose | None:
+    """How `number` groups are chosen; None: a step samples what it trains on. longest: tokens of the longest reply."""
+    if (chosen := algorithm.settings.get("oversample")) is None:
+        return None
+    said = chosen.settings
+    end = longest if said["finished"] else None
+    return partial(by_mean_reward, number=number, low=said["low"], high=said["high"], longest=end)
+
+
+def by_mean_reward(
+    groups: list[Group], *, number: int, low: float | None, high: float | None, longest: int | None
+) -> tuple[list[Group], list[Group]]:
+    """(so many of the groups, the others): first those whose mean reward is within the bounds and whose replies all end
+    before their last but one token, in their order, then the rest. longest: tokens of the longest reply; None: replies
+    may end anywhere. verl's `filter_and_downsample` (recipe `prime`)."""
+
+    def passes(group: Group) -> bool:
+        rewards = [_reward(r) for r in group.rollouts]
+        mean = sum(rewards) / len(rewards)
+        if (low is not None and mean < low) or (high is not None and mean > high):
+            return False
+        return longest is None or max(map(_tokens, group.rollouts)) < longest - 1
+
+    ordered = sorted(groups, key=lambda g: not passes(g))
+    return ordered[:number], ordered[number:]
+
+
+def _tokens(rollout: Rollout) -> int:
+    """Sampled tokens."""
+    return sum(int(strand.mask.sum()) for strand in rollout.strands)
 
 
 # ---------------------------------------------------------------- prefixes

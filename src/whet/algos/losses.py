@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -18,12 +19,14 @@ from whet.algos.demonstration import sft, sft_is, sft_phi
 from whet.algos.distillation import gkd
 from whet.algos.kl import reference_kl
 from whet.algos.plain import cross_entropy, dro, opmd, reinforce, reinforce_is, reinforce_is_over, topr
-from whet.algos.preference import cpo, dpo, kto, orpo, simpo
+from whet.algos.preference import cpo, dpo, kto, online_dpo, orpo, simpo
 from whet.algos.rec import rec
 from whet.algos.segments import need
-from whet.algos.sequence import geo_mean, gspo, vespo
+from whet.algos.sequence import geo_mean, gspo, self_play, vespo
 from whet.algos.terms import Totals, mean_term, own, pair_term, positive
 from whet.batch import Batch, Loss, LossFn, Outputs
+
+OnePer = Literal["token", "reply", "pair"]
 
 
 def regularized(
@@ -34,15 +37,16 @@ def regularized(
     entropy_coef: float,
     entropy_own_mean: bool = False,
     positive_nll_coef: float = 0.0,
-    of_pairs: bool = False,
+    one_per: OnePer = "token",
     totals: Totals | None = None,
     reject: Reject | None = None,
 ) -> LossFn:
     """correction * loss + kl_coef * (KL to the reference) - entropy_coef * entropy, at every token.
 
     With entropy_own_mean the entropy is a mean over tokens, independent of their weights; positive_nll_coef
-    weighs the mean of -log pi over the tokens of rollouts with a reward above 0. of_pairs: the loss is one number a
-    pair, and the KL is the mean over the tokens of both replies. `totals`: of the minibatch that the
+    weighs the mean of -log pi over the tokens of rollouts with a reward above 0. one_per: what the loss has one number
+    of. Of a pair, the KL is the mean over the tokens of both replies; of a reply, KL and entropy are means over all
+    tokens. `totals`: of the minibatch that the
     batches given are parts of; None: every batch is a whole one. reject: see `correction.without_rejected`.
     """
     return partial(
@@ -53,7 +57,7 @@ def regularized(
         entropy_coef=entropy_coef,
         entropy_own_mean=entropy_own_mean,
         positive_nll_coef=positive_nll_coef,
-        of_pairs=of_pairs,
+        one_per=one_per,
         totals=totals,
         reject=reject,
     )
@@ -69,7 +73,7 @@ def _regularized(
     entropy_coef: float,
     entropy_own_mean: bool,
     positive_nll_coef: float,
-    of_pairs: bool,
+    one_per: OnePer,
     totals: Totals | None,
     reject: Reject | None,
 ) -> Loss:
@@ -82,12 +86,14 @@ def _regularized(
     if kl_coef > 0:
         kl_N = reference_kl(batch, need(out.logp_N, "outputs.logp_N"), estimator)
         stats["kl_loss_nats"] = kl_N.detach()
-        if of_pairs:
+        if one_per == "pair":
             kl_N = pair_term(batch, kl_N, total=(totals or Totals.of(batch)).sampled)
+        elif one_per == "reply":
+            kl_N = mean_term(batch, kl_N, own(batch), total=(totals or Totals.of(batch)).own)
         loss_N = loss_N + kl_coef * kl_N
     if entropy_coef != 0:
         entropy_N = torch.where(own(batch), need(out.entropy_N, "outputs.entropy_N"), 0.0)
-        if entropy_own_mean:
+        if entropy_own_mean or one_per == "reply":
             entropy_N = mean_term(batch, entropy_N, own(batch), total=(totals or Totals.of(batch)).own)
         loss_N = loss_N - entropy_coef * entropy_N
     if positive_nll_coef > 0:
@@ -104,6 +110,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "gspo": gspo,
     "geo_mean": geo_mean,
     "vespo": vespo,
+    "self_play": self_play,
     "cispo": cispo,
     "sapo": sapo,
     "clip_cov": clip_cov,
@@ -126,7 +133,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "sft_is": sft_is,
     "sft_phi": sft_phi,
     "dpo": dpo,
-    "online_dpo": dpo,
+    "online_dpo": online_dpo,
     "simpo": simpo,
     "cpo": cpo,
     "orpo": orpo,

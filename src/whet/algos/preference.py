@@ -167,6 +167,30 @@ def dpo(
     return _of_pairs(batch, loss_P, chosen=beta * given.u_P, rejected=beta * given.v_P)
 
 
+def online_dpo(
+    batch: Batch,
+    out: Outputs,
+    *,
+    beta: float,
+    label_smoothing: float,
+    pair_loss: str | Sequence[str] = "sigmoid",
+    pair_weights: Sequence[float] | None = None,
+    ipo_mean: bool = True,
+    pairs_of: str = "extremes",
+) -> Loss:
+    """`dpo` on the policy's own replies, arXiv:2402.04792. pairs_of says which of a group are left to make pairs: its
+    extremes, or all of them, of which each two that follow each other are one (verl's recipe `spin`)."""
+    return dpo(
+        batch,
+        out,
+        beta=beta,
+        label_smoothing=label_smoothing,
+        pair_loss=pair_loss,
+        pair_weights=pair_weights,
+        ipo_mean=ipo_mean,
+    )
+
+
 def cpo(batch: Batch, out: Outputs, *, beta: float, label_smoothing: float, nll_weight: float) -> Loss:
     """-(1 - e) log sigmoid(beta z) - e log sigmoid(-beta z) + nll_weight (mean -log pi of the chosen reply's tokens).
 

@@ -20,6 +20,7 @@ from whet.algos.critic import value_loss
 from whet.algos.demonstration import among_experts, mixed, mixed_weights, mu_at, own, without_experts
 from whet.algos.distillation import KL, OF_ENGINE, Divergence, over_tokens
 from whet.algos.entropy import EntropyControl
+from whet.algos.implicit import model_loss
 from whet.algos.kl import adapt, mean_kl
 from whet.algos.losses import LOSSES, LOSSES_OVER, regularized
 from whet.algos.resample import RESAMPLE, counts
@@ -41,6 +42,17 @@ Forward = Callable[[Batch, Literal["logprobs"]], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Implicit:
+    """How a language model whose log-probs are rewards learns beside the policy."""
+
+    beta: float
+    before: bool
+    """It learns from a whole batch before it gives rewards; else it gives them to each minibatch first."""
+    compares: bool
+    """Its loss compares rollouts of a group, by the model before the update: `rival_R` must be filled in."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """The parts of an algorithm that the step uses."""
 
@@ -52,6 +64,8 @@ class Algorithm:
     """Everything that is needed besides rewards."""
     needs_critic: bool
     """`value_N` must be filled in, and the critic learns with `value_loss`."""
+    implicit: Implicit | None
+    """The critic is a language model: `implicit_N` must be filled in, in place of `value_N`."""
     bootstraps: bool
     """`last_value_R` must be filled in."""
     needs_old: Callable[[bool], bool]
@@ -119,7 +133,7 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         estimator=r.kl.estimator,
         entropy_own_mean=r.entropy_own_mean,
         positive_nll_coef=r.positive_nll_coef,
-        of_pairs=r.pairs,
+        one_per="pair" if r.pairs else "reply" if r.whole_replies else "token",
         reject=_reject(r),
     )
     return Algorithm(
@@ -128,6 +142,7 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         needs_reference=r.needs_reference,
         needs=r.needs,
         needs_critic=r.needs_critic,
+        implicit=_implicit(r),
         bootstraps=bool(r.settings["advantage"].settings.get("bootstrap_truncated", False)),
         needs_old=partial(_needs_old, r, uses_old),
         entropy=_entropy(r),
@@ -147,9 +162,32 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         loss_of=partial(_loss_of, r, policy, whole),
         weights=partial(_weights, r, norm_tokens=norm_tokens),
         mu=partial(mu_at, r) if r.mix else None,
-        value_loss=partial(value_loss, clip=critic.value_clip) if r.needs_critic else None,
-        value_weights=partial(weights, mode=critic.loss_agg_mode, norm_tokens=norm_tokens),
+        value_loss=_of_critic(r, critic) if r.needs_critic else None,
+        value_weights=partial(
+            weights,
+            mode="seq-mean-token-sum" if r.implicit_reward else critic.loss_agg_mode,
+            norm_tokens=norm_tokens,
+        ),
     )
+
+
+def _implicit(r: Resolved) -> Implicit | None:
+    if not r.implicit_reward:
+        return None
+    said = r.settings["advantage"].settings
+    return Implicit(
+        beta=said["implicit_beta"],
+        before=said["implicit_update"] == "before",
+        compares=said["implicit_loss"] == "dpo",
+    )
+
+
+def _of_critic(r: Resolved, critic: schema.CriticConfig) -> LossFn:
+    """The loss of the critic."""
+    if r.implicit_reward:
+        said = r.settings["advantage"].settings
+        return partial(model_loss, name=said["implicit_loss"], beta=said["implicit_beta"])
+    return partial(value_loss, clip=critic.value_clip)
 
 
 def _full_kl_coef(r: Resolved) -> float:
@@ -179,7 +217,9 @@ def _loss_of(
         over = LOSSES_OVER[r.loss]
         logprobs = partial(forward, minibatch, "logprobs")
         policy = over(own(minibatch), logprobs, **_taken(over, r.settings["loss"]))
-    own_means = r.entropy_own_mean or r.positive_nll_coef > 0 or (r.pairs and r.kl.coef > 0)
+    own_means = (
+        r.entropy_own_mean or r.positive_nll_coef > 0 or r.whole_replies or (r.pairs and r.kl.coef > 0)
+    )
     totals = Totals.of(minibatch) if own_means else None
     return _with_experts(r, whole(policy, entropy_coef=entropy_coef, totals=totals))
 

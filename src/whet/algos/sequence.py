@@ -11,7 +11,7 @@ import torch
 
 from whet.algos.clipped import clipped_surrogate
 from whet.algos.ratios import BOUND, drift, log_ratio, mean_R, sampled
-from whet.algos.segments import need
+from whet.algos.segments import last_sampled_R, need
 from whet.batch import Batch, Loss, Outputs
 
 GSPO_BOUND = 10.0
@@ -82,3 +82,17 @@ def geo_mean(batch: Batch, out: Outputs, *, clip_low: float, clip_high: float) -
     loss_N = -(mean_R(batch, adv_N) * ratio_R)[batch.rollout_N]
     stats = {"clip_frac": (bound_N != log_N).to(loss_N.dtype)}
     return Loss(sampled(batch, loss_N), stats | drift(batch, out))
+
+
+def self_play(batch: Batch, out: Outputs, *, eta: float) -> Loss:
+    """(D - eta A)^2, D the sum of a rollout's log-ratios and A the mean of its advantages, at its last sampled token.
+
+    Self-Play Preference Optimization, arXiv:2405.00675 section 4: a regression of the log-ratio on how much better a
+    reply is than the policy before the step. verl's recipe `sppo` (0.4.0 to 0.6.1), whose log-ratios have no bound.
+    """
+    log_N = log_ratio(batch, out)
+    gap_R = batch.sum_R(log_N) - eta * mean_R(batch, need(batch.adv_N, "batch.adv_N"))
+    last_R = last_sampled_R(batch)
+    has_R = last_R >= 0
+    loss_N = torch.zeros_like(log_N).index_put((last_R[has_R],), gap_R[has_R].square())
+    return Loss(loss_N, {"gap": sampled(batch, gap_R.detach()[batch.rollout_N])} | drift(batch, out))

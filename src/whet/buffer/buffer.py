@@ -27,6 +27,7 @@ Refine = Callable[[Group], tuple[Group, dict[str, int]]]
 """A scored group as it is trained on, and how many rollouts left it, by reason. A pure function."""
 
 STALE = "stale"
+SURPLUS = "surplus"
 """Reason booked for groups that are older than max_staleness allows, or would be once they are finished."""
 
 
@@ -229,6 +230,13 @@ class Buffer:
             self._book_left()
         await self._tell()
         return late
+
+    async def give_up(self, groups: Sequence[Group], reason: str) -> None:
+        """Groups that were taken for a step which does not train on them leave, and give their room back."""
+        self.ledger.rejected(sum(len(g.rollouts) for g in groups), reason)
+        self.left += [self.played.pop(g.task.uid) for g in groups]
+        self.held -= len(groups)
+        await self._tell()
 
     async def take(self, version: int) -> list[Group]:
         """Wait for one step's worth. Raises WhetError on tokens of a version that the trainer does not know, or that is

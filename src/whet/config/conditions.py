@@ -96,7 +96,7 @@ def subjects(condition: Condition) -> Iterator[tuple[str, str]]:
 
 WORDS = (
     ("given", "is given", "is not given"),
-    ("in", "is one of", ""),
+    ("in", "is one of", "is not one of"),
     ("multiple_of", "is a multiple of", "is not a multiple of"),
     ("is", "is", "is not"),
     ("at_least", ">=", "<"),

@@ -9,6 +9,7 @@ from typing import Literal
 from whet.config import schedules, sizes
 from whet.config.checks_parallel import ranks_of
 from whet.config.functions import Kind
+from whet.config.groups import sampled_tasks
 from whet.config.learns import Learns
 from whet.config.recipes import Resolved, resolve
 from whet.config.schema import AlgorithmConfig, Config, OptimizerConfig, SamplingConfig, TrainConfig
@@ -101,6 +102,11 @@ class Plan:
     def own_tasks_per_step(self) -> int:
         """Tasks of a step that are no demonstrations of a mix."""
         return self.tasks_per_step - self.experts_per_step
+
+    @property
+    def sampled_tasks_per_step(self) -> int:
+        """Tasks of a step that are sampled; more than are trained on with algorithm.oversample."""
+        return sampled_tasks(self.own_tasks_per_step, self.algorithm)
 
     @property
     def rollouts_per_step(self) -> int:

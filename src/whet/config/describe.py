@@ -94,8 +94,10 @@ def arithmetic(plan: Plan) -> str:
     """'16 tasks x 8 = 128 rollouts, 1 minibatch of 128'."""
     size = plan.group_size
     what = {"online": "rollouts", "demonstrations": "demonstrations"}.get(plan.algorithm.kind, "replies")
-    own = plan.own_tasks_per_step
+    own, drawn = plan.own_tasks_per_step, plan.sampled_tasks_per_step
     start = f"{own} {what}" if size == 1 else f"{own} tasks x {size} = {own * size} {what}"
+    if drawn > own:
+        start += f" of {drawn} tasks"
     if plan.experts_per_step:
         start += f" and {plan.experts_per_step} demonstrations"
     out = f"{start}, {_many(plan.minibatches, 'minibatch')} of {plan.rollouts_per_minibatch}"

@@ -4,9 +4,9 @@ values, readable without torch.
 The functions themselves are `whet.algos.advantages.ADVANTAGES` and `whet.algos.losses.LOSSES`; a test holds the two
 together. Formulas and sources stand in docs/algorithms.md. `functions.tsv` has a line for each, with the columns:
 
-    part      advantage, loss, weight (the importance weight of a correction), resample, entropy_control, entropy_clip,
-              mu_schedule (of the weight of demonstrations), priority (of a group that is trained on again), reward,
-              scratch (the family of a new model), or mtp (what layers of multi-token prediction learn)
+    part      advantage, loss, weight (the importance weight of a correction), resample, oversample, entropy_control,
+              entropy_clip, mu_schedule (of the weight of demonstrations), priority (of a group that is trained on
+              again), reward, scratch (the family of a new model), or mtp (what layers of multi-token prediction learn)
     name      what a config says
     needs     what must be at hand (`Need`)
     more      further fields of its entry, as JSON
@@ -29,11 +29,12 @@ Kind = Literal["online", "demonstrations", "preferences", "labels"]
 desirable or not."""
 
 Need = Literal[
-    "critic", "reference", "baseline", "entropy", "collision", "discriminant", "centred_discriminant", "kl_zero", "old"
+    "critic", "implicit_reward", "reference", "baseline", "entropy", "collision", "discriminant",
+    "centred_discriminant", "kl_zero", "old",
 ]  # fmt: skip
-"""What must be at hand beside rewards: values, reference log-probs, the greedy reply's reward, entropies, the sum of
-p^2, by how much the entropy falls with a token's logit, KTO's reference point, log-probs of the policy before the
-step."""
+"""What must be at hand beside rewards: a critic's values, or its log-probs where it is a language model, reference
+log-probs, the greedy reply's reward, entropies, the sum of p^2, by how much the entropy falls with a token's logit,
+KTO's reference point, log-probs of the policy before the step."""
 
 Skips = Literal["nothing", "no weight", "no advantage"]
 """Rollouts that have no part in a loss's gradient, whatever the policy says of them, nor in that of other rollouts:
@@ -107,6 +108,7 @@ ENTROPY_CONTROLS = _table("entropy_control", Function)
 ENTROPY_CLIPS = _table("entropy_clip", Function)
 MU_SCHEDULES = _table("mu_schedule", Function)
 """How the weight of the demonstrations changes."""
+OVERSAMPLINGS = _table("oversample", Function)
 PRIORITIES = _table("priority", Function)
 ARCHITECTURES = _table("scratch", Function)
 """Families of models that can be made new, by the `model_type` of their config.json."""

@@ -17,6 +17,12 @@ def experts_per_step(cfg: Config, algorithm: Resolved) -> int:
     return math.ceil(Fraction(str(algorithm.mix.demonstration_ratio)) * cfg.train.tasks_per_step)
 
 
+def sampled_tasks(own: int, algorithm: Resolved) -> int:
+    """Tasks that a step samples in order to train on `own` of them."""
+    chosen = algorithm.settings.get("oversample")
+    return own if chosen is None else int(own * Fraction(str(chosen.settings["factor"])))
+
+
 def problems(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) in one stage's config."""
     if algorithm.mix is not None:
@@ -36,6 +42,11 @@ def _mix_problems(cfg: Config, experts: int) -> Iterator[tuple[str, str]]:
         )
 
 
+def pairs_tasks(cfg: Config, algorithm: Resolved) -> bool:
+    """Whether a pair has the replies to two tasks: neighbours are compared, and a task has one reply."""
+    return algorithm.pairs_neighbours and cfg.rollout.group_size == 1
+
+
 def _kept_problems(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
     if algorithm.kind != "online":
         return
@@ -46,6 +57,19 @@ def _kept_problems(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]
             yield "algorithm.groups.uniform_by", f"'{name}' is not among rewards: {known}"
     kept = (groups.keep_best or 0) + (groups.keep_worst or 0)
     key = "algorithm.groups.keep_best" if groups.keep_best else "algorithm.groups.keep_worst"
+    if algorithm.pairs_neighbours and size % 2 and size > 1:
+        yield (
+            "rollout.group_size",
+            f"{size} leaves a reply without another: algorithm.loss.pairs_of=neighbours compares each two that follow "
+            f"each other; set it to {size + 1}",
+        )
+    if pairs_tasks(cfg, algorithm) and cfg.train.tasks_per_step % (2 * cfg.train.minibatches):
+        yield (
+            "train.tasks_per_step",
+            f"{cfg.train.tasks_per_step}: with rollout.group_size=1 a pair has the replies to two tasks, so each of "
+            f"train.minibatches={cfg.train.minibatches} needs an even number; give a multiple of "
+            f"{2 * cfg.train.minibatches}",
+        )
     if algorithm.pairs:
         return  # the recipe keeps two, which may be all
     if kept >= size:

@@ -23,6 +23,7 @@ from whet.config.functions import (
     LOSSES,
     MTP_LOSSES,
     MU_SCHEDULES,
+    OVERSAMPLINGS,
     PRIORITIES,
     RESAMPLINGS,
     WEIGHTS,
@@ -108,6 +109,7 @@ TABLES: dict[Path, Mapping[str, Function]] = {
     ("algorithm", "entropy_control"): ENTROPY_CONTROLS,
     ("algorithm", "entropy_clip"): ENTROPY_CLIPS,
     ("algorithm", "mix", "mu_schedule"): MU_SCHEDULES,
+    ("algorithm", "oversample"): OVERSAMPLINGS,
     ("buffer", "replay", "priority"): PRIORITIES,
     ("algorithm", "mix", "loss"): {name: row for name, row in LOSSES.items() if row.kind == "demonstrations"},
 }

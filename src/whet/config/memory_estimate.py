@@ -11,6 +11,7 @@ from whet.config import memory
 from whet.config.checks_parallel import ranks_of, shards, world
 from whet.config.derived import IN_8_BITS, Plan
 from whet.config.evaluation import writes_replies
+from whet.config.groups import pairs_tasks
 from whet.config.hardware import cuda_bytes, multiplies_half, ram_bytes
 from whet.config.keys import lookup
 from whet.config.learns import Learns
@@ -151,7 +152,7 @@ def _phases_along(plan: Plan, group: str, at: int) -> list[Phase]:
         share = part(plan.shape, layout, lora=lora, trainable=trainable, at=at)
         setting = replace(_setting(plan), shape=share.shape, compiled=compiled)
         cut, forward = _cuts(plan, train, lengths)
-        head = name == "policy" and at == layout.pp - 1
+        head = _has_output(plan, name) and at == layout.pp - 1
         model = memory.learner(
             name, share.learns, train, setting=setting, cut=cut, forward=forward, head=head
         )
@@ -186,6 +187,11 @@ def _trained(plan: Plan) -> Iterator[tuple[str, TrainConfig, Learns]]:
     yield "policy", plan.train, plan.learns
     if plan.critic is not None and plan.critic_learns is not None:
         yield "critic", plan.critic, plan.critic_learns
+
+
+def _has_output(plan: Plan, name: str) -> bool:
+    """Whether a trained model's output layer computes: the policy's, and that of a critic that is a language model."""
+    return name == "policy" or plan.algorithm.implicit_reward
 
 
 def _products(
@@ -251,9 +257,8 @@ def _lengths(plan: Plan) -> Lengths:
     """The longest reply, and the longest prompt that the limit on both together allows."""
     total = plan.total_tokens or plan.cfg.data.max_prompt_tokens + plan.train_reply_tokens
     reply = min(plan.train_reply_tokens, total - 1)
-    return Lengths(
-        prompt=min(plan.cfg.data.max_prompt_tokens, total - reply), reply=reply, group=plan.group_size
-    )
+    group = 2 if pairs_tasks(plan.cfg, plan.algorithm) else plan.group_size
+    return Lengths(prompt=min(plan.cfg.data.max_prompt_tokens, total - reply), reply=reply, group=group)
 
 
 def _models(plan: Plan, setting: Setting, lengths: Lengths) -> list[ModelMemory]:
@@ -261,9 +266,9 @@ def _models(plan: Plan, setting: Setting, lengths: Lengths) -> list[ModelMemory]
     out = []
     for name, train, learned in _trained(plan):
         cut, forward = _cuts(plan, train, lengths)
-        head = name == "policy"
+        head = _has_output(plan, name)
         out.append(memory.learner(name, learned, train, setting=setting, cut=cut, forward=forward, head=head))
-        for copy, weights in plan.copies.items() if head else ():
+        for copy, weights in plan.copies.items() if name == "policy" else ():
             out.append(ModelMemory(name=copy, weights=weights, setting=setting, cut=cut, forward=forward))
     return out
 
@@ -271,7 +276,7 @@ def _models(plan: Plan, setting: Setting, lengths: Lengths) -> list[ModelMemory]
 def _sampling(plan: Plan, setting: Setting, lengths: Lengths) -> tuple[int, int]:
     """(KV cache, further memory of prefill and decode)."""
     assert plan.kv_cache_bytes is not None
-    asked = plan.own_tasks_per_step * plan.group_size if plan.algorithm.kind == "online" else 0
+    asked = plan.sampled_tasks_per_step * plan.group_size if plan.algorithm.kind == "online" else 0
     rows = plan.cfg.rollout.max_num_seqs if plan.judges else min(plan.cfg.rollout.max_num_seqs, asked)
     cache = plan.kv_cache_bytes
     if (

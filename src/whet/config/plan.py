@@ -29,7 +29,7 @@ from whet.config.evaluation import (
     writes_replies,
 )
 from whet.config.faults import Refused, named
-from whet.config.groups import experts_per_step
+from whet.config.groups import experts_per_step, sampled_tasks
 from whet.config.hardware import cuda_bytes
 from whet.config.keys import dotted
 from whet.config.learns import learns
@@ -164,7 +164,9 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
         cfg=cfg,
         algorithm=algorithm,
         rows=rows,
-        total_steps=_total_steps(cfg.train, rows, tasks=cfg.train.tasks_per_step - experts),
+        total_steps=_total_steps(
+            cfg.train, rows, tasks=sampled_tasks(cfg.train.tasks_per_step - experts, algorithm)
+        ),
         tasks_per_step=cfg.train.tasks_per_step,
         group_size={"online": cfg.rollout.group_size, "demonstrations": 1, "preferences": 2, "labels": 1}[
             algorithm.kind

@@ -45,8 +45,8 @@ class Resolved:
     advantage: str
     loss: str
     settings: Mapping[str, Chosen]
-    """By part: `advantage`, `loss`; `mix.loss`, `mix.mu_schedule`, `correction.weight`, `resample`, `entropy_control`
-    and `entropy_clip` where there is one."""
+    """By part: `advantage`, `loss`; `mix.loss`, `mix.mu_schedule`, `correction.weight`, `resample`, `oversample`,
+    `entropy_control` and `entropy_clip` where there is one."""
     loss_agg_mode: str
     norm_tokens: int | None
     mean_over_rollouts: int | None
@@ -77,6 +77,8 @@ class Resolved:
     """The entropy bonus is a mean over tokens, whatever the aggregation."""
     pairs: bool
     """The loss is one number a pair."""
+    pairs_neighbours: bool
+    """Of replies that follow each other, rather than of the best and the worst of a group."""
     whole_replies: bool
     """The loss is one number a reply."""
     mix: MixConfig | None
@@ -89,6 +91,11 @@ class Resolved:
     @property
     def needs_critic(self) -> bool:
         return "critic" in self.needs
+
+    @property
+    def implicit_reward(self) -> bool:
+        """The critic is a language model, whose log-probs are rewards."""
+        return "implicit_reward" in self.needs
 
     @property
     def needs_reference(self) -> bool:
@@ -119,10 +126,10 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         "advantage": settings["advantage"].name,
         "loss": settings["loss"].name,
         "settings": settings,
-        "loss_agg_mode": "pair-mean" if loss.pairs else str(pick("loss_agg_mode")),
+        "loss_agg_mode": _aggregation(loss, str(pick("loss_agg_mode"))),
         "whiten": bool(pick("whiten")),
         "whiten_ddof": 0 if cfg.whiten == "population" else 1,
-        "groups": _groups(cfg, recipe.kind, pairs=loss.pairs),
+        "groups": _groups(cfg, recipe.kind, extremes=loss.pairs and not _neighbours(settings["loss"])),
         "dynamic_sampling": bool(pick("dynamic_sampling")),
         "needs": advantage.needs | loss.needs | _term_needs(cfg, settings),
         "compares": advantage.compares and settings["advantage"].settings.get("single_rollout") != "raw",
@@ -131,6 +138,7 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         "anchor": "old" if settings["loss"].is_own else _anchor(loss, settings["loss"]),
         "entropy_own_mean": cfg.entropy_agg_mode == "token-mean",
         "pairs": loss.pairs,
+        "pairs_neighbours": _neighbours(settings["loss"]),
         "whole_replies": loss.whole_replies,
         "mix": _mix(cfg, settings),
         "reprompt": reprompt,
@@ -144,11 +152,20 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
     return resolved
 
 
-def _groups(cfg: AlgorithmConfig, kind: Kind, *, pairs: bool) -> GroupsConfig:
-    """What is done with groups. A loss on pairs of sampled replies has the best and the worst of each."""
+def _aggregation(loss: LossEntry, picked: str) -> str:
+    """A loss of one number a pair or a reply is averaged over these."""
+    return "pair-mean" if loss.pairs else "seq-mean-token-sum" if loss.whole_replies else picked
+
+
+def _neighbours(loss: Chosen) -> bool:
+    return loss.settings.get("pairs_of") == "neighbours"
+
+
+def _groups(cfg: AlgorithmConfig, kind: Kind, *, extremes: bool) -> GroupsConfig:
+    """What is done with groups. extremes: the loss has the best and the worst reply of each."""
     if kind != "online":
         return GroupsConfig()
-    return cfg.groups.model_copy(update={"keep_best": 1, "keep_worst": 1}) if pairs else cfg.groups
+    return cfg.groups.model_copy(update={"keep_best": 1, "keep_worst": 1}) if extremes else cfg.groups
 
 
 def _anchor(loss: LossEntry, made: Chosen) -> Literal["old", "sampled", "none"]:
@@ -187,10 +204,11 @@ def _own(recipe: Recipe, *, mixes: bool) -> dict[str, Own]:
         "algorithm.resample": ("", False),
         "algorithm.entropy_control": ("adaptive", False),
         "algorithm.entropy_clip": ("", False),
+        "algorithm.oversample": ("mean_reward", False),
     }
 
 
-OURS_ALONE = ("resample", "entropy_control", "entropy_clip", "mix.mu_schedule")
+OURS_ALONE = ("resample", "entropy_control", "entropy_clip", "oversample", "mix.mu_schedule")
 """Parts of an algorithm that cannot be functions of the user's."""
 
 

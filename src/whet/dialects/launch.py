@@ -56,6 +56,7 @@ _MODULES, _KEYS = _patterns("trainer"), _patterns("keys")
 _NO_TRAINERS = tuple(name for name, program in _PROGRAMS.items() if program.kind == "none")
 _PACKAGES = {line["name"]: tuple(line["pattern"].split()) for line in _TABLE if line["kind"] == "package"}
 """Beginnings of the modules whose keys the tables hold."""
+_BASES = {line["name"]: tuple(line["pattern"].split()) for line in _TABLE if line["kind"] == "base"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,11 @@ def system_of(module: str, args: Sequence[str]) -> tuple[System, bool] | None:
 def is_own(module: str, system: System) -> bool:
     """Whether a module that starts a trainer is part of its system. Examples and programs of yours may add keys."""
     return system == "" or module.startswith(_PACKAGES[system])
+
+
+def base_of(module: str) -> list[str]:
+    """The overrides that say what the config file of a program's own has over its system's."""
+    return list(_BASES.get(module.removeprefix("verl."), ()))
 
 
 def _program(word: str) -> _Program | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whet.config.faults import shown
-from whet.dialects.launch import is_own
+from whet.dialects.launch import base_of, is_own
 from whet.dialects.script import Argument, Launch, read_script
 from whet.dialects.tables import FILES, named
 from whet.types import ConfigError
@@ -196,7 +196,7 @@ def _file(launch: Launch, script: Path) -> tuple[Path | None, str | None, list[s
         return None, None, [said for part, said in _ENTRY_POINTS.items() if part in launch.module]
     name = launch.config_name
     if name is None:
-        return None, None, []
+        return None, None, base_of(launch.module)
     name = name.removesuffix(".yaml")
     around = dict.fromkeys([Path(launch.folder), script.resolve().parent])
     tried = [Path(at, launch.config_path or ".", f"{name}.yaml") for at in around]

@@ -63,7 +63,7 @@ def schedule_of(plan: Plan, rollout: RolloutConfig) -> SimulatedSchedule:
     """The schedule of a stage."""
     return SimulatedSchedule(
         mode="asynchronous" if plan.mode == "train" else plan.mode,
-        groups_per_step=plan.own_tasks_per_step,
+        groups_per_step=plan.sampled_tasks_per_step,
         group_size=plan.group_size,
         max_staleness=rollout.max_staleness,
         spare=rollout.spare_tasks,

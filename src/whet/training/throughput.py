@@ -74,9 +74,11 @@ def meter_of(
     *,
     train: TrainConfig,
     of_critic: TrainConfig | None,
+    critic_is_model: bool = False,
     devices: int = 1,
 ) -> Meter | None:
-    """None where the speed of the device is not known, as on a CPU. devices: that update together, all alike."""
+    """None where the speed of the device is not known, as on a CPU. critic_is_model: it has an output layer. devices:
+    that update together, all alike."""
     if policy.device.type != "cuda":
         return None
     dtype = next(policy.structure.parameters()).dtype
@@ -87,7 +89,7 @@ def meter_of(
         peak=peak * devices,
         devices=devices,
         policy=work_of(policy.structure, output=True),
-        critic=None if critic is None else work_of(critic.structure, output=False),
+        critic=None if critic is None else work_of(critic.structure, output=critic_is_model),
         shared=train.share_prompts,
         passes=train.update_epochs,
         critic_passes=of_critic.update_epochs if of_critic else 0,

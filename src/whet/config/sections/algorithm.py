@@ -223,6 +223,9 @@ class AlgorithmConfig(Section):
     1.0}. Default: once."""
     groups: GroupsConfig = Field(default_factory=GroupsConfig)
     """Which rollouts of a group are trained on, and with what reward or mask."""
+    oversample: str | dict[str, Any] | None = None
+    """Sample more tasks than a step trains on, and choose among their groups (PRIME): mean_reward, or a table of its
+    settings: {factor: 4.0, low: 0.2, high: 0.8}. Default: a step samples what it trains on."""
     refill: Literal["sample", "copy"] = "sample"
     """Replacement of dropped groups: new tasks (sample), or random copies of the other groups of the step (copy)."""
 

@@ -14,8 +14,9 @@ NonNegative = Annotated[float, Field(ge=0.0)]
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Epochs = Annotated[str, Field(pattern=r"^[1-9][0-9]* epochs?$", examples=["2 epochs"])]
+Steps = Annotated[str, Field(pattern=r"^[1-9][0-9]* steps? from [1-9][0-9]*$", examples=["4 steps from 3"])]
 Seconds = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(e[-+]?[0-9]+)? s$", examples=["30 s"])]
-Interval = Count | Epochs | Annotated[tuple[Positive | Epochs, ...], Field(min_length=1)]
+Interval = Count | Epochs | Steps | Annotated[tuple[Positive | Epochs | Steps, ...], Field(min_length=1)]
 Above0 = Annotated[float, Field(gt=0.0)]
 
 

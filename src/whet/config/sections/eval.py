@@ -21,8 +21,8 @@ class EvalConfig(Section):
     """Held-out evaluation."""
 
     interval: Interval = 0
-    """Steps between evaluations (verl: test_freq; TRL: eval_steps), `1 epoch` of the training data (in the step that
-    completes it), or a list of both. 0: only at start and end."""
+    """Steps between evaluations (verl: test_freq; TRL: eval_steps), `4 steps from 3` (the first after step 3),
+    `1 epoch` of the training data (in the step that completes it), or a list of these. 0: only at start and end."""
     at_start: bool = True
     """Evaluate before the first step. (verl: val_before_train)"""
     at_end: bool = True

@@ -107,7 +107,8 @@ class TokenizerConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value model of PPO: the policy's architecture with a value head."""
+    """The model that learns beside the policy and judges its tokens: PPO's value model, the policy's architecture with
+    a value head, or PRIME's implicit reward model, a language model."""
 
     path: str | None = None
     """Folder of the initial weights. Default: a copy of the policy's weights at the start of the stage."""
@@ -168,8 +169,9 @@ class ReferenceConfig(Section):
     """Values that override entries of the config.json at `path`, and of those of `models`. Default:
     model.overrides."""
     reset_interval: Interval = 0
-    """Steps between copies of the policy into the reference (TRL: ref_model_sync_steps), `1 epoch` of the training data
-    (the copy is made in the step that completes it), or a list of both. 0: never."""
+    """Steps between copies of the policy into the reference (TRL: ref_model_sync_steps), `4 steps from 3` (the first
+    copy after step 3), `1 epoch` of the training data (the copy is made in the step that completes it), or a list of
+    these. 0: never."""
     mixup_alpha: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Weight of the policy in such a copy: the reference becomes alpha * policy + (1 - alpha) * reference, weight by
     weight (TR-DPO's soft update, arXiv:2404.09656; TRL: ref_model_mixup_alpha). 1: the policy itself."""

@@ -22,8 +22,9 @@ class CheckpointConfig(Section):
     """Saving and resuming of the whole run, bit for bit."""
 
     interval: Interval = 50
-    """Steps between checkpoints (verl: save_freq; TRL: save_steps), `1 epoch` of the training data (a checkpoint is
-    written in the step that completes it), or a list of both. 0: only at the end and on Ctrl-C."""
+    """Steps between checkpoints (verl: save_freq; TRL: save_steps), `4 steps from 3` (the first after step 3),
+    `1 epoch` of the training data (a checkpoint is written in the step that completes it), or a list of these. 0: only
+    at the end and on Ctrl-C."""
     keep: Positive | None = 2
     """Number of newest checkpoints to keep. (verl: max_actor_ckpt_to_keep; TRL: save_total_limit) null: all."""
     keep_best: BestConfig | None = None

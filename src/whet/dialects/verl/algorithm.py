@@ -8,8 +8,16 @@ from whet.config.faults import shown
 from whet.dialects.choices import choices, settings
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
-from whet.dialects.verl import distillation
-from whet.dialects.verl.roles import ACTOR, CRITIC, ROLLOUT, texts
+from whet.dialects.verl import distillation, prime, self_play
+from whet.dialects.verl.roles import (
+    ACTOR,
+    CRITIC,
+    ROLLOUT,
+    has_implicit_model,
+    makes_pairs,
+    self_plays,
+    texts,
+)
 from whet.dialects.verl.sizes import is_fully_async, is_one_step_off, prompts, responses
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
@@ -36,6 +44,10 @@ def advantage(v: Values) -> Native:
     key = "algorithm.adv_estimator"
     if distillation.replaces_rewards(v):
         return distillation.algorithm(v)
+    if self_plays(v):
+        return self_play.algorithm(v)
+    if has_implicit_model(v):
+        return prime.algorithm(v)
     estimator = str(v[key])
     if ":" in estimator:
         return {"algorithm.name": "grpo", "algorithm.advantage": estimator}
@@ -227,12 +239,15 @@ IN_REWARD: dict[str, str | None] = {**KL, "full": None}
 def kl(v: Values) -> Native:
     """In the loss, in the reward, or in both, each with its own estimator and weight."""
     out: dict[str, Json] = {}
-    if distillation.replaces_rewards(v):
+    if distillation.replaces_rewards(v) or makes_pairs(v):
         return NOTHING
     if v[f"{ACTOR}.use_kl_loss"]:
         out["algorithm.kl.coef"] = v[f"{ACTOR}.kl_loss_coef"]
         out["algorithm.kl.estimator"] = choose(v, f"{ACTOR}.kl_loss_type", IN_LOSS)
-    return out | _kl_in_reward(v) if v["algorithm.use_kl_in_reward"] else out
+    in_reward = v["algorithm.use_kl_in_reward"] and not has_implicit_model(
+        v
+    )  # PRIME's trainer subtracts none
+    return out | _kl_in_reward(v) if in_reward else out
 
 
 def _kl_in_reward(v: Values) -> dict[str, Json]:
@@ -246,6 +261,12 @@ def _kl_in_reward(v: Values) -> dict[str, Json]:
     if v[f"{at}.horizon"] < 1:
         raise ConfigError(f"{at}.horizon: got {v[f'{at}.horizon']}, expected a whole number >= 1")
     return out | {f"{native}.target": v[f"{at}.target_kl"], f"{native}.horizon": v[f"{at}.horizon"]}
+
+
+def renewal(v: Values) -> Native:
+    """SPIN's reference is the policy before each step that ref_update_freq divides: after the step before it."""
+    every = v["trainer.ref_update_freq"]
+    return {"reference.reset_interval": 1 if every == 1 else f"{every} steps from {every - 1}"}
 
 
 # ---------------------------------------------------------------- off-policy correction (newer verl)

@@ -20,6 +20,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 TURNS = f"{ROLLOUT}.multi_turn"
 MODEL = "actor_rollout_ref.model"
 CRITIC = "critic"
+RM = "reward_model"
 FSDP = f"{ACTOR}.fsdp_config"
 MEGATRON = f"{ACTOR}.megatron"
 
@@ -175,13 +176,29 @@ def has_critic(v: Values) -> bool:
     return bool(v["algorithm.adv_estimator"] == "gae")
 
 
+def self_plays(v: Values) -> bool:
+    """Whether SPPO or SPIN trains, recipes of verl with trainers of their own, which read no estimator."""
+    return v["algorithm.adv_estimator"] is None
+
+
+def makes_pairs(v: Values) -> bool:
+    """Whether that is SPIN: DPO on pairs of the policy's own replies. SPPO has an eta."""
+    return self_plays(v) and v[f"{ACTOR}.sppo_eta"] is None and v["algorithm.sppo_eta"] is None
+
+
+def has_implicit_model(v: Values) -> bool:
+    """Whether PRIME trains: its reward model learns beside the policy."""
+    return v["algorithm.reward_dpo_coef"] is not None or v["algorithm.reward_gt_coef"] is not None
+
+
 def has_reference(v: Values) -> bool:
-    """Whether a KL to the reference is taken at all."""
-    return bool(v[f"{ACTOR}.use_kl_loss"] or v["algorithm.use_kl_in_reward"])
+    """Whether a KL to the reference is taken at all, or DPO."""
+    return bool(v[f"{ACTOR}.use_kl_loss"] or v["algorithm.use_kl_in_reward"]) or makes_pairs(v)
 
 
 def has_reward_model(v: Values) -> bool:
-    return bool(v["reward_model.enable"])
+    """Whether a frozen model scores responses."""
+    return bool(v[f"{RM}.enable"]) and not has_implicit_model(v)
 
 
 def has_turns(v: Values) -> bool:
@@ -485,6 +502,8 @@ def offloaded(v: Values) -> Native:
             f"{mine}.grad_offload=True without param_offload is coming, not built yet: gradients are where their "
             "weights are"
         )
+    of_reward = v[f"{RM}.model.fsdp_config.param_offload"] if has_implicit_model(v) else False
+    rests |= {"critic": True, "reference": True} if of_reward else {}
     return {"train.offload": [*names, *(name for name, there in rests.items() if there)]}
 
 

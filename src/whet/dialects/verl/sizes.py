@@ -28,6 +28,7 @@ from whet.dialects.verl.roles import (
     has_critic,
     has_reference,
     is_megatron,
+    makes_pairs,
     parallel_keys,
     section,
     server_options,
@@ -163,7 +164,7 @@ def prompts(v: Values) -> int:
 
 
 def mini_batches(v: Values, role: str) -> int:
-    """B / ppo_mini_batch_size, after verl's rules for the sizes of a step."""
+    """B / ppo_mini_batch_size, after verl's rules for the sizes of a step. SPIN takes one optimizer step for all."""
     key = f"{role}.ppo_mini_batch_size"
     B, mini, n, dynamic = prompts(v), v[key], responses(v), v[f"{role}.use_dynamic_bsz"]
     if mini > B and dynamic:
@@ -177,7 +178,7 @@ def mini_batches(v: Values, role: str) -> int:
         raise NotSupportedYet(f"{said}: a smaller last mini batch is coming, not built yet")
     if not dynamic:
         _check_shares(v, role, of_step=B * n, of_mini=mini * n)
-    return B // int(mini)
+    return 1 if makes_pairs(v) else B // int(mini)
 
 
 def _check_shares(v: Values, role: str, *, of_step: int, of_mini: int) -> None:
@@ -206,7 +207,7 @@ def _check_shares(v: Values, role: str, *, of_step: int, of_mini: int) -> None:
 def batches(v: Values) -> Native:
     """A step of B prompts in B / ppo_mini_batch_size optimizer steps, ppo_epochs times over; the critic's where they
     are others."""
-    minis, passes = mini_batches(v, ACTOR), v[f"{ACTOR}.ppo_epochs"]
+    minis, passes = mini_batches(v, ACTOR), 1 if makes_pairs(v) else v[f"{ACTOR}.ppo_epochs"]
     out: dict[str, Json] = {
         "train.tasks_per_step": prompts(v),
         "train.minibatches": minis,
