@@ -236,7 +236,6 @@ def test_memory_speed_and_features_that_are_off_are_accepted(given: dict[str, An
         (POLICY + "use_remote_reward", True, {}, "reward models' own layouts"),
         ("train.non_text", True, {}, "images and video"),
         ("rollout.backend", "vla", {}, "vision-language-action models"),
-        ("rollout.quantization", "mxfp4", {}, "coming"),
         ("train.logprob_dtype", "bfloat16", {}, "expected one of float32"),
         (POLICY + "algo", "ppo", {}, "algorithms of your own"),
     ],
@@ -259,7 +258,7 @@ def test_what_is_not_built_says_so(key: str, value: Any, around: dict[str, Any],
     ],
 )
 def test_a_file_for_other_models_is_refused_for_that_alone(given: dict[str, Any], words: str) -> None:
-    found = made("0.4.4", {"rollout.quantization": "mxfp4"} | given)
+    found = made("0.4.4", {"train.non_text": True} | given)
     ((_, text),) = found.problems
     assert words in text
     assert "models" in text

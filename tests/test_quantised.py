@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from test_native_graphs import Again
 from test_plan import BASE, made, refused
 from tiny import FEW, tiny_model
 from whet.config.checks_sync import content_of
+from whet.config.derived import quantised_size
 from whet.config.load import load
 from whet.config.memory_estimate import places
-from whet.config.schema import LoraConfig
+from whet.config.schema import LoraConfig, ModelConfig
+from whet.config.sections.rollout import Quantization
+from whet.config.sizes import new_shape
 from whet.models import quantised as eight
 from whet.models.lora import adapted, attach, merged, refresh
 from whet.models.quantised import NUMBERS, SIDE, Quantised, held
@@ -35,7 +39,7 @@ from whet.sync.files import Files
 from whet.sync.replicas import Inbox
 from whet.types import ConfigError, Sampling, WhetError
 
-KINDS: tuple[eight.Kind, ...] = ("float8", "int8")
+KINDS: tuple[Quantization, ...] = ("float8", "int8")
 JOBS = [
     job for n, prompt in enumerate(prompts([3, 17, 17, 30])) for job in group(prompt, 3, max_tokens=12 + n)
 ]
@@ -57,7 +61,7 @@ def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 # ---------------------------------------------------------------- products
 
 
-def errors(x: torch.Tensor, kind: eight.Kind) -> tuple[torch.Tensor, torch.Tensor]:
+def errors(x: torch.Tensor, kind: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
     """(x in float64 after its way through 8 bits, the most that each number may have moved)."""
     largest = x.abs().amax(1, keepdim=True).double()
     if kind == "int8":
@@ -71,7 +75,7 @@ def errors(x: torch.Tensor, kind: eight.Kind) -> tuple[torch.Tensor, torch.Tenso
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_those_of_rounded_numbers(kind: eight.Kind) -> None:
+def test_products_are_those_of_rounded_numbers(kind: Quantization) -> None:
     """21 tokens: they are filled up, and the zeros change nothing. A bias is added after the scales."""
     gen = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(shape, generator=gen) for shape in ((21, 64), (48, 64), (48,)))
@@ -88,7 +92,7 @@ def test_products_are_those_of_rounded_numbers(kind: eight.Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_does_not_depend_on_its_batch(kind: eight.Kind) -> None:
+def test_a_row_does_not_depend_on_its_batch(kind: Quantization) -> None:
     gen = torch.Generator().manual_seed(1)
     x, matrix = torch.randn(40, 48, generator=gen), Quantised.like(torch.randn(32, 48, generator=gen), kind)
     whole = matrix.times(x)
@@ -100,7 +104,7 @@ def test_a_row_does_not_depend_on_its_batch(kind: eight.Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_finite_stays_so_and_zeros_stay_zeros(kind: eight.Kind) -> None:
+def test_what_is_not_finite_stays_so_and_zeros_stay_zeros(kind: Quantization) -> None:
     x = torch.ones(3, 16)
     x[0, 2], x[1, 2], x[2] = float("nan"), float("inf"), 0.0
     y = Quantised.like(torch.eye(16), kind).times(x)
@@ -120,7 +124,7 @@ def test_nothing_but_a_product_takes_them() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FEW)
-def test_sampled_log_probs_are_those_of_the_quantised_model(family: str, kind: eight.Kind) -> None:
+def test_sampled_log_probs_are_those_of_the_quantised_model(family: str, kind: Quantization) -> None:
     """To the bit those of the engine's own module, and near those of a model that has the same weights, dequantised,
     and activations that are not rounded."""
     module = tiny_model(family)
@@ -158,7 +162,7 @@ def test_what_is_in_8_bits_and_what_stays(family: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sync_changes_what_is_sampled(kind: eight.Kind) -> None:
+def test_a_sync_changes_what_is_sampled(kind: Quantization) -> None:
     """As a module that learns in place, as another module, and tensor by tensor: always as an engine that began so."""
     module = tiny_model()
     other = shifted(module)
@@ -333,8 +337,74 @@ def test_adapters_travel_merged() -> None:
 def test_a_replica_that_has_only_8_bits_gives_none_away() -> None:
     inbox = Inbox(engine(quantization="int8").module, name="one", adapters=False, put=lambda x: x)
     inbox.receiver.held = object()  # type: ignore[assignment]
-    with pytest.raises(WhetError, match="one has its weights only in 8 bits"):
+    with pytest.raises(WhetError, match="one has its weights only quantised"):
         inbox.give()
+
+
+# ---------------------------------------------------------------- mxfp4
+
+
+def in_mxfp4(row: list[float]) -> list[float]:
+    """32 numbers by the definition, in float64: the smallest power of two by which the largest is at most 6, and the
+    nearest of e2m1's values, away from 0 in the middle."""
+    largest = max(map(abs, row))
+    if largest == 0:
+        return [0.0] * len(row)
+    power = 2.0 ** math.ceil(math.log2(largest / 6))
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    nearest = (
+        max(v for v in values if abs(abs(x) / power - v) == min(abs(abs(x) / power - u) for u in values))
+        for x in row
+    )
+    return [math.copysign(v * power, x) for v, x in zip(nearest, row)]
+
+
+def test_mxfp4_by_its_definition() -> None:
+    """Also where the largest is exactly 6 times a power of two, and for numbers in the middle of two."""
+    gen = torch.Generator().manual_seed(0)
+    weight = torch.randn(3, 8, 64, generator=gen) * torch.logspace(-3, 3, 8)[:, None]
+    weight[0, 0] = 0
+    weight[1, 2, :9] = torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0])
+    weight[1, 2, 9:] = 0.1
+    weight = weight.bfloat16().float()
+    four = Quantised.like(weight, "mxfp4")
+    expected = [in_mxfp4(block) for block in weight.double().view(-1, 32).tolist()]
+    assert four.whole(torch.float32).view(-1, 32).tolist() == expected  # type: ignore[attr-defined]
+    assert four.shape == weight.shape
+    assert (four.numbers.nbytes, four.scale.nbytes) == (weight.numel() // 2, weight.numel() // 32)
+
+
+def test_experts_in_mxfp4_sample_as_a_model_of_the_rounded_weights() -> None:
+    """To the bit, before and after a sync: activations are not rounded. A stack whose inputs are no multiple of 32
+    stays, and so does all that is no expert's."""
+
+    def rounded(module: Any) -> Any:
+        plain = tiny_model("qwen3_moe")
+        with torch.no_grad():
+            for name, p in plain.named_parameters():
+                p.copy_(module.get_parameter(name))
+                if name.endswith("gate_up_proj"):
+                    p.copy_(Quantised.like(p, "mxfp4").whole(torch.float32))  # type: ignore[attr-defined]
+        return plain
+
+    module = tiny_model("qwen3_moe")
+    e = engine(module, quantization="mxfp4")
+    assert {name.rpartition(".")[2] for name in held(e.module)} == {"gate_up_proj"}
+    said = [c.logprobs for c in run(ask(e, JOBS))]
+    assert said == [c.logprobs for c in run(ask(engine(rounded(module)), JOBS))]
+    assert said != [c.logprobs for c in run(ask(engine(module), JOBS))]
+    other = tiny_model("qwen3_moe", seed=7)
+
+    async def synced() -> list[Any]:
+        await e.update_weights(WeightUpdate(version=1, module=other))
+        return [c.logprobs for c in await ask(e, JOBS)]
+
+    assert run(synced()) == [c.logprobs for c in run(ask(engine(rounded(other)), JOBS))]
+
+
+def test_mxfp4_needs_experts() -> None:
+    with pytest.raises(ConfigError, match="has no experts with inputs by 32"):
+        engine(tiny_model("qwen3"), quantization="mxfp4")
 
 
 # ---------------------------------------------------------------- plans and runs
@@ -344,13 +414,29 @@ def test_memory_by_hand() -> None:
     """Hidden 32, ffn 96, 2 layers: 2 * (4 * 32 * 32 + 3 * 96 * 32) numbers, and 2 * (4 * 32 + 2 * 96 + 32) scales."""
     eight_bits, numbers = 26624 + 4 * 704, 26624
     own = {p.name: p.phases for p in places(made("rollout.quantization=int8"))}["this process"]
-    assert all(phase.parts["weights in 8 bits"] == eight_bits for phase in own)
+    assert all(phase.parts["quantised weights"] == eight_bits for phase in own)
     whole = {p.name: p.phases for p in places(made("rollout.replicas=2"))}["each replica"][0].parts["policy"]
     start, sampling = {
         p.name: p.phases for p in places(made("rollout.replicas=2", "rollout.quantization=int8"))
     }["each replica"]
     assert (start.parts["policy"], sampling.parts["policy"]) == (whole, whole - 4 * numbers)
-    assert start.parts["weights in 8 bits"] == sampling.parts["weights in 8 bits"] == eight_bits
+    assert start.parts["quantised weights"] == sampling.parts["quantised weights"] == eight_bits
+
+
+def test_memory_of_mxfp4_by_hand() -> None:
+    """Half a byte a number of the experts, and a byte for 32; stacks of other inputs stay."""
+    mixture = {
+        "name": "qwen3_moe",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_experts": 4,
+        "num_hidden_layers": 1,
+    }
+    shape = new_shape(ModelConfig(scratch=mixture), vocab_size=50)
+    up, down = 4 * 2 * 96 * 64, 4 * 64 * 96
+    assert quantised_size(shape.tensors, "mxfp4") == (up + down, (up + down) // 2 + (up + down) // 32)
+    narrow = new_shape(ModelConfig(scratch=mixture | {"intermediate_size": 48}), vocab_size=50)
+    assert quantised_size(narrow.tensors, "mxfp4")[0] == up // 2
 
 
 def test_a_run_learns(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from whet.cluster.staging import RayStaging
 from whet.config.checks_sync import content_of
 from whet.config.plan import Plan
 from whet.config.schema import Config, LoraConfig
+from whet.config.sections.rollout import Quantization
 from whet.guard import stacks
 from whet.guard.imports import import_all
 from whet.guard.line import LOOPBACK
@@ -83,7 +84,7 @@ class Spec:
     max_num_seqs: int
     max_context: int
     cache_mb: int | None
-    quantization: Literal["float8", "int8"] | None
+    quantization: Quantization | None
     kernels: Literal["auto", "torch", "compiled"]
     threads: int
     prove: bool

@@ -4,20 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from whet.config import schedules, sizes
 from whet.config.checks_parallel import ranks_of
 from whet.config.functions import Kind
 from whet.config.groups import sampled_tasks
-from whet.config.learns import Learns
+from whet.config.learns import Learns, is_stack
 from whet.config.recipes import Resolved, resolve
 from whet.config.schema import AlgorithmConfig, Config, OptimizerConfig, SamplingConfig, TrainConfig
+from whet.config.sections.rollout import Quantization
 from whet.config.sizes import Shape, cache_dtype
 from whet.types import ConfigError
 
-IN_8_BITS = "weights in 8 bits"
+QUANTISED = "quantised weights"
 """Of an engine, in tables of memory."""
+
+
+def quantised_size(tensors: Mapping[str, tuple[int, ...]], kind: Quantization) -> tuple[int, int]:
+    """(numbers in the matrices that `rollout.quantization` takes, their bytes then: one each, and a float32 scale a
+    row; in mxfp4 half a byte each, and a byte for 32). tensors: every parameter by its name."""
+    if kind == "mxfp4":
+        stacks = sum(prod(size) for name, size in tensors.items() if is_stack(name) and not size[-1] % 32)
+        return stacks, stacks // 2 + stacks // 32
+    still = ("embed_tokens", "lm_head", ".mlp.gate.")
+    taken = [
+        size
+        for name, size in tensors.items()
+        if len(size) > 1 and not any(s in name for s in still) and not any(n % 16 for n in size[-2:])
+    ]
+    return sum(map(prod, taken)), sum(prod(size) + 4 * prod(size[:-1]) for size in taken)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +84,8 @@ class Plan:
     """How exploring and training take turns."""
     saves_parts: bool
     """No rank gathers whole tensors to save them: each writes its parts, or sends them to this process."""
-    quantized: bool
-    """Rollouts are sampled from a copy of the weights in 8 bits."""
+    quantized: Quantization | None
+    """What rollouts are sampled from: a copy of the weights, rounded to this. None: the weights."""
     samples_apart: bool
     """Rollouts are sampled from a copy of the weights, for the policy moves on meanwhile."""
     threads: int
@@ -196,15 +213,19 @@ class Plan:
 
     @property
     def quantized_bytes(self) -> int:
-        """Of the weights in 8 bits that an engine has."""
+        """Of the quantised weights that an engine has."""
         there = self.quantized and self.generates and self.shape is not None
-        return self.shape.in_8_bits[1] if there and self.shape else 0
+        return (
+            quantised_size(self.shape.tensors, self.quantized)[1]
+            if there and self.shape and self.quantized
+            else 0
+        )
 
     @property
     def beside(self) -> dict[str, int]:
         """Bytes of what this process holds beside its models: those that judge, and the engine's weights in 8 bits."""
         own = (
-            {} if self.cfg.rollout.replicas or not self.quantized_bytes else {IN_8_BITS: self.quantized_bytes}
+            {} if self.cfg.rollout.replicas or not self.quantized_bytes else {QUANTISED: self.quantized_bytes}
         )
         return {**self.reward_models, **own}
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from whet.config import memory
 from whet.config.checks_parallel import ranks_of, shards, world
-from whet.config.derived import IN_8_BITS, Plan
+from whet.config.derived import QUANTISED, Plan, quantised_size
 from whet.config.evaluation import writes_replies
 from whet.config.groups import pairs_tasks
 from whet.config.hardware import cuda_bytes, multiplies_half, ram_bytes
@@ -238,13 +238,16 @@ def _shared(cut: PeakBatch, ranks: int) -> PeakBatch:
 
 
 def _replica_phases(plan: Plan) -> list[Phase]:
-    """An engine with a copy of the weights; at most it has all rollouts. 8-bit weights are made from full weights at
-    the start, which are then freed."""
+    """An engine with a copy of the weights; at most it has all rollouts. Quantised weights are made from full weights,
+    which are then freed."""
     assert plan.learns is not None
     assert plan.shape is not None
     cache, sampling = _sampling(plan, _setting(plan), _lengths(plan))
-    size, gone = DTYPE_BYTES[plan.dtype], plan.shape.in_8_bits[0] if plan.quantized else 0
-    eight = {IN_8_BITS: plan.quantized_bytes} if plan.quantized else {}
+    size, gone = (
+        DTYPE_BYTES[plan.dtype],
+        quantised_size(plan.shape.tensors, plan.quantized)[0] if plan.quantized else 0,
+    )
+    eight = {QUANTISED: plan.quantized_bytes} if plan.quantized else {}
     held = {"policy": (plan.learns.base - gone) * size, **eight, "KV cache": cache}
     held |= _products(plan, _setting(plan), sampled=_lengths(plan))
     start = (

@@ -190,7 +190,7 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
         compiled=device == "cpu" and cfg.machine.kernels != "torch",
         mode=mode_of(cfg, algorithm.kind),
         saves_parts=cfg.checkpoint.sharded or cfg.checkpoint.async_save,
-        quantized=cfg.rollout.quantization is not None,
+        quantized=cfg.rollout.quantization,
         samples_apart=_samples_apart(cfg, mode_of(cfg, algorithm.kind)),
         threads=cfg.machine.threads or cores(),
         shape=size,

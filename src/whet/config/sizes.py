@@ -67,18 +67,6 @@ class Shape:
         """Queries and keys are normed head by head."""
         return self.family in _HEAD_NORMS
 
-    @property
-    def in_8_bits(self) -> tuple[int, int]:
-        """(numbers in the matrices that `rollout.quantization` takes, their bytes then: one each, and a float32 scale a
-        row)."""
-        still = ("embed_tokens", "lm_head", ".mlp.gate.")
-        taken = [
-            size
-            for name, size in self.tensors.items()
-            if len(size) > 1 and not any(s in name for s in still) and not any(n % 16 for n in size[-2:])
-        ]
-        return sum(map(prod, taken)), sum(prod(size) + 4 * prod(size[:-1]) for size in taken)
-
     def kv_bytes(self, *, rows: int, tokens: int, dtype: str) -> int:
         """KV cache of so many rows of so many tokens, in whole pages. dtype: of the cache."""
         return rows * -(-tokens // PAGE_TOKENS) * self.page_bytes(dtype)

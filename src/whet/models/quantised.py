@@ -1,4 +1,4 @@
-"""Weights in 8 bits, and the matrix products of such numbers.
+"""Weights in 8 or 4 bits, and the matrix products of such numbers.
 
 A matrix is held as numbers of 8 bits and one float32 scale for each of its rows, so that the row's largest number is
 the format's largest. What it is multiplied with is scaled in the same way by the numbers at hand (dynamic, one scale a
@@ -6,29 +6,39 @@ token); the product takes the scales out again. float8 is e4m3 (Micikevicius et 
 is relative to each number; int8 has even steps, 127 to a row's largest (Dettmers et al. 2022, arXiv:2208.07339).
 Products are torch's `_scaled_mm`, in bfloat16, and `_int_mm`, in int32 and so without rounding of their own.
 
+mxfp4 is for the experts of a mixture: e2m1 numbers, and a power of two for each BLOCK of a row (OCP Microscaling
+Formats 1.0). What it is multiplied with is not rounded.
+
 Shape letters: O, I rows and columns of a weight, which are columns of output and input; M, K, P of a product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from whet.config.learns import STACKS, is_stack
+from whet.config.sections.rollout import Quantization
 from whet.models.lora import adapted, merged
+from whet.models.products import linear
 from whet.models.router import gates
 from whet.types import ConfigError, WhetError
 
-Kind = Literal["float8", "int8"]
 Scaling = Literal["rowwise", "tensorwise"]
 NUMBERS = {"float8": torch.float8_e4m3fn, "int8": torch.int8}
 SIDE = 16
 """What the sides of a matrix have to be multiples of."""
 LEAST_ROWS = 32
 """CUDA's int8 products take more rows than 16."""
+BLOCK = 32
+"""Numbers of a row with one scale in mxfp4."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Absolute values by their code."""
 
 Scaled = tuple[Tensor, Tensor]
 """(numbers of 8 bits [M, K], scale [M, 1] or [1, 1] float32)."""
@@ -88,12 +98,17 @@ class Quantised:
     """[..., O, I] weights in 8 bits. It replaces a module's parameter: `F.linear` multiplies with it, and no other
     function accepts it."""
 
+    sides = (SIDE, SIDE)
+    """O and I have to be multiples of these."""
+
     def __init__(self, numbers: Tensor, scale: Tensor) -> None:
         self.numbers, self.scale = numbers, scale
 
     @classmethod
-    def like(cls, weight: Tensor, kind: Kind) -> Quantised:
+    def like(cls, weight: Tensor, kind: Quantization) -> Quantised:
         """The same numbers, about."""
+        if kind == "mxfp4":
+            return MicroScaled.like(weight, kind)
         numbers = torch.empty(weight.shape, dtype=NUMBERS[kind], device=weight.device)
         scale = torch.empty(*weight.shape[:-1], 1, dtype=torch.float32, device=weight.device)
         return cls(numbers, scale).copy_(weight)
@@ -116,7 +131,7 @@ class Quantised:
 
     def unbind(self) -> list[Quantised]:
         """The matrices of a stack."""
-        return [Quantised(n, s) for n, s in zip(self.numbers.unbind(), self.scale.unbind())]
+        return [type(self)(n, s) for n, s in zip(self.numbers.unbind(), self.scale.unbind())]
 
     def times(self, x: Tensor) -> Tensor:
         """x W^T, [..., O] in x's dtype for [..., I]."""
@@ -142,30 +157,88 @@ class Quantised:
         return y if bias is None else y + bias
 
 
-@torch.no_grad()
-def quantise(model: nn.Module, kind: Kind, *, experts: bool) -> list[str]:
-    """Quantise a model's matrices to 8 bits, in place, except for embedding, output layer and routers. experts: their
-    stacks, too.
+class MicroScaled(Quantised):
+    """The same in mxfp4: two codes a byte, the first in its lower half; a power of two's exponent plus 127 a block.
 
-    Returns the names of other matrices that are not quantised: SIDE does not divide their sides, or they are in modules
-    of unknown types. Errors: ConfigError where nothing is left to be quantised.
+    The scale is the smallest power of two by which the block's largest number is at most 6; a number between two others
+    becomes the nearer one, and the larger one in the middle. As triton_kernels' downcast_to_mxfp, with which Cosmos-RL
+    0.4.7 gives weights, rounded to bfloat16 before, to vLLM.
     """
+
+    sides = (1, BLOCK)
+
+    @classmethod
+    def like(cls, weight: Tensor, kind: Quantization) -> MicroScaled:
+        *above, columns = weight.shape
+        numbers = torch.empty(*above, columns // 2, dtype=torch.uint8, device=weight.device)
+        scale = torch.empty(*above, columns // BLOCK, dtype=torch.uint8, device=weight.device)
+        return cls(numbers, scale).copy_(weight)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.numbers.shape[:-1], 2 * self.numbers.shape[-1]))
+
+    @torch.no_grad()
+    def copy_(self, weight: Tensor) -> MicroScaled:
+        between = torch.tensor([(a + b) / 2 for a, b in pairwise(E2M1)], device=self.numbers.device)
+        stack = weight.to(self.numbers.device).reshape(-1, *self.shape[-2:])
+        for matrix_OI, numbers, scale in zip(
+            stack, *(t.view(-1, *t.shape[-2:]) for t in (self.numbers, self.scale))
+        ):
+            blocks = matrix_OI.to(torch.bfloat16).float().unflatten(-1, (-1, BLOCK))
+            least = blocks.abs().amax(-1, keepdim=True) / E2M1[-1]
+            exponent = (least.view(torch.int32) + 0x7FFFFF) >> 23  # rounded up, unless it is a power of two
+            size = blocks.abs() * _power(254 - exponent)
+            code = torch.bucketize(size, between, right=True) + 8 * blocks.signbit()
+            code = torch.where(exponent == 0, 0, code).flatten(-2).to(torch.uint8)
+            numbers.copy_(code[:, ::2] | code[:, 1::2] << 4)
+            scale.copy_(exponent.squeeze(-1))
+        return self
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """[..., O, I] the numbers."""
+        values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=self.numbers.device)
+        code = torch.stack((self.numbers & 15, self.numbers >> 4), -1).flatten(-2)
+        return (values[code.int()] * _power(self.scale).repeat_interleave(BLOCK, -1)).to(dtype)
+
+    def times(self, x: Tensor) -> Tensor:
+        return linear(x, self.whole(x.dtype))
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """2^(exponent - 127) exactly; 0 for the exponent 0."""
+    return (exponent.int() << 23).view(torch.float32)
+
+
+@torch.no_grad()
+def quantise(model: nn.Module, kind: Quantization, *, experts: bool) -> list[str]:
+    """Quantise a model's matrices, in place, except for embedding, output layer and routers. experts: their stacks,
+    too; mxfp4 takes these alone.
+
+    Returns the names of other matrices that are not quantised: their sides are no multiples of what the kind needs, or
+    they are in modules of unknown types. Errors: ConfigError where nothing is left to be quantised.
+    """
+    four = kind == "mxfp4"
+    sides = (MicroScaled if four else Quantised).sides
     output = model.get_output_embeddings()  # type: ignore[operator]
     still = {id(m) for m in (output, *gates(model))}
     for module in model.modules():
-        for name in _matrices(module, experts=experts):
+        for name in _matrices(module, linears=not four, experts=experts):
             weight = module._parameters[name]
             if (
                 weight is not None
                 and id(module) not in still
-                and not any(n % SIDE for n in weight.shape[-2:])
+                and not any(n % side for n, side in zip(weight.shape[-2:], sides))
             ):
                 del module._parameters[name]
                 setattr(module, name, Quantised.like(weight, kind))
     if not held(model):
+        what = (
+            f"experts with inputs by {BLOCK}" if four else f"linear layer whose sides are multiples of {SIDE}"
+        )
         raise ConfigError(
-            f"rollout.quantization: {type(model).__name__} has no linear layer whose sides are multiples of {SIDE}, so "
-            "nothing would be quantised; leave it out"
+            f"rollout.quantization={kind}: {type(model).__name__} has no {what}, so nothing would be quantised; leave "
+            "it out"
         )
     owners = {
         n: m for n, m in model.named_modules() if id(m) not in still and not isinstance(m, nn.Embedding)
@@ -174,20 +247,19 @@ def quantise(model: nn.Module, kind: Kind, *, experts: bool) -> list[str]:
         f"{at}.{n}"
         for at, m in owners.items()
         for n, p in m._parameters.items()
-        if p is not None and p.ndim > 1
+        if p is not None and p.ndim > 1 and (not four or is_stack(f"{at}.{n}"))
     ]
 
 
-def _matrices(module: nn.Module, *, experts: bool) -> tuple[str, ...]:
+def _matrices(module: nn.Module, *, linears: bool, experts: bool) -> tuple[str, ...]:
     """Parameters that only `F.linear` reads."""
-    if type(module) is nn.Linear:
+    if linears and type(module) is nn.Linear:
         return ("weight",)
-    stacks = ("gate_up_proj", "down_proj")
-    return stacks if experts and all(n in module._parameters for n in stacks) else ()
+    return tuple(STACKS) if experts and all(n in module._parameters for n in STACKS) else ()
 
 
 def held(module: nn.Module) -> dict[str, Quantised]:
-    """The weights in 8 bits, by the names of the parameters in whose places they stand."""
+    """The quantised weights, by the names of the parameters in whose places they stand."""
     return {
         f"{at}.{name}": value
         for at, owner in module.named_modules()
@@ -198,8 +270,8 @@ def held(module: nn.Module) -> dict[str, Quantised]:
 
 @torch.no_grad()
 def follow(mine: nn.Module, model: Any) -> None:
-    """Update a quantised model from the current weights of another one, adapters with their effect: those in 8 bits are
-    requantised, all others are taken by reference.
+    """Update a quantised model from the current weights of another one, adapters with their effect: quantised ones are
+    quantised again, all others are taken by reference.
 
     Raises WhetError where their shapes differ.
     """

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from whet.config.schema import ServerConfig
+from whet.config.sections.rollout import Quantization
 from whet.types import Completion, Receipt, Request, Sampling, ScoreRequest, TokenLogprobs, WhetError
 
 OnTokens = Callable[[list[int]], object]
@@ -139,7 +140,7 @@ class EngineInputs:
     max_context: int
     max_num_seqs: int
     cache_mb: int | None
-    quantization: Literal["float8", "int8"] | None
+    quantization: Quantization | None
     beat: Callable[[str], object]
     span: Callable[[str], AbstractContextManager[None]]
     server: ServerConfig

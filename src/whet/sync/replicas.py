@@ -463,7 +463,7 @@ class Inbox:
         if held is None:
             raise WhetError(f"{self.receiver.name} has no full version of the weights")
         if quantised(self.module):
-            raise WhetError(f"{self.receiver.name} has its weights only in 8 bits")
+            raise WhetError(f"{self.receiver.name} has its weights only quantised")
         named = with_adapters(self.module) if self.adapters else self.module.named_parameters()
         tensors = ((n, t.detach().to(DTYPES[held.named[n].dtype])) for n, t in named)
         sent = self.letters.send(held.version, tensors)

@@ -14,6 +14,8 @@ TOOLS = "whet.envs.tool_env:tools"
 TOOL_TIMEOUT_S = 30.0
 """Longest time of a call of a tool, where the arguments of TOOLS give none."""
 
+Quantization = Literal["float8", "int8", "mxfp4"]
+
 
 class SamplingConfig(Section):
     """Sampling parameters."""
@@ -103,12 +105,13 @@ class RolloutConfig(Section):
     replicas: Count = 0
     """Number of engine replicas, each in a separate process with its own copy of the weights, by Ray (see `cluster`).
     0: one engine in the process of the trainer, on the weights of the trainer."""
-    quantization: Literal["float8", "int8"] | None = None
+    quantization: Quantization | None = None
     """Sample from an 8-bit copy of the weights, which is made at every weight sync; training uses the original weights.
     Each row of a matrix, and the activations of each token, are scaled by their largest absolute value. Embedding,
     norms, routers, output layer, biases, KV cache and matrices with a side that is not divisible by 16 keep their
     dtype. float8 (e4m3): for GPUs of compute capability 8.9 (L4, H100 ...); on a CPU it works, but is many times
-    slower. int8: for GPUs of 7.5 and for CPUs, where large matrices are faster than in float32. Evaluations also use
+    slower. int8: for GPUs of 7.5 and for CPUs, where large matrices are faster than in float32. mxfp4: the matrices of
+    experts alone, in 4 bits with a power of two for each 32 inputs; activations are not rounded. Evaluations also use
     this copy. Sampled and trained log-probs differ (train/mismatch_*), so old log-probs are recomputed; consider
     algorithm.correction."""
     group_size: Positive = 8

@@ -16,10 +16,11 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
+from whet.config.sections.rollout import Quantization
 from whet.models.attention import PAGE
 from whet.models.kernels import Ops
 from whet.models.lora import merged
-from whet.models.quantised import NUMBERS, Kind, check_products, follow, held, quantise
+from whet.models.quantised import BLOCK, NUMBERS, SIDE, check_products, follow, held, quantise
 from whet.rollout.engine import (
     PARTS,
     Capabilities,
@@ -70,7 +71,7 @@ class NativeEngine:
         decode: Decode | None = None,
         version: int = 0,
         recorder: GraphRecorder | None = None,
-        quantization: Kind | None = None,
+        quantization: Quantization | None = None,
         experts: bool = False,
     ) -> None:
         self.version = version
@@ -203,7 +204,7 @@ class NativeEngine:
         self.news.tell()
 
     async def place(self, device: Literal["gpu", "cpu"], what: frozenset[Part] = PARTS) -> None:
-        """The cache and the 8-bit weights are the engine's only memory on the accelerator. Rows in flight wait and
+        """The cache and the quantised weights are the engine's only memory on the accelerator. Rows in flight wait and
         recompute their cache."""
         here = device == "gpu"
         self.away = self.away - what if here else self.away | what
@@ -231,18 +232,20 @@ class NativeEngine:
 
     # -- inside
 
-    def _quantise(self, kind: Kind) -> None:
+    def _quantise(self, kind: Quantization) -> None:
         """After the decoder is there: an unknown model is tried as it was before."""
-        check_products(self.runner.device, NUMBERS[kind], key="rollout.quantization")
+        if kind in NUMBERS:
+            check_products(self.runner.device, NUMBERS[kind], key="rollout.quantization")
         left = quantise(self.module, kind, experts=self.runner.decoder.path == "functional")
         log.info("sampling from weights in %s: %d matrices", kind, len(held(self.module)))
         if left:
             log.warning(
-                "rollout.quantization=%s: %d matrices are not quantised, e.g. %s: their sides are not multiples of 16, "
+                "rollout.quantization=%s: %d matrices are not quantised, e.g. %s: their sides are not multiples of %d, "
                 "or their modules are of unknown types",
                 kind,
                 len(left),
                 left[0],
+                SIDE if kind in NUMBERS else BLOCK,
             )
 
     def _refuse_broken(self) -> None:
