@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whet.models.attention import Attend
-from whet.models.collectives import Peers, exchanged
+from whet.models.collectives import Peers, exchanged, summed
 from whet.models.packing import PackedLayout
 from whet.models.torch_ops import Weighing
 from whet.types import ConfigError
@@ -64,6 +64,12 @@ class Share:
         those are)."""
         at_A, row_A = self.predicted(mask_N)
         return F.embedding(row_A, hidden_TD), at_A
+
+    def gathered(self, own_T: Tensor) -> Tensor:
+        """[U, ...] whole numbers of all ranks' tokens."""
+        all_U = own_T.new_zeros(len(self.packed.token_ids_U), *own_T.shape[1:], dtype=torch.int32)
+        all_U[self.span] = own_T.int()  # collectives do not have every small type
+        return summed(all_U, self.peers).to(own_T.dtype)
 
     def attend(self, inner: Attend) -> Attend:
         """Attention for this rank's tokens, from attention over the whole packed batch."""

@@ -534,7 +534,7 @@ class TorchEngine:
         """[N, L, E] the experts that routers choose."""
         share, recorder = self._share(replace(batch, routed_NLE=None)), RouteRecorder(Routes.of(self.module))
         self._hidden(share, route=recorder)
-        return spread(share.packed, recorder.recorded())
+        return spread(share.packed, share.gathered(recorder.recorded()))
 
     def _of_logits(
         self, compute: Callable[..., Tensor], batch: Batch, hidden_AD: Tensor, at_A: Tensor
