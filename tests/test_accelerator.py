@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelerator import CUDA, Accelerator, LeftOnHost, accelerator, moved, near
+from accelerator import CUDA, DEVICE, Accelerator, LeftOnHost, accelerator, moved, near
 from asking import reply
 from test_native import ask, mixed_jobs, run
 from test_native_graphs import Strict
@@ -21,6 +21,7 @@ from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
 from whet.models import kernels
 from whet.models.kernels import Ops
+from whet.models.packing import layout
 from whet.rollout.engine import WeightUpdate
 from whet.rollout.native.engine import NativeEngine
 from whet.training.torch import TorchEngine
@@ -40,7 +41,7 @@ UPDATE = {
     "training/sums.py:add",  # statistics of each micro-batch
     "training/sums.py:_take",
     "training/balance.py:together",
-    "models/optim.py:clip",  # once for each optimizer step: is the gradient finite?
+    "models/optim.py:_clipped",  # once for each optimizer step: is the gradient finite?
 }
 
 
@@ -131,7 +132,7 @@ def test_a_planted_read_is_found_with_its_line(read: Callable[[Tensor], object])
         e.runner.fixed = None  # a capture would refuse the model, which then runs like this
         seen = plain_steps(e, device)
         run(ask(e, [([5, 6, 7], Sampling(max_tokens=6, ignore_eos=True))]))
-    place = "models/fused_forward.py:_step"
+    place = "models/fused_forward.py:one_layer"
     assert seen
     assert all(waits[place] + copies[place] == 1 for waits, copies in seen)
     assert device.lines[place].startswith("models/fused_forward.py:")
@@ -189,6 +190,16 @@ def test_a_whole_step_is_that_of_a_cpu_and_waits_where_it_is_written() -> None:
     for at in (0, 3):
         assert [x.token_ids for x in told[at]] == [x.token_ids for x in wanted[at]]
     assert device.waits.keys() <= SAMPLING | UPDATE, device.lines
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_what_a_micro_batch_computes_is_asked_for_twice(experts: bool) -> None:
+    """Is a first token sampled? How many tokens are computed? Whatever is known of these tokens."""
+    batch = weighted()
+    routed_NLE = torch.zeros(batch.tokens, 2, 2, dtype=torch.uint8) if experts else None
+    with accelerator() as device:
+        layout(replace(batch, routed_NLE=routed_NLE).to(DEVICE), share_prompts=False)
+    assert device.waits["models/packing.py:layout"] == 2
 
 
 @pytest.mark.skipif(CUDA, reason="the backward pass of tensors of CUDA asks the driver")

@@ -21,9 +21,10 @@ from test_train_contract import ADAM
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import VOCAB, tiny_model
 from whet.config.schema import OptimizerConfig, PrecisionConfig
-from whet.models import kernels, torch_ops
+from whet.models import kernels, mtp, torch_ops
 from whet.models.load import value_head
 from whet.models.mesh import Dims
+from whet.models.mtp import MtpLoss
 from whet.models.optim import Optimizer
 from whet.models.sharded import Alone
 from whet.training.micro_batches import MicroBatchPolicy
@@ -61,6 +62,8 @@ def models(way: Way) -> Models:
     policy = grid.model_of(
         grid.Layout(Dims(), family=way.family), grid.Way(way.cut, lora=way.lora, dtype=way.dtype)
     )
+    if way.cut.mtp is not None:
+        mtp.attach(policy, 2, seed=0)
     far = tiny_model(way.family, seed=9).to(way.dtype).requires_grad_(False)  # type: ignore[arg-type]
     head = value_head(32, 0).to(way.dtype) if way.critic else None
     return Models(policy, head, far if way.reference else None)
@@ -74,6 +77,9 @@ def told(way: Way, given: Models) -> list[Any]:
     if given.reference is not None:
         engine.full_kl = FullKl(0.3, TorchEngine(given.reference, ops, cut=way.cut))
     wants = ("values",) if way.critic else ("logprobs", "entropy")
+    if way.cut.replays:
+        own_NLE = engine.forward(batch, "routed")
+        batch = replace(batch, routed_NLE=(own_NLE + 1) % given.policy.config.num_experts)
     out: list[Any] = [near(engine.forward(batch, want)) for want in wants]  # type: ignore[arg-type]
     loss: Any = pg_loss
     if way.critic:
@@ -86,6 +92,8 @@ EXPERTS = frozenset({"models/fused_forward.py:_mixture"})
 """It counts the tokens of each expert, once in each layer."""
 TERMS = frozenset(f"models/router.py:{place}" for place in ("uses", "begin", "metrics"))
 """Once a micro-batch, and once an update."""
+AHEAD = frozenset(f"training/mtp.py:{place}" for place in ("_weighed", "metrics"))
+"""Which tokens a layer predicts, once in each layer and micro-batch; the term, once an update."""
 WAYS = {
     "bfloat16": Way(dtype=HALF),
     "bfloat16, gradients summed in float32": Way(
@@ -94,6 +102,15 @@ WAYS = {
     "mixture": Way("qwen3_moe", waits=EXPERTS),
     "mixture, with its terms of the loss": Way(
         "qwen3_moe", cut=replace(CUT, router_aux=0.1, router_z=0.01), waits=EXPERTS | TERMS
+    ),
+    "mixture, with the experts of its rollouts": Way(
+        "qwen3_moe", cut=replace(CUT, replays=True), waits=EXPERTS
+    ),
+    "layers of multi-token prediction": Way(
+        cut=replace(CUT, mtp=MtpLoss(0.3, "nothing", distill=False)), waits=AHEAD
+    ),
+    "layers of multi-token prediction, distilled": Way(
+        cut=replace(CUT, mtp=MtpLoss(0.3, "model", distill=True)), waits=AHEAD
     ),
     "sliding window": Way("mistral"),
     "sliding window, bfloat16": Way("mistral", HALF),

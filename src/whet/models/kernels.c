@@ -841,8 +841,8 @@ static int project(const float *x, const float *w, const float *bias, float *y, 
     return 0;
 }
 
-/* What `_step` of fused_forward.py does, layer after layer: delta [N, D], what the last block adds, and sum [N, D], the
-   residual. Returns 0, or 1 where memory ran out. */
+/* What `one_layer` of fused_forward.py does, layer after layer: delta [N, D], what the last block adds, and sum [N, D],
+   the residual. Returns 0, or 1 where memory ran out. */
 int whet_cached_layers(const Layers *a, float *delta, float *sum) {
     Cached c = a->cached;
     int threads = (int)c.threads;

@@ -68,20 +68,21 @@ def layout(batch: Batch, *, share_prompts: bool, ahead: int = 0, whole: bool = F
     own_N = owner_S == torch.arange(batch.segments, device=owner_S.device)
     keep_N = (position_N < need_S[segment_N]) & (own_N[segment_N] | ~prompt_N)
     index_N = keep_N.cumsum(0) - 1
+    at_U = torch.nonzero(keep_N).flatten()  # waits for its length once; a mask waits at each use
 
     source_N = batch.start_S[torch.where(prompt_N, owner_S[segment_N], segment_N)] + position_N
     row_N = torch.where(position_N < need_S[segment_N], index_N[source_N], -1)
     before_N = torch.arange(batch.tokens, device=row_N.device) - 1 - ahead
     return PackedLayout(
-        token_ids_U=token_ids_N[keep_N],
-        position_U=position_N[keep_N],
+        token_ids_U=token_ids_N[at_U],
+        position_U=position_N[at_U],
         segments=_segments(batch, index_N, need_S=need_S, prompt_S=prompt_S, owner_S=owner_S),
-        at_U=torch.nonzero(keep_N).flatten(),
+        at_U=at_U,
         row_N=row_N,
         predictor_N=torch.where(position_N > ahead, row_N[before_N.clamp(min=0)], -1),
         rollout_N=batch.rollout_N,
         count_R=batch.count_R,
-        routed_ULE=None if batch.routed_NLE is None else batch.routed_NLE[keep_N],
+        routed_ULE=None if batch.routed_NLE is None else batch.routed_NLE[at_U],
     )
 
 
