@@ -206,12 +206,28 @@ def commanded(*words: str, cwd: Path) -> subprocess.Popen[str]:
     )
 
 
+SLOW = """
+import time
+from whet.generation import Kept
+
+add = Kept.add
+
+def slow(self, replies):
+    time.sleep(0.05)
+    add(self, replies)
+
+Kept.add = slow
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_process_that_is_ended(model: Path, tmp_path: Path, number: int) -> None:
+    """Of the command that is ended each row takes 50 ms, so that it does not end by itself before."""
     rows = [{"prompt": f"{'abc' * (n % 4)}a>", "n": n} for n in range(400)]
+    (tmp_path / "slow.py").write_text(SLOW)
     data = jsonl(tmp_path / "p.jsonl", rows)
     words = (str(model), "--data", data, "-o", "out.jsonl", "rollout.max_num_seqs=6", *SAMPLED)
-    part, first = tmp_path / "out.jsonl.part", commanded(*words, cwd=tmp_path)
+    part, first = tmp_path / "out.jsonl.part", commanded(*words, "imports=[slow.py]", cwd=tmp_path)
     while not (part.exists() and part.read_bytes().count(b"\n") > 5):
         assert first.poll() is None, first.communicate()[0]
         time.sleep(0.01)
