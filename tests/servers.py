@@ -59,6 +59,8 @@ class Server:
         """Nothing is answered."""
         self.slow_s = 0.0
         """Before each answer."""
+        self.holds = False
+        """Replies are kept back, unless they are aborted."""
         self.eos: frozenset[int] = frozenset()
         """End tokens in the files of its model."""
         self.url = ""
@@ -132,7 +134,10 @@ class Server:
         engine = self.stale or self.engine
         task = self.running[request.id] = asyncio.ensure_future(engine.generate(request, on_tokens))
         try:
-            return await task
+            done = await task
+            while self.holds and request.id not in self.aborted:
+                await asyncio.sleep(0.005)
+            return None if request.id in self.aborted else done
         except asyncio.CancelledError:
             return None
         finally:

@@ -488,7 +488,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_the_same_command_goes_on(
 def test_a_run_that_ended_before_its_export_makes_it_later(
     finished: Path, train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise CheckpointError("cannot write the export")
 
     with monkeypatch.context() as patch:

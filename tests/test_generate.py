@@ -206,12 +206,28 @@ def commanded(*words: str, cwd: Path) -> subprocess.Popen[str]:
     )
 
 
+SLOW = """
+import time
+from whet.generation import Kept
+
+add = Kept.add
+
+def slow(self, replies):
+    time.sleep(0.05)
+    add(self, replies)
+
+Kept.add = slow
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_process_that_is_ended(model: Path, tmp_path: Path, number: int) -> None:
-    rows = [{"prompt": f"{'abc' * (n % 4)}a>", "n": n} for n in range(400)]
+    """Of the command that is ended each row takes 50 ms, so that it does not end by itself before."""
+    rows = [{"prompt": f"{'abc' * (n % 4)}a>", "n": n} for n in range(150)]
+    (tmp_path / "slow.py").write_text(SLOW)
     data = jsonl(tmp_path / "p.jsonl", rows)
     words = (str(model), "--data", data, "-o", "out.jsonl", "rollout.max_num_seqs=6", *SAMPLED)
-    part, first = tmp_path / "out.jsonl.part", commanded(*words, cwd=tmp_path)
+    part, first = tmp_path / "out.jsonl.part", commanded(*words, "imports=[slow.py]", cwd=tmp_path)
     while not (part.exists() and part.read_bytes().count(b"\n") > 5):
         assert first.poll() is None, first.communicate()[0]
         time.sleep(0.01)
@@ -220,10 +236,10 @@ def test_a_process_that_is_ended(model: Path, tmp_path: Path, number: int) -> No
     assert first.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 130), said
     assert "Traceback" not in said
     assert not (tmp_path / "out.jsonl").exists()
-    assert 5 < part.read_bytes().count(b"\n") < 400
+    assert 5 < part.read_bytes().count(b"\n") < 150
     again = made(model, data, "out.jsonl", "rollout.max_num_seqs=6")
     assert lines(again) == lines(made(model, data, "whole.jsonl"))
-    assert [row["n"] for row in lines(again)] == list(range(400))
+    assert [row["n"] for row in lines(again)] == list(range(150))
 
 
 def test_what_is_wrong_is_said_before_anything_runs(model: Path, tmp_path: Path) -> None:

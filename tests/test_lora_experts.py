@@ -329,7 +329,7 @@ def test_a_run_samples_what_it_trains_and_exports_for_peft(tmp_path: Path) -> No
     assert "model.layers.0.mlp.experts.down_proj" in told["target_parameters"]
 
 
-@pytest.mark.parametrize("experts", ["each", "shared"])
+@pytest.mark.parametrize("experts", ["each", pytest.param("shared", marks=pytest.mark.sweep)])
 def test_a_run_with_spread_experts_is_that_of_one_process_and_resumes(tmp_path: Path, experts: str) -> None:
     """Both sample the same tokens as long as rounding changes none."""
     base = over(MIXTURE, {"model": {"lora": {"experts": experts}}, "train": {"steps": 3}})

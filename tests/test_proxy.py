@@ -173,10 +173,14 @@ def test_a_proxy_that_dies_is_asked_again_and_its_requests_are_repeated(
 
     async def story() -> None:
         await engine.update_weights(newer(1))
+        for one in two:
+            one.holds = True
         long = ask(engine, "long", tokens=60)
         while not any(one.running for one in two):
             await asyncio.sleep(0.005)
         await asyncio.to_thread(first.stop)
+        for one in two:
+            one.holds = False
         second = await asyncio.to_thread(Proxy, first.servers, port=first.port)
         try:
             assert (await long).versions == [1] * 60

@@ -227,7 +227,13 @@ def test_a_stopped_run_goes_on_with_its_teachers(tmp_path: Path, folders: tuple[
     assert not list((tmp_path / "whole").glob("checkpoints/*/reference*")), "they are read from their folders"
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["with the policy", "separate_ranks"])
+@pytest.mark.parametrize(
+    "apart",
+    [
+        pytest.param(False, id="with the policy", marks=pytest.mark.sweep),
+        pytest.param(True, id="separate_ranks"),
+    ],
+)
 def test_ranks_hold_every_teacher(tmp_path: Path, folders: tuple[str, str], apart: bool) -> None:
     here = student(tmp_path / "here", both(folders), 1)
     parallel = {"dp_shard": 2, "separate_ranks": ["reference"] if apart else []}

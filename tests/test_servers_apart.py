@@ -75,12 +75,13 @@ def test_explorers_with_servers_of_their_own_keep_the_rounds(tmp_path: Path) -> 
     assert sampled_by(tmp_path) == {step: {step - 1} for step in range(1, STEPS + 1)}
     run = tmp_path / "run"
     assert not (run / "engine.log").exists()  # the trainer asks nobody
-    for name in ("one", "two"):
-        log = (run / "explorers" / name / "run.log").read_text()
-        proved = [int(v) for v in re.findall(r"weights version (\d+): loaded by .* proved in", log)]
-        assert proved == sorted(proved)
-        assert len(proved) > 1
-        assert "canary_mean" in log
+    logs = [(run / "explorers" / name / "run.log").read_text() for name in ("one", "two")]
+    proved = [
+        [int(v) for v in re.findall(r"weights version (\d+): loaded by .* proved in", log)] for log in logs
+    ]
+    assert all(found == sorted(found) for found in proved)
+    assert len({v for found in proved for v in found}) > 1, "one may come when the other has done all"
+    assert all("canary_mean" in log for log, found in zip(logs, proved) if found)
     store = open_store(f"sqlite:///{tmp_path}/groups.db", queue="apart/main", order="arrival")
     store.check()
     ledger = store.ledger()

@@ -77,14 +77,14 @@ def learner(policy: Door, *, skip: bool, reference: Door | None = None, **keys: 
     """A learner around this policy."""
     train = schema.TrainConfig.model_validate({"skip_zero_weight": skip, **keys.pop("train", {})})
     cfg = schema.AlgorithmConfig.model_validate(section(**keys))
-    algorithm = build(cfg, critic=schema.CriticConfig(), max_tokens=8)
+    algorithm, resolved = build(cfg, critic=schema.CriticConfig(), max_tokens=8), resolve(cfg)
     config: Any = SimpleNamespace(train=train, seed=0, critic=schema.CriticConfig())
-    plan: Any = SimpleNamespace(critic=None, critic_warmup_steps=0, own_tasks_per_step=6)
+    plan: Any = SimpleNamespace(algorithm=resolved, critic=None, critic_warmup_steps=0, own_tasks_per_step=6)
     monitor: Any = SimpleNamespace(phase=lambda name: nullcontext())
     stop: Any = SimpleNamespace(requested=False)
     context = Context(config, plan, "stage", 0, algorithm, monitor, stop)
     return Learner(
-        context, policy.engine, (reference.engine,) if reference else (), None, skipping=skipping(resolve(cfg), train),
+        context, policy.engine, (reference.engine,) if reference else (), None, skipping=skipping(resolved, train),
         exact=False, kl_coef=algorithm.kl_coef,
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from inspect import signature
 from itertools import count
 from typing import Any
 
@@ -125,7 +126,7 @@ def forked(seed: int = 0) -> list[Group]:
 
 
 def numbered(batch: Batch, seed: int = 0, *, dtype: torch.dtype = torch.float64) -> Batch:
-    """Old, reference and sampled log-probs, values and advantages, drawn for the sampled tokens in their order."""
+    """Log-probs of every model, values and advantages, drawn for the sampled tokens in their order."""
     rng, at = np.random.default_rng(seed), batch.mask_N
     sampled = int(at.sum())
 
@@ -145,6 +146,7 @@ def numbered(batch: Batch, seed: int = 0, *, dtype: torch.dtype = torch.float64)
         reward_R=batch.reward_R.to(dtype),
         baseline_R=torch.tensor(rng.normal(size=batch.rollouts), dtype=dtype),
         part_RC=torch.tensor(rng.normal(size=(batch.rollouts, 2))),
+        implicit_N=drawn(old + 0.3 * rng.normal(size=sampled)),
     )
 
 
@@ -163,6 +165,15 @@ ADVANTAGE_SETTINGS: dict[str, dict[str, Any]] = {
     "asymre": {"baseline_shift": -0.1},
     "maxrl": {"std_epsilon": 1e-6},
     "best": {},
+    "softmean": {"softmean_eta": 0.7},
+    "win_rate": {},
+    "prime": {
+        "process_coef": 5.0,
+        "outcome_coef": 3.0,
+        "implicit_beta": 0.05,
+        "implicit_granularity": "token",
+        "implicit_normalize": True,
+    },
     "gae": {"gamma": 0.97, "lam": 0.9},
     "turn_level_gae": {"gamma": 0.97, "lam": 0.9},
     "reinforce": {"gamma": 0.97},
@@ -198,8 +209,9 @@ def test_every_advantage_is_compared() -> None:
 def test_a_divided_episode_has_the_advantages_of_the_episode(name: str, seed: int) -> None:
     def run(batch: Batch) -> list[Tensor]:
         reward_N = token_rewards(batch, kl_coef=0.1)
-        given = {} if name == "gdpo" else {"reward_N": reward_N}  # it reads the parts of the reward
-        adv_N, return_N = ADVANTAGES[name](batch, **given, **ADVANTAGE_SETTINGS[name])
+        function = ADVANTAGES[name]  # gdpo and prime read other rewards
+        given = {"reward_N": reward_N} if "reward_N" in signature(function).parameters else {}
+        adv_N, return_N = function(batch, **given, **ADVANTAGE_SETTINGS[name])
         return [x_N[batch.mask_N] for x_N in (reward_N, adv_N, return_N) if x_N is not None]
 
     one, other = (run(batch) for batch in both(seed))

@@ -12,6 +12,7 @@ import pytest
 import whet
 from batches import ragged
 from tiny import VOCAB, tiny_model
+from whet.algos.recipes import build
 from whet.algos.skipping import Skipping
 from whet.config.load import load
 from whet.config.plan import plan
@@ -82,7 +83,8 @@ def updates(step: int, *overrides: str) -> list[tuple[str, int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Learner, "update_policy", learner("policy"))
         patch.setattr(Learner, "update_critic", learner("critic"))
-        context: Any = SimpleNamespace(cfg=cfg, plan=plan(cfg), name="main")
+        algorithm = build(cfg.algorithm, critic=cfg.critic, max_tokens=cfg.rollout.sampling.max_tokens)
+        context: Any = SimpleNamespace(cfg=cfg, plan=plan(cfg), name="main", algorithm=algorithm)
         model: Any = object()
         Learner(context, model, (), critic=model, skipping=Skipping(), exact=True).update(
             step, ragged(3, groups=16)
