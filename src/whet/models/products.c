@@ -22,7 +22,7 @@
 #define VECTORS 2
 #define LANES (VECTORS * W)
 #define STRIP 48 /* rows of a block that stays in the second cache beside a panel; a multiple of ROWS. Measured: more are slower */
-#define WIDE 1024 /* columns packed at a time */
+#define WIDE 512 /* columns packed at a time: measured, more let the sums leave the cache, fewer read the rows too often */
 #define DEEP (2 << 20) /* bytes of panels for several chains of the same columns: a strip's sums stay in the cache meanwhile */
 #define AHEAD 8 /* numbers along k that are fetched before they are used: a panel of TERMS fills the first cache alone */
 #define FEW 3 /* rows that are not worth a lane each: their panels are FEW_VECTORS wide, for more chains at once */
