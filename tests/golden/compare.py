@@ -29,7 +29,12 @@ from safetensors.torch import load_file
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-FEW = ("stages.0.train.steps=6", "stages.1.train.steps=6", "stages.0.eval.every=3", "stages.1.eval.every=3")
+FEW = (
+    "stages.0.train.steps=6",
+    "stages.1.train.steps=6",
+    "stages.0.eval.interval=3",
+    "stages.1.eval.interval=3",
+)
 CASES: dict[str, tuple[str, ...]] = {
     "first_run": ("examples/first_run.yaml", *FEW),
     "verl": ("examples/from_verl.yaml", "trainer.total_epochs=1"),
