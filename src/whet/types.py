@@ -527,7 +527,8 @@ class Rollout:
     @property
     def sampled_versions(self) -> set[int]:
         """Policy versions of the sampled tokens, of all strands."""
-        return set().union(*(strand.sampled_versions for strand in self.strands))
+        first, *others = self.strands
+        return first.sampled_versions.union(*(strand.sampled_versions for strand in others))
 
     def without_reward(self) -> Rollout:
         """Scored 0, turns included."""

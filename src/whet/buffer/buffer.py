@@ -248,8 +248,9 @@ class Buffer:
                 out = self.queue.draw(n, step=self.steps, version=version)
                 self._book_left()
             else:
-                oldest = sorted(self.waiting, key=_oldest)  # they are the next to become too old
-                out, self.waiting = oldest[:n], oldest[n:]
+                if len(self.waiting) > n:
+                    self.waiting.sort(key=_oldest)  # they are the next to become too old
+                out, self.waiting = self.waiting[:n], self.waiting[n:]
             self.dropped = max(0, self.dropped - (n - len(out)))
             self.unused = 0
         fresh = [group for group in out if group.task.uid in self.played]
