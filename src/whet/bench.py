@@ -194,12 +194,7 @@ def judge_checkpoints(
     environment.prepare(planned[0].threads, cfg.machine.logprob_parity != "off")
     out = Path(cfg.run_dir) / FOLDER
     with ExitStack() as stack:
-        stack.enter_context(RunLock(out))
-        stack.enter_context(stacks.kept(out, "eval"))
-        setup_logging(out, level=cfg.track.log_level)
-        stack.callback(close_logging)
-        for given in rows:
-            given.write(Path(cfg.run_dir))
+        set_up(cfg, out, "eval", rows=rows, stack=stack)
         rewards = reward_sets(loaded, functions or {}, stack)
         import_all(cfg.imports)
         from whet.data.recognise import with_columns
@@ -223,6 +218,17 @@ def checkpoints_of(root: Path, chosen: Selected) -> list[Path]:
             "(checkpoint.keep says how many are kept)"
         )
     return kept
+
+
+def set_up(cfg: Config, folder: Path, command: str, *, rows: Sequence[Given], stack: ExitStack) -> None:
+    """What a command has in its folder until the stack closes: the lock, stacks of a hang, the log. rows: what is
+    written into the run directory before data is read."""
+    stack.enter_context(RunLock(folder))
+    stack.enter_context(stacks.kept(folder, command))
+    setup_logging(folder, level=cfg.track.log_level)
+    stack.callback(close_logging)
+    for given in rows:
+        given.write(Path(cfg.run_dir))
 
 
 def alone(loaded: Loaded) -> Loaded:

@@ -23,19 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 from whet import environment
 from whet.api import join_cluster, run_loop, watchdog_timeout_s, with_rows
-from whet.bench import ALL, Selected, alone, checkpoints_of, config_of, is_model
+from whet.bench import ALL, Selected, alone, checkpoints_of, config_of, is_model, set_up
 from whet.config.evaluation import all_asked, asked, writes_replies
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config
 from whet.data.given import Given, taken
-from whet.guard import stacks
 from whet.guard.imports import import_all
 from whet.guard.watch import Watch
 from whet.start import began
 from whet.storage.paths import brought_here
-from whet.track.files import RunLock, file_error
-from whet.track.log import close_logging, setup_logging
+from whet.track.files import file_error
 from whet.types import ConfigError, DataError, Group, Json, Task, WhetError
 
 if TYPE_CHECKING:
@@ -120,12 +118,7 @@ def write_replies(loaded: Loaded, *, weights: Path | None = None, rows: Sequence
         raise ConfigError(f"{out} exists; move it away, or give another file: -o FILE")
     environment.prepare(planned[0].threads, cfg.machine.logprob_parity != "off")
     with ExitStack() as stack:
-        stack.enter_context(RunLock(home))
-        stack.enter_context(stacks.kept(home, "generate"))
-        setup_logging(home, level=cfg.track.log_level)
-        stack.callback(close_logging)
-        for given in rows:
-            given.write(Path(cfg.run_dir))
+        set_up(cfg, home, "generate", rows=rows, stack=stack)
         import_all(cfg.imports)
         from whet.data.recognise import with_columns
 

@@ -27,8 +27,9 @@ Refine = Callable[[Group], tuple[Group, dict[str, int]]]
 """A scored group as it is trained on, and how many rollouts left it, by reason. A pure function."""
 
 STALE = "stale"
-SURPLUS = "surplus"
 """Reason booked for groups that are older than max_staleness allows, or would be once they are finished."""
+SURPLUS = "surplus"
+"""Reason booked for groups that were sampled beyond what a step trains on (algorithm.oversample)."""
 
 
 def as_it_is(group: Group) -> tuple[Group, dict[str, int]]:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -62,6 +63,18 @@ def _vocab(inputs: EngineInputs) -> int:
     return int(inputs.model.get_output_embeddings().out_features)
 
 
+def _serves(of: type[VllmApi | SglangApi], inputs: EngineInputs, folder: Folder, calls: Calls) -> HttpEngine:
+    """An engine whose weights a server takes from the folder."""
+    api = of(
+        calls,
+        folder,
+        max_context=inputs.max_context,
+        end_token_ids=inputs.end_token_ids,
+        routes=routes_of(inputs),
+    )
+    return HttpEngine(api, calls, vocab=_vocab(inputs), max_context=inputs.max_context)
+
+
 # ---------------------------------------------------------------- vLLM
 
 ENV = {
@@ -72,17 +85,6 @@ ENV = {
 }
 CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """GiB of cache; and threads are not bound to cores that the trainer uses, too."""
-
-
-def _vllm(inputs: EngineInputs, folder: Folder, calls: Calls) -> HttpEngine:
-    api = VllmApi(
-        calls,
-        folder,
-        max_context=inputs.max_context,
-        end_token_ids=inputs.end_token_ids,
-        routes=routes_of(inputs),
-    )
-    return HttpEngine(api, calls, vocab=_vocab(inputs), max_context=inputs.max_context)
 
 
 def _vllm_command(start: Starting) -> list[str]:
@@ -111,7 +113,7 @@ VLLM = Kind(
     name="vllm",
     title="vLLM",
     ready=VERSION,
-    engine=_vllm,
+    engine=partial(_serves, VllmApi),
     can=lambda adapters: CAN_WITH_ADAPTERS if adapters else CAN,
     command=_vllm_command,
     env=lambda: ENV if torch.cuda.is_available() else ENV | CPU_ENV,
@@ -132,17 +134,6 @@ SGLANG_ENV = {
     # the context has a margin (`ROOM`) beyond the model's own positions, which no rollout reaches
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
 }
-
-
-def _sglang(inputs: EngineInputs, folder: Folder, calls: Calls) -> HttpEngine:
-    api = SglangApi(
-        calls,
-        folder,
-        max_context=inputs.max_context,
-        end_token_ids=inputs.end_token_ids,
-        routes=routes_of(inputs),
-    )
-    return HttpEngine(api, calls, vocab=_vocab(inputs), max_context=inputs.max_context)
 
 
 def _sglang_command(start: Starting) -> list[str]:
@@ -174,7 +165,7 @@ SGLANG = Kind(
     name="sglang",
     title="SGLang",
     ready=MODEL,
-    engine=_sglang,
+    engine=partial(_serves, SglangApi),
     can=lambda adapters: SGLANG_CAN,
     command=_sglang_command,
     env=lambda: SGLANG_ENV,
