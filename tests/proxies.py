@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Sequence
 
 import aiohttp
 from aiohttp import web
 
+from on_thread import OnThread
 
-class Proxy:
+
+class Proxy(OnThread):
     """Answers on a port of this machine until `stop`."""
 
     def __init__(self, servers: Sequence[str], *, port: int = 0) -> None:
@@ -18,23 +18,7 @@ class Proxy:
         self.asked: list[tuple[str, str]] = []
         """Every request: its path, and the server that got it."""
         self.url = ""
-        self._loop = asyncio.new_event_loop()
-        self._up = threading.Event()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-        assert self._up.wait(30)
-
-    def stop(self) -> None:
-        """Every connection breaks."""
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(30)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
-        self._loop.close()
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._start())
-        self._loop.run_forever()
+        self.begin()
 
     async def _start(self) -> None:
         self._session = aiohttp.ClientSession()

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import copy
 import json
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from io import BytesIO
@@ -20,6 +19,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from backends.transcripts import read
+from on_thread import OnThread
 from whet.rollout.engine import OnTokens, WeightUpdate
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.requests import RequestError
@@ -37,7 +37,7 @@ from whet.types import (
 Handler = Callable[[Any], Awaitable[Any]]
 
 
-class Server:
+class Server(OnThread):
     """What all have: a thread with an event loop, requests by their ids, weights from a file, and faults."""
 
     def __init__(self, engine: NativeEngine, *, port: int = 0) -> None:
@@ -64,30 +64,15 @@ class Server:
         self.eos: frozenset[int] = frozenset()
         """End tokens in the files of its model."""
         self.url = ""
-        self._loop = asyncio.new_event_loop()
-        self._up = threading.Event()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-        assert self._up.wait(30)
+        self.begin()
 
     def routes(self) -> dict[str, Handler]:
         raise NotImplementedError
-
-    def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(30)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
-        self._loop.close()
 
     async def _end(self) -> None:
         self._ended.set()
         await self.engine.close()  # what still runs ends
         await self._runner.cleanup()
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._start())
-        self._loop.run_forever()
 
     async def _start(self) -> None:
         self._ended = asyncio.Event()
