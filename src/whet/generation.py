@@ -28,6 +28,7 @@ from whet.config.evaluation import all_asked, asked, writes_replies
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config
+from whet.config.tree import merge
 from whet.data.given import Given, taken
 from whet.guard.imports import import_all
 from whet.guard.watch import Watch
@@ -78,10 +79,10 @@ def generate(
     target, chosen = Path(target).expanduser(), Selected(stage, step)
     rows: list[Given] = []
     if output is not None:
-        sections["track"] = _merged(sections.get("track"), {"dump": {"replies": str(output)}})
+        sections = merge(sections, {"track": {"dump": {"replies": str(output)}}})
     if data is not None:
         taken_data, rows = taken({"data": {"eval": data}})
-        sections["data"] = {**sections.get("data", {}), **taken_data["data"]}
+        sections = merge(sections, taken_data)
     if target.is_dir() and not is_model(target):
         loaded = config_of(target, overrides, sections)
     elif chosen != ALL:
@@ -97,13 +98,6 @@ def generate(
     say(loaded)
     run = target / "checkpoints" if target.is_dir() and not is_model(target) else None
     return write_replies(loaded, weights=None if run is None else checkpoints_of(run, chosen)[-1], rows=rows)
-
-
-def _merged(one: Mapping[str, Any] | None, other: Mapping[str, Any]) -> dict[str, Any]:
-    out = dict(one or {})
-    for key, value in other.items():
-        out[key] = _merged(out.get(key), value) if isinstance(value, Mapping) else value
-    return out
 
 
 def write_replies(loaded: Loaded, *, weights: Path | None = None, rows: Sequence[Given] = ()) -> Path:
