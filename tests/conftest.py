@@ -102,14 +102,16 @@ def _own_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 @pytest.fixture(autouse=True, scope="session")
 def _quick_runs() -> Iterator[None]:
     """Runs within this process search no garbage among the million objects of pytest, wait for no disk, prove the
-    log-probs of one kind of model once, and draw an empty picture. Those in processes of their own do it all."""
-    import proofs  # it loads torch, which `prepare` comes before
+    log-probs of one kind of model once, fork their ranks, and draw an empty picture. Those in processes of their own
+    do it all, but for the ranks."""
+    import forked  # it loads torch, which `prepare` comes before
+    import proofs
 
     for logger in logging.Logger.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
             logger.propagate = True  # to each of sixty that do not, pytest gives handlers three times a test
     idle = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, forked.lines_forked():
         patch.setattr("whet.api.gc", idle)
         patch.setattr("whet.track.curve._figure", lambda found: Figure(figsize=(1, 1), dpi=20))
         patch.setattr(os, "fsync", lambda handle: None)

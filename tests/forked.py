@@ -9,13 +9,15 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -67,6 +69,10 @@ def said(function: Callable[..., object], *arguments: str, timeout_s: float) -> 
         return text
 
 
+COMMAND = "import forked; forked.fork_lines(); from whet.cli import main; main()"
+"""`whet`, whose ranks are forked, too."""
+
+
 class Forked:
     """What `subprocess.Popen` is to a new interpreter, for a process that is forked."""
 
@@ -104,7 +110,7 @@ class Started(Forked):
         self,
         *words: str,
         said: Path | str = os.devnull,
-        code: str = "from whet.cli import main; main()",
+        code: str = COMMAND,
         cwd: Path = ROOT,
         env: Mapping[str, str] | None = None,
     ) -> None:
@@ -177,46 +183,63 @@ def _settled(env: dict[str, str]) -> None:
     sys.path[:0] = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
 
 
-def near(count: int, threads: int, *, module: str = "whet.training.rank") -> line.Local:
-    """Ranks of this machine: `open_lines` of `Ranks`. They end with pytest, not with a thread of it. module: whose
-    `serve` is called."""
-    with _ONE_PATCH, mock.patch.object(line, "subprocess", SimpleNamespace(Popen=_Rank, DEVNULL=None)):
-        return line.Local(count, threads, module=module)
-
-
-_ONE_PATCH = threading.Lock()
-
-NEAR_RANKS = "import forked; forked.fork_ranks(); from whet.cli import main; main()"
-"""`code` of a command whose ranks are forked, too."""
-
-
 def fork_from_the_same() -> None:
     """In a process that is forked: its own come from the server that it comes from, not from another one."""
     forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[attr-defined]
 
 
-def fork_ranks() -> None:
-    """In a process that is forked: its ranks are forked, too. They end with their line."""
-    from whet.training import ranks
-
+def fork_lines() -> None:
+    """In a process that is forked: those that it starts at the other end of a line are forked, too."""
     fork_from_the_same()
-    ranks.Local = lambda count, threads, **_: near(count, threads)  # type: ignore[assignment, misc]
+    line.subprocess = SimpleNamespace(Popen=partial(_Rank, tied=hasattr(os, "pidfd_open")), DEVNULL=None)  # type: ignore[attr-defined]
+
+
+def lines_forked() -> AbstractContextManager[object]:
+    """While the block runs, this process forks those that it starts at the other end of a line. They end with it, not
+    with a thread of it."""
+    return mock.patch.object(line, "subprocess", SimpleNamespace(Popen=_Rank, DEVNULL=None))
 
 
 class _Rank(Forked):
     def __init__(
-        self, command: list[str], *, pass_fds: list[int], env: Mapping[str, str], **_: object
+        self,
+        command: list[str],
+        *,
+        pass_fds: list[int],
+        env: Mapping[str, str],
+        stdout: int,
+        tied: bool = False,
+        **_: object,
     ) -> None:
-        with Connection(os.dup(pass_fds[0])) as connection:
-            super().__init__(_rank, connection, command[3:], dict(env))
+        """tied: it ends with the process that starts it, even if it is stopped."""
+        with Connection(os.dup(pass_fds[0])) as ours, Connection(os.dup(stdout), readable=False) as out:
+            super().__init__(_rank, ours, out, command[3:], dict(env), tied)
 
 
-def _rank(connection: Connection, told: list[str], env: dict[str, str]) -> None:
+def _rank(connection: Connection, out: Connection, told: list[str], env: dict[str, str], tied: bool) -> None:
+    os.dup2(out.fileno(), 1)
+    os.dup2(out.fileno(), 2)
     _settled(env)
-    module, _, file, _, *others = told
+    module, _, file, starter, *others = told
+    if tied:
+        _end_with(int(starter))
     import_module(module).serve(
         line.picked_up([str(os.dup(connection.fileno())), file, str(os.getppid()), *others])
     )
+
+
+def _end_with(other: int) -> None:
+    """Another process kills this one when that one ends: the system does so for the children of a process alone."""
+    ours = os.getpid()
+    if os.fork() == 0:
+        try:
+            first, last = sorted(os.pidfd_open(pid) for pid in (other, ours))
+            for begin, end in ((0, first), (first + 1, last), (last + 1, os.sysconf("SC_OPEN_MAX"))):
+                os.closerange(begin, end)  # whoever waits for the end of a line waits for this process, too
+            select.select([first, last], [], [])
+        finally:
+            os.kill(ours, signal.SIGKILL)
+            os._exit(0)
 
 
 def _redirected(function: Callable[..., object], arguments: tuple[str, ...], out: str) -> None:
@@ -235,5 +258,6 @@ def _redirected(function: Callable[..., object], arguments: tuple[str, ...], out
 def _command(*words: str) -> None:
     from whet.cli import main
 
+    fork_lines()
     sys.argv = ["whet", *words]
     main()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from forked import near
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
 from whet.algos.critic import value_loss
@@ -111,7 +110,7 @@ class Note(Protocol):
 
 def started(world: int, *, timeout_s: float = 120.0) -> Ranks:
     """The processes for all layouts of so many ranks."""
-    return Ranks(Dims(dp_replicate=world), timeout_s=timeout_s, open_lines=near)
+    return Ranks(Dims(dp_replicate=world), timeout_s=timeout_s)
 
 
 def model_of(layout: Layout, way: Way, *, seed: int = 0) -> PreTrainedModel:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from forked import NEAR_RANKS, Started, near
+from forked import Started
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import LETTERS, tiny_model
 from whet import checkpoint
@@ -60,7 +60,7 @@ FILES = ("model.safetensors", "optimizer.safetensors")
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Ranks]:
     """Two ranks; each engine says its layout."""
-    found = Ranks(Dims(dp_shard=2), timeout_s=120.0, open_lines=near)
+    found = Ranks(Dims(dp_shard=2), timeout_s=120.0)
     yield found
     found.close()
 
@@ -162,7 +162,7 @@ def test_ranks_share_the_writing(pool: Ranks, tmp_path: Path, layout: str) -> No
 
 
 def test_a_rank_that_is_killed_while_it_writes_leaves_the_older_checkpoint(tmp_path: Path) -> None:
-    with closing(Ranks(Dims(dp_shard=2), timeout_s=120.0, open_lines=near)) as pool:
+    with closing(Ranks(Dims(dp_shard=2), timeout_s=120.0)) as pool:
         many = on(pool, tiny_model)
         saver = Saver(tmp_path, keep=Keep(2), background=True)
         state = {"stage": 0, "stage_name": "main", "step": 1}
@@ -347,7 +347,7 @@ def start(run_dir: Path, *overrides: str) -> Started:
     path = run_dir.parent / "config.json"
     path.write_text(json.dumps(RUN))
     log = run_dir.parent / f"{run_dir.name}.log"
-    return Started("train", str(path), f"run_dir={run_dir}", *overrides, code=NEAR_RANKS, said=log)
+    return Started("train", str(path), f"run_dir={run_dir}", *overrides, said=log)
 
 
 def test_a_rank_that_never_ends_writing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

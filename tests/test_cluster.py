@@ -28,9 +28,9 @@ pytest.importorskip("ray")
 
 import whet
 from asking import reply
-from forked import NEAR_RANKS, Started, near
+from forked import Started
 from native_cases import CLUSTER
-from programs import programs
+from ray_workers import interpreter
 from test_lanes import picture
 from whet.cluster import engines as cluster
 from whet.config.load import Loaded, load
@@ -95,36 +95,13 @@ def until(come: Callable[[], Any], what: str, within_s: float = WITHIN_S) -> Any
     return found
 
 
-WORKER = """
-import runpy, sys
-from ray._private.runtime_env.context import RuntimeEnvContext
-from ray._private.utils import update_envs
-from ray._private.workers.setup_worker import parser
-
-first = next(n for n, word in enumerate(sys.argv) if word.endswith("default_worker.py"))
-told, sys.argv = parser.parse_known_args(sys.argv[first:])
-update_envs(RuntimeEnvContext.deserialize(told.serialized_runtime_env_context or "{}").env_vars)
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""A worker of Ray, in a process that has torch and whet already. Ray itself starts an interpreter that reads the
-environment of the worker and then becomes another one."""
-PYTHON = """#!/bin/sh
-case "$*" in *default_worker.py*) exec "{folder}/worker" "$@" ;; esac
-exec "{python}" "$@"
-"""
 HEAD = "import sys; sys.executable = sys.argv.pop(1); from ray.scripts.scripts import main; main()"
 """`ray`, told with which interpreter it starts its processes."""
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An interpreter for a cluster, whose workers are forked. Those of clusters that runs start for themselves, and of
-    test_cluster_ranks.py, are not."""
-    folder = tmp_path_factory.mktemp("python")
-    with programs(folder, worker=WORKER):
-        path = folder / "python"
-        path.write_text(PYTHON.format(folder=folder, python=sys.executable))
-        path.chmod(0o755)
+    with interpreter(tmp_path_factory.mktemp("python")) as path:
         yield path
 
 
@@ -177,7 +154,7 @@ def start(run_dir: Path, tree: dict[str, Any]) -> Started:
     given(run_dir)
     file = run_dir / "given.yaml"
     file.write_text(yaml.safe_dump({**tree, "run_dir": str(run_dir / "run")}))
-    RUNS.append(Started("train", str(file), code=NEAR_RANKS, said=run_dir / "said", cwd=run_dir))
+    RUNS.append(Started("train", str(file), said=run_dir / "said", cwd=run_dir))
     return RUNS[-1]
 
 
@@ -255,7 +232,6 @@ def in_one(folder: Path, monkeypatch: pytest.MonkeyPatch, **ahead: Any) -> tuple
     given(folder)
     with monkeypatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("whet.training.ranks.Local", lambda count, threads, **_: near(count, threads))
         tree = {**BASE, "train": SHARDS, "rollout": {**BASE["rollout"], **ahead}}
         whet.train(**tree, run_dir=str(folder / "run"))
     assert not scratch_of(folder)

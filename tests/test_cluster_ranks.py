@@ -13,9 +13,10 @@ import os
 import re
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from ray.cluster_utils import Cluster
 
 import whet
 from far_losses import killed, sleepy
-from forked import Started, near
+from forked import Started
+from ray_workers import interpreter
 from test_apart import tree as apart_tree
 from test_driver_memory import MATRIX_BYTES, trained
 from test_lanes import picture
@@ -60,23 +62,27 @@ LEARNING: dict[str, Any] = {"optimizer": OptimizerConfig(name="sgd", lr=0.02), "
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with two_nodes(100 << 20) as address:
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with (
+        interpreter(tmp_path_factory.mktemp("python")) as python,
+        two_nodes(100 << 20, str(python)) as address,
+    ):
         connect(address, None)
         yield address
 
 
 @contextmanager
-def two_nodes(store: int) -> Iterator[str]:
-    """Each has an object store of so many bytes."""
+def two_nodes(store: int, python: str = sys.executable) -> Iterator[str]:
+    """Each has an object store of so many bytes. python: their interpreter."""
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": store}
-    ground = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        ground.add_node(num_cpus=4, object_store_memory=store)
+    with ExitStack() as ends:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "executable", python)
+            ground = Cluster(initialize_head=True, head_node_args=head)
+            ends.callback(ground.shutdown)
+            ground.add_node(num_cpus=4, object_store_memory=store)
+        ends.callback(disconnect)
         yield str(ground.address)
-    finally:
-        disconnect()
-        ground.shutdown()
 
 
 def lines(address: str, model: Any) -> Any:
@@ -113,7 +119,7 @@ def until(reached: Callable[[], object], what: str, within_s: float = 120.0) -> 
 def test_far_ranks_are_local_ranks_to_the_bit(address: str, tmp_path: Path) -> None:
     """A step, the log-probs, the files they save and read. Then one is killed: it is named, and all end."""
     model = tiny_model()
-    here = Ranks(TWO, timeout_s=120.0, open_lines=near)
+    here = Ranks(TWO, timeout_s=120.0)
     far = Ranks(TWO, timeout_s=120.0, open_lines=lines(address, model))
     assert not far.lines.near
     timeline = Timeline(tmp_path / "timeline.json")
@@ -281,7 +287,6 @@ def test_ranks_replicas_and_rewards_in_the_cluster_change_no_number(
     far = {"address": address, "ranks": True, "reward_hosts": 1, "start_timeout_s": 200.0}
     sampled = {"rollout": {**tree["rollout"], "replicas": 1}, "cluster": far}
     lines = finish(start(tmp_path / "far", tree | sampled), tmp_path / "far")
-    monkeypatch.setattr("whet.training.ranks.Local", lambda count, threads, **_: near(count, threads))
     assert whet.train(**tree, run_dir=str(tmp_path / "near/run")).metrics == lines
     one, other = [tmp_path / who / "run/export/main/model.safetensors" for who in ("near", "far")]
     assert filecmp.cmp(one, other, shallow=False)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import whet
-from forked import Started, near
+from forked import Started
 from grid import by_deepspeed
 from test_cli import assert_gone
 from test_ranks import killed, learning
@@ -48,12 +48,11 @@ RUN: Json = {
 
 def trained(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> whet.Result:
     """To its end, in this process, with ranks that are forked."""
-    monkeypatch.setattr("whet.training.ranks.Local", lambda count, threads, **_: near(count, threads))
     return whet.train(overrides=[f"run_dir={run_dir}"], **RUN)
 
 
 def test_a_rank_that_is_killed_is_named_and_the_other_ends() -> None:
-    ranks = Ranks(Dims(dp_shard=2), timeout_s=60.0, open_lines=near)
+    ranks = Ranks(Dims(dp_shard=2), timeout_s=60.0)
     zero = by_deepspeed({"stage": 2}, learning()["optimizer"])
     many = RankGroup(ranks, "policy", tiny_model(), cut=CUT, deepspeed=zero, **learning())
     with pytest.raises(WhetError, match=r"rank 1 of 2 died \(killed by SIGKILL\) while doing: update policy"):

@@ -114,7 +114,10 @@ def test_a_folder_of_sessions_that_is_anothers_is_refused(
         private.sessions()
 
 
-def test_ranks_listen_on_loopback() -> None:
+def test_ranks_listen_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "whet.guard.line.subprocess", subprocess
+    )  # interpreters of their own, as a user's ranks are
     ranks = Ranks(Dims(dp_replicate=2), timeout_s=60.0)
     many = RankGroup(
         ranks, "policy", tiny_model(), cut=CUT, optimizer=OptimizerConfig(name="sgd", lr=0.02), total_steps=4

@@ -14,7 +14,6 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from forked import near
 from grid import EVERYTHING
 from test_lora import IDS, bits, check_gradients, noted, over, planned, run, tensors, with_adapters
 from test_train_torch import CUT, pg_loss, weighted
@@ -271,7 +270,7 @@ def test_servers_get_them_merged_alone() -> None:
 @pytest.mark.parametrize("lora", [EACH, SHARED])
 def test_ranks_with_spread_experts_publish_what_one_process_would(tmp_path: Path, lora: LoraConfig) -> None:
     """In full and with adapters apart, whose digest of the merged weights is that of the driver's model."""
-    ranks = Ranks(Dims(dp_shard=2), timeout_s=60.0, open_lines=near)
+    ranks = Ranks(Dims(dp_shard=2), timeout_s=60.0)
     how = {"cut": CUT, "optimizer": OptimizerConfig(name="sgd", lr=0.5), "total_steps": 8}
     try:
         policy = RankGroup(ranks, "policy", mixture(lora), dims=Dims(dp_shard=2, ep=2), **how)

@@ -15,7 +15,6 @@ import psutil
 import pytest
 import torch
 
-from forked import near
 from test_ranks_run import BASE, given
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
@@ -42,7 +41,7 @@ LEARNS: dict[str, Any] = {"optimizer": OptimizerConfig(name="sgd", lr=0.02), "to
 @pytest.fixture(scope="module")
 def two() -> Iterator[tuple[RankGroup, RankGroup]]:
     """A policy that learns and a reference of other weights, in a process each."""
-    pools = [Ranks(Dims(), whose=whose, timeout_s=120.0, open_lines=near) for whose in ("", "critic")]
+    pools = [Ranks(Dims(), whose=whose, timeout_s=120.0) for whose in ("", "critic")]
     yield (
         RankGroup(pools[0], "policy", tiny_model(), cut=CUT, **LEARNS),
         RankGroup(pools[1], "reference", tiny_model(seed=9).requires_grad_(False), cut=CUT),
@@ -145,7 +144,6 @@ def test_a_run_with_models_apart_writes_what_it_writes_together(
     """Values, both updates, a reference that becomes the policy, checkpoints; though the critic's rank is killed in the
     third step, and the run goes on with all models in one place."""
     how = ["train.steps=3", "reference.reset_interval=1", "critic.minibatches=4"]
-    monkeypatch.setattr("whet.training.ranks.Local", lambda count, threads, **_: near(count, threads))
     ended(tmp_path / "together", *how)
     how += ["profile.steps=[1]", "train.parallel.separate_ranks=[critic,reference]"]
     learn, pids = Learner.update_critic, list[int]()

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.profiler import ProfilerAction
 
-from forked import near
 from test_memory import full_batch
 from test_timeline import TINY, reward
 from tiny import VOCAB, tiny_model
@@ -313,7 +312,6 @@ def test_a_meter_of_cuda(monkeypatch):
 def test_ranks_that_are_named_record_their_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parallel = {"train.parallel.dp_replicate": 2, "profile.steps": [2], "profile.ranks": [1]}
     overrides = [f"{key}={value}" for key, value in parallel.items()]
-    monkeypatch.setattr("whet.training.ranks.Local", lambda count, threads, **_: near(count, threads))
     train(overrides=[f"run_dir={tmp_path}/run", *overrides], rewards=reward, **TINY)
     written = {p.name for p in (tmp_path / "run/profile").iterdir()}
     assert written == {"main-step-000002.json.gz", "main-rank-1-step-000002.json.gz"}

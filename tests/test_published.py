@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forked import FORKS, near
+from forked import FORKS
 from test_sync_replicas import Objects, One, load, load_all, run, shipper, state
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
@@ -62,14 +62,14 @@ def group_of(ranks: Ranks, *, lora: bool = False, fused: bool = False) -> RankGr
 
 @pytest.fixture(scope="module", params=["dp_shard", "dp_replicate", "tp", "pp"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    made = Ranks(Dims(**{request.param: 2}), timeout_s=60.0, open_lines=near)
+    made = Ranks(Dims(**{request.param: 2}), timeout_s=60.0)
     yield made
     made.close()
 
 
 @pytest.fixture
 def shards() -> Iterator[Ranks]:
-    made = Ranks(Dims(dp_shard=2), timeout_s=60.0, open_lines=near)
+    made = Ranks(Dims(dp_shard=2), timeout_s=60.0)
     yield made
     made.close()
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from forked import Started, near
+from forked import Started
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
 from whet.algos.recipes import build
@@ -89,7 +89,7 @@ def broken(batch: Batch, out: Outputs) -> Loss:
     ],
 )
 def test_a_lost_rank_is_named_and_the_others_end(loss: Any, said: str) -> None:
-    ranks = Ranks(Dims(dp_replicate=2), timeout_s=60.0, open_lines=near)
+    ranks = Ranks(Dims(dp_replicate=2), timeout_s=60.0)
     many = RankGroup(ranks, "policy", tiny_model(), cut=CUT, **learning())
     ranks.timeout_s = 5.0
     with pytest.raises(WhetError, match=said):
@@ -101,7 +101,7 @@ def test_a_lost_rank_is_named_and_the_others_end(loss: Any, said: str) -> None:
 
 
 def test_a_loss_that_cannot_travel_is_refused() -> None:
-    ranks = Ranks(Dims(dp_replicate=1), timeout_s=60.0, open_lines=near)
+    ranks = Ranks(Dims(dp_replicate=1), timeout_s=60.0)
     many = RankGroup(ranks, "policy", tiny_model(), cut=CUT, **learning())
     with pytest.raises(WhetError, match="must be module-level functions"):
         many.update(weighted(), lambda batch, out: pg_loss(batch, out))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import whet.placement
-from forked import NEAR_RANKS, Started, near
+from forked import Started
 from test_lanes import picture
 from tiny import LETTERS
 from whet.api import train
@@ -138,14 +138,13 @@ def start(run_dir: Path) -> Started:
     path.write_text(json.dumps(BASE))
     log = run_dir.parent / f"{run_dir.name}.log"
     words = ["train", str(path), f"run_dir={run_dir}", "train.parallel.dp_shard=2"]
-    return Started(*words, code=NEAR_RANKS, said=log)
+    return Started(*words, said=log)
 
 
 def test_a_killed_run_on_ranks_goes_on_as_if_it_had_not_been(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    monkeypatch.setattr("whet.training.ranks.Local", lambda count, threads, **_: near(count, threads))
     train(overrides=[f"run_dir={whole}", "train.parallel.dp_shard=2"], **BASE)
     process = start(broken)
     until = time.monotonic() + 240

@@ -16,7 +16,6 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import whet
-from forked import near
 from sections import algorithm as section
 from test_learning import SETUP, learn
 from test_train_torch import assert_near, pg_loss, random_groups, weighted
@@ -207,7 +206,7 @@ def test_ranks_that_have_nothing_left_keep_step() -> None:
     assert one_left.rollouts == 1
     optimizer = schema.OptimizerConfig(name="sgd", lr=0.02)
     alone = TorchEngine(tiny_model(), kernels.load("auto"), cut=CUT, optimizer=optimizer, total_steps=4)
-    ranks = Ranks(Dims(dp_shard=2), timeout_s=60.0, open_lines=near)
+    ranks = Ranks(Dims(dp_shard=2), timeout_s=60.0)
     try:
         many = RankGroup(ranks, "policy", tiny_model(), cut=CUT, optimizer=optimizer, total_steps=4)
         said = [e.forward(one_left, "logprobs") for e in (alone, many)]

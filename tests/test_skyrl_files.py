@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import whet
-from forked import near
 from whet import cli
 from whet.config import schema
 from whet.config.load import Loaded
@@ -227,7 +226,6 @@ def test_a_file_with_deepspeed_is_converted_and_trained_by_it(
     DeepSpeed's own section clips, as the file gives no other."""
     if find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    monkeypatch.setattr("whet.training.ranks.Local", lambda count, threads, **_: near(count, threads))
     file = str(HERE / "skyrl_letters.yaml")
     zero = [
         "trainer.strategy=deepspeed",

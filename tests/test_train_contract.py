@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from forked import near
 from grid import by_deepspeed
 from test_deepspeed import ZERO
 from test_train_torch import CUT, assert_near, pg_loss, weighted
@@ -69,7 +68,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Maker]:
     zero = ZERO.get(request.param.removeprefix("DeepSpeed, "))
     if zero is not None and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    ranks = Ranks(dims, timeout_s=60.0, open_lines=near)
+    ranks = Ranks(dims, timeout_s=60.0)
     try:
         yield Maker(ranks, zero)
     finally:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from forked import near
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
 from whet.config.load import load
@@ -35,7 +34,6 @@ from whet.whole import InFiles, Whole
 log = logging.getLogger("whet.test")
 SGD = OptimizerConfig(name="sgd", lr=0.5)
 LORA = LoraConfig(rank=2)
-beside = partial(near, module="whet.models.apart")
 
 
 def model_of(*, lora: bool) -> Any:
@@ -51,9 +49,7 @@ def model_of(*, lora: bool) -> Any:
 
 
 def place(folder: Path) -> InFiles:
-    return InFiles(
-        folder, torch.device("cpu"), threads=1, imports=(), beat=lambda what: None, open_lines=beside
-    )
+    return InFiles(folder, torch.device("cpu"), threads=1, imports=(), beat=lambda what: None)
 
 
 def digest(model: Any) -> str:
@@ -84,7 +80,7 @@ def die() -> None:
 def test_a_job_is_done_by_another_process(caplog: pytest.LogCaptureFixture) -> None:
     """What it logs is logged here, what it does is told."""
     beats: list[str] = []
-    assert call(where, what="say", beat=beats.append, open_lines=beside) != os.getpid()
+    assert call(where, what="say", beat=beats.append) != os.getpid()
     assert caplog.record_tuples == [("whet.test", logging.WARNING, "it is done")]
     assert "half of it" in beats
 
@@ -92,19 +88,19 @@ def test_a_job_is_done_by_another_process(caplog: pytest.LogCaptureFixture) -> N
 @pytest.mark.parametrize("kind", [ConfigError, CheckpointError, WhetError])
 def test_its_errors_are_raised_here(kind: type[Exception]) -> None:
     with pytest.raises(kind, match=r"^no such thing$"):
-        call(partial(fail, kind), what="fail", open_lines=beside)
+        call(partial(fail, kind), what="fail")
 
 
 def test_other_errors_come_with_their_place() -> None:
     with pytest.raises(WhetError, match=r"in fail[\s\S]*KeyError: 'no such thing'"):
-        call(partial(fail, KeyError), what="fail", open_lines=beside)
+        call(partial(fail, KeyError), what="fail")
 
 
 def test_its_death_is_told() -> None:
     with pytest.raises(
         WhetError, match=r"was to make the policy died \(killed by SIGKILL\).*one whole model"
     ):
-        call(die, what="make the policy", open_lines=beside)
+        call(die, what="make the policy")
 
 
 # ---------------------------------------------------------------- models in files
@@ -159,7 +155,7 @@ def test_its_errors_are_those_of_the_model(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", params=["dp_shard", "dp_replicate", "tp", "pp"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    made = Ranks(Dims(**{request.param: 2}), timeout_s=60.0, open_lines=near)
+    made = Ranks(Dims(**{request.param: 2}), timeout_s=60.0)
     yield made
     made.close()
 
