@@ -1,5 +1,5 @@
-"""An interpreter for clusters of tests: workers of Ray, and what those start at the other end of a line, are forked from
-a process that has torch and whet already. Everything else of Ray begins as it always does."""
+"""An interpreter for clusters of tests: workers of Ray, and what those start at the other end of a line, are forked
+from a process that has torch and whet already. Everything else of Ray begins as it always does."""
 
 from __future__ import annotations
 
