@@ -15,9 +15,10 @@ from safetensors import safe_open
 
 pytest.importorskip("ray")
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="limits the memory of one process as Linux does"
-)
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of one process as Linux does"),
+    pytest.mark.sweep,  # a minute of one core; test_published.py measures what the driver has at each way to a replica
+]
 
 WIDE = 256, 52_000
 MATRIX_BYTES = 4 * WIDE[0] * WIDE[1]

@@ -368,18 +368,20 @@ def test_weights_that_rest_are_fetched_for_their_work(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("known", "checkpoint"),
+    ("known", "checkpoint", "layers"),
     [
-        (True, True),
-        pytest.param(True, False, marks=pytest.mark.sweep),
-        pytest.param(False, False, marks=pytest.mark.sweep),
+        (True, True, 1),  # the compiler takes ten seconds for the first layer and for the second
+        pytest.param(True, True, 3, marks=pytest.mark.sweep),
+        pytest.param(True, False, 2, marks=pytest.mark.sweep),
+        pytest.param(False, False, 2, marks=pytest.mark.sweep),
     ],
 )
 def test_compiled_layers_give_equal_gradients(
-    known: bool, checkpoint: bool, monkeypatch: pytest.MonkeyPatch
+    known: bool, checkpoint: bool, layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Traced and differentiated by torch's compiler, without the C++ that it would write (the sweep runs a
     training with that: test_dead_native.py)."""
+    monkeypatch.setattr("test_train_torch.tiny_model", partial(tiny_model, layers=layers))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     if not known:
         monkeypatch.setattr("whet.models.fused_forward.known_family", lambda model, config: None)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from swept import one_each
 from whet.config.parse import parse
 from whet.config.tree import get, leaves
 from whet.studio.edit import Edited, remove_key, rename_key, set_key
@@ -101,7 +102,10 @@ def edits(text: str, chance: random.Random) -> Iterator[tuple[Edited, Any]]:
             yield remove_key(text, path), without(tree, path)
 
 
-@pytest.mark.parametrize("file", [*FILES, None], ids=lambda file: file.name if file else "odd")
+@pytest.mark.parametrize(
+    "file", [None, *one_each(FILES, lambda file: (file.parent.name, file.name.partition("_")[0] == "from"))],
+    ids=lambda file: file.name if file else "odd",
+)  # fmt: skip
 def test_an_edit_in_any_place_changes_its_key_alone(file: Path | None) -> None:
     text = file.read_text() if file else ODD
     chance, rewritten, count = random.Random(7), 0, 0

@@ -126,6 +126,7 @@ def test_a_model_of_ones_own_and_a_reward_from_a_file(home: Path) -> None:
     assert len(rows(home / "runs/own_model", "reward/part/first/begins_mean")) == 4
 
 
+@pytest.mark.sweep  # test_examples.py runs the README's Python
 def test_from_python(home: Path) -> None:
     told = start(home, sys.executable, "docs/tutorials/from_python.py")
     assert len(rows(home / "runs/from_python", "reward/mean")) == 8
