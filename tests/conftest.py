@@ -34,7 +34,6 @@ LONG = (
     "dead_native",
     "cluster_ranks",
     "ranks_run",
-    "driver_memory",
     "jail",
     "deepspeed",
     "replay_run",
