@@ -270,7 +270,7 @@ def test_without_a_service_a_rollout_is_unscored_and_secrets_stay_secret() -> No
 def test_a_run_has_time_for_an_answer_and_may_ask() -> None:
     reward = {"code": RewardConfig(function="sandbox_fusion", arguments={"url": "http://x", "timeout_s": 20})}
     with pytest.raises(
-        ConfigError, match=r"may wait 50 s .* reward_workers.timeout_s=10: raise it to 50 or more"
+        ConfigError, match=r"may take 50 s, .* reward_workers.timeout_s=10: raise it to 50 or more"
     ):
         run([], reward)
     with pytest.raises(ConfigError, match=r"reward_workers\.sandbox=all forbids"):

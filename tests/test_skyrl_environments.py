@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ from whet.dialects.row import Native, NotSupportedYet, Values
 from whet.dialects.skyrl import learn, run
 from whet.dialects.tables import table
 from whet.dialects.versions import VERSION
+from whet.guard import sandbox
 from whet.rewards.answer_line import aime
+from whet.rewards.code import code
 from whet.types import ConfigError, Json, Task
 
 learn, run = map(asked, (learn, run))
@@ -69,11 +73,23 @@ def test_aime_reads_the_column_of_its_answer() -> None:
     assert run.environment(v) == {"rewards.aime.function": "whet.rewards.answer_line:aime"}
 
 
+@pytest.mark.skipif(bool(sandbox.lacking()), reason=sandbox.lacking())
+def test_lcb_runs_all_tests_of_the_last_block() -> None:
+    """As skyrl-gym 0.4: 1 where all pass, else 0; the block may be marked as it likes."""
+    native = run.environment(values({"environment.env_class": "lcb"}))
+    assert native["rewards.lcb.function"] == "code"
+    tests = [{"input": f"{n}", "output": f"{n + 1}\n", "testtype": "stdin"} for n in range(12)]
+    row = Task(uid=0, source="lcb", prompt="?", answer=json.dumps(tests))
+    for limit, score in ((12, 1.0), (11, 0.0)):
+        reply = f"```py\nn = int(input())\nprint(n + 1 if n < {limit} else 0)\n```"
+        assert asyncio.run(code(reply, row, **native["rewards.lcb.arguments"])) == {"score": score}
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
         (
-            "lcb",
+            "searchcode",
             r"runs what the policy writes as a program.*; write an environment that does so in a sandbox",
         ),
         ("multiply", r"your own code registers.*environment\.env_class=path/to/file\.py:name"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -14,6 +15,7 @@ BUILTIN = {
     "number": "whet.rewards.builtin:number",
     "format": "whet.rewards.builtin:format",
     "overlong": "whet.rewards.builtin:overlong",
+    "code": "whet.rewards.code:code",
     "math": "whet.rewards.math:math",
     "reasoning_gym": "whet.rewards.gym:reasoning_gym",
     "sandbox_fusion": "whet.rewards.sandbox_fusion:sandbox_fusion",
@@ -23,9 +25,30 @@ BUILTIN = {
 EXECUTES = {BUILTIN["reasoning_gym"]: "whet.rewards.gym:unread"}
 """For rewards that may run code found in a reply or a row: a function of the arguments that names the part, or ''."""
 
-CONNECTS = {BUILTIN["sandbox_fusion"]: "whet.rewards.sandbox_fusion:needs_s"}
-"""For rewards that ask a server, so no sandbox can hold them: a function of the arguments that gives the longest wait
-for an answer, in seconds. They run nothing of a reply and read it with no library but Python's own."""
+
+@dataclass(frozen=True)
+class Unconfined:
+    """A reward that no sandbox can hold. It runs nothing of a reply in its own process, and reads it with no library
+    but Python's own."""
+
+    does: str
+    """What a sandbox forbids."""
+    needs_s: str
+    """A function of the arguments: the longest time that it may take, in seconds."""
+    shared: bool = False
+    """Whether it is told how many `processes` there are of it."""
+    sandboxes: bool = False
+    """Whether it puts the code of replies into a sandbox itself, so the system must have one."""
+
+
+UNCONFINED = {
+    BUILTIN["sandbox_fusion"]: Unconfined(
+        "asks a server", "whet.rewards.sandbox_fusion:needs_s", shared=True
+    ),
+    BUILTIN["code"]: Unconfined(
+        "starts processes with a sandbox of their own", "whet.rewards.code:needs_s", sandboxes=True
+    ),
+}
 
 _NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _LETTER = r"\(?\s*([A-Za-z])\s*\)?(?![A-Za-z0-9])"

@@ -23,7 +23,7 @@ from whet.guard.jail import CallResult, Failure, Jail, RewardCall
 from whet.guard.printed import Printed
 from whet.guard.worker import Guarded
 from whet.rewards.bind import BATCH, RewardFunction, bind, pack_rollout, pack_task
-from whet.rewards.builtin import BUILTIN, CONNECTS, EXECUTES
+from whet.rewards.builtin import BUILTIN, EXECUTES, UNCONFINED, Unconfined
 from whet.rewards.model import ModelReward
 from whet.tables import find, load_object
 from whet.types import ConfigError, DataError, Group, Rollout, Task, WhetError
@@ -135,41 +135,44 @@ def _load(
     verifiers: Sequence[str],
     workers: schema.RewardWorkersConfig,
 ) -> Guarded:
-    """The function, and what its process may do. ConfigError if it needs a sandbox, and this system has none; if it
-    asks a server, and may not, or has no time to."""
+    """The function, and what its process may do. ConfigError if it needs a sandbox, and this system has none; if no
+    sandbox can hold it, and one has to, or it has not the time that it may need."""
     learn({"rewards": {name: {"arguments": reward.arguments}}})
     what, spec = f"reward {name!r}: function", reward.function or ""
     place = "" if given else spec if ":" in spec else find(BUILTIN, spec, what=what)
-    arguments, executes, connects = reward.arguments, "", place in CONNECTS
+    arguments, executes, unconfined = reward.arguments, "", UNCONFINED.get(place)
     if place in EXECUTES:
         arguments = {"verifiers": list(verifiers), **arguments}
         try:
             executes = load_object(EXECUTES[place], what=what)(arguments)
         except ConfigError as error:
             raise ConfigError(f"reward {name!r}: {error}") from None
-    if connects:
-        _check_connects(name, load_object(CONNECTS[place], what=what)(arguments), workers)
-        arguments = {**arguments, "processes": workers.count}
+    if unconfined:
+        _check_unconfined(name, unconfined, load_object(unconfined.needs_s, what=what)(arguments), workers)
+        arguments = {**arguments, "processes": workers.count} if unconfined.shared else arguments
     function = given or load_object(place, what=what)
     call = bind(function, arguments, name=name, columns=not place.startswith(_OURS))
     asked = "reward_workers.sandbox=all" if workers.sandbox == "all" else executes
-    if asked and (why := sandbox.lacking()):
+    runs = "it runs the code of replies" if unconfined and unconfined.sandboxes else ""
+    if (asked or runs) and (why := sandbox.lacking()):
         raise ConfigError(
-            f"reward {name!r}: {asked}; so it may run only in a sandbox, which this system does not have: {why}"
+            f"reward {name!r}: {asked or runs}; so it may run only in a sandbox, which this system does not have: {why}"
         )
-    ours = place.startswith(_OURS) and not connects
+    ours = place.startswith(_OURS) and not unconfined
     return Guarded(call, confined=bool(asked) or ours, once=bool(executes))
 
 
-def _check_connects(name: str, longest_s: float, workers: schema.RewardWorkersConfig) -> None:
-    """ConfigError if a reward that asks a server is kept from it."""
+def _check_unconfined(
+    name: str, unconfined: Unconfined, longest_s: float, workers: schema.RewardWorkersConfig
+) -> None:
+    """ConfigError if a reward that no sandbox can hold is kept from what it does."""
     if workers.sandbox == "all":
         raise ConfigError(
-            f"reward {name!r} asks a server, which reward_workers.sandbox=all forbids; set it to builtin"
+            f"reward {name!r} {unconfined.does}, which reward_workers.sandbox=all forbids; set it to builtin"
         )
     if workers.timeout_s < longest_s:
         raise ConfigError(
-            f"reward {name!r} may wait {longest_s:g} s for an answer of its server, but a call ends after "
+            f"reward {name!r} {unconfined.does} and may take {longest_s:g} s, but a call ends after "
             f"reward_workers.timeout_s={workers.timeout_s:g}: raise it to {longest_s:g} or more"
         )
 

@@ -57,7 +57,9 @@ async def sandbox_fusion(
 
     The answer of the row is a mapping, or its JSON text: `inputs` and `outputs`, lists of standard input and expected
     output. With `fn_name` each line of an input is an argument, in JSON, of that function or method of `Solution`. With
-    `assert_case`, a list of code that follows the program, inputs and outputs may be absent.
+    `assert_case`, a list of code that follows the program, inputs and outputs may be absent. Or a list of such tests as
+    LiveCodeBench has them: mappings with `input` and `output`, whose `testtype` may be functional, and then `metadata`
+    has `func_name`.
     """
     if sources is not None and task.source not in sources:
         return {"score": 0.0}
@@ -109,6 +111,7 @@ def checks_of(task: Task, code: str, language: str) -> list[ProgramRun]:
         found = json.loads(found) if isinstance(found, str) else found
     except ValueError as error:
         raise ValueError(f"{where}: its answer is not JSON: {error}") from None
+    found = _of_livecodebench(found) if isinstance(found, list) else found
     asserts = found.get("assert_case") if isinstance(found, dict) else None
     if isinstance(asserts, list):
         found = {"inputs": [""] * len(asserts), "outputs": [None] * len(asserts), **found}
@@ -131,13 +134,24 @@ def checks_of(task: Task, code: str, language: str) -> list[ProgramRun]:
     ]
 
 
+def _of_livecodebench(tests: list[Json]) -> Json:
+    """The same as lists; None where a test lacks its input or output."""
+    if not tests or not all(isinstance(each, dict) and {"input", "output"} <= each.keys() for each in tests):
+        return None
+    lists = {f"{name}s": [each[name] for each in tests] for name in ("input", "output")}
+    first = tests[0]
+    named = first.get("metadata", {}).get("func_name") if first.get("testtype") == "functional" else None
+    return lists | ({"fn_name": named} if named else {})
+
+
 def _text(value: Json) -> str | None:
     return None if value is None else str(value)
 
 
-_MODULES = """
-string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json
-"""
+MODULES = (
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
+    "functools", "operator", "io", "sys", "json",
+)  # fmt: skip
 """Solutions are written for a place where these are at hand, with all names in them."""
 _CALL = """
 import json as _json, sys as _sys, traceback as _traceback
@@ -163,10 +177,14 @@ if __name__ == "__main__":
 def calling(program: str, function: str) -> str:
     """A program that calls a function of this one: arguments from standard input, one a line in JSON; the value to
     standard output, in JSON if it is no number or text. An error there ends it as well, with nothing printed."""
-    modules = _MODULES.split()
-    names = [f"from {module} import *" for module in [*modules, "builtins", "typing"]]
-    names += [f"import {module}" for module in modules]
-    return "\n".join([*names, program, f"_NAME = {function!r}", _CALL])
+    return "\n".join([with_names(program), f"_NAME = {function!r}", _CALL])
+
+
+def with_names(program: str) -> str:
+    """The program after the imports that solutions take for granted."""
+    names = [f"from {module} import *" for module in [*MODULES, "builtins", "typing"]]
+    names += [f"import {module}" for module in MODULES]
+    return "\n".join([*names, program])
 
 
 # ---------------------------------------------------------------- the service

@@ -39,7 +39,8 @@ def compute_score(
         return _after_answer(response, task)
     known = ", ".join(("openai/gsm8k", *_MATH, "math_dapo", "aime*"))
     raise ValueError(
-        f"no rule for data source {source!r} (known: {known}); give a function: custom_reward_function.path"
+        f"no rule for data source {source!r} (known: {known}); give a function: custom_reward_function.path; "
+        "programs: reward_model.sandbox_fusion.url, or on this machine whet.rewards.code.function=code"
     )
 
 

@@ -35,7 +35,7 @@ class RewardConfig(Section):
     """A function or a model that scores replies; the reward of a run is the weighted sum of all rewards."""
 
     function: str | None = None
-    """Name of a reward function; give this or `model`. Built in: exact, choice, number, math, format, overlong,
+    """Name of a reward function; give this or `model`. Built in: exact, choice, number, math, code, format, overlong,
     reasoning_gym, sandbox_fusion. Your own: 'package.module:name' or 'path/to/file.py:name'."""
     weight: float = 1.0
     """Factor in the sum. 0: the reward is only measured."""

@@ -81,10 +81,23 @@ def _unset(v: Values) -> Native:
 VERIFIERS = {
     "gsm8k": ("whet.rewards.gsm8k:gsm8k", "reward_spec.ground_truth"),
     "aime": ("whet.rewards.answer_line:aime", "reward_model.ground_truth"),
+    "lcb": ("code", "reward_spec.ground_truth"),
 }
 """Environments of SkyRL-Gym that judge a single reply by its text: (the reward, the column of the answer)."""
-RUN_CODE = ("lcb", "searchcode", "rlm")
+RUN_CODE = ("searchcode", "rlm")
 """Environments of SkyRL-Gym that run what the policy writes as a program, with the rights of the run."""
+OF_PROGRAMS: Native = {
+    "rewards.lcb.arguments": {
+        "timeout_s": 6,
+        "memory_mb": 4096,
+        "most_tests": None,
+        "partial": False,
+        "block": "last",
+    },
+    "reward_workers.timeout_s": 300.0,
+}
+"""As in skyrl-gym 0.4: 6 s for each test, all of which have to pass. There programs have the rights of the run; here
+they run in a sandbox."""
 PLAYED = ("gsm8k_multi_turn", "text2sql", "search", "llm_as_a_judge")
 """Other environments of SkyRL-Gym: they are played by their own code (`whet.envs.skyrl_gym`)."""
 
@@ -97,7 +110,8 @@ def environment(v: Values) -> Native:
     name = v["environment.env_class"]
     mine = isinstance(name, str) and ":" in name
     if name in VERIFIERS:  # over after one reply, whatever max_turns says
-        return {f"rewards.{name}.function": VERIFIERS[name][0], **_overlong(v, name)}
+        more = OF_PROGRAMS if name == "lcb" else {}
+        return {f"rewards.{name}.function": VERIFIERS[name][0], **more, **_overlong(v, name)}
     if mine and not several_turns(v):
         return {"rewards.score.function": name, **_overlong(v, "score")}
     if mine or name in PLAYED:

@@ -1,0 +1,174 @@
+"""Runs programs that nobody has read: `python -m whet.guard.program`.
+
+Standard input is `Programs` as JSON, standard output the `ProgramOutcome` of each run. A run is a process in `guard.sandbox`: it
+can read Python and its packages, and compute; it can open no other file, write none, and start no program, process or
+connection. What it printed is judged elsewhere: nothing that a run could read says what is expected of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import resource
+import select
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+
+from whet.guard import confine, sandbox
+
+MOST_PRINTED = 2**20
+"""Bytes. A run that prints more is ended."""
+_START_S = 20.0
+"""For an interpreter to begin, and the processes of all runs to end, beside their own limits."""
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Programs:
+    """Python code with its standard input, once for each run, and the limits of one run."""
+
+    runs: Sequence[tuple[str, str]]
+    seconds: float
+    stops: bool = False
+    """Whether the first that does not end well is the last."""
+    modules: Sequence[str] = ()
+    """Of Python itself, which many programs import: they are loaded once."""
+    memory_mb: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramOutcome:
+    """One run."""
+
+    ended: str
+    """well: at the end of its code; exit: by the code's own wish, with status 0; else error, time, or printed."""
+    printed: str = ""
+    """Standard output."""
+
+
+def longest_s(runs: int, seconds: float) -> float:
+    """The longest wait for `run`."""
+    return runs * seconds + _START_S
+
+
+async def run(programs: Programs) -> list[ProgramOutcome]:
+    """All runs, one after the other, in an interpreter of their own, which knows no variable of this process but its
+    path. OSError where this system has no sandbox, or the interpreter fails."""
+    if why := sandbox.lacking():
+        raise OSError(f"programs of the policy run only in a sandbox: {why}")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", __name__,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env={"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONUTF8": "1"} | dict.fromkeys(_THREADS, "1"),
+    )  # fmt: skip
+    limit_s = longest_s(len(programs.runs), programs.seconds)
+    try:
+        async with asyncio.timeout(limit_s):
+            said, error = await process.communicate(json.dumps(asdict(programs)).encode())
+    except TimeoutError:
+        raise OSError(f"{len(programs.runs)} runs of programs have not ended within {limit_s:g} s") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        told = error.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        raise OSError(f"the process that runs programs ended with status {process.returncode}: {told[:300]}")
+    return [ProgramOutcome(**each) for each in json.loads(said)]
+
+
+# ---------------------------------------------------------------- in that interpreter
+
+
+def main() -> None:
+    programs = Programs(**json.load(sys.stdin))
+    confine.die_with(os.getppid())
+    confine.adopt_orphans()
+    for module in programs.modules:
+        import_module(module)
+    done: list[ProgramOutcome] = []
+    for each in programs.runs:
+        done.append(_ran(programs, *each))
+        if programs.stops and done[-1].ended not in ("well", "exit"):
+            break
+    json.dump([asdict(each) for each in done], sys.stdout)
+
+
+def _ran(limits: Programs, code: str, text: str) -> ProgramOutcome:
+    """One run, to its end or to the first limit that it reaches."""
+    with tempfile.TemporaryFile() as given:
+        given.write(text.encode("utf-8", "surrogatepass"))
+        given.seek(0)
+        out, printed_to = os.pipe()
+        marks, marked_to = os.pipe()
+        if not (child := os.fork()):
+            os.dup2(given.fileno(), 0)
+            os.dup2(printed_to, 1)
+            os.dup2(marked_to, 3)
+            _become(limits, code)
+    os.close(printed_to)
+    os.close(marked_to)
+    printed, ended, exits = bytearray(), "", dict[int, int]()
+    try:
+        end = time.monotonic() + limits.seconds
+        while not ended:
+            if not select.select([out], [], [], max(0.0, end - time.monotonic()))[0]:
+                ended = "time"
+            elif not (piece := os.read(out, 2**16)):
+                break
+            else:
+                printed += piece
+                ended = "printed" if len(printed) > MOST_PRINTED else ""
+        while not ended and child not in exits:  # it has closed its output, and may go on
+            confine.reap(exits)
+            ended = "time" if time.monotonic() > end else ""
+            time.sleep(0.001)
+    finally:
+        confine.sweep(set(), exits)
+        mark = os.read(marks, 1)
+        os.close(out)
+        os.close(marks)
+    ended = ended or {(0, b"w"): "well", (0, b"x"): "exit"}.get((exits.get(child, -1), mark), "error")
+    return ProgramOutcome(ended=ended, printed=printed[:MOST_PRINTED].decode("utf-8", "replace"))
+
+
+def _become(limits: Programs, code: str) -> None:
+    """In the child: the limits, the sandbox, the program. Does not return."""
+    status = 1
+    with contextlib.suppress(BaseException):
+        confine.die_with(os.getppid())
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDWR), 2)
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        seconds = math.ceil(limits.seconds) + 1
+        for kind, most in (
+            (resource.RLIMIT_CPU, seconds),
+            (resource.RLIMIT_AS, limits.memory_mb * 2**20),
+            (resource.RLIMIT_FSIZE, 0),
+            (resource.RLIMIT_CORE, 0),
+        ):
+            hard = resource.getrlimit(kind)[1]
+            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(kind, (most, most))
+        sandbox.enter()
+        sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
+        mark = b"w"
+        try:
+            exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
+        except SystemExit as asked:
+            mark = b"x" if asked.code in (None, 0) else b""
+        sys.stdout.flush()
+        os.write(3, mark)
+        status = 0 if mark else 1
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
