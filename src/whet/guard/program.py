@@ -1,8 +1,9 @@
 """Runs programs that nobody has read: `python -m whet.guard.program`.
 
-Standard input is `Programs` as JSON, standard output the `ProgramOutcome` of each run. A run is a process in `guard.sandbox`: it
-can read Python and its packages, and compute; it can open no other file, write none, and start no program, process or
-connection. What it printed is judged elsewhere: nothing that a run could read says what is expected of it.
+Standard input is `Programs` as JSON, standard output a `ProgramOutcome` for each run. A run is a process in
+`guard.sandbox`: it can read Python and its packages, and compute; it can open no other file, write none, and start no
+program, process or connection. What it printed is judged elsewhere: nothing that a run could read says what is
+expected of it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from whet.guard.program import Programs, ProgramOutcome, longest_s, run
+from whet.guard.program import ProgramOutcome, Programs, longest_s, run
 from whet.rewards.sandbox_fusion import MODULES, ProgramRun, checks_of, code_in, with_names
 from whet.types import Task
 
