@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import whet
-from forked import Started
+from forked import COMMAND, Started
 from whet.types import ConfigError, WhetError
 
 GAMES = '''
@@ -296,10 +296,10 @@ def test_an_episode_that_breaks_its_world_is_unscored_and_no_other_rollout_chang
     assert all(r["reward"] is None for r in rollouts(broken) if r["uid"] == 1)
 
 
-def start(tree: dict[str, Any], folder: Path, name: str, *overrides: str) -> Started:
+def start(tree: dict[str, Any], folder: Path, name: str, *overrides: str, code: str = COMMAND) -> Started:
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps({**tree, "run_dir": str(folder / name)}))
-    return Started("train", str(file), *overrides, said=folder / f"{name}.said")
+    return Started("train", str(file), *overrides, code=code, said=folder / f"{name}.said")
 
 
 def below(pid: int) -> list[int]:
@@ -310,8 +310,9 @@ def below(pid: int) -> list[int]:
 
 
 def started(tree: dict[str, Any], folder: Path, name: str) -> tuple[Started, list[int]]:
-    """A run in a process of its own that has finished a step, and all processes that it or they have started."""
-    process = start(tree, folder, name)
+    """A run in a process of its own that has finished a step, and all processes that it or they have started: its hosts
+    are no forks of another one."""
+    process = start(tree, folder, name, code="from whet.cli import main; main()")
     metrics, until = folder / name / "metrics.jsonl", time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text()):
         assert process.poll() is None, process.text()
