@@ -51,6 +51,15 @@ def test_functions_methods_and_assertions() -> None:
     assert judged("class Solution:\n    def total(self, a, b):\n        return {'x': a + b}", tests) == {
         "score": 1.0
     }
+    told = json.dumps([{**tests[0], "metadata": json.dumps(tests[0]["metadata"])}])
+    assert judged("from __future__ import annotations\ndef total(a, b): return {'x': a + b}", told) == {
+        "score": 1.0
+    }
+    assert judged(
+        "from __future__ import annotations\nprint(gcd(4, 6))", {"inputs": [""], "outputs": ["2"]}
+    ) == {"score": 1.0}
+    with pytest.raises(ValueError, match="has no tests"):
+        judged("1", [{**tests[0], "metadata": {}}])
     asserts = {"assert_case": ["assert f(1) == 2", "assert f(1) == 3"]}
     assert judged("def f(x):\n    return x + 1", asserts) == {"score": 0.5, "ended/error": 1.0}
     # who leaves before the assertions has not met them

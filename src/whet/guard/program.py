@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
 
 from whet.guard import confine, sandbox
 
@@ -37,11 +36,11 @@ class Programs:
 
     runs: Sequence[tuple[str, str]]
     seconds: float
+    memory_mb: int
+    before: str = ""
+    """Trusted code, whose names all of them find: it runs once."""
     stops: bool = False
     """Whether the first that does not end well is the last."""
-    modules: Sequence[str] = ()
-    """Of Python itself, which many programs import: they are loaded once."""
-    memory_mb: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +91,17 @@ def main() -> None:
     programs = Programs(**json.load(sys.stdin))
     confine.die_with(os.getppid())
     confine.adopt_orphans()
-    for module in programs.modules:
-        import_module(module)
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(programs.before, names)
     done: list[ProgramOutcome] = []
     for each in programs.runs:
-        done.append(_ran(programs, *each))
+        done.append(_ran(programs, names, *each))
         if programs.stops and done[-1].ended not in ("well", "exit"):
             break
     json.dump([asdict(each) for each in done], sys.stdout)
 
 
-def _ran(limits: Programs, code: str, text: str) -> ProgramOutcome:
+def _ran(limits: Programs, names: dict[str, object], code: str, text: str) -> ProgramOutcome:
     """One run, to its end or to the first limit that it reaches."""
     with tempfile.TemporaryFile() as given:
         given.write(text.encode("utf-8", "surrogatepass"))
@@ -113,7 +112,7 @@ def _ran(limits: Programs, code: str, text: str) -> ProgramOutcome:
             os.dup2(given.fileno(), 0)
             os.dup2(printed_to, 1)
             os.dup2(marked_to, 3)
-            _become(limits, code)
+            _become(limits, names, code)
     os.close(printed_to)
     os.close(marked_to)
     printed, ended, exits = bytearray(), "", dict[int, int]()
@@ -140,7 +139,7 @@ def _ran(limits: Programs, code: str, text: str) -> ProgramOutcome:
     return ProgramOutcome(ended=ended, printed=printed[:MOST_PRINTED].decode("utf-8", "replace"))
 
 
-def _become(limits: Programs, code: str) -> None:
+def _become(limits: Programs, names: dict[str, object], code: str) -> None:
     """In the child: the limits, the sandbox, the program. Does not return."""
     status = 1
     with contextlib.suppress(BaseException):
@@ -162,7 +161,7 @@ def _become(limits: Programs, code: str) -> None:
         sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
         mark = b"w"
         try:
-            exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
+            exec(compile(code, "<program>", "exec", dont_inherit=True), names)
         except SystemExit as asked:
             mark = b"x" if asked.code in (None, 0) else b""
         sys.stdout.flush()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from whet.guard.program import ProgramOutcome, Programs, longest_s, run
-from whet.rewards.sandbox_fusion import MODULES, ProgramRun, checks_of, code_in, with_names
+from whet.rewards.sandbox_fusion import NAMES, ProgramRun, checks_of, code_in
 from whet.types import Task
 
 MOST_TESTS = 10
@@ -45,14 +45,14 @@ async def code(
     found = code_in(response, "python") if block == "python" else _last_block(response)
     if found is None:
         return {"score": 0.0}
-    checks = checks_of(task, with_names(found), "python")[:most_tests]
+    checks = checks_of(task, found, "python", named=True)[:most_tests]
     ran = await run(
         Programs(
             runs=[(check.program, check.stdin or "") for check in checks],
             seconds=timeout_s,
             memory_mb=memory_mb,
             stops=not partial,
-            modules=MODULES,
+            before=NAMES,
         )
     )
     passed = sum(map(passes, ran, checks))

@@ -103,8 +103,9 @@ def code_in(response: str, language: str) -> str | None:
     return rest if line_end and name.strip().isalpha() else blocks[1]
 
 
-def checks_of(task: Task, code: str, language: str) -> list[ProgramRun]:
-    """The tests of a row for a program. ValueError where it has none: a score of 0 would penalise the reply."""
+def checks_of(task: Task, code: str, language: str, *, named: bool = False) -> list[ProgramRun]:
+    """The tests of a row for a program. named: it runs where the names that solutions take for granted are there.
+    ValueError where it has none: a score of 0 would penalise the reply."""
     found = reference(task)
     where = f"task {task.uid} of {task.source!r}"
     try:
@@ -129,7 +130,9 @@ def checks_of(task: Task, code: str, language: str) -> list[ProgramRun]:
     function = found.get("fn_name") if language == "python" else None
     programs = [f"{code}\n\n{each}" for each in asserts]
     return [
-        ProgramRun(calling(program, function) if function else program, _text(stdin), _text(stdout))
+        ProgramRun(
+            calling(program, function, named=named) if function else program, _text(stdin), _text(stdout)
+        )
         for program, stdin, stdout in zip(programs, inputs, outputs)
     ]
 
@@ -139,20 +142,26 @@ def _of_livecodebench(tests: list[Json]) -> Json:
     if not tests or not all(isinstance(each, dict) and {"input", "output"} <= each.keys() for each in tests):
         return None
     lists = {f"{name}s": [each[name] for each in tests] for name in ("input", "output")}
-    first = tests[0]
-    named = first.get("metadata", {}).get("func_name") if first.get("testtype") == "functional" else None
-    return lists | ({"fn_name": named} if named else {})
+    if tests[0].get("testtype") != "functional":
+        return lists
+    more = tests[0].get("metadata")
+    more = json.loads(more) if isinstance(more, str) else more
+    return lists | {"fn_name": more["func_name"]} if isinstance(more, dict) and "func_name" in more else None
 
 
 def _text(value: Json) -> str | None:
     return None if value is None else str(value)
 
 
-MODULES = (
+_MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json",
 )  # fmt: skip
-"""Solutions are written for a place where these are at hand, with all names in them."""
+NAMES = "\n".join(
+    [f"from {module} import *" for module in (*_MODULES, "builtins", "typing")]
+    + [f"import {module}" for module in _MODULES]
+)
+"""Solutions are written for a place where these are at hand."""
 _CALL = """
 import json as _json, sys as _sys, traceback as _traceback
 
@@ -174,17 +183,11 @@ if __name__ == "__main__":
 """
 
 
-def calling(program: str, function: str) -> str:
+def calling(program: str, function: str, *, named: bool = False) -> str:
     """A program that calls a function of this one: arguments from standard input, one a line in JSON; the value to
-    standard output, in JSON if it is no number or text. An error there ends it as well, with nothing printed."""
-    return "\n".join([with_names(program), f"_NAME = {function!r}", _CALL])
-
-
-def with_names(program: str) -> str:
-    """The program after the imports that solutions take for granted."""
-    names = [f"from {module} import *" for module in [*MODULES, "builtins", "typing"]]
-    names += [f"import {module}" for module in MODULES]
-    return "\n".join([*names, program])
+    standard output, in JSON if it is no number or text. An error there ends it as well, with nothing printed. named:
+    without the imports that solutions take for granted."""
+    return "\n".join([*([] if named else [NAMES]), program, f"_NAME = {function!r}", _CALL])
 
 
 # ---------------------------------------------------------------- the service
