@@ -371,7 +371,7 @@ def test_weights_that_rest_are_fetched_for_their_work(monkeypatch: pytest.Monkey
     ("known", "checkpoint", "layers"),
     [
         (True, True, 1),  # the compiler takes ten seconds for the first layer and for the second
-        pytest.param(True, True, 3, marks=pytest.mark.sweep),
+        pytest.param(True, True, 2, marks=pytest.mark.sweep),
         pytest.param(True, False, 2, marks=pytest.mark.sweep),
         pytest.param(False, False, 2, marks=pytest.mark.sweep),
     ],
