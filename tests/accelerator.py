@@ -163,9 +163,9 @@ def _attend_pages(
     q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_BP: Tensor, keys_B: Tensor, *rest: Any
 ) -> Tensor:
     """`paged.attend_pages` by the operations it stands for."""
-    starts, _, scale, window, softcap = rest
+    starts, _, scale, window, softcap, sinks = rest
     queries_B = None if starts is None else starts.diff().long()
-    how: Any = {"scale": scale, "window": window or None, "softcap": softcap or None}
+    how: Any = {"scale": scale, "window": window or None, "softcap": softcap or None, "sinks": sinks}
     place = {"table_BP": table_BP, "keys_B": keys_B, "queries_B": queries_B}
     with torch._C._DisableTorchDispatch():
         return torch_ops.attend_cached(q_NHD, k_pages, v_pages, **place, **how)

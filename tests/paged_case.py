@@ -10,27 +10,33 @@ import torch
 from whet.models import kernels, paged, paged_kernel
 from whet.models.segments import Bounds
 
-CASES = ((4, 2, 16, None, None), (14, 2, 64, None, None), (4, 1, 48, 7, None), (6, 3, 32, 40, 5.0))
-"""Query heads, key/value heads, head size, window, soft-cap."""
+CASES = (
+    (4, 2, 16, None, None, False),
+    (14, 2, 64, None, None, True),
+    (4, 1, 48, 7, None, True),
+    (6, 3, 32, 40, 5.0, False),
+)
+"""Query heads, key/value heads, head size, window, soft-cap, sinks."""
 
 
 def worst(kernel: Any) -> float:
     """Rows of 1 to 150 keys, decode steps and parts of histories, over pages in random order."""
     draw, ops, found = torch.Generator().manual_seed(0), kernels.load("torch"), 0.0
-    for heads, kv, size, window, cap in CASES:
+    for heads, kv, size, window, cap, sunk in CASES:
+        sinks = torch.randn(heads, generator=draw) if sunk else None
         k = torch.randn(40, kv, size, 16, generator=draw)
         v = torch.randn(40, kv, 16, size, generator=draw)
         table_BP = torch.randperm(40, generator=draw).view(4, 10).int()
         keys_B, how = (
             torch.tensor([1, 17, 150, 64]),
-            {"scale": size**-0.5, "window": window, "softcap": cap},
+            {"scale": size**-0.5, "window": window, "softcap": cap, "sinks": sinks},
         )
         for queries_B in (None, torch.tensor([1, 17, 70, 3])):
             q = torch.randn(4 if queries_B is None else int(queries_B.sum()), heads, size, generator=draw)
             exact = ops.attend_cached(q, k, v, table_BP=table_BP, keys_B=keys_B, queries_B=queries_B, **how)  # type: ignore[arg-type]
             bounds = None if queries_B is None else Bounds.of(queries_B, keys_B, torch.device("cpu"))
             place = (None, 1) if bounds is None else (bounds.query_S, bounds.longest[0])
-            weighing = (how["scale"], window or 0, cap or 0.0)
+            weighing = (how["scale"], window or 0, cap or 0.0, sinks)
             seen = paged.launch(kernel, q, k, v, table_BP, keys_B, *place, *weighing)  # type: ignore[arg-type]
             found = max(found, float((seen - exact).abs().max()))
     return found

@@ -4,6 +4,7 @@ threads."""
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -83,7 +84,14 @@ def keys_of(segments: Segments, s: int) -> Tensor:
 
 
 def oracle(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, window: int | None, cap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *,
+    segments: Segments,
+    window: int | None,
+    cap: float | None,
 ) -> Tensor:
     """One query and one head at a time."""
     group = q.shape[1] // k.shape[1]
@@ -96,25 +104,45 @@ def oracle(
             score = k[seen, h // group] @ q[token, h] * q.shape[2] ** -0.5
             if cap:
                 score = cap * torch.tanh(score / cap)
-            out[token, h] = torch.softmax(score, 0) @ v[seen, h // group]
+            if sinks is None:
+                out[token, h] = torch.softmax(score, 0) @ v[seen, h // group]
+            else:
+                weight = torch.softmax(torch.cat((score, sinks[h : h + 1])), 0)
+                out[token, h] = weight[:-1] @ v[seen, h // group]
     return torch.stack([torch.stack([out[n, h] for h in range(q.shape[1])]) for n in range(len(q))])
 
 
+@pytest.mark.parametrize("sunk", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("case", CASES)
-def test_against_the_double_loop(ops: Ops, case: Case) -> None:
+def test_against_the_double_loop(ops: Ops, case: Case, sunk: bool) -> None:
     heads, kv_heads, size, window, cap = case
     segments = shared(19, [1, 33, 14])
     n = segments.tokens
-    given = normal(n, heads, size), normal(n, kv_heads, size, seed=1), normal(n, kv_heads, size, seed=2)
+    given = [normal(n, heads, size), normal(n, kv_heads, size, seed=1), normal(n, kv_heads, size, seed=2)]
+    given += [3 * normal(heads, seed=4)] if sunk else []
     low = [x.float().requires_grad_() for x in given]
     high = [x.float().double().requires_grad_() for x in given]
-    out = ops.attend_packed(*low, segments, scale=size**-0.5, window=window, softcap=cap)  # type: ignore[misc]
-    want = oracle(*high, segments, window=window, cap=cap)  # type: ignore[misc]
+    q, k, v, *sinks = low
+    how = {"scale": size**-0.5, "window": window, "softcap": cap, "sinks": sinks[0] if sunk else None}
+    out = ops.attend_packed(q, k, v, segments, **how)  # type: ignore[arg-type]
+    want = oracle(*high, *(() if sunk else (None,)), segments=segments, window=window, cap=cap)  # type: ignore[misc]
     weight = normal(n, heads, size, seed=3)
     got = torch.autograd.grad(out, low, weight.float())
     need = torch.autograd.grad(want, high, weight)
     for a, b in zip((out, *got), (want, *need)):
         assert float((a.detach() - b.detach()).abs().max()) < 3e-6 * max(1.0, float(b.detach().abs().max()))
+
+
+def test_sinks_by_hand(ops: Ops) -> None:
+    """One key of score 0 and a sink of log 3: a quarter of the value, far above and below any score, too."""
+    q, k, v = torch.zeros(1, 3, 16), torch.ones(1, 1, 16), torch.ones(1, 1, 16)
+    sinks = torch.tensor([math.log(3.0), 1e4, -1e4])
+    one = Segments.of_lengths(torch.tensor([1]))
+    out = ops.attend_packed(q, k, v, one, scale=1.0, window=None, softcap=None, sinks=sinks)
+    assert torch.allclose(out[0, :, 0], torch.tensor([0.25, 0.0, 1.0]))
+    if ops.name == "compiled":
+        with pytest.raises(ValueError, match="one for each head"):
+            ops.attend_packed(q, k, v, one, scale=1.0, window=None, softcap=None, sinks=sinks[:2])
 
 
 def test_backward_over_many_key_chunks(ops: Ops) -> None:
@@ -127,8 +155,10 @@ def test_backward_over_many_key_chunks(ops: Ops) -> None:
         low[2] = low[2].detach()[:, :1].contiguous().requires_grad_()
         high = [x.detach().double().requires_grad_() for x in low]
         weight = normal(n, 2, 16, seed=7)
-        out = ops.attend_packed(*low, segments, scale=0.25, window=window, softcap=cap)
-        twin = kernels.load("torch").attend_packed(*high, segments, scale=0.25, window=window, softcap=cap)
+        out = ops.attend_packed(*low, segments, scale=0.25, window=window, softcap=cap, sinks=None)
+        twin = kernels.load("torch").attend_packed(
+            *high, segments, scale=0.25, window=window, softcap=cap, sinks=None
+        )
         assert twin.dtype == torch.float64
         got, need = torch.autograd.grad(out, low, weight.float()), torch.autograd.grad(twin, high, weight)
         for a, b in zip((out, *got), (twin, *need)):
@@ -144,9 +174,11 @@ def test_views_need_no_copy(ops: Ops) -> None:
     views = fused[:, :4], fused[:, 4:6], fused[:, 6:]
     dense = [x.contiguous() for x in views]
     head_major = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in views]
-    want = ops.attend_packed(*dense, segments, scale=0.2, window=None, softcap=None)
+    want = ops.attend_packed(*dense, segments, scale=0.2, window=None, softcap=None, sinks=None)
     for given in (views, head_major):
-        assert torch.equal(ops.attend_packed(*given, segments, scale=0.2, window=None, softcap=None), want)
+        assert torch.equal(
+            ops.attend_packed(*given, segments, scale=0.2, window=None, softcap=None, sinks=None), want
+        )
 
 
 # ---- the same bits
@@ -213,28 +245,31 @@ def same_bits(ops: Ops, cases: list[Case], *, prompt: int, own: list[int]) -> No
     segments = shared(prompt, own)
     copies = [keys_of(segments, s) for s in range(len(own) + 1)]
     apart = Segments.of_lengths(torch.tensor([len(c) for c in copies]))
-    for heads, kv_heads, size, window, cap in cases:
+    for (heads, kv_heads, size, window, cap), sunk in itertools.product(cases, (False, True)):
         q, k, v = (
             normal(segments.tokens, h, size, seed=i).float()
             for i, h in enumerate((heads, kv_heads, kv_heads))
         )
-        how = {"scale": size**-0.5, "window": window, "softcap": cap}
+        sinks = normal(heads, seed=4).float() if sunk else None
+        how = {"scale": size**-0.5, "window": window, "softcap": cap, "sinks": sinks}
         with torch.no_grad():
             torch.set_num_threads(1)
             packed = ops.attend_packed(q, k, v, segments, **how)  # type: ignore[arg-type]
             order = torch.cat(copies)
             alone = ops.attend_packed(q[order], k[order], v[order], apart, **how)  # type: ignore[arg-type]
             assert torch.equal(alone, packed[order]), (
-                f"shared and separate differ: {heads, kv_heads, size, window, cap}"
+                f"shared and separate differ: {heads, kv_heads, size, window, cap, sunk}"
             )
             torch.set_num_threads(2)
             assert torch.equal(ops.attend_packed(q, k, v, segments, **how), packed)  # type: ignore[arg-type]
             rows = [c.tolist() for c in copies[1:]]
             decoded = decode_all(ops, q, k, v, rows=rows, share=prompt // PAGE * PAGE, **how)
             prefilled = prefill_all(ops, q, k, v, rows=rows, **how)
-        assert torch.equal(decoded, packed), f"decode and packed differ: {heads, kv_heads, size, window, cap}"
+        assert torch.equal(decoded, packed), (
+            f"decode and packed differ: {heads, kv_heads, size, window, cap, sunk}"
+        )
         assert torch.equal(prefilled, packed), (
-            f"parts and packed differ: {heads, kv_heads, size, window, cap}"
+            f"parts and packed differ: {heads, kv_heads, size, window, cap, sunk}"
         )
 
 
@@ -270,7 +305,7 @@ def test_gradients_do_not_know_the_threads() -> None:
     def gradients(threads: int) -> tuple[Tensor, ...]:
         torch.set_num_threads(threads)
         q, k, v = (x.clone().requires_grad_() for x in given)
-        out = ops.attend_packed(q, k, v, segments, scale=0.2, window=None, softcap=None)
+        out = ops.attend_packed(q, k, v, segments, scale=0.2, window=None, softcap=None, sinks=None)
         return torch.autograd.grad(out.square().sum(), (q, k, v))
 
     for one, two in zip(gradients(1), gradients(2)):
@@ -287,7 +322,7 @@ def test_order_of_segments_is_irrelevant(ops: Ops) -> None:
         )
     )
     q, k, v = (normal(segments.tokens, 2, 16, seed=s).float().requires_grad_() for s in range(3))
-    how = {"scale": 0.25, "window": None, "softcap": None}
+    how = {"scale": 0.25, "window": None, "softcap": None, "sinks": None}
     a, b = (ops.attend_packed(q, k, v, s, **how) for s in (segments, mixed))  # type: ignore[arg-type]
     assert torch.allclose(a, b, atol=1e-6)
     for x, y in zip(*(torch.autograd.grad(o.square().sum(), (q, k, v)) for o in (a, b))):
@@ -304,7 +339,7 @@ def test_prefill_then_decode(ops: Ops) -> None:
     assert cache.nbytes == 2 * 4 * 5 * 2 * 16 * 16
     prompt, total = 20, 22
     q, k, v = (normal(total, h, 16, seed=s).float() for s, h in enumerate((4, 2, 2)))
-    how = {"scale": 0.25, "window": None, "softcap": None}
+    how = {"scale": 0.25, "window": None, "softcap": None, "sinks": None}
     at = torch.arange(prompt)
     prefill = CachedAttention(
         cache, torch.tensor([[3, 1]]), torch.tensor([0]), ops, queries_B=torch.tensor([prompt])
@@ -331,7 +366,7 @@ def test_cells_that_nobody_wrote_are_not_read() -> None:
     cache.v.fill_(torch.nan)
     x = torch.ones(1, 1, 16)
     out = CachedAttention(cache, torch.tensor([[2]]), torch.tensor([0]), ops)(
-        0, x, x, x, scale=1.0, window=None, softcap=None
+        0, x, x, x, scale=1.0, window=None, softcap=None, sinks=None
     )
     assert torch.equal(out, x)
 
@@ -352,7 +387,9 @@ def test_a_call_with_more_or_fewer_queries_than_it_says_is_refused() -> None:
     for queries_B in (None, torch.tensor([4])):
         how = {"table_BP": torch.tensor([[0]]), "keys_B": torch.tensor([4]), "queries_B": queries_B}
         with pytest.raises(ValueError, match="3 queries, but 1 rows"):
-            ops.attend_cached(x, cache.k[0], cache.v[0], **how, scale=1.0, window=None, softcap=None)
+            ops.attend_cached(
+                x, cache.k[0], cache.v[0], **how, scale=1.0, window=None, softcap=None, sinks=None
+            )
 
 
 # ---- segments
@@ -382,7 +419,7 @@ def test_tokens_and_segments_must_agree() -> None:
     x = torch.zeros(4, 1, 16)
     with pytest.raises(ValueError, match="5 tokens"):
         load("compiled").attend_packed(
-            x, x, x, Segments.of_lengths(torch.tensor([5])), scale=1.0, window=None, softcap=None
+            x, x, x, Segments.of_lengths(torch.tensor([5])), scale=1.0, window=None, softcap=None, sinks=None
         )
 
 

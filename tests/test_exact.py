@@ -27,9 +27,10 @@ USUAL, SWEEP = ("auto", torch.bfloat16), pytest.mark.sweep
 
 RUN = """
 import json
-import torch
 from whet import environment
 environment.prepare(1, True)
+import torch
+assert torch.get_num_threads() == 1
 from test_forward import foreign, shaken
 from tiny import FAMILIES
 from whet.config.schema import ModelConfig
@@ -41,12 +42,12 @@ from whet.models.load import build
 def make(kind):
     if kind == "gemma2":
         return foreign(kind, vocab_size=101, intermediate_size=96, final_logit_softcapping=3.0)
-    window = 8 if kind == "mistral" else None
     scratch = dict(
         name=kind, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=96, initializer_range=0.1,
-        sliding_window=window,
     )
+    if kind in ("mistral", "gpt_oss"):
+        scratch["sliding_window"] = 8
     return build(
         ModelConfig(scratch=scratch), vocab_size=101, eos_token_id=1, pad_token_id=0, seed=0, device="cpu",
         dtype=torch.float32,
@@ -102,9 +103,10 @@ def _attention_agrees() -> bool:
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="row-independent products need MKL")
 def test_every_family_is_exact_in_the_prepared_environment() -> None:
-    """In a process of its own, for MKL reads its environment once.
+    """In a process of its own, for MKL and OpenMP read their environment once.
 
-    Feed-forward widths are multiples of 32: at others torch's own SiLU rounds by a row's place in the batch.
+    Feed-forward widths are multiples of 32, and there is one thread: else torch's own SiLU rounds by a row's place in
+    the batch, at the end of each thread's share.
     """
     environment = {k: v for k, v in os.environ.items() if k != "MKL_CBWR"}
     environment["PYTHONPATH"] = os.path.dirname(__file__)

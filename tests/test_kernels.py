@@ -309,7 +309,7 @@ IN_HALF: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     "silu": (lambda ops, x, y: ops.glu(x, y, act="silu"), (5, 39)),
     "gelu": (lambda ops, x, y: ops.glu(x, y, act="gelu_tanh"), (5, 39)),
     "attention": (
-        lambda ops, x, y: ops.attend_packed(x, y, y * 0.5, SEGMENTS, scale=0.25, window=None, softcap=None),
+        lambda ops, x, y: ops.attend_packed(x, y, y * 0.5, SEGMENTS, scale=0.25, window=None, softcap=None, sinks=None),
         (22, 2, 16),
     ),
 }  # fmt: skip

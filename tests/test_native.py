@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from asking import reply
-from tiny import FAMILIES, VOCAB, tiny_model
+from tiny import FAMILIES, SPARSE, VOCAB, tiny_model
 from whet import environment
 from whet.models import kernels
 from whet.models.attention import PackedAttention, Segments
@@ -124,7 +124,7 @@ def test_logprobs_are_the_trainers_and_those_of_a_float64_forward(family: str) -
     ]
     wide = copy.deepcopy(module).double()
     wide.set_attn_implementation("eager")
-    if family == "qwen3_moe":
+    if family in SPARSE:
         wide.set_experts_implementation("eager")
     for (prompt, sampling), done in zip(jobs, run(ask(e, jobs))):
         heat = sampling.temperature

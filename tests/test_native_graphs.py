@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from asking import reply
 from test_native import ask, engine, long_jobs, mixed_jobs, run, trained_logprobs
-from tiny import FAMILIES, FEW, VOCAB, tiny_model
+from tiny import FAMILIES, FEW, SPARSE, VOCAB, tiny_model
 from whet.config.schema import ModelConfig
 from whet.models import kernels
 from whet.models.attention import KvCache
@@ -353,7 +353,7 @@ def test_operations_of_fixed_shape_pass() -> None:
         torch.where(y > 0, y, 0.0).cumsum(-1).gather(1, at[:, None])
 
 
-DENSE = [family for family in FAMILIES if family != "qwen3_moe"]
+DENSE = [family for family in FAMILIES if family not in SPARSE]
 DTYPES = [torch.float32, torch.bfloat16]
 
 

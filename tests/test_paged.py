@@ -43,7 +43,7 @@ def test_a_gpu_takes_it_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> No
             "table_BP": torch.zeros(2, 2, dtype=torch.int32, device="cuda"),
             "keys_B": torch.ones(2, dtype=torch.int64, device="cuda"),
         }
-        out = torch_ops.attend_cached(q, k, k.mT, **place, scale=0.1, window=None, softcap=2.0)
+        out = torch_ops.attend_cached(q, k, k.mT, **place, scale=0.1, window=None, softcap=2.0, sinks=None)
         assert (out.shape, out.device.type, out.dtype) == (q.shape, "cuda", q.dtype)
         monkeypatch.setattr(paged, "lacks", lambda: "no Triton")
         assert not paged.fits(q, k)
@@ -78,10 +78,10 @@ def test_the_kernel_compiles(capability: int, dtype: torch.dtype, group: int, si
     from whet.models import paged_kernel
 
     _, sizes = paged.shapes(group, size, dtype.itemsize, step=step)
-    constants = {**sizes, "STEP": step, "WINDOW": True, "SOFTCAP": True}
+    constants = {**sizes, "STEP": step, "WINDOW": True, "SOFTCAP": True, "SINKS": True}
     numbers = dict.fromkeys(("q_token", "q_head", "k_page", "k_head", "v_page", "v_head"), "i32")
     signature = {
-        **dict.fromkeys(("q", "k", "v", "out"), NAMES[dtype]),
+        **dict.fromkeys(("q", "k", "v", "out", "sinks"), NAMES[dtype]),
         "table": "*i32",
         "keys": "*i64",
         "starts": "*i64" if step else "*i32",

@@ -134,7 +134,7 @@ def test_what_does_not_divide_is_refused() -> None:
     attend = Ulysses(PackedAttention(Segments.of_lengths(torch.tensor([4])), OPS), Peers(0, 3), 4)
     x = torch.zeros(2, 4, 16)
     with pytest.raises(ConfigError, match="cp=3 does not divide the 4 attention heads"):
-        attend(0, x, x, x, scale=1.0, window=None, softcap=None)
+        attend(0, x, x, x, scale=1.0, window=None, softcap=None, sinks=None)
 
 
 def test_a_block_with_unknown_parts_is_refused() -> None:

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 from whet.config.schema import ModelConfig
 from whet.models.load import build
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe", "gpt_oss")
+SPARSE = ("qwen3_moe", "gpt_oss")
+"""Mixtures of experts."""
 FEW = [
     each if each in ("qwen3", "qwen3_moe") else pytest.param(each, marks=pytest.mark.sweep)
     for each in FAMILIES
@@ -70,7 +72,7 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, layers: int = 2, std: fl
         "intermediate_size": 48,
         "num_experts": 4,
         "initializer_range": std,
-        "sliding_window": 8 if family == "mistral" else None,
+        "sliding_window": 8 if family in ("mistral", "gpt_oss") else None,
     }
     return build(
         ModelConfig(scratch=scratch),

@@ -11,7 +11,7 @@ from whet.config import schedules, sizes
 from whet.config.checks_parallel import ranks_of
 from whet.config.functions import Kind
 from whet.config.groups import sampled_tasks
-from whet.config.learns import Learns, is_stack
+from whet.config.learns import ROUTERS, Learns, is_matrix, is_stack
 from whet.config.recipes import Resolved, resolve
 from whet.config.schema import AlgorithmConfig, Config, OptimizerConfig, SamplingConfig, TrainConfig
 from whet.config.sections.rollout import Quantization
@@ -28,11 +28,11 @@ def quantised_size(tensors: Mapping[str, tuple[int, ...]], kind: Quantization) -
     if kind == "mxfp4":
         stacks = sum(prod(size) for name, size in tensors.items() if is_stack(name) and not size[-1] % 32)
         return stacks, stacks // 2 + stacks // 32
-    still = ("embed_tokens", "lm_head", ".mlp.gate.")
+    still = ("embed_tokens", "lm_head", *ROUTERS)
     taken = [
         size
         for name, size in tensors.items()
-        if len(size) > 1 and not any(s in name for s in still) and not any(n % 16 for n in size[-2:])
+        if is_matrix(name, size) and not any(s in name for s in still) and not any(n % 16 for n in size[-2:])
     ]
     return sum(map(prod, taken)), sum(prod(size) + 4 * prod(size[:-1]) for size in taken)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
@@ -20,7 +20,9 @@ _FLOAT32 = 4
 _BLOCK = 256
 """Entries of an 8-bit moment that share a scale (`models.adam8`)."""
 _ENDS = ("embed_tokens", "lm_head")
-_NO_LINEAR = (*_ENDS, ".experts.", ".mlp.gate.")
+ROUTERS = (".mlp.gate.", ".mlp.router.")
+"""Parts of the names of what routers have."""
+_NO_LINEAR = (*_ENDS, ".experts.", *ROUTERS)
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Endings of layers that Megatron-LM computes as one: linear_qkv, linear_fc1."""
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -78,7 +80,7 @@ def learns(tensors: Tensors, lora: LoraConfig | None, trainable: Mapping[str, bo
     own = {n: s for n, s in tensors.items() if lora is None or _whole(n, lora)}
     own, pairs = ({n: s for n, s in named.items() if _on(n, trainable)} for named in (own, pairs))
     inside = [
-        prod(s) for n, s in {**own, **pairs}.items() if len(s) > 1 and not any(end in n for end in _ENDS)
+        prod(s) for n, s in {**own, **pairs}.items() if is_matrix(n, s) and not any(end in n for end in _ENDS)
     ]
     return Learns(
         base=base,
@@ -87,6 +89,11 @@ def learns(tensors: Tensors, lora: LoraConfig | None, trainable: Mapping[str, bo
         adapted=sum(map(prod, adapted.values())),
         hidden=sum(inside),
     )
+
+
+def is_matrix(name: str, size: Sequence[int]) -> bool:
+    """Whether a parameter is a matrix or a stack of them: the biases of a layer's experts are a stack, too."""
+    return len(size) > 1 and not name.endswith("bias")
 
 
 def _on(name: str, trainable: Mapping[str, bool]) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from whet.config.checks_parallel import shards
-from whet.config.learns import Learns, learns
+from whet.config.learns import ROUTERS, Learns, learns
 from whet.config.memory import ModelMemory, Parts, Phase, forward_bytes, update_parts
 from whet.config.schema import LoraConfig, ParallelConfig
 from whet.config.sizes import Shape
@@ -23,7 +23,7 @@ Tensors = Mapping[str, tuple[int, ...]]
 BUCKET = 1 << 25
 """Number of gradients that are summed over the ranks in one call (`models.sharded`)."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_WHOLE = ("norm", "mlp.gate.weight", "o_proj.bias", "down_proj.bias")
+_WHOLE = ("norm", *ROUTERS, "o_proj.bias", "down_proj.bias")
 """Tensors that tp does not shard: ends or parts of names."""
 
 

@@ -26,7 +26,9 @@ def config_json(model: ModelConfig) -> dict[str, Json]:
     values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
     values["intermediate_size"] = values["intermediate_size"] or 3 * values["hidden_size"]
     values["rope_parameters"] = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
-    if "num_experts" in values:
+    if made.name == "gpt_oss":
+        values["num_local_experts"] = values.pop("num_experts")
+    elif "num_experts" in values:
         values |= {"moe_intermediate_size": values["intermediate_size"], "norm_topk_prob": True}
     return {"model_type": made.name, **values, **model.overrides}
 

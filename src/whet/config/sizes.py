@@ -31,7 +31,7 @@ MOST_SIZE = 2**31 - 1
 MOST_LAYERS = 10_000
 
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
-_BIASED = ("qwen2", "mimo")
+_BIASED = ("qwen2", "mimo", "gpt_oss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +141,9 @@ def _attention(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         if s.family in _BIASED:
             yield f"self_attn.{name}_proj.bias", (heads * s.head_dim,)
     yield "self_attn.o_proj.weight", (s.hidden, s.heads * s.head_dim)
+    if s.family == "gpt_oss":
+        yield "self_attn.o_proj.bias", (s.hidden,)
+        yield "self_attn.sinks", (s.heads,)
     if s.head_norms:
         yield "self_attn.q_norm.weight", (s.head_dim,)
         yield "self_attn.k_norm.weight", (s.head_dim,)
@@ -149,6 +152,13 @@ def _attention(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _feed_forward(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if s.family == "gpt_oss":
+        yield "mlp.router.weight", (s.experts, s.hidden)
+        yield "mlp.router.bias", (s.experts,)
+        for name, inputs, outputs in (("gate_up_proj", s.hidden, 2 * s.ffn), ("down_proj", s.ffn, s.hidden)):
+            yield f"mlp.experts.{name}", (s.experts, inputs, outputs)
+            yield f"mlp.experts.{name}_bias", (s.experts, outputs)
+        return
     if s.experts:
         yield "mlp.gate.weight", (s.experts, s.hidden)
         yield "mlp.experts.gate_up_proj", (s.experts, 2 * s.ffn, s.hidden)
@@ -231,7 +241,9 @@ def folder_shape(folder: Path, overrides: Mapping[str, Json], *, model: ModelCon
             f"model.path: {folder}/config.json has no {e}: not a text decoder of a known kind"
         ) from e
     found = _headers(folder)
-    if not found:
+    if not found or any(
+        name.endswith("_blocks") for name in found
+    ):  # of mxfp4, which is loaded as whole numbers
         return with_tensors(**sizes)
     inside = mtp.names_of(found, sizes["layers"])
     tensors = {n: size for n, size in found.items() if n not in inside}

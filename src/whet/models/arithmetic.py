@@ -86,7 +86,9 @@ def _results(ops: Ops) -> list[Tensor]:
     turned_NHD = ops.norm_rope(q_NHD, _numbers(16) + 1.0, 1e-6, cos_ND=angle_ND, sin_ND=angle_ND * 0.5)
     segments = Segments(*(torch.tensor(n) for n in ([0, 20, 27], [20, 7, 10], [0, 0, 0], [0, 20, 20])))
     seen = [
-        PackedAttention(segments, ops)(0, turned_NHD, k_NKD, k_NKD * 0.5, scale=0.25, window=w, softcap=cap)
+        PackedAttention(segments, ops)(
+            0, turned_NHD, k_NKD, k_NKD * 0.5, scale=0.25, window=w, softcap=cap, sinks=None
+        )
         for w, cap in ((None, None), (9, 5.0))
     ]
     acts = [ops.glu(_numbers(5, 77) * 9.0, _numbers(5, 77), act=act) for act in ("silu", "gelu_tanh")]

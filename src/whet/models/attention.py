@@ -1,6 +1,6 @@
 """Attention of packed batches and of decode steps, for whet's own models and for any transformers causal LM.
 
-A model calls `attend(layer, q_NHD, k_NKD, v_NKD, scale=, window=, softcap=)` and does not depend on which of the two it
+A model calls `attend(layer, q_NHD, k_NKD, v_NKD, scale=, window=, softcap=, sinks=)` and does not depend on which of the two it
 got: `PackedAttention` (training) or `CachedAttention` (sampling: prefill and decode steps). Both give a token the same
 bits.
 
@@ -210,6 +210,7 @@ def hf_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     dropout: float = 0.0,
     **_unused: Any,
 ) -> tuple[Tensor, None]:
@@ -236,6 +237,7 @@ def hf_attention(
         scale=scale,
         window=sliding_window,
         softcap=softcap,
+        sinks=s_aux,
     )
     return out_NHD.view(query.shape[0], -1, *out_NHD.shape[1:]), None
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
-from typing import Any, Literal, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -23,12 +23,12 @@ from torch.autograd.function import once_differentiable
 from whet.models import torch_ops
 from whet.models.build import BuildError, library
 from whet.models.segments import Segments
-from whet.models.torch_ops import Weighing
+from whet.models.torch_ops import Act, Weighing
 from whet.types import WhetError
 
 __all__ = ["BuildError", "build"]
 
-_ACTS = {"silu": 0, "gelu_tanh": 1}
+_ACTS = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}
 _CHUNK = 64
 """CHUNK of kernels.c."""
 _MAX_HEAD = 512
@@ -47,7 +47,7 @@ class _Packed(ctypes.Structure):
         *((name, c_float) for name in ("scale", "cap")),
         *(
             (name, c_void_p)
-            for name in ("q_start", "q_len", "prefix_start", "prefix_len", "order", "family_start")
+            for name in ("sinks", "q_start", "q_len", "prefix_start", "prefix_len", "order", "family_start")
         ),
         *((name, c_int64) for name in ("families", "threads")),
     ]
@@ -66,7 +66,7 @@ class _Cached(ctypes.Structure):
         *((name, c_void_p) for name in ("q", "k", "v")),
         *((name, c_int64) for name in ("q_n", "q_h", "heads", "kv_heads", "size", "window")),
         *((name, c_float) for name in ("scale", "cap")),
-        *((name, c_void_p) for name in ("table", "keys", "queries")),
+        *((name, c_void_p) for name in ("sinks", "table", "keys", "queries")),
         *((name, c_int64) for name in ("rows", "table_n", "threads")),
     ]
 
@@ -91,6 +91,7 @@ def _lib() -> ctypes.CDLL:
     lib.whet_sample.argtypes, lib.whet_sample.restype = [p, p, p, p, n, n, i], n
     lib.whet_attend_packed.argtypes = [p, p, p]
     lib.whet_attend_packed_backward.argtypes = [p, p]
+    lib.whet_sinks_backward.argtypes = [p, p, p, n, n, n, i]
     lib.whet_attend_cached.argtypes = [p, p]
     lib.whet_cached_layers.argtypes = [p, p, p]
     lib.whet_write_kv.argtypes = [p, p, p, n, n, p, n, n, p, p, n, n, n, i]
@@ -281,7 +282,7 @@ class _Glu(Function):
         return _as(given, dgate), _as(given, dup), None
 
 
-def glu(gate_NF: Tensor, up_NF: Tensor, *, act: Literal["silu", "gelu_tanh"]) -> Tensor:
+def glu(gate_NF: Tensor, up_NF: Tensor, *, act: Act) -> Tensor:
     if not _native(gate_NF, up_NF) or gate_NF.dim() != 2:
         return torch_ops.glu(gate_NF, up_NF, act=act)
     if gate_NF.shape != up_NF.shape:
@@ -349,8 +350,20 @@ def _memory(failed: int) -> None:
         )
 
 
+class _Shape(NamedTuple):
+    """What of a `Weighing` is no tensor; 0 where there is no window or soft-cap."""
+
+    scale: float
+    window: int
+    cap: float
+
+    @classmethod
+    def of(cls, how: Weighing) -> _Shape:
+        return cls(how["scale"], how["window"] or 0, how["softcap"] or 0.0)
+
+
 def _describe(
-    q: Tensor, k: Tensor, v: Tensor, *, segments: Segments, scale: float, window: int, cap: float
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, segments: Segments, shape: _Shape
 ) -> _Packed:
     order_S, start_F = segments.by_family
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
@@ -364,32 +377,33 @@ def _describe(
     )
     return _Packed(
         *(_ptr(t) for t in (q, k, v)),
-        *(*strides, q.shape[1], k.shape[1], q.shape[2], window, scale, cap),
-        *(_ptr(t) for t in fields),
+        *(*strides, q.shape[1], k.shape[1], q.shape[2], shape.window, shape.scale, shape.cap),
+        *(_ptr(t) for t in (sinks, *fields)),
         *(len(start_F) - 1, torch.get_num_threads()),
     )
 
 
 class _AttendPacked(Function):
-    """(out, log-sum-exp of the scores [N, H])."""
+    """(out, log-sum-exp of the scores [N, H], the sink among them)."""
 
     @staticmethod
     def compute(
-        q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int, cap: float
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, segments: Segments, shape: _Shape
     ) -> tuple[Tensor, Tensor]:
         given, q, k, v = q, _dense_rows(q), _dense_rows(k), _dense_rows(v)
+        sinks = None if sinks is None else _dense(sinks)
         out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
-        what = _describe(q, k, v, segments=segments, scale=scale, window=window, cap=cap)
+        what = _describe(q, k, v, sinks, segments=segments, shape=shape)
         _memory(_lib().whet_attend_packed(ctypes.byref(what), _ptr(out), _ptr(lse)))
         return _as(given, out), lse
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int, cap: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, segments: Segments, shape: _Shape
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _AttendPacked.compute(q, k, v, segments, scale, window, cap)
-        ctx.segments, ctx.scale, ctx.window, ctx.cap = segments, scale, window, cap
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = _AttendPacked.compute(q, k, v, sinks, segments, shape)
+        ctx.segments, ctx.shape = segments, shape
+        ctx.save_for_backward(q, k, v, out, lse, *(() if sinks is None else (sinks,)))
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -397,19 +411,22 @@ class _AttendPacked(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *sunk = ctx.saved_tensors
         given, q, k, v = q, _dense_rows(q), _dense_rows(k), _dense_rows(v)
         out, dout = _dense(out), _dense(dout)
         dq, dk, dv = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
-        what = _describe(q, k, v, segments=ctx.segments, scale=ctx.scale, window=ctx.window, cap=ctx.cap)
+        what = _describe(q, k, v, None, segments=ctx.segments, shape=ctx.shape)
         grads = _Grads(*(_ptr(t) for t in (out, lse, dout, dq, dk, dv)))
+        # with the sink in out and lse, it is the backward pass of any softmax
         _memory(_lib().whet_attend_packed_backward(ctypes.byref(what), ctypes.byref(grads)))
-        return *(_as(given, t) for t in (dq, dk, dv)), None, None, None, None
-
-
-def _plain(how: Weighing) -> tuple[float, int, float]:
-    """(scale, window, soft-cap), 0 where there is none."""
-    return how["scale"], how["window"] or 0, how["softcap"] or 0.0
+        dsinks = None
+        if sunk and ctx.needs_input_grad[3]:
+            sinks = _dense(sunk[0])
+            dsinks = torch.empty_like(sinks)
+            pointers = (_ptr(sinks), ctypes.byref(grads), _ptr(dsinks))
+            _lib().whet_sinks_backward(*pointers, *q.shape, torch.get_num_threads())
+            dsinks = _as(sunk[0], dsinks)
+        return *(_as(given, t) for t in (dq, dk, dv)), dsinks, None, None
 
 
 def attend_packed(
@@ -422,7 +439,13 @@ def attend_packed(
             f"attend_packed: {segments.tokens} tokens in the segments, but q {tuple(q_NHD.shape)}, "
             f"k {tuple(k_NKD.shape)}, v {tuple(v_NKD.shape)}"
         )
-    return _call(_AttendPacked, q_NHD, k_NKD, v_NKD, segments, *_plain(how))[0]
+    _check_sinks(how["sinks"], q_NHD)
+    return _call(_AttendPacked, q_NHD, k_NKD, v_NKD, how["sinks"], segments, _Shape.of(how))[0]
+
+
+def _check_sinks(sinks_H: Tensor | None, q_NHD: Tensor) -> None:
+    if sinks_H is not None and sinks_H.shape != q_NHD.shape[1:2]:
+        raise ValueError(f"sinks {tuple(sinks_H.shape)}, but q {tuple(q_NHD.shape)}: one for each head")
 
 
 def attend_cached(
@@ -448,11 +471,13 @@ def attend_cached(
     q, out = _dense_rows(q_NHD.detach()), torch.empty(q_NHD.shape)
     table, keys = table_BP.to(torch.int32).contiguous(), keys_B.to(torch.int64).contiguous()
     queries = None if queries_B is None else queries_B.to(torch.int64).contiguous()
-    scale, window, cap = _plain(how)
+    _check_sinks(how["sinks"], q_NHD)
+    sinks = None if how["sinks"] is None else _dense(how["sinks"].detach())
+    scale, window, cap = _Shape.of(how)
     what = _Cached(
         *(_ptr(t) for t in (q, k_pages, v_pages)),
         *(q.stride(0), q.stride(1), heads, k_pages.shape[1], size, window, scale, cap),
-        *(_ptr(table), _ptr(keys), _ptr(queries), *table.shape, torch.get_num_threads()),
+        *(_ptr(sinks), _ptr(table), _ptr(keys), _ptr(queries), *table.shape, torch.get_num_threads()),
     )
     _memory(_lib().whet_attend_cached(ctypes.byref(what), _ptr(out)))
     return _as(q_NHD, out)

@@ -10,13 +10,14 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from whet.models.compiled import _ACTS, _MAX_HEAD, _Cached, _lib, _memory
 from whet.models.products import multiplies
+from whet.models.torch_ops import Act
 
 
 class LayerWeights(NamedTuple):
@@ -50,7 +51,7 @@ class LayerNumbers(NamedTuple):
     eps: float
     offset: float
     """Added to the weight of RMS norms."""
-    act: Literal["silu", "gelu_tanh"]
+    act: Act
 
 
 class CachedTokens(NamedTuple):
@@ -106,7 +107,7 @@ def cached_layers(
     cached = _Cached(
         *(0, k.data_ptr(), v.data_ptr()),
         *(heads * size, size, heads, kv_heads, size, 0, numbers.scale, 0.0),
-        *(table.data_ptr(), keys.data_ptr(), 0 if queries is None else queries.data_ptr()),
+        *(0, table.data_ptr(), keys.data_ptr(), 0 if queries is None else queries.data_ptr()),
         *(*table.shape, threads),
     )
     what = _Layers(

@@ -100,6 +100,8 @@ class Ulysses:
         parts = [x.unflatten(1, (ranks, -1)) for x in (q_NHD, k_NKD, v_NKD)]
         sizes = [part.shape[2] for part in parts]
         q_UHD, k_UKD, v_UKD = self._to_heads(torch.cat(parts, 2)).split(sizes, 1)
+        if how["sinks"] is not None:
+            how = {**how, "sinks": how["sinks"].chunk(ranks)[self.peers.rank]}
         out_UHD = self.inner(layer, q_UHD, k_UKD, v_UKD, **how)
         return self._to_tokens(out_UHD)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from whet.models.collectives import Peers, SplitDim, exchanged
-from whet.models.experts import by_expert, computed, inverse, weighed
+from whet.models.experts import by_expert, computed, inverse, is_turned, weighed
 from whet.types import ConfigError
 
 
@@ -26,8 +26,11 @@ class SpreadExperts(nn.Module):
 
     def __init__(self, experts: Any, peers: Peers) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
-        self.act_fn, self.peers = experts.act_fn, peers
+        for name, stack in experts.named_parameters(recurse=False):
+            setattr(self, name, stack)
+        self.is_concatenated = getattr(experts, "is_concatenated", True)
+        self.is_transposed = is_turned(experts)
+        self.glu, self.peers = experts._apply_gate, peers
         self.lora: nn.ModuleDict = getattr(experts, "lora", nn.ModuleDict())
         for stack in self.lora.values():
             stack.owner = (self,)  # type: ignore[assignment]
@@ -51,12 +54,8 @@ class SpreadExperts(nn.Module):
         here = torch.arange(told_CX.shape[1], device=found_WD.device)
         order_W = here.repeat(len(told_CX)).repeat_interleave(told_CX.flatten()).argsort(stable=True)
         sorted_WD = F.embedding(order_W, found_WD)
-        made_WD = computed(self, sorted_WD, told_CX.sum(0).tolist(), glu=self._glu, idle=True)
+        made_WD = computed(self, sorted_WD, told_CX.sum(0).tolist(), glu=self.glu, idle=True)
         return F.embedding(inverse(order_W), made_WD)
-
-    def _glu(self, gate: Tensor, up: Tensor) -> Tensor:
-        made: Tensor = self.act_fn(gate) * up
-        return made
 
 
 def apply(model: PreTrainedModel, peers: Peers) -> dict[str, SplitDim]:
@@ -69,7 +68,7 @@ def apply(model: PreTrainedModel, peers: Peers) -> dict[str, SplitDim]:
     cuts: dict[str, SplitDim] = {}
     for name, module in [(n, m) for n, m in model.named_modules() if n.rpartition(".")[2] == "experts"]:
         own = dict(module.named_parameters(recurse=False))
-        if own.keys() != {"gate_up_proj", "down_proj"}:
+        if {n.removesuffix("_bias") for n in own} != {"gate_up_proj", "down_proj"}:
             raise ConfigError(
                 f"expert parallelism does not support {name} ({', '.join(own)}); set train.parallel.ep=1"
             )
@@ -78,7 +77,9 @@ def apply(model: PreTrainedModel, peers: Peers) -> dict[str, SplitDim]:
                 f"train.parallel.ep={peers.size} does not divide the {len(own['down_proj'])} experts of a layer"
             )
         # adapters that all experts share are whole on every rank, as what is no expert's
-        for p, weight in ((p, weight) for p, weight in module.named_parameters() if weight.ndim == 3):
+        for p, weight in module.named_parameters():
+            if weight.ndim < 3 and not p.endswith("_bias"):
+                continue
             cuts[f"{name}.{p}"] = SplitDim(0, peers)
             weight.data = cuts[f"{name}.{p}"].part(weight.data)
         spread = SpreadExperts(module, peers)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from whet.models.products import linear
 
-Glu = Callable[[Tensor, Tensor], Tensor]
-"""What an expert makes of its gate and up."""
+Glu = Callable[[Tensor], Tensor]
+"""What an expert makes of its gate and up, which come in one tensor."""
 
 
 class Experts(nn.Module):
@@ -36,10 +36,12 @@ class Experts(nn.Module):
         """[U, D] weighted sum of what the chosen experts make of each token."""
         order_T, count_X = by_expert(expert_UE, len(self.gate_up_proj))
         sorted_TD = F.embedding(order_T // expert_UE.shape[1], hidden_UD)
-        made_TD = computed(self, sorted_TD, count_X.tolist(), glu=self.glu)
+        made_TD = computed(self, sorted_TD, count_X.tolist(), glu=self._apply_gate)
         return weighed(made_TD, order_T, weight_UE)
 
-    def glu(self, gate: Tensor, up: Tensor) -> Tensor:
+    def _apply_gate(self, wide: Tensor) -> Tensor:
+        """By transformers' name."""
+        gate, up = gate_and_up(self, wide)
         made: Tensor = self.act_fn(gate) * up
         return made
 
@@ -65,18 +67,36 @@ def computed(
     gradient 0; else they have no gradient."""
     part_X = {x: part for x, part in enumerate(sorted_TD.split(list(count_X))) if idle or len(part)}
     wide_X = multiplied(experts, "gate_up_proj", part_X)
-    narrow_X = {x: glu(*wide.chunk(2, dim=-1)) for x, wide in wide_X.items()}
+    narrow_X = {x: glu(wide) for x, wide in wide_X.items()}
     made_X = multiplied(experts, "down_proj", narrow_X)
     return torch.cat(list(made_X.values()) or [sorted_TD])
 
 
+def gate_and_up(experts: Any, wide: Tensor) -> tuple[Tensor, Tensor]:
+    """What a stack gives together: one behind the other, or column by column in turns."""
+    if getattr(experts, "is_concatenated", True):
+        gate, up = wide.chunk(2, dim=-1)
+        return gate, up
+    return wide[..., ::2], wide[..., 1::2]
+
+
+def is_turned(experts: Any) -> bool:
+    """Whether its stacks are [X, inputs, outputs], in place of [X, outputs, inputs]."""
+    return getattr(experts, "is_transposed", False)
+
+
 def multiplied(experts: Any, name: str, part_X: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Rows of some experts times each one's matrix of a stack, with the effect of its adapter if it has one."""
-    weight_X = getattr(experts, name).unbind()
+    """Rows of some experts times each one's matrix of a stack, with the effect of its adapter if it has one, and its
+    bias."""
+    stack, bias = getattr(experts, name), getattr(experts, f"{name}_bias", None)
+    if is_turned(experts) and isinstance(stack, Tensor):  # quantised ones never are
+        stack = stack.mT
+    weight_X = stack.unbind()
     adapters = getattr(experts, "lora", {})
     if name in adapters:
         return adapters[name](part_X, weight_X)  # type: ignore[no-any-return]
-    return {x: linear(part, weight_X[x]) for x, part in part_X.items()}
+    bias_X = [None] * len(weight_X) if bias is None else bias.unbind()
+    return {x: linear(part, weight_X[x], bias_X[x]) for x, part in part_X.items()}
 
 
 def weighed(made_TD: Tensor, order_T: Tensor, weight_UE: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +22,15 @@ from torch.utils.checkpoint import checkpoint as recompute
 from whet.guard import pulse
 from whet.models.attention import Attend, CachedAttention
 from whet.models.compiled_layers import LayerNumbers, LayerWeights
-from whet.models.experts import Experts, by_expert, computed, weighed
+from whet.models.experts import Experts, by_expert, computed, gate_and_up, weighed
 from whet.models.float8 import recomputing
 from whet.models.kernels import Ops, load
 from whet.models.lora_layers import LoraLinear, LoraStack
 from whet.models.products import linear
-from whet.models.router import note
+from whet.models.router import gate_of, note
 from whet.models.routing import Route
 from whet.models.sharded import is_sharded, within
+from whet.models.torch_ops import SWIGLU_ALPHA, SWIGLU_LIMIT, Act, Weighing
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Family:
     architecture: str
     offset: float = 0.0
     """Added to the weight of RMS norms."""
-    act: Literal["silu", "gelu_tanh"] = "silu"
+    act: Act = "silu"
 
 
 _FAMILIES = {
@@ -49,8 +50,9 @@ _FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM"),
     "qwen3_moe": Family("Qwen3MoeForCausalLM"),
     "gemma": Family("GemmaForCausalLM", offset=1.0, act="gelu_tanh"),
+    "gpt_oss": Family("GptOssForCausalLM", act="swigluoai"),
 }
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS: dict[str, Act] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies are fixed when the model is made."""
 
@@ -68,11 +70,18 @@ def known_family(model: Any, config: Any) -> Family | None:
     if family is None or (type(model).__module__, type(model).__name__) != (home, family.architecture):
         return None
     fits = (
-        _ACTIVATIONS.get(getattr(config, "hidden_act", "")) == family.act
+        _act(config) == family.act
         and rope_type(config) in STATIC_ROPE
         and not getattr(config, "use_bidirectional_attention", None)
     )
     return family if fits and all(_untouched(module, home) for module in model.modules()) else None
+
+
+def _act(config: Any) -> Act | None:
+    if hasattr(config, "swiglu_alpha"):
+        constants = (config.swiglu_alpha, config.swiglu_limit)
+        return "swigluoai" if constants == (SWIGLU_ALPHA, SWIGLU_LIMIT) else None
+    return _ACTIVATIONS.get(getattr(config, "hidden_act", ""))
 
 
 def _untouched(module: nn.Module, home: str) -> bool:
@@ -248,7 +257,9 @@ def one_layer(
         for project, norm in ((layer.q, layer.q_norm), (layer.k, layer.k_norm))
     )
     v_UKD = _heads(layer.v, x_UD, layer.head_dim)
-    seen_UHD = attend(layer.number, q_UHD, k_UKD, v_UKD, scale=layer.scale, window=layer.window, softcap=None)
+    sinks_H = getattr(layer.module.self_attn, "sinks", None)
+    how = Weighing(scale=layer.scale, window=layer.window, softcap=None, sinks=sinks_H)
+    seen_UHD = attend(layer.number, q_UHD, k_UKD, v_UKD, **how)
     delta_UD = _linear(layer.o, seen_UHD.flatten(1))
     x_UD, h_UD = ops.add_rms_norm(delta_UD, h_UD, layer.norm_mid.weight, eps=eps, offset=offset)
     return layer.feed_forward(x_UD, route), h_UD
@@ -263,7 +274,7 @@ def _over_cache(
     sin_UD: Tensor,
     *,
     ops: Ops,
-    act: Literal["silu", "gelu_tanh"],
+    act: Act,
 ) -> tuple[Tensor, Tensor] | None:
     """All layers at once, without gradient: `one_layer` after `one_layer`. None where the operations do not have it, or
     a layer has more than plain matrices."""
@@ -298,9 +309,7 @@ def _heads(layer: nn.Linear | LoraLinear, x_UD: Tensor, head_dim: int) -> Tensor
     return _linear(layer, x_UD).view(len(x_UD), layer.out_features // head_dim, head_dim)
 
 
-def _dense(
-    mlp: Any, x_UD: Tensor, route: Route | None, *, act: Literal["silu", "gelu_tanh"], ops: Ops
-) -> Tensor:
+def _dense(mlp: Any, x_UD: Tensor, route: Route | None, *, act: Act, ops: Ops) -> Tensor:
     return _linear(mlp.down_proj, ops.glu(_linear(mlp.gate_proj, x_UD), _linear(mlp.up_proj, x_UD), act=act))
 
 
@@ -310,7 +319,7 @@ def _mixture(
     route: Route | None,
     *,
     number: int,
-    act: Literal["silu", "gelu_tanh"],
+    act: Act,
     ops: Ops,
 ) -> Tensor:
     """Mixture of experts: softmax over all experts, the top E of each token, one matrix product per expert.
@@ -318,17 +327,23 @@ def _mixture(
     Tokens are sorted by expert; E copies of a token are weighed and added in the router's order, row by row,
     so a token's result does not depend on the other tokens of the batch.
     """
-    router, experts = block.gate, block.experts
-    logits_UX = linear(x_UD, router.weight)
+    router, experts = gate_of(block), block.experts
+    logits_UX = linear(x_UD, router.weight, getattr(router, "bias", None))
     probability_UX = torch.softmax(logits_UX, dim=-1, dtype=torch.float32)
     weight_UE, expert_UE = probability_UX.topk(router.top_k, dim=-1)
     note(router, logits_UX, probability_UX, expert_UE)  # its own choice, whatever the route
     if route is not None:
         expert_UE = route(number, expert_UE)
         weight_UE = probability_UX.gather(1, expert_UE)
-    if router.norm_topk_prob:
+    if getattr(
+        router, "norm_topk_prob", True
+    ):  # gpt-oss: the softmax of the E logits alone, which is the same
         weight_UE = weight_UE / weight_UE.sum(-1, keepdim=True)
     order_T, count_X = by_expert(expert_UE, router.num_experts)
     sorted_TD = F.embedding(order_T // router.top_k, x_UD)
-    made_TD = computed(experts, sorted_TD, count_X.tolist(), glu=partial(ops.glu, act=act))
+
+    def glu(wide: Tensor) -> Tensor:
+        return ops.glu(*gate_and_up(experts, wide), act=act)
+
+    made_TD = computed(experts, sorted_TD, count_X.tolist(), glu=glu)
     return weighed(made_TD, order_T, weight_UE)

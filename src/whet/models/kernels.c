@@ -265,8 +265,20 @@ void whet_norm_rope_backward(const float *x, i64 x_n, i64 x_h, const float *w, c
 
 /* ---- gated linear unit --------------------------------------------------------------------------------------- */
 
+#define CLAMPED 2 /* act: gpt-oss's, (clamp(up) + 1) * g sigmoid(1.702 g) of g = min(gate, 7), up within -7 .. 7 */
+#define CLAMP 7.0f
+
+INLINE vf clamp_up(vf up) { return pick(up > all(CLAMP), all(CLAMP), pick(up < all(-CLAMP), all(-CLAMP), up)); }
+
 /* act(g), and its derivative. act 0: silu, 1: gelu (tanh form). */
 INLINE vf activate(vf g, int act, vf *slope) {
+    if (act == CLAMPED) {
+        vi clamped = g > all(CLAMP);
+        g = pick(clamped, all(CLAMP), g);
+        vf s = 1.0f / (1.0f + vexp(-1.702f * g));
+        *slope = pick(clamped, all(0), s * fma_v(1.702f * g, 1.0f - s, all(1)));
+        return g * s;
+    }
     if (act == 0) {
         vf s = 1.0f / (1.0f + vexp(-g));
         *slope = s * fma_v(g, 1.0f - s, all(1));
@@ -288,7 +300,8 @@ void whet_glu(const float *gate, i64 gate_n, const float *up, i64 up_n, float *o
         for (i64 i = 0; i < F; i += W) {
             vf slope;
             vf y = activate(load_n(gate + n * gate_n + i, F - i, 0), act, &slope);
-            store_n(out + n * F + i, y * load_n(up + n * up_n + i, F - i, 0), F - i);
+            vf u = load_n(up + n * up_n + i, F - i, 0);
+            store_n(out + n * F + i, y * (act == CLAMPED ? clamp_up(u) + 1.0f : u), F - i);
         }
 }
 
@@ -299,8 +312,13 @@ void whet_glu_backward(const float *gate, i64 gate_n, const float *up, i64 up_n,
         for (i64 i = 0; i < F; i += W) {
             vf slope, d = load_n(dout + n * F + i, F - i, 0);
             vf y = activate(load_n(gate + n * gate_n + i, F - i, 0), act, &slope);
-            store_n(dup + n * F + i, d * y, F - i);
-            store_n(dgate + n * F + i, (d * load_n(up + n * up_n + i, F - i, 0)) * slope, F - i);
+            vf u = load_n(up + n * up_n + i, F - i, 0), dy = d * y;
+            if (act == CLAMPED) {
+                vf bounded = clamp_up(u);
+                dy = pick(bounded == u, dy, all(0)), u = bounded + 1.0f;
+            }
+            store_n(dup + n * F + i, dy, F - i);
+            store_n(dgate + n * F + i, (d * u) * slope, F - i);
         }
 }
 
@@ -513,6 +531,15 @@ INLINE float soft_row(float *s, i64 from, i64 blocks, i64 lo, i64 hi, float cap,
     return fold_sum(sum);
 }
 
+/* The factor of a row's weighed values, of which `part` is the sum of exp(score - max); max and part become those of the
+   scores and the head's sink: a score that weighs nothing. */
+INLINE float sunk(const float *sinks, i64 head, float *part, float *max) {
+    if (!sinks) return 1.0f / *part;
+    float top = larger(*max, sinks[head]), shrink = vexp(all(*max - top))[0];
+    *part = *part * shrink + vexp(all(sinks[head] - top))[0], *max = top;
+    return shrink / *part;
+}
+
 INLINE void scale_row(const float *x, float *out, float by, i64 D) {
     for (i64 i = 0; i < D; i += W) store(out + i, load(x + i) * by);
 }
@@ -525,6 +552,7 @@ typedef struct {
     i64 heads, kv_heads, D;
     i64 window; /* 0: none */
     float scale, cap; /* cap 0: none */
+    const float *sinks; /* [heads], or NULL */
     const i64 *q_start, *q_len, *prefix_start, *prefix_len; /* per segment */
     const i64 *order, *family_start; /* segments sorted by family; where each family starts in that order */
     i64 families, threads;
@@ -590,23 +618,23 @@ static void forward_tile(const Packed *a, const Blocks *keys, i64 s, i64 kv, i64
     i64 group = a->heads / a->kv_heads, rows = tokens * group, D = a->D, prefix = a->prefix_len[s];
     i64 first = prefix + from, last = first + tokens - 1;
     i64 b0 = first_seen(first, a->window) / KEYS, blocks = last / KEYS + 1 - b0, ld = blocks * KEYS;
-    float *q = scratch, *sum = q + rows * D, *p = sum + rows * D, part[rows];
+    float *q = scratch, *sum = q + rows * D, *p = sum + rows * D, by[rows];
     for (i64 r = 0; r < rows; r++)
         scale_row(a->q + (a->q_start[s] + from + r / group) * a->q_n + (kv * group + r % group) * a->q_h, q + r * D,
                   a->scale, D);
     scores(q, rows, keys->block + b0, blocks, p, ld, D);
     for (i64 r = 0; r < rows; r++) {
         i64 at = first + r / group;
-        float max;
-        part[r] = soft_row(p + r * ld, b0 * KEYS, blocks, first_seen(at, a->window), at, a->cap, &max);
-        lse[(a->q_start[s] + from + r / group) * a->heads + kv * group + r % group] = (float)((double)max + log_of(part[r]));
+        float max, total = soft_row(p + r * ld, b0 * KEYS, blocks, first_seen(at, a->window), at, a->cap, &max);
+        by[r] = sunk(a->sinks, kv * group + r % group, &total, &max);
+        lse[(a->q_start[s] + from + r / group) * a->heads + kv * group + r % group] = (float)((double)max + log_of(total));
     }
     memset(sum, 0, sizeof(float) * rows * D);
     weigh_keys(sum, D, p, ld, a->v + kv * a->v_h, a->v_n, b0 * KEYS, last + 1, prefix, a->prefix_start[s],
                a->q_start[s], rows, D);
     for (i64 r = 0; r < rows; r++)
         scale_row(sum + r * D, out + ((a->q_start[s] + from + r / group) * a->heads + kv * group + r % group) * D,
-                  1.0f / part[r], D);
+                  by[r], D);
 }
 
 /* out [N, heads, D], lse [N, heads]. Returns 0, or 1 where memory ran out. */
@@ -723,6 +751,22 @@ int whet_attend_packed_backward(const Packed *a, const Grads *g) {
     return failed;
 }
 
+/* dsinks [heads]: each row gives minus the sink's share times dout . out, added up in the order of the tokens. */
+void whet_sinks_backward(const float *sinks, const Grads *g, float *dsinks, i64 N, i64 heads, i64 D, int threads) {
+    ROWS_IN_PARALLEL
+    for (i64 h = 0; h < heads; h++) {
+        double sum = 0;
+        for (i64 n = 0; n < N; n++) {
+            i64 row = n * heads + h;
+            Lanes dot = lanes(0);
+            EACH_VECTOR(i, p, D)
+                dot.part[p] = fma_v(load(g->dout + row * D + i), load(g->out + row * D + i), dot.part[p]);
+            sum -= (double)(vexp(all(sinks[h] - g->lse[row]))[0] * fold_sum(dot));
+        }
+        dsinks[h] = (float)sum;
+    }
+}
+
 /* ---- attention over the pages of the cache: decode steps and prefill ------------------------------------------ */
 
 typedef struct {
@@ -731,6 +775,7 @@ typedef struct {
     i64 heads, kv_heads, D;
     i64 window;
     float scale, cap;
+    const float *sinks; /* [heads], or NULL */
     const int32_t *table; /* [rows, table_n] page numbers */
     const i64 *keys; /* [rows] keys that the last query of each row sees */
     const i64 *queries; /* [rows] queries of each row, one after the other in q; NULL: one each */
@@ -751,7 +796,7 @@ static void cached_tile(const Cached *a, const CachedTile *t, i64 kv, float *q, 
     i64 group = a->heads / a->kv_heads, rows = t->count * group, D = a->D, keys = t->keys, page = D * KEYS;
     i64 first = keys - t->count, b0 = first_seen(first, a->window) / KEYS, blocks = (keys - 1) / KEYS + 1 - b0;
     i64 ld = blocks * KEYS;
-    float *sum = q + rows * D, *p = sum + rows * D, part[rows], max;
+    float *sum = q + rows * D, *p = sum + rows * D, by[rows];
     const float **block = (const float **)(p + rows * ld);
     const int32_t *pages = a->table + t->row * a->table_n + b0;
     for (i64 b = 0; b < blocks; b++) block[b] = a->k + (pages[b] * a->kv_heads + kv) * page;
@@ -760,14 +805,15 @@ static void cached_tile(const Cached *a, const CachedTile *t, i64 kv, float *q, 
     scores(q, rows, block, blocks, p, ld, D);
     for (i64 r = 0; r < rows; r++) {
         i64 at = first + r / group;
-        part[r] = soft_row(p + r * ld, b0 * KEYS, blocks, first_seen(at, a->window), at, a->cap, &max);
+        float max, total = soft_row(p + r * ld, b0 * KEYS, blocks, first_seen(at, a->window), at, a->cap, &max);
+        by[r] = sunk(a->sinks, kv * group + r % group, &total, &max);
     }
     memset(sum, 0, sizeof(float) * rows * D);
     for (i64 b = 0; b < blocks; b++)
         weigh(sum, D, p + b * KEYS, ld, 1, a->v + (pages[b] * a->kv_heads + kv) * page, D,
               MIN(KEYS, keys - (b0 + b) * KEYS), rows, D);
     for (i64 r = 0; r < rows; r++)
-        scale_row(sum + r * D, out + ((t->q + r / group) * a->heads + kv * group + r % group) * D, 1.0f / part[r], D);
+        scale_row(sum + r * D, out + ((t->q + r / group) * a->heads + kv * group + r % group) * D, by[r], D);
 }
 
 int whet_attend_cached(const Cached *a, float *out) {

@@ -18,10 +18,8 @@ from torch import Tensor
 from whet.models import compiled, torch_ops
 from whet.models.compiled_layers import CachedTokens, LayerNumbers, LayerWeights, cached_layers
 from whet.models.segments import Segments
-from whet.models.torch_ops import Weighing
+from whet.models.torch_ops import Act, Weighing
 from whet.types import ConfigError
-
-Act = Literal["silu", "gelu_tanh"]
 
 
 class RmsNorm(Protocol):

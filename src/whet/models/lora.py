@@ -50,7 +50,7 @@ from whet.config.learns import (
 from whet.config.schema import LoraConfig
 from whet.inputs import check_regular, read_json_object
 from whet.models.dropout import Noise
-from whet.models.experts import Experts
+from whet.models.experts import Experts, is_turned
 from whet.models.lora_layers import LoraLinear, LoraStack
 from whet.track.files import atomic_folder
 from whet.types import CheckpointError, ConfigError
@@ -136,7 +136,7 @@ def _stacks(cfg: LoraConfig, model: PreTrainedModel, key: str) -> list[str]:
     for module in {n.rpartition(".")[0] for n in found}:
         experts = model.get_submodule(module)
         own = {n for n, _ in experts.named_parameters()}
-        if own != {"gate_up_proj", "down_proj"} or getattr(experts, "is_transposed", False):
+        if own != {"gate_up_proj", "down_proj"} or is_turned(experts):
             raise ConfigError(
                 f"{key}.targets: {module} of {type(model).__name__} cannot have adapters; experts need two stacks, "
                 "gate_up_proj and down_proj [experts, outputs, inputs]"

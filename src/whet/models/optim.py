@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from whet.config.learns import is_matrix
 from whet.config.schedules import factor, position, weight_decay
 from whet.config.schema import OptimizerConfig, PrecisionConfig
 from whet.models.adam8 import Adam8
@@ -284,7 +285,7 @@ def _groups(named: Mapping[str, nn.Parameter], cfg: OptimizerConfig) -> list[dic
 def _terms(name: str, p: nn.Parameter, cfg: OptimizerConfig) -> tuple[float, float | None]:
     """(factor, weight decay; None: the schedule's) of one parameter, by the first group that fits."""
     group = next((g for at, g in cfg.param_groups.items() if re.search(at, name)), None)
-    usual = None if p.ndim > 1 or cfg.decay_all else 0.0
+    usual = None if is_matrix(name, p.shape) or cfg.decay_all else 0.0
     if group is None:
         return 1.0, usual
     return group.lr_factor, usual if group.weight_decay is None else group.weight_decay
@@ -304,7 +305,7 @@ def inner_matrices(model: PreTrainedModel) -> Iterator[str]:
     """Names of the matrices between embedding and output layer."""
     ends = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
     outer = {id(p) for end in ends for p in end.parameters()}
-    yield from (name for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in outer)
+    yield from (n for n, p in model.named_parameters() if is_matrix(n, p.shape) and id(p) not in outer)
 
 
 def not_finite(step: int, norm: float, times: int, most: int) -> WhetError:

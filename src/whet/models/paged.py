@@ -60,6 +60,7 @@ def attend_pages(
     scale: float,
     window: int,
     softcap: float,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     """starts: [B + 1] int32, where each row's queries begin, at most `longest` each; None: one each. window, softcap:
     0 where there is none."""
@@ -77,6 +78,7 @@ def attend_pages(
         scale,
         window,
         softcap,
+        sinks_H,
     )
 
 
@@ -96,6 +98,7 @@ def attended(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """`torch_ops.attend_cached`, where `fits`."""
     starts, longest = None, 1
@@ -103,9 +106,8 @@ def attended(
         bounds = Bounds.of(queries_B, keys_B, q_NHD.device)
         starts, longest = bounds.query_S, bounds.longest[0]
     place = (table_BP.to(q_NHD.device), keys_B.to(q_NHD.device))
-    found: Tensor = attend_pages(
-        q_NHD.contiguous(), k_pages, v_pages, *place, starts, longest, scale, window or 0, softcap or 0.0
-    )
+    weighing = (scale, window or 0, softcap or 0.0, None if sinks is None else sinks.detach().contiguous())
+    found: Tensor = attend_pages(q_NHD.contiguous(), k_pages, v_pages, *place, starts, longest, *weighing)
     return found
 
 
@@ -121,6 +123,7 @@ def launch(
     scale: float,
     window: int,
     softcap: float,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     """Runs the kernel. q_NHD is contiguous, as are the pages of one layer."""
     out = torch.empty_like(q_NHD)
@@ -135,6 +138,7 @@ def launch(
         table_BP,
         keys_B,
         keys_B if starts is None else starts,
+        q_NHD if sinks_H is None else sinks_H,
         scale,
         window,
         softcap,
@@ -147,6 +151,7 @@ def launch(
         STEP=starts is None,
         WINDOW=window > 0,
         SOFTCAP=softcap > 0.0,
+        SINKS=sinks_H is not None,
         num_warps=4,
         num_stages=2,
     )

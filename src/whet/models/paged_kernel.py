@@ -22,10 +22,11 @@ def _scores(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["table_row", "blocks", "window"])  # type: ignore[untyped-decorator, unused-ignore]
 def attend(  # type: ignore[no-untyped-def]
-    q, k, v, out, table, keys, starts, scale, window, softcap,
+    q, k, v, out, table, keys, starts, sinks, scale, window, softcap,
     q_token, q_head, k_page, k_head, v_page, v_head, table_row, blocks,
     GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """One program: some queries of one row, in the group of heads that share one key/value head.
 
@@ -79,5 +80,11 @@ def attend(  # type: ignore[no-untyped-def]
             weight = weight * shrink + tl.sum(p, 1)
             seen = seen * shrink[:, None] + tl.dot(p.to(v_KD.dtype), v_KD, input_precision="ieee")
             top = higher
+        if SINKS:
+            sink = tl.load(sinks + head * GROUP + m % GROUP).to(tl.float32)
+            higher = tl.maximum(top, sink)
+            shrink = tl.exp(top - higher)
+            weight = weight * shrink + tl.exp(sink - higher)
+            seen = seen * shrink[:, None]
         seen = seen / tl.where(weight == 0.0, 1.0, weight)[:, None]
         tl.store(out + q_at[:, None] + d[None, :], seen.to(x.dtype), mask=cells)

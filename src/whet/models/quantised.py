@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from whet.config.learns import STACKS, is_stack
+from whet.config.learns import STACKS, is_matrix, is_stack
 from whet.config.sections.rollout import Quantization
+from whet.models.experts import is_turned
 from whet.models.lora import adapted, merged
 from whet.models.products import linear
 from whet.models.router import gates
@@ -228,10 +229,10 @@ def quantise(model: nn.Module, kind: Quantization, *, experts: bool) -> list[str
             if (
                 weight is not None
                 and id(module) not in still
-                and not any(n % side for n, side in zip(weight.shape[-2:], sides))
+                and not any(n % side for n, side in zip(_by_outputs(module, weight).shape[-2:], sides))
             ):
                 del module._parameters[name]
-                setattr(module, name, Quantised.like(weight, kind))
+                setattr(module, name, Quantised.like(_by_outputs(module, weight), kind))
     if not held(model):
         what = (
             f"experts with inputs by {BLOCK}" if four else f"linear layer whose sides are multiples of {SIDE}"
@@ -247,8 +248,13 @@ def quantise(model: nn.Module, kind: Quantization, *, experts: bool) -> list[str
         f"{at}.{n}"
         for at, m in owners.items()
         for n, p in m._parameters.items()
-        if p is not None and p.ndim > 1 and (not four or is_stack(f"{at}.{n}"))
+        if p is not None and is_matrix(n, p.shape) and (not four or is_stack(f"{at}.{n}"))
     ]
+
+
+def _by_outputs(module: nn.Module, weight: Tensor) -> Tensor:
+    """[..., O, I] of a module's matrix or stack."""
+    return weight.mT if is_turned(module) else weight
 
 
 def _matrices(module: nn.Module, *, linears: bool, experts: bool) -> tuple[str, ...]:
@@ -281,12 +287,13 @@ def follow(mine: nn.Module, model: Any) -> None:
             before = getattr(own, key)
             if parameter is None or before is parameter:
                 continue
-            if before.shape != parameter.shape:
+            given = _by_outputs(module, parameter) if isinstance(before, Quantised) else parameter
+            if before.shape != given.shape:
                 raise WhetError(
                     f"the new module's {name}.{key} is {tuple(parameter.shape)}, but the engine was built for "
                     f"{tuple(before.shape)}; create a new engine"
                 )
             if isinstance(before, Quantised):
-                before.copy_(parameter)
+                before.copy_(given)
             else:
                 own._parameters[key] = parameter

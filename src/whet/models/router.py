@@ -69,7 +69,12 @@ def note(router: nn.Module, logits_UX: Tensor, probability_UX: Tensor, expert_UE
 
 def gates(model: nn.Module) -> list[nn.Module]:
     """The routers of all layers."""
-    return [m.gate for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")]  # type: ignore[misc]
+    return [gate_of(m) for m in model.modules() if hasattr(m, "experts") and gate_of(m) is not None]
+
+
+def gate_of(block: Any) -> Any:
+    """The router of a mixture, by the names that transformers has for it; None if it has none."""
+    return getattr(block, "gate", getattr(block, "router", None))
 
 
 def routers(model: nn.Module) -> list[nn.Module]:

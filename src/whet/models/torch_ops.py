@@ -40,6 +40,11 @@ except ImportError:
     _VARLEN = frozenset()
 
 
+Act = Literal["silu", "gelu_tanh", "swigluoai"]
+"""What becomes of gate and up. swigluoai: gpt-oss's, by the name that vLLM gives it."""
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+
+
 class Weighing(TypedDict):
     """How a layer of a model weighs its keys; all kinds of attention pass it on."""
 
@@ -49,6 +54,9 @@ class Weighing(TypedDict):
     """A token attends to so many of the last keys, its own among them. None: to all."""
     softcap: float | None
     """cap * tanh(score / cap) in place of a score."""
+    sinks: Tensor | None
+    """[H] a score of each query head that takes part in its softmax and weighs no value (Xiao et al. 2023,
+    arXiv:2309.17453; learned in gpt-oss). It is neither scaled nor capped."""
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -97,9 +105,12 @@ def norm_rope(
     return (x * cos_ND[:, None, :] + turned * sin_ND[:, None, :]).to(x_NHD.dtype)
 
 
-def glu(gate_NF: Tensor, up_NF: Tensor, *, act: Literal["silu", "gelu_tanh"]) -> Tensor:
-    """act(gate) * up."""
+def glu(gate_NF: Tensor, up_NF: Tensor, *, act: Act) -> Tensor:
+    """act(gate) * up; swigluoai: (up' + 1) * gate' sigmoid(1.702 gate') of gate' = min(gate, 7), up' in [-7, 7]."""
     gate, up = (gate_NF.float(), up_NF.float()) if _half_on_cpu(gate_NF) else (gate_NF, up_NF)
+    if act == "swigluoai":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)).to(gate_NF.dtype)
     return ((F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")) * up).to(gate_NF.dtype)
 
 
@@ -165,7 +176,7 @@ def attend_packed(
 ) -> Tensor:
     """Causal attention of a packed batch; `Segments` defines which tokens each token attends to.
 
-    On CUDA in half precision without a soft-cap it is torch's `varlen_attn` (written from its documentation, not run
+    On CUDA in half precision without a soft-cap and sinks it is torch's `varlen_attn` (written from its documentation, not run
     here), else SDPA per bucket; on CPU the explicit products of the module's docstring, of float32.
     """
     if _half_on_cpu(q_NHD):
@@ -195,7 +206,7 @@ def _attend_bucket(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, bucket: Bucket, 
     group = heads // kv_heads
     q = q.permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, rows * group, size)
     mask = visible.repeat_interleave(group, dim=1)[:, None]
-    if q.is_cuda and how["softcap"] is None:
+    if _fits_sdpa(q, how):
         out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v, attn_mask=mask, scale=how["scale"])
     else:
         out = _weigh(q, k.permute(0, 2, 3, 1).contiguous(), v.contiguous(), mask, how)
@@ -203,11 +214,18 @@ def _attend_bucket(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, bucket: Bucket, 
 
 
 def _weigh(q_BKMD: Tensor, k_BKDW: Tensor, v_BKWD: Tensor, mask: Tensor, how: Weighing) -> Tensor:
-    """softmax(q k / cap ...) v in the exact order: one softmax over W keys, P@V over blocks of 256 keys."""
+    """softmax(q k / cap ...) v in the exact order: one softmax over W keys, P@V over blocks of 256 keys.
+
+    M rows: queries times the heads of a group, which vary faster.
+    """
     score, cap = _product(q_BKMD * how["scale"], k_BKDW), how["softcap"]
     if cap is not None:
         score = cap * torch.tanh(score / cap)
-    p = torch.softmax(_wide(score.masked_fill(~mask, -torch.inf)), dim=-1).to(q_BKMD.dtype)
+    score = _wide(score.masked_fill(~mask, -torch.inf))
+    if (sinks := how["sinks"]) is None:
+        p = torch.softmax(score, dim=-1).to(q_BKMD.dtype)
+    else:
+        p = _softmax_with(sinks.to(score.dtype), score).to(q_BKMD.dtype)
     spare = -p.shape[-1] % _PV_BLOCK
     if 0 < spare < _PV_BLOCK // 2:
         p, v_BKWD = F.pad(p, (0, spare)), F.pad(v_BKWD, (0, 0, 0, spare))
@@ -217,6 +235,15 @@ def _weigh(q_BKMD: Tensor, k_BKDW: Tensor, v_BKWD: Tensor, mask: Tensor, how: We
         part = _product(p_block, v_block)
         out = part if i == 0 else out + part
     return out
+
+
+def _softmax_with(sinks_H: Tensor, score_BKMW: Tensor) -> Tensor:
+    """[B, K, M, W]: of the keys' scores and, in each row, its head's sink."""
+    kv_heads, rows = score_BKMW.shape[1:3]
+    sink_KM = sinks_H.view(kv_heads, -1).repeat(1, rows * kv_heads // len(sinks_H))
+    # before the keys, and 16 places, of which it takes one: so each key keeps its lane of a vector whatever W is
+    first = F.pad(sink_KM[..., None], (0, PAGE - 1), value=-torch.inf).expand(len(score_BKMW), -1, -1, -1)
+    return torch.softmax(torch.cat((first, score_BKMW), -1), dim=-1)[..., PAGE:].contiguous()
 
 
 _SMALL = 400
@@ -237,8 +264,18 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _fits_varlen(q: Tensor, how: Weighing) -> bool:
     """Whether torch's variable-length attention computes this: flash attention, on GPUs of 2020 and later."""
     half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-    fits = half and q.shape[-1] <= _FLASH_WIDEST and q.shape[-1] % 8 == 0 and how["softcap"] is None
+    fits = half and q.shape[-1] <= _FLASH_WIDEST and q.shape[-1] % 8 == 0 and _is_softmax(how)
     return fits and {"window_size", "scale", "enable_gqa"} <= _VARLEN and _has_flash(q.device.index)
+
+
+def _fits_sdpa(q: Tensor, how: Weighing) -> bool:
+    """Whether torch's scaled_dot_product_attention computes this. On a CPU its rows do not agree."""
+    return q.is_cuda and _is_softmax(how)
+
+
+def _is_softmax(how: Weighing) -> bool:
+    """Of the scaled scores, and nothing else."""
+    return how["softcap"] is None and how["sinks"] is None
 
 
 @cache
@@ -351,7 +388,7 @@ def _attend_row(q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, keys: int, how:
             .transpose(0, 1)
             .reshape(1, kv_heads, -1, size)
         )
-        if q.is_cuda and how["softcap"] is None:
+        if _fits_sdpa(q, how):
             scale = how["scale"]
             seen = F.scaled_dot_product_attention(q, k.transpose(2, 3), v, attn_mask=mask, scale=scale)
         else:

@@ -23,7 +23,7 @@ from whet.types import ConfigError, Json
 
 STEPS = 3
 REPLY_TOKENS = 24
-FAMILIES = ("qwen3_moe", "qwen3", "qwen2", "llama", "mistral", "gemma", "mimo")
+FAMILIES = ("gpt_oss", "qwen3_moe", "qwen3", "qwen2", "llama", "mistral", "gemma", "mimo")
 """Architectures that can be built from scratch, the most specific first."""
 ELSEWHERE = ("offload", "compile", "parallel", "precision")
 """Keys of `train` about devices that this machine lacks: the small run is one process, in one dtype."""
@@ -154,7 +154,7 @@ def _model(cfg: Config) -> dict[str, Json]:
         "intermediate_size": 128,
     }
     made = family(cfg.model)
-    if made == "qwen3_moe":
+    if made in ("qwen3_moe", "gpt_oss"):
         small |= {"num_experts": 4, "num_experts_per_tok": 2}
     out: dict[str, Json] = {"scratch": small | {"name": made, "max_position_embeddings": longest}}
     kept = {"dtype": cfg.model.dtype, "mtp": cfg.model.mtp}
