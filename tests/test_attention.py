@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forked import ran
-from whet.models import kernels
+from whet.models import kernels, torch_ops
 from whet.models.attention import (
     PAGE,
     CachedAttention,
@@ -143,6 +143,26 @@ def test_sinks_by_hand(ops: Ops) -> None:
     if ops.name == "compiled":
         with pytest.raises(ValueError, match="one for each head"):
             ops.attend_packed(q, k, v, one, scale=1.0, window=None, softcap=None, sinks=sinks[:2])
+
+
+@pytest.mark.parametrize("heads", [4, 18])
+def test_sinks_as_a_key(heads: int) -> None:
+    """What a GPU computes, whose attention knows no sinks: for 2 and for 9 heads of a group, in float64."""
+    segments = shared(19, [1, 33])
+    n = segments.tokens
+    given = [normal(n, h, 16, seed=h) for h in (heads, 2)]
+    given += [normal(n, 2, 16, seed=3), normal(heads, seed=4)]
+
+    def computed(by: str) -> list[Tensor]:
+        q, k, v, sinks = leaves = [x.clone().requires_grad_() for x in given]
+        how = {"scale": 0.25, "window": 20, "softcap": None, "sinks": sinks}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch_ops, "_fits_sdpa", lambda *_: by == "key")
+            out = torch_ops.attend_packed(q, k, v, segments, **how)  # type: ignore[arg-type]
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    for one, other in zip(computed("key"), computed("column")):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-10)
 
 
 def test_backward_over_many_key_chunks(ops: Ops) -> None:
@@ -282,7 +302,7 @@ def test_decode_gives_the_trainers_bits() -> None:
 TWIN_EXACT = """
 import os, torch
 from test_attention import CASES, same_bits
-from whet.models import kernels
+from whet.models import kernels, torch_ops
 if torch.backends.mkl.is_available():
     same_bits(kernels.load("torch"), CASES[:4], prompt=37, own=[1, 30, 3, 12])
     same_bits(kernels.load("torch"), [(4, 2, 32, None, None)], prompt=280, own=[60, 30])

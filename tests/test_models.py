@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from tiny import FAMILIES, VOCAB, tiny_model
 from whet.config.schema import ModelConfig
+from whet.config.sizes import folder_shape
 from whet.models.load import build, export, value_head
+from whet.models.quantised import MicroScaled
 from whet.types import CheckpointError, ConfigError, WhetError
 
 
@@ -219,6 +221,33 @@ def test_export_round_trip(family: str, tmp_path: Path, caplog: pytest.LogCaptur
     assert opened("w7 w3").input_ids == [7, 3]
     assert not any(m.training for m in again.modules())
     assert again.get_input_embeddings().padding_idx is None
+
+
+def test_experts_in_mxfp4_are_read_as_the_numbers_they_stand_for(tmp_path: Path) -> None:
+    """gpt-oss as it is published: codes and scales by outputs. Exports are plain, and open again."""
+    model = scratch(name="gpt_oss", hidden_size=64, intermediate_size=32, num_experts=4, num_hidden_layers=1)
+    export(model, None, tmp_path)
+    plain = load_file(tmp_path / "model.safetensors")
+    packed, expected = {}, {}
+    for name, weight in plain.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            packed[name] = expected[name] = weight
+            continue
+        four = MicroScaled.like(weight, "mxfp4", turned=True)
+        packed[f"{name}_blocks"] = four.numbers.unflatten(-1, (-1, 16))
+        packed[f"{name}_scales"] = four.scale
+        expected[name] = four.whole(torch.float32).mT
+    save_file(packed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = open_model(tmp_path)
+    assert all(torch.equal(p, expected[name]) for name, p in loaded.named_parameters() if name in expected)
+    assert folder_shape(tmp_path, {}).parameters == sum(p.numel() for p in model.parameters())
+    export(loaded, None, tmp_path / "again")
+    assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
+    for (name, one), other in zip(loaded.named_parameters(), open_model(tmp_path / "again").parameters()):
+        assert torch.equal(one, other), name
 
 
 def test_export_replaces_and_leaves_nothing_beside_it(tmp_path: Path) -> None:

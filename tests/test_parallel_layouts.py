@@ -15,15 +15,20 @@ SEPARATE = Case(checkpoint=True, share_prompts=False, micro=40)
 ADAPTED = Case(lora=0.3, checkpoint=True)
 EACH = Case(family="qwen3_moe", lora=0.0, experts="each")
 SHARED = replace(EACH, experts="shared", checkpoint=True)
+OSS = Case(family="gpt_oss")
+"""Sinks, biases of experts, stacks by inputs."""
 TIED = Case(family="qwen2", tied=True)
 TWO = {
     "tp": (Dims(tp=2), [SEPARATE, ADAPTED, replace(MOE, aux=0.1), EACH]),
-    "cp": (Dims(cp=2), [SEPARATE, Case(family="mistral")]),
+    "cp": (Dims(cp=2), [SEPARATE, Case(family="mistral"), OSS]),
     "ep": (
         Dims(dp_shard=2, ep=2),
-        [replace(MOE, aux=0.1, checkpoint=True, share_prompts=False), EACH, SHARED],
+        [replace(MOE, aux=0.1, checkpoint=True, share_prompts=False), replace(OSS, aux=0.1), EACH, SHARED],
     ),
-    "pp": (Dims(pp=2), [replace(SEPARATE, layers=3), replace(TIED, micro=40)]),
+    "pp": (
+        Dims(pp=2),
+        [replace(OSS, micro=40, checkpoint=True), replace(SEPARATE, layers=3), replace(TIED, micro=40)],
+    ),
 }
 MORE_TWO = {
     "tp": (Dims(tp=2), [TIED, Case(family="gemma"), SHARED]),

@@ -19,7 +19,7 @@ from test_native import Spy as Steps
 from test_native import ask, at_step, engine, group, prompts, run, trained_logprobs
 from test_native_graphs import Again
 from test_plan import BASE, made, refused
-from tiny import FEW, tiny_model
+from tiny import FEW, SPARSE, tiny_model
 from whet.config.checks_sync import content_of
 from whet.config.derived import quantised_size
 from whet.config.load import load
@@ -374,32 +374,37 @@ def test_mxfp4_by_its_definition() -> None:
     assert (four.numbers.nbytes, four.scale.nbytes) == (weight.numel() // 2, weight.numel() // 32)
 
 
-def test_experts_in_mxfp4_sample_as_a_model_of_the_rounded_weights() -> None:
+@pytest.mark.parametrize("family", SPARSE)
+def test_experts_in_mxfp4_sample_as_a_model_of_the_rounded_weights(family: str) -> None:
     """To the bit, before and after a sync: activations are not rounded. A stack whose inputs are no multiple of 32
-    stays, and so does all that is no expert's."""
+    stays, and so does all that is no expert's. gpt-oss has its stacks by inputs."""
 
     def rounded(module: Any) -> Any:
-        plain = tiny_model("qwen3_moe")
+        plain = tiny_model(family)
         with torch.no_grad():
             for name, p in plain.named_parameters():
                 p.copy_(module.get_parameter(name))
                 if name.endswith("gate_up_proj"):
-                    p.copy_(Quantised.like(p, "mxfp4").whole(torch.float32))  # type: ignore[attr-defined]
+                    by_outputs = p.mT if family == "gpt_oss" else p
+                    by_outputs.copy_(Quantised.like(by_outputs, "mxfp4").whole(torch.float32))  # type: ignore[attr-defined]
         return plain
 
-    module = tiny_model("qwen3_moe")
+    module = tiny_model(family)
     e = engine(module, quantization="mxfp4")
     assert {name.rpartition(".")[2] for name in held(e.module)} == {"gate_up_proj"}
     said = [c.logprobs for c in run(ask(e, JOBS))]
     assert said == [c.logprobs for c in run(ask(engine(rounded(module)), JOBS))]
     assert said != [c.logprobs for c in run(ask(engine(module), JOBS))]
-    other = tiny_model("qwen3_moe", seed=7)
+    other = tiny_model(family, seed=7)
 
-    async def synced() -> list[Any]:
-        await e.update_weights(WeightUpdate(version=1, module=other))
+    async def synced(update: WeightUpdate) -> list[Any]:
+        await e.update_weights(update)
         return [c.logprobs for c in await ask(e, JOBS)]
 
-    assert run(synced()) == [c.logprobs for c in run(ask(engine(rounded(other)), JOBS))]
+    expected = [c.logprobs for c in run(ask(engine(rounded(other)), JOBS))]
+    assert run(synced(WeightUpdate(version=1, module=other))) == expected
+    run(synced(WeightUpdate(version=2, module=module)))
+    assert run(synced(WeightUpdate(version=3, tensors=iter(list(other.named_parameters()))))) == expected
 
 
 def test_mxfp4_needs_experts() -> None:

@@ -164,15 +164,17 @@ def test_routers_that_choose_otherwise_are_refused_at_the_start(kind: str, words
         engine(model, experts=True, max_context=60)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "granitemoe"])
-def test_routers_of_other_families(kind: str) -> None:
-    """Mixtral's weights are divided by their sum, Granite's are the softmax of the chosen logits."""
+@pytest.mark.parametrize(
+    ("kind", "path"), [("mixtral", "modules"), ("granitemoe", "modules"), ("gpt_oss", "functional")]
+)
+def test_routers_of_other_families(kind: str, path: str) -> None:
+    """Mixtral's weights are divided by their sum, Granite's and gpt-oss's are the softmax of the chosen logits."""
     model = other_mixture(kind, num_local_experts=4, num_experts_per_tok=2)
     prompt = prompts([9])[0]
     done = run(reply(engine(model, experts=True, max_context=60), prompt, Sampling(key=1, max_tokens=8)))
     batch = weighted()
     trainer = TorchEngine(model, kernels.load("auto"), cut=REPLAYED, **learning(optimizer=BIG))
-    assert trainer.decoder.path == "modules"
+    assert trainer.decoder.path == path
     assert done.experts is not None
     assert done.experts.shape == (len(prompt) + len(done.token_ids) - 1, 2, 2)
     own = replace(batch, routed_NLE=trainer.forward(batch, "routed"))

@@ -76,13 +76,18 @@ def _sizes(cfg: Config) -> Iterator[tuple[str, str]]:
             f"{p.ep} does not divide dp_shard={shards(p)}, whose ranks share the experts; set dp_shard to a multiple "
             "of ep",
         )
-    model = shape(cfg.model, cfg.tokenizer) if p.pp > 1 or p.ep > 1 else None
+    model = shape(cfg.model, cfg.tokenizer) if p.pp > 1 or p.ep > 1 or p.tp > 1 else None
     parts = p.pp * p.pipeline_chunks
     if model is not None and p.pp > 1 and parts > model.layers:
         yield (
             f"{key}.pp",
             f"the {model.layers} layers of the model cannot be split into {parts} parts (pp * pipeline_chunks); choose "
             "a smaller pp or fewer chunks",
+        )
+    if model is not None and p.tp > 1 and model.family == "gpt_oss":
+        yield (
+            f"{key}.tp",
+            "the layers of gpt-oss cannot be partitioned by tensor parallelism; set it to 1 and use ep, cp or dp_shard",
         )
     if model is not None and p.ep > 1 and (not model.experts or model.experts % p.ep):
         yield (

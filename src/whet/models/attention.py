@@ -1,8 +1,8 @@
 """Attention of packed batches and of decode steps, for whet's own models and for any transformers causal LM.
 
-A model calls `attend(layer, q_NHD, k_NKD, v_NKD, scale=, window=, softcap=, sinks=)` and does not depend on which of the two it
-got: `PackedAttention` (training) or `CachedAttention` (sampling: prefill and decode steps). Both give a token the same
-bits.
+A model calls `attend(layer, q_NHD, k_NKD, v_NKD, scale=, window=, softcap=, sinks=)` and does not depend on which of
+the two it got: `PackedAttention` (training) or `CachedAttention` (sampling: prefill and decode steps). Both give a
+token the same bits.
 
 Shape letters: N packed tokens, B rows of the cache, H query heads, K key/value heads, D head size, P pages of a row.
 """

@@ -26,8 +26,9 @@ class SpreadExperts(nn.Module):
 
     def __init__(self, experts: Any, peers: Peers) -> None:
         super().__init__()
-        for name, stack in experts.named_parameters(recurse=False):
-            setattr(self, name, stack)
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+        for name, more in experts.named_parameters(recurse=False):
+            setattr(self, name, more)  # biases, if there are any
         self.is_concatenated = getattr(experts, "is_concatenated", True)
         self.is_transposed = is_turned(experts)
         self.glu, self.peers = experts._apply_gate, peers

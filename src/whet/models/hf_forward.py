@@ -150,7 +150,7 @@ def probe(
 ) -> tuple[int, int, int]:
     """(layers, kv_heads, head_dim) as seen in use; two packed sequences must give the model's own logits.
 
-    Catches whatever an unknown architecture may do beside attention (state-space layers, attention sinks,
+    Catches whatever an unknown architecture may do beside attention (state-space layers,
     position biases, scaled logits) instead of training something else silently.
     """
     device = head.linear.weight.device

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.quantization_config import Mxfp4Config
 
 from whet import seeds
 from whet.config import schema
@@ -187,6 +188,8 @@ def _load(
     layers = getattr(config.get_text_config(), "num_hidden_layers", MOST_LAYERS)
     there = mtp.counted(path, layers)
     ahead = _ahead(path, cfg, there)
+    # gpt-oss is published with experts in mxfp4: the policy has the same numbers in its own dtype
+    four = (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
     try:
         mtp.lengthen(config, min(ahead, there))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -198,11 +201,14 @@ def _load(
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # reported below with all the others
             output_loading_info=True,
+            **({"quantization_config": Mxfp4Config(dequantize=True)} if four else {}),
         )
     except Exception as error:  # foreign code reading foreign files: it can fail in any way
         raise CheckpointError(f"model.path={path}: transformers cannot load it: {_told(error)}") from error
     model, report = loaded
     mtp.lengthen(model.config, -min(ahead, there))
+    if four:  # else it would be written under the names of codes, without their scales
+        model._weight_conversions = None
     found = {
         kind: {key if isinstance(key, str) else key[0] for key in report[f"{kind}_keys"]}
         for kind in ("missing", "unexpected", "mismatched")

@@ -95,6 +95,10 @@ def check_products(device: torch.device, kind: torch.dtype, *, key: str) -> None
 # ---------------------------------------------------------------- weights
 
 
+def _turned(size: torch.Size, turned: bool) -> torch.Size:
+    return torch.Size((*size[:-2], size[-1], size[-2])) if turned else size
+
+
 class Quantised:
     """[..., O, I] weights in 8 bits. It replaces a module's parameter: `F.linear` multiplies with it, and no other
     function accepts it."""
@@ -102,36 +106,47 @@ class Quantised:
     sides = (SIDE, SIDE)
     """O and I have to be multiples of these."""
 
-    def __init__(self, numbers: Tensor, scale: Tensor) -> None:
-        self.numbers, self.scale = numbers, scale
+    def __init__(self, numbers: Tensor, scale: Tensor, *, turned: bool = False) -> None:
+        self.numbers, self.scale, self.turned = numbers, scale, turned
+        """turned: it stands for a parameter [..., I, O]."""
 
     @classmethod
-    def like(cls, weight: Tensor, kind: Quantization) -> Quantised:
+    def like(cls, weight: Tensor, kind: Quantization, *, turned: bool = False) -> Quantised:
         """The same numbers, about."""
         if kind == "mxfp4":
-            return MicroScaled.like(weight, kind)
-        numbers = torch.empty(weight.shape, dtype=NUMBERS[kind], device=weight.device)
-        scale = torch.empty(*weight.shape[:-1], 1, dtype=torch.float32, device=weight.device)
-        return cls(numbers, scale).copy_(weight)
+            return MicroScaled.like(weight, kind, turned=turned)
+        size = _turned(weight.shape, turned)
+        numbers = torch.empty(size, dtype=NUMBERS[kind], device=weight.device)
+        scale = torch.empty(*size[:-1], 1, dtype=torch.float32, device=weight.device)
+        return cls(numbers, scale, turned=turned).copy_(weight)
+
+    @property
+    def by_outputs(self) -> torch.Size:
+        """[..., O, I]"""
+        return self.numbers.shape
 
     @property
     def shape(self) -> torch.Size:
-        return self.numbers.shape
+        """Of the parameter."""
+        return _turned(self.by_outputs, self.turned)
 
     @torch.no_grad()
     def copy_(self, weight: Tensor) -> Quantised:
         """Take these weights, in place."""
-        rows = weight.to(self.numbers.device).reshape(-1, self.shape[-1])
+        rows = self._turn(weight).to(self.numbers.device).reshape(-1, self.by_outputs[-1])
         numbers, scale = quantised(rows, self.numbers.dtype, "rowwise")
         self.numbers.copy_(numbers.view_as(self.numbers))
         self.scale.copy_(scale.view_as(self.scale))
         return self
 
+    def _turn(self, weight: Tensor) -> Tensor:
+        return weight.mT.contiguous() if self.turned else weight
+
     def to(self, device: torch.device) -> None:
         self.numbers, self.scale = self.numbers.to(device), self.scale.to(device)
 
     def unbind(self) -> list[Quantised]:
-        """The matrices of a stack."""
+        """The matrices [O, I] of a stack."""
         return [type(self)(n, s) for n, s in zip(self.numbers.unbind(), self.scale.unbind())]
 
     def times(self, x: Tensor) -> Tensor:
@@ -141,7 +156,7 @@ class Quantised:
         least = LEAST_ROWS if x.is_cuda and kind == torch.int8 else SIDE
         left = quantised(filled(rows, least=least), kind, "rowwise")
         y = multiplied(left, (self.numbers, self.scale))[: len(rows)].to(x.dtype)
-        return y.view(*x.shape[:-1], self.shape[-2])
+        return y.view(*x.shape[:-1], self.by_outputs[-2])
 
     @classmethod
     def __torch_function__(
@@ -169,20 +184,20 @@ class MicroScaled(Quantised):
     sides = (1, BLOCK)
 
     @classmethod
-    def like(cls, weight: Tensor, kind: Quantization) -> MicroScaled:
-        *above, columns = weight.shape
+    def like(cls, weight: Tensor, kind: Quantization, *, turned: bool = False) -> MicroScaled:
+        *above, columns = _turned(weight.shape, turned)
         numbers = torch.empty(*above, columns // 2, dtype=torch.uint8, device=weight.device)
         scale = torch.empty(*above, columns // BLOCK, dtype=torch.uint8, device=weight.device)
-        return cls(numbers, scale).copy_(weight)
+        return cls(numbers, scale, turned=turned).copy_(weight)
 
     @property
-    def shape(self) -> torch.Size:
+    def by_outputs(self) -> torch.Size:
         return torch.Size((*self.numbers.shape[:-1], 2 * self.numbers.shape[-1]))
 
     @torch.no_grad()
     def copy_(self, weight: Tensor) -> MicroScaled:
         between = torch.tensor([(a + b) / 2 for a, b in pairwise(E2M1)], device=self.numbers.device)
-        stack = weight.to(self.numbers.device).reshape(-1, *self.shape[-2:])
+        stack = self._turn(weight).to(self.numbers.device).reshape(-1, *self.by_outputs[-2:])
         for matrix_OI, numbers, scale in zip(
             stack, *(t.view(-1, *t.shape[-2:]) for t in (self.numbers, self.scale))
         ):
@@ -229,10 +244,10 @@ def quantise(model: nn.Module, kind: Quantization, *, experts: bool) -> list[str
             if (
                 weight is not None
                 and id(module) not in still
-                and not any(n % side for n, side in zip(_by_outputs(module, weight).shape[-2:], sides))
+                and not any(n % side for n, side in zip(_turned(weight.shape, is_turned(module))[-2:], sides))
             ):
                 del module._parameters[name]
-                setattr(module, name, Quantised.like(_by_outputs(module, weight), kind))
+                setattr(module, name, Quantised.like(weight, kind, turned=is_turned(module)))
     if not held(model):
         what = (
             f"experts with inputs by {BLOCK}" if four else f"linear layer whose sides are multiples of {SIDE}"
@@ -250,11 +265,6 @@ def quantise(model: nn.Module, kind: Quantization, *, experts: bool) -> list[str
         for n, p in m._parameters.items()
         if p is not None and is_matrix(n, p.shape) and (not four or is_stack(f"{at}.{n}"))
     ]
-
-
-def _by_outputs(module: nn.Module, weight: Tensor) -> Tensor:
-    """[..., O, I] of a module's matrix or stack."""
-    return weight.mT if is_turned(module) else weight
 
 
 def _matrices(module: nn.Module, *, linears: bool, experts: bool) -> tuple[str, ...]:
@@ -287,13 +297,12 @@ def follow(mine: nn.Module, model: Any) -> None:
             before = getattr(own, key)
             if parameter is None or before is parameter:
                 continue
-            given = _by_outputs(module, parameter) if isinstance(before, Quantised) else parameter
-            if before.shape != given.shape:
+            if before.shape != parameter.shape:
                 raise WhetError(
                     f"the new module's {name}.{key} is {tuple(parameter.shape)}, but the engine was built for "
                     f"{tuple(before.shape)}; create a new engine"
                 )
             if isinstance(before, Quantised):
-                before.copy_(given)
+                before.copy_(parameter)
             else:
                 own._parameters[key] = parameter

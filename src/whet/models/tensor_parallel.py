@@ -97,7 +97,7 @@ def _cuts(block: nn.Module, block_name: str, peers: Peers) -> Iterator[tuple[str
     """How the parameters of a block are cut. Those that every rank has whole are left out."""
     for name, module in block.named_modules():
         own = dict(module.named_parameters(recurse=False))
-        at, ending = f"{block_name}.{name}", name.rpartition(".")[2]
+        at, ending = f"{block_name}.{name}".rstrip("."), name.rpartition(".")[2]
         if not own or ending in _REPLICATED:
             continue
         if ending == "experts" and own.keys() == _EXPERTS.keys():

@@ -176,8 +176,8 @@ def attend_packed(
 ) -> Tensor:
     """Causal attention of a packed batch; `Segments` defines which tokens each token attends to.
 
-    On CUDA in half precision without a soft-cap and sinks it is torch's `varlen_attn` (written from its documentation, not run
-    here), else SDPA per bucket; on CPU the explicit products of the module's docstring, of float32.
+    On CUDA in half precision without a soft-cap and sinks it is torch's `varlen_attn` (written from its documentation,
+    not run here), else SDPA per bucket; on CPU the explicit products of the module's docstring, of float32.
     """
     if _half_on_cpu(q_NHD):
         q, k, v = q_NHD.float(), k_NKD.float(), v_NKD.float()
@@ -207,7 +207,7 @@ def _attend_bucket(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, bucket: Bucket, 
     q = q.permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, rows * group, size)
     mask = visible.repeat_interleave(group, dim=1)[:, None]
     if _fits_sdpa(q, how):
-        out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v, attn_mask=mask, scale=how["scale"])
+        out = sdpa(q, k.transpose(1, 2), v, mask, how)
     else:
         out = _weigh(q, k.permute(0, 2, 3, 1).contiguous(), v.contiguous(), mask, how)
     return out.view(batch, kv_heads, rows, group, size).transpose(1, 2).reshape(batch * rows, heads * size)
@@ -264,18 +264,40 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _fits_varlen(q: Tensor, how: Weighing) -> bool:
     """Whether torch's variable-length attention computes this: flash attention, on GPUs of 2020 and later."""
     half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-    fits = half and q.shape[-1] <= _FLASH_WIDEST and q.shape[-1] % 8 == 0 and _is_softmax(how)
+    fits = (
+        half
+        and q.shape[-1] <= _FLASH_WIDEST
+        and q.shape[-1] % 8 == 0
+        and how["softcap"] is how["sinks"] is None
+    )
     return fits and {"window_size", "scale", "enable_gqa"} <= _VARLEN and _has_flash(q.device.index)
 
 
 def _fits_sdpa(q: Tensor, how: Weighing) -> bool:
     """Whether torch's scaled_dot_product_attention computes this. On a CPU its rows do not agree."""
-    return q.is_cuda and _is_softmax(how)
+    return q.is_cuda and how["softcap"] is None
 
 
-def _is_softmax(how: Weighing) -> bool:
-    """Of the scaled scores, and nothing else."""
-    return how["softcap"] is None and how["sinks"] is None
+def sdpa(q_BKMD: Tensor, k_BKWD: Tensor, v_BKWD: Tensor, mask: Tensor, how: Weighing) -> Tensor:
+    """scaled_dot_product_attention of M rows: queries times the heads of a group, which vary faster.
+
+    It knows no sinks, so these are a key whose value is 0. Queries and keys get more numbers, one for each head of the
+    group: a query has a 1 at its head's, the sinks' key the sinks there, other keys have zeros. Sixteen places are put
+    before the keys, of which it takes one, as kernels want a mask of aligned rows.
+    """
+    scale, sinks, size = how["scale"], how["sinks"], q_BKMD.shape[-1]
+    if sinks is None:
+        return F.scaled_dot_product_attention(q_BKMD, k_BKWD, v_BKWD, attn_mask=mask, scale=scale)
+    (batch, kv_heads, rows, _), group = q_BKMD.shape, len(sinks) // k_BKWD.shape[1]
+    more = -(-group // 8) * 8
+    own = torch.eye(group, more, dtype=q_BKMD.dtype, device=q_BKMD.device).repeat(rows // group, 1)
+    q = torch.cat((q_BKMD, own.expand(batch, kv_heads, -1, -1)), -1)
+    sink = F.pad(sinks.view(kv_heads, 1, group) / scale, (size, more - group, 0, PAGE - 1)).to(k_BKWD.dtype)
+    k = torch.cat((sink.expand(batch, -1, -1, -1), F.pad(k_BKWD, (0, more))), 2)
+    v = F.pad(v_BKWD, (0, more, PAGE, 0))
+    first = torch.arange(PAGE, device=mask.device).eq(0).expand(*mask.shape[:-1], -1)
+    mask = torch.cat((first, mask), -1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[..., :size]
 
 
 @cache
@@ -389,8 +411,7 @@ def _attend_row(q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, keys: int, how:
             .reshape(1, kv_heads, -1, size)
         )
         if _fits_sdpa(q, how):
-            scale = how["scale"]
-            seen = F.scaled_dot_product_attention(q, k.transpose(2, 3), v, attn_mask=mask, scale=scale)
+            seen = sdpa(q, k.transpose(2, 3), v, mask, how)
         else:
             seen = _weigh(q, k, v, mask, how)
         seen = seen.view(kv_heads, len(part), -1, size).transpose(0, 1)
