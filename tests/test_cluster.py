@@ -39,9 +39,9 @@ from whet.data.tasks import texts
 from whet.data.tokenizer import load_tokenizer
 from whet.guard.processes import process
 from whet.guard.watch import Watch
-from whet.job import decoder_of, end_tokens
+from whet.job import decoder_of
 from whet.models import kernels
-from whet.models.load import build
+from whet.models.load import build, end_tokens
 from whet.models.lora import adapted, attach, refresh
 from whet.rollout import scale
 from whet.rollout.engine import RolloutEngine, WeightUpdate

@@ -17,7 +17,7 @@ LAYERS: list[set[str]] = [
     {"batch", "algos", "data", "guard", "rewards", "simulate"},
     {"envs", "models", "buffer", "track", "storage"},
     {"training", "rollout"},
-    {"sync", "checkpoint", "evaluation", "early_stopping", "eval_loss", "offline"},
+    {"sync", "checkpoint", "evaluation", "early_stopping", "eval_loss", "offline", "judges"},
     {
         "loop",
         "stages",

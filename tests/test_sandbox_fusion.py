@@ -14,6 +14,7 @@ from test_rewards import group, pay, run, task
 from whet.config.load import load
 from whet.config.schema import RewardConfig
 from whet.rewards import sandbox_fusion as module
+from whet.rewards import service as service_module
 from whet.rewards.sandbox_fusion import checks_of, code_in, outcome, sandbox_fusion
 from whet.types import ConfigError, Task
 
@@ -196,7 +197,7 @@ def test_a_gateway_that_times_out_is_asked_again(monkeypatch: pytest.MonkeyPatch
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(service_module.asyncio, "sleep", sleep)
     one = {"inputs": ["1"], "outputs": ["2"]}
     with sandbox(status(504), status(504), ended("Success", run=FINISHED)) as service:
         assert scored(service, one) == 1.0
@@ -237,7 +238,7 @@ def test_a_program_that_prints_without_end_is_wrong(monkeypatch: pytest.MonkeyPa
         while True:
             await said.write(b" " * 65536)
 
-    monkeypatch.setattr(module, "MOST_ANSWER", 1 << 20)
+    monkeypatch.setattr(service_module, "MOST_ANSWER", 1 << 20)
     with sandbox(endless) as service:
         assert scored(service, {"inputs": ["1"], "outputs": ["2"]}) == 0.0
 

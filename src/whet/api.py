@@ -32,6 +32,7 @@ from whet.guard.imports import import_all
 from whet.guard.jail import Jail
 from whet.guard.ledger import Ledger
 from whet.guard.watch import Watch
+from whet.judges import judges_of
 from whet.rewards.combine import RewardSet
 from whet.secrets import guarded_output
 from whet.start import (
@@ -550,6 +551,7 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
                 verifiers=verifiers(loaded.stages),
                 device=cfg.machine.device,
                 open_jail=jail_of(loaded.config),
+                open_judge=judges_of(cfg),
             )
             stack.callback(found.close)
             made.append((wanted, found))

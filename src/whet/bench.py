@@ -34,6 +34,7 @@ from whet.data.given import Given, taken
 from whet.guard import stacks
 from whet.guard.imports import import_all
 from whet.guard.watch import Watch
+from whet.judges import judges_of
 from whet.offline import Judged, check, judge
 from whet.rewards.combine import RewardSet
 from whet.start import began
@@ -67,7 +68,12 @@ def judge_file(loaded: Loaded, *, whole: bool) -> Judged:
     cfg = loaded.config
     named = verifiers([cfg])
     with RewardSet.from_config(
-        cfg.rewards, cfg.reward_workers, seed=cfg.seed, imports=cfg.imports, verifiers=named
+        cfg.rewards,
+        cfg.reward_workers,
+        seed=cfg.seed,
+        imports=cfg.imports,
+        verifiers=named,
+        open_judge=judges_of(cfg),
     ) as rewards:
         return judge(cfg, replace(rewards, by_source=rewards_by_source(cfg.data)))
 

@@ -25,7 +25,6 @@ from whet.buffer.rounds import Rounds
 from whet.buffer.stores import Store, open_store
 from whet.config import deadlines
 from whet.config.amounts import amounts
-from whet.config.deadlines import Deadline
 from whet.config.groups import pairs_tasks
 from whet.config.plan import Plan
 from whet.config.recipes import choices
@@ -36,7 +35,8 @@ from whet.data.replies import Read, reader
 from whet.data.tasks import TaskStream
 from whet.evaluation import Play
 from whet.guard.ledger import Ledger
-from whet.job import Models, decoder_of, end_tokens
+from whet.job import Models, decoder_of
+from whet.models.load import end_tokens
 from whet.rewards.combine import RewardSet, check_failures, score
 from whet.rollout.engine import RolloutEngine
 from whet.rollout.episode import play_groups, to_sampling
@@ -232,7 +232,7 @@ class Explorer:
         return await monitor.wait(groups, what, within=self.group_deadline, progress=progress)
 
     @property
-    def group_deadline(self) -> Deadline:
+    def group_deadline(self) -> deadlines.Deadline:
         """Deadline for a task to become a group; after it, something hangs."""
         times = 2 if "baseline" in self.context.algorithm.needs else 1
         judges = len(self.rewards.weights)

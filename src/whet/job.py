@@ -33,6 +33,7 @@ from whet.guard.watch import Watch
 from whet.models import kernels
 from whet.models.forward import decoder
 from whet.models.load import build as build_model
+from whet.models.load import end_tokens
 from whet.models.logprob_parity import self_test
 from whet.models.lora import attach, twin
 from whet.rewards.combine import RewardSet
@@ -388,10 +389,3 @@ def open_engine(
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     """Tokens to the text for rewards and users: special tokens are left out."""
     return lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
-
-
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end a reply: the tokenizer's, and all in the model's own generation config."""
-    named = model.generation_config.eos_token_id if model.generation_config is not None else None
-    several = named if isinstance(named, list) else [named]
-    return frozenset(t for t in (*several, tokenizer.eos_token_id) if t is not None)

@@ -47,10 +47,10 @@ from whet.guard.imports import import_all
 from whet.guard.line import LOOPBACK
 from whet.guard.processes import die_with, process
 from whet.guard.watch import Watch
-from whet.job import decoder_of, end_tokens
+from whet.job import decoder_of
 from whet.models import kernels
 from whet.models.forward import decoder
-from whet.models.load import empty
+from whet.models.load import empty, end_tokens
 from whet.models.logprob_parity import self_test
 from whet.models.lora import attach
 from whet.rollout.engine import PARTS, Capabilities, Health, OnTokens, Part, WeightUpdate

@@ -31,6 +31,7 @@ from whet.config.evaluation import (
 from whet.config.faults import Refused, named
 from whet.config.groups import experts_per_step, sampled_tasks
 from whet.config.hardware import cuda_bytes
+from whet.config.judges import cache_bytes, is_judge
 from whet.config.keys import dotted
 from whet.config.learns import learns
 from whet.config.load import Loaded, stage_configs, stage_names
@@ -248,7 +249,8 @@ def _judges(cfg: Config, device: str) -> dict[str, int]:
         folder = Path(reward.model.path).expanduser() if reward.model else None
         if reward.model and folder and folder.is_dir():
             dtype = reward.model.dtype or ("bfloat16" if device == "cuda" else "float32")
-            found[f"reward model {name}"] = parameters_in(folder) * DTYPE_BYTES[dtype]
+            cache = cache_bytes(reward.model, device=device, dtype=dtype) if is_judge(reward) else 0
+            found[f"reward model {name}"] = parameters_in(folder) * DTYPE_BYTES[dtype] + cache
     return found
 
 

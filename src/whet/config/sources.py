@@ -10,9 +10,10 @@ from pydantic import ValidationError
 
 from whet.config.evaluation import reward_weights
 from whet.config.faults import shown
+from whet.config.judges import JUDGES
 from whet.config.keys import setting
 from whet.config.recipes import kind_of
-from whet.config.schema import Config, DataConfig, RewardModelConfig, SourceConfig
+from whet.config.schema import Config, DataConfig, RewardConfig, RewardModelConfig, SourceConfig
 from whet.config.sections.data import GENERATED, RANDOM_TOKENS, REASONING_GYM
 from whet.tables import near
 
@@ -186,13 +187,38 @@ def reward_problems(cfg: Config) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) in the rewards of one stage."""
     for name, reward in cfg.rewards.items():
         at = f"rewards.{name}"
-        if (reward.function is None) == (reward.model is None):
+        if reward.function in JUDGES:
+            yield from _judge(at, reward)
+        elif (reward.function is None) == (reward.model is None):
             given = "both are given" if reward.function else "neither is given"
             yield at, f"give either function or model.path (a reward model's folder); {given}"
         if reward.function is None and reward.arguments:
             yield f"{at}.arguments", "only a function has arguments, and none is given; leave them out"
         if reward.model is not None:
             yield from ((f"{at}.model.{key}", why) for key, why in _reward_model(reward.model))
+
+
+def _judge(at: str, reward: RewardConfig) -> Iterator[tuple[str, str]]:
+    """A language model as judge: a server, or a model of the run."""
+    server = [key for key in ("url", "model") if key in reward.arguments]
+    if reward.model is None and len(server) < 2:
+        yield (
+            at,
+            f"function={reward.function} needs a model to ask: arguments.url and arguments.model (a server with "
+            "OpenAI's interface), or model.path (a folder of a chat model, which runs here)",
+        )
+    if reward.model is not None:
+        if server:
+            yield (
+                f"{at}.arguments.{server[0]}",
+                "names a server, but model.path is given, too; give one of the two",
+            )
+        for key, value in (("input", "text"), ("overlong", "unscored")):
+            if getattr(reward.model, key) != value:
+                yield (
+                    f"{at}.model.{key}",
+                    f"a language model as judge reads {key}={value} alone; leave it out",
+                )
 
 
 def _reward_model(model: RewardModelConfig) -> Iterator[tuple[str, str]]:

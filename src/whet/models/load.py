@@ -101,6 +101,13 @@ def _embedding(model: PreTrainedModel) -> nn.Embedding:
     return embedding
 
 
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that end a reply: the tokenizer's, and all in the model's own generation config."""
+    named = model.generation_config.eos_token_id if model.generation_config is not None else None
+    several = named if isinstance(named, list) else [named]
+    return frozenset(t for t in (*several, tokenizer.eos_token_id) if t is not None)
+
+
 def value_head(hidden_size: int, seed: int, *, path: str | None = None, name: str | None = None) -> nn.Linear:
     """The linear layer [1, D] of a critic: the one called `name` in the folder `path`, if both are given and it is
     there, else a new one with weights N(0, 1/(D+1)^2) by the seed: values start near 0.

@@ -19,6 +19,7 @@ from whet.data.tasks import TaskStream, texts
 from whet.data.tokenizer import load_tokenizer
 from whet.envs.env import EnvFault, EnvRestarted, EnvStep, World
 from whet.envs.hosts import EnvHosts
+from whet.judges import judges_of
 from whet.rehearsal.findings import Finding, fails, left_open, works
 from whet.rehearsal.shrink import real_tokenizer
 from whet.rewards.combine import RewardSet, score
@@ -135,6 +136,7 @@ def _reward(
             seed=cfg.seed,
             imports=cfg.imports,
             verifiers=named,
+            open_judge=judges_of(cfg),
         ) as rewards:
             if not tasks:
                 out.untried.add(name)

@@ -73,11 +73,12 @@ def bind(
     """
     parameters = inspect.signature(function).parameters
     given = next((shape for told, shape in _SHAPES.items() if told in parameters), _GIVEN)
-    _check(parameters, given, arguments, name=name, columns=columns)
     batch = given in (_GIVEN_TRL, _GIVEN_VERL_BATCH)
+    with_task = batch and not columns  # else `task` is a column like any other
+    _check(parameters, given, arguments, name=name, columns=columns, more=("task",) if with_task else ())
     asked = [p for p in parameters.values() if p.kind not in _VARIADIC]
     wanted = {p.name: p.default is p.empty for p in asked if p.name not in (*given, *arguments)}
-    every = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    every = columns and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def of_columns(task: Task) -> dict[str, Json]:
         there = {**task.extra, **({} if task.answer is None else {"answer": task.answer})}
@@ -98,6 +99,7 @@ def bind(
         if batch:
             passed = (_trl if given is _GIVEN_TRL else _verl_batch)(whole, rollouts, named)
             passed = {key: value for key, value in passed.items() if every or key in parameters}
+            passed |= {"task": whole} if with_task and "task" in parameters else {}
             return _by_position(_awaited(function(**{**passed, **arguments})), len(rollouts))
         assert rollout is not None
         values = _verl(whole, rollout) if given is _GIVEN_VERL else (rollout["text"], whole, rollout)
@@ -167,8 +169,10 @@ def _check(
     *,
     name: str,
     columns: bool,
+    more: tuple[str, ...] = (),
 ) -> None:
-    """Every argument has a parameter; without columns, every parameter without a default has a value."""
+    """Every argument has a parameter; without columns, every parameter without a default has a value. more: what is
+    given beside the shape."""
     kinds = {p.kind for p in parameters.values()}
     if inspect.Parameter.POSITIONAL_ONLY in kinds:
         raise ConfigError(
@@ -189,7 +193,9 @@ def _check(
                 f"reward {name!r} has no argument {key!r}{near(key, free)}; it has: {', '.join(free)}"
             )
     missing = [
-        p.name for p in named if p.default is p.empty and p.name not in given and p.name not in arguments
+        p.name
+        for p in named
+        if p.default is p.empty and p.name not in (*given, *more) and p.name not in arguments
     ]
     if missing and not columns:
         raise ConfigError(

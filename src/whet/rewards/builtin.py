@@ -19,6 +19,8 @@ BUILTIN = {
     "math": "whet.rewards.math:math",
     "reasoning_gym": "whet.rewards.gym:reasoning_gym",
     "sandbox_fusion": "whet.rewards.sandbox_fusion:sandbox_fusion",
+    "judge": "whet.rewards.judge:judge",
+    "ruler": "whet.rewards.judge:ruler",
 }
 """Module of each reward, as text: imported only in reward processes, so the run itself never imports sympy."""
 
@@ -44,6 +46,10 @@ class Unconfined:
 UNCONFINED = {
     BUILTIN["sandbox_fusion"]: Unconfined(
         "asks a server", "whet.rewards.sandbox_fusion:needs_s", shared=True
+    ),
+    **dict.fromkeys(
+        (BUILTIN["judge"], BUILTIN["ruler"]),
+        Unconfined("asks a server", "whet.rewards.judge:needs_s"),
     ),
     BUILTIN["code"]: Unconfined(
         "starts processes with a sandbox of their own", "whet.rewards.code:needs_s", sandboxes=True

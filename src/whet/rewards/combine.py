@@ -15,6 +15,7 @@ from typing import Protocol
 
 from whet import seeds
 from whet.config import schema
+from whet.config.judges import is_judge
 from whet.config.secrets import learn
 from whet.guard import pulse, sandbox
 from whet.guard.foreign import number
@@ -41,6 +42,17 @@ class Judge(Protocol):
     def close(self) -> None: ...
 
 
+class ModelJudge(Protocol):
+    """A language model of the run that is asked about replies (`whet.judges`)."""
+
+    def load(self, day: date | None = None) -> None: ...
+    async def score(self, groups: Mapping[int, Group]) -> dict[tuple[int, int], CallResult]: ...
+
+
+OpenJudge = Callable[[str, schema.RewardConfig, int], ModelJudge]
+"""(name, reward, seed)"""
+
+
 @dataclass(frozen=True, slots=True)
 class RewardSet:
     """The rewards of a run: their weights, the jail that functions run in (None without any), and the models."""
@@ -53,6 +65,8 @@ class RewardSet:
     """Names of the rewards that score a source; all rewards if the source is not listed."""
     models: Mapping[str, ModelReward] = field(default_factory=dict)
     """The rewards that are models, by name."""
+    judges: Mapping[str, ModelJudge] = field(default_factory=dict)
+    """Those that ask a language model of the run."""
     printed: Printed = field(default_factory=Printed)
     """What the functions print, for the log."""
     batched: dict[tuple[str, str], bool] = field(default_factory=dict)
@@ -73,6 +87,7 @@ class RewardSet:
         verifiers: Sequence[str] = (),
         device: str = "auto",
         open_jail: Callable[..., Judge] = Jail,
+        open_judge: OpenJudge | None = None,
     ) -> RewardSet:
         """Start the jail with all functions loaded. ConfigError if one cannot be loaded or called with its arguments.
 
@@ -80,14 +95,23 @@ class RewardSet:
         `imports`: code of the user's that is imported there before them. `verifiers`: those of reasoning-gym that may
         judge, where the reward's `arguments` do not say; see `config.sources.verifiers`.
         `objects` gives functions by the name of their reward, in place of what its `function` names.
-        `open_jail` takes what `Jail` takes.
+        `open_jail` takes what `Jail` takes. `open_judge` makes the judges that are models; without one there may be
+        none.
         """
         objects = objects or {}
-        models = {n: ModelReward(n, r.model, device) for n, r in rewards.items() if r.model is not None}
+        asked = {n: r for n, r in rewards.items() if is_judge(r)}
+        if asked and open_judge is None:
+            raise ConfigError(f"rewards.{next(iter(asked))}.model: no language model can be asked here")
+        judges = {n: open_judge(n, r, seed) for n, r in asked.items()} if open_judge else {}
+        models = {
+            n: ModelReward(n, r.model, device)
+            for n, r in rewards.items()
+            if r.model is not None and n not in judges
+        }
         loaders = {
             n: partial(_load, n, r, objects.get(n), verifiers, workers)
             for n, r in rewards.items()
-            if n not in models
+            if n not in models and n not in judges
         }
         weights = {name: reward.weight for name, reward in rewards.items()}
         jail = None
@@ -99,13 +123,15 @@ class RewardSet:
                 memory_mb=workers.memory_mb,
                 prepare=partial(_prepare, workers.env, imports),
             )
-        return RewardSet(weights, jail, seed, workers.max_failure_rate, models=models)
+        return RewardSet(weights, jail, seed, workers.max_failure_rate, models=models, judges=judges)
 
     def load_models(self, day: date | None = None) -> None:
         """Read the models' weights. day: as in `load_tokenizer`. ConfigError or CheckpointError names the reward and
         its folder."""
         for model in self.models.values():
             model.load(day)
+        for judge in self.judges.values():
+            judge.load(day)
 
     def close(self) -> None:
         if self.jail:
@@ -148,7 +174,11 @@ def _load(
         except ConfigError as error:
             raise ConfigError(f"reward {name!r}: {error}") from None
     if unconfined:
-        _check_unconfined(name, unconfined, load_object(unconfined.needs_s, what=what)(arguments), workers)
+        try:
+            longest_s = load_object(unconfined.needs_s, what=what)(arguments)
+        except ConfigError as error:
+            raise ConfigError(f"reward {name!r}: {error}") from None
+        _check_unconfined(name, unconfined, longest_s, workers)
         arguments = {**arguments, "processes": workers.count} if unconfined.shared else arguments
     function = given or load_object(place, what=what)
     call = bind(function, arguments, name=name, columns=not place.startswith(_OURS))
@@ -187,7 +217,8 @@ async def score(groups: Sequence[Group], rewards: RewardSet) -> list[Group]:
     """
     if not rewards.weights:
         return list(groups)
-    streams = {n: seeds.key(rewards.seed, "reward", n) for n in rewards.weights if n not in rewards.models}
+    here = {*rewards.models, *rewards.judges}
+    streams = {n: seeds.key(rewards.seed, "reward", n) for n in rewards.weights if n not in here}
     await _ask_shapes(groups, rewards, streams)
     calls = [call for at, g in enumerate(groups) for call in _calls(at, g, rewards, streams)]
     results = await rewards.jail.call_many([c.call for c in calls]) if rewards.jail else []
@@ -198,6 +229,10 @@ async def score(groups: Sequence[Group], rewards: RewardSet) -> list[Group]:
         for position, place in enumerate(call.places):
             if (own := _of_position(result, position) if call.batch else result) is not None:
                 found.setdefault(place, {})[call.call.function] = own
+    for name, judge in rewards.judges.items():
+        asked = {at: g for at, g in enumerate(groups) if name in rewards.of(g.task)}
+        for place, result in (await judge.score(asked)).items():
+            found.setdefault(place, {})[name] = result
     return [
         Group(
             g.task,

@@ -16,14 +16,11 @@ import aiohttp
 
 from whet.guard.foreign import words
 from whet.rewards.builtin import reference
+from whet.rewards.service import post
 from whet.types import Json, Task
 
-ATTEMPTS = 3
-"""Requests for one test, as long as a gateway times out (504), with pauses of 1 s and 2 s."""
 MARGIN_S = 10.0
 """For the way to the service and back, beside the limits of compiler and program."""
-MOST_ANSWER = 16 * 2**20
-"""Bytes of an answer. It holds little but what the program printed, so a program that prints more is wrong."""
 _MOST_TOLD = 300
 
 
@@ -74,8 +71,10 @@ async def sandbox_fusion(
     async with aiohttp.ClientSession(timeout=limit, trust_env=True) as session:
 
         async def run(check: ProgramRun) -> str:
+            asked = {**body, "code": check.program, "stdin": check.stdin}
             async with room:
-                said = await ask(session, url, {**body, "code": check.program, "stdin": check.stdin})
+                said = await post(session, url, asked, what="the sandbox")
+            # an answer holds little but what the program printed, so a program that prints more is wrong
             return "wrong" if said is None else outcome(said, check.stdout)
 
         outcomes = await asyncio.gather(*map(run, checks))
@@ -191,45 +190,6 @@ def calling(program: str, function: str, *, named: bool = False) -> str:
 
 
 # ---------------------------------------------------------------- the service
-
-
-async def ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Json]) -> Json:
-    """The service's answer; None for one that is too long. ConnectionError where it does not answer, or with an
-    error."""
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            async with session.post(url, json=body, headers={"Accept": "application/json"}) as said:
-                if said.status == 504 and attempt < ATTEMPTS:
-                    await asyncio.sleep(attempt)
-                    continue
-                text = await _bounded(said)
-                if said.status >= 400:
-                    told = words((text or b"").decode("utf-8", "replace"), _MOST_TOLD)
-                    raise ConnectionError(
-                        f"the sandbox at {url} answered {said.status} {said.reason}: {told}"
-                    )
-        except TimeoutError:
-            raise ConnectionError(
-                f"the sandbox at {url} has not answered within {session.timeout.total:g} s"
-            ) from None
-        except aiohttp.ClientError as error:
-            raise ConnectionError(f"cannot reach the sandbox at {url}: {error}") from None
-        try:
-            return None if text is None else json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConnectionError(f"the sandbox at {url} did not answer with JSON: {error}") from None
-    raise AssertionError("the last attempt returns or raises")
-
-
-async def _bounded(said: aiohttp.ClientResponse) -> bytes | None:
-    """An answer of at most MOST_ANSWER bytes, uncompressed; None for a longer one."""
-    pieces, size = [], 0
-    async for piece in said.content.iter_any():
-        size += len(piece)
-        if size > MOST_ANSWER:
-            return None
-        pieces.append(piece)
-    return b"".join(pieces)
 
 
 def outcome(said: Json, expected: str | None) -> str:
