@@ -88,6 +88,9 @@ AUXILIARY = "buffer.trainer_input.auxiliary_buffers.<name>"
 MIX_PLAIN = put(MIX, f"{AUXILIARY}.format.prompt_type", "plaintext")
 TEACHER: Json = [{"model_path": "big"}]
 DISTILL = base(**{"algorithm.algorithm_type": "on_policy_distill", "explorer.auxiliary_models": TEACHER})
+RULER = put(
+    base(**{"explorer.auxiliary_models": TEACHER}), f"{TASKSET}.default_workflow_type", "math_ruler_workflow"
+)
 ROLLOUTS = base(**{"trainer.use_dynamic_bsz": False})
 PPO_ROLLOUTS = put(PPO, "trainer.use_dynamic_bsz", False)
 COSINE = base(**{"algorithm.optimizer.warmup_style": "cosine"})
@@ -167,6 +170,10 @@ CONTEXTS: dict[str, Tree] = {
     f"{EVAL_TASKSETS}[].workflow_args": BOXED,
     "explorer.auxiliary_models": DISTILL,
     "explorer.auxiliary_models[].model_path": DISTILL,
+    **{
+        f"explorer.auxiliary_models[].{key}": RULER
+        for key in ("max_model_len", "max_response_tokens", "enable_thinking")
+    },
     f"{ACTOR}.ppo_micro_batch_size": ROLLOUTS,
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": ROLLOUTS,
     f"{REF}.log_prob_micro_batch_size": ROLLOUTS,

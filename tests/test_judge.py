@@ -314,9 +314,9 @@ def test_what_a_model_cannot_be_asked(chat_model: Path) -> None:
     }
     (found,) = judged([group(task(), "a")], reward)
     assert "question has" in str(found.rollouts[0].error)
-    assert "but only 32 fit" in str(found.rollouts[0].error)
-    with pytest.raises(ConfigError, match="more than the 8 tokens of an answer"):
-        judged([group(task(), "a")], {**reward, "model": {"path": str(chat_model), "max_tokens": 8}})
+    assert "no room for an answer in 40" in str(found.rollouts[0].error)
+    with pytest.raises(ConfigError, match=r"rewards\.r\.model: max_tokens=2000: .* has 1024 positions"):
+        judged([group(task(), "a")], {**reward, "model": {"path": str(chat_model), "max_tokens": 2000}})
     with pytest.raises(
         ConfigError, match=r"rewards\.r\.arguments: no argument 'rubrik'; did you mean 'rubric'"
     ):

@@ -1041,6 +1041,30 @@ def test_the_teacher_is_the_first_auxiliary_model() -> None:
     assert run.environment(values(explorer__env_vars={"A": 1})) == {"reward_workers.env": {"A": "1"}}
 
 
+def test_another_model_judges() -> None:
+    """RULER's reward is the judge's; the function is only measured. A rubric is in the row."""
+    models: list[Json] = [
+        {"model_path": "big", "max_model_len": 16384, "max_response_tokens": 2048, "enable_thinking": False}
+    ]
+    ruler = {"buffer__explorer_input__taskset__default_workflow_type": "math_ruler_workflow"}
+    found = judging.rewards(grpo(explorer__auxiliary_models=models, **ruler))
+    (measured,) = [reward for key, reward in found.items() if key not in ("rewards.judge", "eval.reward")]
+    assert measured["weight"] == 0.0
+    judge = found["rewards.judge"]
+    assert (judge["function"], judge["model"]) == ("ruler", {"path": "big", "max_tokens": 16384})
+    assert {k: v for k, v in judge["arguments"].items() if k != "question"} == {
+        "temperature": 1.0,
+        "unread": 0.0,
+        "max_tokens": 2048,
+        "body": {"chat_template_kwargs": {"enable_thinking": False}},
+    }
+    assert run.teacher(grpo(explorer__auxiliary_models=models, **ruler)) == {}
+    with pytest.raises(NotSupportedYet, match="models beside the policy"):
+        run.teacher(grpo(explorer__auxiliary_models=models * 2, **ruler))
+    with pytest.raises(ConfigError, match=r"auxiliary_models\[0\]\.model_path: must be given"):
+        judging.rewards(grpo(**ruler))
+
+
 # ---------------------------------------------------------------- stages
 
 

@@ -61,7 +61,7 @@ class JudgeModel:
     @cached_property
     def loaded(self) -> tuple[PreTrainedTokenizerFast, NativeEngine]:
         try:
-            return _load(self.cfg, self.machine, answer=self.asking.max_tokens)
+            return _load(self.cfg, self.machine)
         except WhetError as error:
             raise type(error)(f"rewards.{self.name}.model: {error}") from error
 
@@ -96,12 +96,14 @@ class JudgeModel:
 
         tokenizer, engine = self.loaded
         (prompt,) = encode_prompts(tokenizer, [question.messages], kwargs=[self.kwargs])
-        room = engine.max_context - self.asking.max_tokens
-        if len(prompt) > room:
-            said = f"the judge's question has {len(prompt)} tokens, but only {room} fit before its answer"
+        room = engine.max_context - len(prompt)
+        if room < 1:
+            said = f"the judge's question has {len(prompt)} tokens, no room for an answer in {engine.max_context}"
             return dict.fromkeys(question.places, CallResult(failure=Failure("bad_value", said)))
         sampling = Sampling(
-            temperature=self.asking.temperature, max_tokens=self.asking.max_tokens, key=question.key
+            temperature=self.asking.temperature,
+            max_tokens=min(self.asking.max_tokens, room),
+            key=question.key,
         )
         name = f"judge-{self.name}-{question.key}"
         done = await engine.generate(Request(id=name, session=name, prompt=tuple(prompt), sampling=sampling))
@@ -138,7 +140,7 @@ def opened(name: str, reward: schema.RewardConfig, machine: schema.MachineConfig
 
 
 def _load(
-    cfg: schema.RewardModelConfig, machine: schema.MachineConfig, *, answer: int
+    cfg: schema.RewardModelConfig, machine: schema.MachineConfig
 ) -> tuple[PreTrainedTokenizerFast, NativeEngine]:
     import torch
 
@@ -171,10 +173,9 @@ def _load(
     ).requires_grad_(False)
     shape = folder_shape(path, {})
     most = longest(cfg, shape)
-    if not answer < most <= (shape.max_positions or most):
+    if shape.max_positions and most > shape.max_positions:
         raise ConfigError(
-            f"max_tokens={most}: expected more than the {answer} tokens of an answer, and at most the "
-            f"{shape.max_positions} positions of the model"
+            f"max_tokens={most}: {path} has {shape.max_positions} positions; give at most {shape.max_positions}"
         )
     engine = NativeEngine(
         module,

@@ -59,7 +59,7 @@ class Asking:
     unread: float | None = None
     """The score where no rating can be read in the judge's answer. None: the rollout is unscored."""
     max_tokens: int = 1024
-    """Of the judge's answer."""
+    """Of the judge's answer; a model of the run has less where the question leaves less room."""
     temperature: float = 0.0
 
     def __post_init__(self) -> None:

@@ -10,10 +10,12 @@ from whet.config.sections.base import Positive, Section
 
 
 class RewardModelConfig(Section):
-    """A classification model with one label: the score is its logit at the last token, unchanged."""
+    """A classification model with one label: the score is its logit at the last token, unchanged. With function judge
+    or ruler, a chat model: it writes its judgement."""
 
     path: str
-    """A local Hugging Face folder of a sequence-classification model with one label (config.json, safetensors)."""
+    """A local Hugging Face folder (config.json, safetensors) of a sequence-classification model with one label; with
+    function judge or ruler, of a chat model."""
     input: Literal["text", "tokens"] = "text"
     """Input of the model. text: the prompt and the reply, formatted with the chat template and tokenizer of the reward
     model; a plain-text prompt is put before the reply unchanged. tokens: the tokens of the rollout, of all turns, if
@@ -23,7 +25,7 @@ class RewardModelConfig(Section):
     chat_template: str | None = None
     """Jinja chat template: text, or the path of a file. Default: the template of its tokenizer."""
     max_tokens: Positive | None = None
-    """Longest input, in tokens. Default: the number of positions of the model."""
+    """Longest input, in tokens; of a judge, with its answer. Default: the number of positions of the model."""
     overlong: Literal["unscored", "truncate_left", "truncate_right"] = "unscored"
     """Treatment of a longer input. unscored: the rollout has no score, because a truncated conversation has another
     meaning; truncate_*: the input is truncated on that side and counted in the metric part NAME/truncated."""
@@ -36,11 +38,12 @@ class RewardConfig(Section):
 
     function: str | None = None
     """Name of a reward function; give this or `model`. Built in: exact, choice, number, math, code, format, overlong,
-    reasoning_gym, sandbox_fusion. Your own: 'package.module:name' or 'path/to/file.py:name'."""
+    reasoning_gym, sandbox_fusion, judge, ruler. Your own: 'package.module:name' or 'path/to/file.py:name'."""
     weight: float = 1.0
     """Factor in the sum. 0: the reward is only measured."""
     model: RewardModelConfig | None = None
-    """A reward model, instead of a function. It runs in the main process, one rollout at a time."""
+    """A reward model, instead of a function. It runs in the main process, one rollout at a time. Beside the functions
+    judge and ruler: the chat model that they ask, in place of a server."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, passed on every call. A secret is never written to any file; whet recognizes
     secrets by their key (api_key, token, password ...) and in URLs. Best give a secret as `api_key:

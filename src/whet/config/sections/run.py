@@ -141,8 +141,8 @@ class RewardWorkersConfig(Section):
     sandbox: Literal["builtin", "all"] = "builtin"
     """Rewards that run in a sandbox, where they can open no file except Python's own, write none, and start no program,
     process or connection. builtin: the built-in rewards, where the system supports it (Linux with Landlock and
-    seccomp), without sandbox_fusion, which only asks its server, and code, which gives each program a sandbox; all:
-    your own rewards too."""
+    seccomp), without sandbox_fusion, judge and ruler, which only ask their servers, and code, which gives each program
+    a sandbox; all: your own rewards too."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the reward processes, which override those of the run. Secrets are never written to any
     file: values of names like API_KEY or TOKEN, and other values of 8 characters or more that are not a word, number or

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from whet.config.keys import distance
 from whet.dialects.choices import choices
 from whet.dialects.row import NotSupportedYet, Values
+from whet.dialects.trinity.judges import LABEL, RUBRIC, RULER, TrinityJudge, judge
 from whet.dialects.trinity.values import (
     EVAL_TASKSETS,
     INPUT,
@@ -47,6 +48,8 @@ class Workflow:
     """What answers the replies, where there are several turns."""
     rows: str = ""
     """The function that makes its prompts of the rows' columns."""
+    judge: TrinityJudge | None = None
+    """Another model, whose score is the reward; `reward` is only measured."""
 
 
 _BOXED_ANSWER = "Reason step by step, then write the final answer inside \\boxed{}."
@@ -78,8 +81,17 @@ ONE_TURN = {
 """Workflows of one turn. All but the last two also with async_ before the name."""
 _TOOL_CALLS = Workflow(reward="toolcall_reward", fixed=True, rows="whet.data.tool_n1:rows")
 
+_JUDGED = {
+    "math_ruler_workflow": Workflow(reward="math_reward", system=_TAGGED, of_reward=True, judge=RULER),
+    "rubric_judge_workflow": Workflow(
+        system="You answer the user's question. First think about it, then give the answer.", judge=RUBRIC
+    ),
+}
+
 WORKFLOWS = {
     **ONE_TURN,
+    **_JUDGED,
+    "async_math_ruler_workflow": _JUDGED["math_ruler_workflow"],
     **{f"async_{name}": each for name, each in ONE_TURN.items() if "distill" not in name},
     **dict.fromkeys(("toolcall_workflow", "tool_call_workflow"), _TOOL_CALLS),
     **{name: Workflow(system=world.system, fixed=True, world=world) for name, world in WORLDS.items()},
@@ -112,10 +124,21 @@ def workflow(values: Values, own: Own, what: str) -> str:
         _refuse_typo(name, WORKFLOWS, at=at)
     why = others[name].reason if name in others else _OWN_CODE
     raise NotSupportedYet(
-        f"{at}: {name} is not read: {why}. Here: {', '.join(ONE_TURN)}, toolcall_workflow, "
+        f"{at}: {name} is not read: {why}. Here: {', '.join(ONE_TURN)}, {', '.join(_JUDGED)}, toolcall_workflow, "
         f"{', '.join(WORLDS)}. For other turns write an environment (docs/environments.md), and in the file "
         "default_workflow_type: simple_workflow and whet.rollout.env.make: path/to/file.py:NAME."
     )
+
+
+def is_judged(values: Values) -> bool:
+    """Whether a model judges the replies to some taskset."""
+    return any(WORKFLOWS[workflow(values, *each)].judge is not None for each in _sets(values))
+
+
+def _sets(values: Values) -> list[tuple[Own, str]]:
+    """All tasksets, that of training first, each with its key."""
+    held_out = enumerate(entries(values, EVAL_TASKSETS))
+    return [(inside(values, TASKSET), TASKSET), *((own, f"{EVAL_TASKSETS}[{n}]") for n, own in held_out)]
 
 
 def gives_one(values: Values) -> bool:
@@ -154,10 +177,11 @@ def _reward(values: Values, own: Own, what: str) -> str | None:
     if name is None:
         at = f"{INPUT}.default_reward_fn_type"
         name = text(values, at)
-    if name is not None and (WORKFLOWS[kind].world or WORKFLOWS[kind].rows):
+    alone = WORKFLOWS[kind].judge is not None and WORKFLOWS[kind].reward is None
+    if name is not None and (WORKFLOWS[kind].world or WORKFLOWS[kind].rows or alone):
         raise ConfigError(f"{at}: {name} has no effect: {kind} has a reward of its own; leave it out.")
     name = name or WORKFLOWS[kind].reward
-    if name is None and (distills(values) or WORKFLOWS[kind].world):
+    if name is None and (distills(values) or WORKFLOWS[kind].world or alone):
         return None
     if name is None:
         raise ConfigError(
@@ -183,7 +207,16 @@ def _refuse_typo(name: str, known: Collection[str], *, at: str) -> None:
 
 
 def _judged(values: Values, own: Own, what: str) -> dict[str, Native]:
-    """The rewards of a taskset by label, as the native section has them."""
+    """The rewards of a taskset by label, as the native section has them: beside a judge only measured."""
+    found, kind = _by_function(values, own, what), WORKFLOWS[workflow(values, own, what)]
+    if kind.judge is None:
+        return found
+    measured = {label: {**reward, "weight": 0.0} for label, reward in found.items()}
+    return {**measured, LABEL: judge(values, kind.judge)}
+
+
+def _by_function(values: Values, own: Own, what: str) -> dict[str, Native]:
+    """Those that are functions. NotSupportedYet for arguments that nothing reads."""
     name = _reward(values, own, what)
     given = section(own, "reward_fn_args")
     plain, steps = is_plain(values, own, what), dict(section(own, "workflow_args"))
@@ -235,8 +268,7 @@ def _overlong(given: Own, what: str) -> dict[str, Native]:
 def rewards(values: Values) -> Native:
     """The rewards of training, and at weight 0 those that only evaluation has. A source that is not judged by all of
     them names its own."""
-    sets = [(inside(values, TASKSET), TASKSET)]
-    sets += [(own, f"{EVAL_TASKSETS}[{n}]") for n, own in enumerate(entries(values, EVAL_TASKSETS))]
+    sets = _sets(values)
     every, names = _labelled([_judged(values, own, what) for own, what in sets])
     out = environment([(world_of(values, *each), *each) for each in sets])
     for label, reward in every.items():

@@ -9,6 +9,7 @@ from whet.dialects.layout import FileLayout
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.served import placed
 from whet.dialects.trinity.data import apart, bound, in_rounds
+from whet.dialects.trinity.rewards import is_judged
 from whet.dialects.trinity.values import (
     BY_EXPLORER,
     CRITIC,
@@ -79,8 +80,8 @@ def libraries(values: Values) -> Native:
 
 
 def teacher(values: Values) -> Native:
-    """The first auxiliary model, which on_policy_distill and jsd learn from. Others are for workflows of several
-    models."""
+    """The first auxiliary model, which on_policy_distill and jsd learn from, or which judges. Others are for workflows
+    of several models."""
     key = "explorer.auxiliary_models"
     models, learns = entries(values, key), distills(values)
     if not online(values):
@@ -89,9 +90,10 @@ def teacher(values: Values) -> Native:
         raise ConfigError(
             f"{key}: must be given: {values['algorithm.algorithm_type']} learns from the model_path of the first."
         )
-    if len(models) > learns:
+    if len(models) > (learns or (bool(models) and is_judged(values))):
         raise NotSupportedYet(
-            f"{key}: models beside the policy are coming, not built yet; here: the teacher of on_policy_distill or jsd."
+            f"{key}: models beside the policy are coming, not built yet; here: the teacher of on_policy_distill or "
+            "jsd, and the judge of math_ruler_workflow and rubric_judge_workflow."
         )
     if not learns:
         return {}
