@@ -270,8 +270,18 @@ void whet_norm_rope_backward(const float *x, i64 x_n, i64 x_h, const float *w, c
 
 INLINE vf clamp_up(vf up) { return pick(up > all(CLAMP), all(CLAMP), pick(up < all(-CLAMP), all(-CLAMP), up)); }
 
-/* act(g), and its derivative. act 0: silu, 1: gelu (tanh form). */
+/* act(g), and its derivative. act 0: silu, 1: gelu (tanh form), CLAMPED, 3: tanh, 4: sigmoid. */
 INLINE vf activate(vf g, int act, vf *slope) {
+    if (act == 3) {
+        vf t = vtanh(g);
+        *slope = fma_v(-t, t, all(1));
+        return t;
+    }
+    if (act == 4) {
+        vf s = 1.0f / (1.0f + vexp(-g));
+        *slope = s * (1.0f - s);
+        return s;
+    }
     if (act == CLAMPED) {
         vi clamped = g > all(CLAMP);
         g = pick(clamped, all(CLAMP), g);
@@ -319,6 +329,28 @@ void whet_glu_backward(const float *gate, i64 gate_n, const float *up, i64 up_n,
             }
             store_n(dup + n * F + i, dy, F - i);
             store_n(dgate + n * F + i, (d * u) * slope, F - i);
+        }
+}
+
+#define ELEMENTS 4096 /* of a task; a multiple of every width */
+
+/* out = act(x) of n numbers; x may be out. Each depends on itself alone, wherever it stands. */
+void whet_activate(const float *x, float *out, i64 n, int act, int threads) {
+    ROWS_IN_PARALLEL
+    for (i64 from = 0; from < n; from += ELEMENTS)
+        for (i64 i = from; i < MIN(n, from + ELEMENTS); i += W) {
+            vf slope;
+            store_n(out + i, activate(load_n(x + i, n - i, 0), act, &slope), n - i);
+        }
+}
+
+void whet_activate_backward(const float *x, const float *dout, float *dx, i64 n, int act, int threads) {
+    ROWS_IN_PARALLEL
+    for (i64 from = 0; from < n; from += ELEMENTS)
+        for (i64 i = from; i < MIN(n, from + ELEMENTS); i += W) {
+            vf slope;
+            activate(load_n(x + i, n - i, 0), act, &slope);
+            store_n(dx + i, load_n(dout + i, n - i, 0) * slope, n - i);
         }
 }
 

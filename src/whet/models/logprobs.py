@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from whet.models.elementwise import tanh_
 from whet.models.kernels import Ops
 from whet.models.products import column_sums, linear, product
 from whet.models.vocabulary import Vocabulary, VocabularyHead
@@ -88,7 +89,7 @@ def _logits(
     if head.scale != 1.0:
         z_AV.mul_(head.scale)
     if head.softcap is not None:
-        z_AV.div_(head.softcap).tanh_().mul_(head.softcap)
+        tanh_(z_AV.div_(head.softcap)).mul_(head.softcap)
     if isinstance(temperature, Tensor):
         return z_AV.div_(temperature[:, None])
     return z_AV if temperature == 1.0 else z_AV.div_(temperature)

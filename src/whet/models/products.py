@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from whet.config.hardware import multiplies_half
+from whet.models import elementwise
 from whet.models.build import BuildError, library
 from whet.types import WhetError
 
@@ -121,13 +122,32 @@ def column_sums(x_IJ: Tensor) -> Tensor:
     return chosen().column_sums(x_IJ.float()).to(x_IJ.dtype) if multiplies(x_IJ) else x_IJ.sum(0)
 
 
+_ACTIVATIONS: dict[Any, elementwise.Kind] = {
+    F.silu: "silu",
+    F.sigmoid: "sigmoid",
+    torch.sigmoid: "sigmoid",
+    Tensor.sigmoid: "sigmoid",
+    F.tanh: "tanh",
+    torch.tanh: "tanh",
+    Tensor.tanh: "tanh",
+}
+
+
 class Everywhere(TorchFunctionMode):
-    """Inside it, `F.linear` is `linear`: for modules that are not ours."""
+    """Inside it, `F.linear` is `linear`, and activations are those of `elementwise`: for modules that are not ours."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return linear(*args, **(kwargs or {})) if func is F.linear else func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return linear(*args, **kwargs)
+        kind = _ACTIVATIONS.get(func)
+        if func is F.gelu and kwargs.get("approximate") == "tanh":
+            kind = "gelu_tanh"
+        if kind is None or kwargs.get("inplace") or len(args) != 1:
+            return func(*args, **kwargs)
+        return elementwise.activation(args[0], kind)
 
 
 def multiplies(*tensors: Tensor) -> bool:
