@@ -616,7 +616,7 @@ def test_sampling() -> None:
     greedy = data.sampling(values({R + "n": 5, R + "do_sample": False, R + "top_p": 0.5}))
     assert tuple(greedy.values()) == (1, 0.0, 0, 1.0)
     assert data.concurrency(values({"data.train_batch_size": 16, R + "n": 4})) == {"rollout.max_num_seqs": 64}
-    assert "coming" in refusal(data.engine, {R + "name": "trtllm"})
+    assert data.engine(values({R + "name": "trtllm"})) == {"rollout.engine": "native"}
 
 
 def test_validation() -> None:
@@ -774,6 +774,13 @@ def test_checkpoints() -> None:
         f"{at}load_contents": ["model"] for at in (A + "checkpoint.", "critic.checkpoint.")
     }
     assert kept(fresh)[2:4] == (BOTH, ["model"]), "rates are constant, so no schedule begins anew"
+    exports = {A + "checkpoint.save_contents": ["hf_model"], A + "checkpoint.load_contents": ["hf_model"]}
+    assert loop.checkpoints(values({**exports, "trainer.save_freq": 5, A + "optim.lr_warmup_steps": 5})) == {
+        "checkpoint.interval": 0,
+        "checkpoint.keep": None,
+        "checkpoint.export": True,
+        "checkpoint.export_interval": 5,
+    }
 
 
 @pytest.mark.parametrize(
@@ -781,6 +788,7 @@ def test_checkpoints() -> None:
     [
         ({A + "checkpoint.save_contents": ["modle"]}, "is not one of"),
         ({A + "checkpoint.save_contents": ["optimizer", "extra"]}, "has no model"),
+        ({A + "checkpoint.load_contents": ["hf_model", "extra"]}, "has no model"),
         (
             {A + "checkpoint.load_contents": ["model"], A + "optim.lr_warmup_steps": 5},
             "restarts the learning-rate schedule",

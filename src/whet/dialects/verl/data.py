@@ -191,7 +191,7 @@ def reward_model(v: Values) -> Native:
 def engine(v: Values) -> Native:
     """The embedded engine stands in for all of them; a file with an option that only the engine itself knows gets that
     engine, with these options."""
-    name = choose(v, f"{ROLLOUT}.name", {**SERVERS, "hf": "native", "trtllm": None})
+    name = choose(v, f"{ROLLOUT}.name", {**SERVERS, "hf": "native", "trtllm": "native"})
     options = server_options(v)
     return {"rollout.engine": name if options else "native"} | (_server(v, name) if name in NAMES else {})
 

@@ -65,16 +65,20 @@ CONTENTS = (*PARTS, "extra", "hf_model")
 
 
 def checkpoints(v: Values) -> Native:
-    """Every save_freq steps, and always at the end. hf_model asks for an export beside each."""
+    """Every save_freq steps, and always at the end. hf_model asks for an export beside each; with hf_model alone there
+    are exports only, and a checkpoint at the end."""
     every = max(v["trainer.save_freq"], 0) * steps_of_a_version(v)
     saved = _of_actor(v, f"{ACTOR}.checkpoint.save_contents")
     loaded = _of_actor(v, f"{ACTOR}.checkpoint.load_contents")
+    if "model" not in saved:
+        return {**exports_only(every), "checkpoint.keep": _kept(v)}
     if "extra" not in loaded and not constant_rates(v):
         raise NotSupportedYet(
             f"{ACTOR}.checkpoint.load_contents={shown(loaded)}: without extra, verl restarts the learning-rate "
             "schedule on resume, warm-up included; coming, not built yet: add extra, or use a constant rate without "
             "warm-up"
         )
+    check_loaded(f"{ACTOR}.checkpoint.load_contents", loaded)
     if has_critic(v):
         _check_critic(v, saved, loaded)
     return {
@@ -106,13 +110,23 @@ def _of_actor(v: Values, key: str) -> list[str]:
 
 
 def contents(v: Values, key: str) -> list[str]:
-    """The parts of a checkpoint that a key names. ConfigError for unknown ones, and without the model."""
+    """The parts of a checkpoint that a key names. ConfigError for unknown ones, and without any model."""
     given = texts(v, key)
     if unknown := sorted(set(given) - set(CONTENTS)):
         raise ConfigError(f"{key}: {', '.join(unknown)} is not one of {', '.join(CONTENTS)}")
-    if "model" not in given:
+    if not {"model", "hf_model"} & set(given):
         raise ConfigError(f"{key}={shown(given)} has no model, and a run cannot resume without its weights")
     return given
+
+
+def check_loaded(key: str, loaded: list[str]) -> None:
+    """ConfigError where a checkpoint is read without its weights."""
+    if "model" not in loaded:
+        raise ConfigError(f"{key}={shown(loaded)} has no model, and a run cannot resume without its weights")
+
+
+def exports_only(every: int) -> Native:
+    return {"checkpoint.interval": 0, "checkpoint.export": True, "checkpoint.export_interval": every}
 
 
 def _check_critic(v: Values, saved: list[str], loaded: list[str]) -> None:

@@ -12,7 +12,7 @@ from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose, share_of_steps
 from whet.dialects.verl import optimizer as ppo
 from whet.dialects.verl.data import rows
-from whet.dialects.verl.loop import PARTS, contents
+from whet.dialects.verl.loop import PARTS, check_loaded, contents, exports_only
 from whet.dialects.verl.roles import ENGINES, FAMILIES, anywhere, texts
 from whet.dialects.verl.sizes import copies_and_shards
 from whet.types import ConfigError, Json
@@ -216,11 +216,13 @@ def checkpoints(v: Values) -> Native:
     every, epochs = v["trainer.save_freq"], v["trainer.save_freq"] == "after_each_epoch"
     every = 0 if epochs else max(every, 0)
     saved, loaded = (contents(v, f"trainer.checkpoint.{which}_contents") for which in ("save", "load"))
-    if "extra" not in loaded:
+    if "model" in saved and "extra" not in loaded:
         raise NotSupportedYet(
             f"trainer.checkpoint.load_contents={loaded}: resuming without schedule, data position and random state "
             "(extra) is coming, not built yet"
         )
+    if "model" in saved:
+        check_loaded("trainer.checkpoint.load_contents", loaded)
     exports = not over_engines(v) or "hf_model" in saved
     out: dict[str, Json] = {
         "checkpoint.interval": "1 epoch" if epochs else every,
@@ -230,6 +232,8 @@ def checkpoints(v: Values) -> Native:
         "checkpoint.export": exports,
         "checkpoint.export_interval": every if exports else 0,
     }
+    if "model" not in saved:
+        out = {**exports_only(every), "checkpoint.keep": v["trainer.max_ckpt_to_keep"]}
     mode, path = v["trainer.resume_mode"], v["trainer.resume_from_path"]
     if mode == "disable":
         return out | {"checkpoint.resume": "fresh"}
