@@ -59,8 +59,6 @@ def test_a_template_of_your_own_has_its_fields_filled_once() -> None:
     how = Asking(question="{prompt}|{response}|{answer}|{rubric}|{low}..{high}|{other}", rubric="R", high=5)
     _, user = how.messages(task("A"), ["{answer}{prompt}"], together=False)
     assert user.content == "p|{answer}{prompt}|A|R|1..5|{other}"
-    with pytest.raises(ConfigError, match=r"\{responses\} has no value"):
-        Asking(question="{responses}").messages(task(), ["x"], together=False)
 
 
 def test_a_conversation_is_shown_without_its_system_message() -> None:
@@ -124,6 +122,11 @@ def test_a_list_by_hand(said: str, expected: list[float] | None) -> None:
     [
         ({"low": 3, "high": 3}, "low below high"),
         ({"max_tokens": 0}, "max_tokens >= 1"),
+        ({"high": "ten"}, "of a wrong type: .*'str'"),
+        (
+            {"question": "{prompt} {responses}"},
+            r"question: \{responses\} has no value here, \{response\} has",
+        ),
         ({"qestion": "?"}, "did you mean 'question'"),
     ],
 )
@@ -315,6 +318,10 @@ def test_what_a_model_cannot_be_asked(chat_model: Path) -> None:
     (found,) = judged([group(task(), "a")], reward)
     assert "question has" in str(found.rollouts[0].error)
     assert "no room for an answer in 40" in str(found.rollouts[0].error)
+    (odd,) = judged(
+        [group(task(extra={"rubric": {"a": 1}}), "a")], {**reward, "model": {"path": str(chat_model)}}
+    )
+    assert "the rubric is dict, expected text or a list" in str(odd.rollouts[0].error)
     with pytest.raises(ConfigError, match=r"rewards\.r\.model: max_tokens=2000: .* has 1024 positions"):
         judged([group(task(), "a")], {**reward, "model": {"path": str(chat_model), "max_tokens": 2000}})
     with pytest.raises(

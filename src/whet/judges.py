@@ -21,7 +21,7 @@ from whet.guard import pulse
 from whet.guard.jail import CallResult, Failure
 from whet.rewards.combine import OpenJudge
 from whet.rewards.judge import Asking, asking
-from whet.types import ConfigError, Group, Message, Request, Sampling, WhetError
+from whet.types import ConfigError, DataError, Group, Request, Sampling, Task, WhetError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -37,9 +37,10 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Question:
-    """A question, and the rollouts that it is about."""
+    """Replies to a task that are judged in one question."""
 
-    messages: tuple[Message, ...]
+    task: Task
+    replies: tuple[str, ...]
     places: tuple[Place, ...]
     key: int
 
@@ -70,8 +71,9 @@ class JudgeModel:
         folder."""
         from whet.data.chat import set_day
 
+        tokenizer, _ = self.loaded
         if day is not None:
-            set_day(self.loaded[0], day)
+            set_day(tokenizer, day)
 
     async def score(self, groups: Mapping[int, Group]) -> dict[Place, CallResult]:
         """The results of the rollouts that have no error, by their places."""
@@ -84,7 +86,8 @@ class JudgeModel:
         parts = [whole] if self.together and whole else [[one] for one in whole]
         return [
             _Question(
-                self.asking.messages(group.task, [r.text for _, r in part], together=self.together),
+                group.task,
+                tuple(r.text for _, r in part),
                 tuple((at, n) for n, _ in part),
                 seeds.key(self.seed, "reward", self.name, group.task.uid, part[0][1].index),
             )
@@ -92,14 +95,26 @@ class JudgeModel:
         ]
 
     async def _answered(self, question: _Question) -> dict[Place, CallResult]:
+        try:
+            found = await self._asked(question)
+        except (ValueError, DataError) as error:
+            failure = CallResult(failure=Failure("bad_value", str(error)))
+            return dict.fromkeys(question.places, failure)
+        return {place: CallResult(parts=parts) for place, parts in zip(question.places, found)}
+
+    async def _asked(self, question: _Question) -> list[dict[str, float]]:
+        """The scores of the replies. ValueError or DataError for a row that makes no question, a question that is too
+        long, and an answer in which nothing can be read."""
         from whet.data.chat import encode_prompts
 
         tokenizer, engine = self.loaded
-        (prompt,) = encode_prompts(tokenizer, [question.messages], kwargs=[self.kwargs])
+        messages = self.asking.messages(question.task, question.replies, together=self.together)
+        (prompt,) = encode_prompts(tokenizer, [messages], kwargs=[self.kwargs])
         room = engine.max_context - len(prompt)
         if room < 1:
-            said = f"the judge's question has {len(prompt)} tokens, no room for an answer in {engine.max_context}"
-            return dict.fromkeys(question.places, CallResult(failure=Failure("bad_value", said)))
+            raise ValueError(
+                f"the judge's question has {len(prompt)} tokens, no room for an answer in {engine.max_context}"
+            )
         sampling = Sampling(
             temperature=self.asking.temperature,
             max_tokens=min(self.asking.max_tokens, room),
@@ -109,12 +124,7 @@ class JudgeModel:
         done = await engine.generate(Request(id=name, session=name, prompt=tuple(prompt), sampling=sampling))
         pulse.beat("scoring")
         said = str(tokenizer.decode(done.token_ids, skip_special_tokens=True))
-        try:
-            found = self.asking.scores(said, len(question.places), together=self.together)
-        except ValueError as error:
-            failure = CallResult(failure=Failure("bad_value", str(error)))
-            return dict.fromkeys(question.places, failure)
-        return {place: CallResult(parts=parts) for place, parts in zip(question.places, found)}
+        return self.asking.scores(said, len(question.places), together=self.together)
 
 
 def judges_of(cfg: schema.Config) -> OpenJudge:

@@ -133,20 +133,21 @@ def asking(together: bool, arguments: Mapping[str, Json]) -> Asking:
         raise ConfigError(
             f"no argument {unknown[0]!r}{near(unknown[0], ASKING)}; it has: {', '.join(sorted(ASKING))}"
         )
+    own = "responses" if together else "response"
+    for name in ("system", "question"):
+        for field in _FIELD.findall(str(arguments.get(name) or "")):
+            if field.startswith("response") and field != own:
+                raise ConfigError(f"{name}: {{{field}}} has no value here, {{{own}}} has")
     scale: dict[str, Any] = {"low": 0.0, "high": 1.0} if together else {}
-    return Asking(**{**scale, **arguments})
+    try:
+        return Asking(**{**scale, **arguments})
+    except TypeError as error:
+        raise ConfigError(f"an argument is of a wrong type: {error}") from None
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
-    """The template with its fields, none of which is looked for in what is put in. ConfigError for one that has no
-    value."""
-
-    def value(match: re.Match[str]) -> str:
-        if match[1] not in values:
-            raise ConfigError(f"{{{match[1]}}} has no value here; there are {', '.join(values)}")
-        return values[match[1]]
-
-    return _FIELD.sub(value, template)
+    """The template with its fields, none of which is looked for in what is put in."""
+    return _FIELD.sub(lambda match: values[match[1]], template)
 
 
 def listed(rubric: Json) -> str:
