@@ -259,7 +259,8 @@ class Watcher:
     def _rewards(self, rewards: Any, guard: Any, objects: Any = None, **given: Any) -> RewardSet:
         limits = f"{guard.count} {guard.sandbox} {guard.timeout_s} {guard.memory_mb}"
         self.told.append(f"rewards: {limits}")
-        key = repr((rewards, guard, sorted(objects or ()), given))
+        # what opens judges has no processes
+        key = repr((rewards, guard, sorted(objects or ()), {**given, "open_judge": None}))
         if key not in self.sets:
             self.sets[key] = self._from_config(rewards, guard, objects, **given)
         return self.sets[key]

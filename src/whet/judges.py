@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,10 +129,10 @@ class JudgeModel:
 
 def judges_of(cfg: schema.Config) -> OpenJudge:
     """What makes the judges of a config."""
-    return lambda name, reward, seed: opened(name, reward, cfg.machine, seed)
+    return partial(opened, machine=cfg.machine)
 
 
-def opened(name: str, reward: schema.RewardConfig, machine: schema.MachineConfig, seed: int) -> JudgeModel:
+def opened(name: str, reward: schema.RewardConfig, seed: int, *, machine: schema.MachineConfig) -> JudgeModel:
     """The judge of a reward that has a function and a model. ConfigError for arguments that it does not have."""
     assert reward.model is not None
     arguments = dict(reward.arguments)
