@@ -453,12 +453,15 @@ def test_ranks_replay_the_same() -> None:
                 ranks, Layout(dims, family="qwen3_moe"), way, model=model, **learning(optimizer=BIG)
             )
             assert error(many.forward(batch, "logprobs"), one.forward(batch, "logprobs")) < 1e-5, dims
-            if dims.pp == 1:
-                assert torch.equal(many.forward(batch, "routed"), one.forward(batch, "routed"))
+            assert torch.equal(many.forward(batch, "routed"), one.forward(batch, "routed")), dims
             for e in (one, many):
                 e.update(batch, pg_loss)
             found, expected = moved(many, before), moved(one, before)
             assert max(error(found[name], expected[name]) for name in expected) < 1e-5, dims
+        layout_of_4 = Layout(Dims(pp=2), chunks=2, family="qwen3_moe", layers=4)
+        four = tiny_model("qwen3_moe", layers=4)
+        one, many = pair(ranks, layout_of_4, way, model=four, **learning(optimizer=BIG))
+        assert torch.equal(many.forward(batch, "routed"), one.forward(batch, "routed"))
     finally:
         ranks.close()
 

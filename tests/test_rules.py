@@ -204,7 +204,6 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "train.shuffle_minibatches": [(*MIX, "train.minibatches=2", "train.shuffle_minibatches=true")],
     "train.router_replay": [
         (*MIX, "train.router_replay=sampled"),
-        ("train.router_replay=old", "train.parallel.pp=2"),
         ("train.router_replay=sampled", "train.compile=true"),
     ],
     "critic.warmup_steps": [(PPO, "critic.warmup_steps=100")],

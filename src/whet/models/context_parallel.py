@@ -65,11 +65,13 @@ class Share:
         at_A, row_A = self.predicted(mask_N)
         return F.embedding(row_A, hidden_TD), at_A
 
-    def gathered(self, own_T: Tensor) -> Tensor:
-        """[U, ...] whole numbers of all ranks' tokens."""
+    def gathered(self, own_T: Tensor, *over: Peers) -> Tensor:
+        """[U, ...] whole numbers of all ranks' tokens. over: ranks that have other parts of these, and else zeros."""
         all_U = own_T.new_zeros(len(self.packed.token_ids_U), *own_T.shape[1:], dtype=torch.int32)
         all_U[self.span] = own_T.int()  # collectives do not have every small type
-        return summed(all_U, self.peers).to(own_T.dtype)
+        for peers in (self.peers, *over):
+            all_U = summed(all_U, peers)
+        return all_U.to(own_T.dtype)
 
     def attend(self, inner: Attend) -> Attend:
         """Attention for this rank's tokens, from attention over the whole packed batch."""

@@ -69,9 +69,12 @@ class RouteRecorder:
         self.seen[layer] = own_UE.to(self.routes.dtype)
         return own_UE
 
-    def recorded(self) -> Tensor:
-        """[U, L, E]; 0 in layers without a router."""
+    def recorded(self, tokens: int | None = None, device: torch.device | None = None) -> Tensor:
+        """[U, L, E]; 0 in layers without a router. tokens, device: U and where, of a part of the layers, which may have
+        none at all."""
         some = next(iter(self.seen.values()), None)
+        if some is None and tokens is not None:
+            some = torch.zeros(tokens, self.routes.experts, dtype=self.routes.dtype, device=device)
         if some is None:
             raise _in_rounds()
         nothing = torch.zeros_like(some)

@@ -7,8 +7,7 @@ memory and speed, never the result.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +32,7 @@ from whet.models.kernels import Ops
 from whet.models.logprobs import OF_LOGITS, token_logprobs
 from whet.models.lora import adapted, dropping, learned, merged, refresh
 from whet.models.offload import kept_on_host
-from whet.models.optim import Optimizer, inner_matrices, not_finite, saved_counts
+from whet.models.optim import Optimizer, inner_matrices, saved_counts
 from whet.models.packing import layout, spread
 from whet.models.parallel import Parallel
 from whet.models.precision import computing
@@ -49,6 +48,7 @@ from whet.training.engine import TrainEngine, Want
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.mixing import mix
 from whet.training.mtp import MtpTerm
+from whet.training.optimizer_step import step_or_skip
 from whet.training.sums import Sums
 from whet.types import CheckpointError, Metrics, WhetError
 
@@ -155,14 +155,15 @@ class TorchEngine:
         if want in OF_LOGITS:
             said = partial(self._of_logits, OF_LOGITS[want])
         with self.span(f"forward {want}"), self._awake():
-            if self.parallel.stage is not None:
+            if want == "routed":
+                parts = self._recorded(dealt)
+            elif self.parallel.stage is not None:
                 self._flow(
                     dealt, lambda at, micro, hidden_AD, at_A: parts.append(said(micro, hidden_AD, at_A))
                 )
             else:
-                said_of = self._recorded if want == "routed" else partial(self._alone, said)
                 for micro in self._micro(dealt):
-                    parts.append(within(self.module, said_of, micro.to(self.device)))
+                    parts.append(within(self.module, self._alone, said, micro.to(self.device)))
             self.across.done(self.module)
             return parts
 
@@ -465,9 +466,11 @@ class TorchEngine:
         dealt: Dealt,
         last: Callable[[int, Batch, Tensor, Tensor], object],
         after: Callable[[], object] = lambda: None,
+        routes: Sequence[Route] = (),
     ) -> None:
         """Take the micro-batches through a pipeline. last(number, micro-batch, hidden_AD, at_A), as `Share.predicting`
-        has them, is called on its last rank, and gives what to go backward from. after: called after each backward."""
+        has them, is called on its last rank, and gives what to go backward from. after: called after each backward.
+        routes: of each micro-batch."""
         stage = self.parallel.stage
         assert stage is not None
         micros = [micro.to(self.device) for micro in self._micro(dealt)]
@@ -475,7 +478,7 @@ class TorchEngine:
 
         def piece(at: int, part: int, x_TD: Tensor | None) -> object:
             with stage.running(part):
-                hidden_TD = self._hidden(shares[at], x_TD)
+                hidden_TD = self._hidden(shares[at], x_TD, routes[at] if routes else None)
             if part < stage.parts - 1:
                 return hidden_TD.clone() if hidden_TD._is_view() else hidden_TD  # FSDP2 wants no view
             return last(at, micros[at], *shares[at].predicting(micros[at].mask_N, hidden_TD))
@@ -530,11 +533,21 @@ class TorchEngine:
             result = beside(result, batch, kl_N, coef=term.coef)
         return (result.loss_N * need(batch.weight_N, "batch.weight_N")).sum(), out, result
 
-    def _recorded(self, batch: Batch) -> Tensor:
-        """[N, L, E] the experts that routers choose."""
-        share, recorder = self._share(replace(batch, routed_NLE=None)), RouteRecorder(Routes.of(self.module))
-        self._hidden(share, route=recorder)
-        return spread(share.packed, share.gathered(recorder.recorded()))
+    def _recorded(self, dealt: Dealt) -> list[Tensor]:
+        """[N, L, E] the experts that routers choose, of each micro-batch; of a pipeline, on its last rank."""
+        micros = tuple(replace(micro, routed_NLE=None).to(self.device) for micro in dealt.micros)
+        dealt = replace(dealt, micros=micros)
+        recorders = [RouteRecorder(Routes.of(self.module)) for _ in dealt.micros]
+        if (stage := self.parallel.stage) is not None:
+            self._flow(dealt, lambda at, micro, hidden_AD, at_A: hidden_AD, routes=recorders)
+        found: list[Tensor] = []
+        for micro, recorder in zip(self._micro(dealt), recorders):
+            share = self._share(micro)
+            if stage is None:
+                within(self.module, self._hidden, share, None, recorder)
+            own_TLE = recorder.recorded(len(share.token_ids_T) if stage is not None else None, self.device)
+            found.append(spread(share.packed, share.gathered(own_TLE, self.parallel.pp)))
+        return found if stage is None or stage.last else []
 
     def _of_logits(
         self, compute: Callable[..., Tensor], batch: Batch, hidden_AD: Tensor, at_A: Tensor
@@ -577,23 +590,9 @@ class TorchEngine:
 
     def _step(self) -> Metrics:
         assert self.optimizer is not None
-        lr = self.optimizer.lr
-        norm = self.optimizer.clip()
-        finite, scaled = math.isfinite(norm), {}
-        if (scale := self.optimizer.loss_scale) is not None:
-            scaled = {"loss_scale": scale.scale}
-            scale.after(finite)
-        if finite:
-            self.optimizer.step()
-            refresh(self.module)
-            self.skipped_in_a_row = 0
-        else:
-            self.optimizer.skip()
-            # a loss scale that is too large says nothing of the data: it halves until it is not
-            self.skipped_in_a_row += scale is None or scale.scale < 1.0
-            if self.skipped_in_a_row > self.max_skipped:
-                raise not_finite(self.optimizer.step_count, norm, self.skipped_in_a_row, self.max_skipped)
-        self.optimizer.zero_grad()
-        return {"lr": lr, "skipped_steps": float(not finite), **scaled} | (
-            {"grad_norm": norm} if finite else {}
+        self.skipped_in_a_row, stepped = step_or_skip(
+            self.optimizer, in_a_row=self.skipped_in_a_row, most=self.max_skipped
         )
+        if not self.skipped_in_a_row:
+            refresh(self.module)
+        return stepped
