@@ -335,9 +335,8 @@ def _mixture(
     if route is not None:
         expert_UE = route(number, expert_UE)
         weight_UE = probability_UX.gather(1, expert_UE)
-    if getattr(
-        router, "norm_topk_prob", True
-    ):  # gpt-oss: the softmax of the E logits alone, which is the same
+    # gpt-oss, which has no such switch: the softmax of the E logits alone, which is the same
+    if getattr(router, "norm_topk_prob", True):
         weight_UE = weight_UE / weight_UE.sum(-1, keepdim=True)
     order_T, count_X = by_expert(expert_UE, router.num_experts)
     sorted_TD = F.embedding(order_T // router.top_k, x_UD)

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from whet.config.learns import is_stack
+from whet.models.experts import is_turned
 from whet.types import ConfigError
 
 GROUP = 32
@@ -49,7 +50,7 @@ def put_experts_on(model: PreTrainedModel, grid: str) -> None:
     if not stacks:
         raise ConfigError(f"{key}: {type(model).__name__} has no experts; leave it out")
     for name, stack in stacks.items():
-        if getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False):
+        if is_turned(model.get_submodule(name.rpartition(".")[0])):
             raise ConfigError(
                 f"{key}: {name} has the inputs of an expert in another dimension than the last; leave it out"
             )
