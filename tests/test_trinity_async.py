@@ -205,6 +205,15 @@ def test_one_queue_of_fresh_and_used_experiences() -> None:
         "buffer.replay.priority": "linear_decay",
         "buffer.replay.priority.decay": 0.5,
     }
+    for interval, most in ((1, 4), (6, 6)):
+        tree = grpo(synchronizer__sync_style="fully_async", synchronizer__sync_interval=interval)
+        unbounded = replaying(tree, reuse_cooldown_time=2.5)
+        assert run.replay(unbounded)["buffer.replay.cooldown"] == "2.5 s"
+        assert "buffer.replay.max_staleness" not in run.replay(unbounded)
+        assert run.ahead(unbounded)["rollout.max_staleness"] == most, (
+            "so that steps of used ones need not wait"
+        )
+        assert run.ahead(tree)["rollout.max_staleness"] == interval
     for mode in ("explore", "bench"):
         assert run.replay(alone | {"mode": mode}) == {}
     assert run.replay(alone | {f"{QUEUE}.enable": False}) == {}
@@ -226,12 +235,6 @@ def test_a_queue_by_priority_between_syncs_of_all_rollouts_is_a_plain_one() -> N
     [
         (grpo(), {"reuse_cooldown_time": 1.0}, NotSupportedYet, "sync_style: fixed and"),
         (grpo(synchronizer__sync_offset=1), {}, NotSupportedYet, "sync_style: fixed and"),
-        (
-            grpo(synchronizer__sync_style="fully_async"),
-            {"reuse_cooldown_time": 0},
-            NotSupportedYet,
-            "how old they may be",
-        ),
         (
             grpo(mode="train", **{f"{EXPERIENCES}.storage_type": "sql"}),
             {},

@@ -155,7 +155,8 @@ def ahead(values: Values) -> Native:
 
     fixed: sync_offset steps. In the other styles as far as staleness_control lets it be: rollouts of step s have
     version s - max_staleness at least, of which sync_interval steps lie between two syncs. Without it, as far as one
-    more interval: here exploring has a bound, there it has none but the queue.
+    more interval, and where used rollouts stand in the same queue, at least so far that steps of these need not wait:
+    here exploring has a bound, there it has none but the queue.
     """
     style, offset = values["synchronizer.sync_style"], values["synchronizer.sync_offset"]
     if not online(values):
@@ -164,10 +165,12 @@ def ahead(values: Values) -> Native:
         free: Native = {"rollout.schedule": "async", "rollout.partial_rollout": False}
         return (free if apart(values) and not in_rounds(values) else {}) | {"rollout.max_staleness": offset}
     most, interval = bound(values), values["synchronizer.sync_interval"]
+    if most is None:
+        most = interval + max(interval, _AMONG_USED if _uses_again(values) else 0)
     return {
         "rollout.schedule": "async",
         "rollout.partial_rollout": style == "fully_async",
-        "rollout.max_staleness": interval if most is None else most - interval,
+        "rollout.max_staleness": most - interval,
         "sync.driven_by": "explorer" if style in BY_EXPLORER else "trainer",
     }
 
@@ -180,6 +183,8 @@ def who(values: Values) -> Native:
 # ---------------------------------------------------------------- the replay buffer
 
 REPLAY = f"{EXPERIENCES}.replay_buffer"
+_AMONG_USED = 4
+"""Least rollout.max_staleness beside buffer.replay.queue (`ReplayConfig.queue`)."""
 CONTROLLED = "linear_decay_use_count_control_randomization"
 """As the document has it; decay_limit_randomization in the code."""
 
@@ -210,6 +215,10 @@ def replay(values: Values) -> Native:
     return {f"buffer.replay.{key}": value for key, value in out.items()}
 
 
+def _uses_again(values: Values) -> bool:
+    return bool(values[f"{REPLAY}.enable"]) and values[f"{REPLAY}.reuse_cooldown_time"] is not None
+
+
 def _is_a_queue(values: Values, told: Mapping[str, Json]) -> bool:
     """Whether it gives what a plain queue gives. With sync_style fixed and no offset, the trainer trains on all that
     was explored since the last sync before it syncs again: what lies there has one version, and nothing returns."""
@@ -232,12 +241,6 @@ def _possible(values: Values) -> None:
             "is coming, not built yet: here a step waits for its own tasks then, and nothing is drawn in their place; "
             f"write another sync_style ({', '.join(AHEAD)}), mode: train and mode: explore, or "
             "whet.buffer.replay.share for a share of them."
-        )
-    if style != "fixed" and values[f"{REPLAY}.reuse_cooldown_time"] is not None and bound(values) is None:
-        raise NotSupportedYet(
-            f"{REPLAY}.reuse_cooldown_time: rollouts that wait behind any number of steps of used ones are coming, not "
-            f"built yet: with sync_style: {style} say how old they may be. Write algorithm.sample_strategy: "
-            "staleness_control, with max_staleness above sync_interval by the steps that a rollout takes (2 at least)."
         )
 
 
