@@ -154,21 +154,24 @@ def attention_over_pages(case: Case, *, dtype: str) -> Numbers:
         raise Failed(f"pages are not read in place: {why}")
     draw, kind = torch.Generator().manual_seed(0), getattr(torch, dtype)
     ops, worst = kernels.load("torch"), 0.0
-    for heads, kv, size, window, cap in (
-        (14, 2, 64, None, None),
-        (12, 2, 128, 40, None),
-        (8, 8, 96, None, 30.0),
+    for heads, kv, size, window, cap, sunk in (
+        (14, 2, 64, None, None, False),
+        (12, 2, 128, 40, None, False),
+        (8, 8, 96, None, 30.0, False),
+        (16, 2, 64, 40, None, True),
     ):
+        sinks = torch.randn(heads, generator=draw).to(kind) if sunk else None
         k = torch.randn(40, kv, size, 16, generator=draw).to(kind)
         v = torch.randn(40, kv, 16, size, generator=draw).to(kind)
         table, keys = torch.randperm(40, generator=draw).view(4, 10).int(), torch.tensor([1, 17, 150, 64])
         for queries in (None, torch.tensor([1, 17, 70, 3])):
             rows = 4 if queries is None else int(queries.sum())
             q = torch.randn(rows, heads, size, generator=draw).to(kind)
-            how: Any = {"scale": size**-0.5, "window": window, "softcap": cap}
+            how: Any = {"scale": size**-0.5, "window": window, "softcap": cap, "sinks": sinks}
             exact = ops.attend_cached(
                 q.double(), k.double(), v.double(), table_BP=table, keys_B=keys, queries_B=queries, **how
             )
+            how["sinks"] = None if sinks is None else sinks.to(case.device)
             far: list[Any] = [x.to(case.device) for x in (q, k, v)]
             place: dict[str, Any] = {"table_BP": table, "keys_B": keys} if queries is not None else {
                 "table_BP": table.to(case.device), "keys_B": keys.to(case.device)
@@ -181,7 +184,7 @@ def attention_over_pages(case: Case, *, dtype: str) -> Numbers:
 
 
 def packed_attention(case: Case) -> Numbers:
-    """A packed batch with a shared prompt, forward and backward, against float64 on the CPU."""
+    """A packed batch with a shared prompt, forward and backward, with sinks and without, against float64 on the CPU."""
     import torch
 
     from whet.models import kernels
@@ -191,16 +194,24 @@ def packed_attention(case: Case) -> Numbers:
     segments = Segments(*torch.tensor([[0, 90, 0, 0], [90, 70, 0, 90], [160, 33, 0, 90], [193, 64, 0, 0]]).T)
     draw = torch.Generator().manual_seed(0)
     given = [torch.randn(257, n, 64, generator=draw).to(kind) for n in (8, 2, 2)]
-    ops, seen = kernels.load("torch"), []
-    for device, dtype in (("cpu", torch.float64), (case.device, kind)):
-        q, k, v = (x.to(device, dtype).requires_grad_() for x in given)
-        out = ops.attend_packed(q, k, v, segments, scale=0.125, window=None, softcap=None)
-        out.square().sum().backward()
-        seen.append([out.detach(), q.grad, k.grad, v.grad])
-    worst = [float((a - b.double().cpu()).abs().max() / a.abs().max()) for a, b in zip(*seen)]  # type: ignore[union-attr]
-    bound = 0.03 if case.gpu else 1e-5
-    names = ("output", "dq", "dk", "dv")
-    return {n: within(f"the relative difference of {n}", x, bound) for n, x in zip(names, worst)}
+    given.append(torch.randn(8, generator=draw).to(kind))
+    ops, found, bound = kernels.load("torch"), {}, 0.03 if case.gpu else 1e-5
+    for more, names in (
+        ("", ("output", "dq", "dk", "dv")),
+        (" with sinks", ("output", "dq", "dk", "dv", "dsinks")),
+    ):
+        seen: list[list[Any]] = []
+        for device, dtype in (("cpu", torch.float64), (case.device, kind)):
+            leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in given[: len(names) - 1]]
+            q, k, v, *sinks = leaves
+            how: Any = {"scale": 0.125, "window": None, "softcap": None, "sinks": sinks[0] if sinks else None}
+            out = ops.attend_packed(q, k, v, segments, **how)
+            out.square().sum().backward()
+            seen.append([out.detach(), *(x.grad for x in leaves)])
+        for name, a, b in zip(names, *seen):
+            off = float((a - b.double().cpu()).abs().max() / a.abs().max())
+            found[f"{name}{more}"] = within(f"the relative difference of {name}{more}", off, bound)
+    return found
 
 
 # ---------------------------------------------------------------- the engine
