@@ -331,7 +331,8 @@ def test_the_same_run_whatever_is_killed(
 
 
 def test_a_cluster_of_its_own_goes_down_with_a_killed_driver(tmp_path: Path) -> None:
-    run = start(tmp_path, with_replicas(1))
+    tree = with_replicas(1)
+    run = start(tmp_path, {**tree, "train": {**tree["train"], "steps": 1000}})  # it must not end by itself
     until(lambda: steps(tmp_path) >= 1, "a step")
     members = family(run.pid)
     assert any("raylet" in command for _, command in members)
