@@ -11,7 +11,7 @@ from whet.models import elementwise, kernels
 from whet.models.elementwise import Kind, activation, tanh_
 from whet.models.forward import decoder
 from whet.models.logprob_parity import self_test
-from whet.models.products import Everywhere
+from whet.models.products import Everywhere, linear
 
 KINDS: tuple[Kind, ...] = ("silu", "gelu_tanh", "tanh", "sigmoid")
 X = torch.cat(
@@ -70,6 +70,20 @@ def test_modules_of_others_compute_with_them() -> None:
     x = X.clone()
     with Everywhere():
         assert F.silu(x, inplace=True) is x
+
+
+def test_products_of_others_are_rows_that_agree() -> None:
+    """Layers with weights by inputs, as GPT-2's, too, and their gradients."""
+    x, weight, bias = X[:4800].view(32, 150), X[:3000].view(150, 20) / 9, X[:20].clone()
+    leaves = [t.clone().requires_grad_() for t in (bias, x, weight)]
+    with Everywhere():
+        whole, alone = torch.addmm(*leaves), torch.addmm(bias, x[5:6], weight)
+    assert torch.equal(whole, linear(x, weight.t(), bias))
+    assert torch.equal(whole[5:6], alone)
+    found = torch.autograd.grad(whole.square().sum(), leaves)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    for a, b in zip(found, torch.autograd.grad(torch.addmm(*exact).square().sum(), exact), strict=True):
+        torch.testing.assert_close(a.double(), b, atol=1e-2, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", OTHERS)

@@ -134,7 +134,8 @@ _ACTIVATIONS: dict[Any, elementwise.Kind] = {
 
 
 class Everywhere(TorchFunctionMode):
-    """Inside it, `F.linear` is `linear`, and activations are those of `elementwise`: for modules that are not ours."""
+    """Inside it, `F.linear` and `torch.addmm` (the layers of GPT-2) are `linear`, and activations are those of
+    `elementwise`: for modules that are not ours."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -142,6 +143,9 @@ class Everywhere(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear:
             return linear(*args, **kwargs)
+        if func is torch.addmm and not kwargs and args[0].ndim == 1:
+            bias, x, weight = args
+            return linear(x, weight.t(), bias)
         kind = _ACTIVATIONS.get(func)
         if func is F.gelu and kwargs.get("approximate") == "tanh":
             kind = "gelu_tanh"
