@@ -459,7 +459,7 @@ def one_rank(case: Case, *, zero: int | None = None) -> Numbers:
     if zero is not None:
         if find_spec("deepspeed") is None:
             raise Skipped(f"deepspeed is not installed; {INSTALL}")
-        train = TrainConfig(deepspeed={"zero_optimization": {"stage": zero}})
+        train = TrainConfig(engine_arguments={"zero_optimization": {"stage": zero}})
         how["deepspeed"] = engine_config(train, how["optimizer"], "float32")
     theirs, _ = updated(case, model(case, "float32"), steps=2)
     ranks = Ranks(Dims(), device=case.device, timeout_s=120.0)

@@ -159,7 +159,7 @@ def by_deepspeed(
 ) -> Json:
     """What `placement` has DeepSpeed start with."""
     how = {"precision": precision or PrecisionConfig()}
-    train = TrainConfig(deepspeed={"zero_optimization": zero}, **how)
+    train = TrainConfig(engine_arguments={"zero_optimization": zero}, **how)
     return engine_config(train, optimizer, dtype)
 
 

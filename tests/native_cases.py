@@ -794,7 +794,7 @@ RANKS = tuple(
     )
 )  # fmt: skip
 
-DEEPSPEED = ("train.engine", "train.deepspeed")
+DEEPSPEED = ("train.engine", "train.engine_arguments")
 
 APART = (
     "mode", "buffer.url", "buffer.order", "buffer.lease_s", "buffer.explorer_name", "sync.dtype", "sync.timeout_s",

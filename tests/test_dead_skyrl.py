@@ -47,6 +47,7 @@ MEGATRON_RUN = ["trainer.strategy=megatron", f"{P}.colocate_all=false", f"{P}.co
 EIGHT = [f"{P}.policy_num_gpus_per_node=8"]
 PROFILER = "trainer.policy.torch_profiler_config"
 ASYNC = "trainer.fully_async.enabled=true"
+SIMULATED = "trainer.fully_async.simulate_training"
 
 QAT = [*MEGATRON_RUN, "trainer.policy.model.lora.rank=8"]
 
@@ -156,6 +157,9 @@ CONTEXTS: dict[str, list[str]] = {
     f"{PROFILER}.": [f"{PROFILER}.enable=true", f"{PROFILER}.repeat=2", f"{PROFILER}.save_path=traces"],
     f"{PROFILER}.enable": [],
     "trainer.fully_async.max": [ASYNC],
+    "trainer.fully_async.simulate_training": [ASYNC],
+    "trainer.fully_async.simulate_training_step_seconds": [ASYNC, f"{SIMULATED}=true"],
+    "trainer.fully_async.simulate_weight_sync_seconds": [ASYNC, f"{SIMULATED}=true"],
     f"{A}.overlong_buffer_penalty": [f"{A}.overlong_buffer_len=64"],
     "trainer.fully_async.sample": [
         ASYNC,

@@ -249,11 +249,11 @@ BASE: Json = {
 }
 
 
-AT = "train.deepspeed.zero_optimization"
+AT = "train.engine_arguments.zero_optimization"
 
 
 def given(config: Json | str, *overrides: str) -> Any:
-    train = {**BASE["train"], "deepspeed": config}
+    train = {**BASE["train"], "engine_arguments": config}
     return load(None, overrides, {**BASE, "train": train})
 
 
@@ -321,7 +321,7 @@ def test_what_is_equal_or_auto_passes_and_the_rest_is_passed_on(tmp_path: Path) 
         ({}, ["train.parallel.tp=2"], "DeepSpeed shards over dp_shard alone"),
         ({}, ["train.optimizer.name=muon"], "needs whole matrices"),
         ({}, ["checkpoint.sharded=true"], "one rank writes whole tensors"),
-        ({}, ["train.offload=[optimizer]"], "offload_optimizer and offload_param of train.deepspeed"),
+        ({}, ["train.offload=[optimizer]"], "offload_optimizer and offload_param of train.engine_arguments"),
         ({}, ["model.dtype=float16"], "the scale of the loss"),
         ({}, ["train.engine=torch", f"{AT}.stage=2"], "train.engine is torch"),
     ],

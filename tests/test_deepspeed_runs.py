@@ -40,7 +40,7 @@ RUN: Json = {
         "optimizer": {"lr": 1e-3},
         "engine": "deepspeed",
         "parallel": {"dp_shard": 2},
-        "deepspeed": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+        "engine_arguments": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
     },
     "checkpoint": {"interval": 1},
 }

@@ -28,6 +28,7 @@ LAYERS: list[set[str]] = [
         "trained_models",
         "weights",
         "recorder",
+        "simulated_learner",
         "placement",
         "job",
         "whole",

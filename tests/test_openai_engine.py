@@ -226,6 +226,7 @@ def test_training_with_it_is_refused_and_its_addresses_are_needed(tmp_path: Path
     with pytest.raises(ConfigError, match="openai starts no server"):
         plans(load(None, ("rollout.server.urls=[]",), tree), trains=False)
     assert plans(load(None, (), tree), trains=False)
+    assert plans(load(None, ("train.engine=simulated",), tree))
 
 
 def evaluated_texts(run_dir: Path) -> list[str]:
@@ -269,5 +270,18 @@ def test_whet_eval_and_generate_sample_a_model_where_it_is_served(
         assert [row["responses"] for row in pq.read_table(out).to_pylist()] == texts
         with pytest.raises(WhetError, match="never given weights"):
             evaluated("other")
+        trained = whet.train(
+            name="simulated",
+            model=str(tmp_path / "model"),
+            rewards=digits,
+            train={
+                "steps": 2,
+                "tasks_per_step": 2,
+                "engine": "simulated",
+                "engine_arguments": {"step_s": 0.1},
+            },
+            **{**how("model"), "run_dir": str(tmp_path / "simulated")},
+        )
+        assert [line["train/version"] for line in trained.metrics if "train/version" in line] == [1.0, 2.0]
     finally:
         server.stop()

@@ -259,7 +259,11 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "critic.optimizer.name": [(ZERO, "critic.optimizer.name=muon")],
     "critic.optimizer.state_dtype": [(ZERO, "critic.optimizer.state_dtype=int8")],
     "checkpoint.sharded": [(ZERO, "checkpoint.sharded=true")],
-    "train.engine": [(ZERO, "algorithm.kl={coef: 0.1, estimator: full}")],
+    "train.engine": [
+        ("algorithm.name=sft", "train.engine=simulated"),
+        ("train.parallel.dp_shard=2", "train.engine=simulated"),
+        (ZERO, "algorithm.kl={coef: 0.1, estimator: full}"),
+    ],
     "cluster.ranks": [(ZERO, "cluster.ranks=true")],
     "eval.reward": [(EVAL, "eval.reward={}")],
 }

@@ -243,7 +243,7 @@ def test_a_file_with_deepspeed_is_converted_and_trained_by_it(
         {"dp_shard": 2},
         0.1,
     )
-    assert train["deepspeed"]["zero_optimization"]["reduce_bucket_size"] == 1000
+    assert train["engine_arguments"]["zero_optimization"]["reduce_bucket_size"] == 1000
     few = ["train.epochs=1", "rollout.replicas=0", f"run_dir={work}/zero"]
     here = whet.train(work / "native.yaml", overrides=few)
     norm = "trainer.policy.optimizer_config.max_grad_norm=0.1"

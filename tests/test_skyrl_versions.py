@@ -368,6 +368,33 @@ def test_an_asynchronous_run_is_the_free_schedule() -> None:
     assert run.ahead(values("main")) == {}
 
 
+def test_a_run_of_simulated_steps_trains_nothing_and_sends_no_weights_to_servers_of_others() -> None:
+    at = "trainer__fully_async__"
+    given: dict[str, Json] = {
+        f"{at}enabled": True,
+        f"{at}simulate_training": True,
+        f"{at}simulate_training_step_seconds": 5,
+    }
+    several: dict[str, Json] = {
+        "trainer__placement__policy_num_gpus_per_node": 4,
+        "trainer__placement__ref_num_gpus_per_node": 4,
+        "trainer__placement__colocate_all": False,
+    }
+    arguments = {"step_s": 5.0, "sync_s": 0.0}
+    found = devices.simulated(values("main", **given))
+    assert found == {"train.engine": "simulated", "train.engine_arguments": arguments}
+    assert devices.layout(values("main", **given, **several)).get("train.parallel.dp_shard", 1) == 1
+    assert devices.layout(values("main", **several))["train.parallel.dp_shard"] == 4
+    assert not devices.is_simulated(values("main", **{f"{at}simulate_training": True}))
+    servers: dict[str, Json] = {
+        "generator__run_engines_locally": False, "generator__external_server_urls": ["http://a:1", "http://b:1"],
+    }  # fmt: skip
+    named = {"rollout.engine": "openai", "rollout.server.urls": ["http://a:1", "http://b:1"]}
+    assert run.rollout_engine(values("main", **given, **servers)) == named
+    proxied = values("main", **given, **servers, generator__external_proxy_url="http://p:1")
+    assert run.rollout_engine(proxied) == {"rollout.engine": "openai", "rollout.server.urls.0": "http://p:1"}
+
+
 # ---------------------------------------------------------------- keys that rest, and keys of memory
 
 

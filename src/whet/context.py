@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +12,9 @@ from whet.config.amounts import Amount, amounts
 from whet.config.plan import Plan
 from whet.config.schema import Config
 from whet.track.monitor import Monitor
+
+BEAT_S = 1.0
+"""Seconds between two looks at the stop flag while a stage rests."""
 
 
 class StopFlag(Protocol):
@@ -35,6 +39,14 @@ class Context:
     @property
     def stopping(self) -> bool:
         return self.stop.requested
+
+    async def rest(self, seconds: float, what: str) -> None:
+        """Wait, while all that runs beside goes on. A stop ends it."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while (left := until - loop.time()) > 0 and not self.stopping:
+            await asyncio.sleep(min(left, BEAT_S))
+            self.monitor.watch.beat(what)
 
     def due(self, done: int, every: Amount | Sequence[Amount]) -> bool:
         """Whether what is done every so many steps or epochs (0: never) is due when `done` steps are done."""

@@ -291,9 +291,10 @@ class Recorder:
 
 
 def _advantages(learned: Learned) -> dict[tuple[int, int], float]:
-    """Mean advantage of each trained rollout, by (task uid, index)."""
+    """Mean advantage of each trained rollout, by (task uid, index); none where training is simulated."""
     batch = learned.batch
-    assert batch.adv_N is not None
+    if batch.adv_N is None:
+        return {}
     length_R = batch.sum_R(torch.ones_like(batch.adv_N)).clamp(min=1)
     names = [(r.task.uid, r.index) for g in learned.groups for r in g.rollouts]
     return dict(zip(names, (batch.sum_R(batch.adv_N) / length_R).tolist()))

@@ -12,16 +12,18 @@ from whet.config.memory_estimate import out_of_memory
 from whet.config.plan import plan as make_plan
 from whet.config.recipes import resolve
 from whet.config.resuming import fingerprint
+from whet.config.simulated import simulated
 from whet.context import Context
 from whet.data.tasks import TaskStream, eval_tasks, learned_turns
 from whet.evaluation import check_sources
 from whet.explorer import open_explorer
 from whet.guard.printed import CONSOLE
 from whet.job import Job
-from whet.learner import Sampled, open_learner
+from whet.learner import Learner, Sampled, open_learner
 from whet.loop import steps
 from whet.placement import open_ranks
 from whet.recorder import open_recorder
+from whet.simulated_learner import open_simulated
 from whet.stage import Stage
 from whet.track.monitor import Monitor
 from whet.track.timeline import OPEN_STAGE, START_UP, STEPS
@@ -180,14 +182,19 @@ def open_stage(job: Job, index: int, before: StageEnd) -> tuple[Stage, Profiler]
     context.monitor.profiled = profiler.range
     explorer = open_explorer(context, models, begun.tasks, rewards, fingerprint=given)
     replay = explorer.buffer.replay
-    learner = open_learner(
-        context,
-        models,
-        ranks=ranks,
-        held_out=begun.held_out,
-        exact=models.exact and before.exact,
-        reused=None if replay is None else lambda: explorer.buffer.reused,
-    )
+    how = simulated(context.cfg.train)
+    learner: Learner
+    if how is not None:
+        learner = open_simulated(context, models, how)
+    else:
+        learner = open_learner(
+            context,
+            models,
+            ranks=ranks,
+            held_out=begun.held_out,
+            exact=models.exact and before.exact,
+            reused=None if replay is None else lambda: explorer.buffer.reused,
+        )
     learner.policy.version = before.version
     weights = open_weights(context, models, learner.policy, records.directory.path, ranks=ranks)
     models.place.clear()

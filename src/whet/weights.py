@@ -10,6 +10,7 @@ from typing import Literal
 
 from whet.config import deadlines
 from whet.config.schema import Config
+from whet.config.simulated import simulated
 from whet.context import Context
 from whet.explorer import Explorer
 from whet.job import Models
@@ -73,6 +74,10 @@ class Weights:
         due = self.due(step, lambda: explorer.explored)
         if due or self.context.algorithm.kind == "online":
             await self._place("gpu", "the servers to wake up")
+        how = simulated(self.context.cfg.train)
+        if how is not None and how.sync_s and due and self.engine is not None:
+            await self.engine.pause(not self.interrupts)
+            await self.context.rest(how.sync_s, "a simulated weight sync")
         publishing = publish(
             self.policy,
             self.engine,

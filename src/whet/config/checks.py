@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path as File
 
-from whet.config import checks_parallel, checks_run, deepspeed, groups, mtp, rules, scratch
+from whet.config import checks_parallel, checks_run, deepspeed, groups, mtp, rules, scratch, simulated
 from whet.config.chosen import chosen, setting_problems
 from whet.config.evaluation import (
     all_asked,
@@ -50,6 +50,7 @@ def hard_problems(cfg: Config) -> list[Problem]:
         *checks_run.problems(cfg),
         *checks_parallel.problems(cfg),
         *deepspeed.problems(cfg),
+        *simulated.problems(cfg),
         *reward_problems(cfg),
         *_priority(cfg),
     ]

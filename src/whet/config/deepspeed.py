@@ -13,7 +13,7 @@ from whet.config.faults import shown
 from whet.config.schema import Config, OptimizerConfig, TrainConfig
 from whet.types import ConfigError, Json
 
-KEY = "train.deepspeed"
+KEY = "train.engine_arguments"
 VERSION = "0.19.8"
 """The release that was seen running."""
 INSTALL = "pip install 'whet[deepspeed]'"
@@ -76,7 +76,7 @@ def user_config(given: str | Json) -> Json:
 
 def engine_config(train: TrainConfig, optimizer: OptimizerConfig | None, dtype: str) -> Json:
     """What `deepspeed.initialize` is given for one model. dtype: of its parameters."""
-    own = user_config(train.deepspeed)
+    own = user_config(train.engine_arguments)
     norm = None if optimizer is None else optimizer.max_grad_norm
     kept = {k: v for k, v in own.items() if k not in _set_here() and k not in REFUSED and v != AUTO}
     zero = {k: v for k, v in (own.get(ZERO) or {}).items() if v != AUTO}
@@ -111,7 +111,7 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
             ),
         )
     try:
-        own = user_config(cfg.train.deepspeed)
+        own = user_config(cfg.train.engine_arguments)
     except ConfigError as error:
         key, _, text = str(error).partition(": ")
         yield key, text
@@ -186,7 +186,7 @@ def _ours(cfg: Config) -> dict[str, tuple[Any, str]]:
 
 def _optimizer_type(cfg: Config, opt: OptimizerConfig) -> str:
     """As the user has written it, where it means the same: DeepSpeed reads these names in any case."""
-    given = _get(user_config(cfg.train.deepspeed), "optimizer.type")
+    given = _get(user_config(cfg.train.engine_arguments), "optimizer.type")
     means = {"adamw": "adamw", "adam": "adam", "sgd": "sgd"}.get(opt.name, opt.name)
     return given if isinstance(given, str) and given.lower() == means else means
 

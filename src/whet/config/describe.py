@@ -10,6 +10,7 @@ from whet.config.derived import Plan
 from whet.config.evaluation import writes_replies
 from whet.config.hardware import multiplies_half
 from whet.config.memory import largest
+from whet.config.simulated import simulated
 from whet.config.sizes import in_words as size
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ def arithmetic(plan: Plan) -> str:
 
 
 def _optimizer_steps(plan: Plan) -> str:
+    if (how := simulated(plan.train)) is not None:
+        return f"none: each training step waits {how.step_s:g} s (train.engine=simulated)"
     steps = plan.steps - plan.critic_warmup_steps
     learning = (
         f"({plan.steps} - {plan.critic_warmup_steps} of critic warm-up)"

@@ -45,7 +45,8 @@ ENGINES: Mapping[str, EngineRow] = {
         served=True,
     ),
     "openai": EngineRow(
-        "Any server with OpenAI's interface that returns token ids; takes no weights: for whet eval alone.",
+        "Any server with OpenAI's interface that returns token ids; takes no weights: for whet eval and "
+        "train.engine=simulated.",
         "whet.rollout.http.opened:openai",
         served=True,
         takes_weights=False,

@@ -266,6 +266,15 @@ def _lengths(plan: Plan) -> Lengths:
 
 def _models(plan: Plan, setting: Setting, lengths: Lengths) -> list[ModelMemory]:
     """The models of a process that trains without ranks."""
+    if plan.cfg.train.engine == "simulated":
+        assert plan.learns is not None
+        cut, forward = _cuts(plan, plan.train, lengths)
+        held = {"policy": (plan.learns.base + plan.learns.adapted) * setting.bytes, **plan.copies}
+        return [
+            ModelMemory(name=name, weights=held[name], setting=setting, cut=cut, forward=forward)
+            for name in ("policy", "sampler")
+            if name in held
+        ]
     out = []
     for name, train, learned in _trained(plan):
         cut, forward = _cuts(plan, train, lengths)

@@ -96,7 +96,8 @@ def plans(
         text = f"track.dump.replies: only `whet generate` writes replies{given}: run `whet generate {what}`"
         refuse([("track.dump.replies", text)])
     refuse(_problems(config, stages, here=here and not rehearsal))
-    if trains and (why := never_trains(config.rollout.engine)):
+    learns_something = any(cfg.train.engine != "simulated" for cfg in stages)
+    if trains and learns_something and (why := never_trains(config.rollout.engine)):
         refuse([("rollout.engine", f"rollout.engine: {why}")])
     derived = [_derive(cfg, rows=(rows or {}).get(name), name=name) for name, cfg in zip(names, stages)]
     elsewhere = config.mode in ("both", "train") and all(p.policy_on_ranks for p in derived)

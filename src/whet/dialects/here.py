@@ -122,7 +122,8 @@ def _left_out(at: Path, found: Mapping[Path, Json], *, gpu: bool, ranks: int, ep
     """What frees or hastens a GPU where there is none, or cannot be done as the models lie here."""
     offload, compiled = _path(at, "train.offload"), _path(at, "train.compile")
     out: Changes = {}
-    if (engine := _path(at, "train.engine")) in found and ranks == 1:
+    engine = _path(at, "train.engine")
+    if found.get(engine) == "deepspeed" and ranks == 1:
         out[engine] = (None, "train.engine is torch: DeepSpeed shards over ranks, and one process trains")
     if compiled in found and (not gpu or ep > 1):
         why = (

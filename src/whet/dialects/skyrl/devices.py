@@ -75,7 +75,22 @@ def deepspeed(v: Values) -> Native:
         for table in tables:
             at = at.setdefault(table, {})
         at[name] = v[key]
-    return {"train.engine": "deepspeed", "train.deepspeed": {"zero_optimization": config}}
+    return {"train.engine": "deepspeed", "train.engine_arguments": {"zero_optimization": config}}
+
+
+FULLY_ASYNC = "trainer.fully_async"
+
+
+def is_simulated(v: Values) -> bool:
+    """Whether training steps wait and learn nothing."""
+    return bool(v[f"{FULLY_ASYNC}.enabled"] and v[f"{FULLY_ASYNC}.simulate_training"])
+
+
+def simulated(v: Values) -> Native:
+    """Steps and weight syncs of given lengths."""
+    lengths = {"step_s": "simulate_training_step_seconds", "sync_s": "simulate_weight_sync_seconds"}
+    given = {name: float(v[f"{FULLY_ASYNC}.{key}"]) for name, key in lengths.items()}
+    return {"train.engine": "simulated", "train.engine_arguments": given}
 
 
 def is_fsdp(v: Values) -> bool:
@@ -124,6 +139,8 @@ def layout(v: Values) -> Native:
     engines = v["generator.num_inference_engines"] * v["generator.inference_engine_data_parallel_size"]
     engines = 1 if is_served(v) else engines
     nodes = v[f"{PLACE}.policy_num_nodes"]
+    if is_simulated(v):  # no model is trained
+        return FileLayout(dp_shard=1, engines=engines, nodes=nodes).natives()
     if is_megatron(v):
         at = f"{POLICY}.megatron_config"
         sizes = {dim: v[f"{at}.{kind}_parallel_size"] for dim, kind in MEGATRON.items()}
