@@ -392,7 +392,7 @@ def test_a_run_of_simulated_steps_trains_nothing_and_sends_no_weights_to_servers
     named = {"rollout.engine": "openai", "rollout.server.urls": ["http://a:1", "http://b:1"]}
     assert run.rollout_engine(values("main", **given, **servers)) == named
     proxied = values("main", **given, **servers, generator__external_proxy_url="http://p:1")
-    assert run.rollout_engine(proxied) == {"rollout.engine": "openai", "rollout.server.urls.0": "http://p:1"}
+    assert run.rollout_engine(proxied) == {"rollout.engine": "openai", "rollout.server.urls": ["http://p:1"]}
 
 
 # ---------------------------------------------------------------- keys that rest, and keys of memory

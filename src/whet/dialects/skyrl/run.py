@@ -19,6 +19,7 @@ from whet.dialects.skyrl.devices import (
     A,
     data_parallel,
     has_critic,
+    is_simulated,
     since,
 )
 from whet.dialects.skyrl.learn import input_length
@@ -323,8 +324,11 @@ def _drafting(v: Values) -> dict[str, Json]:
 
 
 def urls(v: Values) -> list[Json]:
-    """The servers that somebody else has started, as addresses."""
+    """The servers that somebody else has started, as addresses. Where no weights are sent to them, a proxy before them
+    stands for all."""
     alone = v.get("generator.external_proxy_url")
+    if alone and is_simulated(v):
+        return [_address(alone)]
     older = [alone] if alone else v["generator.remote_inference_engine_urls"]
     if not (given := v["generator.external_server_urls"] or older):
         raise ConfigError(
@@ -337,7 +341,7 @@ def urls(v: Values) -> list[Json]:
 def proxy(v: Values) -> Json:
     """The proxy before those servers; alone it is a server itself, as in SkyRL since train-0.4."""
     url = v.get("generator.external_proxy_url")
-    return _address(url) if url and v["generator.external_server_urls"] else None
+    return _address(url) if url and v["generator.external_server_urls"] and not is_simulated(v) else None
 
 
 def _address(url: str) -> str:
