@@ -14,7 +14,7 @@ import whet
 from test_early_stopping import ROWS, SCRATCH
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.types import ConfigError, Json
+from whet.types import CheckpointError, ConfigError, Json
 
 STEP_S = 0.3
 
@@ -73,6 +73,20 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     whet.train(**tree(tmp_path / "run", steps=2))
     found = lines(whet.train(**tree(tmp_path / "run", steps=4)))
     assert [line["step"] for line in found] == [1, 2, 3, 4]
+
+
+def test_a_run_is_simulated_to_its_end_or_not_at_all(tmp_path: Path) -> None:
+    real = {"engine": "torch", "engine_arguments": {}}
+    whet.train(**tree(tmp_path / "a", steps=1))
+    with pytest.raises(
+        CheckpointError, match=r"training was simulated up to here, and train\.engine=torch now"
+    ):
+        whet.train(**tree(tmp_path / "a", steps=2, **real))
+    whet.train(**tree(tmp_path / "b", steps=1, **real))
+    with pytest.raises(
+        CheckpointError, match=r"was not simulated up to here, and train\.engine=simulated now"
+    ):
+        whet.train(**tree(tmp_path / "b", steps=2))
 
 
 @pytest.mark.parametrize(

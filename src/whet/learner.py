@@ -56,6 +56,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SIMULATED = "simulated"
+"""In the state of a checkpoint: the steps before it were simulated."""
+
 OF_POLICY: Mapping[Want, str] = {
     "entropy": "entropy_N",
     "collision": "collision_N",
@@ -132,6 +135,8 @@ class Learner:
     """Of the current step, where the critic learns before the policy's advantages are known."""
     terms: list[LossTerms] | None = None
     """Of the current step, if its batch is recorded."""
+    simulated: bool = False
+    """Its steps wait and learn nothing."""
     thread: ThreadPoolExecutor | None = None
     """Where it computes while rollouts are sampled."""
 

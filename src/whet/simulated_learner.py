@@ -11,10 +11,10 @@ from whet.config.simulated import StepLengths
 from whet.context import Context
 from whet.guard.printed import CONSOLE
 from whet.job import Models
-from whet.learner import Learned, Learner, watch
+from whet.learner import SIMULATED, Learned, Learner, watch
 from whet.trained_models import cut_of
 from whet.training.torch import TorchEngine
-from whet.types import Group, Metrics
+from whet.types import Group, Json, Metrics
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ class SimulatedLearner(Learner):
     """Takes the groups of each step as a learner does, and waits. The policy's weights stay; its version moves on."""
 
     how: StepLengths = field(default_factory=StepLengths)
+    simulated: bool = True
 
     async def prepare(self, step: int, groups: list[Group]) -> tuple[Batch, Metrics]:
         """No model computes anything."""
@@ -33,6 +34,9 @@ class SimulatedLearner(Learner):
         with self.context.monitor.phase("update"):
             await self.context.rest(self.how.step_s, "a simulated training step")
         return Learned(batch=batch, groups=groups, metrics=self.measure(step, batch), skipped=(), flops=0.0)
+
+    def state(self) -> dict[str, Json]:
+        return {**super().state(), SIMULATED: True}
 
 
 def open_simulated(context: Context, models: Models, how: StepLengths) -> SimulatedLearner:

@@ -8,12 +8,12 @@ from pathlib import Path
 from whet import checkpoint
 from whet.context import Context
 from whet.explorer import Explorer
-from whet.learner import Learner
+from whet.learner import SIMULATED, Learner
 from whet.recorder import Recorder
 from whet.track.files import reading
 from whet.track.history import other_rows
 from whet.training.engine import TrainEngine
-from whet.types import Json
+from whet.types import CheckpointError, Json
 from whet.weights import Weights
 
 
@@ -39,6 +39,12 @@ class Stage:
         """Resume from `state`; CheckpointError if it lacks a part. changed: a changed config may add fresh parts.
         Returns the number of steps that are done."""
         engines, sampler = self.engines(), self.weights.sampler
+        if state.get(SIMULATED, False) != self.learner.simulated:
+            was = "simulated" if SIMULATED in state else "not simulated"
+            raise CheckpointError(
+                f"{path}: training was {was} up to here, and train.engine={self.context.cfg.train.engine} now: a run "
+                "cannot go on from the one to the other; give another run_dir, or checkpoint.resume=fresh"
+            )
         copied = sampler is not None and changed and not (path / "sampler").is_dir()
         if copied:
             engines.pop("sampler")
