@@ -403,13 +403,7 @@ class Learner:
 
     def measure(self, step: int, batch: Batch) -> Metrics:
         """Numbers of the whole batch, in which the policy becomes the next version; the KL controller moves."""
-        algorithm = self.context.algorithm
-        out: Metrics = {"train/version": float(self.version + 1)}
-        behind_M = (self.version - batch.version_N)[batch.mask_N & (batch.version_N >= 0)]
-        if self.sampled.older and len(behind_M):
-            out["train/staleness_mean"] = float(behind_M.double().mean())
-        if self.reused is not None:
-            out["train/replayed_groups"] = float(self.reused())
+        algorithm, out = self.context.algorithm, self.sampled_by(batch)
         out |= shares(batch)
         seen = computed(batch)
         if seen.logp_ref_N is not None and seen.logp_old_N is not None:
@@ -423,6 +417,16 @@ class Learner:
             self.value_scale = self.value_scale.seen(batch.return_N, batch.mask_N, decay=decay)
         if algorithm.mu is not None:
             out["train/mu"] = algorithm.mu(step + 1)
+        return out
+
+    def sampled_by(self, batch: Batch) -> Metrics:
+        """The version that the policy becomes, and how far behind it the rollouts are."""
+        out: Metrics = {"train/version": float(self.version + 1)}
+        behind_M = (self.version - batch.version_N)[batch.mask_N & (batch.version_N >= 0)]
+        if self.sampled.older and len(behind_M):
+            out["train/staleness_mean"] = float(behind_M.double().mean())
+        if self.reused is not None:
+            out["train/replayed_groups"] = float(self.reused())
         return out
 
     def _flops(self, step: int, batch: Batch) -> float:

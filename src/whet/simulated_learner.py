@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from whet.algos.skipping import Skipping
@@ -33,14 +34,16 @@ class SimulatedLearner(Learner):
     async def learn(self, step: int, batch: Batch, groups: list[Group]) -> Learned:
         with self.context.monitor.phase("update"):
             await self.context.rest(self.how.step_s, "a simulated training step")
-        return Learned(batch=batch, groups=groups, metrics=self.measure(step, batch), skipped=(), flops=0.0)
+        return Learned(batch=batch, groups=groups, metrics=self.sampled_by(batch), skipped=(), flops=0.0)
 
     def state(self) -> dict[str, Json]:
         return {**super().state(), SIMULATED: True}
 
 
-def open_simulated(context: Context, models: Models, how: StepLengths) -> SimulatedLearner:
-    """The policy alone, without gradients."""
+def open_simulated(
+    context: Context, models: Models, how: StepLengths, *, exact: bool, reused: Callable[[], int] | None
+) -> SimulatedLearner:
+    """The policy alone, without gradients. reused: as a learner has it."""
     policy = TorchEngine(models.model.requires_grad_(False), models.ops, cut=cut_of(context, models))
     log.warning(
         "stage %s: train.engine=simulated: a training step waits for %g s, and nothing is learned",
@@ -49,7 +52,7 @@ def open_simulated(context: Context, models: Models, how: StepLengths) -> Simula
         extra={CONSOLE: True},
     )
     learner = SimulatedLearner(
-        context, policy, references=(), critic=None, skipping=Skipping(), exact=models.exact, how=how
+        context, policy, references=(), critic=None, skipping=Skipping(), exact=exact, reused=reused, how=how
     )
     watch(learner)
     return learner

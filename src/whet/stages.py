@@ -183,17 +183,14 @@ def open_stage(job: Job, index: int, before: StageEnd) -> tuple[Stage, Profiler]
     explorer = open_explorer(context, models, begun.tasks, rewards, fingerprint=given)
     replay = explorer.buffer.replay
     how = simulated(context.cfg.train)
+    reused = None if replay is None else lambda: explorer.buffer.reused
+    exact = models.exact and before.exact
     learner: Learner
     if how is not None:
-        learner = open_simulated(context, models, how)
+        learner = open_simulated(context, models, how, exact=exact, reused=reused)
     else:
         learner = open_learner(
-            context,
-            models,
-            ranks=ranks,
-            held_out=begun.held_out,
-            exact=models.exact and before.exact,
-            reused=None if replay is None else lambda: explorer.buffer.reused,
+            context, models, ranks=ranks, held_out=begun.held_out, exact=exact, reused=reused
         )
     learner.policy.version = before.version
     weights = open_weights(context, models, learner.policy, records.directory.path, ranks=ranks)

@@ -75,8 +75,9 @@ class Weights:
         if due or self.context.algorithm.kind == "online":
             await self._place("gpu", "the servers to wake up")
         how = simulated(self.context.cfg.train)
-        if how is not None and how.sync_s and due and self.engine is not None:
-            await self.engine.pause(not self.interrupts)
+        if how is not None and how.sync_s and due:
+            if self.engine is not None:
+                await self.engine.pause(not self.interrupts)
             await self.context.rest(how.sync_s, "a simulated weight sync")
         publishing = publish(
             self.policy,

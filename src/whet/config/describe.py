@@ -49,7 +49,9 @@ def facts(plan: Plan) -> dict[str, str]:
         "optimizer steps": _optimizer_steps(plan) if known else f"{plan.updates_per_step} per step",
         "longest": f"{plan.cfg.data.max_prompt_tokens} prompt + {plan.reply_tokens} reply tokens"
         + (f", {plan.total_tokens} together" if plan.total_tokens else ""),
-        "models": ", ".join(["policy", *plan.references] + ["critic"] * plan.needs_critic),
+        "models": "policy"
+        if simulated(plan.train)
+        else ", ".join(["policy", *plan.references] + ["critic"] * plan.needs_critic),
         "parameters": _count(plan),
         "evaluation": _evaluation(plan),
         "memory": _memory(plan),
