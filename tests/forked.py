@@ -220,12 +220,22 @@ def _rank(connection: Connection, out: Connection, told: list[str], env: dict[st
     os.dup2(out.fileno(), 1)
     os.dup2(out.fileno(), 2)
     _settled(env)
+    _let_go()
     module, _, file, starter, *others = told
     if tied:
         _end_with(int(starter))
     import_module(module).serve(
         line.picked_up([str(os.dup(connection.fileno())), file, str(os.getppid()), *others])
     )
+
+
+def _let_go() -> None:
+    """Close what a new interpreter would not have. An environment that writes into all that is open would end the
+    server with it, and every test would wait for another one to load torch."""
+    server, tracker = forkserver._forkserver, resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    os.close(server._forkserver_alive_fd)
+    os.close(tracker._fd)
+    server._forkserver_alive_fd = tracker._fd = None
 
 
 def _end_with(other: int) -> None:
