@@ -49,6 +49,7 @@ from whet.config.schema import OptimizerConfig
 from whet.guard import stacks
 from whet.guard.processes import process
 from whet.models.mesh import Dims
+from whet.sync.exchange import Publisher, shared
 from whet.sync.files import Files
 from whet.sync.transport import split
 from whet.track.files import holder
@@ -117,7 +118,8 @@ def until(reached: Callable[[], object], what: str, within_s: float = 120.0) -> 
 
 
 def test_far_ranks_are_local_ranks_to_the_bit(address: str, tmp_path: Path) -> None:
-    """A step, the log-probs, the files they save and read. Then one is killed: it is named, and all end."""
+    """A step, the log-probs, the files they save and read, weights for explorers. Then one is killed: it is named, and
+    all end."""
     model = tiny_model()
     here = Ranks(TWO, timeout_s=120.0)
     far = Ranks(TWO, timeout_s=120.0, open_lines=lines(address, model))
@@ -138,6 +140,10 @@ def test_far_ranks_are_local_ranks_to_the_bit(address: str, tmp_path: Path) -> N
     assert same[0]
     assert same[1:] == ([], [])
     assert torch.equal(one.forward(batch, "logprobs"), two.forward(batch, "logprobs"))
+    assert shared(two, tmp_path)  # this is one machine, so a rank of "another" one writes its weights itself
+    written = Publisher(Files(tmp_path / "weights"), there=True).publish(two)
+    assert written.by.startswith(f"process {far.lines.lines[0].where.process[0]} on")  # type: ignore[attr-defined]
+    assert Publisher(Files(tmp_path / "near")).publish(two).digest == written.digest
     here.close()
     for lane in far.lanes:  # this is one machine, and its clock is one
         assert lane.trip_ns is not None
@@ -298,6 +304,7 @@ def test_ranks_replicas_and_rewards_in_the_cluster_change_no_number(
     assert not (tmp_path / "far/run/models").exists()
 
 
+@pytest.mark.sweep
 def test_a_killed_explorer_is_replaced_under_its_name(address: str, tmp_path: Path) -> None:
     disconnect()
     sections = {"mode": "train", "cluster": {"address": address, "explorers": 2, "start_timeout_s": 200.0}}

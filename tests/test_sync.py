@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from whet.config.schema import LoraConfig
 from whet.models import kernels
 from whet.models.lora import adapted, attach, merged, refresh
 from whet.rollout.native.engine import NativeEngine
-from whet.sync.exchange import Publisher, Receiver, cast, with_adapters
+from whet.sync.exchange import Publisher, Receiver, cast, shared, with_adapters
 from whet.sync.files import Files
 from whet.sync.manifest import (
     DTYPES,
@@ -525,6 +526,16 @@ def test_a_receiver_that_holds_other_weights_is_found_by_its_receipt(
         WhetError, match=r"e-1 confirms weights version 1 with digest .*; version 1 with .* was sent"
     ):
         publisher.look()
+
+
+@pytest.mark.parametrize(("reached", "call"), [(True, lambda f: f()), (False, lambda f: None)])
+def test_a_folder_is_shared_if_each_machine_reads_what_the_other_wrote(
+    tmp_path: Path, reached: bool, call: Any
+) -> None:
+    """A machine that does not reach it gives no answer there."""
+    policy: Any = SimpleNamespace(call=call)
+    assert shared(policy, tmp_path / "weights") is reached
+    assert list((tmp_path / "weights").iterdir()) == []
 
 
 # ---------------------------------------------------------------- adapters

@@ -16,7 +16,7 @@ from whet.explorer import Explorer
 from whet.job import Models
 from whet.placement import engine_of
 from whet.rollout.engine import RolloutEngine
-from whet.sync.exchange import Publisher, publisher_of
+from whet.sync.exchange import Publisher, publisher_of, shared
 from whet.sync.files import Files
 from whet.sync.weights import publish, sync
 from whet.training.engine import TrainEngine
@@ -131,10 +131,9 @@ def open_weights(
     elsewhere = context.cfg.mode == "train" and context.algorithm.kind == "online"
     out = open_publisher(context.cfg, run_dir) if elsewhere else None
     if out is not None and policy.machine is not None:
-        log.info(
-            "stage %s: the ranks are on another machine; this process writes their weights for explorers",
-            context.name,
-        )
+        out.there = shared(policy, run_dir / "weights")
+        who = "a rank" if out.there else "this process, because the ranks do not reach the run directory,"
+        log.info("stage %s: the ranks are on another machine; %s writes their weights", context.name, who)
     sampler = models.sampler
     if models.sampler_on_ranks:
         sampler = engine_of(
@@ -146,6 +145,6 @@ def open_weights(
 
 def open_publisher(cfg: Config, run_dir: Path) -> Publisher:
     """Where explorers in separate processes get the weights from."""
-    files = Files(run_dir / "weights", timeout_s=cfg.sync.timeout_s, keep=cfg.sync.keep)
+    files = Files(run_dir.resolve() / "weights", timeout_s=cfg.sync.timeout_s, keep=cfg.sync.keep)
     files.tidy()
     return publisher_of(cfg, files, receipts=files.receipts)

@@ -9,8 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol, TypeVar
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +67,8 @@ class Publisher:
     receipts: the last answers of receivers without a name. whole: send every tensor every time; else only what some
     receiver lacks, or, to receivers without a name, what has changed since the last version that was whole. adapters:
     the policy's own tensors travel, with adapters apart; else its weights with their effect. dtype: what floating point
-    tensors are cast to before they travel; None: as they are.
+    tensors are cast to before they travel; None: as they are. there: the transport writes on the policy's machine, else
+    on this one.
     """
 
     def __init__(
@@ -74,9 +79,10 @@ class Publisher:
         whole: bool = True,
         adapters: bool = False,
         dtype: torch.dtype | None = None,
+        there: bool = False,
     ) -> None:
         self.transport, self.whole, self.adapters, self.dtype = transport, whole, adapters, dtype
-        self.receipts = receipts
+        self.receipts, self.there = receipts, there
         self.base: Manifest | None = None
         """The last version that was whole; None: the next one is."""
         self.digests: dict[int, str] = {}
@@ -95,11 +101,11 @@ class Publisher:
         stream = cast(tensors, self.dtype)
         return self.by(lambda held: self.transport.send(version, stream, held=held), whole=whole)
 
-    def publish(self, policy: Policy, *, there: bool = False) -> Manifest:
+    def publish(self, policy: Policy) -> Manifest:
         """`send` of a policy's weights, by the process that has them; if that is another one, it gets a copy of the
-        transport, so this must be one through a folder. there: of the policy's machine, else of this one."""
+        transport, so this must be one through a folder."""
         written = partial(_written, self.transport, policy.version, adapters=self.adapters, dtype=self.dtype)
-        return self.by(lambda held: policy.publish(partial(written, held=held), there=there))
+        return self.by(lambda held: policy.publish(partial(written, held=held), there=self.there))
 
     def by(self, send: Callable[[Mapping[str, TensorEntry]], Manifest], *, whole: bool = False) -> Manifest:
         """Let `send` send one version; it gets what need not be sent, as `Transport.send` does."""
@@ -140,7 +146,11 @@ class Publisher:
 
 
 def publisher_of(
-    cfg: Config, transport: Sender, *, receipts: Callable[[], Iterable[Receipt]] = tuple
+    cfg: Config,
+    transport: Sender,
+    *,
+    receipts: Callable[[], Iterable[Receipt]] = tuple,
+    there: bool = False,
 ) -> Publisher:
     """The publisher that the section `sync` describes."""
     content = content_of(cfg)
@@ -150,7 +160,23 @@ def publisher_of(
         whole=content == "full",
         adapters=content == "adapters",
         dtype=None if cfg.sync.dtype == "auto" else getattr(torch, cfg.sync.dtype),
+        there=there,
     )
+
+
+def shared(policy: Policy, folder: Path) -> bool:
+    """Whether the policy's machine reaches this folder by the same path, as on a file system of the cluster. Each of
+    both processes reads what the other one writes there."""
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".shared.new-", dir=folder) as name:
+        asked, answer = Path(name, "asked"), Path(name, "answer")
+        asked.write_text(uuid4().hex)
+        try:
+            policy.call(partial(_answer, asked, answer))
+            return answer.read_text() == asked.read_text()
+        except OSError:
+            return False
 
 
 class Receiver:
@@ -303,6 +329,12 @@ def _merged_digest(module: nn.Module) -> Tensor:
         for name, layer in adapted(module).items()
     )
     return _as_tensor(describe(-1, effective))
+
+
+def _answer(asked: Path, answer: Path) -> None:
+    """Called in the policy's process."""
+    with suppress(OSError):  # it is another folder of this name, or none: no answer
+        answer.write_text(asked.read_text())
 
 
 def _as_tensor(manifest: Manifest) -> Tensor:

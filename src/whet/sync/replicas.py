@@ -174,9 +174,9 @@ class Shipper:
             size = sum(p.numel() * p.element_size() for p in policy.structure.parameters())
             self.staging = self.stage(policy.machine, (_KEPT + 2) * size)
             files = Files(self.staging.path, timeout_s=self.timeout_s, keep=_KEPT)
-            self.files = publisher_of(self.cfg, files)
+            self.files = publisher_of(self.cfg, files, there=True)
             log.info("weights for replicas: the ranks write them to %s", files.root)
-        manifest = self.files.publish(policy, there=True)
+        manifest = self.files.publish(policy)
         return WrittenVersion(self.staging.path, manifest)
 
     def carried(self, update: WeightUpdate) -> Tensors:
