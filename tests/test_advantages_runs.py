@@ -66,9 +66,11 @@ def learn(run_dir: Path, algorithm: dict[str, Any], **sections: Any) -> list[dic
     "algorithm",
     [
         {"name": "reinforce_pp"},
-        {"name": "remax"},
-        {"name": "opmd", "advantage": {"opmd_baseline": "logavgexp", "tau": 0.5}},
-        {"name": "raft"},
+        pytest.param({"name": "remax"}, marks=pytest.mark.sweep),
+        pytest.param(
+            {"name": "opmd", "advantage": {"opmd_baseline": "logavgexp", "tau": 0.5}}, marks=pytest.mark.sweep
+        ),
+        pytest.param({"name": "raft"}, marks=pytest.mark.sweep),
         {"name": "gigpo", "advantage": {"gamma": 0.95}},
         {"name": "optimal_token_baseline"},
         {"name": "grpo", "resample": "pow", "advantage": {"std_scope": "batch", "rank_penalty": 0.25}},

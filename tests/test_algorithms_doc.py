@@ -277,6 +277,7 @@ def test_a_result_of_other_settings_is_measured_again(
     assert bench.open_runs(["grpo", "dpo"], [0, 1]) == [("dpo", 0), ("grpo", 1), ("dpo", 1)]
 
 
+@pytest.mark.sweep
 def test_one_run_from_its_start_to_its_curve(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

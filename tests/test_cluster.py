@@ -200,6 +200,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]
     return left(folder)
 
 
+@pytest.mark.sweep
 def test_a_replica_records_the_experts_of_its_tokens(address: str, tmp_path: Path) -> None:
     """train.router_replay=sampled: the run is that of an engine in the process of the trainer."""
     moe = {
@@ -248,6 +249,7 @@ def test_ranks_write_what_two_replicas_sample_from(
     assert left(lean) == in_one(tmp_path / "expected", monkeypatch)
 
 
+@pytest.mark.sweep
 def test_ranks_write_what_a_replica_samples_from_whoever_is_killed(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from codecs_numbers import Numbers
+from swept import in_turn
 from whet.config.schema import EnvironmentConfig
 from whet.envs import hosts as hosts_module
 from whet.envs.env import (
@@ -490,8 +491,7 @@ def process_named(word: bytes) -> Iterator[bool]:
                 continue
 
 
-@pytest.mark.parametrize("at", ["first", "close"])
-@pytest.mark.parametrize("how", ["raises", "dies", "hangs", "blocks"])
+@pytest.mark.parametrize(("how", "at"), in_turn(["raises", "dies", "hangs", "blocks"], ["first", "close"]))
 def test_it_may_fail_in_any_call(opened: Opened, clean: dict[int, Rollout], how: str, at: str) -> None:
     found = play(opened("Hostile", timeout_s=2.0, how=how, at=at).make)
     failed = found.pop(11)

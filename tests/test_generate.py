@@ -226,7 +226,7 @@ Kept.add = slow
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.sweep)])
 def test_a_process_that_is_ended(model: Path, tmp_path: Path, number: int) -> None:
     """Of the command that is ended each row takes 50 ms, so that it does not end by itself before."""
     rows = [{"prompt": f"{'abc' * (n % 4)}a>", "n": n} for n in range(150)]

@@ -110,7 +110,8 @@ def test_the_mess_a_call_leaves_is_gone_before_the_next(beast):
         assert not daemons()
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.sweep), 3])
+@pytest.mark.sweep
+@pytest.mark.parametrize("workers", [1, 3])
 def test_the_whole_zoo_at_once_and_every_innocent_value_is_that_of_a_clean_run(workers):
     beasts = [f for f in hostile.ZOO if hostile.ZOO[f][0] != "timeout"] + hostile.MESSY
     names = [n for beast in beasts for n in ("stochastic", beast)] + ["stochastic"]

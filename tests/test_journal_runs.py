@@ -279,7 +279,7 @@ def test_the_journal_alone_repeats_a_run_of_random_tools(unbroken: dict[str, Any
 @pytest.mark.parametrize(
     ("name", "seed", "kills", "whole"),
     [
-        ("Agent", 2, 2, False),
+        pytest.param("Agent", 2, 2, False, marks=pytest.mark.sweep),
         ("Remembers", 3, 2, True),
         pytest.param("Agent", 1, 3, True, marks=pytest.mark.sweep),
         *(pytest.param("Agent", seed, 10, False, marks=pytest.mark.sweep) for seed in (4, 5)),
@@ -367,7 +367,7 @@ Journal._append = counted
     "where",
     [
         pytest.param("before a write", marks=pytest.mark.sweep),
-        "in the middle of a line",
+        pytest.param("in the middle of a line", marks=pytest.mark.sweep),
         pytest.param("after a write and before its sync", marks=pytest.mark.sweep),
         "before a rollout has it",
     ],
@@ -411,6 +411,7 @@ def test_without_the_journal_the_records_would_differ(tmp_path: Path) -> None:
         first.check(Record(run_dir))
 
 
+@pytest.mark.sweep
 def test_an_explorer_that_is_killed_is_told_the_same_again(tmp_path: Path) -> None:
     """Each answer within a rollout that stood in its journal when it was killed is in the record of the run."""
     tree = tree_in(tmp_path)

@@ -261,7 +261,9 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
     "algorithm",
     [
         {"name": "distill"},
-        {"name": "gkd", "loss": {"divergence": "jsd_topk", "top_k": 2}},
+        pytest.param(
+            {"name": "gkd", "loss": {"divergence": "jsd_topk", "top_k": 2}}, marks=pytest.mark.sweep
+        ),
         pytest.param({"name": "gkd"}, marks=pytest.mark.sweep),
         pytest.param(
             {"name": "gkd", "loss": {"divergence": "forward_topk", "top_k": 3}}, marks=pytest.mark.sweep

@@ -71,6 +71,7 @@ def test_two_ranks() -> None:
     check(TWO, 2)
 
 
+@pytest.mark.sweep
 def test_four_ranks() -> None:
     check(FOUR, 4)
 

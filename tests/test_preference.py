@@ -609,7 +609,7 @@ def test_kto_learns_labels(tmp_path: Path) -> None:
     assert metrics[-1]["train/loss"] < 0.4
 
 
-@pytest.mark.parametrize("name", ["simpo", "orpo"])
+@pytest.mark.parametrize("name", ["simpo", pytest.param("orpo", marks=pytest.mark.sweep)])
 def test_pairs_are_learned_without_a_reference(tmp_path: Path, name: str) -> None:
     metrics = learn(tmp_path, name)
     assert metrics[-1]["train/accuracy"] == 1.0

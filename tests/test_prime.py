@@ -207,7 +207,10 @@ TRAIN = {"steps": 12, "tasks_per_step": 8, "minibatches": 2, "optimizer": {"lr":
 CRITIC = {"optimizer": {"lr": 1e-2}, "minibatches": 4}
 
 
-@pytest.mark.parametrize("settings", [{}, {"implicit_update": "after", "implicit_loss": "dpo"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"implicit_update": "after", "implicit_loss": "dpo"}, marks=pytest.mark.sweep)],
+)
 def test_it_learns_and_its_model_tells_outcomes_apart(tmp_path: Path, settings: dict[str, Any]) -> None:
     lines = learn(
         tmp_path, {"name": "prime", "advantage": settings}, train=TRAIN | {"steps": 20}, critic=CRITIC

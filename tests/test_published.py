@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from forked import FORKS
+from swept import except_for
 from test_sync_replicas import Objects, One, load, load_all, run, shipper, state
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import tiny_model
@@ -132,7 +133,7 @@ def test_the_driver_has_no_weights_while_ranks_train(shards: Ranks, tmp_path: Pa
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kept", [pytest.param(False, marks=pytest.mark.sweep), True])
 def test_the_driver_s_memory_is_less_than_the_model_while_versions_are_published(
     shards: Ranks, tmp_path: Path, kept: bool
 ) -> None:
@@ -209,7 +210,7 @@ def apart(policy: RankGroup) -> Any:
 
 
 @pytest.mark.parametrize("method", ["object_store", "collective"])
-@pytest.mark.parametrize("content", ["full", "adapters"])
+@pytest.mark.parametrize("content", [pytest.param("full", marks=pytest.mark.sweep), "adapters"])
 def test_replicas_get_versions_that_the_driver_never_has(
     shards: Ranks, tmp_path: Path, method: str, content: str
 ) -> None:
@@ -292,7 +293,13 @@ def save_flat(path: Path, version: int, names: Sequence[str]) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
-@pytest.mark.parametrize("how", ["files", "object_store", "collective", "from the driver"])
+@pytest.mark.parametrize(
+    "how",
+    except_for(
+        ("collective", "from the driver").__contains__,
+        ["files", "object_store", "collective", "from the driver"],
+    ),
+)
 def test_no_byte_of_a_version_of_ranks_is_in_the_driver_s_memory(
     shards: Ranks, tmp_path: Path, how: str
 ) -> None:

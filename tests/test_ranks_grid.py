@@ -78,7 +78,10 @@ CRITICS = ("dp_shard 2", "pp 2", "tp 2 x pp 2")
 REFERENCES = ("tp 2", "pp 2 interleaved", "dp_shard 2 x pp 2")
 
 
-@pytest.mark.parametrize(("what", "names"), [(grid.critic, CRITICS), (grid.reference, REFERENCES)])
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [(grid.critic, CRITICS), pytest.param(grid.reference, REFERENCES, marks=pytest.mark.sweep)],
+)
 def test_critics_and_references(ranks: Ranks, what: grid.Compared, names: tuple[str, ...]) -> None:
     for name in names:
         if LAYOUTS[name].dims.world == ranks.dims.world:

@@ -264,6 +264,7 @@ def in_one_process(folder: Path, **given: Any) -> dict[str, Any]:
     return outcome(folder / "run")
 
 
+@pytest.mark.sweep
 def test_on_policy_apart_is_the_run_of_one_process(tmp_path: Path) -> None:
     given = sections(ahead=0, every=1)
     expected = in_one_process(tmp_path / "one", **given)

@@ -243,7 +243,9 @@ def test_spin_is_verls(each: int, kind: str, smoothing: float) -> None:
 NEIGHBOURS = {"name": "online_dpo", "dynamic_sampling": False, "loss": {"pairs_of": "neighbours"}}
 
 
-@pytest.mark.parametrize("group_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "group_size", [pytest.param(1, marks=pytest.mark.sweep), 2, pytest.param(4, marks=pytest.mark.sweep)]
+)
 def test_neighbours_learn(tmp_path: Path, group_size: int) -> None:
     """With one reply to a task a pair has the replies to two tasks, and no micro-batch or minibatch parts them."""
     lines = learn(

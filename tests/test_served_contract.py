@@ -249,7 +249,7 @@ LOADS: dict[str, Callable[[int, str], bool]] = {
 
 
 @takers
-@pytest.mark.parametrize("step", [0.1, 3e-5])
+@pytest.mark.parametrize("step", [pytest.param(0.1, marks=pytest.mark.sweep), 3e-5])
 def test_weights_that_did_not_arrive_are_found(kind: Kind, server: Server, step: float) -> None:
     """At any size of a step: one that moves log-probs by less than the bound, too."""
     whole = server.keep

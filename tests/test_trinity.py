@@ -1217,6 +1217,7 @@ def metrics(run_dir: Path) -> list[dict[str, Json]]:
     return whet.Result(run_dir, finished=True).metrics
 
 
+@pytest.mark.sweep
 def test_a_trinity_file_learns_as_the_native_file_does(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,10 +140,12 @@ def test_a_foreign_config(home: Path) -> None:
     assert "cannot" not in (home / "plan.txt").read_text()
 
 
+@pytest.mark.sweep
 def test_a_killed_run_resumes(home: Path) -> None:
     assert "the same metrics, byte for byte" in script(home, "kill_and_resume.sh", *SMALL)
 
 
+@pytest.mark.sweep
 def test_a_wrong_reward_is_told_and_mended(home: Path) -> None:
     told = script(home, "wrong_reward.sh", "machine.threads=1")
     assert "no: constant reward" in told
