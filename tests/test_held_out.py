@@ -16,6 +16,7 @@ import torch
 from forked import whet
 from sections import algorithm as section
 from tiny import tiny_model
+from whet import evaluate, train
 from whet.algos.recipes import build
 from whet.batch import Batch
 from whet.config.schema import AlgorithmConfig, CriticConfig
@@ -23,7 +24,7 @@ from whet.eval_loss import eval_loss, given
 from whet.models import kernels
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
-from whet.types import DataError, Group, Json, Rollout, Task
+from whet.types import ConfigError, DataError, Group, Json, Rollout, Task
 
 ROOT = Path(__file__).parents[1]
 
@@ -210,6 +211,22 @@ def test_every_checkpoint_gives_the_numbers_that_the_run_gave(run: Path, tmp_pat
     assert "mean@4" in out
 
 
+def test_of_a_config_file_its_model_is_evaluated(run: Path, config: Path, tmp_path: Path) -> None:
+    """As the run did before its first step; also where no step is to follow, which only an evaluation takes."""
+    none = [f"stages.{stage}.train.steps=0" for stage in ("sft", "rl")]
+    place = f"run_dir={tmp_path / 'alone'}"
+    whet("eval", str(config), place, *none, "-o", str(tmp_path / "found.json"))
+    assert json.loads((tmp_path / "found.json").read_text()) == evaluations(run)[:1]
+    with pytest.raises(
+        ConfigError, match=r"train\.steps=0: nothing is trained; .* run `whet eval .*run\.yaml`"
+    ):
+        train(config, overrides=[place, *none])
+    with pytest.raises(
+        ConfigError, match=r"run\.yaml is a config file, not a run: .* leave stage and step out"
+    ):
+        evaluate(config, step=2)
+
+
 def test_checkpoints_may_be_asked_otherwise(run: Path) -> None:
     before = (run / "metrics.jsonl").read_bytes()
     whet("eval", str(run), "stages.rl.eval.sources.more.samples=2")
@@ -231,7 +248,7 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_evaluates_the_same(run: Pat
 
 def test_what_cannot_be_evaluated_is_said(tmp_path: Path) -> None:
     from whet.bench import config_of, judge_checkpoints
-    from whet.types import CheckpointError, ConfigError
+    from whet.types import CheckpointError
 
     with pytest.raises(ConfigError, match=r"has no config\.yaml; give a run directory"):
         config_of(tmp_path, [])

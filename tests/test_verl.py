@@ -823,6 +823,9 @@ def test_length() -> None:
     assert loop.length(values()) == {"train.epochs": 30, "train.drop_last": True}
     steps = loop.length(values({"trainer.total_training_steps": 7}))
     assert steps == {"train.epochs": 30, "train.drop_last": True, "train.steps": 7}
+    only = {"trainer.val_only": True, "trainer.total_training_steps": 7}
+    assert loop.length(values(only))["train.steps"] == 0
+    assert loop.length(values(only | {"trainer.val_before_train": False}))["train.steps"] == 7
 
 
 def test_trackers() -> None:

@@ -102,15 +102,16 @@ def evaluate(
     stage: str | None = None,
     step: int | None = None,
     overrides: Sequence[str] = (),
+    dialect: str | None = None,
     **sections: Any,
 ) -> list[dict[str, Json]]:
-    """Evaluate the kept checkpoints of a run, oldest first, or a model's folder. Returns their metrics, as in
-    metrics.jsonl: one dict for each checkpoint, or one for the model.
+    """Evaluate the kept checkpoints of a run, oldest first, the model of a config file, or a model's folder. Returns
+    their metrics, as in metrics.jsonl: one dict for each checkpoint, or one for the model.
 
     data: a file, or rows as for `train`, in place of the run's data.eval. rewards: as for `train`, in place of the
-    run's. stage, step: only checkpoints of this stage, of this step. overrides, sections: as for `train`. A model needs
-    data and rewards. Metrics and replies are written to RUN/bench, for a model to run_dir/bench
-    (runs/eval-MODEL/bench by default), which every call replaces.
+    run's. stage, step: only checkpoints of this stage, of this step. overrides, sections: as for `train`. dialect: of a
+    config file, as for `train`. A model needs data and rewards. Metrics and replies are written to RUN/bench, for a
+    model to run_dir/bench (runs/eval-MODEL/bench by default), which every call replaces.
     Raises ConfigError before anything is run, CheckpointError where there is no such checkpoint.
     """
     target = Path(target).expanduser()
@@ -121,19 +122,21 @@ def evaluate(
     if data is not None:
         taken_data, rows = taken({"data": {"eval": data, "exclude_eval": False}})
         sections["data"] = {**sections.get("data", {}), **taken_data["data"]}
+    model = is_model(target) or target.is_file()
+    if model and (stage is not None or step is not None):
+        what = "a model" if is_model(target) else "a config file"
+        raise ConfigError(f"{target} is {what}, not a run: it has no checkpoints; leave stage and step out")
     if is_model(target):
-        if stage is not None or step is not None:
-            raise ConfigError(
-                f"{target} is a model, not a run: it has no checkpoints; leave stage and step out"
-            )
         loaded = load(None, overrides, _for_model(target, sections))
+    elif model:
+        loaded = load(target, overrides, sections, dialect)
     else:
         loaded = config_of(target, overrides, sections)
     if named is not None:
         loaded = only_rewards(loaded, named)
     loaded = with_rows(loaded, rows)
     chosen = Selected(stage, step)
-    return judge_checkpoints(loaded, functions, rows=rows, chosen=chosen, model=is_model(target))
+    return judge_checkpoints(loaded, functions, rows=rows, chosen=chosen, model=model)
 
 
 def is_model(folder: Path) -> bool:
@@ -196,7 +199,10 @@ def judge_checkpoints(
     loaded = alone(loaded)
     cfg = loaded.config
     if not any(plan.evaluates for plan in planned):
-        raise ConfigError("there is nothing to evaluate: data.eval is empty, or evaluation is off")
+        raise ConfigError(
+            "there is nothing to evaluate: data.eval is empty, or evaluation is off. Give held-out tasks (--data FILE), "
+            f"or replies to score (--offline FILE); to evaluate the checkpoints of the run: whet eval {cfg.run_dir}"
+        )
     environment.prepare(planned[0].threads, cfg.machine.logprob_parity != "off")
     out = Path(cfg.run_dir) / FOLDER
     with ExitStack() as stack:

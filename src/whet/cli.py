@@ -244,31 +244,34 @@ def evaluate(
 ) -> None:
     """Score the kept checkpoints of a run, a model, or replies from a file, with rewards.
 
-    Checkpoints are evaluated on data.eval, or --data, oldest first; results go to RUN/bench. A model needs --data and
-    --reward; results go to runs/eval-MODEL/bench. Replies come from --offline, or from data.eval (eval.offline).
+    Checkpoints are evaluated on data.eval, or --data, oldest first; results go to RUN/bench. Of a config file its model
+    is evaluated. A model's folder needs --data and --reward; results go to runs/eval-MODEL/bench. Replies come from
+    --offline, or from data.eval (eval.offline).
 
     \b
     Example: whet eval runs/first_run eval.samples=4 eval.sampling.temperature=1.0
     Example: whet eval runs/first_run --step 300 --data other.jsonl
     Example: whet eval models/mine --data test.jsonl --reward math rollout.sampling.max_tokens=512
+    Example: whet eval examples/first_run.yaml
     Example: whet eval judge.yaml --offline replies.parquet -o judged.json
     """
-    if target.is_dir():
-        if offline is not None:
-            raise ConfigError(
-                f"--offline: expected a config file, got a run directory; use {target / 'config.yaml'}"
-            )
-        named = {_reward_name(spec): spec for spec in reward or ()}
-        written = _judge_run(
-            target, overrides or (), data=data, rewards=named or None, stage=stage, step=step
-        )
-    elif data or reward or stage or step is not None:
+    if offline is not None and target.is_dir():
         raise ConfigError(
-            f"{target} is not a folder: --data, --reward, --stage and --step are for a run directory or a model's "
-            "folder"
+            f"--offline: expected a config file, got a run directory; use {target / 'config.yaml'}"
         )
-    else:
+    from whet.config.load import load
+
+    if not target.is_dir() and (offline or load(target, overrides or (), None, dialect).config.eval.offline):
+        if data or reward or stage or step is not None:
+            raise ConfigError(
+                f"{target} scores given replies, without a model: --data, --reward, --stage and --step are for a "
+                "model; write data and rewards into the file"
+            )
         written = _judge_file(target, overrides or (), offline, dialect=dialect)
+    else:
+        named = {_reward_name(spec): spec for spec in reward or ()}
+        chosen = {"stage": stage, "step": step, "dialect": dialect}
+        written = _judge_run(target, overrides or (), data=data, rewards=named or None, **chosen)
     if output:
         write(output, written + "\n")
 

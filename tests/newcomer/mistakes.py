@@ -120,10 +120,10 @@ KEYS = [
         ("'sft' learns from demonstrations", "set algorithm.name"),
     ),
     Mistake(
-        "text for a number", TRAIN + "train.steps=many", 2, ('got "many"', "expected a whole number >= 1")
+        "text for a number", TRAIN + "train.steps=many", 2, ('got "many"', "expected a whole number >= 0")
     ),
     Mistake("a number with a slip", TRAIN + "train.optimizer.lr=1e-5x", 2, ('got "1e-5x"', "number >= 0")),
-    Mistake("negative", TRAIN + "train.steps=-1", 2, ("got -1", "expected a whole number >= 1")),
+    Mistake("negative", TRAIN + "train.steps=-1", 2, ("got -1", "expected a whole number >= 0")),
     Mistake("out of range", TRAIN + "rollout.sampling.top_p=1.5", 2, ("got 1.5", "> 0 and <= 1")),
     Mistake("no boolean", TRAIN + "checkpoint.export=maybe", 2, ('got "maybe"', "expected true or false")),
     Mistake("unknown device", TRAIN + "machine.device=gpu", 2, ("'auto', 'cpu' or 'cuda'",)),

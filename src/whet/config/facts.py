@@ -41,7 +41,9 @@ _COMPUTED: dict[str, Fact] = {
     "evaluates": lambda cfg, algorithm: evaluates(cfg),
     "judges": lambda cfg, algorithm: judges(cfg),
     "writes_replies": lambda cfg, algorithm: writes_replies(cfg),
-    "profiles": lambda cfg, algorithm: min(cfg.profile.steps, default=0) <= (cfg.train.steps or math.inf),
+    "profiles": lambda cfg, algorithm: (
+        min(cfg.profile.steps, default=0) <= (math.inf if cfg.train.steps is None else cfg.train.steps)
+    ),
     "tools_outlast_step": lambda cfg, algorithm: _tools_outlast_step(cfg),
     "samples": lambda cfg, algorithm: algorithm.kind == "online" or judges(cfg),
 }

@@ -95,6 +95,15 @@ def plans(
         )
         text = f"track.dump.replies: only `whet generate` writes replies{given}: run `whet generate {what}`"
         refuse([("track.dump.replies", text)])
+    if trains and any(cfg.train.steps == 0 for cfg in stages):
+        refuse(
+            [
+                (
+                    "train.steps",
+                    f"train.steps=0: nothing is trained; to evaluate the model, run `whet eval {what}`",
+                )
+            ]
+        )
     refuse(_problems(config, stages, here=here and not rehearsal))
     learns_something = any(cfg.train.engine != "simulated" for cfg in stages)
     if trains and learns_something and (why := never_trains(config.rollout.engine)):
@@ -273,7 +282,7 @@ def _total_steps(train: TrainConfig, rows: int | None, *, tasks: int) -> int | N
             f"train.drop_last=end: {rows} rows in {train.epochs:g} epochs fill no step of {tasks} tasks; set it to "
             "false or lower train.tasks_per_step"
         )
-    return min(steps, train.steps or steps)
+    return steps if train.steps is None else min(steps, train.steps)
 
 
 def _misfits(plan: Plan, *, rehearsal: bool = False) -> Iterator[Problem]:

@@ -128,8 +128,9 @@ class EarlyStoppingConfig(EvalMetricConfig):
 class TrainConfig(Section):
     """One stage of training."""
 
-    steps: Positive | None = None
-    """Training steps. Give this, `epochs`, or both; the earlier end counts."""
+    steps: Count | None = None
+    """Training steps. Give this, `epochs`, or both; the earlier end counts. 0: the config is for `whet eval FILE`,
+    which evaluates the model as it is."""
     epochs: Above0 | None = None
     """Epochs over the training data."""
     early_stopping: EarlyStoppingConfig | None = None
