@@ -115,7 +115,7 @@ def test_it_prints():
         ("", "is not a key"),
         ("algorithm.name=dapoo", "did you mean 'dapo'"),
         ("machine.logprob_parity=onn", "expected 'auto', 'on' or 'off'"),
-        ("train.steps=0", "got 0, expected a whole number >= 1"),
+        ("train.steps=-1", "got -1, expected a whole number >= 0"),
         ("train=3", "train is a section"),
     ],
 )
