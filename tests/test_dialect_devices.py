@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,17 @@ def test_a_converted_file_keeps_its_layout_and_its_trackers(tmp_path: Path) -> N
     assert "wandb" in tree["track"]["trackers"]
     assert "note: track.trackers: wandb is not installed" in done.output
     assert "this machine has none" not in done.output
+
+
+def test_packages_are_those_of_the_machine_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with adapters converts where peft is not installed; here it does not train."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else found(name))
+    done = said("convert", "examples/from_skyrl.yaml", "trainer.policy.model.lora.rank=8")
+    assert done.exit_code == 0, done.output
+    assert "note: model.lora: adapters need peft, which is not installed" in done.output
+    done = CliRunner().invoke(cli.app, ["train", "examples/first_run.yaml", "model.lora.rank=8"])
+    assert "model.lora: adapters need peft, which is not installed" in str(done.exception)
 
 
 @pytest.mark.parametrize(("gpus", "shards", "replicas"), [("8x2", 16, 16), ("4", 4, 4), ("0", 1, None)])

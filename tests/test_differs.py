@@ -69,6 +69,17 @@ def test_a_difference_is_told_for_its_values_alone() -> None:
     assert warmup(1) == []
 
 
+def test_a_default_that_differs_is_told() -> None:
+    """SkyRL's KL in the loss is on where a file does not say so."""
+
+    def told(**given: Json) -> int:
+        made = translate({"trainer": {"algorithm": given}}, dialect("skyrl", "0.3"), origins={})
+        return sum("SkyRL's is always a mean over sequences" in text for text in said(made))
+
+    assert [told(), told(use_kl_loss=True), told(use_kl_loss=False)] == [1, 1, 0]
+    assert told(loss_reduction="sequence_mean") == 0
+
+
 def test_a_difference_is_told_in_its_releases_alone() -> None:
     def kl(version: str) -> int:
         tree: Json = {"trainer": {"algorithm": {"use_kl_loss": True}}}

@@ -46,6 +46,17 @@ def test_a_file_that_means_the_same_is_equal_in_every_row(tmp_path: Path) -> Non
     assert status == 0
 
 
+def test_steps_over_parts_of_groups_are_counted_as_cosmos_counts_them(tmp_path: Path) -> None:
+    """Eight of its steps, of two replies each, are one step here: eight optimizer steps over a group of 16."""
+    cosmos_double.write(tmp_path)
+    short = "train.train_batch_per_replica=2 rollout.n_generation=16 train.train_policy.mini_batch=1"
+    status, rows, said = prove(tmp_path, *short.split())
+    assert set(rows.values()) == {"equal"}, said
+    assert "rollouts of a step 2, rollouts of a task 16" in said
+    assert "steps 8 24 40 40" in said
+    assert status == 0
+
+
 def test_what_differs_and_what_cannot_be_compared_fails(tmp_path: Path) -> None:
     """The loss is half of whet's: that whet says that Cosmos's means are over mini-batches is no reason on one whole
     batch. One module cannot be imported, and one key of the file is none of the installed release."""

@@ -412,7 +412,7 @@ def test_presets(kind: str, recipe: str, advantage: str, loss: str, times: int) 
             {"loss.clip_low": 1.0, "loss.clip_high": 0.28, "loss.mask_low": 0.5, "loss.mask_high": 0.1},
         ),
         ("cispo", {}, {"loss.cispo_mask": False}),
-        ("sapo", {"tau_neg": 1.2}, {"loss.tau_pos": 1.0, "loss.tau_neg": 1.2}),
+        ("sapo", {"tau_neg": 1.2}, {"loss.tau_pos": 1.0, "loss.tau_neg": 1.2, "loss.sapo_detach": True}),
         ("sppo", {"epsilon": 0.1}, {"loss.ratio_epsilon": 0.1}),
         ("topr", {"advantage_threshold": 0.5}, {"loss.topr_threshold": 0.5}),
         ("opmd", {"tau": 2.0}, {"loss": "opmd", "loss.tau": 2.0}),

@@ -200,8 +200,9 @@ def judge_checkpoints(
     cfg = loaded.config
     if not any(plan.evaluates for plan in planned):
         raise ConfigError(
-            "there is nothing to evaluate: data.eval is empty, or evaluation is off. Give held-out tasks (--data FILE), "
-            f"or replies to score (--offline FILE); to evaluate the checkpoints of the run: whet eval {cfg.run_dir}"
+            "there is nothing to evaluate: data.eval is empty, or evaluation is off. Give held-out tasks (--data "
+            "FILE), or replies to score (--offline FILE); to evaluate the checkpoints of the run: "
+            f"whet eval {cfg.run_dir}"
         )
     environment.prepare(planned[0].threads, cfg.machine.logprob_parity != "off")
     out = Path(cfg.run_dir) / FOLDER

@@ -124,7 +124,7 @@ def plan(
     """
     from rich.console import Console
 
-    from whet.config.evaluation import writes_replies
+    from whet.config.evaluation import trains
     from whet.config.hardware import as_if, machines
     from whet.config.load import load
     from whet.config.memory_estimate import check_memory
@@ -140,7 +140,7 @@ def plan(
             unused=unused.value,
         )
         say(loaded)
-        planned = plans(loaded, here=False, trains=not writes_replies(loaded.config))
+        planned = plans(loaded, here=False, trains=any(map(trains, loaded.stages)))
         say_missing(loaded)
         say_columns(loaded)
         Console().print(describe(planned))
@@ -400,7 +400,7 @@ def convert(
     Example: whet convert examples/from_skyrl.yaml -o native.yaml --report report.md
     Example: whet convert examples/from_skyrl.yaml --gpus 8x2 --mem 80
     """
-    from whet.config.evaluation import writes_replies
+    from whet.config.evaluation import trains
     from whet.config.hardware import ENOUGH, as_if, machines
     from whet.config.load import load
     from whet.config.plan import plans
@@ -418,7 +418,7 @@ def convert(
 
             loaded = read(release(loaded))
     with as_if(given or (ENOUGH if loaded.translation else None)):
-        plans(loaded, here=False, trains=not writes_replies(loaded.config))
+        plans(loaded, here=False, trains=any(map(trains, loaded.stages)))
     say(loaded)
     say_missing(loaded)
     if output:

@@ -320,21 +320,6 @@ LOSSES = (
         "sapo_policy_loss:SAPOPolicyLossFn",
         ("loss sapo",),
         kinds=NEAR,
-        differs="the gate is differentiated, as in the paper; whet.algorithm.loss.sapo_detach is Trinity's form "
-        "(docs/from_trinity.md, `algorithm.policy_loss_fn`)",
-    ),
-    policy(
-        "sapo",
-        "sapo_policy_loss:SAPOPolicyLossFn",
-        ("loss sapo",),
-        kinds=NEAR,
-        what="policy_loss_fn=sapo with whet.algorithm.loss.sapo_detach=true",
-        native={
-            "loss": "sapo",
-            "sapo_detach": True,
-            "loss_agg_mode": "token-mean",
-            "old_logprobs": "sampled",
-        },
     ),
     policy("sppo", "sppo_loss_fn:sPPOPolicyLossFn", ("loss softmax_ppo",), {"epsilon": 0.3}, kinds=NEAR),
     policy("topr", "topr_policy_loss:TOPRPolicyLossFn", ("loss topr",), kinds=NEAR),

@@ -176,6 +176,9 @@ def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
             "rollout.engine",
             f"{cfg.rollout.engine} needs aiohttp, which is not installed; pip install 'whet[vllm]'",
         )
+    for at, lora in (("model.lora", cfg.model.lora), ("critic.lora", cfg.critic.lora)):
+        if lora is not None and importlib.util.find_spec("peft") is None:
+            yield at, "adapters need peft, which is not installed; pip install 'whet[lora]', or leave it out"
     if cfg.rollout.replicas and importlib.util.find_spec("ray") is None:
         yield "rollout.replicas", "needs ray, which is not installed; pip install 'whet[ray]', or set it to 0"
     yield from deepspeed.not_installed(cfg)

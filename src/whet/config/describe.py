@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from whet.config import memory_estimate
 from whet.config.derived import Plan
-from whet.config.evaluation import writes_replies
+from whet.config.evaluation import trains
 from whet.config.hardware import multiplies_half
 from whet.config.memory import largest
 from whet.config.simulated import simulated
@@ -35,7 +35,7 @@ def describe(plans: Sequence[Plan]) -> RenderableType:
 
 def facts(plan: Plan) -> dict[str, str]:
     """The rows of one stage, by label."""
-    if writes_replies(plan.cfg):
+    if not trains(plan.cfg):
         return _facts_of_replies(plan)
     known = plan.total_steps is not None
     a = plan.algorithm
@@ -62,10 +62,11 @@ def facts(plan: Plan) -> dict[str, str]:
 
 
 def _facts_of_replies(plan: Plan) -> dict[str, str]:
-    """Those of `whet generate`, which trains nothing."""
-    samples, out = plan.cfg.eval.samples, plan.cfg.track.dump["replies"]
+    """Those of `whet generate`, and of `whet eval` of a model as it is: nothing is trained."""
+    samples, out = plan.cfg.eval.samples, plan.cfg.track.dump.get("replies")
     return {
-        "replies": f"{samples} to each row of data.eval, {_evaluation(plan)}; to {out}",
+        "replies": f"{samples} to each row of data.eval, {_evaluation(plan)}"
+        + (f"; to {out}" if out else ""),
         "longest": f"{plan.cfg.data.max_prompt_tokens} prompt + {plan.reply_tokens} reply tokens",
         "parameters": _count(plan),
         "memory": _memory(plan),
@@ -206,7 +207,7 @@ def notes(plans: Sequence[Plan]) -> list[str]:
     out = []
     if plans[0].shape is None:
         out.append("model.path: no such folder on this machine, so sizes are not known.")
-    if any(p.total_steps is None and not writes_replies(p.cfg) for p in plans):
+    if any(p.total_steps is None and trains(p.cfg) for p in plans):
         out.append("train.epochs: the number of steps is known after the rows are read.")
     out += [
         f"{p.name}: the warm-up of {p.warmup_steps} steps is longer than the stage ({p.schedule_steps} steps): the "

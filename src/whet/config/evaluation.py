@@ -25,6 +25,11 @@ def writes_replies(cfg: Config) -> bool:
     return "replies" in cfg.track.dump
 
 
+def trains(cfg: Config) -> bool:
+    """Whether the config is for training; else for `whet generate`, or for `whet eval` of the model as it is."""
+    return not writes_replies(cfg) and cfg.train.steps != 0
+
+
 def evaluates(cfg: Config) -> bool:
     """Whether a stage ever evaluates."""
     on = cfg.eval.interval != 0 or cfg.eval.at_start or cfg.eval.at_end

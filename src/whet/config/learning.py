@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -87,11 +86,6 @@ def _parameter_problems(cfg: Config) -> Iterator[Said]:
 
 
 def _lora(at: str, lora: LoraConfig) -> Iterator[Said]:
-    if importlib.util.find_spec("peft") is None:
-        yield (
-            at,
-            "adapters need peft, which is not installed; pip install 'whet[lora]', or leave the section out",
-        )
     if lora.targets in ("", ()):
         yield f"{at}.targets", "is empty; give all-linear, names of layers or a regular expression"
     if isinstance(lora.targets, str):

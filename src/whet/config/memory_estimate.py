@@ -10,7 +10,7 @@ from functools import partial
 from whet.config import memory
 from whet.config.checks_parallel import ranks_of, shards, world
 from whet.config.derived import QUANTISED, Plan, quantised_size
-from whet.config.evaluation import writes_replies
+from whet.config.evaluation import trains
 from whet.config.groups import pairs_tasks
 from whet.config.hardware import cuda_bytes, multiplies_half, ram_bytes
 from whet.config.keys import lookup
@@ -58,8 +58,8 @@ def phases(plan: Plan) -> list[Phase]:
     """The phases of a step in the main process; [] where the size of the model is not known."""
     if plan.shape is None or plan.learns is None or not plan.shape.vocab_size:
         return []
-    if writes_replies(plan.cfg):
-        return _replica_phases(plan)  # nothing is trained
+    if not trains(plan.cfg):
+        return _replica_phases(plan)
     setting, lengths = _setting(plan), _lengths(plan)
     own = plan.generates and not plan.cfg.rollout.replicas
     cache, sampling = _sampling(plan, setting, lengths) if own else (0, 0)

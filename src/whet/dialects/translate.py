@@ -312,7 +312,7 @@ def _escaped(value: Json) -> Json:
 
 
 def _lines(file: Reading, chosen: Sequence[_Write]) -> Iterator[ReportLine]:
-    """One line for each key given, then one for each default that writes a native key."""
+    """One line for each key given, then one for each default that writes a native key or differs here."""
     fed: dict[str, list[str]] = {}
     for write in chosen:
         fed.setdefault(write.key, []).append(write.native)
@@ -334,17 +334,23 @@ def _lines(file: Reading, chosen: Sequence[_Write]) -> Iterator[ReportLine]:
         row, value = rows[name], file.values[name]
         other = _differs(file, row, value)
         yield ReportLine(name, value, False, row.status, tuple(natives), "", row.what, other)
+    for name in dict.fromkeys(each.key for each in file.of.differences):
+        if name in rows and name not in file.given and name not in fed:
+            row, value = rows[name], file.values.get(name)
+            if other := _differs(file, row, value):
+                yield ReportLine(name, value, False, row.status, (), "", row.what, other)
 
 
 def _differs(file: Reading, row: Row, value: Json) -> str:
     """The known differences of a key that counts, with this value."""
     if not _counts(file, row.when):
         return ""
-    return " ".join(
+    reasons = (
         each.reason
         for each in file.of.differences
         if each.key == row.key and each.of_value(value) and _counts(file, each.when)
     )
+    return " ".join(dict.fromkeys(reasons))
 
 
 def _read_as(file: Reading, found: GivenValue) -> str:

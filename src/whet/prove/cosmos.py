@@ -110,15 +110,19 @@ def configured(tree: Mapping[str, Json]) -> Any:
 
 def checks(config: Any, file: File) -> Iterator[Check]:
     """The rows of a file."""
-    made, train = config.train.train_policy, config.train
-    group = min(file.plan.group_size, 8)
+    made, train, plan = config.train.train_policy, config.train, file.plan
+    group = min(plan.group_size, 8)
+    each = train.train_batch_per_replica * config.policy.parallelism.n_init_replicas
+    together = max(
+        plan.tasks_per_step * plan.group_size // each, 1
+    )  # its steps over parts of groups are one here
     batches = [case(kind, 0, sizes=[group] * 4) for kind in ("one turn", "far apart")]
     yield Check(
         what="batches",
         called=CONFIG,
         theirs=lambda _: (
             scalars(
-                rollouts_of_a_step=train.train_batch_per_replica * config.policy.parallelism.n_init_replicas,
+                rollouts_of_a_step=each,
                 rollouts_of_a_task=config.rollout.n_generation,
                 passes=made.mu_iterations,
             )
@@ -126,25 +130,27 @@ def checks(config: Any, file: File) -> Iterator[Check]:
         ),
         ours=lambda _: (
             scalars(
-                rollouts_of_a_step=file.plan.tasks_per_step * file.plan.group_size,
-                rollouts_of_a_task=file.plan.group_size,
-                passes=file.plan.passes,
+                rollouts_of_a_step=plan.tasks_per_step * plan.group_size / together,
+                rollouts_of_a_task=plan.group_size,
+                passes=plan.passes,
             )
-            | our_micro_batch(file.plan)
+            | our_micro_batch(plan)
         ),
     )
     yield Check(
         what="training steps",
         called=f"{STATUS}.recompute_total_steps",
-        theirs=lambda _: of_rows(partial(steps, config), file.plan),
-        ours=lambda _: of_rows(file.steps, file.plan),
+        theirs=lambda _: of_rows(partial(steps, config), plan),
+        ours=lambda _: of_rows(lambda rows: file.steps(rows) * together, plan),
     )
     yield Check(
         what="learning rate of each step",
         called=SCHEDULERS,
-        theirs=lambda _: {"over Cosmos's peak": rates(train, steps(config, some_rows(file.plan)[2]))},
+        theirs=lambda _: {"over Cosmos's peak": rates(train, steps(config, some_rows(plan)[2]))},
         ours=lambda _: {
-            "over Cosmos's peak": schedules.of_steps(file.plan, file.steps(some_rows(file.plan)[2]))
+            "over Cosmos's peak": schedules.of_updates(plan, file.steps(some_rows(plan)[2]))[
+                :: plan.minibatches * plan.passes // together
+            ]
             / _peak(train)
         },
         keys=("train.optm_warmup_steps",),

@@ -14,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from whet.config.schema import Config
 from whet.prove import numbers, schedules
 from whet.prove.cases import Case, case
 from whet.prove.checks import (
@@ -164,7 +165,7 @@ def checks(config: Any, file: File) -> Iterator[Check]:
         called=f"{PPO}:{lose.__name__}",
         refused=DRAWN if made.policy_loss_type == "clip_cov" else "",
         theirs=lambda each: loss(lose, each, dataclasses.replace(made, use_kl_loss=False), micro=micro),
-        ours=lambda each: numbers.bare_loss(file.config, each),
+        ours=lambda each: numbers.bare_loss(_of_blocks(file.config, micro), each),
         cases=reachable(batches, file),
         keys=(f"{A}kl_cov.ppo_kl_coef",),
         tolerance=FLOAT32,
@@ -179,6 +180,14 @@ def checks(config: Any, file: File) -> Iterator[Check]:
             cases=batches,
             tolerance=FLOAT32,
         )
+
+
+def _of_blocks(cfg: Config, rollouts: int) -> Config:
+    """token_mean_legacy takes a mean over each micro-batch: those of the small batches here have so many rollouts."""
+    if cfg.algorithm.mean_over_rollouts is None:
+        return cfg
+    blocks = {"mean_over_rollouts": rollouts}
+    return cfg.model_copy(update={"algorithm": cfg.algorithm.model_copy(update=blocks)})
 
 
 def _of_kl(made: Any, file: File, batches: list[Case]) -> Iterator[Check]:

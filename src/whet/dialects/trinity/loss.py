@@ -105,10 +105,11 @@ def _settings(values: Values, name: str, given: Given) -> Native:
         both = given["clip_range"]
         out |= {} if both is None else dict.fromkeys(function.natives.values(), both)
         return {**out, "gspo_form": "token"}
-    if name == "sapo" and number(given["tau_neg"], f"{ARGS}.tau_neg") < number(
-        given["tau_pos"], f"{ARGS}.tau_pos"
-    ):
-        raise ConfigError(f"{ARGS}.tau_neg: {given['tau_neg']} is less than tau_pos {given['tau_pos']}.")
+    if name == "sapo":
+        positive, negative = (number(given[tau], f"{ARGS}.{tau}") for tau in ("tau_pos", "tau_neg"))
+        if negative < positive:
+            raise ConfigError(f"{ARGS}.tau_neg: {negative} is less than tau_pos {positive}.")
+        return {**out, "sapo_detach": True}  # Trinity does not differentiate the gate, as the paper does
     if name == "cispo" and not given["enable_mask_clip"]:
         return {key: value for key, value in out.items() if not key.startswith("mask_")}
     return out
