@@ -57,6 +57,9 @@ class Policy(BaseModel):
     model_name_or_path: str = ""
     model_max_length: int = 4096
 
+class Distillation(BaseModel):
+    enable: bool = False
+
 class Rollout(BaseModel):
     n_generation: int = 16
     max_response_length: int = 2048
@@ -65,6 +68,7 @@ class Config(BaseModel):
     train: Train = Train()
     policy: Policy = Policy()
     rollout: Rollout = Rollout()
+    distillation: Distillation = Distillation()
 """
 
 ADVANTAGE = """

@@ -158,6 +158,7 @@ def checks(config: Any, file: File) -> Iterator[Check]:
     yield Check(
         what="advantage, grpo",
         called=ADVANTAGE,
+        refused="a teacher's KL is added to it within Cosmos's trainer" if config.distillation.enable else "",
         theirs=lambda each: advantage(theirs("cosmos", ADVANTAGE), each, made),
         ours=lambda each: numbers.advantage(numbers.built(file.config, each), each, kl=False),
         cases=batches,

@@ -117,9 +117,13 @@ def known() -> Json:
 def configured(tree: Mapping[str, Json]) -> Any:
     """SkyRL's config of a file."""
     resolved = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True)
-    return theirs("skyrl", "skyrl.train.config.config:build_nested_dataclass")(
-        theirs("skyrl", CONFIG), resolved
-    )
+    build = theirs("skyrl", "skyrl.train.config.config:build_nested_dataclass")
+    made = build(theirs("skyrl", CONFIG), resolved)
+    algorithm = made.trainer.algorithm
+    if algorithm.use_tis:  # `validate_cfg` of train/utils/utils.py, before a run
+        algorithm.off_policy_correction.tis_ratio_type = "token"
+        algorithm.off_policy_correction.token_tis_ratio_clip_high = algorithm.tis_imp_ratio_cap
+    return made
 
 
 def checks(config: Any, file: File) -> Iterator[Check]:
@@ -141,6 +145,7 @@ def checks(config: Any, file: File) -> Iterator[Check]:
         called=f"{TRAINER}._build_train_dataloader_and_compute_training_steps",
         theirs=lambda _: of_rows(partial(steps, config), file.plan),
         ours=lambda _: of_rows(file.steps, file.plan),
+        keys=("trainer.num_dummy_steps",),
     )
     yield Check(
         what="learning rate of each optimizer step",

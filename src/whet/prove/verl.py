@@ -178,10 +178,10 @@ def value_loss(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
 
 @cache
 def known() -> Json:
-    """verl's own default file, which has all its keys."""
+    """verl's own default files, which have all its keys, and Hydra's list of files."""
     container = OmegaConf.to_container(_defaults("ppo_trainer"), resolve=False)
     other = OmegaConf.to_container(_defaults("ppo_megatron_trainer"), resolve=False)
-    return _joined(other, container)
+    return {"defaults": None, **_joined(other, container)}
 
 
 def _joined(one: Any, other: Any) -> Any:
@@ -202,8 +202,11 @@ def _defaults(name: str) -> DictConfig:
 def configured(tree: Mapping[str, Json]) -> DictConfig:
     """verl's defaults with the file over them, as its entry point composes them."""
     strategy = OmegaConf.select(OmegaConf.create(dict(tree)), "actor_rollout_ref.actor.strategy")
-    base = _defaults("ppo_megatron_trainer" if strategy == "megatron" else "ppo_trainer")
-    return OmegaConf.merge(base, dict(tree))  # type: ignore[return-value]
+    named = "ppo_megatron_trainer" in map(str, tree.get("defaults") or ())
+    megatron = named or "megatron" in (strategy, tree.get("model_engine"))
+    base = _defaults("ppo_megatron_trainer" if megatron else "ppo_trainer")
+    given = {key: value for key, value in tree.items() if key != "defaults"}
+    return OmegaConf.merge(base, given)  # type: ignore[return-value]
 
 
 def settings(config: DictConfig) -> dict[str, Json]:
