@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from whet.models.forward import decoder
 from whet.models.logprob_parity import self_test
 from whet.models.products import Everywhere, linear
 
-KINDS: tuple[Kind, ...] = ("silu", "gelu_tanh", "tanh", "sigmoid")
+KINDS: tuple[Kind, ...] = ("silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "erf")
 X = torch.cat(
     (torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 6, torch.tensor([0.0, -200.0, 200.0]))
 )
@@ -60,11 +62,12 @@ def test_modules_of_others_compute_with_them() -> None:
     with Everywhere():
         pairs = {
             "silu": (F.silu(X), torch.nn.SiLU()(X)),
+            "gelu": (F.gelu(X), torch.nn.GELU()(X)),
             "gelu_tanh": (F.gelu(X, approximate="tanh"), torch.nn.GELU(approximate="tanh")(X)),
             "tanh": (torch.tanh(X), X.tanh()),
             "sigmoid": (torch.sigmoid(X), X.sigmoid()),
+            "erf": (torch.erf(X), X.erf()),
         }
-        assert torch.equal(F.gelu(X), torch.nn.functional.gelu(X.clone()))
     for kind, found in pairs.items():
         assert all(torch.equal(y, activation(X, kind)) for y in found), kind  # type: ignore[arg-type]
     x = X.clone()
@@ -86,14 +89,22 @@ def test_products_of_others_are_rows_that_agree() -> None:
         torch.testing.assert_close(a.double(), b, atol=1e-2, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+MORE: dict[str, dict[str, Any]] = {
+    "gpt_neox": {},  # GELU by erf
+    "mixtral": {},  # products of experts
+    "granitemoe": {},
+    "glm4_moe": {},
+}
+
+
+@pytest.mark.parametrize("kind", [*OTHERS, *MORE])
 def test_decoders_of_transformers_are_exact_at_any_width_on_any_threads(kind: str) -> None:
     """Widths that no vector divides, and two threads: sampled log-probs equal the trainer's, bit for bit."""
     before, ops = torch.get_num_threads(), kernels.load("auto")
     torch.set_num_threads(2)
     try:
         report = self_test(
-            decoder(shaken(foreign(kind, **{**OTHERS[kind], "vocab_size": 101})), ops),
+            decoder(shaken(foreign(kind, **{**(OTHERS | MORE)[kind], "vocab_size": 101})), ops),
             ops,
             vocab_size=101,
             seed=1,

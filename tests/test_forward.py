@@ -329,6 +329,7 @@ def test_an_altered_model_goes_through_its_own_modules(alter: Callable[[PreTrain
     [
         ("mamba", {}),  # state space: no attention at all
         ("bloom", {"n_head": 4, "n_layer": 2}),  # position biases
+        ("stablelm", {}),  # its layers do not pass on what attention is given
     ],
 )
 def test_a_model_that_cannot_be_packed_is_refused(kind: str, values: dict[str, Any]) -> None:

@@ -221,7 +221,8 @@ def hf_attention(
     """
     if plan is None:
         raise ValueError(
-            "attn_implementation='whet' needs model(..., plan=attend), but no attention plan was passed"
+            f"{type(module).__name__} was not given the keyword `plan` of model(...): the model's layers do not pass "
+            "on keywords"
         )
     if dropout:
         raise ValueError(

@@ -21,14 +21,16 @@ from torch.autograd.function import once_differentiable
 
 from whet.models.build import BuildError, library
 
-Kind = Literal["silu", "gelu_tanh", "tanh", "sigmoid"]
-_CODES: dict[Kind, int] = {"silu": 0, "gelu_tanh": 1, "tanh": 3, "sigmoid": 4}
+Kind = Literal["silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "erf"]
+_CODES: dict[Kind, int] = {"silu": 0, "gelu_tanh": 1, "tanh": 3, "sigmoid": 4, "gelu": 5, "erf": 6}
 """`activate` of kernels.c."""
 _TORCH: dict[Kind, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
+    "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
+    "erf": torch.erf,
 }
 _HALF = (torch.bfloat16, torch.float16)
 

@@ -130,6 +130,8 @@ _ACTIVATIONS: dict[Any, elementwise.Kind] = {
     F.tanh: "tanh",
     torch.tanh: "tanh",
     Tensor.tanh: "tanh",
+    torch.erf: "erf",
+    Tensor.erf: "erf",
 }
 
 
@@ -147,8 +149,8 @@ class Everywhere(TorchFunctionMode):
             bias, x, weight = args
             return linear(x, weight.t(), bias)
         kind = _ACTIVATIONS.get(func)
-        if func is F.gelu and kwargs.get("approximate") == "tanh":
-            kind = "gelu_tanh"
+        if func is F.gelu:
+            kind = "gelu_tanh" if kwargs.get("approximate") == "tanh" else "gelu"
         if kind is None or kwargs.get("inplace") or len(args) != 1:
             return func(*args, **kwargs)
         return elementwise.activation(args[0], kind)
