@@ -266,7 +266,7 @@ def test_the_last_word_counts(tmp_path):
         ("stages.rl.train.steps=3", "no stage 'rl'; stages: sft"),
         ("stages.sft.model.path=x", "model cannot differ between stages"),
         ("train.steps=[1", "not valid YAML"),
-        ("train.steps=3.5", "train.steps: got 3.5, expected a whole number >= 1"),
+        ("train.steps=3.5", "train.steps: got 3.5, expected a whole number >= 0"),
         ("seed.x=3", "unknown key"),
     ],
 )
@@ -438,15 +438,15 @@ def test_stages_of_a_config_made_in_python():
     [
         (
             'train: {steps: "8"}',
-            'train.steps: got "8", expected a whole number >= 1 or null (training steps); the value is '
+            'train.steps: got "8", expected a whole number >= 0 or null (training steps); the value is '
             "text: write 8 without quotes",
         ),
         (
             "train: {steps: 1e3}",
-            "got 1000.0, expected a whole number >= 1 or null (training steps); write 1000",
+            "got 1000.0, expected a whole number >= 0 or null (training steps); write 1000",
         ),
         ("train: {steps: 1_000}", 'got "1_000"'),
-        ("train: {steps: 0}", "got 0, expected a whole number >= 1"),
+        ("train: {steps: -1}", "got -1, expected a whole number >= 0"),
         ("train: {steps: true}", "got true, expected a whole number"),
         ("train: {optimizer: {lr: .inf}}", "train.optimizer.lr: got Infinity, expected a number >= 0"),
         (
