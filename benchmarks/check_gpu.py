@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "src")]  # also where whet is not installed
+SRC = HERE.parent / "src"
+sys.path[:0] = [str(HERE), str(SRC)]  # also where whet is not installed; what a check starts finds it, too:
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SRC), os.environ.get("PYTHONPATH"))))
 
 from gpu import measured  # noqa: E402
 from gpu_checks import CHECKS, Case, Skipped  # noqa: E402

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import psutil
@@ -313,7 +313,7 @@ def test_every_key_of_the_sections_reaches_its_place(tmp_path: Path, monkeypatch
     groups = [one_rollout(Task(uid=uid, **task)) for uid in uids]  # type: ignore[arg-type]
     queue.store.put([Scored(group.task.uid, group) for group in groups])
     assert [g.task.uid for g in queue.store.take(1, step=1)] == [1], "the newest first"
-    publisher = open_publisher(cfg, tmp_path)
+    publisher = open_publisher(cfg, tmp_path, cast(Any, SimpleNamespace(machine=None)))
     for version in range(5):
         publisher.send(version, [("w", torch.ones(2))])
     assert len([p for p in (tmp_path / "weights").iterdir() if p.name.isdigit()]) == 3
@@ -352,7 +352,7 @@ def test_an_explorer_samples_from_the_trainer_s_weights(
     loaded = load(None, (), tree(tmp_path, **apart(sync={"content": content}, model=model)))
     cfg = loaded.stages[0]
     policy = TorchEngine(a_model(cfg, seed=1), kernels.load("torch"), cut=MicroBatchPolicy())
-    publisher = open_publisher(cfg, tmp_path)
+    publisher = open_publisher(cfg, tmp_path, policy)
 
     def explorer(name: str) -> Any:
         there = cfg.model_copy(

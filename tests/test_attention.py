@@ -509,7 +509,7 @@ def test_transformers_models_run_on_it(family: str) -> None:
 
 def test_transformers_without_a_plan() -> None:
     x = torch.zeros(1, 1, 2, 16)
-    with pytest.raises(ValueError, match="keyword `plan` of"):
+    with pytest.raises(ConfigError, match="keyword `plan` of"):
         hf_attention(torch.nn.Module(), x, x, x, None)
-    with pytest.raises(ValueError, match="dropout"):
+    with pytest.raises(ConfigError, match="dropout"):
         hf_attention(torch.nn.Module(), x, x, x, None, plan=lambda *a, **k: x, dropout=0.1)

@@ -225,6 +225,10 @@ def test_of_a_config_file_its_model_is_evaluated(run: Path, config: Path, tmp_pa
         ConfigError, match=r"run\.yaml is a config file, not a run: .* leave stage and step out"
     ):
         evaluate(config, step=2)
+    before = {path: path.read_bytes() for path in (run / "bench").rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"has checkpoints: `whet eval .*run` evaluates them"):
+        evaluate(config, overrides=[f"run_dir={run}"])
+    assert before == {path: path.read_bytes() for path in (run / "bench").rglob("*") if path.is_file()}
 
 
 def test_checkpoints_may_be_asked_otherwise(run: Path) -> None:

@@ -112,7 +112,8 @@ def evaluate(
     run's. stage, step: only checkpoints of this stage, of this step. overrides, sections: as for `train`. dialect: of a
     config file, as for `train`. A model needs data and rewards. Metrics and replies are written to RUN/bench, for a
     model to run_dir/bench (runs/eval-MODEL/bench by default), which every call replaces.
-    Raises ConfigError before anything is run, CheckpointError where there is no such checkpoint.
+    Raises ConfigError before anything is run, also for a config file whose run has checkpoints; CheckpointError where
+    there is no such checkpoint.
     """
     target = Path(target).expanduser()
     functions, named = named_functions(rewards)
@@ -130,6 +131,7 @@ def evaluate(
         loaded = load(None, overrides, _for_model(target, sections))
     elif model:
         loaded = load(target, overrides, sections, dialect)
+        _refuse_trained(target, Path(loaded.config.run_dir))
     else:
         loaded = config_of(target, overrides, sections)
     if named is not None:
@@ -137,6 +139,16 @@ def evaluate(
     loaded = with_rows(loaded, rows)
     chosen = Selected(stage, step)
     return judge_checkpoints(loaded, functions, rows=rows, chosen=chosen, model=model)
+
+
+def _refuse_trained(file: Path, run_dir: Path) -> None:
+    """Its model as it begins is not what somebody means who has trained it."""
+    checkpoints = run_dir / "checkpoints"
+    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+        raise ConfigError(
+            f"{run_dir}, the run directory of {file}, has checkpoints: `whet eval {run_dir}` evaluates them. To "
+            "evaluate the model as it was before training, give another one: run_dir=runs/before"
+        )
 
 
 def is_model(folder: Path) -> bool:

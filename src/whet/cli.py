@@ -244,9 +244,9 @@ def evaluate(
 ) -> None:
     """Score the kept checkpoints of a run, a model, or replies from a file, with rewards.
 
-    Checkpoints are evaluated on data.eval, or --data, oldest first; results go to RUN/bench. Of a config file its model
-    is evaluated. A model's folder needs --data and --reward; results go to runs/eval-MODEL/bench. Replies come from
-    --offline, or from data.eval (eval.offline).
+    Checkpoints are evaluated on data.eval, or --data, oldest first; results go to RUN/bench. Of a config file, the
+    model that it begins with is evaluated. A model's folder needs --data and --reward; results go to
+    runs/eval-MODEL/bench. Replies come from --offline, or from data.eval (eval.offline).
 
     \b
     Example: whet eval runs/first_run eval.samples=4 eval.sampling.temperature=1.0

@@ -129,9 +129,8 @@ def open_weights(
 ) -> Weights:
     """Where explorers are separate processes, they get the weights from run_dir/weights."""
     elsewhere = context.cfg.mode == "train" and context.algorithm.kind == "online"
-    out = open_publisher(context.cfg, run_dir) if elsewhere else None
+    out = open_publisher(context.cfg, run_dir, policy) if elsewhere else None
     if out is not None and policy.machine is not None:
-        out.there = shared(policy, run_dir / "weights")
         who = "a rank" if out.there else "this process, because the ranks do not reach the run directory,"
         log.info("stage %s: the ranks are on another machine; %s writes their weights", context.name, who)
     sampler = models.sampler
@@ -143,8 +142,9 @@ def open_weights(
     return Weights(context, policy, models.engine, sampler, out)
 
 
-def open_publisher(cfg: Config, run_dir: Path) -> Publisher:
-    """Where explorers in separate processes get the weights from."""
+def open_publisher(cfg: Config, run_dir: Path, policy: TrainEngine) -> Publisher:
+    """Where explorers in separate processes get the policy's weights from."""
     files = Files(run_dir.resolve() / "weights", timeout_s=cfg.sync.timeout_s, keep=cfg.sync.keep)
     files.tidy()
-    return publisher_of(cfg, files, receipts=files.receipts)
+    there = policy.machine is not None and shared(policy, files.root)
+    return publisher_of(cfg, files, receipts=files.receipts, there=there)

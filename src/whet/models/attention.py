@@ -21,6 +21,7 @@ from whet.models.compiled_layers import CachedTokens
 from whet.models.kernels import Ops
 from whet.models.segments import Segments
 from whet.models.torch_ops import PAGE, Weighing, cache_dtype
+from whet.types import ConfigError
 
 __all__ = [
     "PAGE",
@@ -220,12 +221,12 @@ def hf_attention(
     pass. The mask is not read: the plan defines which tokens each token attends to.
     """
     if plan is None:
-        raise ValueError(
-            f"{type(module).__name__} was not given the keyword `plan` of model(...): the model's layers do not pass "
-            "on keywords"
+        raise ConfigError(
+            f"the model cannot be packed: {type(module).__name__} was not given the keyword `plan` of model(...), "
+            "because its layers do not pass on keywords; choose another decoder-only model"
         )
     if dropout:
-        raise ValueError(
+        raise ConfigError(
             f"attention dropout is {dropout}, which whet does not support; set attention_dropout=0"
         )
     q_NHD, k_NKD, v_NKD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))

@@ -51,9 +51,8 @@ def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Ca
         )
     register_hf_attention()
     model.set_attn_implementation("whet")
-    if (
-        model.device.type == "cpu"
-    ):  # expert by expert, by `Everywhere`: rows of a grouped product do not agree
+    if model.device.type == "cpu":
+        # Rows of a grouped product do not agree. One by one costs 15 % with 8 experts, twice the time with 32.
         model.set_experts_implementation("eager")
     base = model.get_decoder()
     products = nullcontext if compile else Everywhere
@@ -162,13 +161,7 @@ def probe(
     ids_U = torch.arange(7, 7 + sum(lengths), device=device) % head.size
     segments = Segments.of_lengths(torch.tensor(lengths))
     attend = _Recorder(PackedAttention(segments, ops))
-    try:
-        ours_UV = logits(head, hidden(ids_U, segments.position_N.to(device), attend), 1.0)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"{type(model).__name__} cannot be packed: with whet's attention its layers raise {type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}. Choose a decoder-only model with causal softmax attention"
-        ) from error
+    ours_UV = logits(head, hidden(ids_U, segments.position_N.to(device), attend), 1.0)
     model.set_attn_implementation("eager")
     theirs_UV = torch.cat(
         [model(input_ids=part[None], use_cache=False).logits[0] for part in ids_U.split(lengths)]

@@ -133,6 +133,8 @@ _ACTIVATIONS: dict[Any, elementwise.Kind] = {
     torch.erf: "erf",
     Tensor.erf: "erf",
 }
+_GELUS: dict[str, elementwise.Kind] = {"none": "gelu", "tanh": "gelu_tanh"}
+"""By F.gelu's argument `approximate`."""
 
 
 class Everywhere(TorchFunctionMode):
@@ -150,7 +152,7 @@ class Everywhere(TorchFunctionMode):
             return linear(x, weight.t(), bias)
         kind = _ACTIVATIONS.get(func)
         if func is F.gelu:
-            kind = "gelu_tanh" if kwargs.get("approximate") == "tanh" else "gelu"
+            kind = _GELUS.get(kwargs.get("approximate", "none"))
         if kind is None or kwargs.get("inplace") or len(args) != 1:
             return func(*args, **kwargs)
         return elementwise.activation(args[0], kind)

@@ -113,9 +113,8 @@ def checks(config: Any, file: File) -> Iterator[Check]:
     made, train, plan = config.train.train_policy, config.train, file.plan
     group = min(plan.group_size, 8)
     each = train.train_batch_per_replica * config.policy.parallelism.n_init_replicas
-    together = max(
-        plan.tasks_per_step * plan.group_size // each, 1
-    )  # its steps over parts of groups are one here
+    # Several of its steps, where each is over a part of a group, are one here.
+    together = max(plan.tasks_per_step * plan.group_size // each, 1)
     batches = [case(kind, 0, sizes=[group] * 4) for kind in ("one turn", "far apart")]
     yield Check(
         what="batches",

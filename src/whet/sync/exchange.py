@@ -167,7 +167,6 @@ def publisher_of(
 def shared(policy: Policy, folder: Path) -> bool:
     """Whether the policy's machine reaches this folder by the same path, as on a file system of the cluster. Each of
     both processes reads what the other one writes there."""
-    folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".shared.new-", dir=folder) as name:
         asked, answer = Path(name, "asked"), Path(name, "answer")
