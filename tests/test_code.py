@@ -132,6 +132,25 @@ def test_an_installed_package_counts_by_its_version() -> None:
     assert module_file("no.such.module") is None
 
 
+def test_folders_without_init_may_lie_in_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own finder asks for the imported parent of a namespace package."""
+    monkeypatch.chdir(tmp_path)
+    for place in ("here", "there"):
+        monkeypatch.syspath_prepend(place)
+        inner = tmp_path / place / "spaces_of_mine" / "math" / "judges"
+        inner.mkdir(parents=True)
+        (inner / f"{place}.py").write_text("import json\n")
+    (inner / "score.py").write_text("from spaces_of_mine.math.judges import here, there, nowhere\n")
+    files = {f"{place}/spaces_of_mine/math/judges" for place in ("here", "there")}
+    assert set(found("spaces_of_mine.math.judges.score:f")) == {
+        "there/spaces_of_mine/math/judges/score.py",
+        *(f"{folder}/{folder.partition('/')[0]}.py" for folder in files),
+    }
+    assert module_file("spaces_of_mine.math.judges") is None
+    assert module_file("spaces_of_mine.math.judges.score.more") is None
+    assert not [m for m in sys.modules if m.startswith("spaces_of_mine")]
+
+
 def test_a_function_of_python_counts_by_its_file_and_that_of_a_script_by_its_own_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,10 +11,12 @@ import functools
 import hashlib
 import inspect
 import os
+import pkgutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -104,17 +106,36 @@ def _file(name: str) -> Path | None:
 
 def module_file(module: str) -> Path | None:
     """The file that a module would be imported from. No package on the way is imported."""
-    places: Sequence[str] | None = None
-    origin = None
-    parts = module.split(".")
-    for n in range(1, len(parts) + 1):
-        name = ".".join(parts[:n])
-        specs = (finder.find_spec(name, places) for finder in sys.meta_path)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is None or (n < len(parts) and spec.submodule_search_locations is None):
+    top, *inner = module.split(".")
+    found = (finder.find_spec(top, None) for finder in sys.meta_path)
+    spec = next((spec for spec in found if spec is not None), None)
+    name = top
+    for part in inner:
+        if spec is None or spec.submodule_search_locations is None:
             return None
-        places, origin = spec.submodule_search_locations, spec.origin
+        name = f"{name}.{part}"
+        spec = _inside(name, list(spec.submodule_search_locations))
+    origin = None if spec is None else spec.origin
     return Path(origin).resolve() if origin and Path(origin).is_file() else None
+
+
+def _inside(name: str, places: Sequence[str]) -> ModuleSpec | None:
+    """A module or package below a package with these folders. Python's own finder of paths would need the package
+    imported where folders have no __init__.py."""
+    for finder in sys.meta_path:
+        if finder is not PathFinder and (spec := finder.find_spec(name, places)) is not None:
+            return spec
+    folders: list[str] = []
+    for importer in map(pkgutil.get_importer, places):
+        spec = None if importer is None else importer.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            return spec
+        folders += (spec and spec.submodule_search_locations) or ()
+    if not folders:
+        return None
+    spec = ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = folders
+    return spec
 
 
 def _digests(path: Path) -> dict[str, str]:
