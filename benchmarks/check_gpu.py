@@ -55,13 +55,14 @@ def one(name: str, case: Case) -> dict[str, Any]:
         return {"status": "failed", "why": f"{type(error).__name__}: {error}"[:800]}
 
 
-def apart(name: str, case: Case, limit_s: float) -> dict[str, Any]:
-    """The result of a check, in a process of its own that ends after `limit_s`."""
+def apart(name: str, case: Case, limit_s: float, threads: int | None = None) -> dict[str, Any]:
+    """The result of a check, in a process of its own that ends after `limit_s`. threads: None: one for each core."""
     command = [sys.executable, __file__, "--one", name, "--device", case.device]
     command += ["--small"] if case.small else []
     start = time.perf_counter()
+    env = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=env
     )
     RUNNING.add(process)
     try:
@@ -120,7 +121,8 @@ def everything(case: Case, names: list[str], at_once: int = 1) -> dict[str, dict
         if (left := until - time.monotonic()) < 5:
             return {"status": "failed", "why": "not started: the time for all checks is over"}
         slow = (1 if case.gpu else 3) * (1 if at_once == 1 else 2)
-        result = apart(name, case, min(left, rows(case)[name][0] * slow))
+        share = max(1, (os.cpu_count() or 1) // at_once) if name in CHECKS else None
+        result = apart(name, case, min(left, rows(case)[name][0] * slow), share)
         print(f"{name}: {result['status']}  {told(result)}", flush=True)
         return result
 

@@ -140,6 +140,86 @@ def _all(lines: list[dict[str, Any]], part: str) -> list[float]:
     return [float(v) for x in lines for k, v in x.items() if part in k and isinstance(v, float)]
 
 
+# ---------------------------------------------------------------- operations
+
+
+def operations(case: Case, *, dtype: str) -> Numbers:
+    """What lies between the matrix products, with its gradients, against float64 on the CPU: relative differences."""
+    import torch
+
+    from whet.models import kernels, torch_ops
+
+    kind, draw, found = getattr(torch, dtype), torch.Generator().manual_seed(0), {}
+    ops, tokens = kernels.load("auto"), 37 if case.small else 517
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(*shape, generator=draw)
+
+    angle = normal(tokens, 96)
+    turned = (angle.cos(), angle.sin())
+    cases: list[tuple[str, Any, tuple[Any, ...]]] = [
+        ("norm", lambda o, x, w: o.rms_norm(x, w, 1e-6, offset=1.0), (normal(tokens, 896), normal(896))),
+        ("add and norm", lambda o, x, y, w: torch.cat(o.add_rms_norm(x, y, w, 1e-6)),
+         (normal(tokens, 3584), normal(tokens, 3584), normal(3584))),
+        ("norm and rope", lambda o, x, w, *t: o.norm_rope(x, w, 1e-6, *t), (normal(tokens, 20, 96), normal(96))),
+        ("rope", lambda o, x, *t: o.norm_rope(x, None, 1e-6, *t), (normal(tokens, 3, 96),)),
+        *((act, lambda o, g, u, act=act: o.glu(g, u, act=act), (3 * normal(tokens, 1100), 5 * normal(tokens, 1100)))
+          for act in ("silu", "gelu_tanh", "swigluoai")),
+    ]  # fmt: skip
+    for name, run, given in cases:
+        far: list[list[Any]] = []
+        for device, real, table in (("cpu", torch.float64, torch_ops), (case.device, kind, ops)):
+            leaves = [x.to(kind).to(device, real, copy=True).requires_grad_() for x in given]
+            with_angles = [
+                x.to(device, torch.float64 if table is torch_ops else torch.float32) for x in turned
+            ]
+            out = run(table, *leaves, *(with_angles if "rope" in name else ()))
+            out.square().sum().backward()
+            far.append([out.detach(), *(x.grad for x in leaves)])
+        bound = 1e-5 if kind is torch.float32 else 0.02
+        off = max(float((a - b.double().cpu()).abs().max() / a.abs().max()) for a, b in zip(*far))
+        found[name] = within(f"the relative difference of {name}", off, bound)
+    return found
+
+
+def vocabulary(case: Case) -> Numbers:
+    """Log-probs, entropy, their gradient and samples over a vocabulary, against float64 on the CPU."""
+    import torch
+
+    from whet.models import kernels, torch_ops
+
+    ops, draw, rows = kernels.load("auto"), torch.Generator().manual_seed(0), 8 if case.small else 64
+    size = 5000 if case.small else 151936
+    z = 3 * torch.randn(rows, size, generator=draw)
+    z[:, 7] = -torch.inf
+    targets, uniform = torch.arange(rows) * 61, torch.rand(rows, dtype=torch.float64, generator=draw)
+    slopes = [torch.randn(rows, generator=draw) for _ in range(2)]
+    exact, mine = (
+        torch_ops.logprobs(z.double(), targets),
+        ops.logprobs(z.to(case.device), targets.to(case.device)),
+    )
+    gradient, far = z.double().clone(), z.to(case.device, copy=True)
+    torch_ops.logprobs_backward(gradient, targets, *exact, *(s.double() for s in slopes))
+    ops.logprobs_backward(far, targets.to(case.device), *mine, *(s.to(case.device) for s in slopes))
+    token, logp = ops.sample(z.to(case.device), uniform.to(case.device))
+    cumulative = z.double().softmax(-1).cumsum(-1)
+    at = token.cpu()[:, None]
+    below = torch.where(at > 0, cumulative.gather(1, (at - 1).clamp(min=0)), 0.0).squeeze(1)
+    miss = torch.maximum(below - uniform, uniform - cumulative.gather(1, at).squeeze(1)).clamp(min=0).max()
+    many = torch.tensor([0.1, 0.0, 0.3, 0.6]).log().expand(4096, 4).contiguous().to(case.device)
+    often = ops.sample(many, torch.rand(4096, dtype=torch.float64, generator=draw).to(case.device))[0].cpu()
+    share = torch.bincount(often, minlength=4) / 4096
+    if not torch.equal(ops.logprobs(z.to(case.device), token)[0], logp):
+        raise Failed("a sampled token's log-prob has other bits than the trainer's")
+    return {
+        "logp": within("the difference of log-probs", float((mine[0].cpu() - exact[0]).abs().max()), 2e-5),
+        "entropy": within("that of entropies", float((mine[1].cpu() - exact[1]).abs().max()), 2e-5),
+        "gradient": within("that of gradients", float((far.cpu() - gradient).abs().max()), 1e-5),
+        "beside_the_token": within("how far a number lies outside its token's share", float(miss), 1e-6),
+        "of_0.1_0_0.3_0.6": [round(float(x), 3) for x in share],
+    }
+
+
 # ---------------------------------------------------------------- attention
 
 
@@ -495,6 +575,9 @@ def contract(case: Case, file: str, chosen: str) -> Numbers:
 
 CHECKS: dict[str, tuple[int, Callable[[Case], Numbers]]] = {
     "machine": (60, machine),
+    "operations, float32": (60, lambda c: operations(c, dtype="float32")),
+    "operations, bfloat16": (60, lambda c: operations(c, dtype="bfloat16")),
+    "vocabulary": (60, vocabulary),
     "attention over pages, float32": (90, lambda c: attention_over_pages(c, dtype="float32")),
     "attention over pages, bfloat16": (90, lambda c: attention_over_pages(c, dtype="bfloat16")),
     "attention of packed batches": (60, packed_attention),

@@ -205,7 +205,13 @@ def _varlen_attn_backward(
     return tuple(x.to(q_NHD.dtype) for x in made)
 
 
+def _wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """`torch.mm` whose sums are not rounded to the factors' dtype."""
+    return a.to(dtype) @ b.to(dtype)
+
+
 KERNELS = {
+    "aten::mm.dtype": _wide_mm,
     "whet::attend_pages": _attend_pages,
     "torch_attn::_varlen_attn": _varlen_attn,
     "torch_attn::_varlen_attn_backward": _varlen_attn_backward,

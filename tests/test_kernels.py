@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,14 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from whet.models import build, kernels
+from whet.models import build, kernels, triton_ops
 from whet.models.kernels import Ops
 from whet.models.segments import Segments
 from whet.types import ConfigError, WhetError
 
 
-@pytest.fixture(params=["torch", "compiled"])
-def ops(request: pytest.FixtureRequest) -> Ops:
+@pytest.fixture(params=["torch", "compiled", "triton"])
+def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ops:
+    """triton: the kernels of GPUs in Triton's interpreter, which `test_triton` asks for."""
+    if request.param == "triton":
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("test_triton runs these")
+        monkeypatch.setattr(
+            triton_ops, "fits", lambda *given: all(t.dtype in triton_ops._DTYPES for t in given)
+        )
+        functions = {name: getattr(triton_ops, name) for name in kernels._FUNCTIONS}
+        return Ops(name="torch", reason="interpreted", **functions)
     try:
         return kernels.load(request.param)
     except ConfigError as error:
@@ -187,7 +197,11 @@ def test_backward_with_forbidden_tokens(ops: Ops) -> None:
 
 
 def test_targets_outside_the_vocabulary_are_refused(ops: Ops) -> None:
+    """On a GPU nothing outside is read, and the log-prob is NaN: the host does not wait for the device to ask."""
     for bad in (3, -1):
+        if ops.reason == "interpreted":
+            assert ops.logprobs(torch.zeros(1, 3), torch.tensor([bad]))[0].isnan()
+            continue
         with pytest.raises((ValueError, RuntimeError)):
             ops.logprobs(torch.zeros(1, 3), torch.tensor([bad]))
 
@@ -243,6 +257,12 @@ def test_sampled_logprob_is_the_trainers(ops: Ops, vocabulary: int, threads: int
 def test_sample_refuses_logits_that_are_no_distribution(ops: Ops, bad: float) -> None:
     z = torch.zeros(3, 20)
     z[1, 4] = bad
+    if ops.reason == "interpreted":  # the runner asks for it together with what has ended
+        token_B, logp_B = ops.sample(z, torch.full((3,), 0.5, dtype=torch.float64))
+        assert logp_B.isfinite().tolist() == [True, False, True]
+        assert ((token_B >= 0) & (token_B < 20)).all()
+        assert not ops.sample(torch.full((1, 20), -torch.inf), torch.zeros(1))[1].isfinite()
+        return
     with pytest.raises(WhetError, match="1 row"):
         ops.sample(z, torch.full((3,), 0.5, dtype=torch.float64))
     with pytest.raises(WhetError, match="3 row"):

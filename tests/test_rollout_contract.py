@@ -513,7 +513,8 @@ def test_scores_are_the_log_probs_of_the_model(engine: RolloutEngine, name: str)
         assert first.logprobs == done.logprobs
         return
     with torch.no_grad():
-        logits_TV = module()(torch.tensor([tokens])).logits[0].float()
+        model = module()
+        logits_TV = model(torch.tensor([tokens], device=model.device)).logits[0].float().cpu()
     for given, found in zip(ask, (first, second)):
         logp_AV = (logits_TV[: len(given.token_ids)][given.start - 1 : -1] / given.temperature).log_softmax(
             -1

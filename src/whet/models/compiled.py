@@ -1,5 +1,5 @@
-"""The compiled kernels as torch functions: float32 and half precision on the CPU use C, everything else the PyTorch
-fallback.
+"""The compiled kernels as torch functions: float32 and half precision on the CPU use C, an NVIDIA GPU Triton
+(`triton_ops`), everything else the PyTorch fallback.
 
 Semantics, shapes and errors are documented at the fallbacks of the same name (`models.torch_ops`). Calls release the
 interpreter's lock. In half precision a kernel computes with the same numbers in float32 and rounds its result, once;
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from whet.models import torch_ops
+from whet.models import torch_ops, triton_ops
 from whet.models.build import BuildError, library
 from whet.models.segments import Segments
 from whet.models.torch_ops import Act, Weighing
@@ -188,7 +188,7 @@ def _parts(rows: int, width: int) -> Tensor:
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
     if not _native(x_ND, weight_D):
-        return torch_ops.rms_norm(x_ND, weight_D, eps, offset=offset)
+        return triton_ops.rms_norm(x_ND, weight_D, eps, offset=offset)
     return _call(_RmsNorm, x_ND, None, weight_D, eps, offset)[0]
 
 
@@ -198,6 +198,8 @@ def add_rms_norm(
     if _float32(x_ND, residual_ND, weight_D):
         found: tuple[Tensor, Tensor] = _call(_RmsNorm, x_ND, residual_ND, weight_D, eps, offset)
         return found
+    if x_ND.device.type != "cpu":
+        return triton_ops.add_rms_norm(x_ND, residual_ND, weight_D, eps, offset=offset)
     sum_ND = x_ND + residual_ND  # rounded, as the residual that goes on is
     return rms_norm(sum_ND, weight_D, eps, offset=offset), sum_ND
 
@@ -248,7 +250,7 @@ def norm_rope(
 ) -> Tensor:
     given = (x_NHD, cos_ND, sin_ND) if weight_D is None else (x_NHD, cos_ND, sin_ND, weight_D)
     if not _native(*given) or x_NHD.shape[-1] > _MAX_HEAD:
-        return torch_ops.norm_rope(x_NHD, weight_D, eps, cos_ND, sin_ND, offset=offset)
+        return triton_ops.norm_rope(x_NHD, weight_D, eps, cos_ND, sin_ND, offset=offset)
     if cos_ND.shape != sin_ND.shape or cos_ND.shape != (x_NHD.shape[0], x_NHD.shape[2]):
         raise ValueError(
             f"norm_rope: cos and sin must be [N, D] of x {tuple(x_NHD.shape)}, got {tuple(cos_ND.shape)}"
@@ -284,7 +286,7 @@ class _Glu(Function):
 
 def glu(gate_NF: Tensor, up_NF: Tensor, *, act: Act) -> Tensor:
     if not _native(gate_NF, up_NF) or gate_NF.dim() != 2:
-        return torch_ops.glu(gate_NF, up_NF, act=act)
+        return triton_ops.glu(gate_NF, up_NF, act=act)
     if gate_NF.shape != up_NF.shape:
         raise ValueError(f"glu: gate {tuple(gate_NF.shape)} and up {tuple(up_NF.shape)} differ in shape")
     return _call(_Glu, gate_NF, up_NF, _ACTS[act])
@@ -300,7 +302,7 @@ def _rows_and_targets(logits: Tensor, targets: Tensor) -> None:
 
 def logprobs(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     if not _float32(logits_NV):
-        return torch_ops.logprobs(logits_NV, targets_N)
+        return triton_ops.logprobs(logits_NV, targets_N)
     _rows_and_targets(logits_NV, targets_N)
     logits, targets = logits_NV.contiguous(), targets_N.contiguous()
     logp_N, entropy_N = torch.empty(len(targets)), torch.empty(len(targets))
@@ -319,7 +321,7 @@ def logprobs_backward(
 ) -> None:
     given = [logp_N, entropy_N, dlogp_N, *([] if dentropy_N is None else [dentropy_N])]
     if not _float32(logits_NV, *given) or not logits_NV.is_contiguous():
-        torch_ops.logprobs_backward(logits_NV, targets_N, logp_N, entropy_N, dlogp_N, dentropy_N)
+        triton_ops.logprobs_backward(logits_NV, targets_N, logp_N, entropy_N, dlogp_N, dentropy_N)
         return
     _rows_and_targets(logits_NV, targets_N)
     kept = [t.contiguous() for t in (targets_N, *given)]
@@ -329,7 +331,7 @@ def logprobs_backward(
 
 def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     if not _float32(logits_BV):
-        return torch_ops.sample(logits_BV, uniform_B)
+        return triton_ops.sample(logits_BV, uniform_B)
     logits, uniform = logits_BV.contiguous(), uniform_B.to(torch.float64).contiguous()
     rows, vocabulary = logits.shape
     if uniform.shape != (rows,):
@@ -487,7 +489,7 @@ def write_kv(
     k_pages: Tensor, v_pages: Tensor, k_NKD: Tensor, *, v_NKD: Tensor, page_N: Tensor, slot_N: Tensor
 ) -> None:
     if not _float32(k_pages, v_pages) or not _native(k_NKD, v_NKD):
-        torch_ops.write_kv(k_pages, v_pages, k_NKD, v_NKD=v_NKD, page_N=page_N, slot_N=slot_N)
+        triton_ops.write_kv(k_pages, v_pages, k_NKD, v_NKD=v_NKD, page_N=page_N, slot_N=slot_N)
         return
     k, v = _dense_rows(k_NKD), _dense_rows(v_NKD)
     page, slot = (t.to(torch.int64).contiguous() for t in (page_N, slot_N))

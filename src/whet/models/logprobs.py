@@ -23,6 +23,7 @@ from whet.models.vocabulary import Vocabulary, VocabularyHead
 
 _KEEP = 1 << 24
 """Logits (64 MiB of float32) that are kept for the backward pass; more are recomputed chunk by chunk."""
+_HALF = (torch.bfloat16, torch.float16)
 _CHUNK = 128
 """Rows of logits at a time: a thirty-second of 4096 rows, and enough for products to run at full speed."""
 
@@ -85,7 +86,12 @@ def _logits(
     room: Tensor | None = None,
 ) -> Tensor:
     """room: float32 [A or more, V] to write them to."""
-    z_AV = linear(hidden_AD, *parameters).float() if room is None else _linear(hidden_AD, *parameters, room)
+    if hidden_AD.is_cuda and hidden_AD.dtype == parameters[0].dtype in _HALF:
+        z_AV = _wide_linear(hidden_AD, *parameters)
+    else:
+        z_AV = (
+            linear(hidden_AD, *parameters).float() if room is None else _linear(hidden_AD, *parameters, room)
+        )
     if head.scale != 1.0:
         z_AV.mul_(head.scale)
     if head.softcap is not None:
@@ -93,6 +99,12 @@ def _logits(
     if isinstance(temperature, Tensor):
         return z_AV.div_(temperature[:, None])
     return z_AV if temperature == 1.0 else z_AV.div_(temperature)
+
+
+def _wide_linear(hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    """`linear` in half precision on a GPU, whose sums are in float32: not rounded on their way."""
+    z_AV = torch.mm(hidden_AD, weight_VD.t(), out_dtype=torch.float32)
+    return z_AV if bias_V is None else z_AV.add_(bias_V)
 
 
 def _linear(hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, room: Tensor) -> Tensor:

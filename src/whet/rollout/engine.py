@@ -92,15 +92,16 @@ SPOILED: Mapping[str, tuple[str, ...]] = {
 """With which settings other than `PLAIN` the log-probs are unknown."""
 
 
-def own_engine(*, stop_texts: bool, experts: bool = False) -> Capabilities:
-    """What whet's own engines can do; stop texts, where they are given a decoder."""
+def own_engine(*, stop_texts: bool, experts: bool = False, device: str = "cpu") -> Capabilities:
+    """What whet's own engines can do; stop texts, where they are given a decoder. On a GPU the products of libraries
+    round by the number of rows, so a reply may depend on its batch."""
     return Capabilities(
         logprobs="always",
         stop_texts=stop_texts,
         penalties=True,
         images=False,
         in_flight_updates=True,
-        reproducible="everywhere",
+        reproducible="everywhere" if device == "cpu" else "no",
         experts=experts,
     )
 

@@ -87,7 +87,7 @@ class HfEngine:
 
     @property
     def can(self) -> Capabilities:
-        return own_engine(stop_texts=self.decode is not None)
+        return own_engine(stop_texts=self.decode is not None, device=self.module.device.type)
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
         """See `RolloutEngine`."""

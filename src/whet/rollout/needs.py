@@ -29,7 +29,7 @@ def check_engine(can: Capabilities, cfg: Config) -> None:
         raise ConfigError(f"rollout.engine={name} cannot do what the config asks for: {'; '.join(lacks)}")
     if can.reproducible != "everywhere":
         log.warning(
-            "rollout.engine=%s does not repeat its samples (reproducible: %s): a resumed run differs from an "
+            "rollout.engine=%s does not repeat its samples (reproducible: %s): a resumed run may differ from an "
             "uninterrupted one",
             name,
             can.reproducible,

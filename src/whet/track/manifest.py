@@ -98,7 +98,11 @@ def file_sha256(path: Path) -> str:
 def package_versions() -> Mapping[str, str]:
     """Versions of whet and of its installed dependencies, as the process found them."""
     found = {}
-    for asked in ["whet", *(metadata.requires("whet") or ())]:
+    try:
+        needs = metadata.requires("whet") or []
+    except metadata.PackageNotFoundError:  # from its source folder, not installed
+        return {}
+    for asked in ["whet", *needs]:
         name = re.split(r"[^A-Za-z0-9_.-]", asked, maxsplit=1)[0]
         try:
             found[name] = metadata.version(name)

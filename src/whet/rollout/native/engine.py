@@ -124,7 +124,8 @@ class NativeEngine:
 
     @property
     def can(self) -> Capabilities:
-        return own_engine(stop_texts=self.decode is not None, experts=True)
+        device = self.runner.device.type
+        return own_engine(stop_texts=self.decode is not None, experts=True, device=device)
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
         """See `RolloutEngine`."""
