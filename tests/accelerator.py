@@ -165,6 +165,7 @@ def _attend_pages(
     """`paged.attend_pages` by the operations it stands for."""
     starts, _, scale, window, softcap, sinks = rest
     queries_B = None if starts is None else starts.diff().long()
+    keys_B = keys_B if starts is None else keys_B.diff().long()
     how: Any = {"scale": scale, "window": window or None, "softcap": softcap or None, "sinks": sinks}
     place = {"table_BP": table_BP, "keys_B": keys_B, "queries_B": queries_B}
     with torch._C._DisableTorchDispatch():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
 
-from whet.models import kernels, paged, paged_kernel
+from whet.models import paged, paged_kernel
+from whet.models.kernels import load
 from whet.models.segments import Bounds
 
 CASES = (
@@ -17,11 +19,23 @@ CASES = (
     (6, 3, 32, 40, 5.0, False),
 )
 """Query heads, key/value heads, head size, window, soft-cap, sinks."""
+SHAPES = paged.shapes
 
 
-def worst(kernel: Any) -> float:
+def in_parts(*given: Any) -> torch.Tensor:
+    """A decode step in parts of 64 keys, that of the longest row in three."""
+    with mock.patch.object(paged, "SPLIT", 64), mock.patch.object(paged, "shapes", few_keys):
+        return paged.launch(*given)
+
+
+def few_keys(*given: Any, **how: Any) -> tuple[int, dict[str, int]]:
+    queries, sizes = SHAPES(*given, **how)
+    return queries, sizes | {"KEYS": 32}
+
+
+def worst(kernels: Any) -> float:
     """Rows of 1 to 150 keys, decode steps and parts of histories, over pages in random order."""
-    draw, ops, found = torch.Generator().manual_seed(0), kernels.load("torch"), 0.0
+    draw, ops, found = torch.Generator().manual_seed(0), load("torch"), 0.0
     for heads, kv, size, window, cap, sunk in CASES:
         sinks = torch.randn(heads, generator=draw) if sunk else None
         k = torch.randn(40, kv, size, 16, generator=draw)
@@ -36,12 +50,17 @@ def worst(kernel: Any) -> float:
             exact = ops.attend_cached(q, k, v, table_BP=table_BP, keys_B=keys_B, queries_B=queries_B, **how)  # type: ignore[arg-type]
             bounds = None if queries_B is None else Bounds.of(queries_B, keys_B, torch.device("cpu"))
             place = (None, 1) if bounds is None else (bounds.query_S, bounds.longest[0])
+            keys = keys_B if bounds is None else bounds.key_S
             weighing = (how["scale"], window or 0, cap or 0.0, sinks)
-            seen = paged.launch(kernel, q, k, v, table_BP, keys_B, *place, *weighing)  # type: ignore[arg-type]
+            seen = paged.launch(kernels, q, k, v, table_BP, keys, *place, *weighing)  # type: ignore[arg-type]
             found = max(found, float((seen - exact).abs().max()))
+            if queries_B is None:
+                parts = in_parts(kernels, q, k, v, table_BP, keys_B, *place, *weighing)
+                found = max(found, float((parts - exact).abs().max()))
+                assert torch.equal(parts[0], seen[0]), "a row of one part has the same bits"
     return found
 
 
 if __name__ == "__main__":
-    print(worst(paged_kernel.attend))
+    print(worst(paged_kernel))
     sys.exit(0)

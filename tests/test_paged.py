@@ -20,7 +20,7 @@ NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"
 def test_shapes_by_hand() -> None:
     """Qwen2.5 0.5B: 14 heads over 2, 64 numbers each; a step has one query a row, a prefill nine of seven heads."""
     queries, step = paged.shapes(7, 64, 2, step=True)
-    assert (queries, step["ROWS"], step["WIDE"], step["KEYS"]) == (1, 16, 64, 64)
+    assert (queries, step["ROWS"], step["WIDE"], step["KEYS"]) == (1, 16, 64, 128)
     queries, prefill = paged.shapes(7, 64, 2, step=False)
     assert (queries, prefill["ROWS"]) == (9, 64)
     for group, size, width in ((1, 256, 4), (8, 96, 2), (64, 128, 4), (3, 40, 2)):
@@ -70,7 +70,10 @@ def test_the_kernel_computes_what_the_twin_computes() -> None:
     ("dtype", "group", "size", "step"),
     [(torch.bfloat16, 7, 64, True), (torch.float16, 6, 128, False), (torch.float32, 1, 256, False)],
 )
-def test_the_kernel_compiles(capability: int, dtype: torch.dtype, group: int, size: int, step: bool) -> None:
+@pytest.mark.parametrize("split", [0, 2048])
+def test_the_kernel_compiles(
+    capability: int, dtype: torch.dtype, group: int, size: int, step: bool, split: int
+) -> None:
     """To machine code, which needs no GPU, within the shared memory of every GPU from 2020 on."""
     import triton  # type: ignore[import-not-found]
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
@@ -78,10 +81,12 @@ def test_the_kernel_compiles(capability: int, dtype: torch.dtype, group: int, si
     from whet.models import paged_kernel
 
     _, sizes = paged.shapes(group, size, dtype.itemsize, step=step)
-    constants = {**sizes, "STEP": step, "WINDOW": True, "SOFTCAP": True, "SINKS": True}
+    constants = {**sizes, "STEP": step, "WINDOW": True, "SOFTCAP": True, "SINKS": True, "SPLIT": split}
     numbers = dict.fromkeys(("q_token", "q_head", "k_page", "k_head", "v_page", "v_head"), "i32")
     signature = {
-        **dict.fromkeys(("q", "k", "v", "out", "sinks"), NAMES[dtype]),
+        **dict.fromkeys(("q", "k", "v", "sinks"), NAMES[dtype]),
+        **dict.fromkeys(("tops", "weights"), "*fp32"),
+        "out": "*fp32" if split else NAMES[dtype],
         "table": "*i32",
         "keys": "*i64",
         "starts": "*i64" if step else "*i32",
@@ -96,3 +101,20 @@ def test_the_kernel_compiles(capability: int, dtype: torch.dtype, group: int, si
     )
     assert made.asm["cubin"]
     assert made.metadata.shared <= 99 << 10
+
+
+@pytest.mark.skipif(not TRITON, reason="Triton comes with torch's builds for CUDA")
+def test_the_joining_kernel_compiles() -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from whet.models import paged_kernel
+
+    constants = {"SIZE": 96, "WIDE": 128, "SPLIT": 2048, "SINKS": True}
+    signature = {
+        **dict.fromkeys(("parts", "tops", "weights"), "*fp32"),
+        **{"out": "*bf16", "sinks": "*bf16", "keys": "*i64", "heads": "i32", "splits": "i32"},
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    source = triton.compiler.ASTSource(paged_kernel.join, signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["cubin"]

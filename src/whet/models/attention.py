@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from whet.models.compiled_layers import CachedTokens
 from whet.models.kernels import Ops
-from whet.models.segments import Segments
+from whet.models.segments import Bounds, Segments
 from whet.models.torch_ops import PAGE, Weighing, cache_dtype
 from whet.types import ConfigError
 
@@ -165,6 +165,9 @@ class CachedAttention:
         self.page_N = page_N.to(device, torch.int64)
         self.slot_N = (self.position_N % PAGE).to(device)
         self.table_BP = self.table_BP.to(device)
+        # once for all layers: whoever copies numbers to a GPU waits for what it computes
+        on_gpu = queries_B is not None and self.table_BP.is_cuda
+        self.bounds = Bounds.of(queries_B, self.keys_B, device) if on_gpu and queries_B is not None else None
 
     @property
     def tokens(self) -> CachedTokens:
@@ -183,6 +186,7 @@ class CachedAttention:
             table_BP=self.table_BP,
             keys_B=self.keys_B,
             queries_B=self.queries_B,
+            bounds=self.bounds,
             **how,
         )
 

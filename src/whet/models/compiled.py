@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from whet.models import torch_ops, triton_ops
 from whet.models.build import BuildError, library
-from whet.models.segments import Segments
+from whet.models.segments import Bounds, Segments
 from whet.models.torch_ops import Act, Weighing
 from whet.types import WhetError
 
@@ -458,12 +458,20 @@ def attend_cached(
     table_BP: Tensor,
     keys_B: Tensor,
     queries_B: Tensor | None = None,
+    bounds: Bounds | None = None,
     **how: Unpack[Weighing],
 ) -> Tensor:
     _, heads, size = q_NHD.shape
     if not _native(q_NHD) or not _float32(k_pages, v_pages) or size % 16:
         return torch_ops.attend_cached(
-            q_NHD, k_pages, v_pages, table_BP=table_BP, keys_B=keys_B, queries_B=queries_B, **how
+            q_NHD,
+            k_pages,
+            v_pages,
+            table_BP=table_BP,
+            keys_B=keys_B,
+            queries_B=queries_B,
+            bounds=bounds,
+            **how,
         )
     if len(q_NHD) != (len(table_BP) if queries_B is None else int(queries_B.sum())):
         given = "one each" if queries_B is None else queries_B.tolist()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whet.models import compiled, torch_ops
 from whet.models.compiled_layers import CachedTokens, LayerNumbers, LayerWeights, cached_layers
-from whet.models.segments import Segments
+from whet.models.segments import Bounds, Segments
 from whet.models.torch_ops import Act, Weighing
 from whet.types import ConfigError
 
@@ -65,6 +65,7 @@ class AttendCached(Protocol):
         table_BP: Tensor,
         keys_B: Tensor,
         queries_B: Tensor | None = None,
+        bounds: Bounds | None = None,
         **how: Unpack[Weighing],
     ) -> Tensor: ...
 

@@ -22,27 +22,30 @@ def _scores(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["table_row", "blocks", "window"])  # type: ignore[untyped-decorator, unused-ignore]
 def attend(  # type: ignore[no-untyped-def]
-    q, k, v, out, table, keys, starts, sinks, scale, window, softcap,
+    q, k, v, out, table, keys, starts, sinks, tops, weights, scale, window, softcap,
     q_token, q_head, k_page, k_head, v_page, v_head, table_row, blocks,
     GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One program: some queries of one row, in the group of heads that share one key/value head.
 
     Keys come KEYS at a time, with the softmax kept running (Milakov and Gimelshein 2018, arXiv:1805.02867), so a row's
-    numbers are added up in an order that depends on its own length alone.
+    numbers are added up in an order that depends on its own length alone. STEP: one query a row; keys [B] are how many
+    it sees, else [B + 1] where those of each row begin. SPLIT: a program takes the part of so many keys that its third
+    number says, for `join` (as Flash-Decoding does: Dao et al. 2023); 0: all of them.
     """
     block, head = tl.program_id(0), tl.program_id(1)
     if STEP:
         row, at, begin, asked = block, 0, block, 1
+        total = tl.load(keys + row).to(tl.int32)
     else:
         row = block // blocks
         at = (block % blocks) * QUERIES
         begin = tl.load(starts + row)
         asked = tl.load(starts + row + 1) - begin
+        total = tl.load(keys + row + 1) - tl.load(keys + row)
     if at < asked:
-        total = tl.load(keys + row).to(tl.int32)
         m = tl.arange(0, ROWS)
         d = tl.arange(0, WIDE)
         query = at + m // GROUP
@@ -58,6 +61,9 @@ def attend(  # type: ignore[no-untyped-def]
         low = 0
         if WINDOW:
             low = tl.maximum(total - asked + at - window + 1, 0) // KEYS * KEYS
+        if SPLIT:
+            low = tl.maximum(low, tl.program_id(2) * SPLIT)
+            last = tl.minimum(last, tl.program_id(2) * SPLIT + SPLIT)
         for start in range(low, last, KEYS):
             key = start + tl.arange(0, KEYS)
             there = key < last
@@ -80,11 +86,48 @@ def attend(  # type: ignore[no-untyped-def]
             weight = weight * shrink + tl.sum(p, 1)
             seen = seen * shrink[:, None] + tl.dot(p.to(v_KD.dtype), v_KD, input_precision="ieee")
             top = higher
-        if SINKS:
-            sink = tl.load(sinks + head * GROUP + m % GROUP).to(tl.float32)
-            higher = tl.maximum(top, sink)
-            shrink = tl.exp(top - higher)
-            weight = weight * shrink + tl.exp(sink - higher)
-            seen = seen * shrink[:, None]
-        seen = seen / tl.where(weight == 0.0, 1.0, weight)[:, None]
-        tl.store(out + q_at[:, None] + d[None, :], seen.to(x.dtype), mask=cells)
+        if SPLIT:
+            part = (q_at // SIZE) * tl.num_programs(2) + tl.program_id(2)
+            tl.store(tops + part, top, mask=live)
+            tl.store(weights + part, weight, mask=live)
+            tl.store(out + part[:, None] * SIZE + d[None, :], seen, mask=cells)
+        else:
+            if SINKS:
+                sink = tl.load(sinks + head * GROUP + m % GROUP).to(tl.float32)
+                higher = tl.maximum(top, sink)
+                shrink = tl.exp(top - higher)
+                weight = weight * shrink + tl.exp(sink - higher)
+                seen = seen * shrink[:, None]
+            seen = seen / tl.where(weight == 0.0, 1.0, weight)[:, None]
+            tl.store(out + q_at[:, None] + d[None, :], seen.to(x.dtype), mask=cells)
+
+
+@triton.jit(do_not_specialize=["splits"])  # type: ignore[untyped-decorator, unused-ignore]
+def join(  # type: ignore[no-untyped-def]
+    parts, tops, weights, out, keys, sinks, heads, splits,
+    SIZE: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """One head of one row from its parts, the first one first. Of a single part with keys, its bits are `attend`'s."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, WIDE)
+    first = (row * heads + head) * splits
+    top = float("-inf")
+    weight = 0.0
+    seen = tl.zeros([WIDE], tl.float32)
+    for n in range(0, tl.cdiv(tl.load(keys + row).to(tl.int32), SPLIT)):
+        own = tl.load(tops + first + n)
+        higher = tl.maximum(top, own)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        before, now = tl.exp(top - base), tl.exp(own - base)
+        part = tl.load(parts + (first + n) * SIZE + d, mask=d < SIZE, other=0.0)
+        weight = weight * before + tl.load(weights + first + n) * now
+        seen = seen * before + part * now
+        top = higher
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        higher = tl.maximum(top, sink)
+        shrink = tl.exp(top - higher)
+        weight = weight * shrink + tl.exp(sink - higher)
+        seen = seen * shrink
+    seen = seen / tl.where(weight == 0.0, 1.0, weight)
+    tl.store(out + (row * heads + head) * SIZE + d, seen.to(out.dtype.element_ty), mask=d < SIZE)

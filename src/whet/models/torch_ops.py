@@ -338,26 +338,28 @@ def attend_cached(
     table_BP: Tensor,
     keys_B: Tensor,
     queries_B: Tensor | None = None,
+    bounds: Bounds | None = None,
     **how: Unpack[Weighing],
 ) -> Tensor:
     """Attention over the pages that each row's table names (no gradient).
 
     queries_B: [B] int64 on the CPU, how many queries each row has, the rows' queries one after the other in q; None:
     one each, a decode step. The last query of row b sees its first keys_B[b] keys, each one before it one key less.
+    bounds: those of queries_B and keys_B on the device, for all layers; None: made here.
     The table's width is the width of a decode step's work: cut it to the longest row. On CUDA pages are read where they
     lie (`paged`); the fallback gathers them.
     """
+    if queries_B is not None and q_NHD.is_cuda:
+        bounds = bounds or Bounds.of(queries_B, keys_B, q_NHD.device)
     if paged.fits(q_NHD, k_pages):
-        return paged.attended(
-            q_NHD, k_pages, v_pages, table_BP=table_BP, keys_B=keys_B, queries_B=queries_B, **how
-        )
+        return paged.attended(q_NHD, k_pages, v_pages, table_BP=table_BP, keys_B=keys_B, bounds=bounds, **how)
     if queries_B is None:
         return _attend_step(q_NHD, k_pages, v_pages, table_BP, keys_B, how)
     queries, keys = queries_B.tolist(), keys_B.tolist()
     pages_b = [row[: -(-seen // PAGE)] for row, seen in zip(table_BP.to(q_NHD.device, torch.int64), keys)]
-    if _fits_varlen(q_NHD, how):
+    if bounds is not None and _fits_varlen(q_NHD, how):
         k, v = (_token_rows(x, pages_b, keys) for x in (k_pages.transpose(2, 3), v_pages))
-        return _varlen(q_NHD, k, v, Bounds.of(queries_B, keys_B.cpu(), q_NHD.device), how)
+        return _varlen(q_NHD, k, v, bounds, how)
     rows = zip(q_NHD.split(queries), pages_b, keys)
     return torch.cat([_attend_row(q, k_pages[pages], v_pages[pages], seen, how) for q, pages, seen in rows])
 
