@@ -168,7 +168,20 @@ def test_forwards_have_their_own_cut_or_the_updates():
 
 def test_the_numbers_of_the_code_are_the_codes():
     assert memory.KEPT_LOGITS == logprobs._KEEP
-    assert inspect.signature(logprobs.token_logprobs).parameters["chunk"].default == memory.CHUNK
+    for size in (61, 151936, 1 << 28):
+        with torch.device("meta"):
+            head = logprobs.OutputHead(torch.nn.Linear(8, size))
+        shape = Shape(
+            family="llama",
+            **dict.fromkeys(("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn"), 8),
+            tied=False,
+            max_positions=None,
+            vocab_size=size,
+        )
+        batch = PeakBatch(10**6, 10**6)
+        for device in ("cpu", "cuda"):
+            setting = Setting(shape=shape, dtype="float32", compiled=True, cpu=device == "cpu")
+            assert memory.rows_of_logits(setting, batch) == head.rows_at_once(torch.device(device))
     assert inspect.signature(NativeEngine).parameters["prefill_tokens"].default == memory.PREFILL_TOKENS
 
 

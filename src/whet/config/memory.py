@@ -23,6 +23,8 @@ Parts = dict[str, int]
 KEPT_LOGITS = 1 << 24
 """Logits that the trainer keeps for the backward pass (`models.logprobs`); beyond, it computes CHUNK rows at a time."""
 CHUNK = 128
+CHUNK_LOGITS = 1 << 27
+"""Logits at a time on a GPU."""
 PREFILL_TOKENS = 4096
 """Prompt tokens that the rollout engine computes at once."""
 ROLLOUT_BYTES = 200
@@ -295,7 +297,15 @@ def forward_bytes(m: ModelMemory) -> int:
 
 
 def _head_rows(s: Setting, c: PeakBatch) -> int:
-    return logits_bytes(s, c.sampled if _keeps(s, c) else min(c.sampled, CHUNK))
+    return logits_bytes(s, rows_of_logits(s, c))
+
+
+def rows_of_logits(s: Setting, c: PeakBatch) -> int:
+    """Rows that are computed at a time (`OutputHead.rows_at_once`)."""
+    if _keeps(s, c):
+        return c.sampled
+    size = s.shape.vocab_size or 1
+    return min(c.sampled, CHUNK if s.cpu else max(1, CHUNK_LOGITS // size // CHUNK) * CHUNK)
 
 
 def _keeps(s: Setting, c: PeakBatch) -> bool:
@@ -332,7 +342,7 @@ def _moments(m: ModelMemory, c: PeakBatch, *, there: int) -> Iterator[Parts]:
 
 def output_bytes(s: Setting, c: PeakBatch) -> int:
     """Logits with their gradient in place, the gradient of the hidden states."""
-    rows = c.sampled if _keeps(s, c) else min(c.sampled, CHUNK)
+    rows = rows_of_logits(s, c)
     factor = 1 if s.compiled else 2  # the softmax of torch in addition
     cast = 0 if s.dtype == "float32" else rows * (s.shape.vocab_size or 0) * s.bytes
     return factor * rows * (s.shape.vocab_size or 0) * _FLOAT32 + cast + s.bytes * c.sampled * s.shape.hidden

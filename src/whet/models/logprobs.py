@@ -18,14 +18,15 @@ from torch.autograd.function import once_differentiable
 
 from whet.models.elementwise import tanh_
 from whet.models.kernels import Ops
-from whet.models.products import column_sums, linear, product
+from whet.models.products import column_sums, linear, product, wide_sums
 from whet.models.vocabulary import Vocabulary, VocabularyHead
 
 _KEEP = 1 << 24
 """Logits (64 MiB of float32) that are kept for the backward pass; more are recomputed chunk by chunk."""
-_HALF = (torch.bfloat16, torch.float16)
 _CHUNK = 128
-"""Rows of logits at a time: a thirty-second of 4096 rows, and enough for products to run at full speed."""
+"""Rows of logits at a time on a CPU: a thirty-second of 4096 rows, and enough for products to run at full speed."""
+_CHUNK_LOGITS = 1 << 27
+"""Logits at a time on a GPU (512 MiB of float32), where every product of a few rows reads the whole weight."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class OutputHead:
     """By reference; its parameters are read on every call. May share its weight with the embedding."""
     scale: float = 1.0
     softcap: float | None = None
+
+    def rows_at_once(self, device: torch.device) -> int:
+        """Rows of logits that are computed at a time."""
+        if device.type == "cpu":
+            return _CHUNK
+        return max(1, _CHUNK_LOGITS // self.linear.out_features // _CHUNK) * _CHUNK
 
     @property
     def vocabulary(self) -> Vocabulary | None:
@@ -86,7 +93,7 @@ def _logits(
     room: Tensor | None = None,
 ) -> Tensor:
     """room: float32 [A or more, V] to write them to."""
-    if hidden_AD.is_cuda and hidden_AD.dtype == parameters[0].dtype in _HALF:
+    if wide_sums(hidden_AD, parameters[0]):
         z_AV = _wide_linear(hidden_AD, *parameters)
     else:
         z_AV = (
@@ -122,18 +129,20 @@ def token_logprobs(
     ops: Ops,
     temperature: float = 1.0,
     entropy_grad: bool = False,
-    chunk: int = _CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """([A] log-prob of each target, [A] entropy in nats) of softmax(logits / temperature), float32.
 
     Gradients flow to the hidden states and the head's parameters; through the entropy only with
     `entropy_grad`. Up to 2^24 logits are kept for the backward pass (recomputing them would cost a third
     matrix product); beyond that, `chunk` rows at a time are computed, and computed again in backward, so
-    that the peak is chunk x V numbers (twice that where a dtype is not float32) instead of several times A x V.
+    that the peak is chunk x V numbers (twice that where a dtype is not float32) instead of several times A x V. chunk:
+    None: `OutputHead.rows_at_once`.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0 to compute log-probs, got {temperature}")
     keep = len(hidden_AD) * head.linear.out_features <= _KEEP
+    chunk = chunk or head.rows_at_once(hidden_AD.device)
     job = _LogprobsJob(head, ops, temperature, entropy_grad, chunk, keep=keep)
     return _TokenLogprobs.apply(hidden_AD, head.linear.weight, head.linear.bias, targets_A, job)
 
@@ -145,12 +154,13 @@ def collisions(
     *,
     head: OutputHead,
     temperature: float = 1.0,
-    chunk: int = _CHUNK,
+    chunk: int | None = None,
 ) -> Tensor:
     """[A] float32: sum over the vocabulary of p^2, p = softmax(logits / temperature): the chance that two samples
     collide, whatever the targets are. No gradient; `chunk` rows of logits at a time.
     """
     out_A = torch.empty(len(hidden_AD), dtype=torch.float32, device=hidden_AD.device)
+    chunk = chunk or head.rows_at_once(hidden_AD.device)
     for start in range(0, len(hidden_AD), chunk):
         at = slice(start, start + chunk)
         logp_AV = head.log_softmax(logits(head, hidden_AD[at], temperature))
@@ -166,13 +176,14 @@ def discriminants(
     head: OutputHead,
     temperature: float = 1.0,
     centred: bool = False,
-    chunk: int = _CHUNK,
+    chunk: int | None = None,
 ) -> Tensor:
     """[A] float32: S = p (H + log p) of each target, p its probability, H the entropy in nats: to first order the
     entropy falls by S for each unit that the target's logit rises (arXiv:2602.03392 Theorem 3.2). centred: less the
     mean of S over tokens drawn from p. No gradient; `chunk` rows of logits at a time.
     """
     out_A = torch.empty(len(hidden_AD), dtype=torch.float32, device=hidden_AD.device)
+    chunk = chunk or head.rows_at_once(hidden_AD.device)
     for start in range(0, len(hidden_AD), chunk):
         at = slice(start, start + chunk)
         logp_AV = head.log_softmax(logits(head, hidden_AD[at], temperature))

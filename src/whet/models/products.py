@@ -110,11 +110,19 @@ def product(a_IK: Tensor, b_KJ: Tensor, *, out: Tensor | None = None, add: bool 
     exact = torch.float32 if multiply is not _by_torch else a_IK.dtype
     if out.dtype == exact:
         multiply(a_IK, b_KJ, out, add)
+    elif out.dtype == torch.float32 and wide_sums(a_IK, b_KJ):
+        found = torch.mm(a_IK, b_KJ, out_dtype=torch.float32)
+        out.add_(found) if add else out.copy_(found)
     else:
         found = torch.empty(out.shape, dtype=exact, device=out.device)
         multiply(a_IK, b_KJ, found, False)
         out.add_(found) if add else out.copy_(found)
     return out
+
+
+def wide_sums(a: Tensor, b: Tensor) -> bool:
+    """Whether torch gives the sums of a product in half precision as they are, in float32: on a GPU."""
+    return a.is_cuda and a.dtype == b.dtype in (torch.bfloat16, torch.float16)
 
 
 def column_sums(x_IJ: Tensor) -> Tensor:
