@@ -178,7 +178,7 @@ def test_the_numbers_of_the_code_are_the_codes():
             max_positions=None,
             vocab_size=size,
         )
-        batch = PeakBatch(10**6, 10**6)
+        batch = PeakBatch(10**9, 10**9)
         for device in ("cpu", "cuda"):
             setting = Setting(shape=shape, dtype="float32", compiled=True, cpu=device == "cpu")
             assert memory.rows_of_logits(setting, batch) == head.rows_at_once(torch.device(device))

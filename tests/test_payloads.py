@@ -8,6 +8,7 @@ import inspect
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -243,3 +244,16 @@ def test_every_reward_that_is_built_in_is_tried_here():
         and [*inspect.signature(f).parameters][:2] == ["response", "task"]
     }
     assert there == {builtin.BUILTIN.get(name, name) for name in OTHERS}
+
+
+def test_installed_packages_are_readable_wherever_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install --target FOLDER` leaves each package's metadata there; a folder of somebody's own code has none."""
+    installed, own = tmp_path / "installed", tmp_path / "own"
+    (installed / "verifiers-1.0.dist-info").mkdir(parents=True)
+    (own / "verifiers.egg-info").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(installed), str(own)])
+    found = sandbox.readable.__wrapped__()
+    assert installed in found
+    assert not {own, tmp_path} & set(found)

@@ -30,6 +30,7 @@ _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _FILTER = 22, 38, 2
 _CAPSET_VERSION, _CAPSET_KEPT = 0x20080522, 0b110
 """Kept are those by which files of other users are read; Landlock says which files."""
 
+_PACKAGES = ("site-packages", "dist-packages")
 _NEW = 424
 """Linux numbers system calls alike on all machines from here on. None is needed but these."""
 _NEW_ALLOWED = (436, 439)  # close_range, faccessat2
@@ -148,11 +149,12 @@ def _drop_privileges() -> None:
 
 @cache
 def readable() -> tuple[Path, ...]:
-    """What Python needs: itself, the packages that are installed, this one, and the system's libraries."""
-    packages = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
+    """What Python needs: itself, the packages that are installed, also in a folder of their own (`pip install
+    --target`), this one, and the system's libraries."""
+    packages = [p for p in map(Path, sys.path) if p.name in _PACKAGES or any(p.glob("*.dist-info"))]
     own = [sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
     system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom"]
-    found = {Path(p).resolve() for p in (str(Path(__file__).parents[1]), *own, *packages, *system)}
+    found = {Path(p).resolve() for p in (str(Path(__file__).parents[1]), *own, *map(str, packages), *system)}
     return tuple(sorted(p for p in found if p.exists() and not found & set(p.parents)))
 
 
