@@ -51,7 +51,7 @@ def test_an_error_is_a_row_and_the_exit_code(
 
     table = {"broken": (5, broken), "fine": (5, lambda case: {"share": 0.25}), "far": (5, far)}
     monkeypatch.setattr(check_gpu, "rows", lambda case: table)
-    monkeypatch.setattr(check_gpu, "apart", lambda name, case, limit_s: check_gpu.one(name, case))
+    monkeypatch.setattr(check_gpu, "apart", lambda name, case, *_: check_gpu.one(name, case))
     monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--device", "cpu", "--out", str(tmp_path / "out.json")])
     assert check_gpu.main() == 1
     said = capsys.readouterr().out

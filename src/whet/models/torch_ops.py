@@ -176,8 +176,8 @@ def attend_packed(
 ) -> Tensor:
     """Causal attention of a packed batch; `Segments` defines which tokens each token attends to.
 
-    On CUDA in half precision without a soft-cap and sinks it is torch's `varlen_attn` (written from its documentation,
-    not run here), else SDPA per bucket; on CPU the explicit products of the module's docstring, of float32.
+    On CUDA in half precision without a soft-cap and sinks it is torch's `varlen_attn`, else SDPA per bucket; on CPU
+    the explicit products of the module's docstring, of float32.
     """
     if _half_on_cpu(q_NHD):
         q, k, v = q_NHD.float(), k_NKD.float(), v_NKD.float()
@@ -313,7 +313,7 @@ def _attend_varlen(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segmen
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, how: Weighing) -> Tensor:
-    """torch's variable-length flash attention: the queries of each sequence are its last tokens. Not run here."""
+    """torch's variable-length flash attention: the queries of each sequence are its last tokens."""
     back = -1 if how["window"] is None else how["window"] - 1
     options: dict[str, Any] = {"scale": how["scale"], "window_size": (back, 0), "enable_gqa": True}
     if "num_splits" in _VARLEN:

@@ -8,8 +8,8 @@ weights that are updated in place are seen, and when a parameter has moved all g
 
 What can be captured is found out, not listed: every warm-up runs under `NoHostReads`, so a model whose
 forward needs the host (a mixture of experts that counts its tokens) is refused with the operation's name, and
-its rows take the step of variable shapes. Capture itself was not run on a CUDA device here; it is written
-from the documentation of torch.cuda.graph, and `make check-gpu` tries it. Everything else is tested on CPU.
+its rows take the step of variable shapes. Capture itself needs a CUDA device (`make check-gpu`); everything else
+is tested on a CPU.
 
 Letters: B live rows, P pages of a row, D hidden.
 """
