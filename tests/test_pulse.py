@@ -50,7 +50,7 @@ def judge(n):
     time.sleep(float(sys.argv[1]))
     return 1.0
 
-with Jail({"judge": lambda: judge}, timeout_s=60.0) as jail, Watch(quiet_s=0.4, limit_s=0.8):
+with Jail({"judge": lambda: judge}, timeout_s=60.0) as jail, Watch(quiet_s=0.4, limit_s=float(sys.argv[3])):
     calls = [RewardCall(function="judge", arguments='{"n": 0}') for _ in range(int(sys.argv[2]))]
     print(sum(r.parts["score"] for r in asyncio.run(jail.call_many(calls))))
 """
@@ -63,21 +63,21 @@ def heard() -> Iterator[Counter[str]]:
         yield found
 
 
-def judged(seconds: float, calls: int) -> subprocess.CompletedProcess[str]:
+def judged(seconds: float, calls: int, *, limit_s: float) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", JUDGED, str(seconds), str(calls)],
+        [sys.executable, "-c", JUDGED, str(seconds), str(calls), str(limit_s)],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 
 
 def test_a_slow_judge_that_gets_on_is_no_hang() -> None:
     """It takes more than the limit for all, and less for each."""
-    done = judged(0.1, 12)
-    assert (done.returncode, done.stdout.strip()) == (0, "12.0"), done.stderr
+    done = judged(0.1, 30, limit_s=2.0)
+    assert (done.returncode, done.stdout.strip()) == (0, "30.0"), done.stderr
 
 
 def test_a_judge_that_is_stuck_ends_the_run_which_names_the_key() -> None:
-    done = judged(50.0, 1)
+    done = judged(50.0, 1, limit_s=0.8)
     assert done.returncode == 1
     assert "hangs and is ended; run the same command again to resume from the last checkpoint" in done.stderr
     assert "If it was only slow, raise machine.watchdog_timeout_s, which is 0.8" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from whet.models import compiled, paged, torch_ops, triton_ops
+from whet.models import compiled, kernels, paged, torch_ops, triton_ops
 
 TRITON = find_spec("triton") is not None
 only_with_triton = pytest.mark.skipif(not TRITON, reason="Triton comes with torch's builds for CUDA")
@@ -66,6 +67,16 @@ def test_what_is_not_of_the_host_reaches_them(monkeypatch: pytest.MonkeyPatch) -
     compiled.sample(x_ND, at_N)
     compiled.write_kv(x_NHD, x_NHD, x_NHD, v_NKD=x_NHD, page_N=at_N, slot_N=at_N)
     assert len(seen) == 8
+
+
+def test_a_run_says_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops, gpu = replace(kernels.load("torch"), name="compiled", reason="gcc 12"), torch.device("cuda")
+    assert kernels.used(ops, torch.device("cpu")) == "compiled (gcc 12)"
+    monkeypatch.setattr(paged, "lacks", lambda: None)
+    assert kernels.used(ops, gpu) == "Triton, on the GPU"
+    monkeypatch.setattr(paged, "lacks", lambda: "Triton needs a C compiler")
+    assert kernels.used(ops, gpu) == "torch, on the GPU (Triton needs a C compiler)"
+    assert "asked for" in kernels.used(kernels.load("torch"), gpu)
 
 
 @only_with_triton

@@ -319,7 +319,7 @@ def pick_device(cfg: Config) -> torch.device:
 
 def prove_exact(cfg: Config, plans: Sequence[Plan], model: PreTrainedModel, *, ops: kernels.Ops) -> bool:
     """Whether sampled log-probs equal the trainer's bit for bit, tested on the model itself."""
-    log.info("kernels: %s (%s)", ops.name, ops.reason)
+    log.info("kernels: %s", kernels.used(ops, model.device))
     if cfg.machine.logprob_parity == "off" or cfg.rollout.engine != "native":
         return False
     longest = max(p.max_sequence_tokens for p in plans if p.generates)

@@ -64,7 +64,7 @@ def facts(
     if device != "cpu":
         return told | {"device": torch.cuda.get_device_name()}
     found = arithmetic(load(kernels))
-    told |= {"kernels": found.kernels, "digest": found.digest}
+    told |= {"version": str(VERSION), "kernels": found.kernels, "digest": found.digest}
     return told if found.portable and float32 else told | {"cpu": cpu_name()}
 
 

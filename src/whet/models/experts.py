@@ -52,6 +52,18 @@ class Experts(nn.Module):
         return out  # type: ignore[no-any-return]
 
 
+def hf_experts(experts: Any, hidden_UD: Tensor, expert_UE: Tensor, weight_UE: Tensor) -> Tensor:
+    """transformers' module of experts as its `ExpertsInterface` calls it, each one's rows by the one place of products:
+    rows of transformers' own grouped products do not agree."""
+    order_T, count_X = by_expert(expert_UE, experts.num_experts)
+    sorted_TD = F.embedding(order_T // expert_UE.shape[1], hidden_UD)
+    glu = experts._apply_gate if experts.has_gate else experts.act_fn
+    made_TD = computed(experts, sorted_TD, count_X.tolist(), glu=glu)
+    if experts.has_post_expert_norm:
+        made_TD = experts.post_expert_norm(made_TD)
+    return weighed(made_TD, order_T, weight_UE)
+
+
 def by_expert(expert_UE: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """([T] numbers of the rows in the order of their experts, [X] how many each has)."""
     chosen_T = expert_UE.flatten()
@@ -66,7 +78,7 @@ def computed(
     """[T, D] what the experts make of rows that are sorted by expert. idle: experts without rows compute none, and have
     gradient 0; else they have no gradient."""
     part_X = {x: part for x, part in enumerate(sorted_TD.split(list(count_X))) if idle or len(part)}
-    wide_X = multiplied(experts, "gate_up_proj", part_X)
+    wide_X = multiplied(experts, "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", part_X)
     narrow_X = {x: glu(wide) for x, wide in wide_X.items()}
     made_X = multiplied(experts, "down_proj", narrow_X)
     return torch.cat(list(made_X.values()) or [sorted_TD])

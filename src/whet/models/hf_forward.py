@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from whet.guard import pulse
 from whet.models.attention import Attend, PackedAttention, register_hf_attention
+from whet.models.experts import hf_experts
 from whet.models.float8 import recomputing
 from whet.models.fused_forward import STATIC_ROPE, rope_type
 from whet.models.kernels import Ops
@@ -52,8 +53,8 @@ def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Ca
     register_hf_attention()
     model.set_attn_implementation("whet")
     if model.device.type == "cpu":
-        # Rows of a grouped product do not agree. One by one costs 15 % with 8 experts, twice the time with 32.
-        model.set_experts_implementation("eager")
+        register_hf_experts()
+        model.set_experts_implementation("whet")
     base = model.get_decoder()
     products = nullcontext if compile else Everywhere
     blocks = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -147,6 +148,13 @@ def _in_place(blocks: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]
                 block.forward = own
 
 
+def register_hf_experts() -> None:
+    """Makes `experts_implementation="whet"` known to transformers; safe to call again."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register("whet", hf_experts)
+
+
 @torch.no_grad()
 def probe(
     model: PreTrainedModel, hidden: Callable[..., Tensor], *, head: OutputHead, ops: Ops
@@ -162,11 +170,14 @@ def probe(
     segments = Segments.of_lengths(torch.tensor(lengths))
     attend = _Recorder(PackedAttention(segments, ops))
     ours_UV = logits(head, hidden(ids_U, segments.position_N.to(device), attend), 1.0)
+    own_experts = model.config._experts_implementation
     model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
     theirs_UV = torch.cat(
         [model(input_ids=part[None], use_cache=False).logits[0] for part in ids_U.split(lengths)]
     )
     model.set_attn_implementation("whet")
+    model.set_experts_implementation(own_experts)
     off = float((ours_UV - theirs_UV.float()).abs().max() / theirs_UV.float().std().clamp(min=1e-6))
     allowed = 1e-3 if head.linear.weight.dtype == torch.float32 else 0.2
     if not off <= allowed or len(attend.shapes) != 1:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Literal, Protocol, Unpack
 
+import torch
 from torch import Tensor
 
-from whet.models import compiled, torch_ops
+from whet.models import compiled, paged, torch_ops
 from whet.models.compiled_layers import CachedTokens, LayerNumbers, LayerWeights, cached_layers
 from whet.models.segments import Bounds, Segments
 from whet.models.torch_ops import Act, Weighing
@@ -140,6 +141,14 @@ class Ops:
     sample: Sample
     cached_layers: CachedLayers | None = None
     """Whole layers over the cache at once (`models.compiled_layers`); None: operation by operation."""
+
+
+def used(ops: Ops, device: torch.device) -> str:
+    """What computes a model on this device, in words."""
+    if device.type != "cuda" or ops.name == "torch":
+        return f"{ops.name} ({ops.reason})"
+    why = paged.lacks()
+    return "Triton, on the GPU" if why is None else f"torch, on the GPU ({why})"
 
 
 _FUNCTIONS = tuple(f.name for f in fields(Ops) if f.name not in ("name", "reason", "cached_layers"))

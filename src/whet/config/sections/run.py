@@ -168,7 +168,8 @@ class MachineConfig(Section):
     on: the run refuses to start if it does not hold."""
     kernels: Literal["auto", "torch", "compiled"] = "auto"
     """Kernels between the matrix products on a CPU: compiled C where a compiler is available, or the PyTorch fallback.
-    The matrix products themselves are compiled where possible; with CC=none in the environment nothing is compiled."""
+    The matrix products themselves are compiled where possible; with CC=none in the environment nothing is compiled. On
+    an NVIDIA GPU they are Triton kernels, with torch PyTorch's operations."""
     memory_mb: Positive | None = None
     """Memory limit of a stage on the device it trains on: if the memory plan of a stage exceeds it, the run does not
     start. Default: the memory of the machine."""
