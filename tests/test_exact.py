@@ -73,7 +73,7 @@ print(json.dumps(out))
 )
 def test_half_precision_is_exact(family: str, kind: Literal["torch", "auto"], dtype: torch.dtype) -> None:
     """As on a CPU that does not multiply it itself; tiny models, whose feed-forward widths are multiples of 16."""
-    if kind == "torch" and not _attention_agrees():
+    if kind == "torch" and not attention_agrees():
         pytest.skip(
             "rows of torch's products do not agree here, and the attention of the twins is made of them"
         )
@@ -88,7 +88,7 @@ def test_half_precision_is_exact(family: str, kind: Literal["torch", "auto"], dt
         torch.set_num_threads(threads)
 
 
-def _attention_agrees() -> bool:
+def attention_agrees() -> bool:
     """Scores of heads of 16 with few and many keys, and the sums over as many."""
     generator = torch.Generator().manual_seed(3)
     for inner, columns in ((16, 16), (16, 128), (128, 16)):

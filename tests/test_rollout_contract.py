@@ -19,6 +19,7 @@ from asking import reply
 from servers import OpenAIServer, Server, SglangServer, VllmServer
 from serving import REAL, openai_engine, real_server, sglang_engine, vllm_engine
 from swept import except_for
+from test_exact import attention_agrees
 from tiny import DEVICE, FEW, VOCAB, tiny_model
 from whet import environment, seeds
 from whet.batch import Batch, pack
@@ -556,6 +557,10 @@ def test_what_cannot_be_scored_is_refused(engine: RolloutEngine, given: ScoreReq
 def test_native_scores_equal_what_was_sampled_and_what_is_trained_to_the_bit(
     kind: str, temperature: float
 ) -> None:
+    if kind == "torch" and not attention_agrees():
+        pytest.skip(
+            "rows of torch's products do not agree here, and the attention of the twins is made of them"
+        )
     model, ops = module(), kernels.load(kind)  # type: ignore[arg-type]
     assert self_test(decoder(model, ops), ops, vocab_size=VOCAB, seed=1, temperature=temperature).exact
     e = NativeEngine(model, ops, end_token_ids=[END], max_context=LIMIT, prefill_tokens=40)  # several packs
