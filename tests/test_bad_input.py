@@ -24,6 +24,7 @@ from whet.cli import main
 from whet.models.optim import Optimizer
 from whet.track import files
 from whet.track.files import RunLock
+from whet.training.torch import TorchEngine
 from whet.types import CheckpointError, ConfigError, Task, WhetError
 
 ROOT = Path(__file__).parents[1]
@@ -609,3 +610,22 @@ def test_an_error_in_a_run_leaves_the_process_fit_for_the_next(tmp_path: Path) -
     with RunLock(tmp_path / "a"):
         pass  # the lock was given back
     assert whet.train(rewards=letters(1.0), run_dir=str(tmp_path / "b"), **SECTIONS).finished
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, WhetError])
+def test_the_traceback_of_an_engine_that_fails_in_an_update_stands_in_the_log(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the line that raised. An error of whet's own is complete without one."""
+
+    def failing(own: TorchEngine, *given: Any) -> Any:
+        raise kind("the device has left the bus")
+
+    monkeypatch.setattr(TorchEngine, "update_sums", failing)
+    with pytest.raises(kind, match="the device has left the bus"):
+        whet.train(rewards=letters(1.0), run_dir=str(tmp_path / "run"), **SECTIONS)
+    _, ended, after = (tmp_path / "run/run.log").read_text().partition("the run ended: the device has left")
+    assert ended
+    traced = kind is RuntimeError
+    assert ("Traceback (most recent call last)" in after) is traced
+    assert after.count('raise kind("the device has left the bus")') == traced

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forked import Started
 from swept import except_for
+from test_models import retype
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import LETTERS, tiny_model
 from whet import checkpoint
@@ -307,6 +309,55 @@ def test_without_a_manifest_parts_are_checked_too(saved: Path) -> None:
         pass
     with pytest.raises(CheckpointError, match="cannot be read"), opened(file.with_name("other.safetensors")):
         pass
+
+
+ODD = [
+    ("X9", 32),
+    ("F4", 4),
+    ("F6_E2M3", 6),
+    ("U64", 64),
+    ("I8", 8),
+    ("BOOL", 8),
+    ("C64", 64),
+    ("F8_E4M3", 8),
+]
+"""Dtypes that a header may name, and bits of a number."""
+SPELT = {"I8": "torch.int8", "BOOL": "torch.bool"}
+"""As torch calls them."""
+
+
+@pytest.mark.parametrize(("dtype", "bits"), ODD)
+@pytest.mark.parametrize(
+    ("file", "name"), list(zip(FILES, ("model.norm.weight", "exp_avg.model.norm.weight")))
+)
+def test_tensors_of_a_dtype_that_no_checkpoint_has_are_refused(
+    file: str, name: str, dtype: str, bits: int, tmp_path: Path
+) -> None:
+    """By tensor and dtype; a dtype that safetensors does not know, by the dtype."""
+    engine = alone(lambda: tiny_model(layers=1))
+    engine.update(weighted(), pg_loss)
+    engine.save(tmp_path, moments=True)
+    engine.load(tmp_path)
+    retype(tmp_path / file, name, dtype, bits)
+    with pytest.raises(CheckpointError, match=rf"\b({dtype}|{SPELT.get(dtype, dtype)})\b") as caught:
+        engine.load(tmp_path)
+    assert name in str(caught.value) or dtype == "X9"
+
+
+@pytest.mark.parametrize(("dtype", "bits"), ODD)
+@pytest.mark.parametrize("place", ["index", "part"])
+def test_a_part_of_another_dtype_is_refused(place: str, dtype: str, bits: int, saved: Path) -> None:
+    """Where the index names a dtype that no tensor has, and where a part has another than its index names."""
+    file = saved / "policy/model.safetensors"
+    if place == "part":
+        retype(saved / "policy/model-00002-of-00002.safetensors", "x@2,0", dtype, bits)
+    else:
+        told = json.loads((saved / "policy/model.parts.json").read_text())
+        told["tensors"]["x"]["dtype"] = dtype
+        (saved / "policy/model.parts.json").write_text(json.dumps(told))
+    with pytest.raises(CheckpointError, match=rf"\b{dtype}\b") as caught, opened(file) as found:
+        found.read("x")
+    assert re.search(r"\bx\b", str(caught.value).partition(": ")[2]) or dtype == "X9"
 
 
 def test_ranks_that_do_not_have_it_all_are_found_out() -> None:

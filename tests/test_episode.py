@@ -443,6 +443,24 @@ def test_the_traceback_of_an_environment_stands_in_the_log_once(caplog: pytest.L
     assert caplog.text.count('raise ValueError("the world ended")') == 1
 
 
+def test_the_traceback_of_an_engine_stands_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Of each place that raises, however many rollouts it ends; a refusal is complete without one."""
+
+    def say(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
+        if token_ids[0] == 50:
+            raise RuntimeError("out of cheese")
+        raise RuntimeError("out of bread")
+
+    with caplog.at_level("INFO", "whet"):
+        run(play(ScriptedEngine(say), 2, group_size=3))
+        one(ScriptedEngine(lambda *_: [5], max_context=5))
+    assert caplog.text.count("aborted: RuntimeError: out of") == 6
+    assert caplog.text.count('raise RuntimeError("out of cheese")') == 1
+    assert caplog.text.count('raise RuntimeError("out of bread")') == 1
+    assert caplog.text.count("aborted: RequestError: ") == 1
+    assert caplog.text.count("Traceback (most recent call last)") == 2
+
+
 class Excess(Countdown):
     """Pays more than a float32 holds, then raises what no file can hold."""
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,7 @@ def test_what_is_not_damaged_is_read(fuzzer: str, tmp_path: Path) -> None:
         "data": {"data.jsonl": (ROOT / "tests/data/words.jsonl").read_bytes()},
         "model": readers.model_folder(),
         "checkpoint": checkpoints.files(),
-        "template": {"template": readers.TEMPLATES[0].encode()},
+        "template": {"template": readers.MADE_UP[0].encode()},
         "reply": {"hermes": replies.good("hermes").encode()},
         "run": runs.run_files(),
         "adapter": runs.adapter_files(),
@@ -61,6 +62,31 @@ def test_what_is_not_damaged_is_read(fuzzer: str, tmp_path: Path) -> None:
         "server": {"vllm": servers.good("vllm")},
     }[fuzzer]
     assert judge(fuzzer, Case(good, next(iter(good)))) == "right"
+
+
+def test_what_is_damaged_is_every_file_of_the_repository() -> None:
+    """Every config file and launch script of the examples, tutorials and tests, and every template of the tests."""
+    kinds, folders = (".yaml", ".toml", ".sh"), ("examples", "docs", "tests")
+    found = {
+        p.relative_to(ROOT).as_posix() for d in folders for p in (ROOT / d).rglob("*") if p.suffix in kinds
+    }
+    no_config = {name for name in found if re.match(r"docs/tutorials/.*\.sh|tests/(golden|resume)/", name)}
+    assert set(readers.configs()) == found - no_config
+    assert {p.read_text() for p in (ROOT / "tests").rglob("*.jinja")} == set(readers.REAL)
+
+
+def test_each_of_them_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen where damage leaves the bytes as they are, and no values are exchanged."""
+    monkeypatch.setattr(readers, "damaged", lambda random, data: data)
+    monkeypatch.setattr(readers, "changed", lambda random, tree: tree)
+    monkeypatch.setattr(readers, "TYPED", ())
+    monkeypatch.setattr(readers.yaml, "safe_load", lambda text: {})
+    for fuzzer, whole in (
+        ("config", readers.configs().values()),
+        ("template", map(str.encode, readers.REAL)),
+    ):
+        drawn = {data for n in range(3000) for data in case(fuzzer, n).files.values()}
+        assert set(whole) <= drawn
 
 
 # ---------------------------------------------------------------- planted faults
@@ -132,12 +158,12 @@ class Same:
 
 
 PLANTED: dict[Plant, tuple[str, int, str]] = {
-    a_key_that_is_looked_up_blindly: ("config", 30, "KeyError"),
+    a_key_that_is_looked_up_blindly: ("config", 0, "KeyError"),
     a_loop_that_does_not_end_on_a_negative_number: ("data", 120, "did not come to an end"),
     memory_for_a_large_number: ("model", 0, "took too much memory"),
-    recursion_in_c_on_what_nests_deep: ("config", 55, "died of SIGSEGV"),
+    recursion_in_c_on_what_nests_deep: ("config", 1140, "died of SIGSEGV"),
     a_wrong_type_that_is_read: ("data", 0, "wrong, but was read"),
-    a_template_without_a_limit: ("template", 100, "did not come to an end"),
+    a_template_without_a_limit: ("template", 420, "did not come to an end"),
     a_call_that_is_silently_text: ("reply", 0, "wrong, but was read"),
     checksums_that_are_not_compared: ("checkpoint", 0, "wrong, but was read"),
 }

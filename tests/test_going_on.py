@@ -111,6 +111,7 @@ def test_every_key_belongs_to_exactly_one_class() -> None:
         ("algorithm.entropy_coef=0.1", "numbers"),
         ("train.micro_batch_tokens=32", "rounding"),
         ("train.gradient_checkpointing=true", "rounding"),
+        ("train.offload=[optimizer]", "rounding"),
         ("machine.threads=2", "rounding"),
         ("rollout.timeout_s=5", "free"),
         ("reward_workers.memory_mb=5", "free"),

@@ -78,6 +78,25 @@ OWN_MODULE = {
 }
 """Each is imported by one module at most; `ray`, by one package."""
 
+PRODUCTS = {
+    "mm", "matmul", "bmm", "addmm", "baddbmm", "addbmm", "einsum", "tensordot", "mv", "addmv", "dot", "vdot",
+    "bilinear", "chain_matmul", "multi_dot", "scaled_dot_product_attention", "_int_mm", "_scaled_mm", "_grouped_mm",
+}  # fmt: skip
+"""Functions and methods that multiply matrices; `_` behind a name is the one in place. And `F.linear`, and `@`."""
+
+MULTIPLIERS = {
+    "whet.models.products": "the one place: every other module asks its `linear` and `product`",
+    "whet.models.logprobs": "the head in half precision on a GPU, whose sums stay in float32",
+    "whet.models.torch_ops": "attention in PyTorch: batches of matrices, padded to what gives a row the same bits",
+    "whet.models.paged_kernel": "attention on a GPU: products of tiles inside its own kernel",
+    "whet.models.quantised": "products in 8 bits: whole numbers, or a GPU's own float8",
+    "whet.models.float8": "multiplies nothing: it knows `F.linear` by name, to put products in 8 bits there",
+    "whet.models.muon": "a step of the optimizer: no engine computes it a second time",
+    "whet.models.router": "sums over the tokens of a batch, for losses of routers: of no row alone",
+    "whet.algos.implicit": "sums over the rollouts of a group, for advantages: of no row alone",
+}
+"""The modules that may multiply matrices themselves, and why each may."""
+
 MOST_LINES_OF_A_FILE = 600
 MOST_LINES_OF_A_FUNCTION = 90
 
@@ -191,6 +210,52 @@ def test_ray_stays_in_its_package():
     }
     assert users
     assert all(name.startswith("whet.cluster.") for name in users)
+
+
+def products(tree: ast.Module) -> set[str]:
+    """What a module multiplies matrices by."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.MatMult):
+            found.add("@")
+        elif isinstance(node, ast.Attribute):
+            if node.attr.removesuffix("_") in PRODUCTS or (node.attr == "linear" and _functional(node.value)):
+                found.add(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            found |= {a.name for a in node.names if a.name in PRODUCTS | {"linear"}}
+    return found
+
+
+def _functional(node: ast.expr) -> bool:
+    return ast.unparse(node).rpartition(".")[2] in ("F", "functional")
+
+
+def test_matrices_are_multiplied_in_one_place() -> None:
+    """So a row's bits are looked after there. A module that shall multiply by itself needs a reason in MULTIPLIERS."""
+    found = {name: what for name, tree in modules().items() if (what := products(tree))}
+    assert {name: what for name, what in found.items() if name not in MULTIPLIERS} == {}
+    assert MULTIPLIERS.keys() - found.keys() == set(), "these multiply nothing any more"
+
+
+@pytest.mark.parametrize(
+    ("line", "seen"),
+    [
+        ("y = F.linear(x, w)", {"F.linear"}),
+        ("y = torch.nn.functional.linear(x, w)", {"torch.nn.functional.linear"}),
+        ("y = x.mm(w)", {"x.mm"}),
+        ("y.addmm_(x, w)", {"y.addmm_"}),
+        ("y = torch.einsum('ik,kj->ij', x, w)", {"torch.einsum"}),
+        ("def f(x, w):\n    return -(x[0] @ w.t())", {"@"}),
+        ("x @= w", {"@"}),
+        ("from torch import bmm as times", {"bmm"}),
+        ("from torch.nn.functional import linear", {"linear"}),
+        ("multiply = torch.matmul", {"torch.matmul"}),
+        ("from whet.models.products import linear\ny = linear(x, w)", set()),
+        ("@torch.no_grad()\ndef f(head):\n    return head.linear.weight * 2", set()),
+    ],
+)
+def test_a_product_is_seen_however_it_is_written(line: str, seen: set[str]) -> None:
+    assert products(ast.parse(line)) == seen
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -451,6 +452,48 @@ def test_bad_folders_say_what_is_wrong(
     with pytest.raises(error, match=words):
         open_model(tmp_path / "m")
     assert not (tmp_path / "ran").exists()
+
+
+def retype(file: Path, name: str, dtype: str, bits: int) -> None:
+    """Zeros of another dtype in the place of a tensor, as many as it has; its file stays whole."""
+    data = file.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    head, parts, end = json.loads(data[8:begin]), [], 0
+    for key, about in head.items():
+        if key == "__metadata__":
+            continue
+        start, stop = about["data_offsets"]
+        part = data[begin + start : begin + stop]
+        if key == name:
+            about["dtype"], part = dtype, bytes(prod(about["shape"]) * bits // 8)
+        about["data_offsets"], end = [end, end + len(part)], end + len(part)
+        parts.append(part)
+    said = json.dumps(head).encode()
+    file.write_bytes(b"".join([len(said).to_bytes(8, "little"), said, *parts]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [("X9", 32), ("F4", 4), ("F6_E2M3", 6), ("U64", 64), ("I8", 8), ("U8", 8), ("BOOL", 8), ("C64", 64)],
+)
+def test_weights_of_a_dtype_that_no_weight_has_are_refused(dtype: str, bits: int, tmp_path: Path) -> None:
+    """By tensor and dtype; a dtype that safetensors does not know, by the dtype."""
+    export(tiny_model(), None, tmp_path / "m")
+    name = "model.layers.0.mlp.up_proj.weight"
+    retype(tmp_path / "m/model.safetensors", name, dtype, bits)
+    with pytest.raises(CheckpointError, match=rf"\b{dtype}\b") as caught:
+        open_model(tmp_path / "m")
+    assert name in str(caught.value) or dtype == "X9"
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("F64", 64), ("BF16", 16), ("F16", 16)])
+def test_weights_of_any_usual_dtype_are_read(dtype: str, bits: int, tmp_path: Path) -> None:
+    export(tiny_model(), None, tmp_path / "m")
+    retype(tmp_path / "m/model.safetensors", "model.norm.weight", dtype, bits)
+    weights = dict(open_model(tmp_path / "m").named_parameters())
+    assert not weights.pop("model.norm.weight").any()
+    for name, p in tiny_model().named_parameters():
+        assert name not in weights or torch.equal(weights[name], p), name
 
 
 def test_a_folder_of_links_into_a_cache_and_one_in_parts_are_opened(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import yaml
 from matplotlib.image import imsave
 
 from codecs_numbers import Numbers
+from recorded import edit
 from searching import files, needles, seen
 from tiny import tiny_model
 from whet import cli, secrets
@@ -225,6 +227,53 @@ def test_no_secret_stands_in_what_a_run_leaves_or_prints(
     assert seen(places, PLANTED) == [], f"{len(places)} places"
 
 
+def test_no_secret_stands_in_what_the_commands_about_a_run_print(
+    whet: Whet,
+    half: dict[str, Any],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run that keeps references alone, so that they can go on from it, and one whose record says a secret."""
+    monkeypatch.setenv("PLAIN", PLANTED["reward_workers.env of a plain name"])
+    monkeypatch.setenv("CODED", PLANTED["encoded by a reward"])
+    monkeypatch.setenv("CUT", PLANTED["cut in the midst"])
+    rewards = half["rewards"]
+    for name in ("plain", "deep", "over"):
+        del rewards[name]
+    half["data"]["train"][1]["rewards"] = [name for name in rewards if name != "telling"]
+    del rewards["quoting"]["arguments"]["url"]
+    rewards["encoding"]["arguments"]["api_key"] = "${oc.env:CODED}"
+    rewards["cutting"]["arguments"]["api_key"] = "${oc.env:CUT}"
+    half["reward_workers"]["env"]["PLAIN"] = "${oc.env:PLAIN}"
+    given, run, other, out = (tmp_path / name for name in ("given.yaml", "run", "other", "out"))
+    assert whet("train", write(given, half)) == 0, capfd.readouterr()
+    shutil.copytree(run, other)
+    for step in (1, 2):
+        file = other / f"rollouts/main-step-{step:06d}.parquet"
+        edit(file, 0, "text", None, lambda text: text + VARIABLES["HF_TOKEN"])
+    out.mkdir()
+    capfd.readouterr()
+    said: dict[str, str] = {}
+    commands: list[tuple[Any, ...]] = [
+        ("diff", run, other),
+        ("replay", run, "--step", 2),
+        ("replay", other, "--step", 2, "--rollout", 0),
+        ("generate", given, "-o", out / "of_a_config.jsonl"),
+        ("generate", run, "-o", out / "of_a_run.jsonl"),
+        ("doctor",),
+    ]
+    for command in commands:
+        code = whet(*map(str, command))
+        printed = capfd.readouterr()
+        said[str(command)] = printed.out + printed.err
+        assert code == (other in command), printed
+    assert sum("<redacted:HF_TOKEN>" in text for text in said.values()) == 2, "what the two records differ in"
+    assert len([*out.glob("*.jsonl")]) == 2
+    places = files(out) | files(run) | {name: text.encode() for name, text in said.items()}
+    assert seen(places, PLANTED) == []
+
+
 @pytest.mark.parametrize("how", ["loss", "rows", "data path", "override", "type", "yaml", "check", "store"])
 def test_no_secret_stands_in_the_words_of_a_run_that_fails(
     how: str, whet: Whet, half: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -345,7 +394,7 @@ def test_what_servers_and_tools_are_given_is_known_and_written_nowhere(listed: b
     tree = beside([mcp] if listed else mcp)
     cfg = Config.model_validate_json(json.dumps(tree))
     learn(tree)
-    written = {
+    written: dict[str, Any] = {
         "dump": dump(cfg),
         "config.yaml": for_people(cfg, tree),
         "file": by_environment(tree)[0],
@@ -368,7 +417,7 @@ def test_what_servers_and_tools_are_given_is_known_and_written_nowhere(listed: b
 
 
 def test_a_file_for_another_process_refers_to_its_environment() -> None:
-    tree = {
+    tree: dict[str, Any] = {
         "reward_workers": {"env": {"JUDGE_KEY": "sk-3c9f0001", "PLACE": "here"}},
         "rewards": {"a": {"arguments": {"api_key": "sk-3c9f0002", "url": "https://u:pw-0003@h/x", "n": 1}}},
     }
@@ -393,9 +442,12 @@ def test_an_environments_exception_and_its_group_in_a_store(tmp_path: Path) -> N
         async def step(self, message: Message) -> Any:
             raise NotImplementedError
 
+        async def close(self) -> None:
+            pass
+
     task = Task(uid=0, source="s", prompt="a", token_ids=(1, 2), answer="b")
     played = play_groups(
-        ScriptedEngine([]), [task], group_size=1, sampling=Sampling(max_tokens=4), seed=0, purpose="t",
+        ScriptedEngine(lambda *_: []), [task], group_size=1, sampling=Sampling(max_tokens=4), seed=0, purpose="t",
         decode=str, end_token_ids=[0], timeout_s=5.0, make_env=lambda task, world: Broken(),
         codec=Numbers(),
     )  # fmt: skip
@@ -412,24 +464,37 @@ def test_an_environments_exception_and_its_group_in_a_store(tmp_path: Path) -> N
     assert seen(places, PLANTED) == []
 
 
-def test_a_tracker_is_sent_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+TRACKERS = {"wandb": "Wandb", "swanlab": "SwanLab", "trackio": "Trackio", "mlflow": "Mlflow"}
+
+
+@pytest.mark.parametrize("redacted", [True, False])
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_is_sent_no_secret(
+    name: str, redacted: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A double of the package notes all that it is told; it is told secrets where nothing strikes them."""
+    from whet.track import remote
     from whet.track.record import RunDirectory
-    from whet.track.remote import Wandb
     from whet.track.sinks import Sinks
 
-    for name, value in VARIABLES.items():
-        monkeypatch.setenv(name, value)
-    wandb = MagicMock()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for variable, value in VARIABLES.items():
+        monkeypatch.setenv(variable, value)
+    package = MagicMock()
+    package.MlflowClient.return_value.search_runs.return_value = []
+    monkeypatch.setitem(sys.modules, name, package)
     tree = config(tmp_path, buffer={"url": f"postgresql{STORE}"})
     tree["track"]["arguments"] = {"mlflow": {"tracking_uri": f"http://me:{PLANTED['tracker']}@tracker/api"}}
     cfg = load(None, [OVERRIDE], tree).config
+    if not redacted:
+        monkeypatch.setattr(remote, "dump", lambda cfg: cfg.model_dump(mode="json"))
+        monkeypatch.setattr(remote, "redact_tree", lambda tree: tree)
     record = RunDirectory(tmp_path, ["main"])
-    Wandb(Sinks(cfg, record, None))
+    getattr(remote, TRACKERS[name])(Sinks(cfg, record, None))
     record.close()
-    sent = wandb.init.call_args.kwargs["config"]
-    assert sent["reward_workers"]["env"]["JUDGE_KEY"] == "***"
-    assert seen({"sent": json.dumps(sent).encode()}, PLANTED) == []
+    told = json.dumps([(call.args, call.kwargs) for call in package.mock_calls], default=str)
+    assert "hidden_size" in told
+    assert bool(seen({"told": told.encode()}, PLANTED)) is not redacted
+    assert ("***" in told) is redacted
 
 
 def test_a_rank_prints_none_of_the_drivers_secrets(capfd: pytest.CaptureFixture[str]) -> None:

@@ -74,6 +74,22 @@ class One:
         return self.inbox.give()
 
 
+class Handle:
+    """What a router has of a replica elsewhere."""
+
+    def __init__(self, one: One) -> None:
+        self.one, self.version, self.can = one, -1, one.engine.can
+
+    async def update_weights(self, update: WeightUpdate) -> Receipt:
+        assert isinstance(update.tensors, Shipped)
+        receipt = await update.tensors.to(self.one)
+        self.version = update.version
+        return receipt
+
+    async def health(self) -> Health:
+        return await self.one.engine.health()
+
+
 def model(seed: int, *, lora: bool) -> Any:
     made = tiny_model(seed=seed)
     if lora:
@@ -355,28 +371,17 @@ def test_a_replica_that_is_stopped_in_a_broadcast_is_ended_and_the_others_go_on(
 
     there[1].before = struck
 
-    class Handle:
-        """What a router has of a replica elsewhere."""
-
-        def __init__(self, one: One) -> None:
-            self.one, self.version, self.can = one, -1, one.engine.can
-
-        async def update_weights(self, update: WeightUpdate) -> Receipt:
-            assert isinstance(update.tensors, Shipped)
-            receipt = await update.tensors.to(self.one)
-            self.version = update.version
-            return receipt
-
+    class Stopped(Handle):
         async def health(self) -> Health:
             if self.one is there[1] and self.version == 1:
                 await asyncio.sleep(3600)
-            return await self.one.engine.health()
+            return await super().health()
 
         async def end(self) -> None:
             if self.one is there[1]:
                 killed.set()
 
-    handles: list[Any] = [Handle(one) for one in there]
+    handles: list[Any] = [Stopped(one) for one in there]
     replicas = [Replica(one.label, h, end=h.end) for one, h in zip(there, handles)]
 
     async def story() -> None:
@@ -391,3 +396,33 @@ def test_a_replica_that_is_stopped_in_a_broadcast_is_ended_and_the_others_go_on(
         await router.close()
 
     run(story())
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, WhetError])
+def test_the_traceback_of_a_replica_that_fails_in_a_sync_stands_in_the_log(
+    kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, whatever asks it afterwards. An error of whet's own is complete without one."""
+    objects, policy = Objects(), model(1, lora=False)
+    there = [One(objects, name=f"engine-{n}") for n in range(2)]
+
+    def struck(delivery: Delivery) -> Delivery:
+        raise kind("the engine has lost its memory")
+
+    there[1].before = struck
+    handles: list[Any] = [Handle(one) for one in there]
+    replicas = [Replica(one.label, handle) for one, handle in zip(there, handles)]
+
+    async def story() -> None:
+        router = Router(replicas, ship=shipper(objects, there).ship, version=-1)
+        for version in (1, 2):
+            learn(policy, version)
+            await router.update_weights(WeightUpdate(version=version, module=policy))
+        await router.close()
+
+    with caplog.at_level("INFO", "whet"):
+        run(story())
+    assert f"version 1 could not be loaded: {kind.__name__}: the engine has lost its memory" in caplog.text
+    traced = int(kind is RuntimeError)
+    assert caplog.text.count("traceback of replica engine-1:") == traced
+    assert caplog.text.count('raise kind("the engine has lost its memory")') == traced

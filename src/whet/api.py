@@ -561,9 +561,7 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
     """Run `main` to its end; in a separate thread if this thread already has an event loop (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if asyncio._get_running_loop() is None:
         asyncio.run(main)
         return
     with ThreadPoolExecutor(1) as threads:

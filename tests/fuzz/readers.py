@@ -34,19 +34,31 @@ ROOT = Path(__file__).parents[2]
 # ---------------------------------------------------------------- config
 
 
+WRITTEN = {
+    "examples": (".yaml", ".toml", ".sh"),
+    "docs/tutorials": (".yaml",),
+    "tests/dialects": (".yaml", ".toml"),
+    "tests/peers/files": (".yaml", ".toml"),
+}
+"""Where config files lie, of what kinds; the scripts of tutorials start no foreign trainer."""
+TYPED = ("examples/first_run.yaml", "examples/gsm8k.yaml", "examples/async_ray.yaml")
+"""Those in which every number has to be one."""
+
+
 @cache
 def configs() -> dict[str, bytes]:
-    found = [p for d in ("examples", "tests/dialects") for p in sorted((ROOT / d).iterdir())]
-    return {p.name: p.read_bytes() for p in found if p.suffix in (".yaml", ".toml")}
+    """Every example and every file of a dialect, by its path in the repository."""
+    found = [p for folder, kinds in WRITTEN.items() for p in (ROOT / folder).rglob("*") if p.suffix in kinds]
+    return {p.relative_to(ROOT).as_posix(): p.read_bytes() for p in sorted(found)}
 
 
 def _config(random: Random) -> Case:
     name = random.choice(sorted(configs()))
     text = configs()[name]
-    if name.endswith(".toml") or random.random() < 0.5:
+    if not name.endswith(".yaml") or random.random() < 0.5:
         return Case({"config" + Path(name).suffix: damaged(random, text)}, "config" + Path(name).suffix)
     tree = yaml.safe_load(text)
-    if name in ("first_run.yaml", "gsm8k.yaml", "async_ray.yaml") and random.random() < 0.3:
+    if name in TYPED and random.random() < 0.3:
         return Case({"config.yaml": as_json(_mistyped(random, tree))}, "config.yaml", wrong=True)
     return Case({"config.yaml": as_json(changed(random, tree))}, "config.yaml")
 
@@ -281,7 +293,7 @@ def _checkpoint(random: Random) -> Case:
 
 # ---------------------------------------------------------------- template
 
-TEMPLATES = """
+MADE_UP = """
 {% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}
 {% if add_generation_prompt %}<assistant>{% endif %}
 =====
@@ -300,6 +312,8 @@ TEMPLATES = """
 =====
 {% for x in range(10) %}{% for y in range(x + 10) %}{{ loop.index ** 2 }}{% endfor %}{% endfor %}
 """.strip().split("\n=====\n")
+REAL = [p.read_text() for p in sorted((ROOT / "tests/templates").glob("*.jinja"))]
+"""Templates that the tests have, each as those of some family."""
 NUMBERS = ("0", "-1", "3", "99999", "99999", "9999999999", "1e9")
 TOKENS = (
     "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range(9) %}{% endfor %}{% endfor %}{% endfor %}",
@@ -346,7 +360,7 @@ TOKENS = (
 
 
 def _template(random: Random) -> Case:
-    text = random.choice(TEMPLATES)
+    text = random.choice(random.choice((MADE_UP, REAL)))
     for _ in range(random.choice((1, 1, 2, 3, 5))):
         how = random.random()
         if how < 0.2:

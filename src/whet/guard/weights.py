@@ -15,6 +15,7 @@ from whet.inputs import check_regular, read_json_object
 from whet.types import CheckpointError, Json
 
 _FILE = re.compile(r"[^/\\]+\.safetensors")
+_FLOAT = re.compile(r"F64|F32|BF16|F16|F8_\w+")
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -64,7 +65,11 @@ def _check_file(file: Path) -> None:
 
     check_regular(file, CheckpointError)
     try:
-        with safe_open(file, framework="numpy"):
-            pass
+        with safe_open(file, framework="numpy") as tensors:
+            dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is damaged or incomplete ({error}); copy it again") from error
+    if odd := [n for n, t in dtypes.items() if n.endswith(".weight") and not _FLOAT.fullmatch(t)]:
+        raise CheckpointError(
+            f"{file}: {odd[0]} is of dtype {dtypes[odd[0]]}; weights are floating-point numbers"
+        )

@@ -298,6 +298,8 @@ def _wanted(tensors: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
             f"optimizer state {name!r}: expected shape {tuple(like.shape)}, "
             f"found {'nothing' if found is None else tuple(found.shape)}; the checkpoint belongs to another model"
         )
+    if found.dtype.is_floating_point != like.dtype.is_floating_point:
+        raise CheckpointError(f"optimizer state {name!r}: expected dtype {like.dtype}, found {found.dtype}")
     return found.to(like.device, like.dtype)
 
 

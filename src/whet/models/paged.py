@@ -113,7 +113,7 @@ def attended(
         starts, keys_B, longest = bounds.query_S, bounds.key_S, bounds.longest[0]
     place = (table_BP.to(q_NHD.device), keys_B.to(q_NHD.device))
     weighing = (scale, window or 0, softcap or 0.0, None if sinks is None else sinks.detach().contiguous())
-    attend = _attend_pages if type(q_NHD) is Tensor else attend_pages  # an operator costs 40 us a call
+    attend: Any = _attend_pages if type(q_NHD) is Tensor else attend_pages  # an operator costs 40 us a call
     found: Tensor = attend(q_NHD.contiguous(), k_pages, v_pages, *place, starts, longest, *weighing)
     return found
 

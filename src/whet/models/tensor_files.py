@@ -198,7 +198,7 @@ def _found(path: Path, stack: ExitStack) -> TensorFile:
         if absent := [file.name for file in files if not file.is_file()]:
             raise CheckpointError(f"{beside}: its part {absent[0]} is missing; use an older checkpoint")
         handles = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
-        stored = {name: _parts(name, about, len(files)) for name, about in said["tensors"].items()}
+        stored = {name: _parts(name, about, handles) for name, about in said["tensors"].items()}
         return TensorFile(beside, dict(said["metadata"]), stored, handles)
     except (
         OSError,
@@ -222,13 +222,17 @@ def _whole(key: str, dtype: str, shape: Sequence[int]) -> _Stored:
     return _Stored(_dtype(dtype, key), tuple(shape), [(0, key, (0,) * len(shape), tuple(shape))])
 
 
-def _parts(name: str, about: Mapping[str, Any], files: int) -> _Stored:
+def _parts(name: str, about: Mapping[str, Any], handles: Sequence[Any]) -> _Stored:
     dtype, shape, boxes = _dtype(about["dtype"], name), _sizes(about["shape"]), []
     for number, start, size in about["parts"]:
         piece = Piece(name, dtype, shape, _sizes(start), _sizes(size))
         ends = [at + n for at, n in zip(piece.start, piece.size, strict=True)]
-        if not 0 <= number < files or any(end > most for end, most in zip(ends, shape, strict=True)):
-            raise ValueError(f"a part of {name} lies outside the tensor, or in none of the {files} files")
+        if not 0 <= number < len(handles) or any(end > most for end, most in zip(ends, shape, strict=True)):
+            raise ValueError(
+                f"a part of {name} lies outside the tensor, or in none of the {len(handles)} files"
+            )
+        if (said := handles[number].get_slice(piece.key).get_dtype()) != about["dtype"]:
+            raise ValueError(f"{piece.key} is of dtype {said}, its index says {about['dtype']}")
         boxes.append((int(number), piece.key, piece.start, piece.size))
     return _Stored(dtype, shape, boxes)
 

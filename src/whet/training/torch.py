@@ -249,8 +249,9 @@ class TorchEngine:
         with opened(path / "model.safetensors") as file:
             with reading(file.path):  # its shapes may be any
                 regions = {n: self.across.region(n, file.shape(n)) for n in own.keys() & file.tensors.keys()}
-            strange = {n for n in regions if not file.dtype(n).is_floating_point}
-            strange |= {n for n in file.tensors.keys() - own.keys() if not self.parallel.elsewhere(n)}
+            if whole := sorted(n for n in regions if not file.dtype(n).is_floating_point):
+                raise CheckpointError(f"{path}: {whole[0]} is of dtype {file.dtype(whole[0])}, no weight's")
+            strange = {n for n in file.tensors.keys() - own.keys() if not self.parallel.elsewhere(n)}
             odd = {n for n, p in own.items() if n not in regions or regions[n].here != self.across.here(p)}
             odd |= strange
             if odd:
