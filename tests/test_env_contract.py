@@ -106,6 +106,21 @@ def run(work):
     raise AssertionError("it waits")
 
 
+class Numbered:
+    """Fails in its first two attempts; its message is which rollout of its group it is, and which attempt."""
+
+    def __init__(self, task, world):
+        self.world = world
+
+    async def first(self):
+        if self.world.attempt < 2:
+            raise RuntimeError(f"attempt {self.world.attempt}")
+        return [Message("user", f"{100 + self.world.index} {self.world.attempt}")]
+
+    async def step(self, reply):
+        return EnvStep([], 1.0, {}, done=True)
+
+
 class Hostile:
     """Ends well, but for one task, where it does what it is told to do, at the given call."""
 
@@ -513,11 +528,21 @@ def test_a_plain_method_that_hangs_ends_its_own_episode(opened: Opened) -> None:
     assert hosts.restarts == 1
 
 
-def test_a_failed_episode_is_retried(opened: Opened) -> None:
-    assert (
-        play(opened("Hostile", how="faults").make, retries=2)[11].error
-        == "env fault: the site is down (after turn 1)"
-    )
+def test_a_failed_episode_is_retried_and_knows_its_attempt_and_its_place_in_the_group(opened: Opened) -> None:
+    hosts = opened("Numbered")
+
+    async def group(retries: int) -> list[Rollout]:
+        groups = await play_groups(
+            engine(), [task(10)], group_size=3, sampling=Sampling(max_tokens=20), seed=3, purpose="train", decode=str,
+            end_token_ids=[END], timeout_s=60.0, codec=Numbers(), make_env=hosts.make, retries=retries,
+        )  # fmt: skip
+        return list(groups[0].rollouts)
+
+    for n, one in enumerate(asyncio.run(group(2))):
+        assert one.error is None
+        assert one.strands[0].token_ids[:3].tolist() == [50, 100 + n, 2]
+    for one in asyncio.run(group(1)):
+        assert "attempt 1" in str(one.error)
 
 
 def test_a_wait_for_the_policy_is_no_time_of_the_environment(opened: Opened) -> None:

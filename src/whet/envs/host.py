@@ -228,8 +228,8 @@ class Playing:
 class ChattingWorld(World):
     """The world of an environment here: the policy's replies come over the line."""
 
-    def __init__(self, key: int, number: int, slot: int, host: EnvHost) -> None:
-        super().__init__(key, self._send)
+    def __init__(self, key: int, number: int, slot: int, host: EnvHost, *, index: int, attempt: int) -> None:
+        super().__init__(key, self._send, index=index, attempt=attempt)
         self.number, self.slot, self.host = number, slot, host
         self.waiting: dict[int, Future[Message]] = {}
         self._lock = threading.Lock()
@@ -307,7 +307,8 @@ class EnvHost:
         """One message of the driver."""
         if kind == "first":
             slot = self.marks.take()
-            self.playing[number] = playing = Playing(number, slot, ChattingWorld(what[1], number, slot, self))
+            world = ChattingWorld(what[1], number, slot, self, index=what[2], attempt=what[3])
+            self.playing[number] = playing = Playing(number, slot, world)
             playing.task = asyncio.create_task(self._answer(playing, self._first(playing, what[0])))
         elif (known := self.playing.get(number)) is None:
             return  # it has ended here meanwhile

@@ -4,8 +4,8 @@ A host plays many episodes at once. When it dies or hangs, the episode that was 
 other episodes begin anew in another host with the same random numbers. If the cause is not known for sure, an episode
 that ran code when the host died is played again in a host of its own.
 
-The driver sends ("first", number, task, key), ("resume", number, replies and steps), ("step", number, reply), ("close",
-number), ("reply", number, call, message) and ("refused", number, call, why). A host sends ("done", number, value),
+The driver sends ("first", number, task, key, index, attempt), ("resume", number, replies and steps), ("step", number,
+reply), ("close", number), ("reply", number, call, message) and ("refused", number, call, why). A host sends ("done", number, value),
 ("failed", number, why), ("stuck", number, why), ("hung", number or 0, why), ("chat", number, call, path, messages,
 sampling), ("closed", number), ("said", text, characters left out) and ("beat",).
 """
@@ -87,7 +87,8 @@ class HostedEnv:
         self.place.playing[self.number] = self
         packed = pack_task(self.task)
         try:
-            told = await self._call("first", packed, self.world.key)
+            world = self.world
+            told = await self._call("first", packed, world.key, world.index, world.attempt)
         except TypeError as error:
             raise DataError(
                 f"task {self.task.uid} of {self.task.source!r} cannot be sent to the environment: {error}; columns "
