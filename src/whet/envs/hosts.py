@@ -6,8 +6,8 @@ that ran code when the host died is played again in a host of its own.
 
 The driver sends ("first", number, task, key, index, attempt), ("resume", number, replies and steps), ("step", number,
 reply), ("close", number), ("reply", number, call, message) and ("refused", number, call, why). A host sends ("done",
-number, value), ("failed", number, why), ("stuck", number, why), ("hung", number or 0, why), ("chat", number, call, path,
-messages, sampling), ("closed", number), ("said", text, characters left out) and ("beat",).
+number, value), ("failed", number, why), ("stuck", number, why), ("hung", number or 0, why), ("chat", number, call,
+path, messages, sampling), ("closed", number), ("said", text, characters left out) and ("beat",).
 """
 
 from __future__ import annotations
