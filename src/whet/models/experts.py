@@ -57,9 +57,9 @@ def hf_experts(experts: Any, hidden_UD: Tensor, expert_UE: Tensor, weight_UE: Te
     rows of transformers' own grouped products do not agree."""
     order_T, count_X = by_expert(expert_UE, experts.num_experts)
     sorted_TD = F.embedding(order_T // expert_UE.shape[1], hidden_UD)
-    glu = experts._apply_gate if experts.has_gate else experts.act_fn
+    glu = experts._apply_gate if getattr(experts, "has_gate", True) else experts.act_fn
     made_TD = computed(experts, sorted_TD, count_X.tolist(), glu=glu)
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):
         made_TD = experts.post_expert_norm(made_TD)
     return weighed(made_TD, order_T, weight_UE)
 
