@@ -86,7 +86,6 @@ PRODUCTS = {
 
 MULTIPLIERS = {
     "whet.models.products": "the one place: every other module asks its `linear` and `product`",
-    "whet.models.logprobs": "the head in half precision on a GPU, whose sums stay in float32",
     "whet.models.torch_ops": "attention in PyTorch: batches of matrices, padded to what gives a row the same bits",
     "whet.models.paged_kernel": "attention on a GPU: products of tiles inside its own kernel",
     "whet.models.quantised": "products in 8 bits: whole numbers, or a GPU's own float8",

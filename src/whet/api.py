@@ -561,7 +561,9 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
     """Run `main` to its end; in a separate thread if this thread already has an event loop (a notebook)."""
-    if asyncio._get_running_loop() is None:
+    if (
+        asyncio._get_running_loop() is None
+    ):  # the public one raises, and a run's traceback would begin with that
         asyncio.run(main)
         return
     with ThreadPoolExecutor(1) as threads:

@@ -151,10 +151,10 @@ def _drop_privileges() -> None:
 def readable() -> tuple[Path, ...]:
     """What Python needs: itself, the packages that are installed, also in a folder of their own (`pip install
     --target`), this one, and the system's libraries."""
-    packages = [p for p in map(Path, sys.path) if p.name in _PACKAGES or any(p.glob("*.dist-info"))]
+    packages = [p for p in sys.path if Path(p).name in _PACKAGES or any(Path(p).glob("*.dist-info"))]
     own = [sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
     system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom"]
-    found = {Path(p).resolve() for p in (str(Path(__file__).parents[1]), *own, *map(str, packages), *system)}
+    found = {Path(p).resolve() for p in (str(Path(__file__).parents[1]), *own, *packages, *system)}
     return tuple(sorted(p for p in found if p.exists() and not found & set(p.parents)))
 
 

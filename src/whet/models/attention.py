@@ -166,8 +166,9 @@ class CachedAttention:
         self.slot_N = (self.position_N % PAGE).to(device)
         self.table_BP = self.table_BP.to(device)
         # once for all layers: whoever copies numbers to a GPU waits for what it computes
-        on_gpu = queries_B is not None and self.table_BP.is_cuda
-        self.bounds = Bounds.of(queries_B, self.keys_B, device) if on_gpu and queries_B is not None else None
+        self.bounds: Bounds | None = None
+        if queries_B is not None and self.table_BP.is_cuda:
+            self.bounds = Bounds.of(queries_B, self.keys_B, device)
 
     @property
     def tokens(self) -> CachedTokens:

@@ -23,12 +23,12 @@ from torch.autograd.function import once_differentiable
 from whet.models import torch_ops, triton_ops
 from whet.models.build import BuildError, library
 from whet.models.segments import Bounds, Segments
-from whet.models.torch_ops import Act, Weighing
+from whet.models.torch_ops import ACTS, Act, Weighing
+from whet.models.triton_ops import call
 from whet.types import WhetError
 
 __all__ = ["BuildError", "build"]
 
-_ACTS = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}
 _CHUNK = 64
 """CHUNK of kernels.c."""
 _MAX_HEAD = 512
@@ -118,10 +118,6 @@ def _as(like: Tensor, x: Tensor) -> Tensor:
     return x if like.dtype is torch.float32 else x.to(like.dtype)
 
 
-def _call(function: type[Function], *args: Any) -> Any:
-    return function.apply(*args) if torch.is_grad_enabled() else function.compute(*args)  # type: ignore[attr-defined]
-
-
 def _ptr(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
@@ -189,14 +185,14 @@ def _parts(rows: int, width: int) -> Tensor:
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
     if not _native(x_ND, weight_D):
         return triton_ops.rms_norm(x_ND, weight_D, eps, offset=offset)
-    return _call(_RmsNorm, x_ND, None, weight_D, eps, offset)[0]
+    return call(_RmsNorm, x_ND, None, weight_D, eps, offset)[0]
 
 
 def add_rms_norm(
     x_ND: Tensor, residual_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     if _float32(x_ND, residual_ND, weight_D):
-        found: tuple[Tensor, Tensor] = _call(_RmsNorm, x_ND, residual_ND, weight_D, eps, offset)
+        found: tuple[Tensor, Tensor] = call(_RmsNorm, x_ND, residual_ND, weight_D, eps, offset)
         return found
     if x_ND.device.type != "cpu":
         return triton_ops.add_rms_norm(x_ND, residual_ND, weight_D, eps, offset=offset)
@@ -255,7 +251,7 @@ def norm_rope(
         raise ValueError(
             f"norm_rope: cos and sin must be [N, D] of x {tuple(x_NHD.shape)}, got {tuple(cos_ND.shape)}"
         )
-    return _call(_NormRope, x_NHD, weight_D, eps, cos_ND, sin_ND, offset)
+    return call(_NormRope, x_NHD, weight_D, eps, cos_ND, sin_ND, offset)
 
 
 class _Glu(Function):
@@ -289,7 +285,7 @@ def glu(gate_NF: Tensor, up_NF: Tensor, *, act: Act) -> Tensor:
         return triton_ops.glu(gate_NF, up_NF, act=act)
     if gate_NF.shape != up_NF.shape:
         raise ValueError(f"glu: gate {tuple(gate_NF.shape)} and up {tuple(up_NF.shape)} differ in shape")
-    return _call(_Glu, gate_NF, up_NF, _ACTS[act])
+    return call(_Glu, gate_NF, up_NF, ACTS[act])
 
 
 def _rows_and_targets(logits: Tensor, targets: Tensor) -> None:
@@ -442,7 +438,7 @@ def attend_packed(
             f"k {tuple(k_NKD.shape)}, v {tuple(v_NKD.shape)}"
         )
     _check_sinks(how["sinks"], q_NHD)
-    return _call(_AttendPacked, q_NHD, k_NKD, v_NKD, how["sinks"], segments, _Shape.of(how))[0]
+    return call(_AttendPacked, q_NHD, k_NKD, v_NKD, how["sinks"], segments, _Shape.of(how))[0]
 
 
 def _check_sinks(sinks_H: Tensor | None, q_NHD: Tensor) -> None:

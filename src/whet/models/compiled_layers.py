@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whet.models.compiled import _ACTS, _MAX_HEAD, _Cached, _lib, _memory
+from whet.models.compiled import _MAX_HEAD, _Cached, _lib, _memory
 from whet.models.products import multiplies
-from whet.models.torch_ops import Act
+from whet.models.torch_ops import ACTS, Act
 
 
 class LayerWeights(NamedTuple):
@@ -114,7 +114,7 @@ def cached_layers(
         *(cached, ctypes.addressof(layer), len(rows), k.stride(0)),
         *(t.data_ptr() for t in (h_ND, cos_ND, sin_ND, page, slot)),
         *(*h_ND.shape, len(first.gate)),
-        *(numbers.eps, numbers.offset, _ACTS[numbers.act]),
+        *(numbers.eps, numbers.offset, ACTS[numbers.act]),
     )
     delta_ND, sum_ND = torch.empty_like(h_ND), torch.empty_like(h_ND)
     _memory(_lib().whet_cached_layers(ctypes.byref(what), delta_ND.data_ptr(), sum_ND.data_ptr()))

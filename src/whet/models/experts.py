@@ -33,11 +33,7 @@ class Experts(nn.Module):
         """transformers' module without its parameters; in a tuple, so that it is none of this one's."""
 
     def forward(self, hidden_UD: Tensor, expert_UE: Tensor, weight_UE: Tensor) -> Tensor:
-        """[U, D] weighted sum of what the chosen experts make of each token."""
-        order_T, count_X = by_expert(expert_UE, len(self.gate_up_proj))
-        sorted_TD = F.embedding(order_T // expert_UE.shape[1], hidden_UD)
-        made_TD = computed(self, sorted_TD, count_X.tolist(), glu=self._apply_gate)
-        return weighed(made_TD, order_T, weight_UE)
+        return mixed(self, hidden_UD, expert_UE, weight_UE)
 
     def _apply_gate(self, wide: Tensor) -> Tensor:
         """By transformers' name."""
@@ -52,10 +48,10 @@ class Experts(nn.Module):
         return out  # type: ignore[no-any-return]
 
 
-def hf_experts(experts: Any, hidden_UD: Tensor, expert_UE: Tensor, weight_UE: Tensor) -> Tensor:
-    """transformers' module of experts as its `ExpertsInterface` calls it, each one's rows by the one place of products:
-    rows of transformers' own grouped products do not agree."""
-    order_T, count_X = by_expert(expert_UE, experts.num_experts)
+def mixed(experts: Any, hidden_UD: Tensor, expert_UE: Tensor, weight_UE: Tensor) -> Tensor:
+    """[U, D] weighted sum of what the chosen experts make of each token: `Experts`, or transformers' own module as its
+    `ExpertsInterface` calls it. Rows of transformers' own grouped products do not agree."""
+    order_T, count_X = by_expert(expert_UE, len(experts.down_proj))
     sorted_TD = F.embedding(order_T // expert_UE.shape[1], hidden_UD)
     glu = experts._apply_gate if getattr(experts, "has_gate", True) else experts.act_fn
     made_TD = computed(experts, sorted_TD, count_X.tolist(), glu=glu)

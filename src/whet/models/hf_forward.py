@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from whet.guard import pulse
 from whet.models.attention import Attend, PackedAttention, register_hf_attention
-from whet.models.experts import hf_experts
+from whet.models.experts import mixed
 from whet.models.float8 import recomputing
 from whet.models.fused_forward import STATIC_ROPE, rope_type
 from whet.models.kernels import Ops
@@ -152,7 +152,7 @@ def register_hf_experts() -> None:
     """Makes `experts_implementation="whet"` known to transformers; safe to call again."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register("whet", hf_experts)
+    ALL_EXPERTS_FUNCTIONS.register("whet", mixed)
 
 
 @torch.no_grad()

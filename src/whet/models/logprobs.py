@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from whet.models.elementwise import tanh_
 from whet.models.kernels import Ops
-from whet.models.products import column_sums, linear, product, wide_sums
+from whet.models.products import column_sums, linear, product, wide_product, wide_sums
 from whet.models.vocabulary import Vocabulary, VocabularyHead
 
 _KEEP = 1 << 24
@@ -93,12 +93,12 @@ def _logits(
     room: Tensor | None = None,
 ) -> Tensor:
     """room: float32 [A or more, V] to write them to."""
-    if wide_sums(hidden_AD, parameters[0]):
+    if room is not None:
+        z_AV = _linear(hidden_AD, *parameters, room)
+    elif wide_sums(hidden_AD, parameters[0]):
         z_AV = _wide_linear(hidden_AD, *parameters)
     else:
-        z_AV = (
-            linear(hidden_AD, *parameters).float() if room is None else _linear(hidden_AD, *parameters, room)
-        )
+        z_AV = linear(hidden_AD, *parameters).float()
     if head.scale != 1.0:
         z_AV.mul_(head.scale)
     if head.softcap is not None:
@@ -109,8 +109,8 @@ def _logits(
 
 
 def _wide_linear(hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-    """`linear` in half precision on a GPU, whose sums are in float32: not rounded on their way."""
-    z_AV = torch.mm(hidden_AD, weight_VD.t(), out_dtype=torch.float32)
+    """`linear`, where `wide_sums`."""
+    z_AV = wide_product(hidden_AD, weight_VD.t())
     return z_AV if bias_V is None else z_AV.add_(bias_V)
 
 

@@ -111,7 +111,7 @@ def product(a_IK: Tensor, b_KJ: Tensor, *, out: Tensor | None = None, add: bool 
     if out.dtype == exact:
         multiply(a_IK, b_KJ, out, add)
     elif out.dtype == torch.float32 and wide_sums(a_IK, b_KJ):
-        found = torch.mm(a_IK, b_KJ, out_dtype=torch.float32)
+        found = wide_product(a_IK, b_KJ)
         out.add_(found) if add else out.copy_(found)
     else:
         found = torch.empty(out.shape, dtype=exact, device=out.device)
@@ -122,7 +122,12 @@ def product(a_IK: Tensor, b_KJ: Tensor, *, out: Tensor | None = None, add: bool 
 
 def wide_sums(a: Tensor, b: Tensor) -> bool:
     """Whether torch gives the sums of a product in half precision as they are, in float32: on a GPU."""
-    return a.is_cuda and a.dtype == b.dtype in (torch.bfloat16, torch.float16)
+    return a.is_cuda and a.dtype == b.dtype in HALF
+
+
+def wide_product(a_IK: Tensor, b_KJ: Tensor) -> Tensor:
+    """[I, J] float32: a b where `wide_sums`, not rounded to half precision on the way."""
+    return torch.mm(a_IK, b_KJ, out_dtype=torch.float32)
 
 
 def column_sums(x_IJ: Tensor) -> Tensor:

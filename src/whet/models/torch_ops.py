@@ -42,6 +42,8 @@ except ImportError:
 
 Act = Literal["silu", "gelu_tanh", "swigluoai"]
 """What becomes of gate and up. swigluoai: gpt-oss's, by the name that vLLM gives it."""
+ACTS: dict[Act, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}
+"""Their numbers in kernels."""
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 

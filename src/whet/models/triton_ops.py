@@ -16,11 +16,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from whet.models import paged, torch_ops
-from whet.models.torch_ops import Act, attend_cached, attend_packed
+from whet.models.torch_ops import ACTS, Act, attend_cached, attend_packed
 
-__all__ = ["attend_cached", "attend_packed"]
+__all__ = ["attend_cached", "attend_packed", "call"]
 
-_ACTS = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 1 << 15
 """Numbers of a row that one program holds."""
@@ -56,7 +55,8 @@ def _warps(wide: int) -> int:
     return 4 if wide <= 2048 else 8 if wide <= 8192 else 16
 
 
-def _call(function: type[Function], *args: Any) -> Any:
+def call(function: type[Function], *args: Any) -> Any:
+    """A function that has `compute`, which is called directly where no gradient is asked for."""
     return function.apply(*args) if torch.is_grad_enabled() else function.compute(*args)  # type: ignore[attr-defined]
 
 
@@ -115,7 +115,7 @@ class _RmsNorm(Function):
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
     if not fits(x_ND, weight_D) or x_ND.shape[-1] > _WIDEST:
         return torch_ops.rms_norm(x_ND, weight_D, eps, offset=offset)
-    return _call(_RmsNorm, x_ND, None, weight_D, eps, offset)[0]
+    return call(_RmsNorm, x_ND, None, weight_D, eps, offset)[0]
 
 
 def add_rms_norm(
@@ -124,7 +124,7 @@ def add_rms_norm(
     same = x_ND.dtype == residual_ND.dtype and x_ND.shape == residual_ND.shape
     if not same or not fits(x_ND, residual_ND, weight_D) or x_ND.shape[-1] > _WIDEST:
         return torch_ops.add_rms_norm(x_ND, residual_ND, weight_D, eps, offset=offset)
-    found: tuple[Tensor, Tensor] = _call(_RmsNorm, x_ND, residual_ND, weight_D, eps, offset)
+    found: tuple[Tensor, Tensor] = call(_RmsNorm, x_ND, residual_ND, weight_D, eps, offset)
     return found
 
 
@@ -187,7 +187,7 @@ def norm_rope(
     fine = cos_ND.dtype is sin_ND.dtype is torch.float32 and cos_ND.shape == sin_ND.shape == whole
     if not fine or not fits(*given) or x_NHD.shape[2] > _COLUMNS or x_NHD.shape[2] % 2:
         return torch_ops.norm_rope(x_NHD, weight_D, eps, cos_ND, sin_ND, offset=offset)
-    return _call(_NormRope, x_NHD, weight_D, eps, cos_ND.contiguous(), sin_ND.contiguous(), offset)
+    return call(_NormRope, x_NHD, weight_D, eps, cos_ND.contiguous(), sin_ND.contiguous(), offset)
 
 
 class _Glu(Function):
@@ -224,7 +224,7 @@ def glu(gate_NF: Tensor, up_NF: Tensor, *, act: Act) -> Tensor:
     same = gate_NF.dtype == up_NF.dtype and gate_NF.shape == up_NF.shape
     if gate_NF.dim() != 2 or not same or not fits(gate_NF, up_NF):
         return torch_ops.glu(gate_NF, up_NF, act=act)
-    return _call(_Glu, gate_NF, up_NF, _ACTS[act])
+    return call(_Glu, gate_NF, up_NF, ACTS[act])
 
 
 def _of_blocks(logits: Tensor) -> tuple[list[Tensor], int]:
