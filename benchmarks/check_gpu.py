@@ -31,7 +31,8 @@ sys.path[:0] = [str(HERE), str(SRC)]  # also where whet is not installed; what a
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SRC), os.environ.get("PYTHONPATH"))))
 
 from gpu import measured  # noqa: E402
-from gpu_checks import CHECKS, Case, Skipped  # noqa: E402
+from gpu_case import Case, Skipped  # noqa: E402
+from gpu_checks import CHECKS  # noqa: E402
 
 WHOLE_S = 600
 """Seconds for everything; what is left over then is not started."""

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_checks import Case, Numbers
+from gpu_case import Case, Numbers
 from train_case import BATCHES, SHAPES, ceiling, make_case, make_model
 
 ROWS = {"tiny": 8}

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import check_gpu  # type: ignore[import-not-found]
-from gpu_checks import Case, Failed, within  # type: ignore[import-not-found]
+from gpu_case import Case, Failed, within  # type: ignore[import-not-found]
 
 CASE = Case("cpu", small=True)
 
