@@ -19,9 +19,9 @@ import yaml
 from whet.config.schema import EnvironmentConfig, SourceConfig
 from whet.data.columns import parse
 from whet.envs import calls as calls_module
-from whet.envs import host as host_module
 from whet.envs.env import EnvFault, EnvStep, World
 from whet.envs.hosts import EnvHosts
+from whet.envs.marks import Marks
 from whet.envs.tool_env import Limits, ToolEnv, tools
 from whet.envs.tools import Priced, ToolError, tool_from_function, tools_from_object
 from whet.envs.verl_tools import VerlArguments
@@ -845,17 +845,17 @@ def test_an_async_tool_that_blocks_ends_its_own_episode(
 
 def test_marks_count_what_runs(tmp_path: Path) -> None:
     path = str(tmp_path / "marks")
-    host_module.Marks.create(path)
-    marks = host_module.Marks(path)
+    Marks.create(path)
+    marks = Marks(path)
     slot = marks.take()
     with marks.running(slot, 5):
         with marks.running(slot, 5):
             pass
-        assert host_module.Marks.read(path) == {5}  # one of two has ended
+        assert Marks.read(path) == {5}  # one of two has ended
         marks.give(slot)
-        assert host_module.Marks.read(path) == {5}
+        assert Marks.read(path) == {5}
         assert marks.take() != slot  # its code goes on
-    assert host_module.Marks.read(path) == set()
+    assert Marks.read(path) == set()
     assert marks.take() == slot
 
 

@@ -237,7 +237,7 @@ async def _sample(
 
     async def ask(task: Task) -> Group:
         how = asked(cfg, task.source)
-        play = player(models, cfg, to_sampling(how.sampling), size=how.samples, purpose="eval")
+        play = player(models, cfg, None, to_sampling(how.sampling), size=how.samples, purpose="eval")
         return (await play([task]))[0]
 
     policy = TorchEngine(models.model.requires_grad_(False), models.ops, cut=MicroBatchPolicy())

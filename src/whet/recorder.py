@@ -305,7 +305,7 @@ def _advantages(learned: Learned) -> dict[tuple[int, int], float]:
 
 def open_recorder(context: Context, job: Job, learner: Learner, tasks: list[Task]) -> Recorder:
     """tasks: the held-out ones."""
-    records, models = job.records, job.models
+    records, models, rewards = job.records, job.models, job.rewards[context.index]
     replies = held_out_replies(context, models, tasks)
     look = learner.compute_logprobs_and_values
     loss = partial(eval_loss, learner.policy, replies, context.algorithm, look=look) if replies else None
@@ -314,7 +314,7 @@ def open_recorder(context: Context, job: Job, learner: Learner, tasks: list[Task
         directory=records.directory,
         trackers=records.trackers,
         display=records.display,
-        held_out=HeldOut(tasks, _asker(context, models), job.rewards[context.index], loss),
+        held_out=HeldOut(tasks, _asker(context, models, rewards), rewards, loss),
         saver=records.saver,
         uploads=records.uploads,
         gather=partial(models.policy.keep, learner.policy),
@@ -328,12 +328,13 @@ def open_recorder(context: Context, job: Job, learner: Learner, tasks: list[Task
     )
 
 
-def _asker(context: Context, models: Models) -> Ask:
+def _asker(context: Context, models: Models, rewards: RewardSet) -> Ask:
     """Plays held-out tasks, each way of asking with its own sampling."""
 
     async def ask(tasks: list[Task], how: EvalSampling) -> list[Group]:
         sampling = to_sampling(how.sampling)
-        return await player(models, context.cfg, sampling, size=how.samples, purpose="eval")(tasks)
+        play = player(models, context.cfg, rewards, sampling, size=how.samples, purpose="eval")
+        return await play(tasks)
 
     return ask
 

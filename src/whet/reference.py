@@ -35,7 +35,8 @@ PUBLIC = {
     )
     + ("ScriptedEngine", "WhetError", "ConfigError", "DataError", "CheckpointError"),
     "whet.types": ("ToolSpec", "ToolCall", "Strand", "Turn", "StopReason", "FinishReason"),
-    "whet.envs.env": ("Env", "EnvStep", "EnvFault", "World"),
+    "whet.envs.env": ("Env", "EnvStep", "EnvFault", "World", "ReplyScore"),
+    "whet.guard.program": ("ProgramOutcome",),
     "whet.envs.tools": ("ToolError", "Priced"),
 }
 """What the page of the Python interface describes, by module, in its order."""

@@ -18,6 +18,7 @@ from typing import Any, Protocol, get_args
 
 from whet.envs.calls import CallContext, Ended, run
 from whet.guard.foreign import number
+from whet.guard.program import ProgramOutcome
 from whet.tables import near
 from whet.types import ConfigError, Json, Message, StopReason, Task, ToolCall, ToolSpec, WhetError
 
@@ -84,6 +85,47 @@ class Env(Protocol):
         """The episode is over, however it ended."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScoreCall:
+    """A reply that the run's rewards shall score; see `World.score`."""
+
+    text: str
+    messages: tuple[Message, ...] = ()
+    reward: str | None = None
+    prompt: str | tuple[Message, ...] | None = None
+    answer: Json = None
+
+
+@dataclass(frozen=True)
+class ReplyScore:
+    """What the rewards say of a reply."""
+
+    score: float
+    """Of one reward: its own value. Of all: their weighted sum."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """The value of each reward by its name, and its further numbers as NAME/KEY."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramCall:
+    """A program that the run shall run; see `World.program`."""
+
+    code: str
+    stdin: str = ""
+    limit_s: float = 10.0
+    memory_mb: int = 1024
+
+
+class Work(Protocol):
+    """What the run does for the environment of one rollout, in processes of its own. It gets what `World.score` and
+    `World.program` are given, as JSON: for `as_score_call` and `as_program_call`."""
+
+    def score(self, given: Json) -> Awaitable[ReplyScore]: ...
+    def program(self, given: Json) -> Awaitable[ProgramOutcome]: ...
+
+
+MakeWork = Callable[[Task, int], Work]
+"""(task, number of the rollout in its group)"""
 Path = tuple[int, ...]
 """Names a fork of a rollout: (turn, number of the call in this turn)."""
 Ask = Callable[[Path, list[Message], Mapping[str, Json]], Awaitable[Message]]
@@ -98,8 +140,19 @@ class World:
     failed before.
     """
 
-    def __init__(self, key: int, ask: Ask, *, alone: bool = False, index: int = 0, attempt: int = 0) -> None:
+    def __init__(
+        self,
+        key: int,
+        ask: Ask,
+        *,
+        work: Work | None = None,
+        alone: bool = False,
+        index: int = 0,
+        attempt: int = 0,
+    ) -> None:
+        """ask, work: what `chat`, and `score` and `program`, call."""
         self.key, self.ask, self.alone, self.index, self.attempt = key, ask, alone, index, attempt
+        self.work = work
         self.rng = random.Random(key)
         self.turn = 0
         """Number of the reply that is being answered, from 1; 0 in `first`."""
@@ -128,9 +181,49 @@ class World:
         self.calls += 1
         return self.ask((self.turn, self.calls), as_messages(messages, "messages of world.chat"), sampling)
 
+    def score(
+        self,
+        reply: str | Message | list[Message],
+        *,
+        reward: str | None = None,
+        prompt: str | list[Message] | None = None,
+        answer: Json = None,
+    ) -> Awaitable[ReplyScore]:
+        """Ask the rewards of the config: the score of a reply, as a text, a message, or the messages after the prompt.
+
+        reward: the name of one of them, whatever its weight; its value is the score. None: all that score the task; the
+        score is their weighted sum. prompt, answer: in place of the task's. They get the row's columns, and no tokens.
+        Rewards run where they always do, with the limits of `reward_workers`. RuntimeError if one fails or hangs, or
+        there is none. In a plain method `score` waits itself, as `chat` does.
+        """
+        given = {"reply": _unlisted(reply), "reward": reward, "prompt": _unlisted(prompt), "answer": answer}
+        as_score_call(given)
+        return work_of(self).score(given)
+
+    def program(
+        self, code: str, *, stdin: str = "", limit_s: float = 10.0, memory_mb: int = 1024
+    ) -> Awaitable[ProgramOutcome]:
+        """Run Python code that nobody has read, such as the policy's, in a sandbox: it computes and prints, reads no
+        file but Python's own, writes none, and starts no program, process or connection.
+
+        limit_s: of its run, in seconds. memory_mb: address space, Python's own included; at most
+        `reward_workers.memory_mb`. RuntimeError where this system has no sandbox. In a plain method `program` waits
+        itself, as `chat` does.
+        """
+        given = {"code": code, "stdin": stdin, "limit_s": limit_s, "memory_mb": memory_mb}
+        as_program_call(given)
+        return work_of(self).program(given)
+
     def begin_turn(self) -> None:
         """A reply is being answered."""
         self.turn, self.calls = self.turn + 1, 0
+
+
+def work_of(world: World) -> Work:
+    """RuntimeError for a world without a run."""
+    if world.work is None:
+        raise RuntimeError("this world belongs to no run, so it has no rewards and runs no programs")
+    return world.work
 
 
 MakeEnv = Callable[[Task, World], Env]
@@ -274,6 +367,55 @@ def _parts(value: object) -> dict[str, float]:
         if type(key) is not str or not 0 < len(key) <= 100:
             raise ValueError("EnvStep.parts: a key that is not a text of at most 100 characters")
     return {key: number(entry, f" at EnvStep.parts[{key!r}]") for key, entry in value.items()}
+
+
+# ---------------------------------------------------------------- checks of what it asks of the run
+
+
+def _unlisted(value: str | Message | list[Message] | None) -> Json:
+    """A text, a message or messages as JSON."""
+    if value is None or isinstance(value, str):
+        return value
+    return pack_messages(as_messages([value] if isinstance(value, Message) else value, "world.score"))
+
+
+def as_score_call(given: Json) -> ScoreCall:
+    """Of JSON. ValueError says what is wrong with it."""
+    reply, prompt, reward = given["reply"], given["prompt"], given["reward"]
+    if reward is not None and not isinstance(reward, str):
+        raise ValueError(
+            f"world.score reward: {type(reward).__name__}; expected the name of a reward, or None"
+        )
+    if (size := len(json.dumps(given, allow_nan=False, ensure_ascii=False))) > 2 * MOST_TEXT:
+        raise ValueError(f"world.score: {size} characters; at most {2 * MOST_TEXT} are allowed")
+    said = () if isinstance(reply, str) else tuple(as_messages(unpack_messages(reply), "world.score"))
+    if prompt is not None and not isinstance(prompt, str):
+        prompt = tuple(as_messages(unpack_messages(prompt), "world.score prompt"))
+    return ScoreCall(
+        text=reply if isinstance(reply, str) else "".join(m.content for m in said if m.role == "assistant"),
+        messages=said,
+        reward=reward,
+        prompt=prompt,
+        answer=given["answer"],
+    )
+
+
+def as_program_call(given: Json) -> ProgramCall:
+    """Of JSON. ValueError says what is wrong with it."""
+    call = ProgramCall(**given)
+    if not isinstance(call.code, str) or not isinstance(call.stdin, str):
+        raise ValueError("world.program: code or stdin is not a text")
+    if (size := len(call.code) + len(call.stdin)) > MOST_TEXT:
+        raise ValueError(
+            f"world.program: {size} characters of code and stdin; at most {MOST_TEXT} are allowed"
+        )
+    if number(call.limit_s, " as world.program limit_s") <= 0.0:
+        raise ValueError(f"world.program limit_s={call.limit_s}; expected seconds above 0")
+    if type(call.memory_mb) is not int or call.memory_mb < 1:
+        raise ValueError(
+            f"world.program memory_mb={call.memory_mb!r}; expected a whole number of MiB above 0"
+        )
+    return call
 
 
 # ---------------------------------------------------------------- as JSON

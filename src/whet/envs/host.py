@@ -1,7 +1,8 @@
 """A process that plays environments for another one, many at once, and hears of them over a line (`guard.line`).
 
 All messages are JSON of bounded size. The user's code runs in this process, so nothing that it says is trusted at the
-other end. Each call has a deadline, which stands still while the environment waits for a reply of the policy.
+other end. Each call has a deadline, which stands still while the environment waits for the run: for a reply of the
+policy, a score, a program.
 """
 
 from __future__ import annotations
@@ -10,16 +11,13 @@ import asyncio
 import inspect
 import io
 import json
-import mmap
 import os
-import struct
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -29,6 +27,7 @@ from typing import Any
 from whet.envs.calls import CANCEL_S, MOST_AT_ONCE, CallContext
 from whet.envs.env import (
     Path,
+    ReplyScore,
     World,
     as_messages,
     as_step,
@@ -39,10 +38,12 @@ from whet.envs.env import (
     pack_step,
     unpack_step,
 )
+from whet.envs.marks import GAP_S, TICK_S, LoopClock, Marked, Marks
 from whet.guard import confine
 from whet.guard.imports import import_all
 from whet.guard.last import outlive
 from whet.guard.line import messages
+from whet.guard.program import ProgramOutcome
 from whet.guard.traces import Traces, written
 from whet.guard.worker import describe
 from whet.rewards.bind import unpack_task
@@ -50,14 +51,8 @@ from whet.tables import load_object
 from whet.types import ConfigError, Json, Message
 
 MODULE = "whet.envs.host"
-TICK_S = 0.25
-"""Between two looks at whether the event loop runs; each is a heartbeat for the driver."""
-GAP_S = 1.0
-"""A longer pause between two ticks is no time of a call: another episode had the event loop."""
 CLOSE_S = 5.0
 """Longest time of `close`."""
-SLOTS = 65536
-"""Episodes of a host at once."""
 PERIOD_S = 10.0
 MOST_PRINTED = 65536
 """Characters that the environments of a host may print in a period."""
@@ -65,7 +60,6 @@ LINE = 2000
 """Characters of one line of them in the log."""
 
 Say = Callable[..., None]
-_NUMBER = struct.Struct("q")
 
 
 class CallFailed(Exception):
@@ -74,134 +68,6 @@ class CallFailed(Exception):
 
 class Stuck(CallFailed):
     """A call does not end, and only the end of this process ends it."""
-
-
-# ---------------------------------------------------------------- who runs
-
-
-class Marks:
-    """Which episodes run code at this moment: numbers in a file, which outlives the process."""
-
-    def __init__(self, path: str) -> None:
-        with open(path, "r+b") as file:
-            self._table = mmap.mmap(file.fileno(), SLOTS * _NUMBER.size)
-        self._free = list(range(SLOTS))
-        self._runs: Counter[int] = Counter()
-        """Threads and pieces of async code that run for a slot."""
-        self._given: set[int] = set()
-        """Slots of episodes that are over, whose code goes on."""
-        self._lock = threading.Lock()
-        self.on_loop: int | None = None
-        """The episode whose async code has the event loop."""
-
-    @staticmethod
-    def create(path: str) -> None:
-        with open(path, "wb") as file:
-            file.write(bytes(SLOTS * _NUMBER.size))
-
-    @staticmethod
-    def read(path: str) -> set[int]:
-        """Numbers of the episodes that ran code when the process ended; they count from 1."""
-        with open(path, "rb") as file:
-            return {number for (number,) in _NUMBER.iter_unpack(file.read())} - {0}
-
-    def take(self) -> int:
-        """A slot for an episode."""
-        return self._free.pop()
-
-    def give(self, slot: int) -> None:
-        """The episode is over; its slot is free once no code of it runs."""
-        with self._lock:
-            self._given.add(slot)
-            self._settle(slot)
-
-    def enter(self, slot: int, number: int) -> None:
-        """Code of the episode begins to run."""
-        with self._lock:
-            self._runs[slot] += 1
-            _NUMBER.pack_into(self._table, slot * _NUMBER.size, number)
-
-    def leave(self, slot: int) -> None:
-        """Code of the episode has ended, or waits."""
-        with self._lock:
-            self._runs[slot] -= 1
-            self._settle(slot)
-
-    def _settle(self, slot: int) -> None:
-        if self._runs[slot] > 0:
-            return
-        del self._runs[slot]
-        _NUMBER.pack_into(self._table, slot * _NUMBER.size, 0)
-        if slot in self._given:
-            self._given.remove(slot)
-            self._free.append(slot)
-
-    @contextmanager
-    def running(self, slot: int, number: int) -> Iterator[None]:
-        """Code of the episode runs in this thread."""
-        self.enter(slot, number)
-        try:
-            yield
-        finally:
-            self.leave(slot)
-
-
-class Marked(Awaitable[Any]):
-    """An awaitable of the user's, with the mark of its episode wherever its code runs."""
-
-    def __init__(self, inner: Awaitable[Any], marks: Marks, slot: int, number: int) -> None:
-        self.inner, self.marks, self.slot, self.number = inner, marks, slot, number
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        steps = self.inner.__await__()
-        go_on: Callable[[], Any] = partial(next, steps)
-        while True:
-            try:
-                waits_for = self._run(go_on)
-            except StopIteration as stop:
-                return stop.value
-            try:
-                got = yield waits_for
-                go_on = partial(steps.send, got) if hasattr(steps, "send") else partial(next, steps)
-            except BaseException as error:  # a cancellation, for one, is the user's to see
-                if not hasattr(steps, "throw"):
-                    raise
-                go_on = partial(steps.throw, error)
-
-    def _run(self, go_on: Callable[[], Any]) -> Any:
-        """The user's code, up to where it waits."""
-        self.marks.on_loop = self.number
-        self.marks.enter(self.slot, self.number)
-        try:
-            return go_on()
-        finally:
-            self.marks.on_loop = None
-            self.marks.leave(self.slot)
-
-
-class LoopClock:
-    """Seconds in which the event loop could run."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-        self._lost = 0.0
-
-    def now(self) -> float:
-        """Read at least every TICK_S."""
-        now = time.monotonic()
-        if now - self._last > GAP_S:
-            self._lost += now - self._last - TICK_S
-        self._last = now
-        return now - self._lost
-
-    def peek(self) -> float:
-        """The same, from another thread: it is no sign that the loop runs."""
-        return time.monotonic() - self._lost
-
-    @property
-    def quiet_s(self) -> float:
-        """Since it was read last."""
-        return time.monotonic() - self._last
 
 
 # ---------------------------------------------------------------- one episode
@@ -213,7 +79,7 @@ class Playing:
 
     number: int
     slot: int
-    world: ChattingWorld
+    world: HostWorld
     env: Any = None
     pool: ThreadPoolExecutor | None = None
     """One thread, for all plain methods of the environment."""
@@ -225,13 +91,29 @@ class Playing:
         return self.pool
 
 
-class ChattingWorld(World):
-    """The world of an environment here: the policy's replies come over the line."""
+@dataclass(frozen=True)
+class RunCall:
+    """A call of the run that is under way."""
+
+    name: str
+    answer: Future[Any]
+
+
+READ: dict[str, Callable[[Json], Any]] = {
+    "chat": Message.from_json,
+    "score": lambda value: ReplyScore(**value),
+    "program": lambda value: ProgramOutcome(**value),
+}
+"""What the driver answers to each call of a world."""
+
+
+class HostWorld(World):
+    """The world of an environment here: what it asks of the run goes over the line."""
 
     def __init__(self, key: int, number: int, slot: int, host: EnvHost, *, index: int, attempt: int) -> None:
-        super().__init__(key, self._send, index=index, attempt=attempt)
+        super().__init__(key, self._chat, work=HostWork(self.send), index=index, attempt=attempt)
         self.number, self.slot, self.host = number, slot, host
-        self.waiting: dict[int, Future[Message]] = {}
+        self.waiting: dict[int, RunCall] = {}
         self._lock = threading.Lock()
         self._since = 0.0
         self._paused_s = 0.0
@@ -244,35 +126,43 @@ class ChattingWorld(World):
         )
 
     def paused_s(self, now: float) -> float:
-        """Seconds that were waited for the policy."""
+        """Seconds that were waited for the run."""
         with self._lock:
             return self._paused_s + (max(0.0, now - self._since) if self.waiting else 0.0)
 
-    def answered(self, call: int, reply: Message | None, why: str = "") -> None:
-        """The reply to one `chat`, or why there is none."""
+    def answered(self, call: int, value: Json, why: str | None = None) -> None:
+        """The answer to one call of the run, or why there is none."""
         with self._lock:
-            future = self.waiting.pop(call, None)
-            if future is not None and not self.waiting:
+            asked = self.waiting.pop(call, None)
+            if asked is not None and not self.waiting:
                 self._paused_s += max(0.0, self.host.clock.now() - self._since)
-        if future is None:
+        if asked is None:
             return
-        if reply is None:
-            future.set_exception(RuntimeError(f"world.chat: {why}"))
+        if why is not None:
+            asked.answer.set_exception(RuntimeError(f"world.{asked.name}: {why}"))
         else:
-            future.set_result(reply)
+            asked.answer.set_result(READ[asked.name](value))
 
     def abandon(self) -> None:
         """Nobody answers any more."""
         for call in list(self.waiting):
             self.answered(call, None, "the episode has ended")
 
-    def _send(self, path: Path, messages: list[Message], sampling: Mapping[str, Json]) -> Any:
-        call, future = next(self.host.calls), Future[Message]()
+    def unanswered(self) -> str:
+        """The calls under way, by name; '' for none."""
+        return ", ".join(sorted({f"world.{asked.name}" for asked in list(self.waiting.values())}))
+
+    def _chat(self, path: Path, messages: list[Message], sampling: Mapping[str, Json]) -> Any:
+        return self.send("chat", path, pack_messages(messages), dict(sampling))
+
+    def send(self, name: str, *what: Json) -> Any:
+        """Ask the run: the answer, for a plain method, or else what is awaited for it."""
+        call, future = next(self.host.calls), Future[Any]()
         with self._lock:
             if not self.waiting:
                 self._since = self.host.clock.peek()
-            self.waiting[call] = future
-        self.host.say("chat", self.number, call, path, pack_messages(messages), dict(sampling))
+            self.waiting[call] = RunCall(name, future)
+        self.host.say(name, self.number, call, *what)
         try:
             asyncio.get_running_loop()
         except RuntimeError:  # a plain method, in its thread
@@ -282,6 +172,21 @@ class ChattingWorld(World):
             finally:
                 self.host.marks.enter(self.slot, self.number)
         return asyncio.wrap_future(future)
+
+
+@dataclass(frozen=True)
+class HostWork:
+    """`Work` that the driver does."""
+
+    send: Callable[..., Any]
+
+    def score(self, given: Json) -> Awaitable[ReplyScore]:
+        found: Awaitable[ReplyScore] = self.send("score", given)
+        return found
+
+    def program(self, given: Json) -> Awaitable[ProgramOutcome]:
+        found: Awaitable[ProgramOutcome] = self.send("program", given)
+        return found
 
 
 # ---------------------------------------------------------------- the process
@@ -307,7 +212,7 @@ class EnvHost:
         """One message of the driver."""
         if kind == "first":
             slot = self.marks.take()
-            world = ChattingWorld(what[1], number, slot, self, index=what[2], attempt=what[3])
+            world = HostWorld(what[1], number, slot, self, index=what[2], attempt=what[3])
             self.playing[number] = playing = Playing(number, slot, world)
             playing.task = asyncio.create_task(self._answer(playing, self._first(playing, what[0])))
         elif (known := self.playing.get(number)) is None:
@@ -319,7 +224,7 @@ class EnvHost:
         elif kind == "resume":
             known.task = asyncio.create_task(self._answer(known, self._resume(known, what[0])))
         elif kind == "reply":
-            known.world.answered(what[0], Message.from_json(what[1]))
+            known.world.answered(what[0], what[1])
         elif kind == "refused":
             known.world.answered(what[0], None, what[1])
         elif kind == "close":
@@ -437,7 +342,7 @@ class EnvHost:
         if error is not None:
             raise CallFailed(f"raised {describe(error)} in {name}")
         if unanswered:
-            raise CallFailed(f"bad value: {name} returned before its calls of world.chat were answered")
+            raise CallFailed(f"bad value: {name} returned before its calls of {unanswered} were answered")
         return value
 
     @staticmethod
@@ -449,8 +354,8 @@ class EnvHost:
 
     async def _run(
         self, playing: Playing, function: Callable[[], Any]
-    ) -> tuple[Any, BaseException | None, bool]:
-        """(its value, None) or (None, what it raised), and whether calls of `chat` had no reply when it returned, which
+    ) -> tuple[Any, BaseException | None, str]:
+        """(its value, None) or (None, what it raised), and which calls of the run had no answer when it returned; they
         are abandoned. Async code runs here, other code in the episode's thread."""
         mark = (self.marks, playing.slot, playing.number)
         try:
@@ -460,8 +365,8 @@ class EnvHost:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001  foreign code, SystemExit included
-            return None, error, False
-        unanswered = bool(playing.world.waiting)  # now: a moment later the reply may be there
+            return None, error, ""
+        unanswered = playing.world.unanswered()  # now: a moment later the answer may be there
         playing.world.abandon()
         return value, None, unanswered
 

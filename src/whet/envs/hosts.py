@@ -5,9 +5,11 @@ other episodes begin anew in another host with the same random numbers. If the c
 that ran code when the host died is played again in a host of its own.
 
 The driver sends ("first", number, task, key, index, attempt), ("resume", number, replies and steps), ("step", number,
-reply), ("close", number), ("reply", number, call, message) and ("refused", number, call, why). A host sends ("done",
+reply), ("close", number), ("reply", number, call, answer) and ("refused", number, call, why). A host sends ("done",
 number, value), ("failed", number, why), ("stuck", number, why), ("hung", number or 0, why), ("chat", number, call,
-path, messages, sampling), ("closed", number), ("said", text, characters left out) and ("beat",).
+path, messages, sampling), ("score", number, call, given), ("program", number, call, given), ("closed", number),
+("said", text, characters left out) and ("beat",). chat, score and program ask the run (`World`); reply and refused
+answer them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
 
@@ -41,7 +43,9 @@ from whet.envs.env import (
     pack_step,
     unpack_messages,
     unpack_step,
+    work_of,
 )
+from whet.envs.marks import Marks
 from whet.guard.foreign import said, words
 from whet.guard.line import Local, LocalLine, how_it_ended
 from whet.guard.printed import Printed, PrintingPipe
@@ -63,6 +67,8 @@ MOST_DEATHS = 10
 MOST_BYTES = 16 * 2**20
 """Longest message of a host: texts of `env.MOST_TEXT` characters, escaped."""
 MOST_ERROR = 1000
+MOST_ASKED = 256
+"""Calls of the run that one episode waits for at once."""
 
 
 @dataclass(eq=False)
@@ -76,7 +82,8 @@ class HostedEnv:
     place: _HostProcess | None = None
     answer: asyncio.Future[Json] | None = None
     """Of the call under way."""
-    chats: set[asyncio.Task[None]] = field(default_factory=set)
+    asked: set[asyncio.Task[None]] = field(default_factory=set)
+    """What the environment asks of the run, under way."""
     tools: list[ToolSpec] = field(default_factory=list)
     resume: Callable[[Sequence[tuple[Message, EnvStep]]], Awaitable[None]] | None = None
     """What the environment has of this name; known after `first`."""
@@ -106,8 +113,8 @@ class HostedEnv:
 
     async def close(self) -> None:
         """The host closes the environment; nobody waits for it."""
-        for chat in self.chats:
-            chat.cancel()
+        for asking in self.asked:
+            asking.cancel()
         if self.place is not None and self.place.playing.pop(self.number, None) is not None:
             self.place.closing.add(self.number)
             self.place.send("close", self.number)
@@ -137,20 +144,40 @@ class HostedEnv:
         else:
             self.answer.set_exception(error)
 
-    def chat(self, call: int, path: Sequence[int], messages: Json, sampling: dict[str, Json]) -> None:
-        """The environment asks the policy."""
-        chatting = asyncio.create_task(self._chat(call, path, messages, sampling))
-        self.chats.add(chatting)
-        chatting.add_done_callback(self.chats.discard)
+    def ask(self, name: str, call: int, *what: Json) -> None:
+        """The environment asks the run: `name` of its world."""
+        assert self.place is not None
+        if len(self.asked) >= MOST_ASKED:
+            why = f"more than {MOST_ASKED} calls of the run at once in one episode; await some of them first"
+            self.place.send("refused", self.number, call, why)
+            return
+        asking = asyncio.create_task(self._ask(name, call, *what))
+        self.asked.add(asking)
+        asking.add_done_callback(self.asked.discard)
 
-    async def _chat(self, call: int, path: Sequence[int], messages: Json, sampling: dict[str, Json]) -> None:
+    async def _ask(self, name: str, call: int, *what: Json) -> None:
         assert self.place is not None
         try:
-            told = as_messages(unpack_messages(redact_tree(messages)), "messages of world.chat")
-            reply = await self.world.ask(tuple(map(int, path)), told, sampling)
-            self.place.send("reply", self.number, call, *pack_messages([reply]))
-        except Exception as error:  # noqa: BLE001  the engine's, which the environment may catch
+            self.place.send("reply", self.number, call, await ASKED[name](self.world, *what))
+        except Exception as error:  # noqa: BLE001  the engine's or a reward's, which the environment may catch
             self.place.send("refused", self.number, call, said(error))
+
+
+async def _chat(world: World, path: Sequence[int], messages: Json, sampling: dict[str, Json]) -> Json:
+    told = as_messages(unpack_messages(redact_tree(messages)), "messages of world.chat")
+    return (await world.ask(tuple(map(int, path)), told, sampling)).to_json()
+
+
+async def _score(world: World, given: Json) -> Json:
+    return asdict(await work_of(world).score(given))
+
+
+async def _program(world: World, given: Json) -> Json:
+    return asdict(await work_of(world).program(given))
+
+
+ASKED: dict[str, Callable[..., Awaitable[Json]]] = {"chat": _chat, "score": _score, "program": _program}
+"""What an environment may ask of the run, by the kind of its message."""
 
 
 @dataclass(eq=False)
@@ -279,7 +306,7 @@ class EnvHosts:
         with self._starting:  # several threads may start hosts
             line = lines.more()
         marks = f"{line.file}-marks"
-        host.Marks.create(marks)
+        Marks.create(marks)
         hello = {**self.cfg.model_dump(mode="json"), "imports": self.imports, "marks": marks}
         try:
             if self._broken is not None:
@@ -423,8 +450,8 @@ class EnvHosts:
                 playing.settle(what[1])
             elif kind == "failed":
                 playing.settle(error=EnvFault(words(str(what[1]), MOST_ERROR)))
-            elif kind == "chat":
-                playing.chat(*what[1:])
+            elif kind in ASKED:
+                playing.ask(kind, *what[1:])
 
     def _said(self, kind: str, what: Sequence[Json]) -> None:
         if kind == "said":
@@ -451,7 +478,7 @@ class EnvHosts:
             return
         self._hosts.remove(place)
         place.kill()
-        running = host.Marks.read(place.marks) if marked else set()
+        running = Marks.read(place.marks) if marked else set()
         place.running = frozenset(running)
         place.dead = (
             words(why, MOST_ERROR) if place.culprit is not None else f"crashed: {words(why, MOST_ERROR)}"

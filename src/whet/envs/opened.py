@@ -13,6 +13,8 @@ from whet.envs.env import Env, EnvBroken, MakeEnv, World
 from whet.envs.hosts import EnvHosts
 from whet.envs.journal import Journal
 from whet.envs.journaled import Counts, about, journaled, promise
+from whet.envs.work import RunWork
+from whet.rewards.combine import RewardSet
 from whet.types import Metrics, Task
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ class Environments:
         self._about: dict[str, str] = {}
         """Of what the hosts have loaded; a file may change while they run."""
         self._hosts: dict[str, EnvHosts] = {}
+        self._work: RunWork | None = None
+        """Of the stage that was asked for last."""
         self._told = 0
         self._said: set[str] = set()
         """What was logged of chat templates."""
@@ -56,15 +60,16 @@ class Environments:
         cfg: Config,
         tokenizer: PreTrainedTokenizerBase,
         ends: Collection[int],
+        rewards: RewardSet | None = None,
         *,
         repeated: bool = False,
     ) -> dict[str, Any]:
         """What `play_groups` gets for a stage; nothing for a stage without an environment.
 
-        ends: the model's end tokens. repeated: the same tasks are played again after later steps. What the chat
-        template does to a conversation, and what of the environment's answers a resume repeats, is logged. ConfigError
-        for an environment that cannot be loaded, or a tokenizer without a chat template; DataError for a template that
-        refuses a second turn.
+        ends: the model's end tokens. rewards: for environments that ask for scores. repeated: the same tasks are played
+        again after later steps. What the chat template does to a conversation, and what of the environment's answers a
+        resume repeats, is logged. ConfigError for an environment that cannot be loaded, or a tokenizer without a chat
+        template; DataError for a template that refuses a second turn.
         """
         env = cfg.rollout.env
         if env is None:
@@ -86,7 +91,9 @@ class Environments:
                 self._journal.at(*self._place)
             what = self._about[known]
             make = journaled(make, self._journal, what, counts=self._counts, repeated=repeated)
-        return {"make_env": make, "codec": codec}
+        if self._work is None or self._work.rewards is not rewards:
+            self._work = RunWork(rewards, cfg, self._counts)
+        return {"make_env": make, "make_work": self._work.of, "codec": codec}
 
     def _say(self, form: str, said: str) -> None:
         """Log it once."""
@@ -112,14 +119,15 @@ class Environments:
             self._journal.drop(stage, step)
 
     def timings(self) -> Metrics:
-        """Since the last call: hosts that were replaced, answers that came from the journal, and those that the journal
-        had for another question. Nothing for a run without an environment."""
+        """Since the last call: hosts that were replaced, answers that came from the journal, those that the journal had
+        for another question, and what environments asked of the run. Nothing for a run without an environment."""
         if not self._hosts:
             return {}
         total = sum(hosts.restarts for hosts in self._hosts.values())
         new, self._told = total - self._told, total
         counted = {
-            f"env/{name}_count": float(self._counts.pop(name, 0)) for name in ("replayed", "asked_anew")
+            f"env/{name}_count": float(self._counts.pop(name, 0))
+            for name in ("replayed", "asked_anew", "scores", "programs")
         }
         return {"env/host_restarts_count": float(new), **counted}
 

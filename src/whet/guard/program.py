@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import linecache
 import math
 import os
 import resource
@@ -18,13 +19,17 @@ import select
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from whet.guard import confine, sandbox
 
 MOST_PRINTED = 2**20
-"""Bytes. A run that prints more is ended."""
+"""Bytes of standard output. A run that prints more is ended."""
+MOST_ERRORS = 2**14
+"""Bytes of standard error that are kept: the last ones."""
+_FILE = "<program>"
 _START_S = 20.0
 """For an interpreter to begin, and the processes of all runs to end, beside their own limits."""
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -51,6 +56,8 @@ class ProgramOutcome:
     """well: at the end of its code; exit: by the code's own wish, with status 0; else error, time, or printed."""
     printed: str = ""
     """Standard output."""
+    errors: str = ""
+    """The end of standard error, with the traceback of an exception that ended it."""
 
 
 def longest_s(runs: int, seconds: float) -> float:
@@ -107,36 +114,43 @@ def _ran(limits: Programs, names: dict[str, object], code: str, text: str) -> Pr
         given.write(text.encode("utf-8", "surrogatepass"))
         given.seek(0)
         out, printed_to = os.pipe()
+        err, told_to = os.pipe()
         marks, marked_to = os.pipe()
         if not (child := os.fork()):
-            os.dup2(given.fileno(), 0)
-            os.dup2(printed_to, 1)
-            os.dup2(marked_to, 3)
+            for number, fd in enumerate((given.fileno(), printed_to, told_to, marked_to)):
+                os.dup2(fd, number)
             _become(limits, names, code)
-    os.close(printed_to)
-    os.close(marked_to)
-    printed, ended, exits = bytearray(), "", dict[int, int]()
+    for fd in (printed_to, told_to, marked_to):
+        os.close(fd)
+    printed, told, ended, exits = bytearray(), bytearray(), "", dict[int, int]()
+    heard = {out: printed, err: told}
     try:
         end = time.monotonic() + limits.seconds
-        while not ended:
-            if not select.select([out], [], [], max(0.0, end - time.monotonic()))[0]:
-                ended = "time"
-            elif not (piece := os.read(out, 2**16)):
-                break
-            else:
-                printed += piece
-                ended = "printed" if len(printed) > MOST_PRINTED else ""
-        while not ended and child not in exits:  # it has closed its output, and may go on
+        while heard and not ended:
+            ready = select.select([*heard], [], [], max(0.0, end - time.monotonic()))[0]
+            ended = "time" if not ready or time.monotonic() > end else ""
+            for fd in ready:
+                if piece := os.read(fd, 2**16):
+                    heard[fd] += piece
+                else:
+                    del heard[fd]
+            del told[:-MOST_ERRORS]
+            ended = "printed" if len(printed) > MOST_PRINTED else ended
+        while not ended and child not in exits:  # it has closed its outputs, and may go on
             confine.reap(exits)
             ended = "time" if time.monotonic() > end else ""
             time.sleep(0.001)
     finally:
         confine.sweep(set(), exits)
         mark = os.read(marks, 1)
-        os.close(out)
-        os.close(marks)
+        for fd in (out, err, marks):
+            os.close(fd)
     ended = ended or {(0, b"w"): "well", (0, b"x"): "exit"}.get((exits.get(child, -1), mark), "error")
-    return ProgramOutcome(ended=ended, printed=printed[:MOST_PRINTED].decode("utf-8", "replace"))
+    return ProgramOutcome(
+        ended=ended,
+        printed=printed[:MOST_PRINTED].decode("utf-8", "replace"),
+        errors=told.decode("utf-8", "replace"),
+    )
 
 
 def _become(limits: Programs, names: dict[str, object], code: str) -> None:
@@ -145,7 +159,6 @@ def _become(limits: Programs, names: dict[str, object], code: str) -> None:
     with contextlib.suppress(BaseException):
         confine.die_with(os.getppid())
         os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDWR), 2)
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))
         seconds = math.ceil(limits.seconds) + 1
         for kind, most in (
@@ -159,15 +172,29 @@ def _become(limits: Programs, names: dict[str, object], code: str) -> None:
             resource.setrlimit(kind, (most, most))
         sandbox.enter()
         sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
-        mark = b"w"
+        mark, last = b"w", ""
         try:
-            exec(compile(code, "<program>", "exec", dont_inherit=True), names)
+            exec(compile(code, _FILE, "exec", dont_inherit=True), names)
         except SystemExit as asked:
             mark = b"x" if asked.code in (None, 0) else b""
+            last = "" if mark or isinstance(asked.code, int) else f"{asked.code}\n"
+        except BaseException as error:  # noqa: BLE001  the program's own
+            mark = b""
+            linecache.cache[_FILE] = (len(code), None, code.splitlines(keepends=True), _FILE)
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            last = "".join(traceback.format_exception(error))
+        _tell(last)
         sys.stdout.flush()
         os.write(3, mark)
         status = 0 if mark else 1
     os._exit(status)
+
+
+def _tell(what: str) -> None:
+    """Write it to standard error, after what the program has written there."""
+    with contextlib.suppress(BaseException):  # the program's own object
+        sys.stderr.flush()
+    os.write(2, what.encode("utf-8", "backslashreplace"))
 
 
 if __name__ == "__main__":

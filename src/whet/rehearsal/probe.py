@@ -19,9 +19,10 @@ from whet.data.tasks import TaskStream, texts
 from whet.data.tokenizer import load_tokenizer
 from whet.envs.env import EnvFault, EnvRestarted, EnvStep, World
 from whet.envs.hosts import EnvHosts
+from whet.envs.work import RunWork
 from whet.judges import judges_of
 from whet.rehearsal.findings import Finding, fails, left_open, works
-from whet.rehearsal.shrink import real_tokenizer
+from whet.rehearsal.shrink import real_tokenizer, stand_in
 from whet.rewards.combine import RewardSet, score
 from whet.types import Group, Message, Rollout, Task, WhetError, given_tokens
 
@@ -70,7 +71,7 @@ def probe(loaded: Loaded) -> Probed:
                 out.findings += _reward(out, cfg, reward, out.tasks.get(name, []), named)
     for name, cfg in zip(loaded.names, loaded.stages):
         if cfg.rollout.env is not None:
-            out.findings += _environment(out, cfg, name, cfg.rollout.env)
+            out.findings += _environment(out, cfg, name, cfg.rollout.env, named)
     return out
 
 
@@ -168,8 +169,11 @@ def _reward(
 # ---------------------------------------------------------------- environments
 
 
-def _environment(out: Probed, cfg: Config, stage: str, env: EnvironmentConfig) -> Iterator[Finding]:
-    """Play one task with one empty reply."""
+def _environment(
+    out: Probed, cfg: Config, stage: str, env: EnvironmentConfig, named: Sequence[str]
+) -> Iterator[Finding]:
+    """Play one task with one empty reply. A reward that cannot be called here has a stand-in. named: the verifiers of
+    the config's sources."""
     what = f"rollout.env ({env.make})"
     tasks = out.tasks.get(stage, [])
     hosts: EnvHosts | None = None
@@ -178,7 +182,16 @@ def _environment(out: Probed, cfg: Config, stage: str, env: EnvironmentConfig) -
         if not tasks:
             yield left_open(what, "it loads; there are no rows to play it on")
             return
-        told, tools, step = asyncio.run(_turn(hosts, tasks[0], env))
+        here = {n: stand_in(r) if n in out.broken | out.untried else r for n, r in cfg.rewards.items()}
+        with RewardSet.from_config(
+            here,
+            cfg.reward_workers,
+            seed=cfg.seed,
+            imports=cfg.imports,
+            verifiers=named,
+            open_judge=judges_of(cfg),
+        ) as rewards:
+            told, tools, step = asyncio.run(_turn(hosts, tasks[0], cfg, rewards))
     except (WhetError, EnvFault, EnvRestarted) as e:
         out.worldless.add(stage)
         yield fails(what, str(e))
@@ -196,16 +209,16 @@ def _environment(out: Probed, cfg: Config, stage: str, env: EnvironmentConfig) -
 
 
 async def _turn(
-    hosts: EnvHosts, task: Task, env: EnvironmentConfig
+    hosts: EnvHosts, task: Task, cfg: Config, rewards: RewardSet
 ) -> tuple[list[Message], list[str], EnvStep]:
     """The first messages, the names of the tools, the answer to an empty reply."""
 
     async def ask(path: object, messages: list[Message], sampling: object) -> Message:
         return Message("assistant", "")
 
-    played = hosts.make(task, World(0, ask))
+    played = hosts.make(task, World(0, ask, work=RunWork(rewards, cfg).of(task, 0)))
     try:
-        async with asyncio.timeout(3 * env.timeout_s + 10):
+        async with asyncio.timeout(3 * hosts.cfg.timeout_s + 10 + cfg.rollout.timeout_s):
             told = await played.first()
             return told, [tool.name for tool in played.tools], await played.step(Message("assistant", ""))
     finally:

@@ -13,7 +13,7 @@ from whet.config.engines import SERVED
 from whet.config.evaluation import observation_tokens
 from whet.config.load import Loaded, stage_configs
 from whet.config.recipes import resolve
-from whet.config.schema import Config, ModelConfig
+from whet.config.schema import Config, ModelConfig, RewardConfig
 from whet.config.scratch import architecture
 from whet.config.tree import STAGE_SECTIONS
 from whet.dialects.idle import without
@@ -35,7 +35,8 @@ def shrink(loaded: Loaded, *, run_dir: Path, lost: Mapping[str, str], broken: se
     """The whole run as a small native config, ready to be written down.
 
     lost: sources that cannot be read ('stage/train/0': why), replaced by made-up rows. broken: rewards that cannot be
-    called, left out; one that asks for the exact answer stands in where none is left.
+    called, left out; one that asks for the exact answer stands in where none is left. Where an environment may ask
+    for them by name, each has a stand-in.
     """
     whole = [_stage(cfg, name, lost=lost, broken=broken) for name, cfg in zip(loaded.names, loaded.stages)]
     base = whole[0] | {"name": "rehearsal", "run_dir": str(run_dir), "seed": loaded.config.seed}
@@ -44,6 +45,11 @@ def shrink(loaded: Loaded, *, run_dir: Path, lost: Mapping[str, str], broken: se
     shared = {key: value for key, value in base.items() if key not in STAGE_SECTIONS}
     inside = [{key: value for key, value in tree.items() if key in STAGE_SECTIONS} for tree in whole]
     return _read_only(shared | {"stages": [{"name": n} | tree for n, tree in zip(loaded.names, inside)]})
+
+
+def stand_in(reward: RewardConfig) -> RewardConfig:
+    """In the place of a reward that cannot be called here."""
+    return RewardConfig(function="whet.rewards.made_up:coin", weight=reward.weight)
 
 
 def _read_only(tree: dict[str, Json]) -> dict[str, Json]:
@@ -131,6 +137,10 @@ def _stage(cfg: Config, name: str, *, lost: Mapping[str, str], broken: set[str])
         tree["algorithm"]["dynamic_sampling"] = False
     kept = {n: r for n, r in tree.get("rewards", {}).items() if n not in broken}
     tree["rewards"] = kept if kept or not cfg.rewards else {"stand_in": {"function": "exact"}}
+    if cfg.rollout.env is not None:
+        tree["rewards"] = kept | {
+            n: stand_in(r).model_dump(exclude_unset=True) for n, r in cfg.rewards.items() if n in broken
+        }
     if broken:  # nobody may name one that is left out
         tree.get("eval", {}).pop("reward", None)
         for source in (s for part in tree["data"].values() if isinstance(part, list) for s in part):

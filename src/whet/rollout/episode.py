@@ -26,6 +26,7 @@ from whet.envs.env import (
     EnvRestarted,
     EnvStep,
     MakeEnv,
+    MakeWork,
     World,
     as_messages,
     as_step,
@@ -108,6 +109,7 @@ class Play:
     end_token_ids: frozenset[int]
     """The model's own end tokens: not part of the text."""
     make_env: MakeEnv | None
+    make_work: MakeWork | None
     codec: Codec | None
     limits: EpisodeLimits
     pace: Pace
@@ -236,6 +238,7 @@ async def play_groups(
     pace: Pace | None = None,
     retries: int = 0,
     make_env: MakeEnv | None = None,
+    make_work: MakeWork | None = None,
     codec: Codec | None = None,
     limits: EpisodeLimits | None = None,
     ended: Callable[[Task], object] = lambda task: None,
@@ -243,7 +246,8 @@ async def play_groups(
     """`group_size` rollouts of each task, all at once, in the order of the tasks.
 
     Without `make_env` a rollout is one reply to the task's tokens. With it, the environment's first messages follow the
-    prompt, and the environment answers every reply, within the `limits`. A rollout that raises or takes longer than
+    prompt, and the environment answers every reply, within the `limits`; `make_work` makes what it may ask of the run
+    beside replies. A rollout that raises or takes longer than
     `timeout_s` (or than `pace` allows) is retried `retries` times; then it ends as `abort`, with its finished turns and
     the reason in `error`. It never affects other rollouts. ended: called with its task when a rollout is over. Raises
     EnvBroken if environments cannot be played any more.
@@ -255,6 +259,7 @@ async def play_groups(
         decode=decode,
         end_token_ids=frozenset(end_token_ids),
         make_env=make_env,
+        make_work=make_work,
         codec=codec,
         limits=limits or EpisodeLimits(),
         pace=pace or Pace(timeout_s),
@@ -337,7 +342,8 @@ async def _turns(
     play = replace(play, codec=play.codec.of(episode.task.chat_template_kwargs))
     assert play.make_env is not None
     ask, own = partial(_chat, episode, play), key(episode.key_of(()), "env")
-    world = World(own, ask, alone=episode.alone, index=episode.index, attempt=episode.attempt)
+    work = None if play.make_work is None else play.make_work(episode.task, episode.index)
+    world = World(own, ask, work=work, alone=episode.alone, index=episode.index, attempt=episode.attempt)
     env = play.make_env(episode.task, world)
     try:
         ended = await _converse(episode, play, env, world, begin)
