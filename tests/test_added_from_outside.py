@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import accumulate, chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +230,38 @@ class Loop:
         return Message("tool", result, tool_call_id=call.id or None, name=call.name)
 '''
 
+FORKS = '''
+from whet.envs.env import EnvStep
+from whet.envs.schemas import spec_of
+from whet.types import Message
+
+
+def backwards(word: str) -> str:
+    """A word from its end to its beginning."""
+    return word[::-1]
+
+
+class Opinions:
+    """Two turns with a tool. The policy is asked in a conversation of its own what it thinks of a reply, before the
+    calls of the reply are run. A turn is worth 1, as is each call in it and each letter a of the opinion."""
+
+    def __init__(self, task, world):
+        self.world, self.tools = world, [spec_of(backwards)]
+
+    async def first(self):
+        return []
+
+    async def step(self, reply):
+        letters = "".join(letter for letter in reply.content if letter in "abc")
+        opinion = await self.world.chat([Message("user", f"{letters}k")], max_tokens=3)
+        results = [
+            Message("tool", backwards(**call.arguments), tool_call_id=call.id, name=call.name)
+            for call in reply.tool_calls
+        ]
+        reward = float(1 + len(results) + opinion.content.count("a"))
+        return EnvStep(results or [Message("user", "s")], reward, done=self.world.turn == 2)
+'''
+
 GAMES = '''
 from whet.envs.env import EnvStep
 from whet.types import Message
@@ -432,6 +467,141 @@ def test_a_tool_loop_of_a_users_own_calls_its_tool_and_only_what_was_sampled_is_
     assert Counter(log.read_text().split()) == called
     assert trained > 4
     assert all(step["train/grad_norm"] > 0 for step in steps(run_dir))
+
+
+# ---------------------------------------------------------------- an environment that forks
+
+RECORDS = ("metrics.jsonl", "rollouts", "batches", "checkpoints")
+"""What equal runs write byte for byte."""
+
+
+@pytest.fixture(scope="module")
+def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a package of the user's, by whose dotted path the environment is named, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("forking")
+    (folder / "forking").mkdir()
+    (folder / "forking" / "opinions.py").write_text(FORKS)
+    tokenizer_in(folder / "tokenizer")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)  # of the host
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def forked(forking: Path) -> tuple[Path, Counter[Said]]:
+    """A run of it with a checkpoint after each step, and all that the engine has sampled."""
+    return opinions(forking, "run")
+
+
+def opinions(folder: Path, name: str) -> tuple[Path, Counter[Said]]:
+    """Two steps of the environment that forks, or those that a run directory still lacks."""
+    sampled: Counter[Said] = Counter()
+    generate = NativeEngine.generate
+
+    async def spied(self: NativeEngine, request: Request, on_tokens: OnTokens | None = None) -> Completion:
+        done = await generate(self, request, on_tokens)
+        sampled[request.prompt, tuple(done.token_ids)] += 1
+        return done
+
+    sections: dict[str, Any] = {
+        "tokenizer": {"path": str(folder / "tokenizer")},
+        "algorithm": {"name": "reinforce"},
+        "checkpoint": {"export": False, "interval": 1, "keep": None},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NativeEngine, "generate", spied)
+        whet.train(**conversations(folder / name, {"make": "forking.opinions:Opinions"}, **sections))
+    return folder / name, sampled
+
+
+def test_each_conversation_that_an_environment_forks_is_a_strand_and_each_sampled_token_is_trained_once(
+    forking: Path, forked: tuple[Path, Counter[Said]]
+) -> None:
+    """The first strand has the turns and the results of the calls. After it comes one for the opinion on each turn,
+    which begins with what the policy has said there, as context. Every sample of the engine is in one strand, and its
+    tokens alone have a weight in the loss, each the same one."""
+    run_dir, sampled = forked
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(forking / "tokenizer")
+    kept: Counter[Said] = Counter()
+    shapes: Counter[tuple[int, bool]] = Counter()
+    weights: defaultdict[int, list[float]] = defaultdict(list)
+    for number, (row, batch) in enumerate(zip(rows(run_dir), rows(run_dir, "batches"), strict=True)):
+        ends = list(accumulate(row["strand_tokens"]))
+        strands = [row["token_ids"][end - n : end] for n, end in zip(row["strand_tokens"], ends)]
+        masks = [[False] * len(strand) for strand in strands]
+        turns = json.loads(row["turns"])
+        for turn in turns:
+            strand, start, end = strands[turn["strand"]], turn["start"], turn["end"]
+            kept[tuple(strand[:start]), tuple(strand[start:end])] += 1
+            masks[turn["strand"]][start:end] = [True] * (end - start)
+        own, asked = ([t for t in turns if (t["strand"] > 0) == fork] for fork in (False, True))
+        said = [m["content"] for m in json.loads(row["messages"]) if m["role"] == "assistant"]
+        assert [turn["strand"] for turn in asked] == list(range(1, len(own) + 1))
+        assert len(said) == len(own) == len(strands) - 1
+        for turn, text, strand, answer in zip(own, said, strands[1:], asked):
+            letters = "".join(letter for letter in text if letter in "abc")
+            assert tokenizer.decode(strand[: answer["start"]]) == f"<user>{letters}k<eos><assistant>"
+            assert answer["end"] - answer["start"] <= 3
+            opinion = tokenizer.decode(strand[answer["start"] :], skip_special_tokens=True)
+            assert turn["reward"] == 1 + turn["calls"] + opinion.count("a")
+            assert answer["reward"] is None
+        if len(own) == 2:
+            pieces = tokenizer.convert_ids_to_tokens(strands[0][own[0]["start"] : own[0]["end"]])
+            results = [f"<tool>{WORDS[CALLS.index(piece)][::-1]}<eos>" for piece in pieces if piece in CALLS]
+            assert len(results) == own[0]["calls"]
+            between = tokenizer.decode(strands[0][own[0]["end"] : own[1]["start"]])
+            end_of_reply = "" if pieces[-1] == "<eos>" else "<eos>"
+            assert between == f"{end_of_reply}{''.join(results) or '<user>s<eos>'}<assistant>"
+        whole = list(chain(*masks))
+        assert [bool(on) for on in row["mask"]] == batch["mask_N"] == whole
+        assert batch["token_ids_N"] == row["token_ids"]
+        assert batch["length_S"] == row["strand_tokens"]
+        assert not batch.get("skipped_R")
+        assert [weight > 0 for weight in batch["update_1/weight_N"]] == whole
+        weights[number // 12] += [weight for weight in batch["update_1/weight_N"] if weight]
+        shapes[len(own), own[0]["calls"] > 0] += 1
+    assert kept == sampled
+    assert sum(map(len, weights.values())) == sum(len(said) * n for (_, said), n in sampled.items())
+    for each in weights.values():
+        assert len(set(each)) == 1
+    assert shapes[2, True] > 2
+    assert all(step["train/grad_norm"] > 0 for step in steps(run_dir))
+
+
+def recorded(run_dir: Path) -> dict[str, bytes]:
+    found = [file for name in RECORDS for file in (run_dir / name, *(run_dir / name).rglob("*"))]
+    return {str(file.relative_to(run_dir)): file.read_bytes() for file in found if file.is_file()}
+
+
+def test_an_environment_that_forks_gives_the_same_bits_in_a_second_run(
+    forking: Path, forked: tuple[Path, Counter[Said]]
+) -> None:
+    run_dir, sampled = forked
+    other, again = opinions(forking, "other")
+    assert again == sampled
+    assert recorded(other) == recorded(run_dir)
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_an_environment_that_forks_gives_the_same_bits_after_a_resume(
+    forking: Path, forked: tuple[Path, Counter[Said]], journal: bool
+) -> None:
+    """From the checkpoint of the first step. With the journal no environment is asked for what it has answered before,
+    and the policy gives every opinion once more; without it all of the second step is played again."""
+    run_dir, sampled = forked
+    resumed = shutil.copytree(run_dir, forking / f"resumed {journal}")
+    *_, last = sorted((resumed / "checkpoints").iterdir())
+    shutil.rmtree(last)
+    if not journal:
+        shutil.rmtree(resumed / "journal")
+    _, again = opinions(forking, resumed.name)
+    assert again
+    assert again <= sampled
+    assert again.total() == sum(len(json.loads(row["turns"])) for row in rows(run_dir)[12:])
+    assert recorded(resumed) == recorded(run_dir)
+    (_, second) = lines(resumed / "timings.jsonl")
+    assert (second["env/replayed_count"] > 0) == journal
 
 
 # ---------------------------------------------------------------- environments

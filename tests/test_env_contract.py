@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import selectors
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -250,7 +251,27 @@ async def leaves_a_process(env):
     subprocess.Popen(["sleep", "4242"])
     os._exit(5)
 
+async def asks_and_hangs(env):
+    await env.world.chat([Message("user", "1")])
+    await asyncio.sleep(1000)
+
 HOW = {name: value for name, value in list(globals().items()) if asyncio.iscoroutinefunction(value)}
+
+
+# makers that never come back in the first attempt of one task
+
+def late(task, world):
+    if task.uid == 11 and world.attempt == 0:
+        time.sleep(1000)
+    return Hostile(task, world, "", at="never")
+
+async def late_async(task, world):
+    if task.uid == 11 and world.attempt == 0:
+        await asyncio.sleep(1000)
+    return Hostile(task, world, "", at="never")
+
+async def late_blocking(task, world):
+    return late(task, world)
 '''
 
 END = 1
@@ -267,16 +288,18 @@ def task(uid: int) -> Task:
     return Task(uid=uid, source="s", prompt=(Message("user", "50"),), token_ids=(50,))
 
 
-def engine() -> ScriptedEngine:
-    """Says a number that follows from the prompt and the key."""
-
-    def say(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
-        return [2 + key(sampling.key, *token_ids) % 97, END]
-
-    return ScriptedEngine(say, end_token_ids=[END])
+def said(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
+    """A number that follows from the prompt and the key."""
+    return [2 + key(sampling.key, *token_ids) % 97, END]
 
 
-def play(make: MakeEnv, count: int = 4, **options: Any) -> dict[int, Rollout]:
+def scripted() -> ScriptedEngine:
+    return ScriptedEngine(said, end_token_ids=[END])
+
+
+def play(
+    make: MakeEnv, count: int = 4, engine: ScriptedEngine | None = None, **options: Any
+) -> dict[int, Rollout]:
     """One rollout of each task 10, 11, ..., by uid."""
     defaults: dict[str, Any] = {
         "group_size": 1, "sampling": Sampling(max_tokens=20), "seed": 3, "purpose": "train", "decode": str,
@@ -286,7 +309,7 @@ def play(make: MakeEnv, count: int = 4, **options: Any) -> dict[int, Rollout]:
     async def bounded() -> dict[int, Rollout]:
         async with asyncio.timeout(90):
             groups = await play_groups(
-                engine(), [task(10 + n) for n in range(count)], **{**defaults, **options}
+                engine or scripted(), [task(10 + n) for n in range(count)], **{**defaults, **options}
             )
         return {group.task.uid: group.rollouts[0] for group in groups}
 
@@ -466,6 +489,7 @@ FAULTS = {
     "chats_with_a_strange_setting": "env raised ValueError: world.chat got temperature; expected max_tokens, stop",
     "faults": "env fault: the site is down",
     "leaves_a_process": "env crashed: its host ended: exit status 5",
+    "asks_and_hangs": "env timeout: step took more than 2 s",
 }
 
 
@@ -528,12 +552,33 @@ def test_a_plain_method_that_hangs_ends_its_own_episode(opened: Opened) -> None:
     assert hosts.restarts == 1
 
 
+LATE = {
+    "late": "env timeout: make took more than 1 s, and is still running",
+    "late_async": "env timeout: make took more than 1 s",
+    "late_blocking": "env timeout: code in an async method held the event loop for more than 1 s",
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_maker_that_hangs_is_a_fault_of_its_episode_and_a_retry_mends_it(
+    opened: Opened, clean: dict[int, Rollout], name: str
+) -> None:
+    hosts = opened(name, timeout_s=1.0)
+    found = play(hosts.make)
+    failed = found.pop(11)
+    assert failed.error == LATE[name]
+    assert (failed.reward, failed.finish_reason, failed.stop_reason) == (None, "abort", "fault")
+    assert found == {uid: rollout for uid, rollout in clean.items() if uid != 11}
+    assert hosts.restarts == (name != "late_async"), "a host whose code goes on is replaced"
+    assert play(hosts.make, retries=1) == clean
+
+
 def test_a_failed_episode_is_retried_and_knows_its_attempt_and_its_place_in_the_group(opened: Opened) -> None:
     hosts = opened("Numbered")
 
     async def group(retries: int) -> list[Rollout]:
         groups = await play_groups(
-            engine(), [task(10)], group_size=3, sampling=Sampling(max_tokens=20), seed=3, purpose="train", decode=str,
+            scripted(), [task(10)], group_size=3, sampling=Sampling(max_tokens=20), seed=3, purpose="train", decode=str,
             end_token_ids=[END], timeout_s=60.0, codec=Numbers(), make_env=hosts.make, retries=retries,
         )  # fmt: skip
         return list(groups[0].rollouts)
@@ -561,6 +606,91 @@ def test_a_wait_for_the_policy_is_no_time_of_the_environment(opened: Opened) -> 
 
     (group,) = asyncio.run(story())
     assert group.rollouts[0].error is None
+
+
+class Jumping(selectors.DefaultSelector):
+    """Of an event loop whose clock jumps where it would sleep: no time passes while anything runs."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        found = super().select(0 if timeout else timeout)
+        self.now += timeout if timeout and not found else 0.0
+        return found
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "turns", "asked"),
+    [(3.0, 0, 1), (7.0, 1, 2), (11.0, 1, 3), (15.0, 2, 4), (19.0, 2, 5), (21.0, 3, 5)],
+)
+def test_time_in_which_the_engine_is_waited_for_counts_for_the_episode(
+    limit_s: float, turns: int, asked: int
+) -> None:
+    """It takes 4 s for each reply: to the first turn, to the environment in it, to the second turn and so on."""
+    engine_of = ScriptedEngine(slow, end_token_ids=[END])
+    clock = Jumping()
+    loop = asyncio.SelectorEventLoop(clock)
+    loop.time = lambda: clock.now  # type: ignore[method-assign]
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        (group,) = runner.run(
+            play_groups(
+                engine_of, [task(10)], group_size=1, sampling=Sampling(max_tokens=20), seed=3, purpose="train",
+                decode=str, end_token_ids=[END], timeout_s=limit_s, codec=Numbers(), make_env=Sums,
+            )
+        )  # fmt: skip
+    (rollout,) = group.rollouts
+    assert len(engine_of.calls) == asked
+    if limit_s > 20.0:
+        assert (rollout.error, rollout.stop_reason) == (None, "done")
+        return
+    after = f" (after turn {turns})" if turns else ""
+    assert rollout.error == f"not finished within rollout.timeout_s={limit_s:g}{after}"
+    assert (rollout.stop_reason, rollout.finish_reason, rollout.reward) == ("time", "abort", None)
+    assert len(rollout.strands[0].turns) == turns
+
+
+async def slow(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
+    await asyncio.sleep(4.0)
+    return [5, END]
+
+
+WAITS = {"in a turn": (), "in a call of the environment": (1, 1)}
+"""Fork of what the engine never answers: the second turn of the conversation, or `world.chat` in the first."""
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("Sums", "in a call of the environment"),
+        ("PlainSums", "in a call of the environment"),
+        pytest.param("Sums", "in a turn", marks=pytest.mark.sweep),
+    ],
+)
+def test_an_engine_that_does_not_answer_ends_the_episode_by_its_time_and_not_the_step_by_the_environment_s(
+    opened: Opened, name: str, where: str
+) -> None:
+    """A step of the environment has 1 s, the episode 5 s. Host and other episodes have no part in it."""
+    hosts, undisturbed = opened(name, timeout_s=1.0), play(Sums)
+    fork = WAITS[where]
+    held = rollout_key(3, 11, 0, purpose="train", fork=fork)
+    cancelled: list[int] = []
+
+    async def say(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
+        if sampling.key == held and (fork or END in token_ids):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.append(sampling.key)
+        return said(token_ids, sampling, version)
+
+    found = play(hosts.make, timeout_s=5.0, engine=ScriptedEngine(say, end_token_ids=[END]))
+    late = found.pop(11)
+    assert late.error == "not finished within rollout.timeout_s=5 (after turn 1)"
+    assert (late.stop_reason, late.finish_reason, late.reward) == ("time", "abort", None)
+    assert found == {uid: rollout for uid, rollout in undisturbed.items() if uid != 11}
+    assert cancelled == [held], "nobody waits for the reply any more"
+    assert play(hosts.make) == undisturbed
+    assert hosts.restarts == 0
 
 
 def test_a_host_that_stops_is_replaced(

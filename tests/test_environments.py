@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,15 @@ import pytest
 
 import whet
 from forked import COMMAND, Started
-from whet.types import ConfigError, WhetError
+from whet.config.schema import TokenizerConfig
+from whet.data.tokenizer import load_tokenizer
+from whet.rollout.engine import OnTokens
+from whet.rollout.native.engine import NativeEngine
+from whet.seeds import key, rollout_key
+from whet.types import Completion, ConfigError, Request, WhetError
+
+Sampled = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
+"""What the engine has read, its reply and the log-probs of it."""
 
 GAMES = '''
 import asyncio
@@ -218,11 +228,49 @@ def test_a_run_of_a_users_environment_trains_on_its_rewards(clean: Path) -> None
 
 
 def test_what_was_sampled_stands_in_each_rollout_with_the_words_of_the_environment(
-    tree: dict[str, Any],
+    tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = rollouts(train(tree, track={"trackers": ["jsonl"], "rollouts_interval": 1}))
-    assert len(rows) == 2 * 4 * 4
-    assert len({row["text"] for row in rows}) > 1
+    """Token for token: the prompt, the word that the environment has drawn for this rollout, a reply of the engine with
+    its log-probs, the hint that follows from it, and the reply of the engine to all of this. Nothing else."""
+    sampled: Counter[Sampled] = Counter()
+    generate = NativeEngine.generate
+
+    async def spied(self: NativeEngine, request: Request, on_tokens: OnTokens | None = None) -> Completion:
+        done = await generate(self, request, on_tokens)
+        assert done.logprobs is not None
+        sampled[request.prompt, tuple(done.token_ids), tuple(done.logprobs)] += 1
+        return done
+
+    monkeypatch.setattr(NativeEngine, "generate", spied)
+    run_dir = train(tree, track={"trackers": ["jsonl"], "rollouts_interval": 1})
+    (file, *_) = run_dir.glob("checkpoints/*/tokenizer.json")
+    tokenizer = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, built=file)
+
+    kept: Counter[Sampled] = Counter()
+    rows, lengths = rollouts(run_dir), Counter[int]()
+    for row in rows:
+        tokens, turns, said = row["token_ids"], json.loads(row["turns"]), json.loads(row["messages"])
+        own = key(rollout_key(0, row["uid"], row["index"], purpose="train/main"), "env")
+        word, goal = random.Random(own).choice("abc"), json.loads(row["answer"])
+        read, mask, replies, hits = f"<user>ab{goal}<eos><user>{word}<eos><assistant>", [], [], []
+        for n, turn in enumerate(turns):
+            start, end = turn["start"], turn["end"]
+            assert tokenizer.decode(tokens[len(mask) : start]) == read
+            mask += [0] * (start - len(mask)) + [1] * (end - start)
+            kept[tuple(tokens[:start]), tuple(tokens[start:end]), tuple(row["logprobs"][start:end])] += 1
+            ended = tokens[end - 1] == tokenizer.eos_token_id
+            replies += tokens[start : end - ended]
+            hits.append(goal in said[1 + 2 * n]["content"])
+            assert turn["reward"] == float(hits[-1])
+            read = f"{'' if ended else '<eos>'}<user>{'b' if hits[-1] else 'c'}<eos><assistant>"
+        assert row["mask"] == mask, "nothing follows the last reply"
+        assert [m["content"] for m in said[::2]] == [word, *("b" if hit else "c" for hit in hits[:-1])]
+        assert row["text"] == tokenizer.decode(replies, skip_special_tokens=True)
+        assert row["reward"] == sum(hits)
+        lengths[len(turns)] += 1
+    assert kept == sampled
+    assert sum(lengths.values()) == 2 * 4 * 4
+    assert lengths[2] > 4
 
 
 def test_calls_of_the_policy_inside_a_step_are_strands_of_the_rollout_and_equal_in_every_run(

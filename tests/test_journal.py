@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from whet.envs.tools import tool_from_function
 from whet.rollout.episode import play_groups
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import key, rollout_key
-from whet.types import Message, Rollout, Sampling, Task, ToolCall
+from whet.types import Json, Message, Rollout, Sampling, Task, ToolCall
 
 END = 1
 
@@ -540,8 +541,10 @@ def test_tools_with_a_state_cannot_go_on() -> None:
     assert ToolEnv(task(0), World(1, no_reply), tools=[], state=object()).resume is None
 
 
-HOSTED = """
+HOSTED = '''
+import asyncio
 import os
+import time
 
 from whet.envs.env import EnvStep
 from whet.types import Message
@@ -582,17 +585,39 @@ class Plain(Draws):
 class Broken(Draws):
     async def resume(self, turns):
         raise ValueError("cannot go on")
-"""
+
+
+class Late(Resumes):
+    """One task cannot be taken over in its first attempt."""
+
+    def __init__(self, task, world, log, late=None):
+        super().__init__(task, world, log)
+        self.late = self.uid == late and world.attempt == 0
+
+    async def resume(self, turns):
+        if self.late:
+            await asyncio.sleep(1000)
+        await super().resume(turns)
+
+
+class LatePlain(Late):
+    def resume(self, turns):
+        if self.late:
+            time.sleep(1000)
+        self.note("resume")
+        self.count = len(turns)
+'''
 
 
 @pytest.fixture
-def hosted(tmp_path: Path) -> Iterator[Callable[[str], EnvHosts]]:
+def hosted(tmp_path: Path) -> Iterator[Callable[..., EnvHosts]]:
     (tmp_path / "hosted.py").write_text(HOSTED)
     made: list[EnvHosts] = []
 
-    def start(name: str) -> EnvHosts:
-        log = {"log": str(tmp_path / "asked")}
-        made.append(EnvHosts(EnvironmentConfig(make=f"{tmp_path}/hosted.py:{name}", arguments=log)))
+    def start(name: str, timeout_s: float = 60.0, **more: Json) -> EnvHosts:
+        given = {"log": str(tmp_path / "asked"), **more}
+        cfg = EnvironmentConfig(make=f"{tmp_path}/hosted.py:{name}", arguments=given, timeout_s=timeout_s)
+        made.append(EnvHosts(cfg))
         return made[-1]
 
     yield start
@@ -627,6 +652,37 @@ def test_a_host_takes_over_where_another_one_has_ended(
         assert found[uid].error is None
         kept = answered[uid] if went_on or answered[uid] == 4 else 0
         assert after[f"step {uid}"] == before[f"step {uid}"] + 4 - kept
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Late", "env timeout: resume took more than 1 s (after turn "),
+        ("LatePlain", "env timeout: resume took more than 1 s, and is still running (after turn "),
+    ],
+)
+def test_a_take_over_that_hangs_is_a_fault_of_its_episode_and_a_retry_plays_it_anew(
+    hosted: Callable[..., EnvHosts], folder: Path, name: str, said: str
+) -> None:
+    first = hosted(name)
+    play(folder, first.make, stops_after=11)
+    first.close()
+    answered = {uid: turns_of(folder, uid) for uid in range(10, 14)}
+    late, *others = [uid for uid in answered if 0 < answered[uid] < 4]
+    asked = folder.with_name("asked")
+    for retries in (0, 1):
+        before = Counter(asked.read_text().splitlines())
+        own = shutil.copytree(folder, folder.with_name(f"journal {retries}"))
+        found = play(own, hosted(name, timeout_s=1.0, late=late).make, retries=retries)
+        after = Counter(asked.read_text().splitlines())
+        error = found.pop(late).error
+        assert (error is None) if retries else str(error).startswith(said)
+        assert after[f"step {late}"] - before[f"step {late}"] == 4 * retries
+        assert [rollout.error for rollout in found.values()] == [None] * 3
+        for uid in others:
+            assert after[f"resume {uid}"] - before[f"resume {uid}"] == 1
+            assert after[f"step {uid}"] - before[f"step {uid}"] == 4 - answered[uid]
+    assert others
 
 
 def turns_of(folder: Path, uid: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,17 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from grid import by_deepspeed
+from grid import Layout, Way, by_deepspeed, model_of
 from test_deepspeed import ZERO
 from test_train_torch import CUT, assert_near, pg_loss, weighted
 from tiny import DEVICE, tiny_model
 from whet.config.schema import OptimizerConfig
 from whet.models import kernels
 from whet.models.mesh import Dims
+from whet.models.published import Weight, read_own
 from whet.training.engine import TrainEngine
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
-from whet.types import Json
+from whet.types import CheckpointError, Json, WhetError
 
 ADAM = OptimizerConfig(name="adamw", lr=0.02, weight_decay=0.1)
 SMALL = replace(CUT, max_tokens=30)
@@ -48,9 +51,10 @@ class Maker:
         """zero: DeepSpeed shards, in this way."""
         self.ranks, self.count, self.zero = ranks, 0, zero
 
-    def __call__(self, *, seed: int = 0, learns: bool = True) -> TrainEngine:
+    def __call__(self, *, seed: int = 0, learns: bool = True, lora: bool = False) -> TrainEngine:
+        """lora: with adapters that have an effect."""
         how: dict[str, Any] = {"cut": SMALL, "optimizer": ADAM if learns else None, "total_steps": 8}
-        model = tiny_model(seed=seed)
+        model = model_of(Layout(Dims()), Way(lora=0.0)) if lora else tiny_model(seed=seed)
         if self.ranks is None:
             return TorchEngine(model, kernels.load("auto"), **how)
         self.count += 1
@@ -212,6 +216,102 @@ def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
     with TemporaryDirectory() as folder:
         engine.save(Path(folder), moments=False)
         return load_file(Path(folder) / "model.safetensors")
+
+
+Told = tuple[str, str, str | None, bool]
+"""Of a weight: its name, digests of it as the model has it and with the effect of its adapter, whether it has one."""
+
+
+def told(weights: Iterator[Weight]) -> tuple[int, list[Told]]:
+    """What `publish` gives, and the process in which it does."""
+    return os.getpid(), [
+        (w.name, digest(w.own), None if w.merged is None else digest(w.merged), w.adapted) for w in weights
+    ]
+
+
+def digest(x: Tensor) -> str:
+    return hashlib.sha256(x.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+
+
+def no_room(weights: Iterator[Weight]) -> None:
+    next(weights)
+    raise CheckpointError("no room for the weights")
+
+
+def no_room_at_all() -> None:
+    raise CheckpointError("no room at all")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_every_weight_is_published_once_as_the_model_has_it_and_with_its_adapter(
+    make: Maker, lora: bool
+) -> None:
+    """After an update, in the process that has them; what `send` returns comes back. No version is counted."""
+    engine = make(lora=lora)
+    engine.update(weighted(), pg_loss)
+    pid, found = engine.publish(told)
+    assert engine.publish(told, there=True) == (pid, found)
+    assert (pid == os.getpid()) == (not engine.apart)
+    own = {name: digest(p) for name, p in engine.module.named_parameters()}
+    assert len(found) == len(own)
+    assert {name: is_own for name, is_own, *_ in found} == own
+    merged = {name: is_merged for name, _, is_merged, _ in found if is_merged is not None}
+    assert merged == {name: digest(x) for name, x in engine.weights()}
+    adapted = {name for name, *_, has in found if has}
+    assert bool(adapted) == lora
+    assert {name for name in merged if merged[name] != own[name]} == adapted
+    assert engine.version == 0
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_folder_of_own_weights_has_each_as_the_model_has_it(
+    make: Maker, tmp_path: Path, lora: bool
+) -> None:
+    engine = make(lora=lora)
+    engine.update(weighted(), pg_loss)
+    engine.write_weights(tmp_path / "own")
+    written = dict(read_own(tmp_path / "own"))
+    own = dict(engine.module.named_parameters())
+    assert written.keys() == own.keys()
+    for name, p in own.items():
+        assert written[name].dtype == p.dtype
+        assert torch.equal(written[name], p.detach().cpu()), name
+    engine.update(weighted(seed=1), pg_loss)
+    engine.write_weights(tmp_path / "own")
+    assert any(not torch.equal(x, written[name]) for name, x in read_own(tmp_path / "own")), (
+        "the present ones"
+    )
+
+
+def test_a_function_is_called_where_the_weights_are_published(make: Maker) -> None:
+    engine = make()
+    pid, _ = engine.publish(told)
+    assert engine.call(os.getpid) == pid
+    assert engine.call(partial(divmod, 7, 2)) == (3, 1)
+
+
+def test_what_fails_where_the_weights_are_published_fails_here(make: Maker) -> None:
+    with pytest.raises(CheckpointError, match=r"^no room for the weights$"):
+        make().publish(no_room)
+
+
+def test_what_fails_where_a_function_is_called_fails_here(make: Maker) -> None:
+    with pytest.raises(CheckpointError, match=r"^no room at all$"):
+        make().call(no_room_at_all)
+
+
+def test_the_other_device_is_a_way_there_and_back_or_refused_and_changes_no_bit(make: Maker) -> None:
+    engine, stays, batch = make(), make(), weighted()
+    own, other = ("gpu", "cpu") if DEVICE == "cuda" else ("cpu", "gpu")
+    if engine.apart:
+        with pytest.raises(WhetError, match=r"ranks cannot move their weights.*leave train\.parallel at 1"):
+            engine.place(other)  # type: ignore[arg-type]
+    else:
+        engine.place(other)  # type: ignore[arg-type]
+        engine.place(own)  # type: ignore[arg-type]
+    for one in (engine, stays):
+        one.update(batch, pg_loss)
+    assert torch.equal(engine.forward(batch, "logprobs"), stays.forward(batch, "logprobs"))
 
 
 def test_an_error_of_the_loss_is_raised_with_its_cause(make: Maker) -> None:
