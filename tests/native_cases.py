@@ -72,6 +72,8 @@ GYM = "function: reasoning_gym, arguments: {task: spell_backward, size: 6}"
 ROOM = "data.max_prompt_tokens=300; model.scratch.max_position_embeddings=512"
 REMOTE = "track.trackers=[wandb]"
 REPLAY = "buffer.replay.share=0.5; train.steps=6"
+ADAPTIVE = "data.order.name=adaptive; data.order.temperature=0; train.steps=6"
+BY_MODELS = f"{ADAPTIVE}; data.order.columns=[hard, hard2]; data.order.prior_weight=0.3"
 FREE = "rollout.max_staleness=4; rollout.schedule=async; train.steps=4"
 CONTROLLED = "linear_decay_use_count_control_randomization"
 SDPO = (
@@ -277,6 +279,17 @@ CASES: dict[str, Case] = {
     **source("demonstrations", MIX),
     "data.exclude_eval": ("data.eval=[{path: held.jsonl}]", False),
     "data.order": ("", "sequential"),
+    "data.order.distinct": ("data.order=random; train.steps=4", 8),
+    "data.order.target": (ADAPTIVE, 1.0),
+    "data.order.temperature": (ADAPTIVE, 5.0),
+    "data.order.thompson": (ADAPTIVE, True),
+    "data.order.decay": (ADAPTIVE, 1.0),
+    "data.order.evidence": (f"{ADAPTIVE}; data.order.decay=0.5", 100),
+    "data.order.reward_min": (ADAPTIVE, -5.0),
+    "data.order.reward_max": (ADAPTIVE, 0.1),
+    "data.order.columns": (ADAPTIVE, ["hard", "hard2"]),
+    "data.order.prior_weight": (BY_MODELS, 1.0),
+    "data.order.prior_adapts": (BY_MODELS, True),
     "data.seed": ("", 5),
     "data.max_prompt_tokens": (LONG, 4),
     "data.max_total_tokens": (f"{SFT}; data.overlong=truncate_right", 5),

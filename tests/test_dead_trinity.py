@@ -119,6 +119,13 @@ MEGATRON = base(**{"cluster.gpu_per_node": 9, "trainer.trainer_strategy": "megat
 MTP = f"{MODEL}.mtp"
 LEARNS = put(put(MEGATRON, f"{MTP}.enable", True), f"{MTP}.enable_train", True)
 
+SELECTOR = f"{TASKSET}.task_selector"
+BY_DIFFICULTY = put(
+    put(base(), f"{SELECTOR}.selector_type", "difficulty_based"),
+    f"{SELECTOR}.feature_keys",
+    ["weak", "strong"],
+)
+
 CONTEXTS: dict[str, Tree] = {
     f"{MTP}.enable": put(MEGATRON, f"{MTP}.enable_train", True),
     f"{MTP}.enable_train": put(MEGATRON, f"{MTP}.enable", True),
@@ -185,6 +192,9 @@ CONTEXTS: dict[str, Tree] = {
     f"{EXPERIENCES}.data_selector.selector_type": SFT,
     f"{EXPERIENCES}.data_selector.seed": put(SFT, f"{EXPERIENCES}.data_selector.selector_type", "shuffle"),
     f"{EXPERIENCES}.data_selector.feature_keys": SFT,
+    f"{EXPERIENCES}.data_selector.kwargs.*": SFT,
+    f"{TASKSET}.task_selector.kwargs": BY_DIFFICULTY,
+    f"{TASKSET}.task_selector.kwargs.*": BY_DIFFICULTY,
     f"{CRITIC}.optim.min_lr_ratio": PPO_COSINE,
     f"{VERL_TRAINER}.max_critic_ckpt_to_keep": PPO,
     "monitor.monitor_args.*": base(**{"monitor.monitor_type": "swanlab"}),
@@ -208,6 +218,8 @@ CONTEXTS: dict[str, Tree] = {
 """Files in which a key means something, where the small file is not one."""
 
 REPLACED: dict[str, Json] = {
+    f"{SELECTOR}.kwargs.*": {"tau": 0.5},
+    f"{EXPERIENCES}.data_selector.kwargs.*": {"tau": 0.5},
     f"{EXPERIENCES}.replay_buffer.enable": False,
     f"{EXPERIENCES}.replay_buffer.reuse_cooldown_time": 2.5,
     f"{EXPERIENCES}.replay_buffer.priority_fn": "linear_decay",

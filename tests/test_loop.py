@@ -92,6 +92,8 @@ class Stream:
     def __init__(self) -> None:
         self.drawn = 0
 
+    learns = False
+
     def next(self, n: int) -> list[Task]:
         self.drawn += n
         return [

@@ -52,6 +52,10 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "model.lora.fused": [("model.lora={init: pissa_niter_4, fused: true}",)],
     "critic.lora.fused": [(PPO, "critic.lora={init: orthogonal, fused: true}")],
     "data.train": [("data.train=[]",)],
+    "data.order": [
+        ("algorithm.name=sft", "data.order=adaptive"),
+        ("mode=train", "rollout.schedule=async", "buffer.url=sqlite:///q", "data.order=adaptive"),
+    ],
     "data.max_total_tokens": [("data.max_total_tokens=100", "data.max_prompt_tokens=100")],
     "data.eval": [(EVAL, "eval.at_start=false", "eval.at_end=false"), ("mode=eval",)],
     "data.demonstrations": [("algorithm.name=mix",)],

@@ -203,3 +203,17 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = [line["train/loss"] for line in result.metrics]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
+
+
+def test_a_sampler_of_the_users_chooses_the_rows(tmp_path: Path) -> None:
+    own = {"sampler": "custom", "sampler_class_path": "pack.mod.Cls", "sampler_kwargs": {"lengths": [3, 4]}}
+    assert load(tmp_path, FILE | own).config.data.order == {
+        "name": "whet.data.samplers:sampler",
+        "class_path": "pack.mod:Cls",
+        "arguments": {"lengths": [3, 4]},
+    }
+    with pytest.raises(ConfigError, match=r"sampler_class_path: got null, expected package.module.Class"):
+        load(tmp_path, FILE | {"sampler": "custom"})
+    two = {"train_datasets": ["a.jsonl", "b.jsonl"], "train_dataset_splits": ["train", "train"]}
+    with pytest.raises(ConfigError, match="sampler=custom over 2 train_datasets is coming"):
+        load(tmp_path, FILE | own | two)

@@ -883,8 +883,37 @@ def test_orders_of_tasks() -> None:
     easy = grpo(**path, **{f"{at}.selector_type": "offline_easy2hard", f"{at}.feature_keys": ["rate"]})
     told = data.tasks(easy)
     assert (told["data.order"], told["data.train.0.difficulty"]) == ("hard_first", "rate")
-    with pytest.raises(NotSupportedYet, match="random is coming"):
-        data.tasks(grpo(**path, **{f"{at}.selector_type": "random"}))
+    random = data.tasks(grpo(**path, buffer__batch_size=6, **{f"{at}.selector_type": "random"}))
+    assert (random["data.order"], random["data.order.distinct"], random["data.seed"]) == ("random", 6, 42)
+    with pytest.raises(ConfigError, match=r"kwargs.m: has no effect with selector_type: random"):
+        data.tasks(grpo(**path, **{f"{at}.selector_type": "random", f"{at}.kwargs.*": {"m": 3}}))
+
+
+def test_tasks_chosen_by_how_they_went() -> None:
+    at = f"{TASKSET}.task_selector"
+    rates = {f"{at}.selector_type": "difficulty_based", f"{at}.feature_keys": ["weak", "strong"]}
+    told = data.tasks(
+        grpo(**{f"{TASKSET}.path": "t.jsonl"}, **rates, **{f"{at}.kwargs.*": {"m": 8, "tau": 0}})
+    )
+    assert {key.removeprefix("data.order."): value for key, value in told.items() if "data.order" in key} == {
+        "data.order": "adaptive",
+        "target": 1.0,
+        "temperature": 0,
+        "thompson": False,
+        "decay": 0.2,
+        "evidence": 8,
+        "prior_weight": 0.2,
+        "prior_adapts": False,
+        "columns": ["weak", "strong"],
+    }
+    with pytest.raises(ConfigError, match=r"kwargs.tua: no such argument; did you mean 'tau'"):
+        data.tasks(grpo(**{f"{TASKSET}.path": "t.jsonl"}, **rates, **{f"{at}.kwargs.*": {"tua": 1}}))
+    with pytest.raises(ConfigError, match=r"feature_keys: got \[\"weak\"\], expected two columns"):
+        data.tasks(grpo(**{f"{TASKSET}.path": "t.jsonl"}, **rates | {f"{at}.feature_keys": ["weak"]}))
+    calculator = {"data_processor.experience_pipeline.operators": [{"name": "pass_rate_calculator"}]}
+    assert learn.operators(grpo(**rates, **calculator)) == {}
+    with pytest.raises(NotSupportedYet, match="pass_rate_calculator is coming"):
+        learn.operators(grpo(**calculator))
 
 
 def test_files_of_replies() -> None:

@@ -991,3 +991,27 @@ def test_dppo_has_the_bounds_of_the_divergence_and_the_largest_weight() -> None:
         "algorithm.loss.dppo_anchor": "old",
         "algorithm.loss.dppo_max_ratio": 3.0,
     }
+
+
+def test_a_sampler_of_the_users_chooses_the_rows() -> None:
+    at, version = "data.sampler", {VERSION: "0.7.1"}
+    known = {row.key: row.default for row in table("verl-ppo", "0.7.1")} | version
+
+    def told(**own: Json) -> dict[str, Json]:
+        return data.sampler(known | {f"{at}.{name}": value for name, value in own.items()})
+
+    own: dict[str, Json] = {"class_path": "pkg://pack/mod", "class_name": "Cls", "*": {"pace": 3}}
+    made = told(**own)
+    assert (made["data.order"], made["data.order.class_path"]) == ("whet.data.samplers:verl", "pack.mod:Cls")
+    assert made["data.order.config"]["sampler"] == {
+        "class_path": "pkg://pack/mod",
+        "class_name": "Cls",
+        "pace": 3,
+    }
+    assert made["data.order.config"]["prompt_key"] == "prompt"
+    assert told(**own | {"class_path": "a/b.py"})["data.order.class_path"] == "a/b.py:Cls"
+    assert told() == {}
+    assert data.order(known) == {"data.order": "shuffle"}
+    assert data.order(known | {f"{at}.class_path": "a/b.py"}) == {}
+    with pytest.raises(ConfigError, match=r"data.sampler.class_path needs data.sampler.class_name"):
+        told(class_path="a/b.py")

@@ -111,7 +111,10 @@ class Explorer:
         """The step is done: its room is free, and the next tasks may start. Returns all groups that have left, trained
         on or not. skipped: task uids of groups whose updates were skipped."""
         await self.buffer.trained(groups, skipped=skipped)
-        return self.buffer.leave()
+        left = self.buffer.leave()
+        if self.tasks.learns:
+            self.tasks.update(left, self.buffer.pending)
+        return left
 
     def balance(self) -> Metrics:
         """The accounts of the step. Raises WhetError where a rollout is not accounted for."""
@@ -273,11 +276,8 @@ class Explorer:
     @property
     def explored(self) -> int:
         """Number of groups that were requested from all explorers so far."""
-        counts = (
-            self.buffer.store.ledger()
-            if isinstance(self.buffer, TrainerQueue)
-            else self.ledger.state()["total"]
-        )
+        queue = self.buffer if isinstance(self.buffer, TrainerQueue) else None
+        counts = queue.store.ledger() if queue else self.ledger.state()["total"]
         return counts.get("asked", 0) // self.context.plan.group_size
 
     def state(self) -> dict[str, Json]:
@@ -478,22 +478,19 @@ def explorer_into(
     cfg, purpose = context.cfg, f"train/{context.name}"
     sampling = to_sampling(cfg.rollout.sampling)
     slots = Slots(_slots(cfg), context.plan.group_size)
+    playing = partial(player, models, cfg, rewards)
     return Explorer(
         context=context,
         engine=models.engine,
         tasks=tasks,
-        play=player(
-            models,
-            cfg,
+        play=playing(
             sampling,
             size=cfg.rollout.group_size,
             purpose=purpose,
             pace=Pace(cfg.rollout.timeout_s, cfg.rollout.timeout_factor),
             ended=slots.ended,
         ),
-        play_greedy=player(
-            models, cfg, replace(sampling, temperature=0.0), size=1, purpose=f"{purpose}/greedy"
-        ),
+        play_greedy=playing(replace(sampling, temperature=0.0), size=1, purpose=f"{purpose}/greedy"),
         read=reader(cfg, context.algorithm.kind, models.tokenizer),
         rewards=rewards,
         buffer=buffer,
@@ -512,6 +509,7 @@ def _slots(cfg: Config) -> int | None:
 def player(
     models: Models,
     cfg: Config,
+    rewards: RewardSet | None,
     sampling: Sampling,
     *,
     size: int,
@@ -519,7 +517,8 @@ def player(
     pace: Pace | None = None,
     ended: Callable[[Task], object] = lambda task: None,
 ) -> Play:
-    """Plays tasks: groups of `size` rollouts, with random numbers for this purpose. ended: as `play_groups` has it."""
+    """Plays tasks: groups of `size` rollouts, with random numbers for this purpose. rewards: for environments that ask
+    for scores. ended: as `play_groups` has it."""
     ends = end_tokens(models.model, models.tokenizer)
     return partial(
         play_groups,
@@ -535,7 +534,7 @@ def player(
         retries=cfg.rollout.retries,
         limits=limits_of(cfg),
         ended=ended,
-        **models.environments.arguments(cfg, models.tokenizer, ends, repeated=purpose == "eval"),
+        **models.environments.arguments(cfg, models.tokenizer, ends, rewards, repeated=purpose == "eval"),
     )
 
 

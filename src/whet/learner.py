@@ -27,6 +27,7 @@ from whet.batch import Batch, LossTerms, among_skipped, computed, pack, select, 
 from whet.config.groups import experts_per_step, pairs_tasks
 from whet.config.recipes import resolve
 from whet.config.schema import TrainConfig
+from whet.config.sources import order_of_demonstrations
 from whet.context import Context
 from whet.data.demonstrations import Demonstrations
 from whet.data.replies import reader
@@ -583,6 +584,7 @@ def _demonstrations(context: Context, models: Models, held_out: Sequence[Task]) 
         exclude=held_out if data.exclude_eval else (),
         max_response_tokens=cfg.rollout.sampling.max_tokens,
         turns=learned_turns(data, "demonstrations"),
+        order=order_of_demonstrations(data),
     )
     log.info("demonstrations: %s", ", ".join(f"{k} {v}" for k, v in stream.counts.items()))
     read = reader(cfg.model_copy(update={"data": data}), "demonstrations", models.tokenizer)

@@ -6,8 +6,9 @@ import csv
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import TypeVar, cast
@@ -55,6 +56,30 @@ def near(name: str, known: Iterable[str]) -> str:
     """'; did you mean ...?' or an empty text."""
     hits = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(repr(h) for h in hits)}?" if hits else ""
+
+
+def check_settings(
+    function: Callable[..., object],
+    settings: Collection[str],
+    *,
+    key: str,
+    name: str,
+    given: int = 0,
+    also: Iterable[str] = (),
+) -> None:
+    """ConfigError for settings that a function of the user's does not have, and for those that it needs and lacks.
+
+    given: positional arguments that it gets beside them; also: names that it may ask for.
+    """
+    parameters = list(inspect.signature(function).parameters.values())[given:]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    own = {p.name: p for p in parameters if p.name not in set(also)}
+    if unknown := [setting for setting in settings if setting not in own]:
+        has = ", ".join(own) or "none"
+        raise ConfigError(f"{key}.{unknown[0]}: {name!r} has no such setting; it has: {has}")
+    if lacking := [setting for setting, p in own.items() if p.default is p.empty and setting not in settings]:
+        raise ConfigError(f"{key}.{lacking[0]}: {name!r} needs a value; give one")
 
 
 def load_object(spec: str, *, what: str) -> Callable:  # type: ignore[type-arg]

@@ -124,6 +124,11 @@ class Buffer:
         return self.groups_per_step - len(self.again)
 
     @property
+    def pending(self) -> Collection[int]:
+        """Uids of the tasks that are in flight, wait or are in training."""
+        return self.under_way.keys() | self.played.keys()
+
+    @property
     def ready(self) -> bool:
         """There is a whole step's worth."""
         if self.queue is not None:

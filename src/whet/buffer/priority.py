@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from whet.tables import find
-from whet.types import ConfigError, Group
+from whet.tables import check_settings, find
+from whet.types import Group
 
 
 @dataclass(slots=True)
@@ -65,14 +65,8 @@ def priority(name: str, settings: Mapping[str, Any]) -> Callable[[ReplayEntry, f
     the function does not have, and for those that it needs and that are not given.
     """
     function = find(PRIORITIES, name, what="buffer.replay.priority")
-    _, *parameters = inspect.signature(function).parameters.values()
-    own = {p.name: p for p in parameters if p.name != "noise"}
-    if unknown := [key for key in settings if key not in own]:
-        has = ", ".join(own) or "none"
-        raise ConfigError(f"buffer.replay.priority.{unknown[0]}: {name!r} has no such setting; it has: {has}")
-    if lacking := [key for key, p in own.items() if p.default is p.empty and key not in settings]:
-        raise ConfigError(f"buffer.replay.priority.{lacking[0]}: {name!r} needs a value; give one")
-    noisy = len(own) < len(parameters)
+    check_settings(function, settings, key="buffer.replay.priority", name=name, given=1, also=("noise",))
+    noisy = "noise" in inspect.signature(function).parameters
 
     def ranked(entry: ReplayEntry, noise: float) -> float | None:
         return function(entry, **settings, **({"noise": noise} if noisy else {}))

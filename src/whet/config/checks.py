@@ -18,13 +18,13 @@ from whet.config.evaluation import (
     total_tokens,
     writes_replies,
 )
-from whet.config.functions import PRIORITIES
+from whet.config.functions import ORDERS, PRIORITIES
 from whet.config.keys import Path, dotted, lookup
 from whet.config.learning import train_problems
 from whet.config.recipes import ELSEWHERE, RECIPES, Resolved, resolve, settings_problems
 from whet.config.schema import AlgorithmConfig, Config
 from whet.config.sizes import shape
-from whet.config.sources import reference_problems, reward_problems, source_problems
+from whet.config.sources import order_of, reference_problems, reward_problems, source_problems
 from whet.config.tree import STAGE_SECTIONS, get, leaves
 from whet.config.urls import is_remote
 from whet.types import ConfigError, Json
@@ -53,6 +53,7 @@ def hard_problems(cfg: Config) -> list[Problem]:
         *simulated.problems(cfg),
         *reward_problems(cfg),
         *_priority(cfg),
+        *setting_problems("data.order", order_of(cfg.data), ORDERS),
     ]
     if algorithm is not None:
         problems += [*_rewards(cfg, algorithm), *groups.problems(cfg, algorithm)]

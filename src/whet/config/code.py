@@ -32,7 +32,7 @@ NAMES = """
     imports.* rewards.*.function data.*.*.function rollout.engine rollout.env.make rollout.env.arguments.functions.*
     rollout.env.arguments.tool_class rollout.env.arguments.tool_config rollout.env.arguments.interaction_config
     rollout.env.arguments.function_tools rollout.env.arguments.env rollout.env.arguments.say rollout.env.arguments.act
-    buffer.replay.priority.name
+    buffer.replay.priority.name data.order.name data.order.class_path
     algorithm.advantage.name algorithm.loss.name algorithm.mix.loss.name algorithm.correction.weight.name"""
 """The keys whose values may name code of the user's. That of trackers changes no result."""
 

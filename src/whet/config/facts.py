@@ -13,6 +13,7 @@ from whet.config.evaluation import evaluates, judges, writes_replies
 from whet.config.recipes import Resolved
 from whet.config.schema import Config
 from whet.config.sections.rollout import TOOL_TIMEOUT_S, TOOLS
+from whet.config.sources import order_of
 from whet.config.trackers import lists_runs, shows_rollouts
 from whet.tables import lines
 from whet.types import Json
@@ -41,6 +42,7 @@ _COMPUTED: dict[str, Fact] = {
     "evaluates": lambda cfg, algorithm: evaluates(cfg),
     "judges": lambda cfg, algorithm: judges(cfg),
     "writes_replies": lambda cfg, algorithm: writes_replies(cfg),
+    "order": lambda cfg, algorithm: order_of(cfg.data).name,
     "profiles": lambda cfg, algorithm: (
         min(cfg.profile.steps, default=0) <= (math.inf if cfg.train.steps is None else cfg.train.steps)
     ),

@@ -6,7 +6,8 @@ together. Formulas and sources stand in docs/algorithms.md. `functions.tsv` has 
 
     part      advantage, loss, weight (the importance weight of a correction), resample, oversample, entropy_control,
               entropy_clip, mu_schedule (of the weight of demonstrations), priority (of a group that is trained on
-              again), reward, scratch (the family of a new model), or mtp (what layers of multi-token prediction learn)
+              again), order (of the rows of a source), reward, scratch (the family of a new model), or mtp (what
+              layers of multi-token prediction learn)
     name      what a config says
     needs     what must be at hand (`Need`)
     more      further fields of its entry, as JSON
@@ -110,6 +111,8 @@ MU_SCHEDULES = _table("mu_schedule", Function)
 """How the weight of the demonstrations changes."""
 OVERSAMPLINGS = _table("oversample", Function)
 PRIORITIES = _table("priority", Function)
+ORDERS = _table("order", Function)
+"""In which order the rows of a source are drawn."""
 ARCHITECTURES = _table("scratch", Function)
 """Families of models that can be made new, by the `model_type` of their config.json."""
 MTP_LOSSES = _table("mtp", Function)

@@ -23,6 +23,7 @@ from whet.config.functions import (
     LOSSES,
     MTP_LOSSES,
     MU_SCHEDULES,
+    ORDERS,
     OVERSAMPLINGS,
     PRIORITIES,
     RESAMPLINGS,
@@ -111,6 +112,7 @@ TABLES: dict[Path, Mapping[str, Function]] = {
     ("algorithm", "mix", "mu_schedule"): MU_SCHEDULES,
     ("algorithm", "oversample"): OVERSAMPLINGS,
     ("buffer", "replay", "priority"): PRIORITIES,
+    ("data", "order"): ORDERS,
     ("algorithm", "mix", "loss"): {name: row for name, row in LOSSES.items() if row.kind == "demonstrations"},
 }
 """Keys that hold a name or a table of settings, and the functions that have them."""

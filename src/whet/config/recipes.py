@@ -189,6 +189,7 @@ ELSEWHERE: dict[str, Own] = {
     "model.scratch": ("qwen3", False),
     "model.mtp": ("cross_entropy", False),
     "buffer.replay.priority": ("linear_decay", True),
+    "data.order": ("shuffle", True),
 }
 """Keys outside the algorithm that hold a name or a table of settings."""
 

@@ -8,16 +8,29 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from whet.config.chosen import Chosen, chosen
 from whet.config.evaluation import reward_weights
 from whet.config.faults import shown
+from whet.config.functions import ORDERS
 from whet.config.judges import JUDGES
 from whet.config.keys import setting
-from whet.config.recipes import kind_of
+from whet.config.recipes import ELSEWHERE, kind_of
 from whet.config.schema import Config, DataConfig, RewardConfig, RewardModelConfig, SourceConfig
 from whet.config.sections.data import GENERATED, RANDOM_TOKENS, REASONING_GYM
 from whet.tables import near
 
 PARTS = ("train", "eval", "demonstrations")
+
+
+def order_of(data: DataConfig) -> Chosen:
+    """The order of the rows of training sources."""
+    return chosen(data.order, ORDERS, ELSEWHERE["data.order"][0])
+
+
+def order_of_demonstrations(data: DataConfig) -> Chosen:
+    """The same of demonstrations in a mix: nothing tells an order how they went."""
+    made = order_of(data)
+    return Chosen("shuffle", {}) if made.is_own or made.name == "adaptive" else made
 
 
 def rewards_by_source(data: DataConfig) -> dict[str, tuple[str, ...]]:
@@ -46,12 +59,13 @@ def source_problems(cfg: Config) -> Iterator[tuple[str, str]]:
             yield from ((f"data.{part}[{n}]", said) for said in _columns(source))
             yield from ((f"data.{part}[{n}].prompt", said) for said in _no_prompt(cfg, source, part))
             yield from ((f"data.{part}[{n}].rewards", said) for said in _rewards(cfg, source, part))
-    by_difficulty = cfg.data.order in ("easy_first", "hard_first")
+    order = order_of(cfg.data).name
+    by_difficulty = order in ("easy_first", "hard_first")
     for part in ("train", "demonstrations") if by_difficulty else ():
         for n, source in enumerate(getattr(cfg.data, part)):
             if source.difficulty is None:
                 at = f"data.{part}[{n}].difficulty"
-                yield at, f"data.order={cfg.data.order} needs a column of numbers to sort by; give its name"
+                yield at, f"data.order={order} needs a column of numbers to sort by; give its name"
 
 
 def reference_problems(cfg: Config) -> Iterator[tuple[str, str]]:

@@ -155,6 +155,14 @@ def lookup(row: Row, column: str) -> Json:
     return value
 
 
+def column_of(row: Row, column: str) -> Json:
+    """The value of a column. LookupError where the row has none of that name."""
+    value = lookup(row, column)
+    if value is _ABSENT:
+        raise LookupError(column)
+    return value
+
+
 # ---------------------------------------------------------------- prompts and replies
 
 

@@ -1,30 +1,50 @@
 """The stream of tasks: every source reshuffled in each epoch, mixed by weight, resumable at every draw.
 
 Draw k (from 0) goes to the source that is furthest behind its share of the first k+1 draws, the first such
-source on a tie: shares are kept at every point, not only on average. Within a source, draw d is row
-permutation(key(seed, "shuffle", source, d // n))[d % n], stably sorted where the order is by difficulty. So the
-number of draws of each source is the whole state.
+source on a tie: shares are kept at every point, not only on average. Within a source its order (`orders.py`) answers
+each draw. So the number of draws of each source is the whole state, with what an order that learns has learned.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from whet import seeds
+from whet.config.chosen import Chosen
 from whet.config.schema import DataConfig, SourceConfig
+from whet.config.sources import order_of
 from whet.data.chat import encode_history, encode_reply, encode_whole, reply_text, with_kwargs
 from whet.data.columns import parse, used
-from whet.data.prepare import BATCH_ROWS, Prepared, Turns, fit, prepare, prompt_key
+from whet.data.orders import Rows, call, learns, open_order, row_of
+from whet.data.prepare import BATCH_ROWS, Turns, fit, prepare, prompt_key
 from whet.data.rows import read_rows
 from whet.guard import pulse
-from whet.types import CheckpointError, ConfigError, DataError, Json, Message, Rollout, Task, given_tokens
+from whet.types import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Group,
+    Json,
+    Message,
+    Rollout,
+    Task,
+    given_tokens,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+log = logging.getLogger(__name__)
+
+_CHANGED = (
+    "Data source {name!r} has changed since the run was saved (rows, prompts, filters, tokenizer or answers): restore "
+    "the data, start a new run, or resume with the changed data as a branch: `whet train --change`."
+)
 
 
 class TaskStream:
@@ -45,6 +65,7 @@ class TaskStream:
         max_response_tokens: int | None = None,
         multiple_of: int = 1,
         turns: Turns = "last",
+        order: Chosen | None = None,
     ) -> None:
         """exclude: held-out tasks; rows with the prompt of one are left out (see `prepare.prompt_key`).
 
@@ -54,7 +75,7 @@ class TaskStream:
         multiple_of: rows at the end of an epoch that make no whole such number are not drawn (train.drop_last).
 
         turns: which replies of a conversation will be trained on; the same as for `demonstration`. seed: the run's;
-        `data.seed` stands over it.
+        `data.seed` stands over it. order: None: data.order.
         """
         if not sources:
             raise ConfigError("No training data: data.train is empty.")
@@ -69,18 +90,21 @@ class TaskStream:
             turns=turns,
         )
         self.counts: dict[str, int] = dict(counts)
-        self._rows_S = [len(s) - len(s) % multiple_of for s in self._sources]
-        if not all(self._rows_S):
+        per_epoch_S = [len(s) - len(s) % multiple_of for s in self._sources]
+        if not all(per_epoch_S):
             raise ConfigError(
                 f"train.drop_last: a source has {min(len(s) for s in self._sources)} rows, but a step takes "
                 f"{multiple_of} tasks, so an epoch would have no step. Set it to false, or lower train.tasks_per_step."
             )
-        self.rows_per_epoch = sum(self._rows_S)
+        self.rows_per_epoch = sum(per_epoch_S)
         self._seed = seed if data.seed is None else data.seed
-        self._order = data.order
+        self._order = order or order_of(data)
+        self._view_S = [Rows(source, self._seed, n) for source, n in zip(self._sources, per_epoch_S)]
+        self._order_S = [open_order(self._order, rows) for rows in self._view_S]
+        self._out_S: list[dict[int, int]] = [{} for _ in self._sources]
+        """Rows by the uid of their task, of those that have not come back to an order that learns."""
         self._share_S = np.array([s.weight for s in sources]) / sum(s.weight for s in sources)
         self._drawn_S = np.zeros(len(sources), dtype=np.int64)
-        self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
     @property
     def drawn(self) -> int:
@@ -105,8 +129,28 @@ class TaskStream:
 
     def at(self, uid: int) -> Task:
         """The task with this number, independent of earlier draws; the stream continues after it."""
+        if self.learns:
+            raise ConfigError(
+                f"data.order={self._order.name!r} learns from its earlier tasks, so explorers in separate processes "
+                "cannot draw from it one by one: set rollout.schedule=deterministic, or mode=both."
+            )
         self._stand_at(uid)
         return self._draw()
+
+    @property
+    def learns(self) -> bool:
+        """How tasks went, or earlier draws, decide what is drawn next."""
+        return any(learns(order) for order in self._order_S)
+
+    def update(self, left: Sequence[Group], pending: Collection[int]) -> None:
+        """Tell orders that learn how tasks went. left: the groups that are over, trained on or not, in the order of
+        their tasks. pending: uids of tasks that are not over; other tasks never come back."""
+        for order, out in zip(self._order_S, self._out_S):
+            played = [(out[g.task.uid], g) for g in left if g.task.uid in out]
+            if played and hasattr(order, "update"):
+                call(order, "update", played, name=self._order.name)
+            for uid in [uid for uid in out if uid not in pending]:
+                del out[uid]
 
     def _stand_at(self, uid: int) -> None:
         """After so many tasks of this data."""
@@ -119,7 +163,22 @@ class TaskStream:
         """The position of the stream as JSON: a stream of the same data, restored from it, draws the same tasks."""
         names = [s.rows.name for s in self._sources]
         digests = [s.digest for s in self._sources]
-        return {"seed": self._seed, "sources": names, "digests": digests, "drawn": self._drawn_S.tolist()}
+        place = {"seed": self._seed, "sources": names, "digests": digests, "drawn": self._drawn_S.tolist()}
+        return place | ({"order": self._learned()} if self.learns else {})
+
+    def _learned(self) -> Json:
+        """What the orders of all sources have learned, and from which columns."""
+        return {
+            "name": self._order.name,
+            "columns": [rows.read for rows in self._view_S],
+            "states": [call(order, "state", name=self._order.name) for order in self._order_S],
+            "out": [[[uid, row] for uid, row in out.items()] for out in self._out_S],
+        }
+
+    def _restore_learned(self, state: Json) -> None:
+        for order, learned in zip(self._order_S, state["states"], strict=True):
+            call(order, "restore", learned, name=self._order.name)
+        self._out_S = [dict(out) for out in state["out"]]
 
     def restore(self, state: dict[str, Json], *, changed: bool = False) -> list[tuple[str, str, str]]:
         """Resume from `state`. Raises CheckpointError if seed or data differ. changed: they may differ, and the stream
@@ -128,6 +187,8 @@ class TaskStream:
         here = self.state()
         if changed:
             self._stand_at(sum(state["drawn"]))
+            if self.learns:
+                self._restore_where_same(state)
             was = dict(zip(state["sources"], state["digests"]))
             both = [(n, was[n], d) for n, d in zip(here["sources"], here["digests"]) if n in was]
             return [(name, old, new) for name, old, new in both if old != new]
@@ -138,49 +199,39 @@ class TaskStream:
             )
         for name, old, new in zip(here["sources"], state["digests"], here["digests"]):
             if old != new:
-                raise CheckpointError(
-                    f"Data source {name!r} has changed since the run was saved (rows, prompts, "
-                    "filters, tokenizer or answers): restore the data, start a new run, or resume with the "
-                    "changed data as a branch: `whet train --change`."
-                )
+                raise CheckpointError(_CHANGED.format(name=name))
         self._drawn_S = np.array(state["drawn"], dtype=np.int64)
+        if self.learns:
+            for name, rows, before in zip(
+                here["sources"], self._view_S, state["order"]["columns"], strict=True
+            ):
+                if rows.read != before:
+                    raise CheckpointError(_CHANGED.format(name=name))
+            self._restore_learned(state["order"])
         return []
+
+    def _restore_where_same(self, state: dict[str, Json]) -> None:
+        """What an order has learned stays where nothing it has learned from is another; else it begins anew."""
+        here, before = self.state(), state.get("order")
+        same = [state[name] == here[name] for name in ("seed", "sources", "digests")]
+        if before and all(same) and all(before[name] == here["order"][name] for name in ("name", "columns")):
+            self._restore_learned(before)
+        else:
+            log.warning("data.order=%s begins anew: the data or the order is another", self._order.name)
 
     def _draw(self) -> Task:
         uid, s = self.drawn, self._next_source()
-        epoch, place = divmod(int(self._drawn_S[s]), self._rows_S[s])
-        task = self._sources[s].task(int(self._places(s, epoch)[place]), uid)
+        order, rows, out = self._order_S[s], self._view_S[s], self._out_S[s]
+        drawn = int(self._drawn_S[s])
+        row = row_of(order, rows, drawn, frozenset(out.values()), name=self._order.name)
         self._drawn_S[s] += 1
-        return task
+        if learns(order):
+            out[uid] = row
+        return self._sources[s].task(row, uid)
 
     def _next_source(self) -> int:
         """The source that is furthest behind its share."""
         return int(np.argmax(self._share_S * (self.drawn + 1) - self._drawn_S))
-
-    def _places(self, s: int, epoch: int) -> np.ndarray:
-        """[K] the order in which source s is drawn in an epoch."""
-        known = self._orders.get(s)
-        if known is None or known[0] != epoch:
-            source = self._sources[s]
-            stream = seeds.key(self._seed, "shuffle", source.rows.name, epoch)
-            known = self._orders[s] = (epoch, ordered(source, self._order, stream))
-        return known[1]
-
-
-def ordered(source: Prepared, order: str, stream: int) -> np.ndarray:
-    """[K] the rows of a source in an order of `data.order`; equally difficult ones stand shuffled by `stream`."""
-    if order == "sequential":
-        return np.arange(len(source))
-    places_K = seeds.permutation(stream, len(source))
-    if order == "shuffle":
-        return places_K
-    if source.difficulty_K is None:
-        raise ConfigError(
-            f"data.order={order}, but source {source.rows.name!r} has no column of difficulties; set its "
-            "`difficulty`."
-        )
-    sign = 1 if order == "easy_first" else -1
-    return places_K[np.argsort(sign * source.difficulty_K[places_K], kind="stable")]
 
 
 def eval_tasks(

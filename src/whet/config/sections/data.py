@@ -139,9 +139,10 @@ class DataConfig(Section):
     """Sources of held-out tasks; every metric is reported per source."""
     exclude_eval: bool = True
     """Exclude training rows whose prompt is also in `eval`, and count them."""
-    order: Literal["shuffle", "sequential", "easy_first", "hard_first"] = "shuffle"
-    """Order of the rows of a source in every epoch. shuffle: a new random order every epoch; sequential: as in the
-    file; easy_first, hard_first: by `difficulty`, with rows of equal difficulty shuffled."""
+    order: str | dict[str, Any] = "shuffle"
+    """Order in which the rows of a training source are drawn: a name, a table of its settings (`{name: adaptive,
+    target: 0.7}`), or a class of yours as 'package.module:Class' or 'path/to/file.py:Class' (docs/curriculum.md).
+    adaptive, and a class of yours, hold for `train` alone: `demonstrations` are then shuffled."""
     seed: Count | None = None
     """Seed of that order. Default: the seed of the run."""
     max_prompt_tokens: Positive = 1024

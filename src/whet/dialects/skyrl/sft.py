@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from whet.config.faults import shown
 from whet.config.sections.data import RANDOM_TOKENS
-from whet.dialects.row import NOTHING, Native, Values
+from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.rules import function
 from whet.dialects.skyrl import devices
 from whet.dialects.splits import rows_of_split
@@ -98,12 +98,32 @@ def training_data(v: Values) -> Native:
         raise ConfigError(f"train_dataset_weights: expected one for each of the {len(paths)} train_datasets")
     out = _sources(v, "data.train", "train_dataset", paths, splits)
     out |= {f"data.train.{n}.weight": weight for n, weight in enumerate(weights) if weight is not None}
-    known = {"random": "shuffle", "sequential": "sequential", "custom": None}
     turns = "all" if v["train_on_what"] == "all_assistant_messages" else "last"
     return out | {
-        "data.order": choose(v, "sampler", known),
+        **_order(v, len(paths)),
         "data.learn_turns": turns,
         "algorithm.name": "sft",
+    }
+
+
+def _order(v: Values, datasets: int) -> Native:
+    """The order of the rows; or a sampler of yours, which chooses among them."""
+    if v["sampler"] != "custom":
+        return {"data.order": choose(v, "sampler", {"random": "shuffle", "sequential": "sequential"})}
+    package, _, name = str(v["sampler_class_path"] or "").rpartition(".")
+    if not package:
+        raise ConfigError(
+            f"sampler_class_path: got {shown(v['sampler_class_path'])}, expected package.module.Class: sampler=custom "
+            "needs it"
+        )
+    if datasets > 1:
+        raise NotSupportedYet(
+            f"sampler=custom over {datasets} train_datasets is coming, not built yet; here: one dataset."
+        )
+    return {
+        "data.order": "whet.data.samplers:sampler",
+        "data.order.class_path": f"{package}:{name}",
+        "data.order.arguments": v["sampler_kwargs"] or {},
     }
 
 

@@ -13,6 +13,7 @@ from whet.dialects.trinity.values import (
     arguments,
     arguments_of,
     at_least,
+    chooses_by_difficulty,
     distills,
     entries,
     functions,
@@ -136,9 +137,10 @@ of the first key of a filter. A reward that is missing or NaN leaves its rollout
 COMING_OPERATORS = (
     "data_juicer",
     "reward_shaping_mapper",
-    "pass_rate_calculator",
     "dapo_dynamic_sampling",
 )
+PASS_RATES = "pass_rate_calculator"
+"""Tells the selector difficulty_based how the tasks went, which happens here in any case."""
 
 
 def operators(values: Values) -> Native:
@@ -147,7 +149,9 @@ def operators(values: Values) -> Native:
     order, before = list(FILTERS), -1
     for n, own in enumerate(entries(values, OPERATORS)):
         at, name = f"{OPERATORS}[{n}]", str(own.get("name") or "")
-        known_as(name, FILTERS, key=f"{at}.name", coming=COMING_OPERATORS)
+        if name == PASS_RATES and chooses_by_difficulty(values) and set(own) <= {"name", "args"}:
+            continue
+        known_as(name, FILTERS, key=f"{at}.name", coming=(*COMING_OPERATORS, PASS_RATES))
         has = ["threshold"] if name in ("reward_filter", "reward_std_filter") else []
         for key in own:
             if key not in ("name", "args", *(f"args.{argument}" for argument in has)):

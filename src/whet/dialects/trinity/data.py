@@ -10,11 +10,13 @@ from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.algorithm import OPERATORS
 from whet.dialects.trinity.loss import STRATEGY, step, strategy, weight
 from whet.dialects.trinity.rewards import WORKFLOWS, gives_one, is_plain, system, workflow, world_of
+from whet.dialects.trinity.selectors import order_of_tasks
 from whet.dialects.trinity.values import (
     AUXILIARY,
     BY_EXPLORER,
     EVAL_TASKSETS,
     EXPERIENCES,
+    SELECTOR,
     TASKSET,
     Native,
     Own,
@@ -197,25 +199,6 @@ def _system(own: Own, message: str | None, *, at: str) -> Native:
     return {f"{at}.system_prompt": message} if message else {}
 
 
-ORDERS = {"sequential": "sequential", "shuffle": "shuffle", "offline_easy2hard": "hard_first"}
-"""Trinity's easy2hard puts the largest feature first: there it means easy, here hard."""
-
-
-def _order(own: Own, at: str) -> Native:
-    """A selector: the order of the rows. A seed means something to shuffle alone."""
-    kind, features = str(given(own["selector_type"]) or "sequential"), own["feature_keys"] or []
-    known_as(kind, ORDERS, key=f"{at}.selector_type", coming=("random", "difficulty_based"))
-    if kind != "offline_easy2hard":
-        if features:
-            raise ConfigError(f"{at}.feature_keys: has no effect with selector_type: {kind}; leave it out.")
-        return {"data.order": ORDERS[kind], "data.seed": own["seed"]}
-    if not isinstance(features, list) or len(features) != 1:
-        raise NotSupportedYet(
-            f"{at}.feature_keys: {features} is coming, not built yet; here: one column of numbers."
-        )
-    return {"data.order": ORDERS[kind], "data.seed": own["seed"], "data.train.0.difficulty": features[0]}
-
-
 # ---------------------------------------------------------------- tasksets
 
 
@@ -233,7 +216,7 @@ def tasks(values: Values) -> Native:
         "data.train.0.name": "taskset_0",
         **_source(values, own, TASKSET, at="data.train.0"),
         **_chat(values),
-        **_order(inside(values, f"{TASKSET}.task_selector"), f"{TASKSET}.task_selector"),
+        **order_of_tasks(inside(values, SELECTOR), SELECTOR, values["buffer.batch_size"]),
         **({"algorithm.groups.truncated": "mask"} if masks else {}),
     }
 
@@ -349,7 +332,7 @@ def demonstrations(values: Values) -> Native:
     if kind == "online":
         return {}
     selector, own = f"{EXPERIENCES}.data_selector", inside(values, EXPERIENCES)
-    order = _order(inside(values, selector), selector)
+    order = order_of_tasks(inside(values, selector), selector, values["buffer.train_batch_size"] or 1)
     if order["data.order"] == "sequential":
         del order["data.seed"]
     return {

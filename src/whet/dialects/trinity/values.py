@@ -119,6 +119,14 @@ def known_as(name: str, known: Mapping[str, object], *, key: str, coming: Collec
         raise ConfigError(f"{key}: {name} is not known{near(name, known)}; here: {', '.join(known)}.")
 
 
+SELECTOR = f"{TASKSET}.task_selector"
+
+
+def chooses_by_difficulty(values: Values) -> bool:
+    """The selector follows how the tasks went."""
+    return bool(values[f"{SELECTOR}.selector_type"] == "difficulty_based")
+
+
 # ---------------------------------------------------------------- functions
 
 

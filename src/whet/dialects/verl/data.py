@@ -16,8 +16,8 @@ from whet.dialects.verl.roles import (
     ROLLOUT,
     SERVERS,
     anywhere,
+    code,
     has_reward_model,
-    local,
     server_options,
     texts,
 )
@@ -62,8 +62,34 @@ def rows(v: Values, which: str, native: str) -> Native:
         )
     if not isinstance(v["data.custom_cls.name"], str):
         raise ConfigError("data.custom_cls.path needs data.custom_cls.name, the class in that file")
-    function = f"{local(v, 'data.custom_cls.path')}:{v['data.custom_cls.name']}"
+    function = code(v, "data.custom_cls.path", v["data.custom_cls.name"])
     return {f"{native}.function": function, f"{native}.arguments": {"data_files": given}, **some}
+
+
+def sampler(v: Values) -> Native:
+    """A sampler of yours, which is given the rows and this section of the file."""
+    name = v["data.sampler.class_name"]
+    if not isinstance(name, str):
+        raise ConfigError("data.sampler.class_path needs data.sampler.class_name, the class in that file")
+    return {
+        "data.order": "whet.data.samplers:verl",
+        "data.order.class_path": code(v, "data.sampler.class_path", name),
+        "data.order.config": section(v, "data"),
+    }
+
+
+def section(v: Values, name: str) -> dict[str, Json]:
+    """The values of a section and of those in it, as a tree without nulls."""
+    out: dict[str, Json] = {}
+    for key, value in v.items():
+        if not key.startswith(f"{name}.") or value in (None, {}):
+            continue
+        *above, last = key.removeprefix(f"{name}.").split(".")
+        inner = out
+        for part in above:
+            inner = inner.setdefault(part, {})
+        inner |= value if last == "*" else {last: value}
+    return out
 
 
 def validates(v: Values) -> bool:
@@ -106,8 +132,8 @@ def judge(v: Values) -> Native:
         arguments = _gsm8k(v) | ({"elsewhere": CODE} if runs_code(v) else {})
         given = {"rewards.score.arguments": arguments} if arguments else {}
         return {"rewards.score.function": "whet.rewards.verl:compute_score", **given}
-    path, name = local(v, "custom_reward_function.path"), v["custom_reward_function.name"] or "compute_score"
-    return {"rewards.score.function": f"{path}:{name}"}
+    name = v["custom_reward_function.name"] or "compute_score"
+    return {"rewards.score.function": code(v, "custom_reward_function.path", name)}
 
 
 def _gsm8k(v: Values) -> dict[str, Json]:

@@ -51,6 +51,16 @@ def local(v: Values, key: str) -> str:
     return path
 
 
+def code(v: Values, key: str, name: Json) -> str:
+    """An object of yours: a file or URL of a module (`pkg://package.module`), and its name in it."""
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{key}: got no name of what is in it; expected one, found {shown(name)}")
+    place = anywhere(v, key)
+    if place.startswith("pkg://"):
+        return f"{place.removeprefix('pkg://').replace('/', '.')}:{name}"
+    return f"{local({**v, key: place.removeprefix('file://')}, key)}:{name}"
+
+
 # ---------------------------------------------------------------- who is there
 
 

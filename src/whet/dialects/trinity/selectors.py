@@ -1,0 +1,68 @@
+"""Trinity's selectors: the order in which the rows of a taskset are drawn."""
+
+from __future__ import annotations
+
+from whet.config.faults import shown
+from whet.dialects.row import NotSupportedYet
+from whet.dialects.trinity.values import Native, Own, arguments, given, known_as
+from whet.types import ConfigError, Json
+
+ORDERS = {
+    "sequential": "sequential",
+    "shuffle": "shuffle",
+    "random": "random",
+    "offline_easy2hard": "hard_first",
+    "difficulty_based": "adaptive",
+}
+"""Trinity's easy2hard puts the largest feature first: there it means easy, here hard."""
+
+BY_DIFFICULTY = {
+    "target_reward": ("target", 1.0),
+    "tau": ("temperature", 1.0),
+    "do_sample": ("thompson", False),
+    "lamb": ("decay", 0.2),
+    "m": ("evidence", 16),
+    "rho": ("prior_weight", 0.2),
+    "adaptive_rho": ("prior_adapts", False),
+}
+"""kwargs of difficulty_based: the setting of `adaptive`, and Trinity's default."""
+
+
+def _by_difficulty(own: Own, at: str) -> Native:
+    """BOTS: the settings of its selector, which Trinity finds in kwargs."""
+    features = own["feature_keys"] or []
+    if not isinstance(features, list) or len(features) != 2:
+        raise ConfigError(
+            f"{at}.feature_keys: got {shown(features)}, expected two columns: the success rates of a weaker and of a "
+            "stronger model"
+        )
+    kwargs = arguments(
+        {f"{at}.kwargs.*": own["kwargs.*"]},
+        f"{at}.kwargs",
+        {key: own for key, (_, own) in BY_DIFFICULTY.items()},
+    )
+    told = {f"data.order.{here}": kwargs[key] for key, (here, _) in BY_DIFFICULTY.items()}
+    return {"data.order": "adaptive", **told, "data.order.columns": features, "data.seed": own["seed"]}
+
+
+def order_of_tasks(own: Own, at: str, tasks: Json = 1) -> Native:
+    """A selector: the order of the rows. tasks: of a step, which random draws without repetition."""
+    kind, features = str(given(own["selector_type"]) or "sequential"), own["feature_keys"] or []
+    known_as(kind, ORDERS, key=f"{at}.selector_type")
+    if kind == "difficulty_based":
+        return _by_difficulty(own, at)
+    if kwargs := own.get("kwargs.*"):
+        raise ConfigError(
+            f"{at}.kwargs.{next(iter(kwargs))}: has no effect with selector_type: {kind}; leave it out."
+        )
+    if kind == "random":
+        return {"data.order": "random", "data.order.distinct": tasks, "data.seed": own["seed"]}
+    if kind != "offline_easy2hard":
+        if features:
+            raise ConfigError(f"{at}.feature_keys: has no effect with selector_type: {kind}; leave it out.")
+        return {"data.order": ORDERS[kind], "data.seed": own["seed"]}
+    if not isinstance(features, list) or len(features) != 1:
+        raise NotSupportedYet(
+            f"{at}.feature_keys: {features} is coming, not built yet; here: one column of numbers."
+        )
+    return {"data.order": ORDERS[kind], "data.seed": own["seed"], "data.train.0.difficulty": features[0]}
