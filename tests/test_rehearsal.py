@@ -20,6 +20,7 @@ from whet.cli import app
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Config, ModelConfig
+from whet.config.sources import order_of
 from whet.guard.processes import kill, process
 from whet.rehearsal.probe import probe
 from whet.rehearsal.rehearse import rehearse
@@ -104,6 +105,32 @@ def test_the_small_run_keeps_what_matters_and_shrinks_the_rest(tmp_path):
     assert (cfg.train.steps, cfg.train.tasks_per_step, cfg.train.minibatches) == (STEPS, 4, 2)
     assert cfg.algorithm.dynamic_sampling is False, "random weights would never fill a step"
     plans(cfg)
+
+
+@pytest.mark.parametrize(
+    ("order", "columns"),
+    [
+        ("easy_first", {"difficulty": "n"}),
+        ({"name": "random", "distinct": 64}, {}),
+        ({"name": "adaptive", "columns": ["n", "m"]}, {}),
+    ],
+)
+def test_an_order_of_rows_is_tried_where_its_rows_are(order, columns, tmp_path):
+    """Not on held-out rows, which have none of its columns, nor on rows that are made up for missing ones."""
+    file = small(tmp_path)
+    rows = [{"prompt": f"copy {n}", "answer": str(n), "n": n / 8, "m": 1.0} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "copy 9", "answer": "9"}) + "\n")
+    here, missing = ({"path": str(tmp_path / name), **columns} for name in ("rows.jsonl", "none.jsonl"))
+    held = {"path": str(tmp_path / "held.jsonl")}
+    for train, lost in (([here], set()), ([here, missing], {"main/train/1"})):
+        loaded = load(file, (), {"data": {"train": train, "eval": [held], "order": order}})
+        found = probe(loaded)
+        assert found.lost.keys() == lost
+        cfg = check(shrink(loaded, run_dir=tmp_path / "out", lost=found.lost, broken=set()))
+        plans(cfg)
+        assert order_of(cfg.data).name == ("shuffle" if lost else order_of(loaded.config.data).name)
+        assert order_of(cfg.data).settings.get("distinct", 1) == 1
 
 
 def test_stages_stay_stages(tmp_path):

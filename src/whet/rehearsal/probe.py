@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from whet.config.chosen import Chosen
 from whet.config.load import Loaded
 from whet.config.schema import Config, EnvironmentConfig, SourceConfig
 from whet.config.sources import verifiers
@@ -22,7 +23,7 @@ from whet.envs.hosts import EnvHosts
 from whet.envs.work import RunWork
 from whet.judges import judges_of
 from whet.rehearsal.findings import Finding, fails, left_open, works
-from whet.rehearsal.shrink import real_tokenizer, stand_in
+from whet.rehearsal.shrink import real_tokenizer, small_order, stand_in
 from whet.rewards.combine import RewardSet, score
 from whet.types import Group, Message, Rollout, Task, WhetError, given_tokens
 
@@ -90,7 +91,8 @@ def _source(out: Probed, cfg: Config, source: SourceConfig, part: str, n: int, *
             cfg.tokenizer if real else cfg.tokenizer.model_copy(update={"build": "bpe", "path": None})
         )
         tokenizer = load_tokenizer(tokenizer_cfg, model_path=cfg.model.path, texts=texts([source]))
-        stream = TaskStream([source], data, tokenizer=tokenizer, seed=cfg.seed)
+        order = small_order(cfg) if part == "train" else Chosen("sequential", {})
+        stream = TaskStream([source], data, tokenizer=tokenizer, seed=cfg.seed, order=order)
         tasks = stream.next(min(stream.rows_per_epoch, ROWS))
     except WhetError as e:
         out.findings.append(fails(what, str(e)))

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from whet.config.checks import unused
+from whet.config.chosen import Chosen
 from whet.config.engines import SERVED
 from whet.config.evaluation import observation_tokens
 from whet.config.load import Loaded, stage_configs
 from whet.config.recipes import resolve
 from whet.config.schema import Config, ModelConfig, RewardConfig
 from whet.config.scratch import architecture
+from whet.config.sources import order_of
 from whet.config.tree import STAGE_SECTIONS
 from whet.dialects.idle import without
 from whet.inputs import read_json_object
@@ -178,8 +180,18 @@ def _tokenizer(cfg: Config) -> dict[str, Json]:
     return {"path": folder} if folder else {"build": "bpe", "vocab_size": 1024}
 
 
+def small_order(cfg: Config) -> Chosen:
+    """The order of few rows: the run's, without a number of distinct ones."""
+    order = order_of(cfg.data)
+    return Chosen("random", {"distinct": 1}) if order.name == "random" else order
+
+
 def _data(cfg: Config, stage: str, lost: Mapping[str, str]) -> dict[str, Json]:
     tree = cfg.data.model_dump(mode="json", exclude_unset=True)
+    if small_order(cfg).name == "random":
+        tree["order"] = "random"
+    if any(f"{stage}/train/{n}" in lost for n in range(len(cfg.data.train))):
+        tree["order"] = "shuffle"  # made-up rows have no columns that another order reads
     for part in ("train", "demonstrations", "eval"):
         sources = tree.get(part) or []
         tree[part] = [
