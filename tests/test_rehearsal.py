@@ -13,9 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from forked import Started
+from native_cases import CASES, LATER
+from observed import write_files
+from test_dead_native import tree_of
 from whet.cli import app
 from whet.config.load import load
 from whet.config.plan import plans
@@ -26,7 +30,9 @@ from whet.rehearsal.probe import probe
 from whet.rehearsal.rehearse import rehearse
 from whet.rehearsal.shrink import STEPS, check, family, shrink
 from whet.rehearsal.size import devices, parameters_of_name, predict
+from whet.rehearsal.teacher import write_teacher
 from whet.rehearsal.trial import trial
+from whet.types import WhetError
 
 ROOT = Path(__file__).parent.parent
 
@@ -285,3 +291,69 @@ def eventually(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+# ---------------------------------------------------------------- every config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("cases")
+    write_files(made)
+    return made
+
+
+CONTEXTS = sorted({f"train.steps=2; {c}" if name in LATER else c for name, (c, _) in CASES.items()})
+
+
+@pytest.mark.parametrize("missing", [False, True], ids=["all there", "no rows and no rewards"])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.sweep)])
+def test_a_config_that_works_is_a_small_one_that_works(
+    every: int, missing: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the contexts that the schema's keys have a meaning in."""
+    monkeypatch.chdir(folder)
+    tried = 0
+    for context in CONTEXTS[::every]:
+        try:
+            loaded = load(None, (), tree_of(SimpleNamespace(folder=folder), context))
+            plans(loaded)
+        except WhetError:  # a context for a key that is refused
+            continue
+        parts = ("train", "eval", "demonstrations")
+        gone = {
+            f"{name}/{part}/{n}": "gone"
+            for name, cfg in zip(loaded.names, loaded.stages)
+            for part in parts
+            for n in range(len(getattr(cfg.data, part)))
+        }
+        broken = {name for cfg in loaded.stages for name in cfg.rewards}
+        lost, without = (gone, broken) if missing else ({}, set())
+        try:
+            plans(check(shrink(loaded, run_dir=folder / "out", lost=lost, broken=without)))
+        except WhetError as e:
+            pytest.fail(f"{context}: {e}")
+        tried += 1
+    assert tried > 150 / every
+
+
+TEACHES = {"algorithm": {"name": "distill"}, "reference": {"path": "/models/Qwen2.5-72B"}, "rewards": {}}
+
+
+def test_a_teacher_is_another_model_than_the_policy(tmp_path: Path) -> None:
+    tree = shrink(load(small(tmp_path, **TEACHES)), run_dir=tmp_path, lost={}, broken=set())
+    cfg = check(tree)
+    assert cfg.reference.path == str(tmp_path / "teacher")
+    plans(cfg)
+    write_teacher(tree, tmp_path)
+    teacher = load_file(tmp_path / "teacher" / "model.safetensors")
+    assert teacher["model.embed_tokens.weight"].shape[1] == 64
+    assert (tmp_path / "teacher" / "tokenizer.json").is_file()
+
+
+@pytest.mark.sweep
+def test_a_teacher_is_rehearsed(tmp_path: Path) -> None:
+    found = rehearse(small(tmp_path, **TEACHES), say=lambda text: None)
+    assert not [f for f in found.findings if f.kind == "fails"]
+    said = {f.what: f.said for f in found.findings if f.kind == "works"}
+    assert "byte for byte" in said["kill -9 and resume"]

@@ -98,6 +98,11 @@ class Resolved:
         return "implicit_reward" in self.needs
 
     @property
+    def distills(self) -> bool:
+        """The reference is a teacher: another model than the policy."""
+        return self.reprompt is None and (self.advantage == "distill" or self.loss == "gkd")
+
+    @property
     def needs_reference(self) -> bool:
         return "reference" in self.needs
 

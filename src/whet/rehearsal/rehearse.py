@@ -90,6 +90,7 @@ def _tried(loaded: Loaded, planned: Sequence[Plan], say: Callable[[str], None]) 
     # torch and transformers from here on
     from whet.rehearsal.probe import probe
     from whet.rehearsal.shrink import shrink, what_changed
+    from whet.rehearsal.teacher import write_teacher
     from whet.rehearsal.trial import trial
 
     say("reading data, trying rewards")
@@ -100,6 +101,7 @@ def _tried(loaded: Loaded, planned: Sequence[Plan], say: Callable[[str], None]) 
         name
         for name, cfg, plan in zip(loaded.names, loaded.stages, planned)
         if plan.algorithm.kind == "online"
+        and plan.algorithm.judged
         and (name in probed.worldless or not (cfg.rollout.env or cfg.rewards.keys() - probed.broken))
     ]
     if unrewarded:
@@ -113,6 +115,7 @@ def _tried(loaded: Loaded, planned: Sequence[Plan], say: Callable[[str], None]) 
         try:
             without = probed.broken | probed.untried
             tree = shrink(loaded, run_dir=Path(folder), lost=probed.lost, broken=without)
+            write_teacher(tree, Path(folder))
             yield from trial(tree, Path(folder))
         except ConfigError as e:
             yield fails("the small run", str(e))

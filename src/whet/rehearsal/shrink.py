@@ -30,6 +30,8 @@ FAMILIES = ("gpt_oss", "qwen3_moe", "qwen3", "qwen2", "llama", "mistral", "gemma
 ELSEWHERE = ("offload", "compile", "parallel", "precision")
 """Keys of `train` about devices that this machine lacks: the small run is one process, in one dtype."""
 MADE_UP = "made_up"
+TEACHER = "teacher"
+"""The folder below the run's that holds a random model in the place of a teacher."""
 """Name of the rows that replace data that is not available here."""
 
 
@@ -40,7 +42,11 @@ def shrink(loaded: Loaded, *, run_dir: Path, lost: Mapping[str, str], broken: se
     called, left out; one that asks for the exact answer stands in where none is left. Where an environment may ask
     for them by name, each has a stand-in.
     """
-    whole = [_stage(cfg, name, lost=lost, broken=broken) for name, cfg in zip(loaded.names, loaded.stages)]
+    teacher = str(run_dir / TEACHER)
+    whole = [
+        _stage(cfg, name, lost=lost, broken=broken, teacher=teacher)
+        for name, cfg in zip(loaded.names, loaded.stages)
+    ]
     base = whole[0] | {"name": "rehearsal", "run_dir": str(run_dir), "seed": loaded.config.seed}
     if not loaded.config.stages:
         return _read_only(base)
@@ -121,7 +127,9 @@ def real_tokenizer(cfg: Config) -> str | None:
 # ---------------------------------------------------------------- one stage
 
 
-def _stage(cfg: Config, name: str, *, lost: Mapping[str, str], broken: set[str]) -> dict[str, Json]:
+def _stage(
+    cfg: Config, name: str, *, lost: Mapping[str, str], broken: set[str], teacher: str
+) -> dict[str, Json]:
     tree = cfg.model_dump(mode="json", exclude_unset=True)
     tree.pop("mode", None)
     tree.pop("dirs", None)
@@ -131,6 +139,8 @@ def _stage(cfg: Config, name: str, *, lost: Mapping[str, str], broken: set[str])
         tree[role] = _without(tree.get(role, {}), "path", "models", "column", "overrides", "optimizer")
     if "warmup_steps" in tree["critic"]:
         tree["critic"]["warmup_steps"] = min(1, cfg.critic.warmup_steps)
+    if resolve(cfg.algorithm).distills and (cfg.reference.path or cfg.reference.models):
+        tree["reference"]["path"] = teacher
     tree["data"] = _data(cfg, name, lost)
     tree["train"] = _train(cfg)
     tree["rollout"] = _rollout(cfg)
@@ -148,6 +158,9 @@ def _stage(cfg: Config, name: str, *, lost: Mapping[str, str], broken: set[str])
         for source in (s for part in tree["data"].values() if isinstance(part, list) for s in part):
             source.pop("rewards", None)
     tree["eval"] = _eval(tree.get("eval", {}))
+    if any(f"{name}/eval/{n}" in lost for n in range(len(cfg.data.eval))) and "sources" in tree["eval"]:
+        named = {source.get("name") for source in tree["data"]["eval"]}
+        tree["eval"]["sources"] = {n: how for n, how in tree["eval"]["sources"].items() if n in named}
     tree["checkpoint"] = {"interval": 1, "keep": STEPS}
     tree["track"] = {"trackers": ["jsonl"]}
     tree["reward_workers"] = tree.get("reward_workers", {}) | {"count": 1, "max_failure_rate": 1.0}
@@ -195,7 +208,7 @@ def _data(cfg: Config, stage: str, lost: Mapping[str, str]) -> dict[str, Json]:
     for part in ("train", "demonstrations", "eval"):
         sources = tree.get(part) or []
         tree[part] = [
-            made_up(n, part)
+            made_up(n, part, source.get("name"))
             if f"{stage}/{part}/{n}" in lost
             else source | {"limit": min(source.get("limit") or 64, 64)}
             for n, source in enumerate(sources)
@@ -205,8 +218,8 @@ def _data(cfg: Config, stage: str, lost: Mapping[str, str]) -> dict[str, Json]:
     return tree
 
 
-def made_up(number: int, part: str) -> dict[str, Json]:
-    """Rows that replace a source that is not available here."""
+def made_up(number: int, part: str, name: str | None) -> dict[str, Json]:
+    """Rows that replace a source that is not available here, under its name."""
     start = 100 * number + (50 if part == "eval" else 0)
     rows = [
         {
@@ -217,7 +230,7 @@ def made_up(number: int, part: str) -> dict[str, Json]:
         }
         for a, b in ((start + n, n + 1) for n in range(16))
     ]
-    return {"name": f"{MADE_UP}_{part}_{number}", "rows": rows}
+    return {"name": name or f"{MADE_UP}_{part}_{number}", "rows": rows}
 
 
 def _train(cfg: Config) -> dict[str, Json]:
@@ -229,6 +242,7 @@ def _train(cfg: Config) -> dict[str, Json]:
         "micro_batch_rollouts",
         "forward_micro_batch_tokens",
         "forward_micro_batch_rollouts",
+        "early_stopping",
     )
     kept = _without(kept, *ELSEWHERE)
     minibatches, passes = min(2, cfg.train.minibatches), min(2, cfg.train.update_epochs)
@@ -252,11 +266,19 @@ def _rollout(cfg: Config) -> dict[str, Json]:
 
 def _eval(tree: dict[str, Json]) -> dict[str, Json]:
     out = dict(tree)
+    if tree.get("sources"):
+        out["sources"] = {name: _asked(how) for name, how in tree["sources"].items()}
+    return _asked(out) | {"interval": 2}
+
+
+def _asked(tree: dict[str, Json]) -> dict[str, Json]:
+    """How often held-out tasks are asked, and how."""
+    out = dict(tree)
     if tree.get("sampling"):
         out["sampling"] = _short(tree["sampling"], tree["sampling"].get("max_tokens") or REPLY_TOKENS)
     if tree.get("samples"):
         out["samples"] = min(2, tree["samples"])
-    return out | {"interval": 2}
+    return out
 
 
 def _short(sampling: Mapping[str, Json], max_tokens: int) -> dict[str, Json]:
