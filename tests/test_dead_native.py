@@ -54,6 +54,13 @@ LEAVES += [".".join(path) for path in settings() if path[-1] != "name"]
 @pytest.fixture(scope="module")
 def watcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watcher]:
     made = Watcher(tmp_path_factory.mktemp("observed"))
+    make_models(made)
+    yield made
+    made.close()
+
+
+def make_models(made: Watcher) -> None:
+    """The folders of models, adapters and judges that contexts name."""
     for n, name in enumerate("ABC"):
         own = {"seed": n, "checkpoint": {"export": True}, "run_dir": str(made.folder / name)}
         tokens = {"tokenizer": {"build": "words" if name == "C" else "chars"}}
@@ -69,8 +76,6 @@ def watcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watcher]:
         with_head(made.folder / f"{name}/export/main", made.folder / judge)
         config = made.folder / judge / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"num_labels": 1}))
-    yield made
-    made.close()
 
 
 def with_head(model: Path, to: Path) -> None:

@@ -1,0 +1,82 @@
+"""Exact resume, whatever the config says: for each key of the schema a run in which it counts, ended after its first
+checkpoint and gone on with, leaves the files of an unbroken run, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from native_cases import BASE, CASES, LATER
+from observed import Watcher
+from swept import except_for
+from test_dead_native import make_models, place, tree_of
+from whet.types import Json
+
+STEPS = 4
+WHERE_RESULTS_DEPEND_ON_TIME = (
+    "async",
+    "cluster",
+    "parallel",
+    "mode=",
+    "replicas",
+    "engine",
+    "profile",
+    "stages",
+)
+"""Words of keys, contexts and values: free schedules, other processes and machines, profiles. They have tests of their
+own (test_ranks_run, test_rounds, test_cluster, test_overlap)."""
+NOT_WHOLE = {"checkpoint.save_contents": "a part of a checkpoint is no state to go on from"}
+TIMES = ("told", "timed", "runs/run/seconds/", "runs/run/stacks", "runs/run/tensorboard/")
+"""Beginnings of what differs between two equal runs: seconds, processes, and what is said at the start."""
+
+
+def is_steady(name: str) -> bool:
+    said = " ".join((name, CASES[name][0], str(CASES[name][1])))
+    return name not in ("mode", *NOT_WHOLE) and not any(word in said for word in WHERE_RESULTS_DEPEND_ON_TIME)
+
+
+NAMES = sorted(name for name in CASES if is_steady(name))
+
+
+@pytest.fixture(scope="module")
+def watcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watcher]:
+    made = Watcher(tmp_path_factory.mktemp("resumed"))
+    make_models(made)
+    yield made
+    made.close()
+
+
+def config_of(watcher: Watcher, name: str) -> dict[str, Json]:
+    """The key's case with its other value: at least STEPS steps, a checkpoint after each."""
+    context, value = CASES[name]
+    context = f"train.steps=2; {context}" if name in LATER else context
+    tree = tree_of(watcher, context, (place(name), value))
+    train = tree.setdefault("train", {})
+    if train.get("steps") is not None:
+        train["steps"] = max(STEPS, train["steps"])
+    kept = {key: value for key, value in tree.get("checkpoint", {}).items() if key != "keep_best"}
+    return tree | {"checkpoint": {"export": True, **kept, "interval": 1, "keep": 100}}
+
+
+def lasting(record: dict[str, str]) -> dict[str, str]:
+    """Without the id of a run directory."""
+    return {
+        name: digest
+        for name, digest in record.items()
+        if not name.startswith(TIMES) and not name.endswith(".whet-run")
+    }
+
+
+@pytest.mark.parametrize("name", except_for(lambda name: NAMES.index(name) % 16 == 0, NAMES))
+def test_a_run_that_goes_on_leaves_the_files_of_an_unbroken_one(watcher: Watcher, name: str) -> None:
+    tree = config_of(watcher, name)
+    whole = watcher.record(tree)
+    assert "refused" not in whole, whole
+    assert len({file.partition("/checkpoints/")[2].partition("/")[0] for file in whole} - {""}) > 1
+    assert lasting(watcher.resumed(tree, {})) == lasting(whole)
+
+
+def test_most_keys_are_tried() -> None:
+    assert len(NAMES) > 0.8 * len(CASES)
+    assert set(BASE) <= {name.partition(".")[0] for name in NAMES}
