@@ -1,5 +1,5 @@
 """Exact resume, whatever the config says: for each key of the schema a run in which it counts, ended after its first
-checkpoint and gone on with, leaves the files of an unbroken run, byte for byte."""
+checkpoint and gone on with, leaves the files of an unbroken run, byte for byte; also where steps are sampled ahead."""
 
 from __future__ import annotations
 
@@ -47,14 +47,17 @@ def watcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watcher]:
     made.close()
 
 
-def config_of(watcher: Watcher, name: str) -> dict[str, Json]:
-    """The key's case with its other value: at least STEPS steps, a checkpoint after each."""
+def config_of(watcher: Watcher, name: str, staleness: int) -> dict[str, Json]:
+    """The key's case with its other value: at least STEPS steps, a checkpoint after each. staleness: steps that are
+    sampled ahead, where the case does not say."""
     context, value = CASES[name]
     context = f"train.steps=2; {context}" if name in LATER else context
     tree = tree_of(watcher, context, (place(name), value))
     train = tree.setdefault("train", {})
     if train.get("steps") is not None:
         train["steps"] = max(STEPS, train["steps"])
+    if staleness:
+        tree.setdefault("rollout", {}).setdefault("max_staleness", staleness)
     kept = {key: value for key, value in tree.get("checkpoint", {}).items() if key != "keep_best"}
     return tree | {"checkpoint": {"export": True, **kept, "interval": 1, "keep": 100}}
 
@@ -68,10 +71,22 @@ def lasting(record: dict[str, str]) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", except_for(lambda name: NAMES.index(name) % 16 == 0, NAMES))
-def test_a_run_that_goes_on_leaves_the_files_of_an_unbroken_one(watcher: Watcher, name: str) -> None:
-    tree = config_of(watcher, name)
+EACH = [(name, staleness) for name in NAMES for staleness in (0, 2)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    except_for(lambda case: NAMES.index(case[0]) % 32 == 8 * case[1], EACH),
+    ids=lambda case: f"{case[0]}-{case[1]}",
+)
+def test_a_run_that_goes_on_leaves_the_files_of_an_unbroken_one(
+    watcher: Watcher, case: tuple[str, int]
+) -> None:
+    tree = config_of(watcher, *case)
     whole = watcher.record(tree)
+    if case[1] and "refused" in whole:  # with this key nothing may be sampled ahead
+        assert "max_staleness" in whole["refused"]
+        return
     assert "refused" not in whole, whole
     assert len({file.partition("/checkpoints/")[2].partition("/")[0] for file in whole} - {""}) > 1
     assert lasting(watcher.resumed(tree, {})) == lasting(whole)
