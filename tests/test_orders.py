@@ -273,6 +273,24 @@ class Stateful:
     def load_state_dict(self, state):
         self.at = state["at"]
 
+class Generated:
+    """As torchdata's RandomSampler: the generator's state, a tensor, is its own."""
+
+    def __init__(self, rows):
+        import torch
+        self.n, self.generator = len(rows), torch.Generator().manual_seed(7)
+
+    def __iter__(self):
+        import torch
+        while True:
+            yield torch.randint(self.n, (1,), generator=self.generator)
+
+    def state_dict(self):
+        return {"inner": [self.generator.get_state()]}
+
+    def load_state_dict(self, state):
+        self.generator.set_state(state["inner"][0])
+
 class Curriculum:
     """Begins anew at the row that verl's batch says did worst."""
 
@@ -313,6 +331,7 @@ LEARN = {
     "models": {"name": "adaptive", "columns": ["weak", "strong"], "prior_adapts": True},
     "own": {"name": "own.py:Least", "gain": 2.0},
     "stateful": {**SAMPLER, "class_path": "samplers.py:Stateful", "arguments": {"step": 5}},
+    "generated": {**SAMPLER, "class_path": "samplers.py:Generated"},
     "torch": {**SAMPLER, "class_path": "samplers.py:RandomSampler"},
 }
 
@@ -408,6 +427,11 @@ WRONG = {
     "Text": (
         "class Text:\n  def __init__(self, rows): pass\n  def row(self, draw, out): return '1'",
         "row returned '1'; expected a row from 0 to 7",
+    ),
+    "Arrays": (
+        "import numpy\nclass Arrays:\n  def __init__(self, rows): pass\n  def row(self, draw, out): return 0\n"
+        "  def state(self): return {'seen': numpy.zeros(3)}\n  def restore(self, state): pass",
+        "data.order 'wrong.py:Arrays', state: .*ndarray",
     ),
     "Needs": ("def Needs(rows, pace): pass", r"data.order.pace: 'wrong.py:Needs' needs a value"),
 }

@@ -31,6 +31,7 @@ import numpy as np
 from whet import seeds
 from whet.config.chosen import Chosen
 from whet.data.columns import column_of
+from whet.data.parts import flaw
 from whet.data.prepare import BATCH_ROWS, Prepared
 from whet.tables import check_settings, find
 from whet.types import ConfigError, DataError, Group, Json, WhetError
@@ -326,6 +327,8 @@ def open_order(chosen: Chosen, rows: Rows) -> Order:
         raise ConfigError(
             f"{KEY} {chosen.name!r} made {type(order).__name__}, which has no method {' or '.join(lacking)}{why}"
         )
+    if learns(order):
+        state_of(order, name=chosen.name)  # not only at the first checkpoint
     return order
 
 
@@ -342,6 +345,17 @@ def row_of(order: Order, rows: Rows, draw: int, out: Collection[int], *, name: s
             f"{what}: row returned {repr(found)[:60]}; expected a row from 0 to {len(rows) - 1}"
         )
     return k
+
+
+def state_of(order: Order, *, name: str) -> Json:
+    """What an order has learned, checked: a checkpoint holds JSON. ConfigError that names what is none."""
+    state = call(order, "state", name=name)
+    if (fault := flaw(state)) is not None:
+        raise ConfigError(
+            f"{KEY} {name!r}, state: {fault.removeprefix('column ')}; a checkpoint holds dict, list, str, int, float, "
+            "bool and None"
+        )
+    return state
 
 
 def call(order: Order, method: str, *arguments: Any, name: str) -> Any:

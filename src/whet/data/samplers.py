@@ -79,11 +79,14 @@ class SamplerOrder:
             self._sampler.update(batch=PlayedBatch.of(self._rows, played))
 
     def state(self) -> Json:
-        return {"drawn": self._drawn, "state": self._sampler.state_dict() if self._has_state else None}
+        return {
+            "drawn": self._drawn,
+            "state": _plain(self._sampler.state_dict()) if self._has_state else None,
+        }
 
     def restore(self, state: Json) -> None:
         if self._has_state:
-            self._sampler.load_state_dict(state["state"])
+            self._sampler.load_state_dict(_from_plain(state["state"]))
             self._drawn = state["drawn"]
             return
         if hasattr(self._sampler, "update"):
@@ -155,6 +158,31 @@ class PlayedBatch:
             },
             {name: _objects(values) for name, values in columns.items()},
         )
+
+
+_TENSOR = "torch.Tensor"
+"""Marks a tensor in a state, such as that of a generator."""
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64, torch.bool)
+}
+
+
+def _plain(value: Any) -> Any:
+    """A state with its tensors as lists."""
+    if isinstance(value, torch.Tensor) and (name := str(value.dtype).removeprefix("torch.")) in _DTYPES:
+        return {_TENSOR: value.tolist(), "dtype": name}
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {_TENSOR, "dtype"}:
+        return torch.tensor(value[_TENSOR], dtype=_DTYPES[value["dtype"]])
+    if isinstance(value, dict):
+        return {key: _from_plain(each) for key, each in value.items()}
+    return [_from_plain(each) for each in value] if isinstance(value, list) else value
 
 
 def _index(row: Mapping[str, Json], k: int) -> Json:

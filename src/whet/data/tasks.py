@@ -19,7 +19,7 @@ from whet.config.schema import DataConfig, SourceConfig
 from whet.config.sources import order_of
 from whet.data.chat import encode_history, encode_reply, encode_whole, reply_text, with_kwargs
 from whet.data.columns import parse, used
-from whet.data.orders import Rows, call, learns, open_order, row_of
+from whet.data.orders import Rows, call, learns, open_order, row_of, state_of
 from whet.data.prepare import BATCH_ROWS, Turns, fit, prepare, prompt_key
 from whet.data.rows import read_rows
 from whet.guard import pulse
@@ -171,7 +171,7 @@ class TaskStream:
         return {
             "name": self._order.name,
             "columns": [rows.read for rows in self._view_S],
-            "states": [call(order, "state", name=self._order.name) for order in self._order_S],
+            "states": [state_of(order, name=self._order.name) for order in self._order_S],
             "out": [[[uid, row] for uid, row in out.items()] for out in self._out_S],
         }
 
