@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
@@ -97,7 +97,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.process.exitcode is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has ended meanwhile, as Popen has it
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

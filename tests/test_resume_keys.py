@@ -27,8 +27,16 @@ WHERE_RESULTS_DEPEND_ON_TIME = (
 """Words of keys, contexts and values: free schedules, other processes and machines, profiles. They have tests of their
 own (test_ranks_run, test_rounds, test_cluster, test_overlap)."""
 NOT_WHOLE = {"checkpoint.save_contents": "a part of a checkpoint is no state to go on from"}
-TIMES = ("told", "timed", "runs/run/seconds/", "runs/run/stacks", "runs/run/tensorboard/")
-"""Beginnings of what differs between two equal runs: seconds, processes, and what is said at the start."""
+TIMES = (
+    "told",
+    "timed",
+    "runs/run/journal/",
+    "runs/run/seconds/",
+    "runs/run/stacks",
+    "runs/run/tensorboard/",
+)
+"""Beginnings of what differs between two equal runs: seconds, processes, the order in which answers of environments came,
+and what is said at the start."""
 
 
 def is_steady(name: str) -> bool:
