@@ -35,8 +35,8 @@ TIMES = (
     "runs/run/stacks",
     "runs/run/tensorboard/",
 )
-"""Beginnings of what differs between two equal runs: seconds, processes, the order in which answers of environments came,
-and what is said at the start."""
+"""Beginnings of what differs between two equal runs: seconds, processes, the order in which answers of environments
+came, and what is said at the start."""
 
 
 def is_steady(name: str) -> bool:
