@@ -60,20 +60,15 @@ def rows(v: Values, which: str, native: str) -> Native:
         raise ConfigError(
             f"{key}: {remote[0]}: your class gets paths of this machine only; copy the file to this machine"
         )
-    if not isinstance(v["data.custom_cls.name"], str):
-        raise ConfigError("data.custom_cls.path needs data.custom_cls.name, the class in that file")
-    function = code(v, "data.custom_cls.path", v["data.custom_cls.name"])
+    function = code(v, "data.custom_cls.path", "data.custom_cls.name")
     return {f"{native}.function": function, f"{native}.arguments": {"data_files": given}, **some}
 
 
 def sampler(v: Values) -> Native:
     """A sampler of yours, which is given the rows and this section of the file."""
-    name = v["data.sampler.class_name"]
-    if not isinstance(name, str):
-        raise ConfigError("data.sampler.class_path needs data.sampler.class_name, the class in that file")
     return {
         "data.order": "whet.data.samplers:verl",
-        "data.order.class_path": code(v, "data.sampler.class_path", name),
+        "data.order.class_path": code(v, "data.sampler.class_path", "data.sampler.class_name"),
         "data.order.config": section(v, "data"),
     }
 
@@ -132,8 +127,8 @@ def judge(v: Values) -> Native:
         arguments = _gsm8k(v) | ({"elsewhere": CODE} if runs_code(v) else {})
         given = {"rewards.score.arguments": arguments} if arguments else {}
         return {"rewards.score.function": "whet.rewards.verl:compute_score", **given}
-    name = v["custom_reward_function.name"] or "compute_score"
-    return {"rewards.score.function": code(v, "custom_reward_function.path", name)}
+    at = "custom_reward_function"
+    return {"rewards.score.function": code(v, f"{at}.path", f"{at}.name", "compute_score")}
 
 
 def _gsm8k(v: Values) -> dict[str, Json]:

@@ -51,11 +51,11 @@ def local(v: Values, key: str) -> str:
     return path
 
 
-def code(v: Values, key: str, name: Json) -> str:
-    """An object of yours: a file or URL of a module (`pkg://package.module`), and its name in it."""
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"{key}: got no name of what is in it; expected one, found {shown(name)}")
-    place = anywhere(v, key)
+def code(v: Values, key: str, name_key: str, default: str | None = None) -> str:
+    """An object of yours: the key of its file or module (`pkg://package.module`), and the key of its name in it."""
+    name, place = v[name_key] or default, anywhere(v, key)
+    if not isinstance(name, str):
+        raise ConfigError(f"{key} needs {name_key}, the name in that file")
     if place.startswith("pkg://"):
         return f"{place.removeprefix('pkg://').replace('/', '.')}:{name}"
     return f"{local({**v, key: place.removeprefix('file://')}, key)}:{name}"
