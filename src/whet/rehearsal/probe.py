@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from whet.config.chosen import Chosen
 from whet.config.load import Loaded
-from whet.config.schema import Config, EnvironmentConfig, SourceConfig
+from whet.config.schema import Config, EnvironmentConfig, RewardConfig, SourceConfig
 from whet.config.sources import verifiers
 from whet.data.recognise import holds_texts, recognised
 from whet.data.rows import read_rows
@@ -121,6 +121,18 @@ def _lengths(stream: TaskStream, tasks: list[Task], *, real: bool, limit: int) -
 # ---------------------------------------------------------------- rewards
 
 
+def _opened(rewards: Mapping[str, RewardConfig], cfg: Config, named: Sequence[str]) -> RewardSet:
+    """Rewards with the run's limits. named: the verifiers of the config's sources."""
+    return RewardSet.from_config(
+        rewards,
+        cfg.reward_workers,
+        seed=cfg.seed,
+        imports=cfg.imports,
+        verifiers=named,
+        open_judge=judges_of(cfg),
+    )
+
+
 def _reward(
     out: Probed, cfg: Config, name: str, tasks: list[Task], named: Sequence[str]
 ) -> Iterator[Finding]:
@@ -133,14 +145,7 @@ def _reward(
         yield left_open(what, f"{reward.model.path} is not available here, so another reward replaces it")
         return
     try:
-        with RewardSet.from_config(
-            {name: cfg.rewards[name]},
-            cfg.reward_workers,
-            seed=cfg.seed,
-            imports=cfg.imports,
-            verifiers=named,
-            open_judge=judges_of(cfg),
-        ) as rewards:
+        with _opened({name: reward}, cfg, named) as rewards:
             if not tasks:
                 out.untried.add(name)
                 yield left_open(
@@ -185,14 +190,7 @@ def _environment(
             yield left_open(what, "it loads; there are no rows to play it on")
             return
         here = {n: stand_in(r) if n in out.broken | out.untried else r for n, r in cfg.rewards.items()}
-        with RewardSet.from_config(
-            here,
-            cfg.reward_workers,
-            seed=cfg.seed,
-            imports=cfg.imports,
-            verifiers=named,
-            open_judge=judges_of(cfg),
-        ) as rewards:
+        with _opened(here, cfg, named) as rewards:
             told, tools, step = asyncio.run(_turn(hosts, tasks[0], cfg, rewards))
     except (WhetError, EnvFault, EnvRestarted) as e:
         out.worldless.add(stage)

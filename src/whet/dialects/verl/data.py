@@ -9,6 +9,7 @@ from whet.dialects.mtp import drafting
 from whet.dialects.row import NOTHING, Native, Values
 from whet.dialects.served import NAMES, placed
 from whet.dialects.typed import choose
+from whet.dialects.values import nested
 from whet.dialects.verl.loop import schedule
 from whet.dialects.verl.roles import (
     MODEL,
@@ -75,16 +76,13 @@ def sampler(v: Values) -> Native:
 
 def section(v: Values, name: str) -> dict[str, Json]:
     """The values of a section and of those in it, as a tree without nulls."""
-    out: dict[str, Json] = {}
+    flat: dict[tuple[str | int, ...], Json] = {}
     for key, value in v.items():
-        if not key.startswith(f"{name}.") or value in (None, {}):
-            continue
-        *above, last = key.removeprefix(f"{name}.").split(".")
-        inner = out
-        for part in above:
-            inner = inner.setdefault(part, {})
-        inner |= value if last == "*" else {last: value}
-    return out
+        if key.startswith(f"{name}.") and value not in (None, {}):
+            *above, last = key.removeprefix(f"{name}.").split(".")
+            inside = value if last == "*" else {last: value}
+            flat |= {(*above, each): given for each, given in inside.items()}
+    return nested(flat)
 
 
 def validates(v: Values) -> bool:
