@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import re
 import shutil
 import signal
@@ -229,6 +230,40 @@ def test_a_queue_that_grows_leaves_out_the_oldest_and_says_so(
     assert copies.finish() == []
     assert stores.children(there[1]) == [f"0-main-00000{n}" for n in (1, 4, 5, 6, 7)]
     assert caplog.text.count("fall behind") == 2
+
+
+def test_what_failed_goes_before_what_waits(
+    tmp_path: Path, there: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works: queue.Queue[bool] = queue.Queue()
+    tried: list[int] = []
+    send = stores.send
+
+    def asked(folder: Path, *more: Any) -> None:
+        tried.append(int(folder.name[-1]))
+        if not works.get(timeout=30):
+            raise OSError("no route")
+        send(folder, *more)
+
+    def until_tried(n: int) -> None:
+        until = time.monotonic() + 30
+        while len(tried) < n:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    monkeypatch.setattr(stores, "send", asked)
+    monkeypatch.setattr(uploads, "PAUSES_S", ())
+    copies = Uploads([there[1]])
+    paths = [made(tmp_path / "c", step) for step in (1, 2, 3, 4)]
+    for path in paths[:3]:
+        copies.checkpoint(path)
+    works.put(False)
+    until_tried(2)
+    copies.checkpoint(paths[3])  # while the second is made, the first has failed and the third waits
+    for _ in range(4):
+        works.put(True)
+    assert copies.finish() == []
+    assert tried == [1, 2, 1, 3, 4]
 
 
 def test_a_folder_that_is_gone_is_no_reason_to_wait(

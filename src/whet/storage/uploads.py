@@ -15,7 +15,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,10 +73,13 @@ class Uploads:
         self.checkpoints_to, self.exports_to = tuple(checkpoints_to), tuple(exports_to)
         self.last_only, self.keep, self.best = last_only, keep, best
         self.copied = Copied(record)
-        self._waiting: list[Copy] = []
-        self._failed: list[Copy] = []
-        self._held: dict[tuple[str, bool], Copy] = {}
+        self._left: list[Copy] = []
+        """What is not there yet, in the order in which it was offered and is tried."""
+        self._failed: set[Copy] = set()
+        """Those of `_left` that wait for the next copy."""
         self._now: Copy | None = None
+        """The one of `_left` that is being made."""
+        self._held: dict[tuple[str, bool], Copy] = {}
         self._closing = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -105,7 +108,7 @@ class Uploads:
     def spare(self) -> list[Path]:
         """Checkpoints that wait to be copied, and must stay until they are."""
         with self._changed:
-            copies = [*self._waiting, *self._held.values(), *([self._now] if self._now else [])]
+            copies = [*(c for c in self._left if c not in self._failed), *self._held.values()]
             return [c.folder for c in copies if not c.export]
 
     def _offer(self, copies: Sequence[Copy]) -> None:
@@ -115,38 +118,33 @@ class Uploads:
             if self.last_only:
                 self._held |= {(c.url, c.export): c for c in copies}
                 return
-            self._waiting += [c for c in (*self._failed, *copies) if c not in self._waiting]
-            self._failed = []
+            self._queue(copies)
             for url in self.checkpoints_to:
-                queue = [c for c in self._waiting if c.url == url and not c.export]
-                for left in queue[:-MOST_WAITING]:
+                waiting = [c for c in self._left if c.url == url and not c.export and c != self._now]
+                for left in waiting[:-MOST_WAITING]:
                     log.warning("uploads fall behind: %s is skipped because newer checkpoints wait", left)
-                    self._waiting.remove(left)
-            self._start()
-            self._changed.notify_all()
+                    self._left.remove(left)
 
-    def _start(self) -> None:
-        if self._thread is None:
+    def _queue(self, copies: Iterable[Copy]) -> None:
+        """These are to be made, after all that failed before them."""
+        self._left += [c for c in copies if c not in self._left]
+        self._failed.clear()
+        if self._left and self._thread is None:
             self._thread = threading.Thread(target=self._work, name="whet-uploads", daemon=True)
             self._thread.start()
+        self._changed.notify_all()
 
     def finish(self, timeout_s: float = DEADLINE_S) -> list[str]:
         """Wait for all copies; failed ones are tried once more. Copies that are missing after `timeout_s` are returned
         as text and logged; the same command copies them when it is run again."""
         until = time.monotonic() + timeout_s
         with self._changed:
-            self._waiting += [c for c in (*self._failed, *self._held.values()) if c not in self._waiting]
-            self._failed, self._held = [], {}
-            if self._waiting:
-                self._start()
+            self._queue(self._held.values())
+            self._held = {}
+            self._changed.wait_for(lambda: not self._next() and not self._now, until - time.monotonic())
+            said = [str(copy) for copy in self._left]
+            self._left, self._closing = [], True
             self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: not (self._waiting or self._now), max(0.0, until - time.monotonic())
-            )
-            left = [*self._failed, *self._waiting, *([self._now] if self._now else [])]
-            self._waiting, self._failed, self._closing = [], [], True
-            self._changed.notify_all()
-        said = [str(copy) for copy in dict.fromkeys(left)]
         if said:
             log.error(
                 "NOT UPLOADED: %s. All files are on this machine; run the same command to retry",
@@ -156,19 +154,23 @@ class Uploads:
 
     # -- copied
 
+    def _next(self) -> Copy | None:
+        return next((c for c in self._left if c not in self._failed), None)
+
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing)
-                if not self._waiting:
+                self._changed.wait_for(lambda: self._next() or self._closing)
+                copy = self._now = self._next()
+                if copy is None:
                     return
-                self._now = self._waiting.pop(0)
-                copy = self._now
             done = self._tried(copy)
             with self._changed:
                 self._now = None
-                if not done and not self._closing:
-                    self._failed.append(copy)
+                if done and copy in self._left:
+                    self._left.remove(copy)
+                elif not done:
+                    self._failed.add(copy)
                 self._changed.notify_all()
 
     def _tried(self, copy: Copy) -> bool:
