@@ -1,4 +1,4 @@
-"""claims.tsv: what whet claims, by number, and the tests that hold each claim (`payloads::*`: all of test_payloads.py)."""
+"""claims.tsv: what whet claims, by number, and the tests that hold it (`payloads::*`: all of test_payloads.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS = [line.split("\t") for line in (HERE / "claims.tsv").read_text(encoding="u
 
 
 @cache
-def tests_of(file: str) -> set[str]:
+def names_in(file: str) -> set[str]:
     tree = ast.parse((HERE / f"test_{file}.py").read_text(encoding="utf-8"))
     return {f.name for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)}
 
@@ -24,7 +24,7 @@ def test_a_claim_is_a_sentence_and_its_tests_are_there(row: list[str]) -> None:
     assert claim.endswith(".")
     for test in tests.split():
         file, name = test.split("::")
-        assert name == "*" or name in tests_of(file), test
+        assert name == "*" or name in names_in(file), test
 
 
 def test_each_number_stands_once() -> None:
