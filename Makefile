@@ -13,6 +13,9 @@ TORCH  ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
 SWEEP  ?= 10000
 TEMPLATES ?=
 
+# `make times`: the tests once, with the seconds that each takes; writes tests/cases.tsv, which says how many cases of a long
+# test `make test` runs. The others are in the sweep.
+
 # `make golden BASE=<commit>`: a dozen runs by that commit and by the working tree, compared number by number.
 
 # `make test-view`: the pages of the viewer and the studio in a headless Chromium (Debian: `apt-get install chromium`), with a
@@ -31,7 +34,7 @@ TEMPLATES ?=
 # `make check-gpu`: whether whet runs on this machine's NVIDIA GPU, and how fast; ten minutes, a table, check_gpu.json. Where
 # the environment is there already, and no network: `python benchmarks/check_gpu.py` with any Python that has torch.
 
-.PHONY: demo test test-view test-peers test-backends sweep golden check check-gpu check-wheel format docs site bits bench \
+.PHONY: demo test times test-view test-peers test-backends sweep golden check check-gpu check-wheel format docs site bits bench \
 	bench-learn bench-train clean
 
 demo: $(VENV)/.installed
@@ -45,6 +48,13 @@ test: $(VENV)/.installed-dev
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
 		--no-loadscope-reorder
 
+times: $(VENV)/.installed-dev
+	rm -rf build/times
+	mkdir -p build/times
+	WHET_TIMES=build/times PYTHONPATH=tests PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p times \
+		--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python tests/times.py build/times
+
 test-view: $(VENV)/.installed-dev
 	rm -rf build/view
 	VIEW_PICTURES=build/view OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/test_view_pages.py tests/test_studio_pages.py
@@ -56,7 +66,7 @@ test-peers: .peers-venv/.installed
 VLLM ?= .vllm-env/bin/vllm
 
 test-backends: $(VENV)/.installed-dev $(VLLM)
-	WHET_VLLM="$(VLLM)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_backends.py tests/test_rollout_contract.py -k "vllm or real"
+	WHET_VLLM="$(VLLM)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --every-case tests/test_backends.py tests/test_rollout_contract.py -k "vllm or real"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "sweep or not sweep" tests/test_deepspeed.py tests/test_train_contract.py -k "deepspeed or DeepSpeed"
 
 .vllm-env/bin/vllm: $(VENV)/.installed

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 import pages
 from remote_places import moto, own_hub, s3  # noqa: F401  fixtures
+from swept import sample
 from whet import secrets
 from whet.environment import prepare
 from whet.track.log import close_logging
@@ -44,7 +45,14 @@ LONG = (
 """The longest files begin first: no worker is left alone with one at the end. A worker has two from the beginning."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-case", action="store_true", help="also those that cases.tsv leaves to the sweep")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--every-case"):
+        sample(items)  # before pytest leaves out what has the mark `sweep`
     place = {f"test_{name}.py": n for n, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
 

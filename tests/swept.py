@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
+
+HERE = Path(__file__).parent
+CASES = HERE / "cases.tsv"
+"""File, test, and how many of its cases `make test` runs, of those that would take long; `times.py` writes it."""
+
+
+def sample(items: Sequence[pytest.Item]) -> None:
+    """Leave to `make sweep` what `cases.tsv` does not keep of a test's cases. Those stay whose names have the smallest
+    checksums: the same ones everywhere, of every kind, and a new case moves few others."""
+    rows = [line.split("\t") for line in CASES.read_text().splitlines()[1:]]
+    kept = {(file, test): int(cases) for file, test, cases in rows}
+    found: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sweep") is None:
+            found[test_of(item)].append(item)
+    for test, cases in found.items():
+        for item in sorted(cases, key=lambda item: crc32(item.name.encode()))[kept.get(test, len(cases)) :]:
+            item.add_marker(pytest.mark.sweep(CASES.name))
+
+
+def test_of(item: pytest.Item) -> tuple[str, str]:
+    """Its file, below `tests`, and the function whose case it is."""
+    return item.path.relative_to(HERE).as_posix(), getattr(item, "originalname", item.name)
 
 
 def except_for(kept: Callable[[Any], bool], cases: Iterable[Any]) -> list[Any]:

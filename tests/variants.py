@@ -72,7 +72,7 @@ def run(name: str) -> bool:
     with tempfile.TemporaryDirectory() as cache:
         env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache, "PYTHONPATH": str(here)}
         files = [str(here / f"test_{file}.py") for file in FILES]
-        command = [sys.executable, "-m", "pytest", "-p", "variants", "-n", "2", *files]
+        command = [sys.executable, "-m", "pytest", "-p", "variants", "-n", "2", "--every-case", *files]
         done = subprocess.run(command, env=env | VARIANTS[name], capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     print(f"{name}: {lines[-1] if lines else done.stderr}", flush=True)
