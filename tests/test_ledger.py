@@ -75,6 +75,28 @@ def test_a_ledger_from_its_state_goes_on_as_the_same(events):
     assert want[-1] == sums["asked"] - sums["trained"] - sums["rejected"] - sums["failed"]
 
 
+@pytest.mark.parametrize(
+    ("book", "said", "advice"),
+    [
+        ({"rejected/uniform": 8, "failed/reward": 4}, "failed/reward 4, rejected/uniform 8", "equal rewards"),
+        ({"failed/reward": 4}, "failed/reward 4", "run.log has the reasons"),
+        ({}, "none", "equal rewards"),
+    ],
+)
+def test_a_step_that_is_not_filled_names_what_became_of_its_rollouts(
+    book: dict[str, int], said: str, advice: str
+) -> None:
+    """Not of those of the step before; and advice for uniform groups only where there may be some."""
+    ledger = Ledger({"asked": 99, "rejected/stale": 5})
+    for account, n in book.items():
+        ledger.book(account, n)
+    text = str(ledger.unfilled(7, asked=3, there=1, needed=2))
+    assert text.startswith("step 7 could not be filled: of 3 tasks only 1 gave a group")
+    assert f"that were not trained on: {said}. " in text
+    assert advice in text
+    assert ("equal rewards" in text) == (advice == "equal rewards")
+
+
 def test_wait_gives_the_result_or_the_error():
     async def work(value):
         await asyncio.sleep(0)

@@ -248,12 +248,8 @@ class Explorer:
 
     def unfilled(self, step: int, asked: int) -> WhetError:
         """The error for too many groups without effect on the gradient."""
-        return WhetError(
-            f"step {step + 1} could not be filled: of {asked} tasks only {len(self.buffer.waiting)} gave a "
-            f"group that can be trained on, but {self.buffer.groups_per_step} are needed. Groups with equal rewards "
-            "have no gradient: use easier or harder tasks, a larger rollout.group_size, or set "
-            "algorithm.dynamic_sampling=false"
-        )
+        there, needed = len(self.buffer.waiting), self.buffer.groups_per_step
+        return self.ledger.unfilled(step + 1, asked=asked, there=there, needed=needed)
 
     # -- explorers in separate processes
 

@@ -76,6 +76,26 @@ class Ledger:
                 "model.dtype and train.precision; use another run_dir or checkpoint.resume=fresh to restart"
             )
 
+    def unfilled(self, step: int, *, asked: int, there: int, needed: int) -> WhetError:
+        """The error of a step for which too few groups can be trained on. step: its number; the others are groups."""
+        lost = {
+            account: n
+            for account, n in sorted(self._step.items())
+            if account.startswith(("rejected", "failed"))
+        }
+        uniform = lost.get("rejected/uniform", 0)
+        counts = ", ".join(f"{account} {n}" for account, n in lost.items()) or "none"
+        advice = (
+            "Groups with equal rewards have no gradient: use easier or harder tasks, a larger rollout.group_size, or set "
+            "algorithm.dynamic_sampling=false"
+            if uniform or not lost
+            else "run.log has the reasons; ledger/* in metrics.jsonl counts them at every step"
+        )
+        return WhetError(
+            f"step {step} could not be filled: of {asked} tasks only {there} gave a group that can be trained on, but "
+            f"{needed} are needed. Rollouts since the last step that were not trained on: {counts}. {advice}"
+        )
+
     def end_step(self) -> Metrics:
         """The counts since the last call, as metrics, and how many are pending now. Starts the next step."""
         metrics = {
