@@ -86,8 +86,8 @@ class Ledger:
         uniform = lost.get("rejected/uniform", 0)
         counts = ", ".join(f"{account} {n}" for account, n in lost.items()) or "none"
         advice = (
-            "Groups with equal rewards have no gradient: use easier or harder tasks, a larger rollout.group_size, or set "
-            "algorithm.dynamic_sampling=false"
+            "Groups with equal rewards have no gradient: use easier or harder tasks, a larger rollout.group_size, or "
+            "set algorithm.dynamic_sampling=false"
             if uniform or not lost
             else "run.log has the reasons; ledger/* in metrics.jsonl counts them at every step"
         )
