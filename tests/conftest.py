@@ -46,7 +46,9 @@ LONG = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every-case", action="store_true", help="also those that cases.tsv leaves to the sweep")
+    parser.addoption(
+        "--every-case", action="store_true", help="also those that cases.tsv leaves to the sweep"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

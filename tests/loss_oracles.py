@@ -234,3 +234,20 @@ def kl_cov(t: Tokens, ratio: float, coef: float) -> Lists:
     for i, j in picked:
         out[i][j] += coef * abs(clamp(t.lp[i][j] - t.lo[i][j], -20, 20))
     return out
+
+
+def m2po(t: Tokens, most: float) -> Lists:
+    """Algorithm 1 of arXiv:2510.01161: the largest square goes until the mean of the others is small enough. The
+    squares must differ from one another, or luck decides."""
+    out = each(t, lambda a, lp, r, w: -a * w)
+    squares = {}
+    for i, rows in enumerate(zip(t.a, t.lp, t.lb, strict=True)):
+        for j, (a, lp, lb) in enumerate(zip(*rows, strict=True)):
+            d = clamp(lp - lb, -20, 20)
+            if (a > 0 and d > 0) or (a < 0 and d < 0):
+                squares[i, j] = d * d
+    while squares and math.fsum(squares.values()) / len(squares) > most:
+        i, j = max(squares, key=lambda at: squares[at])
+        del squares[i, j]
+        out[i][j] = 0.0
+    return out

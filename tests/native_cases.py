@@ -73,7 +73,7 @@ ROOM = "data.max_prompt_tokens=300; model.scratch.max_position_embeddings=512"
 REMOTE = "track.trackers=[wandb]"
 REPLAY = "buffer.replay.share=0.5; train.steps=6"
 ADAPTIVE = "data.order.name=adaptive; data.order.temperature=0; train.steps=6"
-BY_MODELS = f"{ADAPTIVE}; data.order.columns=[hard, hard2]; data.order.prior_weight=0.3"
+BY_MODELS = f"{ADAPTIVE}; data.order.columns=[rate, rate2]; data.order.prior_weight=0.3"
 FREE = "rollout.max_staleness=4; rollout.schedule=async; train.steps=4"
 CONTROLLED = "linear_decay_use_count_control_randomization"
 SDPO = (
@@ -287,9 +287,10 @@ CASES: dict[str, Case] = {
     "data.order.evidence": (f"{ADAPTIVE}; data.order.decay=0.5", 100),
     "data.order.reward_min": (ADAPTIVE, -5.0),
     "data.order.reward_max": (ADAPTIVE, 0.1),
-    "data.order.columns": (ADAPTIVE, ["hard", "hard2"]),
+    "data.order.columns": (ADAPTIVE, ["rate", "rate2"]),
     "data.order.prior_weight": (BY_MODELS, 1.0),
     "data.order.prior_adapts": (BY_MODELS, True),
+    "data.mixing": ("data.train=[{path: a.jsonl}, {path: b.jsonl}]", "proportional"),
     "data.seed": ("", 5),
     "data.max_prompt_tokens": (LONG, 4),
     "data.max_total_tokens": (f"{SFT}; data.overlong=truncate_right", 5),
@@ -504,6 +505,7 @@ CASES: dict[str, Case] = {
     "algorithm.loss.eta": (f"algorithm.name=self_play; {MOVED}", 0.1),
     "algorithm.loss.pairs_of": ("algorithm.name=online_dpo; rollout.group_size=4", "neighbours"),
     "algorithm.loss.ratio_epsilon": (f"algorithm.name=softmax_ppo; {MOVED}", 0.001),
+    "algorithm.loss.m2_threshold": (f"algorithm.name=m2po; {MOVED}", 0.0),
     **{
         f"algorithm.loss.vespo_{name}": (f"algorithm.name=vespo; {MOVED}", 9.0)
         for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")

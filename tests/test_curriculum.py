@@ -56,6 +56,40 @@ def test_every_epoch_is_a_permutation_in_order_of_difficulty(levels, seed, token
             assert [sign * levels[i] for i in epoch] == sorted(sign * x for x in levels)
 
 
+def pairs(values, name="a", **kw):
+    rows = tuple({"prompt": f"{name}{i}", "p": p, "q": q} for i, (p, q) in enumerate(values))
+    return SourceConfig(rows=rows, name=name, difficulty=kw.pop("difficulty", ("p", "q")), **kw)
+
+
+def test_several_columns_by_hand(tokenizer):
+    """The second column decides where the first is equal: (1, 9) before (2, 0)."""
+    values = [(2, 0), (1, 9), (2, -1), (1, 0.5)]
+    for order, expected in (("easy_first", [3, 1, 2, 0]), ("hard_first", [0, 2, 1, 3])):
+        assert places(stream(tokenizer, pairs(values), order=order).next(8)) == expected * 2
+    swapped = pairs(values, difficulty=("q", "p"))
+    assert places(stream(tokenizer, swapped, order="easy_first").next(4)) == [2, 0, 3, 1]
+    alone = stream(tokenizer, pairs(values, difficulty=("p",)), order="easy_first", seed=5).state()
+    assert alone == stream(tokenizer, pairs(values, difficulty="p"), order="easy_first", seed=5).state()
+
+
+@given(
+    values=st.lists(st.tuples(*[st.sampled_from([-1, 0, 1.5])] * 3), min_size=1, max_size=12),
+    seed=st.integers(0, 9),
+)
+def test_rows_equal_in_every_column_are_shuffled(values, seed, tokenizer):
+    n = len(values)
+    rows = tuple({"prompt": f"a{i}", "x": v[0], "y": v[1], "z": v[2]} for i, v in enumerate(values))
+    kept = {"rows": rows, "name": "a"}
+    shuffled = stream(tokenizer, SourceConfig(**kept), order="shuffle", seed=seed)
+    three = SourceConfig(**kept, difficulty=("x", "y", "z"))
+    easy, hard = (stream(tokenizer, three, order=f"{o}_first", seed=seed) for o in ("easy", "hard"))
+    for _ in range(2):
+        anyhow = places(shuffled.next(n))
+        assert places(easy.next(n)) == sorted(anyhow, key=lambda i: values[i])
+        # tuples of negative numbers: the largest first in every column, and equal rows as they were shuffled
+        assert places(hard.next(n)) == sorted(anyhow, key=lambda i: tuple(-x for x in values[i]))
+
+
 def test_equally_difficult_rows_are_shuffled_as_all_rows_would_be(tokenizer):
     n = len(LEVELS)
     shuffled = stream(tokenizer, source(), order="shuffle", seed=4)
@@ -95,6 +129,13 @@ def test_other_difficulties_are_other_data(tokenizer):
         stream(tokenizer, source([1, 3]), order="easy_first").restore(state)
 
 
+def test_other_difficulties_of_the_second_column_are_other_data(tokenizer):
+    state = stream(tokenizer, pairs([(1, 2), (1, 3)]), order="easy_first").state()
+    stream(tokenizer, pairs([(1, 2), (1, 3)]), order="easy_first").restore(state)
+    with pytest.raises(CheckpointError, match="'a' has changed since the run was saved"):
+        stream(tokenizer, pairs([(1, 2), (1, 1)]), order="easy_first").restore(state)
+
+
 def test_the_order_has_a_seed_of_its_own(tokenizer):
     expected = seeds.permutation(seeds.key(7, "shuffle", "a", 0), len(LEVELS)).tolist()
     for run_seed in (0, 1):
@@ -124,6 +165,18 @@ def test_difficulties_that_are_no_numbers_are_named(value, says, tokenizer):
         stream(tokenizer, source([1, value]), order="easy_first")
 
 
+def test_the_second_column_is_checked_like_the_first(tokenizer):
+    with pytest.raises(DataError, match="row 2: column 'q' holds str 'x'; expected a finite number"):
+        stream(tokenizer, pairs([(1, 1), (1, "x")]), order="easy_first")
+    with pytest.raises(DataError, match="row 1: no column 'r'; columns: prompt, p, q"):
+        stream(tokenizer, pairs([(1, 1)], difficulty=("p", "r")), order="easy_first")
+
+
+def test_columns_of_difficulties_are_read_and_do_not_reach_the_environment(tokenizer):
+    (task,) = stream(tokenizer, pairs([(1, 2)]), order="easy_first").next(1)
+    assert task.extra == {}
+
+
 def test_a_missing_column_of_difficulties_is_named(tokenizer):
     with pytest.raises(DataError, match="row 1: no column 'hardness'; columns: prompt, level, n"):
         stream(tokenizer, source(difficulty="hardness"), order="easy_first")
@@ -141,7 +194,7 @@ def test_rows_left_out_do_not_shift_the_difficulties(tokenizer):
         overlong="filter",
     )
     assert places(tasks.next(3)) == [2, 3, 1]
-    assert np.array_equal(tasks._sources[0].difficulty_K, [3, 1, 2])
+    assert np.array_equal(tasks._sources[0].difficulty_KD, [[3], [1], [2]])
 
 
 # ---------------------------------------------------------------- the config
@@ -161,6 +214,10 @@ BASE = {
         (
             {"train": [{"path": "a.jsonl"}], "order": "easy_first"},
             "data.train[0].difficulty: data.order=easy_first needs a column of numbers",
+        ),
+        (
+            {"train": [{"path": "a.jsonl", "difficulty": []}], "order": "hard_first"},
+            "data.train[0].difficulty: data.order=hard_first needs a column of numbers",
         ),
         (
             {"train": [{"path": "a.jsonl", "difficulty": "x"}]},
@@ -183,5 +240,5 @@ def test_what_an_order_needs_and_does_not_read(data, says):
 
 
 def test_an_order_with_all_it_needs_is_planned():
-    data = {"train": [{"path": "a.jsonl", "difficulty": "x"}], "order": "hard_first", "seed": 3}
+    data = {"train": [{"path": "a.jsonl", "difficulty": ["x", "y"]}], "order": "hard_first", "seed": 3}
     assert plans(load(None, (), {**BASE, "data": data}))

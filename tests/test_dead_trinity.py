@@ -21,6 +21,7 @@ from whet.dialects.trinity.values import (
     MODEL,
     REF,
     TASKSET,
+    TASKSETS,
     VERL_TRAINER,
 )
 from whet.types import Json
@@ -90,6 +91,13 @@ TEACHER: Json = [{"model_path": "big"}]
 DISTILL = base(**{"algorithm.algorithm_type": "on_policy_distill", "explorer.auxiliary_models": TEACHER})
 RULER = put(
     base(**{"explorer.auxiliary_models": TEACHER}), f"{TASKSET}.default_workflow_type", "math_ruler_workflow"
+)
+_OUTSIDE = "external_model_config"
+SERVED = put(RULER, "explorer.auxiliary_models", [{"model_path": "t", _OUTSIDE: {"model_name": "big"}}])
+OUTSIDE = put(
+    RULER,
+    "explorer.auxiliary_models",
+    [{"model_path": "t", _OUTSIDE: {"enable": True, "model_name": "big"}}],
 )
 ROLLOUTS = base(**{"trainer.use_dynamic_bsz": False})
 PPO_ROLLOUTS = put(PPO, "trainer.use_dynamic_bsz", False)
@@ -180,6 +188,11 @@ CONTEXTS: dict[str, Tree] = {
     **{
         f"explorer.auxiliary_models[].{key}": RULER
         for key in ("max_model_len", "max_response_tokens", "enable_thinking")
+    },
+    f"explorer.auxiliary_models[].{_OUTSIDE}.enable": SERVED,
+    **{
+        f"explorer.auxiliary_models[].{_OUTSIDE}.{key}": OUTSIDE
+        for key in ("base_url_env", "api_key_env", "model_name")
     },
     f"{ACTOR}.ppo_micro_batch_size": ROLLOUTS,
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": ROLLOUTS,
@@ -302,6 +315,24 @@ REPLACED: dict[str, Json] = {
 }
 """Other values than `another` finds."""
 
+
+def listed(key: str) -> str:
+    """A key of taskset as that of the first of tasksets."""
+    return key.replace(f"{TASKSET}.", f"{TASKSETS}[].")
+
+
+def in_a_list(tree: Tree) -> Tree:
+    """The file with its taskset as the only one of tasksets."""
+    tree = copy.deepcopy(tree)
+    explores = tree["buffer"]["explorer_input"]
+    explores["tasksets"] = [explores.pop("taskset")]
+    return tree
+
+
+REPLACED |= {listed(key): value for key, value in REPLACED.items()}
+REPLACED[TASKSETS] = [{"path": "words"}, {"path": "others"}]
+CONTEXTS |= {listed(key): in_a_list(tree) for key, tree in CONTEXTS.items() if key.startswith(f"{TASKSET}.")}
+
 ROWS = [row for row in dialect("trinity").rows if row.status in ("mapped", "translated")]
 
 
@@ -344,7 +375,13 @@ NUMBERS = (
 )
 
 
-FILES: dict[str, Tree] = {"": base(), "ppo": PPO, "plain": PLAIN, "mix_plain": MIX_PLAIN}
+FILES: dict[str, Tree] = {
+    "": base(),
+    "ppo": PPO,
+    "plain": PLAIN,
+    "mix_plain": MIX_PLAIN,
+    "tasksets": in_a_list(base()),
+}
 
 
 def context_of(name: str) -> Tree:
@@ -359,6 +396,8 @@ def context(row: Row) -> str:
         return "ppo"
     if row.key.startswith(f"{EXPERIENCES}.format."):
         return "plain"
+    if row.key.startswith(TASKSETS):
+        return "tasksets"
     return "mix_plain" if row.key.startswith(f"{AUXILIARY}.format.") else ""
 
 

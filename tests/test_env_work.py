@@ -194,6 +194,15 @@ async def all_of_them(env, reply, done):
 async def number(env, reply, done):
     await env.world.score(3)
 
+async def nothing(env, reply, done):
+    await env.world.score(None)
+
+async def asked_by_number(env, reply, done):
+    await env.world.score("x", prompt=3)
+
+async def answered_by_set(env, reply, done):
+    await env.world.score("x", answer={1, 2})
+
 async def huge(env, reply, done):
     await env.world.score("x" * 10**7, reward="length")
 
@@ -440,7 +449,10 @@ REFUSED = {
     "none": "raised RuntimeError: world.score: grouped gave no value for this reply",
     "tokens": "raised RuntimeError: world.score: reward 'overlong' reads the tokens of a rollout",
     "all_of_them": "raised RuntimeError: world.score: reward 'overlong' reads the tokens of a rollout",
-    "number": "raised ValueError: world.score: int; expected a list of Message",
+    "number": "raised ValueError: world.score: int; expected a text, a Message, or a list of Message",
+    "nothing": "raised ValueError: world.score: NoneType; expected a text, a Message, or a list of Message",
+    "asked_by_number": "raised ValueError: world.score prompt: int; expected a text, a Message, or a list of Message",
+    "answered_by_set": "raised ValueError: world.score answer: it is not a JSON value: Object of type set is not",
     "huge": "raised ValueError: world.score: 10000",
     "memory": "raised RuntimeError: world.program: memory_mb=1000000; at most reward_workers.memory_mb=2048",
     "no_time": "raised ValueError: world.program limit_s=0; expected seconds above 0",

@@ -19,6 +19,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "kl_cov": {},
     "dppo": {},
     "softmax_ppo": {},
+    "m2po": {"loss": {"m2_threshold": 0.001}},
     "vespo": {},
     "dro": {},
     "reinforce_pp": {"loss": "reinforce_is"},

@@ -130,6 +130,10 @@ OVER_MINIBATCH: list[Case] = [
     ("kl_cov", {"kl_cov_ratio": 1e-4, "ppo_kl_coef": 0.7}, lambda t: naive.kl_cov(t, 1e-4, 0.7)),
     ("kl_cov", {"kl_cov_ratio": 1.0, "ppo_kl_coef": 0.7}, lambda t: naive.kl_cov(t, 1.0, 0.7)),
     *[
+        ("m2po", {"m2_threshold": most}, lambda t, most=most: naive.m2po(t, most))
+        for most in (0.0, 0.005, 0.1, 100.0)
+    ],
+    *[
         (
             "reinforce_is",
             {

@@ -593,6 +593,7 @@ def gradients(
         ("gspo", {"clip_low": 0.02, "clip_high": 0.02}),
         ("kl_cov", {"kl_cov_ratio": 0.2}),
         ("clip_cov", {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0}),
+        ("m2po", {"m2_threshold": 0.01}),
         ("grpo", {"positive_nll_coef": 0.3, "entropy_coef": 0.2, "entropy_agg_mode": "token-mean"}),
     ],
 )

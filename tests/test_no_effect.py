@@ -108,6 +108,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "aipo_rho": (1.001, {}),
     "eta": (2.0, {}),
     "ratio_epsilon": (0.001, {}),
+    "m2_threshold": (0.0, {}),
     "sequence_mask_anchor": ("sampled", {"sequence_mask_delta": 0.001}),
     "mask_low": (0.01, {"cispo_mask": True}),
     "mask_high": (0.01, {"cispo_mask": True}),

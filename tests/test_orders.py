@@ -16,7 +16,8 @@ from whet.config.schema import DataConfig, SourceConfig, TokenizerConfig
 from whet.data.orders import Adaptive
 from whet.data.tasks import TaskStream
 from whet.data.tokenizer import load_tokenizer
-from whet.types import CheckpointError, ConfigError, DataError, Group, Rollout
+from whet.guard import pulse
+from whet.types import CheckpointError, ConfigError, DataError, Group, Rollout, WhetError
 
 ADAPTIVE = {"name": "adaptive", "temperature": 0}
 
@@ -215,17 +216,26 @@ def test_what_was_given_up_is_drawn_again(tokenizer):
         ({"columns": ["weak"]}, "data.order.columns: got 1; give two columns"),
         (
             {"columns": ["weak", "stron"]},
-            "row 1: no column 'stron', which data.order reads; columns: prompt, strong, weak",
+            "row 1: no column 'stron', which data.order reads; columns: digits, percent, prompt, strong, weak",
         ),
         (
             {"columns": ["weak", "prompt"]},
-            "row 1: column 'prompt' holds str 'a0'; data.order expects a finite number",
+            "row 1: column 'prompt' holds str 'a0'; data.order expects success rates, numbers from 0 to 1",
+        ),
+        (
+            {"columns": ["percent", "weak"]},
+            "row 1: column 'percent' holds int 40; data.order expects success rates",
+        ),
+        (
+            {"columns": ["weak", "digits"]},
+            "row 1: column 'digits' holds int 1000.*; data.order expects success rates",
         ),
     ],
 )
 def test_columns_that_are_no_rates_are_named(order, says, tokenizer):
+    rows = source(weak=[0.1] * 8, strong=[0.9] * 8, digits=[10**400] * 8, percent=[40] * 8)
     with pytest.raises((ConfigError, DataError), match=says):
-        stream(tokenizer, source(weak=[0.1] * 8, strong=[0.9] * 8), order={**ADAPTIVE, **order})
+        stream(tokenizer, rows, order={**ADAPTIVE, **order})
 
 
 # ---------------------------------------------------------------- resume
@@ -431,7 +441,35 @@ WRONG = {
     "Arrays": (
         "import numpy\nclass Arrays:\n  def __init__(self, rows): pass\n  def row(self, draw, out): return 0\n"
         "  def state(self): return {'seen': numpy.zeros(3)}\n  def restore(self, state): pass",
-        "data.order 'wrong.py:Arrays', state: .*ndarray",
+        "data.order 'wrong.py:Arrays': state.seen holds a ndarray",
+    ),
+    "Cyclic": (
+        "class Cyclic:\n  def __init__(self, rows): pass\n  def row(self, draw, out): return 0\n"
+        "  def state(self): all = []; all.append(all); return all\n  def restore(self, state): pass",
+        "data.order 'wrong.py:Cyclic': state cannot be written as JSON: maximum recursion depth",
+    ),
+    "Digits": (
+        "class Digits:\n  def __init__(self, rows): pass\n  def row(self, draw, out): return 0\n"
+        "  def state(self): return 10**5000\n  def restore(self, state): pass",
+        "data.order 'wrong.py:Digits': state cannot be written as JSON: Exceeds the limit",
+    ),
+    "Huge": (
+        "class Huge:\n  def __init__(self, rows): pass\n  def row(self, draw, out): return 10**5000",
+        "row returned a int that cannot be shown; expected a row from 0 to 7",
+    ),
+    "Unshown": (
+        "class Row:\n  def __repr__(self): raise RuntimeError\n"
+        "class Unshown:\n  def __init__(self, rows): pass\n  def row(self, draw, out): return Row()",
+        "row returned a Row that cannot be shown; expected a row from 0 to 7",
+    ),
+    "Exits": (
+        "import sys\nclass Exits:\n  def __init__(self, rows): pass\n  def row(self, draw, out): sys.exit(3)",
+        "data.order 'wrong.py:Exits', draw 0 of source 'a': SystemExit: 3 .*wrong.py:4",
+    ),
+    "Awaits": (
+        "class Awaits:\n  def __init__(self, rows): pass\n  def row(self, draw, out): return 0\n"
+        "  async def update(self, played): pass\n  def state(self): return 0\n  def restore(self, state): pass",
+        "data.order 'wrong.py:Awaits': update is async or a generator; expected a method without async and yield",
     ),
     "Needs": ("def Needs(rows, pace): pass", r"data.order.pace: 'wrong.py:Needs' needs a value"),
 }
@@ -442,8 +480,16 @@ def test_what_is_no_order_is_named(name, tmp_path, monkeypatch, tokenizer):
     monkeypatch.chdir(tmp_path)
     code, says = WRONG[name]
     Path("wrong.py").write_text(code)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(WhetError, match=says) as e:
         stream(tokenizer, order=f"wrong.py:{name}").next(1)
+    at_a_draw = ", draw 0 of" in str(e.value)
+    assert isinstance(e.value, ConfigError) != at_a_draw, "exit code 2 says that nothing was run"
+
+
+def test_the_watchdog_can_name_an_order_that_hangs(files, tokenizer):
+    with pulse.heard_by((said := []).append):
+        stream(tokenizer, order="own.py:Least").next(2)
+    assert said[-1] == "data.order 'own.py:Least', draw 1 of source 'a'"
 
 
 def test_settings_of_an_own_order_are_those_of_its_signature(files, tokenizer):

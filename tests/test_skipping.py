@@ -37,6 +37,7 @@ GIVEN: list[tuple[str, dict[str, Any]]] = [
     ("kto", {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}),
     ("clip_cov", {"clip_low": 0.2, "clip_high": 0.2, "clip_cov_ratio": 0.3, "clip_cov_lb": 0.0, "clip_cov_ub": 9.0}),
     ("kl_cov", {"kl_cov_ratio": 0.3, "ppo_kl_coef": 1.0}),
+    ("m2po", {"m2_threshold": 0.02}),
 ]  # fmt: skip
 ALL = [(name, keys) for name, keys, _ in CASES] + GIVEN
 

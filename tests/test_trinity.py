@@ -366,6 +366,7 @@ def test_advantages_with_their_arguments(name: str, given: dict[str, Json], want
         ("sapo", "sapo", "grpo", "sapo", 2),
         ("sppo", "softmax_ppo", "opmd", "softmax_ppo", 2),
         ("rec", "rec", "rec", "rec", 2),
+        ("m2po", "m2po", "grpo", "m2po", 8),
         ("raft", "raft", "none", "cross_entropy", 1),
         ("multi_step_grpo", "step_wise_grpo", "step_wise_grpo", "ppo", 8),
         ("on_policy_distill", "distill", "distill", "ppo", 8),
@@ -414,6 +415,11 @@ def test_presets(kind: str, recipe: str, advantage: str, loss: str, times: int) 
         ("cispo", {}, {"loss.cispo_mask": False}),
         ("sapo", {"tau_neg": 1.2}, {"loss.tau_pos": 1.0, "loss.tau_neg": 1.2, "loss.sapo_detach": True}),
         ("sppo", {"epsilon": 0.1}, {"loss.ratio_epsilon": 0.1}),
+        (
+            "m2po",
+            {"m2_threshold": 0.1, "log_ratio_clip": 20.0},
+            {"loss.m2_threshold": 0.1, "loss_agg_mode": "token-mean", "old_logprobs": "sampled"},
+        ),
         ("topr", {"advantage_threshold": 0.5}, {"loss.topr_threshold": 0.5}),
         ("opmd", {"tau": 2.0}, {"loss": "opmd", "loss.tau": 2.0}),
         ("opmd", {"tau": 0}, {"loss": "reinforce"}),
@@ -467,6 +473,7 @@ def test_losses_of_files() -> None:
         ("cispo", {"mask_clip_range_low": 0.5}, "no effect without enable_mask_clip"),
         ("sapo", {"tau_neg": 0.5}, "is less than tau_pos"),
         ("mix", {"sft_loss_agg_mode": "seq-mean-token-sum"}, "is coming"),
+        ("m2po", {"log_ratio_clip": 10.0}, "log_ratio_clip: 10.0 is coming"),
         ("grpo", {"loss_agg_mode": "token_mean"}, "did you mean 'token-mean'"),
     ],
 )
@@ -976,7 +983,11 @@ def test_rewards_by_name_or_file() -> None:
         ),
         ("TCOD_b2f_scienceworld_workflow", "it is code over Trinity-RFT's own interfaces"),
         ("intercode_sql_workflow", "it runs SQL in a database server in Docker"),
-        ("async_math_rm_workflow", "another model judges its replies"),
+        ("async_math_rm_workflow", "its reward is a grader of OpenJudge.*function: judge"),
+        (
+            "math_trainable_ruler_workflow",
+            "the policy judges the replies of a whole group.*math_ruler_workflow",
+        ),
         ("agentscope_react_workflow", "it is an agent of AgentScope.*whet.envs.tool_env:tools"),
         ("my_workflow", "it is code over Trinity-RFT's own interfaces"),
     ):

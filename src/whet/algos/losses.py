@@ -21,6 +21,7 @@ from whet.algos.kl import reference_kl
 from whet.algos.plain import cross_entropy, dro, opmd, reinforce, reinforce_is, reinforce_is_over, topr
 from whet.algos.preference import cpo, dpo, kto, online_dpo, orpo, simpo
 from whet.algos.rec import rec
+from whet.algos.second_moment import m2po, m2po_over
 from whet.algos.segments import need
 from whet.algos.sequence import geo_mean, gspo, self_play, vespo
 from whet.algos.terms import Totals, mean_term, own, pair_term, positive
@@ -119,6 +120,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "aipo": aipo,
     "softmax_ppo": softmax_ppo,
     "importance_sampling": importance_sampling,
+    "m2po": m2po,
     "rollout_is": rollout_is,
     "reinforce": reinforce,
     "gpg": reinforce,
@@ -143,6 +145,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
 LOSSES_OVER: dict[str, Callable[..., LossFn]] = {
     "clip_cov": clip_cov_over,
     "kl_cov": kl_cov_over,
+    "m2po": m2po_over,
     "reinforce_is": reinforce_is_over,
 }
 """Losses that read, or may read, the whole minibatch before it is split: f(minibatch, logprobs, *, settings) -> LossFn;

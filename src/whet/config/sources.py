@@ -63,7 +63,7 @@ def source_problems(cfg: Config) -> Iterator[tuple[str, str]]:
     by_difficulty = order in ("easy_first", "hard_first")
     for part in ("train", "demonstrations") if by_difficulty else ():
         for n, source in enumerate(getattr(cfg.data, part)):
-            if source.difficulty is None:
+            if not source.difficulty:
                 at = f"data.{part}[{n}].difficulty"
                 yield at, f"data.order={order} needs a column of numbers to sort by; give its name"
 

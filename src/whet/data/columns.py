@@ -25,10 +25,9 @@ _COLUMNS = (
     "chat_template_kwargs",
     "desirable",
     "label",
-    "difficulty",
     "system_prompt_column",
 )
-"""Fields of a source that name columns."""
+"""Fields of a source that name a column. `difficulty` may name several."""
 
 _OPTIONAL = ("enable_thinking",)
 """Names of columns, beside those of the defaults, that may be absent: verl 0.9.1's of thinking in a row."""
@@ -51,7 +50,7 @@ class Fields:
     rejected: Reply | None
     tools: tuple[ToolSpec, ...]
     chat_template_kwargs: dict[str, Json]
-    difficulty: float | None
+    difficulties: tuple[float, ...]
     extra: dict[str, Json]
     """Every column of which nothing, or only a part inside it, was read; and `desirable`, under that name."""
     found: frozenset[str]
@@ -63,6 +62,16 @@ def named(source: SourceConfig) -> dict[str, str]:
     unread = ("prompt", "response") if source.messages is not None else ()
     columns = {f: getattr(source, f) for f in _COLUMNS if f not in unread}
     return {f: c for f, c in columns.items() if c is not None}
+
+
+def difficulty_columns(source: SourceConfig) -> tuple[str, ...]:
+    """The columns that `difficulty` names, the one that is compared first before the others."""
+    named = source.difficulty or ()
+    return (named,) if isinstance(named, str) else named
+
+
+def _all_named(source: SourceConfig) -> tuple[str, ...]:
+    return (*named(source).values(), *difficulty_columns(source))
 
 
 def has_no_prompts(source: SourceConfig) -> bool:
@@ -80,7 +89,7 @@ def used(source: SourceConfig) -> tuple[str, ...] | None:
     """The columns that `parse` reads, nested ones with those they are in: for reading no more than these. None: all."""
     if is_asked_by_env(source):
         return None
-    return tuple(c for n in named(source).values() for c in dict.fromkeys((n, n.partition(".")[0])))
+    return tuple(c for n in _all_named(source) for c in dict.fromkeys((n, n.partition(".")[0])))
 
 
 def parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None, where: str) -> Fields:
@@ -117,7 +126,7 @@ def _parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None) -> F
     prompt = (
         asked if as_it_is else as_prompt(asked, chat=chat, system=system, reply_prefix=source.reply_prefix)
     )
-    columns = named(source)
+    columns = _all_named(source)
     return Fields(
         prompt=prompt,
         token_ids=token_ids,
@@ -129,8 +138,8 @@ def _parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None) -> F
         chat_template_kwargs=_kwargs(
             _optional(row, source, "chat_template_kwargs"), str(source.chat_template_kwargs)
         ),
-        difficulty=None if source.difficulty is None else _number(row, source.difficulty),
-        extra={k: v for k, v in row.items() if k not in columns.values()} | _desirable(row, source),
+        difficulties=tuple(_number(row, column) for column in difficulty_columns(source)),
+        extra={k: v for k, v in row.items() if k not in columns} | _desirable(row, source),
         found=frozenset(
             f for f, own in (("label", label), ("system_prompt_column", own_system)) if own is not None
         ),

@@ -17,6 +17,8 @@ What `row` answers depends on its arguments, `rows` and the state alone; so a re
 from __future__ import annotations
 
 import hashlib
+import inspect
+import json
 import math
 import operator
 import traceback
@@ -33,6 +35,8 @@ from whet.config.chosen import Chosen
 from whet.data.columns import column_of
 from whet.data.parts import flaw
 from whet.data.prepare import BATCH_ROWS, Prepared
+from whet.guard import pulse
+from whet.guard.foreign import said, shown
 from whet.tables import check_settings, find
 from whet.types import ConfigError, DataError, Group, Json, WhetError
 
@@ -79,14 +83,16 @@ class Rows:
         self.read[name] = digest.hexdigest()
         return values
 
-    def numbers(self, name: str) -> np.ndarray:
-        """[K] float64: a column of finite numbers. DataError that names the row where it is none."""
+    def shares(self, name: str) -> np.ndarray:
+        """[K] float64: a column of numbers from 0 to 1. DataError that names the row where it is none."""
         values = self.column(name)
         for k, value in enumerate(values):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 where = self.source.rows.where(int(self.source.row_K[k]))
-                given = f"{type(value).__name__} {repr(value)[:60]}"
-                raise DataError(f"{where}: column {name!r} holds {given}; {KEY} expects a finite number.")
+                given = f"{type(value).__name__} {shown(value, 60)}"
+                raise DataError(
+                    f"{where}: column {name!r} holds {given}; {KEY} expects success rates, numbers from 0 to 1."
+                )
         return np.array(values, dtype=np.float64)
 
     def _value(self, row: dict[str, Json], name: str, i: int) -> Json:
@@ -135,13 +141,14 @@ def _as_in_file(rows: Rows, epoch: int) -> np.ndarray:
 
 
 def _by_difficulty(rows: Rows, epoch: int, *, sign: int) -> np.ndarray:
-    """Equally difficult rows stand shuffled."""
-    if rows.source.difficulty_K is None:
+    """By the first column, where that is equal by the second, and so on. Equally difficult rows stand shuffled."""
+    if rows.source.difficulty_KD is None:
         raise ConfigError(
             f"{KEY}: source {rows.source.rows.name!r} has no column of difficulties; set its `difficulty`."
         )
     places_K = _shuffled(rows, epoch)
-    return places_K[np.argsort(sign * rows.source.difficulty_K[places_K], kind="stable")]
+    sorted_by_DK = sign * rows.source.difficulty_KD[places_K].T
+    return places_K[np.lexsort(sorted_by_DK[::-1])]  # lexsort is stable, and compares the last one first
 
 
 def random(rows: Rows, *, distinct: int) -> Order:
@@ -190,7 +197,7 @@ class Adaptive:
         self._rows, self._target, self._temperature, self._thompson = rows, target, temperature, thompson
         self._decay, self._evidence, self._adapts = decay, evidence, prior_adapts
         self._lowest, self._range = reward_min, reward_max - reward_min
-        self._anchors = tuple(rows.numbers(name) for name in columns)
+        self._anchors = tuple(rows.shares(name) for name in columns)
         self._weight = prior_weight if columns else 0.0
         self._capability: float | None = None
         self._alpha_K, self._beta_K = np.ones(len(rows)), np.ones(len(rows))
@@ -305,6 +312,10 @@ ORDERS: dict[str, Callable[..., Order]] = {
 LEARNS = ("update", "state", "restore")
 
 
+class CallError(WhetError):
+    """A method of an order failed, or gave what it may not; also in the middle of a run."""
+
+
 def learns(order: Order) -> bool:
     """It has a state, which depends on how its tasks went or on its own earlier draws."""
     return any(hasattr(order, name) for name in LEARNS)
@@ -312,28 +323,37 @@ def learns(order: Order) -> bool:
 
 def open_order(chosen: Chosen, rows: Rows) -> Order:
     """The order of one source. Raises ConfigError for an unknown name, for wrong settings, and for an object that is no
-    order."""
+    order or fails at once."""
     make = find(ORDERS, chosen.name, what=KEY)
     if chosen.is_own:
         check_settings(make, chosen.settings, key=KEY, name=chosen.name, given=1)
-    order = _called(partial(make, rows, **chosen.settings), f"{KEY} {chosen.name!r}")
-    lacking = [
-        name
-        for name in ("row", *(LEARNS if learns(order) else ()))
-        if not callable(getattr(order, name, None))
-    ]
-    if lacking and lacking != ["update"]:  # a state of earlier draws needs no update
-        why = "" if lacking == ["row"] else "; without its state a resumed run would draw other rows"
-        raise ConfigError(
-            f"{KEY} {chosen.name!r} made {type(order).__name__}, which has no method {' or '.join(lacking)}{why}"
-        )
-    if learns(order):
-        state_of(order, name=chosen.name)  # not only at the first checkpoint
+    try:
+        order: Order = _called(partial(make, rows, **chosen.settings), f"{KEY} {chosen.name!r}")
+        _check(order, chosen.name)
+    except CallError as e:
+        raise ConfigError(str(e)) from e
     return order
 
 
+def _check(order: Order, name: str) -> None:
+    methods = ("row", *(LEARNS if learns(order) else ()))
+    lacking = [method for method in methods if not callable(getattr(order, method, None))]
+    if lacking and lacking != ["update"]:  # a state of earlier draws needs no update
+        why = "" if lacking == ["row"] else "; without its state a resumed run would draw other rows"
+        raise ConfigError(
+            f"{KEY} {name!r} made {type(order).__name__}, which has no method {' or '.join(lacking)}{why}"
+        )
+    for method in ("row", *LEARNS):  # called, these would do nothing
+        if _is_no_plain(getattr(order, method, None)):
+            raise ConfigError(
+                f"{KEY} {name!r}: {method} is async or a generator; expected a method without async and yield"
+            )
+    if learns(order):
+        state_of(order, name=name)  # not only at the first checkpoint
+
+
 def row_of(order: Order, rows: Rows, draw: int, out: Collection[int], *, name: str) -> int:
-    """What an order answers, checked. Raises ConfigError for anything but the number of a row."""
+    """What an order answers, checked. Raises CallError for anything but the number of a row."""
     what = f"{KEY} {name!r}, draw {draw} of source {rows.source.rows.name!r}"
     found = _called(partial(order.row, draw, out), what)
     try:
@@ -341,19 +361,22 @@ def row_of(order: Order, rows: Rows, draw: int, out: Collection[int], *, name: s
     except TypeError:
         k = -1
     if isinstance(found, bool) or not 0 <= k < len(rows):
-        raise ConfigError(
-            f"{what}: row returned {repr(found)[:60]}; expected a row from 0 to {len(rows) - 1}"
-        )
+        raise CallError(f"{what}: row returned {shown(found, 60)}; expected a row from 0 to {len(rows) - 1}")
     return k
 
 
 def state_of(order: Order, *, name: str) -> Json:
-    """What an order has learned, checked: a checkpoint holds JSON. ConfigError that names what is none."""
+    """What an order has learned, checked: a checkpoint holds JSON. CallError that names what is none."""
     state = call(order, "state", name=name)
-    if (fault := flaw(state)) is not None:
-        raise ConfigError(
-            f"{KEY} {name!r}, state: {fault.removeprefix('column ')}; a checkpoint holds dict, list, str, int, float, "
-            "bool and None"
+    try:
+        if (fault := flaw(state, "state")) is None:
+            json.dumps(state)
+    except (RecursionError, ValueError) as e:  # too deep, or a number of too many digits
+        fault = f"state cannot be written as JSON: {said(e)}"
+    if fault is not None:
+        raise CallError(
+            f"{KEY} {name!r}: {fault.removeprefix('column ')}; a checkpoint holds dict, list, str, int, float, bool "
+            "and None"
         )
     return state
 
@@ -364,10 +387,15 @@ def call(order: Order, method: str, *arguments: Any, name: str) -> Any:
 
 
 def _called(function: Callable[[], Any], what: str) -> Any:
+    pulse.beat(what)  # where it hangs, the watchdog names it
     try:
         return function()
     except WhetError:
         raise
-    except Exception as e:  # code of the user's: it can fail in any way
+    except (Exception, SystemExit) as e:  # code of the user's: it can fail in any way
         at = traceback.extract_tb(e.__traceback__)[-1]
-        raise ConfigError(f"{what}: {type(e).__name__}: {e} ({at.filename}:{at.lineno})") from e
+        raise CallError(f"{what}: {type(e).__name__}: {said(e)} ({at.filename}:{at.lineno})") from e
+
+
+def _is_no_plain(method: object) -> bool:
+    return inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method)

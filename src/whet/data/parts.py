@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Protocol
 
+from whet.guard.foreign import shown
 from whet.inputs import parse_json
 from whet.types import DataError, Json
 
@@ -201,4 +202,4 @@ def flaw(value: object, path: str = "") -> str | None:
 
 
 def describe(value: object) -> str:
-    return f"a {type(value).__name__} ({repr(value)[:60]})"
+    return f"a {type(value).__name__} ({shown(value, 60)})"

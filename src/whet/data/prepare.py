@@ -55,8 +55,8 @@ class Prepared:
     """[K] int64: where each prompt ends in `token_ids`."""
     token_ids: np.ndarray
     """[sum of lengths] int32."""
-    difficulty_K: np.ndarray | None
-    """[K] float64, of a source that names the column."""
+    difficulty_KD: np.ndarray | None
+    """[K, D] float64, of a source that names D columns of them."""
     digest: str
     """Digest of the tokens, difficulties and training texts: a resumed run checks with it that its data is the same."""
 
@@ -157,7 +157,7 @@ def _prepare(work: _Work) -> Prepared:
     numbers: list[int] = []
     lengths: list[int] = []
     pieces: list[np.ndarray] = []
-    difficulties: list[float | None] = []
+    difficulties: list[tuple[float, ...]] = []
     found: set[str] = set()
     for begin, end in pairwise([*range(0, len(rows), BATCH_ROWS), len(rows)]):
         batch = _batch(work, rows, begin, end, found=found)
@@ -166,7 +166,7 @@ def _prepare(work: _Work) -> Prepared:
         lengths += [len(ids) for _, _, ids in batch]
         pieces.append(np.fromiter(chain.from_iterable(ids for _, _, ids in batch), dtype=np.int32))
         for _, f, _ in batch:
-            difficulties.append(f.difficulty)
+            difficulties.append(f.difficulties)
             if is_asked_by_env(work.source):
                 digest.update(_others(f.extra).encode(errors="surrogatepass"))
             digest.update(
@@ -191,9 +191,9 @@ def _prepare(work: _Work) -> Prepared:
     token_ids = np.concatenate(pieces)
     row_K = np.array(numbers, dtype=np.int64)
     end_K = np.cumsum(lengths, dtype=np.int64)
-    difficulty_K = None if work.source.difficulty is None else np.array(difficulties, dtype=np.float64)
+    difficulty_KD = np.array(difficulties, dtype=np.float64) if work.source.difficulty else None
     work.counts["unknown_tokens"] += _unknown(work.tokenizer, token_ids)
-    for array in (row_K, end_K, token_ids, difficulty_K):
+    for array in (row_K, end_K, token_ids, difficulty_KD):
         if array is not None:
             digest.update(array.tobytes())
     left_out = {k: n for k, n in sorted(work.counts.items()) if n and k not in ("rows", "kept")}
@@ -207,7 +207,7 @@ def _prepare(work: _Work) -> Prepared:
         row_K=row_K,
         end_K=end_K,
         token_ids=token_ids,
-        difficulty_K=difficulty_K,
+        difficulty_KD=difficulty_KD,
         digest=digest.hexdigest(),
     )
 

@@ -1,8 +1,10 @@
-"""The stream of tasks: every source reshuffled in each epoch, mixed by weight, resumable at every draw.
+"""The stream of tasks: the rows of every source in their order, sources mixed, resumable at every draw.
 
-Draw k (from 0) goes to the source that is furthest behind its share of the first k+1 draws, the first such
-source on a tie: shares are kept at every point, not only on average. Within a source its order (`orders.py`) answers
-each draw. So the number of draws of each source is the whole state, with what an order that learns has learned.
+With `data.mixing=weighted` draw k (from 0) goes to the source that is furthest behind its share of the first k+1 draws,
+the first such source on a tie: shares are kept at every point, not only on average. With `proportional` an epoch is one
+draw for each row of all sources, and their sources come in an order that is shuffled anew in each epoch. Within a
+source its order (`orders.py`) answers each draw. So the number of draws of each source is the whole state, with what an
+order that learns has learned.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from whet import seeds
 from whet.config.chosen import Chosen
 from whet.config.schema import DataConfig, SourceConfig
 from whet.config.sources import order_of
@@ -103,7 +106,11 @@ class TaskStream:
         self._order_S = [open_order(self._order, rows) for rows in self._view_S]
         self._out_S: list[dict[int, int]] = [{} for _ in self._sources]
         """Rows by the uid of their task, of those that have not come back to an order that learns."""
-        self._share_S = np.array([s.weight for s in sources]) / sum(s.weight for s in sources)
+        self._next_source = (
+            _Proportional(per_epoch_S, self._seed)
+            if data.mixing == "proportional"
+            else _Weighted([s.weight for s in sources])
+        )
         self._drawn_S = np.zeros(len(sources), dtype=np.int64)
 
     @property
@@ -113,9 +120,7 @@ class TaskStream:
 
     @property
     def epoch(self) -> int:
-        """Draws so far / rows_per_epoch, rounded down. By weight, some sources have been passed more
-        often.
-        """
+        """Draws so far / rows_per_epoch, rounded down. By weight, some sources have been passed more often."""
         return self.drawn // self.rows_per_epoch
 
     def plain_text(self) -> list[str]:
@@ -157,7 +162,7 @@ class TaskStream:
         if uid < self.drawn:
             self._drawn_S[:] = 0
         while self.drawn < uid:
-            self._drawn_S[self._next_source()] += 1
+            self._drawn_S[self._next_source(self._drawn_S)] += 1
 
     def state(self) -> dict[str, Json]:
         """The position of the stream as JSON: a stream of the same data, restored from it, draws the same tasks."""
@@ -220,7 +225,7 @@ class TaskStream:
             log.warning("data.order=%s begins anew: the data or the order is another", self._order.name)
 
     def _draw(self) -> Task:
-        uid, s = self.drawn, self._next_source()
+        uid, s = self.drawn, self._next_source(self._drawn_S)
         order, rows, out = self._order_S[s], self._view_S[s], self._out_S[s]
         drawn = int(self._drawn_S[s])
         row = row_of(order, rows, drawn, frozenset(out.values()), name=self._order.name)
@@ -229,9 +234,33 @@ class TaskStream:
             out[uid] = row
         return self._sources[s].task(row, uid)
 
-    def _next_source(self) -> int:
-        """The source that is furthest behind its share."""
-        return int(np.argmax(self._share_S * (self.drawn + 1) - self._drawn_S))
+
+class _Weighted:
+    """The source that is furthest behind its share."""
+
+    def __init__(self, weight_S: Sequence[float]) -> None:
+        self._share_S = np.array(weight_S) / sum(weight_S)
+
+    def __call__(self, drawn_S: np.ndarray) -> int:
+        """The source of the next draw. drawn_S: the draws of each so far."""
+        return int(np.argmax(self._share_S * (drawn_S.sum() + 1) - drawn_S))
+
+
+class _Proportional:
+    """In each epoch every source as often as it has rows, in a shuffled order."""
+
+    def __init__(self, rows_S: Sequence[int], seed: int) -> None:
+        self._source_N = np.repeat(np.arange(len(rows_S)), rows_S)
+        self._seed = seed
+        self._known: tuple[int, np.ndarray] = (-1, self._source_N)
+
+    def __call__(self, drawn_S: np.ndarray) -> int:
+        """The source of the next draw. drawn_S: the draws of each so far."""
+        epoch, place = divmod(int(drawn_S.sum()), len(self._source_N))
+        if self._known[0] != epoch:
+            shuffled_N = seeds.permutation(seeds.key(self._seed, "mixing", epoch), len(self._source_N))
+            self._known = (epoch, self._source_N[shuffled_N])
+        return int(self._known[1][place])
 
 
 def eval_tasks(

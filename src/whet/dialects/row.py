@@ -56,6 +56,10 @@ class VersionRange(NamedTuple):
     until: str
 
 
+class Reference(str):
+    """A text of a translation that the config resolves, as ${oc.env:NAME}; any other text stands for itself."""
+
+
 class NotSupportedYet(ConfigError):
     """A value that asks for an engine or a feature that is not built yet."""
 

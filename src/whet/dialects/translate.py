@@ -16,7 +16,7 @@ from whet.config.schema import Config
 from whet.config.tree import get, path_of
 from whet.dialects.kinds import accepts, expected, same, understood
 from whet.dialects.match import GivenValue
-from whet.dialects.row import AnotherModel, NotSupportedYet, Row, Status
+from whet.dialects.row import AnotherModel, NotSupportedYet, Reference, Row, Status
 from whet.dialects.rules import condition
 from whet.dialects.tables import Dialect, parts
 from whet.dialects.values import Missing, Reading, nested, reading
@@ -305,6 +305,8 @@ def _escaped(value: Json) -> Json:
         return {k: _escaped(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_escaped(v) for v in value]
+    if isinstance(value, Reference):
+        return str(value)
     return value.replace("${", "\\${") if isinstance(value, str) else value
 
 

@@ -196,7 +196,13 @@ class World:
         Rewards run where they always do, with the limits of `reward_workers`. RuntimeError if one fails or hangs, or
         there is none. In a plain method `score` waits itself, as `chat` does.
         """
-        given = {"reply": _unlisted(reply), "reward": reward, "prompt": _unlisted(prompt), "answer": answer}
+        asked = None if prompt is None else _unlisted(prompt, "world.score prompt")
+        given = {
+            "reply": _unlisted(reply, "world.score"),
+            "reward": reward,
+            "prompt": asked,
+            "answer": answer,
+        }
         as_score_call(given)
         return work_of(self).score(given)
 
@@ -372,11 +378,16 @@ def _parts(value: object) -> dict[str, float]:
 # ---------------------------------------------------------------- checks of what it asks of the run
 
 
-def _unlisted(value: str | Message | list[Message] | None) -> Json:
-    """A text, a message or messages as JSON."""
-    if value is None or isinstance(value, str):
+_SAID = "a text, a Message, or a list of Message"
+
+
+def _unlisted(value: str | Message | list[Message], what: str) -> Json:
+    """A text, a message or messages as JSON. ValueError says what else it was."""
+    if isinstance(value, str):
         return value
-    return pack_messages(as_messages([value] if isinstance(value, Message) else value, "world.score"))
+    if not isinstance(value, Message | list | tuple):
+        raise ValueError(f"{what}: {type(value).__name__}; expected {_SAID}")
+    return pack_messages(as_messages([value] if isinstance(value, Message) else value, what))
 
 
 def as_score_call(given: Json) -> ScoreCall:
@@ -386,7 +397,11 @@ def as_score_call(given: Json) -> ScoreCall:
         raise ValueError(
             f"world.score reward: {type(reward).__name__}; expected the name of a reward, or None"
         )
-    if (size := len(json.dumps(given, allow_nan=False, ensure_ascii=False))) > 2 * MOST_TEXT:
+    try:
+        size = len(json.dumps(given, allow_nan=False, ensure_ascii=False))
+    except (TypeError, ValueError, RecursionError) as e:  # reply and prompt are texts
+        raise ValueError(f"world.score answer: it is not a JSON value: {e}") from e
+    if size > 2 * MOST_TEXT:
         raise ValueError(f"world.score: {size} characters; at most {2 * MOST_TEXT} are allowed")
     said = () if isinstance(reply, str) else tuple(as_messages(unpack_messages(reply), "world.score"))
     if prompt is not None and not isinstance(prompt, str):

@@ -43,6 +43,14 @@ def said(error: BaseException) -> str:
         return "(its text cannot be read)"
 
 
+def shown(value: object, most: int) -> str:
+    """The beginning of a value as Python writes it, even if it cannot be written."""
+    try:
+        return repr(value)[:most]
+    except Exception:  # noqa: BLE001  foreign __repr__, or an int of too many digits
+        return f"a {type(value).__name__} that cannot be shown"
+
+
 def number(value: object, where: str = "") -> float:
     """A finite float of at most LARGEST in size, of a bool, int, float or one-element numpy or torch value. ValueError
     says what else it was."""

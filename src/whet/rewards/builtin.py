@@ -21,6 +21,7 @@ BUILTIN = {
     "sandbox_fusion": "whet.rewards.sandbox_fusion:sandbox_fusion",
     "judge": "whet.rewards.judge:judge",
     "ruler": "whet.rewards.judge:ruler",
+    "rlcr": "whet.rewards.calibration:rlcr",
 }
 """Module of each reward, as text: imported only in reward processes, so the run itself never imports sympy."""
 

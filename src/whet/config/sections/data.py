@@ -76,7 +76,7 @@ class SourceConfig(Section):
     rows: tuple[dict[str, Any], ...] | None = None
     """The rows themselves, for a small number of rows; they become part of the config. Put large data into files."""
     weight: Above0 = 1.0
-    """Sampling weight of this source in the mix, relative to the other sources."""
+    """Sampling weight of this source in the mix, relative to the other sources (`data.mixing=weighted`)."""
     prompt: str | None = "prompt"
     """Column of the prompt: text, a list of {role, content} messages, or a list of token ids. null: the rows have no
     prompt, and SFT learns all tokens of the response but the first; with `rollout.env` the environment asks, and what
@@ -107,8 +107,9 @@ class SourceConfig(Section):
     label: str | None = None
     """Column with the source label of each row (verl: data_source). A row without a label has `name`, and so has every
     row by default."""
-    difficulty: str | None = None
-    """Column of numbers, larger is harder: the sort key of `data.order` easy_first and hard_first."""
+    difficulty: str | tuple[str, ...] | None = None
+    """Column of numbers, larger is harder: the sort key of `data.order` easy_first and hard_first. With a list of
+    columns, rows that are equal in the first are sorted by the second, and so on."""
     template: str | None = None
     """Text around a plain-text prompt; it contains {prompt}."""
     system_prompt: str | None = None
@@ -132,9 +133,9 @@ class DataConfig(Section):
     """The sources of tasks, and their order."""
 
     train: tuple[SourceConfig, ...] = ()
-    """Sources of training tasks, mixed by weight."""
+    """Sources of training tasks, mixed as `mixing` says."""
     demonstrations: tuple[SourceConfig, ...] = ()
-    """Sources of demonstrations that are mixed with the policy's own rollouts (algorithm.mix), mixed by weight."""
+    """Sources of demonstrations beside the policy's own rollouts (algorithm.mix), mixed as `mixing` says."""
     eval: tuple[SourceConfig, ...] = ()
     """Sources of held-out tasks; every metric is reported per source."""
     exclude_eval: bool = True
@@ -143,8 +144,12 @@ class DataConfig(Section):
     """Order in which the rows of a training source are drawn: a name, a table of its settings (`{name: adaptive,
     target: 0.7}`), or a class of yours as 'package.module:Class' or 'path/to/file.py:Class' (docs/curriculum.md).
     adaptive, and a class of yours, hold for `train` alone: `demonstrations` are then shuffled."""
+    mixing: Literal["weighted", "proportional"] = "weighted"
+    """How draws are divided among several sources. weighted: by the `weight` of each, kept as exactly as possible at
+    every point; a small source is passed again before a large one ends. proportional: each epoch draws from a source
+    as often as it has rows (after filtering), and the sources alternate in a random order, a new one in each epoch."""
     seed: Count | None = None
-    """Seed of that order. Default: the seed of the run."""
+    """Seed of that order, and of proportional `mixing`. Default: the seed of the run."""
     max_prompt_tokens: Positive = 1024
     """Longest prompt, in tokens, after the chat template. (verl: max_prompt_length)"""
     max_total_tokens: Annotated[int, Field(ge=2)] | None = None

@@ -38,7 +38,7 @@ class RewardConfig(Section):
 
     function: str | None = None
     """Name of a reward function; give this or `model`. Built in: exact, choice, number, math, code, format, overlong,
-    reasoning_gym, sandbox_fusion, judge, ruler. Your own: 'package.module:name' or 'path/to/file.py:name'."""
+    reasoning_gym, sandbox_fusion, judge, ruler, rlcr. Your own: 'package.module:name' or 'path/to/file.py:name'."""
     weight: float = 1.0
     """Factor in the sum. 0: the reward is only measured."""
     model: RewardModelConfig | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
@@ -10,14 +11,12 @@ from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.algorithm import OPERATORS
 from whet.dialects.trinity.loss import STRATEGY, step, strategy, weight
 from whet.dialects.trinity.rewards import WORKFLOWS, gives_one, is_plain, system, workflow, world_of
-from whet.dialects.trinity.selectors import order_of_tasks
+from whet.dialects.trinity.selectors import order_of_sets, order_of_tasks
 from whet.dialects.trinity.values import (
     AUXILIARY,
     BY_EXPLORER,
     EVAL_TASKSETS,
     EXPERIENCES,
-    SELECTOR,
-    TASKSET,
     Native,
     Own,
     at_least,
@@ -29,6 +28,7 @@ from whet.dialects.trinity.values import (
     preset,
     repeat_times,
     text,
+    training,
 )
 from whet.types import ConfigError
 
@@ -203,28 +203,43 @@ def _system(own: Own, message: str | None, *, at: str) -> Native:
 
 
 def tasks(values: Values) -> Native:
-    """The training taskset: files, columns, one user message a task, in the order of the file."""
-    own = inside(values, TASKSET)
-    named, times = workflow(values, own, TASKSET), own["repeat_times"]
-    if times not in (None, repeat_times(values)):
-        raise ConfigError(
-            f"{TASKSET}.repeat_times: {times} is not algorithm.repeat_times = {repeat_times(values)}, which is what "
-            "Trinity uses for training; leave it out."
-        )
-    masks = "math_boxed" in named and at_least(values, "0.6.0")  # truncated replies, from then on
+    """The tasksets of training: files, columns, one user message a task, their order. With several of them an epoch has
+    each task once, and they alternate at random."""
+    sets = training(values)
+    out: Native = {"data.mixing": "proportional"} if len(sets) > 1 else {}
+    for n, (own, what) in enumerate(sets):
+        if own.get("repeat_times") not in (None, repeat_times(values)):
+            raise ConfigError(
+                f"{what}.repeat_times: {own['repeat_times']} is not algorithm.repeat_times = {repeat_times(values)}, "
+                "which is what Trinity uses for training; leave it out."
+            )
+        at = f"data.train.{n}"
+        out |= {f"{at}.name": f"taskset_{n}", **_source(values, own, what, at=at)}
     return {
-        "data.train.0.name": "taskset_0",
-        **_source(values, own, TASKSET, at="data.train.0"),
+        **out,
         **_chat(values),
-        **order_of_tasks(inside(values, SELECTOR), SELECTOR, values["buffer.batch_size"]),
-        **({"algorithm.groups.truncated": "mask"} if masks else {}),
+        **order_of_sets(sets, values["buffer.batch_size"]),
+        **({"algorithm.groups.truncated": "mask"} if _masks_truncated(values, sets) else {}),
     }
+
+
+def _masks_truncated(values: Values, sets: Sequence[tuple[Own, str]]) -> bool:
+    """Whether truncated replies are not trained on, which math_boxed_workflow says from 0.6.0 on."""
+    boxed = ["math_boxed" in workflow(values, own, what) for own, what in sets]
+    if not at_least(values, "0.6.0") or not any(boxed):
+        return False
+    if not all(boxed):
+        raise NotSupportedYet(
+            f"{sets[boxed.index(False)][1]}.default_workflow_type: beside math_boxed_workflow, which alone masks "
+            "truncated replies, is coming, not built yet; here: for all tasksets of training or none."
+        )
+    return True
 
 
 def _chat(values: Values) -> Native:
     """The chat template for all tasksets. Where one has plain prompts (use_base), the others' system messages ask for
     it."""
-    sets = [(inside(values, TASKSET), TASKSET)]
+    sets = training(values)
     sets += [(own, f"{EVAL_TASKSETS}[{n}]") for n, own in enumerate(entries(values, EVAL_TASKSETS))]
     plain = [is_plain(values, own, what) for own, what in sets]
     if not any(plain):
@@ -460,9 +475,17 @@ def _sampled(values: Values, own: Own, what: str) -> Native:
 
 def sampling(values: Values) -> Native:
     """How training samples; the trainer divides by the same temperature."""
-    own = {key: v for key, v in inside(values, TASKSET).items() if key != "rollout_args.max_tokens"}
+    (_, first), *others = sets = training(values)
+    told = [{"max_tokens": limits(values)[1], **_sampled(values, *one)} for one in sets]
+    for (_, what), sampled in zip(others, told[1:]):
+        for key, value in sampled.items():
+            if value != told[0][key]:
+                raise NotSupportedYet(
+                    f"{what}.rollout_args.{key}: {value}, where {first} has {told[0][key]}: tasksets that are sampled "
+                    "otherwise are coming, not built yet; here: the same for all tasksets of training."
+                )
     return {
-        **{f"rollout.sampling.{key}": value for key, value in _sampled(values, own, TASKSET).items()},
+        **{f"rollout.sampling.{key}": value for key, value in told[0].items() if key != "max_tokens"},
         "rollout.sampling.min_tokens": min(values["model.min_response_tokens"], limits(values)[1]),
     }
 
@@ -500,12 +523,13 @@ def token_limits(values: Values) -> Native:
         total = ("data.max_total_tokens", "data.max_prompt_tokens", "rollout.sampling.max_tokens")
         return {**dict.fromkeys(total, both), "data.overlong": "error"}
     truncates = values["model.enable_prompt_truncation"]
+    own, what = training(values)[0]
     out: Native = {
         "data.max_prompt_tokens": prompt,
         "data.overlong": "filter" if truncates else "error",
-        "rollout.sampling.max_tokens": values[f"{TASKSET}.rollout_args.max_tokens"] or response,
+        "rollout.sampling.max_tokens": own.get("rollout_args.max_tokens") or response,
     }
-    world = world_of(values, inside(values, TASKSET), TASKSET)
+    world = world_of(values, own, what)
     if world is None:
         return out
     whole = values["model.max_model_len"] or prompt + response

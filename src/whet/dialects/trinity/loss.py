@@ -48,6 +48,17 @@ def loss_name(values: Values) -> str:
     return name
 
 
+def is_m2po(values: Values) -> bool:
+    """Whether tokens that make the second moment of the ratio large are left out."""
+    return loss_name(values) == "m2po"
+
+
+def averages(values: Values) -> str:
+    """How token losses become one number: loss_agg_mode of the file, or of the loss."""
+    own = given_arguments(values).get("loss_agg_mode", "token-mean")
+    return text(values, "algorithm.loss_agg_mode") or str(own)
+
+
 def given_arguments(values: Values) -> Given:
     """The arguments of the policy loss, defaults filled in."""
     return arguments_of(values, KEY, functions("loss")[loss_name(values)])
@@ -110,6 +121,11 @@ def _settings(values: Values, name: str, given: Given) -> Native:
         if negative < positive:
             raise ConfigError(f"{ARGS}.tau_neg: {negative} is less than tau_pos {positive}.")
         return {**out, "sapo_detach": True}  # Trinity does not differentiate the gate, as the paper does
+    if name == "m2po" and number(given["log_ratio_clip"], f"{ARGS}.log_ratio_clip") != 20:
+        raise NotSupportedYet(
+            f"{ARGS}.log_ratio_clip: {given['log_ratio_clip']} is coming, not built yet: log-ratios are bounded to "
+            "+-20; leave it out."
+        )
     if name == "cispo" and not given["enable_mask_clip"]:
         return {key: value for key, value in out.items() if not key.startswith("mask_")}
     return out

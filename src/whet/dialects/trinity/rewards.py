@@ -8,20 +8,28 @@ from dataclasses import dataclass, replace
 from whet.config.keys import distance
 from whet.dialects.choices import choices
 from whet.dialects.row import NotSupportedYet, Values
-from whet.dialects.trinity.judges import LABEL, RUBRIC, RULER, TrinityJudge, judge
+from whet.dialects.trinity.judges import (
+    ANSWER_S,
+    LABEL,
+    NAMES,
+    RUBRIC,
+    RUBRIC_OF_SERVER,
+    RULER,
+    TrinityJudge,
+    judge,
+)
 from whet.dialects.trinity.values import (
     EVAL_TASKSETS,
     INPUT,
-    TASKSET,
     Native,
     Own,
     at_least,
     distills,
     entries,
     functions,
-    inside,
     section,
     text,
+    training,
 )
 from whet.dialects.trinity.worlds import WORLDS, TrinityWorld, environment
 from whet.types import ConfigError
@@ -81,11 +89,11 @@ ONE_TURN = {
 """Workflows of one turn. All but the last two also with async_ before the name."""
 _TOOL_CALLS = Workflow(reward="toolcall_reward", fixed=True, rows="whet.data.tool_n1:rows")
 
+_THINK_FIRST = "You answer the user's question. First think about it, then give the answer."
 _JUDGED = {
     "math_ruler_workflow": Workflow(reward="math_reward", system=_TAGGED, of_reward=True, judge=RULER),
-    "rubric_judge_workflow": Workflow(
-        system="You answer the user's question. First think about it, then give the answer.", judge=RUBRIC
-    ),
+    "rubric_judge_workflow": Workflow(system=_THINK_FIRST, judge=RUBRIC),
+    "rubric_judge_openai_workflow": Workflow(system=_THINK_FIRST, judge=RUBRIC_OF_SERVER),
 }
 
 WORKFLOWS = {
@@ -114,7 +122,7 @@ def workflow(values: Values, own: Own, what: str) -> str:
     one turn."""
     at, name = f"{what}.default_workflow_type", text(own, "default_workflow_type")
     if name is None:
-        evaluates = what != TASKSET and text(values, f"{INPUT}.default_eval_workflow_type")
+        evaluates = what.startswith(EVAL_TASKSETS) and text(values, f"{INPUT}.default_eval_workflow_type")
         at = f"{INPUT}.default_eval_workflow_type" if evaluates else f"{INPUT}.default_workflow_type"
         name = text(values, at) or "simple_workflow"
     if name in WORKFLOWS:
@@ -136,15 +144,15 @@ def is_judged(values: Values) -> bool:
 
 
 def _sets(values: Values) -> list[tuple[Own, str]]:
-    """All tasksets, that of training first, each with its key."""
+    """All tasksets, those of training first, each with its key."""
     held_out = enumerate(entries(values, EVAL_TASKSETS))
-    return [(inside(values, TASKSET), TASKSET), *((own, f"{EVAL_TASKSETS}[{n}]") for n, own in held_out)]
+    return [*training(values), *((own, f"{EVAL_TASKSETS}[{n}]") for n, own in held_out)]
 
 
 def gives_one(values: Values) -> bool:
     """Whether the workflow of training gives one experience a rollout, and not one a turn."""
     try:
-        world = world_of(values, inside(values, TASKSET), TASKSET)
+        world = world_of(values, *training(values)[0])
     except NotSupportedYet:
         return False
     return world is None or not world.by_turn
@@ -212,7 +220,7 @@ def _judged(values: Values, own: Own, what: str) -> dict[str, Native]:
     if kind.judge is None:
         return found
     measured = {label: {**reward, "weight": 0.0} for label, reward in found.items()}
-    return {**measured, LABEL: judge(values, kind.judge)}
+    return {**measured, LABEL: judge(values, kind.judge, own, what)}
 
 
 def _by_function(values: Values, own: Own, what: str) -> dict[str, Native]:
@@ -222,12 +230,14 @@ def _by_function(values: Values, own: Own, what: str) -> dict[str, Native]:
     plain, steps = is_plain(values, own, what), dict(section(own, "workflow_args"))
     if plain or steps.get("use_base") is False:
         del steps["use_base"]
-    known = {"math_dapo_reward": _OVERLONG}.get(name or "", ())
+    known = {"math_dapo_reward": _OVERLONG, "rlcr_reward": ("weights",)}.get(name or "", ())
     if name is None or name in REWARDS:
         _only(given, f"{what}.reward_fn_args", known)
     if name is None:
-        if WORKFLOWS[workflow(values, own, what)].world is None:
-            _only(steps, f"{what}.workflow_args", ())
+        kind = WORKFLOWS[workflow(values, own, what)]
+        if kind.world is None:
+            named = kind.judge is not None and kind.judge.named
+            _only(steps, f"{what}.workflow_args", NAMES if named else ())
         return {}
     _only(steps, f"{what}.workflow_args", _BOXED if name == "math_boxed_reward" else ())
     reward: Native = {"function": REWARDS.get(name, name)}
@@ -268,16 +278,21 @@ def _overlong(given: Own, what: str) -> dict[str, Native]:
 def rewards(values: Values) -> Native:
     """The rewards of training, and at weight 0 those that only evaluation has. A source that is not judged by all of
     them names its own."""
-    sets = _sets(values)
+    sets, n_train = _sets(values), len(training(values))
     every, names = _labelled([_judged(values, own, what) for own, what in sets])
     out = environment([(world_of(values, *each), *each) for each in sets])
+    trained = {label for own in names[:n_train] for label in own}
+    if any("url" in (reward.get("arguments") or {}) for reward in every.values()):
+        out["reward_workers.timeout_s"] = ANSWER_S + 1.0
     for label, reward in every.items():
-        out[f"rewards.{label}"] = reward if label in names[0] else {**reward, "weight": 0.0}
+        out[f"rewards.{label}"] = reward if label in trained else {**reward, "weight": 0.0}
     if all(own == names[0] for own in names[1:]):
         return out
-    weights = {label: every[label].get("weight", 1.0) for own in names[1:] for label in own}
-    sources = ["data.train.0", *(f"data.eval.{n}" for n in range(len(names) - 1))]
-    return {**out, "eval.reward": weights, **{f"{at}.rewards": own for at, own in zip(sources, names) if own}}
+    weights = {label: every[label].get("weight", 1.0) for own in names[n_train:] for label in own}
+    sources = [f"data.train.{n}" for n in range(n_train)]
+    sources += [f"data.eval.{n}" for n in range(len(names) - n_train)]
+    out |= {"eval.reward": weights} if weights else {}
+    return {**out, **{f"{at}.rewards": own for at, own in zip(sources, names) if own}}
 
 
 def _labelled(told: Sequence[Mapping[str, Native]]) -> tuple[dict[str, Native], list[list[str]]]:

@@ -9,6 +9,7 @@ from whet.dialects.layout import FileLayout
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.served import placed
 from whet.dialects.trinity.data import apart, bound, in_rounds
+from whet.dialects.trinity.judges import is_outside
 from whet.dialects.trinity.rewards import is_judged
 from whet.dialects.trinity.values import (
     BY_EXPLORER,
@@ -97,6 +98,12 @@ def teacher(values: Values) -> Native:
         )
     if not learns:
         return {}
+    if is_outside(models[0]):
+        raise NotSupportedYet(
+            f"{key}[0].external_model_config.enable: true: a teacher is asked for the log-probs of replies that it did "
+            "not write, which a server with OpenAI's interface does not give. Write the folder of its model as "
+            "model_path, and enable: false."
+        )
     path = text(models[0], "model_path")
     if path is None:
         raise ConfigError(f"{key}[0].model_path: must be given: the folder of the teacher.")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from whet.config.faults import shown
 from whet.dialects.row import NotSupportedYet
-from whet.dialects.trinity.values import Native, Own, arguments, given, known_as
+from whet.dialects.trinity.values import Native, Own, arguments, given, known_as, selector
 from whet.types import ConfigError, Json
 
 ORDERS = {
@@ -14,7 +16,7 @@ ORDERS = {
     "offline_easy2hard": "hard_first",
     "difficulty_based": "adaptive",
 }
-"""Trinity's easy2hard puts the largest feature first: there it means easy, here hard."""
+"""Trinity's easy2hard puts the largest features first: there they mean easy, here hard."""
 
 BY_DIFFICULTY = {
     "target_reward": ("target", 1.0),
@@ -45,7 +47,35 @@ def _by_difficulty(own: Own, at: str) -> Native:
     return {"data.order": "adaptive", **told, "data.order.columns": features, "data.seed": own["seed"]}
 
 
-def order_of_tasks(own: Own, at: str, tasks: Json = 1) -> Native:
+def order_of_sets(sets: Sequence[tuple[Own, str]], tasks: Json) -> Native:
+    """The order of tasksets (its values, where it stands), which they share. NotSupportedYet where they do not."""
+    told = [
+        order_of_tasks(selector(own), f"{what}.task_selector", tasks, source=f"data.train.{n}")
+        for n, (own, what) in enumerate(sets)
+    ]
+    shared = [_shared(one) for one in told]
+    for (_, what), order in zip(sets, shared):
+        at, kind = f"{what}.task_selector", order["data.order"]
+        if order != shared[0]:
+            raise NotSupportedYet(
+                f"{at}: another order, with other settings or another seed than that of {sets[0][1]} is coming, not "
+                "built yet; here: one for all tasksets, but for feature_keys of offline_easy2hard."
+            )
+        if kind == "random" and len(sets) > 1:
+            raise NotSupportedYet(
+                f"{at}.selector_type: random with several tasksets, where as many tasks differ as a step happens to "
+                "take from one, is coming, not built yet; write shuffle."
+            )
+    return {key: value for one in reversed(told) for key, value in one.items()}
+
+
+def _shared(order: Native) -> Native:
+    """What does not belong to one source, and counts."""
+    unread = ("data.seed",) if order["data.order"] == "sequential" else ()
+    return {k: v for k, v in order.items() if not k.startswith("data.train.") and k not in unread}
+
+
+def order_of_tasks(own: Own, at: str, tasks: Json = 1, *, source: str = "data.train.0") -> Native:
     """A selector: the order of the rows. tasks: of a step, which random draws without repetition."""
     kind, features = str(given(own["selector_type"]) or "sequential"), own["feature_keys"] or []
     known_as(kind, ORDERS, key=f"{at}.selector_type")
@@ -61,8 +91,10 @@ def order_of_tasks(own: Own, at: str, tasks: Json = 1) -> Native:
         if features:
             raise ConfigError(f"{at}.feature_keys: has no effect with selector_type: {kind}; leave it out.")
         return {"data.order": ORDERS[kind], "data.seed": own["seed"]}
-    if not isinstance(features, list) or len(features) != 1:
-        raise NotSupportedYet(
-            f"{at}.feature_keys: {features} is coming, not built yet; here: one column of numbers."
+    if not isinstance(features, list) or not features:
+        raise ConfigError(
+            f"{at}.feature_keys: got {shown(features)}, expected columns of numbers: tasks are sorted by the first, "
+            "and where that is equal by the next"
         )
-    return {"data.order": ORDERS[kind], "data.seed": own["seed"], "data.train.0.difficulty": features[0]}
+    columns = features[0] if len(features) == 1 else features
+    return {"data.order": ORDERS[kind], "data.seed": own["seed"], f"{source}.difficulty": columns}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from whet.config.keys import dotted
-from whet.config.tree import leaves
+from whet.config.keys import Path, dotted
+from whet.dialects.kinds import same
 from whet.dialects.row import NotSupportedYet, Values
+from whet.dialects.row import lines as rows
 from whet.dialects.versions import since
 from whet.tables import lines, near
 from whet.types import ConfigError, Json
@@ -22,6 +23,7 @@ Own = Mapping[str, Json]
 
 INPUT = "buffer.explorer_input"
 TASKSET = f"{INPUT}.taskset"
+TASKSETS = f"{INPUT}.tasksets"
 EVAL_TASKSETS = f"{INPUT}.eval_tasksets"
 EXPERIENCES = "buffer.trainer_input.experience_buffer"
 AUXILIARY = "buffer.trainer_input.auxiliary_buffers"
@@ -81,7 +83,16 @@ def number(value: Json, key: str) -> float:
 
 def entries(values: Values, key: str) -> list[Native]:
     """The entries of a list of sections, each by dotted names inside it."""
-    return [{dotted(path): v for path, v in leaves(entry)} for entry in values.get(key) or []]
+    return [{dotted(path): v for path, v in _inner(entry)} for entry in values.get(key) or []]
+
+
+def _inner(tree: Json, path: Path = ()) -> Iterator[tuple[Path, Json]]:
+    """The values in sections, with their paths. A list is one value."""
+    if not isinstance(tree, dict) or not tree:
+        yield path, tree
+        return
+    for key, value in tree.items():
+        yield from _inner(value, (*path, key))
 
 
 def inside(values: Values, section: str) -> Native:
@@ -119,12 +130,39 @@ def known_as(name: str, known: Mapping[str, object], *, key: str, coming: Collec
         raise ConfigError(f"{key}: {name} is not known{near(name, known)}; here: {', '.join(known)}.")
 
 
-SELECTOR = f"{TASKSET}.task_selector"
+# ---------------------------------------------------------------- tasksets of training
+
+
+def training(values: Values) -> list[tuple[Own, str]]:
+    """The tasksets of training, each with its key: those of tasksets, else taskset alone."""
+    several = entries(values, TASKSETS)
+    if not several:
+        return [(inside(values, TASKSET), TASKSET)]
+    for key, default in _of_a_taskset().items():
+        if not same(values.get(key, default), default):
+            raise ConfigError(
+                f"{key}: given beside {TASKSETS}, which stands in place of taskset; leave one of the two out."
+            )
+    return [(own, f"{TASKSETS}[{n}]") for n, own in enumerate(several)]
+
+
+@functools.cache
+def _of_a_taskset() -> dict[str, Json]:
+    """The keys of taskset, and their defaults."""
+    inner = (line for line in rows("trinity") if line["key"].startswith(f"{TASKSET}."))
+    return {line["key"]: json.loads(line["default"]) for line in inner if line["default"]}
+
+
+def selector(own: Own) -> Own:
+    """The task_selector of a taskset, defaults filled in."""
+    told = inside(own, "task_selector")
+    defaults: Native = {"selector_type": "sequential", "seed": 42, "feature_keys": []}
+    return {**defaults, **told, "kwargs.*": told.get("kwargs.*") or section(told, "kwargs")}
 
 
 def chooses_by_difficulty(values: Values) -> bool:
-    """The selector follows how the tasks went."""
-    return bool(values[f"{SELECTOR}.selector_type"] == "difficulty_based")
+    """The selectors follow how the tasks went."""
+    return any(selector(own)["selector_type"] == "difficulty_based" for own, _ in training(values))
 
 
 # ---------------------------------------------------------------- functions

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from whet.dialects.row import NotSupportedYet
-from whet.dialects.trinity.values import Native, Own, section
+from whet.dialects.trinity.values import EVAL_TASKSETS, Native, Own, section
 from whet.types import ConfigError, Json
 
 
@@ -100,9 +100,12 @@ def environment(sets: Sequence[tuple[TrinityWorld | None, Own, str]]) -> Native:
     played = [_played(*each) for each in sets]
     for made, (_, _, what) in zip(played, sets):
         if made != played[0]:
+            alone = "evaluate that taskset in a run of its own (`whet eval`)"
+            if not what.startswith(EVAL_TASKSETS):
+                alone = "train on that taskset in a run of its own"
             raise NotSupportedYet(
-                f"{what}.default_workflow_type: with its workflow_args it is played otherwise than training is; a run "
-                "has one environment here: evaluate that taskset in a run of its own (`whet eval`)."
+                f"{what}.default_workflow_type: with its workflow_args it is played otherwise than "
+                f"{sets[0][2].rpartition('.')[2]} is; a run has one environment here: {alone}."
             )
     return played[0]
 
