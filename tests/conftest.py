@@ -19,7 +19,7 @@ import pages
 from remote_places import moto, own_hub, s3  # noqa: F401  fixtures
 from swept import sample
 from whet import secrets
-from whet.environment import prepare
+from whet.environment import give_memory_back, prepare
 from whet.track.log import close_logging
 
 settings.register_profile("same", derandomize=True, deadline=None)
@@ -92,6 +92,13 @@ def _own_loggers() -> Iterator[None]:
     yield
     if logging.getLogger("whet").handlers:
         close_logging()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory_given_back() -> Iterator[None]:
+    """A worker of the whole suite grows by a gigabyte of freed memory, which every fork would copy the pages of."""
+    yield
+    give_memory_back()
 
 
 @pytest.fixture(autouse=True, scope="session")
