@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -100,15 +101,30 @@ MOST_LINES_OF_A_FILE = 600
 MOST_LINES_OF_A_FUNCTION = 90
 
 
-@cache
-def modules() -> dict[str, ast.Module]:
-    """Every module of the package by dotted name, parsed."""
+def files() -> dict[str, Path]:
+    """The file of every module of the package, by dotted name."""
     found = {}
     for path in sorted((SRC / "whet").rglob("*.py")):
         parts = path.relative_to(SRC).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package by dotted name, parsed."""
+    return {
+        name: ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        for name, path in files().items()
+    }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _trees_go() -> Iterator[None]:
+    """They are 170 MB: no worker of the whole suite keeps them, and none has them before this file begins."""
+    yield
+    for known in (modules, imports, graph):
+        known.cache_clear()
 
 
 def package_of(name: str) -> str:
@@ -260,7 +276,7 @@ def test_a_product_is_seen_however_it_is_written(line: str, seen: set[str]) -> N
 @pytest.mark.parametrize(
     "name",
     ["whet.types", "whet.seeds", "whet.tables", "whet.environment"]
-    + sorted(n for n in modules() if n.startswith("whet.config.")),
+    + sorted(n for n in files() if n.startswith("whet.config.")),
 )
 def test_the_words_know_no_torch(name):
     """By the source: neither the module nor anything it imports from the package imports a heavy library."""
