@@ -53,6 +53,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "format": {"pattern": ".*"},
     "overlong": {"max_tokens": 100, "buffer": 20},
     "math": {},
+    "rlcr": {},
     "whet.rewards.made_up:coin": {},
     "whet.rewards.tagged:single_choice": {},
     "whet.rewards.answer_line:direct_math": {},

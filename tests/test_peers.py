@@ -32,7 +32,8 @@ NAMES = {
 """What a row may cover."""
 
 APART = {
-    ("advantage grpo", "trl"): "TRL computes it inside its generation loop, so it cannot be called apart"
+    ("advantage grpo", "trl"): "TRL computes it inside its generation loop, so it cannot be called apart",
+    ("loss m2po", "trinity"): "the release that is compared, 0.6.0, does not have it yet",
 }
 """Claims that no row can hold."""
 

@@ -187,6 +187,7 @@ def test_what_the_step_is_told() -> None:
         "gkd",
         "sdpo",
         "gpg",
+        "m2po",
         "online_dpo",
         "opmd",
         "opo",
