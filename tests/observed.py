@@ -56,7 +56,7 @@ def row(n: int) -> dict[str, Json]:
         "response": f"{n + n + 1}#", "response2": f"{n}#", "responses": [f"{n}", "1"], "responses2": ["2"],
         "rejected": f"{n + 2}#", "rejected2": f"{n + 3}#", "desirable": n % 2 == 0, "desirable2": n % 3 == 0,
         "kind": "even" if n % 2 == 0 else "odd", "hard": n, "hard2": -n, "says": f"say {n}",
-        "rate": n / 10, "rate2": 1 - n / 20, "mark": "*", "tools2": [{"name": f"t{n % 2}", "parameters": {}}],
+        "rate": n / 10, "rate2": 1 - n / 10, "mark": "*", "tools2": [{"name": f"t{n % 2}", "parameters": {}}],
         "talk": [{"role": "user", "content": f"{n}"}, *TALK[1:], {"role": "user", "content": "9-1"}, *TALK[1:]],
     }  # fmt: skip
 
