@@ -166,8 +166,8 @@ adds 1e-8 to a denominator; 2e-6 where it computes in float32), relative to the 
 Not compared: TRL's group advantages, which cannot be called apart from its generation loop, functions that whet does
 not have, and what none of these packages has: M2PO (`m2po`, `correction.second_moment`), and verl's recipes `prime` and
 `sppo`. The rows are in `tests/peers`; `make test-peers WRITE=--write` writes this page. It also reads the default files
-that come with the packages (whet knows every key in them), and runs `whet convert FILE --prove`, which compares the settings
-of a single file in the same way, on files of each system: RL, SFT, and one with two stages.
+that come with the packages (whet knows every key in them), and runs `whet convert FILE --prove`, which compares the
+settings of a single file in the same way, on files of each system: RL, SFT, and one with two stages.
 
 | peer | version | rows | equal | differs as documented | other |
 |---|---|---|---|---|---|
