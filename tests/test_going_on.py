@@ -182,6 +182,13 @@ def test_a_stage_is_compared_as_it_is_resolved() -> None:
     assert [c.key for c in everywhere] == ["seed"], "once, not by stage"
 
 
+def test_an_algorithm_of_another_version_changes_what_it_says_and_nothing_else() -> None:
+    """Its method, and so the learning rate that the method has by itself, is not known here."""
+    of_old = dump(config("train.optimizer.lr=null")) | {"algorithm": {"name": "grpo", "gone": 1}}
+    other = of_old | {"seed": 3}
+    assert [c.key for c in changes(of_old, other)] == ["seed"]
+
+
 def test_keys_of_another_version_are_no_change() -> None:
     """A checkpoint of an older version lacks new keys, which then have their defaults, and may have some that are gone;
     it remembers free keys, too."""

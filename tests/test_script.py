@@ -332,6 +332,13 @@ def test_a_script_reaches_no_network_and_no_process():
 
 
 @needs_shell
+def test_a_command_of_many_words_is_refused_at_once():
+    """Each is looked for in the script: 50,000 took minutes."""
+    many = " ".join(f"a{n}=1" for n in range(50_000))
+    assert "line 1: the command has 50000 arguments; expected 2000 at most" in problem(f"{START} {many}")
+    assert len(words(f"{START} {many[:10_000]}")) > 1000
+
+
 def test_a_fork_bomb_and_an_endless_loop_are_stopped(monkeypatch: pytest.MonkeyPatch):
     begun = time.monotonic()
     assert "it started too many processes" in problem(

@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from pydantic import ValidationError
+
 from whet.config.derived import method_lr
 from whet.config.faults import shown
 from whet.config.key_table import column
@@ -173,7 +175,10 @@ def _with_lr(stage: dict[str, Json]) -> dict[str, Json]:
     at = ("train", "optimizer", "lr")
     if get(stage, at) is not None:
         return stage
-    algorithm = AlgorithmConfig.model_validate_json(json.dumps(stage.get("algorithm") or {}))
+    try:
+        algorithm = AlgorithmConfig.model_validate_json(json.dumps(stage.get("algorithm") or {}))
+    except ValidationError:  # of another version of whet, whose methods are not known here
+        return stage
     lr = method_lr(algorithm, lora=get(stage, ("model", "lora")) is not None)
     optimizer = {**(get(stage, at[:2]) or {}), "lr": lr}
     return {**stage, "train": {**(stage.get("train") or {}), "optimizer": optimizer}}

@@ -21,6 +21,8 @@ from whet.types import ConfigError
 
 MOST_BYTES = 2**20
 _MOST_NAMED = 8
+_MOST_WORDS = 2000
+"""Of the command that starts a trainer; each is looked for in the script."""
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _OTHER = "1\n"
 """What programs that are not run print in the second run; a number, since it may be counted with."""
@@ -117,6 +119,10 @@ def read_script(
     if not candidates:
         raise ConfigError(_nothing(ran, started, plain))
     last = ([one for one in candidates if one.system] or candidates)[-1]
+    if len(last.own_words) > _MOST_WORDS:
+        raise ConfigError(
+            f"line {last.noted.line}: the command has {len(last.own_words)} arguments; expected {_MOST_WORDS} at most"
+        )
     inner = Path(folder, last.noted.file)
     lines = _Lines(inner.read_text(errors="replace") if inner.is_file() else plain, last.noted, arguments)
     notes = _notes(ran, started, candidates, last)
