@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whet.batch import Batch, select
+from whet.batch import Batch, LossFn, Outputs, select
 from whet.prove.pictures import make_batch
 
 Tokens = list[list[float]]
@@ -115,3 +115,10 @@ def micro_batches(
         rows += unit_rows
         used += more
     yield batch if len(rows) == batch.rollouts else select(batch, torch.tensor(rows))
+
+
+def stat_by_rollouts(loss: LossFn, batch: Batch, logp_N: Tensor, name: str) -> Tensor:
+    """[N] a statistic of a loss that is given the rollouts one by one."""
+    parts = list(micro_batches(batch, max_tokens=None, max_rollouts=1, shared=False, whole_groups=False))
+    pieces = logp_N.split([part.tokens for part in parts])
+    return torch.cat([loss(part, Outputs(logp_N=piece)).stats[name] for part, piece in zip(parts, pieces)])

@@ -23,13 +23,13 @@ def sample(items: Sequence[pytest.Item]) -> None:
     found: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sweep") is None:
-            found[test_of(item)].append(item)
+            found[function_of(item)].append(item)
     for test, cases in found.items():
         for item in sorted(cases, key=lambda item: crc32(item.name.encode()))[kept.get(test, len(cases)) :]:
             item.add_marker(pytest.mark.sweep(CASES.name))
 
 
-def test_of(item: pytest.Item) -> tuple[str, str]:
+def function_of(item: pytest.Item) -> tuple[str, str]:
     """Its file, below `tests`, and the function whose case it is."""
     return item.path.relative_to(HERE).as_posix(), getattr(item, "originalname", item.name)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batches import doubles, logp_now, make_batch, micro_batches, ragged
+from batches import doubles, logp_now, make_batch, ragged, stat_by_rollouts
 from sections import algorithm
 from test_train_torch import random_groups
 from tiny import tiny_model
@@ -474,11 +474,7 @@ def test_the_choice_does_not_depend_on_where_the_minibatch_is_cut() -> None:
     keys = CLIP | {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0, "clip_cov_ub": 9.0}
     loss = clip_cov_over(batch, lambda: logp, **keys)
     whole = loss(batch, Outputs(logp_N=logp)).stats["cov_picked_frac"]
-    seen = 0
-    for part in micro_batches(batch, max_tokens=None, max_rollouts=1, shared=False, whole_groups=False):
-        at = slice(seen, seen + part.tokens)
-        assert torch.equal(loss(part, Outputs(logp_N=logp[at])).stats["cov_picked_frac"], whole[at])
-        seen += part.tokens
+    assert torch.equal(stat_by_rollouts(loss, batch, logp, "cov_picked_frac"), whole)
     assert whole.sum() > 1
 
 

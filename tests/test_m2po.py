@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batches import doubles, micro_batches, ragged
+from batches import doubles, ragged, stat_by_rollouts
 from test_losses_policy import run, tokens
 from whet.algos.correction import log_ratio
 from whet.algos.second_moment import Cut, largest, m2po_over
@@ -104,11 +104,7 @@ def test_the_choice_does_not_depend_on_where_the_minibatch_is_cut() -> None:
     logp[first] = batch.logp_sample_N[first] + 0.1
     loss = m2po_over(batch, lambda: logp, m2_threshold=0.2)
     whole = loss(batch, Outputs(logp_N=logp)).stats["masked_frac"]
-    seen = 0
-    for part in micro_batches(batch, max_tokens=None, max_rollouts=1, shared=False, whole_groups=False):
-        at = slice(seen, seen + part.tokens)
-        assert torch.equal(loss(part, Outputs(logp_N=logp[at])).stats["masked_frac"], whole[at])
-        seen += part.tokens
+    assert torch.equal(stat_by_rollouts(loss, batch, logp, "masked_frac"), whole)
     assert 0 < whole.sum() < batch.mask_N.sum()
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from swept import CASES, test_of
+from swept import CASES, function_of
 
 SHARE_S = 0.25
 """A test of fewer seconds keeps all its cases."""
@@ -29,20 +29,20 @@ _cases: Counter[tuple[str, str]] = Counter()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    _cases.update(test_of(item) for item in session.items)
+    _cases.update(function_of(item) for item in session.items)
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     """Cases that `cases.tsv` left out count, those that have the mark in their file do not."""
     marks = ((item, item.get_closest_marker("sweep")) for item in items)
-    _cases.update(test_of(item) for item, mark in marks if mark is not None and mark.args)
+    _cases.update(function_of(item) for item, mark in marks if mark is not None and mark.args)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     start, before = time.perf_counter(), _processor_s()
     result = yield
-    file, test = test_of(item)
+    file, test = function_of(item)
     seconds = (_processor_s() - before, time.perf_counter() - start)
     line = "\t".join([file, test, str(_cases[file, test]), *(f"{s:.3f}" for s in seconds)])
     with (Path(os.environ["WHET_TIMES"]) / f"{os.getpid()}.tsv").open("a") as out:

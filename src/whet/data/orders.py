@@ -312,7 +312,7 @@ ORDERS: dict[str, Callable[..., Order]] = {
 LEARNS = ("update", "state", "restore")
 
 
-class CallError(WhetError):
+class OrderError(WhetError):
     """A method of an order failed, or gave what it may not; also in the middle of a run."""
 
 
@@ -330,7 +330,7 @@ def open_order(chosen: Chosen, rows: Rows) -> Order:
     try:
         order: Order = _called(partial(make, rows, **chosen.settings), f"{KEY} {chosen.name!r}")
         _check(order, chosen.name)
-    except CallError as e:
+    except OrderError as e:
         raise ConfigError(str(e)) from e
     return order
 
@@ -353,7 +353,7 @@ def _check(order: Order, name: str) -> None:
 
 
 def row_of(order: Order, rows: Rows, draw: int, out: Collection[int], *, name: str) -> int:
-    """What an order answers, checked. Raises CallError for anything but the number of a row."""
+    """What an order answers, checked. Raises OrderError for anything but the number of a row."""
     what = f"{KEY} {name!r}, draw {draw} of source {rows.source.rows.name!r}"
     found = _called(partial(order.row, draw, out), what)
     try:
@@ -361,12 +361,12 @@ def row_of(order: Order, rows: Rows, draw: int, out: Collection[int], *, name: s
     except TypeError:
         k = -1
     if isinstance(found, bool) or not 0 <= k < len(rows):
-        raise CallError(f"{what}: row returned {shown(found, 60)}; expected a row from 0 to {len(rows) - 1}")
+        raise OrderError(f"{what}: row returned {shown(found, 60)}; expected a row from 0 to {len(rows) - 1}")
     return k
 
 
 def state_of(order: Order, *, name: str) -> Json:
-    """What an order has learned, checked: a checkpoint holds JSON. CallError that names what is none."""
+    """What an order has learned, checked: a checkpoint holds JSON. OrderError that names what is none."""
     state = call(order, "state", name=name)
     try:
         if (fault := flaw(state, "state")) is None:
@@ -374,7 +374,7 @@ def state_of(order: Order, *, name: str) -> Json:
     except (RecursionError, ValueError) as e:  # too deep, or a number of too many digits
         fault = f"state cannot be written as JSON: {said(e)}"
     if fault is not None:
-        raise CallError(
+        raise OrderError(
             f"{KEY} {name!r}: {fault.removeprefix('column ')}; a checkpoint holds dict, list, str, int, float, bool "
             "and None"
         )
@@ -394,7 +394,7 @@ def _called(function: Callable[[], Any], what: str) -> Any:
         raise
     except (Exception, SystemExit) as e:  # code of the user's: it can fail in any way
         at = traceback.extract_tb(e.__traceback__)[-1]
-        raise CallError(f"{what}: {type(e).__name__}: {said(e)} ({at.filename}:{at.lineno})") from e
+        raise OrderError(f"{what}: {type(e).__name__}: {said(e)} ({at.filename}:{at.lineno})") from e
 
 
 def _is_no_plain(method: object) -> bool:

@@ -378,15 +378,12 @@ def _parts(value: object) -> dict[str, float]:
 # ---------------------------------------------------------------- checks of what it asks of the run
 
 
-_SAID = "a text, a Message, or a list of Message"
-
-
 def _unlisted(value: str | Message | list[Message], what: str) -> Json:
     """A text, a message or messages as JSON. ValueError says what else it was."""
     if isinstance(value, str):
         return value
     if not isinstance(value, Message | list | tuple):
-        raise ValueError(f"{what}: {type(value).__name__}; expected {_SAID}")
+        raise ValueError(f"{what}: {type(value).__name__}; expected a text, a Message, or a list of Message")
     return pack_messages(as_messages([value] if isinstance(value, Message) else value, what))
 
 
