@@ -13,8 +13,9 @@ TORCH  ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
 SWEEP  ?= 10000
 TEMPLATES ?=
 
-# `make times`: the tests once, with the seconds that each takes; writes tests/cases.tsv, which says how many cases of a long
-# test `make test` runs. The others are in the sweep.
+# `make test-long`: the tests that take more than three seconds each, but for those of `make test`, which has one of each
+# kind. `make times`: both once, with the seconds that each test takes; writes tests/cases.tsv, which says which those are,
+# and how many cases stay of a test that has many. The other cases are in the sweep.
 
 # `make golden BASE=<commit>`: a dozen runs by that commit and by the working tree, compared number by number.
 
@@ -34,7 +35,7 @@ TEMPLATES ?=
 # `make check-gpu`: whether whet runs on this machine's NVIDIA GPU, and how fast; ten minutes, a table, check_gpu.json. Where
 # the environment is there already, and no network: `python benchmarks/check_gpu.py` with any Python that has torch.
 
-.PHONY: demo test times test-view test-peers test-backends sweep golden check check-gpu check-wheel format docs site bits bench \
+.PHONY: demo test test-long times test-view test-peers test-backends sweep golden check check-gpu check-wheel format docs site bits bench \
 	bench-learn bench-train clean
 
 demo: $(VENV)/.installed
@@ -42,17 +43,20 @@ demo: $(VENV)/.installed
 
 # Three on two cores: tests of clusters and of kills wait for processes more than half of their time.
 WORKERS ?= 3
-
 # The suite starts more than a hundred interpreters: compiled modules are kept, whatever the environment says.
+PYTEST  := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+AT_ONCE := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.installed-dev
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
-		--no-loadscope-reorder
+	$(PYTEST) $(AT_ONCE)
+
+test-long: $(VENV)/.installed-dev
+	$(PYTEST) $(AT_ONCE) -m "long and not sweep"
 
 times: $(VENV)/.installed-dev
 	rm -rf build/times
 	mkdir -p build/times
-	WHET_TIMES=build/times PYTHONPATH=tests PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p times \
-		--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	WHET_TIMES=build/times PYTHONPATH=tests $(PYTEST) $(AT_ONCE) -p times -m "not sweep"
 	$(BIN)/python tests/times.py build/times
 
 test-view: $(VENV)/.installed-dev
@@ -73,7 +77,7 @@ test-backends: $(VENV)/.installed-dev $(VLLM)
 	$(BIN)/whet engine install vllm --folder .vllm-env
 
 sweep: $(VENV)/.installed-dev
-	TEMPLATES="$(TEMPLATES)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sweep --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	TEMPLATES="$(TEMPLATES)" $(PYTEST) -m sweep --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python tests/variants.py
 	OMP_NUM_THREADS=1 PYTHONPATH=tests nice -n 10 $(BIN)/python -m fuzz.run all $(SWEEP)
 
@@ -84,7 +88,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests examples benchmarks
 	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_layering.py tests/test_docs.py
+	$(BIN)/python -m pytest --every-case tests/test_layering.py tests/test_docs.py
 
 check-gpu: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/check_gpu.py

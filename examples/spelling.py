@@ -11,8 +11,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import reasoning_gym
-
 from whet import seeds
 
 TASK = "spell_backward"
@@ -60,6 +58,8 @@ def _training(seed: int) -> list[tuple[str, dict[str, Any]]]:
 
 def _distinct(seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """(word, entry) in the order that reasoning-gym draws them, each word once."""
+    import reasoning_gym  # a second; ranks and reward processes, which draw no words, import this file, too
+
     seen: set[str] = set()
     for entry in reasoning_gym.create_dataset(
         TASK, min_word_len=3, max_word_len=5, seed=seed, size=1_000_000

@@ -47,14 +47,16 @@ LONG = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--every-case", action="store_true", help="also those that cases.tsv leaves to the sweep"
+        "--every-case",
+        action="store_true",
+        help="also those that cases.tsv leaves to others than `make test`",
     )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--every-case"):
-        sample(items)  # before pytest leaves out what has the mark `sweep`
+        sample(items)  # before pytest leaves out what has the mark `sweep` or `long`
     place = {f"test_{name}.py": n for n, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
 

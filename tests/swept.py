@@ -1,4 +1,4 @@
-"""Cases of which `make test` runs some, and `make sweep` the others."""
+"""Which tests `make test` runs, which `make test-long`, and of which cases `make sweep` the others."""
 
 from __future__ import annotations
 
@@ -12,21 +12,29 @@ import pytest
 
 HERE = Path(__file__).parent
 CASES = HERE / "cases.tsv"
-"""File, test, and how many of its cases `make test` runs, of those that would take long; `times.py` writes it."""
+"""File, test, how many of its cases are not left to the sweep, and whether those are for `make test-long`. It has the
+tests that take long; `times.py` writes it."""
 
 
 def sample(items: Sequence[pytest.Item]) -> None:
-    """Leave to `make sweep` what `cases.tsv` does not keep of a test's cases. Those stay whose names have the smallest
-    checksums: the same ones everywhere, of every kind, and a new case moves few others."""
-    rows = [line.split("\t") for line in CASES.read_text().splitlines()[1:]]
-    kept = {(file, test): int(cases) for file, test, cases in rows}
+    """Mark what `cases.tsv` leaves to `make sweep` and to `make test-long`. Of a test's cases those stay whose names
+    have the smallest checksums: the same ones everywhere, of every kind, and a new case moves few others."""
+    table = {(file, test): (int(cases), bool(long)) for file, test, cases, long in rows()}
     found: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sweep") is None:
             found[function_of(item)].append(item)
-    for test, cases in found.items():
-        for item in sorted(cases, key=lambda item: crc32(item.name.encode()))[kept.get(test, len(cases)) :]:
-            item.add_marker(pytest.mark.sweep(CASES.name))
+    for test in found.keys() & table.keys():
+        cases, long = table[test]
+        for place, item in enumerate(sorted(found[test], key=lambda item: crc32(item.name.encode()))):
+            if place >= cases:
+                item.add_marker(pytest.mark.sweep(CASES.name))
+            elif long:
+                item.add_marker(pytest.mark.long(CASES.name))
+
+
+def rows() -> list[list[str]]:
+    return [line.split("\t") for line in CASES.read_text().splitlines()[1:]]
 
 
 def function_of(item: pytest.Item) -> tuple[str, str]:

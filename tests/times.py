@@ -1,10 +1,12 @@
-"""How long each test takes, and how many cases of a test `make test` has the time for.
+"""How long each test takes: which ones `make test` has the time for, and how many cases of each.
 
     make times
 
-`pytest -p times` writes the seconds of a processor that each test took, with the processes that it waited for, to
-the folder of WHET_TIMES; `python tests/times.py FOLDER` reads them, writes `cases.tsv` and prints the longest tests. A
-test whose cases take T seconds keeps those of sqrt(T x SHARE_S) seconds: the more there are, the smaller their share.
+`pytest -p times` writes the seconds of a processor that each test took, with the processes that it waited for, and
+those of the clock to the folder of WHET_TIMES; `python tests/times.py FOLDER` reads them, writes `cases.tsv` and prints
+the longest tests. A test whose cases take T seconds of a processor keeps those of sqrt(T x SHARE_S) seconds: the more
+there are, the smaller their share. What then takes LONG_S on the clock is for `make test-long`, but for one test of
+each kind.
 """
 
 from __future__ import annotations
@@ -24,6 +26,29 @@ from swept import CASES, function_of
 
 SHARE_S = 0.25
 """A test of fewer seconds keeps all its cases."""
+
+LONG_S = 3.0
+ONE_OF_A_KIND = frozenset(
+    {
+        ("test_checkpoint.py", "test_killed_while_it_saves_in_the_background_it_goes_on_from_the_one_before"),
+        ("test_cli.py", "test_killed_it_leaves_no_process"),
+        ("test_cluster.py", "test_tokens_weights_and_errors_travel"),
+        ("test_dead_verl.py", "test_no_key_is_dead"),
+        ("test_env_contract.py", "test_an_environment_that_fails_ends_its_own_episode_and_changes_no_other"),
+        ("test_jail.py", "test_a_beast_gets_its_failure_and_its_neighbours_get_their_values"),
+        ("test_learning.py", "test_reward_rises"),
+        ("test_native.py", "test_alone_or_with_fifty_others_in_any_order_bit_for_bit"),
+        (
+            "test_payloads.py",
+            "test_code_that_a_verifier_evaluates_can_do_nothing_and_the_verifier_still_judges",
+        ),
+        ("test_ranks_grid.py", "test_a_step_on_each_layout_from_the_checkpoint_of_another"),
+        ("test_same_run.py", "test_a_file_is_the_native_run_bit_for_bit"),
+        ("test_secrets.py", "test_no_secret_stands_in_what_a_run_leaves_or_prints"),
+        ("test_stores.py", "test_sigkill_at_every_write_loses_nothing"),
+    }
+)
+"""In `make test` whatever they take: of each promise one test that a whole run, real processes or a kill proves."""
 
 _cases: Counter[tuple[str, str]] = Counter()
 
@@ -79,13 +104,20 @@ def kept(cases: int, case_s: float) -> int:
 
 def main(folder: Path) -> None:
     found = read(folder)
-    rows = {key: (cases, sum(own) / len(own)) for key, (cases, own, _) in found.items()}
-    lines = [f"{file}\t{test}\t{kept(*row)}" for (file, test), row in rows.items() if kept(*row) < row[0]]
-    CASES.write_text("\n".join(["file\ttest\tcases", *sorted(lines)]) + "\n")
+    lines, now, quick_s = [], {}, 0.0
+    for (file, test), (cases, own, clock) in found.items():
+        left = kept(cases, sum(own) / len(own))
+        clock_s = left * sum(clock) / len(clock)
+        long = clock_s > LONG_S and (file, test) not in ONE_OF_A_KIND
+        if left < cases or long:
+            lines.append(f"{file}\t{test}\t{left}\t{'long' if long else ''}")
+        now[file, test] = left * sum(own) / len(own)
+        quick_s += 0.0 if long else clock_s
+    CASES.write_text("\n".join(["file\ttest\tcases\tlong", *sorted(lines)]) + "\n")
     took = {key: sum(own) for key, (_, own, _) in found.items()}
-    now = {key: row[1] * kept(*row) for key, row in rows.items()}
     print(
-        f"{len(found)} tests: {sum(took.values()):.0f} s of a processor, {sum(now.values()):.0f} s with the new table"
+        f"{len(found)} tests: {sum(took.values()):.0f} s of a processor, {sum(now.values()):.0f} s with the new table; "
+        f"{quick_s:.0f} s on the clocks of all workers in `make test`"
     )
     print(f"{'seconds':>8}{'kept':>8}{'clock':>8}{'cases':>7}  test")
     for key in sorted(found, key=lambda key: -now[key])[:60]:
