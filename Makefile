@@ -13,7 +13,7 @@ TORCH  ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
 SWEEP  ?= 10000
 TEMPLATES ?=
 
-# `make test-long`: the tests that take more than three seconds each, but for those of `make test`, which has one of each
+# `make test-long`: the tests that take more than 2.5 seconds each, but for those of `make test`, which has one of each
 # kind. `make times`: both once, with the seconds that each test takes; writes tests/cases.tsv, which says which those are,
 # and how many cases stay of a test that has many. The other cases are in the sweep.
 

@@ -85,12 +85,12 @@ def test_one_of_a_kind_is_no_long_test() -> None:
 def test_what_is_kept_of_many_seconds_and_what_is_long(
     tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """400 cases of 0.5 s: the root of 200 x 0.25 are 7 s, 14 cases, which take 8.4 s on the clock; one of 8 s stays;
-    2 cases of 0.05 s, too; 100 of 0.1 s become 16, which wait little; one that only waits is long, but for one of its
-    kind."""
+    """400 cases of 0.5 s: the root of 200 x 0.25 are 7 s, 14 cases, 8.4 s on the clock; one of 8 s stays;
+    2 cases of 0.05 s, too; 100 of 0.03 s become 33, a second's, which wait little; one that only waits is long, but for
+    one of its kind."""
     lines = ["test_a.py\ttest_many\t400\t0.5\t0.6"] * 2
     lines += ["test_a.py\ttest_one\t1\t8.0\t9.0", "test_a.py\ttest_short\t2\t0.05\t0.1"]
-    lines += ["test_b.py\ttest_some\t100\t0.1\t0.1", "test_b.py\ttest_waits\t1\t0.1\t4.0"]
+    lines += ["test_b.py\ttest_some\t100\t0.03\t0.04", "test_b.py\ttest_waits\t1\t0.1\t4.0"]
     lines += ["test_b.py\ttest_kill\t1\t0.1\t4.0"]
     folder = tmp_path / "times"
     folder.mkdir()
@@ -102,6 +102,6 @@ def test_what_is_kept_of_many_seconds_and_what_is_long(
         "file\ttest\tcases\tlong",
         "test_a.py\ttest_many\t14\tlong",
         "test_a.py\ttest_one\t1\tlong",
-        "test_b.py\ttest_some\t16\t",
+        "test_b.py\ttest_some\t33\t",
         "test_b.py\ttest_waits\t1\tlong",
     ]

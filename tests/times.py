@@ -4,8 +4,8 @@
 
 `pytest -p times` writes the seconds of a processor that each test took, with the processes that it waited for, and
 those of the clock to the folder of WHET_TIMES; `python tests/times.py FOLDER` reads them, writes `cases.tsv` and prints
-the longest tests. A test whose cases take T seconds of a processor keeps those of sqrt(T x SHARE_S) seconds: the more
-there are, the smaller their share. What then takes LONG_S on the clock is for `make test-long`, but for one test of
+the longest tests. A test whose cases take T seconds of a processor keeps those of sqrt(T x SHARE_S) seconds, but of
+LEAST_S at least: the more there are, the smaller their share. What then takes LONG_S on the clock is for `make test-long`, but for one test of
 each kind.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+import statistics
 import sys
 import time
 from collections import Counter, defaultdict
@@ -24,10 +25,9 @@ import pytest
 
 from swept import CASES, function_of
 
-SHARE_S = 0.25
-"""A test of fewer seconds keeps all its cases."""
+SHARE_S, LEAST_S = 0.25, 1.0
 
-LONG_S = 3.0
+LONG_S = 2.5
 ONE_OF_A_KIND = frozenset(
     {
         ("test_checkpoint.py", "test_killed_while_it_saves_in_the_background_it_goes_on_from_the_one_before"),
@@ -98,15 +98,15 @@ def read(folder: Path) -> Times:
 
 def kept(cases: int, case_s: float) -> int:
     """How many cases of that many seconds each stay."""
-    all_s = cases * case_s
-    return cases if all_s <= SHARE_S else min(cases, max(1, round(math.sqrt(all_s * SHARE_S) / case_s)))
+    left_s = max(LEAST_S, math.sqrt(cases * case_s * SHARE_S))
+    return cases if cases * case_s <= left_s else max(1, round(left_s / case_s))
 
 
 def main(folder: Path) -> None:
     found = read(folder)
     lines, now, quick_s = [], {}, 0.0
     for (file, test), (cases, own, clock) in found.items():
-        left = kept(cases, sum(own) / len(own))
+        left = kept(cases, statistics.median(own))  # the first one may pay for what all share
         clock_s = left * sum(clock) / len(clock)
         long = clock_s > LONG_S and (file, test) not in ONE_OF_A_KIND
         if left < cases or long:
