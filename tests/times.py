@@ -5,8 +5,8 @@
 `pytest -p times` writes the seconds of a processor that each test took, with the processes that it waited for, and
 those of the clock to the folder of WHET_TIMES; `python tests/times.py FOLDER` reads them, writes `cases.tsv` and prints
 the longest tests. A test whose cases take T seconds of a processor keeps those of sqrt(T x SHARE_S) seconds, but of
-LEAST_S at least: the more there are, the smaller their share. What then takes LONG_S on the clock is for `make test-long`, but for one test of
-each kind.
+LEAST_S at least: the more there are, the smaller their share. What then takes LONG_S on the clock is for
+`make test-long`, but for one test of each kind.
 """
 
 from __future__ import annotations
