@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from whet import tables
 from whet.config.functions import Function
 from whet.config.keys import setting, words
 from whet.tables import near
@@ -68,8 +69,8 @@ def setting_problems(key: str, made: Chosen, table: Mapping[str, Function]) -> I
     if not made.name:
         yield f"{key}.name", f"must be given: {', '.join(table)}"
         return
-    if made.name not in table:
-        yield key, unknown(made.name, table)
+    if wrong := tables.unknown(table, made.name):
+        yield key, wrong
         return
     section = table[made.name].settings
     known = _settings_of_all(table)
