@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ import yaml
 import whet
 import whet.weights
 from forked import Started
+from whet import checkpoint, disaggregated
 from whet.api import Stop, run_training
 from whet.buffer.queue import ExplorerQueue
 from whet.buffer.stores import Scored, Store, open_store
@@ -30,7 +32,7 @@ from whet.config.checks_sync import content_of, has_adapters
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Config
-from whet.disaggregated import Followed, check_code
+from whet.disaggregated import Evaluation, Followed, check_code, evaluate_all
 from whet.explorer import open_buffer
 from whet.models import kernels
 from whet.models.load import build
@@ -40,7 +42,7 @@ from whet.sync.manifest import Manifest, describe
 from whet.sync.weights import publish, sync
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
-from whet.types import ConfigError, Group, Rollout, Task, WhetError
+from whet.types import CheckpointError, ConfigError, Group, Rollout, Task, WhetError
 from whet.weights import open_publisher
 
 STEPS = 32
@@ -181,6 +183,103 @@ def test_a_trainer_that_waits_for_explorers_ends_at_ctrl_c(
     assert run_training(load(None, (), tree(tmp_path, mode="train"))) == 130
     assert [p.name for p in sorted((tmp_path / "run/checkpoints").iterdir())] == ["0-main-000000"]
     assert run_training(load(None, (), tree(tmp_path, mode="train"))) == 130, "it goes on, and waits again"
+
+
+def test_a_trainer_that_goes_on_with_a_finished_stage_takes_back_that_it_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with more train.steps: explorers would end at once, and the trainer wait for them."""
+    store = open_store(f"sqlite:///{tmp_path}/groups.db", queue="apart/main", order="arrival")
+    store.note("finished", 3)
+    taken, noted = Store.take, []
+
+    def interrupted(store: Store, *args: Any, **given: Any) -> list[Group]:
+        noted.append(store.noted("finished"))
+        os.kill(os.getpid(), signal.SIGINT)
+        return taken(store, *args, **given)
+
+    monkeypatch.setattr(Store, "take", interrupted)
+    assert run_training(load(None, (), tree(tmp_path, mode="train"))) == 130
+    assert noted[0] is None
+    store.close()
+
+
+class Bench:
+    """Policy and recorder of an evaluation process whose trainer saves on; it looks at `meanwhile` with each step."""
+
+    version = 0
+    apart = False
+    module: Any = None
+
+    def __init__(self, meanwhile: Callable[[int], object]) -> None:
+        self.meanwhile, self.steps, self.display = meanwhile, list[int](), MagicMock()
+
+    def load(self, path: Path) -> None:
+        if not (path / "model").exists():
+            raise FileNotFoundError(path)
+
+    async def evaluate(self, step: int) -> None:
+        self.steps.append(step)
+        self.meanwhile(step)
+
+
+def benched(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[int, Any], object], *, steps: int = 4
+) -> list[int]:
+    """Evaluate the checkpoints of steps 1, 2 ... Returns the steps that were evaluated."""
+    for step in range(1, steps + 1):
+        state = {"stage": 0, "stage_name": "main", "step": step, "version": step, "done": step == steps}
+        checkpoint.write(folder / "checkpoints", {"policy": written}, state)
+    stop, context = (
+        SimpleNamespace(requested=False),
+        SimpleNamespace(index=0, monitor=SimpleNamespace(step=0)),
+    )
+    bench: Any = Bench(lambda step: meanwhile(step, stop))
+    evaluation = Evaluation(context, bench, bench, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(disaggregated, "open_evaluation", lambda job, index: evaluation)
+    (folder / "bench").mkdir()
+    job: Any = MagicMock(plans=[None])
+    job.loaded.config.sync.timeout_s, job.records.stop = 20.0, stop
+    job.records.directory.path = folder / "bench"
+    asyncio.run(evaluate_all(job, folder))
+    return cast("list[int]", bench.steps)
+
+
+def written(path: Path) -> None:
+    path.mkdir()
+    (path / "model").touch()
+
+
+def test_a_bench_leaves_out_what_the_trainer_deletes_before_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer keeps the newest of its checkpoints, and an evaluation may take longer than the steps between two."""
+
+    def meanwhile(step: int, stop: Any) -> None:
+        if step == 1:
+            shutil.rmtree(tmp_path / "checkpoints/0-main-000002")
+            (tmp_path / "checkpoints/0-main-000003").rename(tmp_path / "checkpoints/.0-main-000003.new-drop")
+
+    assert benched(tmp_path, monkeypatch, meanwhile) == [1, 4]
+
+
+def test_a_bench_that_finds_a_damaged_checkpoint_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(step: int, stop: Any) -> None:
+        (tmp_path / "checkpoints/0-main-000002/policy/model").write_text("other")
+
+    with pytest.raises(CheckpointError, match=r"0-main-000002: policy/model has 5 bytes"):
+        benched(tmp_path, monkeypatch, meanwhile)
+
+
+def test_a_bench_that_is_stopped_begins_no_other_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(step: int, stop: Any) -> None:
+        stop.requested = step == 2
+
+    assert benched(tmp_path, monkeypatch, meanwhile) == [1, 2]
 
 
 def test_an_explorer_without_a_trainer_says_whom_it_waited_for(tmp_path: Path) -> None:

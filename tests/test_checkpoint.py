@@ -394,6 +394,31 @@ def test_groups_of_a_state_lie_beside_it_and_damage_to_them_is_named(tmp_path: P
         checkpoint.read_state(path)
 
 
+def test_the_checkpoint_before_a_damaged_one_is_that_of_the_run_s_order(tmp_path: Path) -> None:
+    for name in ("1-early-000009", "2-main-000010", "10-late-000001", "2-main-1000000"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointError, match=r"resume=\S*/1-early-000009 resumes from the previous"):
+        checkpoint.read_state(tmp_path / "2-main-000010")
+    with pytest.raises(CheckpointError, match=r"resume=\S*/2-main-1000000 resumes from the previous"):
+        checkpoint.read_state(tmp_path / "10-late-000001")
+
+
+def test_a_checkpoint_is_removed_in_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes beside the run read its checkpoints meanwhile: they find one whole or not at all."""
+    trained, removed = engine(), []
+    real = shutil.rmtree
+
+    def looked(path: Path, *given: Any, **more: Any) -> None:
+        removed.append([p.name for p in checkpoint.all_in(tmp_path)])
+        real(path, *given, **more)
+
+    checkpoint.save(tmp_path, {"policy": trained}, place(1), keep=1)
+    monkeypatch.setattr(shutil, "rmtree", looked)
+    checkpoint.save(tmp_path, {"policy": trained}, place(2), keep=1)
+    assert removed[-1] == ["0-main-000002"]
+    assert [p.name for p in tmp_path.iterdir()] == ["0-main-000002"]
+
+
 @pytest.mark.parametrize("copies", [1, 2])
 def test_the_tokenizer_of_a_run_beside_is_had_though_its_checkpoints_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int

@@ -28,6 +28,7 @@ from whet.envs.env import (
     as_step,
 )
 from whet.envs.hosts import EnvHosts
+from whet.guard.processes import until
 from whet.rollout.episode import play_groups
 from whet.rollout.limits import EpisodeLimits
 from whet.rollout.scripted import ScriptedEngine
@@ -255,6 +256,24 @@ async def asks_and_hangs(env):
     await env.world.chat([Message("user", "1")])
     await asyncio.sleep(1000)
 
+async def gives_up_a_chat(env):
+    """The answer comes when nobody waits for it any more."""
+    env.hold = await env.world.chat([Message("user", "1")])
+    asked = asyncio.ensure_future(env.world.chat([Message("user", "2")]))
+    await asyncio.sleep(0)
+    asked.cancel()
+    while not asked.done():
+        await asyncio.sleep(0)
+    await env.world.chat([Message("user", "3")])
+    return EnvStep(done=True)
+
+async def returns_after_a_chat_that_it_gave_up(env):
+    try:
+        await asyncio.wait_for(env.world.chat([Message("user", "2")]), 0.01)
+    except TimeoutError:
+        pass
+    return EnvStep(done=True)
+
 HOW = {name: value for name, value in list(globals().items()) if asyncio.iscoroutinefunction(value)}
 
 
@@ -272,6 +291,25 @@ async def late_async(task, world):
 
 async def late_blocking(task, world):
     return late(task, world)
+
+
+class MadeLate:
+    """Made by a thread, once a file is there."""
+
+    def __init__(self, task, gate, note):
+        self.note = note
+        while task.uid == 10 and not os.path.exists(gate):
+            time.sleep(0.01)
+
+    def first(self):
+        return []
+
+    def step(self, reply):
+        return EnvStep()
+
+    def close(self):
+        with open(self.note, "a") as file:
+            file.write("closed\\n")
 '''
 
 END = 1
@@ -691,6 +729,70 @@ def test_an_engine_that_does_not_answer_ends_the_episode_by_its_time_and_not_the
     assert cancelled == [held], "nobody waits for the reply any more"
     assert play(hosts.make) == undisturbed
     assert hosts.restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("gives_up_a_chat", None),
+        (
+            "returns_after_a_chat_that_it_gave_up",
+            "env bad value: step returned before its calls of world.chat were answered (after turn 1)",
+        ),
+    ],
+)
+def test_a_call_of_the_policy_that_an_environment_gives_up_ends_no_host(
+    opened: Opened, how: str, error: str | None
+) -> None:
+    """The answer to the call that is given up (prompt 2) is sent before that to the next one (prompt 3), or never."""
+    given_up = asyncio.Event()
+
+    async def say(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
+        if token_ids == [2]:
+            await given_up.wait()
+        if token_ids == [3]:
+            given_up.set()
+            for _ in range(100):
+                await asyncio.sleep(0)
+        return said(token_ids, sampling, version)
+
+    hosts = opened("Hostile", how=how)
+    found = play(hosts.make, engine=ScriptedEngine(say, end_token_ids=[END]))
+    assert found.pop(11).error == error
+    assert [r.error for r in found.values()] == [None] * 3
+    assert hosts.restarts == 0
+
+
+def test_an_environment_that_is_made_after_its_episode_has_ended_is_closed(
+    opened: Opened, tmp_path: Path
+) -> None:
+    gate, note = tmp_path / "gate", tmp_path / "note"
+    hosts = opened("MadeLate", gate=str(gate), note=str(note))
+    found = play(hosts.make, 2, timeout_s=1.0)
+    assert found[10].error == "not finished within rollout.timeout_s=1"
+    assert found[11].error is None
+    assert note.read_text() == "closed\n"
+    gate.touch()
+    assert until(lambda: note.read_text() == "closed\n" * 2, 20.0)
+
+
+def test_a_host_that_nobody_waits_for_any_more_is_ended(opened: Opened) -> None:
+    """It was to play one episode alone, which ended while the host was starting."""
+    hosts = opened("Sums")
+
+    async def story() -> None:
+        asked = asyncio.create_task(hosts.find(alone=True))
+        async with asyncio.timeout(60):
+            while len(hosts._lines.lines) < 2:
+                await asyncio.sleep(0.01)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            while not hosts._lines.lines[1].gone():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(story())
+    assert not hosts._lines.lines[0].gone()
 
 
 def test_a_host_that_stops_is_replaced(

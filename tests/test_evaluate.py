@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 import statistics
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -19,7 +20,7 @@ from whet.config.plan import plans
 from whet.config.schema import Config, RewardConfig
 from whet.evaluation import accuracy, best_of, check_sources, commonest, doublings, evaluate, pass_at, shown
 from whet.rewards.combine import RewardSet
-from whet.types import ConfigError, Group, Json, Rollout, Task
+from whet.types import ConfigError, Group, Json, Rollout, Task, WhetError
 
 
 def reply(answer: str, reward: float | None) -> Rollout:
@@ -248,7 +249,7 @@ def broken(response: str, task: Task) -> float:
 
 
 def run_evaluation(
-    cfg: Config, tasks: list[Task]
+    cfg: Config, tasks: list[Task], judged_by: Callable[[str, Task], float] = length
 ) -> tuple[list[Group], list[tuple[EvalSampling, list[int]]]]:
     """Every reply to a task is its uid as text; and what was asked together."""
     calls: list[tuple[EvalSampling, list[int]]] = []
@@ -260,7 +261,7 @@ def run_evaluation(
         ]  # fmt: skip
 
     rewards = {"long": RewardConfig(function="object:long"), "bad": RewardConfig(function="object:bad")}
-    with RewardSet.from_config(rewards, cfg.reward_workers, {"long": length, "bad": broken}) as judge:
+    with RewardSet.from_config(rewards, cfg.reward_workers, {"long": judged_by, "bad": broken}) as judge:
         return asyncio.run(evaluate(ask, tasks, judge, cfg=cfg)), calls
 
 
@@ -286,6 +287,43 @@ def test_tasks_asked_alike_go_together_and_come_back_in_order() -> None:
         [2.0 * uid] * (3 if uid % 2 else 1) for uid in range(10)
     ]
     assert {name for g in groups for r in g.rollouts for name in r.reward_parts} == {"long"}
+
+
+@pytest.mark.parametrize(("failing", "unscored"), [({3}, 3), ({3, 4, 5}, 9)])
+def test_failures_are_counted_over_the_whole_evaluation_and_not_over_what_is_asked_at_once(
+    failing: set[int], unscored: int
+) -> None:
+    cfg = Config.model_validate(
+        {"eval": {"reward": "long", "samples": 3}, "reward_workers": {"max_failure_rate": 0.1},
+         "rollout": {"max_num_seqs": 3}}
+    )  # fmt: skip
+
+    def fails(response: str, task: Task) -> float:
+        if task.uid in failing:
+            raise RuntimeError("cannot read this answer")
+        return 1.0
+
+    tasks = [Task(uid=uid, source="a", prompt="") for uid in range(20)]
+    if unscored > 6:
+        with pytest.raises(WhetError, match=r"9 of 60 rollouts .* are unscored, .*cannot read this answer"):
+            run_evaluation(cfg, tasks, fails)
+    else:
+        groups, calls = run_evaluation(cfg, tasks, fails)
+        assert len(calls) == len(tasks)
+        assert sum(r.reward is None for g in groups for r in g.rollouts) == unscored
+
+
+def test_every_engine_has_tasks_at_the_same_time() -> None:
+    tasks = [Task(uid=uid, source="a", prompt="") for uid in range(10)]
+    for rollout, sizes in (
+        ({}, [2] * 5),
+        ({"replicas": 2}, [4, 4, 2]),
+        ({"engine": "vllm", "server": {"urls": ("http://127.0.0.1:1", "http://127.0.0.1:2")}}, [4, 4, 2]),
+    ):
+        cfg = Config.model_validate(
+            {"eval": {"reward": "long", "samples": 3}, "rollout": {"max_num_seqs": 6, **rollout}}
+        )
+        assert [len(uids) for _, uids in run_evaluation(cfg, tasks)[1]] == sizes, rollout
 
 
 def test_shown_samples_are_the_same_tasks_every_time() -> None:

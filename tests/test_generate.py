@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import whet
-from test_early_stopping import ROWS, train
+from test_early_stopping import ROWS, SCRATCH, train
 from whet import generation as module
 from whet.cli import app
 from whet.config.load import load
@@ -131,6 +131,23 @@ def test_a_step_of_a_run(run: Path, tmp_path: Path) -> None:
     evaluated = pq.read_table(run / "eval" / "main-step-000001.parquet").to_pylist()
     out = whet.generate(run, output=tmp_path / "out.jsonl", step=1)
     assert [row["responses"] for row in lines(out)] == [[row["text"]] for row in evaluated]
+
+
+def test_a_stage_without_prompts_is_named(tmp_path: Path) -> None:
+    rows = [{"prompt": row["prompt"], "response": "ab"} for row in ROWS]
+    first = {"name": "first", "algorithm": "sft", "data": {"train": rows}, "train": {"steps": 1}}
+    path = jsonl(tmp_path / "rows.jsonl", ROWS)
+    second = {"name": "second", "data": {"train": path, "eval": path, "exclude_eval": False}}
+    whet.train(
+        model={"scratch": SCRATCH}, tokenizer={"build": "chars"}, rewards=lambda response, answer: 0.0,
+        rollout={"group_size": 2, "sampling": {"max_tokens": 4}}, train={"steps": 1, "tasks_per_step": 2},
+        data={"max_prompt_tokens": 16},
+        checkpoint={"export": False, "keep": None}, stages=[first, second], run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    for out in ("out.jsonl", "out.parquet"):
+        with pytest.raises(ConfigError, match=r"stage 'first' has no prompts \(data\.eval\)"):
+            whet.generate(tmp_path / "run", output=tmp_path / out, stage="first")
+        assert not (tmp_path / out).exists()
 
 
 def test_a_config_with_its_own_model_and_file(model: Path, tmp_path: Path) -> None:

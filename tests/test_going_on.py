@@ -243,6 +243,30 @@ def test_other_numbers_are_a_branch_that_has_to_be_asked_for(
     train(stopped, "train.optimizer.lr=0.05", "data.seed=4")  # it is the config of the run now
 
 
+KL = "algorithm.reward_kl.coef"
+MOVING = "algorithm.reward_kl={coef: 0.5, target: 1000.0, horizon: 100}"
+"""A KL that stays far below its target: each step of 8 rollouts multiplies its weight by 1 - 0.2 * 8 / 100 = 0.984."""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (f"{KL}=0.5", f"{KL}=0.25", [0.5, 0.5, 0.25]),
+        (MOVING, MOVING.replace("horizon: 100", "horizon: 50"), [0.5, 0.5 * 0.984, 0.5 * 0.984**2]),
+        (MOVING, MOVING.replace("0.5", "0.25"), [0.5, 0.5 * 0.984, 0.25]),
+    ],
+    ids=["a fixed weight", "a weight that moves", "another first weight"],
+)
+def test_a_branch_has_the_weight_of_the_kl_that_its_config_says(
+    before: str, after: str, expected: list[float], tmp_path: Path
+) -> None:
+    train(tmp_path, before)
+    shutil.rmtree(checkpoint.all_in(tmp_path / "checkpoints")[2])
+    train(tmp_path, after, change=True)
+    told = [json.loads(line)["train/kl_coef"] for line in metrics(tmp_path).splitlines()]
+    assert told == pytest.approx(expected)
+
+
 def test_a_branch_goes_with_what_was_written_after_it(stopped: Path, finished: Path) -> None:
     train(stopped, "train.optimizer.lr=0.05", change=True)
     first = checkpoint.all_in(stopped / "checkpoints")[0]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.algos.groups import mask_shared_prefixes, refine, rejection, uninformative, with_baseline
-from whet.batch import pack
+from whet.batch import pack, with_parts
 from whet.buffer.buffer import Buffer
 from whet.config.recipes import resolve
 from whet.config.schema import AlgorithmConfig
@@ -249,6 +249,20 @@ def test_a_truncated_rollout_without_reward_has_none_in_its_turns() -> None:
     found, _ = refine(given, GroupsConfig(truncated="zero"))
     zeroed = found.rollouts[0]
     assert (zeroed.reward, [turn.reward for turn in zeroed.turns]) == (0.0, [None, None])
+
+
+def test_a_zeroed_rollout_has_no_part_of_a_reward_either() -> None:
+    """Else gdpo, which compares parts, would reward the reply that ran into its limit."""
+    parts = {"right": 1.0, "form": 1.0}
+    long = replace(rollout(0, reward=2.0, reason="length"), reward_parts=parts)
+    done = replace(rollout(1, reward=0.0), reward_parts=dict.fromkeys(parts, 0.0))
+    cfg = GroupsConfig(truncated="zero", uniform_by=("right",))
+    found, _ = refine(group(long, done), cfg)
+    batch = with_parts(pack([found]), [found], ["right", "form"])
+    assert batch.reward_R.tolist() == [0, 0]
+    assert batch.part_RC is not None
+    assert batch.part_RC.tolist() == [[0, 0], [0, 0]]
+    assert uninformative(found, cfg, drop_uniform=True, weights={"right": 1.0}) == "uniform"
 
 
 # ---------------------------------------------------------------- greedy baselines

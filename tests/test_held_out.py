@@ -17,6 +17,7 @@ from forked import whet
 from sections import algorithm as section
 from tiny import tiny_model
 from whet import evaluate, train
+from whet.algos.preference import kl_zero
 from whet.algos.recipes import build
 from whet.batch import Batch
 from whet.config.schema import AlgorithmConfig, CriticConfig
@@ -99,6 +100,23 @@ def test_preferences_on_held_out_pairs() -> None:
     assert m["eval/p/margin"] == pytest.approx(sum(margins) / 3, rel=1e-4)
     assert m["eval/p/loss"] == pytest.approx(sum(math.log1p(math.exp(-x)) for x in margins) / 3, rel=1e-4)
     assert m["eval/p/replies"] == 6
+
+
+def test_a_source_of_one_labelled_reply_is_measured_among_all(caplog: pytest.LogCaptureFixture) -> None:
+    policy, reference = engine(seed=1), engine(seed=2)
+
+    def look(batch: Batch) -> Batch:
+        zero_R = kl_zero(batch, policy=policy.forward, reference=reference.forward)
+        return replace(batch, logp_ref_N=reference.forward(batch, "logprobs"), kl_zero_R=zero_R)
+
+    one, *others = group("a", [4], [3, 1]), group("b", [5, 6], [7, 8, 1]), group("b", [9], [10, 1])
+    with caplog.at_level(logging.WARNING, "whet"):
+        m = eval_loss(policy, [one, *others], algorithm("kto"), look=look)
+    assert {name.split("/")[1] for name in m} == {"b", "all"}
+    assert (m["eval/b/replies"], m["eval/all/replies"]) == (2, 3)
+    assert "held-out replies: a has a single one" in caplog.text
+    alone = eval_loss(policy, others, algorithm("kto"), look=look)
+    assert alone == {name: x for name, x in m.items() if name.startswith("eval/b/")}
 
 
 # ---------------------------------------------------------------- which tasks

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 from aiohttp import web
@@ -69,6 +70,32 @@ def test_a_conversation_is_shown_without_its_system_message() -> None:
 
 
 # ---------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("Rating: -3", 0.2),
+        ("**Rating:** -5", 0.0),
+        ("Score = -.5", 0.45),
+        ("Rating: .5", 0.55),
+        ("Rating - 3", 0.8),
+    ]
+    + [
+        ("Rating-3", 0.8),
+        ("Rating: +3", 0.8),
+        ("Rating: - 3", 0.8),
+        ("rate [[-3]]", 0.2),
+        ("Rating: -6", None),
+        ("Rating (-5 to 5): 4", 0.9),
+        ("**Rating** (1-10): -5", 0.0),
+    ],
+)
+def test_a_rating_keeps_its_sign_and_its_point(said: str, expected: float | None) -> None:
+    both = Asking(low=-5, high=5, unread=-1.0)
+    assert both.scores(said, 1, together=False)[0]["score"] == pytest.approx(
+        -1 if expected is None else expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,6 +213,18 @@ def test_a_reward_process_asks_the_server() -> None:
         "model": "m", "max_tokens": 1024, "temperature": 0.0, "top_p": 0.5,
     }  # fmt: skip
     assert "<reference>\n4" in s.asked[3]["messages"][1]["content"]
+
+
+def test_a_judge_has_the_time_that_its_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """aiohttp's own limit of 300 s, made shorter here, ends no question."""
+    monkeypatch.setattr(aiohttp.client, "DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=0.05))
+
+    async def slow(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.3)
+        return web.json_response({"choices": [{"message": {"content": "Rating: 10"}}]})
+
+    with server(slow) as s:
+        assert pay("judge", task(), "a", url=s.url, model="m", timeout_s=30) == [1.0]
 
 
 def test_a_busy_server_is_asked_again_and_a_broken_one_leaves_unscored(

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -21,7 +22,7 @@ from whet.buffer.buffer import Buffer
 from whet.checkpoint import copied
 from whet.config.schema import Config
 from whet.context import Context
-from whet.explorer import Explorer, Slots
+from whet.explorer import Explorer
 from whet.guard.ledger import Ledger
 from whet.learner import Learned
 from whet.loop import steps as loop_steps
@@ -29,6 +30,7 @@ from whet.rewards.combine import RewardSet
 from whet.rollout.engine import WeightUpdate
 from whet.rollout.episode import play_groups
 from whet.rollout.scripted import ScriptedEngine
+from whet.rollout.slots import Slots
 from whet.stage import Stage
 from whet.track.monitor import Monitor
 from whet.track.timeline import Timeline
@@ -162,7 +164,7 @@ def toy(
     ledger, engine = Ledger(), ScriptedEngine(handler or reply)
     play = partial(
         play_groups, engine, group_size=SIZE, sampling=Sampling(max_tokens=2), seed=0, purpose="train",
-        decode=str, end_token_ids={1}, timeout_s=120.0, ended=(bound := Slots(slots, SIZE)).ended,
+        decode=str, end_token_ids={1}, timeout_s=120.0, ended=(bound := Slots(lambda: slots, SIZE)).ended,
     )  # fmt: skip
     buffer = Buffer(
         groups_per_step=TASKS, group_size=SIZE, max_staleness=max_staleness, reject=rejecting(rng, keep),
@@ -259,3 +261,83 @@ def test_buffer_state_comes_back() -> None:
     other.buffer.restore(copied(run.buffer.state()))
     assert other.buffer.waiting == run.buffer.waiting
     assert other.buffer.held == 3
+
+
+def test_groups_that_were_booked_since_the_last_step_are_in_the_state() -> None:
+    """An asynchronous stage samples on while it evaluates, between the end of a step and its checkpoint."""
+
+    async def booked() -> Toy:
+        run = toy(mode="asynchronous", keep=0.0)
+        await run.explorer.explore_some(3)
+        return run
+
+    run, other = asyncio.run(booked()), toy(mode="asynchronous")
+    other.buffer.restore(copied(run.buffer.state()))
+    assert other.buffer.leave() == run.buffer.leave()
+    assert len(run.buffer.leave()) == 0
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_an_error_of_a_task_beside_a_step_that_is_trained_ends_the_run_with_its_words(
+    max_staleness: int,
+) -> None:
+    """Whether the task would be given up for its age at the end of the step, or the next step's groups are there."""
+    first = (max_staleness + 1) * TASKS
+    run = toy(mode="asynchronous", steps=4, max_staleness=max_staleness, spare=1)
+    put, learn, training = run.buffer.put, run.learner.learn, asyncio.Event()
+
+    async def failing(groups: list[Group], asked: int) -> None:
+        if groups[0].task.uid == first:
+            await training.wait()
+            raise WhetError("this task cannot be put")
+        await put(groups, asked)
+
+    async def beside(*given: Any) -> Learned:
+        training.set()
+        async with run.buffer.changed:
+            await run.buffer.changed.wait_for(
+                lambda: run.buffer.broken is not None and len(run.buffer.waiting) >= first - TASKS
+            )
+        return cast(Learned, await learn(*given))
+
+    run.buffer.put, run.learner.learn = failing, beside  # type: ignore[method-assign]
+    with pytest.raises(WhetError, match="this task cannot be put"):
+        run.go()
+    assert len(run.learner.seen) == 1
+
+
+def test_unscored_rollouts_are_counted_over_a_step_s_worth_of_groups() -> None:
+    """A step that lacks one group samples one more: what becomes of that one alone is no share of a step's rollouts."""
+
+    async def unscored(failing: Collection[int], sizes: list[int]) -> None:
+        run = toy()
+        run.explorer.rewards = RewardSet({}, None, max_failure_rate=0.2)
+        uids = iter(range(100))
+        for size in sizes:
+            tasks = [Task(uid=next(uids), source="toy", prompt="", token_ids=(5, 6)) for _ in range(size)]
+            groups = [
+                Group(g.task, tuple(replace(r, error="reward: no") for r in g.rollouts))
+                if g.task.uid in failing
+                else g
+                for g in await run.explorer.play(tasks)
+            ]
+            run.explorer.check_reward_failures(groups)
+
+    asyncio.run(unscored({TASKS}, [TASKS, 1, 1, TASKS - 2, 1]))
+    with pytest.raises(WhetError, match="8 of 32 rollouts of this step are unscored"):
+        asyncio.run(unscored({TASKS, TASKS + 1}, [TASKS, 1, 1, TASKS - 2]))
+    with pytest.raises(WhetError, match="8 of 32 rollouts of this step are unscored"):
+        asyncio.run(unscored({3, 4}, [TASKS]))
+
+
+def test_while_a_stage_evaluates_no_task_is_asked_for_that_no_step_is_left_for() -> None:
+    run = toy(mode="asynchronous", steps=2, max_staleness=1)
+
+    async def evaluated(done: int) -> None:
+        for _ in range(1000):
+            await asyncio.sleep(0)
+
+    recorder: Any = run.stage.recorder
+    recorder.evaluation_due, recorder.evaluate = lambda done: True, evaluated
+    run.go()
+    assert run.stream.drawn == 2 * TASKS

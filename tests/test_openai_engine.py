@@ -205,6 +205,29 @@ def test_log_probs_of_another_number_than_tokens_are_found(server: OpenAIServer)
     run(story())
 
 
+def test_an_end_token_in_the_last_place_ends_a_reply(server: OpenAIServer) -> None:
+    """Some servers look at the limit of tokens first (SGLang), and tell `length` of such a reply."""
+    said = server._said
+
+    def of_the_limit(*given: Any) -> Any:
+        told = said(*given)
+        if told["choices"][0]["finish_reason"]:
+            told["choices"][0]["finish_reason"] = "length"
+        return told
+
+    async def story() -> None:
+        engine = await opened(server)
+        server._said = of_the_limit  # type: ignore[method-assign]
+        free = await reply(engine, PROMPT, Sampling(max_tokens=3, ignore_eos=True, temperature=0))
+        assert free.finish_reason == "length"
+        asked = Sampling(max_tokens=1, temperature=0, stop_token_ids=(free.token_ids[0],))
+        done = await reply(engine, PROMPT, asked)
+        assert (done.token_ids, done.finish_reason) == (free.token_ids[:1], "stop")
+        await engine.close()
+
+    run(story())
+
+
 # ---------------------------------------------------------------- whole
 
 ROWS = [{"prompt": p, "answer": "1"} for p in ("12", "34", "56", "78")]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ from whet.buffer.queue import TrainerQueue
 from whet.buffer.stores import open_store
 from whet.config.load import Loaded, load
 from whet.config.plan import plan as make_plan
-from whet.config.schema import RewardConfig, RewardWorkersConfig
+from whet.config.schema import Config, RewardConfig, RewardWorkersConfig
 from whet.context import Context
 from whet.data.tokenizer import build as build_tokenizer
 from whet.explorer import open_explorer, queue_name
@@ -35,7 +37,10 @@ from whet.models.lora import twin
 from whet.recorder import open_recorder
 from whet.rewards.combine import RewardSet
 from whet.rollout.engine import WeightUpdate
+from whet.rollout.replica import Replica
+from whet.rollout.router import Router
 from whet.rollout.scripted import ScriptedEngine
+from whet.rollout.slots import Slots, slots_of
 from whet.track.monitor import Monitor
 from whet.track.record import RunDirectory
 from whet.track.trackers import open_trackers
@@ -147,8 +152,30 @@ def test_an_explorer_fills_the_steps_of_its_config_and_knows_nothing_of_a_learne
     assert len(at.engine.calls) == 2 * 4 * 2
     assert {(c.sampling.max_tokens, c.sampling.temperature) for c in at.engine.calls} == {(4, 0.7)}
     assert len({c.sampling.key for c in at.engine.calls}) == len(at.engine.calls)
-    assert explorer.slots.count == 3
+    assert explorer.slots.count() == 3
     assert (explorer.explored, explorer.state()["tasks"]) == (8, {"drawn": 8})
+
+
+def test_a_task_may_have_a_slot_of_every_engine_that_there_is_now() -> None:
+    """Two servers sample twice as much as one, and `whet scale` changes the number of replicas."""
+    engine, limit = ScriptedEngine(lambda *_: SAID, end_token_ids=[1]), {"max_num_seqs": 8}
+
+    def slots(**rollout: Any) -> Slots:
+        cfg = Config.model_validate({"rollout": limit | rollout})
+        return Slots(partial(slots_of, router if cfg.rollout.replicas else engine, cfg), group_size=4)
+
+    async def free(slots: Slots) -> int:
+        return await asyncio.wait_for(slots.free(), timeout=10)
+
+    router = Router([Replica("engine-0", engine), Replica("engine-1", engine)])
+    urls = ("http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3")
+    assert asyncio.run(free(slots())) == 2
+    assert asyncio.run(free(slots(engine="vllm", server={"urls": urls}))) == 6
+    assert asyncio.run(free(slots(env={"make": "a.b:C"}))) == sys.maxsize
+    scaled = slots(replicas=2)
+    assert asyncio.run(free(scaled)) == 4
+    router.replicas["engine-2"] = Replica("engine-2", engine)
+    assert asyncio.run(free(scaled)) == 6
 
 
 @pytest.mark.parametrize("schedule", ["deterministic", "async"])

@@ -31,6 +31,8 @@ from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.recipes import resolve
 from whet.config.schema import AlgorithmConfig
+from whet.training.balance import deal
+from whet.training.micro_batches import MicroBatchLimits
 from whet.types import ConfigError, DataError
 
 SEEDS = st.integers(0, 10_000)
@@ -158,6 +160,22 @@ def test_a_kl_beside_pairs_does_not_depend_on_the_cut_into_micro_batches(seed: i
     plain = (policy(batch, Outputs(logp_N=logp)).loss_N * batch.weight_N).sum()
     assert (whole * batch.weight_N).sum().item() == pytest.approx((plain + 0.3 * k3).item(), rel=1e-6)
     assert parts.item() == pytest.approx((whole * batch.weight_N).sum().item(), rel=1e-6)
+
+
+def test_a_pair_that_only_keeps_step_with_other_ranks_has_no_gradient_of_the_kl() -> None:
+    batch = pair_batch(3, seed=0)
+    batch = replace(batch, weight_N=weights(batch, "pair-mean", norm_tokens=8))
+    ranks = deal(batch, 2, MicroBatchLimits(max_rollouts=2, whole_groups=True))
+    assert [(len(rank.micros), rank.real) for rank in ranks] == [(2, 2), (2, 1)]
+    idle = ranks[1].micros[1]
+    logp = logp_now(idle).requires_grad_()
+    kl = {"kl_coef": 0.3, "estimator": "k3", "entropy_coef": 0.0, "one_per": "pair"}
+    loss = regularized(PAIR_LOSSES["dpo"], **kl, totals=Totals.of(batch))(idle, Outputs(logp_N=logp))
+    total = (loss.loss_N * idle.weight_N).sum()
+    total.backward()
+    assert total.item() == 0
+    assert logp.grad is not None
+    assert logp.grad.tolist() == [0.0] * idle.tokens
 
 
 def test_ipo_by_sums_by_hand() -> None:

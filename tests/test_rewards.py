@@ -77,8 +77,16 @@ def test_choice(answer):
         r"\boxed{\text{C}}",
         r"the answer is A, \boxed{C}",
         "answer is B. No, answer is C",
+        "The answer is C. The other options are wrong.",
+        "The answer is C. This choice answers the question.",
+        "The answer is C, for option A is too small.",
+        "Answer: C\nThis option is a good one",
+        "To answer a question like this, think: option **C** fits",
+        "C. The answer isn't A",
     ]
     wrong = [
+        "To answer c is hard: the answer is B",
+        "The options consider much",
         "",
         "B",
         "Cats are nice",
@@ -89,6 +97,12 @@ def test_choice(answer):
     ]
     assert pay("choice", task(answer), *right) == [1] * len(right)
     assert pay("choice", task(answer), *wrong) == [0] * len(wrong)
+
+
+def test_an_article_is_no_choice():
+    said = ["To answer a question like this, think.", "the answer is a number", "the option I took"]
+    assert [builtin.choice(text, task("A")) for text in said] == [{"score": 0.0}] * 3
+    assert pay("choice", task("A"), "the answer is a", "option (a) it is", "Option A is right") == [1, 1, 1]
 
 
 def test_number():
@@ -137,6 +151,14 @@ def test_math():
     assert pay("math", t, *right) == [1] * len(right)
     assert pay("math", t, *wrong) == [0] * len(wrong)
     assert pay("math", t, "0.5", r"\boxed{0.5}", boxed=True) == [0, 1]
+    boxes = [
+        r"\boxed{\frac{1}{2}} of \{1\}",
+        r"\boxed{} 0.5",
+        r"\boxed 3 or 0.5",
+        r"\boxed{0.5",
+    ]
+    assert pay("math", t, *boxes, boxed=True) == [1, 0, 0, 0]
+    assert pay("math", task(r"\{1, 2\}"), r"so \boxed{\{1, 2\}}.", r"\boxed{\{1\}}", boxed=True) == [1, 0]
     assert pay("math", task("x^2+2x+1"), r"\boxed{(x+1)^2}", r"\boxed{(x+2)^2}") == [1, 0]
 
 

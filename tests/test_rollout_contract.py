@@ -442,6 +442,39 @@ def test_a_pause_can_end_without_new_weights(engine: RolloutEngine) -> None:
     assert [run(story(finish)) for finish in (True, False)] == [expected] * 2
 
 
+def test_a_pause_that_is_resumed_while_it_waits_stops_nobody(engine: RolloutEngine) -> None:
+    async def story() -> None:
+        flying = asyncio.create_task(ask(engine, jobs(6)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        pausing = asyncio.create_task(engine.pause(finish=True))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not pausing.done()
+        await engine.resume()
+        await asyncio.gather(flying, pausing)
+        assert len(await ask(engine, jobs(2))) == 2
+
+    run(story())
+
+
+def test_a_pause_that_is_cut_off_by_the_end_of_the_engine_holds_nobody_up(engine: RolloutEngine) -> None:
+    async def story() -> None:
+        flying = asyncio.create_task(ask(engine, jobs(6)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        pausing = asyncio.create_task(engine.pause(finish=True))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not pausing.done()
+        await engine.close()
+        await asyncio.gather(flying, pausing, return_exceptions=True)
+        with pytest.raises(WhetError, match="closed"):
+            await reply(engine, PROMPT, Sampling(max_tokens=3))
+
+    run(story())
+
+
 def test_a_full_set_mends_what_half_of_one_has_broken(engine: RolloutEngine, name: str) -> None:
     if name not in TAKE_WEIGHTS:
         pytest.skip("it takes no weights")

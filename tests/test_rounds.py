@@ -178,7 +178,7 @@ def test_an_explorer_that_leaves_reserves_nothing_more() -> None:
 
 
 def test_what_was_booked_for_the_coming_step_keeps_a_stop_waiting() -> None:
-    """A checkpoint would not hold it."""
+    """The step that it belongs to is finished first."""
     buffer = Buffer(
         groups_per_step=1, group_size=2, max_staleness=0, reject=lambda _: "uniform", ledger=Ledger()
     )

@@ -307,6 +307,18 @@ def test_no_secret_stands_in_the_words_of_a_run_that_fails(
     assert seen(places, PLANTED) == [], printed.err
 
 
+@pytest.mark.parametrize("value", [84736251, 8473625.1, ["8473-6251"], {"a": ["8473-6251"]}], ids=str)
+def test_a_variable_of_the_wrong_kind_is_refused_without_its_value(
+    value: Any, whet: Whet, half: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A password of digits, and a token in a list."""
+    half["reward_workers"]["env"] = {"DB_PASSWORD": value}
+    assert whet("plan", write(tmp_path / "given.yaml", half)) == 2
+    printed = capfd.readouterr()
+    assert "reward_workers.env: got" in printed.err
+    assert "8473" not in printed.err + printed.out
+
+
 def test_a_run_goes_on_with_another_key_and_not_with_another_setting(
     whet: Whet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

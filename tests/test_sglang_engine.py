@@ -207,6 +207,26 @@ def test_a_reply_is_read() -> None:
     assert completion(said(), Sampling(temperature=0), ends={1}, name="it").sample_logprobs == [0.0] * 3
 
 
+@pytest.mark.parametrize(("ends", "reason"), [({1}, "stop"), ({2}, "length"), (set(), "length")])
+def test_an_end_token_in_the_last_place_ends_a_reply(ends: set[int], reason: str) -> None:
+    """SGLang looks at the limit of tokens first, and tells `length` of such a reply."""
+    full = said(finish_reason={"type": "length", "length": 3})
+    assert completion(full, Sampling(max_tokens=3), ends=ends, name="it").finish_reason == reason
+
+
+def test_a_reply_that_ends_in_its_last_place_is_told_as_by_other_engines(server: SglangServer) -> None:
+    async def story() -> None:
+        engine = await opened(server)
+        free = await reply(engine, PROMPT, Sampling(max_tokens=1, temperature=0, ignore_eos=True))
+        assert free.finish_reason == "length"
+        asked = Sampling(max_tokens=1, temperature=0, stop_token_ids=(free.token_ids[0],))
+        done = await reply(engine, PROMPT, asked)
+        assert (done.token_ids, done.finish_reason) == (free.token_ids, "stop")
+        await engine.close()
+
+    run(story())
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

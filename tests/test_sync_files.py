@@ -195,6 +195,23 @@ def test_torn_files_are_found(tmp_path: Path, how: str, words: str) -> None:
     take(files, 2)
 
 
+@pytest.mark.parametrize("how", ["manifest gone", "manifest torn"])
+def test_a_writer_that_starts_again_removes_versions_that_cannot_be_read(tmp_path: Path, how: str) -> None:
+    """As a power cut may leave them: whatever way the next version goes by, it can be written."""
+    files = Files(tmp_path, keep=3, bucket_bytes=200_000)
+    whole = files.send(1, big(1))
+    for version in (2, 3):
+        files.send(version, [*big(1)[:3], *big(version)[3:]], held=whole.named)
+    for version in (2, 3):
+        torn(tmp_path / f"{version:08d}-changed", how)
+    again = Files(tmp_path, keep=3)
+    again.tidy()
+    again.send(3, big(3))
+    take(again, 3)
+    take(again, 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["00000001", "00000003"]
+
+
 def test_a_full_disk_leaves_the_version_before(started: list[Child], tmp_path: Path) -> None:
     """The limit on a file's size stands for the disk's end."""
     files = Files(tmp_path)

@@ -182,6 +182,33 @@ def test_the_gpus_left_to_the_trainer_divide_its_batch(gpus: int, engines: int, 
             data.batch(given)
 
 
+def test_a_trainer_by_itself_has_all_gpus_and_an_explorer_has_no_trainer() -> None:
+    """8 GPUs with 3 engines. mode: both leaves 5 to the trainer, which do not divide 64; in a process of its own it has
+    8, and the explorer, which has none, is asked nothing."""
+    sizes: dict[str, Json] = {
+        "buffer__batch_size": 8,
+        "algorithm__repeat_times": 8,
+        "cluster__node_num": 1,
+        "cluster__gpu_per_node": 8,
+        "explorer__rollout_model__engine_num": 3,
+    }
+    with pytest.raises(ConfigError, match="64 must be divisible by the number of GPUs of the trainer, 5"):
+        data.batch(grpo(**sizes))
+    for mode in ("train", "explore", "bench"):
+        assert data.batch(grpo(**sizes, mode=mode))["train.tasks_per_step"] == 8
+    assert trainer.layout(grpo(**sizes, mode="train"))["train.parallel.dp_shard"] == 8
+
+
+@pytest.mark.parametrize(
+    ("least", "longest", "want"), [(1, 16, 1), (15, 16, 15), (16, 16, 15), (99, 16, 15), (1, 1, 0)]
+)
+def test_a_reply_may_always_end_before_its_last_token(least: int, longest: int, want: int) -> None:
+    """Where min_response_tokens is not below max_response_tokens, Trinity takes one less than that."""
+    lengths: dict[str, Json] = {"model__max_model_len": 64, "model__max_response_tokens": longest}
+    told = data.sampling(grpo(**lengths, model__min_response_tokens=least))
+    assert told["rollout.sampling.min_tokens"] == want
+
+
 def test_the_smaller_number_of_steps_ends_a_run() -> None:
     assert data.length(values(buffer__total_epochs=20)) == {"train.epochs": 20}
     assert data.length(values(buffer__total_steps=100)) == {"train.steps": 100}

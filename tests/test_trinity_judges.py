@@ -12,7 +12,7 @@ import yaml
 from whet.config.load import load
 from whet.dialects.tables import dialect
 from whet.dialects.translate import Translation, translate
-from whet.types import Json
+from whet.types import ConfigError, Json
 
 TASKS = "buffer.explorer_input.taskset"
 OUTSIDE = {"enable": True, "model_name": "big", "base_url_env": "JUDGE_URL", "api_key_env": "JUDGE_KEY"}
@@ -141,6 +141,21 @@ def test_the_address_and_the_key_are_those_of_the_environment(
 )
 def test_what_a_model_outside_cannot_be(given: dict[str, Json], said: str) -> None:
     assert re.search(said, told(given)), told(given)
+
+
+def test_what_is_wrong_is_told_with_its_own_line(tmp_path: Path) -> None:
+    """The complaint has the word `name` in it, which is a key of the file, too; and it is about the second entry."""
+    path = tmp_path / "f.yaml"
+    given = file(**BY_NAME)
+    one = given["buffer"]["explorer_input"].pop("taskset")
+    given["buffer"]["explorer_input"]["tasksets"] = [one, {**one, "workflow_args": {}}]
+    path.write_text(text := yaml.safe_dump(given, sort_keys=False))
+    wanted = 1 + max(n for n, line in enumerate(text.splitlines()) if "workflow_args" in line)
+    with pytest.raises(
+        ConfigError, match=r"tasksets\[1\].workflow_args: judge_model_name must be given"
+    ) as e:
+        load(path, dialect="trinity@0.6", here=False)
+    assert f"f.yaml:{wanted}: buffer.explorer_input.tasksets[1]" in str(e.value)
 
 
 def test_the_reward_for_calibration() -> None:

@@ -149,6 +149,17 @@ def test_how_tasksets_are_sampled_they_share() -> None:
         )
 
 
+def test_evaluations_of_one_name_are_sampled_alike() -> None:
+    held, warm = {"name": "held", "path": "h.jsonl"}, {"rollout_args": {"temperature": 0.2}}
+    assert "eval.sources" not in data.evaluation(sets(A, **{EVALS: [held, held]}))
+    other = {"name": "other", "path": "o.jsonl", "repeat_times": 4}
+    told = data.evaluation(sets(A, **{EVALS: [held, other, other]}))
+    assert told["eval.sources"] == {"other": {"samples": 4}}
+    for one, two in (({"repeat_times": 2}, {}), ({}, {"repeat_times": 2}), ({}, warm), (warm, {})):
+        with pytest.raises(ConfigError, match=r"eval_tasksets\[1\].name: held is also the name of another"):
+            data.evaluation(sets(A, **{EVALS: [held | one, held | two]}))
+
+
 def test_one_environment_plays_all_tasksets() -> None:
     lake = {"default_workflow_type": "frozen_lake_workflow"}
     bare = {"buffer__explorer_input__default_reward_fn_type": None}
@@ -258,6 +269,9 @@ def test_an_order_by_several_columns() -> None:
     easy = {**path, f"{at}.selector_type": EASY}
     told = data.tasks(grpo(**easy, **{f"{at}.feature_keys": ["p", "q", "r"]}))
     assert (told["data.order"], told["data.train.0.difficulty"]) == ("hard_first", ["p", "q", "r"])
+    for kind in ("random", "shuffle", "sequential"):
+        with pytest.raises(ConfigError, match=f"feature_keys: has no effect with selector_type: {kind}"):
+            data.tasks(grpo(**path, **{f"{at}.selector_type": kind, f"{at}.feature_keys": ["p"]}))
     for nothing in ([], "p"):
         with pytest.raises(ConfigError, match=r"feature_keys: got .*, expected columns of numbers"):
             data.tasks(grpo(**easy, **{f"{at}.feature_keys": nothing}))
@@ -288,6 +302,19 @@ def test_lists_in_entries_are_kept_whole() -> None:
     bare = {"buffer__explorer_input__default_reward_fn_type": None}
     played = rewards.rewards(sets({**A, **board}, **bare, **{EVALS: [{"path": "c.jsonl", **board}]}))
     assert played["rollout.env.arguments"]["board"] == ["PG", "__"]
+
+
+def test_sections_in_arguments_are_kept_whole() -> None:
+    """Arguments of a reward or a workflow may be tables, whose keys may have dots in them."""
+    weights = {"format": 1.0, "brier": 0.5}
+    told = rewards.rewards(
+        sets({**A, "default_reward_fn_type": "rlcr_reward", "reward_fn_args": {"weights": weights}})
+    )
+    assert told["rewards.rlcr_reward"]["arguments"] == {"weights": weights}
+    own: dict[str, Json] = {"table": {"x.y": 1, "z": {"k": [2, {"a": 3}]}}, "empty": {}}
+    mine = {**B, "default_reward_fn_type": "mine.py:own", "reward_fn_args": own}
+    told = rewards.rewards(sets(A, **{EVALS: [mine]}))
+    assert told["rewards.own"]["arguments"] == own
 
 
 # ---------------------------------------------------------------- a whole run

@@ -901,6 +901,8 @@ def task(source: str, answer: str) -> Task:
         ("lighteval/MATH", r"thus \boxed{\frac{1}{2}}", "0.5", 1.0),
         ("lighteval/MATH", "thus 0.5", "0.5", 0.0),
         ("math_dapo", "Answer: 7", "7", 1.0),
+        ("math_dapo", "the answer : $7$.\nBye", "7", 1.0),
+        ("math_dapo", "Answer: 7\nANSWER:\n8", "7", -1.0),
         ("aime2024", "Answer: 8", "7", -1.0),
         ("aime2024", "it is 7", "7", -1.0),
         ("aime2024", "Answer:", "7", -1.0),

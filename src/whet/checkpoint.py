@@ -25,7 +25,7 @@ from typing import Protocol
 
 from whet.inputs import MOST_DEPTH, depth
 from whet.storage.manifests import MANIFEST, digest, manifest, oldest_first, place_of
-from whet.track.files import atomic_folder, tidy, write_json
+from whet.track.files import atomic_folder, drop_folder, tidy, write_json
 from whet.types import CheckpointError, Json, WhetError
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def prune(root: Path, path: Path, keep: Keep, *, spare: Collection[Path] = ()) -
     for other in (*found[upto:], *(root / name for name in gone)):
         try:
             if other.resolve() not in spared:
-                shutil.rmtree(other)
+                drop_folder(other)  # an evaluation process may read it
         except OSError as e:
             raise CheckpointError(f"cannot remove {other}, which is no longer kept: {e}") from e
 
@@ -312,7 +312,8 @@ def read_state(path: Path) -> Json:
     try:
         return _state_of(path)
     except Damaged as e:
-        older = [p for p in all_in(path.parent) if p < path]
+        at = place_of(path.name) or (0, 0)
+        older = [p for p in all_in(path.parent) if (place_of(p.name) or at) < at]
         instead = (
             f"checkpoint.resume={older[-1]} resumes from the previous checkpoint, which export accepts too"
             if older

@@ -150,11 +150,12 @@ def plan(
             )
         check_memory(planned)
     if like is not None:
+        from whet.config.engines import engines_of
         from whet.track.costs import measured, predictions, schedule_of
 
         for stage, planned_stage in zip(loaded.stages, planned):
             if planned_stage.algorithm.kind == "online":
-                slots = planned_stage.cfg.rollout.max_num_seqs * max(1, stage.rollout.replicas)
+                slots = planned_stage.cfg.rollout.max_num_seqs * engines_of(planned_stage.cfg)
                 costs = measured(like, planned_stage.name, slots=slots)
                 schedule = schedule_of(planned_stage, stage.rollout)
                 Console().print(predictions(costs, schedule, stage=planned_stage.name))

@@ -39,7 +39,7 @@ from whet.sync.files import Files
 from whet.sync.weights import hand_over
 from whet.track.files import is_running
 from whet.training.engine import TrainEngine
-from whet.types import Json, WhetError
+from whet.types import CheckpointError, Json, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -295,10 +295,14 @@ class Evaluation:
 
     async def of(self, path: Path, state: Json) -> None:
         """Load one checkpoint's weights into the model and evaluate every held-out task."""
-        self.policy.load(path / "policy")
-        self.policy.version, self.context.monitor.step = state["version"], state["step"]
+        self.load(path, state)
         await self.present(state["step"])
         self.recorder.display.message(f"evaluated {path.name}")
+
+    def load(self, path: Path, state: Json) -> None:
+        """One checkpoint's weights into the model."""
+        self.policy.load(path / "policy")
+        self.policy.version, self.context.monitor.step = state["version"], state["step"]
 
     async def present(self, step: int) -> None:
         """Evaluate the model as it is, as that of a step."""
@@ -326,11 +330,23 @@ async def evaluate_all(job: Job, home: Path) -> None:
     while not job.records.stop.requested:
         last = checkpoint.glance(home / "checkpoints")
         for path in [p for p in checkpoint.all_in(home / "checkpoints") if p.name not in done]:
-            state = checkpoint.read_state(path)
-            if evaluation is None or evaluation.context.index != state["stage"]:
-                evaluation = open_evaluation(job, state["stage"])
+            if job.records.stop.requested:
+                return
+            try:
+                state = checkpoint.read_state(path)
+                if evaluation is None or evaluation.context.index != state["stage"]:
+                    evaluation = open_evaluation(job, state["stage"])
+                evaluation.load(path, state)
+            except (CheckpointError, OSError):
+                if path.is_dir():
+                    raise
+                log.warning(
+                    "%s was deleted before it was evaluated; checkpoint.keep says how many stay", path
+                )
+                continue
             job.models.environments.at(state["stage"], state["step"])
-            await evaluation.of(path, state)
+            await evaluation.present(state["step"])
+            display.message(f"evaluated {path.name}")
             job.models.environments.drop(state["stage"], state["step"] + 1)
             done.add(path.name)
             _note(directory.path, path.name)

@@ -63,7 +63,7 @@ def eval_loss(policy: TrainEngine, groups: Sequence[Group], algorithm: Algorithm
 
     Demonstrations: loss_nats, the mean of -log pi over the trained tokens, and perplexity = exp(loss_nats).
     Preferences and labels: the training loss and its statistics (accuracy: share of pairs whose better reply the policy
-    prefers; margin ...).
+    prefers; margin ...). Labels of a source with a single reply have none, as kto compares replies of different tasks.
     """
     by_source: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
@@ -72,6 +72,11 @@ def eval_loss(policy: TrainEngine, groups: Sequence[Group], algorithm: Algorithm
     of = _likelihood if algorithm.kind == "demonstrations" else _as_trained
     out: Metrics = {}
     for source, members in sorted(sets.items()):
+        if "kl_zero" in algorithm.needs and len(members) < 2:
+            log.warning(
+                "held-out replies: %s has a single one, which kto has no other to compare with", source
+            )
+            continue
         numbers = of(policy, pack(members), algorithm, look)
         out |= {f"eval/{source}/{name}": number for name, number in numbers.items()}
     return out

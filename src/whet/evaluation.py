@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from whet import seeds
+from whet.config.engines import engines_of
 from whet.config.evaluation import EvalSampling, asked, reward_weights
 from whet.config.schema import Config
 from whet.rewards.combine import RewardSet, check_failures, score
@@ -26,8 +27,8 @@ async def evaluate(ask: Ask, tasks: Sequence[Task], rewards: RewardSet, *, cfg: 
     """Sample and score replies of the current policy to every held-out task, with the settings of its source; in the
     order of the tasks.
 
-    The engine gets as many tasks at once as it decodes rollouts at once. A reply's reward is the sum that `eval.reward`
-    names. Raises WhetError if more replies are unscored than reward_workers.max_failure_rate allows.
+    The engines get as many tasks at once as they decode rollouts at once. A reply's reward is the sum that
+    `eval.reward` names. Raises WhetError if more replies are unscored than reward_workers.max_failure_rate allows.
     """
     judge = replace(rewards, weights=reward_weights(cfg))
     alike: dict[EvalSampling, list[Task]] = defaultdict(list)
@@ -35,12 +36,13 @@ async def evaluate(ask: Ask, tasks: Sequence[Task], rewards: RewardSet, *, cfg: 
         alike[asked(cfg, task.source)].append(task)
     done: dict[int, Group] = {}
     for how, members in alike.items():
-        at_once = max(1, cfg.rollout.max_num_seqs // how.samples)
+        at_once = max(1, cfg.rollout.max_num_seqs * engines_of(cfg) // how.samples)
         for begin in range(0, len(members), at_once):
             part = await score(await ask(members[begin : begin + at_once], how), judge)
-            check_failures(part, rewards)
             done |= {group.task.uid: group for group in part}
-    return [done[task.uid] for task in tasks]
+    groups = [done[task.uid] for task in tasks]
+    check_failures(groups, rewards)
+    return groups
 
 
 def check_sources(named: Collection[str], tasks: Sequence[Task]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -42,6 +41,7 @@ from whet.rollout.engine import RolloutEngine
 from whet.rollout.episode import play_groups, to_sampling
 from whet.rollout.limits import limits_of
 from whet.rollout.pace import Pace
+from whet.rollout.slots import Slots, slots_of
 from whet.types import Group, Json, Metrics, Sampling, Task, WhetError
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class Explorer:
     buffer: Buffer
     rounds: Rounds | None = None
     """Samples tasks if explorers are separate processes and rollout.schedule=deterministic."""
-    slots: Slots = field(default_factory=lambda: Slots(None, 1))
+    slots: Slots = field(default_factory=lambda: Slots(lambda: None, 1))
     """Of the engine, where tasks are sampled one by one."""
     choose: Choose | None = None
     """The groups of a step that are trained on, and the others, where more are sampled."""
@@ -74,7 +74,7 @@ class Explorer:
     ahead: asyncio.Task[None] | None = None
     """Sampling for later steps, while a step is trained: ends before the weights change."""
     unchecked: list[Group] = field(default_factory=list)
-    """Groups that came one by one and whose failures are not yet counted."""
+    """Groups whose failures are not yet counted: fewer than a step's."""
 
     def __post_init__(self) -> None:
         self.in_flight = InFlight(self.buffer, self.draw, self.explore, self.slots)
@@ -209,15 +209,14 @@ class Explorer:
         return monitor.phase(name) if self.context.plan.mode == "synchronous" else monitor.phase_beside(name)
 
     def check_reward_failures(self, groups: list[Group]) -> None:
-        """Too many unscored rollouts end the run. Where groups come one by one, a step's worth is counted at a time."""
+        """Too many unscored rollouts end the run. A step's worth of groups is counted at a time, also where groups come
+        one by one, or few to fill a step: of one group alone, every rollout may be unscored."""
         if not self.checks_failures:
             return
-        if self.context.plan.mode == "asynchronous":
-            self.unchecked += groups
-            if len(self.unchecked) < self.buffer.groups_per_step:
-                return
+        self.unchecked += groups
+        if len(self.unchecked) >= self.buffer.groups_per_step:
             groups, self.unchecked = self.unchecked, []
-        check_failures(groups, self.rewards)
+            check_failures(groups, self.rewards)
 
     # -- waits
 
@@ -295,47 +294,6 @@ class Explorer:
         return rows
 
 
-class Slots:
-    """How many rollouts the engine samples at once, and how many of the tasks in flight are not over.
-
-    A task that waits for a slot gets older with every version, and may be too old when it is finished. So no task is
-    requested before there is a slot for its first rollout. count None: no bound.
-    """
-
-    def __init__(self, count: int | None, group_size: int) -> None:
-        self.count, self.group_size = count, group_size
-        self.open: Counter[int] = Counter()
-        """Rollouts that are not over, by task uid."""
-        self.freed = asyncio.Event()
-
-    async def free(self) -> int:
-        """Wait for a slot. Returns the number of groups to be requested: enough to fill all slots."""
-        while (n := self._groups()) == 0:
-            self.freed.clear()
-            await self.freed.wait()
-        return n
-
-    def _groups(self) -> int:
-        if self.count is None:
-            return sys.maxsize
-        return max(0, -(-(self.count - self.open.total()) // self.group_size))
-
-    def taken(self, task: Task) -> None:
-        """A task is requested."""
-        self.open[task.uid] = self.group_size
-
-    def ended(self, task: Task) -> None:
-        """A rollout of it is over."""
-        if task.uid in self.open:
-            self.open[task.uid] -= 1
-            self.freed.set()
-
-    def left(self, uid: int) -> None:
-        """The task is over, finished or given up."""
-        del self.open[uid]
-        self.freed.set()
-
-
 class InFlight:
     """One asyncio task for each task that is sampled, so that no rollout waits for another's end.
 
@@ -373,7 +331,8 @@ class InFlight:
     async def give_up(self, version: int) -> None:
         """End what would be too old for a trainer at `version`."""
         for uid in await self.buffer.give_up_stale(version):
-            self.playing[uid].cancel()
+            if (playing := self.playing.get(uid)) is not None:  # else it failed: the buffer raises its error
+                playing.cancel()
 
     async def close(self) -> None:
         """Stop requesting and sampling."""
@@ -427,6 +386,8 @@ async def asynchronous(explorer: Explorer, step: int, version: int) -> int:
     """Explorers sample whenever there is room, and a step takes the groups that are finished first: no step waits for
     the last rollout."""
     buffer, cfg = explorer.buffer, explorer.context.cfg.algorithm
+    if buffer.broken is not None:  # groups may wait nevertheless
+        raise buffer.broken
     explorer.in_flight.start(left=explorer.context.plan.steps - step)
     buffer.begin(version)
     while not buffer.ready:
@@ -473,7 +434,7 @@ def explorer_into(
     """An explorer that puts its groups into this buffer."""
     cfg, purpose = context.cfg, f"train/{context.name}"
     sampling = to_sampling(cfg.rollout.sampling)
-    slots = Slots(_slots(cfg), context.plan.group_size)
+    slots = Slots(partial(slots_of, models.engine, cfg), context.plan.group_size)
     playing = partial(player, models, cfg, rewards)
     return Explorer(
         context=context,
@@ -495,11 +456,6 @@ def explorer_into(
             context.plan.algorithm, context.plan.own_tasks_per_step, cfg.rollout.sampling.max_tokens
         ),
     )
-
-
-def _slots(cfg: Config) -> int | None:
-    """Rollouts that the engines sample at once. An episode that waits for its environment takes no slot: no bound."""
-    return None if cfg.rollout.env else cfg.rollout.max_num_seqs * max(1, cfg.rollout.replicas)
 
 
 def player(

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from whet import environment
 from whet.api import join_cluster, run_loop, watchdog_timeout_s, with_rows
 from whet.bench import ALL, Selected, alone, checkpoints_of, config_of, is_model, set_up
+from whet.config.engines import engines_of
 from whet.config.evaluation import all_asked, asked, writes_replies
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
@@ -158,6 +159,11 @@ def _written(
         else state["stage"]
     )
     cfg = loaded.stages[index]
+    if not cfg.data.eval:
+        raise ConfigError(
+            f"stage {loaded.names[index]!r} has no prompts (data.eval); name them: --data FILE, in Python data=..., or "
+            "choose another stage: --stage NAME"
+        )
     display = Display([("replies", 0)], unit="row")
     stack.callback(display.close)
     tokenizer = checkpoint.tokenizer_in(weights)
@@ -241,7 +247,7 @@ async def _sample(
         return (await play([task]))[0]
 
     policy = TorchEngine(models.model.requires_grad_(False), models.ops, cut=MicroBatchPolicy())
-    slots = cfg.rollout.max_num_seqs * max(1, cfg.rollout.replicas)
+    slots = cfg.rollout.max_num_seqs * engines_of(cfg)
     at_once = max(1, slots // max(how.samples for how in all_asked(cfg).values()))
     try:
         if weights is not None:

@@ -458,17 +458,25 @@ class Learner:
             "version": self.version,
             "kl_coef": self.kl_coef,
             "entropy": asdict(self.entropy),
+            "first": self._first_weights(),
             "value_scale": asdict(self.value_scale),
             "exact": self.exact,
             "experts": self.demonstrations.stream.state() if self.demonstrations else None,
         }
 
+    def _first_weights(self) -> dict[str, float]:
+        """What the weights that may move during a run begin with, as the config says."""
+        return {"kl_coef": self.context.algorithm.kl_coef, "entropy": self.context.algorithm.entropy.coef}
+
     def restore(self, state: Json, *, changed: bool) -> list[tuple[str, str, str]]:
-        """Resume from `state`. Returns the data that demonstrations come from where it has changed, as
-        `TaskStream.restore` does."""
-        self.kl_coef, self.value_scale = state["kl_coef"], Scale(**state["value_scale"])
-        if self.context.algorithm.entropy.target_nats is not None and "entropy" in state:
-            self.entropy = EntropyBonus(**state["entropy"])  # checkpoints of older versions have none
+        """Resume from `state`; a weight that never moves, or whose first value has changed, is the config's. Returns
+        the data that demonstrations come from where it has changed, as `TaskStream.restore` does."""
+        first, self.value_scale = self._first_weights(), Scale(**state["value_scale"])
+        was = state.get("first", first)  # checkpoints of older versions have neither this nor `entropy`
+        if self.context.cfg.algorithm.reward_kl.target is not None and was["kl_coef"] == first["kl_coef"]:
+            self.kl_coef = state["kl_coef"]
+        if self.context.algorithm.entropy.target_nats is not None and was["entropy"] == first["entropy"]:
+            self.entropy = EntropyBonus(**state.get("entropy", asdict(self.entropy)))
         self.exact = self.exact and state["exact"]
         self.policy.version = state["version"]
         if self.demonstrations is None or not (state["experts"] or not changed):

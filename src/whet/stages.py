@@ -84,6 +84,8 @@ async def _run_stage(job: Job, index: int, before: StageEnd, *, start: Path | No
     job.models.environments.at(index, done or 0)
     job.records.display.stage(index, done=done or 0, steps=stage.context.plan.steps)
     stage.explorer.tell("code", dict(job.loaded.code))
+    if not stage.ended:
+        stage.explorer.tell("finished", None)  # as it was said of a stage that has more steps now
     stage.explorer.tell("began", await stage.weights.begin(resumed=start is not None))
     try:
         async for _ in steps(stage, done, profiled=profiler.step):

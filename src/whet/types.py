@@ -531,12 +531,13 @@ class Rollout:
         return first.sampled_versions.union(*(strand.sampled_versions for strand in others))
 
     def without_reward(self) -> Rollout:
-        """Scored 0, turns included."""
+        """Scored 0, parts and turns included."""
         strands = (
             replace(strand, turns=tuple(replace(turn, reward=None) for turn in strand.turns))
             for strand in self.strands
         )
-        return replace(self, reward=0.0, strands=tuple(strands))
+        parts = dict.fromkeys(self.reward_parts, 0.0)
+        return replace(self, reward=0.0, reward_parts=parts, strands=tuple(strands))
 
     def scored(self, reward: float | None, parts: dict[str, float], error: str | None = None) -> Rollout:
         return replace(self, reward=reward, reward_parts=parts, error=error)

@@ -81,7 +81,8 @@ def _rules(cfg: GroupsConfig) -> list[tuple[str, Rule]]:
 
 
 def extremes(rollouts: Sequence[Rollout], best: int, worst: int) -> tuple[Rollout, ...]:
-    """The `best` rollouts of highest and the `worst` of lowest reward, in their order; the earlier one on a tie.
+    """The `best` rollouts of highest and the `worst` of lowest reward, in their order; on a tie the earlier one is the
+    better.
 
     Both ends of the rewards carry most of the gradient's variance: arXiv:2504.13818 keeps n / 2 of each.
     """

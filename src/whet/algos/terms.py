@@ -59,7 +59,9 @@ def pair_term(batch: Batch, x_N: Tensor, *, total: float) -> Tensor:
     """
     chosen, rejected = pairs(batch)
     last_P, x_R = last_sampled_R(batch)[chosen], batch.sum_R(x_N)
-    term_P = (x_R[chosen] + x_R[rejected]) / need(batch.weight_N, "batch.weight_N")[last_P]
+    weight_P = need(batch.weight_N, "batch.weight_N")[last_P]
+    counts_P = weight_P > 0  # else of a micro-batch that only keeps step with other ranks (`balance.deal`)
+    term_P = torch.where(counts_P, x_R[chosen] + x_R[rejected], 0.0) / torch.where(counts_P, weight_P, 1.0)
     return torch.zeros_like(x_N).index_put((last_P,), term_P.to(x_N.dtype)) / max(total, 1.0)
 
 

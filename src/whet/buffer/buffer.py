@@ -285,6 +285,8 @@ class Buffer:
             self.ledger.rejected(lost, SKIPPED)
         self.left += [self.played.pop(g.task.uid) for g in fresh]
         self.held -= len(fresh)
+        if self.wanted is not None:  # one step fewer is left, also while the stage evaluates before the next
+            self.wanted -= self.groups_per_step
         if self.replay is not None and self.queue is None:
             self.replay.keep(fresh, step=self.steps - 1)
         await self._tell()
@@ -306,6 +308,7 @@ class Buffer:
             "steps": self.steps,
             "replay": self.replay.state() if self.replay is not None else None,
             "under_way": [asked.task.to_json() for asked in self.under_way.values()],
+            "left": [encode(group) for group in self.left],
         }
 
     def restore(self, state: Json, version: int = 0) -> list[Task]:
@@ -318,6 +321,7 @@ class Buffer:
         self.asked(again, version)
         self.held, self.dropped = len(played) + len(again), state["dropped"]
         self.steps = state["steps"]
+        self.left = [restored(group) for group in state.get("left", ())]  # older checkpoints lack them
         if self.replay is not None and state["replay"] is not None:  # else there was none before a branch
             self.replay.restore(state["replay"])
         return again

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from whet.config.schema import Config
 from whet.tables import unknown
 
 
@@ -60,6 +61,12 @@ NOT_BUILT: Mapping[str, str] = {
 }
 """Engines of other systems that a config may name, and what to use."""
 NOT_BUILT = {**NOT_BUILT, "tensorrt-llm": NOT_BUILT["trtllm"], "tensorrt_llm": NOT_BUILT["trtllm"]}
+
+
+def engines_of(cfg: Config) -> int:
+    """How many engines a run begins with: replicas, servers, or the one in its process. Each samples
+    rollout.max_num_seqs rollouts at once."""
+    return max(1, cfg.rollout.replicas, len(cfg.rollout.server.urls))
 
 
 def unknown_engine(name: str) -> str | None:

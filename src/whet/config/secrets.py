@@ -73,11 +73,15 @@ class _Hidden:
         return secrets.without(value, MASK)
 
     def variable(self, value: Json, path: Path, name: str) -> Json:
-        """Of the reward processes. All of them may be secrets."""
+        """Of the reward processes. All of them may be secrets. One that is no text is refused, and shown with that."""
+        if secrets.is_secret(name):
+            if isinstance(value, dict):
+                return {k: self.variable(v, (*path, k), name) for k, v in value.items()}
+            if isinstance(value, list | tuple):
+                return [self.variable(v, (*path, n), name) for n, v in enumerate(value)]
+            return value if value is None or isinstance(value, bool) else self.hide(path, str(value))
         if not isinstance(value, str):
             return value
-        if secrets.is_secret(name):
-            return self.hide(path, value)
         self.found.append((path, value))
         if self.variables is None or not secrets.may_be_secret(value) or value.startswith(DIGEST):
             return secrets.without(value, MASK)

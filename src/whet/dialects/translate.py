@@ -149,13 +149,24 @@ def _called(file: Reading, function: str) -> Iterator[_Write]:
 def _told(file: Reading, rows: Sequence[Row], said: str) -> tuple[str, str]:
     """A function's complaint with the place of the first given key that it names; where it names none, of the first
     that the function reads. What is not named is not blamed."""
-    names = [
-        r.key
-        for r in file.of.rows
-        if r.key in said and re.search(rf"(?<![\w.]){re.escape(r.key)}(?![\w.]\w)", said)
-    ]
-    given = [name for name in names or (r.key for r in rows) if name in file.given]
-    return file.place(given[0]) if given else "", said if names else f"{(given or [rows[0].key])[0]}: {said}"
+    general = re.sub(r"\[\d+\]", "[]", said)
+    names = [row.key for row in file.of.rows if _names(general, row.key) is not None]
+    if not names:
+        given = [row.key for row in rows if row.key in file.given]
+        return file.place(given[0]) if given else "", f"{(given or [rows[0].key])[0]}: {said}"
+    found = (each for name in names for each in file.given.get(name, ()))
+    named = {each.at: at for each in found if (at := _names(said, dotted(each.path))) is not None}
+    first = min(named, key=lambda path: (named[path], -len(path)), default=None)
+    return "" if first is None else file.places[first], said
+
+
+def _names(said: str, key: str) -> int | None:
+    """Where a complaint names a key: a key of one word only where its value follows, else it is a word."""
+    if key not in said:
+        return None
+    after = r"(?!\w|\.\w)" if "." in key else "(?=[:=])"
+    found = re.search(rf"(?<![\w.]){re.escape(key)}{after}", said)
+    return found.start() if found else None
 
 
 def _declares(row: Row, native: str) -> bool:

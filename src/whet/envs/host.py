@@ -136,8 +136,8 @@ class HostWorld(World):
             asked = self.waiting.pop(call, None)
             if asked is not None and not self.waiting:
                 self._paused_s += max(0.0, self.host.clock.now() - self._since)
-        if asked is None:
-            return
+        if asked is None or not asked.answer.set_running_or_notify_cancel():
+            return  # the environment has cancelled its wait for it
         if why is not None:
             asked.answer.set_exception(RuntimeError(f"world.{asked.name}: {why}"))
         else:
@@ -245,7 +245,16 @@ class EnvHost:
         takes_world = "world" in inspect.signature(self.make).parameters
         task = unpack_task(packed)
         given = (task, playing.world) if takes_world else (task,)
-        playing.env = await self._call(playing, "make", partial(self.make, *given, **self.arguments))
+        make = partial(self.make, *given, **self.arguments)
+
+        def made() -> Any:
+            """A thread cannot be cancelled: what it makes after its episode has ended is closed, too."""
+            env = make()
+            playing.env = None if inspect.isawaitable(env) else env
+            return env
+
+        work = make if inspect.iscoroutinefunction(self.make) else made
+        playing.env = await self._call(playing, "make", work)
         for name in ("first", "step"):
             if not callable(getattr(playing.env, name, None)):
                 kind = type(playing.env).__name__
@@ -276,10 +285,13 @@ class EnvHost:
     async def close(self, playing: Playing) -> None:
         """End one episode, whatever it does; its `close` has CLOSE_S."""
         playing.world.abandon()
-        if playing.task is not None and not playing.task.done():
+        cut = playing.task is not None and not playing.task.done()
+        if playing.task is not None and cut:
             playing.task.cancel()
             await asyncio.wait({playing.task}, timeout=CANCEL_S)
         try:
+            if cut and playing.env is None and playing.pool is not None:  # the thread may still make it
+                await self._call(playing, "make", lambda: None)
             if callable(shut := getattr(playing.env, "close", None)):
                 await self._call(playing, "close", shut, min(CLOSE_S, self.timeout_s))
         except Stuck as error:

@@ -340,8 +340,13 @@ class EnvHosts:
             threading.Thread(target=work, name="whet-env-host", daemon=True).start()
 
     async def _another(self, *, alone: bool) -> _HostProcess:
-        """One more host."""
-        place = await asyncio.to_thread(self._start, alone=alone)
+        """One more host. One that nobody waits for any more when it is there is ended."""
+        starting = asyncio.ensure_future(asyncio.to_thread(self._start, alone=alone))
+        try:
+            place = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(_end_unwanted)
+            raise
         if self._broken is not None:
             place.kill()
             raise EnvBroken(self._broken)
@@ -498,3 +503,9 @@ class EnvHosts:
             place.dead = "its host was ended"
             self._hosts.remove(place)
             place.kill()
+
+
+def _end_unwanted(starting: asyncio.Future[_HostProcess]) -> None:
+    """Of a host that was started for an episode which is over."""
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().kill()

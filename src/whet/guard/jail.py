@@ -322,6 +322,7 @@ class Jail:
         self._pending.clear()
         self._unsent.clear()
         self._suspects.clear()
+        self._inbox.clear()
         self._alone, self._tries = None, 0
         with contextlib.suppress(OSError, WhetError):
             self._control.send(nursery.KILL)

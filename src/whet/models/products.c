@@ -198,7 +198,12 @@ static void pack_panel(const Product *a, i64 k0, i64 K, i64 j0, i64 J, i64 at, i
     i64 from = (j0 + at) * q->by_i + k0 * q->by_k;
     float *to = panels + at * K;
     if (q->by_i == 1) {
-        for (i64 k = 0; k < K; k++) read_dense(q, from + k * q->by_k, n, to + k * lanes);
+        if (n == LANES && !q->half)
+            for (i64 k = 0; k < K; k++)
+                UNROLL for (int v = 0; v < VECTORS; v++)
+                    store(to + k * LANES + v * W, load((const float *)q->data + from + k * q->by_k + v * W));
+        else
+            for (i64 k = 0; k < K; k++) read_dense(q, from + k * q->by_k, n, to + k * lanes);
         j = n;
     }
 #if defined(__AVX__)
@@ -223,14 +228,23 @@ typedef struct {
     i64 by_i, by_k;
 } Strip;
 
+/* Whole groups of rows that lie side by side: each line of memory is read once, k by k, though they may be pages apart. */
+static void pack_beside(const float *p, i64 by_k, i64 I, i64 K, float *to) {
+    for (i64 k = 0; k < K; k++, p += by_k, to += ROWS) {
+        for (i64 i = 0; i < I; i += 16) __builtin_prefetch(p + AHEAD * by_k + i);
+        for (i64 i = 0; i < I; i += ROWS) memcpy(to + i * K, p + i, sizeof(float) * ROWS);
+    }
+}
+
 /* Rows in groups of ROWS: [I / ROWS][K][ROWS]. */
 static void pack_strip(const Strip *from, i64 I, i64 K, float *to) {
-    for (i64 i = 0; i < I; i += ROWS, to += ROWS * K) {
+    i64 done = from->by_i == 1 ? I / ROWS * ROWS : 0;
+    if (done) pack_beside(from->data, from->by_k, done, K, to);
+    to += done * K;
+    for (i64 i = done; i < I; i += ROWS, to += ROWS * K) {
         const float *p = from->data + i * from->by_i;
         i64 rows = MIN(ROWS, I - i), by_i = from->by_i, by_k = from->by_k;
-        if (rows == ROWS && by_i == 1)
-            for (i64 k = 0; k < K; k++) memcpy(to + k * ROWS, p + k * by_k, sizeof(float) * ROWS);
-        else if (rows == ROWS)
+        if (rows == ROWS)
             for (i64 k = by_k == 1 ? pack_dense(p, by_i, K, to) : 0; k < K; k++)
                 UNROLL for (int r = 0; r < ROWS; r++) to[k * ROWS + r] = p[r * by_i + k * by_k];
         else
@@ -271,10 +285,12 @@ static void multiply_strip(const Product *a, const float *panels, i64 wide, i64 
         i64 n = MIN(wide, J - j), lanes = panel_lanes(n, wide), step = lanes == W && !pack ? ROWS_1 : ROWS;
         for (i64 i = 0; i < I; i += step) {
             i64 rows = MIN(step, I - i);
+            float *out = a->out + (i0 + i) * a->out_i + (j0 + j) * a->out_j;
+            if (a->out_j == 1) for (i64 r = 0; r < rows; r++) __builtin_prefetch(out + r * a->out_i, 1);
             const float *p = pack ? packed + i * K : strip.data + i * strip.by_i;
             if (pack && rows == ROWS && lanes == LANES) tile_packed(p, panels + j * K, K, sums);
             else multiply_tile(p, pack ? 1 : strip.by_i, pack ? ROWS : strip.by_k, panels + j * K, lanes, K, sums, rows);
-            put(sums, lanes, a->out + (i0 + i) * a->out_i + (j0 + j) * a->out_j, a->out_i, a->out_j, rows, n, first);
+            put(sums, lanes, out, a->out_i, a->out_j, rows, n, first);
         }
     }
 }

@@ -58,7 +58,11 @@ UNCONFINED = {
 }
 
 _NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-_LETTER = r"\(?\s*([A-Za-z])\s*\)?(?![A-Za-z0-9])"
+_LETTER = r"\(?\s*([A-Za-z])\s*\)?(?![A-Za-z0-9'\u2019])"
+_CHOICE = r"(?i:\b(?:answer|choice|option)\b)"
+_TOLD = re.compile(rf"{_CHOICE}(?i:\s+is\b\s*:?|\s*:)\s*(?:\*\*)?\s*(?!\s*[ai]\s+\w){_LETTER}")
+"""'a' and 'i' before another word are words of the sentence ('the answer is a number'), no letters of a choice."""
+_NAMED = re.compile(rf"{_CHOICE}\s*(?:\*\*)?\s*(?!\s*[aiI]\s+\w){_LETTER}")
 
 
 Verdict = dict[str, float | str]
@@ -90,15 +94,14 @@ def exact(response: str, task: Task, *, ignore_case: bool = False) -> Verdict:
 def choice(response: str, task: Task) -> Verdict:
     r"""1 if the reply chooses the right letter. The answer is a letter, or the number of the choice from 0.
 
-    The letter is, in this order: the last in \boxed{}; the last after 'answer is', 'answer:' or 'choice:';
-    the one the reply starts with, if a mark like '.', ')' or its end follows.
+    The letter is, in this order: the last in \boxed{}; the last after 'answer is' or 'answer:'; the last after 'answer'
+    alone (in both, 'choice' and 'option' are read as 'answer'); the one the reply starts with, if a mark like '.', ')'
+    or its end follows.
     """
     want = reference(task)
     letter = chr(ord("A") + want) if isinstance(want, int) else str(want).strip().strip("()").upper()
     found = re.findall(r"\\boxed\{\s*(?:\\text\{)?" + _LETTER, response)
-    found = found or re.findall(
-        r"(?:answer|choice|option)(?:\s+is)?\s*:?\s*(?:\*\*)?\s*" + _LETTER, response, re.IGNORECASE
-    )
+    found = found or _TOLD.findall(response) or _NAMED.findall(response)
     found = found or re.findall(r"^\s*\(?([A-Za-z])(?:\s*[).:,]|\s*$)", response)
     got = found[-1].upper() if found else None
     return verdict(got == letter, got)

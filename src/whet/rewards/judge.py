@@ -33,10 +33,13 @@ _SYSTEM_OF_ALL = (
     "(useless) to {high} (as good as can be) for each reply, in their order: [first, ..., last]."
 )
 _MOST_TOLD = 200
-_NUMBER = r"[-+]?\d+(?:\.\d+)?"
+_NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)"
 _RATING = re.compile(
-    rf"(?:rating|score)\W{{0,4}}\s*({_NUMBER})(?![\d.]*\d)|\[\[\s*({_NUMBER})\s*\]\]", re.IGNORECASE
+    rf"(?:rating|score)(?:[\s*]{{0,4}}\([^()]{{0,40}}\))?-?\W{{0,4}}?\s*({_NUMBER})(?![\d.]*\d)|\[\[\s*({_NUMBER})\s*\]\]",
+    re.IGNORECASE,
 )
+"""As few marks as possible stand before the number, so that its sign and its point are its own; but a scale in
+parentheses may, which is no rating."""
 _LIST = re.compile(rf"\[\s*{_NUMBER}(?:\s*,\s*{_NUMBER})*\s*,?\s*\]")
 _FIELD = re.compile(r"\{(prompt|response|responses|answer|rubric|count|low|high)\}")
 
@@ -243,8 +246,12 @@ async def _asked(
     asked = {"model": model, "max_tokens": how.max_tokens, "temperature": how.temperature, **(body or {})}
     asked |= {"messages": [m.to_json() for m in question]}
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    limit = aiohttp.ClientTimeout(total=timeout_s)  # its own ends a request after 300 s
     try:
-        async with asyncio.timeout(timeout_s), aiohttp.ClientSession(trust_env=True) as session:
+        async with (
+            asyncio.timeout(timeout_s),
+            aiohttp.ClientSession(timeout=limit, trust_env=True) as session,
+        ):
             said = await post(session, where, asked, what="the judge", headers=headers, again=BUSY)
     except TimeoutError:
         raise ConnectionError(f"the judge at {where} has not answered within {timeout_s:g} s") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from math_verify import parse, verify
@@ -21,10 +22,23 @@ def math(response: str, task: Task, *, boxed: bool = False) -> Verdict:
     if not want:
         raise ValueError(f"the answer of task {task.uid} cannot be parsed as mathematics: {answer[:60]!r}")
     at = response.rfind("\\boxed")
-    if boxed and at < 0:
+    said: str | None = response[at:] if at >= 0 else response
+    if boxed and (said := _last_box(response)) is None:
         return verdict(False, None)
-    got = parse(response[at:] if at >= 0 else response, parsing_timeout=None)
+    got = parse(said, parsing_timeout=None)
     return verdict(bool(verify(want, got, timeout_seconds=None)), _text(got))
+
+
+def _last_box(response: str) -> str | None:
+    r"""The last \boxed{} with what is in it, and nothing behind it; None if it has no braces, or they do not close."""
+    _, found, rest = response.rpartition("\\boxed")
+    rest = rest.lstrip()
+    depth = 0
+    for mark in re.finditer(r"\\.|[{}]", rest, re.DOTALL) if found and rest.startswith("{") else ():
+        depth += {"{": 1, "}": -1}.get(mark[0], 0)
+        if depth == 0:
+            return found + rest[: mark.end()]
+    return None
 
 
 def _text(got: list[Any]) -> str | None:

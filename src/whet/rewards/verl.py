@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -12,6 +13,7 @@ from whet.types import Task
 
 _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
 _LAST_CHARACTERS = 300
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 
 def compute_score(
@@ -25,8 +27,8 @@ def compute_score(
     r"""1 or 0 for a right or wrong reply, by `task.source`; -1 in place of 0 for math_dapo and aime.
 
     openai/gsm8k: the number after '#### ', see `gsm8k.gsm8k` (the defaults are verl's from 0.5.0 on). The MATH
-    sets: the last \boxed{}. math_dapo, aime: what follows the last 'Answer:' in the last 300 characters. `elsewhere`:
-    sources that another reward scores, 0 here. ValueError for any other source.
+    sets: the last \boxed{}. math_dapo, aime: what follows the last 'Answer:' in the last 300 characters, upper and
+    lower case alike. `elsewhere`: sources that another reward scores, 0 here. ValueError for any other source.
     """
     source = task.source
     if source in elsewhere:
@@ -46,8 +48,8 @@ def compute_score(
 
 def _after_answer(response: str, task: Task) -> Verdict:
     """DAPO's verifier: a wrong answer costs 1."""
-    _, found, answer = response[-_LAST_CHARACTERS:].rpartition("Answer:")
+    found = _ANSWER.findall(response[-_LAST_CHARACTERS:])
     if not found:
         return {"score": -1.0}
-    judged = math(f"\\boxed{{{answer.strip().splitlines()[0].strip(' $.')}}}" if answer.strip() else "", task)
+    judged = math(f"\\boxed{{{found[-1].strip(' $.')}}}", task)
     return judged | {"score": 2.0 * float(judged["score"]) - 1.0}

@@ -91,14 +91,19 @@ class Gate:
             raise WhetError(self.closed)
         return self.version() >= least
 
-    async def pause(self, finish: bool) -> None:
-        """Let nobody in; wait for those who are inside (`finish`), or stop them where they are."""
+    async def pause(self, finish: bool) -> bool:
+        """Let nobody in; wait for those who are inside (`finish`), or stop them where they are. False: it was resumed
+        or closed meanwhile, and nothing is stopped."""
         self.entry.shut()
         if finish:
+            shut = self.entry.opened
             self.work.open()
             while self.inside:
                 await asyncio.wait(self.inside)
+            if self.entry.opened is not shut:
+                return False
         self.work.shut()
+        return True
 
     def resume(self) -> None:
         self.work.open()

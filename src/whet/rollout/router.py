@@ -173,8 +173,8 @@ class Router:
     async def pause(self, finish: bool) -> None:
         """See `RolloutEngine`. While requests finish, those of a replica that is lost finish elsewhere."""
         if finish and not self._kept:
-            await self._gate.pause(True)
-            await self._each("pause", lambda r: r.engine.pause(True), timeout_s=self.health_timeout_s)
+            if await self._gate.pause(True):
+                await self._each("pause", lambda r: r.engine.pause(True), timeout_s=self.health_timeout_s)
             return
         self._kept = not finish
         limit_s = self.load_s if finish else self.health_timeout_s

@@ -13,6 +13,7 @@ dies keeps nobody waiting. Nothing waits for the disk: after a power cut a file 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import time
@@ -28,8 +29,10 @@ from torch import Tensor
 
 from whet.sync.manifest import Manifest, Piece, TensorEntry, lacking, myself, not_sent, pieces
 from whet.sync.transport import BUCKET_BYTES, Patience, buckets
-from whet.track.files import atomic_folder, tidy, write_json
+from whet.track.files import atomic_folder, drop_folder, tidy, write_json
 from whet.types import CheckpointError, Receipt, WhetError
+
+log = logging.getLogger(__name__)
 
 _VERSION = re.compile(r"(\d{8,})(-changed)?")
 _RECEIVER = re.compile(r"\w[\w.-]*")
@@ -82,7 +85,7 @@ class Files:
         self._drop_others(version)
         for other, path in self._there():
             if other == version and path.name != name and _read_manifest(path).digest != manifest.digest:
-                _drop(path)  # of before the trainer went back
+                drop_folder(path)  # of before the trainer went back
         return manifest
 
     def _write(self, name: str, version: int, stream: Iterable[Piece], written: _Count) -> Manifest:
@@ -133,10 +136,17 @@ class Files:
         return [_read_receipt(path) for path in sorted((self.root / "confirmed").glob("[!.]*.json"))]
 
     def tidy(self) -> None:
-        """Remove partial files of a killed writer, and answers that it got. Only for the writer."""
+        """Remove partial files of a killed writer, answers that it got, and versions that a power cut has left without
+        a whole manifest. Only for the writer."""
         if self.root.is_dir():
             tidy(self.root)
             shutil.rmtree(self.root / "confirmed", ignore_errors=True)
+        for _, path in self._there():
+            try:
+                _read_manifest(path)
+            except WhetError as error:
+                log.warning("%s; it is removed", error)
+                drop_folder(path)
 
     def _there(self) -> list[tuple[int, Path]]:
         if not self.root.is_dir():
@@ -150,7 +160,7 @@ class Files:
         bases = {self._base(v) for v in kept}
         for other, path in self._there():
             if other not in kept and path not in bases:
-                _drop(path)
+                drop_folder(path)
 
     def _base(self, version: int) -> Path | None:
         """The newest version up to this one that is there whole."""
@@ -203,14 +213,6 @@ def _tensors(
                         yield name, file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise _unreadable(folder, error) from error
-
-
-def _drop(folder: Path) -> None:
-    """Gone in one rename, so no reader finds half of it; a kill leaves what `tidy` removes."""
-    aside = folder.with_name(f".{folder.name}.new-drop")
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.rename(aside)
-    shutil.rmtree(aside)
 
 
 def _is_whole(folder: Path) -> bool:

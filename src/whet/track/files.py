@@ -148,6 +148,14 @@ def tidy(folder: Path) -> None:
             left.unlink()
 
 
+def drop_folder(folder: Path) -> None:
+    """Remove a folder in one rename, so that no reader finds half of it; a kill leaves what `tidy` removes."""
+    aside = folder.with_name(f".{folder.name}.new-drop")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    shutil.rmtree(aside)
+
+
 def drop_unfinished(paths: Iterable[Path]) -> None:
     """Remove what a kill left of `write_bytes` of these files. Only for files that nobody is writing."""
     names: dict[Path, set[str]] = {}

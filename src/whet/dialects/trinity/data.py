@@ -133,19 +133,22 @@ _OF_AN_ENGINE = ("engine_num", "tensor_parallel_size", "data_parallel_size", "pi
 
 
 def trainers(values: Values) -> int:
-    """GPUs that the explorer leaves to the trainer; 0 or less: the file does not say."""
+    """GPUs that the explorer leaves to the trainer, all of them where it is a process of its own; 0 or less: the file
+    does not say."""
     engines = 0
     for own in (inside(values, ENGINE), *entries(values, "explorer.auxiliary_models")):
         sizes = [own.get(key) or 1 for key in _OF_AN_ENGINE]
         engines += sizes[0] * sizes[1] * sizes[2] * sizes[3]
     nodes, each = values["cluster.node_num"] or 1, values["cluster.gpu_per_node"] or 0
-    left: int = nodes * each - (engines if online(values) else 0)
+    alone = not online(values) or values["mode"] == "train"
+    left: int = nodes * each - (0 if alone else engines)
     return left
 
 
 def _divided(values: Values, size: int) -> int:
-    """Trinity's rule: the trainer's GPUs divide train_batch_size; from 0.5.2 on those that share a sequence are one."""
-    left = trainers(values)
+    """Trinity's rule: the trainer's GPUs divide train_batch_size; from 0.5.2 on those that share a sequence are one. It
+    asks nothing of a process without a trainer."""
+    left = 0 if values["mode"] in ("explore", "bench") else trainers(values)
     if left > 0 and at_least(values, "0.5.2"):
         left = max(left // values["trainer.ulysses_sequence_parallel_size"], 1)
     if left > 0 and size % left:
@@ -316,7 +319,13 @@ def evaluation(values: Values) -> Native:
         other: Native = {} if times[n] == times[0] else {"samples": times[n]}
         if sampled[n] != sampled[0]:
             other["sampling"] = {"max_tokens": limits(values)[1], **sampled[n]}
-        special |= {out[f"data.eval.{n}.name"]: other} if other else {}
+        name = out[f"data.eval.{n}.name"]
+        if special.setdefault(name, other) != other:
+            raise ConfigError(
+                f"{EVAL_TASKSETS}[{n}].name: {name} is also the name of another taskset of evaluation, which is "
+                "sampled otherwise; give each a name of its own."
+            )
+    special = {name: other for name, other in special.items() if other}
     interval = values["synchronizer.sync_interval"]
     return out | {
         "data.exclude_eval": False,
@@ -486,7 +495,7 @@ def sampling(values: Values) -> Native:
                 )
     return {
         **{f"rollout.sampling.{key}": value for key, value in told[0].items() if key != "max_tokens"},
-        "rollout.sampling.min_tokens": min(values["model.min_response_tokens"], limits(values)[1]),
+        "rollout.sampling.min_tokens": min(values["model.min_response_tokens"], limits(values)[1] - 1),
     }
 
 

@@ -85,11 +85,11 @@ def order_of_tasks(own: Own, at: str, tasks: Json = 1, *, source: str = "data.tr
         raise ConfigError(
             f"{at}.kwargs.{next(iter(kwargs))}: has no effect with selector_type: {kind}; leave it out."
         )
-    if kind == "random":
-        return {"data.order": "random", "data.order.distinct": tasks, "data.seed": own["seed"]}
     if kind != "offline_easy2hard":
         if features:
             raise ConfigError(f"{at}.feature_keys: has no effect with selector_type: {kind}; leave it out.")
+        if kind == "random":
+            return {"data.order": "random", "data.order.distinct": tasks, "data.seed": own["seed"]}
         return {"data.order": ORDERS[kind], "data.seed": own["seed"]}
     if not isinstance(features, list) or not features:
         raise ConfigError(

@@ -82,16 +82,15 @@ def number(value: Json, key: str) -> float:
 
 
 def entries(values: Values, key: str) -> list[Native]:
-    """The entries of a list of sections, each by dotted names inside it."""
+    """The entries of a list of sections, each by dotted names inside it, of its values and of its sections."""
     return [{dotted(path): v for path, v in _inner(entry)} for entry in values.get(key) or []]
 
 
 def _inner(tree: Json, path: Path = ()) -> Iterator[tuple[Path, Json]]:
-    """The values in sections, with their paths. A list is one value."""
-    if not isinstance(tree, dict) or not tree:
+    """The values in sections, and the sections, with their paths. A list is one value."""
+    if path:
         yield path, tree
-        return
-    for key, value in tree.items():
+    for key, value in tree.items() if isinstance(tree, dict) else ():
         yield from _inner(value, (*path, key))
 
 
@@ -101,7 +100,7 @@ def inside(values: Values, section: str) -> Native:
 
 
 def section(own: Own, name: str) -> Own:
-    """A section of the user's arguments, whole."""
+    """A section of the user's arguments, whole, with the sections in it."""
     whole = own.get(name)
     if isinstance(whole, dict):
         return whole

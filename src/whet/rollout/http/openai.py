@@ -307,11 +307,12 @@ def _logprobs(choice: Mapping[str, Any]) -> list[Any]:
 
 def _finish(reason: str | None, tokens: list[int], ends: Collection[int], *, name: str) -> FinishReason:
     """Raises WhetError for a reply that is not whole, or that ends at a token that ends no reply of this run."""
-    if reason == "length":
-        return "length"
-    if reason != "stop":
+    if reason not in ("stop", "length"):
         raise WhetError(f"{name} ended a reply with {reason!r}; expected stop or length")
-    if not tokens or tokens[-1] not in ends:
+    ended = bool(tokens) and tokens[-1] in ends
+    if reason == "length" and not ended:  # some servers look at the limit before they look at end tokens
+        return "length"
+    if not ended:
         raise WhetError(
             f"{name} ended a reply at token {tokens[-1] if tokens else None}, which ends no reply of this run: the "
             "files of its model name another end token (eos_token_id)"

@@ -195,8 +195,8 @@ class HttpEngine:
 
     async def pause(self, finish: bool) -> None:
         """See `RolloutEngine`. A server that cannot stop in mid-reply finishes its replies."""
-        if finish or not self.can.in_flight_updates:
-            await self._gate.pause(True)
+        if (finish or not self.can.in_flight_updates) and not await self._gate.pause(True):
+            return
         self._gate.entry.shut()
         await self.api.pause()
 

@@ -8,6 +8,7 @@ What is asked and what it means was read in the source of SGLang 0.5.21 to 0.5.2
   min_p; greedily, of the model's own. So `Completion.logprobs` is known with filters, and not with a penalty, and
   `Completion.sample_logprobs` the other way round.
 - `ignore_eos` switches every end token off, those of `stop_token_ids` too; otherwise the model's own end a reply, too.
+- The limit of tokens is looked at first: an end token in the last place that a reply has is told as 'length'.
 - `min_new_tokens` needs a tokenizer, which a server of token ids has not: end tokens are held back by `logit_bias`, in
   a request of their own for the first tokens.
 - `sampling_seed` is read with --enable-deterministic-inference alone, which cannot sample with min_p.
@@ -40,7 +41,6 @@ from whet.rollout.requests import RequestError, ends_of
 from whet.types import (
     Completion,
     ExpertIds,
-    FinishReason,
     Metrics,
     Request,
     Sampling,
@@ -308,13 +308,13 @@ def completion(
     if reason not in ("stop", "length"):
         why = (info["finish_reason"] or {}).get("message") or ""
         raise WhetError(f"{name} ended a reply with {reason!r}; expected stop or length. {why}".rstrip())
-    finish: FinishReason = reason
     rows = info["output_token_logprobs"]
     if [row[1] for row in rows] != tokens:
         raise WhetError(
             f"{name} told log-probs of {len(rows)} other tokens than the {len(tokens)} that it sampled"
         )
-    if finish == "stop" and (not tokens or tokens[-1] not in ends):
+    ended = bool(tokens) and tokens[-1] in ends
+    if reason == "stop" and not ended:
         raise WhetError(
             f"{name} ended a reply at token {tokens[-1] if tokens else None}, which ends no reply of this run: the "
             "files of its model name another end token (eos_token_id); start it with those of the trained model"
@@ -325,7 +325,7 @@ def completion(
         logprobs=told if sampling.repetition_penalty == 1 and not penalised else None,
         sample_logprobs=_of_sampling(told, sampling),
         spans=_spans(info, name),
-        finish_reason=finish,
+        finish_reason="stop" if ended else "length",
     )
 
 

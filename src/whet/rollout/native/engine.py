@@ -194,7 +194,7 @@ class NativeEngine:
             self._wake()
             if self.driver is not None:
                 await asyncio.wait([self.driver])
-        self.running = False
+        self.running = not self.holding  # it may have been resumed meanwhile
 
     async def resume(self) -> None:
         """Resume, with the requests that were kept and those that arrived meanwhile."""
