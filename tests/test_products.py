@@ -256,7 +256,9 @@ def test_other_dtypes_are_torchs(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
 
 @COMPILED
 def test_the_digest_is_the_one_of_all_processors_with_fused_multiply_add() -> None:
-    assert arithmetic(kernels.load("compiled")).digest == PORTABLE
+    """But where torch computes without AVX, whose AdamW rounds otherwise."""
+    without_avx = torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+    assert (arithmetic(kernels.load("compiled")).digest == PORTABLE) is not without_avx
     assert arithmetic(kernels.load("torch")).digest != PORTABLE
 
 
