@@ -294,16 +294,37 @@ def test_a_part_that_is_missing_or_changed_is_named(saved: Path, file: str) -> N
         checkpoint.read_state(saved)
 
 
+@pytest.mark.parametrize(
+    ("shape", "size", "said"),
+    [
+        ([10**12, 2], None, "values of x are missing from its parts"),
+        (None, [1, 2], "has the shape .*, its index says"),
+    ],
+    ids=["a tensor larger than memory", "a part of another size"],
+)
+def test_sizes_that_an_index_cannot_mean_are_refused_before_memory_is_taken(
+    shape: list[int] | None, size: list[int] | None, said: str, saved: Path
+) -> None:
+    index = saved / "policy/model.parts.json"
+    told = json.loads(index.read_text())
+    of = told["tensors"]["x"]
+    of["shape"] = shape or of["shape"]
+    of["parts"][0][2] = size or of["parts"][0][2]
+    index.write_text(json.dumps(told))
+    with pytest.raises(CheckpointError, match=said), opened(saved / "policy/model.safetensors") as found:
+        found.read("x")
+
+
 def test_without_a_manifest_parts_are_checked_too(saved: Path) -> None:
     file = saved / "policy" / "model.safetensors"
     told = json.loads((saved / "policy/model.parts.json").read_text())
     told["tensors"]["x"]["parts"].pop()
     (saved / "policy/model.parts.json").write_text(json.dumps(told))
     with (
-        opened(file) as found,
         pytest.raises(CheckpointError, match="4 values of x are missing from its parts"),
+        opened(file),
     ):
-        found.read("x")
+        pass
     (saved / "policy/model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match="its part model-00002-of-00002"), opened(file):
         pass

@@ -12,6 +12,7 @@ distributed checkpoints: docs/decisions/011.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -231,9 +232,16 @@ def _parts(name: str, about: Mapping[str, Any], handles: Sequence[Any]) -> _Stor
             raise ValueError(
                 f"a part of {name} lies outside the tensor, or in none of the {len(handles)} files"
             )
-        if (said := handles[number].get_slice(piece.key).get_dtype()) != about["dtype"]:
+        there = handles[number].get_slice(piece.key)
+        if (said := there.get_dtype()) != about["dtype"]:
             raise ValueError(f"{piece.key} is of dtype {said}, its index says {about['dtype']}")
+        if (said := tuple(there.get_shape())) != piece.size:
+            raise ValueError(f"{piece.key} has the shape {said}, its index says {piece.size}")
         boxes.append((int(number), piece.key, piece.start, piece.size))
+    if (missing := math.prod(shape) - sum(math.prod(size) for *_, size in boxes)) > 0:
+        raise ValueError(
+            f"{missing} values of {name} are missing from its parts"
+        )  # before memory is taken for them
     return _Stored(dtype, shape, boxes)
 
 
