@@ -317,6 +317,7 @@ async def _each(job: Job, checkpoints: Sequence[Path]) -> None:
             _check_stage(job.loaded, path, state)
             if evaluation is None or evaluation.context.index != state["stage"]:
                 evaluation = open_evaluation(job, state["stage"])
+            evaluation.load(path, state)
             await evaluation.of(path, state)
     finally:
         await job.close()

@@ -293,16 +293,15 @@ class Evaluation:
     recorder: Recorder
     engine: RolloutEngine | None
 
-    async def of(self, path: Path, state: Json) -> None:
-        """Load one checkpoint's weights into the model and evaluate every held-out task."""
-        self.load(path, state)
-        await self.present(state["step"])
-        self.recorder.display.message(f"evaluated {path.name}")
-
     def load(self, path: Path, state: Json) -> None:
         """One checkpoint's weights into the model."""
         self.policy.load(path / "policy")
         self.policy.version, self.context.monitor.step = state["version"], state["step"]
+
+    async def of(self, path: Path, state: Json) -> None:
+        """Evaluate every held-out task by the checkpoint that was loaded."""
+        await self.present(state["step"])
+        self.recorder.display.message(f"evaluated {path.name}")
 
     async def present(self, step: int) -> None:
         """Evaluate the model as it is, as that of a step."""
@@ -345,8 +344,7 @@ async def evaluate_all(job: Job, home: Path) -> None:
                 )
                 continue
             job.models.environments.at(state["stage"], state["step"])
-            await evaluation.present(state["step"])
-            display.message(f"evaluated {path.name}")
+            await evaluation.of(path, state)
             job.models.environments.drop(state["stage"], state["step"] + 1)
             done.add(path.name)
             _note(directory.path, path.name)

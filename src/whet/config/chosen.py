@@ -13,10 +13,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from whet import tables
 from whet.config.functions import Function
 from whet.config.keys import setting, words
 from whet.tables import near
+from whet.tables import unknown as unknown_or_own
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def setting_problems(key: str, made: Chosen, table: Mapping[str, Function]) -> I
     if not made.name:
         yield f"{key}.name", f"must be given: {', '.join(table)}"
         return
-    if wrong := tables.unknown(table, made.name):
+    if wrong := unknown_or_own(table, made.name):
         yield key, wrong
         return
     section = table[made.name].settings
