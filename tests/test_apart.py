@@ -204,6 +204,41 @@ def test_a_trainer_that_goes_on_with_a_finished_stage_takes_back_that_it_is_fini
     store.close()
 
 
+@pytest.mark.parametrize(("steps", "waits"), [(6, True), (3, False)])
+def test_an_explorer_that_is_there_before_the_trainer_of_more_steps_waits_for_it(
+    tmp_path: Path, steps: int, waits: bool
+) -> None:
+    """The store still says that the stage is finished, after 3 steps."""
+    store = open_store(f"sqlite:///{tmp_path}/groups.db", queue="apart/main", order="arrival")
+    store.note("began", 0)
+    store.note("finished", 3)
+    looks: list[str] = []
+
+    def look(what: str) -> None:
+        looks.append(what)
+        if len(looks) == 3:  # the trainer comes
+            store.note("finished", None)
+            store.note("began", 3)
+
+    async def take() -> bool:
+        return bool(store.noted("finished") is None)
+
+    context = SimpleNamespace(
+        cfg=SimpleNamespace(sync=SimpleNamespace(timeout_s=60), buffer=SimpleNamespace(explorer_name="one")),
+        monitor=SimpleNamespace(display=MagicMock(), watch=SimpleNamespace(beat=look)),
+        plan=SimpleNamespace(steps=steps),
+        stopping=False,
+        name="main",
+    )
+    transport = SimpleNamespace(newest=lambda: 3, root=tmp_path)
+    weights = SimpleNamespace(
+        context=context, transport=transport, take=take, reached=lambda version: version == 3
+    )
+    assert asyncio.run(disaggregated.begun_by_trainer(cast(Followed, weights), store)) is waits
+    assert len(looks) == (3 if waits else 1)
+    store.close()
+
+
 class Bench:
     """Policy and recorder of an evaluation process whose trainer saves on; it looks at `meanwhile` with each step."""
 

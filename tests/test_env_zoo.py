@@ -398,6 +398,8 @@ def test_a_hostile_episode_costs_itself_alone(
         found = play(hosts)
         again = play(hosts, OTHERS)  # the run goes on
         groups = [line.process.pid for line in hosts._lines.lines]
+        ended = [line.file for line in hosts._lines.lines if line.process.poll() is not None]
+        left = [file for file in ended if Path(f"{file}-marks").exists()]
         hosts.close()
     hostile = found.pop(11)
     assert found == again == {uid: clean[uid] for uid in OTHERS}
@@ -409,10 +411,11 @@ def test_a_hostile_episode_costs_itself_alone(
         assert hostile.error.startswith(case.error), hostile.error
         assert (hostile.reward, hostile.reward_parts) == (None, {})
     assert hosts.restarts == case.restarts
+    assert not left, "a file of half a megabyte goes with its host"
     assert case.log in caplog.text
     assert len(caplog.text) < 400_000  # whatever is printed
     deadline = time.monotonic() + 20
-    while left := [pid for group in groups for pid in processes_in(group)]:
-        assert time.monotonic() < deadline, left
+    while alive := [pid for group in groups for pid in processes_in(group)]:
+        assert time.monotonic() < deadline, alive
         time.sleep(0.05)
     assert os.getpgid(0) not in groups

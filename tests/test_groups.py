@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -269,15 +269,24 @@ def test_a_zeroed_rollout_has_no_part_of_a_reward_either() -> None:
 
 
 def test_every_rollout_gets_the_greedy_reward() -> None:
-    found = with_baseline(rewarded(1.0, 0.0), rollout(0, reward=0.25))
+    found = with_baseline(rewarded(1.0, 0.0), rollout(0, reward=0.25), GroupsConfig())
     assert [r.baseline for r in found.rollouts] == [0.25, 0.25]
     assert pack([found]).baseline_R.tolist() == [0.25, 0.25]
     assert pack([rewarded(1.0)]).baseline_R is None
 
 
+@pytest.mark.parametrize(("truncated", "baseline"), [("zero", 0.0), ("keep", 0.25)])
+def test_a_truncated_greedy_reply_counts_as_a_sampled_one(
+    truncated: Literal["zero", "keep"], baseline: float
+) -> None:
+    long = rollout(0, reward=0.25, reason="length")
+    found = with_baseline(rewarded(1.0, 0.0), long, GroupsConfig(truncated=truncated))
+    assert [r.baseline for r in found.rollouts] == [baseline, baseline]
+
+
 def test_without_the_greedy_reply_nothing_can_be_compared() -> None:
     mine = group(rollout(0, reward=1.0), replace(rollout(1, reward=None), error="timeout"))
-    found = with_baseline(mine, replace(rollout(0, reward=None), error="reward answer: crashed"))
+    found = with_baseline(mine, replace(rollout(0, reward=None), error="reward answer: crashed"), GroupsConfig())
     assert [(r.reward, r.error) for r in found.rollouts] == [
         (None, "greedy reply: reward answer: crashed"),
         (None, "timeout"),

@@ -409,6 +409,22 @@ def test_errors_of_loading_reach_the_config(tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    ("function", "arguments", "said"),
+    [
+        ("math", {"boxed": "false"}, r"rewards.e.arguments.boxed='false': math takes bool: "),
+        ("rlcr", {"weights": [1, 2]}, r"weights=\[1, 2\]: rlcr takes Mapping\[str, float\] \| None: "),
+        ("whet.rewards.math:math", {"boxed": 1}, r"boxed=1: whet.rewards.math:math takes bool"),
+    ],
+)
+def test_an_argument_of_a_reward_of_ours_has_its_type(function, arguments, said):
+    """Else the text 'false' would count as true."""
+    with pytest.raises(ConfigError, match=said):
+        RewardSet.from_config(
+            {"e": RewardConfig(function=function, arguments=arguments)}, RewardWorkersConfig()
+        )
+
+
 # ---------------------------------------------------------------- combining
 
 

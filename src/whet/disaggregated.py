@@ -163,9 +163,10 @@ async def begun_by_trainer(weights: Followed, store: Store) -> bool:
     context.monitor.display.phase("wait for the trainer")
     while not context.stopping:
         context.monitor.watch.beat("waiting for the trainer")
-        if store.noted("finished"):
+        first, finished = store.noted("began"), store.noted("finished")  # after how many steps
+        if finished is not None and finished >= context.plan.steps:
             return False
-        if (first := store.noted("began")) is not None:
+        if first is not None and finished is None:  # else the trainer is yet to go on with more steps
             await weights.take()
             if weights.reached(first):
                 return True
@@ -175,12 +176,19 @@ async def begun_by_trainer(weights: Followed, store: Store) -> bool:
             raise WhetError(
                 f"explorer {context.cfg.buffer.explorer_name!r} waited {patience_s:g} s for the trainer to begin "
                 f"stage {context.name!r}: nothing new in {weights.transport.root}, "
-                f"{'nothing' if first is None else f'but version {first} announced'} in buffer.url. Is "
+                f"{announced(first, finished)} in buffer.url. Is "
                 "`whet train FILE mode=train` running, with the same name, run_dir and buffer.url? "
                 f"sync.timeout_s={patience_s:g} sets the limit"
             )
         await asyncio.sleep(LOOK_S)
     return False
+
+
+def announced(first: Json, finished: Json) -> str:
+    """What the trainer has left in the store, in words."""
+    if finished is not None:
+        return f"and train.steps={finished}, all trained, announced"
+    return "nothing" if first is None else f"but version {first} announced"
 
 
 def check_code(name: str, own: Mapping[str, str], trainers: Mapping[str, str] | None) -> None:

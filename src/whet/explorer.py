@@ -184,7 +184,8 @@ class Explorer:
         if "baseline" not in self.context.algorithm.needs:
             return groups
         greedy = await self._scored(self.play_greedy, tasks)
-        return [with_baseline(group, one.rollouts[0]) for group, one in zip(groups, greedy)]
+        rules = self.context.cfg.algorithm.groups
+        return [with_baseline(group, one.rollouts[0], rules) for group, one in zip(groups, greedy)]
 
     async def _scored(self, play: Play, tasks: list[Task]) -> list[Group]:
         with self._phase("generate"):

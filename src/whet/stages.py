@@ -97,7 +97,7 @@ async def _run_stage(job: Job, index: int, before: StageEnd, *, start: Path | No
         if not stage.context.stopping:
             stage.explorer.ledger.check_learned()
         if stage.ended:
-            stage.explorer.tell("finished", learner.version)
+            stage.explorer.tell("finished", stage.context.plan.steps)
     finally:
         await stage.close()
         if learner.ranks:
@@ -159,6 +159,7 @@ def begin(job: Job, index: int) -> Begun:
         max_response_tokens=None if algorithm.kind == "online" else cfg.rollout.sampling.max_tokens,
         multiple_of=drawn if cfg.train.drop_last is True else 1,
         turns=turns,
+        learned=None if algorithm.kind == "online" else algorithm.kind,
     )
     log.info("stage %s: %s", name, ", ".join(f"{k} {v}" for k, v in tasks.counts.items()))
     if cfg.model.path and cfg.data.chat is None and tokenizer.chat_template and (plain := tasks.plain_text()):

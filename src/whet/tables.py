@@ -7,13 +7,16 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import json
+import re
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast, get_type_hints
 
-from whet.types import ConfigError
+from whet.types import ConfigError, Json, WhetError
 
 T = TypeVar("T")
 
@@ -82,6 +85,24 @@ def check_settings(
         raise ConfigError(f"{key}.{lacking[0]}: {name!r} needs a value; give one")
 
 
+def as_annotated(value: Json, hint: Any, *, key: str, name: str) -> Any:
+    """The value of a setting of `name` as the annotation of its parameter says; ConfigError where it is another."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
+    except ValidationError as e:
+        wanted = hint.__name__ if isinstance(hint, type) else re.sub(r"\b(?:typing|collections\.abc)\.", "", str(hint))
+        raise ConfigError(f"{key}={value!r}: {name} takes {wanted}: {e.errors()[0]['msg']}.") from e
+
+
+def check_types(function: Callable[..., object], arguments: Mapping[str, Json], *, key: str, name: str) -> None:
+    """ConfigError for an argument of another type than the function of ours has it."""
+    hints = get_type_hints(function)
+    for each, value in arguments.items():
+        as_annotated(value, hints.get(each, Any), key=f"{key}.{each}", name=name)
+
+
 def load_object(spec: str, *, what: str) -> Callable:  # type: ignore[type-arg]
     """The object that 'package.module:name' or 'path/to/file.py:name' points to."""
     place, _, name = spec.rpartition(":")
@@ -89,6 +110,13 @@ def load_object(spec: str, *, what: str) -> Callable:  # type: ignore[type-arg]
         module = load_module(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (ImportError, OSError, SyntaxError) as e:
         raise ConfigError(f"{what} {spec!r}: cannot load {place!r}: {e}") from e
+    except WhetError:
+        raise
+    except (Exception, SystemExit) as e:  # code of the user's: it can fail in any way, or end the program
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        raise ConfigError(
+            f"{what} {spec!r}: importing {place!r} raised {type(e).__name__}: {e} ({at.filename}:{at.lineno})"
+        ) from e
     if not hasattr(module, name):
         raise ConfigError(f"{what} {spec!r}: {place!r} has no {name!r}{near(name, dir(module))}")
     found = getattr(module, name)

@@ -103,8 +103,10 @@ def _parts(rollout: Rollout, names: Sequence[str], weights: Mapping[str, float])
     return sum(weights[name] * rollout.reward_parts[name] for name in names)
 
 
-def with_baseline(group: Group, greedy: Rollout) -> Group:
-    """Every rollout with the greedy reply's reward beside its own. If that failed, none of them can be compared."""
+def with_baseline(group: Group, greedy: Rollout, cfg: GroupsConfig) -> Group:
+    """Every rollout with the greedy reply's reward beside its own, by the same rule where it is truncated. If that
+    failed, none of them can be compared."""
+    greedy = _zero_unfinished(greedy) if cfg.truncated == "zero" and greedy.error is None else greedy
 
     def beside(rollout: Rollout) -> Rollout:
         if rollout.error is None and greedy.error is not None:

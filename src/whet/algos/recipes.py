@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, get_type_hints
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from whet.algos.advantages import ADVANTAGES, token_rewards, whiten
@@ -32,7 +30,7 @@ from whet.config import schema
 from whet.config.correction import compares
 from whet.config.functions import Need
 from whet.config.recipes import Chosen, Kind, Resolved, resolve
-from whet.tables import find, near
+from whet.tables import as_annotated, find, near
 from whet.types import ConfigError, Metrics, WhetError
 
 T = TypeVar("T")
@@ -348,13 +346,7 @@ def _own_settings(
                 f"{key}: {chosen.name} has no setting {name!r}{near(name, names)}; it has: "
                 f"{', '.join(names) or 'none'}."
             )
-        try:
-            out[name] = TypeAdapter(hints.get(name, Any)).validate_json(json.dumps(value), strict=True)
-        except ValidationError as e:
-            wanted = getattr(hints[name], "__name__", hints[name])
-            raise ConfigError(
-                f"{key}={value!r}: {chosen.name} takes {wanted}: {e.errors()[0]['msg']}."
-            ) from e
+        out[name] = as_annotated(value, hints.get(name, Any), key=key, name=chosen.name)
     return out
 
 

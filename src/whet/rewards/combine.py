@@ -26,7 +26,7 @@ from whet.guard.worker import Guarded
 from whet.rewards.bind import BATCH, RewardFunction, bind, pack_rollout, pack_task
 from whet.rewards.builtin import BUILTIN, EXECUTES, UNCONFINED, Unconfined
 from whet.rewards.model import ModelReward
-from whet.tables import find, load_object
+from whet.tables import check_types, find, load_object
 from whet.types import ConfigError, DataError, Group, Rollout, Task, WhetError
 
 MOST_AT_ONCE = 128
@@ -181,6 +181,8 @@ def _load(
         _check_unconfined(name, unconfined, longest_s, workers)
         arguments = {**arguments, "processes": workers.count} if unconfined.shared else arguments
     function = given or load_object(place, what=what)
+    if place.startswith(_OURS):
+        check_types(function, reward.arguments, key=f"rewards.{name}.arguments", name=spec)
     call = bind(function, arguments, name=name, columns=not place.startswith(_OURS))
     asked = "reward_workers.sandbox=all" if workers.sandbox == "all" else executes
     runs = "it runs the code of replies" if unconfined and unconfined.sandboxes else ""
