@@ -427,7 +427,10 @@ ZOO = {
     returns_none: ("bad_value", "None (is a `return` missing?)"),
     returns_text: ("bad_value", "the text '1.0'"),
     returns_complex: ("bad_value", "complex"),
-    returns_array: ("bad_value", "size 1"),
+    returns_array: (
+        "bad_value",
+        "ndarray: can only convert an array of size 1 to a Python scalar; expected a finite",
+    ),
     returns_huge_int: ("bad_value", "too large"),
     returns_dict_with_nan: ("bad_value", "nan at 'other'"),
     returns_dict_with_number_keys: ("bad_value", "key of type int"),

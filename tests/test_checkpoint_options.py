@@ -27,6 +27,7 @@ from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.resuming import free_changes
 from whet.config.secrets import dump, is_secret, learn
+from whet.export import export_checkpoint
 from whet.track import run_paths
 from whet.types import CheckpointError, ConfigError, Task, WhetError
 
@@ -193,6 +194,19 @@ def test_a_disk_that_is_full_at_an_export_leaves_no_half_of_one_and_the_run_goes
     train(run_dir, "checkpoint.export_interval=1")
     assert len(list((run_dir / "export").iterdir())) == 3
     same(finished, run_dir, "metrics.jsonl", WEIGHTS)
+
+
+def test_a_stage_that_goes_on_keeps_the_export_of_its_step_that_was_made_by_hand(
+    train: Train, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    train(run_dir, "checkpoint.export=true", "train.steps=1")
+    export_checkpoint(str(run_dir), dtype="bfloat16")
+    train(run_dir, "checkpoint.export=true", "train.steps=2")
+    names = sorted(p.name for p in (run_dir / "export").iterdir())
+    assert names == ["main", "main-step-000001", "main-step-000001-2"]
+    kinds = [AutoModelForCausalLM.from_pretrained(run_dir / "export" / name).dtype for name in names]
+    assert list(map(str, kinds)) == ["torch.float32", "torch.bfloat16", "torch.float32"]
 
 
 def test_what_a_kill_in_an_export_leaves_is_swept_away(finished: Path, train: Train, tmp_path: Path) -> None:

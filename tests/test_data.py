@@ -1,5 +1,6 @@
 """Rows, the stream of tasks, held-out sets and replies to learn from."""
 
+import csv
 import datetime
 import importlib.util
 import json
@@ -21,7 +22,7 @@ from whet.data.prepare import fit
 from whet.data.rows import read_rows
 from whet.data.tasks import TaskStream, demonstration, eval_tasks, preference_pair, texts
 from whet.data.tokenizer import load_tokenizer
-from whet.types import CheckpointError, ConfigError, DataError, Message
+from whet.types import CheckpointError, ConfigError, DataError, Message, WhetError
 
 ROOT = Path(__file__).parent.parent
 GSM8K = ROOT / "tests" / "data" / "gsm8k"
@@ -36,6 +37,7 @@ def tokenizer():
 
 
 def write(path, rows):
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     return str(path)
 
@@ -238,7 +240,11 @@ def test_reasoning_gym_mistakes_are_named(task, params, says):
         ("a.json", "[1]", "a.json, row 1: a row must be"),
         ("a.csv", "prompt,answer\na,1\nb\n", "a.csv, line 3: the number of cells differs from the 2 columns"),
         ("a.csv", "prompt,answer\na,1,2\n", "a.csv, line 2: the number of cells differs"),
+        ("a.json", '{"prompt": "a"}\n{"prompt": "b"}\n', r"Extra data at line 2.*name the file \.jsonl"),
+        ("a.json", '[{"prompt": "a"},\n{"prompt": }]', "not JSON: Expecting value at line 2, column 12$"),
         ("a.csv", 'prompt,answer\na,"1" x\n', "a.csv, line 2: malformed csv"),
+        ("a.csv", "prompt,answer,answer\na,1,2\n", "two columns have the name 'answer'"),
+        ("a.csv", b"prompt,answer\ncaf\xe9,1\n", "a.csv: not UTF-8 text.*save it as UTF-8"),
         ("a.parquet", "no", "a.parquet: not a readable parquet file"),
         ("a.txt", "a", "unknown format '.txt'; expected one of .parquet"),
     ],
@@ -247,6 +253,56 @@ def test_malformed_files_are_named_with_their_line(name, text, says, tmp_path):
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=says):
         read_rows(SourceConfig(path=str(tmp_path / name)))
+
+
+def test_a_parquet_file_with_two_columns_of_one_name_is_refused(tmp_path):
+    table = pa.table(
+        [pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], names=["prompt", "answer", "answer"]
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: two columns have the name 'answer'"):
+        read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))
+
+
+def test_a_cell_of_a_csv_file_may_be_as_long_as_a_line_of_jsonl(tmp_path):
+    before = csv.field_size_limit()
+    (tmp_path / "a.csv").write_text(
+        f"prompt,answer,,\n{'x' * 300_000},1,,\n"
+    )  # a spreadsheet's empty columns
+    rows = read_rows(SourceConfig(path=str(tmp_path / "a.csv")))
+    assert [len(rows.row(0)["prompt"]), rows.row(0)["answer"]] == [300_000, "1"]
+    assert csv.field_size_limit() == before
+
+
+def test_a_recursive_pattern_reads_each_file_once(tmp_path):
+    write(tmp_path / "a.jsonl", [{"prompt": "a"}])
+    write(tmp_path / "b" / "c.jsonl", [{"prompt": "c"}])
+    rows = read_rows(SourceConfig(path=str(tmp_path / "**")))
+    assert rows.slice(0, 9) == [{"prompt": "a"}, {"prompt": "c"}]
+
+
+def test_what_is_said_about_a_dataset_is_no_row_of_it(tmp_path):
+    """A folder as it lies on a hub."""
+    (tmp_path / "dataset_infos.json").write_text('{"default": {"features": {}}}')
+    write(tmp_path / "data" / "0000.jsonl", [{"prompt": "a"}])
+    assert read_rows(SourceConfig(path=str(tmp_path), split="train")).slice(0, 9) == [{"prompt": "a"}]
+    with pytest.raises(DataError, match=rf"no \.parquet, .* file; give {tmp_path}/data\. If"):
+        read_rows(SourceConfig(path=str(tmp_path)))
+    write(tmp_path / "a.jsonl", [{"prompt": "b"}])
+    assert read_rows(SourceConfig(path=str(tmp_path))).slice(0, 9) == [{"prompt": "b"}]
+
+
+@pytest.mark.parametrize("text", ["import sys\nsys.exit(3)", "import sys\ndef rows():\n  sys.exit(3)"])
+def test_code_that_ends_the_program_is_named(text, tmp_path):
+    (tmp_path / "ends.py").write_text(text)
+    with pytest.raises(WhetError, match=r"raised SystemExit: 3 \(.*ends\.py:\d\)"):
+        read_rows(SourceConfig(function=f"{tmp_path}/ends.py:rows"))
+
+
+def test_a_file_that_fails_while_it_is_imported_is_named_with_its_line(tmp_path):
+    (tmp_path / "fails.py").write_text("\nno_such_name\n")
+    with pytest.raises(ConfigError, match=r"importing '.*fails\.py' raised NameError: .*\(.*fails\.py:2\)"):
+        read_rows(SourceConfig(function=f"{tmp_path}/fails.py:rows"))
 
 
 def test_missing_files_are_named_with_near_ones(tmp_path):
@@ -592,10 +648,40 @@ def test_a_reply_over_the_limit_is_refused_or_cut(pair, tokenizer):
 
 def test_a_task_without_a_reply_is_refused(tmp_path, tokenizer):
     task = stream(tokenizer, numbered(tmp_path, "a", 1)).next(1)[0]
-    with pytest.raises(DataError, match="Task 0 of source 'a' has no response to train on"):
+    with pytest.raises(DataError, match="Task 0 of source 'a': it has no response to train on"):
         demonstration(task, tokenizer, 9)
     with pytest.raises(DataError, match="has no response"):
         preference_pair(task, tokenizer, 9)
+
+
+@pytest.mark.parametrize(
+    ("learned", "lacks", "says"),
+    [
+        ("demonstrations", {"response": None}, r"it has no response .*column 'response' is absent or null"),
+        (
+            "preferences",
+            {"rejected": None},
+            r"it has no rejected reply .*column 'rejected' is absent or null",
+        ),
+        ("labels", {"desirable": None}, "it has no label, expected true or false"),
+        ("labels", {"desirable": "yes"}, "its label is 'yes', expected true or false"),
+    ],
+)
+def test_a_row_that_cannot_be_learned_is_named_at_the_start(learned, lacks, says, tmp_path, tokenizer):
+    """Not at the step that draws it."""
+    whole = {"prompt": "a", "response": "b", "rejected": "c", "desirable": True}
+    source = SourceConfig(
+        path=write(tmp_path / "a.jsonl", [whole, whole | lacks, whole]), desirable="desirable"
+    )
+
+    def read(learned):
+        return TaskStream([source], DataConfig(), tokenizer=tokenizer, seed=0, learned=learned)
+
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 2: {says}"):
+        read(learned)
+    assert read(None).counts["kept"] == 3
+    if learned != "demonstrations":
+        assert read("demonstrations").counts["kept"] == 3
 
 
 def test_the_stream_looks_at_replies_when_told_their_limit(tmp_path, tokenizer):

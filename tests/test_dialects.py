@@ -610,6 +610,9 @@ def test_the_commands(tmp_path, toy, monkeypatch):
     assert done.exit_code == 0, done.output
     assert load(out).config.train.steps == 7
     assert "| `loop.steps` | `7` |" in report.read_text()
+    done = run.invoke(cli.app, ["convert", str(out), "--report", str(tmp_path / "other.md")])
+    assert "is a native config" in str(done.exception)
+    assert not (tmp_path / "other.md").exists()
     done = run.invoke(cli.app, ["plan", str(path), "--dialect", "toy"])
     assert done.exit_code == 0
     assert "toy file, read as 1: 5 keys given" in done.output

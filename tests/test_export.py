@@ -108,6 +108,30 @@ def test_to_a_url(plain: Path, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(tmp_path / "there/model")
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_files_of_others_are_no_place_for_an_export(plain: Path, tmp_path: Path, scheme: str) -> None:
+    folder = tmp_path / "mine"
+    for name in ("notes.md", "config.json", "sub/config.json"):
+        file = folder / name
+        file.parent.mkdir(parents=True)
+        file.write_text("mine")
+        if name == "config.json":
+            (folder / "thesis.tex").write_text("mine")
+        before = sorted(folder.rglob("*"))
+        with pytest.raises(ConfigError, match=r"mine holds other files \(.*\), which an export would remove"):
+            export_checkpoint(str(plain), to=f"{scheme}{folder}")
+        assert sorted(folder.rglob("*")) == before
+        shutil.rmtree(folder)
+    folder.mkdir()
+    for step in (1, 2):  # an empty folder, and an earlier export, which is replaced
+        export_checkpoint(str(plain), to=f"{scheme}{folder}", step=step)
+        own = plain / f"export/main-step-{step:06d}/model.safetensors"
+        assert (folder / "model.safetensors").read_bytes() == own.read_bytes()
+    if not scheme:
+        with pytest.raises(ConfigError, match="is a file; give a folder"):
+            export_checkpoint(str(plain), to=str(folder / "config.json"))
+
+
 def test_what_cannot_be_exported_is_said(plain: Path, lora: Path, tmp_path: Path) -> None:
     alone = tmp_path / "0-main-000003"
     shutil.copytree(plain / "checkpoints" / alone.name, alone)

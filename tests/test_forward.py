@@ -283,6 +283,13 @@ def test_rope_that_depends_on_the_batch_is_refused(kind: str) -> None:
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
     with pytest.raises(ConfigError, match=f"rope_type '{kind}' depends on the longest sequence"):
         decoder(foreign("llama", rope_parameters=rope | factors), OPS)
+    # where each type of layer has its own, one is enough
+    apart = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": rope | factors,
+    }
+    with pytest.raises(ConfigError, match=f"rope_type '{kind}' depends on the longest sequence"):
+        decoder(foreign("gemma3_text", rope_parameters=apart), OPS)
 
 
 # ---------------------------------------------------------------- never wrong silently

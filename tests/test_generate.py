@@ -103,6 +103,18 @@ def test_rows_from_python(model: Path) -> None:
     assert [row["id"] for row in lines(made(model, PROMPTS))] == [7, 8, 9]
 
 
+def test_rows_that_a_stage_was_given_are_read_from_the_run(tmp_path: Path) -> None:
+    stage = {"name": "rl", "data": {"train": PROMPTS, "eval": PROMPTS, "exclude_eval": False}}
+    whet.train(
+        model={"scratch": SCRATCH}, tokenizer={"build": "chars"}, rewards=lambda response, id: 0.0,
+        rollout={"group_size": 2, "sampling": {"max_tokens": 4}}, train={"steps": 1, "tasks_per_step": 2},
+        data={"max_prompt_tokens": 16}, checkpoint={"export": False}, stages=[stage],
+        run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    out = whet.generate(tmp_path / "run", output=tmp_path / "out.jsonl")
+    assert [row["id"] for row in lines(out)] == [7, 8, 9]
+
+
 def test_a_value_that_the_format_does_not_hold(model: Path, tmp_path: Path) -> None:
     mixed: list[dict[str, Json]] = [{"prompt": "a>", "x": 1}, {"prompt": "b>", "x": "one"}]
     with pytest.raises(DataError, match=r"cannot be written as parquet \(.*give a file that ends in .jsonl"):

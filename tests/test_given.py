@@ -55,6 +55,15 @@ def test_sources_stay_and_rows_may_stand_among_them():
             [{"prompt": {1, 2}}],
             "data.train, row 1: Object of type set is not JSON serializable; rows hold dict",
         ),
+        (
+            pd.DataFrame([["p", "a", "b"]], columns=["prompt", "x", "x"]),
+            "pandas table .* Duplicate column names",
+        ),
+        (
+            pd.DataFrame([{"prompt": "p", "x": 1}, {"prompt": "q", "x": "s"}]),
+            "Could not convert 's'.* column x",
+        ),
+        (pa.table([pa.array(["p"]), pa.array(["q"])], names=["x", "x"]), "two columns of one name"),
         ([{"prompt": "p"}, {"prompt": float("nan")}], "data.train, row 2: Out of range float values"),
     ],
 )

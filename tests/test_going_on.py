@@ -107,7 +107,10 @@ def test_every_key_belongs_to_exactly_one_class() -> None:
     [
         ("model.scratch.num_hidden_layers=2", "identity"),
         ("train.optimizer.name=sgd", "identity"),
-        ("buffer.replay.queue=true", "identity"),  # groups that wait in one place would have none in the other
+        (
+            "buffer.replay.queue=true",
+            "identity",
+        ),  # groups that wait in one place would have none in the other
         ("buffer.replay.share=0.5", "numbers"),
         ("train.optimizer.lr=0.5", "numbers"),
         ("algorithm.entropy_coef=0.1", "numbers"),

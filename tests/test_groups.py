@@ -286,7 +286,9 @@ def test_a_truncated_greedy_reply_counts_as_a_sampled_one(
 
 def test_without_the_greedy_reply_nothing_can_be_compared() -> None:
     mine = group(rollout(0, reward=1.0), replace(rollout(1, reward=None), error="timeout"))
-    found = with_baseline(mine, replace(rollout(0, reward=None), error="reward answer: crashed"), GroupsConfig())
+    found = with_baseline(
+        mine, replace(rollout(0, reward=None), error="reward answer: crashed"), GroupsConfig()
+    )
     assert [(r.reward, r.error) for r in found.rollouts] == [
         (None, "greedy reply: reward answer: crashed"),
         (None, "timeout"),

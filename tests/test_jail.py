@@ -155,6 +155,29 @@ def test_a_reward_that_leaks_files_goes_on_in_new_processes():
     assert [r.parts.get("score") for r in results] == [float(i) for i in range(30)]
 
 
+def ends_what_it_forked(value: float) -> float:
+    """As code does that gives a computation so much time: start, terminate, join."""
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=time.sleep, args=(1000,)) for _ in range(8)]
+    for child in children:
+        child.start()
+        child.terminate()
+    for child in children:
+        child.join()
+    return float(sum(child.exitcode == -signal.SIGTERM for child in children))
+
+
+def computes_in_a_pool(value: float) -> float:
+    with multiprocessing.get_context("fork").Pool(3) as pool:  # which terminates its processes in the end
+        return float(sum(pool.map(abs, [1, -2])))
+
+
+def test_a_reward_may_end_the_processes_that_it_forks() -> None:
+    with make(ends_what_it_forked, computes_in_a_pool) as jail:
+        results = ask(jail, *[ends_what_it_forked, computes_in_a_pool] * 3)
+    assert [r.parts.get("score") for r in results] == [8.0, 3.0] * 3
+
+
 def fills_the_disk() -> None:
     with open("/dev/full", "w") as file:
         file.write("x")

@@ -15,6 +15,7 @@ from torch import Tensor
 from whet.models import build, kernels, triton_ops
 from whet.models.kernels import Ops
 from whet.models.segments import Segments
+from whet.models.torch_ops import Weighing
 from whet.types import ConfigError, WhetError
 
 
@@ -204,6 +205,32 @@ def test_targets_outside_the_vocabulary_are_refused(ops: Ops) -> None:
             continue
         with pytest.raises((ValueError, RuntimeError)):
             ops.logprobs(torch.zeros(1, 3), torch.tensor([bad]))
+
+
+def test_what_c_would_read_past_its_end_is_refused() -> None:
+    ops = kernels.load("auto")
+    if ops.name != "compiled":
+        pytest.skip("torch looks at the shapes itself")
+    x, one = torch.zeros(2, 16), torch.ones(16)
+    with pytest.raises(ValueError, match=r"targets must be torch.int64, got torch.int32"):
+        ops.logprobs(x, torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"rms_norm: x \(2, 16\), .* weight \(15,\) do not fit"):
+        ops.rms_norm(x, one[:15], 1e-6)
+    for residual in (x[:1], torch.zeros(2, 15)):
+        with pytest.raises(ValueError, match=r"rms_norm: .* do not fit"):
+            ops.add_rms_norm(x, residual, one, eps=1e-6)
+    with pytest.raises(ValueError, match=r"rms_norm: .* weight \(8,\) do not fit"):
+        ops.norm_rope(x[:, None], one[:8], 1e-6, cos_ND=x, sin_ND=x)
+    segments, how = (
+        Segments.of_lengths(torch.tensor([2])),
+        Weighing(scale=1.0, window=None, softcap=None, sinks=None),
+    )
+    for heads, size in ((1, 32), (3, 16)):
+        kv = torch.zeros(2, heads, size)
+        with pytest.raises(
+            ValueError, match=r"attend_packed: .* heads of one size, and a multiple of k's heads"
+        ):
+            ops.attend_packed(torch.zeros(2, 4, 16), kv, kv, segments, **how)
 
 
 def test_sample_by_hand(ops: Ops) -> None:

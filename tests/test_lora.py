@@ -520,6 +520,59 @@ def test_exported_adapters_open_in_peft_and_here(tmp_path: Path, lora: LoraConfi
             attach(tiny_model(), other.model_copy(update={"path": str(tmp_path / "a")}), seed=0)
 
 
+@pytest.mark.parametrize("ending", ["embed_tokens", "lm_head"])
+def test_tied_weights_that_learn_in_full_open_in_peft_and_here(tmp_path: Path, ending: str) -> None:
+    """peft gives each module of modules_to_save weights of its own, so the folder has both of the two."""
+    lora = LoraConfig(rank=4, modules_to_save=(ending,))
+    model = with_adapters(lora)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(1.5)
+    want = model(input_ids=IDS).logits
+    export_adapter(model, tmp_path / "a", cfg=lora, base=None)
+    theirs = PeftModel.from_pretrained(tiny_model(), tmp_path / "a")
+    torch.testing.assert_close(theirs(input_ids=IDS).logits, want, atol=1e-5, rtol=1e-4)
+    reading = lora.model_copy(update={"path": str(tmp_path / "a")})
+    assert torch.equal(with_adapters(reading, seed=5, moved=False)(input_ids=IDS).logits, want)
+    file = tmp_path / "a/adapter_model.safetensors"
+    untied = load_file(file)
+    untied["base_model.model.lm_head.weight"].mul_(2.0)
+    save_file(untied, file)
+    with pytest.raises(
+        CheckpointError, match=r"lm_head.weight differs from .*embed_tokens.weight, but .* ties"
+    ):
+        attach(tiny_model(), reading, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("began", "init", "said"),
+    [
+        ("pissa", "default", "the weights under them would be other ones; set model.lora.init to pissa"),
+        ("olora", "pissa", "set model.lora.init to olora"),
+        (True, "pissa", "set model.lora.init to default"),
+        ("pissa_niter_4", "pissa_niter_4", "convert them with peft"),
+        ("corda", "default", "convert them with peft"),
+    ],
+)
+def test_adapters_over_another_base_are_refused(tmp_path: Path, began: Any, init: Any, said: str) -> None:
+    """What takes a part of the weights to begin with is an adapter of what was left of them."""
+    lora = LoraConfig(rank=4)
+    export_adapter(with_adapters(lora), tmp_path / "a", cfg=lora, base=None)
+    file = tmp_path / "a/adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "init_lora_weights": began}))
+    reading = LoraConfig(rank=4, init=init, path=str(tmp_path / "a"))
+    with pytest.raises(ConfigError, match=said):
+        attach(tiny_model(), reading, seed=0)
+
+
+@pytest.mark.parametrize("init", ["gaussian", "orthogonal", "pissa", "olora"])
+def test_adapters_of_any_beginning_that_is_alike_every_time_are_read(tmp_path: Path, init: Any) -> None:
+    lora = LoraConfig(rank=4, init=init)
+    model = with_adapters(lora)
+    export_adapter(model, tmp_path / "a", cfg=lora, base=None)
+    again = with_adapters(lora.model_copy(update={"path": str(tmp_path / "a")}), seed=5, moved=False)
+    assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
 @pytest.mark.parametrize(
     ("told", "said"),
     [

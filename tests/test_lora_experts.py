@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grid import EVERYTHING
 from test_lora import IDS, bits, check_gradients, noted, over, planned, run, tensors, with_adapters
@@ -52,7 +52,46 @@ def logits(model: Any) -> torch.Tensor:
     return out
 
 
+def partly_dense() -> PreTrainedModel:
+    """A mixture whose first layer is dense."""
+    values = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "vocab_size": VOCAB}
+    values |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4}
+    config = Qwen3MoeConfig(**values, head_dim=16, num_experts_per_tok=2, mlp_only_layers=[0])
+    config.initializer_range = 0.1
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config).eval()
+
+
 # ---------------------------------------------------------------- what they are
+
+
+@pytest.mark.parametrize(
+    ("lora", "count"),
+    [
+        (LoraConfig(rank=4), 11),
+        (LoraConfig(rank=4, targets=("gate_proj", "up_proj"), rank_pattern={"mlp.gate_proj": 2}), 3),
+        (LoraConfig(rank=4, dropout=0.1, alpha_pattern={"down_proj": 5.0}), 11),
+        (LoraConfig(rank=4, targets=EVERYTHING, rank_pattern={"mlp.down_proj": 2}), 7),
+    ],
+)
+def test_dense_layers_of_a_mixture_have_adapters(tmp_path: Path, lora: LoraConfig, count: int) -> None:
+    """Their names are those that layers of experts have elsewhere."""
+    model = partly_dense()
+    attach(model, lora, seed=0)
+    assert len(adapted(model)) == count
+    gen = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for layer in adapted(model).values():
+            layer.lora_B.copy_(torch.randn(layer.lora_B.shape, generator=gen) * 0.1)
+    refresh(model)
+    want = logits(model)
+    assert not torch.equal(want, logits(partly_dense()))
+    export_adapter(model, tmp_path / "a", cfg=lora, base=None)
+    theirs = PeftModel.from_pretrained(partly_dense(), tmp_path / "a")
+    torch.testing.assert_close(theirs(input_ids=IDS).logits, want, atol=1e-5, rtol=1e-4)
+    again = partly_dense()
+    attach(again, lora.model_copy(update={"path": str(tmp_path / "a")}), seed=5)
+    assert torch.equal(logits(again), want)
 
 
 @pytest.mark.parametrize(

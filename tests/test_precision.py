@@ -273,6 +273,31 @@ def test_8_bits_track_adam_in_training(kind: Any) -> None:
     assert sizes[0] / sizes[1] > 3.9
 
 
+@pytest.mark.parametrize("kind", ["adamw", "adam"])
+def test_8_bits_without_masters_are_those_of_the_same_numbers_in_float32(kind: Any) -> None:
+    def stepped(dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, nn.Parameter]]:
+        gen = torch.Generator().manual_seed(0)
+        drawn = (
+            (n, torch.randn(s, generator=gen).bfloat16().to(dtype)) for n, s in (("w", (7, 300)), ("b", (7,)))
+        )
+        named = {n: nn.Parameter(x) for n, x in drawn}
+        cfg = OptimizerConfig(name=kind, lr=0.01, weight_decay=0.1, state_dtype="int8", max_grad_norm=None)
+        precision = PrecisionConfig(master_weights=False)
+        optimizer = Opt(named.items(), cfg, total_steps=9, precision=precision)
+        for p in named.values():
+            p.grad = torch.randn(p.shape, generator=gen).bfloat16().to(dtype)
+        optimizer.clip()
+        optimizer.step()
+        return optimizer.state(), named
+
+    (narrow, halves), (wide, wholes) = stepped(torch.bfloat16), stepped(torch.float32)
+    assert set(narrow) == set(wide)
+    assert all(narrow[n].dtype == wide[n].dtype and torch.equal(narrow[n], wide[n]) for n in wide)
+    for name, p in halves.items():
+        assert p.dtype == torch.bfloat16
+        torch.testing.assert_close(p.float(), wholes[name], rtol=2**-7, atol=1e-4)
+
+
 def test_8_bits_come_back_to_the_bit_and_spare_one_dimension() -> None:
     def made() -> tuple[Opt, dict[str, nn.Parameter]]:
         gen = torch.Generator().manual_seed(0)

@@ -102,7 +102,7 @@ def test_a_row_has_the_same_bits_among_any_others_and_on_any_number_of_threads(
 def test_onednn_gives_the_same_bits_where_it_is_taken_for_the_compiled_ones() -> None:
     if not products._obeys(products._onednn):
         pytest.skip("oneDNN's products do not keep the law here, so they are never taken")
-    for rows, columns, terms in ((1, 384, 128), (50, 70, 700), (300, 128, 512)):
+    for rows, columns, terms in ((1, 384, 128), (50, 70, 700), (300, 128, 512), (50, 1, 700), (1, 1, 33)):
         a, b = numbers(rows, terms), numbers(columns, terms, seed=1)
         found = torch.empty(rows, columns)
         products._onednn(a, b.t(), found, False)
@@ -170,6 +170,18 @@ def test_modules_that_are_not_ours_multiply_by_the_same_law() -> None:
     assert torch.equal(inside, linear(x, layer.weight, layer.bias))
     inside.sum().backward()
     assert layer.weight.grad is not None
+
+
+def test_modules_that_are_not_ours_may_call_torch_in_all_its_ways() -> None:
+    x, weight, bias, out = numbers(9, 40), numbers(30, 40, seed=1), numbers(30, seed=2), torch.zeros(9, 40)
+    with Everywhere():
+        named = F.linear(input=x, weight=weight, bias=bias)
+        vector = F.linear(x, weight[0])
+        given = torch.tanh(x, out=out)
+    assert torch.equal(named, linear(x, weight, bias))
+    assert torch.equal(vector, F.linear(x, weight[0]))
+    assert given is out
+    assert torch.equal(out, x.tanh())
 
 
 @COMPILED

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import signal
+import stat
 import struct
 import subprocess
 import sys
@@ -116,6 +117,14 @@ def test_an_atomic_folder_replaces_the_old_one_whole(tmp_path: Path) -> None:
             assert folder != path
     assert names(path / "sub") == ["new"]
     assert names(path.parent) == ["export"]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_others_may_read_what_is_in_an_atomic_folder(tmp_path: Path, durable: bool) -> None:
+    with files.atomic_folder(tmp_path / "export", durable=durable) as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "a").touch(0o600)  # as safetensors leaves it
+    assert stat.S_IMODE((tmp_path / "export/sub/a").stat().st_mode) == 0o644
 
 
 def fill_and_fail(path: Path, error: BaseException) -> None:

@@ -432,3 +432,6 @@ def test_show_prints_it_and_refuses_what_does_not_go_together(tmp_path, capsys):
         show_command(tmp_path, step=1, timeline=True)
     with pytest.raises(DataError, match=r"no timeline\.json"):
         show_command(tmp_path / "nowhere", timeline=True)
+    for alone in ({"stage": "main"}, {"task": 0}, {"tokens": True}, {"limit": 1}):
+        with pytest.raises(ConfigError, match="give --step N too"):
+            show_command(tmp_path, **alone)

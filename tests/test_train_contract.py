@@ -23,6 +23,7 @@ from whet.config.schema import OptimizerConfig
 from whet.models import kernels
 from whet.models.mesh import Dims
 from whet.models.published import Weight, read_own
+from whet.models.trainable import choose
 from whet.training.engine import TrainEngine
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
@@ -51,10 +52,14 @@ class Maker:
         """zero: DeepSpeed shards, in this way."""
         self.ranks, self.count, self.zero = ranks, 0, zero
 
-    def __call__(self, *, seed: int = 0, learns: bool = True, lora: bool = False) -> TrainEngine:
-        """lora: with adapters that have an effect."""
+    def __call__(
+        self, *, seed: int = 0, learns: bool = True, lora: bool = False, frozen: str | None = None
+    ) -> TrainEngine:
+        """lora: with adapters that have an effect. frozen: parameters with this in their name do not learn."""
         how: dict[str, Any] = {"cut": SMALL, "optimizer": ADAM if learns else None, "total_steps": 8}
         model = model_of(Layout(Dims()), Way(lora=0.0)) if lora else tiny_model(seed=seed)
+        if frozen is not None:
+            choose(model, {frozen: False})
         if self.ranks is None:
             return TorchEngine(model, kernels.load("auto"), **how)
         self.count += 1
@@ -168,6 +173,34 @@ def test_another_layout_reads_what_this_one_saved(make: Maker, tmp_path: Path) -
     engine.update(weighted(), pg_loss)
     other.update(weighted(), pg_loss)
     assert_near(tensors(engine), tensors(other), 1e-4)
+
+
+def test_what_learned_before_and_is_frozen_now_is_loaded_with_the_rest(make: Maker, tmp_path: Path) -> None:
+    """As a stage resumes that trains a part of what the stage before has trained."""
+    before = oracle(1)
+    before.save(tmp_path / "saved", moments=True)
+    engine = make(frozen="embed_tokens")
+    engine.load(tmp_path / "saved")
+    wanted = tensors(before)
+    for said in (tensors(engine), dict(engine.module.named_parameters())):
+        assert said.keys() == wanted.keys()
+        assert all(torch.equal(x, wanted[name]) for name, x in said.items())
+
+
+def test_a_share_of_adapters_has_its_effect(make: Maker) -> None:
+    policy, other = make(learns=False, lora=True), oracle_of_adapters()
+    other.update(weighted(), pg_loss)
+    wanted = oracle_of_adapters()
+    wanted.copy_from(other, 0.25)
+    policy.copy_from(other, 0.25)
+    said = policy.forward(weighted(), "logprobs")
+    torch.testing.assert_close(said, wanted.forward(weighted(), "logprobs"), rtol=1e-4, atol=1e-5)
+
+
+def oracle_of_adapters() -> TorchEngine:
+    """`Maker`'s model with adapters, in this process."""
+    model = model_of(Layout(Dims()), Way(lora=0.0))
+    return TorchEngine(model, kernels.load("auto"), cut=CUT, optimizer=ADAM, total_steps=8)
 
 
 def test_a_copy_is_equal_to_the_bit_and_does_not_follow(make: Maker) -> None:

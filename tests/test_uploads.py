@@ -30,6 +30,7 @@ from whet.checkpoint import Keep, Saver
 from whet.storage import stores, uploads
 from whet.storage.manifests import MANIFEST, manifest
 from whet.storage.uploads import Uploads
+from whet.track.files import atomic_folder
 
 ROOT = Path(__file__).parents[1]
 
@@ -273,6 +274,41 @@ def test_a_folder_that_is_gone_is_no_reason_to_wait(
     copies.checkpoint(tmp_path / "c/0-main-000001")
     assert copies.finish() == []
     assert "the folder no longer exists" in caplog.text
+
+
+def written(folder: Path, text: str) -> Path:
+    """An export, in the place of an earlier one; both are of one size."""
+    with atomic_folder(folder) as new:
+        (new / "config.json").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("when", ["while it is read", "when it has been read"])
+def test_a_folder_that_is_replaced_while_it_is_copied_is_copied_again(
+    when: str, tmp_path: Path, there: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, log, seen = stores.send, uploads.log.info, list[str]()
+    copies = Uploads(exports_to=[there[1]])
+
+    def replaced(now: str) -> None:
+        seen.append(now)
+        if seen.count(when) == 1 and now == when:
+            copies.export(written(tmp_path / "main", "two"))
+
+    def sends(*args: Any) -> None:
+        replaced("while it is read")
+        send(*args)
+
+    def logs(*args: Any) -> None:
+        log(*args)
+        replaced("when it has been read")
+
+    monkeypatch.setattr(stores, "send", sends)
+    monkeypatch.setattr(uploads.log, "info", logs)
+    copies.export(written(tmp_path / "main", "one"))
+    assert copies.finish() == []
+    assert (there[0] / "main/config.json").read_text() == "two"
+    assert stores.said(there[1], "main") == manifest(tmp_path / "main")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"files": 1}', "[" * 100_000, "\udcff"])

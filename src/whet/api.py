@@ -45,7 +45,7 @@ from whet.start import (
     note_start,
     written,
 )
-from whet.storage.paths import brought_here, with_paths
+from whet.storage.paths import brought_here, with_rows
 from whet.storage.uploads import DEADLINE_S
 from whet.track import run_paths
 from whet.track.callbacks import Callback, Callbacks
@@ -167,18 +167,6 @@ def named_functions(rewards: Rewards) -> tuple[dict[str, RewardFunction], dict[s
     return functions, {
         name: {"function": f"object:{name}"} if callable(r) else r for name, r in rewards.items()
     }
-
-
-def with_rows(loaded: Loaded, rows: Sequence[Given]) -> Loaded:
-    """The config with the files of rows that were given from Python; the run writes them."""
-    files = {given.mark: str(given.file(Path(loaded.config.run_dir))) for given in rows}
-
-    def put(cfg: Any) -> Any:
-        return with_paths(cfg, lambda path: files.get(path, path))
-
-    return (
-        replace(loaded, config=put(loaded.config), stages=tuple(map(put, loaded.stages))) if rows else loaded
-    )
 
 
 def only_rewards(loaded: Loaded, names: Collection[str]) -> Loaded:

@@ -23,7 +23,6 @@ from whet.api import (
     reward_sets,
     run_loop,
     watchdog_timeout_s,
-    with_rows,
 )
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
@@ -38,7 +37,7 @@ from whet.judges import judges_of
 from whet.offline import Judged, check, judge
 from whet.rewards.combine import RewardSet
 from whet.start import began
-from whet.storage.paths import brought_here
+from whet.storage.paths import brought_here, with_rows
 from whet.track.files import RunLock
 from whet.track.log import close_logging, setup_logging
 from whet.types import CheckpointError, ConfigError, Json

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Sequence
@@ -414,6 +415,10 @@ def convert(
     given = machines(gpus, mem) if gpus else None
     with as_if(given):
         loaded = read(dialect)
+        if report and not loaded.translation:
+            raise ConfigError(
+                f"--report: {file} is a native config, so no key of it is translated; leave it out"
+            )
         if proves and "@" not in (dialect or ""):
             from whet.prove.proof import release
 
@@ -548,6 +553,11 @@ def main() -> None:
     except WhetError as e:  # it may quote a file or a script that is someone else's
         typer.echo(f"whet: {plain(str(e))}", err=True)
         sys.exit(2 if isinstance(e, ConfigError) else 1)
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        typer.echo(f"whet: {e}: free some of it, and give the command again", err=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

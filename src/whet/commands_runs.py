@@ -55,12 +55,14 @@ def show(
                 "--timeline shows the whole run: leave out --step, --stage, --task, --tokens and --limit"
             )
         view = where_time_went(run)
+    elif step is None:
+        if (stage, task, limit) != (None, None, None) or tokens:
+            raise ConfigError(
+                "--stage, --task, --tokens and --limit select rollouts of a step: give --step N too"
+            )
+        view = summary(run)
     else:
-        view = (
-            summary(run)
-            if step is None
-            else rollouts(run, step, stage=stage, uid=task, tokens=tokens, limit=limit)
-        )
+        view = rollouts(run, step, stage=stage, uid=task, tokens=tokens, limit=limit)
     Console().print(view)
 
 

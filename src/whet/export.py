@@ -13,6 +13,7 @@ from whet.config.load import Loaded, load
 from whet.config.plan import dtype_on
 from whet.config.schema import Config
 from whet.config.urls import is_remote, url_problems
+from whet.storage import stores
 from whet.storage.fetch import fetched, naming, store_of
 from whet.storage.manifests import manifest, place_of
 from whet.storage.paths import brought_here
@@ -46,6 +47,8 @@ def export_checkpoint(
     name = f"{state['stage_name']}-step-{state['step']:06d}"
     if to is None:
         to = str(_run_of(path, target) / "export" / name)
+    else:
+        refuse_other_files(to)
     with ExitStack() as stack:
         folder = Path(to)
         if is_remote(to):
@@ -57,6 +60,32 @@ def export_checkpoint(
             with naming(to):
                 store_of(to).send(folder, to if whole else url, "" if whole else last, manifest(folder))
     return to
+
+
+_MODEL = ("config.json", "adapter_config.json")
+"""An export has one of them."""
+_WRITTEN = (".json", ".safetensors", ".jinja", ".model", ".txt")
+"""How names in an export end."""
+
+
+def refuse_other_files(to: str) -> None:
+    """ConfigError if a folder or URL holds files that are not an earlier export's: an export replaces all of them."""
+    if to.startswith("hf://"):
+        return  # a commit adds files, and removes none
+    if is_remote(to):
+        with naming(to):
+            names = stores.names(to)
+    else:
+        folder = Path(to)
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"-o {to} is a file; give a folder for the export")
+        names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir())
+    others = [name for name in names if "/" in name or not name.endswith(_WRITTEN)]
+    if names and (others or not any(name in names for name in _MODEL)):
+        raise ConfigError(
+            f"-o {to} holds other files ({(others or names)[0]}), which an export would remove; give a new folder, or "
+            "one with an earlier export, which is replaced"
+        )
 
 
 def chosen(target: str, *, stage: str | None, step: int | None) -> Path:

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from whet import environment
-from whet.api import join_cluster, run_loop, watchdog_timeout_s, with_rows
+from whet.api import join_cluster, run_loop, watchdog_timeout_s
 from whet.bench import ALL, Selected, alone, checkpoints_of, config_of, is_model, set_up
 from whet.config.engines import engines_of
 from whet.config.evaluation import all_asked, asked, writes_replies
@@ -34,7 +34,7 @@ from whet.data.given import Given, taken
 from whet.guard.imports import import_all
 from whet.guard.watch import Watch
 from whet.start import began
-from whet.storage.paths import brought_here
+from whet.storage.paths import brought_here, with_rows
 from whet.track.files import file_error
 from whet.types import ConfigError, DataError, Group, Json, Task, WhetError
 

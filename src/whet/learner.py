@@ -592,6 +592,7 @@ def _demonstrations(context: Context, models: Models, held_out: Sequence[Task]) 
         exclude=held_out if data.exclude_eval else (),
         max_response_tokens=cfg.rollout.sampling.max_tokens,
         turns=learned_turns(data, "demonstrations"),
+        learned="demonstrations",
         order=order_of_demonstrations(data),
     )
     log.info("demonstrations: %s", ", ".join(f"{k} {v}" for k, v in stream.counts.items()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -162,10 +163,13 @@ def note_start(loaded: Loaded, directory: RunDirectory, start: RunStart) -> None
 
 
 def set_aside_export(loaded: Loaded, run_dir: Path, state: Json) -> None:
-    """A finished stage whose length has changed: files of its former end are renamed to its step."""
+    """A finished stage whose length has changed: files of its former end are renamed to its step. An export of this
+    step that is there already (`whet export`) stays; the next free name is taken: STAGE-step-N-2."""
     own = run_dir / "export" / state["stage_name"]
     if own.is_dir() and state["done"] and not is_done(loaded, state):
-        os.replace(own, own.with_name(f"{own.name}-step-{state['step']:06d}"))
+        name = f"{own.name}-step-{state['step']:06d}"
+        names = chain((name,), (f"{name}-{n}" for n in count(2)))
+        os.replace(own, next(new for each in names if not (new := own.with_name(each)).exists()))
 
 
 def data_files(loaded: Loaded) -> list[Path]:

@@ -92,11 +92,17 @@ def as_annotated(value: Json, hint: Any, *, key: str, name: str) -> Any:
     try:
         return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
     except ValidationError as e:
-        wanted = hint.__name__ if isinstance(hint, type) else re.sub(r"\b(?:typing|collections\.abc)\.", "", str(hint))
+        wanted = (
+            hint.__name__
+            if isinstance(hint, type)
+            else re.sub(r"\b(?:typing|collections\.abc)\.", "", str(hint))
+        )
         raise ConfigError(f"{key}={value!r}: {name} takes {wanted}: {e.errors()[0]['msg']}.") from e
 
 
-def check_types(function: Callable[..., object], arguments: Mapping[str, Json], *, key: str, name: str) -> None:
+def check_types(
+    function: Callable[..., object], arguments: Mapping[str, Json], *, key: str, name: str
+) -> None:
     """ConfigError for an argument of another type than the function of ours has it."""
     hints = get_type_hints(function)
     for each, value in arguments.items():

@@ -275,13 +275,17 @@ DATA = [
         "SFT without replies",
         TRAIN + "algorithm=sft data.train=tasks.jsonl",
         1,
-        ("source 'tasks' has no response to train on", "`response: COLUMN`", "level"),
+        (
+            "tasks.jsonl, line 1: it has no response to train on (column 'response' is absent or null)",
+            "`response: COLUMN`",
+            "level",
+        ),
     ),
     Mistake(
         "DPO without rejected replies",
         TRAIN + "algorithm=dpo data.train=demos.jsonl",
         1,
-        ("has no rejected reply", "`rejected: COLUMN`"),
+        ("it has no rejected reply", "`rejected: COLUMN`"),
     ),
     Mistake(
         "KTO without labels",

@@ -50,6 +50,7 @@ class Crew:
         self.patience_s, self.silence_s = patience_s, silence_s
         self.lost: Future[None] = Future()
         """Has the error when none is left."""
+        self.lost.set_running_or_notify_cancel()  # who no longer waits for it does not end it
         self._left = len(lines.lines)
         self._closed = False
         self._watching: list[threading.Thread] = []

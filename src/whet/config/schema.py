@@ -21,7 +21,7 @@ from whet.config.sections.algorithm import (
     RepromptConfig,
     RewardKlConfig,
 )
-from whet.config.sections.base import Section
+from whet.config.sections.base import Place, Section
 from whet.config.sections.buffer import BufferConfig
 from whet.config.sections.cluster import ClusterConfig
 from whet.config.sections.data import DataConfig, SourceConfig
@@ -94,10 +94,10 @@ class Config(Section):
     process can be stopped, killed and started independently."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Every random number of the run is a function of this number."""
-    run_dir: str = "runs/${name}"
+    run_dir: Place = "runs/${name}"
     """Folder of everything that the run writes. (verl: default_local_dir; TRL: output_dir) {time} in it is the time of
     the first start, UTC: the run resumes in the newest such folder unless that run is finished."""
-    dirs: dict[Literal["checkpoints", "export", "rollouts", "eval", "profile"], str] = Field(
+    dirs: dict[Literal["checkpoints", "export", "rollouts", "eval", "profile"], Place] = Field(
         default_factory=dict
     )
     """Folders of run_dir that lie elsewhere: {checkpoints: /large/disk/run}. In run_dir a link of that name leads

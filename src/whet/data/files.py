@@ -7,6 +7,7 @@ import glob
 import itertools
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 
 OTHER_SPLITS = {"test", "validation", "valid", "val", "dev", "eval"}
 """Words in a file's name that mark it as other than training data."""
+_ABOUT = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
+"""Files without rows that lie beside the data of a dataset's folder."""
 
 
 def find_files(
@@ -104,7 +107,9 @@ def _saved_splits(folder: Path) -> dict[str, Path] | None:
 
 
 def _readable(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.suffix in READERS) if folder.is_dir() else []
+    """The files of rows in a folder."""
+    files = folder.iterdir() if folder.is_dir() else ()
+    return sorted(p for p in files if p.suffix in READERS and p.name not in _ABOUT)
 
 
 def _expand(pattern: str) -> list[Path]:
@@ -116,14 +121,17 @@ def _expand(pattern: str) -> list[Path]:
     hits = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
     if not hits:
         raise DataError(_missing(path))
-    return [file for hit in hits for file in (_expand(str(hit)) if hit.is_dir() else [hit])]
+    found = [file for hit in hits for file in (_expand(str(hit)) if hit.is_dir() else [hit])]
+    return [*dict.fromkeys(found)]  # `**` hits a folder and what is in it
 
 
 def _inside(folder: Path) -> list[Path]:
     files = _readable(folder)
     if not files:
+        inside = [str(p) for p in sorted(folder.iterdir()) if _readable(p)]
+        give = f"; give {' or '.join(inside)}" if inside else ""
         raise DataError(
-            f"Folder {folder} has no {', '.join(READERS)} file. If the `datasets` package saved it, "
+            f"Folder {folder} has no {', '.join(READERS)} file{give}. If the `datasets` package saved it, "
             "give the folder that contains dataset_info.json."
         )
     log.info("%s: reading %s", folder, ", ".join(p.name for p in files))
@@ -196,24 +204,45 @@ def _jsonl(file: Path, limit: int | None) -> FileRows:
     return ListPart(str(file), rows, "line", numbers)
 
 
+_LINES = "For one object per line, name the file .jsonl."
+
+
 def _json(file: Path, limit: int | None) -> FileRows:
-    value = loads(read_bytes(file, DataError, most=MOST_JSON_BYTES), str(file))
+    text = read_bytes(file, DataError, most=MOST_JSON_BYTES)
+    try:
+        value = loads(text, str(file))
+    except DataError as e:
+        if _begins_with_object(text):
+            raise DataError(f"{e}. {_LINES}") from e
+        raise
     if isinstance(value, dict) and "data" in value:
         value = value["data"]
     if not isinstance(value, list):
         raise DataError(
             f"{file}: expected a list of rows, or an object whose 'data' is one; found {describe(value)}. "
-            "For one object per line, name the file .jsonl."
+            f"{_LINES}"
         )
     return ListPart(str(file), [as_row(v, f"{file}, row {i}") for i, v in enumerate(value[:limit], 1)])
+
+
+def _begins_with_object(text: bytes) -> bool:
+    """Whether the first line is an object by itself."""
+    try:
+        return isinstance(loads(text.lstrip().partition(b"\n")[0], ""), dict)
+    except DataError:
+        return False
 
 
 def _csv(file: Path, limit: int | None) -> FileRows:
     rows: list[Row] = []
     numbers: list[int] = []
+    most = csv.field_size_limit(MOST_ROW_BYTES)
     with file.open(encoding="utf-8-sig", newline="") as text:
         reader = csv.DictReader(text, strict=True)
         try:
+            names = Counter(name for name in reader.fieldnames or () if name)
+            if twice := [name for name, count in names.items() if count > 1]:
+                raise DataError(f"{file}: two columns have the name {twice[0]!r}; keep one, or rename it.")
             for row in itertools.islice(reader, limit):
                 if None in row or None in row.values():
                     raise DataError(
@@ -225,7 +254,9 @@ def _csv(file: Path, limit: int | None) -> FileRows:
         except csv.Error as e:
             raise DataError(f"{file}, line {reader.reader.line_num}: malformed csv: {e}") from e
         except UnicodeDecodeError as e:
-            raise DataError(f"{file}: not UTF-8 text: {e}") from e
+            raise DataError(f"{file}: not UTF-8 text: {e}; save it as UTF-8") from e
+        finally:
+            csv.field_size_limit(most)
     return ListPart(str(file), rows, "line", numbers)
 
 

@@ -139,8 +139,18 @@ def _rows(value: Any) -> Callable[[], Iterator[Any]] | None:
     if kind == "pandas.DataFrame":
         import pyarrow
 
-        return _rows(pyarrow.Table.from_pandas(value, preserve_index=False))
+        try:
+            return _rows(pyarrow.Table.from_pandas(value, preserve_index=False))
+        except (pyarrow.ArrowException, ValueError) as e:
+            raise ConfigError(
+                f"data: a pandas table cannot be read: {'; '.join(map(str, e.args))}. Give each column another name "
+                "and values of one type, or give a list of rows (dicts)"
+            ) from e
     if kind == "pyarrow.Table":
+        if len(set(value.column_names)) < len(value.column_names):
+            raise ConfigError(
+                f"data: an Arrow table has two columns of one name ({', '.join(value.column_names)}); keep one"
+            )
         return lambda: (row for batch in value.to_batches(_BATCH) for row in batch.to_pylist())
     if kind == "datasets.Dataset":
         value = value.with_format(None)

@@ -6,6 +6,7 @@ its size in memory. It is read in batches of rows, and their memory is added up.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def read_parquet(file: Path, columns: Collection[str] | None = None) -> pa.Table
         most = max(ROOM, MOST_GROWTH * file.stat().st_size)
         opened = pq.ParquetFile(file, memory_map=True)
         schema = opened.schema_arrow
+        if twice := [name for name, count in Counter(schema.names).items() if count > 1]:
+            raise DataError(f"{file}: two columns have the name {twice[0]!r}; keep one, or rename it")
         wanted = list(schema.names) if columns is None else [n for n in schema.names if n in columns]
         opened.scan_contents(
             wanted

@@ -38,6 +38,11 @@ T = TypeVar("T")
 Turns = Literal["all", "last"]
 """Which replies of a conversation are trained on."""
 
+Learned = Literal["demonstrations", "preferences", "labels"]
+"""What rows are read for, where their replies are trained on: each has a response, for preferences a rejected reply,
+too, for labels whether it is desirable."""
+REPLIES = {"response": "response", "rejected": "rejected reply"}
+
 BATCH_ROWS = 4096
 """Rows that are turned into Python and tokenised at once."""
 
@@ -91,15 +96,17 @@ def prepare(
     max_response_tokens: int | None,
     counts: Counter[str],
     turns: Turns = "last",
+    learned: Learned | None = None,
 ) -> list[Prepared]:
     """Read, filter and tokenise every source, adding to `counts` the rows left out or truncated, by reason.
 
     turns="all": the prompts of conversations are tokenised so that their replies can be trained on too
-    (`encode_history`). Raises DataError if a source is left empty.
+    (`encode_history`). learned: what each row has to have.
+    Raises DataError if a source is left empty.
     """
     out = []
     for source in sources:
-        work = _Work(source, data, tokenizer, exclude, max_response_tokens, turns, Counter())
+        work = _Work(source, data, tokenizer, exclude, max_response_tokens, turns, learned, Counter())
         out.append(_prepare(work))
         counts.update(work.counts)
     if twice := sorted(n for n, c in Counter(p.rows.name for p in out).items() if c > 1):
@@ -148,6 +155,7 @@ class _Work:
     exclude: Collection[str]
     max_response_tokens: int | None
     turns: Turns
+    learned: Learned | None
     counts: Counter[str]
 
 
@@ -233,6 +241,7 @@ def _batch(
         if prompt_key(fields.prompt, fields.response, fields.extra) in work.exclude:
             work.counts["held_out"] += 1
         else:
+            _check_replies(work, fields, where=rows.where(i))
             kept.append((i, fields))
     all_ids = _prompt_tokens(work, rows, kept)
     out = []
@@ -243,6 +252,35 @@ def _batch(
         if drawn is not None:
             out.append((i, fields, drawn))
     return out
+
+
+def _check_replies(work: _Work, f: Fields, *, where: str) -> None:
+    """DataError for a row without what is to be learned: at the start, not at the step that draws it."""
+    if work.learned is None:
+        return
+    for field in ("response", *(("rejected",) if work.learned == "preferences" else ())):
+        if getattr(f, field) is None:
+            raise DataError(f"{where}: {no_reply(field, work.source, f.extra)}")
+    if work.learned == "labels" and (fault := no_label(f.extra)):
+        raise DataError(f"{where}: {fault}")
+
+
+def no_reply(field: str, source: SourceConfig | None, extra: Mapping[str, Json]) -> str:
+    """What to say of a row that lacks a reply."""
+    column = "" if source is None else f" (column {getattr(source, field)!r} is absent or null)"
+    return (
+        f"it has no {REPLIES[field]} to train on{column}: name its column in the source: `{field}: COLUMN`, or leave "
+        f"the row out. Columns that nothing reads: {', '.join(sorted(extra)) or 'none'}."
+    )
+
+
+def no_label(extra: Mapping[str, Json]) -> str:
+    """What to say of a row without a label; '' if it has one."""
+    label = extra.get("desirable")
+    if isinstance(label, bool | int | float) and label in (0, 1):
+        return ""
+    given = "it has no label" if label is None else f"its label is {label!r}"
+    return f"{given}, expected true or false: name the label's column in the source: `desirable: COLUMN`."
 
 
 def _prompt_tokens(work: _Work, rows: SourceRows, kept: Sequence[tuple[int, Fields]]) -> list[list[int]]:

@@ -141,7 +141,7 @@ def _function(source: SourceConfig, limit: int | None) -> FileRows:
     try:
         made = function(**source.arguments)
         given = list(itertools.islice(_rows_of(made), limit)) if _has_rows(made) else []
-    except Exception as e:  # foreign code: it can fail in any way
+    except (Exception, SystemExit) as e:  # foreign code: it can fail in any way, or end the program
         at = traceback.extract_tb(e.__traceback__)[-1]
         place = f"{at.filename}:{at.lineno}"
         raise DataError(

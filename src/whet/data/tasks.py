@@ -23,7 +23,7 @@ from whet.config.sources import order_of
 from whet.data.chat import encode_history, encode_reply, encode_whole, reply_text, with_kwargs
 from whet.data.columns import parse, used
 from whet.data.orders import Rows, call, learns, open_order, row_of, state_of
-from whet.data.prepare import BATCH_ROWS, Turns, fit, prepare, prompt_key
+from whet.data.prepare import BATCH_ROWS, Learned, Turns, fit, no_label, no_reply, prepare, prompt_key
 from whet.data.rows import read_rows
 from whet.guard import pulse
 from whet.types import (
@@ -68,6 +68,7 @@ class TaskStream:
         max_response_tokens: int | None = None,
         multiple_of: int = 1,
         turns: Turns = "last",
+        learned: Learned | None = None,
         order: Chosen | None = None,
     ) -> None:
         """exclude: held-out tasks; rows with the prompt of one are left out (see `prepare.prompt_key`).
@@ -77,7 +78,8 @@ class TaskStream:
 
         multiple_of: rows at the end of an epoch that make no whole such number are not drawn (train.drop_last).
 
-        turns: which replies of a conversation will be trained on; the same as for `demonstration`. seed: the run's;
+        turns: which replies of a conversation will be trained on; the same as for `demonstration`. learned: what each
+        row has to have; None: a prompt. seed: the run's;
         `data.seed` stands over it. order: None: data.order.
         """
         if not sources:
@@ -91,6 +93,7 @@ class TaskStream:
             max_response_tokens=max_response_tokens,
             counts=counts,
             turns=turns,
+            learned=learned,
         )
         self.counts: dict[str, int] = dict(counts)
         per_epoch_S = [len(s) - len(s) % multiple_of for s in self._sources]
@@ -360,17 +363,9 @@ def _learned(task: Task, tokenizer: Tokenizer, overlong: str) -> list[int]:
 
 def labelled(reply: Rollout) -> Rollout:
     """A demonstration with the label of its row as reward: 1 desirable, 0 not."""
-    label = reply.task.extra.get("desirable")
-    if not isinstance(label, bool | int | float) or label not in (0, 1):
-        given = "it has no label" if label is None else f"its label is {label!r}"
-        raise DataError(
-            f"Task {reply.task.uid} of source {reply.task.source!r}: {given}, expected true or false: "
-            "name the label's column in the source: `desirable: COLUMN`."
-        )
-    return reply.scored(float(label), {})
-
-
-_REPLIES = {"response": "response", "rejected": "rejected reply"}
+    if fault := no_label(reply.task.extra):
+        raise DataError(f"Task {reply.task.uid} of source {reply.task.source!r}: {fault}")
+    return reply.scored(float(reply.task.extra["desirable"]), {})
 
 
 def _reply(
@@ -385,11 +380,8 @@ def _reply(
 ) -> Rollout:
     given = getattr(task, field)
     if given is None:
-        others = ", ".join(sorted(task.extra)) or "none"
-        raise DataError(
-            f"Task {task.uid} of source {task.source!r} has no {_REPLIES[field]} to train on: name its column in "
-            f"the source: `{field}: COLUMN`. Columns that nothing reads: {others}."
-        )
+        fault = no_reply(field, None, task.extra)
+        raise DataError(f"Task {task.uid} of source {task.source!r}: {fault}")
     if task.prompt:
         tokenizer = with_kwargs(tokenizer, task.chat_template_kwargs)
         reply = encode_reply(tokenizer, task.prompt, given, task.tools)

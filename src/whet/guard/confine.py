@@ -13,12 +13,14 @@ import resource
 import signal
 import stat
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Literal
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SWEEP_S = 2.0
+_MEANT_FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _LINUX = sys.platform == "linux"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -81,15 +83,35 @@ def limit(memory_mb: int) -> None:
 
 
 def detach() -> None:
-    """Own session; deaf to the signals that mean the run; nothing of the parent's event loop is touched."""
+    """Own session; deaf to the signals that are meant for the run; nothing of the parent's event loop is touched."""
     os.setsid()
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _nothing)  # not SIG_IGN, which programs started from here would inherit
+    for number in _MEANT_FOR_THE_RUN:
+        signal.signal(number, deaf)  # not SIG_IGN, which programs started from here would inherit
 
 
-def _nothing(number: int, frame: object) -> None:
-    pass
+def deaf(number: int, frame: object) -> None:
+    """A handler that does nothing."""
+
+
+def let_forks_hear() -> None:
+    """Processes that are forked from here from now on are not deaf: `terminate` of multiprocessing sends SIGTERM, and
+    `join` waits until it has ended them. A signal that comes before they have their own handlers waits, too."""
+    mask = threading.local()
+
+    def hold() -> None:
+        mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, _MEANT_FOR_THE_RUN)
+
+    def resume() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask.before)
+
+    def hear() -> None:
+        for number in _MEANT_FOR_THE_RUN:
+            if signal.getsignal(number) is deaf:
+                signal.signal(number, signal.SIG_DFL)
+        resume()
+
+    os.register_at_fork(before=hold, after_in_parent=resume, after_in_child=hear)
 
 
 def shut(keep: set[int], files: Literal["keep", "read", "close"] = "keep") -> None:

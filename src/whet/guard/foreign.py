@@ -55,9 +55,12 @@ def number(value: object, where: str = "") -> float:
     """A finite float of at most LARGEST in size, of a bool, int, float or one-element numpy or torch value. ValueError
     says what else it was."""
     if hasattr(value, "item"):
-        value = value.item()
+        try:
+            value = value.item()
+        except (TypeError, ValueError, RuntimeError) as error:  # an array of several entries, or none
+            raise ValueError(f"{type(value).__name__}{where}: {said(error)}; expected {_ONE}") from error
     if not isinstance(value, bool | int | float):
-        raise ValueError(f"{_given(value)}{where}; expected a finite number or a dict of them")
+        raise ValueError(f"{_given(value)}{where}; expected {_ONE}")
     try:
         out = float(value)
     except OverflowError as error:
@@ -74,4 +77,5 @@ def _given(value: object) -> str:
     return f"the text {words(repr(value), 60)}" if isinstance(value, str) else type(value).__name__
 
 
+_ONE = "a finite number or a dict of them"
 _EXPECTED = f"a finite number between {-LARGEST:g} and {LARGEST:g}"

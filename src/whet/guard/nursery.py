@@ -99,7 +99,7 @@ def fork(body: Callable[[], None]) -> int:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if pid:
         return pid
-    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGINT, confine.deaf)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     code = 1
     try:

@@ -60,6 +60,7 @@ def serve(channel: socket.socket, function: Guarded, memory_mb: int, max_output_
         after_in_child=channel.close
     )  # else a child keeps the channel open when this process dies
     confine.adopt_orphans()
+    confine.let_forks_hear()
     confine.limit(memory_mb)
     refused = shut_in(function)
     home = ProcessState(max_output_bytes)

@@ -59,8 +59,8 @@ class Adam8:
                     self._step(p, group)
 
     def _step(self, p: nn.Parameter, group: dict[str, Any]) -> None:
-        grad, (b1, b2) = p.grad, self.betas
-        assert grad is not None
+        assert p.grad is not None
+        grad, (b1, b2) = p.grad.float(), self.betas  # without master weights it may be of half precision
         if self.decoupled:
             p.mul_(1 - group["lr"] * group["weight_decay"])
         elif group["weight_decay"]:

@@ -182,9 +182,18 @@ def _parts(rows: int, width: int) -> Tensor:
     return torch.zeros(-(-rows // _CHUNK), width)
 
 
+def _check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    if residual.shape != x.shape or weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"rms_norm: x {tuple(x.shape)}, what is added {tuple(residual.shape)} and weight {tuple(weight.shape)} do "
+            "not fit: the first two must have one shape, the weight its last dimension"
+        )
+
+
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
     if not _native(x_ND, weight_D):
         return triton_ops.rms_norm(x_ND, weight_D, eps, offset=offset)
+    _check_norm(x_ND, x_ND, weight_D)
     return call(_RmsNorm, x_ND, None, weight_D, eps, offset)[0]
 
 
@@ -192,6 +201,7 @@ def add_rms_norm(
     x_ND: Tensor, residual_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     if _float32(x_ND, residual_ND, weight_D):
+        _check_norm(x_ND, residual_ND, weight_D)
         found: tuple[Tensor, Tensor] = call(_RmsNorm, x_ND, residual_ND, weight_D, eps, offset)
         return found
     if x_ND.device.type != "cpu":
@@ -251,6 +261,8 @@ def norm_rope(
         raise ValueError(
             f"norm_rope: cos and sin must be [N, D] of x {tuple(x_NHD.shape)}, got {tuple(cos_ND.shape)}"
         )
+    if weight_D is not None:
+        _check_norm(x_NHD, x_NHD, weight_D)
     return call(_NormRope, x_NHD, weight_D, eps, cos_ND, sin_ND, offset)
 
 
@@ -290,6 +302,8 @@ def glu(gate_NF: Tensor, up_NF: Tensor, *, act: Act) -> Tensor:
 
 def _rows_and_targets(logits: Tensor, targets: Tensor) -> None:
     rows, vocabulary = logits.shape
+    if targets.dtype is not torch.int64:
+        raise ValueError(f"logprobs: targets must be torch.int64, got {targets.dtype}")
     if targets.shape != (rows,) or (rows and not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary):
         raise ValueError(
             f"logprobs: targets {tuple(targets.shape)} must be [{rows}], each in 0..{vocabulary - 1}"
@@ -432,10 +446,12 @@ def attend_packed(
 ) -> Tensor:
     if not _native(q_NHD, k_NKD, v_NKD) or q_NHD.shape[2] % 16:
         return torch_ops.attend_packed(q_NHD, k_NKD, v_NKD, segments, **how)
-    if not segments.tokens == len(q_NHD) == len(k_NKD) or k_NKD.shape != v_NKD.shape:
+    whole = segments.tokens == len(q_NHD) == len(k_NKD) and k_NKD.shape == v_NKD.shape
+    if not whole or q_NHD.shape[2] != k_NKD.shape[2] or q_NHD.shape[1] % k_NKD.shape[1]:
         raise ValueError(
             f"attend_packed: {segments.tokens} tokens in the segments, but q {tuple(q_NHD.shape)}, "
-            f"k {tuple(k_NKD.shape)}, v {tuple(v_NKD.shape)}"
+            f"k {tuple(k_NKD.shape)}, v {tuple(v_NKD.shape)}: expected as many tokens in each, heads of one size, and "
+            "a multiple of k's heads in q"
         )
     _check_sinks(how["sinks"], q_NHD)
     return call(_AttendPacked, q_NHD, k_NKD, v_NKD, how["sinks"], segments, _Shape.of(how))[0]

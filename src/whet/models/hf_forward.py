@@ -40,9 +40,9 @@ _LONGEST_DEPENDENT = ("dynamic", "longrope")
 
 def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Callable[..., Tensor]:
     """The `Hidden` function (see `forward`) of any model. Sets the model to whet's attention. compile: its layers."""
-    if rope_type(config) in _LONGEST_DEPENDENT:
+    if changing := [kind for kind in _rope_types(config) if kind in _LONGEST_DEPENDENT]:
         raise ConfigError(
-            f"{type(model).__name__}: rope_type '{rope_type(config)}' depends on the longest sequence of a "
+            f"{type(model).__name__}: rope_type '{changing[0]}' depends on the longest sequence of a "
             "call, so packed and decoded log-probs would differ; override rope_parameters with one of "
             f"{', '.join(STATIC_ROPE)}"
         )
@@ -95,6 +95,13 @@ def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Ca
         return states_UD[:0] if nothing else states_UD
 
     return hidden
+
+
+def _rope_types(config: Any) -> list[str]:
+    """The kinds of rotary embedding: of the whole model, or of each type of layer that has its own."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    apart = [each for each in parameters.values() if isinstance(each, dict)]
+    return [each.get("rope_type", "default") for each in apart] or [rope_type(config)]
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,13 +176,21 @@ def probe(
     ids_U = torch.arange(7, 7 + sum(lengths), device=device) % head.size
     segments = Segments.of_lengths(torch.tensor(lengths))
     attend = _Recorder(PackedAttention(segments, ops))
-    ours_UV = logits(head, hidden(ids_U, segments.position_N.to(device), attend), 1.0)
     own_experts = model.config._experts_implementation
-    model.set_attn_implementation("eager")
-    model.set_experts_implementation("eager")
-    theirs_UV = torch.cat(
-        [model(input_ids=part[None], use_cache=False).logits[0] for part in ids_U.split(lengths)]
-    )
+    try:
+        ours_UV = logits(head, hidden(ids_U, segments.position_N.to(device), attend), 1.0)
+        model.set_attn_implementation("eager")
+        model.set_experts_implementation("eager")
+        theirs_UV = torch.cat(
+            [model(input_ids=part[None], use_cache=False).logits[0] for part in ids_U.split(lengths)]
+        )
+    except (torch.OutOfMemoryError, ConfigError):
+        raise
+    except Exception as error:  # foreign code with a foreign config: it can fail in any way
+        raise ConfigError(
+            f"{type(model).__name__} cannot compute the logits of two short sequences: {type(error).__name__}: "
+            f"{error}. Check the settings of its config.json"
+        ) from error
     model.set_attn_implementation("whet")
     model.set_experts_implementation(own_experts)
     off = float((ours_UV - theirs_UV.float()).abs().max() / theirs_UV.float().std().clamp(min=1e-6))

@@ -56,6 +56,10 @@ from whet.track.files import atomic_folder
 from whet.types import CheckpointError, ConfigError
 
 _FILE = "adapter_model.safetensors"
+_KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
+"""peft's `init_lora_weights` that leave the weights under the adapters as they are."""
+_TAKES_FROM_BASE = ("pissa", "olora")
+"""Those that take the beginning of the adapters from these weights, alike every time."""
 _LEARNED = "whet_learned"
 """Where a model with adapters keeps the names of what may learn."""
 
@@ -81,8 +85,14 @@ def attach(model: PreTrainedModel, cfg: LoraConfig, *, seed: int, key: str = "mo
         torch.manual_seed(seeds.key(seed, "lora"))
         try:
             if asked.targets or not stacks:
-                inject_adapter_in_model(_peft(asked), model)
-                del model.peft_config  # transformers would refuse to write the model
+                # peft gives the experts of a known family what is asked for layers of their old names, and so takes the
+                # adapters of a dense layer of the same name: without a config it takes the layers that it is told
+                parts = nn.Module()
+                for name, child in model.named_children():
+                    parts.add_module(name, child)
+                inject_adapter_in_model(_peft(asked), parts)
+                for name, child in parts.named_children():
+                    model.add_module(name, child)
         except ValueError as error:
             raise ConfigError(f"{key}: {error} Linear layers of the model: {_linear_names(model)}") from error
         for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]:
@@ -266,9 +276,18 @@ def _check_names(model: PreTrainedModel, cfg: LoraConfig, section: str) -> None:
 
 
 def _whole(model: PreTrainedModel, endings: Iterable[str]) -> dict[str, nn.Module]:
-    """The modules that learn in full, by name."""
+    """The modules that learn in full, by name. A tied embedding and output layer learn together: where one is named,
+    the other is among them, for peft gives each module that learns weights of its own."""
     ends = tuple(f".{ending}" for ending in endings)
-    return {name: module for name, module in model.named_modules() if f".{name}".endswith(ends)}
+    named = {name for name, _ in model.named_modules() if f".{name}".endswith(ends)}
+    learns = {id(p) for name in named for p in model.get_submodule(name).parameters()}
+    tied = {
+        name
+        for name, module in model.named_modules()
+        if module in (model.get_input_embeddings(), model.get_output_embeddings())
+        and any(id(p) in learns for p in module.parameters())
+    }
+    return {name: module for name, module in model.named_modules() if name in named | tied}
 
 
 def _fill(model: PreTrainedModel, folder: Path, cfg: LoraConfig, *, key: str) -> None:
@@ -294,6 +313,7 @@ def _fill(model: PreTrainedModel, folder: Path, cfg: LoraConfig, *, key: str) ->
             f"{key}.path={folder}: its adapters use {str(odd)[:200]}; set the same rank, alpha, rslora and "
             "alpha_pattern; adapter types other than LoRA cannot be read"
         )
+    _check_base(told.get("init_lora_weights", True), cfg, folder, key)
     if odd_type := sorted(name for name, t in found.items() if not t.dtype.is_floating_point):
         raise CheckpointError(
             f"{key}.path={folder}: {odd_type[0]} has dtype {found[odd_type[0]].dtype}, expected a floating-point dtype"
@@ -309,16 +329,42 @@ def _fill(model: PreTrainedModel, folder: Path, cfg: LoraConfig, *, key: str) ->
     for name, one in own.items():
         first = firsts.setdefault(id(one.parameter), name)
         if not torch.equal(found[name], found[first]):
-            raise CheckpointError(
-                f"{key}.path={folder}: {name} differs from {first}, but with fused=true they must be equal; set fused "
-                "to false"
+            why, how = (
+                ("with fused=true they must be equal", "set fused to false")
+                if name.endswith(".lora_A.weight")
+                else (
+                    "this model ties them (tie_word_embeddings)",
+                    "merge the adapters into the model with peft, untied, and give that as model.path",
+                )
             )
+            raise CheckpointError(f"{key}.path={folder}: {name} differs from {first}, but {why}; {how}")
         one.put(found[name])
         if not torch.equal(one.value(), found[name].to(one.parameter)):
             raise CheckpointError(
                 f"{key}.path={folder}: {name} differs between experts, but all experts of a layer have one adapter; "
                 "set experts to each"
             )
+
+
+def _check_base(began: object, cfg: LoraConfig, folder: Path, key: str) -> None:
+    """Adapters that took a part of the weights under them with their beginning are those of what was left. ConfigError
+    where this model's base would be another one. began: peft's `init_lora_weights`."""
+    ours = _peft(cfg).init_lora_weights
+    if began in _KEEPS_BASE and ours in _KEEPS_BASE:
+        return
+    if began in _TAKES_FROM_BASE and began == ours:
+        return
+    how = (
+        f"set {key}.init to {began}"
+        if began in _TAKES_FROM_BASE
+        else f"set {key}.init to default"
+        if began in _KEEPS_BASE
+        else "convert them with peft (save_pretrained with path_initial_model_for_weight_conversion)"
+    )
+    raise ConfigError(
+        f"{key}.path={folder}: its adapters began by init_lora_weights={str(began)[:60]}, and {key}.init={cfg.init}: "
+        f"the weights under them would be other ones; {how}"
+    )
 
 
 def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | None:
@@ -407,13 +453,16 @@ def export_adapter(model: PreTrainedModel, path: Path, *, cfg: LoraConfig, base:
     """
     layers = adapted(model)
     linear = {name for name, layer in layers.items() if isinstance(layer, LoraLinear)}
+    by_weight = set(_by_weight(model))
     told = {
-        "targets": tuple(n for n in layers if n in linear),
+        "targets": tuple(n for n in layers if n in linear - by_weight),
         "exclude_modules": (),
+        "dropout": 0.0 if by_weight else cfg.dropout,  # peft has none for what it finds by a parameter's name
         **_patterns(model, cfg),
     }
     config = _peft(cfg.model_copy(update=told))
-    config.target_parameters = [name for name in layers if name not in linear] or None
+    parameters = [f"{n}.weight" if n in by_weight else n for n in layers if n in by_weight or n not in linear]
+    config.target_parameters = parameters or None
     config.base_model_name_or_path, config.inference_mode = base, True
     config.modules_to_save = list(_whole(model, cfg.modules_to_save)) or None
     with atomic_folder(path) as folder:
@@ -425,6 +474,15 @@ def export_adapter(model: PreTrainedModel, path: Path, *, cfg: LoraConfig, base:
         save_file(tensors, folder / _FILE, metadata={"format": "pt"})
 
 
+def _by_weight(model: PreTrainedModel) -> list[str]:
+    """Layers with adapters that peft has to be told by the name of their weight: in a model with experts it takes the
+    name of a layer such as gate_proj for that of the layer in each expert, which is a part of a stack."""
+    inside = {one for name, _ in model.named_parameters() if is_stack(name) for one in inside_stack(name)}
+    endings = {name.rpartition(".")[2] for name in inside}
+    layers = adapted(model).items()
+    return [n for n, x in layers if isinstance(x, LoraLinear) and n.rpartition(".")[2] in endings]
+
+
 def _patterns(model: PreTrainedModel, cfg: LoraConfig) -> dict[str, dict[str, Any]]:
     """Ranks and alphas of single layers as peft has to be told them: those of stacks that replace two layers, too."""
     ranks: dict[str, Any] = {}
@@ -434,6 +492,10 @@ def _patterns(model: PreTrainedModel, cfg: LoraConfig) -> dict[str, dict[str, An
             at = re.escape(name)
             ranks[at] = stack_rank(name, cfg)
             alphas[at] = times * (pattern_of(name, cfg.alpha_pattern) or cfg.alpha)
+    for name in _by_weight(model):
+        for own, given in ((ranks, cfg.rank_pattern), (alphas, cfg.alpha_pattern)):
+            if (value := pattern_of(name, given)) is not None:
+                own[re.escape(f"{name}.weight")] = value
     return {
         "rank_pattern": ranks | dict(cfg.rank_pattern),
         "alpha_pattern": alphas | dict(cfg.alpha_pattern),

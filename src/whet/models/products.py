@@ -159,16 +159,21 @@ class Everywhere(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.linear:
-            return linear(*args, **kwargs)
+            return _torch_linear(*args, **kwargs)
         if func is torch.addmm and not kwargs and args[0].ndim == 1:
             bias, x, weight = args
             return linear(x, weight.t(), bias)
         kind = _ACTIVATIONS.get(func)
         if func is F.gelu:
             kind = _GELUS.get(kwargs.get("approximate", "none"))
-        if kind is None or kwargs.get("inplace") or len(args) != 1:
+        if kind is None or kwargs.get("inplace") or "out" in kwargs or len(args) != 1:
             return func(*args, **kwargs)
         return elementwise.activation(args[0], kind)
+
+
+def _torch_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` with the names of `F.linear`, which takes a vector as the weight, too."""
+    return linear(input, weight, bias) if weight.ndim == 2 else F.linear(input, weight, bias)
 
 
 def multiplies(*tensors: Tensor) -> bool:
@@ -283,12 +288,12 @@ def _no_memory() -> WhetError:
 
 @torch.no_grad()
 def _onednn(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    """Chain by chain. oneDNN takes another road for a single row."""
-    a, b, rows = a.float(), b.float(), a.shape[0]
-    left, right = (F.pad(a, (0, 0, 0, 1)) if rows == 1 else a), b.t()
+    """Chain by chain. oneDNN takes another road for a single row, and for a single column."""
+    rows, columns = out.shape
+    left, right = (F.pad(x, (0, 0, 0, 1)) if len(x) == 1 else x for x in (a.float(), b.float().t()))
     for k in range(0, a.shape[1], TERMS):
         parts = (left[:, k : k + TERMS].contiguous(), right[:, k : k + TERMS].contiguous())
-        part = torch.ops.mkldnn._linear_pointwise(*parts, None, "none", [], "")[:rows]
+        part = torch.ops.mkldnn._linear_pointwise(*parts, None, "none", [], "")[:rows, :columns]
         out.add_(part) if add or k else out.copy_(part)
     if not a.shape[1] and not add:
         out.zero_()
@@ -301,17 +306,18 @@ def _by_torch(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
 
 @torch.no_grad()
 def _obeys(multiply: Multiply) -> bool:
-    """Try it: for 1 to 65 rows, up to three chains, both backwards' strides, all equal to the law's own numbers."""
+    """Try it: for 1 to 65 rows, one column and many, up to three chains, both backwards' strides, all equal to the
+    law's own numbers."""
     generator = torch.Generator().manual_seed(7)
     a_IK, b_KJ = torch.randn(65, 600, generator=generator), torch.randn(600, 40, generator=generator)
     try:
         for terms in (64, TERMS, 600):
             wanted = lawful(a_IK[:, :terms], b_KJ[:terms])
             for rows in (1, 2, 3, 4, 7, 16, 33, 65):
-                for b in (b_KJ[:terms], b_KJ[:terms].t().contiguous().t()):
+                for b in (b_KJ[:terms], b_KJ[:terms].t().contiguous().t(), b_KJ[:terms, :1]):
                     found = torch.empty(rows, b.shape[1])
                     multiply(a_IK[:rows, :terms], b, found, False)
-                    if not torch.equal(found, wanted[:rows]):
+                    if not torch.equal(found, wanted[:rows, : b.shape[1]]):
                         return False
             turned = torch.empty(40, 65)
             multiply(b_KJ[:terms].t(), a_IK[:, :terms].t(), turned, False)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from whet.config.load import Loaded
 from whet.config.urls import is_remote
+from whet.data.given import Given
 from whet.storage.fetch import fetched
 from whet.types import ConfigError, WhetError
 
@@ -45,6 +47,30 @@ def brought_here(loaded: Loaded) -> Loaded:
         stages=tuple(put(stage) for stage in loaded.stages),
         given=loaded.as_given,
     )
+
+
+def with_rows(loaded: Loaded, rows: Sequence[Given]) -> Loaded:
+    """The config with the files of rows that were given from Python; the run writes them. The keys of a stage name them
+    too, so that the config of a run can be read again."""
+    files = {given.mark: str(given.file(Path(loaded.config.run_dir))) for given in rows}
+
+    def put(cfg: Any) -> Any:
+        cfg = with_paths(cfg, lambda path: files.get(path, path))
+        stages = [s.model_copy(update={"data": _placed(s.data, files)}) for s in cfg.stages]
+        return cfg.model_copy(update={"stages": type(cfg.stages)(stages)})
+
+    if not rows:
+        return loaded
+    return replace(loaded, config=put(loaded.config), stages=tuple(map(put, loaded.stages)))
+
+
+def _placed(value: Any, files: Mapping[str, str]) -> Any:
+    """The same with the files of rows in place of their marks, in plain values."""
+    if isinstance(value, dict):
+        return {key: _placed(each, files) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_placed(each, files) for each in value)
+    return files.get(value, value) if isinstance(value, str) else value
 
 
 def _named(cfg: BaseModel) -> Iterator[str]:

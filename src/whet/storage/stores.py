@@ -102,6 +102,12 @@ def children(url: str) -> list[str]:
     return sorted(entry.rpartition("/")[2] for entry in found if fs.isfile(f"{entry}/{MANIFEST}"))
 
 
+def names(url: str) -> list[str]:
+    """Names of the files below a URL; none if it does not exist."""
+    fs, path = connect(url)
+    return sorted(found[len(path) + 1 :] for found in fs.find(path))
+
+
 # ---------------------------------------------------------------- there
 
 

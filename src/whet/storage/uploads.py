@@ -126,8 +126,11 @@ class Uploads:
                     self._left.remove(left)
 
     def _queue(self, copies: Iterable[Copy]) -> None:
-        """These are to be made, after all that failed before them."""
-        self._left += [c for c in copies if c not in self._left]
+        """These are to be made, after all that failed before them. One that is being made is made once more: its folder
+        may have been replaced since it was read."""
+        for copy in copies:
+            if self._left.count(copy) <= (copy == self._now):
+                self._left.append(copy)
         self._failed.clear()
         if self._left and self._thread is None:
             self._thread = threading.Thread(target=self._work, name="whet-uploads", daemon=True)
@@ -142,7 +145,7 @@ class Uploads:
             self._queue(self._held.values())
             self._held = {}
             self._changed.wait_for(lambda: not self._next() and not self._now, until - time.monotonic())
-            said = [str(copy) for copy in self._left]
+            said = list(dict.fromkeys(map(str, self._left)))
             self._left, self._closing = [], True
             self._changed.notify_all()
         if said:
@@ -199,10 +202,13 @@ class Uploads:
             return self._changed.wait_for(lambda: self._closing, pause_s)
 
     def _send(self, copy: Copy) -> None:
-        store, own = store_of(copy.url), _manifest_of(copy.folder)
+        store, found = store_of(copy.url), _identity(copy.folder)
+        own = _manifest_of(copy.folder)
         if store.said(copy.url, copy.name) != own:
             start = time.monotonic()
             store.send(copy.folder, copy.url, copy.name, own)
+            if _identity(copy.folder) != found:  # what is there has files of both
+                raise WhetError(f"{copy.folder} was replaced while it was uploaded")
             size = sum(size for size, _ in own["files"].values())
             log.info("uploaded %s: %.1f MB in %.1f s", copy, size / 1e6, time.monotonic() - start)
         if not copy.export:
@@ -280,6 +286,12 @@ def _manifest_of(folder: Path) -> Json:
     """A checkpoint's own manifest; one is made for an export, which has none."""
     own = folder / MANIFEST
     return json.loads(own.read_text()) if own.exists() else manifest(folder)
+
+
+def _identity(folder: Path) -> tuple[int, int, int]:
+    """Differs for a folder that takes the place of another."""
+    about = folder.stat()
+    return about.st_dev, about.st_ino, about.st_mtime_ns
 
 
 def _fingerprint(manifest: Json) -> str:

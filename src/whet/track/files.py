@@ -93,10 +93,15 @@ def atomic_folder(path: Path, *, durable: bool = True) -> Iterator[Path]:
         new = Path(tempfile.mkdtemp(prefix=f".{path.name}.new-", dir=path.parent))
         new.chmod(0o755)
         yield new
-        for folder, _, files in os.walk(new) if durable else ():
+        for folder, _, files in os.walk(new):
             for name in files:
-                sync_path(Path(folder, name))
-            sync_path(Path(folder))
+                Path(folder, name).chmod(
+                    0o644
+                )  # as `write_bytes` does; safetensors lets the owner alone read
+                if durable:
+                    sync_path(Path(folder, name))
+            if durable:
+                sync_path(Path(folder))
         _take_place(new, path)
     except BaseException as e:
         if new is not None:

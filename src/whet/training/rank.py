@@ -148,10 +148,10 @@ class _Rank:
         engine.full_kl = None if full_kl is None else FullKl(full_kl[0], self.engines[full_kl[1]], full_kl[2])
         return engine.update_sums(dealt, loss)
 
-    def pull(self, name: str) -> None:
-        """Send what has learned, whole."""
+    def pull(self, name: str, frozen: bool) -> None:
+        """Send what has learned, whole. frozen: and what does not learn now, but did before."""
         engine = self.engines[name]
-        named = ((n, p.detach()) for n, p in learned(engine.module) if p.requires_grad)
+        named = ((n, p.detach()) for n, p in learned(engine.module) if frozen or p.requires_grad)
         for key, tensor in engine.across.gathered(named):
             if self.hello.rank == 0:
                 self.say("tensor", key, tensor.cpu())
@@ -236,6 +236,7 @@ class _Rank:
         engine.load(Path(path))
         for own, (n, p) in zip(before, named, strict=True):
             engine.across.put(n, p, mix(own, engine.across.get(n, p), share))
+        refresh(engine.module)
 
     def copy(self, name: str, other: str, share: float) -> None:
         self.engines[name].copy_from(self.engines[other], share)

@@ -314,6 +314,8 @@ class RankGroup:
         self.full_kl: FullKl | None = None
         self.beat: Callable[[str], object] = lambda what: None
         self.span: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
+        self._replaced = False
+        """All weights on the ranks, those that do not learn among them, may differ from the module's."""
         skeleton = structure_of(model)
         self._module, self._stale = model if role == "policy" else skeleton, self._gone
         described = Role(
@@ -340,13 +342,13 @@ class RankGroup:
             with self.span("gather weights"), torch.no_grad():
                 if self.home is None:
                     own = dict(learned(self._module))
-                    self._ask("pull", tensor=lambda name, x: own[name].copy_(x))
+                    self._ask("pull", self._replaced, tensor=lambda name, x: own[name].copy_(x))
                 else:
                     self.write_weights(self.home)
                     bring_back(self._module, self.home, self.device)
                     self._gone = False
             refresh(self._module)
-        self._stale = False
+        self._stale = self._replaced = False
         return self._module
 
     # -- the seam
@@ -430,13 +432,13 @@ class RankGroup:
     def _load(self, path: Path, share: float = 1.0) -> None:
         with self.ranks.lines.carried(path) as there:
             self._ask("load", each=[(each, share) for each in there])
-        self._stale = True
+        self._stale = self._replaced = True
 
     def copy_from(self, other: RankGroup | TorchEngine, share: float = 1.0) -> None:
         """Take another model's weights, or this share of them; through this process, if it is in other ones."""
         if isinstance(other, RankGroup) and other.ranks is self.ranks:
             self._ask("copy", other.role, share)
-            self._stale = True
+            self._stale = self._replaced = True
             return
         theirs = learned(other.module) if adapted(self._module) else other.weights()
         with tempfile.TemporaryDirectory(prefix="whet-ranks-") as folder:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -18,6 +19,8 @@ Steps = Annotated[str, Field(pattern=r"^[1-9][0-9]* steps? from [1-9][0-9]*$", e
 Seconds = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(e[-+]?[0-9]+)? s$", examples=["30 s"])]
 Interval = Count | Epochs | Steps | Annotated[tuple[Positive | Epochs | Steps, ...], Field(min_length=1)]
 Above0 = Annotated[float, Field(gt=0.0)]
+Place = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A local path, a URL or a word. `~` is the home of the user, as in a shell: no folder of that name is made."""
 
 
 class Section(BaseModel):

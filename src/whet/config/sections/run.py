@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from whet.config.sections.base import Above0, Count, Fraction, Interval, Positive, Section
+from whet.config.sections.base import Above0, Count, Fraction, Interval, Place, Positive, Section
 from whet.config.sections.train import EvalMetricConfig
 
 
@@ -37,7 +37,7 @@ class CheckpointConfig(Section):
     """With train.parallel: every rank writes its own shards in parallel, and reads the shards it needs, so no process
     has to hold the whole model. false: the shards are gathered and one rank writes whole files. A run with any layout
     can resume from either form."""
-    resume: str = "auto"
+    resume: Place = "auto"
     """auto: resume the run in run_dir, if there is one; never: refuse a run_dir that holds a run; fresh: move the
     existing files aside and start a new run; or the path of a checkpoint."""
     save_contents: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
