@@ -114,6 +114,21 @@ def test_a_user_without_a_home_needs_none() -> None:
     assert 'model.path: "~her/model": no such user; give the full path' in said
 
 
+def test_a_full_disk_behind_the_output_is_one_message() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "whet", "schema"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("whet: [Errno 28] No space left on device: free some of it")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_the_package_itself_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "whet", "--version"], capture_output=True, text=True, check=False, timeout=60

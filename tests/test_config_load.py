@@ -307,6 +307,23 @@ def test_references(tmp_path, monkeypatch):
     assert cfg.rewards["r"].arguments == {"text": "cost ${x}"}
 
 
+def test_a_home_folder_is_meant_by_a_tilde(tmp_path, monkeypatch):
+    """A YAML file and an override in most shells bring it as it is; a folder of that name was made."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = write(
+        tmp_path,
+        "name: x\n"
+        "run_dir: ~/runs/${name}\n"
+        "dirs: {checkpoints: ~/large}\n"
+        "checkpoint: {resume: ~/runs/y/checkpoints/0-main-000001, upload_to: ['file:///~/up']}\n",
+    )
+    cfg = load(path, ()).config
+    assert cfg.run_dir == f"{tmp_path}/runs/x"
+    assert cfg.dirs == {"checkpoints": f"{tmp_path}/large"}
+    assert cfg.checkpoint.resume == f"{tmp_path}/runs/y/checkpoints/0-main-000001"
+    assert cfg.checkpoint.upload_to == ("file:///~/up",)
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import pickle
 import re
@@ -18,8 +19,8 @@ import pytest
 
 pytest.importorskip("ray")
 
-from whet.cluster import explorer
-from whet.cluster.explorers import Crew, patience_of
+from whet.cluster import explorer, explorers
+from whet.cluster.explorers import Crew, beside, patience_of
 from whet.config.load import Loaded, load
 from whet.guard.watch import START, Watch
 from whet.types import WhetError
@@ -155,6 +156,25 @@ def test_when_no_explorer_is_left_the_run_ends_and_nobody_lives_on() -> None:
     ):
         crew.lost.result(20)
     assert [line.killed for line in lines.ever] == [True, True]
+
+
+def test_an_explorer_that_is_lost_after_the_end_of_the_run_is_told_in_its_thread_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who waited for the run no longer waits for the explorers; the thread that watches one ended in a traceback."""
+    monkeypatch.setattr(explorers, "SETTLE_S", 0.0)
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    crew = Crew(load(None, (), TREE), Lines(says()), restarts=0, patience_s=100.0, silence_s=0.3)
+
+    async def main() -> None:
+        pass
+
+    asyncio.run(beside(crew, main()))
+    for watching in crew._watching:
+        watching.join(20)
+    assert isinstance(crew.lost.exception(0), WhetError)
+    assert not failed
 
 
 def test_patience_follows_from_the_config() -> None:

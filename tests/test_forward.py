@@ -345,6 +345,19 @@ def test_a_model_that_cannot_be_packed_is_refused(kind: str, values: dict[str, A
         decoder(foreign(kind, **values), OPS)
 
 
+def test_a_model_whose_own_forward_fails_is_refused_by_name() -> None:
+    model = make("llama")
+
+    def forward(*given: object, **how: object) -> None:
+        raise RuntimeError("shape '[1, 9]' is invalid for input of size 8")
+
+    model.lm_head.forward = forward
+    with pytest.raises(
+        ConfigError, match="LlamaForCausalLM cannot compute.*RuntimeError: shape .*config.json"
+    ):
+        decoder(model, OPS)
+
+
 def test_unknown_scaling_of_logits_is_noticed() -> None:
     model = make("gemma3_text")
     plain = model.lm_head.forward
