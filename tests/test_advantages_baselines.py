@@ -28,6 +28,7 @@ from whet.algos.baselines import (
     rec,
     reinforce_plus_plus_baseline,
     rloo,
+    win_rate,
 )
 from whet.batch import Batch, pack, select, with_parts
 from whet.types import Group, Rollout, Task, WhetError
@@ -533,3 +534,19 @@ def test_the_rank_penalty_against_a_loop(seed: int, penalty: float) -> None:
         batch, reward_N=token_rewards(batch), normalize_std=True, std_epsilon=EPS, rank_penalty=penalty
     )
     check_against(batch, adv_N, wanted)
+
+
+@pytest.mark.parametrize("parts", [(0.1, 0.2, 0.0), (0.3, 0.0, 0.0), (0.7, -0.5, 0.1), (0.05, 0.05, 0.15)])
+def test_how_a_reward_is_spread_over_turns_makes_no_rollout_better(parts: tuple[float, float, float]) -> None:
+    """The rewards of a group's rollouts are equal; what the environment gave for their turns is not."""
+    batch = make_batch([["paoaoa", "paoaoa", "paoaoa"]], [0.3] * 3)
+    batch = replace(batch, reward_R=batch.reward_R.float())
+    turn_reward_N = torch.zeros(batch.tokens)
+    turn_reward_N[batch.mask_N] = torch.tensor([*parts, 0.1, 0.1, 0.1, 0.0, 0.0, 0.3])
+    batch = replace(batch, turn_reward_N=turn_reward_N)
+    reward_N = token_rewards(batch)
+    torch.testing.assert_close(batch.sum_R(reward_N), batch.reward_R)
+    assert not grpo(batch, reward_N=reward_N, normalize_std=True, std_epsilon=EPS)[0].any()
+    assert not grpo_passk(batch, reward_N=reward_N, normalize_std=True, std_epsilon=EPS)[0].any()
+    assert not win_rate(batch, reward_N=reward_N)[0].any()
+    assert per_rollout(batch, best(batch, reward_N=reward_N)[0]) == pytest.approx([1 / 3] * 3)

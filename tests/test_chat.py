@@ -77,6 +77,8 @@ def test_plain_text_gets_the_begin_token_where_the_tokenizer_puts_one_but_no_end
     plain = tokens(tokenizer, "ab")
     assert tokenizer("ab")["input_ids"] == [bos, *plain, eos]
     assert encode_prompt(tokenizer, "ab") == [bos, *plain]
+    assert encode_prompt(tokenizer, "<system>ab") == [bos, *plain]  # as of a rendered template: no second one
+    assert encode_prompt(tokenizer, "") == encode_prompt(tokenizer, "<system>") == [bos]
     assert encode_prompt(tokenizer, (USER,)) == tokens(tokenizer, "<user>2+2?<eos><assistant>")
     assert encode_response(tokenizer, "ab") == [*plain, eos]
 

@@ -384,6 +384,15 @@ def test_the_time_in_run_dir_stays_while_the_run_goes_on(
     assert train(pattern, saved, "checkpoint.resume=never").run_dir == tmp_path / "a-20260101-000003/run"
 
 
+def test_a_new_run_is_later_by_name_though_the_clock_went_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one by name is the one that resumes."""
+    monkeypatch.setattr(run_paths, "now", lambda: "20260101-000000")
+    assert run_paths.stamp_after([]) == run_paths.stamp_after(["20251231-235959"]) == "20260101-000000"
+    assert run_paths.stamp_after(["20260101-000000"]) == "20260101-000001"
+    assert run_paths.stamp_after(["20250101-000000", "20261231-235959"]) == "20270101-000000"
+    assert run_paths.stamp_after(["99999999-999999"]) == "20260101-000000"
+
+
 def test_only_directories_of_the_pattern_count(tmp_path: Path) -> None:
     for name in (
         "r-20260101-000001",

@@ -104,6 +104,21 @@ def test_nothing_is_told_of_default_names():
     assert told(source, recognised(source, rows), rows) == ""
 
 
+def test_conversations_in_another_form_are_refused_with_the_way_to_convert_them():
+    row = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    for named in ({"prompt": "conversations"}, {"messages": "conversations"}):
+        source = SourceConfig(rows=(row,), **named)
+        with pytest.raises(
+            DataError, match=r"`from` and `value` \(ShareGPT\); expected role and content"
+        ) as error:
+            parse(row, source, name="s", chat=None, where="row 1")
+    given = str(error.value)
+    converted = eval(given[given.index("{") : given.rindex("}") + 1], {"row": row})
+    source = SourceConfig(rows=(converted,), messages="messages")
+    fields = parse(converted, source, name="s", chat=None, where="row 1")
+    assert (fields.prompt, fields.response) == ((Message("user", "a"),), "b")
+
+
 # ---------------------------------------------------------------- rewards
 
 

@@ -77,6 +77,12 @@ def test_the_day_on_which_a_run_began(tmp_path: Path) -> None:
     starts = [{"started_utc": f"2026-01-3{n}T23:59:59+00:00"} for n in (0, 1)]
     (other / "manifest.json").write_text(json.dumps({"starts": starts}))
     assert began(home, checkpoint) == date(2026, 1, 30)
+    elsewhere = tmp_path / "disk" / "saved"  # dirs.checkpoints
+    elsewhere.parent.mkdir()
+    checkpoint.parent.rename(elsewhere)
+    checkpoint.parent.symlink_to(elsewhere)
+    (elsewhere / ".whet-run").write_text(f"{other}\n")
+    assert began(home, checkpoint) == began(home, elsewhere / checkpoint.name) == date(2026, 1, 30)
     (home / "manifest.json").write_text(json.dumps({"starts": starts[1:]}))
     assert began(home, checkpoint) == began(home) == date(2026, 1, 31)
 

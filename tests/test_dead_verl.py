@@ -372,6 +372,7 @@ CONTEXTS: dict[str, Given] = {
     ),
     **dict.fromkeys((DISTILL + "topk", DISTILL + "log_prob_min_clamp"), TOPK),
     **dict.fromkeys((DISTILL + "clip_ratio_low", DISTILL + "clip_ratio_high"), PG),
+    A + "clip_ratio": {A + "clip_ratio_low": None, A + "clip_ratio_high": None},
     DISTILL + "clip_ratio": {**PG, DISTILL + "clip_ratio_low": None, DISTILL + "clip_ratio_high": None},
     M + "mtp.enable": {**MEGATRON, M + "mtp.enable_train": True},
     M + "mtp.enable_train": {**MEGATRON, M + "mtp.enable": True},

@@ -69,6 +69,77 @@ def test_a_difference_is_told_for_its_values_alone() -> None:
     assert warmup(1) == []
 
 
+def test_a_mean_over_sequences_is_told_where_whole_responses_are_rejected() -> None:
+    def told(**given: Json) -> int:
+        actor = {"actor": {key: value for key, value in given.items() if key == "loss_agg_mode"}}
+        correction = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "2"}
+        correction |= {key: value for key, value in given.items() if key == "bypass_mode"}
+        tree = {"actor_rollout_ref": actor, "algorithm": {"rollout_correction": correction}}
+        made = translate(tree, dialect("verl-ppo", "0.9.0"), origins={})
+        return sum("counts in no mean over sequences" in text for text in said(made))
+
+    modes = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    assert [told(loss_agg_mode=mode) for mode in modes] == [0, 1, 1]
+    assert told(loss_agg_mode="seq-mean-token-mean", bypass_mode=True) == 0
+
+
+def test_sampling_that_agent_loops_lose_is_told() -> None:
+    def told(version: str, **given: Json) -> list[str]:
+        made = translate({"actor_rollout_ref": {"rollout": given}}, dialect("verl-ppo", version), origins={})
+        return [text.split("=")[0].split(".")[-1] for text in said(made) if ".rollout." in text]
+
+    lost = {"top_k": 20, "repetition_penalty": 1.1, "val_kwargs": {"top_k": 5, "do_sample": True}}
+    assert told("0.7.0", **lost) == ["top_k", "repetition_penalty", "top_k"]
+    assert told("0.9.0", **lost) == ["repetition_penalty"]
+    assert told("0.6.0", mode="sync", **lost) == []
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_a_schedule_that_ends_early_in_skyrl_is_told(role: str) -> None:
+    def told(version: str, scheduler: str, **trainer: Json) -> int:
+        sections = {
+            role: {"optimizer_config": {"scheduler": scheduler}},
+            "algorithm": {"advantage_estimator": "gae"},
+        }
+        tree = {"trainer": {"train_batch_size": 8, f"{role}_mini_batch_size": 8, **sections, **trainer}}
+        made = translate(tree, dialect("skyrl", version), origins={})
+        return sum(f"{role}.optimizer_config.scheduler" in text for text in said(made))
+
+    several: Json = {f"{role}_mini_batch_size": 4}
+    assert (
+        told("train-0.3", "cosine", **several) == told("train-0.3", "linear", update_epochs_per_batch=2) == 1
+    )
+    assert told("train-0.3", "cosine") == told("train-0.4", "cosine", **several) == 0
+    assert told("train-0.3", "constant_with_warmup", **several) == 0
+
+
+def test_the_schedule_of_the_older_sft_trainer_is_as_long_as_its_epochs() -> None:
+    def told(model: Json, steps: int | None) -> int:
+        tree = {"model": model, "trainer": {"total_training_steps": steps}}
+        made = translate(tree, dialect("verl-sft", "0.6.0"), origins={})
+        return sum("as long as total_epochs" in text for text in said(made))
+
+    assert [
+        told({"partial_pretrain": "m"}, 9),
+        told({"partial_pretrain": "m"}, None),
+        told({"path": "m"}, 9),
+    ] == [1, 0, 0]
+
+
+def test_a_decay_of_a_share_of_unknown_steps_is_told() -> None:
+    def told(**train: Json) -> int:
+        tree = {"train": {"optm_decay_ratio": 0.3, "optm_decay_type": "linear", **train}}
+        made = translate(tree, dialect("cosmos-grpo", "0.4.4"), origins={})
+        return sum("rounds to the nearest whole number" in text for text in said(made))
+
+    assert [told(), told(max_num_steps=9), told(optm_decay_type=None), told(optm_decay_ratio=None)] == [
+        1,
+        0,
+        0,
+        0,
+    ]
+
+
 def test_a_default_that_differs_is_told() -> None:
     """SkyRL's KL in the loss is on where a file does not say so."""
 

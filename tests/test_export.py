@@ -89,6 +89,18 @@ def test_adapters_alone_and_merged(lora: Path, tmp_path: Path) -> None:
     assert torch.allclose((now - before).double(), scale * moved, atol=1e-6)
 
 
+def test_a_checkpoint_in_a_folder_elsewhere_is_of_its_run(lora: Path, tmp_path: Path) -> None:
+    own, elsewhere = tmp_path / "run", tmp_path / "disk" / "saved"
+    shutil.copytree(lora, own)
+    elsewhere.parent.mkdir()
+    (own / "checkpoints").rename(elsewhere)  # as dirs.checkpoints
+    (own / "checkpoints").symlink_to(elsewhere)
+    (elsewhere / ".whet-run").write_text(f"{own}\n")
+    found = export_checkpoint(str(elsewhere / "0-main-000003"))
+    assert found == str(own / "export/main-step-000003")
+    assert_same(lora / "export/main", Path(found))  # an adapter, as the run's own
+
+
 def test_another_dtype_rounds_every_weight(plain: Path, tmp_path: Path) -> None:
     whole, half = (
         load_file(

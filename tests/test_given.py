@@ -65,6 +65,14 @@ def test_sources_stay_and_rows_may_stand_among_them():
         ),
         (pa.table([pa.array(["p"]), pa.array(["q"])], names=["x", "x"]), "two columns of one name"),
         ([{"prompt": "p"}, {"prompt": float("nan")}], "data.train, row 2: Out of range float values"),
+        (
+            [{"path": "a.png", "question": "q", "answer": "a"}],
+            r"data.train, entry 1: a dict with 'path' is a source .* no key 'question'.* pyarrow.Table.from_pylist",
+        ),
+        (
+            [{"path": "a.jsonl", "promt": "q"}],
+            "no key 'promt'; did you mean 'prompt'[?] If the entries are rows",
+        ),
     ],
 )
 def test_what_is_no_rows_is_refused(data, said):

@@ -23,6 +23,8 @@ from whet.batch import Batch
 from whet.config.schema import AlgorithmConfig, CriticConfig
 from whet.eval_loss import eval_loss, given
 from whet.models import kernels
+from whet.replay.logprobs import rescored
+from whet.replay.steps import read
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import ConfigError, DataError, Group, Json, Rollout, Task
@@ -279,6 +281,55 @@ def test_what_cannot_be_evaluated_is_said(tmp_path: Path) -> None:
         judge_checkpoints(config_of(tmp_path, ["data.eval=[]", "stages=[{name: sft, train: {steps: 2}}]"]))
     with pytest.raises(CheckpointError, match="has no checkpoint to evaluate"):
         judge_checkpoints(config_of(tmp_path, []))
+
+
+def test_a_run_whose_columns_were_recognised_is_evaluated_without_the_data_it_learned_from(
+    tmp_path: Path,
+) -> None:
+    """`chosen` is recognised where a run reads it. The loss of DPO needs a model that an evaluation does not have."""
+    pairs = [{"prompt": f"{w}>", "answer": w[::-1], "chosen": w[::-1], "rejected": w} for w in ("ab", "cab")]
+    model = {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16,
+        "intermediate_size": 32, "max_position_embeddings": 32,
+    }  # fmt: skip
+    run = train(
+        algorithm="dpo",
+        data={"train": pairs, "eval": pairs, "exclude_eval": False, "max_prompt_tokens": 16},
+        model={"scratch": model},
+        tokenizer={"build": "chars"},
+        rollout={"sampling": {"max_tokens": 4}},
+        train={"steps": 1, "tasks_per_step": 2},
+        track={"trackers": ["jsonl"]},
+        run_dir=str(tmp_path / "run"),
+    ).run_dir
+    assert "eval/loss" in (run / "metrics.jsonl").read_text()
+    with pytest.raises(ConfigError, match="no token of step 1 of stage 'main'; its replies were given"):
+        rescored(read(run), 0, 1)
+    for file in (run / "data").glob("train-*"):
+        file.unlink()
+    with pytest.raises(
+        ConfigError, match=r"'main' \(dpo\): the loss .* needs the reference .*: --reward math"
+    ):
+        evaluate(run)
+
+    def length(response: str) -> float:
+        return float(len(response))
+
+    (line,) = evaluate(run, rewards=length)
+    assert line["eval/eval/tasks"] == 2
+    assert "eval/loss" not in line
+
+
+@pytest.mark.parametrize("name", ["7", "x #1", "true", "a: b", "two\nlines"])
+def test_a_run_directory_may_have_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from whet.bench import config_of
+
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()
+    (Path(name) / "config.yaml").write_text("data: {train: [{name: w, path: w.jsonl}]}\ntrain: {steps: 1}\n")
+    assert config_of(Path(name), []).config.run_dir == name
 
 
 def test_trackers_that_show_text_are_given_the_samples(tmp_path: Path) -> None:

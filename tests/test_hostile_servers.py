@@ -117,6 +117,40 @@ def test_an_event_may_have_a_whole_reply() -> None:
     assert asked(saying(f"{body}data: [DONE]\n\n".encode()), events=True) == events
 
 
+@pytest.mark.parametrize("space", ["", " "])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_events_may_be_written_as_their_standard_allows(space: str, end: str) -> None:
+    """Gateways before a server leave out the space, end lines as Windows does, and keep a connection with comments."""
+    lines = [": ping", f'data:{space}{{"a": 1}}', "", "event: more", f'data:{space}{{"a": 2}}', ""]
+    body = end.join([*lines, f"data:{space}[DONE]", "", ""])
+    assert asked(saying(body.encode()), events=True) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize("events", [False, True])
+@pytest.mark.parametrize("wait", [{}, {"Retry-After": "0"}, {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}])
+def test_a_server_with_too_many_requests_is_asked_again(
+    events: bool, wait: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an endpoint with a limit of requests a minute; the engine was dropped, and with it the run."""
+    monkeypatch.setattr(module, "BUSY_S", 0.01)
+    busy = saying(b'{"error": "rate limit"}', status=429, **wait)
+    answers = [busy, busy, saying(b'data: {"a": 1}\n\ndata: [DONE]\n\n' if events else b'{"a": 1}')]
+
+    async def so(http: web.Request) -> web.Response:
+        made: web.Response = await answers.pop(0)(http)
+        return made
+
+    assert asked(so, events=events) == ([{"a": 1}] if events else {"a": 1})
+    assert not answers
+
+
+def test_a_server_that_has_too_many_requests_for_too_long_is_told_so() -> None:
+    with pytest.raises(
+        Unreachable, match=r"not answered, only that it has too many requests \(status 429\), within"
+    ):
+        asked(saying(b"{}", status=429), answer=1.0)
+
+
 def test_an_event_without_an_end_is_a_broken_answer() -> None:
     with pytest.raises(Unreachable, match="broke off"):
         asked(saying(b'data: {"a": 1}\n\n'), events=True)

@@ -222,3 +222,8 @@ def test_a_missing_reference_is_named() -> None:
 )
 def test_adaptive_controller_by_hand(kl_now: float, expected: float) -> None:
     assert adapt(0.5, kl_now, target=0.1, horizon=100, rollouts=20) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_kl_that_is_not_a_number_does_not_move_the_controller() -> None:
+    assert adapt(0.5, math.nan, target=0.1, horizon=100, rollouts=20) == 0.5
+    assert adapt(0.5, math.inf, target=0.1, horizon=100, rollouts=20) == pytest.approx(0.52)

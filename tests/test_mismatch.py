@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batches import doubles
+from batches import doubles, make_batch
 from whet.algos.mismatch import mismatch, perplexities
+from whet.batch import Loss, Outputs
+from whet.track.metrics import merge
+from whet.training.sums import Sums
 
 
 def test_mismatch_by_hand() -> None:
@@ -39,6 +43,31 @@ def test_a_nan_is_not_hidden() -> None:
     assert math.isnan(
         perplexities({name: float(x.mean()) for name, x in m.items()})["mismatch_perplexity_ratio"]
     )
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_a_nan_is_the_largest_of_an_update(at: int) -> None:
+    """Wherever it is: in the first micro-batch, in a later one, or on another rank."""
+    parts = [[0.5], [0.25], [2.0]]
+    parts[at].append(math.nan)
+    own, other = Sums(), Sums()
+    for sums, part in zip((own, own, other), parts):
+        batch = replace(make_batch([["p" + "a" * len(part)]], [0.0]), logp_sample_N=None)
+        loss_N = torch.zeros(batch.tokens)
+        stats = {"ratio_max": loss_N.masked_scatter(batch.mask_N, torch.tensor(part))}
+        sums.add(replace(batch, weight_N=batch.mask_N / len(part)), Outputs(), Loss(loss_N, stats))
+    own.join(other)
+    assert math.isnan(own.means()["ratio_max"])
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("name", ["train/ratio_max", "train/ratio_min"])
+def test_a_nan_is_the_extreme_of_a_step(name: str, at: int) -> None:
+    """Of the optimizer steps of a step."""
+    parts = [{name: 0.5}, {name: 2.0}]
+    assert merge(parts)[name] == (2.0 if name.endswith("max") else 0.5)
+    parts[at][name] = math.nan
+    assert math.isnan(merge(parts)[name])
 
 
 def means(trainer: list[float], engine: list[float]) -> dict[str, float]:

@@ -196,7 +196,7 @@ def test_a_recipe_or_a_document_may_have_a_clip_that_nothing_meets(tmp_path: Pat
         "custom_reward_function: {path: tests/dialects/verl_reward.py, name: share_of_a}\n"
         "trainer: {total_training_steps: 1, logger: [console], n_gpus_per_node: 1}\n"
     )
-    for given in ([], ["actor_rollout_ref.actor.clip_ratio=0.1"]):
+    for given in ([], ["actor_rollout_ref.actor.clip_ratio_low=0.1"]):
         loaded = load(file, [*given, "whet.train.forward_micro_batch_rollouts=null"])
         assert loaded.translation is not None
         assert unused(loaded.written, loaded.stages) == []

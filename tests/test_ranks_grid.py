@@ -160,6 +160,29 @@ def test_a_reference_with_other_prompts_teaches_the_same_on_ranks(ranks: Ranks, 
     assert_small(errors, name)
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("way", ["shared prompts", "offload"])
+def test_a_stage_of_which_nothing_learns(ranks: Ranks, frozen: int, way: str, tmp_path: Path) -> None:
+    """train.trainable may leave one rank of a pipeline nothing; the gradient that is clipped is that of the other."""
+    if ranks.dims.world != 2:
+        return
+    layout, how = LAYOUTS["pp 2"], WAYS[way]
+    model = grid.model_of(layout, how)
+    for name, p in model.named_parameters():
+        p.requires_grad_(("embed_tokens" in name or "layers.0." in name) == bool(frozen))
+    clips = grid.learning(optimizer=grid.SGD.model_copy(update={"max_grad_norm": 0.01}))
+    one, many = grid.pair(ranks, layout, how, model=model, **clips)
+    errors, note = grid.worst()
+    for seed in range(2):
+        numbers = one.update(weighted(seed), pg_loss)
+        assert numbers["grad_norm"] > 0.01
+        grid.note_metrics(note, many.update(weighted(seed), pg_loss), numbers)
+    many.save(tmp_path)
+    one.load(tmp_path)
+    grid.note_tensors(note, "weights", dict(many.weights()), dict(one.weights()))
+    assert_small(errors, layout)
+
+
 @pytest.mark.parametrize("name", ["dp_shard 2", "pp 2", "tp 2", "dp_replicate 2 x ep 2"])
 def test_a_step_that_is_not_finite_is_skipped_by_all(ranks: Ranks, name: str) -> None:
     layout, way = LAYOUTS[name], WAYS["shared prompts"]

@@ -213,6 +213,12 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
     files.RunLock(tmp_path).release()
 
 
+def test_a_place_that_takes_no_folder_is_not_said_to_be_removed_by_somebody() -> None:
+    said = "cannot write /proc/whet-run/lock: there is no such folder: none can be made there, or another process"
+    with pytest.raises(WhetError, match=said):
+        files.RunLock(Path("/proc/whet-run"))
+
+
 def test_a_dead_runs_lock_does_not_block_though_its_forked_child_lives(tmp_path: Path) -> None:
     code = f"""
 import os, time

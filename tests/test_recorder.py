@@ -332,8 +332,9 @@ def test_a_tracker_of_numbers_alone_is_shown_nothing(tmp_path: Path, log_samples
 def test_the_record_has_a_step_whose_tracker_fails_and_the_step_ends_with_its_error(tmp_path: Path) -> None:
     """The run directory is told first. Nobody else hears of the step: a resumed run does it again."""
     at = stand(tmp_path, Breaks("log"), track={"rollouts_interval": 1})
-    with pytest.raises(ConnectionError, match="the server has gone"):
+    with pytest.raises(ConnectionError, match="the server has gone") as caught:
         at.record(1)
+    assert caught.value.__notes__ == ["raised by Breaks (track.trackers), step 1 of stage 'main'"]
     assert [line["step"] for line in at.lines()] == [1]
     assert at.files("rollouts") == ["main-step-000001.parquet"]
     assert at.display.steps == []
@@ -342,8 +343,9 @@ def test_the_record_has_a_step_whose_tracker_fails_and_the_step_ends_with_its_er
 
 def test_rollouts_that_a_tracker_refuses_are_in_the_record(tmp_path: Path) -> None:
     at = stand(tmp_path, Breaks("show_rollouts"), track={"rollouts_interval": 1, "log_samples": 1})
-    with pytest.raises(ConnectionError, match="the server has gone"):
+    with pytest.raises(ConnectionError, match="the server has gone") as caught:
         at.record(1)
+    assert caught.value.__notes__ == ["raised by Breaks (track.trackers), step 1 of stage 'main'"]
     assert at.files("rollouts") == ["main-step-000001.parquet"]
     assert at.lines() == [], "the step was not recorded"
 
@@ -418,6 +420,34 @@ def test_evaluations_that_do_not_improve_end_the_stage_and_say_so(tmp_path: Path
     patient = stand(tmp_path / "patient", loss=loss, train={"early_stopping": stopping | {"patience": 3}})
     patient.recorder.restore(at.recorder.state(3))
     assert not patient.recorder.stopped_early, "another patience goes on"
+
+
+def test_early_stopping_reads_the_record_once_a_start_however_long_it_is(tmp_path: Path) -> None:
+    loss, reads = {"eval/loss": 0.4}, list[int]()
+    stopping = {"metric": "eval/loss", "goal": "min", "patience": 3}
+
+    def begun() -> Stand:
+        at = stand(tmp_path, loss=loss, train={"early_stopping": stopping})
+        read = at.recorder.metrics_so_far
+
+        def noted() -> Sequence[Json]:
+            reads.append(len(read()))
+            return read()
+
+        at.recorder.metrics_so_far = noted
+        return at
+
+    first = begun()
+    for done, value in enumerate([0.4, 0.5, float("inf")]):
+        loss["eval/loss"] = value
+        first.evaluate(done)
+    assert reads == [1]
+    assert not first.recorder.stopped_early
+    later = begun()  # a resumed run, whose earlier evaluations count
+    loss["eval/loss"] = 0.5
+    later.evaluate(3)
+    assert reads == [1, 4]
+    assert later.recorder.stopped_early
 
 
 # ---------------------------------------------------------------- checkpoints

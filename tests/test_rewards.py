@@ -579,6 +579,58 @@ def test_no_text_and_no_number_of_a_reward_ends_the_run_at_its_record(tmp_path):
     assert torch.tensor([r.reward or 0.0 for r in rollouts]).square().sum().isfinite()
 
 
+def test_what_is_no_number_beside_a_score_is_left_out():
+    """verl's functions return texts there, which it only records; each such rollout was unscored."""
+    import numpy as np
+
+    given = {
+        "pred": {"score": 0.5, "acc": True, "pred": "42", "why": None, "steps": [1], "ids": np.arange(3)},
+        "both": {"score": 1.0, "pred": "1", "answer": "2", "note": np.str_("n")},
+        "number": {"score": np.float32(1.0), "pred": 7, "none": np.array([]), "one": np.array([2.0])},
+        "list": {"score": 0.0, "answer": ["A", "B"], "inner": {"a": 1}},
+        "no score": {"score": "1.0", "acc": 1.0},
+        "no value": {"score": None, "acc": 1.0},
+        "not finite": {"score": 1.0, "acc": float("nan")},
+    }
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return given[solution_str]
+
+    def several(data_sources, solution_strs, ground_truths, extra_infos):
+        return [given[text] for text in solution_strs]
+
+    def judged(function, *replies):
+        (scored,) = run([group(task(), *replies)], {"r": RewardConfig(function="object:r")}, {"r": function})
+        return scored.rollouts
+
+    for function in (compute_score, several):
+        pred, both, number, listed = judged(function, "pred", "both", "number", "list")
+        assert [r.error for r in (pred, both, number, listed)] == [None] * 4
+        assert (pred.reward_parts, pred.answer) == ({"r": 0.5, "r/acc": 1.0}, "42")
+        assert (both.reward_parts, both.answer) == ({"r": 1.0}, "2")
+        assert (number.reward_parts, number.answer) == ({"r": 1.0, "r/pred": 7.0, "r/one": 2.0}, "7")
+        assert (listed.reward_parts, listed.answer) == ({"r": 0.0}, None)
+    text, none, nan = judged(compute_score, "no score", "no value", "not finite")
+    assert text.error.startswith("reward r: bad_value: the text '1.0' at 'score'; expected a finite number")
+    assert none.error.startswith("reward r: bad_value: None (is a `return` missing?) at 'score'")
+    assert nan.error.startswith("reward r: bad_value: nan at 'acc'; expected a finite number")
+    (text,) = judged(several, "no score")
+    assert "the text '1.0' as the score of completion 0; expected a finite number" in text.error
+
+
+def test_a_batch_of_many_rollouts_has_further_numbers_of_each():
+    """The limit of a dict's entries held for all rollouts of a call together: 100 with three each were unscored."""
+
+    def several(data_sources, solution_strs, ground_truths, extra_infos):
+        return [{"score": 1.0, "acc": 1.0, "form": 0.5, "pred": text} for text in solution_strs]
+
+    replies = [f"r{n}" for n in range(130)]
+    (scored,) = run([group(task(), *replies)], {"r": RewardConfig(function="object:r")}, {"r": several})
+    assert {r.error for r in scored.rollouts} == {None}
+    assert [r.answer for r in scored.rollouts] == replies
+    assert scored.rollouts[129].reward_parts == {"r": 1.0, "r/acc": 1.0, "r/form": 0.5}
+
+
 def test_a_weighted_sum_that_is_too_large_leaves_the_rollout_unscored():
     weighted = {"big": RewardConfig(function="object:big", weight=1e30)}
     (judged,) = run([group(task("a"), "b")], weighted, {"big": lambda response, task: 1e10})

@@ -7,6 +7,7 @@ The contract of the seam (tests/test_rollout_contract.py) runs over the same cli
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -27,6 +28,8 @@ from whet import environment
 from whet.models import kernels
 from whet.rollout.engine import WeightUpdate
 from whet.rollout.http.calls import Unreachable
+from whet.rollout.http.canary import Canary
+from whet.rollout.http.published import Folder, Written
 from whet.rollout.http.served import HttpEngine
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.replica import Replica
@@ -190,6 +193,41 @@ def test_a_reply_that_nobody_waits_for_is_aborted(kind: Kind, server: Server) ->
         assert len((await other).token_ids) == 100
         assert len(server.aborted) == 1
         await engine.close()
+
+    run(story())
+
+
+def test_a_server_that_is_given_up_while_a_version_is_written_has_nobody_write_it_twice(
+    tmp_path: Path,
+) -> None:
+    """Tensors can be gone through once: two writers would tear them apart between them."""
+    model, begun, goes_on = module(), threading.Event(), threading.Event()
+    canary = Canary(bound=1e-3, max_context=LIMIT)
+    folder = Folder(tmp_path / "engine", model=module(), ops=kernels.load("auto"), canary=canary)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        begun.set()
+        assert goes_on.wait(30)
+        yield from ((name, p.detach() + 1) for name, p in model.named_parameters())
+
+    async def story() -> None:
+        update = folder.ship(WeightUpdate(version=1, tensors=tensors()))
+        first, second = (update().tensors for _ in "12")
+        assert isinstance(first, Written)
+        assert isinstance(second, Written)
+        given_up = asyncio.ensure_future(first.there())
+        assert await asyncio.to_thread(begun.wait, 30)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        assert given_up.cancelled()
+        waits = asyncio.ensure_future(second.there())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        goes_on.set()
+        version = await waits
+        there = load_file(version.path / "model.safetensors")
+        assert all(torch.equal(there[name], p + 1) for name, p in model.named_parameters())
+        assert [path.name for path in folder.root.iterdir()] == ["weights-00000001"]
 
     run(story())
 

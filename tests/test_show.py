@@ -237,6 +237,18 @@ def test_single_rollouts(tmp_path: Path) -> None:
     ]
 
 
+def test_the_tokenizer_is_found_in_folders_elsewhere(tmp_path: Path) -> None:
+    run, saved = tmp_path / "run", tmp_path / "disk" / "0-rl-000001"
+    run.mkdir()
+    saved.mkdir(parents=True)
+    assert show.tokenizer_of(run) is None
+    Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(saved / "tokenizer.json"))
+    (run / "checkpoints").symlink_to(saved.parent)  # dirs.checkpoints
+    found = show.tokenizer_of(run)
+    assert found is not None
+    assert found.get_vocab_size() == 2
+
+
 def test_tokens_are_listed_with_what_was_recorded(tmp_path: Path) -> None:
     make(tmp_path).close()
     bare = lines_of(show.rollouts(tmp_path, 2, uid=0, tokens=True))
@@ -257,6 +269,9 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         show.rollouts(tmp_path, 9)
     with pytest.raises(DataError, match="no rollouts of step 1 of stage 'sft'"):
         show.rollouts(tmp_path, 1, stage="sft")
+    for stage in (None, "sft"):
+        with pytest.raises(DataError, match=r"none is not a run directory: .* no such folder"):
+            show.rollouts(tmp_path / "none", 1, stage=stage)
     with pytest.raises(DataError, match="has no task 77"):
         show.rollouts(tmp_path, 1, uid=77)
 

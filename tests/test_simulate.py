@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +59,20 @@ def test_a_straggler_is_given_up() -> None:
     assert found.step_s < 5
     assert found.given_up > 0
     assert simulate(costs, replace(schedule, mode="synchronous", spare=0)).step_s > 1e6
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("group_size", [2, 8])
+def test_waiting_rollouts_of_a_dropped_group_keep_no_new_group_out(slots: int, group_size: int) -> None:
+    """A group that was begun beyond the need becomes too old while most of its rollouts still wait for a slot."""
+    costs = Costs(rollout_s=[1.0, 2.0], train_s=0.5, score_s=0.1, slots=slots)
+    schedule = SimulatedSchedule(
+        mode="asynchronous", groups_per_step=1, group_size=group_size, spare=2, steps=20
+    )
+    found = simulate(costs, schedule)
+    assert found.given_up > 0
+    assert 0.95 * bound_s(costs, schedule) <= found.step_s < math.inf
+    assert 0 < found.engines_busy <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("mode", ["synchronous", "overlapped", "asynchronous"])

@@ -197,6 +197,40 @@ def test_every_turn_of_a_rollout_has_the_variables_of_its_row() -> None:
     assert codec.of({"think": False}) is codec.of({"think": False})
 
 
+@pytest.mark.parametrize(
+    ("written", "reply", "lost"),
+    [
+        ("m.content", Message("assistant", "b", reasoning="r"), "reasoning"),
+        (
+            "m.content",
+            Message("assistant", "b", tool_calls=(ToolCall("f", {"x": 1}, "c00010001"),)),
+            "tool calls",
+        ),
+        ("(m.reasoning_content or '') + m.content", Message("assistant", "b", reasoning="r"), None),
+        ("(m.reasoning_content or '') + m.content", Message("assistant", "b", reasoning=""), None),
+        ("m.content", Message("assistant", "b"), None),
+    ],
+)
+def test_a_reply_whose_template_leaves_a_part_of_it_out_is_refused(
+    written: str, reply: Message, lost: str | None
+) -> None:
+    """A template without a field for thoughts, as Qwen2.5's: the reply was learned without them, unsaid."""
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ " + written + " }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    cfg = TokenizerConfig(build="chars", chat_template=template)
+    tokenizer = load_tokenizer(cfg, model_path=None, texts=["abr"])
+    if lost is None:
+        said = (reply.reasoning or "") + "b<eos>"
+        assert tokenizer.decode(encode_reply(tokenizer, (Message("user", "a"),), reply)) == said
+    else:
+        with pytest.raises(
+            DataError, match=f"leaves out the {lost} of the reply, so it would not be learned"
+        ):
+            encode_reply(tokenizer, (Message("user", "a"),), reply)
+
+
 def test_a_run_learns_calls_from_rows(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(ROW) + "\n" for _ in range(8)))

@@ -434,6 +434,37 @@ def test_a_class_of_yours_is_a_tracker_by_its_name_alone(tmp_path: Path) -> None
     assert (run.run_dir / "mine.txt").read_text() == want + "closed\n"
 
 
+LEAVES = """
+class Leaves:
+    def __init__(self, sinks):
+        if sinks.cfg.name == "absent":
+            raise ConnectionError("no such server")
+
+    def log(self, stage, step, *, metrics, timings): pass
+
+    def close(self):
+        raise ConnectionError("the server has gone")
+"""
+
+
+def test_a_tracker_that_cannot_be_closed_neither_ends_the_run_nor_hides_what_did(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(LEAVES)
+    track = {"trackers": ["jsonl", f"{tmp_path / 'mine.py'}:Leaves"]}
+    run = whet.train(**(RUN | {"track": track, "run_dir": str(tmp_path / "run")}))
+    assert run.finished
+    said = "Leaves (track.trackers) could not be closed (ConnectionError: the server has gone)"
+    assert said in (tmp_path / "run" / "run.log").read_text()
+
+    def fails(row: dict[str, Any]) -> None:
+        raise KeyError("what ended it")
+
+    with pytest.raises(KeyError, match="what ended it"):
+        whet.train(**(RUN | {"track": track, "run_dir": str(tmp_path / "other"), "on_step": fails}))
+    with pytest.raises(ConnectionError, match="no such server") as caught:
+        whet.train(**(RUN | {"track": track, "run_dir": str(tmp_path / "third"), "name": "absent"}))
+    assert caught.value.__notes__ == [f"raised by track.trackers {track['trackers'][1]}, as it was made"]
+
+
 TABLES = """
 import json
 

@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 
 import whet
 from test_trinity import EVALS, SIZES, folder, grpo, metrics, translated, values  # noqa: F401 (folder: a fixture)
+from whet.config.parse import parse
 from whet.config.schema import DataConfig, SourceConfig, TokenizerConfig
 from whet.data.tasks import TaskStream
 from whet.data.tokenizer import load_tokenizer
 from whet.dialects.row import NotSupportedYet
+from whet.dialects.tables import dialect
+from whet.dialects.translate import translate
 from whet.dialects.trinity import algorithm, data, rewards, trainer
 from whet.dialects.trinity.values import TASKSET, TASKSETS
 from whet.types import ConfigError, Json
@@ -242,6 +245,29 @@ def test_tasksets_share_an_order_but_for_its_columns() -> None:
     assert algorithm.operators(learns | calculator) == {}
     plain = data.tasks(sets({**A, **chosen("sequential", seed=1)}, {**B, **chosen("sequential", seed=2)}))
     assert plain["data.order"] == "sequential", "which reads no seed"
+
+
+def test_a_trainer_by_itself_reads_the_tasks_too() -> None:
+    """Trinity takes such a file; whet says what is missing."""
+    with pytest.raises(
+        NotSupportedYet, match=r"taskset\.path: mode: train without a taskset.*explorer_input"
+    ):
+        data.tasks(grpo(mode="train", **SIZES))
+
+
+def test_a_setting_of_the_selector_comes_from_its_own_line() -> None:
+    file = parse(
+        "buffer:\n  explorer_input:\n    taskset:\n      path: a.jsonl\n      task_selector:\n"
+        "        selector_type: difficulty_based\n        feature_keys: [w, s]\n"
+        "        kwargs:\n          m: 8\n          tau: x\n"
+    )
+    origins = {path: f"f:{line}" for path, line in file.lines.items()}
+    made = translate(file.tree, dialect("trinity"), origins=origins).origins
+    at = f"{TASKSET}.task_selector"
+    assert made[("data", "order", "temperature")] == f"f:10 {at}.kwargs.tau"
+    assert made[("data", "order", "evidence")] == f"f:9 {at}.kwargs.m"
+    assert made[("data", "order")] == f"f:6 {at}.selector_type"
+    assert made[("data", "order", "columns")] == f"f:7 {at}.feature_keys"
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,22 @@ def test_batches_that_verl_refuses(given: dict[str, Json], said: str) -> None:
     assert said in refusal(sizes.batches, SMALL | given)
 
 
+def test_without_a_filter_a_step_has_all_prompts_of_a_generation() -> None:
+    """verl's dataloader has batches of gen_batch_size; DAPO's filter alone takes train_batch_size of them."""
+    given: dict[str, Json] = {"data.train_batch_size": 256, "data.gen_batch_size": 512}
+
+    def found(**more: Json) -> tuple[Json, ...]:
+        made = sizes.batches(values(given | more))
+        return made["train.tasks_per_step"], made["train.minibatches"]
+
+    assert found() == (512, 2), "ppo_mini_batch_size=256"
+    assert found(**{VERSION: "0.8.0"}) == found(**{VERSION: "0.9.0", "trainer.use_v1": False}) == (512, 2)
+    assert found(**{VERSION: "0.9.0"}) == found(**{"algorithm.filter_groups.enable": True}) == (256, 1)
+    assert found(**{"data.gen_batch_size": None}) == (256, 1)
+    more = {"data.gen_batch_size": 384}
+    assert "must divide data.gen_batch_size=384" in refusal(sizes.batches, given | more)
+
+
 def test_a_critic_shares_the_actors_batches() -> None:
     gae = SMALL | {"algorithm.adv_estimator": "gae"}
     assert parts_batches(gae) == parts_batches(SMALL)
@@ -316,8 +332,9 @@ def test_losses() -> None:
         "loss.clip_high": 0.2,
         "loss.dual_clip": 3.0,
     }
-    sides = found("vanilla", clip_ratio=0.1, clip_ratio_high=0.28, clip_ratio_c=10.0)
+    sides = found("vanilla", clip_ratio=0.1, clip_ratio_low=None, clip_ratio_high=0.28, clip_ratio_c=10.0)
     assert tuple(sides.values()) == ("ppo", 0.1, 0.28, 10.0)
+    assert found("vanilla", clip_ratio=0.1) == found("vanilla"), "its file has 0.2 for both sides"
     assert found("gspo", clip_ratio_low=3e-4) == {
         "loss": "gspo", "loss.clip_low": 3e-4, "loss.clip_high": 0.2, "loss.gspo_form": "token",
     }  # fmt: skip
@@ -615,6 +632,8 @@ def test_sampling() -> None:
     }  # fmt: skip
     greedy = data.sampling(values({R + "n": 5, R + "do_sample": False, R + "top_p": 0.5}))
     assert tuple(greedy.values()) == (1, 0.0, 0, 1.0)
+    unread = data.sampling(values({R + "n": 5, R + "do_sample": False, R + "mode": "async"}))
+    assert tuple(unread.values()) == (5, 1.0, 0, 1)
     assert data.concurrency(values({"data.train_batch_size": 16, R + "n": 4})) == {"rollout.max_num_seqs": 64}
     assert data.engine(values({R + "name": "trtllm"})) == {"rollout.engine": "native"}
 
@@ -629,6 +648,10 @@ def test_validation() -> None:
     assert (found["eval.interval"], found["eval.samples"], found["eval.sampling.temperature"]) == (2, 4, 0.6)
     assert found["eval.sampling.top_k"] == 0
     assert found["data.eval.0.label"] == "data_source"
+    unsaid = {key: value for key, value in sampled.items() if not key.endswith("do_sample")}
+    assert "eval.sampling.temperature" not in data.validation(values(unsaid))
+    for agents in ({R + "mode": "async"}, {VERSION: "0.7.0"}):  # agent loops do not read do_sample
+        assert data.validation(values(unsaid | agents)) == found
 
 
 def test_data_and_rewards() -> None:
@@ -983,6 +1006,7 @@ def test_dppo_has_the_bounds_of_the_divergence_and_the_largest_weight() -> None:
     given: dict[str, Json] = {
         A + "policy_loss.loss_mode": "dppo_kl",
         A + "clip_ratio": 0.05,
+        A + "clip_ratio_low": None,
         A + "clip_ratio_high": 0.1,
     }
     assert algorithm.loss(values(given)) == {

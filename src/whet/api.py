@@ -68,7 +68,7 @@ OK, INTERRUPTED = 0, 130
 Calls = tuple[Callback | None, Callback | None]
 """on_step and on_eval."""
 
-RewardFunction = Callable[..., float | dict[str, float]]
+RewardFunction = Callable[..., Any]
 Rewards = Mapping[str, RewardFunction | Mapping[str, Any] | str] | RewardFunction | None
 """One function, or several by name; or config sections, or what their `function` would name."""
 
@@ -254,7 +254,8 @@ def resolve_run_dir(loaded: Loaded) -> Loaded:
     cfg = loaded.config
     if TIME not in cfg.run_dir:
         return loaded
-    stamp, earlier = run_paths.now(), run_paths.stamps(cfg.run_dir)
+    earlier = run_paths.stamps(cfg.run_dir)
+    stamp = run_paths.stamp_after(earlier)
     if earlier and cfg.checkpoint.resume == "auto":
         last = run_paths.stamped(cfg, earlier[-1])
         state = checkpoint.glance(run_paths.checkpoints(last))
@@ -378,6 +379,7 @@ def _open(
     """The models and records of a run, which are closed with the stack."""
     with environment.importing():
         from whet.job import open_job
+        from whet.track.trackers import close as close_tracker
     directory, display, stop, watch, calls = outside
     job = open_job(
         loaded,
@@ -398,7 +400,7 @@ def _open(
     gc.freeze()  # what lives as long as the run is not looked through again at every collection
     stack.callback(gc.unfreeze)
     for tracker in records.trackers:
-        stack.callback(tracker.close)
+        stack.callback(close_tracker, tracker)
     stack.callback(records.uploads.finish, 0.0)
     stack.callback(records.saver.close)
     if start.checkpoint:

@@ -90,7 +90,8 @@ def config_of(run_dir: Path, overrides: Sequence[str], sections: Mapping[str, An
         for stage in (load(file).config.stages if "eval" in data else ())
         if "eval" in stage.data
     ]
-    return load(file, [*own, *overrides, f"run_dir={run_dir}"], sections)
+    place = f"run_dir={json.dumps(str(run_dir))}"  # quoted, for it is read as YAML: a folder may be called 7
+    return load(file, [*own, *overrides, place], sections)
 
 
 def evaluate(
@@ -280,6 +281,7 @@ def _bench(
     from whet.job import open_job
     from whet.track.display import Display
     from whet.track.record import RunDirectory
+    from whet.track.trackers import close as close_tracker
     from whet.track.written import read_lines
 
     directory = RunDirectory(out, loaded.names)
@@ -296,7 +298,7 @@ def _bench(
         loaded, planned, rewards, directory=directory, display=display, stop=Stop(), watch=watch, **openers
     )
     for tracker in job.records.trackers:
-        stack.callback(tracker.close)
+        stack.callback(close_tracker, tracker)
     run_loop(_each(job, found))
     return read_lines(out / "metrics.jsonl")
 

@@ -33,13 +33,13 @@ from whet.job import Job
 from whet.learner import untrained
 from whet.recorder import Recorder, open_recorder
 from whet.rollout.engine import RolloutEngine
-from whet.stages import begin
+from whet.stages import begin, begin_evaluation
 from whet.sync.exchange import Receiver
 from whet.sync.files import Files
 from whet.sync.weights import hand_over
 from whet.track.files import is_running
 from whet.training.engine import TrainEngine
-from whet.types import CheckpointError, Json, WhetError
+from whet.types import CheckpointError, ConfigError, Json, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -319,12 +319,24 @@ class Evaluation:
 
 def open_evaluation(job: Job, index: int) -> Evaluation:
     """Of one stage."""
-    begun = begin(job, index)
-    cfg = begun.context.cfg
+    begun, held_out = begin_evaluation(job, index)
+    cfg = begun.cfg
     train = cfg.train.model_copy(update={"early_stopping": None})  # it is for the trainer's own evaluations
-    context = replace(begun.context, cfg=cfg.model_copy(update={"train": train}))
+    context = replace(begun, cfg=cfg.model_copy(update={"train": train}))
     learner = untrained(context, job.models)
-    recorder = open_recorder(context, job, learner, begun.held_out)
+    recorder = open_recorder(context, job, learner, held_out)
+    if recorder.held_out.loss is not None and context.algorithm.needs_reference:
+        lacks = (
+            f"stage {context.name!r} ({cfg.algorithm.name}): the loss on held-out replies needs the reference model, "
+            "which is not loaded to evaluate checkpoints"
+        )
+        if not context.plan.judges:
+            raise ConfigError(
+                f"{lacks}; the run's own evaluations have it (metrics.jsonl). To score replies that the checkpoints "
+                "sample, give rewards: --reward math"
+            )
+        log.warning("%s; it is left out", lacks)
+        recorder.held_out = replace(recorder.held_out, loss=None)
     return Evaluation(context, learner.policy, recorder, job.models.engine)
 
 

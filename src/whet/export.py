@@ -17,6 +17,7 @@ from whet.storage import stores
 from whet.storage.fetch import fetched, naming, store_of
 from whet.storage.manifests import manifest, place_of
 from whet.storage.paths import brought_here
+from whet.track.run_paths import run_of
 from whet.track.written import read_config
 from whet.types import CheckpointError, ConfigError
 
@@ -117,7 +118,7 @@ def _stage(path: Path) -> str:
 
 def _run_of(path: Path, target: str) -> Path:
     """The run directory of a checkpoint."""
-    run_dir = path.absolute().parent.parent
+    run_dir = run_of(path)
     if is_remote(target) or not (run_dir / "metrics.jsonl").is_file():
         raise ConfigError(f"{target} is not in a run directory; give the output folder: -o FOLDER")
     return run_dir
@@ -125,7 +126,7 @@ def _run_of(path: Path, target: str) -> Path:
 
 def _form_of(path: Path) -> Form:
     """The export form of the checkpoint's run; the checkpoint does not contain it."""
-    run_dir = path.absolute().parent.parent
+    run_dir = run_of(path)
     match read_config(run_dir).get("checkpoint", {}).get("export_as", "merged"):
         case "merged" | "adapter" as form:
             return form

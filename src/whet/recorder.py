@@ -39,7 +39,7 @@ from whet.track.dumps import training_samples
 from whet.track.learning import LONGEST, signs
 from whet.track.metrics import summarise
 from whet.track.record import RunDirectory
-from whet.track.trackers import ShowsRollouts, ShowsText, Tracker
+from whet.track.trackers import ShowsRollouts, ShowsText, Tracker, naming
 from whet.track.written import read_lines
 from whet.training.engine import TrainEngine
 from whet.training.ranks import Ranks
@@ -90,6 +90,8 @@ class Recorder:
     """Names of the signs that were told."""
     metrics_so_far: Callable[[], Sequence[Json]] = list
     """The lines of metrics.jsonl."""
+    looked: list[float] | None = None
+    """The values that early stopping looks at; None before the first evaluation of this start."""
     stopped_early: bool = False
     """The evaluations have stopped improving (train.early_stopping): the last step is the stage's last."""
     scored: tuple[int, float | None] = (-1, None)
@@ -133,7 +135,8 @@ class Recorder:
             rows = training_samples(rollouts, advantages, count=count, stream=stream)
             for tracker in self.trackers:
                 if isinstance(tracker, ShowsRollouts):
-                    tracker.show_rollouts(self.context.name, done, rows)
+                    with naming(tracker, self.context.name, done):
+                        tracker.show_rollouts(self.context.name, done, rows)
 
     def _tell_signs(self, done: int, metrics: Metrics) -> None:
         """Say, once each, what shows that nothing is learned."""
@@ -165,7 +168,8 @@ class Recorder:
 
     def _log(self, done: int, metrics: Metrics, timings: Metrics) -> None:
         for tracker in self.trackers:
-            tracker.log(self.context.name, done, metrics=metrics, timings=timings)
+            with naming(tracker, self.context.name, done):
+                tracker.log(self.context.name, done, metrics=metrics, timings=timings)
 
     # -- evaluation
 
@@ -204,7 +208,8 @@ class Recorder:
             self.directory.write_samples(name, done, rows)
             for tracker in self.trackers:
                 if isinstance(tracker, ShowsText):
-                    tracker.show(name, done, rows)
+                    with naming(tracker, name, done):
+                        tracker.show(name, done, rows)
         self._log(done, metrics, {"time/evaluate_s": self.context.monitor.seconds["evaluate"]})
         self.display.evaluated(done, metrics)
         self._look_back(done, metrics)
@@ -218,8 +223,11 @@ class Recorder:
             raise WhetError(
                 f"train.early_stopping.metric={cfg.metric}: the evaluation has only {', '.join(metrics)}"
             )
-        values = values_of(self.metrics_so_far(), cfg.metric, stage=self.context.name, until=done)
-        if done and should_stop(values, cfg):
+        if self.looked is None:  # the record is read once: it grows with the run
+            self.looked = values_of(self.metrics_so_far(), cfg.metric, stage=self.context.name, until=done)
+        else:
+            self.looked.append(metrics[cfg.metric])
+        if done and should_stop(self.looked, cfg):
             self.stopped_early = True
             said = f"{cfg.metric} has not improved in {cfg.patience} evaluations: the stage ends after step {done}"
             self.display.message(f"{said} (train.early_stopping)")

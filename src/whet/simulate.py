@@ -192,12 +192,11 @@ class _Free:
             self.queue.extend([self.asked] * schedule.group_size)
             self.asked += 1
         while self.queue and self.running < self.costs.slots:
-            number = self.queue.popleft()
-            if (group := self.groups.get(number)) is not None:
-                group.running += 1
-                group.begun += self.now
-                self.running += 1
-                self.later(self.rng.choice(self.costs.rollout_s), "ended", number, self.now)
+            group = self.groups[number := self.queue.popleft()]
+            group.running += 1
+            group.begun += self.now
+            self.running += 1
+            self.later(self.rng.choice(self.costs.rollout_s), "ended", number, self.now)
 
     def ended(self, number: int, began: float) -> None:
         """A rollout has ended; it does not count if its group was dropped."""
@@ -241,6 +240,8 @@ class _Free:
             group = self.groups.pop(n)
             self.running -= group.running
             self.busy_s += group.running * self.now - group.begun
+        if late:  # their rollouts that wait for a slot would keep new groups out, in the end all of them
+            self.queue = deque(number for number in self.queue if number in self.groups)
         self.ask()
 
 

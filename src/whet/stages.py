@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whet.algos.recipes import build as build_algorithm
@@ -139,15 +139,25 @@ class Begun:
     held_out: list[Task]
 
 
-def begin(job: Job, index: int) -> Begun:
-    """Read the data of a stage."""
+def begin_evaluation(job: Job, index: int) -> tuple[Context, list[Task]]:
+    """Read the held-out data of a stage, and no other: what it learned from may be gone."""
     cfg, name = job.loaded.stages[index], job.loaded.names[index]
-    records, tokenizer = job.records, job.models.tokenizer
+    records = job.records
     algorithm = build_algorithm(cfg.algorithm, critic=cfg.critic, max_tokens=cfg.rollout.sampling.max_tokens)
     records.display.phase("read data")
     turns = learned_turns(cfg.data, algorithm.kind)
+    tokenizer = job.models.tokenizer
     held_out = eval_tasks(cfg.data.eval, cfg.data, tokenizer=tokenizer, turns=turns) if cfg.data.eval else []
     check_sources(cfg.eval.sources, held_out)
+    monitor = Monitor(name, records.display, records.watch, records.directory.timeline)
+    return Context(cfg, job.plans[index], name, index, algorithm, monitor, records.stop), held_out
+
+
+def begin(job: Job, index: int) -> Begun:
+    """Read the data of a stage."""
+    context, held_out = begin_evaluation(job, index)
+    cfg, name, algorithm = context.cfg, context.name, context.algorithm
+    tokenizer, turns = job.models.tokenizer, learned_turns(cfg.data, algorithm.kind)
     parts = resolve(cfg.algorithm)
     drawn = sampled_tasks(cfg.train.tasks_per_step - experts_per_step(cfg, parts), parts)
     tasks = TaskStream(
@@ -164,9 +174,8 @@ def begin(job: Job, index: int) -> Begun:
     log.info("stage %s: %s", name, ", ".join(f"{k} {v}" for k, v in tasks.counts.items()))
     if cfg.model.path and cfg.data.chat is None and tokenizer.chat_template and (plain := tasks.plain_text()):
         log.warning("stage %s: %s", name, NO_TEMPLATE.format(sources=", ".join(plain)), extra={CONSOLE: True})
-    monitor = Monitor(name, records.display, records.watch, records.directory.timeline)
     plan = make_plan(cfg, rows=tasks.rows_per_epoch, name=name)
-    return Begun(Context(cfg, plan, name, index, algorithm, monitor, records.stop), tasks, held_out)
+    return Begun(replace(context, plan=plan), tasks, held_out)
 
 
 def open_stage(job: Job, index: int, before: StageEnd) -> tuple[Stage, Profiler]:

@@ -89,7 +89,7 @@ def began(home: Path, resumed: Path | None = None) -> date:
     run's checkpoint has begun with that one. Today, where nothing is written down."""
     from whet.track.written import read_manifest  # pyarrow is heavy
 
-    other = resumed.resolve().parents[1] if resumed else home
+    other = run_paths.run_of(resumed) if resumed else home
     for run_dir in (home, other):
         if starts := read_manifest(run_dir).get("starts"):
             try:

@@ -50,7 +50,7 @@ def token_rewards(batch: Batch, *, kl_coef: float = 0.0, estimator: str = "k1") 
     reward_N, rest_R = batch.reward_R.new_zeros(batch.tokens), batch.reward_R
     if batch.turn_reward_N is not None:
         reward_N += torch.where(batch.mask_N, batch.turn_reward_N, 0.0).to(reward_N.dtype)
-        rest_R = rest_R - batch.sum_R(reward_N)
+        rest_R = (rest_R.double() - batch.sum_R(reward_N.double())).to(rest_R.dtype)
     reward_N[last_R[has_R]] += rest_R[has_R]
     if kl_coef > 0:
         reward_N -= kl_coef * reference_kl(batch, old_logp_N(batch), estimator)

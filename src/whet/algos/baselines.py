@@ -56,9 +56,14 @@ class GroupScores:
 
 
 def scores(batch: Batch, reward_N: Tensor, *, takes_R: Tensor | None = None) -> GroupScores:
-    """The scores of a batch and their group means, over the rollouts that sampled something (and `takes_R`)."""
+    """The scores of a batch and their group means, over the rollouts that sampled something (and `takes_R`).
+
+    A score has the precision of a reward: parts that stand at several turns are rounded one by one, and equal rewards
+    would differ by that.
+    """
     sampled = sampled_R(batch) > 0
-    return compare(batch, batch.sum_R(reward_N.double()), sampled if takes_R is None else sampled & takes_R)
+    score_R = batch.sum_R(reward_N.double()).to(batch.reward_R.dtype).double()
+    return compare(batch, score_R, sampled if takes_R is None else sampled & takes_R)
 
 
 def compare(batch: Batch, score_R: Tensor, takes_R: Tensor) -> GroupScores:

@@ -6,6 +6,7 @@ All take d = log pi(token) - log ref(token) for a token sampled from pi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -97,7 +98,10 @@ def mean_kl(batch: Batch, estimator: str) -> float:
 def adapt(coef: float, kl_now: float, *, target: float, horizon: int, rollouts: int) -> float:
     """The weight for the next step: raised when kl_now lies above the target, lowered below.
 
-    coef * (1 + clip(kl_now / target - 1, -0.2, 0.2) * rollouts / horizon), arXiv:1909.08593 section 2.2.
+    coef * (1 + clip(kl_now / target - 1, -0.2, 0.2) * rollouts / horizon), arXiv:1909.08593 section 2.2. A KL that is
+    not a number, of a step whose update is skipped, moves nothing.
     """
+    if math.isnan(kl_now):
+        return coef
     error = min(max(kl_now / target - 1, -0.2), 0.2)
     return coef * (1 + error * rollouts / horizon)

@@ -137,6 +137,20 @@ def _with_kwargs(tokenizer: Tokenizer, template: str, kwargs: str) -> Tokenizer:
     return out
 
 
+def control_tokens(tokenizer: Tokenizer) -> Mapping[str, int]:
+    """Control tokens by their text: those that the tokenizer names (bos_token ...), and all that its files add as
+    special, as Llama 3's headers and Phi's roles, which `all_special_tokens` leaves out."""
+    named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids)
+    return _with_added(tokenizer, len(tokenizer), tuple(named))
+
+
+@lru_cache(64)
+def _with_added(tokenizer: Tokenizer, size: int, named: tuple[tuple[str, int], ...]) -> Mapping[str, int]:
+    """size: its tokens, so that one with more is not taken for it."""
+    added = {str(t.content): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    return added | dict(named)
+
+
 def encode_prompt(
     tokenizer: Tokenizer,
     prompt: Prompt,
@@ -161,9 +175,10 @@ def encode_prompts(
 
     Messages: rendered with the header of the assistant's turn, then encoded as they stand. A last message of the
     assistant is the beginning of the reply: it follows the header and is not closed. Plain text: encoded as it
-    stands, after a begin-of-text token where the tokenizer itself would put one.
+    stands, after a begin-of-text token where the tokenizer itself would put one; a text that begins with its own, as a
+    rendered template does, gets no second one.
     """
-    control = tokenizer.all_special_tokens
+    control = control_tokens(tokenizer)
     told = zip(prompts, tools or [()] * len(prompts), kwargs or [{}] * len(prompts), strict=True)
     texts = []
     for prompt, specs, own in told:
@@ -185,7 +200,8 @@ def encode_prompts(
         )
     ids = encode_rendered(tokenizer, texts)
     opening = [i for i in tokenizer("")["input_ids"] if i == tokenizer.bos_token_id][:1]
-    return [opening + x if isinstance(p, str) else x for p, x in zip(prompts, ids)]
+    bare = [isinstance(p, str) and x[:1] != opening for p, x in zip(prompts, ids)]
+    return [opening + x if without else x for x, without in zip(ids, bare)]
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -199,8 +215,7 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 def parted(control: Collection[str], value: Json) -> Json:
     """A JSON value with the texts of control tokens in it parted."""
-    several = sorted((text for text in control if len(text) > 1), key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, (*several, CUT))))
+    pattern = _any_of(tuple(control))
 
     def part(found: re.Match[str]) -> str:
         text = found.group()
@@ -214,6 +229,12 @@ def parted(control: Collection[str], value: Json) -> Json:
         return [safe(entry) for entry in value] if isinstance(value, list) else value
 
     return safe(value)
+
+
+@lru_cache(64)
+def _any_of(control: tuple[str, ...]) -> re.Pattern[str]:
+    several = sorted((text for text in control if len(text) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, (*several, CUT))))
 
 
 def neutral(control: Collection[str], messages: Sequence[Message], *, replies: bool = True) -> list[Message]:
@@ -292,7 +313,7 @@ def encode_reply(
 
 def reply_text(tokenizer: Tokenizer, prompt: Prompt, reply: Reply, tools: Sequence[ToolSpec] = ()) -> str:
     """A reply as the policy would write it, without its end. Of a message with calls or reasoning: what the chat
-    template writes after the header of the reply. DataError for a template that does not."""
+    template writes after the header of the reply. DataError for a template that does not, or leaves a part out."""
     if isinstance(reply, tuple):
         return str(tokenizer.decode(list(reply)))
     if isinstance(reply, str):
@@ -302,7 +323,8 @@ def reply_text(tokenizer: Tokenizer, prompt: Prompt, reply: Reply, tools: Sequen
             "The reply has tool calls or reasoning, which only the chat template can render: use a prompt of "
             "messages, and no reply_prefix."
         )
-    safe = neutral(tokenizer.all_special_tokens, [*prompt, reply], replies=False)
+    control = control_tokens(tokenizer)
+    safe = neutral(control, [*prompt, reply], replies=False)
     before, whole = (
         lead(tokenizer, safe[:-1], tools=tools),
         render(tokenizer, safe, tools=tools, header=False),
@@ -314,8 +336,32 @@ def reply_text(tokenizer: Tokenizer, prompt: Prompt, reply: Reply, tools: Sequen
             f"{before[-60:]!r}\n  rendered: {whole[max(0, len(before) - 60) : len(before) + 40]!r}"
         )
     rest, closing = whole[len(before) :], _closing(tokenizer)
-    ends = (closing, *sorted(tokenizer.all_special_tokens, key=len, reverse=True))
+    if lost := _lost(tokenizer, safe, tools, whole):
+        raise DataError(
+            f"The chat template leaves out the {lost} of the reply, so it would not be learned: use a template that "
+            "writes it (tokenizer.chat_template), write it into the content as the policy should, or leave it out."
+        )
+    ends = (closing, *sorted(control, key=len, reverse=True))
     return next((rest[: -len(end)] for end in ends if end and rest.endswith(end)), rest)
+
+
+def _lost(
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[ToolSpec], rendered: str
+) -> str | None:
+    """What of a last reply its template leaves out: without it the same is rendered."""
+    *before, reply = messages
+    parts = {
+        "reasoning": replace(reply, reasoning=None if reply.reasoning else reply.reasoning),
+        "tool calls": replace(reply, tool_calls=()),
+    }
+    for name, without in parts.items():
+        try:
+            same = without != reply and render(tokenizer, [*before, without], tools=tools, header=False)
+        except DataError:  # a template may refuse a reply that says nothing
+            continue
+        if same == rendered:
+            return name
+    return None
 
 
 def _closing(tokenizer: Tokenizer) -> str:
@@ -343,7 +389,8 @@ def encode_history(
     needs a template that only appends: DataError for one that rewrites what came before or does not end a reply
     with a special token. White space around a reply goes if the template drops it.
     """
-    safe = neutral(tokenizer.all_special_tokens, prompt, replies=False)
+    control = control_tokens(tokenizer)
+    safe = neutral(control, prompt, replies=False)
     replies = [i for i, m in enumerate(prompt[:-1]) if m.role == "assistant"]
     leads = [lead(tokenizer, safe[:i], tools=tools) for i in (*replies, len(safe))]
     texts = [reply_text(tokenizer, tuple(prompt[:i]), as_reply(safe[i]), tools) for i in replies]
@@ -353,7 +400,7 @@ def encode_history(
     told_ids, said_ids = encode_rendered(tokenizer, told), encode_rendered(tokenizer, said)
     token_ids, mask = list(told_ids[0]), [0] * len(told_ids[0])
     for reply, after in zip(said_ids, told_ids[1:]):
-        if after[0] not in tokenizer.all_special_ids:
+        if after[0] not in control.values():
             raise DataError(
                 "The chat template has no end token after a reply, so a policy trained on it could not end a reply: "
                 "add one in tokenizer.chat_template, or train on the last reply only (data.learn_turns)."

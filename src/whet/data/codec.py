@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from whet.data.call_formats import CALL_FORMATS
 from whet.data.calls import ReplyForm, opens_thought, read_reply, recognised_form
 from whet.data.chat import (
+    control_tokens,
     encode_rendered,
     lead,
     neutral,
@@ -60,8 +61,8 @@ class MessageCodec:
         self._of = lru_cache(64)(self._with)
         self.ends = frozenset(ends) | ({tokenizer.eos_token_id} - {None})
         self._end_texts = [str(tokenizer.convert_ids_to_tokens(end)) for end in sorted(self.ends)]
-        self._special = set(tokenizer.all_special_tokens)
-        self._special_ids = frozenset(tokenizer.all_special_ids)
+        control = control_tokens(tokenizer)
+        self._special, self._special_ids = set(control), frozenset(control.values())
         longest = sorted(self._special, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest)) or "(?!)")
         template = template_of(tokenizer, tools=True)

@@ -234,6 +234,10 @@ def _conversation(value: Json, column: str) -> list[Message]:
 
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names of what an assistant thought: OpenAI's servers, newer ones, gpt-oss."""
+_FROM_SHAREGPT = (
+    '{"messages": [{"role": {"human": "user", "gpt": "assistant"}.get(m["from"], m["from"]), "content": m["value"]} '
+    'for m in row["conversations"]]}; name it in the source: `function: FILE.py:NAME`, `messages: messages`.'
+)
 _MESSAGE = ("role", "content", "tool_calls", *_THOUGHTS, "tool_call_id", "name")
 
 
@@ -242,6 +246,11 @@ def _message(value: Json, column: str) -> Message:
     calls = isinstance(value, dict) and value.get("tool_calls")
     if calls and value.get("content") is None:
         value = {**value, "content": ""}
+    if isinstance(value, dict) and "role" not in value and {"from", "value"} <= value.keys():
+        raise DataError(
+            f"column {column!r} holds messages with `from` and `value` (ShareGPT); expected role and content. Convert "
+            f"them in a function that returns the rows: {_FROM_SHAREGPT}"
+        )
     if not isinstance(value, dict) or not all(isinstance(value.get(k), str) for k in ("role", "content")):
         raise DataError(_wrong(column, value, "messages whose role and content are text"))
     if more := sorted(k for k in value if k not in _MESSAGE):

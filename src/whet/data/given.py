@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from whet.config.schema import SourceConfig
+from whet.tables import near
 from whet.types import ConfigError
 
 FOLDER = "data"
@@ -86,8 +88,22 @@ def _sources(value: Any, part: str, found: list[Given]) -> Any:
     """The sources of one part of the section."""
     if isinstance(value, str | Path | Mapping) or (rows := _rows(value)) is None:
         several = value if isinstance(value, list | tuple) else [value]
+        _check_sources(several, part)
         return [_source(each, part, found) for each in several]
     return [_noted(rows, part, found)]
+
+
+def _check_sources(values: Sequence[Any], part: str) -> None:
+    """ConfigError for dicts that are taken for sources, and have what no source has: they may be meant as rows."""
+    for n, value in enumerate(values, 1):
+        kind = next((k for k in _KINDS if isinstance(value, Mapping) and k in value), None)
+        strange = [key for key in value if key not in SourceConfig.model_fields] if kind else []
+        if strange:
+            raise ConfigError(
+                f"data.{part}, entry {n}: a dict with {kind!r} is a source of data, which has no key {strange[0]!r}"
+                f"{near(str(strange[0]), SourceConfig.model_fields) or '.'} If the entries are rows with a column "
+                f"{kind!r}, give them as an Arrow table, pyarrow.Table.from_pylist(rows), or rename the column."
+            )
 
 
 def _source(value: Any, part: str, found: list[Given]) -> Any:

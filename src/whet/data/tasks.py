@@ -352,13 +352,13 @@ def reply_limit(task: Task, max_tokens: int, max_total_tokens: int | None) -> in
 
 
 def _learned(task: Task, tokenizer: Tokenizer, overlong: str) -> list[int]:
-    """Which tokens of the prompt are replies, truncated like the prompt."""
+    """Which tokens of the prompt are replies, truncated like the prompt. Nothing predicts the first one."""
     n = len(task.token_ids)
     if isinstance(task.prompt, str):
         return [0] * n
     tokenizer = with_kwargs(tokenizer, task.chat_template_kwargs)
     _, mask = encode_history(tokenizer, task.prompt, task.tools)
-    return fit(mask, n, overlong) if len(mask) > n else mask
+    return [0, *fit(mask, n, overlong)[1:]] if len(mask) > n else mask
 
 
 def labelled(reply: Rollout) -> Rollout:

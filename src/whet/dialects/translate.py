@@ -143,7 +143,8 @@ def _called(file: Reading, function: str) -> Iterator[_Write]:
             file.problems.append((place, text))
         return
     for key, value in native.items():
-        yield _write(file, key, value, rows=[r for r in rows if _declares(r, key)] or rows)
+        nearest = sorted(rows, key=lambda row: _declares(row, key), reverse=True)
+        yield _write(file, key, value, rows=[row for row in nearest if _declares(row, key)] or rows)
 
 
 def _told(file: Reading, rows: Sequence[Row], said: str) -> tuple[str, str]:
@@ -169,18 +170,30 @@ def _names(said: str, key: str) -> int | None:
     return found.start() if found else None
 
 
-def _declares(row: Row, native: str) -> bool:
-    return any(native == key or native.startswith(f"{key}.") for key in row.native)
+def _declares(row: Row, native: str) -> int:
+    """How much of a native key a row names: the whole of it, a section that it is in, or nothing (0)."""
+    return max((len(key) for key in row.native if native == key or native.startswith(f"{key}.")), default=0)
 
 
 def _write(file: Reading, native: str, value: Json, *, rows: Sequence[Row]) -> _Write:
-    """A native key; its source is the first of the rows that the file gives another value than the default."""
+    """A native key; its source is the entry of an open section with this value, else the first of the rows that the
+    file gives another value than the default."""
+    if entry := _entry(file, value, rows=rows):
+        place = file.places[entry.at]
+        return _Write(native=native, value=value, key=dotted(entry.path), given=True, place=place)
     there = [row.key for row in rows if row.key in file.given]
     told = (name for name in there if not same(file.values.get(name), file.defaults.get(name)))
     given = next(told, there[0] if there else "")
     return _Write(
         native=native, value=value, key=given or rows[0].key, given=bool(given), place=file.place(given)
     )
+
+
+def _entry(file: Reading, value: Json, *, rows: Sequence[Row]) -> GivenValue | None:
+    """The one entry of an open section (`kwargs.*`) with this value; None if there is none, or several."""
+    open_rows = (row for row in rows if row.key.endswith(".*"))
+    found = [one for row in open_rows for one in file.given.get(row.key, ()) if same(one.value, value)]
+    return found[0] if len(found) == 1 else None
 
 
 def _check(file: Reading, row: Row) -> None:

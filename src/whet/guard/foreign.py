@@ -51,6 +51,15 @@ def shown(value: object, most: int) -> str:
         return f"a {type(value).__name__} that cannot be shown"
 
 
+def is_number(value: object) -> bool:
+    """Whether `number` is asked for it: a bool, int, float or one-element numpy or torch value, of any size. Foreign
+    values may raise."""
+    if isinstance(value, str | bytes):  # numpy's texts, too
+        return False
+    one = hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1
+    return one or isinstance(value, bool | int | float)
+
+
 def number(value: object, where: str = "") -> float:
     """A finite float of at most LARGEST in size, of a bool, int, float or one-element numpy or torch value. ValueError
     says what else it was."""

@@ -76,8 +76,8 @@ class CallResult:
     """What a call gave: finite numbers by name ("score" for a bare number), or a failure."""
 
     parts: dict[str, float] = field(default_factory=dict)
-    answer: str | None = None
-    """The answer it found in the reply, for voting; from "answer" of a dict."""
+    answers: dict[str, str] = field(default_factory=dict)
+    """What it found in the reply, for voting: by "answer", of a batch by "0/answer"."""
     failure: Failure | None = None
     output: str = ""
     """What it printed, up to the limit."""
@@ -361,14 +361,14 @@ def read_result(body: bytes) -> CallResult:
             failure = Failure(
                 cast(FailureKind, kind), foreign.words(detail, _MOST_DETAIL).replace("\n", "\\n")
             )
-        case {"parts": dict(parts), "answer": str() | None as answer} if _all_floats(parts):
+        case {"parts": dict(parts), "answers": dict(answers)} if _all_floats(parts) and _all_texts(answers):
             try:
                 named = _named(parts)
             except ValueError as error:
                 failure = Failure("bad_value", str(error))
             else:
-                answer = None if answer is None else foreign.words(answer, MAX_ANSWER)
-                return CallResult(parts=named, answer=answer, output=output, dropped_bytes=dropped)
+                found = {name: foreign.words(text, MAX_ANSWER) for name, text in answers.items()}
+                return CallResult(parts=named, answers=found, output=output, dropped_bytes=dropped)
         case _:
             failure = Failure("output", "on the result channel: values that a reward cannot return")
     return CallResult(failure=failure, output=output, dropped_bytes=dropped)
@@ -376,6 +376,10 @@ def read_result(body: bytes) -> CallResult:
 
 def _all_floats(parts: Mapping[str, object]) -> bool:
     return all(type(value) is float and math.isfinite(value) for value in parts.values())
+
+
+def _all_texts(answers: Mapping[str, object]) -> bool:
+    return all(type(text) is str for text in answers.values())
 
 
 def _named(parts: Mapping[str, float]) -> dict[str, float]:

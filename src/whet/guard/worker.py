@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from whet.guard import confine, foreign, frames, sandbox
-from whet.guard.foreign import number, said, words
+from whet.guard.foreign import is_number, number, said, words
 
 Function = Callable[..., object]
-"""Foreign code: takes the keyword arguments of a call, returns a number or a dict of numbers. The dict may
-hold the answer found in the reply, too, as text under "answer"."""
+"""Foreign code: takes the keyword arguments of a call, returns a number or a dict of numbers. The dict may hold other
+values, too: the answer found in the reply under "answer" or "pred", and what is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class Guarded:
 
 MAX_ANSWER = 2000
 """Characters of an answer."""
-_MAX_PARTS = 256
+_MAX_PARTS = 4096
+"""Entries of a dict: 32 of each rollout, of 128 that are scored in one call."""
 _SPARE_FILES = 256
 """Files that calls may leave open before their process is replaced."""
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})
@@ -90,7 +91,7 @@ def shut_in(function: Guarded) -> dict[str, object] | None:
 
 
 def run(function: Function, body: bytes, *, memory_mb: int) -> dict[str, object]:
-    """{"parts": {...}, "answer": ...} or {"failure": [kind, detail]} of one call."""
+    """{"parts": {...}, "answers": {...}} or {"failure": [kind, detail]} of one call."""
     key, arguments = json.loads(body)
     random.seed(key)
     if numpy := sys.modules.get("numpy"):
@@ -102,11 +103,7 @@ def run(function: Function, body: bytes, *, memory_mb: int) -> dict[str, object]
         limit = f" (reward_workers.memory_mb={memory_mb})" if kind == "memory" else ""
         return {"failure": [kind, f"{describe(error)}{limit}"]}
     try:
-        answer = None
-        if type(value) is dict and "answer" in value:
-            value = dict(value)  # the function may return the same object again
-            answer = text(value.pop("answer"))
-        return {"parts": parts(value), "answer": answer}
+        return {"parts": parts(value), "answers": answers(value) if isinstance(value, dict) else {}}
     except BaseException as error:  # noqa: BLE001  a value is foreign code, too: __float__, .item(), __len__
         return {"failure": ["bad_value", describe(error, name=False)]}
 
@@ -132,7 +129,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def parts(value: object) -> dict[str, float]:
-    """The checked value of a reward: a number is {"score": number}. ValueError says what else it was."""
+    """The checked value of a reward: a number is {"score": number}. ValueError says what else it was.
+
+    Beside the score, what is no number is left out: verl's functions return texts there, which it only records.
+    """
     if not isinstance(value, dict):
         return {"score": number(value)}
     if len(value) > _MAX_PARTS:
@@ -140,16 +140,22 @@ def parts(value: object) -> dict[str, float]:
     for key in value:
         if type(key) is not str or len(key) > 100:
             raise ValueError(f"a dict with a key of type {type(key).__name__}; keys are short str")
-    return {key: number(entry, f" at {key!r}") for key, entry in value.items()}
+    numbers = {key: entry for key, entry in value.items() if key == "score" or is_number(entry)}
+    return {key: number(entry, f" at {key!r}") for key, entry in numbers.items()}
 
 
-def text(answer: object) -> str | None:
-    """The answer a reward found in the reply, if any, of bounded length. ValueError on a non-str."""
-    if answer is None:
-        return None
-    if type(answer) is not str:
-        raise ValueError(f"{type(answer).__name__} at 'answer'; expected str")
-    return words(answer, MAX_ANSWER)
+def answers(value: dict[str, object]) -> dict[str, str]:
+    """The answers that a reward found, of bounded length: {"answer": text}, of a batch {"0/answer": text}.
+
+    A number is an answer, too. verl's majority voting compares "pred"; here that is read where there is no "answer".
+    """
+    out: dict[str, str] = {}
+    for name in ("pred", "answer"):
+        for key, entry in value.items():
+            place, slash, last = key.rpartition("/")
+            if last == name and (isinstance(entry, str) or is_number(entry)):
+                out[f"{place}{slash}answer"] = words(str(entry), MAX_ANSWER)
+    return out
 
 
 def describe(error: BaseException, *, name: bool = True) -> str:

@@ -146,7 +146,8 @@ class Optimizer:
     def _clipped(self, by_name: Mapping[str, Tensor]) -> float:
         """The norm of these gradients, which are then clipped."""
         value, most = float(self.across.norm(by_name)), self.cfg.max_grad_norm
-        if most is not None and math.isfinite(value) and value > most:
+        # what is too large may be of other ranks alone
+        if by_name and most is not None and math.isfinite(value) and value > most:
             torch._foreach_mul_(list(by_name.values()), most / (value + 1e-6))
         return value
 
@@ -154,7 +155,7 @@ class Optimizer:
     def step(self) -> None:
         """Apply the gradients; `clip` has divided them by the scale of the loss, where there is one."""
         self._widen()
-        if self.offload:
+        if self.offload and self.parameters:
             self.place(next(iter(self.parameters.values())).device)
         for name, grad in self.wide.items():
             self.masters[name].grad = grad

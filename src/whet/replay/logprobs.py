@@ -60,6 +60,10 @@ def rescored(recorded: Recorded, stage: int, step: int) -> Rescored:
     counts: dict[int, int] = {}
     for version in (v for row in rows for v in row["versions"] if v >= 0):
         counts[version] = counts.get(version, 0) + 1
+    if not counts:
+        raise ConfigError(
+            f"--logprobs: the policy has sampled no token of step {step} of stage {name!r}; its replies were given"
+        )
     known = {v: start for v, start in versions(recorded).items() if v in counts}
     if not known:
         has = ", ".join(f"{s.name} has version {v}" for v, s in versions(recorded).items())

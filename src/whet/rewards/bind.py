@@ -14,12 +14,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from whet.guard.foreign import number
 from whet.tables import near
 from whet.types import ConfigError, Json, Rollout, Task
 
 RewardFunction = Callable[..., Any]
 """`(response: str, task: Task, **arguments) -> float | dict`, plain or async. The dict holds "score",
-further numbers to be recorded, and under "answer", as text, the answer found in the reply."""
+further numbers to be recorded, and under "answer" or "pred" the answer found in the reply."""
 
 _GIVEN = ("response", "task", "rollout")
 _GIVEN_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -137,9 +138,10 @@ def _by_position(values: Any, count: int) -> dict[str, Json]:
         if isinstance(value, Mapping):
             if "score" not in value:
                 raise ValueError(f"a dict without 'score' for completion {n}: {sorted(map(str, value))[:5]}")
-            out |= {str(n) if name == "score" else f"{n}/{name}": number for name, number in value.items()}
-        elif value is not None:
-            out[str(n)] = value
+            out |= {f"{n}/{name}": entry for name, entry in value.items() if name != "score"}
+            value = value["score"]
+        if value is not None:
+            out[str(n)] = number(value, f" as the score of completion {n}")
     return out
 
 

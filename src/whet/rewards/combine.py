@@ -213,7 +213,7 @@ async def score(groups: Sequence[Group], rewards: RewardSet) -> list[Group]:
     """The same groups, each rollout with its reward: the weighted sum of all rewards of its task's source, with the
     raw parts by name.
 
-    A dict counts by its "score"; its other entries become parts "name/key". Rollouts that have an error stay
+    A dict counts by its "score"; its other numbers become parts "name/key". Rollouts that have an error stay
     as they are. The first answer that a reward found in the reply is kept. If any part fails, the rollout is
     unscored: reward None, and `error` says which part and how.
     """
@@ -321,7 +321,9 @@ def _of_position(result: CallResult, position: int) -> CallResult | None:
     if own not in result.parts:
         return None
     further = {name.removeprefix(more): v for name, v in result.parts.items() if name.startswith(more)}
-    return CallResult(parts={"score": result.parts[own], **further})
+    own_answer = result.answers.get(f"{more}answer")
+    answers = {} if own_answer is None else {"answer": own_answer}
+    return CallResult(parts={"score": result.parts[own], **further}, answers=answers)
 
 
 def _encode(task: Task) -> str:
@@ -348,7 +350,8 @@ def _scored(rollout: Rollout, results: dict[str, CallResult], rewards: RewardSet
         total = number(total, " as the weighted sum")
     except ValueError as error:
         return rollout.scored(None, {}, f"rewards: bad_value: {error}")
-    answer = next((r.answer for r in results.values() if r.answer is not None), rollout.answer)
+    found = (r.answers["answer"] for r in results.values() if "answer" in r.answers)
+    answer = next(found, rollout.answer)
     return replace(rollout.scored(total, {**rollout.reward_parts, **parts}), answer=answer)
 
 

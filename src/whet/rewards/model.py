@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from whet.config import schema
 from whet.config.sizes import check_files
-from whet.data.chat import encode_prompts, encode_rendered, neutral, parted, read_template, render, set_day
+from whet.data.chat import (
+    control_tokens,
+    encode_prompts,
+    encode_rendered,
+    neutral,
+    parted,
+    read_template,
+    render,
+    set_day,
+)
 from whet.guard.foreign import number
 from whet.guard.jail import CallResult, Failure
 from whet.guard.weights import check_weights
@@ -102,7 +111,7 @@ class ModelReward:
                 f"rewards.{self.name}.model: its tokenizer has no chat template, but the prompts are chat messages; "
                 "give chat_template (Jinja text or a file)"
             )
-        control, begun = tokenizer.all_special_tokens, prompt[-1].role == "assistant"
+        control, begun = control_tokens(tokenizer), prompt[-1].role == "assistant"
         said = (prompt[-1].content if begun else "") + rollout.text  # the reply goes on from it
         reply = Message("assistant", parted(control, said))
         before = neutral(control, prompt[:-1] if begun else prompt)

@@ -33,7 +33,8 @@ _CAUSES = {
     errno.EPERM: "not permitted; give a writable run_dir, or fix its owner and mode",
     errno.EEXIST: "a file stands where a folder is needed; move it away, or give another run_dir",
     errno.ENOTDIR: "a file stands where a folder is needed; move it away, or give another run_dir",
-    errno.ENOENT: "the folder is gone; another process removed it while the run was writing",
+    errno.ENOENT: "there is no such folder: none can be made there, or another process removed it while the run was "
+    "writing; give another run_dir",
     errno.EIO: "the device reports an input/output error; check the disk",
 }
 

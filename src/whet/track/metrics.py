@@ -69,10 +69,9 @@ def _merged(name: str, numbers: Sequence[float]) -> float:
     words = re.split(r"[/_]", name)
     if words[-1] in ("count", "sum") or name.endswith("skipped_steps"):
         return math.fsum(numbers)
-    if "max" in words:
-        return max(numbers)
-    if "min" in words:
-        return min(numbers)
+    if "max" in words or "min" in words:
+        unknown = any(map(math.isnan, numbers))  # max and min would pass it over or keep it, as they come
+        return math.nan if unknown else max(numbers) if "max" in words else min(numbers)
     return numbers[0] if len(numbers) == 1 else Mean.of(numbers).value
 
 

@@ -5,6 +5,7 @@ The run may be in progress, or have been killed in the middle of a line: complet
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -74,8 +75,7 @@ class RunRecord:
 
 def read(run_dir: Path) -> RunRecord:
     """Raises DataError if this is not a run directory, or a file in it was not written by a run."""
-    if not any((run_dir / name).exists() for name in ("metrics.jsonl", "run.log")):
-        raise DataError(f"{run_dir} is not a run directory: it has no metrics.jsonl{_runs_in(run_dir)}")
+    _check(run_dir)
     manifest = read_manifest(run_dir)
     return RunRecord(
         path=run_dir,
@@ -85,6 +85,11 @@ def read(run_dir: Path) -> RunRecord:
         manifest=manifest.get("starts", [{}])[-1],
         changes=manifest.get("changes", []),
     )
+
+
+def _check(run_dir: Path) -> None:
+    if not any((run_dir / name).exists() for name in ("metrics.jsonl", "run.log")):
+        raise DataError(f"{run_dir} is not a run directory: it has no metrics.jsonl{_runs_in(run_dir)}")
 
 
 def _runs_in(folder: Path) -> str:
@@ -207,6 +212,7 @@ def _go_on(run: RunRecord, overrides: Sequence[str]) -> str:
 def rollout_file(run_dir: Path, step: int, stage: str | None = None, *, folder: str = "rollouts") -> Path:
     """The file of a step's rollouts, or of its evaluation (folder="eval"); of the last stage that has one, if none is
     given. Raises DataError naming the steps there are."""
+    _check(run_dir)
     files = list_steps(run_dir / folder)
     stages = read(run_dir).stages if stage is None else [stage]
     hits = [path for name in reversed(stages) for at, number, path in files if (at, number) == (name, step)]
@@ -232,7 +238,13 @@ def passes(row: Mapping[str, Json], config: Mapping[str, Json]) -> bool:
 
 def tokenizer_of(run_dir: Path) -> Tokenizer | None:
     """The tokenizer of the run's own exports or checkpoints, if it has written one yet."""
-    found = sorted(run_dir.rglob("tokenizer.json"))
+    name = "tokenizer.json"
+    roots = [
+        run_dir,
+        *(path for path in run_dir.glob("*") if path.is_symlink()),
+    ]  # folders elsewhere (`dirs`)
+    # a run in progress removes folders meanwhile, which os.walk passes over
+    found = sorted(Path(at, name) for root in roots for at, _, names in os.walk(root) if name in names)
     if not found:
         return None
     check_files(found[-1].parent)

@@ -8,8 +8,8 @@ from, and must not delete files of another run.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,24 @@ from whet.track.files import file_error, write_text
 from whet.types import ConfigError
 
 _OWNER = ".whet-run"
+_STAMP = "%Y%m%d-%H%M%S"
 
 
 def now() -> str:
     """The moment, UTC, as it stands in names: 20260131-235959. Later ones sort later."""
-    return datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return datetime.now(UTC).strftime(_STAMP)
+
+
+def stamp_after(earlier: Sequence[str]) -> str:
+    """The moment for the name of a new run: now, or the second after the last of the earlier runs where the clock has
+    not come so far: the last by name is the one that resumes."""
+    moment = now()
+    if not earlier or earlier[-1] < moment:
+        return moment
+    try:
+        return (datetime.strptime(earlier[-1], _STAMP) + timedelta(seconds=1)).strftime(_STAMP)
+    except (ValueError, OverflowError):  # digits that are no moment
+        return moment
 
 
 def stamps(run_dir: str) -> list[str]:
@@ -84,6 +97,13 @@ def _is_of(target: Path, run_dir: Path) -> bool:
     """Whether a folder lies in the run directory, or is marked as this run's."""
     owner = target / _OWNER
     return target.is_relative_to(run_dir) or (owner.exists() and owner.read_text().strip() == str(run_dir))
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The run directory of a checkpoint, by its path, or by the mark of a folder that lies elsewhere (`dirs`)."""
+    by_path, owner = checkpoint.absolute().parents[1], checkpoint.parent / _OWNER
+    marked = not (by_path / "manifest.json").is_file() and owner.is_file()
+    return Path(owner.read_text().strip()) if marked else by_path
 
 
 def _claim(target: Path, run_dir: Path, key: str) -> None:

@@ -6,7 +6,9 @@ The console is not a tracker: it also shows phases and waits (`display.Display`)
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from whet.config.schema import Config
@@ -14,10 +16,12 @@ from whet.config.trackers import TRACKERS
 from whet.tables import load_object
 from whet.track.record import RunDirectory
 from whet.track.sinks import Sinks
-from whet.types import ConfigError, Json, Metrics
+from whet.types import ConfigError, Json, Metrics, WhetError
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -136,6 +140,37 @@ def _made(name: str, sinks: Sinks) -> Tracker:
     except TypeError as e:
         asked = ", ".join(["sinks", *(f"{key}=..." for key in given)])
         raise ConfigError(f"track.trackers {name}: called as {at.rpartition(':')[2]}({asked}): {e}") from e
+    except Exception as e:
+        e.add_note(f"raised by track.trackers {name}, as it was made")
+        raise
     if not isinstance(made, Tracker):
         raise ConfigError(f"track.trackers {name}: expected a class with the methods log and close")
     return made
+
+
+@contextmanager
+def naming(tracker: Tracker, stage: str, step: int) -> Iterator[None]:
+    """What a tracker raises inside ends the run, and says whose it is; callbacks say so themselves."""
+    try:
+        yield
+    except Exception as e:
+        if not getattr(e, "__notes__", ()):
+            e.add_note(f"raised by {type(tracker).__name__} (track.trackers), step {step} of stage {stage!r}")
+        raise
+
+
+def close(tracker: Tracker) -> None:
+    """Close a tracker, however the run ended. What foreign code raises here is only logged: all numbers are in
+    metrics.jsonl, and the error would stand in the place of the one that has ended the run."""
+    try:
+        tracker.close()
+    except WhetError:  # of the run's own record
+        raise
+    except Exception as e:
+        log.warning(
+            "%s (track.trackers) could not be closed (%s: %s); metrics.jsonl has all numbers",
+            type(tracker).__name__,
+            type(e).__name__,
+            e,
+            exc_info=log.isEnabledFor(logging.DEBUG),
+        )

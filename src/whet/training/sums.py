@@ -37,7 +37,7 @@ class Sums:
         if len(x) == 0:
             return
         if "max" in name.split("_"):
-            self.largest[name] = max(self.largest.get(name, -math.inf), float(x.max()))
+            self._raise(name, float(x.max()))
         else:
             self.sums[name] = self.sums.get(name, 0.0) + float(x.sum(dtype=torch.float64))
             self.counts[name] = self.counts.get(name, 0) + len(x)
@@ -49,7 +49,12 @@ class Sums:
             self.sums[name] = self.sums.get(name, 0.0) + x
             self.counts[name] = self.counts.get(name, 0) + other.counts[name]
         for name, x in other.largest.items():
-            self.largest[name] = max(self.largest.get(name, -math.inf), x)
+            self._raise(name, x)
+
+    def _raise(self, name: str, x: float) -> None:
+        """NaN is above all numbers: `max` would pass it over or keep it, as they come."""
+        before = self.largest.get(name, -math.inf)
+        self.largest[name] = math.nan if math.isnan(x) or math.isnan(before) else max(before, x)
 
     def means(self) -> Metrics:
         means = {name: self.sums[name] / n for name, n in self.counts.items()}

@@ -216,6 +216,11 @@ def reduction(v: Values) -> Native:
     return {"algorithm.loss_agg_mode": mode, "algorithm.norm_tokens": width}
 
 
+def averages_sequences(v: Values) -> bool:
+    """Whether the loss of the policy is a mean over sequences."""
+    return str(reduction(v)["algorithm.loss_agg_mode"]).startswith("seq-mean")
+
+
 def value_reduction(v: Values) -> Native:
     """The critic's own, by the same names; its norm is the longest response, and since 0.9.0 a factor of its own."""
     key, longest = f"{CRITIC}.loss_agg_mode", v["data.max_response_length"]

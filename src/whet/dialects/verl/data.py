@@ -19,6 +19,7 @@ from whet.dialects.verl.roles import (
     anywhere,
     code,
     has_reward_model,
+    samples,
     server_options,
     texts,
 )
@@ -101,7 +102,7 @@ def validation(v: Values) -> Native:
         "eval.at_end": every > 0,
     }
     at = f"{ROLLOUT}.val_kwargs"
-    if not v[f"{at}.do_sample"] or v[f"{at}.temperature"] == 0:
+    if not samples(v, f"{at}.do_sample") or v[f"{at}.temperature"] == 0:
         return out | {"eval.samples": 1}
     chosen = {f"eval.sampling.{key}": value for key, value in _sampling(v, at).items()}
     return out | {"eval.samples": v[f"{at}.n"]} | chosen
@@ -250,10 +251,10 @@ def concurrency(v: Values) -> Native:
 
 
 def sampling(v: Values) -> Native:
-    """n responses by the sampling keys; do_sample=False is one greedy response, whatever they say."""
+    """n responses by the sampling keys; do_sample=False, where it is read, is one greedy response."""
     out: dict[str, Json] = {"rollout.group_size": responses(v)}
     greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
-    chosen = _sampling(v, ROLLOUT) if v[f"{ROLLOUT}.do_sample"] else greedy
+    chosen = _sampling(v, ROLLOUT) if samples(v, f"{ROLLOUT}.do_sample") else greedy
     if v[f"{ROLLOUT}.repetition_penalty"] != 1:
         chosen["repetition_penalty"] = v[f"{ROLLOUT}.repetition_penalty"]
     return out | {f"rollout.sampling.{key}": value for key, value in chosen.items()}

@@ -231,6 +231,11 @@ def agent_loops(v: Values) -> bool:
     return since(v, "verl", "0.7.0") or v[f"{ROLLOUT}.mode"] == "async"
 
 
+def samples(v: Values, key: str) -> bool:
+    """Whether replies are sampled, by a do_sample. Agent loops do not read it: there a temperature of 0 is greedy."""
+    return bool(v[key]) or agent_loops(v)
+
+
 def same_family(v: Values) -> Native:
     """Actor and critic have the same engine."""
     mine, other = (choose(v, f"{role}.strategy", FAMILIES) for role in (ACTOR, CRITIC))

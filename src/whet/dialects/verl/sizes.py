@@ -26,10 +26,12 @@ from whet.dialects.verl.roles import (
     Engine,
     engine_of,
     has_critic,
+    has_implicit_model,
     has_reference,
     is_megatron,
     makes_pairs,
     parallel_keys,
+    samples,
     section,
     server_options,
 )
@@ -42,7 +44,7 @@ from whet.types import ConfigError, Json
 def responses(v: Values) -> int:
     """n: responses of a prompt; greedy decoding gives one."""
     n: int = v[f"{ROLLOUT}.n"]
-    return n if v[f"{ROLLOUT}.do_sample"] else 1
+    return n if samples(v, f"{ROLLOUT}.do_sample") else 1
 
 
 def longest(v: Values) -> int:
@@ -157,10 +159,19 @@ def prompts(v: Values) -> int:
     """B: prompts of a step."""
     if is_fully_async(v):
         return int(v["async_training.require_batches"] * v[f"{ACTOR}.ppo_mini_batch_size"])
-    B: int = v["data.train_batch_size"]
-    if B < 1:
+    if v["data.train_batch_size"] < 1:
         raise ConfigError("data.train_batch_size: got 0, expected a whole number >= 1")
+    B: int = v[_of_a_step(v)]
     return B
+
+
+def _of_a_step(v: Values) -> str:
+    """The key of the prompts of a step. Without DAPO's filter verl trains on all that it generates, which is
+    gen_batch_size; its newer trainer (use_v1, since 0.9.0) fetches train_batch_size in parts of that."""
+    filters = v["algorithm.filter_groups.enable"] or has_implicit_model(v)
+    newer = since(v, "verl", "0.9.0") and v.get("trainer.use_v1", True)
+    other = v["data.gen_batch_size"] not in (None, v["data.train_batch_size"])
+    return "data.gen_batch_size" if other and not filters and not newer else "data.train_batch_size"
 
 
 def mini_batches(v: Values, role: str) -> int:
@@ -170,9 +181,9 @@ def mini_batches(v: Values, role: str) -> int:
     if mini > B and dynamic:
         return 1
     if mini > B:
-        raise ConfigError(f"data.train_batch_size={B} must be at least {key}={mini}")
+        raise ConfigError(f"{_of_a_step(v)}={B} must be at least {key}={mini}")
     if B % mini:
-        said = f"{key}={mini} must divide data.train_batch_size={B}"
+        said = f"{key}={mini} must divide {_of_a_step(v)}={B}"
         if since(v, "verl", "0.8.0"):
             raise ConfigError(said)
         raise NotSupportedYet(f"{said}: a smaller last mini batch is coming, not built yet")
@@ -186,7 +197,7 @@ def _check_shares(v: Values, role: str, *, of_step: int, of_mini: int) -> None:
     W, dp = world(v), ranks(v, role)
     if of_step % (dp if is_megatron(v) else W):
         raise ConfigError(
-            f"data.train_batch_size * {ROLLOUT}.n = {of_step} must be divisible by trainer.nnodes * "
+            f"{_of_a_step(v)} * {ROLLOUT}.n = {of_step} must be divisible by trainer.nnodes * "
             f"trainer.n_gpus_per_node = {W} (default of a node: 8)"
         )
     share, told = of_mini // dp, f"{role}.ppo_mini_batch_size * {ROLLOUT}.n / {dp} ranks = {of_mini}/{dp}"

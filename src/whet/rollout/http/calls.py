@@ -20,6 +20,10 @@ from whet.types import WhetError
 
 PAUSES_S = (0.1, 0.5)
 """Before each repetition of a call whose connection was lost."""
+TOO_MANY = 429
+"""The status of a server that has done nothing of what it was asked, and is to be asked again later."""
+BUSY_S, MOST_BUSY_S = 0.5, 16.0
+"""The first pause and the longest, where it does not say how long (`Retry-After`, in seconds)."""
 DEAD = "EngineCore encountered an issue"
 """What vLLM answers when the process that computes has died."""
 KEPT_S = 2.0
@@ -117,10 +121,11 @@ class Calls:
         """Every server-sent event of the answer, to its end. Raises as `ask` does; never repeated."""
         async with self._asked(call, body, None) as said:
             async for line in self._lines(call, said):
-                if line.startswith(b"data: "):
-                    if line.strip() == b"data: [DONE]":
+                if line.startswith(b"data:"):  # a space may follow: some gateways leave it out
+                    told = line.removeprefix(b"data:").strip()
+                    if told == b"[DONE]":
                         return
-                    event = self._parsed(call, line.removeprefix(b"data: "))
+                    event = self._parsed(call, told)
                     if isinstance(event, dict) and "error" in event:
                         raise WhetError(f"{self.url} failed {call.what}: {_message(event)}")
                     yield event
@@ -161,17 +166,26 @@ class Calls:
     async def _asked(
         self, call: Call, body: Mapping[str, Any] | None, query: Mapping[str, str] | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
+        pause_s, busy = BUSY_S, ""
         try:
-            async with (
-                asyncio.timeout(getattr(self.limits, call.limit)),
-                self._opened().request(call.method, self.url + call.path, json=body, params=query) as said,
-            ):
-                if said.status != 200:
-                    raise await self._refused(call, said)
-                yield said
+            async with asyncio.timeout(getattr(self.limits, call.limit)):
+                while True:
+                    request = self._opened().request(
+                        call.method, self.url + call.path, json=body, params=query
+                    )
+                    async with request as said:
+                        if said.status == 200:
+                            yield said
+                            return
+                        if said.status != TOO_MANY:
+                            raise await self._refused(call, said)
+                        wanted = said.headers.get("Retry-After", "")
+                    busy = f", only that it has too many requests (status {TOO_MANY}),"
+                    await asyncio.sleep(float(wanted) if wanted.isdecimal() else pause_s)
+                    pause_s = min(2 * pause_s, MOST_BUSY_S)
         except TimeoutError as error:
             raise Unreachable(
-                f"{self.url} has not answered within {self.limits.said(call.limit)} s when asked {call.what}"
+                f"{self.url} has not answered{busy} within {self.limits.said(call.limit)} s when asked {call.what}"
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(

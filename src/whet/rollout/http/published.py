@@ -55,8 +55,7 @@ class Written(Iterator[tuple[str, Tensor]]):
 
     def __init__(self, folder: Folder, update: WeightUpdate) -> None:
         self.folder, self.update = folder, update
-        self._lock = asyncio.Lock()
-        self._version: Version | None = None
+        self._writing: asyncio.Future[Version] | None = None
         self._named: Iterator[tuple[str, Any]] | None = None
 
     def __next__(self) -> tuple[str, Tensor]:
@@ -66,10 +65,10 @@ class Written(Iterator[tuple[str, Tensor]]):
 
     async def there(self) -> Version:
         """The files. Raises WhetError for tensors that do not fit the model, CheckpointError (full disk ...)."""
-        async with self._lock:
-            if self._version is None:
-                self._version = await asyncio.to_thread(self.folder.write, self.update)
-            return self._version
+        if self._writing is None or (self._writing.done() and self._writing.exception() is not None):
+            self._writing = asyncio.ensure_future(asyncio.to_thread(self.folder.write, self.update))
+        # a thread goes on when its server is given up: the others wait for it, and none writes a second time
+        return await asyncio.shield(self._writing)
 
 
 class Folder:
