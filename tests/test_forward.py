@@ -353,7 +353,7 @@ def test_a_model_whose_own_forward_fails_is_refused_by_name() -> None:
 
     model.lm_head.forward = forward
     with pytest.raises(
-        ConfigError, match="LlamaForCausalLM cannot compute.*RuntimeError: shape .*config.json"
+        ConfigError, match=r"LlamaForCausalLM cannot compute.*RuntimeError: shape .*config.json"
     ):
         decoder(model, OPS)
 
