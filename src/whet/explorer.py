@@ -35,7 +35,6 @@ from whet.data.tasks import TaskStream
 from whet.evaluation import Play
 from whet.guard.ledger import Ledger
 from whet.job import Models, decoder_of
-from whet.models.load import end_tokens
 from whet.rewards.combine import RewardSet, check_failures, score
 from whet.rollout.engine import RolloutEngine
 from whet.rollout.episode import play_groups, to_sampling
@@ -449,7 +448,7 @@ def explorer_into(
             ended=slots.ended,
         ),
         play_greedy=playing(replace(sampling, temperature=0.0), size=1, purpose=f"{purpose}/greedy"),
-        read=reader(cfg, context.algorithm.kind, models.tokenizer),
+        read=reader(cfg, context.algorithm.kind, models.tokenizer, ends=models.ends),
         rewards=rewards,
         buffer=buffer,
         slots=slots,
@@ -472,7 +471,7 @@ def player(
 ) -> Play:
     """Plays tasks: groups of `size` rollouts, with random numbers for this purpose. rewards: for environments that ask
     for scores. ended: as `play_groups` has it."""
-    ends = end_tokens(models.model, models.tokenizer)
+    ends = models.ends
     return partial(
         play_groups,
         models.engine,  # type: ignore[arg-type]  # None: nothing is ever sampled, nor played

@@ -89,6 +89,11 @@ class Models:
         """The policy, whose values may be in files."""
         return self.policy.model
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end a reply."""
+        return end_tokens(self.model, self.tokenizer)
+
 
 @dataclass(frozen=True)
 class Records:

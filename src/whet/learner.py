@@ -596,5 +596,5 @@ def _demonstrations(context: Context, models: Models, held_out: Sequence[Task]) 
         order=order_of_demonstrations(data),
     )
     log.info("demonstrations: %s", ", ".join(f"{k} {v}" for k, v in stream.counts.items()))
-    read = reader(cfg.model_copy(update={"data": data}), "demonstrations", models.tokenizer)
+    read = reader(cfg.model_copy(update={"data": data}), "demonstrations", models.tokenizer, ends=models.ends)
     return Demonstrations(stream=stream, read=read, per_step=count)

@@ -359,7 +359,9 @@ def held_out_replies(context: Context, models: Models, tasks: list[Task]) -> lis
         tokenizer = with_kwargs(models.tokenizer, task.chat_template_kwargs)
         return not drops or len(encode_reply(tokenizer, task.prompt, reply, task.tools)) <= longest
 
-    return reader(cfg, kind, models.tokenizer)(given(tasks, kind, judged=judges(cfg), fits=fits))
+    return reader(cfg, kind, models.tokenizer, ends=models.ends)(
+        given(tasks, kind, judged=judges(cfg), fits=fits)
+    )
 
 
 def _export(cfg: Config, models: Models, path: Path) -> None:

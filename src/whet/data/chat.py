@@ -292,23 +292,49 @@ def _continued(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return [ids[len(mark) :] if ids[: len(mark)] == mark else alone for ids, alone in zip(after, plain)]
 
 
+def end_of_reply(tokenizer: Tokenizer, prompt: Prompt, ends: Collection[int]) -> int:
+    """The token that ends a demonstration: in a chat the one that the template writes after a reply, as in the earlier
+    turns of a conversation, if it is one of `ends`, which end the model's own replies; else the end-of-text token."""
+    written = (
+        None if isinstance(prompt, str) else _written_end(tokenizer, json.dumps(tokenizer.chat_template))
+    )
+    end = written if written in ends else tokenizer.eos_token_id
+    if end is None:
+        raise ConfigError("The tokenizer has no end-of-text token (eos_token), so a reply could not end.")
+    return end
+
+
+@lru_cache(64)
+def _written_end(tokenizer: Tokenizer, template: str) -> int | None:
+    """The first token of what the template writes after a reply. template: the tokenizer's own as JSON, so that
+    another one is not taken for it."""
+    try:
+        ids = encode_texts(tokenizer, [_closing(tokenizer)])[0]
+    except DataError:  # a template that refuses such a short conversation
+        return None
+    return ids[0] if ids else None
+
+
 def encode_response(tokenizer: Tokenizer, text: str) -> list[int]:
     """A demonstration as the policy would have sampled it: its tokens and the end-of-text token."""
-    if tokenizer.eos_token_id is None:
-        raise ConfigError("The tokenizer has no end-of-text token (eos_token), so a reply could not end.")
-    return [*encode_texts(tokenizer, [text])[0], tokenizer.eos_token_id]
+    return [*encode_texts(tokenizer, [text])[0], end_of_reply(tokenizer, "", ())]
 
 
 def encode_reply(
-    tokenizer: Tokenizer, prompt: Prompt, reply: Reply, tools: Sequence[ToolSpec] = ()
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    reply: Reply,
+    tools: Sequence[ToolSpec] = (),
+    *,
+    ends: Collection[int] = (),
 ) -> list[int]:
-    """`encode_response` of a reply to a prompt, which may have calls and reasoning; given tokens as they are."""
+    """A reply to a prompt as the policy would have sampled it, which may have calls and reasoning, with its end token;
+    given tokens as they are. ends: see `end_of_reply`."""
     if isinstance(reply, tuple):
         return list(reply)
-    if isinstance(reply, str):
-        return encode_response(tokenizer, reply)
     text = reply_text(tokenizer, prompt, reply, tools)
-    return [*encode_rendered(tokenizer, [text])[0], *encode_response(tokenizer, "")]
+    ids = (encode_texts if isinstance(reply, str) else encode_rendered)(tokenizer, [text])[0]
+    return [*ids, end_of_reply(tokenizer, prompt, ends)]
 
 
 def reply_text(tokenizer: Tokenizer, prompt: Prompt, reply: Reply, tools: Sequence[ToolSpec] = ()) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from whet.config.functions import Kind
@@ -16,16 +16,20 @@ if TYPE_CHECKING:
 Read = Callable[[list[Task]], list[Group]]
 
 
-def reader(cfg: Config, kind: Kind, tokenizer: PreTrainedTokenizerBase) -> Read:
-    """Each task's group: a demonstration, labelled or not, or a chosen and a rejected reply."""
+def reader(cfg: Config, kind: Kind, tokenizer: PreTrainedTokenizerBase, *, ends: Collection[int]) -> Read:
+    """Each task's group: a demonstration, labelled or not, or a chosen and a rejected reply. ends: tokens that end the
+    model's own replies (`chat.end_of_reply`)."""
     limit, most, overlong = cfg.rollout.sampling.max_tokens, cfg.data.max_total_tokens, cfg.data.overlong
     turns = learned_turns(cfg.data, kind)
 
     def pair(task: Task) -> Group:
-        return Group(task, preference_pair(task, tokenizer, limit, overlong=overlong, max_total_tokens=most))
+        both = preference_pair(task, tokenizer, limit, overlong=overlong, max_total_tokens=most, ends=ends)
+        return Group(task, both)
 
     def reply(task: Task) -> Group:
-        rollout = demonstration(task, tokenizer, limit, overlong=overlong, max_total_tokens=most, turns=turns)
+        rollout = demonstration(
+            task, tokenizer, limit, overlong=overlong, max_total_tokens=most, turns=turns, ends=ends
+        )
         return Group(task, (labelled(rollout) if kind == "labels" else rollout,))
 
     one = pair if kind == "preferences" else reply

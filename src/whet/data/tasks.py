@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -315,16 +316,20 @@ def demonstration(
     overlong: str = "error",
     max_total_tokens: int | None = None,
     turns: Turns = "last",
+    ends: Collection[int] = (),
 ) -> Rollout:
     """The task's response as a rollout, end token included: version 0, log-probs 0, no reward.
 
     A reply longer than max_tokens (end token included), or than the prompt leaves it of max_total_tokens, is
     refused, unless `overlong` is a truncate_* rule: then it is cut at its end and has the finish reason `length`.
-    The stream has counted it (`max_response_tokens`). turns="all": the replies in the prompt are learned, too.
+    The stream has counted it (`max_response_tokens`). turns="all": the replies in the prompt are learned, too. ends:
+    tokens that end the model's own replies (`chat.end_of_reply`).
     """
     limit = reply_limit(task, max_tokens, max_total_tokens)
     learned = _learned(task, tokenizer, overlong) if turns == "all" else [0] * len(task.token_ids)
-    return _reply(task, "response", tokenizer, max_tokens=limit, overlong=overlong, learned=learned)
+    return _reply(
+        task, "response", tokenizer=tokenizer, max_tokens=limit, overlong=overlong, learned=learned, ends=ends
+    )
 
 
 def preference_pair(
@@ -334,13 +339,14 @@ def preference_pair(
     *,
     overlong: str = "error",
     max_total_tokens: int | None = None,
+    ends: Collection[int] = (),
 ) -> tuple[Rollout, Rollout]:
     """The chosen reply (index 0, reward 1) and the rejected one (1, reward 0); see `demonstration`."""
     limit, prompt = reply_limit(task, max_tokens, max_total_tokens), [0] * len(task.token_ids)
-    chosen = _reply(task, "response", tokenizer, max_tokens=limit, overlong=overlong, learned=prompt)
-    rejected = _reply(
-        task, "rejected", tokenizer, max_tokens=limit, overlong=overlong, learned=prompt, index=1
+    one = partial(
+        _reply, task, tokenizer=tokenizer, max_tokens=limit, overlong=overlong, learned=prompt, ends=ends
     )
+    chosen, rejected = one("response"), one("rejected", index=1)
     return chosen.scored(1.0, {}), rejected.scored(0.0, {})
 
 
@@ -371,11 +377,12 @@ def labelled(reply: Rollout) -> Rollout:
 def _reply(
     task: Task,
     field: str,
-    tokenizer: Tokenizer,
     *,
+    tokenizer: Tokenizer,
     max_tokens: int,
     overlong: str,
     learned: Sequence[int],
+    ends: Collection[int],
     index: int = 0,
 ) -> Rollout:
     given = getattr(task, field)
@@ -384,7 +391,7 @@ def _reply(
         raise DataError(f"Task {task.uid} of source {task.source!r}: {fault}")
     if task.prompt:
         tokenizer = with_kwargs(tokenizer, task.chat_template_kwargs)
-        reply = encode_reply(tokenizer, task.prompt, given, task.tools)
+        reply = encode_reply(tokenizer, task.prompt, given, task.tools, ends=ends)
         text = reply_text(tokenizer, task.prompt, given, task.tools)
     else:
         text = reply_text(tokenizer, "", given)

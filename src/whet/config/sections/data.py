@@ -162,6 +162,7 @@ class DataConfig(Section):
     a reply at its end. Above `max_total_tokens` truncate_right truncates the reply, the others truncate the prompt."""
     learn_turns: Literal["all", "last"] | None = None
     """Which replies of a conversation SFT trains on: every assistant message, or only the last one. Default: all if a
-    training source has `messages`, else the last."""
+    training source has `messages`, else the last. A last reply ends with the token that the chat template writes after
+    a reply if it ends the model's own replies (generation_config.json), else with the tokenizer's eos_token."""
     chat: bool | None = None
     """Apply the chat template. Default: yes for prompts of messages, no for plain text."""
