@@ -98,6 +98,9 @@ def test_a_begin_token_and_an_end_in_the_text_are_not_doubled(tokenizer: Any) ->
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             return {"input_ids": [99, *ids] if add_special_tokens else ids}
 
+        def __len__(self) -> int:
+            return len(tokenizer)
+
         def __getattr__(self, name: str) -> Any:
             return getattr(tokenizer, name)
 
