@@ -345,8 +345,14 @@ def state_of(pid: int) -> str:
 
 
 def nursery_of(jail: Jail) -> int:
-    assert eventually(lambda: confine.children(jail._keeper))
-    return min(confine.children(jail._keeper))
+    found: list[int] = []
+
+    def there() -> bool:
+        found[:] = confine.children(jail._keeper)  # looked at once: it may be killed and replaced meanwhile
+        return bool(found)
+
+    assert eventually(there)
+    return min(found)
 
 
 def nap(value):
