@@ -80,7 +80,8 @@ def refuse_other_files(to: str) -> None:
         folder = Path(to)
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"-o {to} is a file; give a folder for the export")
-        names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir())
+        inside = folder.iterdir() if folder.exists() else ()  # not what is below: an export has no folders
+        names = sorted(f"{p.name}/" if p.is_dir() else p.name for p in inside)
     others = [name for name in names if "/" in name or not name.endswith(_WRITTEN)]
     if names and (others or not any(name in names for name in _MODEL)):
         raise ConfigError(

@@ -377,7 +377,7 @@ def _lost(
     """What of a last reply its template leaves out: without it the same is rendered."""
     *before, reply = messages
     parts = {
-        "reasoning": replace(reply, reasoning=None if reply.reasoning else reply.reasoning),
+        "reasoning": replace(reply, reasoning=None) if reply.reasoning else reply,
         "tool calls": replace(reply, tool_calls=()),
     }
     for name, without in parts.items():

@@ -96,9 +96,7 @@ def atomic_folder(path: Path, *, durable: bool = True) -> Iterator[Path]:
         yield new
         for folder, _, files in os.walk(new):
             for name in files:
-                Path(folder, name).chmod(
-                    0o644
-                )  # as `write_bytes` does; safetensors lets the owner alone read
+                Path(folder, name).chmod(0o644)  # as `write_bytes`; safetensors lets the owner alone read
                 if durable:
                     sync_path(Path(folder, name))
             if durable:

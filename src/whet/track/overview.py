@@ -239,12 +239,11 @@ def passes(row: Mapping[str, Json], config: Mapping[str, Json]) -> bool:
 def tokenizer_of(run_dir: Path) -> Tokenizer | None:
     """The tokenizer of the run's own exports or checkpoints, if it has written one yet."""
     name = "tokenizer.json"
-    roots = [
-        run_dir,
-        *(path for path in run_dir.glob("*") if path.is_symlink()),
-    ]  # folders elsewhere (`dirs`)
+    elsewhere = [path for path in run_dir.glob("*") if path.is_symlink()]  # `dirs`
     # a run in progress removes folders meanwhile, which os.walk passes over
-    found = sorted(Path(at, name) for root in roots for at, _, names in os.walk(root) if name in names)
+    found = sorted(
+        Path(at, name) for root in (run_dir, *elsewhere) for at, _, names in os.walk(root) if name in names
+    )
     if not found:
         return None
     check_files(found[-1].parent)
