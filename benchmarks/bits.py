@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 KEPT = HERE / "bits.json"
 DEMO = HERE.parent / "examples" / "first_run.yaml"
+LONGEST_S = 4 * 3600.0
+"""Longest time of a run; an emulated processor is slow."""
 SETTINGS = {
     "as it comes": {},
     "torch with AVX2 alone": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -56,9 +58,18 @@ def digests(environment: dict[str, str], emulator: list[str]) -> tuple[str, str]
         short += [f"rewards={{letters: {{function: '{__file__}:letters'}}}}", "data.eval.0.limit=1"]
         command = [sys.executable, "-m", "whet.cli", "train", str(DEMO), f"run_dir={run}", *short]
         env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-        done = subprocess.run(
-            [*emulator, *command], env=env, cwd=DEMO.parents[1], capture_output=True, text=True, check=False
-        )
+        try:
+            done = subprocess.run(
+                [*emulator, *command],
+                env=env,
+                cwd=DEMO.parents[1],
+                capture_output=True,
+                text=True,
+                timeout=LONGEST_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as late:
+            raise SystemExit(f"the run took more than {LONGEST_S:g} s and was ended") from late
         if done.returncode:
             raise SystemExit(f"the run failed:\n{done.stderr[-2000:]}")
         first, second = (

@@ -524,6 +524,42 @@ def test_an_explorer_samples_from_the_trainer_s_weights(
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("content", ["full", "delta"])
+def test_an_explorer_takes_a_version_that_the_trainer_has_learned_again(tmp_path: Path, content: str) -> None:
+    """A trainer that has gone back to version 1 with another config reaches version 2 with other weights; one that goes
+    back without a change reaches the same, which nobody loads twice."""
+    cfg = load(None, (), tree(tmp_path, **apart(sync={"content": content}, model=SCRATCH))).stages[0]
+    policy = TorchEngine(a_model(cfg, seed=1), kernels.load("torch"), cut=MicroBatchPolicy())
+    context: Any = SimpleNamespace(cfg=cfg, monitor=MagicMock())
+    sampled = TorchEngine(a_model(cfg, seed=1), kernels.load("torch"), cut=MicroBatchPolicy())
+    samples = NativeEngine(
+        sampled.module, kernels.load("torch"), end_token_ids=[1], max_context=32, version=-1
+    )
+    weights = Followed(context, samples, tmp_path / "weights", module=None)
+
+    async def trained(version: int, scale: float, taken: bool) -> None:
+        policy.version = version
+        with torch.no_grad():
+            policy.module.model.norm.weight.fill_(scale)
+        await sync(policy, None, out=publisher)
+        assert [await weights.take() for _ in range(2)] == [taken, False]
+        publisher.look()
+
+    async def story() -> None:
+        nonlocal publisher
+        await trained(1, 1.0, True)
+        await trained(2, 2.0, True)
+        for scale, taken in ((2.0, False), (3.0, True)):
+            publisher = open_publisher(cfg, tmp_path, policy)
+            await trained(1, 1.0, False)
+            await trained(2, scale, taken)
+            assert digest(sampled) == digest(policy)
+        await trained(3, 4.0, True)
+
+    publisher = open_publisher(cfg, tmp_path, policy)
+    asyncio.run(story())
+
+
 def a_model(cfg: Config, *, seed: int) -> Any:
     made = build(
         cfg.model, vocab_size=11, eos_token_id=1, pad_token_id=0, seed=seed, device="cpu", dtype=torch.float32

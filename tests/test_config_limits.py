@@ -18,6 +18,10 @@ CHAIN = (
     + "\n".join(f"  k{n}: '{f'${{rewards.k{n + 1}}}' * 3}'" for n in range(12))
     + "\n  k12: x"
 )
+MERGES = "a0: &a0 {b: 1}\n" + "".join(
+    f"a{n}: &a{n} {{<<: [{','.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 20)
+)
+"""No mapping has more than one key, but reading them all takes 9^19 steps."""
 RELATIVE = "rewards:\n" + "\n".join(f"  k{n}: '{f'${{.k{n + 1}}}' * 3}'" for n in range(12)) + "\n  k12: x"
 
 TEXTS: dict[str, tuple[str | bytes, str]] = {
@@ -28,7 +32,7 @@ TEXTS: dict[str, tuple[str | bytes, str]] = {
     "an alias bomb": (LAUGHS, r"c.yaml:\d+: more than 100000 values"),
     "a long list": ("a: [" + "1, " * 300_000 + "]", r"c.yaml:1: more than 100000 values"),
     "an alias to itself": ("a: &a [*a]", r"c.yaml:1: a\[0\]: contains itself"),
-    "a merge key": ("a: &a {b: 1}\ntrain:\n  <<: *a", r"c.yaml:3: <<: merging is not in YAML 1.2"),
+    "merges that multiply": (MERGES, r"c.yaml:\d+: more than 100000 values"),
     "a key given twice": ("seed: 1\nseed: 2", r"c.yaml:2: seed: given twice, in lines 1 and 2"),
     "a whole number of many digits": ("train:\n  steps: " + "9" * 5000, r"c.yaml:2: train.steps: 9+\.\.\. is a whole"),
     "a whole number beyond 64 bits": ("seed: 99999999999999999999", r"c.yaml:1: seed: .*beyond 64 bits"),

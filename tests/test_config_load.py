@@ -115,7 +115,8 @@ def test_duplicate_keys_are_refused_with_both_lines(tmp_path):
         ("seed: !!python/object/apply:os.getcwd []\n", "YAML tags (!...) are not supported"),
         ("seed: !!str 8\n", "YAML tags (!...) are not supported"),
         ("train: &t\n  steps: *t\n", "contains itself"),
-        ("base: &b {steps: 3}\ntrain:\n  <<: *b\n", "merging is not in YAML 1.2"),
+        ("train:\n  <<: [3]\n", "train.<<: expected an alias of a mapping (*name), or a list of them"),
+        ("train: &t\n  <<: *t\n", "contains itself"),
         ("? [a, b]\n: 1\n", "a key must be text"),
         ("train:\n\tsteps: 3\n", "not valid YAML"),
     ],
@@ -136,6 +137,26 @@ def test_aliases_that_multiply_are_stopped():
 def test_an_alias_is_its_anchor(tmp_path):
     path = write(tmp_path, "train: {optimizer: &o {lr: 0.5}}\ncritic: {optimizer: *o}\n")
     assert load(path).config.critic.optimizer.lr == 0.5
+
+
+def test_merged_mappings_count_below_what_stands_beside_them(tmp_path):
+    text = """
+train: {optimizer: &first {lr: 0.5, betas: [0.1, 0.2]}}
+critic:
+  optimizer: &second {lr: 0.25, eps: 1.0e-3}
+stages:
+- name: one
+  critic: {optimizer: {<<: [*first, *second], betas: [0.3, 0.4]}}
+- name: two
+  critic: {optimizer: {betas: [0.3, 0.4], <<: *second}}
+"""
+    loaded = load(write(tmp_path, text))
+    one, two = (stage.critic.optimizer for stage in loaded.stages)
+    assert (one.lr, one.betas, one.eps) == (0.5, (0.3, 0.4), 1e-3)  # the first mapping is on top
+    assert (two.lr, two.betas, two.eps) == (0.25, (0.3, 0.4), 1e-3)
+    wrong = text.replace("eps: 1.0e-3", "epss: 1.0e-3")
+    assert "4: critic.optimizer.epss" in refused(write(tmp_path, wrong))  # at the line where it stands
+    assert parse('a: {"<<": 1}').tree == {"a": {"<<": 1}}
 
 
 # ---------------------------------------------------------------- what a file means

@@ -147,13 +147,15 @@ def test_single_losses_against_a_loop(seed: int) -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(seed=SEEDS, mu=st.floats(0, 1))
-@pytest.mark.parametrize("mode", [m for m in AGGREGATIONS if m != "pair-mean"])
-def test_a_mix_is_two_losses_side_by_side(mode: str, seed: int, mu: float) -> None:
+@pytest.mark.parametrize(
+    ("mode", "block"), [*((m, None) for m in AGGREGATIONS if m != "pair-mean"), ("token-mean", 2)]
+)
+def test_a_mix_is_two_losses_side_by_side(mode: str, block: int | None, seed: int, mu: float) -> None:
     """Each part as if the other were not there: select it, reduce it by itself, add the two."""
     batch = with_experts(seed)
     logp = logp_now(batch, seed=seed)
     out = Outputs(logp_N=logp, entropy_N=logp.detach().exp())
-    plain = partial(weights, mode=mode, norm_tokens=7)
+    plain = partial(weights, mode=mode, norm_tokens=7, block=block)
     policy = regularized(CLIP, kl_coef=0.1, estimator="k3", entropy_coef=0.05)
     expected = 0.0
     for part, loss, share in ((without_experts(batch), policy, 1 - mu), (experts(batch), sft, mu)):
@@ -302,3 +304,32 @@ def test_the_weight_follows_its_schedule() -> None:
     shares = [float(a.weights(batch, step)[at_rows(batch, batch.expert_R)].sum()) for step in (1, 2, 3, 4)]  # type: ignore[arg-type]
     assert shares == pytest.approx([0.4, 0.8, 0.5, 0.2])
     assert [float(a.weights(batch, step).sum()) for step in (1, 4)] == pytest.approx([1, 1])
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=SEEDS, mu=st.floats(0.01, 0.99), step=st.integers(1, 4))
+def test_terms_with_a_mean_of_their_own_belong_to_the_policys_part(seed: int, mu: float, step: int) -> None:
+    """Beside a loss that is a mean over tokens, an entropy with a mean of its own is the same; each has 1 - mu."""
+    batch = with_experts(seed)
+    logp = logp_now(batch, seed=seed).detach()
+    out = Outputs(logp_N=logp, entropy_N=logp.exp())
+
+    def total(**said: Any) -> float:
+        mix = MixConfig(mu=mu, mu_schedule={"warmup_steps": 3})
+        a = algorithm(name="mix", loss_agg_mode="token-mean", kl={"coef": 0.0}, mix=mix, **said)
+        weighted = replace(batch, weight_N=a.weights(batch, step))
+        loss = a.loss_of(weighted, lambda b, want: logp, a.entropy.coef, step=step)
+        assert weighted.weight_N is not None
+        return float((loss(weighted, out).loss_N * weighted.weight_N).sum())
+
+    mine = own(batch)
+    positive_N = mine.mask_N & (batch.reward_R > 0)[batch.rollout_N]
+    nll = float(-logp[positive_N].mean()) if positive_N.any() else 0.0
+    share, plain = 1 - mu * min(step / 3, 1), total()
+    assert total(entropy_coef=0.5, entropy_agg_mode="token-mean") == pytest.approx(
+        total(entropy_coef=0.5), rel=1e-9, abs=1e-12
+    )
+    assert total(entropy_coef=0.5, entropy_agg_mode="token-mean") - plain == pytest.approx(
+        -0.5 * share * float(logp.exp()[mine.mask_N].mean()), rel=1e-6, abs=1e-9
+    )
+    assert total(positive_nll_coef=0.5) - plain == pytest.approx(0.5 * share * nll, rel=1e-6, abs=1e-9)

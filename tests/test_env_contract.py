@@ -568,6 +568,22 @@ def process_named(word: bytes) -> Iterator[bool]:
                 continue
 
 
+def test_a_host_that_is_being_started_when_the_loop_ends_is_ended(opened: Opened) -> None:
+    hosts = opened("Hostile", how="raises", at="never")
+
+    async def leaves() -> None:
+        asking = asyncio.create_task(hosts.find(alone=True))
+        while len(hosts._lines.lines) < 2:
+            assert not asking.done()
+            await asyncio.sleep(0.001)
+
+    asyncio.run(leaves())
+    first, second = hosts._lines.lines
+    assert until(second.gone, 60.0)
+    assert not first.gone(), "it plays for the next loop"
+    assert until(lambda: len(list(Path(first.file).parent.glob("*-marks"))) == 1, 60.0)
+
+
 @pytest.mark.parametrize(("how", "at"), in_turn(["raises", "dies", "hangs", "blocks"], ["first", "close"]))
 def test_it_may_fail_in_any_call(opened: Opened, clean: dict[int, Rollout], how: str, at: str) -> None:
     found = play(opened("Hostile", timeout_s=2.0, how=how, at=at).make)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,10 @@ def test_the_command(
     assert [p.name for p in checkpoint.all_in(plain / "checkpoints")] == [
         f"0-main-00000{n}" for n in (1, 2, 3)
     ]
+
+
+def test_the_output_is_the_folder_alone_whatever_a_library_logs(plain: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "whet", "export", str(plain), "-o", str(tmp_path / "out")]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout == f"{tmp_path / 'out'}\n"

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -147,6 +148,23 @@ def test_who_meets_a_hoarders_full_memory_is_run_again_in_a_new_process():
     with make(hostile.hoards, memory_mb=300, timeout_s=30.0) as jail:
         results = ask(jail, *[hostile.hoards] * 20)
     assert [r.parts.get("score") for r in results] == [float(i) for i in range(20)]
+
+
+def test_a_limit_that_is_too_small_for_the_process_itself_is_named():
+    """numpy loads its random numbers only where they are seeded, before the call."""
+    code = """
+import json, numpy
+from whet.guard import confine, worker
+confine.limit(1)
+print(json.dumps(worker.run(lambda: 1.0, b"[7, {}]", memory_mb=1)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    kind, detail = json.loads(done.stdout)["failure"]
+    assert kind == "memory"
+    assert re.fullmatch(r"before the call: .*; reward_workers.memory_mb=1 may be too small", detail), detail
 
 
 def test_a_reward_that_leaks_files_goes_on_in_new_processes():

@@ -60,6 +60,26 @@ def test_every_element_is_what_the_law_says(
 
 
 @COMPILED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("terms", [1, 7, 8, 9, 255, 264, 520])
+def test_very_few_rows_and_very_few_columns_keep_the_law(terms: int, dtype: torch.dtype) -> None:
+    """Their columns are turned in registers: every remainder of eight, both ways round, from any memory."""
+    few, many = numbers(7, terms).to(dtype), numbers(41, terms + 3, seed=1).to(dtype)[:, :terms]
+    wanted = lawful(few.float(), many.float().t())
+    multiply = products.chosen().multiply
+    for n in range(1, 8):
+        for of in (1, 7, 8, 9, 16, 17, 24, 41):
+            out, turned, added = torch.empty(n, of), torch.empty(of, n), torch.ones(n, of)
+            multiply(few[:n], many[:of].t(), out, False)
+            multiply(many[:of], few[:n].t(), turned, False)
+            multiply(few[:n].t().contiguous().t(), many[:of].t(), added, True)
+            assert torch.equal(out, wanted[:n, :of])
+            assert torch.equal(turned, out.t())
+            if terms <= products.TERMS:
+                assert torch.equal(added, 1 + out)
+
+
+@COMPILED
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_large_product_is_the_sum_of_its_chains_and_its_columns_stand_alone(
@@ -327,6 +347,40 @@ def test_without_a_home_libraries_are_kept_where_only_this_user_writes(
     folder.symlink_to(tmp_path)
     with pytest.raises(PermissionError, match="is not a private folder of this user"):
         build.cache_dir()
+
+
+@COMPILED
+@pytest.mark.parametrize("how", ["folder", "above", "file", "link", "pipe"])
+def test_no_library_that_others_may_have_written_is_loaded(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is known to everyone. What lies there is no library: whoever loads it gets an error."""
+    shared = tmp_path / "shared" / "whet"
+    shared.mkdir(parents=True, mode=0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shared.parent))
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-O0"))  # quick, and another name
+    find = build.library.__wrapped__
+    planted = Path(find()[1].rpartition(", ")[2])
+    assert planted.parent == shared
+    planted.chmod(0o755)
+    mine = planted.rename(tmp_path / "mine.so")
+    if how == "link":
+        planted.symlink_to(mine)
+    elif how == "pipe":
+        os.mkfifo(planted, 0o700)
+    else:
+        planted.write_bytes(b"planted")
+        planted.chmod(0o777 if how == "file" else 0o700)
+    shared.chmod(0o777 if how == "folder" else 0o700)
+    shared.parent.chmod(0o777 if how == "above" else 0o700)
+    if how == "folder":  # it can be taken back, but not what was put there meanwhile by others
+        os.chmod(planted, 0o777)
+    found = Path(find()[1].rpartition(", ")[2])
+    assert found.read_bytes().startswith(b"\x7fELF")
+    assert found.lstat().st_mode & 0o022 == 0
+    assert found.parent == (tmp_path / f"whet-{os.getuid()}" if how == "above" else shared)
+    assert shared.stat().st_mode & 0o022 == 0 or how == "above"
 
 
 @COMPILED

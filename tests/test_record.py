@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import math
@@ -337,8 +338,8 @@ def test_numbers_that_are_not_finite_are_null_and_counted() -> None:
 
 
 def test_a_full_disk_while_logging_is_a_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     directory = record.RunDirectory(tmp_path, ["s"])
+    directory._metrics = io.FileIO("/dev/full", "a")
     with pytest.raises(WhetError, match=r"metrics.jsonl: the disk is full"):
         directory.log("s", 1, metrics={"a/b": 1.0}, timings={})
 
@@ -420,6 +421,44 @@ def test_a_resumed_record_equals_the_unbroken_one(tmp_path: Path, at: int, lost:
     for place in PLACES[at + 1 :]:
         write_step(resumed, *place)
     assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
+
+
+def test_what_a_checkpoint_has_of_the_record_does_not_grow_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It names the newest files alone, and counts those before them; what is missing of either is told."""
+    monkeypatch.setattr(record, "NAMED", 3)
+    places = [("sft-1", n) for n in range(4)] + [("grpo", n) for n in range(4)]
+    directory = write_run(tmp_path, places)
+    held, path = directory.held(), tmp_path / "checkpoints/1-grpo-000003"
+    sizes = {
+        f"rollouts/{file}": (tmp_path / "rollouts" / file).stat().st_size
+        for file in names(tmp_path / "rollouts")
+    }
+    sizes |= {f"eval/{file}": (tmp_path / "eval" / file).stat().st_size for file in names(tmp_path / "eval")}
+    newest = ["grpo-step-000002.parquet", "grpo-step-000003.parquet"]
+    assert set(held["files"]) <= {f"{kind}/{file}" for kind in ("rollouts", "eval") for file in newest}
+    assert len(held["files"]) == 3
+    older = {name: size for name, size in sizes.items() if name not in held["files"]}
+    assert held["older"] == [len(older), sum(older.values())]
+    assert json.loads(json.dumps(held)) == held
+
+    def told() -> str:
+        caplog.clear()
+        record.RunDirectory(tmp_path, ["sft-1", "grpo"]).check(held, path, at=(1, 3))
+        return caplog.text
+
+    write_step(directory, "grpo", 4)  # after the checkpoint
+    directory.close()
+    assert told() == ""
+    gone = tmp_path / "rollouts/sft-1-step-000002.parquet"
+    data = gone.read_bytes()
+    gone.unlink()
+    assert f"of the {len(older)} older files that {path} counts" in told()
+    assert f"there are {len(older) - 1} (" in told()
+    gone.write_bytes(data)
+    (tmp_path / "rollouts" / newest[1]).unlink()
+    assert f"is incomplete: rollouts/{newest[1]}, which {path} lists" in told()
 
 
 def test_seconds_stand_beside_what_equal_runs_share(tmp_path: Path) -> None:

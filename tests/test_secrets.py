@@ -428,6 +428,70 @@ def test_what_servers_and_tools_are_given_is_known_and_written_nowhere(listed: b
         assert any(key in name for name in left_out(again)), key
 
 
+def in_a_reward(arguments: Any) -> dict[str, Any]:
+    return {"rewards": {"a": {"function": f"{MINE}:quoting", "arguments": arguments}}}
+
+
+def in_a_command(*words: str) -> dict[str, Any]:
+    return {"rollout": {"env": {"make": "tools", "arguments": {"mcp": {"command": ["server", *words]}}}}}
+
+
+HIDDEN = "sk-3c9f0050-a1b2"
+FORMS: dict[str, dict[str, Any]] = {
+    "option of a command": in_a_command("--verbose", "--api-key", HIDDEN),
+    "option with a sign": in_a_command(f"--token={HIDDEN}"),
+    "variable of a command": in_a_command("env", f"GITHUB_TOKEN={HIDDEN}", "node"),
+    "command as a text": in_a_reward({"run": f"curl -s --password {HIDDEN} http://judge/v1"}),
+    "header in a text": in_a_reward({"run": f"curl -H 'Authorization: Bearer {HIDDEN}' http://judge/v1"}),
+    "pair": in_a_reward({"headers": [["Accept", "text/plain"], ["Authorization", f"Bearer {HIDDEN}"]]}),
+    "name and value": in_a_reward({"env": [{"name": "API_KEY", "value": HIDDEN}]}),
+    "table as JSON": in_a_reward({"options": json.dumps({"api_key": HIDDEN, "n": 1})}),
+    "connection string": in_a_reward({"place": f"host=db user=me password={HIDDEN}"}),
+    "cookie": in_a_reward({"headers": {"Cookie": f"lang=en; session={HIDDEN}"}}),
+    "order of mine": {"data": {"order": {"name": "mine:Order", "api_key": HIDDEN}}},
+    "loss of mine": {"algorithm": {"loss": {"name": "mine:loss", "api_key": HIDDEN}}},
+    "order of a stage": {
+        "stages": [{"name": "s", "data": {"order": {"name": "mine:Order", "api_key": HIDDEN}}}]
+    },
+}
+"""Where a secret stands that has no key of its own."""
+
+
+@pytest.mark.parametrize("how", FORMS)
+def test_a_secret_is_known_by_what_stands_before_it(how: str) -> None:
+    tree = FORMS[how]
+    cfg = Config.model_validate_json(json.dumps(tree))
+    learn(tree)
+    assert HIDDEN not in secrets.redact(f"it is {HIDDEN}")
+    shown = for_people(cfg, tree)
+    assert HIDDEN not in json.dumps([dump(cfg), shown, by_environment(tree)[0], fingerprint(cfg)])
+    assert left_out(Config.model_validate_json(json.dumps(shown))), "config.yaml alone starts no run"
+    assert HIDDEN in json.dumps(by_environment(tree)[1])
+
+
+ARGUMENTS: list[Any] = [
+    {"system": "Give the key: value pairs, and the password: it is a word. Token: one at a time."},
+    {"pattern": r"answer=(\d{8,})", "stop": ["</answer>", "--"], "columns": ["token", "final_answer"]},
+    {"command": ["server", "--max-tokens", "4096", "--tokenizer", "gpt2-large-v2", "--key-column=question"]},
+    {"fields": ["password", "username"], "body": {"name": "temperature", "value": "0.123456789"}},
+    {"curl": "curl --retry 3 --key-type rsa http://judge:8000/v1?n=4096"},
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+def test_what_is_no_secret_stays_as_it_is(arguments: Any) -> None:
+    cfg = Config.model_validate_json(json.dumps(in_a_reward(arguments)))
+    assert dump(cfg)["rewards"]["a"]["arguments"] == arguments
+    assert left_out(cfg) == []
+
+
+def test_settings_of_what_is_built_in_are_none() -> None:
+    """Words such as token are their own."""
+    loss = {"name": "reinforce_is", "weight_over": "sequence", "token_name": "sequence_of_1"}
+    cfg = Config.model_validate_json(json.dumps({"algorithm": {"loss": loss}}))
+    assert dump(cfg)["algorithm"]["loss"] == loss
+
+
 def test_a_file_for_another_process_refers_to_its_environment() -> None:
     tree: dict[str, Any] = {
         "reward_workers": {"env": {"JUDGE_KEY": "sk-3c9f0001", "PLACE": "here"}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,6 +16,9 @@ from tokenizers.models import WordLevel
 
 import whet
 from tiny import RUN
+from whet.config import screen
+from whet.config.load import load
+from whet.simulate import Costs, SimulatedSchedule
 from whet.track import costs, files, manifest, show, time_report
 from whet.track.record import RunDirectory
 from whet.types import DataError, Rollout, Task
@@ -128,6 +132,77 @@ def test_checkpoints_to_go_on_from_with_their_commands(tmp_path: Path) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "rewards": {"r": {"function": "object:r"}}}))
     lines = lines_of(show.summary(run), width=600)
     assert f"grpo step 8 whet.train('{run}/config.yaml', rewards=...)" in lines
+
+
+ODD = (
+    "a b",
+    "it's",
+    'q"q',
+    "a #b",
+    "#h",
+    "7",
+    "true",
+    "1e3",
+    "~x",
+    "-x",
+    "a: b",
+    "[x]",
+    "*x",
+    "&x",
+    "!x",
+    "x ",
+)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_a_shell_makes_of_the_command_goes_on_from_that_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    data = RUN["data"] | {"train": [{"path": str(Path("tests/data/words.jsonl").absolute())}]}
+    rewards = {"letters": {"function": str(Path("tests/resume/rewards.py").absolute()) + ":shared_letters"}}
+    monkeypatch.chdir(tmp_path)
+    run = Path(name)
+    make(run).close()
+    config = RUN | {"data": data, "rewards": rewards, "run_dir": f"./{name}"}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    for step in (2, 4):
+        (run / "checkpoints" / f"0-main-{step:06d}").mkdir(parents=True)
+    with io.StringIO() as printed:
+        Console(file=printed, width=40).print(show.summary(run), crop=False)
+        lines = [line for line in printed.getvalue().splitlines() if " whet train " in line]
+    found = []
+    for line in lines:
+        command = line.partition(" whet train ")[2]
+        shell = subprocess.run(["sh", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True)
+        file, *overrides = shell.stdout.decode().split("\0")[:-1]
+        assert file[0] not in "-~", "an option, or somebody's home"
+        loaded = load(file, overrides).config
+        found.append((Path(loaded.run_dir), loaded.checkpoint.resume))
+    other = Path(f"{name}-from-2")
+    assert [place for place, _ in found] == [run, other]
+    assert Path(found[1][1]) == run / "checkpoints" / "0-main-000002"
+
+
+@pytest.mark.parametrize("width", [20, 40])
+def test_a_narrow_terminal_gets_every_digit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    make(tmp_path / "run").close()
+    monkeypatch.setenv("COLUMNS", str(width))
+    screen.show(show.summary(tmp_path / "run"))
+    costs_ = Costs(rollout_s=[1.0], train_s=1234.5, slots=2)
+    way = SimulatedSchedule(mode="asynchronous", groups_per_step=2, group_size=2, max_staleness=2, steps=3)
+    screen.show(costs.predictions(costs_, way, stage="main"))
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    for whole in (
+        "tokens/s",
+        "spell/mean@1",
+        "asynchronous 2",
+        "rollouts/s",
+        "dropped",
+    ):
+        assert whole in printed, whole
 
 
 def test_a_run_in_progress_and_one_killed_in_a_line(tmp_path: Path) -> None:
@@ -388,3 +463,16 @@ def test_a_tokenizer_that_is_damaged_is_named(tmp_path: Path) -> None:
     (tmp_path / "export/tokenizer.json").write_text('{"model": 5}')
     with pytest.raises(DataError, match=r"export/tokenizer.json: not a readable tokenizer"):
         show.rollouts(tmp_path, 1, tokens=True)
+
+
+def test_seconds_that_are_all_0_are_not_simulated(tmp_path: Path) -> None:
+    make(tmp_path)
+    file = tmp_path / "timings.jsonl"
+    text = file.read_text().replace('"time/update_s": 3.0', '"time/update_s": 0.0')
+    file.write_text(text)
+    assert costs.measured(tmp_path, "grpo", slots=2).train_s == 0, "sampling alone took time"
+    file.write_text(text.replace('"time/generate_s": 1.0', '"time/generate_s": 0.0'))
+    with pytest.raises(
+        DataError, match=r"timings.jsonl: the seconds of stage 'grpo' are 0, so no speed follows"
+    ):
+        costs.measured(tmp_path, "grpo", slots=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -339,3 +340,48 @@ def test_who_waits_for_another_that_fetches_says_so_and_has_an_end(
     assert "waiting for another fetching process" in capsys.readouterr().err
     with fetch._alone(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        ("manifest", r"its manifest.json cannot be read"),
+        ("size", r"policy/model.safetensors has 3 bytes, its manifest.json says 100"),
+        ("file", r"state.json has no bytes, its manifest.json says 2"),
+    ],
+)
+@pytest.mark.parametrize("on_hub", [False, True])
+def test_the_newest_checkpoint_elsewhere_is_the_newest_whole_one(
+    tmp_path: Path,
+    folder: Path,
+    own_hub: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    harm: str,
+    told: str,
+    on_hub: bool,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    there, newest = tmp_path / "there", "0-main-000002"
+    url = "hf://org/saved/runs" if on_hub else str(there)
+
+    def found(name: str = "") -> str:
+        files = {f"runs/{p.relative_to(there)}": p.read_bytes() for p in there.rglob("*") if p.is_file()}
+        own_hub.commits["org/saved"] = [files]
+        return fetch.newest_checkpoint(f"{url}/{name}")
+
+    for name in (folder.name, newest):
+        stores.send(folder, str(there), name, manifest(folder))
+    assert found() == f"{url}/{newest}"
+    path = (
+        there
+        / newest
+        / {"manifest": MANIFEST, "size": "policy/model.safetensors", "file": "state.json"}[harm]
+    )
+    path.unlink() if harm == "file" else path.write_text('{"f' if harm == "manifest" else "abc")
+    assert found() == f"{url}/{folder.name}"
+    assert re.search(rf"{url}/{newest} is not whole: {told}; an older", capsys.readouterr().err)
+    assert found(newest) == f"{url}/{newest}", "it was asked for by name"
+    (there / folder.name / MANIFEST).unlink()
+    with pytest.raises(WhetError, match=rf"{url}/{newest} is not whole: {told}; there is no older"):
+        found()

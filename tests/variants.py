@@ -70,7 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def run(name: str) -> bool:
     here = Path(__file__).parent
     with tempfile.TemporaryDirectory() as cache:
-        env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache, "PYTHONPATH": str(here)}
+        path = os.pathsep.join(filter(None, (str(here), os.environ.get("PYTHONPATH"))))
+        env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache, "PYTHONPATH": path}
         files = [str(here / f"test_{file}.py") for file in FILES]
         command = [sys.executable, "-m", "pytest", "-p", "variants", "-n", "2", "--every-case", *files]
         done = subprocess.run(command, env=env | VARIANTS[name], capture_output=True, text=True, check=False)

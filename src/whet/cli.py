@@ -123,13 +123,12 @@ def plan(
     Example: whet plan examples/from_verl.sh trainer.total_epochs=5
     Example: whet plan examples/gsm8k.yaml rollout.max_staleness=2 rollout.schedule=async --simulate runs/gsm8k
     """
-    from rich.console import Console
-
     from whet.config.evaluation import trains
     from whet.config.hardware import as_if, machines
     from whet.config.load import load
     from whet.config.memory_estimate import check_memory
     from whet.config.plan import describe, plans
+    from whet.config.screen import show
 
     with as_if(machines(gpus, mem) if gpus else None):
         loaded = load(
@@ -144,7 +143,7 @@ def plan(
         planned = plans(loaded, here=False, trains=any(map(trains, loaded.stages)))
         say_missing(loaded)
         say_columns(loaded)
-        Console().print(describe(planned))
+        show(describe(planned))
         if arithmetic:
             _say_arithmetic(
                 loaded.config.machine.kernels, exact=loaded.config.machine.logprob_parity != "off"
@@ -159,7 +158,7 @@ def plan(
                 slots = planned_stage.cfg.rollout.max_num_seqs * engines_of(planned_stage.cfg)
                 costs = measured(like, planned_stage.name, slots=slots)
                 schedule = schedule_of(planned_stage, stage.rollout)
-                Console().print(predictions(costs, schedule, stage=planned_stage.name))
+                show(predictions(costs, schedule, stage=planned_stage.name))
 
 
 def _say_arithmetic(kind: Literal["auto", "torch", "compiled"], *, exact: bool) -> None:
@@ -195,15 +194,14 @@ def rehearse(
     Example: whet rehearse examples/from_verl.sh
     Example: whet rehearse big_run.yaml trainer.nnodes=8 -o found.json
     """
-    from rich.console import Console
-
+    from whet.config.screen import show
     from whet.rehearsal.rehearse import rehearse as try_small
 
     def say(what: str) -> None:
         typer.echo(f"{what} ...", err=True)
 
     found = try_small(file, overrides or (), dialect, say=say, trust_script=trust_script)
-    Console().print(found)
+    show(found)
     if output:
         write(output, found.to_json() + "\n")
     raise typer.Exit(0 if found.passed else 1)
@@ -335,15 +333,14 @@ def _reward_name(spec: str) -> str:
 
 def _judge_run(target: Path, overrides: Sequence[str], **chosen: Any) -> str:
     """Print the metrics of every checkpoint. Returns all of them as JSON."""
-    from rich.console import Console
-
     from whet.bench import evaluate
+    from whet.config.screen import show
     from whet.track.accuracy import by_source
 
     found = evaluate(target, overrides=overrides, **chosen)
     for line in found:
         numbers = {k: v for k, v in line.items() if k.startswith("eval/")}
-        Console().print(by_source(numbers, title=f"{line['stage']} step {line['step']}"))
+        show(by_source(numbers, title=f"{line['stage']} step {line['step']}"))
     return json.dumps(found, indent=1)
 
 
@@ -357,12 +354,11 @@ def _judge_file(file: Path, overrides: Sequence[str], replies: Path | None, *, d
     if replies:
         loaded = load(file, overrides, replies_in(replies, loaded.config), dialect)
     say(loaded)
-    from rich.console import Console
-
+    from whet.config.screen import show
     from whet.track.accuracy import by_source
 
     judged = judge_file(loaded, whole=replies is None)
-    Console().print(by_source(judged.metrics))
+    show(by_source(judged.metrics))
     return json.dumps({"metrics": judged.metrics, "replies": judged.rows}, indent=1, ensure_ascii=False)
 
 
@@ -491,11 +487,10 @@ def explain(
     Example: whet explain train.optimizer.lr
     Example: whet explain algorithm.name=dapo
     """
-    from rich.console import Console
-
     from whet.config.explain import explain as look_up
+    from whet.config.screen import show
 
-    Console().print(look_up(key))
+    show(look_up(key))
 
 
 @app.command()

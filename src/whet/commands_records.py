@@ -121,12 +121,12 @@ def diff(
 
 def _print(view: Any) -> None:
     """Tables on the console; plain values as JSON."""
-    from rich.console import Console
+    from whet.config.screen import show
 
     if isinstance(view, dict):
         typer.echo(json.dumps(view, indent=1, ensure_ascii=False, allow_nan=False))
     else:
-        Console().print(view)
+        show(view)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -44,8 +44,7 @@ def show(
     Example: whet show runs/first_run --stage sft --step 1 --tokens
     Example: whet show runs/first_run --timeline
     """
-    from rich.console import Console
-
+    from whet.config.screen import show as show_view
     from whet.track.show import rollouts, summary
     from whet.track.time_report import show as where_time_went
 
@@ -63,7 +62,7 @@ def show(
         view = summary(run)
     else:
         view = rollouts(run, step, stage=stage, uid=task, tokens=tokens, limit=limit)
-    Console().print(view)
+    show_view(view)
 
 
 def scale(

@@ -130,18 +130,36 @@ class Followed:
             module=module,
             confirm=self.transport.confirm,
         )
+        self.seen: object = None
+        """What `Files.written` said of the version that is here, when its digest was last compared."""
 
     def reached(self, version: int) -> bool:
         """The engine has this version or a newer one."""
         return self.receiver.version is not None and self.receiver.version >= version
 
-    async def take(self) -> bool:
-        """Take a newer version if there is one."""
-        newest, finish = self.transport.newest(), not self.context.cfg.rollout.partial_rollout
-        if newest is None or self.reached(newest):
+    def _is_another(self, version: int) -> bool:
+        """Whether the version that is here was written again with other weights: the trainer has resumed from an older
+        checkpoint with another config (`--change`)."""
+        held = self.receiver.held
+        if version != self.receiver.version or held is None:
             return False
         try:
-            await self.receiver.load(self.engine, newest, finish=finish)
+            if (written := self.transport.written(version)) == self.seen:
+                return False
+            another = self.transport.digest(version) != held.digest
+        except (WhetError, OSError):  # it was removed meanwhile: the next look finds what has come
+            return False
+        if not another:
+            self.seen = written
+        return another
+
+    async def take(self) -> bool:
+        """Take a newer version if there is one, or this one again if the trainer has other weights for it now."""
+        newest, finish = self.transport.newest(), not self.context.cfg.rollout.partial_rollout
+        if newest is None or (self.reached(newest) and not self._is_another(newest)):
+            return False
+        try:
+            await self.receiver.load(self.engine, newest, finish=finish, again=True)
         except WhetError as error:
             if self.transport.newest() == newest or self.engine.version != self.receiver.version:
                 raise

@@ -26,6 +26,7 @@ from whet.context import StopFlag
 from whet.data.tasks import (
     texts,
 )
+from whet.data.timed import decoded
 from whet.data.tokenizer import load_tokenizer, write_built
 from whet.envs.opened import Environments
 from whet.guard.line import OpenLines
@@ -393,4 +394,4 @@ def open_engine(
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     """Tokens to the text for rewards and users: special tokens are left out."""
-    return lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
+    return lambda token_ids: decoded(tokenizer, token_ids, skip_special_tokens=True)

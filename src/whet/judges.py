@@ -17,6 +17,7 @@ from whet import seeds
 from whet.config import schema
 from whet.config.judges import JUDGES, cache_bytes, longest
 from whet.config.sizes import folder_shape
+from whet.data.timed import decoded
 from whet.guard import pulse
 from whet.guard.jail import CallResult, Failure
 from whet.rewards.combine import OpenJudge
@@ -123,7 +124,7 @@ class JudgeModel:
         name = f"judge-{self.name}-{question.key}"
         done = await engine.generate(Request(id=name, session=name, prompt=tuple(prompt), sampling=sampling))
         pulse.beat("scoring")
-        said = str(tokenizer.decode(done.token_ids, skip_special_tokens=True))
+        said = decoded(tokenizer, done.token_ids, skip_special_tokens=True)
         return self.asking.scores(said, len(question.places), together=self.together)
 
 

@@ -362,9 +362,8 @@ class Learner:
         algorithm = self.context.algorithm
         weighted = replace(minibatch, weight_N=algorithm.weights(minibatch, step + 1))
         coef = algorithm.entropy.weight(self.entropy)
-        loss = algorithm.loss_of(
-            weighted, self.policy.forward, coef
-        )  # sees the whole minibatch before it is split
+        # sees the whole minibatch before it is split
+        loss = algorithm.loss_of(weighted, self.policy.forward, coef, step=step + 1)
         seen = computed(weighted)
         if self.terms is not None:
             if minibatch.skipped_R is not None:

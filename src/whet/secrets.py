@@ -28,39 +28,100 @@ SHORTEST = 6
 SHORTEST_GUESSED = 8
 """Of one that only the name of an environment variable tells."""
 
+MASK = "***"
+"""Stands where a secret was, in config.yaml and in everything else that is made of a config."""
+
 _SURE = (
-    r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|BEARER|AUTH(?!OR(?!I))|DSN$|CONNECTION_?STRING|(^|_)(PWD|PASS|SAS|PAT)($|_)"
-    r"|(API|ACCESS|PRIVATE|SIGNING|ENCRYPTION|ACCOUNT)[_-]?KEY"
+    r"SECRET(?!AR)|PASSW|PASSPHRASE|CREDENTIAL|BEARER|AUTH(?!OR(?!I[SZ])|ENTICI)|DSN$|CONNECTION_?STRING"
+    r"|(^|_)(PWD|PASS|SAS|PAT)($|_)|(API|ACCESS|PRIVATE|SIGNING|ENCRYPTION|ACCOUNT)[_-]?KEY|(^|[_-])COOKIES?$"
 )
-_LIKELY = r"TOKEN(?!IZ)|(?<!SSL)KEY"
+_LIKELY = r"TOKEN(?!IZ)|(?<!SSL)(?<!MON)(?<!TUR)(?<!HOC)(?<!WHIS)KEY(?!WORD|BOARD|FRAME|POINT|STROKE)"
+_MASKED = r"SECRET|PASS|CREDENTIAL|BEARER|AUTH|DSN$|CONNECTION_?STRING|(^|_)(PWD|SAS|PAT)($|_)|COOKIE|TOKEN|KEY"
+_OTHER = r"""
+    (^|_)(RATE|RATIO|THRESHOLD|K|LEN|LENGTH|LIMIT|BUDGET|COUNT|SIZE|WEIGHT|PENALTY|COLUMN|FIELD|NAME|ENV|PATH|FILE|DIR
+        |FOLDER|TYPE|MODE|METHOD|FORMAT|STRATEGY|REQUIRED|ENABLED|TIMEOUT|SHARING)S?$
+    | TOKENS?_(IDS|PER_\w+)$
+    | (^|_)(PAD|EOS|BOS|UNK|SEP|CLS|MASK|STOP|SPECIAL|BEGIN|END|THINK|IMAGE|VIDEO|AUDIO)_?TOKENS?(_ID)?$
+    | (^|_)((MAX|MIN|NUM|N|TOTAL)_(\w+_)?|NEW_|PROMPT_|RESPONSE_|INPUT_|OUTPUT_|BATCHED_)TOKENS$
+    | (^|_)(SORT|PRIMARY|FOREIGN|GROUP|JOIN|UNIQUE|INDEX|PROMPT|RESPONSE|QUESTION|ANSWER|LABEL|COLUMN|TEXT|MESSAGES?
+        |REWARD|FN)_?KEYS?$
+"""
+"""Names that say something about a secret, or of another thing: max_tokens, eos_token, sort_key, pass_rate, key_file."""
 _sure = re.compile(_SURE, re.IGNORECASE)
 _likely = re.compile(_LIKELY, re.IGNORECASE)
+_masked = re.compile(_MASKED, re.IGNORECASE)
+_other = re.compile(_OTHER, re.VERBOSE | re.IGNORECASE)
+_NO_VALUES = frozenset(("none", "null", "true", "false", "yes", "no", "basic", "bearer", "default", "anonymous"))
+"""What stands at such a name and is no secret, whatever its case."""
 _LOOK = {"TOKEN": r"[\w./+=:~-]{8,}", "KEY": r"(?=.*\d)[\w./+=:~-]{8,}"}
 """What a value looks like that is meant by such a name, and not a special token or the key of a column."""
 _URL = re.compile(
     r"(?P<head>://)(?:(?P<user>[^/?#@:\s]*)(?P<colon>:(?!\d*(?:[/?#\s]|$))(?P<password>[^\s@]*(?:@[^\s@/?#]*)*))?(?=@))?"
     r"|(?P<query>[?&;](?P<name>[\w.-]+)=)(?P<value>[^&;#\s]*)"
 )
+_WORDS = re.compile(
+    r"""(?<![\w.-])(?:
+    (?P<option>--?[A-Za-z][\w-]*)\s+(?!-) | (?P<set>-{0,2}[A-Za-z][\w.-]*)= | (?P<header>[A-Za-z][\w-]*)["']?:\s*
+    | (?P<scheme>Bearer|Basic)\s+
+    )(?:(?:Bearer|Basic)\s+)?["']?(?P<value>[^\s"',;&{}<>()\[\]]+)""",
+    re.VERBOSE | re.IGNORECASE,
+)
+"""--NAME VALUE, NAME=VALUE, NAME: VALUE, Bearer VALUE: parts of commands, headers and connection strings."""
+_LONE = re.compile(r"(?=.*\d)\S{8,}")
+"""What a value looks like that stands in a sentence and is none of its words."""
 _NAMELESS = re.compile(r"(?=.*\d)[\w.~%+=-]{16,}")
 """A user of a URL that is rather a token."""
 
 
 def is_secret(name: str) -> bool:
-    """Whether an environment variable, or a parameter of a URL, of this name looks like it holds a secret."""
-    return _sure.search(name) is not None or _likely.search(name) is not None
+    """Whether an environment variable of this name looks like it holds a secret."""
+    return is_sure(name) or _guessed(name) is not None
 
 
 def is_sure(name: str) -> bool:
     """Whether a name marks a secret whatever the value looks like."""
-    return _sure.search(name) is not None
+    return _sure.search(name) is not None and not _is_other(name)
+
+
+def may_be_masked(name: str) -> bool:
+    """Whether a mask at this name may stand for a secret: earlier releases took more names for one."""
+    return _masked.search(name) is not None
+
+
+def _guessed(name: str) -> str | None:
+    """TOKEN or KEY, where a name has it and means a secret by it."""
+    found = _likely.search(name)
+    return None if found is None or _is_other(name) else found[0].upper()
+
+
+def _is_other(name: str) -> bool:
+    """maxTokens and max-tokens are max_tokens."""
+    return _other.search(re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-.\s]", "_", name)) is not None
+
+
+def is_none(value: str) -> bool:
+    """Whether a value is no secret, whatever it stands at."""
+    return value.lower() in _NO_VALUES
 
 
 def holds_secret(name: str, value: str) -> bool:
     """Whether an argument holds a secret: 'api_key' does, 'stop_token: </answer>' and 'key: question' do not."""
+    if is_none(value):
+        return False
     if is_sure(name):
         return True
-    found = _likely.search(name)
-    return found is not None and re.fullmatch(_LOOK[found[0].upper()], value) is not None
+    found = _guessed(name)
+    return found is not None and re.fullmatch(_LOOK[found], value) is not None
+
+
+def _in_a_url(name: str, value: str) -> bool:
+    """The same of a parameter: of fewer characters, too, and in the code of URLs."""
+    if not value or is_none(value):
+        return False
+    if is_sure(name) or name.lower() in ("sig", "signature", "pwd"):
+        return True
+    found, is_number = _guessed(name), re.fullmatch(r"[\d.,]+", value) is not None
+    return found is not None and not is_number and not (found == "KEY" and value.isalpha())
 
 
 def in_urls(text: str) -> Iterator[tuple[int, int]]:
@@ -69,7 +130,7 @@ def in_urls(text: str) -> Iterator[tuple[int, int]]:
         return
     for m in _URL.finditer(text):
         if m["query"]:
-            if m["value"] and (is_secret(m["name"]) or m["name"].lower() in ("sig", "signature", "pwd")):
+            if _in_a_url(m["name"], m["value"]) or (m["value"] == MASK and may_be_masked(m["name"])):
                 yield m.span("value")
             continue
         if m["user"] and _NAMELESS.fullmatch(m["user"]):
@@ -78,11 +139,49 @@ def in_urls(text: str) -> Iterator[tuple[int, int]]:
             yield m.span("password")
 
 
-def without(text: str, mask: str) -> str:
-    """The same with the secrets of its URLs replaced."""
-    for start, end in reversed(list(in_urls(text))):
+def in_words(text: str) -> Iterator[tuple[int, int]]:
+    """Where secrets, or masks of them, stand in a text that names them: a command, a header, a connection string, a
+    table as JSON."""
+    for m in _WORDS.finditer(text):
+        name, value = (m["option"] or m["set"] or m["header"] or "").lstrip("-"), m["value"]
+        if value == MASK:
+            found = bool(m["scheme"]) or may_be_masked(name)
+        elif m["scheme"]:
+            found = _of_a_scheme(m["scheme"], value)
+        elif m["header"]:
+            found = _LONE.fullmatch(value) is not None and holds_secret(name, value)
+        else:
+            found = len(value) >= SHORTEST and "$" not in value and holds_secret(name, value)
+        if found:
+            yield m.span("value")
+
+
+def _of_a_scheme(scheme: str, value: str) -> bool:
+    """Whether what follows Bearer or Basic is a secret, and not the next word of a sentence."""
+    if scheme.lower() == "bearer":
+        return (_LONE if scheme == "Bearer" else _NAMELESS).fullmatch(value) is not None
+    try:
+        return b":" in base64.b64decode(value, validate=True)  # a user and a password
+    except ValueError:
+        return False
+
+
+def without(text: str, mask: str, *, words: bool = False) -> str:
+    """The same with the secrets of its URLs replaced. words: those that it names, too."""
+    for start, end in reversed(parts(text, words=words)):
         text = text[:start] + mask + text[end:]
     return text
+
+
+def parts(text: str, *, words: bool) -> list[tuple[int, int]]:
+    """Where the secrets of `in_urls` are, and those of `in_words` if asked for; in their order, none twice."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted([*in_urls(text), *(in_words(text) if words else ())]):
+        if found and start < found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
 
 
 # ---------------------------------------------------------------- what is known
@@ -104,9 +203,10 @@ def learn(name: str, value: str) -> None:
         return
     _known[value] = name
     _scheme, _, token = value.partition(" ")  # Bearer TOKEN
-    parts = {value, *(part.strip() for part in (*value.splitlines(), token) if may_be_secret(part.strip()))}
-    for part in parts:
-        for form in forms(part):
+    cookies = (each.partition("=")[2] for each in value.split(";"))
+    pieces = (piece.strip() for piece in (*value.splitlines(), token, *cookies))
+    for piece in {value, *filter(may_be_secret, pieces)}:
+        for form in forms(piece):
             _forms.setdefault(form, name)
     _pattern = None
 
@@ -150,7 +250,8 @@ def learn_overrides(texts: Iterable[str]) -> None:
         name = re.split(r"[.\[\]]", key)[-1]
         if holds_secret(name, value) or (".env." in key and is_secret(name)):
             learn(key, value)
-        learn_urls(key, value)
+        for start, end in parts(value, words=True):
+            learn(key, value[start:end])
 
 
 def known() -> dict[str, str]:

@@ -35,12 +35,7 @@ def find(table: Mapping[str, T], name: str, *, what: str) -> T:
         return table[name]
     if ":" in name:
         return cast(T, load_object(name, what=what))
-    if name.endswith(".py"):
-        raise ConfigError(f"{what} {name!r}: {_NO_NAME.format(name)}")
-    raise ConfigError(
-        f"{what} {name!r} is not known{near(name, table)}; known: {', '.join(sorted(table))}; "
-        "or give your own as 'package.module:name' or 'path/to/file.py:name'."
-    )
+    raise ConfigError(f"{what} {unknown(table, name)}")
 
 
 def unknown(table: Mapping[str, object], name: str) -> str | None:
@@ -49,10 +44,14 @@ def unknown(table: Mapping[str, object], name: str) -> str | None:
         return None
     if name.endswith(".py"):
         return f"{name!r}: {_NO_NAME.format(name)}"
-    return (
-        f"{name!r} is not known{near(name, table)}; known: {', '.join(table)}, or your own as 'package.module:name' or "
-        "'path/to/file.py:name'"
-    )
+    return not_known(name, table, own=True)
+
+
+def not_known(name: str, table: Iterable[str], *, own: bool = False) -> str:
+    """What is said of a name that a table does not have. own: one of the user's could be given, too."""
+    names = list(table)
+    said = f"{name!r} is not known{near(name, names)}; known: {', '.join(names)}"
+    return f"{said}, or your own as 'package.module:name' or 'path/to/file.py:name'" if own else said
 
 
 def near(name: str, known: Iterable[str]) -> str:

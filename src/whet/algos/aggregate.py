@@ -15,7 +15,7 @@ from torch import Tensor
 from whet.algos.segments import group_sum, last_sampled_R, sampled_R
 from whet.batch import Batch
 from whet.config.sections.algorithm import Aggregation
-from whet.tables import near
+from whet.tables import not_known
 from whet.types import ConfigError, DataError
 
 AGGREGATIONS = (*get_args(Aggregation), "pair-mean")
@@ -34,7 +34,8 @@ def weights(batch: Batch, mode: str, *, norm_tokens: int, block: int | None = No
     pair-mean                pairs, at the last sampled token of the chosen rollout alone (DPO)
 
     block: token-mean is a mean over blocks of so many consecutive rollouts, of each block's mean over tokens; its last
-    block may have fewer. One over: blocks * tokens of the block.
+    block may have fewer. One over: blocks * tokens of the block. A block without sampled tokens has the mean 0 and is
+    counted, as a micro-batch is by those who take means of micro-batches.
 
     A rollout that counts c times (`batch.count_R`) counts c times in numerators and denominators, as c copies would.
     """
@@ -68,9 +69,7 @@ def _denominator(batch: Batch, mode: str, *, times_R: Tensor, norm_tokens: int, 
     if mode == "prompt-mean":
         of_group_R = group_sum(times_R * tokens_R, batch.group_R)
         return len(torch.unique(batch.group_R[of_group_R > 0])) * of_group_R
-    raise ConfigError(
-        f"aggregation {mode!r} is not known{near(mode, AGGREGATIONS)}. Known: {', '.join(AGGREGATIONS)}."
-    )
+    raise ConfigError(f"aggregation {not_known(mode, AGGREGATIONS)}")
 
 
 def pairs(batch: Batch) -> tuple[Tensor, Tensor]:

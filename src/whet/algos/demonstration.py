@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from whet.algos.segments import need
-from whet.batch import Batch, Loss, LossFn, Outputs, select
+from whet.batch import Batch, Loss, LossFn, Outputs, select, tokens_of
 from whet.config.recipes import Resolved
 
 
@@ -88,7 +88,13 @@ def mixed_weights(batch: Batch, *, weights: Callable[[Batch], Tensor], mu: float
     Each part is normalised separately, so mu is the weight of the demonstrations for any share of the tokens.
     """
     expert_R = need(batch.expert_R, "batch.expert_R")
-    return (1 - mu) * weights(own(batch)) + mu * weights(_masked(batch, expert_R))
+    weight_N = batch.reward_R.new_zeros(batch.tokens)
+    for share, keep_R in ((1 - mu, ~expert_R), (mu, expert_R)):
+        rows = torch.nonzero(keep_R).flatten()  # taken out: blocks of rollouts are those of the part
+        if len(rows):
+            at = tokens_of(batch, rows)
+            weight_N = weight_N.index_put((at,), share * weights(select(batch, rows)))
+    return weight_N
 
 
 def cosine(mu: float, step: int, *, warmup_steps: int, valley: float | None, decay_steps: int) -> float:

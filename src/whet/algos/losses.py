@@ -40,6 +40,7 @@ def regularized(
     positive_nll_coef: float = 0.0,
     one_per: OnePer = "token",
     totals: Totals | None = None,
+    share: float = 1.0,
     reject: Reject | None = None,
 ) -> LossFn:
     """correction * loss + kl_coef * (KL to the reference) - entropy_coef * entropy, at every token.
@@ -48,7 +49,8 @@ def regularized(
     weighs the mean of -log pi over the tokens of rollouts with a reward above 0. one_per: what the loss has one number
     of. Of a pair, the KL is the mean over the tokens of both replies; of a reply, KL and entropy are means over all
     tokens. `totals`: of the minibatch that the
-    batches given are parts of; None: every batch is a whole one. reject: see `correction.without_rejected`.
+    batches given are parts of; None: every batch is a whole one. share: factor of the terms with a mean of their own;
+    all others have it in their weights. reject: see `correction.without_rejected`.
     """
     return partial(
         _regularized,
@@ -60,6 +62,7 @@ def regularized(
         positive_nll_coef=positive_nll_coef,
         one_per=one_per,
         totals=totals,
+        share=share,
         reject=reject,
     )
 
@@ -76,6 +79,7 @@ def _regularized(
     positive_nll_coef: float,
     one_per: OnePer,
     totals: Totals | None,
+    share: float,
     reject: Reject | None,
 ) -> Loss:
     base = loss(batch, out)
@@ -88,19 +92,20 @@ def _regularized(
         kl_N = reference_kl(batch, need(out.logp_N, "outputs.logp_N"), estimator)
         stats["kl_loss_nats"] = kl_N.detach()
         if one_per == "pair":
-            kl_N = pair_term(batch, kl_N, total=(totals or Totals.of(batch)).sampled)
+            kl_N = share * pair_term(batch, kl_N, total=(totals or Totals.of(batch)).sampled)
         elif one_per == "reply":
-            kl_N = mean_term(batch, kl_N, own(batch), total=(totals or Totals.of(batch)).own)
+            kl_N = share * mean_term(batch, kl_N, own(batch), total=(totals or Totals.of(batch)).own)
         loss_N = loss_N + kl_coef * kl_N
     if entropy_coef != 0:
         entropy_N = torch.where(own(batch), need(out.entropy_N, "outputs.entropy_N"), 0.0)
         if entropy_own_mean or one_per == "reply":
-            entropy_N = mean_term(batch, entropy_N, own(batch), total=(totals or Totals.of(batch)).own)
+            total = (totals or Totals.of(batch)).own
+            entropy_N = share * mean_term(batch, entropy_N, own(batch), total=total)
         loss_N = loss_N - entropy_coef * entropy_N
     if positive_nll_coef > 0:
         nll_N, at_N = -need(out.logp_N, "outputs.logp_N"), positive(batch)
         term_N = mean_term(batch, nll_N, at_N, total=(totals or Totals.of(batch)).positive)
-        loss_N = loss_N + positive_nll_coef * term_N
+        loss_N = loss_N + positive_nll_coef * share * term_N
     if out.entropy_N is not None:
         stats["entropy_nats"] = out.entropy_N.detach()
     return Loss(loss_N, stats)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, Protocol, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -50,6 +50,12 @@ class Implicit:
     """Its loss compares rollouts of a group, by the model before the update: `rival_R` must be filled in."""
 
 
+class LossOf(Protocol):
+    def __call__(self, minibatch: Batch, forward: Forward, entropy_coef: float, *, step: int = 1) -> LossFn:
+        """The loss for parts of a minibatch, which is given with its weights; whole-minibatch values come first. step:
+        number of the training step, as for the weights, which a mix depends on."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """The parts of an algorithm that the step uses."""
@@ -90,10 +96,8 @@ class Algorithm:
     advantage: Callable[[Batch, float], Batch]
     """The batch, given the weight of the KL in the reward, with `adv_N` (and `return_N`) set."""
     loss: LossFn
-    """The loss of a whole minibatch, or of any batch on its own, with the first weight of the entropy."""
-    loss_of: Callable[[Batch, Forward, float], LossFn]
-    """The loss for parts of a minibatch, which is given with its weights, and with the weight of the entropy;
-    whole-minibatch values come first."""
+    """The loss of a whole minibatch, or of any batch on its own, in the first step."""
+    loss_of: LossOf
     weights: Callable[[Batch, int], Tensor]
     """`weight_N` of a whole minibatch, given the number of the training step (the first is 1)."""
     mu: Callable[[int], float] | None
@@ -156,7 +160,9 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         advantage=partial(
             _with_advantage, r, _bind(advantage, r.settings["advantage"], what="advantage", positional=1)
         ),
-        loss=_with_experts(r, whole(policy, entropy_coef=r.entropy_coef, totals=None)),
+        loss=_with_experts(
+            r, whole(policy, entropy_coef=r.entropy_coef, totals=None, share=_share(r, step=1))
+        ),
         loss_of=partial(_loss_of, r, policy, whole),
         weights=partial(_weights, r, norm_tokens=norm_tokens),
         mu=partial(mu_at, r) if r.mix else None,
@@ -209,6 +215,8 @@ def _loss_of(
     minibatch: Batch,
     forward: Forward,
     entropy_coef: float,
+    *,
+    step: int = 1,
 ) -> LossFn:
     """The loss for the parts of one minibatch."""
     if r.loss in LOSSES_OVER:
@@ -219,7 +227,13 @@ def _loss_of(
         r.entropy_own_mean or r.positive_nll_coef > 0 or r.whole_replies or (r.pairs and r.kl.coef > 0)
     )
     totals = Totals.of(minibatch) if own_means else None
-    return _with_experts(r, whole(policy, entropy_coef=entropy_coef, totals=totals))
+    share = _share(r, step=step)
+    return _with_experts(r, whole(policy, entropy_coef=entropy_coef, totals=totals, share=share))
+
+
+def _share(r: Resolved, *, step: int) -> float:
+    """What the policy's own loss is multiplied with: 1 - mu in a mix."""
+    return 1.0 - mu_at(r, step) if r.mix else 1.0
 
 
 def _with_experts(r: Resolved, policy: LossFn) -> LossFn:

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from whet.buffer.logs import LogTail, Transaction
-from whet.track.files import file_error, lock, lock_opened, sync_path, write_bytes
+from whet.track.files import file_error, lock, lock_opened, not_linked, sync_path, write_bytes
 from whet.types import Json, WhetError
 
 BUSY_S = 60.0
@@ -94,7 +94,7 @@ class _FilesTurn:
         self._at = self._current()
         same = read is not None and read[0] == self._at
         self._size, self.newest = (read[1], read[2]) if read is not None and same else (0, self._at)
-        self._file = os.open(self._commands(self._at), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = not_linked(self._commands(self._at), os.O_RDWR | os.O_CREAT)
         self._fresh: list[Json] = []
         self._same = same
 
@@ -192,7 +192,7 @@ class _FilesTurn:
         return self._folder / "groups" / f"{uid}.arrow"
 
     def keep(self, uid: int, data: bytes) -> None:
-        file = os.open(self._group(uid), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        file = not_linked(self._group(uid), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             _write_all(file, data)
             os.fsync(file)

@@ -105,11 +105,11 @@ def choices(section: type[Section], name: str) -> tuple[str, ...]:
 def as_tables(found: list[Entry]) -> None:
     """Print them for people."""
     # `whet keys --algorithms --json` needs no table.
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
+    from whet.config.screen import show
+
     for what, head in HEADS.items():
         view = Table(pad_edge=False, show_header=False)
         view.add_column(no_wrap=True)
@@ -117,7 +117,8 @@ def as_tables(found: list[Entry]) -> None:
         for entry in found:
             if entry["what"] == what:
                 view.add_row(Text(entry["name"]), Text(in_words(entry)))
-        console.print(Text(head), view)
+        show(Text(head))
+        show(view)
 
 
 def in_words(entry: Entry) -> str:

@@ -15,8 +15,7 @@ from pydantic import ValidationError
 
 from whet.config.functions import Function
 from whet.config.keys import setting, words
-from whet.tables import near
-from whet.tables import unknown as unknown_or_own
+from whet.tables import near, unknown
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def setting_problems(key: str, made: Chosen, table: Mapping[str, Function]) -> I
     if not made.name:
         yield f"{key}.name", f"must be given: {', '.join(table)}"
         return
-    if wrong := unknown_or_own(table, made.name):
+    if wrong := unknown(table, made.name):
         yield key, wrong
         return
     section = table[made.name].settings
@@ -97,8 +96,3 @@ def unread_settings(key: str, made: Chosen, table: Mapping[str, Function]) -> It
 
 def _settings_of_all(table: Mapping[str, Function]) -> set[str]:
     return {name for row in table.values() for name in row.settings.model_fields}
-
-
-def unknown(name: str, table: Mapping[str, object]) -> str:
-    """What is said of a name that a table does not have."""
-    return f"{name!r} is not known{near(name, table)}; known: {', '.join(sorted(table))}"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from whet.config.chosen import Chosen, chosen, setting_problems, unknown
+from whet.config.chosen import Chosen, chosen, setting_problems
 from whet.config.functions import MTP_LOSSES
 from whet.config.recipes import ELSEWHERE
 from whet.config.schema import ModelConfig
+from whet.tables import not_known
 from whet.types import Json
 
 KEY = "model.mtp"
@@ -64,6 +65,6 @@ def problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it)."""
     made = mtp_of(model)
     if made is not None and made.is_own:
-        yield KEY, unknown(made.name, MTP_LOSSES)
+        yield KEY, not_known(made.name, MTP_LOSSES)
     elif made is not None:
         yield from setting_problems(KEY, made, MTP_LOSSES)

@@ -1,7 +1,8 @@
 """Text of a config file -> plain values, and the line of every key.
 
 YAML by the core rules of version 1.2: true and false are the only booleans (`off` is text), 1e-6 is a number,
-010 is ten, 12:30 and 2024-01-01 are text. A key given twice is refused with both lines.
+010 is ten, 12:30 and 2024-01-01 are text. A key given twice is refused with both lines. `<<: *name` merges mappings, as
+in version 1.1, since files of other systems use it: keys given beside it count, then those of the first mapping.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Parsed:
     lines: dict[Path, int] = field(default_factory=dict)
     problems: list[tuple[int, str]] = field(default_factory=list)
     """(line, text)"""
+    values: int = 0
+    """Built so far; a value that an alias repeats counts again."""
 
 
 def parse(text: str, *, toml: bool = False) -> Parsed:
@@ -165,7 +168,8 @@ def _value(node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tuple
     """The plain value of a node; `inside` are the nodes around it, against an alias to one of them."""
     line = node.start_mark.line + 1
     out.lines.setdefault(path, line)
-    if len(out.lines) > _MOST_VALUES:
+    out.values += 1
+    if out.values > _MOST_VALUES:
         out.problems = [
             (line, f"more than {_MOST_VALUES} values; is an alias inside an alias inside an alias?")
         ]
@@ -197,16 +201,12 @@ def _value(node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tuple
 
 
 def _mapping(node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tuple[yaml.Node, ...]) -> Json:
-    tree: dict[str, Json] = {}
+    tree = _merged(node, path, out, text=text, inside=inside)
     first: dict[str, int] = {}
     for key, child in node.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
             out.problems.append((line, f"{dotted(path) or 'the file'}: a key must be text"))
-        elif key.value == "<<":
-            out.problems.append(
-                (line, "<<: merging is not in YAML 1.2; use ${section} or a stage, which inherits")
-            )
         elif key.value in first:
             where = dotted((*path, key.value))
             out.problems.append(
@@ -214,8 +214,37 @@ def _mapping(node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tup
             )
         else:
             first[key.value] = line
-            out.lines[(*path, key.value)] = line
-            tree[key.value] = _value(child, (*path, key.value), out, text=text, inside=inside)
+            if not _merges(key):
+                out.lines[(*path, key.value)] = line
+                tree[key.value] = _value(child, (*path, key.value), out, text=text, inside=inside)
+    return tree
+
+
+def _merges(key: yaml.Node) -> bool:
+    """The key is `<<`, not quoted."""
+    return isinstance(key, yaml.ScalarNode) and key.value == "<<" and not key.style
+
+
+def _merged(
+    node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tuple[yaml.Node, ...]
+) -> dict[str, Json]:
+    """What `<<` puts into a mapping, the first of several on top."""
+    tree: dict[str, Json] = {}
+    for key, given in node.value:
+        if not _merges(key):
+            continue
+        for child in reversed(given.value) if isinstance(given, yaml.SequenceNode) else [given]:
+            if isinstance(child, yaml.MappingNode):
+                value = _value(child, path, out, text=text, inside=inside)
+                tree |= value if isinstance(value, dict) else {}  # None: it contains itself
+            else:
+                where = dotted((*path, "<<"))
+                out.problems.append(
+                    (
+                        key.start_mark.line + 1,
+                        f"{where}: expected an alias of a mapping (*name), or a list of them",
+                    )
+                )
     return tree
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from whet.config.chosen import Chosen, chosen, setting_problems, unknown
+from whet.config.chosen import Chosen, chosen, setting_problems
 from whet.config.conditions import value_at
 from whet.config.correction import check_correction
 from whet.config.functions import ADVANTAGES, LOSSES, Kind, LossEntry, Need
@@ -23,6 +23,7 @@ from whet.config.schema import (
     RewardKlConfig,
 )
 from whet.config.tree import get
+from whet.tables import not_known
 from whet.types import ConfigError, Json
 
 FUNCTIONS = {".".join(map(str, path)): table for path, table in TABLES.items()}
@@ -110,7 +111,7 @@ class Resolved:
 def resolve(cfg: AlgorithmConfig) -> Resolved:
     """The recipe with the user's keys put over it. ConfigError for unknown names and for what cannot work."""
     if cfg.name not in RECIPES:
-        raise ConfigError(f"algorithm.name: {unknown(cfg.name, RECIPES)}")
+        raise ConfigError(f"algorithm.name: {not_known(cfg.name, RECIPES)}")
     recipe = RECIPES[cfg.name]
 
     def pick(key: str) -> object:
@@ -269,7 +270,7 @@ def settings_problems(cfg: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     for part, made in _parts(cfg, RECIPES[cfg.name]).items():
         table = FUNCTIONS[f"algorithm.{part}"]
         if made.is_own and part in OURS_ALONE:
-            yield f"algorithm.{part}", unknown(made.name, table)
+            yield f"algorithm.{part}", not_known(made.name, table)
         yield from setting_problems(f"algorithm.{part}", made, table)
 
 

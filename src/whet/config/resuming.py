@@ -25,9 +25,9 @@ from whet.config.keys import TABLES, Key, dotted, is_list, keys, lookup
 from whet.config.keys import Path as At
 from whet.config.recipes import with_settings
 from whet.config.schema import AlgorithmConfig, Config, Section
-from whet.config.secrets import dump, hidden
+from whet.config.secrets import MASK, dump, hidden
 from whet.config.tree import get, stage_names, stage_tree
-from whet.secrets import REDACTED, redact_tree
+from whet.secrets import REDACTED, may_be_masked, parts, redact_tree
 from whet.types import CheckpointError, Json
 
 Class = Literal["identity", "numbers", "rounding", "free"]
@@ -185,7 +185,7 @@ def _with_lr(stage: dict[str, Json]) -> dict[str, Json]:
 
 
 def _differences(old: Json, new: Json, at: At) -> Iterator[Change]:
-    if old == new or _agree(old, new):
+    if old == new or _agree(old, new, str(at[-1]) if at else ""):
         return
     key = lookup(at)
     section = not at or (key is not None and key.section is not None)
@@ -213,15 +213,41 @@ def _differences(old: Json, new: Json, at: At) -> Iterator[Change]:
         yield Change(at, old, new, class_of(key.path))
 
 
-def _agree(a: Json, b: Json) -> bool:
-    """Whether two texts are equal except for secrets, which one process may know and another may not."""
-    if not isinstance(a, str) or not isinstance(b, str):
+def _agree(old: Json, new: Json, name: str) -> bool:
+    """Whether two values are equal except for secrets, which one process may know and another may not, and for what
+    an earlier release took for one. name: of the key that they stand at."""
+    if old == new:
+        return True
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old.keys() == new.keys() and all(_agree(old[key], new[key], key) for key in new)
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(_agree(a, b, name) for a, b in zip(old, new))
+    if old == MASK and may_be_masked(name):
+        return not isinstance(new, dict | list)
+    if not isinstance(old, str) or not isinstance(new, str):
         return False
-    return any(
-        REDACTED.search(struck) is not None
-        and re.fullmatch(".*".join(map(re.escape, REDACTED.split(struck))), other, re.DOTALL) is not None
-        for struck, other in ((a, b), (b, a))
-    )
+    return _fits(_gaps(old), new) or _fits(_gaps(new, masks=False), old)
+
+
+def _gaps(text: str, *, masks: bool = True) -> list[str]:
+    """What a text has around the secrets that were struck from it. masks: those that a config's text names, too."""
+    masked = [span for span in parts(text, words=True) if text[slice(*span)] == MASK] if masks else []
+    spans = sorted([*(m.span() for m in REDACTED.finditer(text)), *masked])
+    ends = [0, *(end for _, end in spans)]
+    return [text[a:b] for a, b in zip(ends, [*(start for start, _ in spans), len(text)])]
+
+
+def _fits(around: Sequence[str], text: str) -> bool:
+    """Whether a text is this with something in each gap."""
+    if len(around) < 2 or not text.startswith(around[0]):
+        return False
+    at = len(around[0])
+    for part in around[1:-1]:
+        found = text.find(part, at)
+        if found < 0:
+            return False
+        at = found + len(part)
+    return text.endswith(around[-1]) and len(text) - len(around[-1]) >= at
 
 
 def _default(key: Key) -> Json:

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from whet import secrets
-from whet.config.keys import Path, dotted
+from whet.config.keys import TABLES, Path, dotted
 from whet.config.schema import Config
 from whet.config.tree import get, leaves, with_values
+from whet.secrets import MASK as MASK
 from whet.secrets import is_secret as is_secret
 from whet.types import Json
 
-MASK = "***"
-"""Stands where a secret was, in config.yaml and in everything else that is made of a config."""
 DIGEST = "sha256:"
 """Stands before the digest of a variable that may be one: another value is another config."""
 
@@ -54,27 +54,33 @@ class _Hidden:
         if isinstance(value, dict):
             if _end(path) in ENVIRONMENTS:
                 return {k: self.variable(v, (*path, k), str(k)) for k, v in value.items()}
+            free = free or _of_a_function(path, value)
+            told = _named_beside(value) if free else ""
             return {
-                k: v if k in _DATA else self.of(v, (*path, k), name=str(k),
+                k: v if k in _DATA else self.of(v, (*path, k), name=told if told and k == "value" else str(k),
                     free=free or k in _FREE or _end((*path, k)) in _OF_SERVERS,
                     sure=sure or (free and secrets.is_sure(str(k))))
                 for k, v in value.items()
             }  # fmt: skip
         if isinstance(value, list | tuple):
-            return [self.of(v, (*path, n), name=name, free=free, sure=sure) for n, v in enumerate(value)]
+            names = _named_by_the_one_before(value) if free else [""] * len(value)
+            return [
+                self.of(v, (*path, n), name=told or name, free=free, sure=sure)
+                for n, (v, told) in enumerate(zip(value, names))
+            ]
         if free and isinstance(value, int | float) and not isinstance(value, bool) and sure:
             return self.hide(path, str(value))
         if not isinstance(value, str) or not value:
             return value
-        named = free and (secrets.is_secret(name) if value == MASK else secrets.holds_secret(name, value))
-        if sure or named or _end(path) in _SECRET:
+        named = free and (secrets.may_be_masked(name) if value == MASK else secrets.holds_secret(name, value))
+        if (sure and not secrets.is_none(value)) or named or _end(path) in _SECRET:
             return self.hide(path, value)
-        self.found += [(path, value[start:end]) for start, end in secrets.in_urls(value)]
-        return secrets.without(value, MASK)
+        self.found += [(path, value[start:end]) for start, end in secrets.parts(value, words=free)]
+        return secrets.without(value, MASK, words=free)
 
     def variable(self, value: Json, path: Path, name: str) -> Json:
         """Of the reward processes. All of them may be secrets. One that is no text is refused, and shown with that."""
-        if secrets.is_secret(name):
+        if secrets.is_secret(name) or (value == MASK and secrets.may_be_masked(name)):
             if isinstance(value, dict):
                 return {k: self.variable(v, (*path, k), name) for k, v in value.items()}
             if isinstance(value, list | tuple):
@@ -91,6 +97,33 @@ class _Hidden:
     def hide(self, path: Path, value: str) -> str:
         self.found.append((path, value))
         return MASK
+
+
+def _of_a_function(path: Path, value: dict[str, Json]) -> bool:
+    """Whether these are settings of a user's function: a table with the name of one, where a config takes such."""
+    names = tuple(name for name in path if isinstance(name, str) and name != "stages")
+    return names in TABLES and ":" in str(value.get("name", ""))
+
+
+def _named_beside(value: dict[str, Json]) -> str:
+    """The name of the value in {name: api_key, value: ...}; empty where it has none."""
+    if not isinstance(value.get("value"), str):
+        return ""
+    return next((str(value[key]) for key in ("name", "key", "header") if isinstance(value.get(key), str)), "")
+
+
+def _named_by_the_one_before(values: Sequence[Json]) -> list[str]:
+    """The name of each value of a list, from the one before it: an option of a command, or the first of a pair."""
+    names = [""] * len(values)
+    for n, (name, value) in enumerate(pairwise(values), start=1):
+        if not isinstance(name, str) or not isinstance(value, str) or "=" in name:
+            continue
+        is_pair = (
+            len(values) == 2 and secrets.is_sure(name) and (value == MASK or any(map(str.isdigit, value)))
+        )
+        if name.startswith("-") or is_pair:
+            names[n] = name.lstrip("-")
+    return names
 
 
 def _end(path: Path) -> Path:

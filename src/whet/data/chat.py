@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from jinja2.exceptions import TemplateError
 
 from whet.data.templates import CUT, MARK, rendered
-from whet.data.timed import encoded
+from whet.data.timed import decoded, encoded
 from whet.inputs import MOST_CONFIG_BYTES, read_text
 from whet.types import ConfigError, DataError, Json, Message, Reply, ToolSpec
 
@@ -341,7 +341,7 @@ def reply_text(tokenizer: Tokenizer, prompt: Prompt, reply: Reply, tools: Sequen
     """A reply as the policy would write it, without its end. Of a message with calls or reasoning: what the chat
     template writes after the header of the reply. DataError for a template that does not, or leaves a part out."""
     if isinstance(reply, tuple):
-        return str(tokenizer.decode(list(reply)))
+        return decoded(tokenizer, reply)
     if isinstance(reply, str):
         return reply
     if isinstance(prompt, str) or prompt[-1].role == "assistant":

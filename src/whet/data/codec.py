@@ -29,6 +29,7 @@ from whet.data.chat import (
     with_kwargs,
 )
 from whet.data.templates import MARK, asks_for_date
+from whet.data.timed import decoded
 from whet.types import ConfigError, DataError, Json, Message, ReplyRefused, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class MessageCodec:
         it."""
         form = self.form if tools or self.form.channels else replace(self.form, calls=None)
         if form == ReplyForm():
-            said = str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+            said = decoded(self.tokenizer, token_ids, skip_special_tokens=True)
             return Message("assistant", begun + said)
         opened = opens_thought(form, self._header)
         reply = read_reply(begun + self._text(token_ids), form, tools, opened=opened)
@@ -234,7 +235,7 @@ class MessageCodec:
         return whole.removeprefix(without)
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids)))
+        return decoded(self.tokenizer, token_ids)
 
     # -- at the start
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from whet.types import ConfigError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Core
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 PATIENCE_S = 60.0
@@ -48,11 +49,23 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str], **options: Any) -> dict[
     return done[0]
 
 
-def _told(tokenizer: Tokenizer, error: BaseException) -> BaseException:
+def decoded(tokenizer: Tokenizer | Core, token_ids: Sequence[int], **options: Any) -> str:
+    """tokenizer.decode(token_ids, **options). Raises ConfigError where its code gives up. It needs no limit of time:
+    `tokenizer_files` admits no expressions in a decoder."""
+    try:
+        return str(tokenizer.decode(list(token_ids), **options))
+    except BaseException as e:
+        if (told := _told(tokenizer, e)) is e:
+            raise
+        raise told from e
+
+
+def _told(tokenizer: Tokenizer | Core, error: BaseException) -> BaseException:
     """What its code says in words; PanicException is of the tokenizers package, whose code is Rust."""
     if type(error).__name__ != "PanicException":
         return error
+    name = getattr(tokenizer, "name_or_path", "")
     return ConfigError(
-        f"The tokenizer {tokenizer.name_or_path!r} failed: {error}. An expression in its tokenizer.json (normalizer "
+        f"The tokenizer{f' {name!r}' if name else ''} failed: {error}. An expression in its tokenizer.json (normalizer "
         "or pre_tokenizer) backtracks too much, or the file is damaged; use the file that belongs to the model"
     )

@@ -37,6 +37,12 @@ def _check_program(found: dict[str, Json], file: Path) -> None:
                 f"{file}: its {part} can turn one character into {growth:.3g}, limit {MOST_GROWTH:g}; the "
                 "file is damaged or malicious"
             )
+    for step in _steps(found.get("decoder")):
+        if isinstance(pattern := step.get("pattern"), dict) and "Regex" in pattern:
+            raise ConfigError(
+                f"{file}: its decoder has the expression {str(pattern['Regex'])[:60]!r}; decoders of models replace "
+                "plain texts, and an expression may try for hours. Use the file that belongs to the model"
+            )
     tokens = found.get("added_tokens")
     for token in tokens if isinstance(tokens, list) else ():
         number = token.get("id") if isinstance(token, dict) else None

@@ -65,8 +65,9 @@ def span(since: str, until: str) -> str:
 def as_table(found: list[dict[str, Any]]) -> None:
     """Print them for people."""
     # `whet keys --json` needs no table.
-    from rich.console import Console
     from rich.table import Table
+
+    from whet.config.screen import show
 
     columns = {
         "key": [row["key"] for row in found],
@@ -82,4 +83,4 @@ def as_table(found: list[dict[str, Any]]) -> None:
         view.add_column(head, overflow="fold")
     for cells in zip(*told.values()):
         view.add_row(*cells)
-    Console().print(view)
+    show(view)

@@ -24,6 +24,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -348,10 +349,13 @@ class EnvHosts:
             threading.Thread(target=work, name="whet-env-host", daemon=True).start()
 
     async def _another(self, *, alone: bool) -> _HostProcess:
-        """One more host. One that nobody waits for any more when it is there is ended."""
-        starting = asyncio.ensure_future(asyncio.to_thread(self._start, alone=alone))
+        """One more host. One that nobody waits for any more is ended by the thread that started it: the
+        loop may have ended by then."""
+        starter = ThreadPoolExecutor(1, thread_name_prefix="whet-env-start")
+        starting = starter.submit(self._start, alone=alone)
+        starter.shutdown(wait=False)
         try:
-            place = await asyncio.shield(starting)
+            place = await asyncio.wrap_future(starting)
         except asyncio.CancelledError:
             starting.add_done_callback(_end_unwanted)
             raise
@@ -439,8 +443,10 @@ class EnvHosts:
         if place.dead is not None:
             return
         try:
+            if not isinstance(message, list):
+                raise ValueError(f"{type(message).__name__}; expected a list")
             self._take(place, *message)
-        except (TypeError, ValueError, KeyError) as error:
+        except (TypeError, ValueError, LookupError) as error:
             self._died(place, f"its host sent an invalid message: {said(error)}")
 
     def _take(self, place: _HostProcess, kind: str, *what: Json) -> None:
@@ -449,12 +455,15 @@ class EnvHosts:
             self._said(kind, what)
             return
         number = what[0]
+        if type(number) is not int:
+            raise ValueError(f"an episode of number {number!r:.40}")
         playing = place.playing.get(number)
         if kind == "stuck":
             self._retire(place, number, words(str(what[1]), MOST_ERROR))
         elif kind == "hung":
+            why = str(what[1])
             place.culprit = number or None
-            self._died(place, str(what[1]), marked=not number)
+            self._died(place, why, marked=not number)
         elif kind == "closed":
             place.closing.discard(number)
         elif playing is not None:
@@ -512,7 +521,9 @@ class EnvHosts:
             place.end()
 
 
-def _end_unwanted(starting: asyncio.Future[_HostProcess]) -> None:
+def _end_unwanted(starting: Future[_HostProcess]) -> None:
     """Of a host that was started for an episode which is over."""
     if not starting.cancelled() and starting.exception() is None:
-        starting.result().end()
+        place = starting.result()
+        place.kill()
+        Path(place.marks).unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from whet.envs.env import EnvBroken
-from whet.track.files import file_error, sync_path
+from whet.track.files import file_error, not_linked, sync_path
 from whet.types import Json, WhetError
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class Journal:
         try:
             if fresh := not path.exists():
                 self.folder.mkdir(parents=True, exist_ok=True)
-            with open(path, "ab") as file:
+            with open(path, "ab", opener=not_linked) as file:
                 start = file.tell()
                 file.write(data)
                 file.flush()

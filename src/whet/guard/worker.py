@@ -92,10 +92,14 @@ def shut_in(function: Guarded) -> dict[str, object] | None:
 
 def run(function: Function, body: bytes, *, memory_mb: int) -> dict[str, object]:
     """{"parts": {...}, "answers": {...}} or {"failure": [kind, detail]} of one call."""
-    key, arguments = json.loads(body)
-    random.seed(key)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(key & 0xFFFFFFFF)
+    try:
+        key, arguments = json.loads(body)
+        random.seed(key)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(key & 0xFFFFFFFF)  # may load a library first
+    except (MemoryError, ImportError, OSError) as error:
+        about = f"before the call: {describe(error)}; reward_workers.memory_mb={memory_mb} may be too small"
+        return {"failure": ["memory", about]}
     try:
         value = function(**arguments)
     except BaseException as error:  # noqa: BLE001  foreign code: every way to fail is an answer

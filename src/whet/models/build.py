@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from whet.track.files import own_folder
+from whet.track.files import is_private, own_folder
 
 _SOURCES = ("kernels.c", "products.c")
 _HEADERS = ("vectors.h",)
@@ -50,7 +50,7 @@ def library() -> tuple[ctypes.CDLL, str]:
     name = hashlib.sha256(b"\0".join([*sources.values(), *(s.encode() for s in stated)]))
     try:
         target = _place(f"kernels-{name.hexdigest()[:20]}.so")
-        if not target.exists():
+        if not is_private(target):
             _compile(compiler, sources, target, gomp=gomp)
         lib = ctypes.CDLL(str(target))
     except OSError as error:
@@ -82,6 +82,7 @@ def _compile(compiler: list[str], sources: dict[str, bytes], target: Path, *, go
             _run([*compiler, *_FLAGS, *openmp, "-c", str(Path(folder) / name), "-o", objects[-1]])
         so = Path(folder) / "kernels.so"
         _run([*compiler, "-shared", *objects, "-o", str(so), *([str(gomp)] if gomp else []), "-lm"])
+        so.chmod(0o755)  # whatever the umask: what others may write to is not loaded
         os.replace(so, target)
 
 
@@ -115,7 +116,7 @@ def _cpu() -> str:
 def _place(name: str) -> Path:
     """Where a library is, or will be: one in the home's cache is used there, even if nothing can be written to it."""
     home = _home_cache()
-    if home is not None and (home / name).is_file():
+    if home is not None and is_private(home / name):
         return home / name
     return cache_dir() / name
 
@@ -123,9 +124,9 @@ def _place(name: str) -> Path:
 def cache_dir() -> Path:
     """A folder of this user's, where libraries are kept: what lies in it is loaded as code.
 
-    $XDG_CACHE_HOME/whet or ~/.cache/whet; where there is no home folder, or none that can be written, one of this
-    user's in the folder for temporary files (`library` says which was taken). Raises OSError where that one is not this
-    user's alone.
+    $XDG_CACHE_HOME/whet or ~/.cache/whet; where there is no home folder, none that can be written, or one that others
+    can change, one of this user's in the folder for temporary files (`library` says which was taken). Raises OSError
+    where that one is not this user's alone.
     """
     home = _home_cache()
     if home is not None and os.access(home, os.W_OK):
@@ -138,6 +139,9 @@ def _home_cache() -> Path | None:
     try:
         folder = (Path(given) if given else Path.home() / ".cache") / "whet"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = folder.resolve()
+        if (seen := folder.stat()).st_uid == os.getuid() and seen.st_mode & 0o022:
+            folder.chmod(seen.st_mode & 0o755)
     except (RuntimeError, OSError):  # RuntimeError: no $HOME, and no entry in the list of users
         return None
-    return folder
+    return folder if is_private(folder) else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from whet.config.mtp import COUNT, mtp_of, names_of
 from whet.config.scratch import config_json, problems
 from whet.config.sizes import MOST_LAYERS, check_files, exported
 from whet.config.urls import hub_hint
+from whet.data.timed import decoded
 from whet.guard.weights import check_weights
 from whet.inputs import read_json_object
 from whet.models import mimo, mtp
@@ -159,7 +162,9 @@ def export(
     beside, count = mtp.beside(model, origin)
     more: dict[str, Any] = {"state_dict": {**model.state_dict(), **beside}} if beside else {}
     with atomic_folder(Path(path)) as folder:
-        with mtp.counting(model, count):
+        # transformers imports deepspeed here, if there is one, which logs to what is standard output then, for good:
+        # that of `whet export` is the folder's name alone
+        with mtp.counting(model, count), contextlib.redirect_stdout(sys.stderr):
             model.save_pretrained(folder, **more)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -172,7 +177,7 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, written: Path, path: Pa
     It does so for qwen2, whatever class the folder names.
     """
     again = AutoTokenizer.from_pretrained(written, local_files_only=True, trust_remote_code=False)
-    text = tokenizer.decode(list(range(min(len(tokenizer), 512))))
+    text = decoded(tokenizer, range(min(len(tokenizer), 512)))
     if again(text)["input_ids"] != tokenizer(text)["input_ids"]:
         log.warning(
             "AutoTokenizer opens %s as %s, which encodes differently; open it with "

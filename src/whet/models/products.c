@@ -25,8 +25,7 @@
 #define WIDE 512 /* columns packed at a time: measured, more let the sums leave the cache, fewer read the rows too often */
 #define DEEP (2 << 20) /* bytes of panels for several chains of the same columns: a strip's sums stay in the cache meanwhile */
 #define AHEAD 8 /* numbers along k that are fetched before they are used: a panel of TERMS fills the first cache alone */
-#define FEW 3 /* rows that are not worth a lane each: their panels are FEW_VECTORS wide, for more chains at once */
-#define FEW_VECTORS 4
+#define FEW 4 /* rows for which columns are turned in registers. Measured: from 5 on a lane each is as fast */
 #define MANY_PANELS 8 /* panels that use a strip before it is worth packing */
 
 /* A matrix of float32 or of bfloat16: the element (i, k) is number i by_i + k by_k. */
@@ -63,17 +62,18 @@ INLINE void read_dense(const Matrix *m, i64 at, i64 n, float *to) {
     for (i64 i = 0; i < n; i++) to[i] = widened(from[i]);
 }
 
-INLINE float read_one(const Matrix *m, i64 i, i64 k) {
-    i64 at = i * m->by_i + k * m->by_k;
+INLINE float number(const Matrix *m, i64 at) {
     return m->half ? widened(((const uint16_t *)m->data)[at]) : ((const float *)m->data)[at];
 }
+
+INLINE float read_one(const Matrix *m, i64 i, i64 k) { return number(m, i * m->by_i + k * m->by_k); }
 
 /* ---- one tile ------------------------------------------------------------------------------------------------ */
 
 /* sums[r][v] of R rows and V vectors of lanes, from packed q [K][V][W]. */
 INLINE void tile(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float *sums, const int R, const int V,
                  const int fetch) {
-    vf sum[MAX(ROWS_1, ROWS * VECTORS)], b[FEW_VECTORS];
+    vf sum[MAX(ROWS_1, ROWS * VECTORS)], b[VECTORS];
     UNROLL for (int i = 0; i < R * V; i++) sum[i] = all(0);
     for (i64 k = 0; k < K; k++) {
         if (fetch) UNROLL for (int v = 0; v < V; v++) __builtin_prefetch(q + ((k + AHEAD) * V + v) * W);
@@ -109,12 +109,6 @@ static void tile_2(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, floa
     }
 }
 
-static void tile_few(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float *sums, i64 rows) {
-    switch (rows) {
-        TILE(1, FEW_VECTORS) TILE(2, FEW_VECTORS) TILE(3, FEW_VECTORS)
-    }
-}
-
 /* The tile's sums into out: as they are where `first`, else added to what is there. */
 static void put(const float *sums, i64 ld, float *out, i64 out_i, i64 out_j, i64 rows, i64 n, int first) {
     if (out_j == 1) {
@@ -135,35 +129,43 @@ static void put(const float *sums, i64 ld, float *out, i64 out_i, i64 out_j, i64
 /* ---- packing ------------------------------------------------------------------------------------------------- */
 
 #if defined(__AVX__)
-/* Eight numbers of each of eight rows, the last of them read again where there are fewer; out[k]: number k of all. */
-INLINE void transposed_8(const float *q, i64 by_row, const int rows, __m256 out[8]) {
-    __m256 r[8], t[8];
-    UNROLL for (int l = 0; l < 8; l++) r[l] = _mm256_loadu_ps(q + MIN(l, rows - 1) * by_row);
-    UNROLL for (int l = 0; l < 8; l += 2) {
-        t[l] = _mm256_unpacklo_ps(r[l], r[l + 1]);
-        t[l + 1] = _mm256_unpackhi_ps(r[l], r[l + 1]);
-    }
-    UNROLL for (int l = 0; l < 8; l += 4) {
-        r[l] = _mm256_shuffle_ps(t[l], t[l + 2], 0x44);
-        r[l + 1] = _mm256_shuffle_ps(t[l], t[l + 2], 0xee);
-        r[l + 2] = _mm256_shuffle_ps(t[l + 1], t[l + 3], 0x44);
-        r[l + 3] = _mm256_shuffle_ps(t[l + 1], t[l + 3], 0xee);
-    }
-    UNROLL for (int l = 0; l < 4; l++) {
-        out[l] = _mm256_permute2f128_ps(r[l], r[l + 4], 0x20);
-        out[l + 4] = _mm256_permute2f128_ps(r[l], r[l + 4], 0x31);
+/* Four numbers from number `at` on, of bfloat16 where `half`. */
+INLINE __m128 read_4(const void *data, i64 at, const int half) {
+    if (!half) return _mm_loadu_ps((const float *)data + at);
+    __m128i halves = _mm_loadl_epi64((const __m128i *)((const uint16_t *)data + at));
+    return _mm_castsi128_ps(_mm_unpacklo_epi16(_mm_setzero_si128(), halves));
+}
+
+/* Eight numbers, from number `at` on, of each of eight rows, the last of them read again where there are fewer; out[k]:
+   number k of all. Halves of vectors are joined where they are read, so that nothing crosses the lanes of 128 bits. */
+INLINE void transposed_8(const void *data, i64 at, i64 by_row, const i64 rows, __m256 out[8], const int half) {
+    UNROLL for (int k = 0; k < 8; k += 4) {
+        __m256 r[4], t[4];
+        UNROLL for (int l = 0; l < 4; l++) {
+            __m128 low = read_4(data, at + MIN(l, rows - 1) * by_row + k, half);
+            __m128 high = read_4(data, at + MIN(l + 4, rows - 1) * by_row + k, half);
+            r[l] = _mm256_insertf128_ps(_mm256_castps128_ps256(low), high, 1);
+        }
+        UNROLL for (int l = 0; l < 2; l++) {
+            t[l] = _mm256_unpacklo_ps(r[2 * l], r[2 * l + 1]);
+            t[l + 2] = _mm256_unpackhi_ps(r[2 * l], r[2 * l + 1]);
+        }
+        UNROLL for (int l = 0; l < 2; l++) {
+            out[k + 2 * l] = _mm256_shuffle_ps(t[2 * l], t[2 * l + 1], 0x44);
+            out[k + 2 * l + 1] = _mm256_shuffle_ps(t[2 * l], t[2 * l + 1], 0xee);
+        }
     }
 }
 
-/* Eight columns, each dense along k, into [K][8] of a panel whose rows are `lanes` apart. */
-INLINE void transpose_8(const float *q, i64 q_j, i64 K, float *to, i64 lanes) {
+/* Eight columns from number `at` on, each dense along k, into [K][8] of a panel whose rows are `lanes` apart. */
+INLINE void transpose_8(const Matrix *q, i64 at, i64 K, float *to, i64 lanes, const int half) {
     i64 k = 0;
     for (; k + 8 <= K; k += 8) {
         __m256 turned[8];
-        transposed_8(q + k, q_j, 8, turned);
+        transposed_8(q->data, at + k, q->by_i, 8, turned, half);
         UNROLL for (int l = 0; l < 8; l++) _mm256_storeu_ps(to + (k + l) * lanes, turned[l]);
     }
-    for (; k < K; k++) for (int l = 0; l < 8; l++) to[k * lanes + l] = q[l * q_j + k];
+    for (; k < K; k++) for (int l = 0; l < 8; l++) to[k * lanes + l] = number(q, at + l * q->by_i + k);
 }
 
 #define OVER (ROWS > 8 ? 16 - ROWS : 8 - ROWS) /* numbers that a store of whole vectors writes behind a group's end */
@@ -174,8 +176,8 @@ INLINE i64 pack_dense(const float *p, i64 p_i, i64 K, float *to) {
     i64 k = 0;
     for (; k + 8 <= K; k += 8) {
         __m256 low[8], high[8];
-        transposed_8(p + k, p_i, MIN(ROWS, 8), low);
-        if (ROWS > 8) transposed_8(p + 8 * p_i + k, p_i, MAX(ROWS - 8, 1), high);
+        transposed_8(p, k, p_i, MIN(ROWS, 8), low, 0);
+        if (ROWS > 8) transposed_8(p, 8 * p_i + k, p_i, MAX(ROWS - 8, 1), high, 0);
         UNROLL for (int l = 0; l < 8; l++) {
             _mm256_storeu_ps(to + (k + l) * ROWS, low[l]);
             if (ROWS > 8) _mm256_storeu_ps(to + (k + l) * ROWS + 8, high[l]);
@@ -188,12 +190,12 @@ INLINE i64 pack_dense(const float *p, i64 p_i, i64 K, float *to) {
 INLINE i64 pack_dense(const float *p, i64 p_i, i64 K, float *to) { return 0; }
 #endif
 
-/* Lanes of a panel of n columns, at most `most`: no wider than they need. */
-INLINE i64 panel_lanes(i64 n, i64 most) { return n <= W ? W : n <= LANES ? LANES : most; }
+/* Lanes of a panel of n columns: no wider than they need. */
+INLINE i64 panel_lanes(i64 n) { return n <= W ? W : LANES; }
 
 /* The panel from column `at` of the J columns from j0, into [K][lanes]; lanes without a column are 0. */
-static void pack_panel(const Product *a, i64 k0, i64 K, i64 j0, i64 J, i64 at, i64 wide, float *panels) {
-    i64 n = MIN(wide, J - at), lanes = panel_lanes(n, wide), j = 0;
+static void pack_panel(const Product *a, i64 k0, i64 K, i64 j0, i64 J, i64 at, float *panels) {
+    i64 n = MIN(LANES, J - at), lanes = panel_lanes(n), j = 0;
     const Matrix *q = &a->q;
     i64 from = (j0 + at) * q->by_i + k0 * q->by_k;
     float *to = panels + at * K;
@@ -207,16 +209,9 @@ static void pack_panel(const Product *a, i64 k0, i64 K, i64 j0, i64 J, i64 at, i
         j = n;
     }
 #if defined(__AVX__)
-    if (q->by_k == 1)
-        for (; j + 8 <= n; j += 8) {
-            if (!q->half) {
-                transpose_8((const float *)q->data + from + j * q->by_i, q->by_i, K, to + j, lanes);
-                continue;
-            }
-            float wide_8[8 * TERMS] __attribute__((aligned(64)));
-            for (i64 l = 0; l < 8; l++) read_dense(q, from + (j + l) * q->by_i, K, wide_8 + l * TERMS);
-            transpose_8(wide_8, TERMS, K, to + j, lanes);
-        }
+    for (; q->by_k == 1 && j + 8 <= n; j += 8)
+        if (q->half) transpose_8(q, from + j * q->by_i, K, to + j, lanes, 1);
+        else transpose_8(q, from + j * q->by_i, K, to + j, lanes, 0);
 #endif
     for (; j < n; j++) for (i64 k = 0; k < K; k++) to[k * lanes + j] = read_one(q, j0 + at + j, k0 + k);
     for (i64 k = 0; n < lanes && k < K; k++) memset(to + k * lanes + n, 0, sizeof(float) * (lanes - n));
@@ -265,15 +260,106 @@ static Strip widen_strip(const Matrix *p, i64 i0, i64 I, i64 k0, i64 K, float *t
     return (Strip){to, K, 1};
 }
 
+/* ---- very few rows ------------------------------------------------------------------------------------------- */
+
+/* A panel is not worth writing where few rows read it. Eight numbers of eight columns at a time are turned in registers
+   instead, so a decode step of one row reads its weights once, as they lie. */
+#if defined(__AVX__) && defined(__FMA__)
+enum { TURNED, TURNED_HALF, BESIDE }; /* columns: dense along k, in float32 or in bfloat16; or side by side, in float32 */
+
+/* out[l]: number k + l of eight columns from j on, of which there are n. */
+INLINE void columns_8(const Matrix *q, i64 j, i64 k, i64 n, __m256 out[8], const int how) {
+    i64 at = j * q->by_i + k * q->by_k;
+    if (how == BESIDE) UNROLL for (int l = 0; l < 8; l++) {
+        const float *from = (const float *)q->data + at + l * q->by_k;
+        float some[8] = {0};
+        if (n < 8) memcpy(some, from, sizeof(float) * n);
+        out[l] = _mm256_loadu_ps(n < 8 ? some : from);
+    }
+    else transposed_8(q->data, at, q->by_i, n, out, how == TURNED_HALF);
+}
+
+/* R rows of p [R][K] times n columns from j on, in G groups of eight; of the last group those that are too many are not
+   written. */
+INLINE void few_groups(const Product *a, const float *p, i64 j, i64 n, int add, const int R, const int G, const int how) {
+    float *out = a->out + j * a->out_j, found[R * G * 8] __attribute__((aligned(32)));
+    __m256 total[R * G], sum[R * G];
+    if (add)
+        for (i64 r = 0; r < R; r++) for (i64 l = 0; l < n; l++) found[r * G * 8 + l] = out[r * a->out_i + l * a->out_j];
+    UNROLL for (int i = 0; i < R * G; i++) total[i] = add ? _mm256_load_ps(found + 8 * i) : _mm256_setzero_ps();
+    for (i64 k0 = 0; k0 < a->K; k0 += TERMS) {
+        i64 end = MIN(a->K, k0 + TERMS), k = k0;
+        UNROLL for (int i = 0; i < R * G; i++) sum[i] = _mm256_setzero_ps();
+        for (; k + 8 <= end; k += 8)
+            UNROLL for (int g = 0; g < G; g++) {
+                __m256 q[8];
+                columns_8(&a->q, j + 8 * g, k, n - 8 * g, q, how);
+                UNROLL for (int l = 0; l < 8; l++) UNROLL for (int r = 0; r < R; r++)
+                    sum[r * G + g] = _mm256_fmadd_ps(_mm256_set1_ps(p[r * a->K + k + l]), q[l], sum[r * G + g]);
+            }
+        for (; k < end; k++)
+            UNROLL for (int g = 0; g < G; g++) {
+                float q[8];
+                for (int l = 0; l < 8; l++) q[l] = read_one(&a->q, j + MIN(8 * g + l, n - 1), k);
+                UNROLL for (int r = 0; r < R; r++)
+                    sum[r * G + g] = _mm256_fmadd_ps(_mm256_set1_ps(p[r * a->K + k]), _mm256_loadu_ps(q), sum[r * G + g]);
+            }
+        UNROLL for (int i = 0; i < R * G; i++) total[i] = k0 || add ? _mm256_add_ps(total[i], sum[i]) : sum[i];
+    }
+    UNROLL for (int i = 0; i < R * G; i++) _mm256_store_ps(found + 8 * i, total[i]);
+    for (i64 r = 0; r < R; r++) for (i64 l = 0; l < n; l++) out[r * a->out_i + l * a->out_j] = found[r * G * 8 + l];
+}
+
+INLINE void few_columns(const Product *a, const float *p, i64 j, i64 end, int add, const int R, const int how) {
+    for (; j + 16 <= end; j += 16) few_groups(a, p, j, 16, add, R, 2, how);
+    for (; j < end; j += 8) few_groups(a, p, j, MIN(8, end - j), add, R, 1, how);
+}
+
+#define FEW_ROWS(R)                                                                                                    \
+    case 3 * R + TURNED: few_columns(a, p, j, end, add, R, TURNED); break;                                             \
+    case 3 * R + TURNED_HALF: few_columns(a, p, j, end, add, R, TURNED_HALF); break;                                   \
+    case 3 * R + BESIDE: few_columns(a, p, j, end, add, R, BESIDE); break;
+
+/* The columns from j to `end`. */
+static void multiply_columns(const Product *a, const float *p, i64 j, i64 end, int add) {
+    switch (3 * a->I + (a->q.by_k != 1 ? BESIDE : a->q.half ? TURNED_HALF : TURNED)) {
+        FEW_ROWS(1) FEW_ROWS(2) FEW_ROWS(3) FEW_ROWS(4)
+    }
+}
+
+INLINE int is_few(const Product *a) {
+    return a->I <= FEW && (a->q.by_k == 1 || (a->q.by_i == 1 && !a->q.half));
+}
+
+static int multiply_few(const Product *a, int add, int threads) {
+    const i64 block = 64;
+    float *p = scratch_bytes(sizeof(float) * a->I * a->K);
+    if (!p) return 1;
+    for (i64 i = 0; i < a->I; i++)
+        if (a->p.by_k == 1) read_dense(&a->p, i * a->p.by_i, a->K, p + i * a->K);
+        else for (i64 k = 0; k < a->K; k++) p[i * a->K + k] = read_one(&a->p, i, k);
+    if (threads > 1) {
+        _Pragma("omp parallel for schedule(static) num_threads(threads)")
+        for (i64 j = 0; j < a->J; j += block) multiply_columns(a, p, j, MIN(a->J, j + block), add);
+    } else
+        multiply_columns(a, p, 0, a->J, add);
+    free(p);
+    return 0;
+}
+#else
+INLINE int is_few(const Product *a) { return 0; }
+static int multiply_few(const Product *a, int add, int threads) { return 1; }
+#endif
+
 /* ---- the whole ----------------------------------------------------------------------------------------------- */
 
 INLINE void multiply_tile(const float *p, i64 p_i, i64 p_k, const float *panel, i64 lanes, i64 K, float *sums, i64 rows) {
-    (lanes == W ? tile_1 : lanes == LANES ? tile_2 : tile_few)(p, p_i, p_k, panel, K, sums, rows);
+    (lanes == W ? tile_1 : tile_2)(p, p_i, p_k, panel, K, sums, rows);
 }
 
-/* `most` rows from i0 times all panels (of `wide` lanes each, the last one perhaps of fewer). */
-static void multiply_strip(const Product *a, const float *panels, i64 wide, i64 i0, i64 most, i64 j0, i64 J, i64 k0,
-                           i64 K, int first) {
+/* `most` rows from i0 times all panels (of LANES lanes each, the last one perhaps of fewer). */
+static void multiply_strip(const Product *a, const float *panels, i64 i0, i64 most, i64 j0, i64 J, i64 k0, i64 K,
+                           int first) {
     i64 I = MIN(most, a->I - i0);
     float packed[STRIP * TERMS + OVER] __attribute__((aligned(64))), sums[ROWS * LANES] __attribute__((aligned(64)));
     const Matrix *m = &a->p;
@@ -281,8 +367,8 @@ static void multiply_strip(const Product *a, const float *panels, i64 wide, i64 
     Strip strip = {(const float *)m->data + i0 * m->by_i + k0 * m->by_k, m->by_i, m->by_k};
     if (m->half) strip = widen_strip(m, i0, I, k0, K, packed);
     if (pack) pack_strip(&strip, I, K, packed);
-    for (i64 j = 0; j < J; j += wide) {
-        i64 n = MIN(wide, J - j), lanes = panel_lanes(n, wide), step = lanes == W && !pack ? ROWS_1 : ROWS;
+    for (i64 j = 0; j < J; j += LANES) {
+        i64 n = MIN(LANES, J - j), lanes = panel_lanes(n), step = lanes == W && !pack ? ROWS_1 : ROWS;
         for (i64 i = 0; i < I; i += step) {
             i64 rows = MIN(step, I - i);
             float *out = a->out + (i0 + i) * a->out_i + (j0 + j) * a->out_j;
@@ -297,41 +383,41 @@ static void multiply_strip(const Product *a, const float *panels, i64 wide, i64 
 }
 
 /* The panels of J columns from j0 for the chains from k0 to `end`: each chain's `room` x TERMS numbers behind the last's. */
-static void pack_panels(const Product *a, i64 k0, i64 end, i64 j0, i64 J, i64 wide, i64 room, float *panels, int threads) {
+static void pack_panels(const Product *a, i64 k0, i64 end, i64 j0, i64 J, i64 room, float *panels, int threads) {
     for (i64 k = k0; k < end; k += TERMS, panels += TERMS * room) {
         i64 K = MIN(TERMS, end - k);
         if (threads > 1 && J * K > 1 << 14) {
             _Pragma("omp parallel for schedule(static) num_threads(threads)")
-            for (i64 j = 0; j < J; j += wide) pack_panel(a, k, K, j0, J, j, wide, panels);
+            for (i64 j = 0; j < J; j += LANES) pack_panel(a, k, K, j0, J, j, panels);
         } else
-            for (i64 j = 0; j < J; j += wide) pack_panel(a, k, K, j0, J, j, wide, panels);
+            for (i64 j = 0; j < J; j += LANES) pack_panel(a, k, K, j0, J, j, panels);
     }
 }
 
 /* The strip's rows times the same panels, chain after chain. */
-static void multiply_chains(const Product *a, const float *panels, i64 wide, i64 room, i64 i0, i64 most, i64 j0, i64 J,
-                            i64 k0, i64 end, int add) {
+static void multiply_chains(const Product *a, const float *panels, i64 room, i64 i0, i64 most, i64 j0, i64 J, i64 k0,
+                            i64 end, int add) {
     for (i64 k = k0; k < end; k += TERMS)
-        multiply_strip(a, panels + (k - k0) * room, wide, i0, most, j0, J, k, MIN(TERMS, end - k), !k && !add);
+        multiply_strip(a, panels + (k - k0) * room, i0, most, j0, J, k, MIN(TERMS, end - k), !k && !add);
 }
 
 static int multiply(const Product *a, int add, int threads) {
     i64 each = (a->I + threads - 1) / threads, strip = MIN(STRIP, (each + ROWS - 1) / ROWS * ROWS);
-    i64 strips = (a->I + strip - 1) / strip, wide = a->I <= FEW ? FEW_VECTORS * W : LANES;
-    i64 room = MIN(a->J, WIDE) + wide, deep = MAX(1, DEEP / (room * TERMS * (i64)sizeof(float))) * TERMS;
+    i64 strips = (a->I + strip - 1) / strip, room = MIN(a->J, WIDE) + LANES;
+    i64 deep = MAX(1, DEEP / (room * TERMS * (i64)sizeof(float))) * TERMS;
     float *panels = scratch_bytes(sizeof(float) * room * MIN(a->K, deep));
     if (!panels) return 1;
     for (i64 j0 = 0; j0 < a->J; j0 += WIDE)
         for (i64 k0 = 0; k0 < a->K; k0 += deep) {
             i64 J = MIN(WIDE, a->J - j0), end = MIN(a->K, k0 + deep);
-            pack_panels(a, k0, end, j0, J, wide, room, panels, threads);
+            pack_panels(a, k0, end, j0, J, room, panels, threads);
             if (threads > 1) { /* even a team of one costs microseconds */
                 _Pragma("omp parallel for schedule(dynamic) num_threads(threads)")
                 for (i64 s = 0; s < strips; s++)
-                    multiply_chains(a, panels, wide, room, s * strip, strip, j0, J, k0, end, add);
+                    multiply_chains(a, panels, room, s * strip, strip, j0, J, k0, end, add);
             } else
                 for (i64 s = 0; s < strips; s++)
-                    multiply_chains(a, panels, wide, room, s * strip, strip, j0, J, k0, end, add);
+                    multiply_chains(a, panels, room, s * strip, strip, j0, J, k0, end, add);
         }
     free(panels);
     return 0;
@@ -351,6 +437,8 @@ int whet_product(const void *a, i64 a_i, i64 a_k, const void *b, i64 b_k, i64 b_
     Matrix left = {a, a_i, a_k, halves & 1}, right = {b, b_j, b_k, halves & 2};
     Product rows = {left, right, out, out_i, out_j, I, J, K};
     Product columns = {right, left, out, out_j, out_i, J, I, K};
+    if (is_few(&rows)) return multiply_few(&rows, add, threads);
+    if (is_few(&columns)) return multiply_few(&columns, add, threads);
     return multiply(I <= FEW || K * (J - I) <= 2 * I * J ? &rows : &columns, add, threads);
 }
 

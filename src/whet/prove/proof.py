@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.console import Console
-
 from whet.config.load import Loaded
 from whet.config.plan import plans
+from whet.config.screen import show
 from whet.dialects.versions import VERSIONS
 from whet.prove import cosmos, cosmos_sft, peers, skyrl, skyrl_sft, trinity, verl, verl_sft
 from whet.prove.checks import (
@@ -112,7 +111,7 @@ def release(loaded: Loaded) -> str | None:
 def printed(loaded: Loaded) -> bool:
     """Print the table of a file. Whether all of it holds."""
     proof = prove(loaded)
-    Console().print(table(proof.title, proof.results))
+    show(table(proof.title, proof.results))
     return proof.holds
 
 

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from whet.data.timed import decoded
 from whet.replay.logprobs import Rescored, versions
 from whet.replay.run import Replayed
 from whet.replay.steps import Recorded, Step
@@ -217,7 +218,7 @@ def _tokens(
     ids, places = (now or batch)[_column(now, "token_ids")], _trained(now, batch)
     made = table("place", "token", *(["<text"] if tokenizer else []), "recorded", "sampled again", "trainer")
     for at in places:
-        text = [Text(repr(tokenizer.decode([ids[at]], skip_special_tokens=False)))] if tokenizer else []
+        text = [Text(repr(decoded(tokenizer, [ids[at]], skip_special_tokens=False)))] if tokenizer else []
         before, again = _sampled(was, at), _sampled(now, at)
         other = bool(was) and (not same(before, again) or not same(_nth(was["token_ids"], at), ids[at]))
         shown = pair(before, again) if other else (_cell(before), _cell(again))

@@ -28,7 +28,7 @@ from types import ModuleType
 from whet.config.urls import scheme
 from whet.secrets import learn_environment, learn_urls, redact, redacting
 from whet.storage import hub, stores
-from whet.storage.manifests import oldest_first, place_of
+from whet.storage.manifests import MANIFEST, oldest_first, place_of
 from whet.track.files import atomic_folder, lock, lock_opened, tidy
 from whet.types import Json, WhetError
 
@@ -124,10 +124,32 @@ def newest_checkpoint(url: str) -> str:
     if place_of(url.rpartition("/")[2]) is not None:
         return url
     with naming(url):
-        found = oldest_first(store_of(url).children(url))
-    if not found:
-        raise WhetError(f"{url}: neither a checkpoint (0-main-000050) nor a folder with a complete one")
-    return f"{url}/{found[-1]}"
+        store = store_of(url)
+        found = oldest_first(store.children(url))
+        damaged: list[str] = []
+        for name in reversed(found):
+            if not (wrong := _damage(store, url, name)):
+                return f"{url}/{name}"
+            damaged.append(f"{url}/{name} is not whole: {wrong}")
+            sys.stderr.write(f"{damaged[-1]}; an older checkpoint is looked for\n")
+        if damaged:
+            raise WhetError(f"{damaged[0]}; there is no older one that is whole. Upload it again")
+    raise WhetError(f"{url}: neither a checkpoint (0-main-000050) nor a folder with a complete one")
+
+
+def _damage(store: ModuleType, url: str, name: str) -> str:
+    """What is wrong with a checkpoint there, by its manifest and the sizes of its files; '' for nothing."""
+    manifest = store.said(url, name)
+    if manifest is None:
+        return f"its {MANIFEST} cannot be read"
+    listing = store.look(f"{url}/{name}")
+    below = f"{listing.inside}/" if listing.inside else ""
+    there = {file.removeprefix(below): size for file, (size, _) in listing.files.items()}
+    for file, told in manifest["files"].items():
+        size = told[0] if isinstance(told, list) and told else None
+        if there.get(file) != size:
+            return f"{file} has {there.get(file, 'no')} bytes, its {MANIFEST} says {size}"
+    return ""
 
 
 @contextmanager

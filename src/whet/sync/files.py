@@ -123,6 +123,16 @@ class Files:
     def newest(self) -> int | None:
         return max((version for version, _ in self._there()), default=None)
 
+    def written(self, version: int) -> Sequence[tuple[int, int]]:
+        """Changes when a version is written again."""
+        there = (path.stat() for path in self._folders_of(version) if path.is_dir())
+        return [(folder.st_ino, folder.st_mtime_ns) for folder in there]
+
+    def digest(self, version: int) -> str:
+        """Of the tensors of a version that is there. Raises WhetError if it is not."""
+        whole, changed = self._folders_of(version)
+        return _read_manifest(whole if whole.is_dir() else changed).digest
+
     def confirm(self, receipt: Receipt) -> None:
         if not _RECEIVER.fullmatch(receipt.receiver):
             raise WhetError(
@@ -167,10 +177,13 @@ class Files:
         there = sorted((path for v, path in self._there() if v <= version), reverse=True)
         return next((path for path in there if path.name.isdigit() or _is_whole(path)), None)
 
+    def _folders_of(self, version: int) -> tuple[Path, Path]:
+        """Where a version is: whole, or what has changed."""
+        return self.root / f"{version:08d}", self.root / f"{version:08d}-changed"
+
     def _await(self, version: int, held: Manifest | None) -> Path:
         """The folder of a version; who holds one already takes the smaller one of the two that there may be."""
-        whole = self.root / f"{version:08d}"
-        changed = self.root / f"{version:08d}-changed"
+        whole, changed = self._folders_of(version)
         patience = Patience(self.timeout_s)
         while True:
             if whole.is_dir():

@@ -44,10 +44,17 @@ def measured(run_dir: Path, stage: str, *, slots: int) -> Costs:
             f"{run_dir}/timings.jsonl: seconds of step {odd[0]} of stage {stage!r} are not numbers >= 0"
         )
     per_token = median(timings[n]["time/generate_s"] / max(lengths[n]) for n in both)
+    train_s = median(sum(timings[n].get(name, 0.0) for name in TRAINING) for n in both)
+    score_s = mean(timings[n].get("time/reward_s", 0.0) / len(lengths[n]) for n in both)
+    if per_token == train_s == score_s == 0:
+        raise DataError(
+            f"{run_dir}/timings.jsonl: the seconds of stage {stage!r} are 0, so no speed follows from them; "
+            "--simulate needs a run whose steps took time"
+        )
     return Costs(
         rollout_s=[per_token * tokens for n in both for tokens in lengths[n]],
-        train_s=median(sum(timings[n].get(name, 0.0) for name in TRAINING) for n in both),
-        score_s=mean(timings[n].get("time/reward_s", 0.0) / len(lengths[n]) for n in both),
+        train_s=train_s,
+        score_s=score_s,
         slots=slots,
     )
 

@@ -35,6 +35,8 @@ _CAUSES = {
     errno.ENOTDIR: "a file stands where a folder is needed; move it away, or give another run_dir",
     errno.ENOENT: "there is no such folder: none can be made there, or another process removed it while the run was "
     "writing; give another run_dir",
+    errno.ELOOP: "a symbolic link stands where whet writes a file of its own; move it away, or give another run_dir",
+    errno.ENXIO: "a FIFO, a socket or a device stands where a file is needed; move it away, or give another run_dir",
     errno.EIO: "the device reports an input/output error; check the disk",
 }
 
@@ -171,6 +173,16 @@ def drop_unfinished(paths: Iterable[Path]) -> None:
                 left.unlink()
 
 
+def not_linked(path: str | Path, flags: int) -> int:
+    """An `opener` of files that whet goes on writing: an OSError where a link or anything but a file stands there. The
+    folder may come from elsewhere, and a link in it lead to any file of this user."""
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)  # a FIFO would block
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), str(path))
+
+
 def own_folder(path: Path) -> Path:
     """`path`, a folder that nobody else may enter, made where it is missing: for places where everyone may write.
     Raises PermissionError where it is another user's, a link, or others could write to it; OSError where it cannot be
@@ -181,6 +193,18 @@ def own_folder(path: Path) -> Path:
         raise PermissionError(errno.EPERM, f"{path} is not a private folder of this user; remove it")
     path.chmod(0o700)
     return path
+
+
+def is_private(path: Path) -> bool:
+    """Whether `path` is there, a file or folder that nobody but this user and root can write to, in a place where
+    nobody else can put another one: what is loaded as code has to be."""
+    try:
+        seen, above = path.lstat(), [folder.stat() for folder in path.absolute().parents]
+    except OSError:
+        return False
+    plain = stat.S_ISREG(seen.st_mode) or stat.S_ISDIR(seen.st_mode)
+    own = plain and seen.st_uid in (0, os.getuid()) and not seen.st_mode & 0o022
+    return own and not any(each.st_mode & 0o002 and not each.st_mode & stat.S_ISVTX for each in above)
 
 
 @contextmanager
@@ -268,7 +292,7 @@ def lock_handles(path: Path) -> list[int]:
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        return [folder, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)]
+        return [folder, not_linked(path, os.O_RDWR | os.O_CREAT)]
     except OSError:
         os.close(folder)
         raise

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from pathlib import Path
 
 from whet.guard.foreign import plain
 from whet.guard.printed import CONSOLE
 from whet.secrets import learn_environment, redact
-from whet.track.files import file_error
+from whet.track.files import file_error, not_linked
 
 
 class _Strike(logging.Filter):
@@ -28,6 +29,10 @@ class _Strike(logging.Filter):
 
 class _LogFile(logging.FileHandler):
     """Other writes report a full disk; a lost line of the log does not raise."""
+
+    def _open(self) -> TextIOWrapper:
+        file = open(self.baseFilename, "ab", opener=not_linked)  # noqa: SIM115
+        return TextIOWrapper(file, encoding=self.encoding, errors=self.errors)
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass

@@ -5,7 +5,9 @@ The run may be in progress, or have been killed in the middle of a line: complet
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -191,14 +193,30 @@ def checkpoints(run: RunRecord) -> list[KeptCheckpoint]:
     kept = []
     for name in found if run.config else ():
         place, _, step = name.partition("-")[2].rpartition("-")
-        other = [f"checkpoint.resume={folder / name}", f"run_dir={run.path}-from-{int(step)}"]
+        other = [
+            f"checkpoint.resume={_as_yaml(typed(folder / name))}",
+            f"run_dir={_as_yaml(f'{typed(run.path)}-from-{int(step)}')}",
+        ]
         kept.append(KeptCheckpoint(place, int(step), _go_on(run, [] if name == found[0] else other)))
     return kept
 
 
+def typed(path: Path) -> str:
+    """A path as it is typed in a command: `-x` is not an option of it, and `~x` not the home of a user."""
+    return f"./{path}" if str(path)[0] in "-~" else str(path)
+
+
+_PLAIN = re.compile(r"[A-Za-z_./][\w./ +-]*")
+"""A path that is text in YAML without quotes; others get them, for values of overrides are read as YAML."""
+
+
+def _as_yaml(path: str) -> str:
+    return path if _PLAIN.fullmatch(path) else json.dumps(path, ensure_ascii=False)
+
+
 def _go_on(run: RunRecord, overrides: Sequence[str]) -> str:
     """The command, or the call where rewards were functions of a Python program."""
-    file = str(run.path / "config.yaml")
+    file = typed(run.path / "config.yaml")
     named = [value for path, value in leaves(run.config) if "rewards" in path]
     if any(isinstance(value, str) and value.startswith(GIVEN) for value in named):
         given = f", overrides={list(overrides)!r}" if overrides else ""

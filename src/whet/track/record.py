@@ -35,7 +35,16 @@ import pyarrow as pa
 
 from whet.track import turn_seconds
 from whet.track.dumps import batch_file, files, parquet_bytes, prompt_text, rows_of
-from whet.track.files import drop_unfinished, file_error, sync_path, tidy, write_bytes, write_json, write_text
+from whet.track.files import (
+    drop_unfinished,
+    file_error,
+    not_linked,
+    sync_path,
+    tidy,
+    write_bytes,
+    write_json,
+    write_text,
+)
 from whet.track.timeline import Timeline
 from whet.track.written import ROLLOUTS, STAGE, lines, list_steps, parsed, read_manifest
 from whet.types import TOKEN_TYPES, ConfigError, DataError, Json, Metrics, Rollout, Turn, WhetError
@@ -52,6 +61,8 @@ STEPS = ("rollouts", "eval", "batches")
 """Folders with a file for each step that was written down."""
 SECONDS = "seconds"
 """The same for seconds, in which equal runs differ: no checkpoint is held to them."""
+NAMED = 1000
+"""Newest files of steps whose names and sizes a checkpoint has; of older ones it has the number and the bytes."""
 
 
 class RunDirectory:
@@ -85,8 +96,8 @@ class RunDirectory:
             if (path / DUMPS).exists():
                 drop_unfinished(Path(line["path"]) for line in _dumped(path))
             self._begin_account()
-            self._metrics = io.FileIO(path / METRICS, "a")
-            self._timings = io.FileIO(path / "timings.jsonl", "a")
+            self._metrics = io.FileIO(path / METRICS, "a", opener=not_linked)
+            self._timings = io.FileIO(path / "timings.jsonl", "a", opener=not_linked)
         except OSError as e:
             raise file_error(e, path) from e
         self.timeline = Timeline(path / "timeline.json")
@@ -207,7 +218,7 @@ class RunDirectory:
             line = {"stage": stage, "step": step, "path": str(path.absolute()), "sha256": _digest(data)}
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with io.FileIO(self.path / DUMPS, "a") as ledger:
+                with io.FileIO(self.path / DUMPS, "a", opener=not_linked) as ledger:
                     _append(ledger.fileno(), self.path / DUMPS, json.dumps(line).encode() + b"\n")
             except OSError as e:
                 raise file_error(e, path) from e
@@ -243,10 +254,18 @@ class RunDirectory:
 
     def held(self) -> Json:
         """The state of the record, for a checkpoint: a run that resumes from it must find the same state."""
+        names = sorted(self._files, key=self._age)
+        older, newest = names[:-NAMED], sorted(names[-NAMED:])
         return {
             METRICS: {"lines": self._line_count, "bytes": self._bytes, "sha256": self._sha.hexdigest()},
-            "files": dict(sorted(self._files.items())),
+            "files": {name: self._files[name] for name in newest},
+            "older": [len(older), sum(self._files[name] for name in older)],
         }
+
+    def _age(self, name: str) -> tuple[int, int, str]:
+        """Orders files of steps, the oldest first."""
+        stage, _, step = Path(name).stem.rpartition("-step-")
+        return self.stages.index(stage) if stage in self.stages else -1, int(step), name
 
     def check(self, held: Json, checkpoint: Path, *, at: tuple[int, int]) -> None:
         """Compare the record with what it held when a checkpoint was written. at: stage and step of it. WhetError if
@@ -266,9 +285,18 @@ class RunDirectory:
         places = (self._place(line["stage"], line["step"]) for _, line in parsed(after, self.path / METRICS))
         if doubled := sum(place <= at for place in places):
             log.warning("%s: %d lines of steps that it already has are dropped", self.path / METRICS, doubled)
-        self._tell_missing(held["files"], checkpoint)
+        self._tell_missing(held["files"], checkpoint, older=held.get("older", [0, 0]))
 
-    def _tell_missing(self, files: Mapping[str, int], checkpoint: Path) -> None:
+    def _tell_missing(self, files: Mapping[str, int], checkpoint: Path, *, older: Sequence[int]) -> None:
+        """older: number and bytes of the files before those that are named."""
+        first = min(map(self._age, files), default=None)
+        before = [size for name, size in self._files.items() if first is not None and self._age(name) < first]
+        if any(older) and [len(before), sum(before)] != list(older):
+            log.warning(
+                "the record of this run is incomplete: of the %d older files that %s counts (%d bytes) there are %d "
+                "(%d bytes); the run continues without them",
+                older[0], checkpoint, older[1], len(before), sum(before),
+            )  # fmt: skip
         there = {n: (self.path / n).stat().st_size for n in files if (self.path / n).is_file()}
         if gone := [name for name, size in files.items() if there.get(name) != size]:
             log.warning(
@@ -335,7 +363,7 @@ class RunDirectory:
     def _rewrite(self, file: io.FileIO, name: str, data: bytes) -> io.FileIO:
         write_bytes(self.path / name, data)
         file.close()
-        return io.FileIO(self.path / name, "a")
+        return io.FileIO(self.path / name, "a", opener=not_linked)
 
     def _place(self, stage: str, step: int) -> tuple[int, int]:
         if stage not in self.stages:

@@ -12,12 +12,14 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
 from whet.config.tree import get
+from whet.data.timed import decoded
 from whet.track.metrics import HELD_OUT
 from whet.track.overview import (
     Lines,
@@ -96,7 +98,7 @@ def _head(run: RunRecord) -> Table:
     }
     table = _table("", "")
     for name, value in rows.items():
-        table.add_row(Text(name, "dim"), Text(printable(value)))
+        table.add_row(Text(name, "dim"), Text(printable(value), overflow="fold"))
     return table
 
 
@@ -143,22 +145,26 @@ def _learning(run: RunRecord) -> Table | None:
     return table if table.row_count else None
 
 
-def _checkpoints(run: RunRecord) -> Table | None:
-    """The newest checkpoints, and the command that goes on from each."""
+def _checkpoints(run: RunRecord) -> Group | None:
+    """The newest checkpoints, and the command that goes on from each: on one line, however long, because a shell
+    takes each line of what is pasted for a command of its own."""
     found = checkpoints(run)
     if not found:
         return None
-    table = _table("", "")
-    for one in found[:CHECKPOINTS]:
-        table.add_row(Text(f"{one.stage} step {one.step}"), Text(one.command, overflow="fold"))
+    names = [f"{one.stage} step {one.step}" for one in found[:CHECKPOINTS]]
+    width = max(map(cell_len, names))
+    lines = [
+        Text(f"{set_cell_size(name, width)}   {one.command}", no_wrap=True, overflow="ignore")
+        for name, one in zip(names, found)
+    ]
     if len(found) > CHECKPOINTS:
-        earlier = f"and {len(found) - CHECKPOINTS} earlier ones in {run.path / 'checkpoints'}"
-        table.add_row("", Text(earlier, "dim"))
+        lines.append(
+            Text(f"and {len(found) - CHECKPOINTS} earlier ones in {run.path / 'checkpoints'}", "dim")
+        )
     more = (
         "add train.steps=N for more steps; --change (in Python change=True) and key=value for other settings"
     )
-    table.add_row("", Text(more, "dim"))
-    return table
+    return Group(*lines, Text(more, "dim"))
 
 
 def _from_to(numbers: Sequence[float]) -> Text:
@@ -402,7 +408,9 @@ def _tokens(row: dict[str, Json], span: slice, tokenizer: Tokenizer | None) -> T
         table.add_column(title, justify="left" if title == "text" else "right")
     columns = (row[name][span] for name in ("token_ids", "mask", "logprobs", "sample_logprobs", "versions"))
     for place, (token, mask, logprob, sample_logprob, version) in enumerate(zip(*columns)):
-        text = repr(tokenizer.decode([token], skip_special_tokens=False)) if tokenizer and token >= 0 else ""
+        text = (
+            repr(decoded(tokenizer, [token], skip_special_tokens=False)) if tokenizer and token >= 0 else ""
+        )
         recorded = (f"{logprob:.4f}", f"{sample_logprob:.4f}", str(version)) if mask else ("", "", "")
         table.add_row(str(place), str(token), Text(text), *recorded, style="" if mask else "dim")
     return table

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from whet.data.timed import decoded
 from whet.types import DataError, Json
 from whet.view.batches import batch_files, read_batch
 from whet.view.rollouts import flat, summaries
@@ -105,7 +106,7 @@ def _worst(run: Shown, stage: str, found: dict[int, Apart]) -> list[Json]:
     tokenizer, out = run.tokenizer, []
     for step, who, place, token, difference in some[:WORST]:
         text = (
-            tokenizer.decode([token], skip_special_tokens=False) if tokenizer and token >= 0 else str(token)
+            decoded(tokenizer, [token], skip_special_tokens=False) if tokenizer and token >= 0 else str(token)
         )
         row = _row(run, files[step], who) if step in files else None
         out.append([step, row, place, text, difference])

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
+from whet.data.timed import decoded
 from whet.track import turn_seconds
 from whet.track.record import SECONDS
 from whet.track.written import read_table, rows_of
@@ -283,8 +284,8 @@ def pieces(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
             out.append("")
             begun = context = place + 1
             continue
-        before = tokenizer.decode(list(token_ids[context:begun]), skip_special_tokens=False)
-        now = tokenizer.decode(list(token_ids[context : place + 1]), skip_special_tokens=False)
+        before = decoded(tokenizer, token_ids[context:begun], skip_special_tokens=False)
+        now = decoded(tokenizer, token_ids[context : place + 1], skip_special_tokens=False)
         if now.endswith("\ufffd") and place + 1 - begun < PIECE_WINDOW and place + 1 < len(token_ids):
             out.append("")
             continue

@@ -14,7 +14,7 @@ from whet.checkpoint import glance
 from whet.config.tree import get
 from whet.inputs import MOST_CONFIG_BYTES, read_bytes
 from whet.track.metrics import FAILED, HELD_OUT, REWARD
-from whet.track.overview import Lines, RunRecord, checkpoints, learning_of, numbers_of, state_of
+from whet.track.overview import Lines, RunRecord, checkpoints, learning_of, numbers_of, state_of, typed
 from whet.types import DataError, Json
 from whet.view.source import Ask, Shown, count_rows, finite, stamp_of, tried
 
@@ -226,7 +226,7 @@ EVALUATED = "time/evaluate_s"
 
 def commands(run: Shown, stage: str, step: int, uid: int, index: int) -> dict[str, str]:
     """What shows a rollout in a terminal, and what computes it again."""
-    place = [str(run.path), "--stage", stage, "--step", str(step), "--task", str(uid)]
+    place = [typed(run.path), "--stage", stage, "--step", str(step), "--task", str(uid)]
     return {
         "show": shlex.join(["whet", "show", *place, "--tokens"]),
         "replay": shlex.join(["whet", "replay", *place, "--index", str(index)]),

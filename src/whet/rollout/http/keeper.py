@@ -22,6 +22,7 @@ from typing import IO
 
 from whet import secrets
 from whet.guard.processes import die_with, wake_with_parent
+from whet.track.files import not_linked
 
 LOG_BYTES = 8 << 20
 """Of the log, and of the one before it (engine.log.1)."""
@@ -99,7 +100,7 @@ class EngineLog:
     def __init__(self, path: Path, *, most_bytes: int = LOG_BYTES) -> None:
         self.path, self.most_bytes = path, most_bytes
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        self._file = open(path, "ab", opener=not_linked)  # noqa: SIM115
 
     def copy(self, source: IO[bytes]) -> None:
         """Every line, to the end; a long one is cut."""
@@ -110,4 +111,4 @@ class EngineLog:
             if self._file.tell() >= self.most_bytes:
                 self._file.close()
                 os.replace(self.path, f"{self.path}.1")
-                self._file = self.path.open("ab")
+                self._file = open(self.path, "ab", opener=not_linked)  # noqa: SIM115
