@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -127,6 +128,39 @@ def test_a_full_disk_behind_the_output_is_one_message() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("whet: [Errno 28] No space left on device: free some of it")
     assert len(done.stderr.splitlines()) == 1
+
+
+SHOW = """
+import os, sys
+from whet import cli
+import whet.track.show  # now: it may lie where root alone reads
+if os.geteuid() == 0:
+    os.seteuid(65534)
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("shut/run", "Permission denied: .*: give another path, or fix its owner and mode"),
+        ("long" * 100, "File name too long: .*: give a shorter path"),
+    ],
+    ids=["permission", "length"],
+)
+def test_a_path_that_the_system_refuses_is_one_message(name: str, said: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "shut").mkdir(mode=0)
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW, "show", name],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(rf"whet: \[Errno [0-9]+\] {said}\n", done.stderr), done.stderr
 
 
 def test_the_package_itself_is_the_command() -> None:

@@ -140,6 +140,22 @@ def test_a_path_that_no_system_call_takes_is_refused_by_its_key(key: str) -> Non
             load(None, [f"{key}={wrong}"])
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["run_dir={}", "checkpoint.resume={}", "model.path={}", "tokenizer.path={}", "data.train=[{path: {}}]",
+     "data.eval=[{path: [a.jsonl, {}]}]"],
+)  # fmt: skip
+def test_an_empty_path_is_not_the_working_directory(override: str) -> None:
+    """As an unset variable of a shell gives it."""
+    with pytest.raises(ConfigError, match=r"(path|path\[1\]|run_dir|resume): the path is empty; give one"):
+        load(None, [override.replace("{}", '""')])
+
+
+def test_an_empty_argument_of_other_code_is_no_path() -> None:
+    loaded = load(None, ['data.train=[{function: "rows.py:rows", arguments: {path: ""}}]'])
+    assert loaded.config.data.train[0].arguments == {"path": ""}
+
+
 def test_a_path_in_a_list_is_refused_by_its_place() -> None:
     with pytest.raises(ConfigError, match=r"data.train\[0\].path\[1\]: .* File name too long"):
         load(None, ["data.train=[{path: [a.jsonl, " + "b" * 300 + "]}]"])

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from whet.config import interpolate
@@ -19,7 +19,7 @@ from whet.config.derived import with_lr
 from whet.config.faults import faults
 from whet.config.keys import FOREIGN, did_you_mean, distance, dotted, keys, lookup, suggest
 from whet.config.load import load, stage_configs
-from whet.config.parse import parse, scalar
+from whet.config.parse import as_yaml, parse, scalar
 from whet.config.schema import Config
 from whet.config.tree import leaves, merge
 from whet.types import ConfigError
@@ -81,22 +81,33 @@ def test_quoted_scalars_are_text():
 TEXT = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]), max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.recursive(
-        st.none()
-        | st.booleans()
-        | st.integers(-(10**9), 10**9)
-        | TEXT
-        | st.floats(allow_nan=False, allow_infinity=False),
-        lambda inner: (
-            st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", min_size=1), inner, max_size=3)
-        ),
-        max_leaves=12,
-    )
+TREES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**9), 10**9)
+    | TEXT
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", min_size=1), inner, max_size=3)
+    ),
+    max_leaves=12,
 )
+
+
+@settings(max_examples=60, deadline=None)
+@given(TREES)
 def test_json_is_read_as_json(value):
     assert parse(json.dumps(value)).tree == (value if value != {} else {})
+
+
+LIKE_NUMBERS = st.from_regex(r"[-+.0-9eExXobn_:~<]{1,6}", fullmatch=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(LIKE_NUMBERS | TEXT, TREES | LIKE_NUMBERS, max_size=3))
+@example({"name": "1e3", "1e3": "0o17", "<<": "99999999999999999999", "": "~", "text": "a: b #c\nd"})
+def test_what_is_written_is_read_as_it_was(tree):
+    assert parse(as_yaml(tree)).tree == tree
 
 
 def test_duplicate_keys_are_refused_with_both_lines(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,15 @@ def test_a_longer_run(base: Path, tmp_path: Path) -> None:
     assert (found.equal, code) == (True, 0)
     assert found.longer == {str(longer): 1}
     assert f"up to main step 3; 1 lines are only in {longer}" in said
+
+
+def test_rollouts_that_one_record_lacks_are_not_called_equal(base: Path, tmp_path: Path) -> None:
+    less = tmp_path / "less"
+    shutil.copytree(base, less)
+    (less / "rollouts" / "main-step-000002.parquet").unlink()
+    found, said, code = diff(base, less)
+    assert (found.equal, found.uncompared, code) == (True, 1, 0)
+    assert "step 3; rollouts of 1 lines are only in one record and were not compared" in said
 
 
 # ---------------------------------------------------------------- known causes

@@ -147,6 +147,8 @@ def test_minibatches_need_both_and_keep_them() -> None:
     with pytest.raises(ConfigError, match="shuffling would undo"):
         planned(["train.minibatches=2", "train.update_epochs=2", "train.shuffle_minibatches=true"])
     assert planned(["train.minibatches=4"]).experts_per_step == 4
+    with pytest.raises(ConfigError, match=r"critic\.minibatches: 5, but .* 4 are demonstrations.*at most 4"):
+        planned(["algorithm.advantage=gae", "critic.minibatches=5"])
 
 
 def test_only_what_samples_can_mix() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -12,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batches import ragged
+from test_skipping_runs import Door, learn_step, learner, rewarded
 from whet import seeds
+from whet.algos.aggregate import AGGREGATIONS, weights
 from whet.batch import Batch, split
-from whet.config.schema import TrainConfig
-from whet.training.passes import deal, passes
+from whet.config.schema import OptimizerConfig, TrainConfig
+from whet.training.passes import deal, minibatch, passes
 
 
 def members(batch: Batch, parts: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -99,3 +102,65 @@ def test_a_pass_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seeds, "permutation", lambda stream, n: asked.append(stream) or whole(stream, n))
     list(passes(ragged(0), TrainConfig(minibatches=2, update_epochs=3, shuffle_minibatches=True), stream=11))
     assert asked == [seeds.key(11, n) for n in range(3)]
+
+
+# ---------------------------------------------------------------- fewer groups than minibatches
+
+
+@given(st.integers(1, 12), st.integers(1, 9), st.booleans(), st.integers(0, 50))
+def test_groups_come_again_until_every_minibatch_has_one(
+    groups: int, parts: int, shuffle: bool, seed: int
+) -> None:
+    """Nothing changes where there are enough. Else each group is in as many minibatches as any other, or one more."""
+    batch = ragged(seed, groups=groups)
+    train = TrainConfig(tasks_per_step=parts, minibatches=parts, update_epochs=2, shuffle_minibatches=shuffle)
+    filled = members(batch, list(passes(batch, train, stream=7, fill=True)))
+    if groups >= parts:
+        assert filled == members(batch, list(passes(batch, train, stream=7)))
+        return
+    assert len(filled) == 2 * parts
+    for epoch in (filled[:parts], filled[parts:]):
+        times = [epoch.count([g]) for g in range(groups)]
+        assert sum(times) == parts
+        assert parts // groups in times
+        assert max(times) - min(times) <= 1
+
+
+@pytest.mark.parametrize("mode", [mode for mode in AGGREGATIONS if mode != "pair-mean"])
+def test_copies_count_as_often_as_they_are_wherever_they_stand(mode: str) -> None:
+    """Sums of an epoch have each group as often as the batch; a mean of one group does not know how often it counts."""
+    counted = ragged(3, groups=2)
+    counted = replace(counted, count_R=torch.tensor([5.0, 3.0], dtype=torch.float64)[counted.group_R])
+    train = TrainConfig(tasks_per_step=8, minibatches=4, update_epochs=3)
+    parts = list(passes(counted, train, stream=1, fill=True))
+    found_N = torch.zeros(counted.tokens, dtype=torch.float64)
+    for rows in parts[:4]:
+        weight_M = weights(minibatch(counted, rows, parts), mode, norm_tokens=8)
+        at_N = torch.isin(counted.rollout_N, rows)
+        found_N[at_N] += weight_M
+        if not mode.startswith("token-sum"):
+            alone = minibatch(replace(counted, count_R=None), rows, parts)
+            assert torch.allclose(weight_M, weights(alone, mode, norm_tokens=8))
+    if mode.startswith("token-sum"):
+        assert torch.allclose(found_N, weights(counted, mode, norm_tokens=8))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_step_of_copies_has_the_optimizer_steps_that_are_planned(shuffle: bool) -> None:
+    """Two of six groups are left for three minibatches. The learning rate is so small that nothing moves, so the
+    gradients of an update epoch add up to that of one minibatch with all copies."""
+    train = {"tasks_per_step": 6, "update_epochs": 2, "shuffle_minibatches": shuffle}
+    keys = {"refill": "copy", "loss_agg_mode": "token-sum"}
+    still = OptimizerConfig(name="sgd", lr=1e-20)
+    whole, cut = Door(optimizer=still), Door(optimizer=still)
+    for door, number in ((whole, 1), (cut, 3)):
+        one = learner(door, skip=True, train={**train, "minibatches": number}, **keys)
+        batch, updates = learn_step(one, rewarded(set())[:2])
+        assert batch.count_R is not None
+        assert float(batch.count_R.sum()) == 6 * 3, "of three rollouts each"
+        assert len(updates) == 2 * number
+    assert cut.engine.optimizer is not None
+    assert cut.engine.optimizer.step_count == 2 * 3
+    for name, wanted in whole.gradients[0].items():
+        found = sum(step[name] for step in cut.gradients[:3])
+        assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max())), name

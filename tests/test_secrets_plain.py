@@ -20,7 +20,7 @@ PLAIN: dict[str, Any] = {
     "names that contain one": "https://site/x?monkey=capuchin1&keyboard=qwertz105&author=Jones2024",
     "no value": "hf://datasets/openai/gsm8k?token=none",
     "tables as JSON": '{"max_tokens": 40960000, "eos_token": "<|im_end|>", "pad_token": "PAD_151643"}',
-    "numbers of tokens": "max_tokens: 16384000 n_tokens=16384000 max_tokens=1_000_000 --max-num-batched-tokens 13107200",
+    "numbers of tokens": "max_tokens: 16384000 max_tokens=1_000_000 --max-num-batched-tokens 13107200",
     "special tokens": ["--eos-token", "<|endoftext2|>", "--pad-token", "PAD_151643", "--eos-token-id", "15164300"],
     "files": ["--token-file", "/data/token/x1/tokens_2024.bin", "--ssl-key-file=/etc/ssl/server1.pem"],
     "columns": "select * from t where primary_key=order_id_2024 order by sort_key=question_2024",
@@ -93,7 +93,10 @@ def test_a_run_resumes_from_a_checkpoint_that_hid_more_or_less(how: str) -> None
 
 
 OTHERS: dict[str, tuple[Json, Json]] = {
-    "beside what was hidden": ({"u": "http://j/v1?max_tokens=***&n=1"}, {"u": "http://j/v1?max_tokens=4096&n=2"}),
+    "beside what was hidden": (
+        {"u": "http://j/v1?max_tokens=***&n=1"},
+        {"u": "http://j/v1?max_tokens=4096&n=2"},
+    ),
     "plain then and now": ({"u": "http://j/v1?max_tokens=2048"}, {"u": "http://j/v1?max_tokens=4096"}),
     "asterisks of a text": ({"t": "a *** b"}, {"t": "a word b"}),
     "one less": ({"sort_key": "***", "n": 1}, {"sort_key": "question_2024"}),
@@ -111,9 +114,11 @@ def test_another_setting_is_a_change(how: str) -> None:
 
 
 def test_a_variable_that_earlier_releases_hid_is_no_change() -> None:
-    old = {"reward_workers": {"env": {"TOKEN_LIMIT": "***"}}}
-    new = Config.model_validate({"reward_workers": {"env": {"TOKEN_LIMIT": "4096"}}})
-    assert changes(old, fingerprint(new)) == []
+    def tree(limit: str) -> dict[str, Json]:
+        mcp = {"command": ["server"], "env": {"TOKEN_LIMIT": limit}}
+        return {"rollout": {"env": {"make": "tools", "arguments": {"mcp": mcp}}}}
+
+    assert changes(tree("***"), fingerprint(Config.model_validate(tree("4096")))) == []
 
 
 def test_a_mask_of_an_earlier_release_starts_no_run() -> None:

@@ -6,6 +6,8 @@ import importlib.machinery
 import json
 import math
 import sys
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,8 +20,10 @@ from tiny import RUN
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Config, RewardWorkersConfig, TrackConfig
+from whet.guard.watch import Watch
+from whet.track import trackers
 from whet.track.record import RunDirectory
-from whet.track.trackers import Tracker, open_trackers
+from whet.track.trackers import Tracker, naming, open_trackers
 from whet.types import ConfigError
 
 ROWS = [
@@ -463,6 +467,33 @@ def test_a_tracker_that_cannot_be_closed_neither_ends_the_run_nor_hides_what_did
     with pytest.raises(ConnectionError, match="no such server") as caught:
         whet.train(**(RUN | {"track": track, "run_dir": str(tmp_path / "third"), "name": "absent"}))
     assert caught.value.__notes__ == [f"raised by track.trackers {track['trackers'][1]}, as it was made"]
+
+
+class Slow:
+    """Waits until the watch has said so."""
+
+    def __init__(self, said: Callable[[], str]) -> None:
+        self.said = said
+
+    def log(self, stage: str, step: int, *, metrics: Any, timings: Any) -> None:
+        self.wait_for("in Slow (track.trackers), step 3\n")
+
+    def close(self) -> None:
+        self.wait_for("in Slow (track.trackers), as it is closed\n")
+
+    def wait_for(self, words: str) -> None:
+        end = time.monotonic() + 60
+        while words not in self.said():
+            assert time.monotonic() < end, self.said()
+            time.sleep(0.01)
+
+
+def test_a_tracker_that_hangs_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with Watch(quiet_s=0.1):
+        slow = Slow(lambda: caplog.text)
+        with naming(slow, "main", 3):
+            slow.log("main", 3, metrics={}, timings={})
+        trackers.close(slow)
 
 
 TABLES = """

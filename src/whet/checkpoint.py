@@ -23,7 +23,8 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Protocol
 
-from whet.inputs import MOST_DEPTH, depth
+from whet.config.tree import STAGE
+from whet.inputs import MOST_DEPTH, check_regular, depth
 from whet.storage.manifests import MANIFEST, digest, manifest, oldest_first, place_of
 from whet.track.files import atomic_folder, drop_folder, tidy, write_json
 from whet.types import CheckpointError, Json, WhetError
@@ -335,6 +336,11 @@ def _state_of(path: Path) -> Json:
     kinds = {"stage": int, "stage_name": str, "step": int}
     if not isinstance(state, dict) or any(type(state.get(key)) is not kind for key, kind in kinds.items()):
         raise Damaged(f"{path}: {STATE} does not name its stage and step")
+    if not STAGE.fullmatch(state["stage_name"]) or state["stage"] < 0 or state["step"] < 0:
+        raise Damaged(
+            f"{path}: {STATE} is of stage {state['stage_name'][:60]!r} (number {state['stage']}, step "
+            f"{state['step']}), which no run has: its files would be named by it"
+        )
     try:
         return repacked(state, _groups_of(path))
     except (OSError, ValueError, TypeError, IndexError) as e:
@@ -405,8 +411,9 @@ def _listed(path: Path) -> dict[str, tuple[int, str]]:
 
 def _json(path: Path, name: str) -> Json:
     try:
+        check_regular(path / name, Damaged)
         value = json.loads((path / name).read_text())
-    except (OSError, ValueError, RecursionError) as e:
+    except (Damaged, OSError, ValueError, RecursionError) as e:
         raise Damaged(f"{path} is not a complete checkpoint ({name}: {e})") from e
     if depth(value) > MOST_LEVELS:  # who reads on does so by recursion
         raise Damaged(
@@ -419,8 +426,8 @@ def glance(root: Path) -> Json:
     """The position of the run from the newest checkpoint, unverified; not done if none is readable."""
     found = all_in(root)
     try:
-        state = json.loads((found[-1] / STATE).read_text()) if found else None
-    except (OSError, ValueError, RecursionError):
+        state = _json(found[-1], STATE) if found else None
+    except Damaged:
         state = None
     return state if isinstance(state, dict) and {"stage", "done"} <= state.keys() else {"done": False}
 

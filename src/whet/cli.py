@@ -537,6 +537,15 @@ commands_engines.add_to(app)
 commands_studio.add_to(app)
 
 
+_ADVICE = {
+    errno.ENOSPC: "free some of it, and give the command again",
+    errno.EDQUOT: "free some of it, and give the command again",
+    errno.EACCES: "give another path, or fix its owner and mode",
+    errno.ENAMETOOLONG: "give a shorter path",
+}
+"""What a user can do about an error of the system, whichever part of a command met it."""
+
+
 def main() -> None:
     """Entry point: a user error is one message, not a traceback. Exit code 2: nothing was run."""
     arguments = sys.argv[1:]
@@ -549,9 +558,9 @@ def main() -> None:
         typer.echo(f"whet: {plain(str(e))}", err=True)
         sys.exit(2 if isinstance(e, ConfigError) else 1)
     except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if (advice := _ADVICE.get(e.errno or 0)) is None:
             raise
-        typer.echo(f"whet: {e}: free some of it, and give the command again", err=True)
+        typer.echo(f"whet: {plain(str(e))}: {advice}", err=True)
         sys.exit(1)
 
 

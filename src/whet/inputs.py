@@ -19,6 +19,8 @@ MOST_CONFIG_BYTES = 4 * MIB
 """Of a config file, of a chat template."""
 MOST_JSON_BYTES = 512 * MIB
 """Of a JSON file that is read whole: config.json, tokenizer.json, the head of a safetensors file."""
+MOST_RECORD_BYTES = 2048 * MIB
+"""Of a record of a run that is shown: metrics.jsonl, timings.jsonl, timeline.json."""
 MOST_ROW_BYTES = 64 * MIB
 """Of one line of a .jsonl file."""
 MOST_DEPTH = 50
@@ -34,20 +36,22 @@ _KINDS = {
 _FAR = re.compile(rb"[0-9][eE]\+?[0-9]{3}")
 
 
-def check_regular(path: Path, error: type[WhetError]) -> None:
-    """Raise `error` unless `path` is a regular file."""
+def check_regular(path: Path, error: type[WhetError], *, most: int | None = None) -> None:
+    """Raise `error` unless `path` is a regular file, of at most so many bytes."""
     try:
-        mode = path.stat().st_mode
+        found = path.stat()
     except (OSError, ValueError) as e:
         raise error(f"{path}: cannot be read: {_why(e)}") from e
     for test, kind in _KINDS.items():
-        if test(mode):
+        if test(found.st_mode):
             raise error(f"{path} is {kind}; expected a file")
+    if most is not None and found.st_size > most:
+        raise error(f"{path} has more than {most / MIB:g} MiB; is it the right file?")
 
 
 def read_bytes(path: Path, error: type[WhetError], *, most: int) -> bytes:
     """The bytes of a file. Raises `error` if it is irregular, unreadable, or larger than `most` bytes."""
-    check_regular(path, error)
+    check_regular(path, error, most=most)
     try:
         found = bytearray()  # in pieces: one read of `most` bytes would take the memory for them first
         with path.open("rb") as file:
@@ -58,6 +62,14 @@ def read_bytes(path: Path, error: type[WhetError], *, most: int) -> bytes:
     if len(found) > most:
         raise error(f"{path} has more than {most / MIB:g} MiB; is it the right file?")
     return bytes(found)
+
+
+def read_end(path: Path, most: int) -> tuple[str, bool]:
+    """The end of a text that may be long, of at most so many bytes, and whether there is more before it."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - most))
+        return file.read(most).decode("utf-8", "replace"), size > most
 
 
 def read_text(path: Path, error: type[WhetError], *, most: int) -> str:

@@ -23,7 +23,7 @@ from whet.algos.preference import kl_zero
 from whet.algos.recipes import Implicit
 from whet.algos.segments import sampled_logp_N
 from whet.algos.skipping import Skipping, shares, skip, skipping, without_effect
-from whet.batch import Batch, LossTerms, among_skipped, computed, pack, select, tokens_of, with_parts
+from whet.batch import Batch, LossTerms, among_skipped, computed, pack, tokens_of, with_parts
 from whet.config.groups import experts_per_step, pairs_tasks
 from whet.config.recipes import resolve
 from whet.config.schema import TrainConfig
@@ -46,7 +46,7 @@ from whet.trained_models import (
     references_of,
 )
 from whet.training.engine import TrainEngine, Want
-from whet.training.passes import passes, untaught
+from whet.training.passes import minibatch, passes, untaught
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.throughput import Meter, meter_of
 from whet.training.torch import MICRO_BATCH, FullKl, TorchEngine
@@ -210,7 +210,7 @@ class Learner:
     def minibatches(self, step: int, batch: Batch, train: TrainConfig) -> list[Tensor]:
         """Numbers of the rollouts of each optimizer step."""
         stream = seeds.key(self.context.cfg.seed, "minibatches", self.context.name, step)
-        return list(passes(batch, train, stream=stream))
+        return list(passes(batch, train, stream=stream, fill=self.context.plan.algorithm.refill == "copy"))
 
     def routed(self, batch: Batch) -> Batch:
         """The batch with the experts that train.router_replay names, for all rollouts that are not skipped."""
@@ -276,9 +276,9 @@ class Learner:
             before = replace(batch, implicit_N=critic.forward(batch, "logprobs"))
             batch = replace(batch, rival_R=rivals(before, how.beta))
         found, self.critic_updates = list[Tensor](), []
-        once = len(parts) // train.update_epochs
+        once = len({id(rows) for rows in parts[: len(parts) // train.update_epochs]})  # each rollout once
         for number, rows in enumerate(parts):
-            part = select(batch, rows)
+            part = minibatch(batch, rows, parts)
             if not how.before and number < once:
                 found.append(critic.forward(part, "logprobs"))
             self.critic_updates.append(self.update_critic(part))
@@ -334,7 +334,7 @@ class Learner:
             parts = self.minibatches(step, batch, self.context.cfg.train)
             jobs["policy"] = (
                 self.policy,
-                lambda: [self.update_policy(step, rows, select(batch, rows)) for rows in parts],
+                lambda: [self.update_policy(step, rows, minibatch(batch, rows, parts)) for rows in parts],
             )
         if self.critic is not None and plan.critic is not None:
             own = without_experts(batch)
@@ -342,7 +342,7 @@ class Learner:
             if self.context.algorithm.implicit is None:
                 jobs["critic"] = (
                     self.critic,
-                    lambda: [self.update_critic(select(own, rows)) for rows in dealt],
+                    lambda: [self.update_critic(minibatch(own, rows, dealt)) for rows in dealt],
                 )
         done = run_concurrently(jobs)
         if self.critic_updates:  # before the policy's

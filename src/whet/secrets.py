@@ -36,7 +36,9 @@ _SURE = (
     r"|(^|_)(PWD|PASS|SAS|PAT)($|_)|(API|ACCESS|PRIVATE|SIGNING|ENCRYPTION|ACCOUNT)[_-]?KEY|(^|[_-])COOKIES?$"
 )
 _LIKELY = r"TOKEN(?!IZ)|(?<!SSL)(?<!MON)(?<!TUR)(?<!HOC)(?<!WHIS)KEY(?!WORD|BOARD|FRAME|POINT|STROKE)"
-_MASKED = r"SECRET|PASS|CREDENTIAL|BEARER|AUTH|DSN$|CONNECTION_?STRING|(^|_)(PWD|SAS|PAT)($|_)|COOKIE|TOKEN|KEY"
+_MASKED = (
+    r"SECRET|PASS|CREDENTIAL|BEARER|AUTH|DSN$|CONNECTION_?STRING|(^|_)(PWD|SAS|PAT)($|_)|COOKIE|TOKEN|KEY"
+)
 _OTHER = r"""
     (^|_)(RATE|RATIO|THRESHOLD|K|LEN|LENGTH|LIMIT|BUDGET|COUNT|SIZE|WEIGHT|PENALTY|COLUMN|FIELD|NAME|ENV|PATH|FILE|DIR
         |FOLDER|TYPE|MODE|METHOD|FORMAT|STRATEGY|REQUIRED|ENABLED|TIMEOUT|SHARING)S?$
@@ -46,12 +48,14 @@ _OTHER = r"""
     | (^|_)(SORT|PRIMARY|FOREIGN|GROUP|JOIN|UNIQUE|INDEX|PROMPT|RESPONSE|QUESTION|ANSWER|LABEL|COLUMN|TEXT|MESSAGES?
         |REWARD|FN)_?KEYS?$
 """
-"""Names that say something about a secret, or of another thing: max_tokens, eos_token, sort_key, pass_rate, key_file."""
+"""Names that are about a secret, or of another thing: max_tokens, eos_token, sort_key, pass_rate, key_file."""
 _sure = re.compile(_SURE, re.IGNORECASE)
 _likely = re.compile(_LIKELY, re.IGNORECASE)
 _masked = re.compile(_MASKED, re.IGNORECASE)
 _other = re.compile(_OTHER, re.VERBOSE | re.IGNORECASE)
-_NO_VALUES = frozenset(("none", "null", "true", "false", "yes", "no", "basic", "bearer", "default", "anonymous"))
+_NO_VALUES = frozenset(
+    ("none", "null", "true", "false", "yes", "no", "basic", "bearer", "default", "anonymous")
+)
 """What stands at such a name and is no secret, whatever its case."""
 _LOOK = {"TOKEN": r"[\w./+=:~-]{8,}", "KEY": r"(?=.*\d)[\w./+=:~-]{8,}"}
 """What a value looks like that is meant by such a name, and not a special token or the key of a column."""

@@ -9,10 +9,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from whet import checkpoint
 from whet.config.load import Loaded
+from whet.config.parse import as_yaml
 from whet.config.plan import dtype_on
 from whet.config.resuming import RESUME, Change, finished_with_others, longer, other_code, taken
 from whet.config.schema import Config
@@ -149,7 +148,7 @@ def note_start(loaded: Loaded, directory: RunDirectory, start: RunStart) -> None
     device = pick_device(cfg).type
     bits = facts(device, kernels=cfg.machine.kernels, float32=dtype_on(cfg, device) == "float32")
     shown = for_people(loaded.as_given, loaded.written)
-    text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+    text = as_yaml(shown)
     described = describe(
         config=text, seed=cfg.seed, data_files=data_files(loaded), code=loaded.code, bits=bits
     )

@@ -21,6 +21,8 @@ from whet.types import Json
 
 _PLACE = re.compile(r"path|run_dir|resume|chat_template|tokenizer")
 """Keys whose text is a path on this machine."""
+_FREE = ("arguments", "engine_arguments", "options")
+"""Keys below which names mean what other code says."""
 _HOME = re.compile(r"~[^/\s]*(?=/)")
 
 
@@ -107,11 +109,18 @@ class Draft:
             self._tell(path, f"{named(path, written)}: {shown(get(written, path))}: {said}")
 
     def find_places(self) -> None:
-        """Refuse paths that no system call accepts, and paths without permission: a later test for existence expects
-        only yes or no."""
+        """Refuse empty paths, paths that no system call accepts, and paths without permission: a later test for
+        existence expects only yes or no."""
         for path, value in leaves(self.tree):
             name = next((part for part in reversed(path) if isinstance(part, str)), "")
             if isinstance(value, str) and _PLACE.fullmatch(name) and "{" not in value and "://" not in value:
+                if not value:  # pathlib takes it for the working directory
+                    if not any(part in _FREE for part in path):
+                        said = (
+                            'the path is empty; give one (the working directory is "."), or leave the key out'
+                        )
+                        self._tell(path, f"{named(path, self.tree)}: {said}")
+                    continue
                 try:
                     os.stat(os.path.expanduser(value))
                 except (OSError, ValueError) as e:

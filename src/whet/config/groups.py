@@ -26,11 +26,11 @@ def sampled_tasks(own: int, algorithm: Resolved) -> int:
 def problems(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) in one stage's config."""
     if algorithm.mix is not None:
-        yield from _mix_problems(cfg, experts_per_step(cfg, algorithm))
+        yield from _mix_problems(cfg, algorithm, experts_per_step(cfg, algorithm))
     yield from _kept_problems(cfg, algorithm)
 
 
-def _mix_problems(cfg: Config, experts: int) -> Iterator[tuple[str, str]]:
+def _mix_problems(cfg: Config, algorithm: Resolved, experts: int) -> Iterator[tuple[str, str]]:
     train = cfg.train
     own = train.tasks_per_step - experts
     if min(own, experts) < train.minibatches:
@@ -39,6 +39,12 @@ def _mix_problems(cfg: Config, experts: int) -> Iterator[tuple[str, str]]:
             f"train.tasks_per_step={train.tasks_per_step} has {experts} demonstrations and {own} own tasks, but each "
             f"of train.minibatches={train.minibatches} needs at least one of both: raise tasks_per_step, or choose a "
             "ratio closer to 0.5",
+        )
+    if algorithm.needs_critic and own < (cfg.critic.minibatches or 1):
+        yield (
+            "critic.minibatches",
+            f"{cfg.critic.minibatches}, but of train.tasks_per_step={train.tasks_per_step} tasks {experts} are "
+            f"demonstrations, which the critic does not learn from: give at most {own}",
         )
 
 

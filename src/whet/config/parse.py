@@ -1,4 +1,4 @@
-"""Text of a config file -> plain values, and the line of every key.
+"""Text of a config file -> plain values, and the line of every key; and back.
 
 YAML by the core rules of version 1.2: true and false are the only booleans (`off` is text), 1e-6 is a number,
 010 is ten, 12:30 and 2024-01-01 are text. A key given twice is refused with both lines. `<<: *name` merges mappings, as
@@ -28,6 +28,8 @@ _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
 YAML_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+_BREAKS = re.compile("[\r\x85\u2028\u2029]")
+"""PyYAML writes them as they are, and reads them as ends of lines."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _TAGGED = re.compile(r"(&\S+\s+)?!")
 _MOST_VALUES = 100_000
@@ -54,6 +56,27 @@ class Parsed:
 def parse(text: str, *, toml: bool = False) -> Parsed:
     """Read YAML or TOML. What cannot be read at all is the one problem; then the tree is None."""
     return _toml(text) if toml else _yaml(text)
+
+
+def as_yaml(tree: Mapping[str, Json]) -> str:
+    """YAML that `parse` reads as it was. PyYAML alone leaves text unquoted that is a number by version 1.2: 1e3."""
+    return yaml.dump(dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    try:
+        reads_as_it_is = scalar(text) == text
+    except ValueError:
+        reads_as_it_is = False
+    style = '"' if _BREAKS.search(text) else None if reads_as_it_is else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 def scalar(text: str) -> Json:

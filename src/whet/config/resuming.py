@@ -9,7 +9,6 @@ free: changes no number; accepted. `rounding` is accepted too: sums have another
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

@@ -11,6 +11,8 @@ from whet.config.keys import KEPT, TABLES, Path, dotted, lookup
 from whet.config.schema import AlgorithmConfig, StageConfig
 from whet.types import Json
 
+STAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+"""What a stage may be called: files are named by it."""
 STAGE_SECTIONS = tuple(name for name in StageConfig.model_fields if name != "name")
 
 

@@ -74,6 +74,8 @@ class RunDiff:
     both."""
     longer: Mapping[str, int]
     """Lines of metrics.jsonl that only one run has, by its path."""
+    uncompared: int
+    """Lines that both have, and whose rollouts only one has, up to the first that differs."""
     why: Sequence[str]
     """Causes that the records tell of."""
 
@@ -87,12 +89,13 @@ def compared(a: Path, b: Path) -> RunDiff:
     one, other = read(a), read(b)
     config = [c for c in changes(one.config, other.config) if c.key not in ELSEWHERE]
     mine, theirs = ({_key(line): line for line in run.metrics} for run in (one, other))
-    parting, equal_to = None, None
+    parting, equal_to, uncompared = None, None, 0
     for key in (key for key in mine if key in theirs):
         parting = _parting(one, other, key, mine[key], theirs[key])
         if parting is not None:
             break
         equal_to = key[:2]
+        uncompared += len({file.exists() for file in _files(one, other, key)}) > 1
     code, data = (_rows(one.manifest, other.manifest, name) for name in ("code_sha256", "data_sha256"))
     if sorted(_values(one, "data_sha256")) == sorted(_values(other, "data_sha256")):
         data = []  # the same files at other places
@@ -107,6 +110,7 @@ def compared(a: Path, b: Path) -> RunDiff:
         parting=parting,
         equal_to=equal_to,
         longer={path: count for path, count in longer.items() if count},
+        uncompared=uncompared,
         why=[] if parting is None else _why(one, other, parting, config, code, data),
     )
 
@@ -116,14 +120,18 @@ def _key(line: Mapping[str, Json]) -> Key:
     return line["stage"], line["step"], "eval" if evaluation else "rollouts"
 
 
+def _files(one: RunRecord, other: RunRecord, key: Key) -> list[Path]:
+    """Of the rollouts of a line, in each of both."""
+    stage, step, folder = key
+    return [run.path / folder / f"{stage}-step-{step:06d}.parquet" for run in (one, other)]
+
+
 def _parting(
     one: RunRecord, other: RunRecord, key: Key, mine: Mapping[str, Json], theirs: Mapping[str, Json]
 ) -> Parting | None:
     """How the records of one line differ. None: they do not."""
     stage, step, folder = key
-    metrics = compare.metrics(mine, theirs)
-    name = f"{stage}-step-{step:06d}.parquet"
-    files = [run.path / folder / name for run in (one, other)]
+    metrics, files = compare.metrics(mine, theirs), _files(one, other, key)
     rollouts: list[ComparedColumn] = []
     if all(file.exists() for file in files) and not filecmp.cmp(files[0], files[1], shallow=False):
         found = compare.rollouts(*(read_rollouts(file) for file in files))

@@ -80,6 +80,10 @@ def _metrics(found: Sequence[ValueDifference]) -> Table:
 
 def _verdict(found: RunDiff) -> Text:
     longer = "".join(f"; {count} lines are only in {path}" for path, count in found.longer.items())
+    if found.uncompared:
+        longer = (
+            f"; rollouts of {found.uncompared} lines are only in one record and were not compared{longer}"
+        )
     upto = "" if found.equal_to is None else f"{found.equal_to[0]} step {found.equal_to[1]}"
     if found.equal:
         return Text(f"equal in every bit up to {upto}{longer}", "bold green")
@@ -106,6 +110,7 @@ def as_json(found: RunDiff) -> Json:
             "equal": found.equal,
             "equal_to": list(found.equal_to) if found.equal_to else None,
             "lines_in_one_only": found.longer,
+            "rollouts_in_one_only": found.uncompared,
             "config": [{"key": c.key, "a": c.old, "b": c.new, "changes": c.kind} for c in found.config],
             **{name: [_row(row) for row in getattr(found, name)] for name in ("environment", "code", "data")},
             "parts_at": parting,

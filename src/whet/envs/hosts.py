@@ -68,6 +68,10 @@ MOST_DEATHS = 10
 """Of hosts in a row, without an answer of any, before the run ends."""
 MOST_BYTES = 16 * 2**20
 """Longest message of a host: texts of `env.MOST_TEXT` characters, escaped."""
+MOST_UNREAD = 256 * 2**20
+"""Bytes of messages that a host may leave unread: it may ask on and on, and never read what it is told."""
+MOST_UNHEARD = 64
+"""Messages of a host that wait for the event loop; then it is heard no faster than it is answered."""
 MOST_ERROR = 1000
 MOST_ASKED = 256
 """Calls of the run that one episode waits for at once."""
@@ -196,6 +200,11 @@ class _HostProcess:
     closing: set[int] = field(default_factory=set)
     """Episodes that have ended, but not yet here."""
     outbox: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
+    unread: int = 0
+    """Bytes of the outbox."""
+    counting: threading.Lock = field(default_factory=threading.Lock)
+    room: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(MOST_UNHEARD))
+    """For messages that have come and are not heard yet."""
     heard: float = field(default_factory=time.monotonic)
     dead: str | None = None
     """How it ended."""
@@ -205,14 +214,23 @@ class _HostProcess:
     """Episodes that ran code when it ended."""
 
     def send(self, kind: str, *what: Json) -> None:
-        """Put a message into its outbox; TypeError for what is not JSON."""
-        self.outbox.put(json.dumps([kind, *what]).encode())
+        """Put a message into its outbox; TypeError for what is not JSON. A host that does not read is cut off."""
+        message = json.dumps([kind, *what]).encode()
+        with self.counting:
+            self.unread += len(message)
+            is_full = self.unread - len(message) > MOST_UNREAD
+        if is_full:
+            self.hang_up(socket.SHUT_RDWR)
+        else:
+            self.outbox.put(message)
 
     def write(self) -> None:
         """A thread: a host that does not read holds nobody up."""
         with suppress(OSError):
             while (message := self.outbox.get()) is not None:
                 self.line.connection.send_bytes(message)
+                with self.counting:
+                    self.unread -= len(message)
 
     def hang_up(self, how: int) -> None:
         """Shut the connection down: a thread may be reading from it, so it is not closed."""
@@ -424,11 +442,15 @@ class EnvHosts:
             while True:
                 data = place.line.connection.recv_bytes(MOST_BYTES)
                 place.heard = time.monotonic()
-                self._tell(self._heard, place, json.loads(data))
+                message = json.loads(data)
+                place.room.acquire(timeout=1.0)  # what a loop that has ended did not hear gives none back
+                self._tell(self._heard, place, message)
         except (EOFError, ConnectionError):  # a reset, where it had not read all
             pass
         except (OSError, ValueError, RecursionError) as error:
             why = f"its host sent no message: {said(error)}" if place.dead is None else ""
+        if place.unread > MOST_UNREAD:
+            why = f"its host left more than {MOST_UNREAD >> 20} MiB of messages unread"
         self._tell(self._died, place, why or f"its host ended: {how_it_ended(place.line)}")
         place.line.hang_up()
 
@@ -440,6 +462,7 @@ class EnvHosts:
                 self._loop.call_soon_threadsafe(what, *arguments)
 
     def _heard(self, place: _HostProcess, message: Json) -> None:
+        place.room.release()
         if place.dead is not None:
             return
         try:

@@ -10,20 +10,21 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import xxhash
 from torch import Tensor
 
-from whet.models import products
+from whet.models import elementwise, products
 from whet.models.attention import PackedAttention, Segments
 from whet.models.kernels import Ops, load
+from whet.models.torch_ops import Act
 from whet.track.manifest import cpu_name
 
-VERSION = 2
-"""Of the arithmetic: raise it with every change of bits, and take PORTABLE anew."""
-PORTABLE = "5f047152b2693603"
+VERSION = 3
+"""Of the arithmetic: raise it with every change of bits, or of what the digest is taken of, and take PORTABLE anew."""
+PORTABLE = "10b8f35c85fb5be2"
 """The digest on every processor with AVX2 and fused multiply-add, where the kernels are compiled."""
 
 
@@ -84,12 +85,11 @@ def _results(ops: Ops) -> list[Tensor]:
     q_NHD, k_NKD = _numbers(37, 4, 16) * 4.0, _numbers(37, 2, 16) * 4.0
     angle_ND = _numbers(37, 16) * 6.0
     turned_NHD = ops.norm_rope(q_NHD, _numbers(16) + 1.0, 1e-6, cos_ND=angle_ND, sin_ND=angle_ND * 0.5)
-    segments = Segments(*(torch.tensor(n) for n in ([0, 20, 27], [20, 7, 10], [0, 0, 0], [0, 20, 20])))
     seen = [
-        PackedAttention(segments, ops)(
-            0, turned_NHD, k_NKD, k_NKD * 0.5, scale=0.25, window=w, softcap=cap, sinks=None
+        PackedAttention(_segments(), ops)(
+            0, turned_NHD, k_NKD, k_NKD * 0.5, scale=0.25, window=w, softcap=cap, sinks=sinks
         )
-        for w, cap in ((None, None), (9, 5.0))
+        for w, cap, sinks in ((None, None, None), (9, 5.0, None), (9, None, _numbers(4)))
     ]
     acts = [ops.glu(_numbers(5, 77) * 9.0, _numbers(5, 77), act=act) for act in ("silu", "gelu_tanh")]
     logits_AV = _numbers(9, 530) * 20.0
@@ -99,7 +99,37 @@ def _results(ops: Ops) -> list[Tensor]:
     ops.logprobs_backward(slope_AV, token_A, logp_A, entropy_A, dlogp_N=logp_A, dentropy_N=entropy_A)
     gradients = [products.product(y_NF.t(), x_ND), products.product(y_NF, w_FD), products.column_sums(y_NF)]
     own = [y_NF, normed_ND, sum_ND, turned_NHD, *seen, *acts, logp_A, entropy_A, slope_AV, *gradients]
-    return [*own, *_stepped(w_FD)]
+    return [*own, *_with_gradients(ops), *_stepped(w_FD)]
+
+
+def _segments() -> Segments:
+    """A prompt that two replies share."""
+    return Segments(*(torch.tensor(n) for n in ([0, 20, 27], [20, 7, 10], [0, 0, 0], [0, 20, 20])))
+
+
+@torch.enable_grad()
+def _with_gradients(ops: Ops) -> list[Tensor]:
+    """What a layer computes beside its products, forward and backward, and the activations of foreign modules."""
+    inputs: list[Tensor] = []
+
+    def of(*shape: int, scale: float = 1.0) -> Tensor:
+        inputs.append((_numbers(*shape) * scale).requires_grad_())
+        return inputs[-1]
+
+    angle_ND = _numbers(37, 16) * 6.0
+    turned_NHD = ops.norm_rope(of(37, 4, 16), of(16), 1e-6, cos_ND=angle_ND, sin_ND=angle_ND * 0.5)
+    keys, values, sinks = of(37, 2, 16, scale=4.0), of(37, 2, 16), of(4)
+    seen_NHD = PackedAttention(_segments(), ops)(
+        0, turned_NHD, keys, values, scale=0.25, window=9, softcap=None, sinks=sinks
+    )
+    outputs = [
+        *(ops.rms_norm(of(37, 320), of(320), 1e-6, offset=1.0), seen_NHD),
+        *ops.add_rms_norm(of(37, 320), of(37, 320, scale=3.0), of(320), eps=1e-6),
+        *(ops.glu(of(5, 77, scale=9.0), of(5, 77), act=act) for act in get_args(Act)),
+        *(elementwise.activation(of(5, 77, scale=9.0), kind) for kind in get_args(elementwise.Kind)),
+    ]
+    given = [_numbers(*output.shape) for output in outputs]
+    return [*(output.detach() for output in outputs), *torch.autograd.grad(outputs, inputs, given)]
 
 
 def _stepped(w_FD: Tensor) -> list[Tensor]:

@@ -12,8 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
+from whet.config.parse import as_yaml
 from whet.config.secrets import by_environment
 from whet.rehearsal.findings import Finding, fails, works
 from whet.rehearsal.shrink import check
@@ -99,9 +98,7 @@ def _start(tree: dict[str, Json], folder: Path, name: str) -> subprocess.Popen[b
     """`whet train` on the small config, in a process group of its own so that it ends with all its children."""
     file = folder / f"{name}.yaml"
     open_tree, variables = by_environment(tree)  # no secret goes into a file
-    file.write_text(
-        yaml.safe_dump(open_tree | {"run_dir": str(folder / name)}, sort_keys=False, allow_unicode=True)
-    )
+    file.write_text(as_yaml(open_tree | {"run_dir": str(folder / name)}))
     with (folder / f"{name}.txt").open("wb") as out:
         return subprocess.Popen(
             [sys.executable, "-c", _CHILD, str(os.getpid()), "train", str(file), "--dialect", "native"],

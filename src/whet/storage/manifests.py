@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from whet.config.tree import STAGE
 from whet.guard import pulse
 from whet.inputs import parse_json
 from whet.types import DataError, Json
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 """Lists every other file of its folder. Written last, so a folder without one is no whole one."""
 
-_NAME = re.compile(r"(\d+)-(.+)-(\d{6,})")
+_NAME = re.compile(rf"(\d+)-({STAGE.pattern})-(\d{{6,}})")
 
 
 def place_of(name: str) -> tuple[int, int] | None:

@@ -52,6 +52,13 @@ def _path(template: str, stage: str, step: int) -> Path:
     return Path(template.replace("{stage}", stage).replace("{step}", str(step))).expanduser()
 
 
+def is_named(path: Path, template: str, stage: str, step: int) -> bool:
+    """Whether this is a file of a step that the template names, of whatever source."""
+    named = str(_path(template.replace(SOURCE, "\0"), stage, step).absolute())
+    source = r"(?!\.{1,2}(?:/|$))[\w.-]+"
+    return re.fullmatch(source.join(map(re.escape, named.split("\0"))), str(path)) is not None
+
+
 def encoded(rows: Sequence[Row], suffix: str) -> bytes:
     """Rows as the bytes of a .jsonl or .parquet file. A number that is not finite is null, as JSON has none."""
     finite = [{key: _finite(value) for key, value in row.items()} for row in rows]

@@ -231,6 +231,10 @@ def sync_path(path: Path) -> None:
         os.close(handle)
 
 
+MOST_HOLDER_BYTES = 500
+"""Of the pid and host in a lock file."""
+
+
 class RunLock:
     """One writer in a run directory: an flock on the directory itself and on `RUN/lock`, with the holder's pid and host
     inside.
@@ -337,7 +341,8 @@ def _lock_folder(handle: int) -> None:
 def holder(run_dir: Path) -> tuple[int, str] | None:
     """(pid, host) of the process that holds the run's lock or died with it; None after an orderly end."""
     try:
-        words = (run_dir / "lock").read_text().split()
+        with open(run_dir / "lock", "rb", opener=not_linked) as file:
+            words = file.read(MOST_HOLDER_BYTES).decode(errors="replace").split()
     except OSError:
         return None
     return (int(words[0]), words[1]) if len(words) == 2 and words[0].isdigit() else None

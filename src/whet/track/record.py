@@ -34,7 +34,7 @@ import numpy as np
 import pyarrow as pa
 
 from whet.track import turn_seconds
-from whet.track.dumps import batch_file, files, parquet_bytes, prompt_text, rows_of
+from whet.track.dumps import batch_file, files, is_named, parquet_bytes, prompt_text, rows_of
 from whet.track.files import (
     drop_unfinished,
     file_error,
@@ -94,7 +94,7 @@ class RunDirectory:
             for folder in (path, path / "export", *self._folders()):
                 tidy(folder)
             if (path / DUMPS).exists():
-                drop_unfinished(Path(line["path"]) for line in _dumped(path))
+                drop_unfinished(Path(line["path"]) for line in _dumped(path) if self._is_named(line))
             self._begin_account()
             self._metrics = io.FileIO(path / METRICS, "a", opener=not_linked)
             self._timings = io.FileIO(path / "timings.jsonl", "a", opener=not_linked)
@@ -345,15 +345,27 @@ class RunDirectory:
         self._begin_account()
 
     def _truncate_dumps(self, limit: tuple[int, int]) -> None:
-        """Delete the dumps that are later, unless something else has been written over them."""
+        """Delete the dumps that are later, unless something else has been written over them, or they lie where the
+        config that is given now names none: the record may come from elsewhere, and name any file of this user."""
         if not (self.path / DUMPS).exists():
             return
-        for line in _dumped(self.path):
+        late = [line for line in _dumped(self.path) if self._place(line["stage"], line["step"]) > limit]
+        there = [line for line in late if Path(line["path"]).is_file()]
+        for line in there:
             path = Path(line["path"])
-            is_late = self._place(line["stage"], line["step"]) > limit
-            if is_late and path.is_file() and _digest(path.read_bytes()) == line["sha256"]:
+            if self._is_named(line) and _digest(path.read_bytes()) == line["sha256"]:
                 path.unlink()
+        if left := [line["path"] for line in there if not self._is_named(line)]:
+            log.warning(
+                "%s lists %d files of later steps that track.dump does not name (%s); they stay",
+                self.path / DUMPS, len(left), left[0],
+            )  # fmt: skip
         write_bytes(self.path / DUMPS, self._kept(DUMPS, limit))
+
+    def _is_named(self, line: Mapping[str, Json]) -> bool:
+        """Whether a line of dumps.jsonl is of a file that this run writes."""
+        path, stage, step = Path(line["path"]), line["stage"], line["step"]
+        return any(is_named(path, template, stage, step) for template in self._dumps.values())
 
     def _kept(self, name: str, limit: tuple[int, int]) -> bytes:
         return b"".join(

@@ -96,7 +96,7 @@ def attach(cfg: Config) -> None:
 def _is_of(target: Path, run_dir: Path) -> bool:
     """Whether a folder lies in the run directory, or is marked as this run's."""
     owner = target / _OWNER
-    return target.is_relative_to(run_dir) or (owner.exists() and owner.read_text().strip() == str(run_dir))
+    return target.is_relative_to(run_dir) or (owner.is_file() and owner.read_text().strip() == str(run_dir))
 
 
 def run_of(checkpoint: Path) -> Path:

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from whet.config.tree import get
 from whet.data.timed import decoded
+from whet.inputs import MIB, read_end
 from whet.track.metrics import HELD_OUT
 from whet.track.overview import (
     Lines,
@@ -105,7 +106,7 @@ def _head(run: RunRecord) -> Table:
 def _last_word(run_dir: Path) -> str:
     """The last message of a run that came to no step."""
     path = run_dir / "run.log"
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    lines = read_end(path, MIB)[0].splitlines() if path.is_file() else []
     return f". run.log ends with: {shorten(lines[-1])}" if lines else ""
 
 

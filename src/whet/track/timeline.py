@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from whet.inputs import parse_json
+from whet.inputs import MOST_RECORD_BYTES, parse_json, read_bytes
 from whet.track.files import file_error, write_bytes
 from whet.types import DataError, Json
 
@@ -308,7 +308,8 @@ def read(path: Path) -> list[Span]:
 
 def _events(path: Path) -> Iterator[dict[str, Json]]:
     """Every whole line but the brackets; only the last may be broken, by a kill."""
-    lines = [line.rstrip(b",") for line in path.read_bytes().splitlines()]
+    found = read_bytes(path, DataError, most=MOST_RECORD_BYTES)
+    lines = [line.rstrip(b",") for line in found.splitlines()]
     for number, line in enumerate(lines, start=1):
         if line in (b"[", b"]", b""):
             continue

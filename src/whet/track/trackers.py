@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from whet.config.schema import Config
 from whet.config.trackers import TRACKERS
+from whet.guard import pulse
 from whet.tables import load_object
 from whet.track.record import RunDirectory
 from whet.track.sinks import Sinks
@@ -150,9 +151,12 @@ def _made(name: str, sinks: Sinks) -> Tracker:
 
 @contextmanager
 def naming(tracker: Tracker, stage: str, step: int) -> Iterator[None]:
-    """What a tracker raises inside ends the run, and says whose it is; callbacks say so themselves."""
+    """What a tracker raises inside ends the run, and says whose it is; callbacks say so themselves. Where it hangs, the
+    watch names it."""
+    pulse.beat(f"{type(tracker).__name__} (track.trackers), step {step}")
     try:
         yield
+        pulse.beat("the record of a step")
     except Exception as e:
         if not getattr(e, "__notes__", ()):
             e.add_note(f"raised by {type(tracker).__name__} (track.trackers), step {step} of stage {stage!r}")
@@ -162,6 +166,7 @@ def naming(tracker: Tracker, stage: str, step: int) -> Iterator[None]:
 def close(tracker: Tracker) -> None:
     """Close a tracker, however the run ended. What foreign code raises here is only logged: all numbers are in
     metrics.jsonl, and the error would stand in the place of the one that has ended the run."""
+    pulse.beat(f"{type(tracker).__name__} (track.trackers), as it is closed")
     try:
         tracker.close()
     except WhetError:  # of the run's own record

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from whet.data.parquet import read_parquet
 from whet.types import DataError, Rollout
 
 Seconds = list[tuple[float | None, float | None]]
@@ -33,10 +33,7 @@ def to_table(rollouts: Sequence[Rollout]) -> pa.Table:
 
 def read(path: Path) -> dict[tuple[int, int], Seconds]:
     """Those of a file, by (uid, index). DataError if it is none."""
-    try:
-        table = pq.read_table(path)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
-        raise DataError(f"{path}: not a readable parquet file: {e}") from e
+    table = read_parquet(path)
     if not table.schema.equals(SCHEMA):
         raise DataError(f"{path} is not a file of seconds: expected the columns {', '.join(SCHEMA.names)}")
     return {

@@ -7,7 +7,6 @@ last line may be truncated, by a kill, and is left out.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -16,12 +15,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from whet.config.parse import parse
+from whet.config.tree import STAGE as STAGE
 from whet.data.parquet import read_parquet, read_schema
-from whet.inputs import MOST_CONFIG_BYTES, MOST_JSON_BYTES, check_regular, parse_json, read_bytes, read_text
+from whet.inputs import (
+    MOST_CONFIG_BYTES,
+    MOST_JSON_BYTES,
+    MOST_RECORD_BYTES,
+    check_regular,
+    parse_json,
+    read_bytes,
+    read_text,
+)
 from whet.types import DataError, Json, Message
-
-STAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-"""What a stage may be called: files are named by it."""
 
 ROLLOUTS = pa.schema(
     [
@@ -78,11 +83,15 @@ _BY = "; is the file from another program, or damaged?"
 
 def read_lines(path: Path) -> list[dict[str, Json]]:
     """The lines of metrics.jsonl or timings.jsonl, null as NaN; without a truncated last line."""
-    return _numbers(lines(path), path) if path.exists() else []
+    if not path.exists():
+        return []
+    check_regular(path, DataError, most=MOST_RECORD_BYTES)
+    return _numbers(lines(path), path)
 
 
 def read_more(path: Path, start: int, first: int) -> tuple[list[dict[str, Json]], int]:
     """`read_lines` from byte `start` on, which is line `first`; and the byte after the last whole line."""
+    check_regular(path, DataError, most=start + MOST_RECORD_BYTES)
     with path.open("rb") as file:
         file.seek(start)
         data = file.read()

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from whet import seeds
-from whet.batch import Batch, split
+from whet.batch import Batch, select, split
 from whet.config.schema import TrainConfig
 from whet.types import Metrics
 
 
-def passes(batch: Batch, train: TrainConfig, *, stream: int) -> Iterator[Tensor]:
+def passes(batch: Batch, train: TrainConfig, *, stream: int, fill: bool = False) -> Iterator[Tensor]:
     """Numbers of the rollouts of `train.minibatches` minibatches of whole groups (a group each where there are fewer),
     `train.update_epochs` times over. Groups are cut where the minibatches do not divide the tasks of a step.
 
     stream: seeds.key of the step; with `shuffle_minibatches` it and the number of the pass decide who learns with whom.
+    fill: where there are fewer groups, they come again in turn, as the same tensors, until there are as many
+    minibatches. So a step whose groups are copied has all of its optimizer steps, which the schedule counts.
     """
     cut = train.tasks_per_step % train.minibatches != 0
     for number in range(train.update_epochs):
         if train.shuffle_minibatches:
-            yield from deal(batch, train.minibatches, cut=cut, stream=seeds.key(stream, number))
+            parts = deal(batch, train.minibatches, cut=cut, stream=seeds.key(stream, number))
         else:
-            yield from split(batch, train.minibatches, cut=cut)
+            parts = split(batch, train.minibatches, cut=cut)
+        yield from (parts[n % len(parts)] for n in range(train.minibatches if fill else len(parts)))
+
+
+def minibatch(batch: Batch, rows: Tensor, parts: Sequence[Tensor]) -> Batch:
+    """The rollouts of one of the minibatches `parts`. Those that come several times in an update epoch count as often
+    in all of it as they do in the batch."""
+    part, times = select(batch, rows), sum(other is rows for other in parts)
+    return part if times == 1 or part.count_R is None else replace(part, count_R=part.count_R / times)
 
 
 def deal(batch: Batch, parts: int, *, stream: int, cut: bool = False) -> list[Tensor]:

@@ -106,7 +106,8 @@ class TorchEngine:
         )
         inside = set(inner_matrices(model))
         self.device = self.home = next(model.parameters()).device  # parameters may then rest on the host
-        self.across.place(model, functional=self.decoder.path == "functional")
+        functional, wide = self.decoder.path == "functional", cut.precision.reduce is not None
+        self.across.place(model, functional=functional, sums_wide=wide)
         self.optimizer: Optimizer | ZeroOptimizer | None = None
         if optimizer is not None:
             self.optimizer = make_optimizer(

@@ -12,7 +12,7 @@ from pathlib import Path
 from whet import secrets
 from whet.checkpoint import glance
 from whet.config.tree import get
-from whet.inputs import MOST_CONFIG_BYTES, read_bytes
+from whet.inputs import MOST_CONFIG_BYTES, read_bytes, read_end
 from whet.track.metrics import FAILED, HELD_OUT, REWARD
 from whet.track.overview import Lines, RunRecord, checkpoints, learning_of, numbers_of, state_of, typed
 from whet.types import DataError, Json
@@ -164,11 +164,8 @@ def _log(run_dir: Path) -> list[str]:
     path = run_dir / "run.log"
     if not path.is_file():
         return []
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - LOG_BYTES))
-        text = file.read(LOG_BYTES).decode("utf-8", "replace")
-    lines = text.splitlines()[1 if size > LOG_BYTES else 0 :]
+    text, is_cut = read_end(path, LOG_BYTES)
+    lines = text.splitlines()[1 if is_cut else 0 :]
     return [secrets.redact(line)[:MOST_LINE] for line in lines]
 
 

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from whet.config.tree import stage_names
+from whet.inputs import check_regular
 from whet.track.overview import Lines, state_of, tokenizer_of
 from whet.track.written import list_steps, read_config, read_manifest, read_more, read_table
 from whet.types import ConfigError, DataError, Json, WhetError
@@ -209,6 +210,7 @@ class Shown:
 
 def count_rows(path: Path) -> int:
     """Rollouts in a file, from its end alone."""
+    check_regular(path, DataError)
     try:
         return pq.read_metadata(path).num_rows
     except (pa.ArrowException, OSError, UnicodeDecodeError) as e:

@@ -21,8 +21,8 @@ class PrecisionConfig(Section):
     their dtype. For GPUs with float8 products (compute capability 8.9: L4, H100 ...); on a CPU it works, but is slow.
     Sampled and trained log-probs differ, and the rounding depends on the micro-batches."""
     reduce: Literal["float32"] | None = None
-    """Dtype in which the gradients of all micro-batches are summed, where parameters are not float32: it takes two more
-    bytes per parameter, and small gradients are not lost. Default: the dtype of the parameters."""
+    """Dtype in which the gradients of all micro-batches and ranks are summed, where parameters are not float32: it
+    takes two more bytes per parameter, and small gradients are not lost. Default: the dtype of the parameters."""
     master_weights: bool = True
     """Keep a float32 copy of parameters that are not float32; the optimizer updates the copy. false saves 4 bytes per
     parameter and keeps the moments in the dtype of the parameters; updates below 1/256 of a bfloat16 weight are then
