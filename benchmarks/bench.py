@@ -1,8 +1,9 @@
 """Ours against TRL's, alternately, one process each: CPU seconds a step and their parts, tokens/s, peak memory.
 
-    python benchmarks/bench.py [--cases S/32 S/128 ...] [--repeats 3]      `make bench` runs it
+    python benchmarks/bench.py [--cases S/32 S/128 ...] [--repeats 3] [--dtype bfloat16]   (`make bench`)
 
-Prints a table as it goes, and writes benchmarks/results.json. Needs a machine with nothing else to do.
+Prints a table as it goes, and writes benchmarks/results.json, or results_bfloat16.json. Needs a machine with nothing
+else to do.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ CASES = ("S/32", "S/128", "M/32", "M/128", "L/32", "S/32/512", "S/128/512", "M/3
 """Size / longest reply / prompt tokens (7 to 24 if not given)."""
 
 
-def side(python: str, script: str, *, case: Path, tokens: str, steps: int) -> dict[str, Any]:
+def side(python: str, script: str, *, case: Path, tokens: str, steps: int, dtype: str) -> dict[str, Any]:
     """One process of one side; its JSON."""
     command = [python, str(HERE / script), "speed", "--model", str(case / "model")]
     command += ["--prompts", str(case / "prompts.json"), "--max-tokens", tokens, "--steps", str(steps)]
+    command += ["--dtype", dtype]
     env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -36,7 +38,7 @@ def side(python: str, script: str, *, case: Path, tokens: str, steps: int) -> di
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(name: str, folder: Path, *, repeats: int) -> dict[str, Any]:
+def compare(name: str, folder: Path, *, repeats: int, dtype: str) -> dict[str, Any]:
     """Medians over `repeats` alternating pairs."""
     size, tokens, *prompt = name.split("/")
     case = folder / name.replace("/", "-")
@@ -45,16 +47,18 @@ def compare(name: str, folder: Path, *, repeats: int) -> dict[str, Any]:
     steps = {"S": 6, "M": 4, "L": 3}[size] - (1 if prompt and size != "S" else 0)
     ours, theirs = [], []
     for _ in range(repeats):
-        ours.append(side(sys.executable, "whet_grpo.py", case=case, tokens=tokens, steps=steps))
-        theirs.append(side(str(TRL), "trl_grpo.py", case=case, tokens=tokens, steps=steps))
+        shared = {"case": case, "tokens": tokens, "steps": steps, "dtype": dtype}
+        ours.append(side(sys.executable, "whet_grpo.py", **shared))
+        theirs.append(side(str(TRL), "trl_grpo.py", **shared))
 
     def medians(runs: list[dict[str, Any]]) -> dict[str, float]:
         return {k: statistics.median(r[k] for r in runs) for k in runs[0] if isinstance(runs[0][k], float)}
 
     pairs = [t["step_s"] / o["step_s"] for o, t in zip(ours, theirs)]
-    speed, whose = floor.rate(case)
+    speed, whose = floor.rate(case, dtype)
     return {
         "case": name,
+        "dtype": dtype,
         "floor_s": floor.floor_s(case, generated=medians(ours)["tokens_per_step"], rate=speed),
         "gflops": speed / 1e9,
         "fastest_products": whose,
@@ -83,6 +87,7 @@ def main() -> None:
     )
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     args = parser.parse_args()
     split = "generate + update + rest"
     print(
@@ -93,9 +98,10 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for name in args.cases:
-            results.append(compare(name, Path(folder), repeats=args.repeats))
+            results.append(compare(name, Path(folder), repeats=args.repeats, dtype=args.dtype))
             print(row(results[-1]), flush=True)
-    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    name = "results.json" if args.dtype == "float32" else f"results_{args.dtype}.json"
+    (HERE / name).write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

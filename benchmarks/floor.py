@@ -31,19 +31,19 @@ def floor_s(case: Path, *, generated: float, rate: float) -> float:
     return 2 * (1 + 3) * (layers * tokens + head * generated) / rate
 
 
-def rate(case: Path) -> tuple[float, str]:
-    """(operations a second, whose): the fastest of torch's, oneDNN's and our products, on one thread, for
+def rate(case: Path, dtype: str) -> tuple[float, str]:
+    """(operations a second, whose): the fastest of torch's, oneDNN's and our products of this dtype, on one thread, for
     this model's feed-forward layer over many rows."""
     shape = folder_shape(case / "model", {})
     torch.set_num_threads(1)
-    found = {name: _rate(name, shape) for name in ("whet", "torch", "onednn")}
+    found = {name: _rate(name, shape, getattr(torch, dtype)) for name in ("whet", "torch", "onednn")}
     best = max(found, key=lambda name: found[name])
     return found[best], best
 
 
 @torch.no_grad()
-def _rate(name: str, shape: Shape) -> float:
-    x, weight = torch.randn(ROWS, shape.hidden), torch.randn(shape.ffn, shape.hidden)
+def _rate(name: str, shape: Shape, dtype: torch.dtype) -> float:
+    x, weight = (torch.randn(n, shape.hidden).to(dtype) for n in (ROWS, shape.ffn))
 
     def multiply() -> Tensor:
         if name == "onednn":

@@ -95,7 +95,7 @@ def build(args: argparse.Namespace, clock: Clock) -> Any:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             clock.end_step(time.process_time() - self.start)
 
-    tuned = {} if args.as_shipped else {"bf16": False, "gradient_checkpointing": False}
+    tuned = {"bf16": args.dtype == "bfloat16", "gradient_checkpointing": False}
     config = GRPOConfig(
         output_dir=args.folder,
         use_cpu=True,
@@ -116,7 +116,7 @@ def build(args: argparse.Namespace, clock: Clock) -> Any:
         logging_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        **tuned,
+        **({} if args.as_shipped else tuned),
     )
     trainer = GRPOTrainer(
         model=model,
@@ -220,6 +220,7 @@ def arguments() -> argparse.Namespace:
         one.add_argument("--lr", type=float, default=lr)
         one.add_argument("--threads", type=int, default=1)
         one.add_argument("--seed", type=int, default=0)
+        one.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of products")
         one.add_argument("--as-shipped", action="store_true", help="TRL's own bf16 and checkpointing")
     kinds.choices["speed"].add_argument("--warmup", type=int, default=1, help="steps left out of the means")
     kinds.choices["learn"].add_argument("--held-out", type=Path, required=True, help="like --prompts")

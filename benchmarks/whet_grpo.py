@@ -36,7 +36,7 @@ def config(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     values: dict[str, Any] = {
         "seed": args.seed,
         "run_dir": str(folder / "run"),
-        "model": {"path": str(args.model)},
+        "model": {"path": str(args.model), "dtype": args.dtype},
         "data": {"train": [{"path": str(rows), "name": "case"}], "max_prompt_tokens": max(longest, 16)},
         "algorithm": {"name": "grpo", "loss_agg_mode": "token-mean", "advantage": {"std_epsilon": 1e-4}},
         "rewards": {"reward": {"function": f"{here}/reward.py:digits" if args.kind == "speed" else "exact"}},
@@ -137,6 +137,7 @@ def main() -> None:
         one.add_argument("--lr", type=float, default=lr)
         one.add_argument("--threads", type=int, default=1)
         one.add_argument("--seed", type=int, default=0)
+        one.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
         one.add_argument("--kernels", default="auto", choices=["auto", "torch", "compiled"])
     kinds.choices["speed"].add_argument("--warmup", type=int, default=1)
     kinds.choices["learn"].add_argument("--held-out", type=Path, required=True)

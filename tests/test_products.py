@@ -28,7 +28,7 @@ COMPILED = pytest.mark.skipif(
     products.chosen().name != "compiled" or not FUSED,
     reason="no C compiler, or a processor without fused multiply-add",
 )
-WIDENED = patch.object(products, "widens", lambda dtype: dtype in HALF)
+WIDENED = patch.object(products, "half_by", lambda dtype: "float32" if dtype in HALF else "torch")
 """As on a CPU that does not multiply half precision itself."""
 SIZES = st.sampled_from((1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 31, 33, 48, 70))
 
@@ -60,6 +60,7 @@ def test_every_element_is_what_the_law_says(
 
 
 @COMPILED
+@WIDENED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("terms", [1, 7, 8, 9, 255, 264, 520])
 def test_very_few_rows_and_very_few_columns_keep_the_law(terms: int, dtype: torch.dtype) -> None:
@@ -273,14 +274,15 @@ def test_a_cpu_that_multiplies_bfloat16_itself_does_if_its_rows_agree(
         linear=by_place if not rows_agree else lambda x, w: lawful(x.float(), w.float().t())
     )
     monkeypatch.setattr(products, "F", here)
-    assert products.widens.__wrapped__(torch.bfloat16) == widened
-    assert products.widens.__wrapped__(torch.float16), "which neither of these multiplies"
-    assert not products.widens.__wrapped__(torch.float64)
+    monkeypatch.setattr(products._Compiled, "tiles_obey", lambda self: False)
+    assert products.half_by.__wrapped__(torch.bfloat16) == ("float32" if widened else "torch")
+    assert products.half_by.__wrapped__(torch.float16) == "float32", "which neither of these multiplies"
+    assert products.half_by.__wrapped__(torch.float64) == "torch"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_are_torchs(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(products, "widens", lambda _: False)
+    monkeypatch.setattr(products, "half_by", lambda _: "torch")
     x, weight = numbers(5, 20).to(dtype), numbers(33, 20, seed=1).to(dtype)
     assert torch.equal(linear(x, weight), F.linear(x, weight))
     assert torch.equal(product(x, weight.t()), x @ weight.t())

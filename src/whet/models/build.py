@@ -23,7 +23,7 @@ import torch
 
 from whet.track.files import is_private, own_folder
 
-_SOURCES = ("kernels.c", "products.c")
+_SOURCES = ("kernels.c", "products.c", "products_bf16.c")
 _HEADERS = ("vectors.h",)
 _FLAGS = (
     *("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),

@@ -9,8 +9,8 @@ torch's, and the start-up self-test reports what that means for a run. Other dev
 products.
 
 In half precision the rule is the same: the numbers are widened to float32, multiplied, and the result is rounded once.
-On a CPU that multiplies the dtype itself (AVX512_BF16, AMX) oneDNN's products are faster, and their rows agree as well:
-this is tested at the first use. Elsewhere oneDNN widens, too, and takes two to seven times as long as this module.
+A CPU that multiplies the dtype itself is several times faster. For bfloat16 by tiles (AMX) `products_bf16.c` has a rule
+of its own. Elsewhere (AVX512_BF16) oneDNN's products are taken, if a test at the first use shows that their rows agree.
 
 Shape letters: I, K rows and columns of the left factor, J columns of the right one.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,11 +37,13 @@ from whet.types import WhetError
 
 TERMS = 256
 """Terms of a chain; TERMS of products.c."""
+TILE_TERMS = 32
+"""Terms that are summed before they are added to the others; STEP of products_bf16.c."""
 HALF = (torch.bfloat16, torch.float16)
 
 Multiply = Callable[[Tensor, Tensor, Tensor, bool], None]
 """(a_IK, b_KJ, out_IJ, add): out = a b, or out += a b, for any strides. The factors may be of half precision; out is
-float32."""
+float32, or what `rounds` is true of."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Products:
     multiply: Multiply
 
     def linear(self, x: Tensor, weight: Tensor, y: Tensor) -> None:
-        """y = x W^T. The way of most products, so a short one. y: float32."""
+        """y = x W^T. The way of most products, so a short one. y: as `Multiply` has it."""
         if isinstance(self.multiply, _Compiled) and x.stride(1) == weight.stride(1) == 1:
             self.multiply.linear(x, weight, y)
         else:
@@ -85,6 +87,7 @@ def chosen() -> Products:
     lib.whet_product.argtypes = [*operand, *operand, *operand, *sizes, c_int, c_int, c_int]
     lib.whet_linear.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p, *sizes, c_int, c_int]
     lib.whet_column_sums.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64]
+    lib.whet_product_bf16.argtypes = [*operand, *operand, *operand, *sizes, c_int, c_int, c_int]
     compiled = _Compiled(lib)
     return Products("compiled", _obeys(compiled), how, compiled)
 
@@ -108,7 +111,7 @@ def product(a_IK: Tensor, b_KJ: Tensor, *, out: Tensor | None = None, add: bool 
         out = a_IK.new_empty(a_IK.shape[0], b_KJ.shape[1])
     multiply = chosen().multiply if multiplies(a_IK, b_KJ) else _by_torch
     exact = torch.float32 if multiply is not _by_torch else a_IK.dtype
-    if out.dtype == exact:
+    if out.dtype == exact or (multiply is not _by_torch and not add and rounds(out.dtype)):
         multiply(a_IK, b_KJ, out, add)
     elif out.dtype == torch.float32 and wide_sums(a_IK, b_KJ):
         found = wide_product(a_IK, b_KJ)
@@ -182,7 +185,7 @@ def multiplies(*tensors: Tensor) -> bool:
     for t in tensors:
         if type(t) not in _PLAIN or not t.is_cpu or t.dtype is not tensors[0].dtype:
             return False
-    if tensors[0].dtype is not torch.float32 and not widens(tensors[0].dtype):
+    if tensors[0].dtype is not torch.float32 and half_by(tensors[0].dtype) == "torch":
         return False
     asked = torch._C._len_torch_function_stack() or torch.is_autocast_enabled("cpu")
     return not asked and not torch.compiler.is_compiling()
@@ -192,13 +195,21 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 @cache
-def widens(dtype: torch.dtype) -> bool:
-    """Products of this dtype on this CPU are those of float32, rounded: it is of half precision, and the CPU does not
-    multiply it itself, or its rows do not agree when it does."""
+def half_by(dtype: torch.dtype) -> Literal["tiles", "float32", "torch"]:
+    """Who multiplies matrices of this dtype on this CPU, if not in float32: `products_bf16.c`; this module in float32,
+    rounded; or torch, as the CPU multiplies the dtype itself and rows agree when it does."""
     if dtype not in HALF:
-        return False
+        return "torch"
+    multiply = chosen().multiply
+    if dtype is torch.bfloat16 and isinstance(multiply, _Compiled) and multiply.tiles_obey():
+        return "tiles"
     multiplied = multiplies_half(str(dtype).removeprefix("torch."))
-    return not (multiplied and _rows_agree(dtype))
+    return "torch" if multiplied and _rows_agree(dtype) else "float32"
+
+
+def rounds(dtype: torch.dtype) -> bool:
+    """Whether a product of this dtype is rounded where it is computed, with no float32 tensor between."""
+    return dtype is torch.bfloat16 and half_by(dtype) == "tiles"
 
 
 @torch.no_grad()
@@ -219,11 +230,12 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise ValueError(
             f"linear: x is {tuple(x.shape)}, the weight {tuple(weight.shape)}: inner sizes differ"
         )
-    y = torch.empty(len(rows), len(weight), dtype=torch.float32)
+    dtype = x.dtype if bias is None and rounds(x.dtype) else torch.float32
+    y = torch.empty(len(rows), len(weight), dtype=dtype)
     chosen().linear(rows, weight, y)
     if bias is not None:
         y += bias
-    if x.dtype is not torch.float32:
+    if y.dtype is not x.dtype:
         y = y.to(x.dtype)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], len(weight))
 
@@ -250,11 +262,14 @@ class _Linear(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Compiled:
-    """`whet_product` of products.c. The call releases the interpreter's lock."""
+    """`whet_product` of products.c, and `whet_product_bf16`. The calls release the interpreter's lock."""
 
     lib: ctypes.CDLL
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+        if a.dtype is torch.bfloat16 and half_by(torch.bfloat16) == "tiles":
+            self.by_tiles(a, b, out, add)
+            return
         a, b, halves = _read(a, b)
         size, threads = (a.shape[0], b.shape[1], a.shape[1]), torch.get_num_threads()
         operands = (a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride(), out.data_ptr(), *out.stride())
@@ -262,11 +277,25 @@ class _Compiled:
             raise _no_memory()
 
     def linear(self, x: Tensor, weight: Tensor, y: Tensor) -> None:
+        if x.dtype is torch.bfloat16 and half_by(torch.bfloat16) == "tiles":
+            self.by_tiles(x, weight.t(), y, False)
+            return
         x, weight, halves = _read(x, weight)
         (rows, terms), columns, threads = x.shape, weight.shape[0], torch.get_num_threads()
         operands = (x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0), y.data_ptr())
         if self.lib.whet_linear(*operands, rows, columns, terms, halves, threads):
             raise _no_memory()
+
+    def by_tiles(self, a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+        """out: float32, or bfloat16 where not `add`."""
+        size, half = (a.shape[0], b.shape[1], a.shape[1]), out.dtype is torch.bfloat16
+        operands = (a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride(), out.data_ptr(), *out.stride())
+        if self.lib.whet_product_bf16(*operands, *size, half, add, torch.get_num_threads()):
+            raise _no_memory()
+
+    def tiles_obey(self) -> bool:
+        """This CPU and its kernel have tiles for bfloat16, and they sum by the rule of products_bf16.c."""
+        return bool(self.lib.whet_tiles()) and _tiles_obey(self.by_tiles)
 
     def column_sums(self, x: Tensor) -> Tensor:
         x = x.detach() if x.stride(1) == 1 else x.detach().contiguous()
@@ -337,4 +366,35 @@ def lawful(a_IK: Tensor, b_KJ: Tensor) -> Tensor:
         for k in range(start, min(start + TERMS, a_IK.shape[1])):
             chain = (a_IK[:, k, None].double() * b_KJ[k].double() + chain.double()).float()
         total = total + chain if start else chain
+    return total
+
+
+@torch.no_grad()
+def _tiles_obey(multiply: Multiply) -> bool:
+    """As `_obeys`, for the other rule: rows that lie as tiles and others, either way round."""
+    generator = torch.Generator().manual_seed(7)
+    a_IK, b_KJ = (torch.randn(*n, generator=generator).bfloat16() for n in ((65, 200), (200, 40)))
+    for terms in (64, 200):
+        a, b = a_IK[:, :terms].contiguous(), b_KJ[:terms]
+        wanted = lawful_tiles(a, b)
+        for rows in (1, 16, 33, 65):
+            for right in (b, b.t().contiguous().t()):
+                found, turned = torch.empty(rows, 40), torch.empty(40, rows)
+                multiply(a[:rows], right, found, False)
+                multiply(right.t(), a[:rows].t(), turned, False)
+                if not torch.equal(found, wanted[:rows]) or not torch.equal(turned.t(), found):
+                    return False
+    return True
+
+
+def lawful_tiles(a_IK: Tensor, b_KJ: Tensor, start_IJ: Tensor | None = None) -> Tensor:
+    """[I, J] float32: a b of bfloat16, plus `start`, exactly by the rule of products_bf16.c, slowly. A product of two
+    bfloat16 is exact in float32. Sums below the smallest normal number are not flushed here."""
+    a_IK, b_KJ = a_IK.float(), b_KJ.float()
+    total = torch.zeros(len(a_IK), b_KJ.shape[1]) if start_IJ is None else start_IJ
+    for start in range(0, a_IK.shape[1], TILE_TERMS):
+        chains = [torch.zeros_like(total), torch.zeros_like(total)]
+        for k in range(start, min(start + TILE_TERMS, a_IK.shape[1])):
+            chains[k % 2] = chains[k % 2] + a_IK[:, k, None] * b_KJ[k]
+        total = total + (chains[0] + chains[1])
     return total

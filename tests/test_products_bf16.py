@@ -1,0 +1,124 @@
+"""Products of bfloat16 by tiles (AMX): their own law by a naive oracle; any rows, places, strides, threads; models.
+
+A CPU without tiles runs the last tests alone.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from tiny import FAMILIES, VOCAB, tiny_model
+from whet.models import kernels, products
+from whet.models.forward import decoder
+from whet.models.logprob_parity import self_test
+from whet.models.products import lawful_tiles, linear, product
+
+TILES = pytest.mark.skipif(products.half_by(torch.bfloat16) != "tiles", reason="no tiles for bfloat16 here")
+SIZES = st.sampled_from((1, 2, 3, 15, 16, 17, 31, 32, 33, 48, 70, 257, 300))
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def laid(x: Tensor, how: int) -> Tensor:
+    """The same numbers: rows dense, columns dense, or neither."""
+    return (x.contiguous(), x.t().contiguous().t(), x.repeat_interleave(2, 1)[:, ::2])[how]
+
+
+LAID = st.integers(0, 2)
+
+
+@TILES
+@settings(max_examples=60)
+@given(SIZES, SIZES, st.sampled_from((1, 2, 31, 32, 33, 64, 96, 200, 1056)), st.tuples(LAID, LAID, LAID))
+def test_every_element_is_what_the_law_says(
+    rows: int, columns: int, terms: int, how: tuple[int, int, int]
+) -> None:
+    a, b = numbers(rows, terms), numbers(terms, columns, seed=1)
+    before = numbers(rows, columns, seed=2).float()
+    left, right = laid(a, how[0]), laid(b, how[1])
+    wanted = lawful_tiles(a, b)
+    assert torch.equal(product(left, right), wanted.bfloat16())
+    half, whole, more = (laid(t, how[2]) for t in (before.bfloat16(), before.clone(), before.clone()))
+    assert torch.equal(product(left, right, out=half), wanted.bfloat16())
+    assert torch.equal(product(left, right, out=whole), wanted), "not rounded at all"
+    assert torch.equal(product(left, right, out=more, add=True), lawful_tiles(a, b, before))
+
+
+@TILES
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shape", [(384, 128), (128, 512), (70, 1030), (1100, 320), (5, 40)])
+def test_a_row_has_the_same_bits_among_any_others_and_on_any_number_of_threads(
+    shape: tuple[int, int], threads: int
+) -> None:
+    weight, x, before = numbers(*shape), numbers(600, shape[1], seed=1), torch.get_num_threads()
+    whole = linear(x, weight)
+    try:
+        torch.set_num_threads(threads)
+        for rows in (1, 2, 3, 16, 17, 100, 600):
+            order = torch.randperm(600, generator=torch.Generator().manual_seed(rows))[:rows]
+            assert torch.equal(linear(x[order], weight), whole[order])
+    finally:
+        torch.set_num_threads(before)
+
+
+@TILES
+def test_what_is_beside_the_operands_in_memory_is_not_read_into_them() -> None:
+    """Tiles are whole: the rows and terms that a last one has too many would turn NaN into everything."""
+    around = torch.full((80, 200), torch.nan).bfloat16()
+    around[3:36, 5:69], around[40:57, 5:69] = numbers(33, 64), numbers(17, 64, seed=1)
+    a, b = around[3:36, 5:69], around[40:57, 5:69]
+    out = torch.full((40, 30), 7.0)
+    product(a, b.t(), out=out[2:35, 4:21])
+    assert torch.equal(out[2:35, 4:21], lawful_tiles(a, b.t()))
+    out[2:35, 4:21] = 7.0
+    assert bool((out == 7.0).all()), "nothing else is written"
+
+
+@TILES
+def test_numbers_that_are_not_finite_stay_in_their_row_and_round_as_torchs() -> None:
+    x, weight = numbers(40, 64), numbers(48, 64, seed=1)
+    clean = linear(x, weight)
+    x[7, 3], x[9, 5], weight[:, 5] = torch.nan, torch.inf, weight[:, 5].abs()
+    clean = linear(torch.cat([x[:7], x[8:9], x[10:]]), weight)
+    found = linear(x, weight)
+    assert bool(found[7].isnan().all())
+    assert bool((found[9] == torch.inf).all())
+    assert torch.equal(torch.cat([found[:7], found[8:9], found[10:]]), clean)
+    ties = torch.tensor([[1 + 2**-8], [1 + 3 * 2**-8], [-1 - 2**-8], [3.39e38]])
+    pair = torch.stack(
+        [ties[:, 0].bfloat16().float(), ties[:, 0] - ties[:, 0].bfloat16().float()], 1
+    ).bfloat16()
+    assert torch.equal(product(pair, torch.ones(2, 1).bfloat16()), ties.bfloat16()), "to even, or to infinity"
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("biased", [True, False])
+def test_gradients_are_those_of_float64_whoever_multiplies(dims: int, biased: bool) -> None:
+    shape = (4, 33, 64)[-dims:]
+    given = [numbers(*shape), numbers(48, 64, seed=1), numbers(48, seed=2) if biased else None]
+    found, wanted = [], []
+    for cast, multiply, out in ((torch.bfloat16, linear, found), (torch.float64, F.linear, wanted)):
+        leaves = [None if t is None else t.to(cast, copy=True).requires_grad_() for t in given]
+        y = multiply(*leaves)
+        (y * numbers(*y.shape, seed=3).to(cast)).sum().backward()
+        out += [y.detach(), *(t.grad for t in leaves if t is not None)]
+    for one, two in zip(found, wanted):
+        assert one.dtype == torch.bfloat16
+        torch.testing.assert_close(one.double(), two, rtol=2**-7, atol=2**-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_are_exact_in_the_bfloat16_of_this_cpu(family: str) -> None:
+    if products.half_by(torch.bfloat16) == "torch" or not products.chosen().lawful:
+        pytest.skip("torch multiplies bfloat16 here, or nothing keeps the law")
+    ops = kernels.load("auto")
+    module = tiny_model(family).to(torch.bfloat16)
+    report = self_test(decoder(module, ops), ops, vocab_size=VOCAB, seed=1, temperature=0.9)
+    assert report.exact, report
