@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,11 @@ def compare(name: str, folder: Path, *, repeats: int, dtype: str) -> dict[str, A
     make = [sys.executable, str(HERE / "make_case.py"), "speed", "--size", size, "--out", str(case)]
     subprocess.run([*make, "--prompt-tokens", *(prompt or ["short"])], check=True, capture_output=True)
     steps = {"S": 6, "M": 4, "L": 3}[size] - (1 if prompt and size != "S" else 0)
+    one = partial(side, case=case, tokens=tokens, steps=steps, dtype=dtype)
     ours, theirs = [], []
     for _ in range(repeats):
-        shared = {"case": case, "tokens": tokens, "steps": steps, "dtype": dtype}
-        ours.append(side(sys.executable, "whet_grpo.py", **shared))
-        theirs.append(side(str(TRL), "trl_grpo.py", **shared))
+        ours.append(one(sys.executable, "whet_grpo.py"))
+        theirs.append(one(str(TRL), "trl_grpo.py"))
 
     def medians(runs: list[dict[str, Any]]) -> dict[str, float]:
         return {k: statistics.median(r[k] for r in runs) for k in runs[0] if isinstance(runs[0][k], float)}

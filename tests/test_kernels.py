@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from whet.models import build, kernels, triton_ops
 from whet.models.kernels import Ops
 from whet.models.segments import Segments
-from whet.models.torch_ops import Weighing
+from whet.models.torch_ops import Act, Weighing
 from whet.types import ConfigError, WhetError
 
 
@@ -382,6 +383,25 @@ def test_half_precision_is_computed_in_float32_and_rounded(ops: Ops, name: str, 
     for found, wanted in zip(*outs):
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), wanted, rtol=2 * eps, atol=4 * eps)
+
+
+@pytest.mark.parametrize("width", [1, 39, 64])
+@pytest.mark.parametrize("act", get_args(Act))
+def test_glu_of_bfloat16_has_the_bits_of_float32_rounded(act: Act, width: int) -> None:
+    """Also of numbers that are tied between two, too large, or none; and where another dtype comes back."""
+    ops = kernels.load("auto")
+    if ops.name != "compiled":
+        pytest.skip("no compiler")
+    both = (3 * normal(33, 2 * width)).bfloat16()
+    both[0, 0], both[1, 0], both[2, -1] = torch.inf, torch.nan, 3e38
+    dout = normal(33, width, seed=2).bfloat16()
+    outs = []
+    for dtype, back in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)):
+        leaf = both.to(dtype).requires_grad_()
+        out = ops.glu(*leaf.chunk(2, -1), act=act)
+        outs.append([out, *torch.autograd.grad(out, leaf, dout.to(back))])
+    for half, whole in zip(*outs):
+        assert torch.equal(half.nan_to_num(7.0), whole.bfloat16().nan_to_num(7.0))
 
 
 @pytest.fixture

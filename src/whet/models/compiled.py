@@ -84,8 +84,8 @@ def _lib() -> ctypes.CDLL:
     lib.whet_rms_norm_backward.argtypes = [p, p, p, p, p, p, p, n, n, f, f, i]
     lib.whet_norm_rope.argtypes = [p, n, n, p, p, p, p, n, n, n, f, f, i]
     lib.whet_norm_rope_backward.argtypes = [p, n, n, p, p, p, p, p, p, p, n, n, n, f, f, i]
-    lib.whet_glu.argtypes = [p, n, p, n, p, n, n, i, i]
-    lib.whet_glu_backward.argtypes = [p, n, p, n, p, p, p, n, n, i, i]
+    lib.whet_glu.argtypes = [p, n, p, n, p, n, n, i, i, i]
+    lib.whet_glu_backward.argtypes = [p, n, p, n, p, p, p, n, n, i, i, i]
     lib.whet_logprobs.argtypes = [p, p, p, p, n, n, i]
     lib.whet_logprobs_backward.argtypes = [p, p, p, p, p, p, n, n, i]
     lib.whet_sample.argtypes, lib.whet_sample.restype = [p, p, p, p, n, n, i], n
@@ -269,11 +269,11 @@ def norm_rope(
 class _Glu(Function):
     @staticmethod
     def compute(gate: Tensor, up: Tensor, act: int) -> Tensor:
-        left, right = _dense_rows(gate), _dense_rows(up)
-        out = torch.empty(gate.shape)
-        head = (_ptr(left), left.stride(0), _ptr(right), right.stride(0), _ptr(out))
-        _lib().whet_glu(*head, *gate.shape, act, torch.get_num_threads())
-        return _as(gate, out)
+        like, (gate, up) = gate, _rows_as_they_are(gate, up)
+        out = torch.empty(gate.shape, dtype=gate.dtype)
+        head = (_ptr(gate), gate.stride(0), _ptr(up), up.stride(0), _ptr(out))
+        _lib().whet_glu(*head, *gate.shape, act, gate.dtype is torch.bfloat16, torch.get_num_threads())
+        return out.to(like.dtype)
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, act: int) -> Tensor:
@@ -284,12 +284,19 @@ class _Glu(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = (_dense_rows(t) for t in ctx.saved_tensors)
-        given, dout = dout, _dense(dout)
-        dgate, dup = torch.empty(gate.shape), torch.empty(gate.shape)
+        like, (gate, up, dout) = dout.dtype, _rows_as_they_are(*ctx.saved_tensors, dout)
+        half, dout = dout.dtype is torch.bfloat16, dout.contiguous()
+        dgate, dup = (torch.empty(gate.shape, dtype=dout.dtype) for _ in range(2))
         head = (_ptr(gate), gate.stride(0), _ptr(up), up.stride(0), _ptr(dout), _ptr(dgate), _ptr(dup))
-        _lib().whet_glu_backward(*head, *gate.shape, ctx.act, torch.get_num_threads())
-        return _as(given, dgate), _as(given, dup), None
+        _lib().whet_glu_backward(*head, *gate.shape, ctx.act, half, torch.get_num_threads())
+        return dgate.to(like), dup.to(like), None
+
+
+def _rows_as_they_are(*tensors: Tensor) -> list[Tensor]:
+    """All bfloat16, or all float32; the same tensors where that holds and their last dimension is dense."""
+    if any(t.dtype is not torch.bfloat16 for t in tensors):
+        return [_dense_rows(t) for t in tensors]
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
 
 
 def glu(gate_NF: Tensor, up_NF: Tensor, *, act: Act) -> Tensor:

@@ -331,34 +331,64 @@ INLINE vf activate(vf g, int act, vf *slope) {
     return g * half;
 }
 
-/* gate and up have row strides; out is contiguous. */
-void whet_glu(const float *gate, i64 gate_n, const float *up, i64 up_n, float *out, i64 N, i64 F, int act,
+/* Numbers of float32, or of bfloat16 where `half`, from number `at` on; n of them, or W. */
+INLINE vf read_n(const void *p, i64 at, i64 n, const int half) {
+    if (!half) return load_n((const float *)p + at, n, 0);
+    vh x = {0};
+    if (n >= W) memcpy(&x, (const uint16_t *)p + at, sizeof x);
+    else memcpy(&x, (const uint16_t *)p + at, sizeof(uint16_t) * n);
+    return widen(x);
+}
+
+INLINE void write_n(void *p, i64 at, vf x, i64 n, const int half) {
+    if (!half) {
+        store_n((float *)p + at, x, n);
+        return;
+    }
+    vh y = narrow(x);
+    if (n >= W) memcpy((uint16_t *)p + at, &y, sizeof y);
+    else memcpy((uint16_t *)p + at, &y, sizeof(uint16_t) * n);
+}
+
+INLINE void glu_row(const void *gate, i64 gate_at, const void *up, i64 up_at, void *out, i64 at, i64 F, int act,
+                    const int half) {
+    for (i64 i = 0; i < F; i += W) {
+        vf slope;
+        vf y = activate(read_n(gate, gate_at + i, F - i, half), act, &slope), u = read_n(up, up_at + i, F - i, half);
+        write_n(out, at + i, y * (act == CLAMPED ? clamp_up(u) + 1.0f : u), F - i, half);
+    }
+}
+
+INLINE void glu_row_backward(const void *gate, i64 gate_at, const void *up, i64 up_at, const void *dout, void *dgate,
+                             void *dup, i64 at, i64 F, int act, const int half) {
+    for (i64 i = 0; i < F; i += W) {
+        vf slope, d = read_n(dout, at + i, F - i, half);
+        vf y = activate(read_n(gate, gate_at + i, F - i, half), act, &slope);
+        vf u = read_n(up, up_at + i, F - i, half), dy = d * y;
+        if (act == CLAMPED) {
+            vf bounded = clamp_up(u);
+            dy = pick(bounded == u, dy, all(0)), u = bounded + 1.0f;
+        }
+        write_n(dup, at + i, dy, F - i, half);
+        write_n(dgate, at + i, (d * u) * slope, F - i, half);
+    }
+}
+
+/* gate and up have row strides; out is contiguous. half: all are bfloat16, computed in float32 and rounded. */
+void whet_glu(const void *gate, i64 gate_n, const void *up, i64 up_n, void *out, i64 N, i64 F, int act, int half,
               int threads) {
     ROWS_IN_PARALLEL
     for (i64 n = 0; n < N; n++)
-        for (i64 i = 0; i < F; i += W) {
-            vf slope;
-            vf y = activate(load_n(gate + n * gate_n + i, F - i, 0), act, &slope);
-            vf u = load_n(up + n * up_n + i, F - i, 0);
-            store_n(out + n * F + i, y * (act == CLAMPED ? clamp_up(u) + 1.0f : u), F - i);
-        }
+        if (half) glu_row(gate, n * gate_n, up, n * up_n, out, n * F, F, act, 1);
+        else glu_row(gate, n * gate_n, up, n * up_n, out, n * F, F, act, 0);
 }
 
-void whet_glu_backward(const float *gate, i64 gate_n, const float *up, i64 up_n, const float *dout, float *dgate,
-                       float *dup, i64 N, i64 F, int act, int threads) {
+void whet_glu_backward(const void *gate, i64 gate_n, const void *up, i64 up_n, const void *dout, void *dgate, void *dup,
+                       i64 N, i64 F, int act, int half, int threads) {
     ROWS_IN_PARALLEL
     for (i64 n = 0; n < N; n++)
-        for (i64 i = 0; i < F; i += W) {
-            vf slope, d = load_n(dout + n * F + i, F - i, 0);
-            vf y = activate(load_n(gate + n * gate_n + i, F - i, 0), act, &slope);
-            vf u = load_n(up + n * up_n + i, F - i, 0), dy = d * y;
-            if (act == CLAMPED) {
-                vf bounded = clamp_up(u);
-                dy = pick(bounded == u, dy, all(0)), u = bounded + 1.0f;
-            }
-            store_n(dup + n * F + i, dy, F - i);
-            store_n(dgate + n * F + i, (d * u) * slope, F - i);
-        }
+        if (half) glu_row_backward(gate, n * gate_n, up, n * up_n, dout, dgate, dup, n * F, F, act, 1);
+        else glu_row_backward(gate, n * gate_n, up, n * up_n, dout, dgate, dup, n * F, F, act, 0);
 }
 
 #define ELEMENTS 4096 /* of a task; a multiple of every width */
@@ -977,7 +1007,7 @@ int whet_cached_layers(const Layers *a, float *delta, float *sum) {
         whet_rms_norm(delta, h, l->norm_mid, x, sum, N, D, a->eps, a->offset, threads), h = sum;
         failed |= project(x, l->gate, l->gate_bias, gate, N, F, D, threads);
         failed |= project(x, l->up, l->up_bias, up, N, F, D, threads);
-        whet_glu(gate, F, up, F, inner, N, F, (int)a->act, threads);
+        whet_glu(gate, F, up, F, inner, N, F, (int)a->act, 0, threads);
         failed |= project(inner, l->down, l->down_bias, delta, N, D, F, threads);
     }
     free(x);

@@ -44,6 +44,16 @@ INLINE vf all(float x) { return x - (vf){0}; }
 INLINE vf pick(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 INLINE vf vmax(vf a, vf b) { return pick(a > b, a, b); }
 
+/* bfloat16 is the upper half of a float32; halves to even, and every NaN is one. */
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+
+INLINE vf widen(vh x) { return (vf)(__builtin_convertvector(x, vu) << 16); }
+INLINE vh narrow(vf x) {
+    vu bits = (vu)x, up = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, nan = (vu)(x != x);
+    return __builtin_convertvector((up & ~nan) | (nan & 0x7fc0), vh);
+}
+
 /* a b + c, rounded once. A processor without fused multiply-add rounds twice: other bits, and the digest says so. */
 INLINE vf fma_v(vf a, vf b, vf c) {
 #if W == 16 && defined(__AVX512F__)
