@@ -43,6 +43,7 @@ FILES = (
     "placement",
     "precision",
     "products",
+    "products_bf16",
     "quantised",
     "replay_run",
     "rollout_contract",
