@@ -75,7 +75,7 @@ def _facts_of_replies(plan: Plan) -> dict[str, str]:
     }
 
 
-_WIDE = 512
+_WIDE = 256
 """Hidden size above which matrix products take most of a step."""
 
 

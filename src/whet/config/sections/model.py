@@ -70,8 +70,9 @@ class ModelConfig(Section):
     entries of its config.json: {name: qwen3, hidden_size: 256}. Without a name it is qwen3; further entries of
     config.json may be given in `overrides`."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the parameters. float16 trains with loss scaling (train.precision). Default: float32 on CPU (bfloat16 is
-    slower there), bfloat16 on CUDA."""
+    """Dtype of the parameters. float16 trains with loss scaling (train.precision). Default: float32 on CPU, bfloat16 on
+    CUDA. On a CPU that multiplies bfloat16 itself (AMX, AVX512_BF16) that is faster for models that are not small: `whet
+    plan` says so."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Values that override entries of the model's config.json, by their Hugging Face names."""
     lora: LoraConfig | None = None
