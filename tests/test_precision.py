@@ -478,7 +478,26 @@ def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plans(load(None, (), base))[0].train.compile
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 1000])
+def test_squares_are_summed_in_sixteen_lanes(count: int, dtype: torch.dtype) -> None:
+    """By hand: number i goes to lane i % 16; the upper half of the lanes is added to the lower one, and so on."""
+    if precision._lib() is None:
+        pytest.skip("no compiler")
+    g = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
+    lanes = [0.0] * 16
+    for i, x in enumerate(g.tolist()):
+        lanes[i % 16] += x * x
+    for half in (8, 4, 2, 1):
+        lanes = [lanes[i] + lanes[i + half] for i in range(half)]
+    assert precision.sum_of_squares([g]).item() == lanes[0]
+    for odd in (torch.inf, torch.nan):
+        assert not torch.isfinite(precision.total_norm([g, torch.tensor([odd]).to(dtype)]))
+
+
 def test_the_norm_sums_large_tensors_some_rows_at_a_time(monkeypatch):
+    """Where there is no compiler."""
+    monkeypatch.setattr(precision, "_lib", lambda: None)
     torch.manual_seed(0)
     grads = [torch.randn(7, 5), torch.randn(40), torch.randn(3, 2, 4).transpose(0, 2), torch.tensor(2.0)]
     exact = sum(float((g.double() ** 2).sum()) for g in grads) ** 0.5

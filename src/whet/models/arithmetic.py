@@ -19,12 +19,13 @@ from torch import Tensor
 from whet.models import elementwise, products
 from whet.models.attention import PackedAttention, Segments
 from whet.models.kernels import Ops, load
+from whet.models.precision import sum_of_squares
 from whet.models.torch_ops import Act
 from whet.track.manifest import cpu_name
 
-VERSION = 3
+VERSION = 4
 """Of the arithmetic: raise it with every change of bits, or of what the digest is taken of, and take PORTABLE anew."""
-PORTABLE = "10b8f35c85fb5be2"
+PORTABLE = "b2ad0b0576b8ff0b"
 """The digest on every processor with AVX2 and fused multiply-add, where the kernels are compiled."""
 
 
@@ -98,6 +99,7 @@ def _results(ops: Ops) -> list[Tensor]:
     slope_AV = logits_AV.clone()
     ops.logprobs_backward(slope_AV, token_A, logp_A, entropy_A, dlogp_N=logp_A, dentropy_N=entropy_A)
     gradients = [products.product(y_NF.t(), x_ND), products.product(y_NF, w_FD), products.column_sums(y_NF)]
+    gradients.append(sum_of_squares([y_NF]))
     own = [y_NF, normed_ND, sum_ND, turned_NHD, *seen, *acts, logp_A, entropy_A, slope_AV, *gradients]
     return [*own, *_with_gradients(ops), *_stepped(w_FD)]
 

@@ -336,7 +336,7 @@ INLINE vf read_n(const void *p, i64 at, i64 n, const int half) {
     if (!half) return load_n((const float *)p + at, n, 0);
     vh x = {0};
     if (n >= W) memcpy(&x, (const uint16_t *)p + at, sizeof x);
-    else memcpy(&x, (const uint16_t *)p + at, sizeof(uint16_t) * n);
+    else if (n > 0) memcpy(&x, (const uint16_t *)p + at, sizeof(uint16_t) * n);
     return widen(x);
 }
 
@@ -390,6 +390,24 @@ void whet_glu_backward(const void *gate, i64 gate_n, const void *up, i64 up_n, c
         if (half) glu_row_backward(gate, n * gate_n, up, n * up_n, dout, dgate, dup, n * F, F, act, 1);
         else glu_row_backward(gate, n * gate_n, up, n * up_n, dout, dgate, dup, n * F, F, act, 0);
 }
+
+typedef double vd __attribute__((vector_size(8 * W)));
+
+INLINE double square_sum(const void *x, i64 n, const int half) {
+    vd part[16 / W] = {0}; /* 16 lanes, whatever the width of vectors */
+    for (i64 i = 0; i < n; i += 16)
+        UNROLL for (int p = 0; p < 16 / W; p++) {
+            vd a = __builtin_convertvector(read_n(x, i + p * W, n - i - p * W, half), vd);
+            part[p] += a * a;
+        }
+    double lanes[16];
+    memcpy(lanes, part, sizeof lanes);
+    for (int w = 8; w; w /= 2) for (int l = 0; l < w; l++) lanes[l] += lanes[l + w];
+    return lanes[0];
+}
+
+/* The sum of the squares of n numbers of float32, or of bfloat16. A square is exact in float64. */
+double whet_square_sum(const void *x, i64 n, int half) { return half ? square_sum(x, n, 1) : square_sum(x, n, 0); }
 
 #define ELEMENTS 4096 /* of a task; a multiple of every width */
 

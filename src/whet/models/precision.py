@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from ctypes import CDLL, c_double, c_int, c_int64, c_void_p
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from whet.config.schema import PrecisionConfig
 from whet.models import float8
+from whet.models.build import BuildError, library
 
 _NORMED = 1 << 20
 """Numbers whose squares are summed at a time."""
+_SUMMED = (torch.float32, torch.bfloat16)
 GROWTH = 2.0
 """Factor of the scale when it grows; its inverse after a step that is not finite."""
 LARGEST = 2.0**24
@@ -80,7 +84,21 @@ def sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
 
 
 def _square_sum(g: Tensor) -> Tensor:
-    """Sum of squares, float64; of a large tensor some rows at a time, for on a CPU torch first makes a float64 copy of
-    what it is given."""
+    """Sum of squares, float64. Of plain numbers on a CPU it is computed in C, to the same bits on every machine; else
+    of some rows of a large tensor at a time, for on a CPU torch first makes a float64 copy of what it is given."""
+    lib = _lib() if type(g) in (Tensor, nn.Parameter) and g.is_cpu and g.dtype in _SUMMED else None
+    if lib is not None and g.is_contiguous():
+        half = g.dtype is torch.bfloat16
+        return torch.tensor(lib.whet_square_sum(g.data_ptr(), g.numel(), half), dtype=torch.float64)
     blocks = (g,) if g.numel() <= _NORMED else g.split(max(1, _NORMED * len(g) // g.numel()))
     return torch.stack([torch.linalg.vector_norm(b, dtype=torch.float64).square() for b in blocks]).sum()
+
+
+@cache
+def _lib() -> CDLL | None:
+    try:
+        lib, _ = library()
+    except BuildError:
+        return None
+    lib.whet_square_sum.argtypes, lib.whet_square_sum.restype = [c_void_p, c_int64, c_int], c_double
+    return lib

@@ -4,9 +4,8 @@ They are the reference that the kernels are tested against, the fallback where n
 implementation on CUDA. On CPU the attention fallbacks keep whet's exactness rules: explicit products in place of SDPA,
 key width a multiple of 16, P@V summed over fixed blocks of 256 keys, at least four query rows, so that with
 MKL_CBWR=AUTO,STRICT a token's result is the same in a packed batch and in a decode step. One property they cannot
-guarantee: torch computes the last elements of a tensor, or of a thread's share of it, with a scalar exp or tanh that
-rounds differently, so the activation (and a soft-cap) is row-invariant only for widths of a multiple of 32 and with one
-thread or shares that end on such a multiple.
+guarantee: torch computes the last elements of a thread's share of a tensor with a scalar exp or tanh that rounds
+differently, so the activation (and a soft-cap) is row-invariant only with one thread, or shares that end with a row.
 
 Shape letters: N packed tokens, B live rows, H query heads, K key/value heads, D head size (or a row's width), F
 feed-forward width, V vocabulary, W keys, P pages of a row.
@@ -21,6 +20,8 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from whet.models import paged
 from whet.models.paged import PAGE
@@ -29,6 +30,8 @@ from whet.types import WhetError
 
 _FLASH_WIDEST = 256
 """Largest size of a head in flash attention; it is a multiple of 8."""
+_LANES = 32
+"""Numbers that torch's elementwise functions take at a time: two vectors of AVX-512, or a divisor of it."""
 _PV_BLOCK = 256
 """A last block of more than half of it is padded: MKL adds 144 to 240 terms in another order than 16 to 128 or 256."""
 
@@ -112,8 +115,39 @@ def glu(gate_NF: Tensor, up_NF: Tensor, *, act: Act) -> Tensor:
     gate, up = (gate_NF.float(), up_NF.float()) if _half_on_cpu(gate_NF) else (gate_NF, up_NF)
     if act == "swigluoai":
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
-        return (gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)).to(gate_NF.dtype)
+        return (gate * torch.sigmoid(_rows_apart(SWIGLU_ALPHA * gate)) * (up + 1)).to(gate_NF.dtype)
+    if gate.device.type == "cpu" and not torch.compiler.is_compiling():
+        return (_RowByRow.apply(gate, act) * up).to(gate_NF.dtype)
     return ((F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")) * up).to(gate_NF.dtype)
+
+
+class _RowByRow(Function):
+    """silu or gelu_tanh whose bits depend on the row alone, forward and backward, and not on how its input lies."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NF: Tensor, act: Act) -> Tensor:
+        ctx.act = act
+        ctx.save_for_backward(x_NF)
+        x_NF = _rows_apart(x_NF)
+        return F.silu(x_NF) if act == "silu" else F.gelu(x_NF, approximate="tanh")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NF: Tensor) -> tuple[Tensor, None]:
+        x_NF = _rows_apart(ctx.saved_tensors[0])
+        if ctx.act == "silu":
+            return torch.ops.aten.silu_backward(dy_NF, x_NF), None
+        return torch.ops.aten.gelu_backward(dy_NF, x_NF, approximate="tanh"), None
+
+
+def _rows_apart(x_NF: Tensor) -> Tensor:
+    """On a CPU torch takes rows that lie end to end for one, and the vectors of its activations run from one into the
+    next: which numbers are left for the scalar ones at the end depends on the number of rows. So rows of another width
+    than whole vectors are laid apart."""
+    width = x_NF.shape[-1]
+    if x_NF.device.type != "cpu" or width % _LANES == 0 or not x_NF.is_contiguous():
+        return x_NF
+    return F.pad(x_NF, (0, _LANES))[..., :width]
 
 
 def logprobs(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:

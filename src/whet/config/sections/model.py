@@ -71,8 +71,8 @@ class ModelConfig(Section):
     config.json may be given in `overrides`."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the parameters. float16 trains with loss scaling (train.precision). Default: float32 on CPU, bfloat16 on
-    CUDA. On a CPU that multiplies bfloat16 itself (AMX, AVX512_BF16) that is faster for models that are not small: `whet
-    plan` says so."""
+    CUDA. On a CPU that multiplies bfloat16 itself (AMX, AVX512_BF16) that is faster for models that are not small:
+    `whet plan` says so."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Values that override entries of the model's config.json, by their Hugging Face names."""
     lora: LoraConfig | None = None
