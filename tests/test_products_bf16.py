@@ -5,6 +5,12 @@ A CPU without tiles runs the last tests alone.
 
 from __future__ import annotations
 
+import itertools
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tiny import FAMILIES, VOCAB, tiny_model
-from whet.models import kernels, products
+from whet.models import build, kernels, products
 from whet.models.forward import decoder
 from whet.models.logprob_parity import self_test
 from whet.models.products import lawful_tiles, linear, product
@@ -32,6 +38,7 @@ def laid(x: Tensor, how: int) -> Tensor:
 
 
 LAID = st.integers(0, 2)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @TILES
@@ -79,6 +86,78 @@ def test_what_is_beside_the_operands_in_memory_is_not_read_into_them() -> None:
     assert torch.equal(out[2:35, 4:21], lawful_tiles(a, b.t()))
     out[2:35, 4:21] = 7.0
     assert bool((out == 7.0).all()), "nothing else is written"
+
+
+@TILES
+@pytest.mark.parametrize("step", [0, 8, 32, 33, 64])
+@pytest.mark.parametrize("terms", [32, 64, 96])
+def test_rows_may_overlap_in_memory(step: int, terms: int) -> None:
+    """As windows over a row do: 32 is the distance of rows in a packed tile, too."""
+    rows, b = torch.as_strided(numbers(8000), (64, terms), (step, 1)), numbers(terms, 40, seed=1)
+    wanted = lawful_tiles(rows, b).bfloat16()
+    assert torch.equal(product(rows, b), wanted)
+    assert torch.equal(product(b.t(), rows.t()), wanted.t())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sum_of_no_terms_is_0(dtype: torch.dtype) -> None:
+    """The gradient of an expert that saw no token."""
+    product(numbers(300, 64).to(dtype), numbers(64, 300).to(dtype))  # leaves its numbers on the stack
+    none = torch.empty(40, 0, dtype=dtype)
+    assert not product(none, none.t()).any()
+    assert torch.equal(product(none, none.t(), out=torch.ones(40, 40), add=True), torch.ones(40, 40))
+    x, weight = (numbers(n, 64).to(dtype).requires_grad_() for n in (0, 48))
+    linear(x, weight).sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+    assert product(none.t(), none).shape == (0, 0)
+
+
+@pytest.mark.parametrize("pair", itertools.product(DTYPES, DTYPES), ids=str)
+@pytest.mark.parametrize("add", [False, True])
+def test_results_of_any_dtype_are_written_and_nothing_beside_them(
+    pair: tuple[torch.dtype, torch.dtype], add: bool
+) -> None:
+    given, kept = pair
+    around = torch.full((8000,), 0.5, dtype=kept)
+    out = around[2000:3600].view(40, 40)
+    a, b = numbers(40, 64), numbers(64, 40, seed=1)
+    assert product(a.to(given), b.to(given), out=out, add=add) is out
+    exact = a.double() @ b.double() + 0.5 * add
+    torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=2**-5)
+    assert bool((around[:2000] == 0.5).all())
+    assert bool((around[3600:] == 0.5).all())
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    """Pointers have no sizes: what would be read lies behind the tensor."""
+    for b, out in ((numbers(63, 40), None), (numbers(64, 40), torch.empty(40, 39))):
+        with pytest.raises(
+            ValueError, match=r"product: \(40, 64\) times .* expected \[I, K\] times \[K, J\]"
+        ):
+            product(numbers(40, 64), b, out=out)
+
+
+@TILES
+@pytest.mark.parametrize("level", ["-Os", "-O1", "-O2"])
+def test_tiles_are_the_same_however_little_the_compiler_does(level: str, tmp_path: Path) -> None:
+    """gcc takes the instructions of tiles to read less memory than they do. A process that read it would be killed."""
+    source, made = resources.files("whet.models").joinpath("products_bf16.c"), tmp_path / "tiles.so"
+    flags = [*build._FLAGS, level, "-shared", str(source), "-o", str(made)]
+    subprocess.run([*build._compiler(), *flags], check=True, timeout=60)
+    code = """
+import sys
+from array import array
+from ctypes import CDLL, c_int64, c_void_p
+lib, n = CDLL(sys.argv[1]), [c_int64(x) for x in (50, 1, 1, 50, 40, 1)]
+ones, out = array("H", [0x3f80] * 2000), array("f", [7.0] * 1600)
+a, b = (c_void_p(x.buffer_info()[0]) for x in (ones, out))
+assert lib.whet_tiles()
+for add in (0, 1):
+    assert not lib.whet_product_bf16(a, *n[:2], a, *n[2:4], b, *n[4:], *map(c_int64, (40, 40, 50)), 0, add, 1)
+assert set(out) == {100.0}, set(out)
+"""
+    subprocess.run([sys.executable, "-c", code, str(made)], check=True, timeout=60)
 
 
 @TILES

@@ -109,9 +109,15 @@ def product(a_IK: Tensor, b_KJ: Tensor, *, out: Tensor | None = None, add: bool 
     """a b, without gradient, into `out` where given; `add`: to what stands there."""
     if out is None:
         out = a_IK.new_empty(a_IK.shape[0], b_KJ.shape[1])
+    if a_IK.shape[1] != b_KJ.shape[0] or out.shape != (a_IK.shape[0], b_KJ.shape[1]):
+        raise ValueError(
+            f"product: {tuple(a_IK.shape)} times {tuple(b_KJ.shape)} into {tuple(out.shape)}: expected [I, K] times "
+            "[K, J] into [I, J]"
+        )
     multiply = chosen().multiply if multiplies(a_IK, b_KJ) else _by_torch
     exact = torch.float32 if multiply is not _by_torch else a_IK.dtype
-    if out.dtype == exact or (multiply is not _by_torch and not add and rounds(out.dtype)):
+    rounded = multiply is not _by_torch and not add and out.dtype == a_IK.dtype and rounds(a_IK.dtype)
+    if out.dtype == exact or rounded:
         multiply(a_IK, b_KJ, out, add)
     elif out.dtype == torch.float32 and wide_sums(a_IK, b_KJ):
         found = wide_product(a_IK, b_KJ)
