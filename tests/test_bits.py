@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import forked
 from whet.cli import app
-from whet.models import build, kernels
+from whet.models import build, kernels, products
 from whet.models.arithmetic import PORTABLE, VERSION, arithmetic, facts
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -204,7 +204,9 @@ def test_the_plan_says_which_cpus_have_its_bits(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.skipif(not HERE.portable, reason=str(HERE))
 def test_a_start_names_its_cpu_only_where_its_bits_depend_on_it() -> None:
-    assert facts("cpu", kernels="auto", float32=True)["digest"] == PORTABLE
-    assert "cpu" not in facts("cpu", kernels="auto", float32=True)
-    assert facts("cpu", kernels="auto", float32=False)["cpu"]
-    assert facts("cpu", kernels="torch", float32=True)["cpu"]
+    assert facts("cpu", kernels="auto")["digest"] == PORTABLE
+    assert "cpu" not in facts("cpu", kernels="auto")
+    half = facts("cpu", kernels="auto", halves={"bfloat16"})
+    assert half["cpu"]
+    assert half["bfloat16"] == products.half_by(torch.bfloat16), "the compiler decides it, too"
+    assert facts("cpu", kernels="torch")["cpu"]

@@ -557,6 +557,7 @@ def test_adapters_alone_have_gradients_to_cut():
 
 def test_products_in_half_precision_are_counted_where_a_cpu_multiplies_it(monkeypatch):
     monkeypatch.setattr(memory_estimate, "multiplies_half", lambda dtype: dtype == "bfloat16")
+    monkeypatch.setattr(memory_estimate, "has_tiles", lambda dtype: False)
     few = ["tokenizer.vocab_size=50", "train.micro_batch_rollouts=null"]
     name = "products in half precision"
     half = peaks(planned(*few, "model.dtype=bfloat16"))["update of the policy"][name]
@@ -566,6 +567,10 @@ def test_products_in_half_precision_are_counted_where_a_cpu_multiplies_it(monkey
     assert name not in peaks(planned(*few))["update of the policy"]
     cuda = planned(*few, "model.dtype=bfloat16", "machine.device=cuda")
     assert name not in peaks(cuda)["update of the policy"]
+    with monkeypatch.context() as other:
+        other.setattr(memory_estimate, "has_tiles", lambda dtype: True)
+        parts = peaks(planned(*few, "model.dtype=bfloat16"))["update of the policy"]
+    assert name not in parts, "no library multiplies, which would keep it"
     float16 = planned(*few, "model.dtype=float16")
     assert name not in peaks(float16)["update of the policy"], "it is widened, as it is on any other CPU"
     shape = planned(*few).shape

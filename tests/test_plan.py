@@ -17,7 +17,7 @@ from whet.config.describe import arithmetic, facts, notes
 from whet.config.evaluation import eval_sampling, writes_replies
 from whet.config.load import load, stage_configs
 from whet.config.memory_estimate import phases
-from whet.config.plan import Plan, cores, describe, dtype_on, plan, plans
+from whet.config.plan import Plan, cores, describe, dtype_on, halves, plan, plans
 from whet.config.recipes import RECIPES
 from whet.config.schema import ModelConfig
 from whet.config.sizes import new_shape
@@ -171,6 +171,9 @@ def test_the_critic_trains_as_the_policy_unless_told():
 def test_dtype():
     cfg = load(None, values=BASE).config
     assert (dtype_on(cfg, "cpu"), dtype_on(cfg, "cuda")) == ("float32", "bfloat16")
+    assert (halves([cfg], "cpu"), halves([cfg], "cuda")) == (set(), {"bfloat16"})
+    stages = [load(None, (f"train.precision.compute={d}",), BASE).config for d in ("bfloat16", "float16")]
+    assert halves([cfg, *stages], "cpu") == {"bfloat16", "float16"}
     assert made().dtype_open
     p = made("machine.device=cuda")
     assert (p.dtype, p.dtype_open) == ("bfloat16", False)

@@ -264,7 +264,11 @@ def test_gradients_in_half_precision_are_rounded_once(dtype: torch.dtype) -> Non
     [("fma avx512f", True, True), ("fma avx512_bf16", True, False), ("fma amx_bf16", False, True)],
 )
 def test_a_cpu_that_multiplies_bfloat16_itself_does_if_its_rows_agree(
-    monkeypatch: pytest.MonkeyPatch, flags: str, rows_agree: bool, widened: bool
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    flags: str,
+    rows_agree: bool,
+    widened: bool,
 ) -> None:
     def by_place(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x.float(), weight.float()) + (len(x) > 3) * 1e-3
@@ -276,6 +280,7 @@ def test_a_cpu_that_multiplies_bfloat16_itself_does_if_its_rows_agree(
     monkeypatch.setattr(products, "F", here)
     monkeypatch.setattr(products._Compiled, "tiles_obey", lambda self: False)
     assert products.half_by.__wrapped__(torch.bfloat16) == ("float32" if widened else "torch")
+    assert ("multiplies bfloat16 itself" in caplog.text) == (not rows_agree), "slower than it could be"
     assert products.half_by.__wrapped__(torch.float16) == "float32", "which neither of these multiplies"
     assert products.half_by.__wrapped__(torch.float64) == "torch"
 

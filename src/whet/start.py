@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from whet import checkpoint
 from whet.config.load import Loaded
 from whet.config.parse import as_yaml
-from whet.config.plan import dtype_on
+from whet.config.plan import halves
 from whet.config.resuming import RESUME, Change, finished_with_others, longer, other_code, taken
 from whet.config.schema import Config
 from whet.config.secrets import for_people
@@ -146,7 +146,7 @@ def note_start(loaded: Loaded, directory: RunDirectory, start: RunStart) -> None
 
     cfg = loaded.config
     device = pick_device(cfg).type
-    bits = facts(device, kernels=cfg.machine.kernels, float32=dtype_on(cfg, device) == "float32")
+    bits = facts(device, kernels=cfg.machine.kernels, halves=halves(loaded.stages, device))
     shown = for_people(loaded.as_given, loaded.written)
     text = as_yaml(shown)
     described = describe(

@@ -156,6 +156,11 @@ def multiplies_half(dtype: str) -> bool:
     return bool(_cpu_flags().intersection(_UNITS.get(dtype, ())))
 
 
+def has_tiles(dtype: str) -> bool:
+    """The CPU multiplies this dtype by tiles (AMX), which `models/products_bf16.c` does without a library."""
+    return dtype == "bfloat16" and "amx_bf16" in _cpu_flags()
+
+
 @cache
 def _cpu_flags() -> frozenset[str]:
     try:

@@ -12,7 +12,7 @@ from whet.config.checks_parallel import ranks_of, shards, world
 from whet.config.derived import QUANTISED, Plan, quantised_size
 from whet.config.evaluation import trains
 from whet.config.groups import pairs_tasks
-from whet.config.hardware import cuda_bytes, multiplies_half, ram_bytes
+from whet.config.hardware import cuda_bytes, has_tiles, multiplies_half, ram_bytes
 from whet.config.keys import lookup
 from whet.config.learns import Learns
 from whet.config.memory import Lengths, ModelMemory, Parts, PeakBatch, Phase, Setting
@@ -198,7 +198,7 @@ def _products(
     plan: Plan, setting: Setting, *, sampled: Lengths | None = None, cuts: Sequence[PeakBatch] = ()
 ) -> Parts:
     """Memory that oneDNN keeps for products in half precision on a CPU."""
-    library = plan.device == "cpu" and multiplies_half(plan.dtype)
+    library = plan.device == "cpu" and multiplies_half(plan.dtype) and not has_tiles(plan.dtype)
     count = memory.products_bytes(setting, sampled=sampled, cuts=cuts) if library else 0
     return {"products in half precision": count} if count else {}
 

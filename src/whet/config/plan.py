@@ -304,6 +304,12 @@ def dtype_on(cfg: Config, device: str) -> Literal["float32", "bfloat16", "float1
     return cfg.model.dtype or ("bfloat16" if device == "cuda" else "float32")
 
 
+def halves(stages: Iterable[Config], device: str) -> set[str]:
+    """The dtypes of half precision that these stages compute in on 'cpu' or 'cuda'."""
+    found = (d for s in stages for d in (dtype_on(s, device), s.train.precision.compute))
+    return {d for d in found if d and d != "float32"}
+
+
 def device_of(cfg: Config) -> Literal["cpu", "cuda"]:
     """What machine.device comes to on this machine."""
     if cfg.machine.device == "auto":

@@ -8,6 +8,7 @@ whether it changed.
 from __future__ import annotations
 
 import platform
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, get_args
@@ -59,15 +60,17 @@ def arithmetic(ops: Ops) -> Arithmetic:
 
 
 def facts(
-    device: str, *, kernels: Literal["auto", "torch", "compiled"], float32: bool
+    device: str, *, kernels: Literal["auto", "torch", "compiled"], halves: Collection[str] = ()
 ) -> dict[str, str | None]:
-    """What determines the bits of a run's numbers, for the manifest: not the CPU, where the arithmetic is portable."""
+    """What determines the bits of a run's numbers, for the manifest: not the CPU, where the arithmetic is portable; who
+    multiplies each of `halves`, the dtypes of half precision that the run computes in."""
     told: dict[str, str | None] = {"torch": torch.__version__, "machine": platform.machine()}
     if device != "cpu":
         return told | {"device": torch.cuda.get_device_name()}
     found = arithmetic(load(kernels))
     told |= {"version": str(VERSION), "kernels": found.kernels, "digest": found.digest}
-    return told if found.portable and float32 else told | {"cpu": cpu_name()}
+    told |= {name: products.half_by(getattr(torch, name)) for name in sorted(halves)}
+    return told if found.portable and not halves else told | {"cpu": cpu_name()}
 
 
 @torch.no_grad()

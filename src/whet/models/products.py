@@ -18,6 +18,7 @@ Shape letters: I, K rows and columns of the left factor, J columns of the right 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from whet.config.hardware import multiplies_half
 from whet.models import elementwise
 from whet.models.build import BuildError, library
 from whet.types import WhetError
+
+log = logging.getLogger(__name__)
 
 TERMS = 256
 """Terms of a chain; TERMS of products.c."""
@@ -209,8 +212,19 @@ def half_by(dtype: torch.dtype) -> Literal["tiles", "float32", "torch"]:
     multiply = chosen().multiply
     if dtype is torch.bfloat16 and isinstance(multiply, _Compiled) and multiply.tiles_obey():
         return "tiles"
-    multiplied = multiplies_half(str(dtype).removeprefix("torch."))
-    return "torch" if multiplied and _rows_agree(dtype) else "float32"
+    name = str(dtype).removeprefix("torch.")
+    if not multiplies_half(name):
+        return "float32"
+    if _rows_agree(dtype):
+        return "torch"
+    tiles = " (tiles need an x86 CPU with AMX, and gcc 11 or newer)" if dtype is torch.bfloat16 else ""
+    log.warning(
+        "this CPU multiplies %s itself, but a row's bits depend on the rows beside it%s: products are computed in "
+        "float32 and rounded, which is slower",
+        name,
+        tiles,
+    )
+    return "float32"
 
 
 def rounds(dtype: torch.dtype) -> bool:

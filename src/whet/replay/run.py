@@ -27,7 +27,7 @@ from whet.api import (
 from whet.checkpoint import Saver, all_in, read_state, tokenizer_in
 from whet.config.code import digests
 from whet.config.load import Loaded, learn_secrets
-from whet.config.plan import Plan, dtype_on
+from whet.config.plan import Plan, halves
 from whet.config.resuming import other_code
 from whet.config.schema import CheckpointConfig, Config, TrackConfig
 from whet.config.sections.run import ProfileConfig
@@ -275,7 +275,7 @@ def _notes(recorded: Recorded, loaded: Loaded, stage: int, state: Json) -> list[
             f"data {file} has changed since the run" for file in now if was.get(file, now[file]) != now[file]
         ]
     cfg, device = loaded.config, pick_device(loaded.config).type
-    bits = facts(device, kernels=cfg.machine.kernels, float32=dtype_on(cfg, device) == "float32")
+    bits = facts(device, kernels=cfg.machine.kernels, halves=halves(loaded.stages, device))
     told = other_arithmetic(recorded.manifest, {"arithmetic": bits})
     notes += [f"this machine computes differently: {told.partition(': ')[2]}"] if told else []
     r, lora = recorded.plans[stage].algorithm, loaded.stages[stage].model.lora
