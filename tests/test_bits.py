@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import forked
 from whet.cli import app
 from whet.models import build, kernels, products
-from whet.models.arithmetic import PORTABLE, VERSION, arithmetic, facts
+from whet.models.arithmetic import PORTABLE, VERSION, _digest, arithmetic, facts
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import bits
@@ -200,6 +200,22 @@ def test_the_plan_says_which_cpus_have_its_bits(monkeypatch: pytest.MonkeyPatch)
     assert f"arithmetic {VERSION}, bits of this machine and its libraries" in by_torch
     assert PORTABLE not in by_torch
     assert "arithmetic" not in planned()
+
+
+@pytest.mark.parametrize("kind", ["compiled", "torch"])
+def test_bits_are_the_same_whatever_torchs_defaults_are(kind: str) -> None:
+    """C writes float32 of the CPU: into other tensors it would write elsewhere than they are."""
+    if kind not in ("torch", HERE.kernels):
+        pytest.skip(str(HERE))
+    ops, multiply = kernels.load(kind), products.chosen().multiply
+    was = (_digest(ops), products._obeys(multiply), products.half_by(torch.bfloat16))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        now = (_digest(ops), products._obeys(multiply), products.half_by.__wrapped__(torch.bfloat16))
+    finally:
+        torch.set_default_dtype(before)
+    assert now == was
 
 
 @pytest.mark.skipif(not HERE.portable, reason=str(HERE))

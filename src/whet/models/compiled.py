@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from whet.models import torch_ops, triton_ops
 from whet.models.build import BuildError, library
+from whet.models.products import room
 from whet.models.segments import Bounds, Segments
 from whet.models.torch_ops import ACTS, Act, Weighing
 from whet.models.triton_ops import call
@@ -179,7 +180,7 @@ class _RmsNorm(Function):
 
 
 def _parts(rows: int, width: int) -> Tensor:
-    return torch.zeros(-(-rows // _CHUNK), width)
+    return room(-(-rows // _CHUNK), width).zero_()
 
 
 def _check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
@@ -217,7 +218,7 @@ class _NormRope(Function):
     ) -> Tensor:
         heads, cos, sin = _dense_rows(x), _dense(cos), _dense(sin)
         weight = None if weight is None else _dense(weight)
-        out = torch.empty(x.shape)
+        out = room(*x.shape)
         head = (_ptr(heads), heads.stride(0), heads.stride(1), _ptr(weight), _ptr(cos), _ptr(sin), _ptr(out))
         _lib().whet_norm_rope(*head, *x.shape, eps, offset, torch.get_num_threads())
         return _as(x, out)
@@ -236,7 +237,7 @@ class _NormRope(Function):
         *normed, cos, sin = ctx.saved_tensors
         given, dy, cos, sin = dy, _dense(dy), _dense(cos), _dense(sin)
         x, weight = (_dense_rows(normed[0]), _dense(normed[1])) if normed else (dy, None)
-        dx = torch.empty(dy.shape)
+        dx = room(*dy.shape)
         dw = None if weight is None else torch.empty_like(weight)
         part = None if weight is None else _parts(dy.shape[0], dy.shape[2])
         head = (_ptr(x), x.stride(0), x.stride(1), *(_ptr(t) for t in (weight, cos, sin, dy, dx, dw, part)))
@@ -270,7 +271,7 @@ class _Glu(Function):
     @staticmethod
     def compute(gate: Tensor, up: Tensor, act: int) -> Tensor:
         like, (gate, up) = gate, _rows_as_they_are(gate, up)
-        out = torch.empty(gate.shape, dtype=gate.dtype)
+        out = room(*gate.shape, dtype=gate.dtype)
         head = (_ptr(gate), gate.stride(0), _ptr(up), up.stride(0), _ptr(out))
         _lib().whet_glu(*head, *gate.shape, act, gate.dtype is torch.bfloat16, torch.get_num_threads())
         return out.to(like.dtype)
@@ -286,7 +287,7 @@ class _Glu(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         like, (gate, up, dout) = dout.dtype, _rows_as_they_are(*ctx.saved_tensors, dout)
         half, dout = dout.dtype is torch.bfloat16, dout.contiguous()
-        dgate, dup = (torch.empty(gate.shape, dtype=dout.dtype) for _ in range(2))
+        dgate, dup = (room(*gate.shape, dtype=dout.dtype) for _ in range(2))
         head = (_ptr(gate), gate.stride(0), _ptr(up), up.stride(0), _ptr(dout), _ptr(dgate), _ptr(dup))
         _lib().whet_glu_backward(*head, *gate.shape, ctx.act, half, torch.get_num_threads())
         return dgate.to(like), dup.to(like), None
@@ -322,7 +323,7 @@ def logprobs(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
         return triton_ops.logprobs(logits_NV, targets_N)
     _rows_and_targets(logits_NV, targets_N)
     logits, targets = logits_NV.contiguous(), targets_N.contiguous()
-    logp_N, entropy_N = torch.empty(len(targets)), torch.empty(len(targets))
+    logp_N, entropy_N = room(len(targets)), room(len(targets))
     pointers = (_ptr(logits), _ptr(targets), _ptr(logp_N), _ptr(entropy_N))
     _lib().whet_logprobs(*pointers, *logits.shape, torch.get_num_threads())
     return logp_N, entropy_N
@@ -353,7 +354,7 @@ def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     rows, vocabulary = logits.shape
     if uniform.shape != (rows,):
         raise ValueError(f"sample: uniform must be [{rows}], got {tuple(uniform.shape)}")
-    token_B, logp_B = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    token_B, logp_B = room(rows, dtype=torch.int64), room(rows)
     pointers = (_ptr(logits), _ptr(uniform), _ptr(token_B), _ptr(logp_B))
     bad = _lib().whet_sample(*pointers, rows, vocabulary, torch.get_num_threads())
     if bad > 0:
@@ -411,7 +412,7 @@ class _AttendPacked(Function):
     ) -> tuple[Tensor, Tensor]:
         given, q, k, v = q, _dense_rows(q), _dense_rows(k), _dense_rows(v)
         sinks = None if sinks is None else _dense(sinks)
-        out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+        out, lse = room(*q.shape), room(*q.shape[:2])
         what = _describe(q, k, v, sinks, segments=segments, shape=shape)
         _memory(_lib().whet_attend_packed(ctypes.byref(what), _ptr(out), _ptr(lse)))
         return _as(given, out), lse
@@ -433,7 +434,7 @@ class _AttendPacked(Function):
         q, k, v, out, lse, *sunk = ctx.saved_tensors
         given, q, k, v = q, _dense_rows(q), _dense_rows(k), _dense_rows(v)
         out, dout = _dense(out), _dense(dout)
-        dq, dk, dv = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
+        dq, dk, dv = room(*q.shape), room(*k.shape).zero_(), room(*v.shape).zero_()
         what = _describe(q, k, v, None, segments=ctx.segments, shape=ctx.shape)
         grads = _Grads(*(_ptr(t) for t in (out, lse, dout, dq, dk, dv)))
         # with the sink in out and lse, it is the backward pass of any softmax
@@ -497,7 +498,7 @@ def attend_cached(
         raise ValueError(
             f"attend_cached: {len(q_NHD)} queries, but {len(table_BP)} rows with queries: {given}"
         )
-    q, out = _dense_rows(q_NHD.detach()), torch.empty(q_NHD.shape)
+    q, out = _dense_rows(q_NHD.detach()), room(*q_NHD.shape)
     table, keys = table_BP.to(torch.int32).contiguous(), keys_B.to(torch.int64).contiguous()
     queries = None if queries_B is None else queries_B.to(torch.int64).contiguous()
     _check_sinks(how["sinks"], q_NHD)

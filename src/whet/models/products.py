@@ -237,7 +237,7 @@ def _rows_agree(dtype: torch.dtype) -> bool:
     """Of torch's products, for 1 to 65 rows and more terms than one chain has."""
     generator = torch.Generator().manual_seed(7)
     for terms, columns in ((64, 40), (600, 256), (1024, 1000)):
-        x, weight = (torch.randn(n, terms, generator=generator).to(dtype) for n in (65, columns))
+        x, weight = (_drawn(n, terms, generator=generator).to(dtype) for n in (65, columns))
         whole = F.linear(x, weight)
         if any(not torch.equal(F.linear(x[:n], weight), whole[:n]) for n in (1, 2, 3, 4, 7, 16, 33)):
             return False
@@ -251,7 +251,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             f"linear: x is {tuple(x.shape)}, the weight {tuple(weight.shape)}: inner sizes differ"
         )
     dtype = x.dtype if bias is None and rounds(x.dtype) else torch.float32
-    y = torch.empty(len(rows), len(weight), dtype=dtype)
+    y = room(len(rows), len(weight), dtype=dtype)
     chosen().linear(rows, weight, y)
     if bias is not None:
         y += bias
@@ -278,6 +278,18 @@ class _Linear(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------- who multiplies
+
+
+def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor for C to write to: of this dtype and on the CPU, whatever torch's defaults are."""
+    return torch.empty(shape, dtype=dtype, device=_CPU)
+
+
+_CPU = torch.device("cpu")
+
+
+def _drawn(*shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device=_CPU)
 
 
 @dataclass(frozen=True)
@@ -358,17 +370,17 @@ def _obeys(multiply: Multiply) -> bool:
     """Try it: for 1 to 65 rows, one column and many, up to three chains, both backwards' strides, all equal to the
     law's own numbers."""
     generator = torch.Generator().manual_seed(7)
-    a_IK, b_KJ = torch.randn(65, 600, generator=generator), torch.randn(600, 40, generator=generator)
+    a_IK, b_KJ = _drawn(65, 600, generator=generator), _drawn(600, 40, generator=generator)
     try:
         for terms in (64, TERMS, 600):
             wanted = lawful(a_IK[:, :terms], b_KJ[:terms])
             for rows in (1, 2, 3, 4, 7, 16, 33, 65):
                 for b in (b_KJ[:terms], b_KJ[:terms].t().contiguous().t(), b_KJ[:terms, :1]):
-                    found = torch.empty(rows, b.shape[1])
+                    found = room(rows, b.shape[1])
                     multiply(a_IK[:rows, :terms], b, found, False)
                     if not torch.equal(found, wanted[:rows, : b.shape[1]]):
                         return False
-            turned = torch.empty(40, 65)
+            turned = room(40, 65)
             multiply(b_KJ[:terms].t(), a_IK[:, :terms].t(), turned, False)
             if not torch.equal(turned, wanted.t()):
                 return False
@@ -380,7 +392,7 @@ def _obeys(multiply: Multiply) -> bool:
 def lawful(a_IK: Tensor, b_KJ: Tensor) -> Tensor:
     """a b exactly by the rule, slowly. A product of two float32 is exact in float64, and so is its sum with a third but
     for the rarest cases, which the inputs of `_obeys` do not have."""
-    total = torch.zeros(len(a_IK), b_KJ.shape[1])
+    total = room(len(a_IK), b_KJ.shape[1]).zero_()
     for start in range(0, a_IK.shape[1], TERMS):
         chain = torch.zeros_like(total)
         for k in range(start, min(start + TERMS, a_IK.shape[1])):
@@ -393,13 +405,13 @@ def lawful(a_IK: Tensor, b_KJ: Tensor) -> Tensor:
 def _tiles_obey(multiply: Multiply) -> bool:
     """As `_obeys`, for the other rule: rows that lie as tiles and others, either way round."""
     generator = torch.Generator().manual_seed(7)
-    a_IK, b_KJ = (torch.randn(*n, generator=generator).bfloat16() for n in ((65, 200), (200, 40)))
+    a_IK, b_KJ = (_drawn(*n, generator=generator).bfloat16() for n in ((65, 200), (200, 40)))
     for terms in (64, 200):
         a, b = a_IK[:, :terms].contiguous(), b_KJ[:terms]
         wanted = lawful_tiles(a, b)
         for rows in (1, 16, 33, 65):
             for right in (b, b.t().contiguous().t()):
-                found, turned = torch.empty(rows, 40), torch.empty(40, rows)
+                found, turned = room(rows, 40), room(40, rows)
                 multiply(a[:rows], right, found, False)
                 multiply(right.t(), a[:rows].t(), turned, False)
                 if not torch.equal(found, wanted[:rows]) or not torch.equal(turned.t(), found):
@@ -411,7 +423,7 @@ def lawful_tiles(a_IK: Tensor, b_KJ: Tensor, start_IJ: Tensor | None = None) -> 
     """[I, J] float32: a b of bfloat16, plus `start`, exactly by the rule of products_bf16.c, slowly. A product of two
     bfloat16 is exact in float32. Sums below the smallest normal number are not flushed here."""
     a_IK, b_KJ = a_IK.float(), b_KJ.float()
-    total = torch.zeros(len(a_IK), b_KJ.shape[1]) if start_IJ is None else start_IJ
+    total = room(len(a_IK), b_KJ.shape[1]).zero_() if start_IJ is None else start_IJ
     for start in range(0, a_IK.shape[1], TILE_TERMS):
         chains = [torch.zeros_like(total), torch.zeros_like(total)]
         for k in range(start, min(start + TILE_TERMS, a_IK.shape[1])):
