@@ -170,6 +170,40 @@ def test_the_package_itself_is_the_command() -> None:
     assert (done.returncode, done.stdout.startswith("whet ")) == (0, True)
 
 
+INTERRUPTED = """
+import os, signal, sys
+from whet.__main__ import main
+class Importing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "whet.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Importing())
+signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[1] == "ignored" else signal.default_int_handler)
+sys.argv[1:] = ["--version"]
+main()
+"""
+
+
+@pytest.mark.parametrize(("handler", "code"), [("default", -signal.SIGINT), ("ignored", 0)])
+def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback(handler: str, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, handler],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_ctrl_c_before_a_command_begins_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(arguments: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", stopped)
+    monkeypatch.setattr(sys, "argv", ["whet", "--version"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == api.INTERRUPTED
+
+
 @pytest.mark.parametrize(
     ("name", "text", "code"),
     [

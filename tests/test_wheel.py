@@ -58,7 +58,7 @@ def test_the_wheel_names_its_licence_command_and_requirements(built: Path) -> No
         (info,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
         metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
         assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-        assert "whet = whet.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+        assert "whet = whet.__main__:main" in archive.read(f"{info}/entry_points.txt").decode()
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["Description-Content-Type"] == "text/markdown"

@@ -554,6 +554,8 @@ def main() -> None:
     secrets.guard_output()
     try:
         app(arguments)
+    except KeyboardInterrupt:  # before a command began, or after it ended: click answers the others
+        sys.exit(130)
     except WhetError as e:  # it may quote a file or a script that is someone else's
         typer.echo(f"whet: {plain(str(e))}", err=True)
         sys.exit(2 if isinstance(e, ConfigError) else 1)
