@@ -276,6 +276,25 @@ def test_overrides_reach_everything(tmp_path):
     assert loaded.where("data.eval.1.path") == f"{path}:1"
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ('"End with #### N"', "End with #### N"),
+        ("'#### N' # comment", "#### N"),
+        ("a#b", "a#b"),
+        ("|\n  #### N\n  b", "#### N\nb"),
+        ('"a\\nb"', "a\nb"),
+    ],
+)
+def test_overrides_of_quoted_text_are_taken_whole(value: str, text: str) -> None:
+    assert (
+        load(None, ["data.train=[{path: a}]", f"data.train.0.system_prompt={value}"])
+        .config.data.train[0]
+        .system_prompt
+        == text
+    )
+
+
 def test_the_last_word_counts(tmp_path):
     path = write(tmp_path, "seed: 1\ntrain: {steps: 1, update_epochs: 4}\n")
     loaded = load(path, ["seed=3", "seed=4"], {"seed": 2, "train": {"steps": 2}})
@@ -300,6 +319,13 @@ def test_the_last_word_counts(tmp_path):
         ("train.steps=[1", "not valid YAML"),
         ("train.steps=3.5", "train.steps: got 3.5, expected a whole number >= 0"),
         ("seed.x=3", "unknown key"),
+        (
+            "data.eval.0.system_prompt=End with #### and a number",
+            "in YAML a comment begins at #; if it is text, quote",
+        ),
+        ("data.eval.0.system_prompt=#### and a number", "in YAML a comment begins at #"),
+        ("run_dir=runs/a\nb", "in YAML the lines are joined"),
+        ("seed=3 # again", "in YAML a comment begins at #"),
     ],
 )
 def test_overrides_that_are_refused(tmp_path, override, said):

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from whet.config.faults import faults, named, shown
 from whet.config.interpolate import interpolate
 from whet.config.keys import TABLES, Path, did_you_mean, dotted, lookup
-from whet.config.parse import parse
+from whet.config.parse import parse_override
 from whet.config.schema import Config
 from whet.config.shorthand import expanded
 from whet.config.tree import get, leaves, merge, origin, path_of, stage_names, stage_tree
@@ -59,7 +59,7 @@ class Draft:
         if not equals or not key or key[0] in "+~-":
             self.problems.append((source, _no_override(key)))
             return
-        parsed = parse(value)
+        parsed = parse_override(value)
         path = path_of(key, stage_names(self.tree))
         wrong = [said for _, said in parsed.problems] or [w for w in (self._closed(path),) if w]
         if wrong:

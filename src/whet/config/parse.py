@@ -32,6 +32,7 @@ _BREAKS = re.compile("[\r\x85\u2028\u2029]")
 """PyYAML writes them as they are, and reads them as ends of lines."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _TAGGED = re.compile(r"(&\S+\s+)?!")
+_COMMENT = re.compile(r"(^|\s)#")
 _MOST_VALUES = 100_000
 _MOST_DIGITS = 19
 """Of a whole number: what 64 bits hold."""
@@ -56,6 +57,20 @@ class Parsed:
 def parse(text: str, *, toml: bool = False) -> Parsed:
     """Read YAML or TOML. What cannot be read at all is the one problem; then the tree is None."""
     return _toml(text) if toml else _yaml(text)
+
+
+def parse_override(value: str) -> Parsed:
+    """Read the value of an override, which is YAML. A comment or a line break in text without quotes is refused: YAML
+    would drop the one and join the other, and a shell's quotes do not reach it."""
+    parsed = parse(value)
+    is_text = not parsed.tree or not isinstance(parsed.tree, dict | list)  # of a comment alone it is {}
+    if is_text and not parsed.problems and value[:1] not in tuple("\"'|>&{["):
+        for sign, read in ((_COMMENT, "a comment begins at #"), ("\n", "the lines are joined")):
+            if re.search(sign, value):
+                parsed.problems.append(
+                    (1, f"in YAML {read}; if it is text, quote it in the value: key='\"...\"'")
+                )
+    return parsed
 
 
 def as_yaml(tree: Mapping[str, Json]) -> str:

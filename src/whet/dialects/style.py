@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from whet.config.keys import Path
-from whet.config.parse import parse
+from whet.config.parse import parse_override
 from whet.config.tree import leaves
 from whet.types import Json
 
@@ -42,11 +42,12 @@ class Tree:
             if not _drop(self.tree, path):
                 self.problems.append((source, f"there is no {said['key']} in the file to remove"))
             return
-        parsed = parse(_KEY.sub(_as_yaml, said["value"]) if said["value"][:1] in "{[" else said["value"])
+        value = said["value"]
+        parsed = parse_override(_KEY.sub(_as_yaml, value) if value[:1] in "{[" else value)
         if parsed.problems:
             self.problems += [(source, problem) for _, problem in parsed.problems]
             return
-        self._put(path, parsed.tree if said["value"] else "", source)
+        self._put(path, parsed.tree if value else "", source)
 
     def _path(self, key: str) -> Path:
         """Numbers are indexes where a list stands."""
