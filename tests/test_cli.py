@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import pytest
 import typer.main
 
 from forked import Started
-from whet import api, checkpoint, cli
+from whet import api, checkpoint, cli, secrets
 from whet.guard import sandbox
 
 ROOT = Path(__file__).parents[1]
@@ -113,6 +114,19 @@ def test_a_user_without_a_home_needs_none() -> None:
     said = " ".join(done.stderr.split())
     assert 'data.train[0].path: "~/mine.jsonl": HOME is not set, and the system has no home' in said
     assert 'model.path: "~her/model": no such user; give the full path' in said
+
+
+@pytest.mark.parametrize(
+    ("encoding", "said"),
+    [("ascii", b"0.1 \\u2192 caf\\xe9 \\udcff\n"), ("latin-1", b"0.1 \\u2192 caf\xe9 \\udcff\n")],
+)
+def test_what_the_output_cannot_encode_is_escaped(encoding: str, said: bytes) -> None:
+    """A terminal of C or ISO-8859-1, and a file's name that is no UTF-8."""
+    raw = io.BytesIO()
+    stream = secrets.redacting(io.TextIOWrapper(raw, encoding=encoding))
+    stream.write("0.1 \u2192 caf\u00e9 \udcff\n")
+    stream.flush()
+    assert raw.getvalue() == said
 
 
 def test_a_full_disk_behind_the_output_is_one_message() -> None:

@@ -306,14 +306,19 @@ def redact_tree(tree: Any) -> Any:
 
 
 class _Redacting:
-    """A stream that prints no secret."""
+    """A stream that prints no secret, and escapes what its encoding does not have: half of what is printed was written
+    by others, and no character of it ends a run."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: Any) -> int:
         if isinstance(text, str):
-            self._stream.write(redact(text))
+            said = redact(text)
+            try:
+                self._stream.write(said)
+            except UnicodeEncodeError as e:
+                self._stream.write(said.encode(e.encoding, "backslashreplace").decode(e.encoding))
         else:
             raw = bytes(text)
             self._stream.write(
