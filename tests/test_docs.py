@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -77,6 +78,16 @@ def test_the_reference_has_every_command_and_every_public_name():
     assert set(whet.__all__) <= set(reference.PUBLIC["whet"])
     assert [name for name in whet.__all__ if f"\n### {name}\n" not in names] == []
     assert "| `stop` | `tuple[str, ...]` | Stop strings: sampling ends once" in names
+
+
+def test_every_item_under_a_function_is_one_of_its_parameters():
+    """A line of prose that begins with `word:` reads as one."""
+    for part in reference.python_page().split("\n### ")[1:]:
+        if part.startswith(tuple(f"{name}\n" for name in ("train", "evaluate", "generate", "load_run"))):
+            parameters = inspect.signature(getattr(whet, part.partition("\n")[0])).parameters
+            items = re.findall(r"^- (.+?): ", part, flags=re.MULTILINE)
+            named = {name for item in items for name in re.findall(r"`(\w+)`", item)}
+            assert named <= set(parameters), part
 
 
 class Nav(yaml.SafeLoader):

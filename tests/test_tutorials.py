@@ -126,6 +126,20 @@ def test_a_model_of_ones_own_and_a_reward_from_a_file(home: Path) -> None:
     assert len(rows(home / "runs/own_model", "reward/part/first/begins_mean")) == 4
 
 
+@pytest.mark.sweep
+def test_the_commands_for_a_trained_model(home: Path) -> None:
+    """Exports, evaluation and replies of the page, on the model that the page has trained."""
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    (commands,) = [
+        block for block in COMMANDS.findall(page) if block.startswith("whet export runs/own_model")
+    ]
+    start(home, "whet", "train", "docs/tutorials/own_model.yaml", *SMALL)
+    told = start(home, "bash", "-euc", commands)
+    assert re.search(r"^tasks +8$", told, flags=re.MULTILINE)
+    assert "%|" not in told, "no progress bars of libraries"
+    assert (home / "replies.parquet").is_file()
+
+
 @pytest.mark.sweep  # test_examples.py runs the README's Python
 def test_from_python(home: Path) -> None:
     told = start(home, sys.executable, "docs/tutorials/from_python.py")

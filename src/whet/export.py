@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from whet import checkpoint
+from whet import checkpoint, environment
 from whet.config.load import Loaded, load
 from whet.config.plan import dtype_on
 from whet.config.schema import Config
@@ -145,6 +145,8 @@ def with_form(cfg: Config, form: Form) -> Config:
 
 
 def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None) -> None:
+    environment.prepare(None, exact=False)
+
     import torch
 
     from whet.checkpoint import tokenizer_in

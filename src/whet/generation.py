@@ -66,8 +66,8 @@ def generate(
     say: Callable[[Loaded], object] = lambda loaded: None,
     **sections: Any,
 ) -> Path:
-    """Write replies to the prompts of data.eval, eval.samples to each row, sampled as eval.sampling says. Returns the
-    file: every column of the rows, and `responses` with a list of texts.
+    """Write replies to the prompts of data.eval, eval.samples to each row, sampled as eval.sampling says. Returns
+    the path of the file, which has every column of the rows, and `responses` with a list of texts.
 
     target: a config file, whose model replies; a run directory, the newest checkpoint of which replies, or that of
     `stage` and `step`; or a model's folder. output: the file (.parquet, .jsonl), or track.dump.replies says it. data: a
