@@ -38,6 +38,7 @@ def read(row, **given):
         ({"question": "q", "answer": 4}, ("q", None, None, 4)),
         ({"prompt": "p", "chosen": "c", "rejected": "r"}, ("p", "c", "r", None)),
         ({"messages": [ASK, REPLY]}, (ASKED, "4", None, None)),
+        ({"messages": [ASK], "answer": "a"}, (ASKED, None, None, "a")),  # as in RLVR's sets
         ({"prompt": [ASK], "completion": [REPLY]}, (ASKED, "4", None, None)),
         ({"prompt": [ASK], "chosen": [REPLY], "rejected": [OTHER]}, (ASKED, "4", "5", None)),
         ({"chosen": [ASK, REPLY], "rejected": [ASK, OTHER]}, (ASKED, "4", "5", None)),
@@ -49,6 +50,15 @@ def read(row, **given):
 )
 def test_columns_are_recognised_by_the_names_of_published_datasets(row, expected):
     assert read(row) == expected
+
+
+def test_messages_that_only_ask_are_no_demonstration():
+    source = SourceConfig(rows=({"messages": [ASK]},))
+    assert recognised(source, read_rows(source), texts=True).messages == "messages"
+    with pytest.raises(
+        DataError, match=r"end with an assistant .*name the column in the source as `prompt: messages`"
+    ):
+        read({"messages": [ASK]}, messages="messages")
 
 
 def test_a_label_that_is_a_truth_value_marks_what_is_desirable():

@@ -227,7 +227,8 @@ def _conversation(value: Json, column: str) -> list[Message]:
     if len(roles) < 2 or roles[-1] != "assistant" or ("assistant", "assistant") in pairwise(roles):
         raise DataError(
             f"column {column!r}: the conversation has the roles {', '.join(roles)}; expected messages that end with "
-            "an assistant message, and no two assistant messages in a row."
+            "an assistant message, and no two assistant messages in a row; for messages that only ask, name the column "
+            f"in the source as `prompt: {column}`."
         )
     return messages
 

@@ -85,7 +85,7 @@ def recognised(source: SourceConfig, rows: SourceRows, *, texts: bool = False) -
     given = source.model_fields_set & set(_READ)
     if texts and _is_whole_text(row, source):
         return source.model_copy(update={"prompt": None, "response": "text"})
-    found = _found(row, given, where=rows.where(0))
+    found = _found(row, given, where=rows.where(0), texts=texts)
     update = {field: column for field, column in found.items() if field not in given}
     return source.model_copy(update=update) if update else source
 
@@ -102,8 +102,9 @@ def told(source: SourceConfig, read: SourceConfig, rows: SourceRows) -> str:
     return f"data source {rows.name}: {chosen} (of {', '.join(sorted(rows.row(0)))}); name columns to read others"
 
 
-def _found(row: Row, given: set[str], *, where: str) -> dict[str, str]:
-    """Names of columns by field, for the fields whose default column is absent or holds a part of another."""
+def _found(row: Row, given: set[str], *, where: str, texts: bool) -> dict[str, str]:
+    """Names of columns by field, for the fields whose default column is absent or holds a part of another. Messages
+    that end with a question are a prompt, unless replies are learned (texts)."""
     reply = _one(row, "response", REPLIES, where=where) if "response" not in given else None
     if "prompt" not in given and _holds_prompt(row, reply):
         return {"messages": str(reply)}
@@ -112,7 +113,8 @@ def _found(row: Row, given: set[str], *, where: str) -> dict[str, str]:
     elif conversation := [c for c in CONVERSATIONS if c in row]:
         if others := [c for c in ("response", *PROMPTS, *REPLIES) if c in row]:
             raise DataError(_ambiguous(row, [*conversation, *others], where))
-        return {"messages": conversation[0]}
+        ends = _is_conversation(row[conversation[0]], least=1) and row[conversation[0]][-1].get("role")
+        return {"prompt" if ends in ("user", "tool") and not texts else "messages": conversation[0]}
     else:
         asked = _one(row, "prompt", PROMPTS, where=where)
         out = {} if asked is None else {"prompt": asked}
@@ -163,5 +165,5 @@ def _is_whole_text(row: Row, source: SourceConfig) -> bool:
     return not named and "text" in row and not any(c in row for c in others)
 
 
-def _is_conversation(value: Json) -> bool:
-    return isinstance(value, list) and len(value) > 1 and all(isinstance(m, Mapping) for m in value)
+def _is_conversation(value: Json, least: int = 2) -> bool:
+    return isinstance(value, list) and len(value) >= least and all(isinstance(m, Mapping) for m in value)

@@ -81,10 +81,10 @@ class SourceConfig(Section):
     """Column of the prompt: text, a list of {role, content} messages, or a list of token ids. null: the rows have no
     prompt, and SFT learns all tokens of the response but the first; with `rollout.env` the environment asks, and what
     it says first follows `system_prompt`. Columns that you do not name are recognised where the default ones are
-    absent: `messages`; `question` or `text` as the prompt; `completion` or `chosen` as the response (the `answer` of a
-    `question`, if there is neither); conversations in `chosen` and `rejected` with a shared prompt; for SFT a `text`
-    alone as a response without a prompt. run.log and `whet plan` report the choice; if several columns fit, name
-    one."""
+    absent: `messages` (a prompt if they end with a question and the algorithm does not learn replies); `question`
+    or `text` as the prompt; `completion` or `chosen` as the response (the `answer` of a `question`, if there is
+    neither); conversations in `chosen` and `rejected` with a shared prompt; for SFT a `text` alone as a response
+    without a prompt. run.log and `whet plan` report the choice; if several columns fit, name one."""
     messages: str | None = None
     """Column of whole conversations that end with a reply, instead of `prompt` and `response`: the last message is the
     response, all messages before it are the prompt."""
