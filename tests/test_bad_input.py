@@ -575,6 +575,10 @@ def test_calls_that_make_no_sense_are_refused_in_words() -> None:
             ConfigError, match=r"rewards: got .*expected a function, or a mapping of functions"
         ):
             whet.train(rewards=rewards, **SECTIONS)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"overrides: got \('train.steps', 3\); expected texts"):
+        whet.train(overrides=[("train.steps", 3)], **SECTIONS)  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="unused: got 'ignore'; expected one of refuse, warn"):
+        whet.train(unused="ignore", **SECTIONS)  # type: ignore[arg-type]
 
 
 def letters(factor: float) -> Callable[[str, Task], float]:

@@ -780,3 +780,20 @@ def test_an_engine_elsewhere_prints_none_of_the_configs_secrets(monkeypatch: pyt
     said = (done.stdout + done.stderr).decode()
     assert said.count("<redacted:rewards.judge.arguments.api_key>") == 3, said
     assert key not in said
+
+
+def test_where_runs_overlap_the_output_is_guarded_until_the_last_one_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Runs in threads: which one ends first is not known."""
+    monkeypatch.setenv("OVERLAP_TOKEN", "s3cret-of-two-runs")
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    first, second = secrets.guarded_output(), secrets.guarded_output()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    print("s3cret-of-two-runs")
+    second.__exit__(None, None, None)
+    assert sys.stdout is out
+    assert out.getvalue() == "<redacted:OVERLAP_TOKEN>\n"

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -352,12 +353,22 @@ def redacting(stream: Any) -> Any:
     return stream if stream is None or isinstance(stream, _Redacting) else _Redacting(stream)
 
 
+_counting = threading.Lock()
+_blocks = 0
+_before: tuple[Any, Any] = (None, None)
+"""Standard output and error before the first of the blocks that are open."""
+
+
 @contextmanager
 def guarded_output() -> Generator[None]:
-    """The same, as long as the block runs; the traceback of what it raises is shown later, by the interpreter."""
-    before = sys.stdout, sys.stderr
-    guard_output()
-    ours = sys.stdout, sys.stderr
+    """The same, as long as the block runs; the traceback of what it raises is shown later, by the interpreter. Where
+    runs of several threads overlap, until the last of them ends."""
+    global _blocks, _before
+    with _counting:
+        if not _blocks:
+            _before = sys.stdout, sys.stderr
+        guard_output()
+        _blocks += 1
     try:
         yield
     except BaseException:
@@ -365,10 +376,16 @@ def guarded_output() -> Generator[None]:
             sys.excepthook = _show
         raise
     finally:
-        if sys.stdout is ours[0]:
-            sys.stdout = before[0]
-        if sys.stderr is ours[1]:
-            sys.stderr = before[1]
+        with _counting:
+            _blocks -= 1
+            if not _blocks:
+                sys.stdout, sys.stderr = _bare(sys.stdout, _before[0]), _bare(sys.stderr, _before[1])
+
+
+def _bare(stream: Any, before: Any) -> Any:
+    """A stream that was not guarded before, as it was."""
+    guarded = isinstance(stream, _Redacting) and not isinstance(before, _Redacting)
+    return stream._stream if guarded else stream
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
@@ -117,6 +117,10 @@ def load(
         raise ConfigError(
             f"overrides: got the text {overrides!r}; expected a list of such texts: [{overrides!r}]"
         )
+    if odd := [given for given in overrides if not isinstance(given, str)]:
+        raise ConfigError(f"overrides: got {odd[0]!r}; expected texts: ['train.steps=5']")
+    if unused not in get_args(Unused):
+        raise ConfigError(f"unused: got {unused!r}; expected one of {', '.join(get_args(Unused))}")
     draft, notes, program = Draft(), tuple[str, ...](), ""
     if path is not None and Path(path).suffix == SCRIPT:
         draft, dialect, notes, program = _launched(Path(path), overrides, dialect, trust=trust_script)
