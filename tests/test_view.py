@@ -37,7 +37,8 @@ from whet.track.timeline import Span
 from whet.track.written import ROLLOUTS, read_rollouts
 from whet.types import ConfigError, DataError, Json, WhetError
 from whet.view import answers, batches, compare, export, records, rewards, rollouts
-from whet.view.server import ViewerServer
+from whet.view import server as viewer_server
+from whet.view.server import Answers, ViewerServer
 from whet.view.source import BadQuestion, NotThere, ShownRuns, find_runs
 
 HOSTILE = [
@@ -675,6 +676,46 @@ def test_the_page_and_the_answers_over_a_socket(made: Path) -> None:
         assert not any(name.startswith("access-control") for name in headers)
 
 
+def test_requests_that_never_end_keep_nobody_out(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections are bounded; one that asks again and again stays open while others come."""
+    monkeypatch.setattr(viewer_server, "MOST_CONNECTIONS", 8)
+
+    async def flooded() -> int:
+        server = ViewerServer(ShownRuns.of([made]))
+        await server.start()
+        heard, speaks = await asyncio.open_connection("127.0.0.1", server.port)
+        held = []
+        for part in [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\nA: b\r\n"] * 10:
+            held.append(await asyncio.open_connection("127.0.0.1", server.port))
+            held[-1][1].write(part)
+            speaks.write(b"GET /api/runs HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            head = await heard.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 ")
+            await heard.readexactly(int(re.findall(rb"Content-Length: (\d+)", head)[0]))
+        status, _, _ = await talk(server.port, get("/"))
+        assert status == 200
+        await asyncio.sleep(0.1)
+        ended = [reader.at_eof() or reader.exception() is not None for reader, _ in held]
+        for _, writer in [*held, (heard, speaks)]:
+            writer.close()
+        await server.stop()
+        return ended.count(False)
+
+    assert asyncio.run(flooded()) <= 8
+
+
+def test_answers_are_kept_within_a_bound_that_counts_their_addresses(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(viewer_server, "ROOM", 2**16)
+    kept = Answers(ShownRuns.of([made]))
+    for n in range(100):
+        url = f"api/runs?{'x' * 4000}={n}"
+        kept.get(url, kept.mark(url))
+    assert 10 <= len(kept._kept) <= 2**16 // 4000
+    assert 0 < kept._size <= 2**16
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND"])
 def test_other_methods_are_refused(method: str, made: Path) -> None:
     ((status, headers, _),) = asyncio.run(served(made, get("/api/runs", "Content-Length: 0", method=method)))
@@ -925,6 +966,32 @@ def test_the_command_prints_its_address_and_ends_on_ctrl_c(
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "", "")
+
+
+def test_ctrl_c_does_not_wait_for_an_answer_that_is_being_made(made: Path) -> None:
+    code = f"""
+import time
+from pathlib import Path
+from whet.view import answers, server
+
+def slow(ask):
+    print("asked", flush=True)
+    time.sleep(60)
+
+answers.ROUTES = (("api/runs", slow),)
+ready = lambda url: print(url.rpartition(":")[2].strip("/"), flush=True)
+server.serve([Path({str(made)!r})], host="127.0.0.1", port=0, token=None, ready=ready)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        with socket.create_connection(("127.0.0.1", int(process.stdout.readline()))) as asking:
+            asking.sendall(get("/api/runs").replace("\n", "\r\n").encode())
+            assert process.stdout.readline() == "asked\n"
+            process.send_signal(signal.SIGINT)
+            try:
+                assert process.wait(20) == 0
+            finally:
+                process.kill()
 
 
 def test_the_command_exports_and_names_mistakes(made: Path, tmp_path: Path) -> None:

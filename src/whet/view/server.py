@@ -6,16 +6,18 @@ import asyncio
 import gzip
 import hashlib
 import hmac
+import os
 import secrets
 import signal
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from threading import Lock
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 from aiohttp import web
@@ -39,6 +41,8 @@ HEADERS = {
 THREADS = 4
 ROOM = 64 * 2**20
 """Bytes of answers that are kept until a run changes."""
+MOST_CONNECTIONS = 200
+"""Open at once: few enough for the 1024 files of a process, many more than browsers open."""
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -69,12 +73,17 @@ class Answers:
         return made
 
     def _keep(self, url: str, mark: str, made: bytes) -> None:
-        gone = self._kept.pop(url, None)
-        self._size += len(made) - (len(gone[1]) if gone else 0)
+        if gone := self._kept.pop(url, None):
+            self._size -= _size_of(url, gone)
+        self._size += _size_of(url, (mark, made))
         self._kept[url] = mark, made
         while self._size > ROOM and self._kept:
-            _, (_, oldest) = self._kept.popitem(last=False)
-            self._size -= len(oldest)
+            self._size -= _size_of(*self._kept.popitem(last=False))
+
+
+def _size_of(url: str, kept: tuple[str, bytes]) -> int:
+    """Bytes of an answer and its address, which who asks makes as long as the answer or longer."""
+    return len(url) + sum(map(len, kept))
 
 
 def page_of(folder: Path) -> dict[str, Path]:
@@ -83,33 +92,63 @@ def page_of(folder: Path) -> dict[str, Path]:
 
 
 class Site:
-    """Where a page is served: a port, the page's files, threads for what takes long."""
+    """Where a page is served: a port, the page's files, threads for what takes long.
+
+    About MOST_CONNECTIONS are open at most. One more takes the place of the one that has asked for nothing for the
+    longest time, so requests that never end keep nobody out.
+    """
 
     def __init__(self, files: Mapping[str, Path], *, threads: int, name: str) -> None:
         self.files, self.port = files, 0
+        self._heard: dict[web.RequestHandler, float] = {}
+        """When a connection has sent its last whole request."""
+        self._work: set[Future[Any]] = set()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
 
     async def start(self, respond: Handler, host: str, port: int, *, most_bytes: int = 1024**2) -> None:
         """Listen, and answer every request by `respond`. most_bytes: of its body. ConfigError if the port is taken."""
         app = web.Application(client_max_size=most_bytes)
-        app.router.add_route("*", "/{path:.*}", respond)
-        self._runner = web.AppRunner(app, access_log=None)
+
+        async def heard(request: web.Request) -> web.StreamResponse:
+            self._heard[request.protocol] = time.monotonic()
+            return await respond(request)
+
+        app.router.add_route("*", "/{path:.*}", heard)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port, shutdown_timeout=0.1).start()
+            self._listening = await asyncio.get_running_loop().create_server(self._accepted, host, port)
         except OSError as e:
             await self.stop()
             raise ConfigError(
                 f"cannot listen on {host} port {port}: {e.strerror}; give another --port"
             ) from e
-        self.port = self._runner.addresses[0][1]
+        self.port = self._listening.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         """Close all connections."""
+        if self._listening is not None:
+            self._listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _accepted(self) -> web.RequestHandler:
+        """What a new connection is heard by."""
+        server = self._runner.server if self._runner is not None else None
+        assert server is not None
+        live = [c for c in server.connections if c.transport is not None and not c.transport.is_closing()]
+        self._heard = {c: self._heard.get(c, 0.0) for c in live}
+        for _ in range(MOST_CONNECTIONS, len(live) + 1):
+            quiet = min(
+                self._heard, key=self._heard.__getitem__
+            )  # the oldest of those that have asked for nothing
+            del self._heard[quiet]
+            assert quiet.transport is not None
+            quiet.transport.abort()  # what it has not taken of an answer is dropped, too
+        return server()
 
     def file(self, name: str) -> web.Response | None:
         """A file of the page, by its name alone; none has a folder in it."""
@@ -120,7 +159,15 @@ class Site:
 
     async def later(self, function: Callable[..., T], *arguments: object) -> T:
         """What a function returns, from a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+        work = self._pool.submit(function, *arguments)
+        self._work.add(work)
+        work.add_done_callback(self._work.discard)
+        return await asyncio.wrap_future(work)
+
+    @property
+    def working(self) -> bool:
+        """Whether a thread is at work, which the end of this process would wait for."""
+        return any(work.running() for work in list(self._work))
 
 
 class ViewerServer:
@@ -255,10 +302,10 @@ def serve(
 ) -> None:
     """Serve until Ctrl-C or SIGTERM. ready: called with the URL once it answers."""
 
-    async def work() -> None:
-        await until_ended(ViewerServer(ShownRuns.of(paths), host=host, token=token), port, ready)
-
-    asyncio.run(work())
+    server = ViewerServer(ShownRuns.of(paths), host=host, token=token)
+    asyncio.run(until_ended(server, port, ready))
+    if server.site.working:
+        os._exit(0)  # the end of Python waits for threads, and nobody hears these answers
 
 
 class Listening(Protocol):
