@@ -90,11 +90,14 @@ class Slow(Guess):
 
 
 class Starts(Slow):
-    """Starts programs that nobody ends: one by a call of the system, one as a copy of its host."""
+    """Starts programs that nobody ends: one by a call of the system, one in a session of its own, one as a copy of its
+    host."""
 
     @classmethod
     def prepare(cls, arguments):
         subprocess.Popen(["sleep", "600"])
+        daemon = "echo $$ >> daemons; exec sleep 600"
+        subprocess.run(["setsid", "--fork", "sh", "-c", daemon], cwd=os.path.dirname(__file__), check=True)
         if not os.fork():
             time.sleep(600)
             os._exit(0)
@@ -387,6 +390,9 @@ def test_a_run_that_is_ended_goes_on_to_the_same_numbers_and_leaves_no_process(
     tree |= SAVED | {"train": tree["train"] | SAVED["train"]}
     process, left = started(tree, tmp_path, "broken")
     assert any(Path(f"/proc/{pid}/comm").read_text() == "sleep\n" for pid in left)
+    daemons = [int(pid) for pid in (tmp_path / "daemons").read_text().split()]
+    assert len(daemons) >= 1
+    left += daemons
     process.send_signal(how)
     process.wait(60)
     assert gone(left)

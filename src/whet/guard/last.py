@@ -1,7 +1,8 @@
-"""A process that outlives its parent for a moment, and ends what the parent has started: its process group.
+"""A process that outlives its parent for a moment, and ends what the parent has started: its process group, and
+whatever has the mark of the parent in its environment.
 
-A killed process cannot clean up, and what it has started then belongs to nobody. Run as a file by `outlive`: it imports
-nothing of whet.
+A killed process cannot clean up, and what it has started then belongs to nobody. The mark finds daemons, which have a
+session of their own, and so have left the group. Run as a file by `outlive`: it imports nothing of whet.
 """
 
 import os
@@ -11,14 +12,18 @@ import sys
 import time
 from contextlib import suppress
 
+MARK = "WHET_LINE"
+"""The variable that a process must have had from its start on; each has another value (`guard.line`)."""
 LOOK_S = 0.2
 """Seconds between two looks at whether the parent still lives."""
+_SWEEP_S = 2.0
 
 
 def outlive() -> None:
-    """Start it for this process, which leads a process group of its own: however this process ends, its group does.
+    """Start it for this process, which leads a process group of its own and has a mark: however this process ends, so
+    do its group and all programs that it has started with its environment.
 
-    What leaves the group by a session of its own is not found.
+    What leaves the group and has another environment, too, is not found.
     """
     subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(os.getpid())],
@@ -34,6 +39,26 @@ def main(group: int) -> None:
         time.sleep(LOOK_S)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
+    end, mark = time.monotonic() + _SWEEP_S, f"{MARK}={os.environ.get(MARK, '')}".encode()
+    while (left := marked(mark)) and time.monotonic() < end:
+        for number in (
+            signal.SIGSTOP,
+            signal.SIGKILL,
+        ):  # all are stopped first, so that none starts another one
+            for pid in left:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+        time.sleep(0.01)
+
+
+def marked(mark: bytes) -> list[int]:
+    """Processes of this user whose environment has this line, but for this one and those that have ended."""
+    found = []
+    for name in os.listdir("/proc") if sys.platform == "linux" else ():
+        with suppress(OSError, ValueError), open(f"/proc/{int(name)}/environ", "rb") as file:
+            if int(name) != os.getpid() and mark in file.read().split(b"\0"):
+                found.append(int(name))
+    return found
 
 
 if __name__ == "__main__":

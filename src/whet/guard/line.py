@@ -22,9 +22,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
+from uuid import uuid4
 
 from whet import secrets
 from whet.guard import stacks
+from whet.guard.last import MARK
 from whet.guard.processes import die_with, state, until, wake_with_parent
 from whet.guard.temporary import OwnFolder
 
@@ -109,6 +111,7 @@ class LocalLine:
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
             "OMP_NUM_THREADS": str(threads),
+            MARK: uuid4().hex,
         }
         # a process may be tied to the thread that started it; here, one that ends with the process alone
         tied = threading.current_thread() is threading.main_thread()
