@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import math
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from tiny import RUN
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Config, RewardWorkersConfig, TrackConfig
+from whet.guard import watch
 from whet.guard.watch import Watch
 from whet.track import trackers
 from whet.track.record import RunDirectory
@@ -494,6 +497,43 @@ def test_a_tracker_that_hangs_is_named(caplog: pytest.LogCaptureFixture) -> None
         with naming(slow, "main", 3):
             slow.log("main", 3, metrics={}, timings={})
         trackers.close(slow)
+
+
+class Hangs:
+    """Its server does not answer; the first interruption is swallowed by a library that tries again."""
+
+    tries = 0
+
+    def log(self, stage: str, step: int, *, metrics: Any, timings: Any) -> None: ...
+
+    def close(self) -> None:
+        while True:
+            self.tries += 1
+            try:
+                threading.Event().wait(60)
+            except Exception:
+                if self.tries == 2:
+                    raise
+
+
+@pytest.mark.parametrize("ended", [None, KeyboardInterrupt, ValueError])
+def test_a_tracker_that_does_not_close_ends_no_later_than_its_limit(
+    ended: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a second Ctrl-C, sooner; what ended the run stays what ended it."""
+    monkeypatch.setattr(watch, "AGAIN_S", 0.1)
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
+    monkeypatch.setattr(trackers, "HURRY_S", 0.1)
+    handler, began = signal.getsignal(signal.SIGALRM), time.monotonic()
+    with pytest.raises(ended) if ended else nullcontext(), ExitStack() as stack:
+        stack.callback(trackers.close, Hangs())
+        if ended:
+            raise ended
+    assert time.monotonic() - began < 10
+    limit = 0.1 if ended is KeyboardInterrupt else 0.2
+    assert f"Hangs (track.trackers) could not be closed (TimeoutError: not within {limit:g} s)" in caplog.text
+    assert signal.getsignal(signal.SIGALRM) == handler
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 TABLES = """

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 START = "its start"
 """What a process does before it has said what it begins."""
+AGAIN_S = 5.0
 
 
 async def wait(
@@ -59,6 +61,32 @@ async def wait(
         if not work.done():
             work.cancel()
     return work.result()
+
+
+@contextmanager
+def interrupted_after(limit_s: float) -> Iterator[None]:
+    """What is done inside is interrupted by TimeoutError, and again every AGAIN_S seconds where foreign code goes on.
+
+    Only in the main thread of a system with timers; elsewhere nothing bounds it but the watch. Code that does not let
+    Python handle signals is interrupted when it returns.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def late(number: int, frame: object) -> None:
+        raise TimeoutError(f"not within {limit_s:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, limit_s, AGAIN_S)
+        yield
+    finally:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        finally:  # the timer may have rung just before
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
 
 
 class Watch:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from whet.config.schema import Config
 from whet.config.trackers import TRACKERS
 from whet.guard import pulse
+from whet.guard.watch import interrupted_after
 from whet.tables import load_object
 from whet.track.record import RunDirectory
 from whet.track.sinks import Sinks
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
+
+CLOSE_S = 300.0
+"""Longest time of a tracker's `close`, which may send what waits to its server."""
+HURRY_S = 5.0
+"""The same after a second Ctrl-C."""
 
 
 @runtime_checkable
@@ -165,10 +172,13 @@ def naming(tracker: Tracker, stage: str, step: int) -> Iterator[None]:
 
 def close(tracker: Tracker) -> None:
     """Close a tracker, however the run ended. What foreign code raises here is only logged: all numbers are in
-    metrics.jsonl, and the error would stand in the place of the one that has ended the run."""
+    metrics.jsonl, and the error would stand in the place of the one that has ended the run. It has CLOSE_S, or HURRY_S
+    where a user ends the run at once."""
     pulse.beat(f"{type(tracker).__name__} (track.trackers), as it is closed")
+    limit_s = HURRY_S if isinstance(sys.exception(), KeyboardInterrupt) else CLOSE_S
     try:
-        tracker.close()
+        with interrupted_after(limit_s):
+            tracker.close()
     except WhetError:  # of the run's own record
         raise
     except Exception as e:
