@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models
 
 import test_env_zoo as zoo
+from tiny import RUN
+from whet.api import enter
+from whet.bench import set_up
+from whet.config.load import load
 from whet.config.schema import EnvironmentConfig
 from whet.data.timed import decoded
 from whet.data.tokenizer_files import check_files
@@ -90,6 +95,53 @@ def test_a_run_writes_through_no_link(what: str, how: str, tmp_path: Path) -> No
     assert victim.exists() is (how == "link")
     (folder / name).unlink()
     opens(folder)  # as the error says
+
+
+FOLDERS = (
+    "checkpoints",
+    "export",
+    "rollouts",
+    "eval",
+    "batches",
+    "tensorboard",
+    "stacks",
+    "bench",
+    "explorers",
+)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("whose", ["nobody's", "another run's", "this run's", "inside"])
+def test_a_run_enters_no_folder_through_a_link_that_is_not_its_own(
+    name: str, whose: str, tmp_path: Path
+) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    if whose == "inside":
+        elsewhere = run / "elsewhere"
+    elsewhere.mkdir()
+    if whose in ("another run's", "this run's"):
+        owner = run if whose == "this run's" else tmp_path / "other"
+        (elsewhere / ".whet-run").write_text(f"{owner}\n")
+    before = sorted(elsewhere.iterdir())
+    (run / name).symlink_to(elsewhere)
+    beside = {"bench": ("eval", "bench"), "explorers": ("explore", "explorers/name")}
+    mode, place = beside.get(name, ("both", ""))
+    cfg = load(None, values=RUN).config.model_copy(update={"run_dir": str(run / place), "mode": mode})
+    with ExitStack() as stack:
+        if whose in ("this run's", "inside"):
+            enter(cfg, stack)
+            return
+        with pytest.raises(
+            ConfigError, match=f"run/{name} is a link to .*elsewhere, which is not marked as this"
+        ):
+            enter(cfg, stack)
+        if name == "bench":
+            with pytest.raises(ConfigError, match="run/bench is a link to "):
+                set_up(
+                    cfg.model_copy(update={"run_dir": str(run)}), run / "bench", "eval", rows=(), stack=stack
+                )
+    assert sorted(elsewhere.iterdir()) == before
 
 
 # ---------------------------------------------------------------- a tokenizer that gives up

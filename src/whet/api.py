@@ -280,6 +280,7 @@ def worker_config(loaded: Loaded) -> Loaded:
 def enter(cfg: Config, stack: ExitStack) -> Path | None:
     """Lock the run directory and attach its folders. Returns the new place of the run that checkpoint.resume=fresh has
     moved aside, if there was one."""
+    run_paths.check_way(Path(cfg.run_dir), run_paths.trainers(cfg))
     lock = stack.enter_context(RunLock(Path(cfg.run_dir)))
     aside = None
     if cfg.checkpoint.resume == "fresh" and run_paths.holds_run(cfg):

@@ -40,6 +40,7 @@ from whet.start import began
 from whet.storage.paths import brought_here, with_rows
 from whet.track.files import RunLock
 from whet.track.log import close_logging, setup_logging
+from whet.track.run_paths import check_inside, check_way
 from whet.types import CheckpointError, ConfigError, Json
 
 if TYPE_CHECKING:
@@ -248,7 +249,9 @@ def checkpoints_of(root: Path, chosen: Selected) -> list[Path]:
 def set_up(cfg: Config, folder: Path, command: str, *, rows: Sequence[Given], stack: ExitStack) -> None:
     """What a command has in its folder until the stack closes: the lock, stacks of a hang, the log. rows: what is
     written into the run directory before data is read."""
+    check_way(folder, Path(cfg.run_dir))
     stack.enter_context(RunLock(folder))
+    check_inside(folder)
     stack.enter_context(stacks.kept(folder, command))
     setup_logging(folder, level=cfg.track.log_level)
     stack.callback(close_logging)

@@ -17,7 +17,7 @@ from whet.storage import stores
 from whet.storage.fetch import fetched, naming, store_of
 from whet.storage.manifests import manifest, place_of
 from whet.storage.paths import brought_here
-from whet.track.run_paths import run_of
+from whet.track.run_paths import check_link, run_of
 from whet.track.written import read_config
 from whet.types import CheckpointError, ConfigError
 
@@ -47,7 +47,9 @@ def export_checkpoint(
     cfg = with_form(loaded.config, form or _form_of(path))
     name = f"{state['stage_name']}-step-{state['step']:06d}"
     if to is None:
-        to = str(_run_of(path, target) / "export" / name)
+        run_dir = _run_of(path, target)
+        check_link(run_dir / "export", run_dir)
+        to = str(run_dir / "export" / name)
     else:
         refuse_other_files(to)
     with ExitStack() as stack:

@@ -78,7 +78,8 @@ def holds_run(cfg: Config) -> bool:
 def attach(cfg: Config) -> None:
     """Make the folders that the config puts elsewhere, and link them. Call it holding the run's lock.
 
-    ConfigError if one belongs to another run, or if this run's files lie at another place already.
+    ConfigError if one belongs to another run, or if this run's files lie at another place already, or if a link leads
+    out of the run directory to a folder that is not marked as this run's.
     """
     run_dir = Path(cfg.run_dir).resolve()
     for name, given in cfg.dirs.items():
@@ -91,6 +92,31 @@ def attach(cfg: Config) -> None:
             _link(link, target, key)
         except OSError as e:
             raise file_error(e, target) from e
+    check_inside(run_dir)
+
+
+def check_link(path: Path, run_dir: Path) -> None:
+    """ConfigError if a folder of a run is a link to one that is not the run's. The run directory may come from
+    elsewhere, and the run would write and delete files there."""
+    if path.is_symlink() and path.is_dir() and not _is_of(target := path.resolve(), run_dir.resolve()):
+        raise ConfigError(
+            f"{path} is a link to {target}, which is not marked as this run's; the run would write and delete files "
+            f"there. Delete the link (`whet explain dirs` says how to put folders elsewhere), or, if they are this "
+            f"run's files, write {run_dir.resolve()} into {target / _OWNER}"
+        )
+
+
+def check_inside(folder: Path) -> None:
+    """The same for all folders in one."""
+    for path in sorted(folder.glob("*")):
+        check_link(path, folder)
+
+
+def check_way(folder: Path, home: Path) -> None:
+    """The same for a place below the run directory `home`, before anything is written there."""
+    for path in (folder, *folder.parents):
+        if path != home and path.is_relative_to(home):
+            check_link(path, home)
 
 
 def _is_of(target: Path, run_dir: Path) -> bool:
