@@ -113,14 +113,7 @@ def load(
 
     A launch script (.sh) is config, too: `overrides` are then its arguments, but for those that begin with `whet.`.
     """
-    if isinstance(overrides, str):
-        raise ConfigError(
-            f"overrides: got the text {overrides!r}; expected a list of such texts: [{overrides!r}]"
-        )
-    if odd := [given for given in overrides if not isinstance(given, str)]:
-        raise ConfigError(f"overrides: got {odd[0]!r}; expected texts: ['train.steps=5']")
-    if unused not in get_args(Unused):
-        raise ConfigError(f"unused: got {unused!r}; expected one of {', '.join(get_args(Unused))}")
+    _check_arguments(overrides, unused)
     draft, notes, program = Draft(), tuple[str, ...](), ""
     if path is not None and Path(path).suffix == SCRIPT:
         draft, dialect, notes, program = _launched(Path(path), overrides, dialect, trust=trust_script)
@@ -179,6 +172,18 @@ def load(
         translation=translation,
         notes=(*notes, *_consequences(config)),
     )
+
+
+def _check_arguments(overrides: Sequence[str], unused: str) -> None:
+    """What a caller of `whet.train` may give instead. Raises ConfigError."""
+    if isinstance(overrides, str):
+        raise ConfigError(
+            f"overrides: got the text {overrides!r}; expected a list of such texts: [{overrides!r}]"
+        )
+    if odd := [given for given in overrides if not isinstance(given, str)]:
+        raise ConfigError(f"overrides: got {odd[0]!r}; expected texts: ['train.steps=5']")
+    if unused not in get_args(Unused):
+        raise ConfigError(f"unused: got {unused!r}; expected one of {', '.join(get_args(Unused))}")
 
 
 def _consequences(config: Config) -> Iterable[str]:
