@@ -678,6 +678,42 @@ def fill_up(store: Store) -> None:
         fill(store, 1)
 
 
+FOREVER = "with recursive c(x) as (select 1 union all select x + 1 from c)"
+HOSTILE_SQL = {
+    "data of another type": "update whet_groups set data = 'text'",
+    "data that is a size": "update whet_groups set data = 90000000000",
+    "no data": "update whet_groups set data = null",
+    "no state": "update whet_queues set state = null, at = 99",
+    "state of another shape": "update whet_queues set state = '[]', at = 99",
+    "state without end": "update whet_queues set state = printf('%.*c', 200000, '['), at = 99",
+    "newest is text": "update whet_queues set newest = 'x'",
+    "newest is nothing": "update whet_queues set newest = null",
+    "newest is too large": "update whet_queues set newest = 9223372036854775807",
+    "at is nothing": "update whet_queues set at = null",
+    "command is nothing": "update whet_log set command = null",
+    "command is a number": "update whet_log set command = 5",
+    "command is empty": "update whet_log set command = '{}'",
+    "command is bytes": "update whet_log set command = x'ff00'",
+    "command is unknown": """update whet_log set command = '{"op": "__init__"}'""",
+    "trigger": f"create trigger t after update on whet_queues begin insert into whet_groups {FOREVER} "
+    "select 'z', x, '' from c where x < 0; end",
+    "view": "drop table whet_log; create view whet_log as "
+    f"{FOREVER} select 'q' as queue, x as number, '{{}}' as command from c",
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE_SQL)
+def test_a_database_of_wrong_values_or_with_code_is_refused(how, tmp_path):
+    url = f"sqlite:///{tmp_path}/s.db"
+    fill(store := open_store(url, queue="q", order="arrival"), 2)
+    store.close()
+    db = sqlite3.connect(tmp_path / "s.db")
+    db.executescript(HOSTILE_SQL[how])
+    db.close()
+    with pytest.raises(WhetError, match=r"s\.db (is damaged|has a trigger, a view)"):
+        open_store(url, queue="q", order="arrival").take(2, step=1)
+
+
 def test_a_real_full_sqlite_says_so_and_goes_on(tmp_path):
     store = open_store(f"sqlite:///{tmp_path}/s.db", queue="q", order="arrival")
     db = store._log._db

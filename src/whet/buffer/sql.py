@@ -53,6 +53,12 @@ TABLES = (
 )
 
 
+MOST_COMMANDS = 2**62
+"""In a queue: what lies above is damage."""
+FOREIGN = "select name from sqlite_master where type in ('trigger', 'view') or sql like 'create virtual%'"
+"""What a store has none of: code in a file from elsewhere, which may compute without end."""
+
+
 class SqlLog:
     """One queue in a database. After an error the connection is made anew."""
 
@@ -92,6 +98,11 @@ class _SqlTurn:
         if row is None:
             self._sql("insert into whet_queues values (?, 0, 0, null) on conflict do nothing", queue)
             row = self._sql(query, queue).fetchone()
+        if not all(isinstance(number, int) and 0 <= number < MOST_COMMANDS for number in row):
+            raise WhetError(
+                f"{base.where} is damaged: its queue is at {row[0]!r:.40} and {row[1]!r:.40}, expected whole numbers; "
+                "restart with an empty store from the last checkpoint"
+            )
         self.newest, self._at = row
 
     def _sql(self, query: str, *params: Any) -> Any:
@@ -125,7 +136,7 @@ class _SqlTurn:
     def fetch(self, uids: list[int]) -> list[bytes | None]:
         query = "select data from whet_groups where queue = ? and uid = ?"
         rows = [self._sql(query, self._queue, uid).fetchone() for uid in uids]
-        return [bytes(row[0]) if row else None for row in rows]
+        return [(row[0] if isinstance(row[0], bytes) else b"") if row else None for row in rows]
 
     def drop(self, uids: list[int]) -> None:
         for uid in uids:
@@ -138,6 +149,11 @@ def sqlite_log(path: Path, *, queue: str) -> SqlLog:
     def connect() -> Connection:
         db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         try:
+            if (row := db.execute(FOREIGN).fetchone()) is not None:
+                raise WhetError(
+                    f"the store sqlite:///{path} has a trigger, a view or a virtual table ({row[0]!r:.60}), which whet "
+                    "does not make; give buffer.url another path"
+                )
             db.execute("pragma journal_mode = wal")
             db.execute(
                 "pragma synchronous = full"

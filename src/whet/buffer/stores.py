@@ -28,7 +28,8 @@ import asyncio
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -276,14 +277,16 @@ class Store:
             raise WhetError(
                 f"{self._log.where} was emptied or replaced while it was in use; restart the run's processes"
             )
-        news = turn.news(self._seen)
-        if news.snapshot is not None:
-            self._places, self._since_snapshot = self._same_order(QueueState.from_state(news.snapshot)), 0
-        elif self._places is None:
+        with _undamaged(self._log.where):
+            news = turn.news(self._seen)
+            if news.snapshot is not None:
+                self._places, self._since_snapshot = self._same_order(QueueState.from_state(news.snapshot)), 0
+        if self._places is None:
             self._places = QueueState(self._order)
             turn.snapshot(self._places.state())
-        for command in news.commands:
-            self._places.apply(command)
+        with _undamaged(self._log.where):
+            for command in news.commands:
+                self._places.apply(command)
         self._places.closed.clear()
         self._seen = turn.newest
         self._since_snapshot += len(news.commands)
@@ -315,6 +318,18 @@ class Store:
                 "set the same order for all processes of a run"
             )
         return places
+
+
+@contextmanager
+def _undamaged(where: str) -> Iterator[None]:
+    """WhetError in place of what values of a wrong shape in a store raise."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as e:
+        raise WhetError(
+            f"{where} is damaged ({type(e).__name__}: {e!s:.200}), or another version of whet wrote it; restart with "
+            "an empty store from the last checkpoint"
+        ) from e
 
 
 def _put(scored: Scored, data: bytes | None) -> Put:
