@@ -136,7 +136,10 @@ class _SqlTurn:
     def fetch(self, uids: list[int]) -> list[bytes | None]:
         query = "select data from whet_groups where queue = ? and uid = ?"
         rows = [self._sql(query, self._queue, uid).fetchone() for uid in uids]
-        return [(row[0] if isinstance(row[0], bytes) else b"") if row else None for row in rows]
+        return [
+            (bytes(row[0]) if isinstance(row[0], bytes | memoryview) else b"") if row else None
+            for row in rows
+        ]
 
     def drop(self, uids: list[int]) -> None:
         for uid in uids:

@@ -41,10 +41,8 @@ def main(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
     end, mark = time.monotonic() + _SWEEP_S, f"{MARK}={os.environ.get(MARK, '')}".encode()
     while (left := marked(mark)) and time.monotonic() < end:
-        for number in (
-            signal.SIGSTOP,
-            signal.SIGKILL,
-        ):  # all are stopped first, so that none starts another one
+        # all are stopped first, so that none starts another one
+        for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in left:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)

@@ -144,7 +144,7 @@ class Site:
         for _ in range(MOST_CONNECTIONS, len(live) + 1):
             quiet = min(
                 self._heard, key=self._heard.__getitem__
-            )  # the oldest of those that have asked for nothing
+            )  # the oldest of those that asked for nothing
             del self._heard[quiet]
             assert quiet.transport is not None
             quiet.transport.abort()  # what it has not taken of an answer is dropped, too
