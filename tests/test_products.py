@@ -132,17 +132,21 @@ def test_onednn_gives_the_same_bits_where_it_is_taken_for_the_compiled_ones() ->
 
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize("biased", [True, False])
-def test_gradients_are_those_of_float64(dims: int, biased: bool) -> None:
-    shape = (4, 9, 20)[-dims:]
-    given = [numbers(*shape), numbers(33, 20, seed=1), numbers(33, seed=2) if biased else None]
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
+def test_gradients_are_those_of_float64(dims: int, biased: bool, dtype: torch.dtype, bound: float) -> None:
+    """By whom this CPU multiplies."""
+    shape = (4, 9, 64)[-dims:]
+    given = [numbers(*shape), numbers(33, 64, seed=1), numbers(33, seed=2) if biased else None]
+    given = [None if t is None else t.to(dtype) for t in given]
     found, wanted = [], []
-    for cast, multiply, out in ((torch.float32, linear, found), (torch.float64, F.linear, wanted)):
+    for cast, multiply, out in ((dtype, linear, found), (torch.float64, F.linear, wanted)):
         leaves = [None if t is None else t.to(cast, copy=True).requires_grad_() for t in given]
         y = multiply(*leaves)
-        (y * torch.arange(y.numel(), dtype=cast).view_as(y).cos()).sum().backward()
+        slope = torch.arange(y.numel(), dtype=torch.float64).view_as(y).cos().to(dtype)  # as it is rounded
+        y.backward(slope.to(cast))
         out += [y.detach().double(), *(t.grad.double() for t in leaves if t is not None)]
     for one, two in zip(found, wanted):
-        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one, two, rtol=bound, atol=bound)
 
 
 def test_gradients_that_nobody_needs_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -497,6 +497,8 @@ def test_a_tracker_that_hangs_is_named(caplog: pytest.LogCaptureFixture) -> None
         with naming(slow, "main", 3):
             slow.log("main", 3, metrics={}, timings={})
         trackers.close(slow)
+    for what in ("step 3", "as it is closed"):
+        assert f"in Slow (track.trackers), {what}\n" in caplog.text
 
 
 class Hangs:

@@ -28,8 +28,8 @@ import asyncio
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -38,6 +38,7 @@ from whet.buffer.groups import checked, encode, oldest_version, restored
 from whet.buffer.logs import Log, MemoryLog, Transaction
 from whet.buffer.queue_state import ORDERS, Order, Put, QueueState
 from whet.config.secrets import masked_url
+from whet.track.files import reading
 from whet.types import ConfigError, Group, Json, WhetError
 
 T = TypeVar("T")
@@ -272,19 +273,24 @@ class Store:
                 self._places, self._seen = None, 0
             raise
 
+    def _reading(self) -> AbstractContextManager[None]:
+        return reading(
+            self._log.where, error=WhetError, advice="restart with an empty store from the last checkpoint"
+        )
+
     def _caught_up(self, turn: Transaction) -> QueueState:
         if turn.newest < self._seen:
             raise WhetError(
                 f"{self._log.where} was emptied or replaced while it was in use; restart the run's processes"
             )
-        with _undamaged(self._log.where):
+        with self._reading():
             news = turn.news(self._seen)
             if news.snapshot is not None:
                 self._places, self._since_snapshot = self._same_order(QueueState.from_state(news.snapshot)), 0
         if self._places is None:
             self._places = QueueState(self._order)
             turn.snapshot(self._places.state())
-        with _undamaged(self._log.where):
+        with self._reading():
             for command in news.commands:
                 self._places.apply(command)
         self._places.closed.clear()
@@ -318,18 +324,6 @@ class Store:
                 "set the same order for all processes of a run"
             )
         return places
-
-
-@contextmanager
-def _undamaged(where: str) -> Iterator[None]:
-    """WhetError in place of what values of a wrong shape in a store raise."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as e:
-        raise WhetError(
-            f"{where} is damaged ({type(e).__name__}: {e!s:.200}), or another version of whet wrote it; restart with "
-            "an empty store from the last checkpoint"
-        ) from e
 
 
 def _put(scored: Scored, data: bytes | None) -> Put:

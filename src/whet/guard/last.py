@@ -17,6 +17,7 @@ MARK = "WHET_LINE"
 LOOK_S = 0.2
 """Seconds between two looks at whether the parent still lives."""
 _SWEEP_S = 2.0
+"""Longest search for programs with the mark: new ones may start meanwhile."""
 
 
 def outlive() -> None:

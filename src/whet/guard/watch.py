@@ -23,6 +23,7 @@ T = TypeVar("T")
 START = "its start"
 """What a process does before it has said what it begins."""
 AGAIN_S = 5.0
+"""Seconds between two interruptions of what does not return."""
 
 
 async def wait(

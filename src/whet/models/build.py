@@ -59,6 +59,14 @@ def library() -> tuple[ctypes.CDLL, str]:
     return lib, f"{version}, {threads}, {target}"
 
 
+def if_built() -> ctypes.CDLL | None:
+    """The library, or None where it cannot be built."""
+    try:
+        return library()[0]
+    except BuildError:
+        return None
+
+
 def _compiler() -> list[str]:
     """The command; $CC may be one with arguments ("ccache gcc"), or "none"."""
     given = shlex.split(os.environ.get("CC", ""))

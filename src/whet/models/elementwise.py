@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from whet.models.build import BuildError, library
+from whet.models.build import if_built
 
 Kind = Literal["silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "erf"]
 _CODES: dict[Kind, int] = {"silu": 0, "gelu_tanh": 1, "tanh": 3, "sigmoid": 4, "gelu": 5, "erf": 6}
@@ -37,13 +37,10 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @cache
 def _lib() -> CDLL | None:
-    try:
-        lib, _ = library()
-    except BuildError:
-        return None
     p, n, i = c_void_p, c_int64, c_int
-    lib.whet_activate.argtypes = [p, p, n, i, i]
-    lib.whet_activate_backward.argtypes = [p, p, p, n, i, i]
+    if (lib := if_built()) is not None:
+        lib.whet_activate.argtypes = [p, p, n, i, i]
+        lib.whet_activate_backward.argtypes = [p, p, p, n, i, i]
     return lib
 
 

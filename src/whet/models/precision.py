@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from whet.config.schema import PrecisionConfig
 from whet.models import float8
-from whet.models.build import BuildError, library
+from whet.models.build import if_built
 
 _NORMED = 1 << 20
 """Numbers whose squares are summed at a time."""
 _SUMMED = (torch.float32, torch.bfloat16)
+"""What C sums (`whet_square_sum` in kernels.c)."""
 GROWTH = 2.0
 """Factor of the scale when it grows; its inverse after a step that is not finite."""
 LARGEST = 2.0**24
@@ -96,9 +97,6 @@ def _square_sum(g: Tensor) -> Tensor:
 
 @cache
 def _lib() -> CDLL | None:
-    try:
-        lib, _ = library()
-    except BuildError:
-        return None
-    lib.whet_square_sum.argtypes, lib.whet_square_sum.restype = [c_void_p, c_int64, c_int], c_double
+    if (lib := if_built()) is not None:
+        lib.whet_square_sum.argtypes, lib.whet_square_sum.restype = [c_void_p, c_int64, c_int], c_double
     return lib

@@ -119,8 +119,7 @@ def product(a_IK: Tensor, b_KJ: Tensor, *, out: Tensor | None = None, add: bool 
         )
     multiply = chosen().multiply if multiplies(a_IK, b_KJ) else _by_torch
     exact = torch.float32 if multiply is not _by_torch else a_IK.dtype
-    rounded = multiply is not _by_torch and not add and out.dtype == a_IK.dtype and rounds(a_IK.dtype)
-    if out.dtype == exact or rounded:
+    if out.dtype == exact or (out.dtype == a_IK.dtype and rounds(out.dtype) and not add):
         multiply(a_IK, b_KJ, out, add)
     elif out.dtype == torch.float32 and wide_sums(a_IK, b_KJ):
         found = wide_product(a_IK, b_KJ)
@@ -299,7 +298,7 @@ class _Compiled:
     lib: ctypes.CDLL
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-        if a.dtype is torch.bfloat16 and half_by(torch.bfloat16) == "tiles":
+        if rounds(a.dtype):
             self.by_tiles(a, b, out, add)
             return
         a, b, halves = _read(a, b)
@@ -309,7 +308,7 @@ class _Compiled:
             raise _no_memory()
 
     def linear(self, x: Tensor, weight: Tensor, y: Tensor) -> None:
-        if x.dtype is torch.bfloat16 and half_by(torch.bfloat16) == "tiles":
+        if rounds(x.dtype):
             self.by_tiles(x, weight.t(), y, False)
             return
         x, weight, halves = _read(x, weight)

@@ -22,7 +22,7 @@ from whet.studio.jobs import Jobs
 from whet.studio.opened import IsThere
 from whet.types import WhetError
 from whet.view.answers import encoded
-from whet.view.server import HEADERS, LOCAL, Site, ViewerServer, page_of, until_ended
+from whet.view.server import HEADERS, LOCAL, Site, ViewerServer, leave, page_of, until_ended
 from whet.view.server import STATIC as OF_THE_VIEWER
 from whet.view.source import ShownRuns
 
@@ -45,6 +45,11 @@ class StudioServer:
         # one thread: a later text is checked later
         self.site = Site(page_of(STATIC) | shared, threads=1, name="whet-studio")
         self._viewer: ViewerServer | None = None
+
+    @property
+    def sites(self) -> list[Site]:
+        """Its own, and that of its viewer."""
+        return [self.site, *([self._viewer.site] if self._viewer is not None else [])]
 
     @property
     def port(self) -> int:
@@ -176,10 +181,7 @@ def _error(status: int, text: str) -> web.Response:
 def serve(file: Path | None, *, port: int, ready: Callable[[str, str], object]) -> None:
     """Serve until Ctrl-C or SIGTERM, which also stop the run. ready: called once it answers with its URL, and with the
     one that is good once."""
-
-    async def work(jobs: Jobs) -> None:
-        server = StudioServer(Studio.of(file, jobs))
-        await until_ended(server, port, lambda url: ready(url, server.once))
-
     with Jobs(Path.cwd()) as jobs:
-        asyncio.run(work(jobs))
+        server = StudioServer(Studio.of(file, jobs))
+        asyncio.run(until_ended(server, port, lambda url: ready(url, server.once)))
+    leave(*server.sites)

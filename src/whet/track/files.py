@@ -208,17 +208,19 @@ def is_private(path: Path) -> bool:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn errors from reading values of a file into a CheckpointError that names the file.
+def reading(
+    where: Path | str, *, error: type[WhetError] = CheckpointError, advice: str = "use an older checkpoint"
+) -> Iterator[None]:
+    """Turn errors from reading values of a file into an `error` that names the file, and says what to do.
 
     Use it only around code that takes values out of the file: a bug of whet must not be reported as damage.
     """
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as e:
-        raise CheckpointError(
-            f"{path}: cannot be read ({type(e).__name__}: {e}); it is damaged, or another version of whet "
-            "wrote it; use an older checkpoint"
+        raise error(
+            f"{where}: cannot be read ({type(e).__name__}: {e!s:.500}); it is damaged, or another version of whet "
+            f"wrote it; {advice}"
         ) from e
 
 
