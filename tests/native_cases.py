@@ -769,6 +769,10 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
 CASES = {name: case for name, case in CASES.items() if name not in REFUSED}
 
 ENDS: dict[str, tuple[str, Any, str]] = {
+    **{
+        f"data.{part}.*.expect": (context, {"kind": "none"}, "and the source expects 'none'")
+        for part, context in (("train", ""), ("eval", EVAL), ("demonstrations", MIX))
+    },
     "reference.models.*.values": (TEACHERS, ["y"], "'x' is a value of no model of reference.models"),
     "reference.column": (TEACHERS, "school", "its column 'school' is None"),
     "algorithm.max_refills": (

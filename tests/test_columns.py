@@ -61,6 +61,23 @@ def test_messages_that_only_ask_are_no_demonstration():
         read({"messages": [ASK]}, messages="messages")
 
 
+def test_a_row_that_is_made_for_something_else_is_an_error():
+    """A column of `expect` may be absent or null, and is not read otherwise; a part of a column is reached by dots."""
+    expect = {"env_class": "gsm8k", "info.kind": 3}
+    fits = {"env_class": "gsm8k", "info": {"kind": 3}}
+    for own in ({}, {"env_class": None}, fits):
+        assert read({"prompt": "p", "answer": "a", **own}, expect=expect) == ("p", None, None, "a")
+    for own, said in (
+        (
+            {**fits, "env_class": "aime"},
+            "row 1: column 'env_class' is 'aime', and the source expects 'gsm8k'",
+        ),
+        ({**fits, "info": {"kind": 4}}, r"row 1: column 'info\.kind' is 4, and the source expects 3"),
+    ):
+        with pytest.raises(DataError, match=said):
+            read({"prompt": "p", **own}, expect=expect)
+
+
 def test_a_label_that_is_a_truth_value_marks_what_is_desirable():
     source = SourceConfig(rows=({"prompt": "p", "completion": "c", "label": False},))
     assert recognised(source, read_rows(source)).desirable == "label"

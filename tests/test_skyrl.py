@@ -328,6 +328,9 @@ def test_data() -> None:
     assert run.training_data(two) == {
         "data.train.0.path": ["a.parquet", "b.parquet"],
         "data.train.0.answer": "reward_spec.ground_truth",
+        "data.train.0.expect": {
+            "env_class": "gsm8k"
+        },  # SkyRL would play a row that names another one by that
     }
     mine = values(data__train_data="a.parquet", environment__env_class="mine.py:score")
     assert run.training_data(mine) == {"data.train.0.path": ["a.parquet"]}

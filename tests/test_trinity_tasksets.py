@@ -163,19 +163,25 @@ def test_evaluations_of_one_name_are_sampled_alike() -> None:
             data.evaluation(sets(A, **{EVALS: [held | one, held | two]}))
 
 
-def test_one_environment_plays_all_tasksets() -> None:
+def test_tasksets_have_their_own_environments_where_one_does_not_play_them_all() -> None:
+    """Two alike share one; two lakes of other arguments are two. Trinity counts the tokens of a lake's replies
+    together, of a sudoku's each: that is refused."""
     lake = {"default_workflow_type": "frozen_lake_workflow"}
     bare = {"buffer__explorer_input__default_reward_fn_type": None}
     told = rewards.rewards(sets({**A, **lake}, {**B, **lake}, **bare))
     assert told["rollout.env.make"] == "whet.envs.frozen_lake:make"
-    for other in (
-        {**B, **lake, "workflow_args": {"agent_max_steps": 3}},
-        {**B, "default_workflow_type": "sudoku_workflow"},
-    ):
-        with pytest.raises(
-            NotSupportedYet, match=r"tasksets\[1\].*than tasksets\[0\] is; .*train on that taskset"
-        ):
-            rewards.rewards(sets({**A, **lake}, other, **bare))
+    told = rewards.rewards(
+        sets(
+            {**A, **lake, "name": "a"},
+            {**B, **lake, "name": "b", "workflow_args": {"agent_max_steps": 3}},
+            **bare,
+        )
+    )
+    first, second = told["rollout.env.arguments"]["envs"].values()
+    assert (first["arguments"], "max_turns" in first) == ({"steps": 10}, False)
+    assert (second["arguments"], second["max_turns"]) == ({"steps": 3}, 3)
+    with pytest.raises(NotSupportedYet, match=r"tasksets\[0\].*its limit of 10240 tokens"):
+        rewards.rewards(sets({**A, **lake}, {**B, "default_workflow_type": "sudoku_workflow"}, **bare))
 
 
 def test_truncated_replies_are_masked_for_all_tasksets_or_none() -> None:

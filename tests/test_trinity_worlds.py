@@ -585,21 +585,69 @@ def test_only_the_lake_samples_as_its_taskset_says() -> None:
     assert read("webshop_workflow", **args).tree["rollout"]["sampling"]["temperature"] == 1.0
 
 
-def test_an_evaluation_of_another_world_is_refused() -> None:
+def test_tasksets_of_other_worlds_are_played_by_environments_of_their_own() -> None:
+    """Each by the name of its source, with its own limit of turns where that is below the largest; tasksets that a
+    world rewards have no rewards of the run."""
+    house, sudoku, sums = (
+        {"default_workflow_type": f"{name}_workflow", "path": "b.jsonl"}
+        for name in ("alfworld", "sudoku", "math")
+    )
+    made = read("alfworld_workflow", evals=[{**sudoku, "name": "s"}, sums, {**house, "name": "h"}])
+    assert (made.problems, made.unbuilt) == ((), ())
+    env = made.tree["rollout"]["env"]
+    house_env = {"make": "whet.envs.text_worlds:alfworld", "arguments": {"column": "prompt", "steps": 30}}
+    assert (env["make"], env["max_turns"]) == ("whet.envs.several:make", 30)
+    assert env["arguments"]["envs"] == {
+        "taskset_0": house_env,
+        "s": {"make": "whet.envs.sudoku:make", "arguments": {"steps": 20}, "max_turns": 20},
+        "eval_taskset_1": {},
+        "h": house_env,
+    }
+    sources = [*made.tree["data"]["train"], *made.tree["data"]["eval"]]
+    assert [source["rewards"] for source in sources] == [[], [], ["math_reward"], []]
+    assert [source["prompt"] for source in sources] == [None, None, "prompt", None]
+    assert env["max_tokens_per"] == "turn"
+    assert made.tree["rollout"]["sampling"]["max_tokens"] == 20
+
+
+def test_lakes_of_other_sizes_share_their_way_to_count() -> None:
+    own = {"name": "e", "path": "b.jsonl", "default_workflow_type": "frozen_lake_workflow"}
+    made = read("frozen_lake_workflow", evals=[{**own, "workflow_args": {"agent_max_steps": 4}}])
+    assert (made.problems, made.unbuilt) == ((), ())
+    env = made.tree["rollout"]["env"]
+    assert env["arguments"]["envs"]["e"]["max_turns"] == 4
+    assert env["tokens_after_prompt"] == 10240
+    same = read("frozen_lake_workflow", evals=[own])
+    assert same.tree["rollout"]["env"]["make"] == "whet.envs.frozen_lake:make"
+
+
+def test_worlds_that_cannot_be_in_one_run_are_refused() -> None:
     own = {"name": "e", "path": "b.jsonl"}
-    for other in (
-        {"default_workflow_type": "sudoku_workflow"},
-        {"default_workflow_type": "frozen_lake_workflow", "workflow_args": {"agent_max_steps": 4}},
-        {"default_workflow_type": "math_workflow"},
-    ):
-        (missing,) = read("frozen_lake_workflow", evals=[{**own, **other}]).unbuilt
-        assert (
-            "eval_tasksets[0].default_workflow_type: with its workflow_args it is played otherwise"
-            in missing[1]
-        )
-    same = read("frozen_lake_workflow", evals=[{**own, "default_workflow_type": "frozen_lake_workflow"}])
-    assert not same.unbuilt
-    assert same.tree["data"]["eval"][0]["prompt"] is None
+    for other in ("sudoku_workflow", "math_workflow"):
+        (missing,) = read("frozen_lake_workflow", evals=[{**own, "default_workflow_type": other}]).unbuilt
+        assert "taskset.default_workflow_type: its limit of 10240 tokens counts all replies" in missing[1]
+    (wrong,) = read(
+        "alfworld_workflow",
+        name="e",
+        evals=[{**own, "default_workflow_type": "sudoku_workflow"}],
+    ).problems
+    assert (
+        "eval_tasksets[0].name: e is also the name of another taskset, which is played otherwise" in wrong[1]
+    )
+    sets = [{"path": "a", "default_workflow_type": f"{name}_workflow"} for name in ("alfworld", "sudoku")]
+    tree = {**BASE, "buffer": {**BASE["buffer"], "explorer_input": {"tasksets": sets}}}
+    (missing,) = translate(tree, dialect("trinity", "0.6.0"), origins={}).unbuilt
+    assert "tasksets[1].default_workflow_type: one workflow gives an experience for each turn" in missing[1]
+
+
+def test_an_evaluation_has_the_length_of_its_own_replies() -> None:
+    """A taskset of evaluation without max_tokens has the model's, whatever the taskset of training says."""
+    made = read(
+        "math_workflow", rollout_args={"max_tokens": 7}, evals=[{"name": "e", "path": "b.jsonl"}],
+        default_reward_fn_type="math_reward", default_eval_workflow_type="math_workflow",
+    )  # fmt: skip
+    assert made.tree["rollout"]["sampling"]["max_tokens"] == 7
+    assert made.tree["eval"]["sampling"]["max_tokens"] == 20
 
 
 def test_calls_of_tools_translate() -> None:

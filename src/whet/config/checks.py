@@ -7,7 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path as File
 
-from whet.config import checks_parallel, checks_run, deepspeed, groups, mtp, rules, scratch, simulated
+from whet.config import (
+    checks_parallel,
+    checks_run,
+    deepspeed,
+    environments,
+    groups,
+    mtp,
+    rules,
+    scratch,
+    simulated,
+)
 from whet.config.chosen import chosen, setting_problems
 from whet.config.evaluation import (
     all_asked,
@@ -52,6 +62,7 @@ def hard_problems(cfg: Config) -> list[Problem]:
         *deepspeed.problems(cfg),
         *simulated.problems(cfg),
         *reward_problems(cfg),
+        *environments.problems(cfg),
         *_priority(cfg),
         *setting_problems("data.order", order_of(cfg.data), ORDERS),
     ]

@@ -28,21 +28,31 @@ from whet.config.secrets import dump
 from whet.config.tree import leaves
 from whet.types import Json
 
-NAMES = """
-    imports.* rewards.*.function data.*.*.function rollout.engine rollout.env.make rollout.env.arguments.functions.*
-    rollout.env.arguments.tool_class rollout.env.arguments.tool_config rollout.env.arguments.interaction_config
-    rollout.env.arguments.function_tools rollout.env.arguments.env rollout.env.arguments.say rollout.env.arguments.act
-    buffer.replay.priority.name data.order.name data.order.class_path
-    algorithm.advantage.name algorithm.loss.name algorithm.mix.loss.name algorithm.correction.weight.name"""
+_PLAYED = ("rollout.env", "rollout.env.arguments.envs.*")
+"""The sections that name an environment: one, or each of several (`config.environments`)."""
+
+
+def _played(*keys: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{key}" for section in _PLAYED for key in keys)
+
+
+_FILES = tuple(f"arguments.{name}" for name in ("tool_config", "interaction_config", "function_tools"))
+
+ENVIRONMENT = " ".join(_played("make", "arguments.functions.*", "arguments.tool_class"))
+"""The keys that name the code of which an environment consists."""
+
+NAMES = " ".join(
+    (
+        "imports.* rewards.*.function data.*.*.function rollout.engine",
+        ENVIRONMENT,
+        *_played(*_FILES, "arguments.env", "arguments.say", "arguments.act"),
+        "buffer.replay.priority.name data.order.name data.order.class_path",
+        "algorithm.advantage.name algorithm.loss.name algorithm.mix.loss.name algorithm.correction.weight.name",
+    )
+)
 """The keys whose values may name code of the user's. That of trackers changes no result."""
 
-ENVIRONMENT = "rollout.env.make rollout.env.arguments.functions.* rollout.env.arguments.tool_class"
-"""Those of them that an environment consists of."""
-
-WHOLE = (
-    "imports.*",
-    *(f"rollout.env.arguments.{name}" for name in ("tool_config", "interaction_config", "function_tools")),
-)
+WHOLE = ("imports.*", *_played(*_FILES))
 """Those of NAMES whose values are modules or files, without a name in them."""
 
 GIVEN = "object:"

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 
 from whet.config.checks_parallel import world
+from whet.config.environments import played
 from whet.config.evaluation import evaluates, judges, writes_replies
 from whet.config.recipes import Resolved
 from whet.config.schema import Config
@@ -23,11 +24,10 @@ Fact = Callable[[Config, Resolved], Json]
 
 def _tools_outlast_step(cfg: Config) -> bool:
     env = cfg.rollout.env
-    if env is None or env.make != TOOLS:
-        return False
-    limit_s = env.arguments.get("tool_timeout_s", TOOL_TIMEOUT_S)
+    tools = [] if env is None else [each for each in played(env) if each.make == TOOLS]
+    limits_s = [each.arguments.get("tool_timeout_s", TOOL_TIMEOUT_S) for each in tools]
     # what is no number, the tools refuse
-    return isinstance(limit_s, int | float) and limit_s >= env.timeout_s
+    return env is not None and any(isinstance(s, int | float) and s >= env.timeout_s for s in limits_s)
 
 
 _COMPUTED: dict[str, Fact] = {

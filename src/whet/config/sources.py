@@ -174,7 +174,7 @@ def _rewards(cfg: Config, source: SourceConfig, part: str) -> Iterator[str]:
     """Rewards are selected by the label of a task, so the label must be the name of the source everywhere."""
     if source.rewards is None:
         return
-    if not source.rewards:
+    if not source.rewards and cfg.rollout.env is None:
         yield "is an empty list, so no reward would score this source; leave it out to use all rewards"
     for name in source.rewards:
         if name not in cfg.rewards:

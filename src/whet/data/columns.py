@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -89,7 +90,8 @@ def used(source: SourceConfig) -> tuple[str, ...] | None:
     """The columns that `parse` reads, nested ones with those they are in: for reading no more than these. None: all."""
     if is_asked_by_env(source):
         return None
-    return tuple(c for n in _all_named(source) for c in dict.fromkeys((n, n.partition(".")[0])))
+    names = (*_all_named(source), *source.expect)
+    return tuple(c for n in names for c in dict.fromkeys((n, n.partition(".")[0])))
 
 
 def parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None, where: str) -> Fields:
@@ -103,6 +105,7 @@ def parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None, where
 
 
 def _parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None) -> Fields:
+    _check_expected(row, source.expect)
     label, own_system = _own(row, source.label), _own(row, source.system_prompt_column)
     system = source.system_prompt if own_system is None else own_system
     asked: Prompt
@@ -144,6 +147,15 @@ def _parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None) -> F
             f for f, own in (("label", label), ("system_prompt_column", own_system)) if own is not None
         ),
     )
+
+
+def _check_expected(row: Row, expected: Mapping[str, Json]) -> None:
+    for column, value in expected.items():
+        if (given := lookup(row, column)) not in (_ABSENT, None, value):
+            raise DataError(
+                f"column {column!r} is {given!r}, and the source expects {value!r} (`expect`): put such rows into a "
+                "source of their own"
+            )
 
 
 def _desirable(row: Row, source: SourceConfig) -> dict[str, Json]:

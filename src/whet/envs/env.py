@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, get_args
 
 from whet.envs.calls import CallContext, Ended, run
@@ -247,6 +248,14 @@ def factory_method(make: object, name: str) -> Callable[[Mapping[str, Json]], An
     """A method of a `Factory`, if it has it. What a class has for its environments is none."""
     method = getattr(make, name, None)
     return method if inspect.ismethod(method) else None
+
+
+def bound(
+    make: Callable[..., Any], task: Task, world: World, arguments: Mapping[str, Json]
+) -> Callable[[], Any]:
+    """`make(task, world, **arguments)`, or without the world where it does not take one."""
+    takes_world = "world" in inspect.signature(make).parameters
+    return partial(make, *((task, world) if takes_world else (task,)), **arguments)
 
 
 def check_arguments(make: Callable[..., Any], arguments: Mapping[str, Json]) -> None:

@@ -32,6 +32,7 @@ from whet.envs.env import (
     as_messages,
     as_step,
     as_tools,
+    bound,
     check_arguments,
     factory_method,
     pack_messages,
@@ -242,10 +243,7 @@ class EnvHost:
             self.say("failed", playing.number, str(error))
 
     async def _first(self, playing: Playing, packed: Json) -> Json:
-        takes_world = "world" in inspect.signature(self.make).parameters
-        task = unpack_task(packed)
-        given = (task, playing.world) if takes_world else (task,)
-        make = partial(self.make, *given, **self.arguments)
+        make = bound(self.make, unpack_task(packed), playing.world, self.arguments)
 
         def made() -> Any:
             """A thread cannot be cancelled: what it makes after its episode has ended is closed, too."""

@@ -13,6 +13,7 @@ from whet.envs.env import Env, EnvBroken, MakeEnv, World
 from whet.envs.hosts import EnvHosts
 from whet.envs.journal import Journal
 from whet.envs.journaled import Counts, about, journaled, promise
+from whet.envs.several import has_env
 from whet.envs.work import RunWork
 from whet.rewards.combine import RewardSet
 from whet.types import Metrics, Task
@@ -93,7 +94,7 @@ class Environments:
             make = journaled(make, self._journal, what, counts=self._counts, repeated=repeated)
         if self._work is None or self._work.rewards is not rewards:
             self._work = RunWork(rewards, cfg, self._counts)
-        return {"make_env": make, "make_work": self._work.of, "codec": codec}
+        return {"make_env": make, "make_work": self._work.of, "codec": codec, "has_env": has_env(env)}
 
     def _say(self, form: str, said: str) -> None:
         """Log it once."""

@@ -20,6 +20,7 @@ from whet.data.tasks import TaskStream, texts
 from whet.data.tokenizer import load_tokenizer
 from whet.envs.env import EnvFault, EnvRestarted, EnvStep, World
 from whet.envs.hosts import EnvHosts
+from whet.envs.several import one_of_each
 from whet.envs.work import RunWork
 from whet.judges import judges_of
 from whet.rehearsal.findings import Finding, fails, left_open, works
@@ -179,33 +180,39 @@ def _reward(
 def _environment(
     out: Probed, cfg: Config, stage: str, env: EnvironmentConfig, named: Sequence[str]
 ) -> Iterator[Finding]:
-    """Play one task with one empty reply. A reward that cannot be called here has a stand-in. named: the verifiers of
-    the config's sources."""
+    """Play one task, of several environments one of each, with one empty reply. A reward that cannot be called here has
+    a stand-in. named: the verifiers of the config's sources."""
     what = f"rollout.env ({env.make})"
-    tasks = out.tasks.get(stage, [])
     hosts: EnvHosts | None = None
     try:
         hosts = EnvHosts(env, imports=cfg.imports)
-        if not tasks:
+        if not (tasks := out.tasks.get(stage, [])):
             yield left_open(what, "it loads; there are no rows to play it on")
             return
         here = {n: stand_in(r) if n in out.broken | out.untried else r for n, r in cfg.rewards.items()}
         with _opened(here, cfg, named) as rewards:
-            told, tools, step = asyncio.run(_turn(hosts, tasks[0], cfg, rewards))
+            for name, task in one_of_each(env, tasks).items():
+                each = f"{what} {name}".strip()
+                told, tools, step = asyncio.run(_turn(hosts, task, cfg, rewards))
+                if step.fault is not None:
+                    out.worldless.add(stage)
+                yield (
+                    fails(each, f"fault: {step.fault}")
+                    if step.fault
+                    else works(each, _answer(told, tools, step))
+                )
     except (WhetError, EnvFault, EnvRestarted) as e:
         out.worldless.add(stage)
         yield fails(what, str(e))
-        return
     finally:
         if hosts is not None:
             hosts.close()
-    if step.fault is not None:
-        out.worldless.add(stage)
-        yield fails(what, f"fault: {step.fault}")
-        return
+
+
+def _answer(told: list[Message], tools: list[str], step: EnvStep) -> str:
     end = "ends the episode" if step.done else f"is answered with {len(step.messages)} messages"
     named = f"; tools: {', '.join(tools)}" if tools else ""
-    yield works(what, f"{len(told)} messages at first; an empty reply gets {step.reward} and {end}{named}")
+    return f"{len(told)} messages at first; an empty reply gets {step.reward} and {end}{named}"
 
 
 async def _turn(

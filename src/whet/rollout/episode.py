@@ -111,6 +111,7 @@ class Play:
     make_env: MakeEnv | None
     make_work: MakeWork | None
     codec: Codec | None
+    has_env: Callable[[Task], bool]
     limits: EpisodeLimits
     pace: Pace
 
@@ -240,6 +241,7 @@ async def play_groups(
     make_env: MakeEnv | None = None,
     make_work: MakeWork | None = None,
     codec: Codec | None = None,
+    has_env: Callable[[Task], bool] = lambda task: True,
     limits: EpisodeLimits | None = None,
     ended: Callable[[Task], object] = lambda task: None,
 ) -> list[Group]:
@@ -247,10 +249,10 @@ async def play_groups(
 
     Without `make_env` a rollout is one reply to the task's tokens. With it, the environment's first messages follow the
     prompt, and the environment answers every reply, within the `limits`; `make_work` makes what it may ask of the run
-    beside replies. A rollout that raises or takes longer than
-    `timeout_s` (or than `pace` allows) is retried `retries` times; then it ends as `abort`, with its finished turns and
-    the reason in `error`. It never affects other rollouts. ended: called with its task when a rollout is over. Raises
-    EnvBroken if environments cannot be played any more.
+    beside replies. has_env: whether a task has an environment at all; else its rollouts are one reply, too. A rollout
+    that raises or takes longer than `timeout_s` (or than `pace` allows) is retried `retries` times; then it ends as
+    `abort`, with its finished turns and the reason in `error`. It never affects other rollouts. ended: called with its
+    task when a rollout is over. Raises EnvBroken if environments cannot be played any more.
     """
     if make_env is not None and codec is None:
         raise ValueError("make_env needs a codec, which encodes the environment's messages as tokens")
@@ -261,6 +263,7 @@ async def play_groups(
         make_env=make_env,
         make_work=make_work,
         codec=codec,
+        has_env=has_env,
         limits=limits or EpisodeLimits(),
         pace=pace or Pace(timeout_s),
     )
@@ -298,6 +301,7 @@ async def _finish(episode: Episode, play: Play) -> Rollout:
     stop: StopReason | None = "fault"
     error: str | None = None
     limit_s, start = play.pace.limit_s, time.monotonic()
+    answered = play.make_env is not None and play.has_env(episode.task)
 
     def begin() -> None:
         """The world is set up: from here on the time is the policy's and the world's together."""
@@ -306,11 +310,11 @@ async def _finish(episode: Episode, play: Play) -> Rollout:
         clock.reschedule(asyncio.get_running_loop().time() + limit_s)
 
     try:
-        async with asyncio.timeout(limit_s + (play.limits.setup_s if play.make_env else 0.0)) as clock:
-            if play.make_env is None:
-                reason, stop = await _reply(episode, play), None
-            else:
+        async with asyncio.timeout(limit_s + (play.limits.setup_s if answered else 0.0)) as clock:
+            if answered:
                 reason, stop = await _turns(episode, play, begin)
+            else:
+                reason, stop = await _reply(episode, play), None
         play.pace.finished(time.monotonic() - start)
     except (EnvRestarted, EnvBroken):
         raise

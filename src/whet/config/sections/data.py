@@ -120,7 +120,12 @@ class SourceConfig(Section):
     """Text that every reply starts with. The text is given, not sampled: it belongs to the tokens of the prompt, and is
     neither in `response` nor in the text that rewards score."""
     rewards: tuple[str, ...] | None = None
-    """Names of the `rewards` of the run that score this source; needs a `name`. Default: all rewards."""
+    """Names of the `rewards` of the run that score this source; needs a `name`. Default: all rewards. An empty list:
+    none, where its environment gives the reward (`rollout.env`)."""
+    expect: dict[str, Any] = Field(default_factory=dict)
+    """Columns, and the value that every row with the column must have in it; a row with another value is an error, so
+    that rows which were made for something else are never taken for these. (SkyRL: env_class of a row, in place of
+    environment.env_class)"""
     skip: int | Share = 0
     """Number of rows to skip at the start. A number below 1 is a share of all rows: at least one row is skipped, and
     never the last. A negative number counts from the end, as in a slice: -10 skips all rows but the last ten."""

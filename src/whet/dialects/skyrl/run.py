@@ -190,9 +190,11 @@ def _overlong(v: Values, judge: str) -> Native:
 
 
 def _columns(v: Values, source: str) -> Native:
-    """The column of the answer, which depends on the environment; a function of yours is given all columns."""
-    verifier = VERIFIERS.get(v["environment.env_class"])
-    return {} if verifier is None else {f"{source}.answer": verifier[1]}
+    """The column of the answer, which depends on the environment; a function of yours is given all columns. A row that
+    names another environment is not for this one: SkyRL would play that."""
+    name = v["environment.env_class"]
+    answer = {} if name not in VERIFIERS else {f"{source}.answer": VERIFIERS[name][1]}
+    return answer | ({f"{source}.expect": {"env_class": name}} if name in (*VERIFIERS, *PLAYED) else {})
 
 
 def _files(v: Values, key: str) -> list[str]:

@@ -10,7 +10,17 @@ from pathlib import Path
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.algorithm import OPERATORS
 from whet.dialects.trinity.loss import STRATEGY, step, strategy, weight
-from whet.dialects.trinity.rewards import WORKFLOWS, gives_one, is_plain, system, workflow, world_of
+from whet.dialects.trinity.rewards import (
+    WORKFLOWS,
+    eval_names,
+    gives_one,
+    is_plain,
+    sets_of,
+    system,
+    train_names,
+    workflow,
+    world_of,
+)
 from whet.dialects.trinity.selectors import order_of_sets, order_of_tasks
 from whet.dialects.trinity.values import (
     AUXILIARY,
@@ -215,6 +225,7 @@ def tasks(values: Values) -> Native:
             f"{sets[0][1]}.path: mode: train without a taskset is coming, not built yet: here the trainer, too, reads "
             "the tasks; write explorer_input as in the explorers' file."
         )
+    names = train_names(values)
     for n, (own, what) in enumerate(sets):
         if own.get("repeat_times") not in (None, repeat_times(values)):
             raise ConfigError(
@@ -222,7 +233,7 @@ def tasks(values: Values) -> Native:
                 "which is what Trinity uses for training; leave it out."
             )
         at = f"data.train.{n}"
-        out |= {f"{at}.name": f"taskset_{n}", **_source(values, own, what, at=at)}
+        out |= {f"{at}.name": names[n], **_source(values, own, what, at=at)}
     return {
         **out,
         **_chat(values),
@@ -277,16 +288,15 @@ def _source(values: Values, own: Own, what: str, *, at: str) -> Native:
     if storage == "queue":
         raise ConfigError(f"{what}.storage_type: whet reads tasks from files only; write file.")
     known_as(storage, {"file": 1}, key=f"{what}.storage_type", coming=("sql",))
-    name, prefix = text(own, "name"), text(own, "format.reply_prefix")
+    prefix = text(own, "format.reply_prefix")
     if kind.world is not None or kind.rows:
         if prefix:
             raise ConfigError(f"{what}.format.reply_prefix: has no effect with this workflow; leave it out.")
-        return _made(own, what, message, kind.rows, at=at) | ({f"{at}.name": name} if name else {})
+        return _made(own, what, message, kind.rows, at=at)
     return {
         **rows_of(own, what, at=at),
         f"{at}.prompt": own.get("format.prompt_key") or "prompt",
         f"{at}.answer": own.get("format.response_key") or "response",
-        **({f"{at}.name": name} if name else {}),
         **(_plain(own, what, message, at=at) if plain else _system(own, message, at=at)),
         **({f"{at}.template": kind.template} if kind.template else {}),
         **({f"{at}.reply_prefix": prefix} if prefix else {}),
@@ -307,15 +317,16 @@ def evaluation(values: Values) -> Native:
     if not sets or not online(values):
         return {}
     out: Native = {}
-    for n, own in enumerate(sets):
-        what, name = f"{EVAL_TASKSETS}[{n}]", own.get("name") or f"eval_taskset_{n}"
-        out |= _source(values, own, what, at=f"data.eval.{n}") | {f"data.eval.{n}.name": name}
+    for n, (own, name) in enumerate(zip(sets, eval_names(values))):
+        at = f"data.eval.{n}"
+        out |= _source(values, own, f"{EVAL_TASKSETS}[{n}]", at=at) | {f"{at}.name": name}
     brought = [
         WORKFLOWS[workflow(values, own, f"{EVAL_TASKSETS}[{n}]")].sampling for n, own in enumerate(sets)
     ]
     times = [1 if fixed else own.get("repeat_times") or 1 for own, fixed in zip(sets, brought)]
+    own_length = {} if _trained_length(values) is None else {"max_tokens": limits(values)[1]}
     sampled = [
-        _sampled(values, own, f"{EVAL_TASKSETS}[{n}]") | (fixed or {})
+        own_length | _sampled(values, own, f"{EVAL_TASKSETS}[{n}]") | (fixed or {})
         for n, (own, fixed) in enumerate(zip(sets, brought))
     ]
     out |= {"eval.samples": times[0]} | {f"eval.sampling.{key}": value for key, value in sampled[0].items()}
@@ -339,6 +350,13 @@ def evaluation(values: Values) -> Native:
         "eval.at_end": False,
         **({"eval.sources": special} if special else {}),
     }
+
+
+def _trained_length(values: Values) -> int | None:
+    """max_tokens of training, where it is not the model's, which evaluation has."""
+    own, what = training(values)[0]
+    longest = given(own.get("rollout_args.max_tokens")) if world_of(values, own, what) is None else None
+    return None if longest is None or longest == limits(values)[1] else longest
 
 
 # ---------------------------------------------------------------- files of replies
@@ -543,7 +561,9 @@ def token_limits(values: Values) -> Native:
         "data.overlong": "filter" if truncates else "error",
         "rollout.sampling.max_tokens": own.get("rollout_args.max_tokens") or response,
     }
-    world = world_of(values, own, what)
+    first = world_of(values, own, what)
+    worlds = [first, *(world_of(values, *each) for each in sets_of(values))]
+    world = next((each for each in worlds if each is not None), None)
     if world is None:
         return out
     whole = values["model.max_model_len"] or prompt + response
@@ -552,7 +572,8 @@ def token_limits(values: Values) -> Native:
         most = {"rollout.sampling.max_tokens": world.tokens, "rollout.env.tokens_after_prompt": world.tokens}
         return out | most
     bound = {"rollout.env.input_tokens": prompt} if truncates else {}
-    return out | {"rollout.sampling.max_tokens": response, "rollout.env.max_tokens_per": "turn"} | bound
+    out |= {"rollout.sampling.max_tokens": response} if first is not None else {}
+    return out | {"rollout.env.max_tokens_per": "turn"} | bound
 
 
 # ---------------------------------------------------------------- staleness

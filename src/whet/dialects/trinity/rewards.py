@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from whet.config.environments import SEVERAL
 from whet.config.keys import distance
 from whet.dialects.choices import choices
 from whet.dialects.row import NotSupportedYet, Values
@@ -31,7 +32,7 @@ from whet.dialects.trinity.values import (
     text,
     training,
 )
-from whet.dialects.trinity.worlds import WORLDS, TrinityWorld, environment
+from whet.dialects.trinity.worlds import WORLDS, PlayedSet, TrinityWorld, environment
 from whet.types import ConfigError
 
 
@@ -140,10 +141,22 @@ def workflow(values: Values, own: Own, what: str) -> str:
 
 def is_judged(values: Values) -> bool:
     """Whether a model judges the replies to some taskset."""
-    return any(WORKFLOWS[workflow(values, *each)].judge is not None for each in _sets(values))
+    return any(WORKFLOWS[workflow(values, *each)].judge is not None for each in sets_of(values))
 
 
-def _sets(values: Values) -> list[tuple[Own, str]]:
+def train_names(values: Values) -> list[str]:
+    """Names of the sources of training."""
+    return [text(own, "name") or f"taskset_{n}" for n, (own, _) in enumerate(training(values))]
+
+
+def eval_names(values: Values) -> list[str]:
+    """Names of the sources of evaluation."""
+    return [
+        str(own.get("name") or f"eval_taskset_{n}") for n, own in enumerate(entries(values, EVAL_TASKSETS))
+    ]
+
+
+def sets_of(values: Values) -> list[tuple[Own, str]]:
     """All tasksets, those of training first, each with its key."""
     held_out = enumerate(entries(values, EVAL_TASKSETS))
     return [*training(values), *((own, f"{EVAL_TASKSETS}[{n}]") for n, own in held_out)]
@@ -278,9 +291,13 @@ def _overlong(given: Own, what: str) -> dict[str, Native]:
 def rewards(values: Values) -> Native:
     """The rewards of training, and at weight 0 those that only evaluation has. A source that is not judged by all of
     them names its own."""
-    sets, n_train = _sets(values), len(training(values))
+    sets, n_train = sets_of(values), len(training(values))
     every, names = _labelled([_judged(values, own, what) for own, what in sets])
-    out = environment([(world_of(values, *each), *each) for each in sets])
+    names_of_sources = [*train_names(values), *eval_names(values)]
+    out = environment(
+        [PlayedSet(name, world_of(values, *each), *each) for name, each in zip(names_of_sources, sets)]
+    )
+    several = out.get("rollout.env.make") == SEVERAL
     trained = {label for own in names[:n_train] for label in own}
     if any("url" in (reward.get("arguments") or {}) for reward in every.values()):
         out["reward_workers.timeout_s"] = ANSWER_S + 1.0
@@ -292,7 +309,7 @@ def rewards(values: Values) -> Native:
     sources = [f"data.train.{n}" for n in range(n_train)]
     sources += [f"data.eval.{n}" for n in range(len(names) - n_train)]
     out |= {"eval.reward": weights} if weights else {}
-    return {**out, **{f"{at}.rewards": own for at, own in zip(sources, names) if own}}
+    return {**out, **{f"{at}.rewards": own for at, own in zip(sources, names) if own or several}}
 
 
 def _labelled(told: Sequence[Mapping[str, Native]]) -> tuple[dict[str, Native], list[list[str]]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from whet.config.environments import SEVERAL
 from whet.dialects.row import NotSupportedYet
 from whet.dialects.trinity.values import EVAL_TASKSETS, Native, Own, section
 from whet.types import ConfigError, Json
@@ -94,23 +95,68 @@ WORLDS: dict[str, TrinityWorld] = {
 }
 
 
-def environment(sets: Sequence[tuple[TrinityWorld | None, Own, str]]) -> Native:
-    """rollout.env of tasksets (world, its values, where it stands), the first of training. NotSupportedYet where they
-    are not played alike: a run has one environment."""
-    played = [_played(*each) for each in sets]
-    for made, (_, _, what) in zip(played, sets):
-        if made != played[0]:
-            alone = "evaluate that taskset in a run of its own (`whet eval`)"
-            if not what.startswith(EVAL_TASKSETS):
-                alone = "train on that taskset in a run of its own"
+@dataclass(frozen=True)
+class PlayedSet:
+    """A taskset, and what plays it."""
+
+    name: str
+    """Of its source here."""
+    world: TrinityWorld | None
+    own: Own
+    what: str
+
+
+def environment(sets: Sequence[PlayedSet]) -> Native:
+    """rollout.env of tasksets, those of training first: what plays all of them, or several environments by the name of
+    the source. NotSupportedYet where these would need limits of their own."""
+    played = [_played(each) for each in sets]
+    if all(made == played[0] for made in played):
+        return played[0]
+    for each in sets:
+        if _tokens(each) is not None and any(_tokens(other) is None for other in sets):
             raise NotSupportedYet(
-                f"{what}.default_workflow_type: with its workflow_args it is played otherwise than "
-                f"{sets[0][2].rpartition('.')[2]} is; a run has one environment here: {alone}."
+                f"{each.what}.default_workflow_type: its limit of {_tokens(each)} tokens counts all replies of an "
+                "episode together, that of other workflows each reply, and a run counts in one way; train on, or "
+                "evaluate (`whet eval`), that taskset in a run of its own."
             )
-    return played[0]
+        if not each.what.startswith(EVAL_TASKSETS) and _by_turn(each) != _by_turn(sets[0]):
+            raise NotSupportedYet(
+                f"{each.what}.default_workflow_type: one workflow gives an experience for each turn, another for each "
+                "rollout, and buffer.train_batch_size counts experiences; train on that taskset in a run of its own."
+            )
+    most = max(made.get("rollout.env.max_turns", 1) for made in played)
+    return {
+        "rollout.env.make": SEVERAL,
+        "rollout.env.arguments": {"envs": _members(sets, played, most)},
+        "rollout.env.max_turns": most,
+    }
 
 
-def _played(world: TrinityWorld | None, own: Own, what: str) -> Native:
+def _tokens(each: PlayedSet) -> int | None:
+    return None if each.world is None else each.world.tokens
+
+
+def _by_turn(each: PlayedSet) -> bool:
+    return each.world is not None and each.world.by_turn
+
+
+def _members(sets: Sequence[PlayedSet], played: Sequence[Native], most: int) -> dict[str, Native]:
+    """The environments by the names of sources. ConfigError for a name of two tasksets that are played otherwise."""
+    members: dict[str, Native] = {}
+    for each, made in zip(sets, played):
+        member: Native = {key.removeprefix("rollout.env."): value for key, value in made.items()}
+        if member.get("max_turns") == most:
+            del member["max_turns"]
+        if members.setdefault(each.name, member) != member:
+            raise ConfigError(
+                f"{each.what}.name: {each.name} is also the name of another taskset, which is played otherwise; give "
+                "each a name of its own."
+            )
+    return members
+
+
+def _played(each: PlayedSet) -> Native:
+    world, own, what = each.world, each.own, each.what
     if world is None:
         return {}
     given = section(own, "workflow_args")
