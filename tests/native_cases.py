@@ -621,6 +621,8 @@ CASES: dict[str, Case] = {
     "rollout.env.memory_mb": (ENV, 4096),
     "rollout.group_size": ("", 3),
     **sampling("rollout.sampling", ""),
+    "rollout.sources.*.max_tokens": ("data.train.0.name=held", 2),
+    "rollout.sources.*.stop": ("data.train.0.name=held", ["1", "2", "3", "+", "-", "="]),
     "rollout.max_num_seqs": ("", 2),
     "rollout.quantization": ("", "int8"),
     "buffer.replay.queue": (FREE, True),

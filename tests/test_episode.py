@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -13,9 +13,9 @@ import pytest
 
 from codecs_numbers import Numbers
 from whet.buffer import groups
-from whet.config.schema import SamplingConfig
+from whet.config.schema import RolloutConfig, SamplingConfig
 from whet.envs.env import EnvStep, World, as_step
-from whet.rollout.episode import play_groups, to_sampling
+from whet.rollout.episode import play_groups, sampling_by_source, to_sampling
 from whet.rollout.limits import EpisodeLimits
 from whet.rollout.pace import Pace
 from whet.rollout.scripted import ScriptedEngine
@@ -46,7 +46,9 @@ def decode(token_ids: list[int]) -> str:
     return " ".join(map(str, token_ids))
 
 
-async def play(engine: ScriptedEngine, count: int = 1, **options: Any) -> list[Group]:
+async def play(
+    engine: ScriptedEngine, count: int = 1, sources: Sequence[str] = (), **options: Any
+) -> list[Group]:
     defaults: dict[str, Any] = {
         "group_size": 2,
         "sampling": Sampling(max_tokens=6),
@@ -56,7 +58,8 @@ async def play(engine: ScriptedEngine, count: int = 1, **options: Any) -> list[G
         "end_token_ids": [END],
         "timeout_s": 5.0,
     }
-    return await play_groups(engine, tasks(count), **{**defaults, **options})
+    asked = [replace(task, source=name) for task, name in zip(tasks(count), sources or ["s"] * count)]
+    return await play_groups(engine, asked, **{**defaults, **options})
 
 
 def one(engine: ScriptedEngine, **options: Any) -> Rollout:
@@ -130,6 +133,19 @@ def test_tokens_of_a_stop_string_stay_in_the_text() -> None:
     engine = ScriptedEngine(lambda *_: [7, 8, 9], end_token_ids=[END], decode=decode)
     r = one(engine, sampling=Sampling(max_tokens=6, stop=("8",)))
     assert (r.text, r.finish_reason) == ("7 8", "stop")
+
+
+def test_a_source_is_sampled_in_its_own_way() -> None:
+    """Length and stop strings follow the task's source, each with all else of the shared sampling."""
+    cfg = RolloutConfig.model_validate_json(
+        """{"sampling": {"max_tokens": 5, "temperature": 0.5, "stop": ["9"]},
+            "sources": {"brief": {"max_tokens": 2}, "open": {"stop": []}}}"""
+    )
+    engine = ScriptedEngine(lambda *_: [7, 8, 9, 7, 7, 7], end_token_ids=[END], decode=decode)
+    names = ("brief", "open", "other")
+    played = play(engine, 3, names, sampling=to_sampling(cfg.sampling), by_source=sampling_by_source(cfg))
+    assert [group.rollouts[0].text for group in run(played)] == ["7 8", "7 8 9 7 7", "7 8 9"]
+    assert {call.sampling.temperature for call in engine.calls} == {0.5}
 
 
 def test_groups_come_in_order_with_a_key_each() -> None:

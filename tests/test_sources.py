@@ -494,3 +494,30 @@ def test_every_stage_has_the_rewards_of_its_own_sources():
         told = {name: one.of(Task(uid=0, source=name, prompt="p")) for name in "st"}
         assert told == {"s": ["acc"], "t": ["acc", "num", "zero"]}
         assert two.of(Task(uid=0, source="s", prompt="p")) == ["acc", "num", "zero"]
+
+
+# ---------------------------------------------------------------- sampling of a source
+
+
+@pytest.mark.parametrize(
+    ("sources", "more", "said"),
+    [
+        ({"b": {"max_tokens": 2}}, {}, "rollout.sources.b: no source of data.train has this name; they are: a"),
+        ({"a": {}}, {}, "rollout.sources.a: is empty; give max_tokens or stop"),
+        ({"a": {"max_tokens": 9}}, {}, "9 is above rollout.sampling.max_tokens=8, by which memory is planned"),
+        ({"a": {"stop": ["x"]}}, {"ignore_eos": True}, "rollout.sources.a.stop: .*ignore_eos=true ignores it"),
+    ],
+)
+def test_what_a_source_cannot_be_sampled_by(sources, more, said):
+    config = {
+        "model": {"scratch": {}},
+        "tokenizer": {"build": "chars"},
+        "data": {"train": [{"name": "a", "rows": [{"prompt": "p", "answer": "q"}]}]},
+        "rewards": {"right": {"function": "exact"}},
+        "rollout": {"sampling": {"max_tokens": 8, **more}},
+        "train": {"steps": 1},
+    }
+    assert len(plans(load(None, (), config))) == 1
+    config["rollout"]["sources"] = sources
+    with pytest.raises(ConfigError, match=said):
+        plans(load(None, (), config))

@@ -1419,6 +1419,6 @@ def test_the_evaluation_workflow_of_mathematics_samples_in_its_own_way() -> None
     """Temperature 0.6, top_p 0.8, one reply a task, whatever the file says."""
     own = {"path": "b.jsonl", "default_workflow_type": "math_eval_workflow", "repeat_times": 4}
     own["rollout_args"] = {"temperature": 0.1}
-    out = data.evaluation(grpo(**{"buffer.explorer_input.eval_tasksets": [own]}))
+    out = data.evaluation(grpo(model__max_model_len=64, **{"buffer.explorer_input.eval_tasksets": [own]}))
     assert out["eval.samples"] == 1
     assert (out["eval.sampling.temperature"], out["eval.sampling.top_p"]) == (0.6, 0.8)

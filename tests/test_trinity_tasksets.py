@@ -136,20 +136,43 @@ def test_plain_prompts_beside_chats() -> None:
         data.tasks(sets(A, boxed))
 
 
-def test_how_tasksets_are_sampled_they_share() -> None:
+def test_tasksets_share_their_distribution_and_have_lengths_of_their_own() -> None:
     """null and the value that it stands for are the same."""
     args = {"temperature": 0.7, "max_tokens": 20}
     told = sets({**A, "rollout_args": args}, {**B, "rollout_args": {"temperature": 0.7, "top_p": 1.0}})
     assert data.sampling(told)["rollout.sampling.temperature"] == 0.7
     assert data.token_limits(told)["rollout.sampling.max_tokens"] == 20
+    assert "rollout.sources" not in data.sampling(told)
     assert data.sampling(sets(A, B, model__temperature=0.3))["rollout.sampling.temperature"] == 0.3
-    for key, value, first in (("temperature", 0.7, 1.0), ("top_k", 5, 0), ("max_tokens", 3, 20)):
+    for key, value, first in (("temperature", 0.7, 1.0), ("top_k", 5, 0)):
         with pytest.raises(NotSupportedYet) as e:
             data.sampling(sets(A, {**B, "rollout_args": {key: value}}))
         assert (
             f"{TASKSETS}[1].rollout_args.{key}: {value}, where {TASKSETS}[0] has {first}: tasksets that are"
             in str(e.value)
         )
+    for first, second, most, own in (
+        (None, 3, 20, {"taskset_1": 3}),
+        (7, None, 20, {"taskset_0": 7}),
+        (30, 3, 30, {"taskset_1": 3}),
+    ):
+        told = sets(
+            {**A, "rollout_args": {"max_tokens": first}}, {**B, "rollout_args": {"max_tokens": second}}
+        )
+        assert data.token_limits(told)["rollout.sampling.max_tokens"] == most
+        assert data.sampling(told)["rollout.sources"] == {n: {"max_tokens": k} for n, k in own.items()}
+
+
+def test_evaluations_have_lengths_of_their_own() -> None:
+    """Each has its taskset's, else the model's (20), whatever training has (30)."""
+    held, brief = {"name": "held", "path": "h.jsonl"}, {"name": "brief", "path": "b.jsonl"}
+    brief["rollout_args"] = {"max_tokens": 30}
+    told = data.evaluation(sets({**A, "rollout_args": {"max_tokens": 30}}, **{EVALS: [held, brief]}))
+    assert told["eval.sampling.max_tokens"] == 20
+    assert told["eval.sources"]["brief"]["sampling"]["max_tokens"] == 30
+    told = data.evaluation(sets({**A, "rollout_args": {"max_tokens": 30}}, **{EVALS: [brief, held]}))
+    assert told["eval.sampling.max_tokens"] == 30
+    assert told["eval.sources"]["held"]["sampling"]["max_tokens"] == 20
 
 
 def test_evaluations_of_one_name_are_sampled_alike() -> None:

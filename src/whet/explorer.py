@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from whet import seeds
@@ -37,7 +38,7 @@ from whet.guard.ledger import Ledger
 from whet.job import Models, decoder_of
 from whet.rewards.combine import RewardSet, check_failures, score
 from whet.rollout.engine import RolloutEngine
-from whet.rollout.episode import play_groups, to_sampling
+from whet.rollout.episode import greedy, play_groups, sampling_by_source, to_sampling
 from whet.rollout.limits import limits_of
 from whet.rollout.pace import Pace
 from whet.rollout.slots import Slots, slots_of
@@ -433,7 +434,7 @@ def explorer_into(
 ) -> Explorer:
     """An explorer that puts its groups into this buffer."""
     cfg, purpose = context.cfg, f"train/{context.name}"
-    sampling = to_sampling(cfg.rollout.sampling)
+    sampling, by_source = to_sampling(cfg.rollout.sampling), sampling_by_source(cfg.rollout)
     slots = Slots(partial(slots_of, models.engine, cfg), context.plan.group_size)
     playing = partial(player, models, cfg, rewards)
     return Explorer(
@@ -442,12 +443,18 @@ def explorer_into(
         tasks=tasks,
         play=playing(
             sampling,
+            by_source=by_source,
             size=cfg.rollout.group_size,
             purpose=purpose,
             pace=Pace(cfg.rollout.timeout_s, cfg.rollout.timeout_factor),
             ended=slots.ended,
         ),
-        play_greedy=playing(replace(sampling, temperature=0.0), size=1, purpose=f"{purpose}/greedy"),
+        play_greedy=playing(
+            greedy(sampling),
+            by_source={name: greedy(own) for name, own in by_source.items()},
+            size=1,
+            purpose=f"{purpose}/greedy",
+        ),
         read=reader(cfg, context.algorithm.kind, models.tokenizer, ends=models.ends),
         rewards=rewards,
         buffer=buffer,
@@ -466,17 +473,19 @@ def player(
     *,
     size: int,
     purpose: str,
+    by_source: Mapping[str, Sampling] = MappingProxyType({}),
     pace: Pace | None = None,
     ended: Callable[[Task], object] = lambda task: None,
 ) -> Play:
     """Plays tasks: groups of `size` rollouts, with random numbers for this purpose. rewards: for environments that ask
-    for scores. ended: as `play_groups` has it."""
+    for scores. by_source, ended: as `play_groups` has them."""
     ends = models.ends
     return partial(
         play_groups,
         models.engine,  # type: ignore[arg-type]  # None: nothing is ever sampled, nor played
         group_size=size,
         sampling=sampling,
+        by_source=by_source,
         seed=cfg.seed,
         purpose=purpose,
         decode=decoder_of(models.tokenizer),

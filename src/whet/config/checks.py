@@ -34,7 +34,13 @@ from whet.config.learning import train_problems
 from whet.config.recipes import ELSEWHERE, RECIPES, Resolved, resolve, settings_problems
 from whet.config.schema import AlgorithmConfig, Config
 from whet.config.sizes import shape
-from whet.config.sources import order_of, reference_problems, reward_problems, source_problems
+from whet.config.sources import (
+    order_of,
+    reference_problems,
+    reward_problems,
+    sampling_problems,
+    source_problems,
+)
 from whet.config.tree import STAGE_SECTIONS, get, leaves
 from whet.config.urls import is_remote
 from whet.types import ConfigError, Json
@@ -117,6 +123,7 @@ def _structure(cfg: Config) -> Iterator[Problem]:
     if tokenizer.date is not None and not _is_date(tokenizer.date):
         yield "tokenizer.date", f"'{tokenizer.date}' is not a date; expected a date such as 2026-01-31"
     yield from source_problems(cfg)
+    yield from sampling_problems(cfg)
     yield from reference_problems(cfg)
 
 

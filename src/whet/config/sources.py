@@ -194,6 +194,29 @@ def _rewards(cfg: Config, source: SourceConfig, part: str) -> Iterator[str]:
         yield f"another source named '{source.name}' has different rewards; rename one of the two"
 
 
+def sampling_problems(cfg: Config) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) of the sampling of single sources."""
+    shared, known = cfg.rollout.sampling, [source.name or "" for source in cfg.data.train]
+    labelled = "" in known or any(source.label for source in cfg.data.train)
+    for name, own in cfg.rollout.sources.items():
+        at = f"rollout.sources.{name}"
+        if own.max_tokens is None and own.stop is None:
+            yield at, "is empty; give max_tokens or stop, or leave it out"
+        if not labelled and name not in known:
+            yield (
+                at,
+                f"no source of data.train has this name{near(name, known)}; they are: {', '.join(known)}",
+            )
+        if own.max_tokens is not None and own.max_tokens > shared.max_tokens:
+            yield (
+                f"{at}.max_tokens",
+                f"{own.max_tokens} is above rollout.sampling.max_tokens={shared.max_tokens}, by which memory is "
+                "planned: raise that to the longest reply of any source",
+            )
+        if own.stop is not None and shared.ignore_eos:
+            yield f"{at}.stop", "rollout.sampling.ignore_eos=true ignores it; leave one of them out"
+
+
 # ---------------------------------------------------------------- rewards
 
 

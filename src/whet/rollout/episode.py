@@ -13,12 +13,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 from uuid import uuid4
 
 import numpy as np
 
-from whet.config.schema import SamplingConfig
+from whet.config.schema import RolloutConfig, SamplingConfig
 from whet.envs.env import (
     Env,
     EnvBroken,
@@ -98,6 +99,16 @@ class Codec(Protocol):
 def to_sampling(cfg: SamplingConfig) -> Sampling:
     """The config's sampling section as engines take it; the key is set for each rollout."""
     return Sampling(**{f.name: getattr(cfg, f.name) for f in fields(Sampling) if f.name != "key"})
+
+
+def sampling_by_source(cfg: RolloutConfig) -> dict[str, Sampling]:
+    """Sampling in training of the sources that have settings of their own."""
+    shared = to_sampling(cfg.sampling)
+    return {name: replace(shared, **own.model_dump(exclude_none=True)) for name, own in cfg.sources.items()}
+
+
+def greedy(sampling: Sampling) -> Sampling:
+    return replace(sampling, temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -231,6 +242,7 @@ async def play_groups(
     *,
     group_size: int,
     sampling: Sampling,
+    by_source: Mapping[str, Sampling] = MappingProxyType({}),
     seed: int,
     purpose: str,
     decode: Decode,
@@ -245,7 +257,8 @@ async def play_groups(
     limits: EpisodeLimits | None = None,
     ended: Callable[[Task], object] = lambda task: None,
 ) -> list[Group]:
-    """`group_size` rollouts of each task, all at once, in the order of the tasks.
+    """`group_size` rollouts of each task, all at once, in the order of the tasks. by_source: sampling of the tasks of
+    single sources.
 
     Without `make_env` a rollout is one reply to the task's tokens. With it, the environment's first messages follow the
     prompt, and the environment answers every reply, within the `limits`; `make_work` makes what it may ask of the run
@@ -272,7 +285,7 @@ async def play_groups(
         def key_of(fork: Fork) -> int:
             return rollout_key(seed, task.uid, index, purpose=purpose, fork=fork)
 
-        return Episode(task, index, sampling, key_of, alone, attempt)
+        return Episode(task, index, by_source.get(task.source, sampling), key_of, alone, attempt)
 
     async def one(task: Task, index: int) -> Rollout:
         lost, alone, tried = 0, False, 0

@@ -324,9 +324,11 @@ def evaluation(values: Values) -> Native:
         WORKFLOWS[workflow(values, own, f"{EVAL_TASKSETS}[{n}]")].sampling for n, own in enumerate(sets)
     ]
     times = [1 if fixed else own.get("repeat_times") or 1 for own, fixed in zip(sets, brought)]
-    own_length = {} if _trained_length(values) is None else {"max_tokens": limits(values)[1]}
+    longest = max(_lengths(values).values())
     sampled = [
-        own_length | _sampled(values, own, f"{EVAL_TASKSETS}[{n}]") | (fixed or {})
+        _below(longest, _length(values, own, f"{EVAL_TASKSETS}[{n}]"))
+        | _sampled(values, own, f"{EVAL_TASKSETS}[{n}]")
+        | (fixed or {})
         for n, (own, fixed) in enumerate(zip(sets, brought))
     ]
     out |= {"eval.samples": times[0]} | {f"eval.sampling.{key}": value for key, value in sampled[0].items()}
@@ -334,7 +336,7 @@ def evaluation(values: Values) -> Native:
     for n in range(len(sets)):
         other: Native = {} if times[n] == times[0] else {"samples": times[n]}
         if sampled[n] != sampled[0]:
-            other["sampling"] = {"max_tokens": limits(values)[1], **sampled[n]}
+            other["sampling"] = {"max_tokens": longest, **sampled[n]}
         name = out[f"data.eval.{n}.name"]
         if special.setdefault(name, other) != other:
             raise ConfigError(
@@ -350,13 +352,6 @@ def evaluation(values: Values) -> Native:
         "eval.at_end": False,
         **({"eval.sources": special} if special else {}),
     }
-
-
-def _trained_length(values: Values) -> int | None:
-    """max_tokens of training, where it is not the model's, which evaluation has."""
-    own, what = training(values)[0]
-    longest = given(own.get("rollout_args.max_tokens")) if world_of(values, own, what) is None else None
-    return None if longest is None or longest == limits(values)[1] else longest
 
 
 # ---------------------------------------------------------------- files of replies
@@ -506,20 +501,42 @@ def _sampled(values: Values, own: Own, what: str) -> Native:
 
 
 def sampling(values: Values) -> Native:
-    """How training samples; the trainer divides by the same temperature."""
+    """How training samples; the trainer divides by the same temperature. Lengths are those of each taskset."""
     (_, first), *others = sets = training(values)
-    told = [{"max_tokens": limits(values)[1], **_sampled(values, *one)} for one in sets]
+    told = [_sampled(values, *one) for one in sets]
     for (_, what), sampled in zip(others, told[1:]):
-        for key, value in sampled.items():
-            if value != told[0][key]:
+        for key in ("temperature", "top_p", "top_k"):
+            if sampled[key] != told[0][key]:
                 raise NotSupportedYet(
-                    f"{what}.rollout_args.{key}: {value}, where {first} has {told[0][key]}: tasksets that are sampled "
-                    "otherwise are coming, not built yet; here: the same for all tasksets of training."
+                    f"{what}.rollout_args.{key}: {sampled[key]}, where {first} has {told[0][key]}: tasksets that are "
+                    "sampled from other distributions are coming, not built yet; here: the same for all tasksets of "
+                    "training."
                 )
+    lengths = _lengths(values)
+    most = max(lengths.values())
+    shorter = {name: _below(most, own) for name, own in lengths.items() if own != most}
     return {
         **{f"rollout.sampling.{key}": value for key, value in told[0].items() if key != "max_tokens"},
         "rollout.sampling.min_tokens": min(values["model.min_response_tokens"], limits(values)[1] - 1),
+        **({"rollout.sources": shorter} if shorter else {}),
     }
+
+
+def _lengths(values: Values) -> dict[str, int]:
+    """The longest reply to each taskset of training, in tokens, by the name of its source."""
+    return {name: _length(values, *each) for name, each in zip(train_names(values), training(values))}
+
+
+def _length(values: Values, own: Own, what: str) -> int:
+    """The longest reply to a taskset, in tokens; or all replies of an episode, where its workflow counts so."""
+    world = world_of(values, own, what)
+    if world is not None:
+        return world.tokens or limits(values)[1]
+    return given(own.get("rollout_args.max_tokens")) or limits(values)[1]
+
+
+def _below(most: int, length: int) -> Native:
+    return {} if length == most else {"max_tokens": length}
 
 
 def limits(values: Values) -> tuple[int, int]:
@@ -555,24 +572,20 @@ def token_limits(values: Values) -> Native:
         total = ("data.max_total_tokens", "data.max_prompt_tokens", "rollout.sampling.max_tokens")
         return {**dict.fromkeys(total, both), "data.overlong": "error"}
     truncates = values["model.enable_prompt_truncation"]
-    own, what = training(values)[0]
     out: Native = {
         "data.max_prompt_tokens": prompt,
         "data.overlong": "filter" if truncates else "error",
-        "rollout.sampling.max_tokens": own.get("rollout_args.max_tokens") or response,
+        "rollout.sampling.max_tokens": max(_lengths(values).values()),
     }
-    first = world_of(values, own, what)
-    worlds = [first, *(world_of(values, *each) for each in sets_of(values))]
+    worlds = (world_of(values, *each) for each in sets_of(values))
     world = next((each for each in worlds if each is not None), None)
     if world is None:
         return out
     whole = values["model.max_model_len"] or prompt + response
     out |= {"data.max_total_tokens": whole, "rollout.env.observation_tokens": whole}
     if world.tokens is not None:  # of all replies and answers together
-        most = {"rollout.sampling.max_tokens": world.tokens, "rollout.env.tokens_after_prompt": world.tokens}
-        return out | most
+        return out | {"rollout.env.tokens_after_prompt": world.tokens}
     bound = {"rollout.env.input_tokens": prompt} if truncates else {}
-    out |= {"rollout.sampling.max_tokens": response} if first is not None else {}
     return out | {"rollout.env.max_tokens_per": "turn"} | bound
 
 
