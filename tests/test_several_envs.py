@@ -61,6 +61,13 @@ class Later(Down):
 
 async def later(task, world, **arguments):
     return Later(task, world, **arguments)
+
+
+class Lends(Later):
+    """A plain method that gives something to await."""
+
+    def step(self, reply):
+        return super().step(reply)
 '''
 
 
@@ -137,6 +144,10 @@ def test_a_limit_of_its_own_ends_what_goes_on_and_nothing_else(code: str) -> Non
     env = asyncio.run(
         made(task(1), at, envs={"s": {"make": f"{code}:later", "arguments": {"turns": 3}, "max_turns": 1}})
     )
+    at.begin_turn()
+    assert asyncio.run(env.step(reply("a"))).stop == "turns"
+    at = world()
+    env = made(task(1), at, envs={"s": {"make": f"{code}:Lends", "arguments": {"turns": 3}, "max_turns": 1}})
     at.begin_turn()
     assert asyncio.run(env.step(reply("a"))).stop == "turns"
 

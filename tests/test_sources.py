@@ -502,10 +502,22 @@ def test_every_stage_has_the_rewards_of_its_own_sources():
 @pytest.mark.parametrize(
     ("sources", "more", "said"),
     [
-        ({"b": {"max_tokens": 2}}, {}, "rollout.sources.b: no source of data.train has this name; they are: a"),
+        (
+            {"b": {"max_tokens": 2}},
+            {},
+            "rollout.sources.b: no source of data.train has this name; they are: a",
+        ),
         ({"a": {}}, {}, "rollout.sources.a: is empty; give max_tokens or stop"),
-        ({"a": {"max_tokens": 9}}, {}, "9 is above rollout.sampling.max_tokens=8, by which memory is planned"),
-        ({"a": {"stop": ["x"]}}, {"ignore_eos": True}, "rollout.sources.a.stop: .*ignore_eos=true ignores it"),
+        (
+            {"a": {"max_tokens": 9}},
+            {},
+            "9 is above rollout.sampling.max_tokens=8, by which memory is planned",
+        ),
+        (
+            {"a": {"stop": ["x"]}},
+            {"ignore_eos": True},
+            "rollout.sources.a.stop: .*ignore_eos=true ignores it",
+        ),
     ],
 )
 def test_what_a_source_cannot_be_sampled_by(sources, more, said):

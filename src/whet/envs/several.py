@@ -33,13 +33,17 @@ class FewerTurns:
         return getattr(self._env, name)
 
     def _now(self, reply: Message) -> Any:
-        return self._ended(self._env.step(reply))
+        step = self._env.step(reply)
+        return self._awaited(step) if inspect.isawaitable(step) else self._ended(step)
 
     async def _later(self, reply: Message) -> Any:
         return self._ended(await self._env.step(reply))
 
+    async def _awaited(self, step: Awaitable[Any]) -> Any:
+        return self._ended(await step)
+
     def _ended(self, step: Any) -> Any:
-        """What is no EnvStep, the host refuses."""
+        """The step, the last one if it is the limit's. What is no EnvStep, the host refuses."""
         if not isinstance(step, EnvStep) or step.done is not False or self._world.turn < self._most:
             return step
         return replace(step, messages=[], history=None, done=True, stop="turns")
