@@ -124,6 +124,38 @@ def test_a_row_of_a_parquet_file_is_not_larger_than_a_line(
         read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["a column", "lists"])
+def test_a_row_is_not_larger_because_of_the_dictionary_that_it_shares(
+    inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "MOST_ROW_BYTES", 2**20)
+    texts = [f"{n:050000}" for n in range(50)]
+    x = pa.array([[t] for t in texts], pa.list_(pa.dictionary(pa.int32(), pa.string()))) if inside else texts
+    column = x if inside else pa.array(texts).dictionary_encode()
+    pq.write_table(pa.table({"prompt": texts, "x": column}), tmp_path / "a.parquet")
+    found = read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))
+    assert found.row(49) == {"prompt": texts[49], "x": [texts[49]] if inside else texts[49]}
+    many = pa.DictionaryArray.from_arrays(pa.array([0] * 30, pa.int32()), pa.array(["x" * 50_000]))
+    lists = pa.ListArray.from_arrays(pa.array([0, 1, 30], pa.int32()), many)
+    pq.write_table(pa.table({"prompt": ["a", "b"], "x": lists}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet, row 2 of row group 0: has more than 1 MiB"):
+        read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))
+
+
+def test_a_dictionary_is_not_written_out_to_look_for_strange_numbers(tmp_path: Path) -> None:
+    """3000 rows of a text of a million characters: more than an array of texts can hold."""
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 3000, pa.int32()), pa.array(["x" * 10**6]))
+    pq.write_table(pa.table({"prompt": ["a"] * 3000, "x": column}), tmp_path / "a.parquet")
+    assert len(read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))) == 3000
+
+
+def test_a_struct_with_two_fields_of_a_name_is_refused(tmp_path: Path) -> None:
+    struct = pa.StructArray.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["x", "x"])
+    pq.write_table(pa.table({"prompt": ["a"], "answer": [[]], "z": struct}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"column 'z' holds a struct in which two fields have the name 'x'"):
+        read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))
+
+
 def test_rows_of_many_groups_and_batches_are_those_that_were_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

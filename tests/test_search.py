@@ -9,6 +9,7 @@ import random
 import re
 import sqlite3
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from whet.data import parquet
 from whet.envs.search import Documents, build, search, search_texts, search_tool
 from whet.types import ConfigError, DataError
 
@@ -136,21 +138,55 @@ def test_many_may_build_at_once_and_each_reads_a_whole_index(tmp_path: Path) -> 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
     for rows, said in [
-        ([{"id": 1, "text": "a"}, {"id": 1, "text": "b"}], "row 1: the id 1 occurs twice"),
-        ([{"id": "1", "text": 5}], "row 0: column 'text' is int"),
+        ([{"id": 1, "text": "a"}, {"id": 1, "text": "b"}], "line 2: the id 1 occurs twice"),
+        ([{"id": "1", "text": 5}], "line 1: column 'text' is int"),
         ([{"title": "x"}], "column 'text' is NoneType"),
         ([{"text": "x", "title": 3}], "'title' is int"),
         ([{"id": 1.5, "text": "x"}], "id is float; expected a text or an integer"),
-        ([["text"]], "row 0: list; expected a document with columns"),
+        ([["text"]], "line 1: a row must be an object with named columns"),
     ]:
         with pytest.raises(DataError, match=said):
             build(documents(tmp_path, rows))  # type: ignore[arg-type]
         assert list((tmp_path / "index").iterdir()) == []
-    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text"\n')
-    with pytest.raises(DataError, match=r"line 2: .*; expected JSON"):
-        build(Documents(path=str(tmp_path / "broken.jsonl"), folder=str(tmp_path / "index")))
     with pytest.raises(DataError, match="cannot read"):
         build(Documents(path=str(tmp_path / "none.jsonl"), folder=str(tmp_path / "index")))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text"\n', "line 2: not JSON"),
+        ("a.jsonl", b'{"text": "\xff"}\n', "line 1: not JSON: 'utf-8' codec"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: column text holds half of a surrogate pair"),
+        ("a.jsonl", b'{"text": ' + b"[" * 9**5 + b"]" * 9**5 + b"}\n", "nest more than 50 levels deep"),
+        ("a.parquet", b"PAR1, but no more", "not a readable parquet file"),
+        ("a.jsonl", None, "is a FIFO"),
+    ],
+)
+def test_documents_are_read_within_the_limits_of_data(
+    name: str, content: bytes | None, said: str, tmp_path: Path
+) -> None:
+    if content is None:
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        build(Documents(path=str(tmp_path / name), folder=str(tmp_path / "index")))
+    assert list((tmp_path / "index").iterdir()) == []
+
+
+def test_of_a_parquet_file_only_the_columns_of_documents_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "ROOM", 2**20)
+    more = pa.DictionaryArray.from_arrays(pa.array([0] * 3000, pa.int32()), pa.array(["x" * 50_000]))
+    table = pa.table({"id": range(3000), "text": [f"word{n}" for n in range(3000)], "more": more})
+    file = tmp_path / "a.parquet"
+    pq.write_table(table, file, store_schema=False)
+    asked = Documents(path=str(file), folder=str(tmp_path / "index"))
+    assert ids(build(asked), "word7") == ["7"]
+    with pytest.raises(DataError, match=r"its rows take more than .* MiB in memory"):
+        build(replace(asked, text="more"))
 
 
 def test_nobody_writes_to_an_index(tmp_path: Path) -> None:

@@ -12,21 +12,25 @@ import os
 import re
 import sqlite3
 import tempfile
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from urllib.parse import quote
 
+from whet.data.files import read_files
+from whet.data.parts import FileRows
 from whet.envs.schemas import check_name
 from whet.envs.tools import Tool
-from whet.types import ConfigError, DataError, Json, ToolSpec
+from whet.inputs import check_regular
+from whet.types import ConfigError, DataError, ToolSpec
 
 FORM = "1"
 """Of an index: part of its digest."""
 MOST_TERMS = 64
 """Words of a query that are looked for."""
+_BATCH = 4096
+"""Documents that are turned into Python at once."""
 _WORD = re.compile(r"\w+")
 
 
@@ -63,7 +67,7 @@ class Documents:
             raise ConfigError(
                 f"rollout.env.arguments.search.results={self.results} is more than most_results={self.most_results}"
             )
-        if Path(self.path).suffix not in _READERS:
+        if Path(self.path).suffix not in (".jsonl", ".parquet"):
             raise ConfigError(
                 f"rollout.env.arguments.search.path={self.path!r}; expected a file that ends in .jsonl or .parquet"
             )
@@ -141,8 +145,11 @@ def _digest(documents: Documents) -> str:
     """Of everything that decides what is in the index."""
     sha = hashlib.sha256(json.dumps([FORM, documents.text, documents.title, documents.id]).encode())
     sha.update(Path(documents.path).suffix.encode())
+    path = Path(documents.path)
     try:
-        with open(documents.path, "rb") as file:
+        if path.exists():
+            check_regular(path, DataError)
+        with path.open("rb") as file:
             while block := file.read(2**20):
                 sha.update(block)
     except OSError as error:
@@ -153,10 +160,10 @@ def _digest(documents: Documents) -> str:
 def _write(path: Path, documents: Documents) -> None:
     """All documents, in the order of their ids: numbers by size, then texts."""
     rows: dict[tuple[int, int | float, str], tuple[str, str, str]] = {}
-    for n, row in enumerate(_READERS[Path(documents.path).suffix](documents.path)):
-        where = f"{documents.path}, row {n}"
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: {type(row).__name__}; expected a document with columns")
+    found = _rows(documents)
+    each = (row for n in range(0, len(found), _BATCH) for row in found.slice(n, n + _BATCH, None))
+    for n, row in enumerate(each):
+        where = found.where(n)
         name, text, title = (row.get(key) for key in (documents.id, documents.text, documents.title))
         name = n if name is None else name
         if not isinstance(text, str) or not isinstance(title, str | None):
@@ -179,22 +186,13 @@ def _write(path: Path, documents: Documents) -> None:
         connection.commit()
 
 
-def _jsonl(path: str) -> Iterator[Json]:
-    with open(path, encoding="utf-8") as file:
-        for n, line in enumerate(file):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except ValueError as error:
-                    raise DataError(f"{path}, line {n + 1}: {error}; expected JSON") from None
+def _rows(documents: Documents) -> FileRows:
+    """The file's rows, read within the limits of any data; of parquet no other column is read."""
+    path = Path(documents.path)
+    if path.suffix == ".jsonl":
+        return next(read_files([path], None))
+    from whet.data.arrow import arrow_rows  # a search in .jsonl needs no pyarrow
+    from whet.data.parquet import read_parquet
 
-
-def _parquet(path: str) -> Iterator[Json]:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches():
-            yield from batch.to_pylist()
-
-
-_READERS = {".jsonl": _jsonl, ".parquet": _parquet}
+    columns = {documents.id, documents.text, documents.title}
+    return arrow_rows(str(path), read_parquet(path, columns), None)
