@@ -583,9 +583,11 @@ def test_adapters_of_any_beginning_that_is_alike_every_time_are_read(tmp_path: P
             "its adapters use {'alpha_pattern': {'q_proj': 99}}; set the same rank",
         ),
         ({"use_dora": True}, "its adapters use {'use_dora': True}"),
+        ({"layer_replication": [[1, 2], [0, 1]]}, "its adapters use {'layer_replication': "),
+        ({"alora_invocation_tokens": [1, 2]}, "its adapters use {'alora_invocation_tokens': "),
         (
             {"peft_type": "IA3"},
-            "its adapters use {'peft_type': 'IA3'}.*types other than LoRA cannot be read",
+            "its adapters use {'peft_type': 'IA3'}.*types other than plain LoRA cannot be read",
         ),
         ("[" * 100_000, "nest more than 50 levels"),
         ('{"r": 4, "r": 8}', "the key 'r' is given twice"),
@@ -602,12 +604,21 @@ def test_adapters_that_mean_something_else_are_refused(tmp_path: Path, told: Any
         attach(tiny_model(), lora.model_copy(update={"path": str(tmp_path / "a")}), seed=0)
 
 
-def test_adapters_of_whole_numbers_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.to(torch.int8), "has dtype torch.int8, expected float16, bfloat16"),
+        (lambda t: t.to(torch.float8_e4m3fn), "has dtype torch.float8_e4m3fn, expected float16"),
+        (lambda t: t / 0 * 0, "lora_A.weight has numbers that are not finite"),
+        (lambda t: t.double() * 1e300, "lora_A.weight has numbers that are not finite in torch.float32"),
+    ],
+)
+def test_adapters_of_numbers_that_are_none_are_refused(tmp_path: Path, change: Any, said: str) -> None:
     lora = LoraConfig(rank=4)
     export_adapter(with_adapters(lora), tmp_path / "a", cfg=lora, base=None)
     file = tmp_path / "a/adapter_model.safetensors"
-    save_file({name: t.to(torch.int8) for name, t in load_file(file).items()}, file)
-    with pytest.raises(CheckpointError, match=r"has dtype torch.int8, expected a floating-point dtype"):
+    save_file({name: change(t) for name, t in load_file(file).items()}, file)
+    with pytest.raises(CheckpointError, match=said):
         attach(tiny_model(), lora.model_copy(update={"path": str(tmp_path / "a")}), seed=0)
 
 

@@ -60,6 +60,18 @@ _KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
 """peft's `init_lora_weights` that leave the weights under the adapters as they are."""
 _TAKES_FROM_BASE = ("pissa", "olora")
 """Those that take the beginning of the adapters from these weights, alike every time."""
+_OTHER_SUMS = (
+    "use_dora",
+    "use_qalora",
+    "use_bdlora",
+    "kasa_config",
+    "monteclora_config",
+    "arrow_config",
+    "alora_invocation_tokens",
+    "layer_replication",
+)
+"""peft's settings with which adapters of the same names and shapes are no plain W + s B A of each layer and token."""
+_READABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LEARNED = "whet_learned"
 """Where a model with adapters keeps the names of what may learn."""
 
@@ -304,19 +316,20 @@ def _fill(model: PreTrainedModel, folder: Path, cfg: LoraConfig, *, key: str) ->
         "lora_alpha": cfg.alpha,
         "use_rslora": cfg.rslora,
         "alpha_pattern": _patterns(model, cfg)["alpha_pattern"],
-        "use_dora": False,
     }
-    may_lack = {"peft_type": "LORA", "use_rslora": False, "alpha_pattern": {}, "use_dora": False}
+    may_lack = {"peft_type": "LORA", "use_rslora": False, "alpha_pattern": {}}
     theirs = {name: told.get(name, may_lack.get(name)) for name in ours}
-    if odd := {name: theirs[name] for name, value in ours.items() if theirs[name] != value}:
+    theirs |= {name: told[name] for name in _OTHER_SUMS if told.get(name)}
+    if odd := {name: value for name, value in theirs.items() if name not in ours or value != ours[name]}:
         raise ConfigError(
             f"{key}.path={folder}: its adapters use {str(odd)[:200]}; set the same rank, alpha, rslora and "
-            "alpha_pattern; adapter types other than LoRA cannot be read"
+            "alpha_pattern; adapter types other than plain LoRA cannot be read"
         )
     _check_base(told.get("init_lora_weights", True), cfg, folder, key)
-    if odd_type := sorted(name for name, t in found.items() if not t.dtype.is_floating_point):
+    if odd_type := sorted(name for name, t in found.items() if t.dtype not in _READABLE):
         raise CheckpointError(
-            f"{key}.path={folder}: {odd_type[0]} has dtype {found[odd_type[0]].dtype}, expected a floating-point dtype"
+            f"{key}.path={folder}: {odd_type[0]} has dtype {found[odd_type[0]].dtype}, expected float16, bfloat16, "
+            "float32 or float64"
         )
     own = {one.name: one for one in _as_peft(model, cfg)}
     shapes = {name: one.value().shape for name, one in own.items()}
@@ -327,6 +340,11 @@ def _fill(model: PreTrainedModel, folder: Path, cfg: LoraConfig, *, key: str) ->
         )
     firsts: dict[int, str] = {}
     for name, one in own.items():
+        if not found[name].to(one.parameter).isfinite().all():
+            raise CheckpointError(
+                f"{key}.path={folder}: {name} has numbers that are not finite in {one.parameter.dtype}; these adapters "
+                "are damaged, or were saved by a run that diverged"
+            )
         first = firsts.setdefault(id(one.parameter), name)
         if not torch.equal(found[name], found[first]):
             why, how = (
