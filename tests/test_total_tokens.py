@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import whet
 from codecs_numbers import Numbers
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.envs.env import EnvStep
+from whet.envs.env import EnvStep, World
 from whet.rollout.episode import play_groups
 from whet.rollout.limits import EpisodeLimits
 from whet.rollout.scripted import ScriptedEngine
@@ -122,6 +123,53 @@ def test_the_limits_of_other_systems_on_turns() -> None:
         }
         (group,) = asyncio.run(play_groups(engine, tasks, **given, **fixed))
         assert said in str(group.rollouts[0].error)
+
+
+class Asks(Echo):
+    """Asks the policy about a text of ten tokens."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def step(self, reply: Message) -> EnvStep:
+        await self.world.chat([Message("user", " ".join(["60"] * 10))])
+        return EnvStep(messages=[], reward=1.0, done=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "most", "said"),
+    [
+        (lambda task, world: Echo(), 5, None),
+        (
+            lambda task, world: Echo(),
+            4,
+            r"the prompt has 4 tokens .*max_total_tokens=4 leaves none for a reply",
+        ),
+        (
+            lambda task, world: Echo(),
+            3,
+            r"the prompt has 4 tokens .*max_total_tokens=3 leaves none for a reply",
+        ),
+        (lambda task, world: Asks(world), 11, None),
+        (
+            lambda task, world: Asks(world),
+            10,
+            r"world.chat has 10 tokens; data.max_total_tokens=10 leaves none",
+        ),
+    ],
+)
+def test_where_no_token_is_left_for_a_reply_the_key_is_named(make: Any, most: int, said: str | None) -> None:
+    tasks = [Task(uid=1, source="s", prompt=(Message("user", "50 51"),), token_ids=(50, 51))]
+    (group,) = asyncio.run(
+        play_groups(
+            ScriptedEngine(lambda *_: [ON, 1]), tasks, group_size=1, sampling=Sampling(max_tokens=50), seed=1,
+            purpose="train", decode=str, end_token_ids=[1], timeout_s=5.0, make_env=make, codec=Numbers(),
+            limits=EpisodeLimits(max_total_tokens=most),
+        )
+    )  # fmt: skip
+    (r,) = group.rollouts
+    assert (r.error is None) == (said is None), r.error
+    assert said is None or re.search(said, str(r.error))
 
 
 def test_the_plan_counts_every_turn() -> None:

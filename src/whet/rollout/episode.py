@@ -448,10 +448,13 @@ async def _open(episode: Episode, play: Play, env: Env) -> None:
             f"the environment's first messages have {given} tokens; rollout.env.tokens_after_prompt="
             f"{play.limits.tokens_after_prompt} leaves none for a reply"
         )
-    if (
-        play.limits.input_tokens is not None
-        and (length := len(episode.strand.token_ids)) > play.limits.input_tokens
-    ):
+    length, most = len(episode.strand.token_ids), play.limits.max_total_tokens
+    if most is not None and length >= most:
+        raise WhetError(
+            f"the prompt has {length} tokens with the environment's tools and first messages; "
+            f"data.max_total_tokens={most} leaves none for a reply"
+        )
+    if play.limits.input_tokens is not None and length > play.limits.input_tokens:
         raise WhetError(
             f"the prompt has {length} tokens with the environment's tools and first messages, more than "
             f"rollout.env.input_tokens={play.limits.input_tokens} allows"
@@ -568,6 +571,11 @@ async def _chat(
         )
     if play.limits.max_total_tokens is not None:
         room = play.limits.max_total_tokens - len(strand.token_ids)
+        if room < 1:
+            raise WhetError(
+                f"a conversation of world.chat has {len(strand.token_ids)} tokens; data.max_total_tokens="
+                f"{play.limits.max_total_tokens} leaves none for a reply"
+            )
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
     _, reply = await _sample(strand, sampling, play, episode.session)
     episode.strands[fork] = strand
