@@ -146,6 +146,11 @@ def test_a_run_is_evaluated_at_one_step_and_on_other_data(tmp_path):
         whet.evaluate(run, rewards=always, step=7)
     with pytest.raises(ConfigError, match=r"rewards.reward: this was a function passed from Python"):
         whet.evaluate(run)
+    for how in ({"overrides": [f"run_dir={tmp_path / 'other'}"]}, {"run_dir": str(tmp_path / "other")}):
+        with pytest.raises(ConfigError, match=r"run_dir: what is made of the run .* is written there; leave"):
+            whet.evaluate(run, rewards=always, **how)
+        with pytest.raises(ConfigError, match=r"run_dir: what is made of the run .* is written there; leave"):
+            whet.generate(run, data=ROWS, output=tmp_path / "replies.jsonl", **how)
 
 
 def test_a_model_is_evaluated_as_its_run_was(tmp_path, monkeypatch):

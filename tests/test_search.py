@@ -7,6 +7,8 @@ import math
 import os
 import random
 import re
+import resource
+import signal
 import sqlite3
 import threading
 from dataclasses import replace
@@ -172,6 +174,24 @@ def test_documents_are_read_within_the_limits_of_data(
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=said):
         build(Documents(path=str(tmp_path / name), folder=str(tmp_path / "index")))
+    assert not [*tmp_path.glob("index/*")]
+
+
+def test_an_index_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "index").write_text("a file")
+    with pytest.raises(DataError, match=r"cannot be written to .*/index: .*File exists.*search.folder"):
+        build(documents(tmp_path))
+    (tmp_path / "index").unlink()
+    text = "".join(f"{random.random()} " for _ in range(20_000))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    asked = documents(tmp_path, [{"text": text}])
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python has it, unless a library changes it
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+        with pytest.raises(DataError, match=r"cannot be written to .*/index: .*search.folder"):
+            build(asked)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list((tmp_path / "index").iterdir()) == []
 
 

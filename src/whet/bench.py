@@ -85,6 +85,11 @@ def config_of(run_dir: Path, overrides: Sequence[str], sections: Mapping[str, An
         raise ConfigError(
             f"{run_dir} has no config.yaml; give a run directory, a config file, or a model's folder with config.json"
         )
+    if "run_dir" in (sections or {}) or any(o.partition("=")[0].strip() == "run_dir" for o in overrides):
+        raise ConfigError(
+            f"run_dir: what is made of the run {run_dir} is written there; leave run_dir out, or export the run "
+            "(`whet export RUN -o FOLDER`) and give that folder instead of it"
+        )
     data = (sections or {}).get("data") or {}
     own = [
         f"stages.{stage.name}.data.eval={json.dumps(data['eval'])}"

@@ -123,13 +123,23 @@ def build(documents: Documents) -> Path:
     DataError for a row without a text, an id that occurs twice, or a file that cannot be read.
     """
     folder = Path(documents.folder or Path(tempfile.gettempdir()) / f"whet-search-{os.getuid()}")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if documents.folder is None and (folder.is_symlink() or folder.stat().st_uid != os.getuid()):
-        raise DataError(f"{folder} belongs to another user; set rollout.env.arguments.search.folder")
-    index = folder / f"{_digest(documents)}.sqlite"
-    if index.exists():
-        return index
-    handle, name = tempfile.mkstemp(dir=folder, prefix="building-")
+    digest = _digest(documents)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if documents.folder is None and (folder.is_symlink() or folder.stat().st_uid != os.getuid()):
+            raise DataError(f"{folder} belongs to another user; set rollout.env.arguments.search.folder")
+        index = folder / f"{digest}.sqlite"
+        return index if index.exists() else _built(index, documents)
+    except (OSError, sqlite3.OperationalError) as error:  # sqlite's for a disk that is full, too
+        raise DataError(
+            f"the index of {documents.path} cannot be written to {folder}: {error}; set "
+            "rollout.env.arguments.search.folder to another folder"
+        ) from error
+
+
+def _built(index: Path, documents: Documents) -> Path:
+    """Write an index beside its place; then it is renamed."""
+    handle, name = tempfile.mkstemp(dir=index.parent, prefix="building-")
     os.close(handle)
     try:
         _write(Path(name), documents)
