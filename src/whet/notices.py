@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,9 +48,23 @@ def _note(text: str) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write the file of -o, and the folders that it is to be in."""
+    """Write the file of -o, and its folders. A file that is there stays until the new one is whole."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file():  # a device, a pipe
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(path.resolve(), text)  # of a link, the file that it leads to
     except OSError as e:
         raise ConfigError(f"cannot write {path}: {e.strerror}; give another file") from e
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.new-{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        if path.exists():
+            shutil.copymode(path, part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

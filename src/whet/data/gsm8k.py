@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -27,9 +28,21 @@ def convert(folder: Path, out: Path) -> dict[str, int]:
     for split in ("train", "test"):
         rows = read_rows(SourceConfig(path=str(folder / f"{split}.jsonl")))
         made = [verl_row(rows.row(i), split, i, where=rows.where(i)) for i in range(len(rows))]
-        pq.write_table(pa.Table.from_pylist(made), out / f"{split}.parquet")
+        _write(pa.Table.from_pylist(made), out / f"{split}.parquet")
         counts[split] = len(made)
     return counts
+
+
+def _write(table: pa.Table, file: Path) -> None:
+    """A file that is there stays until the new one is whole."""
+    part = file.with_name(f".{file.name}.new-{os.getpid()}")
+    try:
+        pq.write_table(table, part)
+        os.replace(part, file)
+    except OSError as e:
+        raise DataError(f"{file}: cannot be written: {e.strerror or e}") from e
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def verl_row(row: Row, split: str, index: int, *, where: str) -> Row:
