@@ -149,6 +149,31 @@ def test_a_dictionary_is_not_written_out_to_look_for_strange_numbers(tmp_path: P
     assert len(read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))) == 3000
 
 
+@pytest.mark.parametrize("coded", [False, True], ids=["texts", "a dictionary"])
+def test_a_compressed_stream_is_not_written_out(coded: bool, tmp_path: Path) -> None:
+    """30 MB of text, as some hundred bytes in a folder of the `datasets` package."""
+    datasets = pytest.importorskip("datasets", reason="the extra datasets is not installed")
+    datasets.Dataset.from_dict({"prompt": ["a"]}).save_to_disk(tmp_path / "d")
+    assert read_rows(SourceConfig(path=str(tmp_path / "d"))).row(0) == {"prompt": "a"}
+    (file,) = (tmp_path / "d").glob("*.arrow")
+    texts = pa.array(["x" * 10**7, "x" * 10**7, "y" * 10**7])
+    batch = pa.record_batch({"prompt": texts.dictionary_encode() if coded else texts})
+    for compression in ("zstd", "lz4"):
+        options = pa.ipc.IpcWriteOptions(compression=compression)
+        with pa.ipc.new_stream(file, batch.schema, options=options) as out:
+            out.write_batch(batch)
+        with pytest.raises(
+            DataError, match=r"\.arrow: its columns are compressed, so a small file could fill"
+        ):
+            read_rows(SourceConfig(path=str(tmp_path / "d")))
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(DataError, match=r"\.arrow: not a readable Arrow stream"):
+        read_rows(SourceConfig(path=str(tmp_path / "d")))
+    (tmp_path / "d" / "state.json").write_text('{"_data_files": [{"filename": "../other.arrow"}]}')
+    with pytest.raises(DataError, match=r"_data_files has '../other.arrow'; expected names of files in"):
+        read_rows(SourceConfig(path=str(tmp_path / "d")))
+
+
 def test_a_struct_with_two_fields_of_a_name_is_refused(tmp_path: Path) -> None:
     struct = pa.StructArray.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["x", "x"])
     pq.write_table(pa.table({"prompt": ["a"], "answer": [[]], "z": struct}), tmp_path / "a.parquet")

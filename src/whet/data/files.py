@@ -284,7 +284,9 @@ def _hf_folder(folder: Path, limit: int | None) -> FileRows:
             'pip install "whet[datasets]", or save it as parquet.'
         ) from e
     from whet.data.arrow import arrow_rows
+    from whet.data.ipc import check_streams
 
+    check_streams(folder)
     try:
         dataset: Any = datasets.load_from_disk(str(folder))
         table = dataset.with_format("arrow")[:]
