@@ -692,10 +692,52 @@ def test_a_reward_model() -> None:
     }
     assert data.reward_model(values(RM | {"reward_model.max_length": 99}))[f"{at}.max_tokens"] == 99
     alike = RM | {"reward_model.model.input_tokenizer": None}
-    assert data.reward_model(values(alike)) == {f"{at}.path": "judge", f"{at}.reads": "tokens"}
+    assert data.reward_model(values(alike)) == {f"{at}.path": "judge", f"{at}.input": "tokens"}
     assert "leave it out" in refusal(data.reward_model, alike | {"reward_model.max_length": 99})
     strange = RM | {"reward_model.model.input_tokenizer": "other"}
     assert "the policy's own: policy" in refusal(data.reward_model, strange)
+
+
+@pytest.mark.parametrize("version", ["0.7.0", "0.7.1", "0.9.1"])
+def test_a_reward_model_that_is_a_server(version: str) -> None:
+    """From 0.7.0 on it reads the conversation in its own template, up to its positions, and nothing is cut. What
+    places the server changes no score."""
+    server: dict[str, Json] = {
+        "name": "vllm", "gpu_memory_utilization": 0.8, "tensor_model_parallel_size": 1, "prompt_length": 256,
+        "response_length": 128, "enforce_eager": False, "max_num_seqs": 64,
+    }  # fmt: skip
+
+    def told(**more: Json) -> tuple[Json, list[str]]:
+        section = {
+            "enable": True,
+            "model": {"path": "judge"},
+            "num_workers": 8,
+            "rollout": {**server, **more},
+        }
+        made = translate({"reward_model": section}, dialect("verl-ppo", version), origins={})
+        texts = [text for _, text in (*made.problems, *made.unbuilt) if "reward_model" in text]
+        return made.tree["rewards"]["rm"]["model"], texts
+
+    assert told() == ({"path": "judge"}, [])
+    longest = {} if version == "0.7.0" else {"max_tokens": 512}  # 0.7.0 puts the model's positions over it
+    assert told(max_model_len=512, dtype="float32") == ({"path": "judge", **longest, "dtype": "float32"}, [])
+    for key, value in (
+        ("name", "trtllm"),
+        ("dtype", "float16"),
+        ("load_format", "dummy"),
+        ("quantization", "fp8"),
+    ):
+        assert f"reward_model.rollout.{key}" in " ".join(told(**{key: value})[1])
+
+
+def test_older_workers_of_a_reward_model_cut_what_is_long() -> None:
+    section = {"enable": True, "use_reward_loop": False, "model": {"path": "judge", "input_tokenizer": None}}
+    made = translate({"reward_model": section}, dialect("verl-ppo", "0.7.0"), origins={})
+    assert made.tree["rewards"]["rm"]["model"] == {"path": "judge", "input": "tokens"}
+    del section["model"]["input_tokenizer"]  # type: ignore[attr-defined]
+    made = translate({"reward_model": section}, dialect("verl-ppo", "0.7.0"), origins={})
+    found = {"path": "judge", "max_tokens": 1024, "overlong": "truncate_right"}
+    assert made.tree["rewards"]["rm"]["model"] == found
 
 
 def test_a_reward_model_takes_the_place_of_rules() -> None:

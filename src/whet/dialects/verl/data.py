@@ -19,6 +19,7 @@ from whet.dialects.verl.roles import (
     anywhere,
     code,
     has_reward_model,
+    has_reward_server,
     samples,
     server_options,
     texts,
@@ -189,13 +190,18 @@ def rewards(v: Values) -> Native:
 
 
 def reward_model(v: Values) -> Native:
-    """Its score alone, weight 1. Without an input_tokenizer it is given the policy's tokens; else the conversation in
-    its own template, cut at the right as there."""
+    """Its score alone, weight 1. A server reads the conversation in its own template, as long as its positions reach.
+    verl's older workers are given the policy's tokens without an input_tokenizer; else the conversation in its own
+    template, cut at the right as there."""
     at, native = "reward_model", "rewards.rm.model"
     out: Native = {f"{native}.path": anywhere(v, f"{at}.model.path")}
+    if has_reward_server(v):
+        longest = v[f"{at}.rollout.max_model_len"] if since(v, "verl", "0.7.1") else None
+        out |= {} if longest is None else {f"{native}.max_tokens": longest}
+        return out | ({f"{native}.dtype": "float32"} if v[f"{at}.rollout.dtype"] == "float32" else {})
     limit, decoder = v[f"{at}.max_length"], v[f"{at}.model.input_tokenizer"]
     if decoder is None:
-        return {**out, f"{native}.reads": "tokens"}
+        return {**out, f"{native}.input": "tokens"}
     if decoder not in (v[f"{MODEL}.path"], v["data.tokenizer"]):
         raise ConfigError(
             f"{at}.model.input_tokenizer={shown(decoder)}: it decodes the policy's tokens, so it is the policy's own: "

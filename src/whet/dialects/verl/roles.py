@@ -211,6 +211,12 @@ def has_reward_model(v: Values) -> bool:
     return bool(v[f"{RM}.enable"]) and not has_implicit_model(v)
 
 
+def has_reward_server(v: Values) -> bool:
+    """Whether the reward model is a server, which reads whole conversations in its own template: from 0.7.0 on."""
+    loops = since(v, "verl", "0.7.1") or (since(v, "verl", "0.7.0") and bool(v[f"{RM}.use_reward_loop"]))
+    return has_reward_model(v) and loops
+
+
 def has_turns(v: Values) -> bool:
     """Whether rollouts may have several turns."""
     return bool(v[f"{TURNS}.enable"] or (sources(v) and agent_loops(v)))
