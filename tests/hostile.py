@@ -37,6 +37,13 @@ def stochastic(value):
     return {"score": random.random(), "numpy": np.random.random(), "given": value}
 
 
+def product(value):
+    import torch
+
+    ones = torch.ones(512, 512)
+    return {"score": (ones @ ones).mean().item() - 512 + value, "threads": torch.get_num_threads()}
+
+
 def surroundings(value):
     """What a call can see of what earlier calls did to the process."""
     mask = os.umask(0)

@@ -53,9 +53,22 @@ def prepare(threads: int | None, exact: bool) -> None:
     if exact:
         wanted |= _EXACT
     if threads is not None:
-        wanted |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        wanted |= pools(threads)
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
+
+
+def pools(threads: int) -> dict[str, str]:
+    """The variables that bound the pools of torch and MKL. Where both are set, torch takes MKL's."""
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
+def one_thread() -> None:
+    """For a process that forks others, which may compute. Threads of OpenMP are not in a fork, whose first product would
+    wait for them for ever; with one thread none is started. A loaded torch does not read the variables again."""
+    os.environ.update(pools(1))
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @contextmanager

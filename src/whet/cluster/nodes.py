@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from whet.cluster import head, private
+from whet.environment import pools
 from whet.guard import stacks
 from whet.guard.processes import kill
 from whet.types import ConfigError
@@ -276,4 +277,4 @@ def environment_of(threads: int) -> dict[str, str]:
     names = ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY",
              "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MKL_CBWR")  # fmt: skip
     own = {name: os.environ[name] for name in names if name in os.environ}
-    return own | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return own | pools(threads)

@@ -25,6 +25,7 @@ from typing import Protocol
 from uuid import uuid4
 
 from whet import secrets
+from whet.environment import pools
 from whet.guard import stacks
 from whet.guard.last import MARK
 from whet.guard.processes import die_with, state, until, wake_with_parent
@@ -108,11 +109,8 @@ class LocalLine:
         """module: whose `serve` is called. folder: for the file of its stack. output: file descriptor of its prints."""
         self.gpu, self.file = gpu, folder / f"stack-{number}"
         ours, theirs = socket.socketpair()
-        env = os.environ | {
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-            "OMP_NUM_THREADS": str(threads),
-            MARK: uuid4().hex,
-        }
+        env = os.environ | pools(threads)
+        env |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), MARK: uuid4().hex}
         # a process may be tied to the thread that started it; here, one that ends with the process alone
         tied = threading.current_thread() is threading.main_thread()
         who = f"{module.rpartition('.')[2]}-{number}"

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from whet.environment import one_thread
 from whet.guard import confine, frames, sandbox, stacks, worker
 from whet.guard.processes import wake_with_parent
 from whet.guard.temporary import OwnFolder
@@ -130,7 +131,10 @@ def keep(
     confine.shut({control.fileno()}, files="read")
     confine.die_with(run)
     stacks.listen("reward-keeper")
+    one_thread()
     functions, problem = _load(loaders, prepare)
+    if torch := sys.modules.get("torch"):  # whatever foreign code has set: from here on it is forked
+        torch.set_num_threads(1)
     wake_with_parent()  # SIGKILL would also come when only the thread that forked this process ends
     control.sendall(frames.pack(0, json.dumps(problem).encode()))
     while not problem:

@@ -147,7 +147,8 @@ class RewardWorkersConfig(Section):
     """Environment variables of the reward processes, which override those of the run. Secrets are never written to any
     file: values of names like API_KEY or TOKEN, and other values of 8 characters or more that are not a word, number or
     path. Best take a secret from the environment of the run: `JUDGE_KEY: "${oc.env:JUDGE_KEY}"`; config.yaml keeps this
-    reference."""
+    reference. Each process computes with one thread, unless OMP_NUM_THREADS and MKL_NUM_THREADS say here otherwise; a
+    torch that is imported with the function always does, since no threads survive the fork of a process."""
     timeout_s: Above0 = 10.0
     """Longest time for one reward call; after it the process is killed and the rollout is marked unscored."""
     memory_mb: Positive = 2048
