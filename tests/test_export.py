@@ -198,3 +198,4 @@ def test_the_output_is_the_folder_alone_whatever_a_library_logs(plain: Path, tmp
     told = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert told.returncode == 0, told.stderr
     assert told.stdout == f"{tmp_path / 'out'}\n"
+    assert "accelerator" not in told.stderr, "of DeepSpeed, which transformers imports"

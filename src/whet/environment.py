@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -64,8 +65,8 @@ def pools(threads: int) -> dict[str, str]:
 
 
 def one_thread() -> None:
-    """For a process that forks others, which may compute. Threads of OpenMP are not in a fork, whose first product would
-    wait for them for ever; with one thread none is started. A loaded torch does not read the variables again."""
+    """For a process that forks others, which may compute. Threads of OpenMP are not in a fork, whose first product
+    would wait for them for ever; with one thread none is started. A loaded torch does not read the variables again."""
     os.environ.update(pools(1))
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
@@ -82,6 +83,22 @@ def importing() -> Iterator[None]:
     finally:
         if on:
             gc.enable()
+
+
+@contextmanager
+def quiet_deepspeed() -> Iterator[None]:
+    """DeepSpeed logs as it is imported, to the terminal, what no reader could mend: that this machine has no GPU.
+    transformers imports it wherever a model is saved, if it is installed."""
+    logger = logging.getLogger("DeepSpeed")
+    logger.addFilter(_is_error)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def keep_memory() -> None:

@@ -29,6 +29,7 @@ from whet.config.scratch import config_json, problems
 from whet.config.sizes import MOST_LAYERS, check_files, exported
 from whet.config.urls import hub_hint
 from whet.data.timed import decoded
+from whet.environment import quiet_deepspeed
 from whet.guard.weights import check_weights
 from whet.inputs import read_json_object
 from whet.models import mimo, mtp
@@ -164,7 +165,7 @@ def export(
     with atomic_folder(Path(path)) as folder:
         # transformers imports deepspeed here, if there is one, which logs to what is standard output then, for good:
         # that of `whet export` is the folder's name alone
-        with mtp.counting(model, count), contextlib.redirect_stdout(sys.stderr):
+        with mtp.counting(model, count), contextlib.redirect_stdout(sys.stderr), quiet_deepspeed():
             model.save_pretrained(folder, **more)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from whet.config.schema import OptimizerConfig, PrecisionConfig
+from whet.environment import quiet_deepspeed
 from whet.models.lora import adapted
 from whet.models.optim import STATE, Optimizer, blank
 from whet.models.regions import Region
@@ -361,7 +362,8 @@ def prepare(device: str, gpu: int) -> None:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     os.environ["DS_ACCELERATOR"] = device
     os.environ["LOCAL_RANK"] = str(gpu)  # `deepspeed.initialize` makes this GPU the current one
-    import deepspeed
+    with quiet_deepspeed():
+        import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # its all-reduce over shared memory would be compiled at the first start, for a minute; gloo does the same
