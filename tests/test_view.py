@@ -968,6 +968,29 @@ def test_the_command_prints_its_address_and_ends_on_ctrl_c(
     assert (process.returncode, out, err) == (0, "", "")
 
 
+NO_HTTP = (
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # of a browser that was asked for https
+    b"hello\n\n",
+    b"GET / HTTP/9.9\n\n",
+    b"GET /" + b"a" * 20_000 + b" HTTP/1.1\n\n",
+    b"GET http://[::1/ HTTP/1.1\nHost: localhost\n\n",
+    b"GET / HTTP/1.1\nHost: localhost\nX\n\n",
+    b"GET / HTTP/1.1\nHost: localhost\nContent-Encoding: deflate\nContent-Length: 3\n\nabc",
+)
+
+
+def test_what_is_no_http_is_refused_without_a_word_on_the_terminal(
+    started: tuple[subprocess.Popen[str], str],
+) -> None:
+    process, line = started
+    for sent in NO_HTTP:
+        with socket.create_connection(("127.0.0.1", int(re.findall(r":(\d+)/", line)[0]))) as asking:
+            asking.sendall(sent.replace(b"\n", b"\r\n"))
+            assert asking.recv(100).startswith(b"HTTP/1.0 400"), sent
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "")
+
+
 def test_ctrl_c_does_not_wait_for_an_answer_that_is_being_made(made: Path) -> None:
     code = f"""
 import time

@@ -158,7 +158,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
         found = json.loads(await request.read())
     except web.HTTPRequestEntityTooLarge as e:
         raise BadRequest(f"more than {MOST_BODY_BYTES >> 20} MiB") from e
-    except (ValueError, RecursionError) as e:
+    except (ValueError, RecursionError, web.RequestPayloadError) as e:
         raise BadRequest("the body is not JSON") from e
     if not isinstance(found, dict):
         raise BadRequest("the body is not a JSON object")

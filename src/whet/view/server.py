@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 import signal
@@ -21,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from whet.types import ConfigError, WhetError
 from whet.view.answers import answer, concerned, encoded
@@ -44,6 +46,16 @@ ROOM = 64 * 2**20
 MOST_CONNECTIONS = 200
 """Open at once: few enough for the 1024 files of a process, many more than browsers open."""
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+log = logging.getLogger(__name__)
+log.addFilter(
+    lambda record: (
+        not (
+            record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | web.RequestPayloadError)
+        )
+    )
+)
+"""aiohttp's words about requests, without a traceback for each that is no HTTP: who sent it is told so."""
 
 
 @dataclass
@@ -116,7 +128,7 @@ class Site:
             return await respond(request)
 
         app.router.add_route("*", "/{path:.*}", heard)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(app, access_log=None, logger=log, shutdown_timeout=0.1)
         await self._runner.setup()
         try:
             self._listening = await asyncio.get_running_loop().create_server(self._accepted, host, port)
