@@ -575,10 +575,34 @@ def test_calls_that_make_no_sense_are_refused_in_words() -> None:
             ConfigError, match=r"rewards: got .*expected a function, or a mapping of functions"
         ):
             whet.train(rewards=rewards, **SECTIONS)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"overrides: got \('train.steps', 3\); expected texts"):
+    with pytest.raises(ConfigError, match=r"overrides: got .*'train.steps', 3.*, expected a list of texts"):
         whet.train(overrides=[("train.steps", 3)], **SECTIONS)  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="unused: got 'ignore'; expected one of refuse, warn"):
         whet.train(unused="ignore", **SECTIONS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: whet.train(3), r"config: got 3, expected a path \(str or pathlib.Path\), or None"),
+        (lambda: whet.train(b"a.yaml"), "config: got b'a.yaml', expected a path"),
+        (lambda: whet.train(change="no", **SECTIONS), "change: got 'no', expected True or False"),
+        (lambda: whet.train(overrides=None, **SECTIONS), "overrides: got None, expected a list of texts"),
+        (lambda: whet.train(on_eval=[], **SECTIONS), r"on_eval: got \[\], expected a function that takes"),
+        (lambda: whet.evaluate(None), "target: got None, expected a path"),
+        (lambda: whet.evaluate("runs/a", step=True), "step: got True, expected a whole number"),
+        (lambda: whet.evaluate("runs/a", stage=1), "stage: got 1, expected a text"),
+        (lambda: whet.generate(["runs/a"]), r"target: got \['runs/a'\], expected a path"),
+        (lambda: whet.generate("runs/a", output=1), "output: got 1, expected a path"),
+        (lambda: whet.generate("runs/a", say=None), "say: got None, expected a function"),
+        (lambda: whet.load_run(None), "path: got None, expected a path"),
+    ],
+)
+def test_an_argument_of_another_type_is_named_with_what_is_expected(
+    call: Callable[[], object], said: str
+) -> None:
+    with pytest.raises(WhetError, match=f"^{said}"):
+        call()
 
 
 def letters(factor: float) -> Callable[[str, Task], float]:

@@ -14,7 +14,7 @@ import pytest
 SRC = Path(__file__).parent.parent / "src"
 
 LAYERS: list[set[str]] = [
-    {"types", "secrets", "seeds", "tables", "config", "dialects", "environment", "inputs"},
+    {"types", "secrets", "seeds", "tables", "config", "dialects", "environment", "inputs", "arguments"},
     {"batch", "algos", "data", "guard", "rewards", "simulate"},
     {"envs", "models", "buffer", "track", "storage"},
     {"training", "rollout"},

@@ -401,6 +401,26 @@ def test_the_final_report() -> None:
     ]
 
 
+@pytest.mark.parametrize(("answers", "said"), [((None,), ""), ((None, "7"), "-")])
+def test_a_task_without_an_answer_expects_none_in_the_report(
+    answers: tuple[str | None, ...], said: str
+) -> None:
+    examples = [
+        report.Example(
+            prompt="p", answer=answer, before="b", after="a", passed_before=True, passed_after=True
+        )
+        for answer in answers
+    ]
+    console = Console(file=io.StringIO(), width=100)
+    with console.capture() as captured:
+        console.print(report.final_report([], examples=examples, curve=None))
+    table = [line.split() for line in captured.get().splitlines()][-len(answers) - 1 :]
+    assert table[:2] == [
+        ["prompt", *["expected"] * bool(said), "before", "after"],
+        ["p", *[said] * bool(said), "b", "a"],
+    ]
+
+
 # ---------------------------------------------------------------- the curve
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from whet import checkpoint, environment
+from whet.arguments import FILE, FLAG, ArgumentKind, expect
 from whet.config.checks_run import TIME
 from whet.config.code import digests
 from whet.config.deadlines import silence
@@ -64,6 +65,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OK, INTERRUPTED = 0, 130
+CALLBACK = ArgumentKind(
+    lambda v: v is None or callable(v), "a function that takes the row of a step (a dict), or None"
+)
 
 Calls = tuple[Callback | None, Callback | None]
 """on_step and on_eval."""
@@ -135,11 +139,14 @@ def train(
         raise ConfigError(
             "config: expected a file, got a mapping; give sections by keyword: whet.train(**config)"
         )
-    for name, call in (("on_step", on_step), ("on_eval", on_eval)):
-        if call is not None and not callable(call):
-            raise ConfigError(
-                f"{name}: got {call!r}, expected a function that takes the row of a step (a dict)"
-            )
+    expect(
+        {
+            "config": (config, FILE),
+            "change": (change, FLAG),
+            "on_step": (on_step, CALLBACK),
+            "on_eval": (on_eval, CALLBACK),
+        }
+    )
     functions, named = named_functions(rewards)
     if named is not None:
         sections["rewards"] = named

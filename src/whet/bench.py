@@ -24,6 +24,7 @@ from whet.api import (
     run_loop,
     watchdog_timeout_s,
 )
+from whet.arguments import PATH, TEXT, WHOLE, expect, expect_overrides
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config
@@ -121,6 +122,15 @@ def evaluate(
     Raises ConfigError before anything is run, also for a config file whose run has checkpoints; CheckpointError where
     there is no such checkpoint.
     """
+    expect(
+        {
+            "target": (target, PATH),
+            "stage": (stage, TEXT),
+            "step": (step, WHOLE),
+            "dialect": (dialect, TEXT),
+        }
+    )
+    expect_overrides(overrides)
     target = Path(target).expanduser()
     functions, named = named_functions(rewards)
     rows: list[Given] = []

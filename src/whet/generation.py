@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet import environment
 from whet.api import join_cluster, run_loop, watchdog_timeout_s
+from whet.arguments import FILE, FLAG, FUNCTION, PATH, TEXT, WHOLE, expect, expect_overrides
 from whet.bench import ALL, Selected, alone, checkpoints_of, config_of, is_model, set_up
 from whet.config.engines import engines_of
 from whet.config.evaluation import all_asked, asked, writes_replies
@@ -77,6 +78,18 @@ def generate(
     A call that was stopped or killed goes on where it was when it is repeated. Raises ConfigError before anything is
     run, DataError for a row that cannot be read or written, WhetError where a reply cannot be sampled.
     """
+    expect(
+        {
+            "target": (target, PATH),
+            "output": (output, FILE),
+            "stage": (stage, TEXT),
+            "step": (step, WHOLE),
+            "dialect": (dialect, TEXT),
+            "trust_script": (trust_script, FLAG),
+            "say": (say, FUNCTION),
+        }
+    )
+    expect_overrides(overrides)
     target, chosen = Path(target).expanduser(), Selected(stage, step)
     rows: list[Given] = []
     if output is not None:

@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
+from whet.arguments import expect_overrides
 from whet.config import hardware, keys, secrets, tree
 from whet.config.checks import consequences
 from whet.config.checks import unused as unused_keys
@@ -176,12 +177,7 @@ def load(
 
 def _check_arguments(overrides: Sequence[str], unused: str) -> None:
     """What a caller of `whet.train` may give instead. Raises ConfigError."""
-    if isinstance(overrides, str):
-        raise ConfigError(
-            f"overrides: got the text {overrides!r}; expected a list of such texts: [{overrides!r}]"
-        )
-    if odd := [given for given in overrides if not isinstance(given, str)]:
-        raise ConfigError(f"overrides: got {odd[0]!r}; expected texts: ['train.steps=5']")
+    expect_overrides(overrides)
     if unused not in get_args(Unused):
         raise ConfigError(f"unused: got {unused!r}; expected one of {', '.join(get_args(Unused))}")
 

@@ -29,7 +29,8 @@ class Example:
     """One held-out task, with replies from before and after training."""
 
     prompt: str
-    answer: str
+    answer: str | None
+    """None: its task has no reference answer."""
     before: str
     after: str
     passed_before: bool
@@ -60,12 +61,14 @@ def final_report(
 
 def _examples(examples: Sequence[Example]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
-    for title in ("prompt", "expected", "before", "after"):
+    answered = any(e.answer is not None for e in examples)
+    for title in ("prompt", *["expected"] * answered, "before", "after"):
         table.add_column(title, overflow="fold")
     for e in examples:
+        answer = Text("-", "dim") if e.answer is None else Text(shorten(e.answer))
         table.add_row(
             Text(shorten(e.prompt)),
-            Text(shorten(e.answer)),
+            *[answer] * answered,
             Text(shorten(e.before), "green" if e.passed_before else "red"),
             Text(shorten(e.after), "green" if e.passed_after else "red"),
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from whet.arguments import PATH, expect
 from whet.track.overview import Lines, read, rollout_file
 from whet.track.timeline import Span
 from whet.track.timeline import read as read_timeline
@@ -81,6 +82,7 @@ def load_run(path: str | Path) -> Run:
 
     Raises DataError if this is not a run directory, or a file in it was not written by a run.
     """
+    expect({"path": (path, PATH)}, DataError)
     run_dir = Path(path)
     if not run_dir.is_dir():
         raise DataError(f"{run_dir} is not a run directory: no such folder")

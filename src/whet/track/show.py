@@ -288,7 +288,7 @@ def _first_replies(rows: Lines) -> dict[int, dict[str, Json]]:
 def _example(before: dict[str, Json], after: dict[str, Json], config: dict[str, Json]) -> Example:
     return Example(
         prompt=before["prompt"],
-        answer=_answer(before["answer"]),
+        answer=None if before["answer"] is None else _answer(before["answer"]),
         before=before["text"],
         after=after["text"],
         passed_before=passes(before, config),
