@@ -6,6 +6,7 @@ import importlib.machinery
 import json
 import math
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ from tiny import RUN
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Config, RewardWorkersConfig, TrackConfig
-from whet.guard import watch
+from whet.guard import leftover, watch
 from whet.guard.watch import Watch
 from whet.track import trackers
 from whet.track.record import RunDirectory
@@ -516,6 +517,56 @@ class Hangs:
             except Exception:
                 if self.tries == 2:
                     raise
+
+
+ENDS = """
+import sys, threading, time
+import whet.cli
+from whet.guard import leftover
+
+def command():
+    with leftover.owned("Sends (track.trackers)"):
+        threading.Thread(target=send, name="sender").start()
+    sys.exit(130)
+
+def send():
+    time.sleep(600)
+
+whet.cli.main = command
+leftover.SAY_S, leftover.WAIT_S = 0.1, 0.2
+from whet.__main__ import main
+main()
+"""
+
+
+def test_a_thread_that_a_tracker_leaves_is_named_and_ends_with_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60, check=False
+    )
+    left = "threads that do not end: sender of Sends (track.trackers) (<string>:12, send)"
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.splitlines() == [
+        f"whet: the command is done; waiting 0.1 s more for {left}",
+        f"whet: the command is done; ended with status 130, without {left}",
+    ]
+
+
+def test_the_threads_of_a_tracker_are_known() -> None:
+    end = threading.Event()
+
+    class Sends:
+        def close(self) -> None:
+            threading.Thread(target=end.wait, name="closing").start()
+
+    sends: Any = Sends()
+    try:
+        with naming(sends, "grpo", 1):
+            threading.Thread(target=end.wait, name="logging").start()
+        trackers.close(sends)
+        for name in ("closing", "logging"):
+            assert f"{name} of Sends (track.trackers)" in leftover._left()
+    finally:
+        end.set()
 
 
 @pytest.mark.parametrize("ended", [None, KeyboardInterrupt, ValueError])

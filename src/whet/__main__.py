@@ -13,9 +13,18 @@ def main() -> None:
     if handler is signal.default_int_handler:  # ignored (nohup): stay so
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from whet.cli import main as command
+    from whet.guard import leftover
 
     signal.signal(signal.SIGINT, handler)
-    command()
+    status = 1
+    try:
+        command()
+        status = 0
+    except SystemExit as e:
+        status = e.code if isinstance(e.code, int) else int(e.code is not None)
+        raise
+    finally:
+        leftover.bound(status)  # of this process, which is nobody else's
 
 
 if __name__ == "__main__":

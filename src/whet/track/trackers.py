@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from whet.config.schema import Config
 from whet.config.trackers import TRACKERS
 from whet.guard import pulse
+from whet.guard.leftover import owned
 from whet.guard.watch import interrupted_after
 from whet.tables import load_object
 from whet.track.record import RunDirectory
@@ -144,7 +145,8 @@ def _made(name: str, sinks: Sinks) -> Tracker:
     at = TRACKERS[name].at if name in TRACKERS else name
     given = sinks.cfg.track.arguments.get(name, {})
     try:
-        made = load_object(at, what="track.trackers")(sinks, **given)
+        with owned(f"track.trackers {name}"):
+            made = load_object(at, what="track.trackers")(sinks, **given)
     except TypeError as e:
         asked = ", ".join(["sinks", *(f"{key}=..." for key in given)])
         raise ConfigError(f"track.trackers {name}: called as {at.rpartition(':')[2]}({asked}): {e}") from e
@@ -162,7 +164,8 @@ def naming(tracker: Tracker, stage: str, step: int) -> Iterator[None]:
     watch names it."""
     pulse.beat(f"{type(tracker).__name__} (track.trackers), step {step}")
     try:
-        yield
+        with owned(f"{type(tracker).__name__} (track.trackers)"):
+            yield
         pulse.beat("the record of a step")
     except Exception as e:
         if not getattr(e, "__notes__", ()):
@@ -177,7 +180,7 @@ def close(tracker: Tracker) -> None:
     pulse.beat(f"{type(tracker).__name__} (track.trackers), as it is closed")
     limit_s = HURRY_S if isinstance(sys.exception(), KeyboardInterrupt) else CLOSE_S
     try:
-        with interrupted_after(limit_s):
+        with interrupted_after(limit_s), owned(f"{type(tracker).__name__} (track.trackers)"):
             tracker.close()
     except WhetError:  # of the run's own record
         raise
