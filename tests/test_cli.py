@@ -207,6 +207,53 @@ def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback(handle
     assert (done.returncode, done.stderr) == (code, "")
 
 
+BEGUN = """
+import os, sys
+from whet.__main__ import main
+os.write(int(sys.argv.pop(1)), b"x")
+main()
+"""
+MOMENTS = [0.0, 0.1, *(n / 20 for n in range(3, 16)), 1.0, 1.5, 2.0, 3.0]
+"""Seconds. Most lie where the command is imported and the schema of the config built."""
+INTERRUPTED_COMMANDS = {
+    "plan": ["plan", "tests/resume/config.yaml"],
+    "train": ["train", "tests/resume/config.yaml"],
+    "eval": ["eval", "tests/resume/config.yaml"],
+    "convert": ["convert", "examples/from_cosmos.toml"],
+    "keys": ["keys", "--dialect", "skyrl"],
+    "show": ["show", "no-such-run"],
+}
+
+
+@pytest.mark.parametrize("after_s", MOMENTS)
+@pytest.mark.parametrize("name", INTERRUPTED_COMMANDS)
+def test_ctrl_c_at_any_moment_of_a_command_is_no_traceback(name: str, after_s: float, tmp_path: Path) -> None:
+    words = INTERRUPTED_COMMANDS[name] + [f"run_dir={tmp_path / 'run'}"] * (name in ("train", "eval"))
+    begun, told = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGUN, str(told), *words],
+        cwd=Path(__file__).parents[1],
+        pass_fds=[told],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # jobs in the background ignore it
+    )
+    os.close(told)
+    os.read(begun, 1)
+    os.close(begun)
+    time.sleep(after_s)
+    late = process.poll() is not None
+    process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=60)[1]
+    done = (0, 1, 2)  # it was too late for the signal; 1: there is no such run; 2: there is no checkpoint
+    assert process.returncode in (130, -signal.SIGINT, *done), err
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+    if process.returncode not in done and not late:
+        assert err.count("\n") <= 1, err
+
+
 def test_ctrl_c_before_a_command_begins_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(arguments: list[str]) -> None:
         raise KeyboardInterrupt

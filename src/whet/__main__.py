@@ -1,14 +1,22 @@
 """`whet` and `python -m whet`: the command line.
 
-Ctrl-C ends the process at once while the command is imported: there is nothing to leave in order yet, and Python would
-print a traceback of the imports.
+Ctrl-C ends the process at once while the command is imported, and when it is done: there is nothing to leave in order
+yet, or any more, and Python would print a traceback.
 """
 
 import signal
+import sys
 
 
 def main() -> None:
     """Entry point of the script `whet`."""
+    try:
+        _main()
+    except KeyboardInterrupt:  # before or after what looks after it itself
+        sys.exit(130)
+
+
+def _main() -> None:
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # ignored (nohup): stay so
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -16,14 +24,19 @@ def main() -> None:
     from whet.guard import leftover
 
     signal.signal(signal.SIGINT, handler)
-    status = 1
+    status = 130
     try:
         command()
         status = 0
     except SystemExit as e:
         status = e.code if isinstance(e.code, int) else int(e.code is not None)
         raise
+    except Exception:
+        status = 1
+        raise
     finally:
+        if handler is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         leftover.bound(status)  # of this process, which is nobody else's
 
 
