@@ -197,8 +197,12 @@ def reward_model(v: Values) -> Native:
     out: Native = {f"{native}.path": anywhere(v, f"{at}.model.path")}
     if has_reward_server(v):
         longest = v[f"{at}.rollout.max_model_len"] if since(v, "verl", "0.7.1") else None
-        out |= {} if longest is None else {f"{native}.max_tokens": longest}
-        return out | ({f"{native}.dtype": "float32"} if v[f"{at}.rollout.dtype"] == "float32" else {})
+        wide = v[f"{at}.rollout.dtype"] == "float32"
+        return {
+            **out,
+            **({} if longest is None else {f"{native}.max_tokens": longest}),
+            **({f"{native}.dtype": "float32"} if wide else {}),
+        }
     limit, decoder = v[f"{at}.max_length"], v[f"{at}.model.input_tokenizer"]
     if decoder is None:
         return {**out, f"{native}.input": "tokens"}
