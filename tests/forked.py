@@ -223,6 +223,8 @@ def _rank(connection: Connection, out: Connection, told: list[str], env: dict[st
     _settled(env)
     _let_go()
     module, _, file, starter, *others = told
+    if own := [word for word in others if word.startswith("rank-")]:  # as its command line would say
+        Path("/proc/self/comm").write_text(f"{starter} {own[0]}")
     if tied:
         _end_with(int(starter))
     import_module(module).serve(

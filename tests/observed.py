@@ -308,7 +308,12 @@ def files(at: Path) -> Record:
             return str(sorted({event["name"] for event in json.loads(path.read_text())}))
         if path.name.endswith(".json.gz"):
             return trace(path)
-        return "" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_dir():
+            return ""
+        data = path.read_bytes()
+        if path.name == "dumps.jsonl":  # where they lie
+            data = data.replace(str(at).encode(), b"")
+        return hashlib.sha256(data).hexdigest()
 
     def walk(folder: Path) -> Iterator[Path]:
         for path in sorted(folder.iterdir()):

@@ -64,9 +64,8 @@ def test_a_rank_that_is_killed_is_named_and_the_other_ends() -> None:
 
 
 def of_rank(driver: int) -> int:
-    """The process of its rank 1."""
-    found = [p for p in psutil.Process(driver).children() if "whet.training.rank" in p.cmdline()]
-    return next(p.pid for p in found if any(word == "rank-1" for word in p.cmdline()))
+    """The process of its rank 1 (`forked`)."""
+    return next(p.pid for p in psutil.process_iter() if p.name() == f"{driver} rank-1")
 
 
 def started(run_dir: Path) -> tuple[Started, list[psutil.Process]]:

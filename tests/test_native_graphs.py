@@ -109,7 +109,7 @@ def exact_model(family: str) -> PreTrainedModel:
         "intermediate_size": 64,
         "num_experts": 4,
         "initializer_range": 0.1,
-        "sliding_window": 8 if family == "mistral" else None,
+        **({"sliding_window": 8} if family in ("mistral", "gpt_oss") else {}),
     }
     return build(
         ModelConfig(scratch=scratch),
@@ -134,7 +134,7 @@ def test_fixed_and_variable_shapes_agree_bit_for_bit(family: str, kind: str) -> 
     assert run(ask(padded, jobs)) == run(ask(free, jobs))
     assert free.runner.fixed is None
     step = fixed(padded)
-    assert len(step.graphs) > 4
+    assert len(step.graphs) >= 4
     assert {rows for rows, _ in step.graphs} <= {1, 2, 4, 8, 13}
     assert {pages for _, pages in step.graphs} <= {1, 2, 4, 6}
 

@@ -26,7 +26,12 @@ WHERE_RESULTS_DEPEND_ON_TIME = (
 )
 """Words of keys, contexts and values: free schedules, other processes and machines, profiles. They have tests of their
 own (test_ranks_run, test_rounds, test_cluster, test_overlap)."""
-NOT_WHOLE = {"checkpoint.save_contents": "a part of a checkpoint is no state to go on from"}
+NOT_WHOLE = {
+    "checkpoint.save_contents": "a part of a checkpoint is no state to go on from",
+    "dirs.checkpoints": "checkpoints that lie elsewhere: test_checkpoint_options.py goes on from them",
+    "train.early_stopping.metric": "the run ends before its second checkpoint",
+    "train.early_stopping.goal": "the same",
+}
 TIMES = (
     "told",
     "timed",

@@ -260,7 +260,10 @@ def layer_bytes(s: Setting) -> int:
     else:  # computed in float32: the wide input and the scaled one
         norms = 20 * shape.hidden + 8 + 8 * normed + _FLOAT32 * heads
     # gate, up and the activated gate, which torch keeps too, and their product
-    return norms + attention + _feed_forward(s, each=3 * (_FLOAT32 if s.widened else s.bytes) + s.bytes)
+    each = 3 * (_FLOAT32 if s.widened else s.bytes) + s.bytes
+    # where they are clamped, what was clamped and the sigmoid beside them
+    each += 3 * _FLOAT32 if shape.family == "gpt_oss" else 0
+    return norms + attention + _feed_forward(s, each=each)
 
 
 def _feed_forward(s: Setting, *, each: int) -> int:

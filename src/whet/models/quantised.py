@@ -79,8 +79,8 @@ def check_products(device: torch.device, kind: torch.dtype, *, key: str) -> None
     for scaling in scalings:
         try:
             multiplied(quantised(x, kind, scaling), quantised(x, kind, scaling))
-            if kind == torch.int8:
-                _check_sums(device)
+            if kind == torch.int8 and device.type == "cpu":
+                _check_sums()
         except (RuntimeError, NotImplementedError, ValueError) as error:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
             what, gpu = (
@@ -94,12 +94,12 @@ def check_products(device: torch.device, kind: torch.dtype, *, key: str) -> None
             ) from error
 
 
-def _check_sums(device: torch.device) -> None:
-    """Errors: ValueError where sums of int8 products are not exact. A CPU without VNNI adds two products in 16 bits, if
-    the library lets it, and what does not fit is cut off."""
+def _check_sums() -> None:
+    """Errors: ValueError where this CPU's sums of int8 products are not exact. One without VNNI adds two products in 16
+    bits, if the library lets it, and what does not fit is cut off."""
     generator = torch.Generator().manual_seed(0)
     a_MK, b_PK = (
-        torch.where(torch.rand(n, 4 * SIDE, generator=generator) < 0.5, 127, -127).to(device, torch.int8)
+        torch.where(torch.rand(n, 4 * SIDE, generator=generator) < 0.5, 127, -127).to(torch.int8)
         for n in (LEAST_ROWS + SIDE, 2 * SIDE)
     )
     for rows in (LEAST_ROWS, len(a_MK)):

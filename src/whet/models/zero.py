@@ -30,6 +30,16 @@ from whet.types import CheckpointError, Json, WhetError
 _NO_LEAVES: Json = {"classes": [], "names": [], "name_suffixes": []}
 
 
+def _group_copies(config: Json, *, learns: bool) -> None:
+    """Make the group of ranks that hold a copy of each other's shards (hpZ), for a model that does not learn and is the
+    first one: DeepSpeed 0.19.8 makes it for optimizers alone, and looks for a method that its engine does not have."""
+    from deepspeed.utils import groups
+
+    size = config["zero_optimization"].get("zero_hpz_partition_size") or 1
+    if not learns and size > 1 and groups._get_zero_param_intra_parallel_group() is None:
+        groups._create_zero_param_parallel_group(size)
+
+
 class Zero:
     """The parameters of one model on one rank. Make one for each engine; every method is called on all ranks."""
 
@@ -74,6 +84,7 @@ class Zero:
                 **config,
                 "zero_optimization": {**config["zero_optimization"], "leaf_module": _NO_LEAVES},
             }
+        _group_copies(config, learns=inner is not None)
         self.engine, *_ = deepspeed.initialize(model=root, optimizer=inner, config=config)
         if self.stage == 3:
             self._register(root)
