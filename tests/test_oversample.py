@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ def of(*rewards: float, tokens: int = 3) -> Group:
 
 def chosen(groups: list[Group], number: int, **how: Any) -> tuple[list[int], list[int]]:
     how = {"low": 0.2, "high": 0.8, "longest": None} | how
+    if isinstance(most := how["longest"], int):
+        how["longest"] = lambda task: most
     kept, others = by_mean_reward(groups, number=number, **how)
     places = {id(g): n for n, g in enumerate(groups)}
     return [places[id(g)] for g in kept], [places[id(g)] for g in others]
@@ -36,6 +39,13 @@ def test_a_reply_at_the_limit_puts_its_group_behind() -> None:
     groups = [of(1.0, 0.0, tokens=5), of(1.0, 0.0, tokens=4), of(1.0, 0.0)]
     assert chosen(groups, 2, longest=5) == ([2, 0], [1]), "4 of 5 tokens are within a token of it"
     assert chosen(groups, 2, longest=6) == ([1, 2], [0])
+
+
+def test_the_limit_is_that_of_the_groups_own_source() -> None:
+    """rollout.sources: 3 tokens are cut where 3 is the longest reply, and end where it is 9."""
+    most = {"short": 3, "long": 9}
+    groups = [replace(g, task=replace(g.task, source=name)) for g, name in zip([of(1.0, 0.0)] * 2, most)]
+    assert chosen(groups, 1, longest=lambda task: most[task.source]) == ([1], [0])
 
 
 TRAIN = {"steps": 4, "tasks_per_step": 4, "optimizer": {"lr": 1e-3}}

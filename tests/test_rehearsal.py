@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -335,6 +336,61 @@ def test_a_config_that_works_is_a_small_one_that_works(
             pytest.fail(f"{context}: {e}")
         tried += 1
     assert tried > 150 / every
+
+
+SOURCES: dict[str, Any] = {
+    "data": {
+        "chat": True,
+        "train": [
+            {"name": "asked", "rows": [{"prompt": "a", "answer": "b"}]},
+            {"name": "held", "rows": [{"prompt": "c"}], "rewards": []},
+            {"path": "labelled.jsonl", "label": "kind"},
+        ],
+        "eval": [{"name": "held", "rows": [{"prompt": "d"}], "rewards": []}],
+    },
+    "rollout": {
+        "sampling": {"max_tokens": 4096, "min_tokens": 30},
+        "sources": {"asked": {"max_tokens": 3000, "stop": ["."]}, "other": {"max_tokens": 31}},
+        "env": {
+            "make": "whet.envs.several:make",
+            "arguments": {
+                "envs": {
+                    "asked": {},
+                    "held": {"make": "whet.envs.frozen_lake:make"},
+                    "other": {"make": "whet.envs.frozen_lake:make"},
+                }
+            },
+        },
+    },
+}
+"""Sources with sampling, rewards and environments of their own; one whose rows say which they are."""
+
+
+@pytest.mark.parametrize("gone", [(), (2,), (0, 1, 2)])
+def test_settings_of_single_sources_are_small_and_go_with_their_rows(
+    gone: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Rows that are made up have no label, and no column that names an environment."""
+    lost = {f"main/train/{n}": "gone" for n in gone}
+    cfg = check(shrink(load(small(tmp_path, **SOURCES)), run_dir=tmp_path, lost=lost, broken={"right"}))
+    plans(cfg)
+    own = {name: source.max_tokens for name, source in cfg.rollout.sources.items()}
+    assert own == {"asked": 24} | ({} if gone else {"other": 24})
+    assert [source.rewards for source in cfg.data.train] == [None, (), None]
+
+
+def test_a_reward_is_tried_on_the_sources_that_it_scores(tmp_path: Path) -> None:
+    """The rows of the second source have no answer, which the other source's reward compares with."""
+    data = {
+        "train": [
+            {"name": "asked", "rows": [{"prompt": "a", "answer": "b"}]},
+            {"name": "free", "rows": [{"prompt": "c"}], "rewards": ["short"]},
+        ]
+    }
+    rewards = {"right": {"function": "exact"}, "short": {"function": "whet.rewards.made_up:coin"}}
+    data["train"][0]["rewards"] = ["right"]
+    found = probe(load(small(tmp_path, data=data, rewards=rewards)))
+    assert not found.broken, found.findings
 
 
 TEACHES = {"algorithm": {"name": "distill"}, "reference": {"path": "/models/Qwen2.5-72B"}, "rewards": {}}

@@ -31,6 +31,16 @@ ALL = Capabilities(
     [
         ({"stop_texts": False}, {"rollout": {"sampling": {"stop": ("a",)}}}, r"rollout\.sampling\.stop\b"),
         ({"stop_texts": False}, {"eval": {"sampling": {"stop": ("a",)}}}, r"eval\.sampling\.stop\b"),
+        (
+            {"stop_texts": False},
+            {"rollout": {"sources": {"s": {"stop": ("a",)}}}},
+            r"rollout\.sources\.s\.stop",
+        ),
+        (
+            {"stop_texts": False},
+            {"eval": {"sources": {"s": {"sampling": {"stop": ("a",)}}}}},
+            r"eval\.sources\.s\.sampling\.stop",
+        ),
         ({"penalties": False}, {"rollout": {"sampling": {"repetition_penalty": 1.2}}}, "repetition_penalty"),
         ({"in_flight_updates": False}, {"rollout": {"schedule": "async"}}, "partial_rollout=false"),
         (

@@ -16,7 +16,7 @@ from whet.config.environments import SEVERAL
 from whet.config.load import load
 from whet.config.schema import EnvironmentConfig
 from whet.envs.env import EnvFault, EnvStep, World
-from whet.envs.several import has_env, make
+from whet.envs.several import has_env, make, names, one_of_each
 from whet.types import ConfigError, Task
 
 COUNT = '''
@@ -163,6 +163,15 @@ def test_a_host_refuses_a_member_that_cannot_be_played(code: str) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             played(SEVERAL, {"envs": {"a": {}, "b": member}}, {1: ("a",)})
+
+
+def test_one_task_of_each_environment_is_tried(code: str) -> None:
+    """A row that needs none is none of them; which environments have no row can be told by their names."""
+    env = EnvironmentConfig(make=SEVERAL, arguments={"envs": three(code), "column": "world"})
+    tasks = [task(n, world=name) for n, name in enumerate(("plain", "down", "down"))]
+    assert {name: found.uid for name, found in one_of_each(env, tasks).items()} == {"down": 1}
+    assert names(env) == ["down", "later"]
+    assert names(EnvironmentConfig(make=f"{code}:Down")) == []
 
 
 def config(code: str, **arguments: Any) -> dict[str, Any]:

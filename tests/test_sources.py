@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
@@ -518,6 +519,7 @@ def test_every_stage_has_the_rewards_of_its_own_sources():
             {"ignore_eos": True},
             "rollout.sources.a.stop: .*ignore_eos=true ignores it",
         ),
+        ({"a": {"max_tokens": 4}}, {"min_tokens": 5}, "4 is less than rollout.sampling.min_tokens=5"),
     ],
 )
 def test_what_a_source_cannot_be_sampled_by(sources, more, said):
@@ -533,3 +535,29 @@ def test_what_a_source_cannot_be_sampled_by(sources, more, said):
     config["rollout"]["sources"] = sources
     with pytest.raises(ConfigError, match=said):
         plans(load(None, (), config))
+
+
+def test_a_server_that_cannot_stop_at_strings_is_asked_for_none():
+    """It would get requests without them, and every reply would go on."""
+    config = {**BASE, "data": {"train": [{"name": "a", "path": "a"}], "eval": [{"name": "e", "path": "b"}]}}
+    stops = {
+        "rollout.sources.a.stop": {"rollout": {"sources": {"a": {"stop": ["x"]}}}},
+        "eval.sources.e.sampling.stop": {"eval": {"sources": {"e": {"sampling": {"stop": ["x"]}}}}},
+    }
+    for key, section in stops.items():
+        assert plans(load(None, (), {**config, **section}))
+        said = rf"{re.escape(key)}: servers get token ids .* cannot stop at strings"
+        with pytest.raises(ConfigError, match=said):
+            plans(load(None, ("rollout.engine=vllm",), {**config, **section}))
+
+
+def test_rows_that_nothing_scores_are_unscored_and_not_0():
+    """`rewards: []` leaves them to an environment, and none has played these."""
+    with RewardSet.from_config({"exact": RewardConfig(function="exact")}, RewardWorkersConfig()) as every:
+        made = replace(every, by_source={"a": ()})
+        left = played("a", "x")
+        by_world = replace(left, rollouts=tuple(replace(r, reward=0.5) for r in left.rollouts))
+        a, b = asyncio.run(score([left, by_world], made))
+    assert a.rollouts[0].reward is None
+    assert "no reward scores source 'a'" in str(a.rollouts[0].error)
+    assert b.rollouts[0].reward == 0.5

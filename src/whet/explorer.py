@@ -460,7 +460,9 @@ def explorer_into(
         buffer=buffer,
         slots=slots,
         choose=chooser(
-            context.plan.algorithm, context.plan.own_tasks_per_step, cfg.rollout.sampling.max_tokens
+            context.plan.algorithm,
+            context.plan.own_tasks_per_step,
+            lambda task: by_source.get(task.source, sampling).max_tokens,
         ),
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from whet.config.recipes import Resolved
 from whet.config.sections.algorithm import GroupsConfig
-from whet.types import Group, Rollout
+from whet.types import Group, Rollout, Task
 
 Dropped = dict[str, int]
 """Rollouts that were dropped from their group, by reason."""
@@ -122,8 +122,9 @@ Choose = Callable[[list[Group]], tuple[list[Group], list[Group]]]
 """The groups that a step trains on, and the others."""
 
 
-def chooser(algorithm: Resolved, number: int, longest: int) -> Choose | None:
-    """How `number` groups are chosen; None: a step samples what it trains on. longest: tokens of the longest reply."""
+def chooser(algorithm: Resolved, number: int, longest: Callable[[Task], int]) -> Choose | None:
+    """How `number` groups are chosen; None: a step samples what it trains on. longest: tokens of the longest reply to a
+    task."""
     if (chosen := algorithm.settings.get("oversample")) is None:
         return None
     said = chosen.settings
@@ -132,18 +133,23 @@ def chooser(algorithm: Resolved, number: int, longest: int) -> Choose | None:
 
 
 def by_mean_reward(
-    groups: list[Group], *, number: int, low: float | None, high: float | None, longest: int | None
+    groups: list[Group],
+    *,
+    number: int,
+    low: float | None,
+    high: float | None,
+    longest: Callable[[Task], int] | None,
 ) -> tuple[list[Group], list[Group]]:
     """(so many of the groups, the others): first those whose mean reward is within the bounds and whose replies all end
-    before their last but one token, in their order, then the rest. longest: tokens of the longest reply; None: replies
-    may end anywhere. verl's `filter_and_downsample` (recipe `prime`)."""
+    before their last but one token, in their order, then the rest. longest: tokens of the longest reply to a task;
+    None: replies may end anywhere. verl's `filter_and_downsample` (recipe `prime`)."""
 
     def passes(group: Group) -> bool:
         rewards = [_reward(r) for r in group.rollouts]
         mean = sum(rewards) / len(rewards)
         if (low is not None and mean < low) or (high is not None and mean > high):
             return False
-        return longest is None or max(map(_tokens, group.rollouts)) < longest - 1
+        return longest is None or max(map(_tokens, group.rollouts)) < longest(group.task) - 1
 
     ordered = sorted(groups, key=lambda g: not passes(g))
     return ordered[:number], ordered[number:]

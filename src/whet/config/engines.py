@@ -54,6 +54,11 @@ ENGINES: Mapping[str, EngineRow] = {
     ),
 }
 SERVED = tuple(name for name, row in ENGINES.items() if row.served)
+NO_STOP = (
+    "servers get token ids and have no tokenizer, so they cannot stop at strings: use {}.sampling.stop_token_ids, or "
+    "rollout.engine=native"
+)
+"""Of the strings that end replies of single sources, with the section that has the others."""
 
 NOT_BUILT: Mapping[str, str] = {
     "trtllm": "TensorRT-LLM is not supported: whet does not speak its interface; use rollout.engine=vllm, sglang or "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from whet.config.engines import NO_STOP, SERVED
 from whet.config.schema import Config, SamplingConfig
 from whet.tables import near
 
@@ -121,6 +122,9 @@ def eval_problems(cfg: Config) -> Iterator[tuple[str, str]]:
                 f"data.eval[{n}].rewards",
                 f"none of them is among those that evaluation judges by: {judging}",
             )
+    for name, own in cfg.eval.sources.items() if cfg.rollout.engine in SERVED else ():
+        if own.sampling is not None and own.sampling.stop:
+            yield f"eval.sources.{name}.sampling.stop", NO_STOP.format(f"eval.sources.{name}")
     names = [source.name for source in cfg.data.eval]
     if cfg.data.eval and all(names) and not any(source.label for source in cfg.data.eval):
         for name in cfg.eval.sources.keys() - set(names):

@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from whet.config.chosen import Chosen, chosen
+from whet.config.engines import NO_STOP, SERVED
 from whet.config.evaluation import reward_weights
 from whet.config.faults import shown
 from whet.config.functions import ORDERS
@@ -213,8 +214,16 @@ def sampling_problems(cfg: Config) -> Iterator[tuple[str, str]]:
                 f"{own.max_tokens} is above rollout.sampling.max_tokens={shared.max_tokens}, by which memory is "
                 "planned: raise that to the longest reply of any source",
             )
-        if own.stop is not None and shared.ignore_eos:
+        if own.max_tokens is not None and own.max_tokens < shared.min_tokens <= shared.max_tokens:
+            yield (
+                f"{at}.max_tokens",
+                f"{own.max_tokens} is less than rollout.sampling.min_tokens={shared.min_tokens}; raise it, or lower "
+                "that",
+            )
+        if own.stop and shared.ignore_eos:
             yield f"{at}.stop", "rollout.sampling.ignore_eos=true ignores it; leave one of them out"
+        if own.stop and cfg.rollout.engine in SERVED:
+            yield f"{at}.stop", NO_STOP.format("rollout")
 
 
 # ---------------------------------------------------------------- rewards

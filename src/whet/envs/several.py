@@ -90,6 +90,12 @@ def has_env(env: EnvironmentConfig) -> Callable[[Task], bool]:
     return found
 
 
+def names(env: EnvironmentConfig) -> list[str]:
+    """Of several environments, those that play rows."""
+    asked = _asked(env.arguments).envs if env.make == SEVERAL else {}
+    return [name for name, member in asked.items() if member.make is not None]
+
+
 def one_of_each(env: EnvironmentConfig, tasks: Sequence[Task]) -> dict[str, Task]:
     """The first task of each environment by its name, or of the only one, which has the name ''. EnvFault for a row
     that has none."""

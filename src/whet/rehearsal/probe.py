@@ -13,14 +13,14 @@ import numpy as np
 from whet.config.chosen import Chosen
 from whet.config.load import Loaded
 from whet.config.schema import Config, EnvironmentConfig, RewardConfig, SourceConfig
-from whet.config.sources import verifiers
+from whet.config.sources import rewards_by_source, verifiers
 from whet.data.recognise import holds_texts, recognised
 from whet.data.rows import read_rows
 from whet.data.tasks import TaskStream, texts
 from whet.data.tokenizer import load_tokenizer
 from whet.envs.env import EnvFault, EnvRestarted, EnvStep, World
 from whet.envs.hosts import EnvHosts
-from whet.envs.several import one_of_each
+from whet.envs.several import names, one_of_each
 from whet.envs.work import RunWork
 from whet.judges import judges_of
 from whet.rehearsal.findings import Finding, fails, left_open, works
@@ -66,11 +66,13 @@ def probe(loaded: Loaded) -> Probed:
     tried: set[str] = set()
     named = verifiers(loaded.stages)
     for name, cfg in zip(loaded.names, loaded.stages):
+        chosen = rewards_by_source(cfg.data)
         for reward in cfg.rewards:
             known = repr((reward, cfg.rewards[reward]))
             if known not in tried:
                 tried.add(known)
-                out.findings += _reward(out, cfg, reward, out.tasks.get(name, []), named)
+                scored = [t for t in out.tasks.get(name, []) if reward in chosen.get(t.source, cfg.rewards)]
+                out.findings += _reward(out, cfg, reward, scored, named)
     for name, cfg in zip(loaded.names, loaded.stages):
         if cfg.rollout.env is not None:
             out.findings += _environment(out, cfg, name, cfg.rollout.env, named)
@@ -137,8 +139,8 @@ def _opened(rewards: Mapping[str, RewardConfig], cfg: Config, named: Sequence[st
 def _reward(
     out: Probed, cfg: Config, name: str, tasks: list[Task], named: Sequence[str]
 ) -> Iterator[Finding]:
-    """Call one reward on possible replies: the answer itself, an empty reply, and nonsense. named: the verifiers of the
-    config's sources."""
+    """Call one reward on possible replies: the answer itself, an empty reply, and nonsense. tasks: of the sources that
+    it scores. named: the verifiers of the config's sources."""
     reward = cfg.rewards[name]
     what = f"rewards.{name} ({reward.function or 'a model'})"
     if reward.model is not None and not (Path(reward.model.path).expanduser() / "config.json").is_file():
@@ -191,7 +193,10 @@ def _environment(
             return
         here = {n: stand_in(r) if n in out.broken | out.untried else r for n, r in cfg.rewards.items()}
         with _opened(here, cfg, named) as rewards:
-            for name, task in one_of_each(env, tasks).items():
+            found = one_of_each(env, tasks)
+            if unplayed := ", ".join(name for name in names(env) if name not in found):
+                yield left_open(f"{what} {unplayed}", "it loads; there are no rows to play it on")
+            for name, task in found.items():
                 each = f"{what} {name}".strip()
                 told, tools, step = asyncio.run(_turn(hosts, task, cfg, rewards))
                 if step.fault is not None:

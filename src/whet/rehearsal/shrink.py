@@ -11,11 +11,13 @@ from typing import Any
 from whet.config.checks import unused
 from whet.config.chosen import Chosen
 from whet.config.engines import SERVED
+from whet.config.environments import SEVERAL
 from whet.config.evaluation import observation_tokens
 from whet.config.load import Loaded, stage_configs
 from whet.config.recipes import resolve
 from whet.config.schema import Config, ModelConfig, RewardConfig
 from whet.config.scratch import architecture
+from whet.config.sections.rollout import EnvironmentConfig
 from whet.config.sources import order_of
 from whet.config.tree import STAGE_SECTIONS
 from whet.dialects.idle import without
@@ -153,14 +155,18 @@ def _stage(
         tree["rewards"] = kept | {
             n: stand_in(r).model_dump(exclude_unset=True) for n, r in cfg.rewards.items() if n in broken
         }
-    if broken:  # nobody may name one that is left out
+    elif broken:  # nobody may name one that is left out
         tree.get("eval", {}).pop("reward", None)
         for source in (s for part in tree["data"].values() if isinstance(part, list) for s in part):
             source.pop("rewards", None)
     tree["eval"] = _eval(tree.get("eval", {}))
-    if any(f"{name}/eval/{n}" in lost for n in range(len(cfg.data.eval))) and "sources" in tree["eval"]:
-        named = {source.get("name") for source in tree["data"]["eval"]}
-        tree["eval"]["sources"] = {n: how for n, how in tree["eval"]["sources"].items() if n in named}
+    for section, part in (("rollout", "train"), ("eval", "eval")):
+        if any(f"{name}/{part}/{n}" in lost for n in range(len(tree["data"][part]))):
+            named = {source.get("name") for source in tree["data"][part]}
+            own = tree[section].get("sources", {})
+            tree[section]["sources"] = {n: how for n, how in own.items() if n in named}
+            if cfg.rollout.env is not None:
+                tree["rollout"]["env"] |= _default_env(cfg.rollout.env)
     tree["checkpoint"] = {"interval": 1, "keep": STEPS}
     tree["track"] = {"trackers": ["jsonl"]}
     tree["reward_workers"] = tree.get("reward_workers", {}) | {"count": 1, "max_failure_rate": 1.0}
@@ -208,7 +214,7 @@ def _data(cfg: Config, stage: str, lost: Mapping[str, str]) -> dict[str, Json]:
     for part in ("train", "demonstrations", "eval"):
         sources = tree.get(part) or []
         tree[part] = [
-            made_up(n, part, source.get("name"))
+            made_up(n, part, source)
             if f"{stage}/{part}/{n}" in lost
             else source | {"limit": min(source.get("limit") or 64, 64)}
             for n, source in enumerate(sources)
@@ -218,8 +224,8 @@ def _data(cfg: Config, stage: str, lost: Mapping[str, str]) -> dict[str, Json]:
     return tree
 
 
-def made_up(number: int, part: str, name: str | None) -> dict[str, Json]:
-    """Rows that replace a source that is not available here, under its name."""
+def made_up(number: int, part: str, source: Mapping[str, Json]) -> dict[str, Json]:
+    """Rows that replace a source that is not available here, under its name and with its rewards."""
     start = 100 * number + (50 if part == "eval" else 0)
     rows = [
         {
@@ -230,7 +236,8 @@ def made_up(number: int, part: str, name: str | None) -> dict[str, Json]:
         }
         for a, b in ((start + n, n + 1) for n in range(16))
     ]
-    return {"name": name or f"{MADE_UP}_{part}_{number}", "rows": rows}
+    kept = {"rewards": source["rewards"]} if "rewards" in source else {}
+    return {"name": source.get("name") or f"{MADE_UP}_{part}_{number}", "rows": rows, **kept}
 
 
 def _train(cfg: Config) -> dict[str, Json]:
@@ -261,7 +268,21 @@ def _rollout(cfg: Config) -> dict[str, Json]:
     given = cfg.rollout.model_dump(mode="json", exclude_unset=True)
     kept = _without(given, "max_num_seqs", "replicas", *elsewhere)
     sampling = _short(kept.get("sampling", {}), cfg.rollout.sampling.max_tokens)
-    return kept | {"group_size": min(cfg.rollout.group_size, 4), "sampling": sampling}
+    sources = {
+        name: own.model_dump(mode="json", exclude_unset=True)
+        | ({"max_tokens": min(own.max_tokens, REPLY_TOKENS)} if own.max_tokens else {})
+        for name, own in cfg.rollout.sources.items()
+    }
+    return kept | {"group_size": min(cfg.rollout.group_size, 4), "sampling": sampling, "sources": sources}
+
+
+def _default_env(env: EnvironmentConfig) -> dict[str, Json]:
+    """Rows that are made up name no environment of several: one of them plays them."""
+    if env.make != SEVERAL:
+        return {}
+    envs = env.arguments["envs"]
+    default = next((name for name, member in envs.items() if member.get("make")), next(iter(envs)))
+    return {"arguments": {"default": default, **env.arguments}}
 
 
 def _eval(tree: dict[str, Json]) -> dict[str, Json]:

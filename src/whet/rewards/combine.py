@@ -269,7 +269,11 @@ async def _judged(rollout: Rollout, found: dict[str, CallResult], rewards: Rewar
     if rollout.error:
         return rollout
     own: dict[str, CallResult] = {}
-    for name in rewards.of(rollout.task):
+    names = rewards.of(rollout.task)
+    if not names and rollout.reward is None:
+        why = f"no reward scores source {rollout.task.source!r}, and no environment played this row"
+        return rollout.scored(None, {}, why)
+    for name in names:
         if name in rewards.models:
             await asyncio.sleep(0)  # a model holds the process: between two rollouts others may go on
             own[name] = rewards.models[name].score(rollout)

@@ -588,7 +588,8 @@ def chat_sampling(sampling: Sampling, settings: Mapping[str, Json]) -> Sampling:
     most, stop = settings.get("max_tokens", sampling.max_tokens), settings.get("stop", sampling.stop)
     if type(most) is not int or not 1 <= most <= sampling.max_tokens:
         raise ValueError(
-            f"world.chat max_tokens={most!r}; expected 1 to rollout.sampling.max_tokens={sampling.max_tokens}"
+            f"world.chat max_tokens={most!r}; expected 1 to {sampling.max_tokens}, the longest reply of the rollout's "
+            "source"
         )
     if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f"world.chat stop={stop!r}; expected a list of texts")

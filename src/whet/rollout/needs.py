@@ -38,13 +38,18 @@ def check_engine(can: Capabilities, cfg: Config) -> None:
 
 def unmet(can: Capabilities, cfg: Config) -> Iterator[str]:
     """What the engine cannot do, each with the setting that asks for it."""
-    for section, sampling in (("rollout", cfg.rollout.sampling), ("eval", cfg.eval.sampling)):
+    asked = {"rollout": cfg.rollout.sampling, "eval": cfg.eval.sampling}
+    asked |= {f"eval.sources.{name}": own.sampling for name, own in cfg.eval.sources.items()}
+    for section, sampling in asked.items():
         if sampling is None:
             continue
         if not can.stop_texts and sampling.stop:
             yield f"it cannot stop at texts ({section}.sampling.stop); use {section}.sampling.stop_token_ids"
         if not can.penalties and sampling.repetition_penalty != 1.0:
             yield f"it cannot penalise repetition ({section}.sampling.repetition_penalty); leave it at 1"
+    for name, own in cfg.rollout.sources.items():
+        if not can.stop_texts and own.stop:
+            yield f"it cannot stop at texts (rollout.sources.{name}.stop); use rollout.sampling.stop_token_ids"
     if not can.in_flight_updates and cfg.rollout.schedule == "async" and cfg.rollout.partial_rollout:
         yield "it cannot keep requests in flight while weights change; set rollout.partial_rollout=false"
     if not can.experts and cfg.train.router_replay == "sampled":
