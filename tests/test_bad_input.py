@@ -12,6 +12,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -657,3 +658,14 @@ def test_the_traceback_of_an_engine_that_fails_in_an_update_stands_in_the_log(
     traced = kind is RuntimeError
     assert ("Traceback (most recent call last)" in after) is traced
     assert after.count('raise kind("the device has left the bus")') == traced
+
+
+@pytest.mark.parametrize(
+    ("file", "what"), [("config.yaml", "a run, whose config"), ("config.json", "a model")]
+)
+def test_a_dialect_is_of_a_config_file(file: str, what: str, tmp_path: Path) -> None:
+    """A run and a model have none, and `dialect` would change nothing."""
+    (tmp_path / file).write_text("{}")
+    for call in (whet.evaluate, partial(whet.generate, output=tmp_path / "replies.jsonl")):
+        with pytest.raises(ConfigError, match=f"dialect: got 'verl', and .* is {what}.*; leave it out"):
+            call(tmp_path, dialect="verl")

@@ -84,6 +84,8 @@ class Silent:
 
     def phase(self, name: str) -> None: ...
 
+    def phase_over(self, doing: object) -> None: ...
+
     def evaluation_due(self, done: int) -> bool:
         return False
 
@@ -154,7 +156,7 @@ def toy(
     cfg = Config.model_validate(tree)
     cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"at_start": False, "interval": 0})})
     display: Any = Silent()
-    watch: Any = SimpleNamespace(beat=lambda what: None)
+    watch: Any = SimpleNamespace(beat=lambda what: None, last=lambda: ("", 0.0))
     monitor = Monitor("toy", display, watch, Timeline(Path("never written")))
     plan: Any = SimpleNamespace(
         mode=mode, steps=steps, tasks_per_step=chunk, own_tasks_per_step=TASKS, group_size=SIZE, rows=None

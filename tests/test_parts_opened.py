@@ -59,6 +59,8 @@ class Shown:
 
     def phase(self, name: str) -> None: ...
 
+    def phase_over(self, doing: object) -> None: ...
+
     def step(self, metrics: Metrics, timings: Metrics) -> None: ...
 
     def evaluated(self, step: int, metrics: Metrics) -> None: ...
@@ -93,7 +95,9 @@ def given(folder: Path, *, synced_apart: bool = False, **sections: Any) -> Given
     cfg = loaded.stages[0]
     directory = RunDirectory(folder / "run", ["main"])
     display: Any = Shown()
-    monitor = Monitor("main", display, SimpleNamespace(beat=lambda what: None), directory.timeline)  # type: ignore[arg-type]
+    monitor = Monitor(
+        "main", display, SimpleNamespace(beat=lambda what: None, last=lambda: ("", 0.0)), directory.timeline
+    )  # type: ignore[arg-type]
     algorithm = build_algorithm(cfg.algorithm, critic=cfg.critic, max_tokens=cfg.rollout.sampling.max_tokens)
     plan = make_plan(cfg, rows=12, name="main")
     context = Context(cfg, plan, "main", 0, algorithm, monitor, SimpleNamespace(requested=False))

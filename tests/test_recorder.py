@@ -58,6 +58,8 @@ class Shown:
 
     def phase(self, name: str) -> None: ...
 
+    def phase_over(self, doing: object) -> None: ...
+
     def step(self, metrics: Metrics, timings: Metrics) -> None:
         self.steps.append((metrics, timings))
 
@@ -211,7 +213,7 @@ def stand(
         notes, "tracker", tracker, "log", *(["show", "show_rollouts"] if isinstance(tracker, Shows) else [])
     )
     jsonl = noting(notes, "jsonl", Jsonl(Sinks(cfg, directory, None)), "log")
-    watch: Any = SimpleNamespace(beat=lambda what: None)
+    watch: Any = SimpleNamespace(beat=lambda what: None, last=lambda: ("", 0.0))
     shown: Any = display
     monitor = Monitor("main", shown, watch, directory.timeline)
     plan: Any = SimpleNamespace(steps=steps, judges=judges, rows=None)

@@ -23,8 +23,12 @@ from rich.console import Console
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Config, TrackConfig
+from whet.guard import pulse
+from whet.guard.watch import Watch
 from whet.track import curve, display, metrics, report
+from whet.track.monitor import Monitor
 from whet.track.record import RunDirectory
+from whet.track.timeline import Timeline
 from whet.track.trackers import first_new_step, open_trackers
 from whet.track.written import read_lines
 from whet.types import ConfigError, FinishReason, Group, Rollout, Task, WhetError
@@ -281,6 +285,24 @@ def test_lines_come_every_few_seconds_and_long_phases_say_so(monkeypatch: pytest
     lines = out.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines[:2]] == ["grpo step 1/9", "grpo step 2/9"]
     assert re.fullmatch(r"grpo step 2/9  in generate for 0:0\d", lines[2])
+
+
+def test_what_follows_a_phase_is_told_in_the_words_of_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracker that hangs after an update is no update."""
+    monkeypatch.setattr(display, "ALIVE_EVERY_S", 0.5)
+    shown, out = plain([("grpo", 9)])
+    with Watch() as watch:
+        monitor = Monitor("grpo", shown, watch, Timeline(Path("never written")))
+        with monitor.phase("update"):
+            pass
+        pulse.beat("WandbTracker (track.trackers), step 1")
+        end = time.monotonic() + 5
+        while "in " not in out.getvalue() and time.monotonic() < end:
+            time.sleep(0.05)
+        shown.close()
+    assert re.fullmatch(
+        r"grpo step 0/9  in WandbTracker \(track.trackers\), step 1 for 0:0\d", out.getvalue().splitlines()[0]
+    )
 
 
 def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:

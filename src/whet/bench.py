@@ -132,6 +132,7 @@ def evaluate(
     )
     expect_overrides(overrides)
     target = Path(target).expanduser()
+    check_dialect(target, dialect)
     functions, named = named_functions(rewards)
     rows: list[Given] = []
     if named is not None:
@@ -155,6 +156,13 @@ def evaluate(
     loaded = with_rows(loaded, rows)
     chosen = Selected(stage, step)
     return judge_checkpoints(loaded, functions, rows=rows, chosen=chosen, model=model)
+
+
+def check_dialect(target: Path, dialect: str | None) -> None:
+    """ConfigError for a dialect of what is no config file."""
+    if dialect is not None and target.is_dir():
+        what = "a model" if is_model(target) else "a run, whose config is whet's own"
+        raise ConfigError(f"dialect: got {dialect!r}, and {target} is {what}; leave it out")
 
 
 def _refuse_trained(file: Path, run_dir: Path) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from whet import environment
 from whet.api import join_cluster, run_loop, watchdog_timeout_s
 from whet.arguments import FILE, FLAG, FUNCTION, PATH, TEXT, WHOLE, expect, expect_overrides
-from whet.bench import ALL, Selected, alone, checkpoints_of, config_of, is_model, set_up
+from whet.bench import ALL, Selected, alone, check_dialect, checkpoints_of, config_of, is_model, set_up
 from whet.config.engines import engines_of
 from whet.config.evaluation import all_asked, asked, writes_replies
 from whet.config.load import Loaded, load
@@ -91,6 +91,7 @@ def generate(
     )
     expect_overrides(overrides)
     target, chosen = Path(target).expanduser(), Selected(stage, step)
+    check_dialect(target, dialect)
     rows: list[Given] = []
     if output is not None:
         sections = merge(sections, {"track": {"dump": {"replies": str(output)}}})

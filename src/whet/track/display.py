@@ -27,6 +27,9 @@ ALIVE_EVERY_S = 30.0
 """... and at least one in this time, however long a step takes."""
 REFRESH_PER_S = 4
 
+Doing = Callable[[], tuple[str, float]]
+"""What is being done, and seconds since it began."""
+
 
 class Display:
     """Progress of a run. `stages` are (name, steps), 0 if not known. Methods only take note; a thread draws.
@@ -79,8 +82,13 @@ class Display:
 
     def phase(self, name: str) -> None:
         """Set the current phase: generate, score, update, evaluate, save ..."""
-        self._phase, self._phase_started = name, time.monotonic()
+        began = time.monotonic()
+        self._doing: Doing = lambda: (name, time.monotonic() - began)
         pulse.beat(name)
+
+    def phase_over(self, doing: Doing) -> None:
+        """The phase has ended. doing: tells from then on what the run does, until the next phase."""
+        self._doing = doing
 
     def step(self, metrics: Metrics, timings: Metrics) -> None:
         """One more training step is done."""
@@ -128,10 +136,8 @@ class Display:
             Text(f"{duration(self._left_s())} left" if self._left_s() is not None else "", style="dim"),
         )
         now = Text("  ").join([Text(fact, style=_style(fact)) for fact in self._facts()])
-        waiting = time.monotonic() - self._phase_started
-        self._spinner.update(
-            text=Text(f"{self._phase} {duration(waiting) if waiting >= 1 else ''}", style="dim")
-        )
+        what, waiting = self._doing()
+        self._spinner.update(text=Text(f"{what} {duration(waiting) if waiting >= 1 else ''}", style="dim"))
         return Group(head, now, self._spinner)
 
     def _place(self, step: int) -> str:
@@ -181,8 +187,8 @@ class Display:
     def _keep_alive(self) -> None:
         while not self._closed.wait(1.0):
             if self._since_line() >= ALIVE_EVERY_S:
-                waiting = duration(time.monotonic() - self._phase_started)
-                self._print(f"{self._place(self._done)}  in {self._phase} for {waiting}")
+                what, waiting = self._doing()
+                self._print(f"{self._place(self._done)}  in {printable(what)} for {duration(waiting)}")
 
 
 _STYLES = {

@@ -61,6 +61,7 @@ class Monitor:
             with self.timeline.span(name, STEPS), self.profiled(name):
                 yield
         finally:
+            self.display.phase_over(self.watch.last)
             self.seconds[name] = self.seconds.get(name, 0.0) + clock() - start
 
     def phase_beside(self, name: str) -> AbstractContextManager[None]:
