@@ -278,6 +278,21 @@ def test_refused(overrides: list[str], why: str) -> None:
         plans(load(None, [f"algorithm.{o}" for o in overrides], base))
 
 
+def test_groups_are_not_compared_by_a_reward_that_does_not_score_their_source() -> None:
+    """The run would end at the first group of that source."""
+    data = {"max_prompt_tokens": 64, "train": [{"name": "s", "path": "a.jsonl", "rewards": ["fmt"]}]}
+    two = {**BASE, "rewards": {"acc": {"function": "exact"}, "fmt": {"function": "exact"}}, "data": data}
+    for by in (
+        ["algorithm.name=dapo", "algorithm.groups.uniform_by=[acc]"],
+        ["algorithm.advantage={name: gdpo, parts: [acc, fmt/x]}"],
+    ):
+        with pytest.raises(
+            ConfigError, match=r"'acc' does not score source 's' \(data\.train\[0\]\.rewards\)"
+        ):
+            plans(load(None, by, two))
+        assert plans(load(None, [by[-1].replace("acc", "fmt"), *by[:-1]], two))
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -19,7 +19,7 @@ from whet.config.recipes import resolve
 from whet.config.schema import AlgorithmConfig
 from whet.config.sections.algorithm import GroupsConfig
 from whet.guard.ledger import Ledger
-from whet.types import FinishReason, Group, Rollout, Task, Turn
+from whet.types import FinishReason, Group, Rollout, Task, Turn, WhetError
 
 TASK = Task(uid=3, source="test", prompt="", token_ids=(50, 51))
 
@@ -140,6 +140,11 @@ def test_uniform_by_named_rewards() -> None:
         *(replace(r, reward_parts={**r.reward_parts, "a": 1.0 - i}) for i, r in enumerate(given.rollouts))
     )
     assert judge(even, GroupsConfig(uniform_by=("a", "b"))) == "uniform"
+    partly = group(rollout(0, reward=1.0, parts={"a": 1.0}), rollout(1, reward=2.0, parts={"c": 1.0}))
+    with pytest.raises(
+        WhetError, match=r"uniform_by: reward 'a' gave no value for a reply to a row of 'test'"
+    ):
+        judge(partly, GroupsConfig(uniform_by=("a",)))
 
 
 def test_the_deviation_must_be_larger() -> None:

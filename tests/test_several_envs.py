@@ -102,6 +102,8 @@ def test_each_row_is_played_by_the_environment_that_its_column_names(code: str) 
     ended = {uid: (len(g[0].turns), g[0].stop_reason, g[0].reward) for uid, g in groups.items()}
     assert ended == {1: (1, None, None), 2: (3, "turns", 3.0), 3: (2, "done", 1.0)}
     assert all(g[0].error is None for g in groups.values())
+    cut = [uid for uid, g in groups.items() if g[0].finish_reason == "length"]
+    assert cut == [2], "as where rollout.env.max_turns ends it: algorithm.groups.truncated acts on it"
 
 
 def test_a_row_without_an_environment_is_a_fault_that_names_the_list(code: str) -> None:

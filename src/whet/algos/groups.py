@@ -12,7 +12,7 @@ import numpy as np
 
 from whet.config.recipes import Resolved
 from whet.config.sections.algorithm import GroupsConfig
-from whet.types import Group, Rollout, Task
+from whet.types import Group, Rollout, Task, WhetError
 
 Dropped = dict[str, int]
 """Rollouts that were dropped from their group, by reason."""
@@ -100,6 +100,11 @@ def _reward(rollout: Rollout) -> float:
 
 
 def _parts(rollout: Rollout, names: Sequence[str], weights: Mapping[str, float]) -> float:
+    if lacks := [name for name in names if name not in rollout.reward_parts]:
+        raise WhetError(
+            f"algorithm.groups.uniform_by: reward {lacks[0]!r} gave no value for a reply to a row of "
+            f"{rollout.task.source!r}"
+        )
     return sum(weights[name] * rollout.reward_parts[name] for name in names)
 
 

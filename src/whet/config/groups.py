@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from whet.config.recipes import Resolved
@@ -53,6 +53,17 @@ def pairs_tasks(cfg: Config, algorithm: Resolved) -> bool:
     return algorithm.pairs_neighbours and cfg.rollout.group_size == 1
 
 
+def _unscored(cfg: Config, parts: Sequence[str]) -> Iterator[str]:
+    """Training sources that a reward does not score, whose parts are compared in every group."""
+    for n, source in enumerate(cfg.data.train):
+        for name in {part.partition("/")[0]: None for part in parts}:
+            if source.rewards is not None and name in cfg.rewards and name not in source.rewards:
+                yield (
+                    f"'{name}' does not score source {source.name!r} (data.train[{n}].rewards), so its groups cannot "
+                    "be compared by it; add it there, or leave it out here"
+                )
+
+
 def _kept_problems(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
     if algorithm.kind != "online":
         return
@@ -61,6 +72,9 @@ def _kept_problems(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]
         if name not in cfg.rewards:
             known = ", ".join(cfg.rewards) or "there are none"
             yield "algorithm.groups.uniform_by", f"'{name}' is not among rewards: {known}"
+    compared = algorithm.settings["advantage"].settings.get("parts", ())
+    for key, names in (("groups.uniform_by", groups.uniform_by), ("advantage.parts", compared)):
+        yield from ((f"algorithm.{key}", why) for why in _unscored(cfg, names))
     kept = (groups.keep_best or 0) + (groups.keep_worst or 0)
     key = "algorithm.groups.keep_best" if groups.keep_best else "algorithm.groups.keep_worst"
     if algorithm.pairs_neighbours and size % 2 and size > 1:

@@ -387,8 +387,8 @@ async def _converse(
             raise EnvFault(f"fault: {words(step.fault, MOST_SAID)}")
         episode.add_step(step)
         # in this order: what the environment says, the limits of the reply, those of the rollout
-        if step.done:
-            return reason, step.stop or "done"
+        if step.done:  # a limit of replies is the same one, whoever counts them
+            return "length" if step.stop == "turns" else reason, step.stop or "done"
         if reason == "length" and play.limits.max_tokens_per == "rollout":
             return reason, "tokens" if _left(episode, play, 0) < 1 else "context"
         if turn == play.limits.max_turns:
