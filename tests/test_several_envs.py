@@ -232,6 +232,17 @@ def test_a_list_that_cannot_be_played_is_refused_before_the_run(tmp_path: Path, 
     assert "default: got 3" in refusal(tmp_path, config(code, envs=listed, default=3))
 
 
+def test_a_stage_that_samples_nothing_may_learn_from_other_sources(tmp_path: Path, code: str) -> None:
+    """SFT plays no row of its data, whatever the stages after it have in common with it."""
+    run = config(code)
+    shown = {"name": "shown", "rows": [{"prompt": "a", "response": "b"}]}
+    sft = {"name": "sft", "algorithm": {"name": "sft"}, "data": {"train": [shown]}}
+    rl = {"name": "rl", "data": {"train": run["data"].pop("train")}}
+    run["rollout"]["sources"] = {"down": {"max_tokens": 8}}
+    stages = load(written(tmp_path, run | {"stages": [sft, rl]})).stages
+    assert [problem for stage in stages for problem in hard_problems(stage)] == []
+
+
 def test_the_code_of_every_member_counts(tmp_path: Path, code: str) -> None:
     """A changed file is another environment: it is in the digests that a resume and the journal compare."""
     loaded = load(written(tmp_path, config(code)))

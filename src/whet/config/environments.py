@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from whet.config.faults import shown
+from whet.config.recipes import kind_of
 from whet.config.schema import Config, SourceConfig
 from whet.config.sections.base import Positive, Section
 from whet.config.sections.rollout import EnvironmentConfig
@@ -124,7 +125,7 @@ def _sources(cfg: Config, asked: SeveralArguments) -> Iterator[tuple[str, str]]:
     """Sources without an environment, where sources have one, and those that nothing scores."""
     if asked.column is not None:
         return
-    for part in ("train", "eval"):
+    for part in ("train", "eval") if kind_of(cfg.algorithm) == "online" else ("eval",):
         for n, source in enumerate(getattr(cfg.data, part)):
             at, name = f"data.{part}[{n}]", source.name
             if source.label is not None or name is None:

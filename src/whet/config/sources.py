@@ -196,7 +196,9 @@ def _rewards(cfg: Config, source: SourceConfig, part: str) -> Iterator[str]:
 
 
 def sampling_problems(cfg: Config) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong with it) of the sampling of single sources."""
+    """(key, what is wrong with it) of the sampling of single sources. A stage that samples nothing reads none of it."""
+    if kind_of(cfg.algorithm) != "online":
+        return
     shared, known = cfg.rollout.sampling, [source.name or "" for source in cfg.data.train]
     labelled = "" in known or any(source.label for source in cfg.data.train)
     for name, own in cfg.rollout.sources.items():
