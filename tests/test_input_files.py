@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ def test_a_compressed_stream_is_not_written_out(coded: bool, tmp_path: Path) -> 
         with pa.ipc.new_stream(file, batch.schema, options=options) as out:
             out.write_batch(batch)
         with pytest.raises(
-            DataError, match=r"\.arrow: its columns are compressed, so a small file could fill"
+            DataError, match=r"\.arrow: its columns are compressed, or .* so a small file could fill"
         ):
             read_rows(SourceConfig(path=str(tmp_path / "d")))
     file.write_bytes(file.read_bytes()[:100])
@@ -174,9 +175,34 @@ def test_a_compressed_stream_is_not_written_out(coded: bool, tmp_path: Path) -> 
         read_rows(SourceConfig(path=str(tmp_path / "d")))
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["a column", "lists"])
+@pytest.mark.parametrize("shared", ["dictionary", "views"])
+def test_a_stream_whose_rows_share_their_texts_is_not_written_out(
+    shared: str, inside: bool, tmp_path: Path
+) -> None:
+    """3 GB of text, as 1 MB in a folder of the `datasets` package."""
+    datasets = pytest.importorskip("datasets", reason="the extra datasets is not installed")
+    datasets.Dataset.from_dict({"prompt": ["a"]}).save_to_disk(tmp_path / "d")
+    (file,) = (tmp_path / "d").glob("*.arrow")
+    rows, text = 3000, b"x" * 10**6
+    if shared == "views":
+        views = struct.pack("<i4sii", len(text), text[:4], 0, 0) * rows
+        buffers = [None, pa.py_buffer(views), pa.py_buffer(text)]
+        column = pa.Array.from_buffers(pa.string_view(), rows, buffers)
+    else:
+        column = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([text.decode()]))
+    if inside:
+        column = pa.ListArray.from_arrays(pa.array([0, rows], pa.int32()), column)
+    batch = pa.record_batch({"prompt": column})
+    with pa.ipc.new_stream(file, batch.schema) as out:
+        out.write_batch(batch)
+    with pytest.raises(DataError, match=r"\.arrow: .* their rows share values .* save it as parquet"):
+        read_rows(SourceConfig(path=str(tmp_path / "d")))
+
+
 def test_a_struct_with_two_fields_of_a_name_is_refused(tmp_path: Path) -> None:
-    struct = pa.StructArray.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["x", "x"])
-    pq.write_table(pa.table({"prompt": ["a"], "answer": [[]], "z": struct}), tmp_path / "a.parquet")
+    twice = pa.StructArray.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["x", "x"])
+    pq.write_table(pa.table({"prompt": ["a"], "answer": [[]], "z": twice}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"column 'z' holds a struct in which two fields have the name 'x'"):
         read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))
 

@@ -1,6 +1,7 @@
-"""Arrow streams of the `datasets` package, which maps them into memory: a compressed one it would write out whole.
+"""Arrow streams of the `datasets` package, which maps them into memory. It would write out whole what is compressed,
+and what rows share: an entry of a dictionary, the bytes behind views.
 
-A few hundred kB that are compressed can stand for gigabytes. The package itself compresses nothing.
+So a few hundred kB can stand for gigabytes. The package itself compresses nothing and has no dictionaries.
 """
 
 from __future__ import annotations
@@ -15,14 +16,12 @@ from whet.types import DataError
 
 _HEADER_TYPE, _HEADER = 1, 2
 """Fields of a message."""
-_DICTIONARY_BATCH, _DATA = 2, 1
-"""Type of a header, and its field that holds a batch."""
 _RECORD_BATCH, _COMPRESSION = 3, 3
 """Type of a header, and its field that says how buffers are compressed."""
 
 
 def check_streams(folder: Path) -> None:
-    """DataError where an Arrow stream that a folder names is damaged, compressed, or elsewhere."""
+    """DataError where an Arrow stream that a folder names is damaged, grows as it is read, or is elsewhere."""
     named = read_json_object(folder / "state.json", DataError).get("_data_files")
     several = named if isinstance(named, list) else [named]
     names = [each.get("filename") if isinstance(each, dict) else None for each in several]
@@ -35,17 +34,30 @@ def check_streams(folder: Path) -> None:
         check_regular(file, DataError)
         try:
             with pa.memory_map(str(file)) as mapped:
-                compressed = any(
+                shares = any(_shares(field.type) for field in pa.ipc.open_stream(mapped).schema)
+                mapped.seek(0)
+                grows = shares or any(
                     _is_compressed(message.metadata.to_pybytes())
                     for message in pa.ipc.MessageReader.open_stream(mapped)
                 )
         except (pa.ArrowException, OSError, struct.error) as e:
             raise DataError(f"{file}: not a readable Arrow stream: {e}") from e
-        if compressed:
+        if grows:
             raise DataError(
-                f"{file}: its columns are compressed, so a small file could fill the memory; save it again with the "
-                "`datasets` package (save_to_disk), which compresses nothing, or as parquet"
+                f"{file}: its columns are compressed, or their rows share values (dictionaries, views), so a small "
+                "file could fill the memory; save it as parquet"
             )
+
+
+def _shares(kind: pa.DataType) -> bool:
+    """Whether values of a type may have their bytes in common."""
+    t = pa.types
+    if isinstance(kind, pa.BaseExtensionType):
+        return _shares(kind.storage_type)
+    views = (t.is_string_view, t.is_binary_view, t.is_list_view, t.is_large_list_view)
+    if any(test(kind) for test in (t.is_dictionary, t.is_run_end_encoded, *views)):
+        return True
+    return any(_shares(kind.field(n).type) for n in range(kind.num_fields))
 
 
 def _is_compressed(message: bytes) -> bool:
@@ -54,8 +66,6 @@ def _is_compressed(message: bytes) -> bool:
     if not (place := _field(message, root, _HEADER_TYPE)):
         return False
     kind, header = message[place], _table(message, root, _HEADER)
-    if kind == _DICTIONARY_BATCH and header:
-        kind, header = _RECORD_BATCH, _table(message, header, _DATA)
     return kind == _RECORD_BATCH and bool(header) and bool(_field(message, header, _COMPRESSION))
 
 
