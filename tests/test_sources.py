@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.api import reward_sets
+from whet.api import reward_sets, train
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import DataConfig, RewardConfig, RewardWorkersConfig, SourceConfig, TokenizerConfig
@@ -561,3 +561,22 @@ def test_rows_that_nothing_scores_are_unscored_and_not_0():
     assert a.rollouts[0].reward is None
     assert "no reward scores source 'a'" in str(a.rollouts[0].error)
     assert b.rollouts[0].reward == 0.5
+
+
+def test_sampling_of_a_source_that_no_row_has_is_found_when_the_data_is_read(tmp_path, tokenizer):
+    """Its name is that of its file, or stands in a column."""
+    rows = [{"prompt": "p", "kind": kind} for kind in ("x", "y")]
+    (tmp_path / "named.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    for label, there in ((None, ["named"]), ("kind", ["x", "y"])):
+        data = DataConfig(train=(SourceConfig(path=str(tmp_path / "named.jsonl"), label=label),))
+        stream = TaskStream(data.train, data, tokenizer=tokenizer, seed=0)
+        assert stream.unknown(there) == []
+        assert stream.unknown([*there, "other"]) == ["other"]
+    config = {
+        **BASE,
+        "run_dir": str(tmp_path / "run"),
+        "data": {"train": [{"path": str(tmp_path / "named.jsonl")}]},
+        "rollout": {"sources": {"other": {"max_tokens": 2}}},
+    }
+    with pytest.raises(ConfigError, match=r"rollout\.sources\.other: no row of data\.train has this source"):
+        train(**config)

@@ -28,7 +28,7 @@ from whet.stage import Stage
 from whet.track.monitor import Monitor
 from whet.track.timeline import OPEN_STAGE, START_UP, STEPS
 from whet.training.profile import Profiler
-from whet.types import Json, Task, WhetError
+from whet.types import ConfigError, Json, Task, WhetError
 from whet.weights import Weights, open_weights
 
 log = logging.getLogger(__name__)
@@ -172,6 +172,8 @@ def begin(job: Job, index: int) -> Begun:
         learned=None if algorithm.kind == "online" else algorithm.kind,
     )
     log.info("stage %s: %s", name, ", ".join(f"{k} {v}" for k, v in tasks.counts.items()))
+    if algorithm.kind == "online" and (unknown := tasks.unknown(cfg.rollout.sources)):
+        raise ConfigError(f"rollout.sources.{unknown[0]}: no row of data.train has this source")
     if cfg.model.path and cfg.data.chat is None and tokenizer.chat_template and (plain := tasks.plain_text()):
         log.warning("stage %s: %s", name, NO_TEMPLATE.format(sources=", ".join(plain)), extra={CONSOLE: True})
     plan = make_plan(cfg, rows=tasks.rows_per_epoch, name=name)

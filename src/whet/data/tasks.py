@@ -132,6 +132,16 @@ class TaskStream:
         first = [(s.rows.name, s.task(0, 0).prompt) for s in self._sources if len(s)]
         return [name for name, prompt in first if prompt and isinstance(prompt, str)]
 
+    def unknown(self, names: Collection[str]) -> list[str]:
+        """Those of the names that are no row's source. Rows are looked at until each name was found."""
+        left = dict.fromkeys(names)
+        for s in self._sources:
+            for row in range(len(s) if s.source.label else min(len(s), 1)):
+                if not left:
+                    return []
+                left.pop(s.task(row, 0).source, None)
+        return list(left)
+
     def next(self, n: int) -> list[Task]:
         """The next n tasks."""
         return [self._draw() for _ in range(n)]

@@ -161,12 +161,14 @@ def _stage(
             source.pop("rewards", None)
     tree["eval"] = _eval(tree.get("eval", {}))
     for section, part in (("rollout", "train"), ("eval", "eval")):
-        if any(f"{name}/{part}/{n}" in lost for n in range(len(tree["data"][part]))):
-            named = {source.get("name") for source in tree["data"][part]}
+        sources = tree["data"][part]
+        gone = any(f"{name}/{part}/{n}" in lost for n in range(len(sources)))
+        if gone or any(source.get("label") for source in sources):  # which labels few rows have is not known
+            named = {source.get("name") for source in sources if not source.get("label")}
             own = tree[section].get("sources", {})
             tree[section]["sources"] = {n: how for n, how in own.items() if n in named}
-            if cfg.rollout.env is not None:
-                tree["rollout"]["env"] |= _default_env(cfg.rollout.env)
+        if gone and cfg.rollout.env is not None:
+            tree["rollout"]["env"] |= _default_env(cfg.rollout.env)
     tree["checkpoint"] = {"interval": 1, "keep": STEPS}
     tree["track"] = {"trackers": ["jsonl"]}
     tree["reward_workers"] = tree.get("reward_workers", {}) | {"count": 1, "max_failure_rate": 1.0}
