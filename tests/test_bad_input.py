@@ -16,11 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import whet
 import whet.models.exports
 from whet import checkpoint
+from whet.arguments import WHOLE, expect
 from whet.cli import main
 from whet.models.optim import Optimizer
 from whet.track import files
@@ -669,3 +671,11 @@ def test_a_dialect_is_of_a_config_file(file: str, what: str, tmp_path: Path) -> 
     for call in (whet.evaluate, partial(whet.generate, output=tmp_path / "replies.jsonl")):
         with pytest.raises(ConfigError, match=f"dialect: got 'verl', and .* is {what}.*; leave it out"):
             call(tmp_path, dialect="verl")
+
+
+def test_whole_numbers_of_numpy_are_whole() -> None:
+    """A step from a table of metrics is one of them."""
+    expect({"step": (np.int64(3), WHOLE), "none": (None, WHOLE)})
+    for odd in (True, np.float64(3.0), "3"):
+        with pytest.raises(ConfigError, match=r"step: got .*, expected a whole number"):
+            expect({"step": (odd, WHOLE)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from whet.config.load import load
 from whet.config.schema import EnvironmentConfig
 from whet.envs.env import EnvFault, EnvStep, World
 from whet.envs.several import has_env, make, names, one_of_each
-from whet.types import ConfigError, Task
+from whet.types import ConfigError, Message, Task
 
 COUNT = '''
 from whet.envs.env import EnvStep
@@ -121,6 +122,17 @@ def test_a_row_without_an_environment_is_a_fault_that_names_the_list(code: str) 
     with pytest.raises(EnvFault, match="its source is 's'"):
         made(task(4), world(), envs=three(code))
     assert type(made(task(4), world(), envs=three(code), default="down")).__name__ == "FewerTurns"
+
+
+def test_a_row_without_a_prompt_is_a_fault_where_no_environment_asks(code: str) -> None:
+    """Else the policy would answer the system message. Which environment a row has may stand in the row."""
+    asked = {"envs": three(code), "column": "world"}
+    plays = has_env(EnvironmentConfig(make=SEVERAL, arguments=asked))
+    alone = replace(task(4, world="plain"), prompt=(Message("system", "s"),))
+    assert plays(alone)
+    assert not plays(task(4, world="plain"))
+    with pytest.raises(EnvFault, match=r"row 4: .*envs\.plain has no make, and the row has no prompt"):
+        made(alone, world(), **asked)
 
 
 def test_the_environment_itself_plays(code: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import NamedTuple
 
 from whet.types import ConfigError, WhetError
@@ -17,7 +18,8 @@ class ArgumentKind(NamedTuple):
 
 
 def _whole(value: object) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool))
+    """numpy's numbers are whole, too: the step of a line of a table."""
+    return value is None or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 PATH = ArgumentKind(lambda v: isinstance(v, str | os.PathLike), "a path (str or pathlib.Path)")

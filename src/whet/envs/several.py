@@ -57,6 +57,10 @@ class Several:
         asked = _asked(arguments)
         name = _name(task, asked)
         member = asked.envs[name]
+        if member.make is None:
+            raise EnvFault(
+                f"row {task.uid}: {AT}.envs.{name} has no make, and the row has no prompt: nothing asks"
+            )
         env = bound(_loaded(name, member), task, world, member.arguments)()
         return _later(env, world, member) if inspect.isawaitable(env) else _ending(env, world, member)
 
@@ -76,14 +80,14 @@ class Several:
 
 def has_env(env: EnvironmentConfig) -> Callable[[Task], bool]:
     """Whether a task is played, of those that env plays; else the first reply ends its rollouts. A row whose name is
-    not listed counts as played: what makes its environment says what is wrong."""
+    not listed, or whom nobody asks, counts as played: what makes its environment says what is wrong."""
     if env.make != SEVERAL:
         return lambda task: True
     asked = _asked(env.arguments)
 
     def found(task: Task) -> bool:
         try:
-            return asked.envs[_name(task, asked)].make is not None
+            return asked.envs[_name(task, asked)].make is not None or not _asks(task)
         except EnvFault:
             return True
 
@@ -125,6 +129,11 @@ def _name(task: Task, asked: SeveralArguments) -> str:
     raise EnvFault(
         f"row {task.uid}: {of} is {given!r}, which is no environment of {AT}.envs: {', '.join(asked.envs)}"
     )
+
+
+def _asks(task: Task) -> bool:
+    """Whether the row itself does; else its prompt is a system message alone, which an environment's follow."""
+    return isinstance(task.prompt, str) or any(message.role != "system" for message in task.prompt)
 
 
 def _loaded(name: str, member: MemberConfig) -> Any:
