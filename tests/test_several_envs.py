@@ -234,6 +234,16 @@ def test_a_list_that_cannot_be_played_is_refused_before_the_run(tmp_path: Path, 
         ({"plain": {}, "down": {"make": 3}}, "envs.down.make: got 3"),
     ):
         assert said in refusal(tmp_path, config(code, envs=envs)), envs
+    unscored = config(code, envs={"plain": {}, "down": {"make": "a:b"}})
+    for rewards, why in (
+        ({}, "there are none"),
+        ({"right": {"function": "exact", "weight": 0}}, "every weight"),
+    ):
+        assert f"envs.plain: has no make, so the rewards score its replies, and {why}" in refusal(
+            tmp_path, unscored | {"rewards": rewards}
+        )
+    taught = unscored | {"rewards": {}, "algorithm": {"name": "distill"}, "reference": {"path": "teacher"}}
+    assert refusal(tmp_path, taught) == "", "the teacher's log-probs need no reward"
     nobody_asks = config(code)
     nobody_asks["data"]["train"][0] |= {"prompt": None, "system_prompt": "a"}
     assert "data.train[0].prompt: is null, and its environment is none" in refusal(tmp_path, nobody_asks)

@@ -68,7 +68,7 @@ def hard_problems(cfg: Config) -> list[Problem]:
         *deepspeed.problems(cfg),
         *simulated.problems(cfg),
         *reward_problems(cfg),
-        *environments.problems(cfg),
+        *environments.problems(cfg, algorithm),
         *_priority(cfg),
         *setting_problems("data.order", order_of(cfg.data), ORDERS),
     ]

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from whet.config.faults import shown
-from whet.config.recipes import kind_of
+from whet.config.recipes import Resolved, kind_of
 from whet.config.schema import Config, SourceConfig
 from whet.config.sections.base import Positive, Section
 from whet.config.sections.rollout import EnvironmentConfig
@@ -66,8 +66,8 @@ def played(env: EnvironmentConfig) -> list[Played]:
     return [Played(KEY, env.make, env.arguments)]
 
 
-def problems(cfg: Config) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong with it) of several environments."""
+def problems(cfg: Config, algorithm: Resolved | None) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) of several environments. algorithm: None where it cannot be resolved."""
     env = cfg.rollout.env
     if env is None or env.make != SEVERAL:
         return
@@ -76,6 +76,7 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     except ValidationError as error:
         yield from wrong(error)
         return
+    unscored = _unscored(cfg) if algorithm is None or algorithm.judged else ""
     if not asked.envs:
         yield f"{AT}.envs", "is empty; name at least one environment"
     if asked.default is not None and asked.default not in asked.envs:
@@ -90,11 +91,8 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
                 at,
                 f"has no make, so the first reply ends the rollout, and nothing reads {given}; give make",
             )
-        if member.make is None and not cfg.rewards:
-            yield (
-                at,
-                "has no make, so the rewards score its replies, and there are none; give rewards, or make",
-            )
+        if member.make is None and unscored:
+            yield at, f"has no make, so the rewards score its replies, and {unscored}; give rewards, or make"
         if member.max_turns is not None and member.max_turns > env.max_turns:
             yield (
                 f"{at}.max_turns",
@@ -102,6 +100,14 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
             )
     if asked.envs:
         yield from _sources(cfg, asked)
+
+
+def _unscored(cfg: Config) -> str:
+    """Why no reward tells a good reply from a bad one; '': one may."""
+    if not cfg.rewards:
+        return "there are none"
+    trains = kind_of(cfg.algorithm) == "online"
+    return "every weight is 0" if trains and not any(r.weight for r in cfg.rewards.values()) else ""
 
 
 def wrong(error: ValidationError) -> Iterator[tuple[str, str]]:
