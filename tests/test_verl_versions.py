@@ -313,3 +313,47 @@ def test_bypass_mode_rejects_by_the_policy_that_learns(
         if rejects
         else {}
     )
+
+
+def test_groups_are_filtered_by_the_whole_reward_since_0_9_1() -> None:
+    """There `metric` is reward where it is not said, and the newer trainer has no number of generations."""
+    filters: dict[str, Json] = {**FITS, R + "n": 4, "algorithm.adv_estimator": "grpo"}
+    filters["algorithm.filter_groups"] = {"enable": True, "max_num_gen_batches": 10}
+    newer, older = made(filters, "0.9.1").tree["algorithm"], told(filters, "0.9.0")
+    assert newer["dynamic_sampling"] is True
+    assert newer["max_refills"] == 1_000_000
+    assert "groups" not in newer, "the whole reward is what native groups are compared by"
+    assert [text for text in older if "filter_groups.metric: got null, expected one of acc" in text]
+    files = made({**filters, "trainer.use_v1": False}, "0.9.1").tree["algorithm"]
+    assert files["max_refills"] == 9
+
+
+def test_supervised_fine_tuning_over_engines_splits_by_tokens_since_0_7_0() -> None:
+    given: dict[str, Json] = {"model.path": "m", "data.train_batch_size": 64}
+    assert made(given, "0.7.0", "verl-sft").tree["train"]["micro_batch_tokens"] == 8192
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "said"),
+    [
+        ({"custom_reward_function": {"path": "mine.py", "reward_kwargs": "a"}}, "verl-ppo", "reward_kwargs"),
+        ({R + "nnodes": 2, R + "n_gpus_per_node": None}, "verl-ppo", "n_gpus_per_node: got null"),
+        *(
+            ({"model": {"path": "m", "strategy": "megatron"}, f"engine.{kind}_parallel_size": 0}, "verl-sft", kind)
+            for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
+        ),
+    ],
+)  # fmt: skip
+def test_values_that_mean_nothing_are_refused_by_their_key(
+    given: dict[str, Json], kind: str, said: str
+) -> None:
+    assert [text for text in told(given, "0.9.1", kind) if said in text]
+
+
+@pytest.mark.parametrize("kind", ["verl-ppo", "verl-sft"])
+def test_null_in_the_place_of_a_section_says_nothing(kind: str) -> None:
+    small: dict[str, Json] = FITS if kind == "verl-ppo" else {"model.path": "m"}
+    keys = ("data.apply_chat_template_kwargs", "critic.model.override_config")[: 2 if small is FITS else 1]
+    nothing = made({**small, **dict.fromkeys(keys)}, "0.9.1", kind)
+    assert not nothing.problems
+    assert nothing.tree == made({**small, **{key: {} for key in keys}}, "0.9.1", kind).tree

@@ -122,7 +122,9 @@ def understood(value: Json, row: Row, *, default: Json, nulls: Sequence[str]) ->
     if row.type and _strict(row):
         return _typed(value, row.type)
     is_section = isinstance(default, dict) and not row.key.endswith("*")  # else the value of an open name
-    if is_section and _strict(row) and not isinstance(value, dict | None):
+    if is_section and _strict(row) and value is None:
+        return default, ""  # as null in the place of several keys keeps their defaults
+    if is_section and _strict(row) and not isinstance(value, dict):
         return value, f"got {shown(value)}, expected a section of keys"
     if isinstance(default, bool):
         return _flag(value, row)

@@ -127,6 +127,8 @@ def _twice(one: GivenValue, present: Mapping[Path, Json]) -> str:
 
 def _understood(out: Reading, one: GivenValue) -> Json:
     """The value as that system reads it. What cannot be meant is a problem, and the default stands in for it."""
+    if one.is_section and isinstance(one.value, dict | list):
+        return type(one.value)()  # what is in it is read by itself, and only what can be meant is there
     if one.row is None or one.is_section:
         return one.value
     default = out.defaults.get(one.row.key)

@@ -90,10 +90,12 @@ def _parts(v: Values) -> dict[str, Json]:
 
 
 def dynamic_sampling(v: Values) -> Native:
-    """DAPO drops groups whose scores are all equal and asks for more; acc is the score without the length penalty."""
+    """DAPO drops groups whose scores are all equal and asks for more; acc is the score without the length penalty.
+    verl's newer trainer (use_v1) reads no number of generations since 0.9.1."""
     at = "algorithm.filter_groups"
     by_score = v[f"{at}.metric"] in ("acc", "score")
-    generations = v[f"{at}.max_num_gen_batches"]
+    newer = since(v, "verl", "0.9.1") and v.get("trainer.use_v1", True)
+    generations = 0 if newer else v[f"{at}.max_num_gen_batches"]
     most = math.ceil(generations * (v["data.gen_batch_size"] or prompts(v)) / prompts(v))
     penalised = v["reward_model.overlong_buffer.enable"]
     return {

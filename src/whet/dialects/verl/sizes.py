@@ -120,8 +120,13 @@ def copies_and_shards(v: Values, engine: Engine, at: str, *, dp: int, each: int)
 def engine_devices(v: Values) -> int:
     """Those of the trainer, unless the engines have devices of their own (rollout.nnodes of the asynchronous trainers,
     actor_rollout_ref.rollout.nnodes since 0.7.1)."""
-    if v[f"{ROLLOUT}.nnodes"]:
-        return int(v[f"{ROLLOUT}.nnodes"] * v[f"{ROLLOUT}.n_gpus_per_node"])
+    if machines := v[f"{ROLLOUT}.nnodes"]:
+        if (each := v[f"{ROLLOUT}.n_gpus_per_node"]) is None:
+            raise ConfigError(
+                f"{ROLLOUT}.n_gpus_per_node: got null, expected the number of devices of each of the "
+                f"{ROLLOUT}.nnodes={machines} machines"
+            )
+        return int(machines * each)
     if not v["actor_rollout_ref.hybrid_engine"]:
         return int(v["rollout.nnodes"] * v["rollout.n_gpus_per_node"])
     return world(v)
