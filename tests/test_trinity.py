@@ -19,7 +19,7 @@ from asked import asked
 from whet.config.load import load
 from whet.config.parse import parse
 from whet.config.plan import plans
-from whet.config.schema import ModelConfig, TokenizerConfig
+from whet.config.schema import Config, ModelConfig, TokenizerConfig
 from whet.config.tree import merge
 from whet.data.tokenizer import load_tokenizer
 from whet.dialects.row import NotSupportedYet
@@ -1422,3 +1422,10 @@ def test_the_evaluation_workflow_of_mathematics_samples_in_its_own_way() -> None
     out = data.evaluation(grpo(model__max_model_len=64, **{"buffer.explorer_input.eval_tasksets": [own]}))
     assert out["eval.samples"] == 1
     assert (out["eval.sampling.temperature"], out["eval.sampling.top_p"]) == (0.6, 0.8)
+
+
+def test_truncated_responses_are_masked() -> None:
+    masked = {"data_processor.experience_pipeline.operators": [{"name": "mask_response_truncated"}]}
+    made = translated(tree_of(masked))
+    config = Config.model_validate_json(json.dumps(made.tree))
+    assert config.algorithm.groups.truncated == "mask"

@@ -127,7 +127,7 @@ OPERATORS = "data_processor.experience_pipeline.operators"
 _GROUP = "algorithm.groups"
 FILTERS: dict[str, Native] = {
     "invalid_reward_filter": {},
-    "mask_response_truncated": {f"{_GROUP}.unfinished": "mask"},
+    "mask_response_truncated": {f"{_GROUP}.truncated": "mask"},
     "reward_filter": {f"{_GROUP}.min_reward": 0.0},
     "reward_std_filter": {f"{_GROUP}.min_std": 0.0, f"{_GROUP}.min_std_ddof": 0},
 }
