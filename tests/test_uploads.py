@@ -342,6 +342,25 @@ def test_the_last_alone(tmp_path: Path, there: tuple[Path, str]) -> None:
     assert stores.children(f"{there[1]}/models") == ["main"]
 
 
+def test_a_folder_that_is_removed_while_it_is_sent_leaves_nothing_there(
+    tmp_path: Path, there: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run keeps fewer than it uploads: what it sent of one that has gone would stay for ever, of nobody."""
+    send = stores.send
+
+    def removing(folder: Path, url: str, name: str, manifest: Any) -> None:
+        send(folder, url, name, manifest)
+        if name.endswith("1"):
+            shutil.rmtree(folder)
+
+    monkeypatch.setattr(stores, "send", removing)
+    copies = Uploads([there[1]], keep=1)
+    for step in (1, 2):
+        copies.checkpoint(made(tmp_path / "c", step))
+    assert copies.finish() == []
+    assert stores.children(there[1]) == ["0-main-000002"]
+
+
 def test_as_many_stay_there_as_told_and_the_best(tmp_path: Path, there: tuple[Path, str]) -> None:
     saver = Saver(tmp_path / "c", keep=Keep(2, best=1))
     copies = Uploads([there[1]], keep=1, best=saver.best)

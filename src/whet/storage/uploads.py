@@ -207,8 +207,11 @@ class Uploads:
         if store.said(copy.url, copy.name) != own:
             start = time.monotonic()
             store.send(copy.folder, copy.url, copy.name, own)
-            if _identity(copy.folder) != found:  # what is there has files of both
-                raise WhetError(f"{copy.folder} was replaced while it was uploaded")
+            if not copy.folder.is_dir() or _identity(copy.folder) != found:
+                store.remove(
+                    copy.url, copy.name
+                )  # it may have files of both, and nothing would ever remove it
+                raise WhetError(f"{copy.folder} was removed or replaced while it was uploaded")
             size = sum(size for size, _ in own["files"].values())
             log.info("uploaded %s: %.1f MB in %.1f s", copy, size / 1e6, time.monotonic() - start)
         if not copy.export:
