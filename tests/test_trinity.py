@@ -26,7 +26,7 @@ from whet.dialects.row import NotSupportedYet
 from whet.dialects.tables import dialect
 from whet.dialects.translate import Translation, translate
 from whet.dialects.trinity import algorithm as learn
-from whet.dialects.trinity import data, run, trainer
+from whet.dialects.trinity import data, run, trainer, waiting
 from whet.dialects.trinity import loss as losses
 from whet.dialects.trinity import rewards as judging
 from whet.dialects.trinity.values import (
@@ -44,7 +44,8 @@ from whet.dialects.values import nested
 from whet.models.load import build, export
 from whet.types import ConfigError, Json
 
-data, run, trainer, judging, learn, losses = map(asked, (data, run, trainer, judging, learn, losses))
+data, run, trainer, waiting = map(asked, (data, run, trainer, waiting))
+judging, learn, losses = map(asked, (judging, learn, losses))
 
 HERE = Path(__file__).parent
 FILES = HERE / "dialects"
@@ -614,12 +615,12 @@ def test_terms_beside_a_mix_keep_their_weight() -> None:
 
 
 def test_sample_strategies() -> None:
-    assert data.staleness(grpo(algorithm__sample_strategy="staleness_control")) == {}
+    assert waiting.staleness(grpo(algorithm__sample_strategy="staleness_control")) == {}
     bound = {"algorithm.sample_strategy_args.*": {"max_staleness": 2}, "synchronizer.sync_interval": 4}
     with pytest.raises(NotSupportedYet, match="max_staleness: 2"):
-        data.staleness(grpo(algorithm__sample_strategy="staleness_control", **bound))
+        waiting.staleness(grpo(algorithm__sample_strategy="staleness_control", **bound))
     with pytest.raises(ConfigError, match="does not go with algorithm_type grpo"):
-        data.staleness(grpo(algorithm__sample_strategy="mix"))
+        waiting.staleness(grpo(algorithm__sample_strategy="mix"))
 
 
 # ---------------------------------------------------------------- KL
@@ -974,9 +975,9 @@ def test_files_of_replies() -> None:
 
 
 def test_the_queue_is_recorded() -> None:
-    assert data.queue(grpo(**{f"{EXPERIENCES}.path": "sqlite:///gsm8k.db"})) == {"dirs.rollouts": "gsm8k"}
+    assert waiting.queue(grpo(**{f"{EXPERIENCES}.path": "sqlite:///gsm8k.db"})) == {"dirs.rollouts": "gsm8k"}
     with pytest.raises(NotSupportedYet, match="sql is coming"):
-        data.queue(grpo(**{f"{EXPERIENCES}.storage_type": "sql"}))
+        waiting.queue(grpo(**{f"{EXPERIENCES}.storage_type": "sql"}))
 
 
 def test_rewards_by_name_or_file() -> None:

@@ -10,11 +10,11 @@ from asked import asked
 from whet.dialects.kinds import accepts
 from whet.dialects.row import NotSupportedYet, Row
 from whet.dialects.tables import dialect
-from whet.dialects.trinity import data, run, trainer
+from whet.dialects.trinity import data, run, trainer, waiting
 from whet.dialects.trinity.values import ACTOR, CRITIC, EXPERIENCES, REF
 from whet.types import ConfigError, Json
 
-data, run, trainer = map(asked, (data, run, trainer))
+data, run, trainer, waiting = map(asked, (data, run, trainer, waiting))
 
 
 def values(**given: Json) -> dict[str, Json]:
@@ -54,9 +54,9 @@ def bounded(most: int, **given: Json) -> dict[str, Json]:
 def test_an_explorer_runs_ahead_by_the_offset() -> None:
     assert run.ahead(grpo()) == {"rollout.max_staleness": 0}
     assert run.ahead(grpo(synchronizer__sync_offset=2)) == {"rollout.max_staleness": 2}
-    assert data.staleness(bounded(3, sync_offset=2)) == {}, "step 3 has version 0, and 3 - 3 is the oldest"
+    assert waiting.staleness(bounded(3, sync_offset=2)) == {}, "step 3 has version 0, and 3 - 3 is the oldest"
     with pytest.raises(NotSupportedYet, match="max_staleness: 2"):
-        data.staleness(bounded(2, sync_offset=2))
+        waiting.staleness(bounded(2, sync_offset=2))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_the_other_styles_run_ahead_as_far_as_staleness_control_says(
         "sync.driven_by": by,
     }
     assert run.ahead(bounded(5, sync_style=style, sync_interval=2)) == free
-    assert data.staleness(bounded(5, sync_style=style, sync_interval=2)) == {}
+    assert waiting.staleness(bounded(5, sync_style=style, sync_interval=2)) == {}
     unbound = grpo(synchronizer__sync_style=style, synchronizer__sync_interval=2)
     assert run.ahead(unbound) == free | {"rollout.max_staleness": 2}
     with pytest.raises(NotSupportedYet, match=r"sample_strategy_args\.max_staleness: 1 .*write 2 at least"):
@@ -93,16 +93,16 @@ def test_the_other_styles_run_ahead_as_far_as_staleness_control_says(
 def test_processes_of_their_own_meet_in_the_database_of_the_buffer() -> None:
     at: dict[str, Json] = {f"{EXPERIENCES}.path": "sqlite:///gsm8k.db"}
     for mode in ("explore", "train"):
-        assert data.queue(grpo(mode=mode, **at)) == {"buffer.url": "sqlite:///gsm8k.db"}
+        assert waiting.queue(grpo(mode=mode, **at)) == {"buffer.url": "sqlite:///gsm8k.db"}
         by_trainer = grpo(mode=mode, **at, synchronizer__sync_style="trainer_driven")
-        assert data.queue(by_trainer)["buffer.order"] == "arrival"
-        sql = data.queue(
+        assert waiting.queue(by_trainer)["buffer.order"] == "arrival"
+        sql = waiting.queue(
             grpo(mode=mode, **{f"{EXPERIENCES}.storage_type": "sql", f"{EXPERIENCES}.path": "a.db"})
         )
         assert sql == {"buffer.url": "sqlite:///a.db", "buffer.order": "newest"}
         for elsewhere in ({}, {f"{EXPERIENCES}.path": "mysql://user@host/rows"}):
             with pytest.raises(NotSupportedYet, match=r"experience_buffer\.path"):
-                data.queue(grpo(mode=mode, **elsewhere))
+                waiting.queue(grpo(mode=mode, **elsewhere))
         assert run.ahead(grpo(mode=mode, synchronizer__sync_offset=1)) == {"rollout.max_staleness": 1}
         newest = {f"{EXPERIENCES}.storage_type": "sql"}
         assert run.ahead(grpo(mode=mode, synchronizer__sync_offset=1, **newest)) == {

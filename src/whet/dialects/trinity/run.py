@@ -8,7 +8,7 @@ from pathlib import Path
 from whet.dialects.layout import FileLayout
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.served import placed
-from whet.dialects.trinity.data import apart, bound, in_rounds
+from whet.dialects.trinity.data import apart
 from whet.dialects.trinity.judges import is_outside
 from whet.dialects.trinity.rewards import is_judged
 from whet.dialects.trinity.values import (
@@ -26,6 +26,7 @@ from whet.dialects.trinity.values import (
     repeat_times,
     text,
 )
+from whet.dialects.trinity.waiting import bound, in_rounds
 from whet.tables import near
 from whet.types import ConfigError, Json
 
