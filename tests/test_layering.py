@@ -14,7 +14,18 @@ import pytest
 SRC = Path(__file__).parent.parent / "src"
 
 LAYERS: list[set[str]] = [
-    {"types", "secrets", "seeds", "tables", "config", "dialects", "environment", "inputs", "arguments"},
+    {
+        "types",
+        "secrets",
+        "seeds",
+        "tables",
+        "config",
+        "dialects",
+        "environment",
+        "inputs",
+        "outputs",
+        "arguments",
+    },
     {"batch", "algos", "data", "guard", "rewards", "simulate"},
     {"envs", "models", "buffer", "track", "storage"},
     {"training", "rollout"},

@@ -131,12 +131,16 @@ def test_fixed_and_variable_shapes_agree_bit_for_bit(family: str, kind: str) -> 
     options: dict[str, Any] = {"end_token_ids": [1], "max_context": 90, "max_num_seqs": 13}
     free = NativeEngine(module, ops, **options)
     padded = NativeEngine(module, ops, **options, recorder=Again())
-    assert run(ask(padded, jobs)) == run(ask(free, jobs))
+    short = [job for job in jobs if len(job[0]) < 8][:2]  # few rows of few pages
+    for some in (jobs, short):
+        assert run(ask(padded, some)) == run(ask(free, some))
     assert free.runner.fixed is None
     step = fixed(padded)
-    assert len(step.graphs) >= 4
-    assert {rows for rows, _ in step.graphs} <= {1, 2, 4, 8, 13}
-    assert {pages for _, pages in step.graphs} <= {1, 2, 4, 6}
+    rows, pages = ({shape[n] for shape in step.graphs} for n in (0, 1))
+    assert rows <= {1, 2, 4, 8, 13}
+    assert pages <= {1, 2, 4, 6}
+    assert len(rows) > 1
+    assert len(pages) > 1
 
 
 def lone_step(

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
@@ -34,6 +33,7 @@ from whet.config.tree import merge
 from whet.data.given import Given, taken
 from whet.guard.imports import import_all
 from whet.guard.watch import Watch
+from whet.outputs import replacing
 from whet.start import began
 from whet.storage.paths import brought_here, with_rows
 from whet.track.files import file_error
@@ -418,17 +418,12 @@ Write = Callable[[Path, Iterator[list[str]]], None]
 
 
 def whole(out: Path, write: Write, replies: Iterator[list[str]]) -> None:
-    """Write a file beside its final path; then it is renamed."""
-    part = out.with_name(f".{out.name}.new-{os.getpid()}")
+    """Write a file, which takes the place of the one that is there."""
     try:
-        write(part, replies)
-        with open(part, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, out)
+        with replacing(out, durable=True) as part:
+            write(part, replies)
     except OSError as e:
         raise file_error(e, out) from e
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _jsonl(sources: Sequence[Prepared]) -> Write:

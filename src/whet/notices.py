@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from whet.guard.foreign import plain
+from whet.outputs import replacing
 from whet.types import ConfigError
 
 if TYPE_CHECKING:
@@ -53,18 +53,11 @@ def write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():  # a device, a pipe
             path.write_text(text, encoding="utf-8")
-        else:
-            _replace(path.resolve(), text)  # of a link, the file that it leads to
+            return
+        path = path.resolve()  # of a link, the file that it leads to
+        with replacing(path) as part:
+            part.write_text(text, encoding="utf-8")
+            if path.exists():
+                shutil.copymode(path, part)
     except OSError as e:
         raise ConfigError(f"cannot write {path}: {e.strerror}; give another file") from e
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.new-{os.getpid()}")
-    try:
-        part.write_text(text, encoding="utf-8")
-        if path.exists():
-            shutil.copymode(path, part)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

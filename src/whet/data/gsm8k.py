@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pyarrow.parquet as pq
 from whet.config.schema import SourceConfig
 from whet.data.parts import Row
 from whet.data.rows import read_rows
+from whet.outputs import replacing
 from whet.types import DataError
 
 INSTRUCTION = (
@@ -35,14 +35,11 @@ def convert(folder: Path, out: Path) -> dict[str, int]:
 
 def _write(table: pa.Table, file: Path) -> None:
     """A file that is there stays until the new one is whole."""
-    part = file.with_name(f".{file.name}.new-{os.getpid()}")
     try:
-        pq.write_table(table, part)
-        os.replace(part, file)
+        with replacing(file) as part:
+            pq.write_table(table, part)
     except OSError as e:
         raise DataError(f"{file}: cannot be written: {e.strerror or e}") from e
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def verl_row(row: Row, split: str, index: int, *, where: str) -> Row:
