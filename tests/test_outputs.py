@@ -43,6 +43,15 @@ def test_a_full_disk_leaves_the_file_that_was_there(tmp_path: Path) -> None:
     assert [*file.parent.iterdir()] == [file]
 
 
+def test_a_dash_is_standard_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    notices.write(Path("-"), "new\n")
+    assert capsys.readouterr().out == "new\n"
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_link_stays_and_a_pipe_is_written_to(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")

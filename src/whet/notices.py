@@ -48,7 +48,11 @@ def _note(text: str) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write the file of -o, and its folders. A file that is there stays until the new one is whole."""
+    """Write the file of -o, and its folders. A file that is there stays until the new one is whole. `-`: standard
+    output."""
+    if path == Path("-"):
+        typer.echo(text, nl=False)
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():  # a device, a pipe

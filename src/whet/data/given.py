@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from whet.config.schema import SourceConfig
+from whet.outputs import replacing
 from whet.tables import near
 from whet.types import ConfigError
 
@@ -45,13 +45,8 @@ class Given:
         if file.exists():
             return
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f".{self.name}.part")
-        with part.open("wb") as out:
-            for line in _lines(self.rows, self.mark):
-                out.write(line)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(part, file)
+        with replacing(file, durable=True) as part, part.open("wb") as out:
+            out.writelines(_lines(self.rows, self.mark))
 
 
 def taken(sections: Mapping[str, Any]) -> tuple[dict[str, Any], list[Given]]:
