@@ -1,9 +1,9 @@
 """Ours against TRL's, alternately, one process each: CPU seconds a step and their parts, tokens/s, peak memory.
 
-    python benchmarks/bench.py [--cases S/32 S/128 ...] [--repeats 3] [--dtype bfloat16]   (`make bench`)
+    python benchmarks/bench.py [--cases S/32 S/128 ...] [--repeats 3] [--dtype bfloat16] [--output FILE]   (`make bench`)
 
-Prints a table as it goes, and writes benchmarks/results.json, or results_bfloat16.json. Needs a machine with nothing
-else to do.
+Prints a table as it goes, and writes benchmarks/results.json, results_bfloat16.json, or FILE. Needs a machine with
+nothing else to do.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--output", type=Path, help="where the results are written (default: beside this file)")
     args = parser.parse_args()
     split = "generate + update + rest"
     print(
@@ -102,7 +103,7 @@ def main() -> None:
             results.append(compare(name, Path(folder), repeats=args.repeats, dtype=args.dtype))
             print(row(results[-1]), flush=True)
     name = "results.json" if args.dtype == "float32" else f"results_{args.dtype}.json"
-    (HERE / name).write_text(json.dumps(results, indent=1) + "\n")
+    (args.output or HERE / name).write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
