@@ -76,6 +76,8 @@ def test_a_row_that_is_made_for_something_else_is_an_error():
     ):
         with pytest.raises(DataError, match=said):
             read({"prompt": "p", **own}, expect=expect)
+    with pytest.raises(DataError, match="is True, and the source expects 1"):
+        read({"prompt": "p", "x": True}, expect={"x": 1})
 
 
 def test_a_label_that_is_a_truth_value_marks_what_is_desirable():

@@ -151,7 +151,9 @@ def _parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None) -> F
 
 def _check_expected(row: Row, expected: Mapping[str, Json]) -> None:
     for column, value in expected.items():
-        if (given := lookup(row, column)) not in (_ABSENT, None, value):
+        given = lookup(row, column)
+        is_it = given == value and isinstance(given, bool) == isinstance(value, bool)  # true == 1 in Python
+        if not (is_it or given is _ABSENT or given is None):
             raise DataError(
                 f"column {column!r} is {given!r}, and the source expects {value!r} (`expect`): put such rows into a "
                 "source of their own"
