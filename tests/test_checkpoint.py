@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_the_newest_and_the_best_stay(
 ) -> None:
     names = {f"0-main-{n:06d}": s for n, s in enumerate(scores, start=1)}
     keep = Keep(newest, best=best, smallest=smallest)
-    gone = keep.dropped(names)
+    gone = keep.dropped(list(names), lambda asked: {name: names[name] for name in asked})
     assert list(names)[-1] not in gone
     real = [(s if smallest else -s, name) for name, s in names.items() if s is not None and s == s]
     wanted = {name for _, name in sorted(real)[:best]}
@@ -105,6 +106,24 @@ def test_a_run_keeps_the_best_of_its_evaluations(tmp_path: Path, goal: str, pick
     best = next(step for step, value in after.items() if value == pick(after.values()))
     assert steps_of(run_dir) == sorted({best, 6})
     assert checkpoint.score_of(run_dir / f"checkpoints/0-main-{best:06d}") == judged[best]
+
+
+@pytest.mark.parametrize(
+    ("keep", "most"), [(Keep(), 0), (Keep(2), 0), (Keep(None, best=2), 1), (Keep(2, best=2), 1)]
+)
+def test_a_save_reads_no_score_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: Keep, most: int
+) -> None:
+    """A run that keeps all its checkpoints would read each of them with every save and every evaluation."""
+    read: Counter[str] = Counter()
+    score_of = checkpoint.score_of
+    monkeypatch.setattr(checkpoint, "score_of", lambda path: (read.update([path.name]), score_of(path))[1])
+    saver = Saver(tmp_path, keep=keep)
+    for step in range(1, 9):
+        saver.is_best(float(step % 3), at=(0, step))
+        saver.save({}, place(step, score=float(step % 3)))
+    assert max(read.values(), default=0) <= most
+    assert saver.best() == ["0-main-000002", "0-main-000005"][: keep.best]
 
 
 def test_a_number_that_no_evaluation_writes_ends_the_run(tmp_path: Path) -> None:

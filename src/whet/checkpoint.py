@@ -65,6 +65,10 @@ class Saved(Protocol):
         """Reset the optimizer's moments."""
 
 
+Scores = Callable[[Sequence[str]], Mapping[str, float | None]]
+"""The scores of checkpoints by name."""
+
+
 @dataclass(frozen=True)
 class Keep:
     """Which checkpoints stay."""
@@ -82,11 +86,10 @@ class Keep:
         scored = {name: s for name, s in scores.items() if s is not None and math.isfinite(s)}
         return sorted(scored, key=lambda name: sign * scored[name])[: self.best]
 
-    def dropped(self, scores: Mapping[str, float | None]) -> list[str]:
+    def dropped(self, names: Sequence[str], scores: Scores) -> list[str]:
         """Those that go, of checkpoints by name in the run's order. The newest never does."""
-        names = list(scores)
         old = names[: -self.newest] if self.newest is not None else []
-        best = self.best_of(scores)
+        best = self.best_of(scores(names)) if old and self.best else []
         return [name for name in old if name not in best]
 
 
@@ -106,7 +109,7 @@ def save(
     """
     writers = {name: partial(e.save, moments="optimizer" in contents) for name, e in engines.items()}
     path = write(root, writers, {**state, "contents": list(contents)})
-    prune(root, path, keep if isinstance(keep, Keep) else Keep(keep))
+    prune(root, path, keep if isinstance(keep, Keep) else Keep(keep), ScoresRead(root))
     return path
 
 
@@ -129,11 +132,11 @@ def write(root: Path, writers: Mapping[str, Writer], state: Json) -> Path:
     return path
 
 
-def prune(root: Path, path: Path, keep: Keep, *, spare: Collection[Path] = ()) -> None:
+def prune(root: Path, path: Path, keep: Keep, scores: Scores, *, spare: Collection[Path] = ()) -> None:
     """Drop what is later than the checkpoint `path`, and what is not to be kept. Those in `spare` stay for now."""
     found = all_in(root)
     upto = found.index(path) + 1
-    gone = keep.dropped({p.name: score_of(p) for p in found[:upto]})
+    gone = keep.dropped([p.name for p in found[:upto]], scores)
     spared = {p.resolve() for p in spare}
     for other in (*found[upto:], *(root / name for name in gone)):
         try:
@@ -141,6 +144,24 @@ def prune(root: Path, path: Path, keep: Keep, *, spare: Collection[Path] = ()) -
                 drop_folder(other)  # an evaluation process may read it
         except OSError as e:
             raise CheckpointError(f"cannot remove {other}, which is no longer kept: {e}") from e
+
+
+class ScoresRead:
+    """Scores of the checkpoints in a folder. Each is read once, as long as it is asked for: a run may keep thousands,
+    and asks with every save and every evaluation."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._known: dict[str, float | None] = {}
+
+    def __call__(self, names: Sequence[str]) -> dict[str, float | None]:
+        known = self._known
+        self._known = {name: known[name] if name in known else score_of(self.root / name) for name in names}
+        return self._known
+
+    def forget(self, name: str) -> None:
+        """The checkpoint has been written again."""
+        self._known = {other: score for other, score in self._known.items() if other != name}
 
 
 def score_of(path: Path) -> float | None:
@@ -173,6 +194,7 @@ class Saver:
         beside the engines' files and the state, by name."""
         self.root, self.keep, self.contents, self.files = root, keep, contents, files
         self.after, self.spare = after, spare
+        self._scores = ScoresRead(root)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="whet-save") if background else None
         self._writing: Future[None] | None = None
 
@@ -204,8 +226,8 @@ class Saver:
         if score is None or not self.keep.best:
             return False
         self.wait()
-        earlier = [p for p in all_in(self.root) if (place_of(p.name) or at) < at]
-        return "new" in self.keep.best_of({**{p.name: score_of(p) for p in earlier}, "new": score})
+        earlier = [p.name for p in all_in(self.root) if (place_of(p.name) or at) < at]
+        return "new" in self.keep.best_of({**self._scores(earlier), "new": score})
 
     def oldest(self) -> tuple[int, int] | None:
         """Number of the stage and step of the oldest checkpoint there is."""
@@ -214,12 +236,12 @@ class Saver:
 
     def best(self) -> list[str]:
         """Names of the best checkpoints there are."""
-        return self.keep.best_of({p.name: score_of(p) for p in all_in(self.root)})
+        return self.keep.best_of(self._scores([p.name for p in all_in(self.root)]))
 
     def tidy(self) -> None:
         """Drop what stayed only because it was in use."""
         if found := all_in(self.root):
-            prune(self.root, found[-1], self.keep, spare=self.spare())
+            prune(self.root, found[-1], self.keep, self._scores, spare=self.spare())
 
     def settle(self) -> None:
         """Wait for the last checkpoint. Raises nothing: another error is being raised, or `wait` has reported this
@@ -237,7 +259,8 @@ class Saver:
 
     def _write(self, writers: Mapping[str, Writer], state: Json) -> None:
         path = write(self.root, {**self.files, **writers}, state)
-        prune(self.root, path, self.keep, spare=self.spare())
+        self._scores.forget(path.name)
+        prune(self.root, path, self.keep, self._scores, spare=self.spare())
         self.after(path)
 
 
