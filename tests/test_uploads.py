@@ -407,6 +407,34 @@ def test_a_restart_removes_nothing_there(keep: int | None, tmp_path: Path, there
     assert stores.children(there[1]) == names
 
 
+@pytest.mark.parametrize(("keep", "lost", "sent"), [(None, 0, 0), (None, 8, 8), (2, 0, 0), (2, 1, 1)])
+def test_a_restart_looks_at_all_that_are_here(
+    keep: int | None,
+    lost: int,
+    sent: int,
+    tmp_path: Path,
+    there: tuple[Path, str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """More than may wait while the run saves: none is skipped, and what `keep` has removed there is not sent again."""
+    first = Uploads([there[1]], record=tmp_path / "uploads.json", keep=keep)
+    for step in range(1, 13):
+        first.checkpoint(made(tmp_path / "c", step))
+        assert first.finish() == []
+        first = Uploads([there[1]], record=tmp_path / "uploads.json", keep=keep)
+    names = stores.children(there[1])
+    assert len(names) == (keep or 12)
+    for name in names[:lost]:
+        stores.remove(there[1], name)
+    caplog.set_level(logging.INFO)
+    again = Uploads([there[1]], record=tmp_path / "uploads.json", keep=keep)
+    again.missing(checkpoint.all_in(tmp_path / "c"), [])
+    assert again.finish() == []
+    assert stores.children(there[1]) == names
+    assert caplog.text.count("uploaded ") == sent
+    assert "fall behind" not in caplog.text
+
+
 def test_only_copies_that_the_run_made_itself_are_ever_removed(
     tmp_path: Path, there: tuple[Path, str], caplog: pytest.LogCaptureFixture
 ) -> None:

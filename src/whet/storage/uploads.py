@@ -30,7 +30,8 @@ PAUSES_S = (1.0, 4.0, 16.0)
 """Between attempts; after the last one a copy waits for the next."""
 
 MOST_WAITING = 4
-"""Checkpoints that may wait for one place; of more, the oldest is left out. Exports are never left out."""
+"""New checkpoints that may wait for one place; of more, the oldest is left out. Exports are never left out, nor is what
+an earlier start has left: it does not become more."""
 
 DEADLINE_S = 1800.0
 """How long a finished run waits for its copies."""
@@ -95,12 +96,15 @@ class Uploads:
         self._offer([Copy(path, url, export=True) for url in self.exports_to])
 
     def missing(self, checkpoints: Sequence[Path], exports: Sequence[Path]) -> None:
-        """What an earlier start of the run has left here, oldest first: what a place has already is not sent again.
+        """What an earlier start of the run has left here, oldest first: what a place has already is not sent again, nor
+        what it no longer keeps.
 
         Of exports the hub holds one alone, so the newest is offered to it.
         """
+        newest, best = checkpoints if self.keep is None else checkpoints[-self.keep :], self.best()
         for path in checkpoints:
-            self._offer([Copy(path, url, new=False) for url in self.checkpoints_to])
+            if path in newest or path.name in best:
+                self._offer([Copy(path, url, new=False) for url in self.checkpoints_to])
         for path in exports:
             urls = [u for u in self.exports_to if path == exports[-1] or not u.startswith("hf://")]
             self._offer([Copy(path, url, export=True) for url in urls])
@@ -120,7 +124,9 @@ class Uploads:
                 return
             self._queue(copies)
             for url in self.checkpoints_to:
-                waiting = [c for c in self._left if c.url == url and not c.export and c != self._now]
+                waiting = [
+                    c for c in self._left if c.url == url and c.new and not c.export and c != self._now
+                ]
                 for left in waiting[:-MOST_WAITING]:
                     log.warning("uploads fall behind: %s is skipped because newer checkpoints wait", left)
                     self._left.remove(left)
