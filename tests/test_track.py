@@ -14,9 +14,12 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -498,6 +501,30 @@ def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
 
 
 def test_smoothing() -> None:
-    assert curve.smooth([5.0]) == [5.0]
-    assert curve.smooth([0.0, 3.0, 0.0, 3.0]) == [0.0, 1.0, 2.0, 3.0]
-    assert curve.smooth([2.0] * 200) == [2.0] * 200
+    assert list(curve.smooth([5.0])) == [5.0]
+    assert list(curve.smooth([0.0, 3.0, 0.0, 3.0])) == [0.0, 1.0, 2.0, 3.0]
+    assert list(curve.smooth([2.0] * 200)) == [2.0] * 200
+    gap = curve.smooth([1.0] * 100 + [math.nan] + [3.0] * 100)
+    assert np.flatnonzero(np.isnan(gap)).tolist() == list(range(95, 106))
+    assert (gap[:95] == 1.0).all()
+    assert (gap[106:] == 3.0).all()
+
+
+def test_smoothing_reads_a_long_curve_once() -> None:
+    """By windows, whose length grows with the curve, a run of 200,000 steps would take a minute to draw."""
+
+    class Read(list[float]):
+        count = 0
+
+        def __iter__(self) -> Iterator[float]:
+            self.count += len(self)
+            return super().__iter__()
+
+        def __getitem__(self, at: Any) -> Any:
+            found = super().__getitem__(at)
+            self.count += len(found) if isinstance(at, slice) else 1
+            return found
+
+    values = Read([0.5] * 2000)
+    curve.smooth(values)
+    assert values.count <= 2 * len(values)

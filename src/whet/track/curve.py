@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from whet.track.files import write_bytes
 from whet.track.metrics import HELD_OUT, LOSS, REWARD
 from whet.track.written import read_lines
@@ -123,15 +125,15 @@ def _draw_held_out(axis: Axes, points: Sequence[Point]) -> None:
     )  # fmt: skip
 
 
-def smooth(values: Sequence[float]) -> list[float]:
-    """Centred running mean over a twentieth of the curve (at least 3 points), narrower at both ends."""
-    half = max(len(values) // 40, 1)
-    out = []
-    for i in range(len(values)):
-        reach = min(half, i, len(values) - 1 - i)
-        window = values[i - reach : i + reach + 1]
-        out.append(sum(window) / len(window))
-    return out
+def smooth(values: Sequence[float]) -> np.ndarray:
+    """Centred running mean over a twentieth of the curve (at least 3 points), narrower at both ends; NaN where one of
+    them is. By running sums: the work grows with the curve alone."""
+    numbers, at = np.asarray(values, dtype=np.float64), np.arange(len(values))
+    lost = np.isnan(numbers)
+    sums, losses = (np.concatenate([[0.0], np.cumsum(x)]) for x in (np.where(lost, 0.0, numbers), lost))
+    reach = np.minimum(max(len(values) // 40, 1), np.minimum(at, at[::-1]))
+    first, last = at - reach, at + reach + 1
+    return np.where(losses[last] > losses[first], np.nan, (sums[last] - sums[first]) / (last - first))
 
 
 def _style(axis: Axes, found: Series) -> None:
