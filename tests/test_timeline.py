@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -261,6 +262,36 @@ def test_a_resumed_run_forgets_what_was_later_than_its_checkpoint(tmp_path):
     fresh.truncate_to(0, -1)
     assert not (tmp_path / "timeline.json").exists()
     fresh.close()
+
+
+def test_a_run_resumes_in_a_timeline_of_any_size(tmp_path, monkeypatch):
+    """Of many processes and weeks it is larger than what is read for people, and than memory for its events."""
+    path = tmp_path / "timeline.json"
+    first = RunDirectory(tmp_path, ["s"])
+    for step in range(1, 301):
+        first.timeline.at = "s", step
+        for _ in range(4):
+            with first.timeline.span("x" * 100, STEPS):
+                pass
+        first.timeline.flush()
+    first.close()
+    monkeypatch.setattr(timeline, "MOST_RECORD_BYTES", 1000)
+    tracemalloc.start()
+    again = Timeline(path)
+    again.keep(lambda stage, step: step <= 290)
+    again.at = "s", 291
+    with again.span("update", STEPS):
+        pass
+    again.close()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < path.stat().st_size / 4
+    with pytest.raises(DataError, match="more than"):
+        read(path)
+    monkeypatch.undo()
+    found = read(path)
+    assert Counter(s.step for s in found) == {**dict.fromkeys(range(1, 291), 4), 291: 1}
+    assert (found[0].process, found[-1].process) == (1, 2)
 
 
 def test_an_error_in_the_file_system_is_one_of_the_run(tmp_path, monkeypatch):

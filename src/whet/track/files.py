@@ -47,8 +47,9 @@ def file_error(error: OSError, path: Path) -> WhetError:
     return WhetError(f"cannot write {path}: {cause}")
 
 
-def write_bytes(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Replace `path` by `data` in one rename. `durable` waits for the disk: no power cut can undo it.
+def write_bytes(path: Path, data: bytes | Iterable[bytes], *, durable: bool = True) -> None:
+    """Replace `path` by `data`, whole or in pieces, in one rename. `durable` waits for the disk: no power cut can undo
+    it.
 
     Raises WhetError; `path` is then as it was and nothing half-written is left.
     """
@@ -59,7 +60,7 @@ def write_bytes(path: Path, data: bytes, *, durable: bool = True) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             os.fchmod(file.fileno(), 0o644)
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             if durable:
                 os.fsync(file.fileno())

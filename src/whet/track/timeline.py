@@ -17,13 +17,14 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Literal, Protocol
 
-from whet.inputs import MOST_RECORD_BYTES, parse_json, read_bytes
+from whet.inputs import MOST_RECORD_BYTES, MOST_ROW_BYTES, check_regular, parse_json
 from whet.track.files import file_error, write_bytes
 from whet.types import DataError, Json
 
@@ -167,13 +168,15 @@ class Timeline:
         """Leave out what earlier starts wrote of steps (stage, step) that are not wanted; call it before `flush`."""
         if not self.path.exists():
             return
-        events = [
-            e for e in _events(self.path) if _is_head(e) or wanted(e["args"]["stage"], e["args"]["step"])
-        ]
-        if all(_is_head(e) for e in events):
-            self.path.unlink()
+
+        def stays(event: Json) -> bool:
+            return not _is_head(event) and wanted(event["args"]["stage"], event["args"]["step"])
+
+        if any(stays(event) for _, event in _events(self.path)):
+            kept = (line for line, event in _events(self.path) if _is_head(event) or stays(event))
+            write_bytes(self.path, _array(kept))
         else:
-            write_bytes(self.path, b"[\n" + b",\n".join(map(_line, events)) + _TAIL)
+            self.path.unlink()
 
     def sync(self) -> None:
         """Bring it onto the disk."""
@@ -190,14 +193,18 @@ class Timeline:
 
     def _open(self) -> None:
         """One more start of the run, after the others."""
-        events = list(_events(self.path)) if self.path.exists() else []
-        self._process = 1 + max((e["pid"] for e in events), default=0)
         self._lanes.clear()
-        name = f"start {self._process} (process {os.getpid()})"
-        write_bytes(
-            self.path, b"[\n" + b",\n".join(map(_line, [*events, self._head("process", 0, name)])) + _TAIL
-        )
+        write_bytes(self.path, _array(self._begun()))
         self._file = io.FileIO(self.path, "r+")
+
+    def _begun(self) -> Iterator[bytes]:
+        """The lines of earlier starts, and the first of this one."""
+        self._process = 0
+        for line, event in _events(self.path) if self.path.exists() else ():
+            self._process = max(self._process, event["pid"])
+            yield line
+        self._process += 1
+        yield _line(self._head("process", 0, f"start {self._process} (process {os.getpid()})"))
 
     def _append(self, events: list[Json]) -> None:
         assert self._file is not None
@@ -280,7 +287,7 @@ def read(path: Path) -> list[Span]:
     """The spans of a timeline, in the order written. DataError if it is none."""
     lanes: dict[tuple[int, int], tuple[str, str]] = {}
     spans = []
-    for e in _events(path):
+    for _, e in _events(path, most=MOST_RECORD_BYTES):
         if _is_head(e):
             lanes[e["pid"], e["tid"]] = e["args"]["name"], e["args"].get("of", "")
             continue
@@ -306,22 +313,40 @@ def read(path: Path) -> list[Span]:
     return spans
 
 
-def _events(path: Path) -> Iterator[dict[str, Json]]:
-    """Every whole line but the brackets; only the last may be broken, by a kill."""
-    found = read_bytes(path, DataError, most=MOST_RECORD_BYTES)
-    lines = [line.rstrip(b",") for line in found.splitlines()]
-    for number, line in enumerate(lines, start=1):
-        if line in (b"[", b"]", b""):
-            continue
-        try:
-            event = parse_json(line, "", DataError)
-        except DataError as e:
-            if number == len(lines):
-                return
-            raise DataError(f"{path} line {number} is not JSON{str(e).removeprefix(': not JSON')}") from e
-        if not _is_event(event):
-            raise DataError(f"{path} line {number} is not an event of a timeline")
-        yield event
+def _events(path: Path, *, most: int | None = None) -> Iterator[tuple[bytes, dict[str, Json]]]:
+    """(text, event) of every whole line but the brackets; only the last may be broken, by a kill. One line at a time is
+    in memory: a run resumes whatever the size of the file. most: bytes of a file that is read for people."""
+    check_regular(path, DataError, most=most)
+    try:
+        with path.open("rb") as file:
+            for number in count(1):
+                if not (raw := file.readline(MOST_ROW_BYTES)):
+                    return
+                line = raw.rstrip(b"\r\n").rstrip(b",")
+                if line in (b"[", b"]", b""):
+                    continue
+                try:
+                    event = parse_json(line, "", DataError)
+                except DataError as e:
+                    if not file.read(1):
+                        return
+                    raise DataError(
+                        f"{path} line {number} is not JSON{str(e).removeprefix(': not JSON')}"
+                    ) from e
+                if not _is_event(event):
+                    raise DataError(f"{path} line {number} is not an event of a timeline")
+                yield line, event
+    except OSError as e:
+        raise DataError(f"{path}: cannot be read: {e.strerror}") from e
+
+
+def _array(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """The text of a file with these lines."""
+    before = b"[\n"
+    for line in lines:
+        yield before + line
+        before = b",\n"
+    yield _TAIL
 
 
 def _is_event(event: Json) -> bool:
