@@ -22,6 +22,7 @@ from whet.envs.env import Env, EnvBroken, EnvFault, EnvStep, MakeEnv, World
 from whet.envs.hosts import EnvHosts
 from whet.envs.journal import Journal
 from whet.envs.journaled import Counts, about, journaled, promise
+from whet.envs.opened import Environments
 from whet.envs.tool_env import Limits, ToolEnv
 from whet.envs.tools import tool_from_function
 from whet.rollout.episode import play_groups
@@ -176,6 +177,23 @@ def test_what_no_resume_asks_for_goes(folder: Path) -> None:
     journal.drop(9, 9)  # not what is being written
     assert journal.find("next", 0, "q") == 0
     journal.close()
+
+
+def test_a_long_run_has_at_hand_what_its_rollouts_may_ask_for(folder: Path) -> None:
+    """The oldest checkpoint, and with it the journal, may be as old as the run: its memory does not grow with it."""
+    worlds = Environments(folder)
+    worlds._journal = journal = Journal(folder)
+    most = 0
+    for step in range(20):
+        worlds.at(0, step, ahead=2)
+        write(journal, *((f"e{step}-{n}", 0, "q", step) for n in range(3)))
+        worlds.saved(lambda: (0, 0), ahead=2)
+        most = max(most, len(journal._lines))
+        assert all(journal.find(f"e{one}-0", 0, "q") == one for one in range(max(0, step - 2), step + 1))
+    assert most == 9
+    worlds.close()
+    whole = Journal(folder)  # of a process that resumes from the first checkpoint
+    assert [whole.find(f"e{step}-2", 0, "q") for step in range(20)] == list(range(20))
 
 
 # ---------------------------------------------------------------- episodes

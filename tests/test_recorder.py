@@ -132,11 +132,11 @@ class Worlds:
     """Environments."""
 
     def __init__(self) -> None:
-        self.places: list[tuple[int, int]] = []
+        self.places: list[tuple[int, int, int]] = []
         self.oldest: list[tuple[Any, int]] = []
 
-    def at(self, stage: int, step: int) -> None:
-        self.places.append((stage, step))
+    def at(self, stage: int, step: int, *, ahead: int) -> None:
+        self.places.append((stage, step, ahead))
 
     def saved(self, oldest: Callable[[], Any], *, ahead: int) -> None:
         self.oldest.append((oldest(), ahead))
@@ -275,7 +275,7 @@ def test_files_are_written_where_they_are_due_and_before_the_line_that_says_so(t
         "directory.write_batch", "directory.write_rollouts", "jsonl.log", "tracker.log", "display.step",
         "timeline.flush", "worlds.at",
     ]  # fmt: skip
-    assert at.worlds.places == [(0, done) for done in range(1, 7)]
+    assert at.worlds.places == [(0, done, 0) for done in range(1, 7)]
 
 
 def test_every_rollout_that_was_played_is_written_and_those_of_the_batch_have_their_advantage(

@@ -123,8 +123,14 @@ class Recorder:
         self.display.step(metrics, timings)
         self._tell_signs(done, metrics)
         self.directory.timeline.flush()
-        self.environments.at(self.context.index, done)
+        self.environments.at(self.context.index, done, ahead=self._ahead)
         return metrics
+
+    @property
+    def _ahead(self) -> int:
+        """How many steps before a step a rollout may have begun that is under way in it: an older one is given up."""
+        cfg = self.context.cfg.rollout
+        return cfg.max_staleness + cfg.sync_interval - 1
 
     def _show_rollouts(
         self, done: int, rollouts: Sequence[Rollout], advantages: Sequence[float | None]
@@ -255,9 +261,7 @@ class Recorder:
             self.directory.sync()
             self.saver.wait()  # what is kept for the checkpoint before the last may go once the last is on the disk
             self.saver.save(engines, self.state(done) | state())
-            cfg = self.context.cfg.rollout
-            ahead = cfg.max_staleness + cfg.sync_interval - 1  # a rollout that is older is given up
-            self.environments.saved(self.saver.oldest, ahead=ahead)
+            self.environments.saved(self.saver.oldest, ahead=self._ahead)
 
     def export_due(self, done: int) -> bool:
         """The last step's is the stage's own, which `run_stage` writes."""

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,12 +106,20 @@ class Journal:
     def drop(self, stage: int, step: int) -> None:
         """Remove what was answered before `step` steps of a stage were done: no resume asks for it again."""
         gone = {path for _, place, path in self._files() if place < (stage, step) and path != self._path}
-        if not gone:
-            return
         for path in gone:
             with suppress(FileNotFoundError):
                 path.unlink()
-        self._lines = {name: known for name, known in self._lines.items() if known[1].path not in gone}
+        self._forget_in(gone)
+
+    def over(self, stage: int, step: int) -> None:
+        """No rollout of this process asks for what was answered before `step` steps of a stage were done: it stays on
+        the disk alone, for a process that resumes from an earlier checkpoint."""
+        paths = {line.path for _, line in self._lines.values()}
+        self._forget_in({path for path in paths if _named(path)[1] < (stage, step)})
+
+    def _forget_in(self, gone: Collection[Path]) -> None:
+        if gone:
+            self._lines = {name: known for name, known in self._lines.items() if known[1].path not in gone}
 
     def close(self) -> None:
         """All that was given to `write` is written."""
@@ -124,8 +132,8 @@ class Journal:
 
     def _files(self) -> Iterator[tuple[int, tuple[int, int], Path]]:
         """(number of the process, (stage, step), path), in the order in which they were written."""
-        found = [(m, path) for path in self.folder.glob("*.jsonl") if (m := _NAME.fullmatch(path.name))]
-        return iter(sorted((int(m[1]), (int(m[2]), int(m[3])), path) for m, path in found))
+        found = [path for path in self.folder.glob("*.jsonl") if _NAME.fullmatch(path.name)]
+        return iter(sorted((*_named(path), path) for path in found))
 
     def _read(self, path: Path) -> None:
         try:
@@ -199,6 +207,12 @@ class Journal:
         """What followed an earlier answer does not follow this one."""
         self.forget(*name)
         self._lines[name] = asked, line
+
+
+def _named(path: Path) -> tuple[int, tuple[int, int]]:
+    """(number of the process, (stage, step)) of a file of the journal."""
+    start, stage, step = map(int, path.stem.split("-"))
+    return start, (stage, step)
 
 
 def _parsed(line: bytes) -> Json | None:

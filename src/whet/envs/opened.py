@@ -102,11 +102,14 @@ class Environments:
             log.info(form, said)
         self._said.add(said)
 
-    def at(self, stage: int, step: int) -> None:
-        """What is played from here on comes after `step` steps of a stage."""
+    def at(self, stage: int, step: int, *, ahead: int | None = None) -> None:
+        """What is played from here on comes after `step` steps of a stage. ahead: how many steps before a rollout may
+        have begun that is under way; None: it is not known, and every answer stays at hand."""
         self._place = stage, step
         if self._journal is not None:
             self._journal.at(stage, step)
+            if ahead is not None:
+                self._journal.over(stage, step - ahead)
 
     def saved(self, oldest: Callable[[], tuple[int, int] | None], *, ahead: int) -> None:
         """A checkpoint was saved. oldest: gives stage and step of the oldest one that there is. ahead: how many steps
