@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -36,7 +37,7 @@ from whet.track.record import RunDirectory
 from whet.track.timeline import Span
 from whet.track.written import ROLLOUTS, read_rollouts
 from whet.types import ConfigError, DataError, Json, WhetError
-from whet.view import answers, batches, compare, export, records, rewards, rollouts
+from whet.view import answers, batches, compare, export, records, rewards, rollouts, source
 from whet.view import server as viewer_server
 from whet.view.server import Answers, ViewerServer
 from whet.view.source import BadQuestion, NotThere, ShownRuns, find_runs
@@ -388,6 +389,26 @@ def test_a_run_in_progress_is_followed(made: Path) -> None:
     run.truncate_to(0, 1)
     run.close()
     assert answers.answer(runs, url + "0")["lines"] == 2
+
+
+def test_a_run_of_more_files_than_facts_are_kept_is_counted_once(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its page asks every two seconds; beyond the bound the end of every file was read every time."""
+    monkeypatch.setattr(source, "MOST_FACTS", 3)
+    counted: Counter[str] = Counter()
+    count_rows = source.count_rows
+    monkeypatch.setattr(source, "count_rows", lambda p: (counted.update([str(p)]), count_rows(p))[1])
+    first = sorted((made / "rollouts").iterdir())[-1]
+    for step in range(10, 20):
+        shutil.copy(first, first.with_name(f"grpo-step-{step:06d}.parquet"))
+    runs = ShownRuns.of([made])
+    for step in (20, 21):
+        shutil.copy(first, first.with_name(f"grpo-step-{step:06d}.parquet"))
+        told = answers.answer(runs, "api/runs/0")["rollout_files"]
+        assert all(file["rows"] for file in told)
+    assert len(told) >= 12
+    assert max(counted.values()) == 1
 
 
 def test_a_run_directory_that_vanishes_is_said_to_be_gone(made: Path) -> None:

@@ -17,7 +17,7 @@ from whet.track.timeline import Span
 from whet.track.timeline import read as read_timeline
 from whet.track.written import read_table
 from whet.types import DataError, Json
-from whet.view.source import Ask, count_rows, finite
+from whet.view.source import Ask, finite
 
 # ---------------------------------------------------------------- the ledger
 
@@ -207,8 +207,7 @@ def evals(ask: Ask) -> Json:
         "columns": names,
         "rows": [[*place, *(row.get(name) for name in names)] for place, row in found.items()],
         "files": [
-            {"stage": stage, "step": step, "rows": run.kept(count_rows, path)}
-            for stage, step, path in run.files("eval")
+            {"stage": stage, "step": step, "rows": run.rows(path)} for stage, step, path in run.files("eval")
         ],
     }
 

@@ -16,7 +16,7 @@ from whet.inputs import MOST_CONFIG_BYTES, read_bytes, read_end
 from whet.track.metrics import FAILED, HELD_OUT, REWARD
 from whet.track.overview import Lines, RunRecord, checkpoints, learning_of, numbers_of, state_of, typed
 from whet.types import DataError, Json
-from whet.view.source import Ask, Shown, count_rows, finite, stamp_of, tried
+from whet.view.source import Ask, Shown, finite, stamp_of, tried
 
 LOG_LINES = 40
 LOG_BYTES = 2**18
@@ -142,7 +142,7 @@ def _files(run: Shown, folder: str) -> list[Json]:
     for stage, step, path in run.files(folder):
         stamp = stamp_of(path)
         try:
-            rows: int | None = run.kept(count_rows, path)
+            rows: int | None = run.rows(path)
         except DataError:
             rows = None  # the pages of its rollouts say why
         found.append({"stage": stage, "step": step, "rows": rows, "bytes": stamp[1] if stamp else 0})

@@ -39,6 +39,10 @@ RECORDS = (
 )
 """Whatever a run adds to its record, one of these changes."""
 MOST_RUNS = 1000
+MOST_FACTS = 20_000
+"""Of what was made of single files of a run."""
+MOST_COUNTS = 1_000_000
+"""Files whose number of rollouts is kept: the page of a run asks for all of them, every two seconds."""
 
 
 class NotThere(WhetError):
@@ -132,7 +136,8 @@ class Shown:
 
     def __init__(self, number: int, path: Path) -> None:
         self.id, self.path, self.name = str(number), path, path.resolve().name
-        self._facts, self._whole = FileCache(20_000), FileCache(2)
+        self._facts, self._whole = FileCache(MOST_FACTS), FileCache(2)
+        self._counts = FileCache(MOST_COUNTS)
         self._growing = {name: GrowingFile() for name in ("metrics.jsonl", "timings.jsonl")}
         self._lock = Lock()
 
@@ -185,6 +190,10 @@ class Shown:
     def kept(self, make: Callable[[Path], T], path: Path) -> T:
         """`make(path)`, made once."""
         return self._facts.of(make, path)
+
+    def rows(self, path: Path) -> int:
+        """Rollouts in a file."""
+        return self._counts.of(count_rows, path)
 
     def table(self, path: Path) -> pa.Table:
         """A file of rollouts with all columns; few are held at once."""
