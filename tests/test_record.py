@@ -461,6 +461,26 @@ def test_what_a_checkpoint_has_of_the_record_does_not_grow_with_the_run(
     assert f"is incomplete: rollouts/{newest[1]}, which {path} lists" in told()
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 7, 100])
+def test_what_a_checkpoint_has_of_the_record_costs_what_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Not what the run has written; and it is what a process that has read the folders would say."""
+    monkeypatch.setattr(record, "NAMED", most)
+    directory = record.RunDirectory(tmp_path, ["sft-1", "grpo"])
+    age, asked = directory._age, list[str]()
+    monkeypatch.setattr(directory, "_age", lambda name: (asked.append(name), age(name))[1])
+    for stage, step in PLACES:
+        write_step(directory, stage, step)
+        again = record.RunDirectory(tmp_path, ["sft-1", "grpo"])
+        by_age = sorted(again._files, key=again._age)
+        asked.clear()
+        held = directory.held()
+        assert list(held["files"]) == sorted(by_age[-most:])
+        assert held == again.held()
+        assert len(asked) <= most + 3
+
+
 def test_seconds_stand_beside_what_equal_runs_share(tmp_path: Path) -> None:
     """No checkpoint is held to them; a resumed run drops those of later steps."""
     directory = write_run(tmp_path, PLACES)

@@ -28,6 +28,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -240,12 +241,13 @@ class RunDirectory:
         self._sha, self._bytes, self._line_count = hashlib.sha256(), 0, 0
         if metrics.is_file():
             self._account(metrics.read_bytes())
-        self._files = {
+        there = {
             f"{folder.name}/{path.name}": path.stat().st_size
             for folder in self._folders()
             if folder.name != SECONDS
             for _, _, path in list_steps(folder)
         }
+        self._files = {name: there[name] for name in sorted(there, key=self._age)}
 
     def _account(self, data: bytes) -> None:
         self._sha.update(data)
@@ -254,12 +256,14 @@ class RunDirectory:
 
     def held(self) -> Json:
         """The state of the record, for a checkpoint: a run that resumes from it must find the same state."""
-        names = sorted(self._files, key=self._age)
-        older, newest = names[:-NAMED], sorted(names[-NAMED:])
+        # they stand in the order in which they were written: only those of one step may be in another order
+        last = sorted(islice(reversed(self._files), NAMED + len(STEPS)), key=self._age)[-NAMED:]
+        files = {name: self._files[name] for name in sorted(last)}
+        older = [len(self._files) - len(files), sum(self._files.values()) - sum(files.values())]
         return {
             METRICS: {"lines": self._line_count, "bytes": self._bytes, "sha256": self._sha.hexdigest()},
-            "files": {name: self._files[name] for name in newest},
-            "older": [len(older), sum(self._files[name] for name in older)],
+            "files": files,
+            "older": older,
         }
 
     def _age(self, name: str) -> tuple[int, int, str]:
