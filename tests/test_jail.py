@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -517,6 +518,26 @@ def test_an_answer_that_nests_is_none_before_the_run_reads_it(levels):
     w: Any = SimpleNamespace(work=SimpleNamespace(number=1), inbox=b"")
     with pytest.raises(ValueError, match="nested too deeply"):
         nursery.read_reply([(1, body)], w)
+
+
+def test_the_exits_of_what_rewards_have_left_behind_are_forgotten(tmp_path, monkeypatch):
+    """They would become as many as the run is long, and the number of one of them another worker's."""
+    monkeypatch.setattr(confine, "sweep", lambda spare, exits: exits.update({1 << 23: 0}))
+    limits = nursery.WorkerLimits(workers=2, memory_mb=64, max_output_bytes=64)
+    run, ours = socket.socketpair()
+    guard = nursery.Nursery(run, [], limits, str(tmp_path))
+    workers = [
+        nursery.Worker((1 << 22) + n, 0, socket.socket(), os.open(os.devnull, os.O_RDONLY)) for n in range(3)
+    ]
+    guard.workers, guard.exits = list(workers), {w.pid: -9 for w in workers}
+    guard.end(workers[0])
+    assert guard.exits == {w.pid: -9 for w in workers[1:]}
+    for w in workers[1:]:
+        guard.end(w)
+    assert guard.exits == {}
+    guard.selector.close()
+    run.close()
+    ours.close()
 
 
 def test_an_unknown_function_is_refused():

@@ -456,8 +456,10 @@ class Nursery:
                 self.selector.unregister(channel)
         w.channel.close()
         os.close(w.output)
-        confine.sweep({other.pid for other in self.workers}, self.exits)
-        self.exits.pop(w.pid, None)
+        others = {other.pid for other in self.workers}
+        confine.sweep(others, self.exits)
+        # of no process that rewards have left behind, either: its number will be another worker's
+        self.exits = {pid: code for pid, code in self.exits.items() if pid in others}
         shutil.rmtree(self.temporary(w.pid), ignore_errors=True)
 
     def tick(self) -> None:
