@@ -18,7 +18,7 @@ from whet.data.chat import encode_whole
 from whet.data.columns import parse
 from whet.data.recognise import holds_texts, recognised, told
 from whet.data.rows import read_rows
-from whet.data.tasks import TaskStream, demonstration
+from whet.data.tasks import TaskStream, demonstration, eval_tasks
 from whet.data.tokenizer import load_tokenizer
 from whet.types import ConfigError, DataError
 
@@ -121,6 +121,26 @@ def test_limits_and_held_out_texts(tokenizer: Any) -> None:
     held_out = stream(tokenizer).next(2)[1:]
     left = stream(tokenizer, exclude=held_out)
     assert (left.counts["held_out"], [t.response for t in left.next(2)]) == (1, ["abca", "cabbac"])
+
+
+@pytest.mark.parametrize(
+    "alone", [pytest.param("", id="only the end token"), pytest.param((4,), id="a given token")]
+)
+def test_a_row_of_which_nothing_would_be_learned_is_refused(alone: Any, tokenizer: Any) -> None:
+    """Its one token stands where nothing predicts it: it was booked as trained."""
+    rows = ({"text": "ab"}, {"text": list(alone) or tokenizer.eos_token})
+    data = DataConfig(train=(SourceConfig(rows=rows, name="t", **WHOLE),))
+    with pytest.raises(DataError, match=r"row 2: the response is a single token.*leave the row out"):
+        TaskStream(data.train, data, tokenizer=tokenizer, seed=0, max_response_tokens=8)
+    with pytest.raises(DataError, match="row 2: the response is a single token"):
+        eval_tasks(data.train, data, tokenizer=tokenizer)
+
+
+def test_unknown_characters_of_a_whole_text_are_counted(tokenizer: Any) -> None:
+    rows = ({"text": "xaxx"}, {"text": "b"})
+    source = SourceConfig(rows=rows, name="t", **WHOLE)
+    made = TaskStream([source], DataConfig(), tokenizer=tokenizer, seed=0, max_response_tokens=8)
+    assert made.counts["unknown_tokens"] == 3
 
 
 @pytest.mark.parametrize(

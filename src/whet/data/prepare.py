@@ -289,7 +289,8 @@ def _prompt_tokens(work: _Work, rows: SourceRows, kept: Sequence[tuple[int, Fiel
     for i, f in kept:
         _check_tokens(work.tokenizer, f, where=rows.where(i))
     if has_no_prompts(work.source):
-        return [ids[:1] for ids in encode_whole(work.tokenizer, _wholes(kept))]
+        whole = encode_whole(work.tokenizer, _wholes(kept))
+        return [_first(ids, where=rows.where(i)) for (i, _), ids in zip(kept, whole)]
     if any(f.token_ids for _, f in kept):
         written = iter(_prompt_tokens(work, rows, [(i, f) for i, f in kept if not f.token_ids]))
         return [list(f.token_ids) or next(written) for _, f in kept]
@@ -304,6 +305,16 @@ def _prompt_tokens(work: _Work, rows: SourceRows, kept: Sequence[tuple[int, Fiel
         return together([f for _, f in kept])
     except DataError:  # together is faster, one by one says which
         return [_at(rows.where(i), partial(together, [f]))[0] for i, f in kept]
+
+
+def _first(ids: list[int], *, where: str) -> list[int]:
+    """The first token of a whole text. DataError for one of a single token: nothing would be learned from it."""
+    if len(ids) < 2:
+        raise DataError(
+            f"{where}: the response is a single token, which nothing predicts, so there is nothing to learn; leave the "
+            "row out."
+        )
+    return ids[:1]
 
 
 def _wholes(kept: Sequence[tuple[int, Fields]]) -> list[Reply]:
@@ -342,8 +353,9 @@ def _reply_lengths(work: _Work, rows: SourceRows, kept: Sequence[tuple[int, Fiel
     if work.max_response_tokens is None:
         return lengths
     if has_no_prompts(work.source):
-        whole = encode_whole(work.tokenizer, _wholes(kept))
-        return [{"response": len(ids) - 1} for ids in whole]
+        replies = [ids[1:] for ids in encode_whole(work.tokenizer, _wholes(kept))]
+        work.counts["unknown_tokens"] += sum(_unknown(work.tokenizer, np.array(ids)) for ids in replies)
+        return [{"response": len(ids)} for ids in replies]
     for name in ("response", "rejected"):
         replies = [(k, getattr(f, name)) for k, (_, f) in enumerate(kept)]
         having = [k for k, reply in replies if reply is not None and not isinstance(reply, tuple)]
