@@ -109,10 +109,12 @@ def test_tasks_are_drawn_by_number(tokenizer):
         assert (tasks.at(uid).uid, tasks.at(uid).prompt) == (uid, unbroken[uid].prompt)
 
 
-def test_rows_that_fill_no_step_are_left_out_of_each_source(tokenizer):
+def test_rows_that_fill_no_step_are_left_out_of_each_source_and_counted(tokenizer, caplog):
     """train.drop_last with steps of 2: 4 of the 5 rows, and 2 of the 3."""
     tasks = stream(tokenizer, source("a"), source("c"), multiple_of=2, order="sequential")
     assert tasks.rows_per_epoch == 6
+    assert tasks.counts["not_drawn_per_epoch"] == 2
+    assert "train.drop_last: 2 rows make no whole step" in caplog.text
     for _ in range(3):
         assert Counter(prompts(tasks.next(6))) == Counter(["a0", "a1", "a2", "a3", "c0", "c1"])
 
@@ -202,3 +204,21 @@ def test_a_run_of_two_epochs_plays_every_task_twice_also_if_it_is_resumed(tmp_pa
     whet.train(**config, run_dir="parts")
     assert drawn_by("parts") == drawn
     assert Path("whole", "metrics.jsonl").read_bytes() == Path("parts", "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("drop_last", "said"),
+    [
+        (False, "1 epochs of 5 rows are 5 tasks; 2 steps of 4 are 8"),
+        ("end", "1 epochs of 5 rows are 5 tasks; 1 steps of 4 are 4"),
+        (True, "kept 5, not_drawn_per_epoch 1"),
+    ],
+)
+def test_rows_that_an_epoch_leaves_over_or_trains_again_are_counted(drop_last, said, tmp_path):
+    rows = [{"prompt": f"p{i}", "response": "a"} for i in range(5)]
+    train = {"epochs": 1, "tasks_per_step": 4, "drop_last": drop_last}
+    config = {name: BASE[name] for name in ("model", "tokenizer", "track", "checkpoint")}
+    data = {"train": [{"rows": rows, "name": "p"}]}
+    run = tmp_path / "run"
+    whet.train(**config, algorithm="sft", data=data, train=train, run_dir=str(run))
+    assert said in (run / "run.log").read_text()

@@ -177,6 +177,10 @@ def begin(job: Job, index: int) -> Begun:
     if cfg.model.path and cfg.data.chat is None and tokenizer.chat_template and (plain := tasks.plain_text()):
         log.warning("stage %s: %s", name, NO_TEMPLATE.format(sources=", ".join(plain)), extra={CONSOLE: True})
     plan = make_plan(cfg, rows=tasks.rows_per_epoch, name=name)
+    rows, epochs, reached = tasks.rows_per_epoch, cfg.train.epochs, plan.steps * drawn
+    if epochs and reached != rows * epochs:
+        asked = f"{epochs:g} epochs of {rows} rows are {rows * epochs:g} tasks"
+        log.info("stage %s: %s; %d steps of %d are %d", name, asked, plan.steps, drawn, reached)
     return Begun(replace(context, plan=plan), tasks, held_out)
 
 

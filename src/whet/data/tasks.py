@@ -54,8 +54,8 @@ _CHANGED = (
 class TaskStream:
     """An endless stream of training tasks.
 
-    counts: rows, kept, held_out, overlong_{prompt,response,rejected,total}_{dropped,cut}, unknown_tokens, over all
-    sources. rows_per_epoch: rows that are drawn from, over all sources.
+    counts: rows, kept, held_out, overlong_{prompt,response,rejected,total}_{dropped,cut}, unknown_tokens and
+    not_drawn_per_epoch (train.drop_last), over all sources. rows_per_epoch: rows that are drawn from, over all sources.
     """
 
     def __init__(
@@ -104,6 +104,13 @@ class TaskStream:
                 f"{multiple_of} tasks, so an epoch would have no step. Set it to false, or lower train.tasks_per_step."
             )
         self.rows_per_epoch = sum(per_epoch_S)
+        if left := sum(map(len, self._sources)) - self.rows_per_epoch:
+            self.counts["not_drawn_per_epoch"] = left
+            log.warning(
+                "train.drop_last: %d rows make no whole step and are not drawn in an epoch; data.order says which "
+                "(sequential: the same in every epoch)",
+                left,
+            )
         self._seed = seed if data.seed is None else data.seed
         self._order = order or order_of(data)
         self._view_S = [Rows(source, self._seed, n) for source, n in zip(self._sources, per_epoch_S)]
