@@ -15,7 +15,7 @@ import torch
 
 from forked import whet
 from sections import algorithm as section
-from tiny import tiny_model
+from tiny import RUN, tiny_model
 from whet import evaluate, train
 from whet.algos.preference import kl_zero
 from whet.algos.recipes import build
@@ -144,6 +144,41 @@ def test_too_long_replies_are_left_out_and_counted(caplog: pytest.LogCaptureFixt
         kept = given(tasks, "preferences", judged=True, fits=lambda task, text: len(text) <= 3)
     assert [t.uid for t in kept] == [1, 2, 3]
     assert "1 of 4 are too long and are left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("overlong", "said", "tokens"),
+    [
+        ("filter", "held-out replies: 1 of 2 are too long and are left out", 4),
+        ("truncate_right", "held-out replies: 1 of 2 are too long and are cut", 8),
+    ],
+)
+@pytest.mark.parametrize(
+    ("row", "learned"),
+    [
+        pytest.param({"prompt": "a"}, ("bcd", "bcdef"), id="replies"),
+        pytest.param({}, ("abcd", "abcdef"), id="whole texts"),
+    ],
+)
+def test_a_reply_of_as_many_tokens_as_may_be_is_measured_and_a_longer_one_is_counted(
+    row: dict[str, str], learned: tuple[str, ...], overlong: str, said: str, tokens: int, tmp_path: Path
+) -> None:
+    column = "response" if row else "text"
+    held_out = [{**row, column: text} for text in learned]
+    rows = [{**row, "prompt": "b", column: "fed"} if row else {column: "fedc"}]
+    sources = {"train": [{"rows": rows, "name": "t"}], "eval": [{"rows": held_out, "name": "e"}]}
+    told = {
+        "rewards": {},
+        "algorithm": "sft",
+        "eval": {"interval": 1},
+        "rollout": {"sampling": {"max_tokens": 4}},
+    }
+    data = {"max_prompt_tokens": 8, "overlong": overlong, **sources}
+    result = train(
+        **{**RUN, **told, "data": data}, run_dir=str(tmp_path / "run"), overrides=["train.steps=1"]
+    )
+    assert [x["eval/e/loss_tokens"] for x in result.metrics if "eval/e/loss_tokens" in x] == [tokens, tokens]
+    assert said in (tmp_path / "run" / "run.log").read_text()
 
 
 # ---------------------------------------------------------------- a whole run, and its checkpoints again

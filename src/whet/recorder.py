@@ -16,9 +16,8 @@ from whet.config.evaluation import EvalSampling, evaluates, judges
 from whet.config.resuming import fingerprint
 from whet.config.schema import Config
 from whet.context import Context
-from whet.data.chat import encode_reply, with_kwargs
 from whet.data.replies import reader
-from whet.data.tasks import reply_limit
+from whet.data.tasks import learned_tokens, reply_limit
 from whet.early_stopping import should_stop, values_of
 from whet.envs.opened import Environments
 from whet.eval_loss import eval_loss, given
@@ -360,12 +359,14 @@ def held_out_replies(context: Context, models: Models, tasks: list[Task]) -> lis
 
     def fits(task: Task, reply: Reply) -> bool:
         longest = reply_limit(task, limit, cfg.data.max_total_tokens)
-        tokenizer = with_kwargs(models.tokenizer, task.chat_template_kwargs)
-        return not drops or len(encode_reply(tokenizer, task.prompt, reply, task.tools)) <= longest
+        return not drops or len(learned_tokens(task, reply, models.tokenizer)) <= longest
 
-    return reader(cfg, kind, models.tokenizer, ends=models.ends)(
-        given(tasks, kind, judged=judges(cfg), fits=fits)
-    )
+    read = reader(cfg, kind, models.tokenizer, ends=models.ends)
+    groups = read(given(tasks, kind, judged=judges(cfg), fits=fits))
+    ended = [r.finish_reason for group in groups for r in group.rollouts]
+    if cut := ended.count("length"):
+        log.warning("held-out replies: %d of %d are too long and are cut", cut, len(ended))
+    return groups
 
 
 def _export(cfg: Config, models: Models, path: Path) -> None:

@@ -353,9 +353,9 @@ def _reply_lengths(work: _Work, rows: SourceRows, kept: Sequence[tuple[int, Fiel
     if work.max_response_tokens is None:
         return lengths
     if has_no_prompts(work.source):
-        replies = [ids[1:] for ids in encode_whole(work.tokenizer, _wholes(kept))]
-        work.counts["unknown_tokens"] += sum(_unknown(work.tokenizer, np.array(ids)) for ids in replies)
-        return [{"response": len(ids)} for ids in replies]
+        whole = [ids[1:] for ids in encode_whole(work.tokenizer, _wholes(kept))]
+        work.counts["unknown_tokens"] += sum(_unknown(work.tokenizer, np.array(ids)) for ids in whole)
+        return [{"response": len(ids)} for ids in whole]
     for name in ("response", "rejected"):
         replies = [(k, getattr(f, name)) for k, (_, f) in enumerate(kept)]
         having = [k for k, reply in replies if reply is not None and not isinstance(reply, tuple)]

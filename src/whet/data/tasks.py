@@ -34,6 +34,7 @@ from whet.types import (
     Group,
     Json,
     Message,
+    Reply,
     Rollout,
     Task,
     given_tokens,
@@ -374,6 +375,17 @@ def reply_limit(task: Task, max_tokens: int, max_total_tokens: int | None) -> in
     return max(0, min(max_tokens, max_total_tokens - len(task.token_ids)))
 
 
+def learned_tokens(task: Task, reply: Reply, tokenizer: Tokenizer, ends: Collection[int] = ()) -> list[int]:
+    """The tokens of a reply to a task, end token included; of a whole text all but the first."""
+    if not task.prompt:
+        return encode_whole(tokenizer, [reply])[0][1:]
+    return encode_reply(_tokenizer_of(task, tokenizer), task.prompt, reply, task.tools, ends=ends)
+
+
+def _tokenizer_of(task: Task, tokenizer: Tokenizer) -> Tokenizer:
+    return with_kwargs(tokenizer, task.chat_template_kwargs) if task.prompt else tokenizer
+
+
 def _learned(task: Task, tokenizer: Tokenizer, overlong: str) -> list[int]:
     """Which tokens of the prompt are replies, truncated like the prompt. Nothing predicts the first one."""
     n = len(task.token_ids)
@@ -406,13 +418,11 @@ def _reply(
     if given is None:
         fault = no_reply(field, None, task.extra)
         raise DataError(f"Task {task.uid} of source {task.source!r}: {fault}")
-    if task.prompt:
-        tokenizer = with_kwargs(tokenizer, task.chat_template_kwargs)
-        reply = encode_reply(tokenizer, task.prompt, given, task.tools, ends=ends)
-        text = reply_text(tokenizer, task.prompt, given, task.tools)
-    else:
-        text = reply_text(tokenizer, "", given)
-        reply = encode_whole(tokenizer, [given])[0][1:]
+    tokenizer = _tokenizer_of(task, tokenizer)
+    text, reply = (
+        reply_text(tokenizer, task.prompt, given, task.tools),
+        learned_tokens(task, given, tokenizer, ends),
+    )
     cut = len(reply) > max_tokens
     if cut and not overlong.startswith("truncate"):
         raise DataError(
