@@ -497,6 +497,30 @@ def test_faults_in_a_stage_name_it_and_base_faults_are_told_once(tmp_path):
     assert said.startswith("3 problems")
 
 
+def test_what_a_stage_has_from_the_base_is_told_where_the_base_has_it(tmp_path: Path) -> None:
+    """Also where the stage has a section of that name; but a list of the stage is its own."""
+    path = write(
+        tmp_path,
+        "data: {max_prompt_tokens: 8, train: [{path: a, limit: 2}]}\n"
+        "stages:\n"
+        "  - name: own\n"
+        "    algorithm: {kl: {coef: 0.1}}\n"
+        "    data: {train: [{path: b}]}\n"
+        "  - name: inherited\n"
+        "    data: {seed: 5}\n",
+    )
+    given = "algorithm.kl.estimator=k1", "data.train.0.prompt=text"
+    loaded = load(path, given)
+    for stage in ("own", "inherited"):
+        assert loaded.where(f"stages.{stage}.algorithm.kl.estimator") == f"override {given[0]}"
+        assert loaded.where(f"stages.{stage}.data.max_prompt_tokens") == f"{path}:1"
+    assert loaded.where("stages.own.algorithm.kl.coef") == f"{path}:4"
+    assert loaded.where("stages.own.data.train.0.limit") == f"{path}:5"
+    assert loaded.where("stages.own.data.train.0.prompt") == f"{path}:5"
+    assert loaded.where("stages.inherited.data.train.0.limit") == f"{path}:1"
+    assert loaded.where("stages.inherited.data.train.0.prompt") == f"override {given[1]}"
+
+
 def test_stages_of_a_config_made_in_python():
     cfg = Config.model_validate_json('{"stages": [{"name": "a", "train": {"stesp": 1}}]}')
     with pytest.raises(

@@ -110,9 +110,16 @@ def _is_list(path: Path) -> bool:
 
 
 def origin(origins: Mapping[Path, str], path: Path) -> str:
-    """Where a value, or the nearest section around it, was given; '' if nowhere."""
+    """Where a value, or the nearest section around it, was given; '' if nowhere. A stage may have it from the base."""
     in_stage = len(path) > 2 and path[0] == "stages" and path[2] in STAGE_SECTIONS
-    for n in range(len(path), 2 if in_stage else 0, -1):
-        if path[:n] in origins:
-            return origins[path[:n]]
-    return origin(origins, path[2:]) or origins.get(path[:2], "") if in_stage else ""
+    if not in_stage:
+        return origins.get(path[: _given(origins, path)], "")
+    own, base = _given(origins, path, 3), _given(origins, path[2:]) + 2
+    lists = [n for n in range(3, len(path)) if isinstance(path[n], int)]
+    inherited = base > 2 and own < min([base, *lists])  # entries of a list of the stage are its own
+    return origins[path[2:base]] if inherited else origins.get(path[: own or 2], "")
+
+
+def _given(origins: Mapping[Path, str], path: Path, least: int = 1) -> int:
+    """Length of the longest beginning of the path, of at least this length, that has a place; 0: none."""
+    return next((n for n in range(len(path), least - 1, -1) if path[:n] in origins), 0)
