@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -295,12 +296,14 @@ def test_a_host_that_is_killed_changes_no_number(clean: Path, tree: dict[str, An
     assert (tmp_path / "once").exists()
     assert (killed / "metrics.jsonl").read_bytes() == (clean / "metrics.jsonl").read_bytes()
     assert rollouts(killed) == rollouts(clean)
-    booked = [
-        sum(line.get("env/host_restarts_count", 0.0) for line in lines(x, "timings.jsonl"))
-        for x in (clean, killed)
-    ]
-    assert booked == [0.0, 1.0]
-    assert "killed by SIGKILL; its" in (killed / "run.log").read_text()
+    booked = {
+        name: [sum(line.get(name, 0.0) for line in lines(x, "timings.jsonl")) for x in (clean, killed)]
+        for name in ("env/host_restarts_count", "env/restarts_count")
+    }
+    assert booked["env/host_restarts_count"] == [0.0, 1.0]
+    (again,) = re.findall(r"killed by SIGKILL; its (\d+) episodes restart", (killed / "run.log").read_text())
+    assert booked["env/restarts_count"] == [0.0, float(again)]
+    assert int(again) > 0
 
 
 def test_a_host_that_is_killed_from_outside_is_replaced(clean: Path, tree: dict[str, Any]) -> None:

@@ -261,6 +261,8 @@ class EnvHosts:
         self.cfg, self.imports = cfg, tuple(imports)
         self.restarts = 0
         """Hosts that have been replaced."""
+        self.restarted = 0
+        """Episodes that begin anew because their host was lost."""
         self.numbers = count(1)
         self._deaths = 0
         self._broken: str | None = None
@@ -528,7 +530,8 @@ class EnvHosts:
             words(why, MOST_ERROR) if place.culprit is not None else f"crashed: {words(why, MOST_ERROR)}"
         )
         for playing in list(place.playing.values()):
-            playing.settle(error=playing.lost(place))
+            playing.settle(error=(lost := playing.lost(place)))
+            self.restarted += isinstance(lost, EnvRestarted)
         if not place.alone and not place.retired:
             count = len(place.playing)
             self._lost(f"{place.dead}; its {count} episodes restart in another host")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ class Environments:
         self._hosts: dict[str, EnvHosts] = {}
         self._work: RunWork | None = None
         """Of the stage that was asked for last."""
-        self._told = 0
+        self._told = Counter[str]()
         self._said: set[str] = set()
         """What was logged of chat templates."""
 
@@ -123,17 +124,20 @@ class Environments:
             self._journal.drop(stage, step)
 
     def timings(self) -> Metrics:
-        """Since the last call: hosts that were replaced, answers that came from the journal, those that the journal had
-        for another question, and what environments asked of the run. Nothing for a run without an environment."""
+        """Since the last call: hosts that were replaced, episodes that began anew because of that, answers that came
+        from the journal, those that the journal had for another question, and what environments asked of the run.
+        Nothing for a run without an environment."""
         if not self._hosts:
             return {}
-        total = sum(hosts.restarts for hosts in self._hosts.values())
+        total = Counter[str]()
+        for hosts in self._hosts.values():
+            total += Counter({"host_restarts": hosts.restarts, "restarts": hosts.restarted})
         new, self._told = total - self._told, total
         counted = {
             f"env/{name}_count": float(self._counts.pop(name, 0))
             for name in ("replayed", "asked_anew", "scores", "programs")
         }
-        return {"env/host_restarts_count": float(new), **counted}
+        return {f"env/{name}_count": float(new[name]) for name in ("host_restarts", "restarts")} | counted
 
     def close(self) -> None:
         """End all hosts."""
