@@ -112,6 +112,11 @@ def test_hydra_s_files():
     )
     sizes = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1"
     assert script(megatron, sizes).config == script(VERL, "model_engine=megatron", sizes).config
+    for name in ("ppo_trainer", "fully_async_ppo_trainer.yaml", "one_step_off_ppo_trainer"):
+        named = VERL.replace(
+            "main_ppo --config-path=config", f"main_ppo --config-path=config --config-name={name}"
+        )
+        assert script(named).config == script(VERL).config
     assert "run.sh:9: there is no config file mine.yaml here; looked for" in refused(
         VERL.replace("=config ", "=conf --config-name mine ")
     )

@@ -48,7 +48,15 @@ _CHOICES: Mapping[str, Mapping[str, str]] = {
 """Hydra's choice of a file for a section: those of verl and of verl_mlite -> the overrides that say the same, '' where
 a file leaves it out."""
 _CHOICE = re.compile(r"[+]*(?P<group>[\w/]+)(?P<at>@[\w.]+)?=(?P<name>\w*)")
-_WHOLE = ("ppo_trainer", "sft_trainer", "sft_trainer_engine", "evaluation", "generation")
+_WHOLE = (
+    "ppo_trainer",
+    "fully_async_ppo_trainer",
+    "one_step_off_ppo_trainer",
+    "sft_trainer",
+    "sft_trainer_engine",
+    "evaluation",
+    "generation",
+)
 """verl's own files, whose values are in the tables."""
 _FLAG = re.compile(r"--?[A-Za-z]")
 
