@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from adapted import answers, played, task, world
 from whet.envs.env import EnvFault
 from whet.envs.skyrl_gym import RUN_CODE, SkyrlEnv
+from whet.guard import sandbox
 from whet.types import ConfigError, Message
 
 MAKE = "whet.envs.skyrl_gym:make"
@@ -103,6 +105,44 @@ def test_what_is_not_there_or_runs_code_is_refused_at_the_start(env: str, said: 
     pytest.importorskip("skyrl_gym", reason="needs the package skyrl-gym (whet[skyrl])")
     with pytest.raises(ConfigError, match=said):
         played(MAKE, {"env": env}, {1: ["x"]})
+
+
+@pytest.mark.skipif(bool(sandbox.lacking()), reason=f"no sandbox here: {sandbox.lacking()}")
+def test_sql_of_the_policy_reads_its_database_and_makes_no_file(tmp_path: Path) -> None:
+    """Where nothing holds it, `ATTACH` makes one wherever the process may write."""
+    pytest.importorskip("skyrl_gym", reason="needs the package skyrl-gym (whet[skyrl])")
+    file = tmp_path / "spider/database/d/d.sqlite"
+    file.parent.mkdir(parents=True)
+    with sqlite3.connect(file) as database:
+        database.executescript("CREATE TABLE t(x); INSERT INTO t VALUES (41), (42);")
+    database.close()
+    held, free = tmp_path / "held", tmp_path / "free"
+    turns = [
+        f"<think>a</think><sql>ATTACH DATABASE '{held}' AS m</sql>",
+        "<think>b</think><sql>SELECT max(x) FROM t</sql>",
+        "<think>c</think><solution>SELECT max(x) FROM t</solution>",
+    ]
+    row = {"db_id": "d", "data": "spider", "reward_spec": {"ground_truth": "SELECT 42"}}
+    codec, found = played(
+        MAKE, {"env": "text2sql", "max_turns": 5, "db_path": str(tmp_path)}, {1: turns}, {1: row}
+    )
+    refused, told = codec.results(found[1][0])
+    assert "unable to open database" in refused
+    assert "42" in told
+    assert found[1][0].turns[-1].reward == 1.0
+    sqlite3.connect(file).execute(
+        turns[0].partition("<sql>")[2].replace("held", "free").removesuffix("</sql>")
+    )
+    assert (held.exists(), free.exists()) == (False, True)
+
+
+def test_sql_of_the_policy_is_refused_where_nothing_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("skyrl_gym", reason="needs the package skyrl-gym (whet[skyrl])")
+    monkeypatch.setattr(sandbox, "lacking", lambda: "no Landlock")
+    with pytest.raises(
+        ConfigError, match=r"runs the policy's text as SQL, which can make files.*no Landlock"
+    ):
+        SkyrlEnv.prepare({"env": "text2sql"})
 
 
 def test_without_the_package_a_registered_name_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

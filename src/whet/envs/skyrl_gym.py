@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from whet.envs.env import EnvFault, EnvStep, World
+from whet.guard import sandbox
 from whet.guard.foreign import number
 from whet.tables import load_object, near
 from whet.types import ConfigError, Json, Message, Task
@@ -20,6 +21,8 @@ from whet.types import ConfigError, Json, Message, Task
 _WHERE = "rollout.env.arguments"
 RUN_CODE = {"lcb", "searchcode"}
 """Of skyrl-gym 0.3 and 0.4: they run what the policy writes as a program, with the rights of the run."""
+RUN_SQL = {"text2sql"}
+"""They run what the policy writes as SQL: `ATTACH` makes a file wherever the process may. Their threads only read."""
 
 
 class SkyrlEnv:
@@ -37,7 +40,10 @@ class SkyrlEnv:
         if max_turns is not None:
             extras["max_turns"] = max_turns
         self.task = task
-        self.inner = _maker(env)(env_config=OmegaConf.create(env_config), extras=extras)
+        make = _maker(env)
+        if env in RUN_SQL:
+            sandbox.read_only()  # of the episode's thread
+        self.inner = make(env_config=OmegaConf.create(env_config), extras=extras)
         self.told: Mapping[str, float] = {}
         """What `get_metrics` said last."""
 
@@ -104,6 +110,11 @@ def _maker(env: str) -> Any:
         raise ConfigError(
             f"{_WHERE}.env={env!r} runs the policy's text as a program, with the rights of this run; expected an "
             "environment that does so in a sandbox"
+        )
+    if env in RUN_SQL and (why := sandbox.lacking()):
+        raise ConfigError(
+            f"{_WHERE}.env={env!r} runs the policy's text as SQL, which can make files; expected a system with a "
+            f"sandbox to hold it: {why}"
         )
     return lambda **given: skyrl_gym.make(env, **given)
 
