@@ -2,7 +2,7 @@
 
     python tests/golden/compare.py BASE [--only NAME]      `make golden BASE=<commit>` runs it
 
-Needs: git, and what `make test` needs. Takes: about eight minutes on two CPU cores. Each case runs twice, by the source
+Needs: git, and what `make test` needs. Takes: about ten minutes on two CPU cores. Each case runs twice, by the source
 of BASE and by that of the working tree, with the config files of BASE, so that files of before still mean the same.
 What is compared is decoded: every number of metrics.jsonl, every column of every row of the rollouts and of the
 evaluation, every tensor of the exports. Names that were changed on purpose stand in renames.tsv. Exit code
@@ -63,6 +63,13 @@ CASES: dict[str, tuple[str, ...]] = {
         "algorithm.name=dapo",
         "algorithm.max_refills=50",
         "rollout.max_staleness=1",
+    ),
+    "rounds": (
+        "tests/golden/tiny.yaml",
+        "algorithm.name=grpo",
+        "mode=train",
+        "cluster.explorers=2",
+        "buffer.url=sqlite:///${run_dir}/groups.db",
     ),
 }
 """By name: a file, of BASE where it has it, and overrides, by names that both sides read."""
