@@ -130,6 +130,40 @@ def test_number_reads_what_python_writes(n, zeros):
     assert builtin.number(f"so\n#### {n + 1}", task(str(n))) == {"score": 0.0, "answer": str(n + 1)}
 
 
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        (r"9{,}500", "9500"),  # opencompass#2647
+        (r"9\,500", "9500"),
+        ("9\u202f500", "9500"),
+        ("1,00,000", "100000"),
+        ("72, ", "72"),  # omlx#3484
+        ("-$5", "-5"),  # open-instruct#1530
+        ("$-5", "-5"),
+        (r"\$5", "5"),
+        ("\u22125", "-5"),
+        ("1/2", "0.5"),  # matchspec#306
+        ("-2/6", "-1/3"),
+        ("1e-05", "0.00001"),  # an answer that is a float
+        ("1e+16", str(10**16)),
+    ],
+)
+def test_a_number_is_read_as_it_is_written(written, value):
+    for answer in (value, written):
+        right = {"score": 1.0, "answer": value}
+        assert builtin.number(f"so\n#### {written}", task(answer)) == right
+        assert builtin.number(f"it is {written}", task(answer), flexible=True) == right
+
+
+def test_what_looks_like_a_number_is_none():
+    """Neither a part of a date, a version, a power or a list is one, nor is the sign of a difference."""
+    said = ["10/07/2020", "1.2.3", "2^{10}", "1,2", "1/0", "1e9999"]
+    assert [builtin.number(f"#### {text}", task("1")) for text in said] == [{"score": 0.0}] * len(said)
+    last = {"3-5": "5", "x-5": "5", "(1,2)": "2", "7 on 10/07/2020": "7"}
+    found = {text: builtin.number(text, task("0"), flexible=True)["answer"] for text in last}
+    assert found == last
+
+
 def test_math():
     t = task(r"\frac{1}{2}")
     right = [

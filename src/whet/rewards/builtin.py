@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Context, Decimal
+from fractions import Fraction
 from typing import Any
 
 from whet.types import Json, Task
@@ -57,7 +59,17 @@ UNCONFINED = {
     ),
 }
 
-_NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+_COMMA = r"(?:[,\u2009\u202f]|\{,\}|\\,)"
+_NUMBER = (
+    r"(?<!\d)(?<!\d[./])(?:\\?\$\s?)?(?P<sign>(?<![\w)\]}])[-+\u2212])?(?:\\?\$\s?)?"
+    rf"(?P<digits>(?>\d+(?:{_COMMA}\d+)*(?:\.\d+)?|\.\d+))"
+    r"(?P<power>(?>[eE][-+]?\d{1,3}(?!\d))?)(?:/(?P<under>(?>\d+)))?(?![./]\d|\^|[eE][-+]?\d)"
+)
+"""What else looks like one is none: a date, a version, a power; a '-' after a word or number is no sign."""
+_AFTER_HASHES, _ANYWHERE = re.compile(rf"####\s*{_NUMBER}"), re.compile(_NUMBER)
+_THOUSANDS = re.compile(rf"\d+(?:\.\d+)?|\.\d+|\d{{1,3}}(?:{_COMMA}\d{{2,3}})*{_COMMA}\d{{3}}(?:\.\d+)?")
+_LONGEST_FRACTION = 18
+"""Digits of a fraction's two numbers."""
 _LETTER = r"\(?\s*([A-Za-z])\s*\)?(?![A-Za-z0-9'\u2019])"
 _CHOICE = r"(?i:\b(?:answer|choice|option)\b)"
 _TOLD = re.compile(rf"{_CHOICE}(?i:\s+is\b\s*:?|\s*:)\s*(?:\*\*)?\s*(?!\s*[ai]\s+\w){_LETTER}")
@@ -108,10 +120,10 @@ def choice(response: str, task: Task) -> Verdict:
 
 
 def number(response: str, task: Task, *, flexible: bool = False) -> Verdict:
-    """1 if the reply's number, after the last '####' (GSM8K), equals the answer's; `flexible`: the last one.
+    r"""1 if the reply's number, after the last '####' (GSM8K), equals the answer's; `flexible`: the last one.
 
-    Thousands' commas, '$' and trailing dots do not count; 5 equals 5.0. The answer may itself be a solution
-    with '####' in it.
+    5 equals 5.0, 1/2 equals 0.5. Thousands' commas (also `{,}` and `\,`), '$' and trailing dots do not count. The
+    answer may itself be a solution with '####' in it. ValueError if it has no number.
     """
     want = str(reference(task))
     expected = _last_number(want, flexible="####" not in want)
@@ -121,13 +133,36 @@ def number(response: str, task: Task, *, flexible: bool = False) -> Verdict:
     return verdict(got == expected, None if got is None else _plain(got))
 
 
-def _last_number(text: str, *, flexible: bool) -> Decimal | None:
-    found = re.findall(_NUMBER if flexible else rf"####\s*({_NUMBER})", text)
-    return Decimal(re.sub(r"[,$]", "", found[-1])) if found else None
+def _last_number(text: str, *, flexible: bool) -> Decimal | Fraction | None:
+    found = deque((_ANYWHERE if flexible else _AFTER_HASHES).finditer(text), maxlen=1)
+    return _value(found[0], flexible=flexible) if found else None
 
 
-def _plain(value: Decimal) -> str:
+def _value(found: re.Match[str], *, flexible: bool) -> Decimal | Fraction | None:
+    """The number; of numbers with commas between them (1,2) the last one, or none. None of a fraction of nothing."""
+    digits, under = found["digits"], found["under"]
+    if not _THOUSANDS.fullmatch(digits):
+        if not flexible:
+            return None
+        digits = re.split(_COMMA, digits)[-1]
+    value = Decimal(
+        ("-" if found["sign"] in ("-", "\u2212") else "") + re.sub(_COMMA, "", digits) + found["power"]
+    )
+    if under is None:
+        return value
+    if len(digits) > _LONGEST_FRACTION or len(under) > _LONGEST_FRACTION or not int(under):
+        return None
+    fraction = Fraction(value) / int(under)
+    exact = Context(prec=8 * _LONGEST_FRACTION).divide(
+        Decimal(fraction.numerator), Decimal(fraction.denominator)
+    )
+    return exact if exact == fraction else fraction
+
+
+def _plain(value: Decimal | Fraction) -> str:
     """Digits that are equal for equal numbers: 5.0, +5 and 5 are '5'. (`normalize` rounds to 28 digits.)"""
+    if isinstance(value, Fraction):
+        return str(value)
     text = f"{value:f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if value == 0 else text
