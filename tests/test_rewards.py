@@ -403,12 +403,32 @@ def test_verls_function_of_batches_gets_a_group(tmp_path):
     t = Task(uid=1, source="s", prompt="q", answer="b")
     length = RewardConfig(function=f"{file}:compute_score", arguments={"scale": 2})
     scored = run([group(t, "a", "bb", "")], {"len": length})[0].rollouts
-    assert [r.reward for r in scored] == [2.0, 4.0, 0.0]
+    assert [r.reward for r in scored] == [2.0, 4.0, None]
     assert [r.reward_parts for r in scored] == [
         {"len": 2.0, "len/long": 0.0},
         {"len": 4.0, "len/long": 1.0},
         {},
     ]
+    assert scored[2].error == "len gave no value for this reply"
+
+
+def test_a_reply_that_no_reward_gave_a_value_is_unscored():
+    """TRL scores it 0, which penalises it (trl#5773); the value of another reward, or of its environment, counts."""
+
+    def trl(prompts, completions):
+        return [None if text == "none" else 1.0 for text in completions]
+
+    (only,) = run([group(task(), "a", "none")], {"trl": RewardConfig(function="object:r")}, {"trl": trl})
+    assert [(r.reward, r.error) for r in only.rollouts] == [
+        (1.0, None),
+        (None, "trl gave no value for this reply"),
+    ]
+    both = {"trl": RewardConfig(function="object:r"), "exact": RewardConfig(function="exact")}
+    (beside,) = run([group(task("none"), "none")], both, {"trl": trl})
+    assert [(r.reward, r.reward_parts) for r in beside.rollouts] == [(1.0, {"exact": 1.0})]
+    played = replace(rollout(task(), "none"), reward=0.5)
+    (played_too,) = run([Group(task(), (played,))], {"trl": RewardConfig(function="object:r")}, {"trl": trl})
+    assert [(r.reward, r.error) for r in played_too.rollouts] == [(0.5, None)]
 
 
 @pytest.mark.parametrize(

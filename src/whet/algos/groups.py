@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from math import isclose
 from statistics import pstdev, stdev
 
 import numpy as np
@@ -16,6 +17,7 @@ from whet.types import Group, Rollout, Task, WhetError
 
 Dropped = dict[str, int]
 """Rollouts that were dropped from their group, by reason."""
+_ROUNDING = 1e-12
 
 
 def refine(group: Group, cfg: GroupsConfig) -> tuple[Group, Dropped]:
@@ -42,8 +44,14 @@ def uninformative(
     rewards = [_reward(r) for r in group.rollouts]
     if cfg.min_std is not None and deviation(rewards, ddof=cfg.min_std_ddof) <= cfg.min_std:
         return "flat"
-    judged = {_parts(r, cfg.uniform_by, weights) if cfg.uniform_by else _reward(r) for r in group.rollouts}
-    return "uniform" if drop_uniform and len(judged) == 1 else None
+    if cfg.uniform_by:
+        rewards = [_parts(r, cfg.uniform_by, weights) for r in group.rollouts]
+    return "uniform" if drop_uniform and _equal(rewards) else None
+
+
+def _equal(rewards: Sequence[float]) -> bool:
+    """Whether they are one number, up to the rounding of their sums: 0.1 + 0.2 is 0.3."""
+    return isclose(min(rewards), max(rewards), rel_tol=_ROUNDING)
 
 
 def rejection(group: Group, *, algorithm: Resolved, weights: Mapping[str, float], alone: bool) -> str | None:

@@ -67,8 +67,7 @@ class RolloutWork:
         ((scored,),) = (group.rollouts for group in await score([Group(task, (reply,))], asked))
         if scored.error is not None:
             raise WhetError(scored.error)
-        if scored.reward is None or not scored.reward_parts:
-            raise WhetError(f"{', '.join(asked.weights)} gave no value for this reply")
+        assert scored.reward is not None
         return ReplyScore(scored.reward, scored.reward_parts)
 
     async def program(self, given: Json) -> ProgramOutcome:

@@ -270,9 +270,6 @@ async def _judged(rollout: Rollout, found: dict[str, CallResult], rewards: Rewar
         return rollout
     own: dict[str, CallResult] = {}
     names = rewards.of(rollout.task)
-    if not names and rollout.reward is None:
-        why = f"no reward scores source {rollout.task.source!r}, and no environment played this row"
-        return rollout.scored(None, {}, why)
     for name in names:
         if name in rewards.models:
             await asyncio.sleep(0)  # a model holds the process: between two rollouts others may go on
@@ -280,6 +277,11 @@ async def _judged(rollout: Rollout, found: dict[str, CallResult], rewards: Rewar
             pulse.beat("scoring")
         elif name in found:
             own[name] = found[name]
+    if not own and rollout.reward is None:
+        unscored = f"no reward scores source {rollout.task.source!r}, and no environment played this row"
+        return rollout.scored(
+            None, {}, f"{', '.join(names)} gave no value for this reply" if names else unscored
+        )
     return _scored(rollout, own, rewards)
 
 
