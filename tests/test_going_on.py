@@ -206,6 +206,21 @@ def test_keys_of_another_version_are_no_change() -> None:
         resuming.taken(Path("c"), old, config("train.temperature=0.5"), at=("main", 1), change=False)
 
 
+def test_long_values_are_told_from_where_they_differ() -> None:
+    """Both were told by their beginnings, which were the same."""
+    prompt = "You are a helpful assistant. Think before you answer, and end with the number alone. " * 3
+    was, now = (
+        config(f"data.train=[{{path: tests/data/words.jsonl, system_prompt: '{prompt}{end}'}}]")
+        for end in ("Be brief.", "Be thorough.")
+    )
+    (text,) = [str(c) for c in changes(dump(was), dump(now)) if c.key.endswith("system_prompt")]
+    key, _, told = text.partition(": ")
+    assert (key, told) == (
+        "data.train[0].system_prompt",
+        '...he number alone. Be brief." -> ...he number alone. Be thorough."',
+    )
+
+
 def test_a_rate_that_is_not_given_is_that_of_its_method() -> None:
     at, none = "train.optimizer.lr", ("train.optimizer.lr=null",)
     assert told(none, (f"{at}=1e-6",)) == {}

@@ -6,6 +6,7 @@ import json
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
@@ -127,12 +128,34 @@ def _parts(annotation: Any) -> list[Any]:
 # ---------------------------------------------------------------- showing
 
 
+_MOST_SHOWN, _BEFORE = 60, 20
+
+
 def shown(value: Json) -> str:
     """A value in the form of a config file, truncated where it is long."""
-    text = redact(
+    return _excerpt(_whole(value), 0)
+
+
+def shown_change(old: Json, new: Json) -> str:
+    """Both values, from a little before their first difference where they are long."""
+    texts = _whole(old), _whole(new)
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*texts)))
+    begin = max(0, common - _BEFORE)
+    return " -> ".join(_excerpt(text, begin) for text in texts)
+
+
+def _whole(value: Json) -> str:
+    return redact(
         json.dumps(value, ensure_ascii=False)
     )  # before truncation: a part of a secret is not recognised
-    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _excerpt(text: str, begin: int) -> str:
+    if len(text) <= _MOST_SHOWN:
+        return text
+    before, rest = ("..." if begin else ""), text[begin:]
+    room = _MOST_SHOWN - len(before)
+    return before + (rest if len(rest) <= room else rest[: room - 3] + "...")
 
 
 def named(path: Path, tree: Json) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError
 
 from whet.config.derived import method_lr
-from whet.config.faults import shown
+from whet.config.faults import shown_change
 from whet.config.key_table import column
 from whet.config.keys import TABLES, Key, dotted, is_list, keys, lookup
 from whet.config.keys import Path as At
@@ -102,7 +102,7 @@ class Change:
         return dotted(self.at) if self.stage is None else f"stages.{self.stage}.{dotted(self.at)}"
 
     def __str__(self) -> str:
-        return f"{self.key}: {shown(self.old)} -> {shown(self.new)}"
+        return f"{self.key}: {shown_change(self.old, self.new)}"
 
 
 # ---------------------------------------------------------------- comparing
