@@ -179,7 +179,8 @@ def test_a_reward_of_trl_gets_all_replies_of_a_group_at_once():
         assert columns == {"answer": ["4"] * 3}
         return [None if c == "?" else level[0] + len(set(completions)) for c in completions]
 
-    assert scored(reward, ["4", "5", "?"], level=2) == [(5.0, None), (5.0, None), (0.0, None)]
+    none = (None, "r gave no value for this reply")
+    assert scored(reward, ["4", "5", "?"], level=2) == [(5.0, None), (5.0, None), none]
 
 
 def test_a_chat_reaches_a_reward_of_trl_as_messages():

@@ -434,6 +434,19 @@ def test_bad_rows_are_named_with_their_line_and_column(row, source, says, tmp_pa
         stream(tokenizer, SourceConfig(path=path, **source))
 
 
+def test_a_bad_row_of_a_parquet_file_is_told_with_all_its_columns(tmp_path, tokenizer):
+    """Those that are not read are left in the file; the one that was meant is often among them."""
+    for column in ("promt", "prompt"):
+        pq.write_table(
+            pa.table({column: ["x"], "answer": ["a"], "worse": ["w"]}), tmp_path / f"{column}.parquet"
+        )
+    with pytest.raises(DataError, match="row 1: no column 'prompt'; columns: promt, answer, worse"):
+        stream(tokenizer, SourceConfig(path=str(tmp_path / "promt.parquet")))
+    source = SourceConfig(path=str(tmp_path / "prompt.parquet"), response="answer")
+    with pytest.raises(DataError, match=r"no rejected reply .*Columns that nothing reads: worse"):
+        TaskStream([source], DataConfig(), tokenizer=tokenizer, seed=0, learned="preferences")
+
+
 def test_an_empty_prompt_of_no_tokens_is_refused(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [message()])
     tokenizer_without_markup = load_tokenizer(

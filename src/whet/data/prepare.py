@@ -24,6 +24,7 @@ from whet.data.chat import (
     with_kwargs,
 )
 from whet.data.columns import PER_ROW, Fields, has_no_prompts, is_asked_by_env, named, parse, used
+from whet.data.parts import Row
 from whet.data.rows import SourceRows, read_rows
 from whet.guard import pulse
 from whet.types import ConfigError, DataError, Json, Reply, Task
@@ -236,12 +237,14 @@ def _batch(
     """(row number, fields, prompt tokens) of the rows begin .. end-1 that may be drawn. Adds to `found`."""
     kept: list[tuple[int, Fields]] = []
     for i, row in enumerate(rows.slice(begin, end, used(work.source)), begin):
-        fields = parse(row, work.source, name=rows.name, chat=work.data.chat, where=rows.where(i))
+        try:
+            fields, held_out = _read(work, rows, i, row)
+        except DataError:  # told of the row with all its columns; this one has those alone that are read
+            fields, held_out = _read(work, rows, i, rows.row(i))
         found |= fields.found
-        if prompt_key(fields.prompt, fields.response, fields.extra) in work.exclude:
+        if held_out:
             work.counts["held_out"] += 1
         else:
-            _check_replies(work, fields, where=rows.where(i))
             kept.append((i, fields))
     all_ids = _prompt_tokens(work, rows, kept)
     out = []
@@ -252,6 +255,15 @@ def _batch(
         if drawn is not None:
             out.append((i, fields, drawn))
     return out
+
+
+def _read(work: _Work, rows: SourceRows, i: int, row: Row) -> tuple[Fields, bool]:
+    """The fields of row i, and whether it is held out. DataError for a row that cannot be learned from."""
+    fields = parse(row, work.source, name=rows.name, chat=work.data.chat, where=rows.where(i))
+    held_out = prompt_key(fields.prompt, fields.response, fields.extra) in work.exclude
+    if not held_out:
+        _check_replies(work, fields, where=rows.where(i))
+    return fields, held_out
 
 
 def _check_replies(work: _Work, f: Fields, *, where: str) -> None:
