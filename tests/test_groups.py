@@ -126,6 +126,8 @@ def test_uniform_groups() -> None:
     assert judge(rewarded(1.0, 0.0), GroupsConfig()) is None
     assert uninformative(rewarded(1.0, 1.0), GroupsConfig(), drop_uniform=False, weights={}) is None
     assert judge(rewarded(0.1 + 0.2, 0.3), GroupsConfig()) == "uniform"  # OpenRLHF#1270
+    assert judge(rewarded(0.1 + 0.2 - 0.3, 0.0), GroupsConfig()) == "uniform"
+    assert judge(rewarded(0.1 + 0.2, 0.3), GroupsConfig(min_std=0.0)) == "flat"
     assert judge(rewarded(1e-9, 0.0), GroupsConfig()) is None
 
 

@@ -50,8 +50,8 @@ def uninformative(
 
 
 def _equal(rewards: Sequence[float]) -> bool:
-    """Whether they are one number, up to the rounding of their sums: 0.1 + 0.2 is 0.3."""
-    return isclose(min(rewards), max(rewards), rel_tol=_ROUNDING)
+    """Whether they are one number, up to the rounding of their sums: 0.1 + 0.2 is 0.3, and 0.1 + 0.2 - 0.3 is 0."""
+    return len(rewards) > 0 and isclose(min(rewards), max(rewards), rel_tol=_ROUNDING, abs_tol=_ROUNDING)
 
 
 def rejection(group: Group, *, algorithm: Resolved, weights: Mapping[str, float], alone: bool) -> str | None:
@@ -66,7 +66,7 @@ def rejection(group: Group, *, algorithm: Resolved, weights: Mapping[str, float]
 
 def deviation(rewards: Sequence[float], *, ddof: int) -> float:
     """Standard deviation, n - ddof below; 0 of equal rewards and of fewer than two."""
-    if len(set(rewards)) < 2:
+    if len(rewards) < 2 or _equal(rewards):
         return 0.0
     return stdev(rewards) if ddof else pstdev(rewards)
 
