@@ -161,6 +161,21 @@ def test_a_log_is_bounded_and_has_no_secrets(tmp_path: Path, monkeypatch: pytest
     assert "the token is" in (tmp_path / "whole.log").read_text()
 
 
+def test_a_server_is_read_on_while_its_log_cannot_be_written(tmp_path: Path) -> None:
+    """It would wait at a full pipe, and a run for its answers."""
+    log, source = EngineLog(tmp_path / "engine.log"), tmp_path / "printed"
+    source.write_bytes(b"a line\n" * 500)
+    there = log._file
+    with source.open("rb") as file, open("/dev/full", "ab", buffering=0) as log._file:
+        log.copy(file)
+        assert file.read() == b""
+    log._file = there
+    source.write_bytes(b"last\n")
+    with source.open("rb") as file:
+        log.copy(file)
+    assert (tmp_path / "engine.log").read_text() == "last\n"
+
+
 # ---------------------------------------------------------------- a run on a server that it starts
 
 STEPS = 12

@@ -100,15 +100,23 @@ class EngineLog:
     def __init__(self, path: Path, *, most_bytes: int = LOG_BYTES) -> None:
         self.path, self.most_bytes = path, most_bytes
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "ab", opener=not_linked)  # noqa: SIM115
+        self._file = self._opened()
 
     def copy(self, source: IO[bytes]) -> None:
-        """Every line, to the end; a long one is cut."""
+        """Every line, to the end; a long one is cut. A line that cannot be written (a full disk) is lost: nobody else
+        reads what the server prints, and it would wait for that."""
         while line := source.readline(LINE_BYTES):
             text = secrets.redact(line.decode(errors="replace").rstrip("\n"))
-            self._file.write(text.encode() + b"\n")
-            self._file.flush()
-            if self._file.tell() >= self.most_bytes:
-                self._file.close()
-                os.replace(self.path, f"{self.path}.1")
-                self._file = open(self.path, "ab", opener=not_linked)  # noqa: SIM115
+            with suppress(OSError):
+                self._write(text.encode() + b"\n")
+
+    def _write(self, line: bytes) -> None:
+        if self._file.tell() >= self.most_bytes:
+            os.replace(self.path, f"{self.path}.1")
+            full, self._file = self._file, self._opened()
+            full.close()
+        self._file.write(line)
+
+    def _opened(self) -> IO[bytes]:
+        """Without a buffer, which would keep what could not be written."""
+        return open(self.path, "ab", buffering=0, opener=not_linked)
