@@ -20,7 +20,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from whet.data import parquet
+from whet.envs import search as search_module
 from whet.envs.search import Documents, build, search, search_texts, search_tool
+from whet.guard.nursery import fork
 from whet.types import ConfigError, DataError
 
 ROWS = [
@@ -175,6 +177,20 @@ def test_documents_are_read_within_the_limits_of_data(
     with pytest.raises(DataError, match=said):
         build(Documents(path=str(tmp_path / name), folder=str(tmp_path / "index")))
     assert not [*tmp_path.glob("index/*")]
+
+
+def test_what_a_killed_process_has_built_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = documents(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            search_module, "_write", lambda new, _: (new.touch(), os.kill(os.getpid(), signal.SIGKILL))
+        )
+        os.waitpid(fork(lambda: build(given)), 0)
+    assert [path for path in (tmp_path / "index").rglob("*") if path.is_file()]
+    index = build(given)
+    assert [*(tmp_path / "index").iterdir()] == [index]
 
 
 def test_an_index_that_cannot_be_written_is_told(tmp_path: Path) -> None:

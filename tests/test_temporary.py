@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import signal
 import tempfile
 import time
@@ -13,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+import whet
 from whet.guard.nursery import fork
 from whet.guard.temporary import OwnFolder
+
+MADE = re.compile(r"\b(TemporaryDirectory|mkdtemp)\(")
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +61,18 @@ def test_folders_of_the_living_stay_and_end_with_them(place: Path) -> None:
     first.close()
     assert list(place.glob("whet-a-*")) == [second.path]
     second.close()
+    with OwnFolder("a") as path:
+        assert path.is_dir()
     assert not list(place.iterdir())
+
+
+def test_no_folder_is_made_in_a_way_that_leaves_it_behind() -> None:
+    """TemporaryDirectory leaves it when its process is killed. `track.files` and the folder of the weights have names
+    that `tidy` removes; a launch script is read below this layer, and `prove` is no part of a run."""
+    package = Path(whet.__file__).parent
+    made = {str(path.relative_to(package)) for path in package.rglob("*.py") if MADE.search(path.read_text())}
+    others = {"track/files.py", "sync/exchange.py", "dialects/shell.py", "prove/trinity.py"}
+    assert made == {"guard/temporary.py", *others}
 
 
 def test_what_only_has_the_name_is_left_alone(place: Path) -> None:

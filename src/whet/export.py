@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from whet.config.load import Loaded, load
 from whet.config.plan import dtype_on
 from whet.config.schema import Config
 from whet.config.urls import is_remote, url_problems
+from whet.guard.temporary import OwnFolder
 from whet.storage import stores
 from whet.storage.fetch import fetched, naming, store_of
 from whet.storage.manifests import manifest, place_of
@@ -55,7 +55,7 @@ def export_checkpoint(
     with ExitStack() as stack:
         folder = Path(to)
         if is_remote(to):
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="whet-export-"))) / name
+            folder = stack.enter_context(OwnFolder("export")) / name
         _write(replace(loaded, config=cfg), path, folder, dtype=dtype)
         if is_remote(to):
             url, _, last = to.rstrip("/").rpartition("/")

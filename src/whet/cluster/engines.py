@@ -9,7 +9,6 @@ import logging
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,6 +45,7 @@ from whet.guard import stacks
 from whet.guard.imports import import_all
 from whet.guard.line import LOOPBACK
 from whet.guard.processes import die_with, process
+from whet.guard.temporary import OwnFolder
 from whet.guard.watch import Watch
 from whet.job import decoder_of
 from whet.models import kernels
@@ -239,9 +239,9 @@ def _exact(model: PreTrainedModel, ops: kernels.Ops, *, seed: int) -> bool:
 def _tokenizer(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
     from transformers import PreTrainedTokenizerFast
 
-    with tempfile.TemporaryDirectory(prefix="whet-tokenizer-") as folder:
+    with OwnFolder("tokenizer") as folder:
         for name, content in files.items():
-            (Path(folder) / Path(name).name).write_bytes(content)
+            (folder / Path(name).name).write_bytes(content)
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
@@ -554,9 +554,9 @@ def spec_of(
 ) -> Spec:
     """Large enough for every stage, as `job.open_engine` has it."""
     sampling = [p for p in plans if p.generates]
-    with tempfile.TemporaryDirectory(prefix="whet-tokenizer-") as folder:
+    with OwnFolder("tokenizer") as folder:
         tokenizer.save_pretrained(folder)
-        files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+        files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     return Spec(
         model=model.config.to_dict(),
         dtype=str(model.dtype).removeprefix("torch."),

@@ -22,7 +22,9 @@ from whet.data.files import read_files
 from whet.data.parts import FileRows
 from whet.envs.schemas import check_name
 from whet.envs.tools import Tool
+from whet.guard.temporary import OwnFolder
 from whet.inputs import check_regular
+from whet.track.files import sync_path
 from whet.types import ConfigError, DataError, ToolSpec
 
 FORM = "1"
@@ -139,15 +141,11 @@ def build(documents: Documents) -> Path:
 
 def _built(index: Path, documents: Documents) -> Path:
     """Write an index beside its place; then it is renamed."""
-    handle, name = tempfile.mkstemp(dir=index.parent, prefix="building-")
-    os.close(handle)
-    try:
-        _write(Path(name), documents)
-        with open(name, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(name, index)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    with OwnFolder("index", index.parent) as folder:
+        new = folder / index.name
+        _write(new, documents)
+        sync_path(new)
+        os.replace(new, index)
     return index
 
 

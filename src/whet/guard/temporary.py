@@ -13,12 +13,14 @@ import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 
 _ATTEMPTS = 3
 
 
 class OwnFolder:
-    """A new folder `whet-KIND-...` below `above`, or where temporary files are. OSError where none can be made."""
+    """A new folder `whet-KIND-...` below `above`, or where temporary files are. OSError where none can be made. `with`
+    gives its path, and removes it at the end."""
 
     def __init__(self, kind: str, above: Path | None = None) -> None:
         prefix, above = f"whet-{kind}-", above or Path(tempfile.gettempdir())
@@ -31,6 +33,14 @@ class OwnFolder:
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def _made(prefix: str, above: Path) -> tuple[Path, int]:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from whet.guard.temporary import OwnFolder
 from whet.track.files import is_private, own_folder
 
 _SOURCES = ("kernels.c", "products.c", "products_bf16.c")
@@ -80,15 +81,15 @@ def _compiler() -> list[str]:
 
 def _compile(compiler: list[str], sources: dict[str, bytes], target: Path, *, gomp: Path | None) -> None:
     """Builds in a folder of its own and renames, so that processes that build at once do not meet."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
+    with OwnFolder("build", target.parent) as folder:
         for name, text in sources.items():
-            (Path(folder) / name).write_bytes(text)
+            (folder / name).write_bytes(text)
         objects = []
         for name in _SOURCES:
-            objects.append(str(Path(folder) / name.replace(".c", ".o")))
+            objects.append(str(folder / name.replace(".c", ".o")))
             openmp = ["-fopenmp"] if gomp else []
-            _run([*compiler, *_FLAGS, *openmp, "-c", str(Path(folder) / name), "-o", objects[-1]])
-        so = Path(folder) / "kernels.so"
+            _run([*compiler, *_FLAGS, *openmp, "-c", str(folder / name), "-o", objects[-1]])
+        so = folder / "kernels.so"
         _run([*compiler, "-shared", *objects, "-o", str(so), *([str(gomp)] if gomp else []), "-lm"])
         so.chmod(0o755)  # whatever the umask: what others may write to is not loaded
         os.replace(so, target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
+from whet.guard.temporary import OwnFolder
 from whet.rehearsal.findings import Finding, fails, left_open, works
 from whet.rehearsal.size import predict
 from whet.types import ConfigError
@@ -111,12 +111,12 @@ def _tried(loaded: Loaded, planned: Sequence[Plan], say: Callable[[str], None]) 
         )
         return
     say(f"training {_stages(loaded)} at small size, with a kill -9 and a resume")
-    with tempfile.TemporaryDirectory(prefix="whet-rehearsal-") as folder:
+    with OwnFolder("rehearsal") as folder:
         try:
             without = probed.broken | probed.untried
-            tree = shrink(loaded, run_dir=Path(folder), lost=probed.lost, broken=without)
-            write_teacher(tree, Path(folder))
-            yield from trial(tree, Path(folder))
+            tree = shrink(loaded, run_dir=folder, lost=probed.lost, broken=without)
+            write_teacher(tree, folder)
+            yield from trial(tree, folder)
         except ConfigError as e:
             yield fails("the small run", str(e))
 

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from whet import environment
@@ -32,6 +31,7 @@ from whet.config.resuming import other_code
 from whet.config.schema import CheckpointConfig, Config, TrackConfig
 from whet.config.sections.run import ProfileConfig
 from whet.guard.imports import import_all
+from whet.guard.temporary import OwnFolder
 from whet.guard.watch import Watch
 from whet.replay.steps import Recorded, Step, is_step
 from whet.rewards.combine import RewardSet
@@ -181,8 +181,8 @@ def replay(
 def aside(recorded: Recorded, step: int) -> Iterator[tuple[Path, Loaded]]:
     """A temporary run directory, and the config of a run in it that records this step: with other records, and without
     checkpoints, exports, evaluations and trackers. None of these keys changes a number (config/resuming.py)."""
-    with guarded_output(), TemporaryDirectory(prefix="whet-replay-") as folder:
-        home = Path(folder) / "run"
+    with guarded_output(), OwnFolder("replay") as folder:
+        home = folder / "run"
         home.mkdir()
         learn_secrets(recorded.loaded)
         loaded = recorded.loaded

@@ -10,9 +10,9 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from whet.guard.temporary import OwnFolder
 from whet.storage.manifests import MANIFEST, parsed
 from whet.storage.stores import Listing
 from whet.types import Json, WhetError
@@ -99,7 +99,7 @@ def said(url: str, name: str) -> Json:
     from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     repo = parse(url)
-    with TemporaryDirectory() as folder:
+    with OwnFolder("hub") as folder:
         try:
             file = _api().hf_hub_download(
                 repo.name,

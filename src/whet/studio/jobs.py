@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from whet.guard.temporary import OwnFolder
 from whet.secrets import redact
 from whet.types import ConfigError
 
@@ -49,7 +49,7 @@ class Jobs:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.current: ChildRun | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="whet-studio-")
+        self._folder = OwnFolder("studio")
         self._count = 0
 
     def start(self, command: str, file: str) -> ChildRun:
@@ -59,7 +59,7 @@ class Jobs:
         if self.current is not None and self.current.exit_code is None:
             raise ConfigError(f"whet {self.current.command} {self.current.file} still runs; stop it first")
         self._count += 1
-        log = Path(self._folder.name, f"{self._count}.log")
+        log = self._folder.path / f"{self._count}.log"
         arguments = [sys.executable, "-m", "whet", command, "--", str(self.root / file)]
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -114,7 +114,7 @@ class Jobs:
             except subprocess.TimeoutExpired:
                 os.killpg(job.process.pid, signal.SIGKILL)
                 job.process.wait()
-        self._folder.cleanup()
+        self._folder.close()
 
     def __enter__(self) -> Jobs:
         return self

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import pickle
 import socket
-import tempfile
 import threading
 import time
 import weakref
@@ -32,6 +31,7 @@ from transformers import PreTrainedModel
 from whet.batch import Batch, LossFn
 from whet.guard.hangs import UNSEEN, Seen, blame
 from whet.guard.line import Local, OpenLines, end
+from whet.guard.temporary import OwnFolder
 from whet.models.lora import adapted, learned, merged, refresh
 from whet.models.mesh import Dims
 from whet.models.published import (
@@ -328,9 +328,9 @@ class RankGroup:
             sharding or ranks.sharding,
             {"cut": cut, **arguments},
         )
-        with tempfile.TemporaryDirectory(prefix="whet-ranks-") as folder:
+        with OwnFolder("ranks") as folder:
             if weights is None:
-                weights = Path(folder) / role
+                weights = folder / role
                 write_own(weights, weights_of(model))
             with ranks.lines.carried(weights) as there:
                 self._ask("open", each=[(replace(described, weights=path),) for path in there])
@@ -441,11 +441,11 @@ class RankGroup:
             self._stale = self._replaced = True
             return
         theirs = learned(other.module) if adapted(self._module) else other.weights()
-        with tempfile.TemporaryDirectory(prefix="whet-ranks-") as folder:
+        with OwnFolder("ranks") as folder:
             tensors = {name: x.detach().cpu().contiguous() for name, x in theirs}
             own = {name for name, _ in learned(self._module)}
-            save_file({n: x for n, x in tensors.items() if n in own}, Path(folder) / "model.safetensors")
-            self._load(Path(folder), share)
+            save_file({n: x for n, x in tensors.items() if n in own}, folder / "model.safetensors")
+            self._load(folder, share)
 
     def forget(self) -> None:
         self._ask("forget")
