@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pty
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -675,6 +676,42 @@ def test_temporary_files_are_removed_with_their_worker(
         assert len(left) == 2
         assert all(Path(file).is_relative_to(tmp_path) and Path(file).exists() for file in left)
     assert eventually(lambda: not any(tmp_path.iterdir()))
+
+
+@pytest.mark.parametrize("whose", ["the worker's", "all"])
+def test_who_cleans_up_temporary_folders_breaks_no_reward(
+    whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with make(leaves_files) as jail:
+        for _ in range(3):
+            (done,) = ask(jail, leaves_files)
+            assert done.failure is None, done
+            own = Path(done.output.split()[0]).parent
+            shutil.rmtree(own if whose == "the worker's" else own.parent)
+    assert eventually(lambda: not any(tmp_path.iterdir()))
+
+
+def test_no_folder_stays_where_the_run_ends_between_two_forkservers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    real, sent = socket.send_fds, []
+
+    def send_fds(*given: Any) -> int:
+        if sent:
+            raise BrokenPipeError
+        sent.append(given)
+        return real(*given)
+
+    monkeypatch.setattr(socket, "send_fds", send_fds)
+    with make() as jail:
+        assert any(tmp_path.iterdir())
+        os.kill(nursery_of(jail), signal.SIGKILL)
+        assert eventually(lambda: state(jail._keeper) in ("", "Z"))
+    assert not any(tmp_path.iterdir())
 
 
 def writes_past_python(value: float) -> float:

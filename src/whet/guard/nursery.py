@@ -141,16 +141,15 @@ def keep(
         ours, theirs = socket.socketpair()
         alive, life = os.pipe()
         keeper = os.getpid()
-        folder = OwnFolder("rewards")
-        pid = fork(partial(_nursery, theirs, life, keeper, functions, limits, str(folder.path)))
-        theirs.close()
-        os.close(life)
-        socket.send_fds(control, [b"n"], [ours.fileno()])
-        ours.close()
-        problem = _watch(control, alive, run=run, nursery=pid)
-        os.close(alive)
-        confine.sweep(set(), {})
-        folder.close()
+        with OwnFolder("rewards") as folder:  # the run may end just now: then its end of `control` is gone
+            pid = fork(partial(_nursery, theirs, life, keeper, functions, limits, str(folder)))
+            theirs.close()
+            os.close(life)
+            socket.send_fds(control, [b"n"], [ours.fileno()])
+            ours.close()
+            problem = _watch(control, alive, run=run, nursery=pid)
+            os.close(alive)
+            confine.sweep(set(), {})
 
 
 def _load(loaders: Mapping[str, Loader], prepare: Callable[[], None]) -> tuple[list[worker.Guarded], str]:
@@ -226,8 +225,9 @@ class Nursery:
         run.setblocking(False)
 
     def live(self) -> None:
-        """Run until the run closes its channel."""
-        while self.open:
+        """Run until the run closes its channel, or the folder for temporary files is gone (who cleans up /tmp takes
+        what is old): the next forkserver has another one."""
+        while self.open and os.path.isdir(self.folder):
             self.dispatch()
             self.flush()
             for key, _ in self.selector.select(self.patience_s()):
@@ -309,6 +309,10 @@ class Nursery:
         self.outbox += frames.pack(work.number, json.dumps(reply).encode())
 
     def start(self, w: Worker, work: PendingCall) -> None:
+        if self.unhoused(w):
+            self.end(w)
+            self.queue.appendleft(work)
+            return
         w.work, w.deadline = work, time.monotonic() + work.timeout_s
         try:
             w.channel.sendall(frames.pack(work.number, work.body))
@@ -360,6 +364,14 @@ class Nursery:
         os.mkdir(folder, 0o700)
         os.environ["TMPDIR"] = folder
         tempfile.tempdir = None  # it is looked up again
+
+    def unhoused(self, w: Worker) -> bool:
+        """Whether a worker that had a folder for its temporary files has none any more."""
+        return (
+            w.served > 0
+            and not self.functions[w.function].confined
+            and not os.path.isdir(self.temporary(w.pid))
+        )
 
     def temporary(self, pid: int) -> str:
         return os.path.join(self.folder, str(pid))
