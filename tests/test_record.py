@@ -344,6 +344,28 @@ def test_a_full_disk_while_logging_is_a_clear_error(tmp_path: Path) -> None:
         directory.log("s", 1, metrics={"a/b": 1.0}, timings={})
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl"])
+@pytest.mark.parametrize(
+    ("done", "said"),
+    [("removed", "removed it while the run"), ("moved", "removed it"), ("replaced", "was replaced")],
+)
+def test_no_line_is_written_to_a_file_that_nobody_finds(
+    done: str, said: str, name: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    directory = record.RunDirectory(run, ["main"])
+    directory.log("main", 1, metrics={"a": 1.0}, timings={"b": 1.0})
+    if done == "moved":
+        run.rename(tmp_path / "elsewhere")
+    else:
+        (run / name).unlink()
+    if done == "replaced":
+        (run / name).write_text("")
+    with pytest.raises(WhetError, match=rf"run/(metrics|{name.partition('.')[0]})\.jsonl.*{said}"):
+        directory.log("main", 2, metrics={"a": 1.0}, timings={"b": 1.0})
+    directory.close()
+
+
 def test_a_line_of_which_only_a_part_fits_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

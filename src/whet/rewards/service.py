@@ -48,7 +48,7 @@ async def post(
                 f"{what} at {url} has not answered within {session.timeout.total:g} s"
             ) from None
         except aiohttp.ClientError as error:
-            raise ConnectionError(f"cannot reach {what} at {url}: {error}") from None
+            raise ConnectionError(f"cannot reach {what} at {url}: {type(error).__name__}: {error}") from None
         try:
             return None if text is None else json.loads(text)
         except (ValueError, RecursionError) as error:

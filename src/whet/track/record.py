@@ -470,11 +470,17 @@ def _digest(data: bytes) -> str:
 
 
 def _append(handle: int, path: Path, data: bytes) -> None:
-    """Append a whole line or nothing: a part written before an error is taken back."""
+    """Append a whole line or nothing: a part written before an error is taken back. WhetError, too, where `path` is not
+    the file of `handle` any more: nobody would ever find the line."""
     before = os.fstat(handle).st_size
     try:
         if os.write(handle, data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if not os.path.samestat(os.fstat(handle), os.stat(path, follow_symlinks=False)):
+            raise WhetError(
+                f"{path} was replaced by another file while the run was writing it; leave the run directory alone "
+                "until the run has ended, then put the file back, or give another run_dir"
+            )
     except OSError as e:
         with suppress(OSError):
             os.ftruncate(handle, before)
