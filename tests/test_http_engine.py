@@ -128,6 +128,19 @@ def test_a_shape_that_differs_is_told() -> None:
     ]
 
 
+def test_a_closed_engine_opens_no_connection_any_more(server: VllmServer) -> None:
+    """A look at its health may still come, and nobody would close what it opens."""
+
+    async def story() -> None:
+        engine = await opened(server)
+        await engine.close()
+        with pytest.raises(Unreachable, match="its engine was closed"):
+            await engine.health()
+        assert engine.calls._session is None
+
+    run(story())
+
+
 # ---------------------------------------------------------------- adapters
 
 

@@ -84,6 +84,8 @@ class Calls:
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self.ending = False
         """Nobody waits any more for what servers answer when they are told something."""
+        self._over = False
+        """No connection is opened any more."""
         self._telling: set[asyncio.Future[Any]] = set()
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -210,6 +212,8 @@ class Calls:
         loop = asyncio.get_running_loop()
         if self._session is None or self._loop is not loop:
             self._drop()
+            if self._over:  # nobody would close another one
+                raise Unreachable(f"{self.url} is not asked any more: its engine was closed")
             no_limit = aiohttp.ClientTimeout(total=None, sock_connect=10.0)  # each call has its own
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
             self._session = aiohttp.ClientSession(
@@ -225,7 +229,8 @@ class Calls:
             self._session = None
 
     async def close(self) -> None:
-        """End all connections, once what is being told has been sent or LAST_S are over. Safe to call twice."""
+        """End all connections, once what is being told has been sent or LAST_S are over; for good, if `ending`. Safe to
+        call twice."""
         loop = asyncio.get_running_loop()
         if telling := [told for told in self._telling if told.get_loop() is loop]:
             await asyncio.wait(telling, timeout=LAST_S)
@@ -236,6 +241,7 @@ class Calls:
             with suppress(aiohttp.ClientError, OSError):
                 await self._session.close()
         self._drop()
+        self._over = self.ending
 
 
 def _message(said: Any) -> str:
