@@ -118,6 +118,12 @@ def test_a_command_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="parents are followed by the kernel of Linux alone")
+def test_a_command_may_be_a_path_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "serve").touch(mode=0o755)
+    assert installed.found("./serve").command == tmp_path / "serve"
+
+
 def test_a_server_dies_with_a_run_that_is_killed(tmp_path: Path) -> None:
     """With SIGKILL, so that nothing of the run can tell it; its workers, too."""
     log = tmp_path / "engine.log"

@@ -38,8 +38,10 @@ def find(command: str | None = None, engine: str = "vllm") -> Installed | None:
     own = home() / engine / "bin" / engine
     if command is None and own.is_file():
         return Installed(engine, own, version_beside(own, engine))
-    where = shutil.which(command or engine)
-    return Installed(engine, Path(where), version_beside(Path(where), engine)) if where else None
+    if (where := shutil.which(command or engine)) is None:
+        return None
+    there = Path(where).absolute()  # a Path drops "./", and the name alone would be looked for on PATH
+    return Installed(engine, there, version_beside(there, engine))
 
 
 def found(command: str | None, engine: str = "vllm") -> Installed:

@@ -73,7 +73,7 @@ class ServerProcess:
         began = time.monotonic()
         while self.pid is None or not await reachable(calls, what):
             if how := self.ended():
-                raise WhetError(f"{self.command[0]} {how}\n{self.tail()}")
+                raise WhetError(f"{self.command[0]}: {how}\n{self.tail()}")
             if time.monotonic() - began > timeout_s:
                 raise WhetError(
                     f"{self.command[0]} does not answer after rollout.server.start_timeout_s={timeout_s:g} s\n"
