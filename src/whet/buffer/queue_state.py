@@ -124,8 +124,11 @@ class QueueState:
         version: int | None = None,
     ) -> list[int]:
         """Places to play now: first those of explorers whose lease is over, then new ones while there is room. With a
-        version: those of the round that asks it, of which every explorer has its share at most under way."""
-        for other in [o for o, end in self.leases.items() if end < now and o != owner]:
+        version: those of the round that asks it, of which every explorer has its share at most under way.
+
+        A lease that ends later than twice its time from now is over, too: the clock has been set back since."""
+        latest = until + (until - now)
+        for other in [o for o, end in self.leases.items() if not now <= end <= latest and o != owner]:
             self.release(other)
         if version is not None:
             at_most, capacity = self._in_round(owner, at_most, version=version, until=until)

@@ -19,7 +19,7 @@ at all.
     postgresql://USER@HOST:PORT/DATABASE   three tables, named whet_*         machines with a network
 
 Three slashes before a path from the working directory, four before one from the root. Machines must agree on the time
-to within a small part of the lease.
+to within a small part of the lease; a clock that is set back later costs no more than a lease.
 """
 
 from __future__ import annotations
