@@ -119,6 +119,16 @@ def test_rows_that_fill_no_step_are_left_out_of_each_source_and_counted(tokenize
         assert Counter(prompts(tasks.next(6))) == Counter(["a0", "a1", "a2", "a3", "c0", "c1"])
 
 
+def test_how_often_a_run_passes_through_each_source(tokenizer):
+    """By weight a small source is passed again before a large one ends: which is not always all of it in an epoch."""
+    sources = source("a", 9), source("b", 3)
+    assert stream(tokenizer, *sources, mixing="weighted").passes(12) == {"a": pytest.approx(2 / 3), "b": 2}
+    assert stream(tokenizer, *sources).passes(24) == {"a": 2, "b": 2}
+    three = stream(tokenizer, source("a", 9, weight=3.0), source("b", 3), mixing="weighted")
+    assert three.passes(36) == {"a": pytest.approx(3), "b": pytest.approx(3)}
+    assert Counter(p[0] for p in prompts(three.next(36))) == {"a": 27, "b": 9}
+
+
 def test_the_seed_is_that_of_the_data(tokenizer):
     def drawn(run, own):
         cfg = DataConfig(train=tuple(map(source, SIZES)), mixing="proportional", order="sequential", seed=own)
@@ -194,6 +204,7 @@ def test_a_run_of_two_epochs_plays_every_task_twice_also_if_it_is_resumed(tmp_pa
     config = {**BASE, "data": {"train": TWO, "mixing": "proportional"}}
     whet.train(**config, run_dir="whole")
     drawn = drawn_by("whole")
+    assert "16 tasks pass through each source: a 2, c 2" in Path("whole", "run.log").read_text()
     assert len(drawn) == 16
     for epoch in range(2):
         now = [drawn[uid] for uid in range(8 * epoch, 8 * epoch + 8)]

@@ -181,6 +181,9 @@ def begin(job: Job, index: int) -> Begun:
     if epochs and reached != rows * epochs:
         asked = f"{epochs:g} epochs of {rows} rows are {rows * epochs:g} tasks"
         log.info("stage %s: %s; %d steps of %d are %d", name, asked, plan.steps, drawn, reached)
+    if len(passes := tasks.passes(reached)) > 1:
+        told = ", ".join(f"{source} {times:.3g}" for source, times in passes.items())
+        log.info("stage %s: times that %d tasks pass through each source: %s", name, reached, told)
     return Begun(replace(context, plan=plan), tasks, held_out)
 
 

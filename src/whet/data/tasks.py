@@ -135,6 +135,11 @@ class TaskStream:
         """Draws so far / rows_per_epoch, rounded down. By weight, some sources have been passed more often."""
         return self.drawn // self.rows_per_epoch
 
+    def passes(self, draws: int) -> dict[str, float]:
+        """How often so many draws pass through the rows of each source, by its name."""
+        shares = zip(self._view_S, self._next_source.share_S.tolist())
+        return {rows.source.rows.name: draws * share / rows.per_epoch for rows, share in shares}
+
     def plain_text(self) -> list[str]:
         """Names of the sources whose prompts are plain text, judged by the first row of each."""
         first = [(s.rows.name, s.task(0, 0).prompt) for s in self._sources if len(s)]
@@ -261,17 +266,18 @@ class _Weighted:
     """The source that is furthest behind its share."""
 
     def __init__(self, weight_S: Sequence[float]) -> None:
-        self._share_S = np.array(weight_S) / sum(weight_S)
+        self.share_S = np.array(weight_S) / sum(weight_S)
 
     def __call__(self, drawn_S: np.ndarray) -> int:
         """The source of the next draw. drawn_S: the draws of each so far."""
-        return int(np.argmax(self._share_S * (drawn_S.sum() + 1) - drawn_S))
+        return int(np.argmax(self.share_S * (drawn_S.sum() + 1) - drawn_S))
 
 
 class _Proportional:
     """In each epoch every source as often as it has rows, in a shuffled order."""
 
     def __init__(self, rows_S: Sequence[int], seed: int) -> None:
+        self.share_S = np.array(rows_S) / sum(rows_S)
         self._source_N = np.repeat(np.arange(len(rows_S)), rows_S)
         self._seed = seed
         self._known: tuple[int, np.ndarray] = (-1, self._source_N)
