@@ -22,7 +22,7 @@ from whet import disaggregated
 from whet.guard import stacks
 from whet.guard.jail import Jail, RewardCall
 from whet.guard.line import LocalLine
-from whet.guard.processes import state
+from whet.guard.processes import process, state
 from whet.guard.watch import wait
 from whet.track.files import RunLock
 from whet.types import WhetError
@@ -169,6 +169,21 @@ def test_a_process_that_only_starts_is_not_ended_by_being_asked(tmp_path: Path) 
     finally:
         line.hang_up()
         line.kill()
+
+
+def test_what_a_process_leaves_that_is_killed_as_it_begins_to_listen(
+    tmp_path: Path, children: Callable[..., Child]
+) -> None:
+    """While it lives it is not asked, for the signal would end it; then its file goes."""
+    child = children("print('there', flush=True); import time; time.sleep(3600)")
+    with stacks.kept(tmp_path, "trainer"):
+        pid, began = process(child.pid)
+        (tmp_path / "stacks" / socket.gethostname() / f".new.{pid}.{began}").touch()
+        assert stacks.others() == ""
+        assert child.process.is_alive()
+        child.blow(signal.SIGKILL)
+        child.process.join(60)
+    assert not (tmp_path / "stacks").exists()
 
 
 def test_no_process_is_asked_that_does_not_expect_it(tmp_path: Path, children: Callable[..., Child]) -> None:

@@ -17,7 +17,6 @@ import re
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -42,6 +41,9 @@ FAR_S = 5.0
 MOST_CHARS = 20_000
 """Of one process."""
 
+_NEW = ".new"
+"""The name of a process that does not listen yet: a signal would end it."""
+
 Ask = Callable[[], Callable[[float], str]]
 """Asks a process elsewhere for its stacks, at once; the function that it returns waits so many seconds for them."""
 
@@ -64,7 +66,7 @@ def kept(run_dir: Path, who: str) -> Iterator[None]:
     try:
         with suppress(OSError):  # a full disk: the run says so where it matters
             _folder.mkdir(parents=True, exist_ok=True)
-        _tidy(_folder)
+        _tidy()
         listen(who)
         yield
     finally:
@@ -73,7 +75,7 @@ def kept(run_dir: Path, who: str) -> Iterator[None]:
             faulthandler.unregister(signal.SIGUSR1)
             _own.close()
             _own = None
-        _tidy(_folder)
+        _tidy()
         for folder in (_folder, _folder.parent):
             with suppress(OSError):  # others are there still
                 folder.rmdir()
@@ -96,11 +98,12 @@ def listen(who: str, where: str | None = None) -> None:
         announce(who, _announced[1], str(_folder))
         return
     pid, began = process(os.getpid())
+    new = _folder / f"{_NEW}.{pid}.{began}"
     try:
-        handle, name = tempfile.mkstemp(prefix=".new-", dir=_folder)
-        _own = os.fdopen(handle, "wb", buffering=0)
+        new.unlink(missing_ok=True)
+        _own = os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0)
         faulthandler.register(signal.SIGUSR1, _own, all_threads=True)
-        os.replace(name, _folder / f"{who}.{pid}.{began}")  # who finds it may send the signal
+        os.replace(new, _folder / f"{who}.{pid}.{began}")  # who finds it may send the signal
     except OSError as error:
         log.debug("%s writes no stacks: %s", who, error)
 
@@ -173,21 +176,17 @@ def _others() -> list[_Other]:
     return found
 
 
-def _tidy(where: Path) -> None:
+def _tidy() -> None:
     """Remove what dead processes left."""
     for other in _others():
         if not other.lives:
             with suppress(OSError):
                 other.file.unlink(missing_ok=True)
-    with suppress(OSError):
-        for path in where.glob(".new-*"):
-            if time.time() - path.stat().st_mtime > 60.0:
-                path.unlink(missing_ok=True)
 
 
 def others() -> str:
     """The stacks of all other processes of this run on this machine, and of those that do not answer, why."""
-    asked = [other for other in _others() if other.lives]
+    asked = [other for other in _others() if other.lives and other.who != _NEW]
     for pid in {other.process[0] for other in asked}:  # once, also where it goes by two names
         with suppress(OSError):  # it has just ended, or is another user's
             os.kill(pid, signal.SIGUSR1)
