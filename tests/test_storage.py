@@ -22,7 +22,7 @@ from whet import api
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.urls import url_problems
-from whet.storage import fetch, stores
+from whet.storage import fetch, hub, stores
 from whet.storage.manifests import MANIFEST, manifest
 from whet.storage.paths import brought_here
 from whet.types import ConfigError, WhetError
@@ -340,6 +340,17 @@ def test_who_waits_for_another_that_fetches_says_so_and_has_an_end(
     assert "waiting for another fetching process" in capsys.readouterr().err
     with fetch._alone(tmp_path):
         pass
+
+
+def test_the_hub_needs_no_home(own_hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's own cache is in the home folder, wherever the files go."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "~nobody-of-this-name/hub")
+    own_hub.commits["org/saved"] = [{f"a/{MANIFEST}": b'{"files": {}}', "a/x": b"x"}]
+    assert hub.said("hf://org/saved", "a") == {"files": {}}
+    hub.download("hf://org/saved", hub.look("hf://org/saved"), tmp_path / "there")
+    found = (p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file())
+    assert sorted(found) == [f"there/a/{MANIFEST}", "there/a/x"]
 
 
 @pytest.mark.parametrize(

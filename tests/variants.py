@@ -56,6 +56,11 @@ FILES = (
     "train_torch",
 )
 
+MORE = {
+    "no entry for the user": ("cli", "config_load", "record", "storage", "temporary", "tokenizer", "uploads"),
+}
+"""What a variant touches beside what computes."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """As a plugin of the tests: change what no variable of the environment can."""
@@ -78,7 +83,7 @@ def run(name: str) -> bool:
     with tempfile.TemporaryDirectory() as cache:
         path = os.pathsep.join(filter(None, (str(here), os.environ.get("PYTHONPATH"))))
         env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache, "PYTHONPATH": path}
-        files = [str(here / f"test_{file}.py") for file in FILES]
+        files = [str(here / f"test_{file}.py") for file in (*FILES, *MORE.get(name, ()))]
         command = [sys.executable, "-m", "pytest", "-p", "variants", "-n", "2", "--every-case", *files]
         done = subprocess.run(command, env=env | VARIANTS[name], capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()

@@ -80,6 +80,7 @@ def download(url: str, listing: Listing, to: Path) -> None:
         revision=repo.revision,
         allow_patterns=list(listing.files),
         local_dir=to,
+        cache_dir=to / ".cache",  # the package's own is in the home folder, which a user may not have
     )
     shutil.rmtree(to / ".cache", ignore_errors=True)
 
@@ -107,6 +108,7 @@ def said(url: str, name: str) -> Json:
                 repo_type=repo.kind,
                 revision=repo.revision,
                 local_dir=folder,
+                cache_dir=folder,
             )
         except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
             return None
