@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[1]
 KEPT = Path(__file__).parent / "golden" / "translations"
 FILES = [
     path.relative_to(ROOT)
-    for folder in ("examples", "tests/dialects", "tests/resume")
-    for path in sorted((ROOT / folder).iterdir())
+    for folder in ("examples", "examples/*", "tests/dialects", "tests/resume")
+    for path in sorted(ROOT.glob(f"{folder}/*"))
     if path.suffix in (".yaml", ".toml")
 ]
 ENVIRONMENT = {
