@@ -38,6 +38,7 @@ FILES = (
     "forward",
     "kernels",
     "lora",
+    "memory",
     "mtp",
     "native",
     "native_graphs",
