@@ -292,6 +292,7 @@ def test_a_plan_is_for_the_machines_that_are_said(tmp_path: Path) -> None:
     )
     run = CliRunner()
     fits = run.invoke(cli.app, ["plan", str(path), "--gpus", "1", "--mem", "40"])
+    assert "1 x 1 GPUs of 40 GiB, as given, bfloat16" in fits.output
     assert fits.exit_code == 0, fits.output
     with pytest.raises(ConfigError, match="the GPU has 1 GiB"):
         run.invoke(cli.app, ["plan", str(path), "--gpus", "1", "--mem", "1"], catch_exceptions=False)

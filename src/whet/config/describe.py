@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from whet.config import memory_estimate
 from whet.config.derived import Plan
 from whet.config.evaluation import trains
-from whet.config.hardware import multiplies_half
+from whet.config.hardware import elsewhere, multiplies_half
 from whet.config.memory import largest
 from whet.config.simulated import simulated
 from whet.config.sizes import in_words as size
@@ -81,6 +81,8 @@ _WIDE = 256
 
 def _machine(plan: Plan) -> str:
     told = f"{plan.threads} CPU threads, {plan.dtype}" + (" (bfloat16 on CUDA)" if plan.dtype_open else "")
+    if (other := elsewhere()) is not None and plan.device != "cpu":
+        return f"{other.count} x {other.gpus} GPUs of {size(other.gpu_bytes)}, as given, {plan.dtype}"
     if plan.device != "cpu":
         return told
     wide = plan.shape is not None and plan.shape.hidden >= _WIDE
