@@ -73,7 +73,9 @@ def reading(tree: dict[str, Json], of: Dialect, *, origins: Mapping[Path, str]) 
     out.defaults = _defaults(out.of, full, tree)
     present: dict[Path, Json] = {}
     first: dict[Path, GivenValue] = {}
-    for one in read(_taken(tree, full), out.of):
+    found = list(read(_taken(tree, full), out.of))
+    told = {one.path for one in found if one.value is not None}
+    for one in found:
         out.places[one.at] = origin(origins, one.at)
         before = first.get(one.path)
         rank = 0 if before is None or one.is_section else _overrides(out, one.at) - _overrides(out, before.at)
@@ -82,7 +84,8 @@ def reading(tree: dict[str, Json], of: Dialect, *, origins: Mapping[Path, str]) 
             out.problems.append((out.places[one.at], problem))
         elif rank > 0 or (rank == 0 and present.get(one.path) is None):
             first[one.path] = one
-            present[one.path] = _understood(out, one)
+            says_nothing = one.value is None and one.path in told and not _overrides(out, one.at)
+            present[one.path] = None if says_nothing else _understood(out, one)
             if one.row is not None:
                 given = [other for other in out.given.get(one.row.key, ()) if other.path != one.path]
                 out.given[one.row.key] = [*given, one]
