@@ -99,6 +99,13 @@ def test_choice(answer):
     assert pay("choice", task(answer), *wrong) == [0] * len(wrong)
 
 
+def test_a_reply_of_blanks_does_not_hold_a_choice_up():
+    """The search took minutes for some hundred blanks."""
+    for begin in ("answer is", "answer", r"\boxed{", "(", "option **"):
+        assert builtin.choice(begin + " " * 100_000, task("A")) == {"score": 0.0}
+    assert pay("choice", task("B"), r"\boxed{\textbf{B}}", r"\boxed{ \mathrm{B} }") == [1, 1]  # NeMo-Gym#1844
+
+
 def test_an_article_is_no_choice():
     said = ["To answer a question like this, think.", "the answer is a number", "the option I took"]
     assert [builtin.choice(text, task("A")) for text in said] == [{"score": 0.0}] * 3

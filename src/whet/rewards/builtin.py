@@ -70,11 +70,13 @@ _AFTER_HASHES, _ANYWHERE = re.compile(rf"####\s*{_NUMBER}"), re.compile(_NUMBER)
 _THOUSANDS = re.compile(rf"\d+(?:\.\d+)?|\.\d+|\d{{1,3}}(?:{_COMMA}\d{{2,3}})*{_COMMA}\d{{3}}(?:\.\d+)?")
 _LONGEST_FRACTION = 18
 """Digits of a fraction's two numbers."""
-_LETTER = r"\(?\s*([A-Za-z])\s*\)?(?![A-Za-z0-9'\u2019])"
+_LETTER = r"(?:\(\s*+)?([A-Za-z])(?![A-Za-z0-9'\u2019])"
 _CHOICE = r"(?i:\b(?:answer|choice|option)\b)"
-_TOLD = re.compile(rf"{_CHOICE}(?i:\s+is\b\s*:?|\s*:)\s*(?:\*\*)?\s*(?!\s*[ai]\s+\w){_LETTER}")
-"""'a' and 'i' before another word are words of the sentence ('the answer is a number'), no letters of a choice."""
-_NAMED = re.compile(rf"{_CHOICE}\s*(?:\*\*)?\s*(?!\s*[aiI]\s+\w){_LETTER}")
+_MARKS = r"\s*+(?:\*\*\s*+)?"
+_TOLD = re.compile(rf"{_CHOICE}(?i:\s++is\b(?:\s*+:)?|\s*+:){_MARKS}(?![ai]\s+\w){_LETTER}")
+"""'a' and 'i' before another word are words of the sentence ('the answer is a number'), no letters of a choice. White
+space is taken whole (`*+`): a search that tries its parts takes hours for a reply of blanks."""
+_NAMED = re.compile(rf"{_CHOICE}{_MARKS}(?![aiI]\s+\w){_LETTER}")
 
 
 Verdict = dict[str, float | str]
@@ -112,7 +114,7 @@ def choice(response: str, task: Task) -> Verdict:
     """
     want = reference(task)
     letter = chr(ord("A") + want) if isinstance(want, int) else str(want).strip().strip("()").upper()
-    found = re.findall(r"\\boxed\{\s*(?:\\text\{)?" + _LETTER, response)
+    found = re.findall(r"\\boxed\{\s*+(?:\\[a-z]{1,10}\{\s*+)?" + _LETTER, response)
     found = found or _TOLD.findall(response) or _NAMED.findall(response)
     found = found or re.findall(r"^\s*\(?([A-Za-z])(?:\s*[).:,]|\s*$)", response)
     got = found[-1].upper() if found else None
