@@ -22,6 +22,7 @@ from whet.config.schema import RewardConfig, RewardWorkersConfig
 from whet.rewards import builtin
 from whet.rewards.bind import bind, pack_rollout, pack_task
 from whet.rewards.combine import RewardSet, check_failures, score
+from whet.rewards.tagged import answer_in
 from whet.track.metrics import summarise
 from whet.track.record import RunDirectory
 from whet.types import ConfigError, DataError, Group, Message, Rollout, Task, ToolCall, WhetError
@@ -103,6 +104,7 @@ def test_a_reply_of_blanks_does_not_hold_a_choice_up():
     """The search took minutes for some hundred blanks."""
     for begin in ("answer is", "answer", r"\boxed{", "(", "option **"):
         assert builtin.choice(begin + " " * 100_000, task("A")) == {"score": 0.0}
+    assert answer_in("<answer>" * 100_000) == "<answer>" * 100_000
     assert pay("choice", task("B"), r"\boxed{\textbf{B}}", r"\boxed{ \mathrm{B} }") == [1, 1]  # NeMo-Gym#1844
 
 

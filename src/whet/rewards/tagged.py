@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from whet.rewards.builtin import Verdict, reference, verdict
 from whet.types import Task
 
@@ -20,5 +18,5 @@ def single_choice(response: str, task: Task) -> Verdict:
 
 def answer_in(text: str) -> str:
     """What stands in the first <answer> element, or the whole text."""
-    found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return (found[1] if found else text).strip()
+    inside, end, _ = text.partition("<answer>")[2].partition("</answer>")
+    return (inside if end else text).strip()
