@@ -350,6 +350,39 @@ def test_values_that_mean_nothing_are_refused_by_their_key(
     assert [text for text in told(given, "0.9.1", kind) if said in text]
 
 
+def test_null_under_an_old_name_says_nothing_where_the_new_one_is_given() -> None:
+    """verl's own document has both since 0.7.1."""
+    old, new = "reward_model.rollout.", "reward.reward_model.rollout."
+    known = {
+        "dtype": "float32",
+        "load_format": "auto",
+        "prompt_length": 2048,
+        "disaggregation.enabled": False,
+    }
+    reward = {
+        "reward.reward_model.enable": True,
+        "reward.reward_model.model_path": "rm",
+        new + "name": "vllm",
+    }
+    given = {**FITS, **reward, **{new + key: value for key, value in known.items()}}
+    nulls = {old + key: None for key in ("name", "dtype", "load_format", "prompt_length")}
+    assert (
+        made({**nulls, **given}, "0.9.1").tree
+        == made(given, "0.9.1").tree
+        == made({**given, **nulls}, "0.9.1").tree
+    )
+    assert made(given, "0.9.1").tree["rewards"]["rm"]["model"]["dtype"] == "float32"
+    assert told({**nulls, **given}, "0.9.1") == told({**given, **nulls}, "0.9.1") == []
+    (said,) = told({**FITS, **reward, old + "dtype": None}, "0.9.1")
+    assert "got null, expected one of bfloat16" in said
+
+
+def test_a_value_that_must_be_given_need_not_be_where_nothing_reads_it() -> None:
+    rest = {**FITS, "reward.reward_model.rollout.name": "???"}
+    assert told(rest, "0.9.1") == []
+    assert told({**rest, R + "name": "???"}, "0.9.1") == [f"{R}name: must be given"]
+
+
 @pytest.mark.parametrize("kind", ["verl-ppo", "verl-sft"])
 def test_null_in_the_place_of_a_section_says_nothing(kind: str) -> None:
     small: dict[str, Json] = FITS if kind == "verl-ppo" else {"model.path": "m"}

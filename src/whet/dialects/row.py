@@ -36,6 +36,9 @@ Status = Literal["mapped", "translated", "derived", "coming", "refused"]
 it follows from other keys here, and a value of its type that says otherwise is refused.
 coming: its feature is not built. refused: never done here."""
 
+WRITES: tuple[Status, ...] = ("mapped", "translated")
+"""Statuses of keys that native keys come from."""
+
 ALIAS = "alias"
 """The status of a line that is no row: another name of a key."""
 

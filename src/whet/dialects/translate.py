@@ -16,13 +16,11 @@ from whet.config.schema import Config
 from whet.config.tree import get, path_of
 from whet.dialects.kinds import accepts, expected, same, understood
 from whet.dialects.match import GivenValue
-from whet.dialects.row import AnotherModel, NotSupportedYet, Reference, Row, Status
+from whet.dialects.row import WRITES, AnotherModel, NotSupportedYet, Reference, Row, Status
 from whet.dialects.rules import condition
 from whet.dialects.tables import Dialect, parts
 from whet.dialects.values import Missing, Reading, nested, reading
 from whet.types import ConfigError, Json
-
-WRITES: tuple[Status, ...] = ("mapped", "translated")
 
 
 @dataclass(frozen=True)

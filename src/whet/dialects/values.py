@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from whet.config.faults import shown
 from whet.config.interpolate import interpolate
 from whet.config.keys import Path, dotted
-from whet.config.tree import get, leaves, merge, origin
+from whet.config.tree import get, leaves, merge, origin, with_values
 from whet.dialects.kinds import same, understood
 from whet.dialects.match import GivenValue, meant, read
-from whet.dialects.row import Row
+from whet.dialects.row import WRITES, Row
 from whet.dialects.tables import Dialect, joined, parts
 from whet.dialects.versions import VERSION
 from whet.types import Json
@@ -59,6 +59,7 @@ class Reading:
 def reading(tree: dict[str, Json], of: Dialect, *, origins: Mapping[Path, str]) -> Reading:
     """Read a file. Unknown keys, references that fail and values that cannot be meant are problems."""
     out = Reading(of=of)
+    tree = _without_gaps(tree, of)
     full, wrong = interpolate(
         _rebased(_filled(_default_tree(of), _under_present_names(tree, of)), of.inner), {}
     )
@@ -92,6 +93,17 @@ def reading(tree: dict[str, Json], of: Dialect, *, origins: Mapping[Path, str]) 
     above = {path[:n] for path in present for n in range(1, len(path))}
     _fill(out, nested({path: value for path, value in present.items() if path not in above}))
     return out
+
+
+def _without_gaps(tree: dict[str, Json], of: Dialect) -> dict[str, Json]:
+    """`???` of a key that nothing here reads is its default: only who reads it must be given it."""
+    gaps = {
+        one.at: one.row.default
+        for one in read(tree, of)
+        if one.value == "???" and one.row is not None and one.row.status not in WRITES
+    }
+    filled: dict[str, Json] = with_values(tree, gaps)
+    return filled
 
 
 def _under_present_names(tree: dict[str, Json], of: Dialect) -> dict[str, Json]:
