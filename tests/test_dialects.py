@@ -435,12 +435,31 @@ def test_overrides_in_hydra_s_style():
     assert starred.tree == {"u": {"layers.{*}": {}, "head": {"a": 1}}, "m": ["layers.{*}"]}
 
 
-@pytest.mark.parametrize("text", ["a", "=1", "--a=1", "a.l.7=1", "~zzz", "a@b=1", "a=[1", "a.l.x=1"])
+@pytest.mark.parametrize("text", ["a", "=1", "--a=1", "a.l.7=1", "a@b=1", "a=[1", "a.l.x=1"])
 def test_overrides_that_are_refused(text):
     out = overridden({"a": {"l": [1]}}, {}, [text])
     assert len(out.problems) == 1
     assert out.problems[0][0] == f"override {text}"
     assert out.tree == {"a": {"l": [1]}}
+
+
+def test_what_is_left_out_of_the_systems_own_document_has_no_effect_here_or_is_refused(tmp_path):
+    file, script = tmp_path / "verl.yaml", tmp_path / "run.sh"
+    file.write_text("actor_rollout_ref: {actor: {ppo_micro_batch_size_per_gpu: 8}}\n")
+    script.write_text('python -m verl.trainer.main_ppo "$@"\n')
+    for path, given in ((file, []), (script, ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"])):
+        fits = [
+            *given,
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+        ]
+        load(path, [*fits, "~data.return_raw_chat"], dialect="verl")  # nothing here reads it
+        with pytest.raises(ConfigError, match=r"~data\.zzz: there is no data\.zzz in the file to remove"):
+            load(path, [*fits, "~data.zzz"], dialect="verl")
+        with pytest.raises(
+            ConfigError, match=r"data\.train_batch_size cannot be left out of verl's own document"
+        ):
+            load(path, [*fits, "~data.train_batch_size"], dialect="verl")
 
 
 # ---------------------------------------------------------------- loading

@@ -226,7 +226,7 @@ def _translated(
     out = Draft(
         tree=made.tree,
         origins=dict(made.origins),
-        problems=[*draft.problems, *foreign.problems, *made.problems],
+        problems=[*draft.problems, *foreign.problems, *foreign.left_out(dialect(kind)), *made.problems],
     )
     if isinstance(native, dict):
         out.put((), native, "")
@@ -267,15 +267,14 @@ def _stage(base: dict[str, Json], number: int, stage: dict[str, Json]) -> Config
 
 
 def _launched(
-    script: Path, overrides: Sequence[str], dialect: str | None, *, trust: bool
+    script: Path, overrides: Sequence[str], wanted: str | None, *, trust: bool
 ) -> tuple[Draft, str, tuple[str, ...], str]:
     """(the foreign tree that a launch script stands for, its kind of file, notes, a program that may add keys)"""
     arguments = [text for text in overrides if not text.startswith("whet.")]
     learn_overrides(arguments)
-    started = launched(script, arguments, os.environ, dialect=dialect, trust=trust)
+    started = launched(script, arguments, os.environ, dialect=wanted, trust=trust)
     draft = _read(started.file, started.text) if started.file else Draft()
     made = overridden(draft.tree, draft.origins, started.overrides, started.places)
-    problems = [*draft.problems, *started.problems, *made.problems]
     kind = recognise(made.tree, started.dialect)
     if kind == NATIVE:
         raise ConfigError(
@@ -283,6 +282,7 @@ def _launched(
             "trinity"
         )
     version = (started.dialect or "").partition("@")[2]
+    problems = [*draft.problems, *started.problems, *made.problems, *made.left_out(dialect(kind))]
     return (
         Draft(tree=made.tree, origins=made.origins, problems=problems),
         f"{kind}@{version}" if version else kind,

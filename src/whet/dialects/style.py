@@ -11,6 +11,8 @@ from itertools import zip_longest
 from whet.config.keys import Path
 from whet.config.parse import parse_override
 from whet.config.tree import leaves
+from whet.dialects.row import WRITES
+from whet.dialects.tables import Dialect
 from whet.types import Json
 
 _OVERRIDE = re.compile(
@@ -27,6 +29,8 @@ class Tree:
     tree: dict[str, Json] = field(default_factory=dict)
     origins: dict[Path, str] = field(default_factory=dict)
     problems: list[tuple[str, str]] = field(default_factory=list)
+    absent: list[tuple[str, str]] = field(default_factory=list)
+    """(key, where) of `~key` that is not in the tree: only the system's own document may have it."""
 
     def override(self, text: str, source: str = "") -> None:
         """Apply one override. `a=` is the empty text, `~a` takes the key out (its default counts again).
@@ -40,7 +44,7 @@ class Tree:
         path = self._path(said["key"])
         if said["sign"] == "~":
             if not _drop(self.tree, path):
-                self.problems.append((source, f"there is no {said['key']} in the file to remove"))
+                self.absent.append((said["key"], source))
             return
         value = said["value"]
         parsed = parse_override(_KEY.sub(_as_yaml, value) if value[:1] in "{[" else value)
@@ -48,6 +52,18 @@ class Tree:
             self.problems += [(source, problem) for _, problem in parsed.problems]
             return
         self._put(path, parsed.tree if value else "", source)
+
+    def left_out(self, of: Dialect) -> list[tuple[str, str]]:
+        """What is wrong with `absent`: of the system's own document may go what nothing here reads."""
+        problems = []
+        for key, source in self.absent:
+            row = of.row(key)
+            if row is None:
+                problems.append((source, f"there is no {key} in the file to remove"))
+            elif row.status in WRITES:
+                said = f"{key} cannot be left out of {of.system}'s own document; give the value that it is to have"
+                problems.append((source, said))
+        return problems
 
     def _path(self, key: str) -> Path:
         """Numbers are indexes where a list stands."""
