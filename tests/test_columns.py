@@ -61,6 +61,23 @@ def test_messages_that_only_ask_are_no_demonstration():
         read({"messages": [ASK]}, messages="messages")
 
 
+def test_the_text_of_messages_is_no_prompt_unless_it_is_meant():
+    text = json.dumps([ASK])
+    with pytest.raises(
+        DataError, match="column 'prompt' holds the JSON text of messages; expected the list itself"
+    ):
+        read({"prompt": text})
+    assert read({"prompt": text}, template="{prompt}")[0] == text
+    for other in (
+        "[1]",
+        '["role", "content"]',
+        '[{"role": "user"}]',
+        '["role" "content"',
+        "[" * 9000 + '"role""content"',
+    ):
+        assert read({"prompt": other})[0] == other
+
+
 def test_a_row_that_is_made_for_something_else_is_an_error():
     """A column of `expect` may be absent or null, and is not read otherwise; a part of a column is reached by dots."""
     expect = {"env_class": "gsm8k", "info.kind": 3}

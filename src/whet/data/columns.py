@@ -191,7 +191,15 @@ def column_of(row: Row, column: str) -> Json:
 
 def _prompt(value: Json, column: str, template: str | None) -> Prompt:
     if isinstance(value, str) and value:
-        return value if template is None else template.replace("{prompt}", value)
+        if template is not None:
+            return template.replace("{prompt}", value)
+        if _is_text_of_messages(value):
+            raise DataError(
+                f"column {column!r} holds the JSON text of messages; expected the list itself: give it by a function "
+                "of yours (`function: FILE.py:NAME`). To ask with the text as it stands, set the source's template to "
+                "'{prompt}'."
+            )
+        return value
     if not isinstance(value, list) or not value:
         raise DataError(
             _wrong(column, value, "a non-empty text or a non-empty list of {role, content} messages")
@@ -201,6 +209,16 @@ def _prompt(value: Json, column: str, template: str | None) -> Prompt:
             f"column {column!r} holds messages, but the source's template is for plain text; leave it out."
         )
     return tuple(_message(m, column) for m in value)
+
+
+def _is_text_of_messages(text: str) -> bool:
+    if not text.lstrip().startswith("[") or '"role"' not in text or '"content"' not in text:
+        return False
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return bool(told) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in told)
 
 
 def _tokens(value: Json) -> tuple[int, ...]:
