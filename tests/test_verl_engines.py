@@ -470,6 +470,8 @@ def test_the_fully_asynchronous_trainer_uses_all_rows_of_an_epoch() -> None:
         "rollout.total_rollout_steps": 1000,
     }
     assert "drop_last" not in train(streamed) or train(streamed)["drop_last"] is False
+    # its length is that of its rollouts: verl overwrites the trainer's number of steps with it
+    assert train({**streamed, "trainer.total_training_steps": 7})["steps"] == train(streamed)["steps"] != 7
 
 
 def test_options_of_engines_that_change_no_number_are_accepted_and_others_are_named() -> None:
