@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import json
 import multiprocessing
 import os
@@ -626,6 +627,36 @@ def _parent_group(pid: int) -> int:
 def test_failures_read_well():
     assert str(Failure("raised", "ValueError: x (a.py:1)")) == "raised ValueError: x (a.py:1)"
     assert str(Failure("timeout", "no result in 3 s")) == "timeout: no result in 3 s"
+
+
+def test_garbage_of_the_run_is_none_of_the_processes_that_are_forked_from_it() -> None:
+    """Its finalizers wait for threads that a fork does not have: those of torch's process groups, for one."""
+    run = os.getpid()
+
+    class Group:
+        own: object
+
+        def __del__(self) -> None:
+            if os.getpid() != run:
+                time.sleep(60)
+
+    gc.collect()
+    gc.disable()
+    try:
+        group = Group()
+        group.own = group
+        del group  # garbage that nobody has collected
+        pid = nursery.fork(lambda: gc.collect() and None)
+    finally:
+        gc.enable()
+    ended, deadline = (0, 0), time.monotonic() + 30
+    while ended[0] == 0 and time.monotonic() < deadline:
+        ended = os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert ended == (pid, 0)
 
 
 def test_a_fork_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ processes.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import selectors
@@ -92,10 +93,18 @@ def fork(body: Callable[[], None]) -> int:
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGINT}
     )  # python drops what it raises inside fork
+    # What is garbage in this process is never collected in the new one: its finalizers may wait for threads, which only
+    # this one has (a process group of torch does).
+    collects = gc.isenabled()
+    gc.disable()
     pid = -1
     try:
         pid = os.fork()
     finally:
+        if not pid:
+            gc.freeze()
+        if collects:
+            gc.enable()
         if pid:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if pid:
