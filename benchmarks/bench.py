@@ -89,7 +89,9 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--output", type=Path, help="where the results are written (default: beside this file)")
+    parser.add_argument(
+        "--output", type=Path, help="where the results are written (default: beside this file)"
+    )
     args = parser.parse_args()
     split = "generate + update + rest"
     print(
