@@ -1,6 +1,6 @@
 """Ours against TRL's, alternately, one process each: CPU seconds a step and their parts, tokens/s, peak memory.
 
-    python benchmarks/bench.py [--cases S/32 S/128 ...] [--repeats 3] [--dtype bfloat16] [--output FILE]   (`make bench`)
+    python benchmarks/bench.py [--cases S/32 S/128 ...] [--repeats 2] [--dtype bfloat16] [--output FILE]  (`make bench`)
 
 Prints a table as it goes, and writes benchmarks/results.json, results_bfloat16.json, or FILE. Needs a machine with
 nothing else to do.
