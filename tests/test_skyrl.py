@@ -255,6 +255,16 @@ def test_servers_that_run_already() -> None:
         assert alone == {"rollout.engine": "vllm", "rollout.server.urls": ["http://front:80"]}
 
 
+def test_defaults_in_a_home_that_is_not_there_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same without HOME: SkyRL's own defaults are there."""
+    monkeypatch.delenv("HOME", raising=False)
+    for key in ("trainer.export_path", "trainer.ckpt_path"):
+        assert f"{key}: its default, " in said()
+        assert "the environment has no variable HOME" in said()
+    own = {"trainer__export_path": "here", "trainer__dump_eval_results": True}
+    assert "trainer.export_path: its default" not in said(**own)
+
+
 def test_engines() -> None:
     assert run.rollout_engine(values()) == {
         "rollout.engine": "native",

@@ -396,7 +396,8 @@ def trackers(v: Values) -> Native:
 
 def dump(v: Values) -> Native:
     """Every step's batch, token by token, and every evaluation, at their places below export_path."""
-    root, out = PurePath(v["trainer.export_path"]), dict[str, Json]()
+    # none where its default could not be read (no HOME), which is told for itself
+    root, out = PurePath(v["trainer.export_path"] or ""), dict[str, Json]()
     if v["trainer.dump_data_batch"]:
         name = "global_step_{step}_training_input.parquet"
         out |= {"track.batches_interval": 1, "track.dump.batches": str(root / "dumped_data" / name)}
