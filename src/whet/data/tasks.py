@@ -424,11 +424,8 @@ def _reply(
     if given is None:
         fault = no_reply(field, None, task.extra)
         raise DataError(f"Task {task.uid} of source {task.source!r}: {fault}")
-    tokenizer = _tokenizer_of(task, tokenizer)
-    text, reply = (
-        reply_text(tokenizer, task.prompt, given, task.tools),
-        learned_tokens(task, given, tokenizer, ends),
-    )
+    text = reply_text(_tokenizer_of(task, tokenizer), task.prompt, given, task.tools)
+    reply = learned_tokens(task, given, tokenizer, ends)
     cut = len(reply) > max_tokens
     if cut and not overlong.startswith("truncate"):
         raise DataError(

@@ -9,7 +9,7 @@ of one dimension (norms, biases) keep float32 moments.
 Where ranks have parts of a tensor, each keeps the bytes of its part and all scales (a 256th); a step is computed on the
 gathered tensor, one at a time, and each rank applies its part. So blocks, random numbers and, of equal gradients, steps
 equal those of one process. Gradients that another layout sums in another order may round a byte the other way, which
-moves a small entry by a large part of its step: expect 1e-3 between layouts where float32 moments give 1e-6.
+moves a small entry by a large part of its step: 6e-4 was seen between layouts where float32 moments give 1e-6.
 
 whet does not use torchao's version, which compiles its step (16 s), rounds to the nearest, and adds a package for one
 function.

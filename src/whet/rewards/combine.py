@@ -278,10 +278,10 @@ async def _judged(rollout: Rollout, found: dict[str, CallResult], rewards: Rewar
         elif name in found:
             own[name] = found[name]
     if not own and rollout.reward is None:
-        unscored = f"no reward scores source {rollout.task.source!r}, and no environment played this row"
-        return rollout.scored(
-            None, {}, f"{', '.join(names)} gave no value for this reply" if names else unscored
-        )
+        why = f"no reward scores source {rollout.task.source!r}, and no environment played this row"
+        if names:
+            why = f"{', '.join(names)} gave no value for this reply"
+        return rollout.scored(None, {}, why)
     return _scored(rollout, own, rewards)
 
 
