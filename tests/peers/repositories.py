@@ -1,7 +1,7 @@
 """The peers' repositories at fixed commits: what `make test-files` and the proofs of single files read.
 
-A repository is a git directory under REPOSITORIES (an environment variable, else `.peers-git`), named `owner+name`, or is
-cloned there. Nothing of it is ever committed here.
+A repository is a git directory under REPOSITORIES (an environment variable, else `.peers-git`), named `owner+name`, or it
+is cloned there. Nothing of it is ever committed here.
 """
 
 from __future__ import annotations
