@@ -1,6 +1,6 @@
 """The peers' repositories at fixed commits: what `make test-files` and the proofs of single files read.
 
-A repository is a git directory under REPOSITORIES (an environment variable, else `.peers-git`), named `owner+name`, or it
+A repository is a git directory `owner+name` in REPOSITORIES (an environment variable; else `.peers-git`), or
 is cloned there. Nothing of it is ever committed here.
 """
 
