@@ -25,9 +25,10 @@ from whet.models.load import value_head
 from whet.models.lora import attach, learned, refresh
 from whet.models.mesh import Dims
 from whet.models.sharded import Sharding
+from whet.training.engine import FullKl
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.ranks import RankGroup, Ranks
-from whet.training.torch import FullKl, TorchEngine
+from whet.training.torch import TorchEngine
 from whet.types import Json
 
 

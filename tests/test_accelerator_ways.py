@@ -27,8 +27,9 @@ from whet.models.mesh import Dims
 from whet.models.mtp import MtpLoss
 from whet.models.optim import Optimizer
 from whet.models.sharded import Alone
+from whet.training.engine import FullKl
 from whet.training.micro_batches import MicroBatchPolicy
-from whet.training.torch import FullKl, TorchEngine
+from whet.training.torch import TorchEngine
 from whet.types import Sampling
 
 FOREACH = ADAM.model_copy(update={"implementation": "foreach"})

@@ -20,8 +20,9 @@ from whet.config.schema import KlConfig, OptimizerConfig, RewardKlConfig
 from whet.models import kernels
 from whet.models.divergence import divergence
 from whet.models.logprobs import OutputHead
+from whet.training.engine import FullKl
 from whet.training.micro_batches import MicroBatchPolicy
-from whet.training.torch import FullKl, TorchEngine
+from whet.training.torch import TorchEngine
 from whet.types import WhetError
 
 A, D, V = 7, 5, 11

@@ -291,22 +291,22 @@ def test_a_run_on_a_known_device_says_how_much_of_it_it_uses(tmp_path, monkeypat
 
 def test_on_a_cpu_there_is_no_meter():
     engine = TorchEngine(tiny_model(), kernels.load("torch"), cut=MicroBatchPolicy())
-    assert meter_of(engine, None, train=TrainConfig(), of_critic=None) is None
+    assert meter_of(engine, None, device=engine.device, train=TrainConfig(), of_critic=None) is None
 
 
 def test_a_meter_of_cuda(monkeypatch):
     engine = TorchEngine(tiny_model(), kernels.load("torch"), cut=MicroBatchPolicy())
-    engine.device = torch.device("cuda")
+    of = {"device": torch.device("cuda"), "of_critic": None}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     found = meter_of(
-        engine, engine, train=TrainConfig(update_epochs=2), of_critic=TrainConfig(update_epochs=3)
+        engine, engine, train=TrainConfig(update_epochs=2), **of | {"of_critic": TrainConfig(update_epochs=3)}
     )
     assert found is not None
     assert (found.peak, found.passes, found.critic_passes) == (67e12, 2, 3)
     assert found.critic is not None
     assert found.critic.output == 0 < found.policy.output
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Unheard of")
-    assert meter_of(engine, None, train=TrainConfig(), of_critic=None) is None
+    assert meter_of(engine, None, train=TrainConfig(), **of) is None
 
 
 def test_ranks_that_are_named_record_their_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,9 @@ from whet.algos.distillation import Divergence, TopK
 from whet.models import kernels
 from whet.models.mesh import Dims
 from whet.models.sharded import Sharding
+from whet.training.engine import FullKl
 from whet.training.ranks import Ranks
-from whet.training.torch import FullKl, TorchEngine
+from whet.training.torch import TorchEngine
 from whet.types import CheckpointError
 
 DROPPING = replace(WAYS["LoRA"], cut=replace(WAYS["LoRA"].cut, checkpoint=True))

@@ -29,8 +29,9 @@ from whet.data.chat import encode_prompt
 from whet.data.reprompt import filled, open_reprompter
 from whet.data.tokenizer import load_tokenizer
 from whet.models import kernels
+from whet.training.engine import FullKl
 from whet.training.micro_batches import MicroBatchPolicy
-from whet.training.torch import FullKl, TorchEngine
+from whet.training.torch import TorchEngine
 from whet.types import ConfigError, DataError, Group, Message, Rollout, Task
 
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"

@@ -45,11 +45,11 @@ from whet.trained_models import (
     reference_logprobs,
     references_of,
 )
-from whet.training.engine import TrainEngine, Want
+from whet.training.engine import FullKl, TrainEngine, Want
 from whet.training.passes import minibatch, passes, untaught
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.throughput import Meter, meter_of
-from whet.training.torch import MICRO_BATCH, FullKl, TorchEngine
+from whet.training.torch import MICRO_BATCH, TorchEngine
 from whet.training.unreduced import evaluated
 from whet.types import Group, Json, Metrics, Task, WhetError
 
@@ -498,7 +498,9 @@ def open_learner(
     """The policy starts from what the stage before left in the model. held_out: tasks that demonstrations leave out."""
     cfg, algorithm = context.cfg, context.algorithm
     policy = policy_of(context, models, ranks)
-    references = references_of(context, models, ranks, policy.cut) if algorithm.needs_reference else ()
+    references = (
+        references_of(context, models, ranks, cut_of(context, models)) if algorithm.needs_reference else ()
+    )
     critic = critic_of(context, models, ranks) if algorithm.needs_critic else None
     learner = Learner(
         context=context,
@@ -525,6 +527,7 @@ def open_learner(
     learner.meter = meter_of(
         policy,
         critic,
+        device=models.model.device,
         train=cfg.train,
         of_critic=context.plan.critic,
         critic_is_model=algorithm.implicit is not None,

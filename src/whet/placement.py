@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from whet.config.checks_parallel import first_gpu, ranks_of, shards
 from whet.config.deepspeed import engine_config
@@ -17,6 +18,7 @@ from whet.models.mesh import Dims
 from whet.models.sharded import Sharding
 from whet.rollout.router import Router
 from whet.track.display import Display
+from whet.training import chosen
 from whet.training.engine import TrainEngine
 from whet.training.ranks import RankGroup, Ranks
 from whet.training.torch import TorchEngine
@@ -76,6 +78,10 @@ def run_concurrently(jobs: Jobs[T]) -> dict[str, T]:
 def open_ranks(models: Models, cfg: Config, plan: Plan, display: Display) -> dict[str, Ranks]:
     """The processes of train.parallel by the model that they are named after, see `Learner.ranks`."""
     found: dict[str, Ranks] = {}
+    if (users := chosen.of_user(cfg.train)) and ranks_of(cfg.train.parallel):
+        chosen.maker(
+            *users, on_ranks=True
+        )  # refused here, before any process starts; ranks load what is loaded here
     try:
         for whose in ranks_of(cfg.train.parallel):
             found[whose] = _started(models, cfg, plan, whose, display)
@@ -117,21 +123,23 @@ def engine_of(
     ranks: Mapping[str, Ranks],
     name: str | None = None,
     **how: Any,
-) -> TorchEngine:
+) -> TrainEngine:
     """The engine of one role: on its own ranks, on the policy's, or in this process. It begins with a model. name: of
     the model among several of the role."""
-    where = ranks.get(role, ranks.get("policy"))
+    where, users = ranks.get(role, ranks.get("policy")), chosen.of_user(cfg.train)
     if where is None:
-        return TorchEngine(start.model, models.ops, **how)
-    # it answers to everything that is asked of a TorchEngine outside of it
+        make = TorchEngine if users is None else partial(chosen.made, *users)
+        return make(start.model, models.ops, **how)
     if role == "policy" and _samples_elsewhere(models):
         how["home"] = Path(cfg.run_dir).absolute() / "policy"
     how |= {"sharded": cfg.checkpoint.sharded, "chunks": cfg.train.parallel.pipeline_chunks}
     how |= {"weights": start.weights, "kernels": cfg.machine.kernels}
+    if users is not None:
+        how["engine"] = users
     if cfg.train.engine == "deepspeed":
         dtype = str(next(start.model.parameters()).dtype).removeprefix("torch.")
         how["deepspeed"] = engine_config(cfg.train, how.get("optimizer"), dtype)
-    return cast(TorchEngine, RankGroup(where, name or role, start.model, **how))
+    return RankGroup(where, name or role, start.model, **how)
 
 
 def _samples_elsewhere(models: Models) -> bool:

@@ -26,7 +26,6 @@ from whet.placement import engine_of
 from whet.training.engine import TrainEngine
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.ranks import Ranks
-from whet.training.torch import TorchEngine
 from whet.types import DataError, Group, Task
 from whet.whole import Make
 
@@ -51,7 +50,7 @@ def cut_of(context: Context, models: Models) -> MicroBatchPolicy:
     )
 
 
-def policy_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> TorchEngine:
+def policy_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> TrainEngine:
     """It starts from what the stage before left in the model."""
     cfg, plan = context.cfg, context.plan
     choose(models.model, cfg.train.trainable)
@@ -73,7 +72,7 @@ def policy_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> T
 
 def references_of(
     context: Context, models: Models, ranks: Mapping[str, Ranks], cut: MicroBatchPolicy
-) -> tuple[TorchEngine, ...]:
+) -> tuple[TrainEngine, ...]:
     """Frozen: each from its folder, or a copy of the current policy; in the order of reference.models."""
     given = context.cfg.reference
     paths: list[str | None] = [each.path for each in given.models]
@@ -91,7 +90,7 @@ def _reference_of(
     *,
     name: str,
     path: str | None,
-) -> TorchEngine:
+) -> TrainEngine:
     cfg = context.cfg
     if path is None:
         start = models.policy.copied()
@@ -150,7 +149,7 @@ def reference_logprobs(references: Sequence[TrainEngine], batch: Batch) -> Tenso
     return logp_N[torch.cat(at).argsort().to(logp_N.device)]
 
 
-def critic_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> TorchEngine:
+def critic_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> TrainEngine:
     """From its folder, or a copy of the current policy, with a value head, or as the language model that it is."""
     cfg, plan = context.cfg, context.plan
     train = plan.critic

@@ -133,7 +133,7 @@ def open_weights(
     if out is not None and policy.machine is not None:
         who = "a rank" if out.there else "this process, because the ranks do not reach the run directory,"
         log.info("stage %s: the ranks are on another machine; %s writes their weights", context.name, who)
-    sampler = models.sampler
+    sampler: TrainEngine | None = models.sampler
     if models.sampler_on_ranks:
         sampler = engine_of(
             models, context.cfg, "sampler", models.policy.copied(), ranks=ranks, cut=MicroBatchPolicy()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from whet.config import deepspeed
-from whet.config.engines import SERVED, unknown_engine
+from whet.config.engines import SERVED, TRAIN_ENGINES, unknown_engine
 from whet.config.recipes import resolve
 from whet.config.schema import Config, ProfileConfig
 from whet.config.secrets import MASK, is_secret, left_out, masked_url
@@ -43,6 +43,14 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     yield from _dumps(cfg)
     if problem := unknown_engine(cfg.rollout.engine):
         yield "rollout.engine", problem
+    if problem := unknown(TRAIN_ENGINES, cfg.train.engine):
+        yield "train.engine", problem
+    elif cfg.train.engine not in TRAIN_ENGINES and isinstance(cfg.train.engine_arguments, str):
+        yield (
+            "train.engine_arguments",
+            f"{cfg.train.engine_arguments!r}: expected a table with the settings of {cfg.train.engine}; a file is for "
+            "train.engine=deepspeed",
+        )
     yield from _trackers(cfg)
     yield from _profile(cfg)
     yield from _apart(cfg)

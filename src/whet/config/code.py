@@ -43,7 +43,7 @@ ENVIRONMENT = " ".join(_played("make", "arguments.functions.*", "arguments.tool_
 
 NAMES = " ".join(
     (
-        "imports.* rewards.*.function data.*.*.function rollout.engine",
+        "imports.* rewards.*.function data.*.*.function rollout.engine train.engine",
         ENVIRONMENT,
         *_played(*_FILES, "arguments.env", "arguments.say", "arguments.act"),
         "buffer.replay.priority.name data.order.name data.order.class_path",

@@ -1,4 +1,4 @@
-"""The rollout engines that come with whet, by name, read without importing any of them: one row adds one.
+"""The engines that come with whet, by name, read without importing any of them: one row adds one.
 
 An engine of yours is a class or function, named in `rollout.engine` as 'package.module:name' or 'path/to/file.py:name'.
 It is called with `EngineInputs` (whet.rollout.engine), and gives a `RolloutEngine` in the process of the trainer, which
@@ -53,6 +53,13 @@ ENGINES: Mapping[str, EngineRow] = {
         takes_weights=False,
     ),
 }
+TRAIN_ENGINES: Mapping[str, str] = {
+    "torch": "FSDP2, and all layouts of `train.parallel`.",
+    "deepspeed": "ZeRO, over dp_shard ranks. The numbers of torch up to rounding, and its checkpoints.",
+    "simulated": "Nothing is learned and a step waits for some seconds, to measure all the rest.",
+}
+"""What trains, and what each is. One of yours is named in `train.engine` as rollout engines are, and called as
+`whet.training.torch.TorchEngine` is: see `whet.training.chosen`."""
 SERVED = tuple(name for name, row in ENGINES.items() if row.served)
 NO_STOP = (
     "servers get token ids and have no tokenizer, so they cannot stop at strings: use {}.sampling.stop_token_ids, or "

@@ -208,6 +208,7 @@ def _choices() -> dict[str, list[Json]]:
         **{".".join(map(str, at)): _functions(tuple(map(str, at)), table) for at, table in TABLES.items()},
         "rewards.*.function": _lines(functions.REWARDS),
         "rollout.engine": _lines(engines.ENGINES),
+        "train.engine": [{"name": name, "about": about} for name, about in engines.TRAIN_ENGINES.items()],
         "track.trackers": _lines(trackers.TRACKERS),
         "checkpoint.resume": [{"name": name, "about": about} for name, about in RESUME.items()],
     }

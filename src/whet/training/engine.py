@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from whet.algos.distillation import KL, Divergence
 from whet.batch import Batch, LossFn
 from whet.models.published import Send
 from whet.types import Metrics
@@ -18,6 +20,17 @@ Want = Literal[
     "logprobs", "values", "entropy", "collision", "discriminant", "centred_discriminant", "routed"
 ]  # fmt: skip
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FullKl:
+    """A term of the loss: coef times a divergence from the reference over many tokens at each place, at the policy's
+    own tokens; its KL over the whole vocabulary, if no other is named."""
+
+    coef: float
+    reference: Any
+    """A `TrainEngine` of the same kind as the one that learns."""
+    of: Divergence = KL
 
 
 class TrainEngine(Protocol):
@@ -31,6 +44,8 @@ class TrainEngine(Protocol):
     """The weights are in other processes: `publish` works there, `module` brings them here."""
     machine: str | None
     """Ray's name for the machine of the process that publishes; None: it is this one."""
+    full_kl: FullKl | None
+    """What an update adds to its loss; set once, before the first."""
     beat: Callable[[str], object]
     """Called at every micro-batch: the work goes on."""
     span: Callable[[str], AbstractContextManager[None]]

@@ -38,11 +38,13 @@ from whet.models.tensor_files import Piece
 from whet.models.zero import Zero, ZeroOptimizer
 from whet.track.lanes import Notes
 from whet.track.timeline import clock
+from whet.training import chosen
+from whet.training.engine import FullKl
 from whet.training.mixing import mix
 from whet.training.parts import Held
 from whet.training.profile import Profiler, memory_peaks
-from whet.training.torch import MICRO_BATCH, OPTIMIZER_STEP, FullKl, TorchEngine
-from whet.types import WhetError
+from whet.training.torch import MICRO_BATCH, OPTIMIZER_STEP, TorchEngine
+from whet.types import Json, WhetError
 
 NOTED = {
     "open": "load weights", "forward": "forward", "update": "update", "pull": "gather weights", "save": "save",
@@ -122,8 +124,10 @@ class _Rank:
         sharding = replace(role.sharding, offload=role.sharding.offload or (rests and shards))
         parallel = parallelize(model, mesh, role.dims, ep=ep, chunks=role.chunks)
         config = arguments.pop("deepspeed", None)
+        users: tuple[str, Mapping[str, Json]] | None = arguments.pop("engine", None)
         learns = arguments.get("optimizer") is not None
-        engine = TorchEngine(
+        make = TorchEngine if users is None else chosen.maker(*users, on_ranks=True)
+        engine = make(
             model,
             kernels.load(role.kernels),
             value_head=head,
@@ -134,6 +138,7 @@ class _Rank:
             parallel=parallel,
             rests=rests and not shards,
             **arguments,
+            **({} if users is None else users[1]),
         )
         engine.beat = lambda what: self.say("beat", f"{name}: {what}")
         engine.span = partial(self._part, name)

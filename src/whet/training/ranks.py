@@ -50,11 +50,11 @@ from whet.track.lanes import RANKS, Lane, Told
 from whet.track.timeline import Timeline, clock
 from whet.training import parts
 from whet.training.balance import Dealt, deal, together
-from whet.training.engine import Want
+from whet.training.engine import FullKl, Want
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.rank import RankHandshake, Role
 from whet.training.sums import Sums
-from whet.training.torch import FullKl, TorchEngine
+from whet.training.torch import TorchEngine
 from whet.types import CheckpointError, ConfigError, Metrics, WhetError
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ import torch
 
 from whet.batch import Batch, computed
 from whet.config.schema import TrainConfig
-from whet.training.torch import TorchEngine
+from whet.training.engine import TrainEngine
 from whet.training.work import BatchFlops, batch_flops, work_of
 
 PEAKS: tuple[tuple[str, float, float], ...] = (
@@ -69,9 +69,10 @@ class Meter:
 
 
 def meter_of(
-    policy: TorchEngine,
-    critic: TorchEngine | None,
+    policy: TrainEngine,
+    critic: TrainEngine | None,
     *,
+    device: torch.device,
     train: TrainConfig,
     of_critic: TrainConfig | None,
     critic_is_model: bool = False,
@@ -79,10 +80,10 @@ def meter_of(
 ) -> Meter | None:
     """None where the speed of the device is not known, as on a CPU. critic_is_model: it has an output layer. devices:
     that update together, all alike."""
-    if policy.device.type != "cuda":
+    if device.type != "cuda":
         return None
     dtype = next(policy.structure.parameters()).dtype
-    peak = peak_flops(torch.cuda.get_device_name(policy.device), dtype)
+    peak = peak_flops(torch.cuda.get_device_name(device), dtype)
     if peak is None:
         return None
     return Meter(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from whet import seeds
-from whet.algos.distillation import KL, Divergence, beside
+from whet.algos.distillation import beside
 from whet.algos.segments import need
 from whet.batch import Batch, Loss, LossFn, Outputs
 from whet.config.schema import OptimizerConfig
@@ -44,7 +44,7 @@ from whet.models.tensor_files import Piece, opened, pieces, write
 from whet.models.zero import Zero, ZeroOptimizer
 from whet.track.files import reading
 from whet.training.balance import Dealt, deal, together
-from whet.training.engine import TrainEngine, Want
+from whet.training.engine import FullKl, TrainEngine, Want
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.mixing import mix
 from whet.training.mtp import MtpTerm
@@ -58,16 +58,6 @@ MICRO_BATCH = "micro-batch"
 """Span of one micro-batch: from the moment it is dealt out until the next is asked for."""
 OPTIMIZER_STEP = "optimizer step"
 """Span in an update."""
-
-
-@dataclass(frozen=True)
-class FullKl:
-    """A term of the loss: coef times a divergence from the reference over many tokens at each place, at the policy's
-    own tokens; its KL over the whole vocabulary, if no other is named."""
-
-    coef: float
-    reference: TorchEngine
-    of: Divergence = KL
 
 
 class TorchEngine:

@@ -185,18 +185,21 @@ class TrainConfig(Section):
     """Dtypes of training in addition to model.dtype."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     """Layout of the processes that train together."""
-    engine: Literal["torch", "deepspeed", "simulated"] = "torch"
+    engine: str = "torch"
     """What trains. torch: FSDP2, and all layouts of `parallel`; deepspeed: ZeRO, over dp_shard ranks. Both compute the
     same numbers up to rounding, and read each other's checkpoints. simulated: nothing is learned and a step waits for
     some seconds, to measure sampling, rewards and schedule alone, with no memory for gradients, optimizer, critic or
-    reference. Settings of the algorithm are checked and not used; the model stays as it is."""
+    reference; settings of the algorithm are checked and not used, and the model stays as it is. Or an engine of yours
+    as 'package.module:name' or 'path/to/file.py:name', called as whet.training.torch.TorchEngine is: it gives the
+    whet.training.engine.TrainEngine of policy, reference and critic. With `parallel` a subclass of TorchEngine."""
     engine_arguments: str | dict[str, Any] = Field(default_factory=dict)
-    """Settings of the engine. simulated: {step_s: 30, sync_s: 0}, the seconds of a training step, and those for which
-    sampling pauses before each weight sync, which does take place. deepspeed: a deepspeed_config, as a JSON file or a
-    table: {zero_optimization: {stage: 2}}. stage: 1 shards the state of the optimizer, 2 gradients too, 3 (default)
-    parameters too; offload_optimizer: {device: cpu} keeps the state in the host's memory. Batches, optimizer, clipping,
-    schedule and dtypes stay those of `train` and `model`: what whet sets may be left out, "auto", or equal; where it
-    differs, or changes what is trained (fp16, schedulers, elasticity ...), it is refused. All else is passed on."""
+    """Settings of the engine; one of yours is called with them by name. simulated: {step_s: 30, sync_s: 0}, the seconds
+    of a training step, and those for which sampling pauses before each weight sync, which does take place. deepspeed: a
+    deepspeed_config, as a JSON file or a table: {zero_optimization: {stage: 2}}. stage: 1 shards the state of the
+    optimizer, 2 gradients too, 3 (default) parameters too; offload_optimizer: {device: cpu} keeps the state in the
+    host's memory. Batches, optimizer, clipping, schedule and dtypes stay those of `train` and `model`: what whet sets
+    may be left out, "auto", or equal; where it differs, or changes what is trained (fp16, schedulers, elasticity ...),
+    it is refused. All else is passed on."""
     trainable: dict[str, bool] = Field(default_factory=dict)
     """Which parameters of the policy are trained (true) or frozen (false), by regular expressions that are searched in
     their names; the first match counts, parameters without a match are trained. `{lm_head: true, ".*": false}` trains
