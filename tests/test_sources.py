@@ -508,7 +508,7 @@ def test_every_stage_has_the_rewards_of_its_own_sources():
             {},
             "rollout.sources.b: no source of data.train has this name; they are: a",
         ),
-        ({"a": {}}, {}, "rollout.sources.a: is empty; give max_tokens or stop"),
+        ({"a": {}}, {}, "rollout.sources.a: is empty; give what differs from rollout.sampling"),
         (
             {"a": {"max_tokens": 9}},
             {},
@@ -519,7 +519,22 @@ def test_every_stage_has_the_rewards_of_its_own_sources():
             {"ignore_eos": True},
             "rollout.sources.a.stop: .*ignore_eos=true ignores it",
         ),
-        ({"a": {"max_tokens": 4}}, {"min_tokens": 5}, "4 is less than rollout.sampling.min_tokens=5"),
+        (
+            {"a": {"stop_token_ids": [3], "ignore_eos": True}},
+            {},
+            "a.stop_token_ids: ignore_eos=true ignores it",
+        ),
+        (
+            {"a": {"max_tokens": 4}},
+            {"min_tokens": 5},
+            r"a.max_tokens: its longest reply \(4 tokens\) is less than",
+        ),
+        ({"a": {"min_tokens": 9}}, {}, r"a.min_tokens: its longest reply \(8 tokens\) is less than .* \(9\)"),
+        (
+            {"a": {"temperature": 0.5}},
+            {},
+            "a.temperature: 0.5, and rollout.sampling.temperature is 1, by which",
+        ),
     ],
 )
 def test_what_a_source_cannot_be_sampled_by(sources, more, said):

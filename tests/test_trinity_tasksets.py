@@ -144,13 +144,18 @@ def test_tasksets_share_their_distribution_and_have_lengths_of_their_own() -> No
     assert data.token_limits(told)["rollout.sampling.max_tokens"] == 20
     assert "rollout.sources" not in data.sampling(told)
     assert data.sampling(sets(A, B, model__temperature=0.3))["rollout.sampling.temperature"] == 0.3
-    for key, value, first in (("temperature", 0.7, 1.0), ("top_k", 5, 0)):
-        with pytest.raises(NotSupportedYet) as e:
-            data.sampling(sets(A, {**B, "rollout_args": {key: value}}))
-        assert (
-            f"{TASKSETS}[1].rollout_args.{key}: {value}, where {TASKSETS}[0] has {first}: tasksets that are"
-            in str(e.value)
+    with pytest.raises(NotSupportedYet) as e:
+        data.sampling(sets(A, {**B, "rollout_args": {"temperature": 0.7}}))
+    said = f"{TASKSETS}[1].rollout_args.temperature: 0.7, where {TASKSETS}[0] has 1.0: the trainer divides"
+    assert said in str(e.value)
+    for key, value, off in (("top_k", 5, 0), ("top_p", 0.9, 1.0)):
+        told = data.sampling(sets(A, {**B, "rollout_args": {key: value}}))
+        assert told["rollout.sources"] == {"taskset_1": {key: value}}
+        told = data.sampling(
+            sets({**A, "rollout_args": {key: value}}, {**B, "rollout_args": {"max_tokens": 3}})
         )
+        assert told[f"rollout.sampling.{key}"] == value
+        assert told["rollout.sources"]["taskset_1"] == {"max_tokens": 3, key: off}
     for first, second, most, own in (
         (None, 3, 20, {"taskset_1": 3}),
         (7, None, 20, {"taskset_0": 7}),

@@ -48,12 +48,12 @@ def asked(cfg: Config, source: str) -> EvalSampling:
     own = cfg.eval.sources.get(source)
     if own is None:
         return EvalSampling(cfg.eval.samples, eval_sampling(cfg))
-    return EvalSampling(own.samples or cfg.eval.samples, _over(eval_sampling(cfg), own.sampling))
+    return EvalSampling(own.samples or cfg.eval.samples, merged(eval_sampling(cfg), own.sampling))
 
 
 def eval_sampling(cfg: Config) -> SamplingConfig:
     """Greedy with the training limits, and the keys of `eval.sampling` over it."""
-    return _over(cfg.rollout.sampling.model_copy(update=GREEDY), cfg.eval.sampling)
+    return merged(cfg.rollout.sampling.model_copy(update=GREEDY), cfg.eval.sampling)
 
 
 def reward_weights(cfg: Config) -> dict[str, float]:
@@ -98,7 +98,8 @@ def total_tokens(cfg: Config, max_tokens: int) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _over(base: SamplingConfig, over: SamplingConfig | None) -> SamplingConfig:
+def merged(base: SamplingConfig, over: SamplingConfig | None) -> SamplingConfig:
+    """The keys that `over` gives, over those of `base`."""
     return base.model_copy(update={k: getattr(over, k) for k in over.model_fields_set}) if over else base
 
 

@@ -10,13 +10,20 @@ from pydantic import ValidationError
 
 from whet.config.chosen import Chosen, chosen
 from whet.config.engines import NO_STOP, SERVED
-from whet.config.evaluation import reward_weights
+from whet.config.evaluation import merged, reward_weights
 from whet.config.faults import shown
 from whet.config.functions import ORDERS
 from whet.config.judges import JUDGES
 from whet.config.keys import setting
 from whet.config.recipes import ELSEWHERE, kind_of
-from whet.config.schema import Config, DataConfig, RewardConfig, RewardModelConfig, SourceConfig
+from whet.config.schema import (
+    Config,
+    DataConfig,
+    RewardConfig,
+    RewardModelConfig,
+    SamplingConfig,
+    SourceConfig,
+)
 from whet.config.sections.data import GENERATED, RANDOM_TOKENS, REASONING_GYM
 from whet.tables import near
 
@@ -199,33 +206,48 @@ def sampling_problems(cfg: Config) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) of the sampling of single sources. A stage that samples nothing reads none of it."""
     if kind_of(cfg.algorithm) != "online":
         return
-    shared, known = cfg.rollout.sampling, [source.name or "" for source in cfg.data.train]
+    known = [source.name or "" for source in cfg.data.train]
     labelled = "" in known or any(source.label for source in cfg.data.train)
     for name, own in cfg.rollout.sources.items():
         at = f"rollout.sources.{name}"
-        if own.max_tokens is None and own.stop is None:
-            yield at, "is empty; give max_tokens or stop, or leave it out"
+        if not own.model_fields_set:
+            yield at, "is empty; give what differs from rollout.sampling, or leave it out"
         if not labelled and name not in known:
             yield (
                 at,
                 f"no source of data.train has this name{near(name, known)}; they are: {', '.join(known)}",
             )
-        if own.max_tokens is not None and own.max_tokens > shared.max_tokens:
-            yield (
-                f"{at}.max_tokens",
-                f"{own.max_tokens} is above rollout.sampling.max_tokens={shared.max_tokens}, by which memory is "
-                "planned: raise that to the longest reply of any source",
-            )
-        if own.max_tokens is not None and own.max_tokens < shared.min_tokens <= shared.max_tokens:
-            yield (
-                f"{at}.max_tokens",
-                f"{own.max_tokens} is less than rollout.sampling.min_tokens={shared.min_tokens}; raise it, or lower "
-                "that",
-            )
-        if own.stop and shared.ignore_eos:
-            yield f"{at}.stop", "rollout.sampling.ignore_eos=true ignores it; leave one of them out"
-        if own.stop and cfg.rollout.engine in SERVED:
-            yield f"{at}.stop", NO_STOP.format("rollout")
+        yield from ((f"{at}.{key}", why) for key, why in _sampled_otherwise(cfg, own))
+
+
+def _sampled_otherwise(cfg: Config, own: SamplingConfig) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) of the sampling of one source."""
+    shared = cfg.rollout.sampling
+    of = merged(shared, own)
+    if of.temperature != shared.temperature:
+        yield (
+            "temperature",
+            f"{of.temperature:g}, and rollout.sampling.temperature is {shared.temperature:g}, by which the trainer "
+            "divides the logits of all sources: give all the same",
+        )
+    if of.max_tokens > shared.max_tokens:
+        yield (
+            "max_tokens",
+            f"{of.max_tokens} is above rollout.sampling.max_tokens={shared.max_tokens}, by which memory is "
+            "planned: raise that to the longest reply of any source",
+        )
+    elif of.max_tokens < of.min_tokens and shared.min_tokens <= shared.max_tokens:
+        key = "max_tokens" if "max_tokens" in own.model_fields_set else "min_tokens"
+        yield (
+            key,
+            f"its longest reply ({of.max_tokens} tokens) is less than its shortest ({of.min_tokens}): change one of "
+            "them, here or in rollout.sampling",
+        )
+    if of.ignore_eos:
+        ends = (key for key in ("stop", "stop_token_ids") if getattr(own, key))
+        yield from ((key, "ignore_eos=true ignores it; leave one of them out") for key in ends)
+    if own.stop and cfg.rollout.engine in SERVED:
+        yield "stop", NO_STOP.format("rollout")
 
 
 # ---------------------------------------------------------------- rewards

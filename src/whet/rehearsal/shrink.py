@@ -12,7 +12,7 @@ from whet.config.checks import unused
 from whet.config.chosen import Chosen
 from whet.config.engines import SERVED
 from whet.config.environments import SEVERAL
-from whet.config.evaluation import observation_tokens
+from whet.config.evaluation import merged, observation_tokens
 from whet.config.load import Loaded, stage_configs
 from whet.config.recipes import resolve
 from whet.config.schema import Config, ModelConfig, RewardConfig
@@ -271,8 +271,9 @@ def _rollout(cfg: Config) -> dict[str, Json]:
     kept = _without(given, "max_num_seqs", "replicas", *elsewhere)
     sampling = _short(kept.get("sampling", {}), cfg.rollout.sampling.max_tokens)
     sources = {
-        name: own.model_dump(mode="json", exclude_unset=True)
-        | ({"max_tokens": min(own.max_tokens, REPLY_TOKENS)} if own.max_tokens else {})
+        name: _short(
+            own.model_dump(mode="json", exclude_unset=True), merged(cfg.rollout.sampling, own).max_tokens
+        )
         for name, own in cfg.rollout.sources.items()
     }
     return kept | {"group_size": min(cfg.rollout.group_size, 4), "sampling": sampling, "sources": sources}

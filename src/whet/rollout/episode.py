@@ -19,6 +19,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from whet.config.evaluation import merged
 from whet.config.schema import RolloutConfig, SamplingConfig
 from whet.envs.env import (
     Env,
@@ -103,8 +104,7 @@ def to_sampling(cfg: SamplingConfig) -> Sampling:
 
 def sampling_by_source(cfg: RolloutConfig) -> dict[str, Sampling]:
     """Sampling in training of the sources that have settings of their own."""
-    shared = to_sampling(cfg.sampling)
-    return {name: replace(shared, **own.model_dump(exclude_none=True)) for name, own in cfg.sources.items()}
+    return {name: to_sampling(merged(cfg.sampling, own)) for name, own in cfg.sources.items()}
 
 
 def greedy(sampling: Sampling) -> Sampling:

@@ -9,7 +9,7 @@ from whet.config.correction import compares
 from whet.config.recipes import resolve
 from whet.config.schema import Config
 from whet.rollout.engine import Capabilities
-from whet.rollout.episode import to_sampling
+from whet.rollout.episode import sampling_by_source, to_sampling
 from whet.types import ConfigError
 
 log = logging.getLogger(__name__)
@@ -38,24 +38,23 @@ def check_engine(can: Capabilities, cfg: Config) -> None:
 
 def unmet(can: Capabilities, cfg: Config) -> Iterator[str]:
     """What the engine cannot do, each with the setting that asks for it."""
-    asked = {"rollout": cfg.rollout.sampling, "eval": cfg.eval.sampling}
-    asked |= {f"eval.sources.{name}": own.sampling for name, own in cfg.eval.sources.items()}
+    asked = {"rollout.sampling": cfg.rollout.sampling, "eval.sampling": cfg.eval.sampling}
+    asked |= {f"rollout.sources.{name}": own for name, own in cfg.rollout.sources.items()}
+    asked |= {f"eval.sources.{name}.sampling": own.sampling for name, own in cfg.eval.sources.items()}
     for section, sampling in asked.items():
         if sampling is None:
             continue
         if not can.stop_texts and sampling.stop:
-            yield f"it cannot stop at texts ({section}.sampling.stop); use {section}.sampling.stop_token_ids"
+            yield f"it cannot stop at texts ({section}.stop); use {section}.stop_token_ids"
         if not can.penalties and sampling.repetition_penalty != 1.0:
-            yield f"it cannot penalise repetition ({section}.sampling.repetition_penalty); leave it at 1"
-    for name, own in cfg.rollout.sources.items():
-        if not can.stop_texts and own.stop:
-            yield f"it cannot stop at texts (rollout.sources.{name}.stop); use rollout.sampling.stop_token_ids"
+            yield f"it cannot penalise repetition ({section}.repetition_penalty); leave it at 1"
     if not can.in_flight_updates and cfg.rollout.schedule == "async" and cfg.rollout.partial_rollout:
         yield "it cannot keep requests in flight while weights change; set rollout.partial_rollout=false"
     if not can.experts and cfg.train.router_replay == "sampled":
         yield "it does not return the experts of sampled tokens (train.router_replay=sampled)"
     readers = list(reads_logprobs(cfg))
-    if readers and not can.tells_logprobs(to_sampling(cfg.rollout.sampling)):
+    samplings = [to_sampling(cfg.rollout.sampling), *sampling_by_source(cfg.rollout).values()]
+    if readers and not all(map(can.tells_logprobs, samplings)):
         yield (
             f"it does not return the log-probs of sampled tokens, which are needed by {' and '.join(readers)}"
             + SAMPLE.get(can.logprobs, "")

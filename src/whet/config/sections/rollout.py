@@ -92,15 +92,6 @@ class EnvironmentConfig(Section):
     """Address space that a host may use in addition to its size at the start. null: no limit."""
 
 
-class RolloutSourceConfig(Section):
-    """Sampling of one source in training, where it differs from the other sources."""
-
-    max_tokens: Positive | None = None
-    """Longest reply, in tokens, at most that of rollout.sampling, which is the default."""
-    stop: tuple[str, ...] | None = None
-    """Strings that end a reply. Default: those of rollout.sampling."""
-
-
 class RolloutConfig(Section):
     """Rollouts: how replies are sampled from the policy."""
 
@@ -127,9 +118,10 @@ class RolloutConfig(Section):
     """Rollouts of one task. (verl: rollout.n; TRL: num_generations)"""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling in training."""
-    sources: dict[str, RolloutSourceConfig] = Field(default_factory=dict)
-    """Where single sources are sampled otherwise, by their name or label. Only what leaves the distribution of a token
-    as it is trained can differ. Evaluation: `eval.sources`."""
+    sources: dict[str, SamplingConfig] = Field(default_factory=dict)
+    """Sampling of single sources in training, by their name or label, merged key by key over `sampling`. temperature
+    has to be that of all, by which the trainer divides logits, and max_tokens at most that of all. Evaluation:
+    `eval.sources`."""
     env: EnvironmentConfig | None = None
     """The environment of all tasks. null: a rollout is one reply to its prompt."""
     max_num_seqs: Positive = 256

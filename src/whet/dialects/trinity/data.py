@@ -451,20 +451,23 @@ def sampling(values: Values) -> Native:
     (_, first), *others = sets = training(values)
     told = [_sampled(values, *one) for one in sets]
     for (_, what), sampled in zip(others, told[1:]):
-        for key in ("temperature", "top_p", "top_k"):
-            if sampled[key] != told[0][key]:
-                raise NotSupportedYet(
-                    f"{what}.rollout_args.{key}: {sampled[key]}, where {first} has {told[0][key]}: tasksets that are "
-                    "sampled from other distributions are coming, not built yet; here: the same for all tasksets of "
-                    "training."
-                )
+        if sampled["temperature"] != told[0]["temperature"]:
+            raise NotSupportedYet(
+                f"{what}.rollout_args.temperature: {sampled['temperature']}, where {first} has "
+                f"{told[0]['temperature']}: the trainer divides the logits of all tasksets by one temperature; here: "
+                "the same for all tasksets of training."
+            )
     lengths = _lengths(values)
     most = max(lengths.values())
-    shorter = {name: _below(most, own) for name, own in lengths.items() if own != most}
+    sources = {
+        name: _below(most, length) | {key: own[key] for key in ("top_p", "top_k") if own[key] != told[0][key]}
+        for (name, length), own in zip(lengths.items(), told)
+    }
+    differing = {name: own for name, own in sources.items() if own}
     return {
         **{f"rollout.sampling.{key}": value for key, value in told[0].items() if key != "max_tokens"},
         "rollout.sampling.min_tokens": min(values["model.min_response_tokens"], limits(values)[1] - 1),
-        **({"rollout.sources": shorter} if shorter else {}),
+        **({"rollout.sources": differing} if differing else {}),
     }
 
 
