@@ -82,6 +82,13 @@ def _own_environment() -> Iterator[None]:
             os.environ[name] = before[name]
 
 
+@pytest.fixture
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For files of SkyRL, whose own defaults lie in `${oc.env:HOME}`: a folder where the user of the tests has none."""
+    if not os.environ.get("HOME"):
+        monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+
+
 @pytest.fixture(autouse=True)
 def _own_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test lets this process know strikes nothing out of another one's texts."""

@@ -24,6 +24,8 @@ from whet.dialects.verl import roles as verl_roles
 from whet.rehearsal.shrink import check, shrink
 from whet.types import ConfigError, Json
 
+pytestmark = pytest.mark.usefixtures("home")
+
 ACTOR, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.ref."
 MODEL, CRITIC = "actor_rollout_ref.model.", "critic.model."
 PARAM, OPTIMIZER = "fsdp_config.param_offload", "fsdp_config.optimizer_offload"

@@ -29,6 +29,8 @@ from whet.dialects.tables import TABLES, Dialect
 from whet.dialects.translate import translate
 from whet.types import ConfigError
 
+pytestmark = pytest.mark.usefixtures("home")
+
 ROOT = Path(__file__).parent.parent
 
 

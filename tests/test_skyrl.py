@@ -20,6 +20,8 @@ from whet.dialects.values import nested
 from whet.dialects.versions import VERSION
 from whet.types import ConfigError, Json
 
+pytestmark = pytest.mark.usefixtures("home")
+
 devices, run = map(asked, (devices, run))
 
 HERE = Path(__file__).parent / "dialects"

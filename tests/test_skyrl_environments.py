@@ -20,6 +20,8 @@ from whet.rewards.answer_line import aime
 from whet.rewards.code import code
 from whet.types import ConfigError, Json, Task
 
+pytestmark = pytest.mark.usefixtures("home")
+
 learn, run = map(asked, (learn, run))
 
 HERE = Path(__file__).parent / "dialects"

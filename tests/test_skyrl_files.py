@@ -27,6 +27,8 @@ from whet.dialects.tables import table
 from whet.models.load import build, export
 from whet.types import ConfigError
 
+pytestmark = pytest.mark.usefixtures("home")
+
 HERE = Path(__file__).parent / "dialects"
 ROWS = {row.key: row for row in table("skyrl")}
 

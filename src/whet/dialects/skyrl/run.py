@@ -379,8 +379,13 @@ def export(v: Values) -> Native:
     every = v["trainer.hf_save_interval"]
     if every <= 0 or is_trial(v):
         return {"checkpoint.export": False}
-    own = PurePath(v["trainer.export_path"]) / v["trainer.project_name"] / v["trainer.run_name"]
+    own = _exports(v) / v["trainer.project_name"] / v["trainer.run_name"]
     return {"checkpoint.export": True, "checkpoint.export_interval": every, "dirs.export": str(own)}
+
+
+def _exports(v: Values) -> PurePath:
+    """export_path; none where its default could not be read (no HOME), which is told for itself."""
+    return PurePath(v["trainer.export_path"] or "")
 
 
 TRACKERS = choices("skyrl", "tracker")
@@ -396,8 +401,7 @@ def trackers(v: Values) -> Native:
 
 def dump(v: Values) -> Native:
     """Every step's batch, token by token, and every evaluation, at their places below export_path."""
-    # none where its default could not be read (no HOME), which is told for itself
-    root, out = PurePath(v["trainer.export_path"] or ""), dict[str, Json]()
+    root, out = _exports(v), dict[str, Json]()
     if v["trainer.dump_data_batch"]:
         name = "global_step_{step}_training_input.parquet"
         out |= {"track.batches_interval": 1, "track.dump.batches": str(root / "dumped_data" / name)}
