@@ -621,14 +621,10 @@ CASES: dict[str, Case] = {
     "rollout.env.memory_mb": (ENV, 4096),
     "rollout.group_size": ("", 3),
     **sampling("rollout.sampling", ""),
-    **{
-        key: case
-        for key, case in sampling(
-            "rollout.sources.*",
-            "seed=1; data.train.0.name=held; rollout.sampling.max_tokens=24; rollout.sources.held={max_tokens: 4}",
-        ).items()
-        if not key.endswith("temperature")
-    },
+    **sampling(
+        "rollout.sources.*",
+        "seed=1; data.train.0.name=held; rollout.sampling.max_tokens=24; rollout.sources.held={max_tokens: 4}",
+    ),
     "rollout.max_num_seqs": ("", 2),
     "rollout.quantization": ("", "int8"),
     "buffer.replay.queue": (FREE, True),
@@ -752,11 +748,6 @@ CASES: dict[str, Case] = {
 }
 
 REFUSED: dict[str, tuple[str, Any, str]] = {
-    "rollout.sources.*.temperature": (
-        "data.train.0.name=held",
-        0.5,
-        "by which the trainer divides the logits of all sources",
-    ),
     "data.eval.*.weight": (EVAL, 2.0, "evaluation uses every row once"),
     "data.eval.*.difficulty": (EVAL, "hard", "in the order of the file"),
     **{

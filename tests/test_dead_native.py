@@ -152,7 +152,7 @@ def test_equal_configs_leave_equal_records(watcher: Watcher) -> None:
 SECTIONS = {
     "critic.optimizer": ("name", "lr", "weight_decay", "schedule.type", "schedule.warmup_steps"),
     "critic.lora": ("rank", "dropout", "path"),
-    "rollout.sources.*": ("max_tokens", "stop", "top_k"),
+    "rollout.sources.*": ("temperature", "max_tokens", "stop", "top_k"),
     "eval.sampling": ("temperature", "max_tokens"),
     "eval.sources.*.sampling": ("temperature", "max_tokens"),
     "data.eval.*": ("name", "path", "prompt", "answer", "rewards", "limit"),

@@ -19,7 +19,7 @@ from whet.config.functions import LOSSES as ROWS
 from whet.config.schema import KlConfig, OptimizerConfig, RewardKlConfig
 from whet.models import kernels
 from whet.models.divergence import divergence
-from whet.models.logprobs import OutputHead
+from whet.models.logprobs import OutputHead, Temperature
 from whet.training.engine import FullKl
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
@@ -33,8 +33,9 @@ def head(seed: int, *, bias: bool = True, scale: float = 1.0, softcap: float | N
     return OutputHead(nn.Linear(D, V, bias=bias), scale=scale, softcap=softcap)
 
 
-def plain(x_AD: Tensor, h: OutputHead, temperature: float) -> Tensor:
+def plain(x_AD: Tensor, h: OutputHead, temperature: Temperature) -> Tensor:
     """[A, V] log-probs in float64, by the formula in the docstring of Head."""
+    temperature = temperature.double()[:, None] if isinstance(temperature, Tensor) else temperature
     bias = 0 if h.linear.bias is None else h.linear.bias.double()
     z = h.scale * (x_AD.double() @ h.linear.weight.double().t() + bias)
     if h.softcap is not None:
@@ -45,10 +46,15 @@ def plain(x_AD: Tensor, h: OutputHead, temperature: float) -> Tensor:
 @pytest.mark.parametrize("chunk", [1, 3, 256])
 @pytest.mark.parametrize(
     ("bias", "scale", "softcap", "temperature"),
-    [(True, 1.0, None, 1.0), (False, 0.5, None, 0.7), (True, 1.5, 2.0, 1.3)],
+    [
+        (True, 1.0, None, 1.0),
+        (False, 0.5, None, 0.7),
+        (True, 1.5, 2.0, 1.3),
+        (True, 1.5, 2.0, torch.linspace(0.5, 2.0, A)),
+    ],
 )
 def test_value_and_gradient_against_the_whole_vocabulary(
-    chunk: int, bias: bool, scale: float, softcap: float | None, temperature: float
+    chunk: int, bias: bool, scale: float, softcap: float | None, temperature: Temperature
 ) -> None:
     policy, reference = (head(seed, bias=bias, scale=scale, softcap=softcap) for seed in (0, 1))
     torch.manual_seed(2)

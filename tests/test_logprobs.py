@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.models import kernels, logprobs
-from whet.models.logprobs import OutputHead, logits, token_logprobs
+from whet.models.logprobs import OutputHead, Temperature, logits, token_logprobs
 
 OPS = kernels.load("torch")
 ROWS, HIDDEN, VOCAB = 37, 12, 29
@@ -27,9 +27,10 @@ def rows(seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def oracle(
-    head: OutputHead, hidden_AD: Tensor, targets_A: Tensor, temperature: float
+    head: OutputHead, hidden_AD: Tensor, targets_A: Tensor, temperature: Temperature
 ) -> tuple[Tensor, Tensor]:
     """In float64, by the definition, through ordinary autograd."""
+    temperature = temperature.double()[:, None] if isinstance(temperature, Tensor) else temperature
     weight = head.linear.weight.double()
     z = hidden_AD.double() @ weight.T * head.scale
     if head.linear.bias is not None:
@@ -49,10 +50,12 @@ HEADS = {
 
 
 @pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    "temperature", [1.0, 0.7, torch.linspace(0.5, 2.0, ROWS)], ids=["1", "0.7", "of rows"]
+)
 @pytest.mark.parametrize("keep", [1 << 24, 0], ids=["kept", "chunks"])
 def test_values_and_gradients(
-    kind: str, temperature: float, keep: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, temperature: Temperature, keep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "_KEEP", keep)
     head = head_of(**HEADS[kind])  # type: ignore[arg-type]

@@ -531,9 +531,9 @@ def test_every_stage_has_the_rewards_of_its_own_sources():
         ),
         ({"a": {"min_tokens": 9}}, {}, r"a.min_tokens: its longest reply \(8 tokens\) is less than .* \(9\)"),
         (
-            {"a": {"temperature": 0.5}},
+            {"a": {"temperature": 0}},
             {},
-            "a.temperature: 0.5, and rollout.sampling.temperature is 1, by which",
+            "a.temperature: 0 is greedy: all rollouts of a task would be equal",
         ),
     ],
 )

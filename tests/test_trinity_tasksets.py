@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -22,6 +23,7 @@ from whet.dialects.tables import dialect
 from whet.dialects.translate import translate
 from whet.dialects.trinity import algorithm, data, rewards, trainer
 from whet.dialects.trinity.values import TASKSET, TASKSETS
+from whet.dialects.versions import VERSION
 from whet.types import ConfigError, Json
 
 EASY = "offline_easy2hard"
@@ -144,11 +146,7 @@ def test_tasksets_share_their_distribution_and_have_lengths_of_their_own() -> No
     assert data.token_limits(told)["rollout.sampling.max_tokens"] == 20
     assert "rollout.sources" not in data.sampling(told)
     assert data.sampling(sets(A, B, model__temperature=0.3))["rollout.sampling.temperature"] == 0.3
-    with pytest.raises(NotSupportedYet) as e:
-        data.sampling(sets(A, {**B, "rollout_args": {"temperature": 0.7}}))
-    said = f"{TASKSETS}[1].rollout_args.temperature: 0.7, where {TASKSETS}[0] has 1.0: the trainer divides"
-    assert said in str(e.value)
-    for key, value, off in (("top_k", 5, 0), ("top_p", 0.9, 1.0)):
+    for key, value, off in (("temperature", 0.7, 1.0), ("top_k", 5, 0), ("top_p", 0.9, 1.0)):
         told = data.sampling(sets(A, {**B, "rollout_args": {key: value}}))
         assert told["rollout.sources"] == {"taskset_1": {key: value}}
         told = data.sampling(
@@ -166,6 +164,25 @@ def test_tasksets_share_their_distribution_and_have_lengths_of_their_own() -> No
         )
         assert data.token_limits(told)["rollout.sampling.max_tokens"] == most
         assert data.sampling(told)["rollout.sources"] == {n: {"max_tokens": k} for n, k in own.items()}
+
+
+def test_the_trainer_divides_by_one_temperature() -> None:
+    """Before 0.6.0 that of the first taskset, since then model.temperature, whatever the tasksets have."""
+    warm, cold = {**A, "rollout_args": {"temperature": 1.2}}, {**B, "rollout_args": {"temperature": 0.7}}
+
+    def trained(version: str, *of: Any, **more: Any) -> Any:
+        return data.sampling(sets(*of, **more) | {VERSION: version}).get("train.temperature")
+
+    for version in ("0.5.2", "0.6.0"):
+        assert trained(version, A, B) is None
+        assert trained(version, A, B, model__temperature=0.7) is None
+    assert trained("0.5.2", warm, cold) == 1.2
+    assert trained("0.5.2", warm, warm) is None
+    assert trained("0.6.0", warm, warm) == 1.0
+    assert trained("0.6.0", warm, cold, model__temperature=0.9) == 0.9
+    assert trained("0.6.0", warm, mode="explore") is None
+    assert trained("0.6.0", A, model__temperature=0.9, algorithm__algorithm_type="sft") == 0.9
+    assert trained("0.6.0", warm, algorithm__algorithm_type="sft") is None
 
 
 def test_evaluations_have_lengths_of_their_own() -> None:

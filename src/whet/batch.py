@@ -59,6 +59,9 @@ class Batch:
     """bool: the reply was given by data, not sampled (mixes of demonstrations and rollouts). None: all were sampled."""
     reference_R: Tensor | None = None
     """int64: number of the reference that scores the rollout, among several. None: there is one."""
+    temperature_R: Tensor | None = None
+    """float32: what the rollout's logits are divided by, where its source has a temperature of its own. None: all by
+    `MicroBatchPolicy.temperature`."""
     logp_old_N: Tensor | None = None
     logp_ref_N: Tensor | None = None
     implicit_N: Tensor | None = None

@@ -24,21 +24,19 @@ from whet.algos.recipes import Implicit
 from whet.algos.segments import sampled_logp_N
 from whet.algos.skipping import Skipping, shares, skip, skipping, without_effect
 from whet.batch import Batch, LossTerms, among_skipped, computed, pack, tokens_of, with_parts
-from whet.config.groups import experts_per_step, pairs_tasks
+from whet.config.groups import pairs_tasks
 from whet.config.recipes import resolve
 from whet.config.schema import TrainConfig
-from whet.config.sources import order_of_demonstrations
 from whet.context import Context
-from whet.data.demonstrations import Demonstrations
-from whet.data.replies import reader
+from whet.data.demonstrations import Demonstrations, open_demonstrations
 from whet.data.reprompt import Reprompter, open_reprompter
-from whet.data.tasks import TaskStream, learned_turns
 from whet.job import Models
-from whet.placement import Jobs, run_concurrently
+from whet.placement import Jobs, run_concurrently, trainers
 from whet.track.metrics import merge
 from whet.track.timeline import Kind
 from whet.trained_models import (
     ReferenceChoice,
+    Temperatures,
     critic_of,
     cut_of,
     policy_of,
@@ -121,6 +119,8 @@ class Learner:
     """Gives the reference other prompts; None: it sees those of the policy."""
     choose_reference: ReferenceChoice | None = None
     """None: there are not several."""
+    temperatures: Temperatures | None = None
+    """None: those of all sources are the same."""
     reused: Callable[[], int] | None = None
     """How many groups of the last step were trained on before; None: groups are never replayed."""
     ranks: Mapping[str, Ranks] = field(default_factory=dict)
@@ -180,6 +180,8 @@ class Learner:
             batch, numbers = self.reprompt(batch, groups)
         if self.choose_reference is not None:
             batch = replace(batch, reference_R=self.choose_reference(groups))
+        if self.temperatures is not None:
+            batch = self.temperatures(batch, groups)
         if algorithm.parts:
             batch = with_parts(batch, groups, algorithm.parts)
         if self.skipping.before_models:
@@ -509,9 +511,10 @@ def open_learner(
         critic=critic,
         skipping=skipping(context.plan.algorithm, cfg.train, mtp=cfg.model.mtp is not None),
         exact=exact,
-        demonstrations=_demonstrations(context, models, held_out),
+        demonstrations=open_demonstrations(cfg, models.tokenizer, ends=models.ends, held_out=held_out),
         reprompt=_reprompter(context, models),
         choose_reference=ReferenceChoice.of(cfg.reference) if cfg.reference.models else None,
+        temperatures=Temperatures.of(context),
         reused=reused,
         ranks=ranks,
         kl_coef=algorithm.kl_coef,
@@ -565,11 +568,6 @@ def _uids(groups: Sequence[Group], batch: Batch, lost: Sequence[int]) -> tuple[i
     return tuple(dict.fromkeys(uid for uid, n in zip(uids, batch.group_R.tolist()) if n in lost))
 
 
-def trainers(ranks: Mapping[str, Ranks]) -> int:
-    """Processes that train, this one among them where the policy learns here."""
-    return sum(each.dims.world for each in ranks.values()) + ("policy" not in ranks)
-
-
 def _reprompter(context: Context, models: Models) -> Reprompter | None:
     """None where the reference sees the policy's prompts."""
     given = resolve(context.cfg.algorithm).reprompt
@@ -577,26 +575,3 @@ def _reprompter(context: Context, models: Models) -> Reprompter | None:
         return None
     positions: int | None = getattr(models.model.config, "max_position_embeddings", None)
     return open_reprompter(given, models.tokenizer, positions=positions)
-
-
-def _demonstrations(context: Context, models: Models, held_out: Sequence[Task]) -> Demonstrations | None:
-    """The demonstrations of a mix, in their own order; None without a mix."""
-    cfg = context.cfg
-    count = experts_per_step(cfg, resolve(cfg.algorithm))
-    if count == 0:
-        return None
-    data = cfg.data.model_copy(update={"train": cfg.data.demonstrations})
-    stream = TaskStream(
-        data.train,
-        data,
-        tokenizer=models.tokenizer,
-        seed=seeds.key(cfg.seed, "expert"),
-        exclude=held_out if data.exclude_eval else (),
-        max_response_tokens=cfg.rollout.sampling.max_tokens,
-        turns=learned_turns(data, "demonstrations"),
-        learned="demonstrations",
-        order=order_of_demonstrations(data),
-    )
-    log.info("demonstrations: %s", ", ".join(f"{k} {v}" for k, v in stream.counts.items()))
-    read = reader(cfg.model_copy(update={"data": data}), "demonstrations", models.tokenizer, ends=models.ends)
-    return Demonstrations(stream=stream, read=read, per_step=count)

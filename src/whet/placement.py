@@ -75,6 +75,11 @@ def run_concurrently(jobs: Jobs[T]) -> dict[str, T]:
     return {name: found[name] for name in jobs}
 
 
+def trainers(ranks: Mapping[str, Ranks]) -> int:
+    """Processes that train, this one among them where the policy learns here."""
+    return sum(each.dims.world for each in ranks.values()) + ("policy" not in ranks)
+
+
 def open_ranks(models: Models, cfg: Config, plan: Plan, display: Display) -> dict[str, Ranks]:
     """The processes of train.parallel by the model that they are named after, see `Learner.ranks`."""
     found: dict[str, Ranks] = {}

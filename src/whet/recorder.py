@@ -25,8 +25,9 @@ from whet.evaluation import Ask, accuracy, evaluate, shown
 from whet.explorer import player
 from whet.guard.printed import CONSOLE
 from whet.job import Job, Models
-from whet.learner import Learned, Learner, trainers
+from whet.learner import Learned, Learner
 from whet.models.exports import write_export
+from whet.placement import trainers
 from whet.rewards.combine import RewardSet
 from whet.rollout.episode import to_sampling
 from whet.secrets import redact_tree

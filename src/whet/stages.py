@@ -23,6 +23,7 @@ from whet.learner import Learner, Sampled, open_learner
 from whet.loop import steps
 from whet.placement import open_ranks
 from whet.recorder import open_recorder
+from whet.rollout.episode import sampling_by_source
 from whet.simulated_learner import open_simulated
 from whet.stage import Stage
 from whet.track.monitor import Monitor
@@ -227,7 +228,11 @@ def how_sampled(context: Context, weights: Weights, *, replays: bool) -> Sampled
     cfg = context.cfg
     in_turn = context.plan.mode == "synchronous" and weights.sampler is None
     cast = weights.out is not None and weights.out.dtype is not None
+    heats = {
+        cfg.rollout.sampling.temperature,
+        *(s.temperature for s in sampling_by_source(cfg.rollout).values()),
+    }
     return Sampled(
         older=not in_turn or cast or replays,
-        same_temperature=cfg.train.temperature in (None, cfg.rollout.sampling.temperature),
+        same_temperature=cfg.train.temperature is None or heats == {cfg.train.temperature},
     )

@@ -23,6 +23,7 @@ from whet.models.lora import attach, merged
 from whet.models.mtp import MtpLoss, remove
 from whet.models.trainable import choose
 from whet.placement import engine_of
+from whet.rollout.episode import sampling_by_source
 from whet.training.engine import TrainEngine
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.ranks import Ranks
@@ -35,6 +36,38 @@ def trained_temperature(context: Context) -> float:
     cfg = context.cfg
     sampled = cfg.rollout.sampling.temperature if context.algorithm.kind == "online" else 1.0
     return cfg.train.temperature or sampled or 1.0
+
+
+@dataclass(frozen=True)
+class Temperatures:
+    """What the logits of rollouts are divided by, where sources are sampled at different temperatures: the own one, so
+    that sampling and training have the same distribution."""
+
+    by_source: Mapping[str, float]
+    others: float
+    """Of all other sources, and of demonstrations."""
+
+    @staticmethod
+    def of(context: Context) -> Temperatures | None:
+        """None where all rollouts have one temperature, as with train.temperature."""
+        cfg = context.cfg
+        if context.algorithm.kind != "online" or cfg.train.temperature is not None:
+            return None
+        others = trained_temperature(context)
+        own = {name: s.temperature for name, s in sampling_by_source(cfg.rollout).items()}
+        return Temperatures(own, others) if any(value != others for value in own.values()) else None
+
+    def __call__(self, batch: Batch, groups: Sequence[Group]) -> Batch:
+        """The batch, and what the reference computes, with `temperature_R`. groups: those of the batch that were
+        sampled, in order."""
+        own = [self.by_source.get(g.task.source, self.others) for g in groups for _ in g.rollouts]
+        sampled_R = (
+            torch.ones(batch.rollouts, dtype=torch.bool) if batch.expert_R is None else ~batch.expert_R
+        )
+        out_R = torch.full((batch.rollouts,), self.others).masked_scatter(sampled_R, torch.tensor(own))
+        other = batch.reprompted
+        other = None if other is None else replace(other, temperature_R=out_R)
+        return replace(batch, temperature_R=out_R, reprompted=other)
 
 
 def cut_of(context: Context, models: Models) -> MicroBatchPolicy:

@@ -224,11 +224,10 @@ def _sampled_otherwise(cfg: Config, own: SamplingConfig) -> Iterator[tuple[str, 
     """(key, what is wrong with it) of the sampling of one source."""
     shared = cfg.rollout.sampling
     of = merged(shared, own)
-    if of.temperature != shared.temperature:
+    if of.temperature == 0 != shared.temperature:
         yield (
             "temperature",
-            f"{of.temperature:g}, and rollout.sampling.temperature is {shared.temperature:g}, by which the trainer "
-            "divides the logits of all sources: give all the same",
+            "0 is greedy: all rollouts of a task would be equal; set it above 0 (1.0 is usual)",
         )
     if of.max_tokens > shared.max_tokens:
         yield (

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from whet import seeds
 from whet.batch import Batch, pack
-from whet.data.tasks import TaskStream
+from whet.config.groups import experts_per_step
+from whet.config.recipes import resolve
+from whet.config.schema import Config
+from whet.config.sources import order_of_demonstrations
+from whet.data.replies import reader
+from whet.data.tasks import TaskStream, learned_turns
 from whet.types import Group, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +36,31 @@ class Demonstrations:
         """The own groups and the next demonstrations as one batch, with `expert_R`."""
         given = [_unjudged(g) for g in self.read(self.stream.next(self.per_step))]
         return mark(pack(spread(groups, given)))
+
+
+def open_demonstrations(
+    cfg: Config, tokenizer: Tokenizer, *, ends: Collection[int], held_out: Sequence[Task]
+) -> Demonstrations | None:
+    """The demonstrations of a mix, in their own order; None without a mix. ends: tokens that end the model's own
+    replies. held_out: tasks that are left out."""
+    count = experts_per_step(cfg, resolve(cfg.algorithm))
+    if count == 0:
+        return None
+    data = cfg.data.model_copy(update={"train": cfg.data.demonstrations})
+    stream = TaskStream(
+        data.train,
+        data,
+        tokenizer=tokenizer,
+        seed=seeds.key(cfg.seed, "expert"),
+        exclude=held_out if data.exclude_eval else (),
+        max_response_tokens=cfg.rollout.sampling.max_tokens,
+        turns=learned_turns(data, "demonstrations"),
+        learned="demonstrations",
+        order=order_of_demonstrations(data),
+    )
+    log.info("demonstrations: %s", ", ".join(f"{k} {v}" for k, v in stream.counts.items()))
+    read = reader(cfg.model_copy(update={"data": data}), "demonstrations", tokenizer, ends=ends)
+    return Demonstrations(stream=stream, read=read, per_step=count)
 
 
 def _unjudged(group: Group) -> Group:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whet.algos.distillation import Divergence, TopK, of_support
-from whet.models.logprobs import OutputHead, logits, slope
+from whet.models.logprobs import OutputHead, Temperature, heat_of, logits, slope
 from whet.models.products import column_sums, product
 from whet.types import WhetError
 
@@ -26,7 +26,7 @@ def divergence(
     *,
     heads: tuple[OutputHead, OutputHead],
     of: Divergence,
-    temperature: float = 1.0,
+    temperature: Temperature = 1.0,
     chunk: int = 256,
 ) -> Tensor:
     """[A] float32, nats: the divergence `of` of p, of the first head, and q, of the second, bounded as it says.
@@ -62,18 +62,21 @@ class _Support:
 class _Job:
     head: OutputHead
     reference: OutputHead
-    temperature: float
+    temperature: Temperature
     chunk: int
     of: Divergence
 
     def spans(self, rows: int) -> list[slice]:
         return [slice(start, start + self.chunk) for start in range(0, rows, self.chunk)]
 
-    def compared(self, hidden_AD: Tensor, reference_AD: Tensor) -> tuple[Tensor, Tensor, _Support]:
-        """[A, V] logits and log p, and the tokens that are compared."""
-        z_AV = logits(self.head, hidden_AD, self.temperature)
+    def compared(
+        self, hidden_AD: Tensor, reference_AD: Tensor, rows: slice
+    ) -> tuple[Tensor, Tensor, _Support]:
+        """[A, V] logits and log p of some rows, and the tokens that are compared."""
+        heat = heat_of(self.temperature, rows)
+        z_AV = logits(self.head, hidden_AD[rows], heat)
         logp_AV = self.head.log_softmax(z_AV)
-        logq_AV = self.reference.log_softmax(logits(self.reference, reference_AD, self.temperature))
+        logq_AV = self.reference.log_softmax(logits(self.reference, reference_AD[rows], heat))
         if self.of.top is None:
             return z_AV, logp_AV, _Support(logp_AV, logq_AV)
         token_AS, kept_AS = self._likely(self.of.top, logp_AV, logq_AV)
@@ -139,7 +142,7 @@ class _Divergence(torch.autograd.Function):
     ) -> Tensor:
         found_A = torch.empty(len(hidden_AD), dtype=torch.float32, device=hidden_AD.device)
         for rows in job.spans(len(hidden_AD)):
-            _, _, s = job.compared(hidden_AD[rows], reference_AD[rows])
+            _, _, s = job.compared(hidden_AD, reference_AD, rows)
             found_A[rows] = job.whole(of_support(job.of, s.logp_AS, s.logq_AS, s.kept_AS)[0].sum(-1))
         ctx.save_for_backward(hidden_AD, weight_VD, bias_V, reference_AD)
         ctx.job = job
@@ -153,7 +156,7 @@ class _Divergence(torch.autograd.Function):
         job: _Job = ctx.job
 
         def slopes(rows: slice) -> tuple[Tensor, Tensor]:
-            z_AV, logp_AV, s = job.compared(hidden_AD[rows], reference_AD[rows])
+            z_AV, logp_AV, s = job.compared(hidden_AD, reference_AD, rows)
             g_AS = of_support(job.of, s.logp_AS, s.logq_AS, s.kept_AS)[1]
             dz_AV = logp_AV.exp().mul_(-job.whole(g_AS.sum(-1))[:, None])
             if s.token_AS is None:
@@ -180,7 +183,7 @@ def _gradients(
     dbias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
     for at in job.spans(len(hidden_AD)):
         z_AV, dz_AV = slopes(at)
-        steep = slope(z_AV, job.head, job.temperature)
+        steep = slope(z_AV, job.head, heat_of(job.temperature, at))
         dz_AV = (dz_AV if steep is None else dz_AV.mul_(steep)).to(weight_VD.dtype)
         product(dz_AV, weight_VD, out=dhidden_AD[at])
         product(dz_AV.t(), hidden_AD[at], out=dweight_VD, add=True)

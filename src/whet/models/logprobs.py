@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -79,9 +79,18 @@ class OutputHead:
         return x if self.vocabulary is None else self.vocabulary.add(x)
 
 
+Temperature: TypeAlias = float | Tensor
+"""What logits are divided by, above 0: one number for all rows, or [A]."""
+
+
+def heat_of(temperature: Temperature, rows: slice) -> Temperature:
+    """The temperature of some rows."""
+    return temperature[rows] if isinstance(temperature, Tensor) else temperature
+
+
 @torch.no_grad()
-def logits(head: OutputHead, hidden_AD: Tensor, temperature: float | Tensor) -> Tensor:
-    """[A, V] float32 logits / temperature, without gradient. `temperature` > 0: one number, or [A]."""
+def logits(head: OutputHead, hidden_AD: Tensor, temperature: Temperature) -> Tensor:
+    """[A, V] float32 logits / temperature, without gradient."""
     return _logits(head, hidden_AD, (head.linear.weight, head.linear.bias), temperature)
 
 
@@ -89,7 +98,7 @@ def _logits(
     head: OutputHead,
     hidden_AD: Tensor,
     parameters: tuple[Tensor, Tensor | None],
-    temperature: float | Tensor,
+    temperature: Temperature,
     room: Tensor | None = None,
 ) -> Tensor:
     """room: float32 [A or more, V] to write them to."""
@@ -127,7 +136,7 @@ def token_logprobs(
     *,
     head: OutputHead,
     ops: Ops,
-    temperature: float = 1.0,
+    temperature: Temperature = 1.0,
     entropy_grad: bool = False,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -139,7 +148,7 @@ def token_logprobs(
     that the peak is chunk x V numbers (twice that where a dtype is not float32) instead of several times A x V. chunk:
     None: `OutputHead.rows_at_once`.
     """
-    if not temperature > 0:
+    if not isinstance(temperature, Tensor) and not temperature > 0:
         raise ValueError(f"temperature must be above 0 to compute log-probs, got {temperature}")
     keep = len(hidden_AD) * head.linear.out_features <= _KEEP
     chunk = chunk or head.rows_at_once(hidden_AD.device)
@@ -153,7 +162,7 @@ def collisions(
     targets_A: Tensor | None = None,
     *,
     head: OutputHead,
-    temperature: float = 1.0,
+    temperature: Temperature = 1.0,
     chunk: int | None = None,
 ) -> Tensor:
     """[A] float32: sum over the vocabulary of p^2, p = softmax(logits / temperature): the chance that two samples
@@ -163,7 +172,7 @@ def collisions(
     chunk = chunk or head.rows_at_once(hidden_AD.device)
     for start in range(0, len(hidden_AD), chunk):
         at = slice(start, start + chunk)
-        logp_AV = head.log_softmax(logits(head, hidden_AD[at], temperature))
+        logp_AV = head.log_softmax(logits(head, hidden_AD[at], heat_of(temperature, at)))
         out_A[at] = head.add(logp_AV.mul_(2).exp_().sum(-1))
     return out_A
 
@@ -174,7 +183,7 @@ def discriminants(
     targets_A: Tensor,
     *,
     head: OutputHead,
-    temperature: float = 1.0,
+    temperature: Temperature = 1.0,
     centred: bool = False,
     chunk: int | None = None,
 ) -> Tensor:
@@ -186,7 +195,7 @@ def discriminants(
     chunk = chunk or head.rows_at_once(hidden_AD.device)
     for start in range(0, len(hidden_AD), chunk):
         at = slice(start, start + chunk)
-        logp_AV = head.log_softmax(logits(head, hidden_AD[at], temperature))
+        logp_AV = head.log_softmax(logits(head, hidden_AD[at], heat_of(temperature, at)))
         p_AV = logp_AV.exp()
         entropy_A = head.add(torch.special.entr(p_AV).sum(-1))
         row_A, own_A = (
@@ -212,7 +221,7 @@ OF_LOGITS: Mapping[str, Callable[..., Tensor]] = {
 class _LogprobsJob:
     head: OutputHead
     ops: Ops
-    temperature: float
+    temperature: Temperature
     entropy_grad: bool
     chunk: int
     keep: bool
@@ -249,7 +258,7 @@ class _TokenLogprobs(torch.autograd.Function):
         z_AV, room = None, job.room(hidden_AD, weight_VD)
         for at in job.spans(len(hidden_AD)):
             z_AV = None  # the last rows' logits go before the next ones come
-            z_AV = _logits(job.head, hidden_AD[at], (weight_VD, bias_V), job.temperature, room)
+            z_AV = _logits(job.head, hidden_AD[at], (weight_VD, bias_V), heat_of(job.temperature, at), room)
             logp_A[at], entropy_A[at] = job.rows.logprobs(z_AV, targets_A[at])
         kept = z_AV if job.keep and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden_AD, weight_VD, bias_V, targets_A, logp_A, entropy_A, kept)
@@ -273,8 +282,10 @@ class _TokenLogprobs(torch.autograd.Function):
         for at in job.spans(len(hidden_AD)):  # without room where this is not the first backward
             z_AV = kept
             if z_AV is None:
-                z_AV = _logits(job.head, hidden_AD[at], (weight_VD, bias_V), job.temperature, room)
-            slope_AV = slope(z_AV, job.head, job.temperature)
+                z_AV = _logits(
+                    job.head, hidden_AD[at], (weight_VD, bias_V), heat_of(job.temperature, at), room
+                )
+            slope_AV = slope(z_AV, job.head, heat_of(job.temperature, at))
             job.rows.logprobs_backward(
                 z_AV,
                 targets_A[at],
@@ -298,11 +309,12 @@ class _TokenLogprobs(torch.autograd.Function):
         return dhidden_AD, _cast(dweight_VD, weight_VD), _cast(dbias_V, bias_V), None, None
 
 
-def slope(z_AV: Tensor, head: OutputHead, temperature: float) -> Tensor | float | None:
+def slope(z_AV: Tensor, head: OutputHead, temperature: Temperature) -> Tensor | float | None:
     """d(logits / temperature) / d(W h + b): scale / temperature * (1 - tanh^2). None where it is 1."""
+    temperature = temperature[:, None] if isinstance(temperature, Tensor) else temperature
     factor = head.scale / temperature
     if head.softcap is None:
-        return None if factor == 1.0 else factor
+        return None if isinstance(factor, float) and factor == 1.0 else factor
     tanh_AV = z_AV * (temperature / head.softcap)
     return tanh_AV.square_().neg_().add_(1.0).mul_(factor)
 

@@ -29,7 +29,7 @@ from whet.models.divergence import divergence
 from whet.models.dropout import Noise, token_names
 from whet.models.float8 import check as check_float8
 from whet.models.kernels import Ops
-from whet.models.logprobs import OF_LOGITS, token_logprobs
+from whet.models.logprobs import OF_LOGITS, Temperature, token_logprobs
 from whet.models.lora import adapted, dropping, learned, merged, refresh
 from whet.models.offload import kept_on_host
 from whet.models.optim import Optimizer, inner_matrices, saved_counts
@@ -545,7 +545,7 @@ class TorchEngine:
         self, compute: Callable[..., Tensor], batch: Batch, hidden_AD: Tensor, at_A: Tensor
     ) -> Tensor:
         targets_A, head = batch.token_ids_N[at_A], self.decoder.head
-        found_A = compute(hidden_AD, targets_A, head=head, temperature=self.cut.temperature)
+        found_A = compute(hidden_AD, targets_A, head=head, temperature=self._temperature(batch, at_A))
         return self._spread(found_A, at_A, batch.tokens)
 
     def _full_kl_N(
@@ -556,7 +556,9 @@ class TorchEngine:
             with torch.no_grad():
                 reference_AD = other._alone(lambda batch, hidden_AD, at_A: hidden_AD, batch.of_reference)
         heads = (self.decoder.head, other.decoder.head)
-        kl_A = divergence(hidden_AD, reference_AD, heads=heads, of=term.of, temperature=self.cut.temperature)
+        kl_A = divergence(
+            hidden_AD, reference_AD, heads=heads, of=term.of, temperature=self._temperature(batch, at_A)
+        )
         return self._spread(kl_A, at_A, batch.tokens)
 
     def _outputs(self, batch: Batch, hidden_AD: Tensor, at_A: Tensor) -> Outputs:
@@ -568,13 +570,18 @@ class TorchEngine:
             batch.token_ids_N[at_A],
             head=self.decoder.head,
             ops=self.ops,
-            temperature=self.cut.temperature,
+            temperature=self._temperature(batch, at_A),
             entropy_grad=self.cut.entropy_grad,
         )
         return Outputs(
             logp_N=self._spread(logp_A, at_A, batch.tokens),
             entropy_N=self._spread(entropy_A, at_A, batch.tokens),
         )
+
+    def _temperature(self, batch: Batch, at_A: Tensor) -> Temperature:
+        """Of the rows whose tokens these are."""
+        own_R = batch.temperature_R
+        return self.cut.temperature if own_R is None else own_R[batch.rollout_N[at_A]]
 
     def _spread(self, x_A: Tensor, at_A: Tensor, n: int) -> Tensor:
         """[N] numbers of sampled tokens, 0 elsewhere; all ranks' of them."""

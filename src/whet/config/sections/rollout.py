@@ -119,9 +119,9 @@ class RolloutConfig(Section):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling in training."""
     sources: dict[str, SamplingConfig] = Field(default_factory=dict)
-    """Sampling of single sources in training, by their name or label, merged key by key over `sampling`. temperature
-    has to be that of all, by which the trainer divides logits, and max_tokens at most that of all. Evaluation:
-    `eval.sources`."""
+    """Sampling of single sources in training, by their name or label, merged key by key over `sampling`; max_tokens is
+    at most that of all. The trainer divides the logits of a rollout by its own temperature, unless train.temperature is
+    given. Evaluation: `eval.sources`."""
     env: EnvironmentConfig | None = None
     """The environment of all tasks. null: a rollout is one reply to its prompt."""
     max_num_seqs: Positive = 256

@@ -226,8 +226,8 @@ class TrainConfig(Section):
     with gradient. References and critics use their own experts. `sampled` adds to a rollout a byte (two from 257
     experts on) for each token, layer and expert of a token."""
     temperature: Above0 | None = None
-    """Divisor of the logits in the trainer. Default: rollout.sampling.temperature, so that sampling and training have
-    the same distribution."""
+    """Divisor of all logits in the trainer. Default: the temperature at which a rollout was sampled, so that sampling
+    and training have the same distribution."""
     max_skipped_steps: Count = 5
     """Maximum number of consecutive skipped optimizer steps; more end the run. A gradient that is not finite skips its
     optimizer step and is counted, and rollouts that had only skipped steps are counted as not trained on. With float16

@@ -40,6 +40,7 @@ from whet.dialects.trinity.values import (
     text,
     training,
 )
+from whet.dialects.versions import since
 from whet.types import ConfigError
 
 ENGINE = "explorer.rollout_model"
@@ -447,20 +448,14 @@ def _sampled(values: Values, own: Own, what: str) -> Native:
 
 
 def sampling(values: Values) -> Native:
-    """How training samples; the trainer divides by the same temperature. Lengths are those of each taskset."""
-    (_, first), *others = sets = training(values)
+    """How training samples, and what the trainer divides logits by. Lengths are those of each taskset."""
+    sets = training(values)
     told = [_sampled(values, *one) for one in sets]
-    for (_, what), sampled in zip(others, told[1:]):
-        if sampled["temperature"] != told[0]["temperature"]:
-            raise NotSupportedYet(
-                f"{what}.rollout_args.temperature: {sampled['temperature']}, where {first} has "
-                f"{told[0]['temperature']}: the trainer divides the logits of all tasksets by one temperature; here: "
-                "the same for all tasksets of training."
-            )
     lengths = _lengths(values)
     most = max(lengths.values())
     sources = {
-        name: _below(most, length) | {key: own[key] for key in ("top_p", "top_k") if own[key] != told[0][key]}
+        name: _below(most, length)
+        | {key: own[key] for key in ("temperature", "top_p", "top_k") if own[key] != told[0][key]}
         for (name, length), own in zip(lengths.items(), told)
     }
     differing = {name: own for name, own in sources.items() if own}
@@ -468,7 +463,21 @@ def sampling(values: Values) -> Native:
         **{f"rollout.sampling.{key}": value for key, value in told[0].items() if key != "max_tokens"},
         "rollout.sampling.min_tokens": min(values["model.min_response_tokens"], limits(values)[1] - 1),
         **({"rollout.sources": differing} if differing else {}),
+        **_trained_temperature(values, [own["temperature"] for own in told]),
     }
+
+
+def _trained_temperature(values: Values, sampled: list[float]) -> Native:
+    """The trainer divides all logits by one temperature: model.temperature since 0.6.0 (with verl 0.8 or newer), before
+    that the first taskset's, 1 without one."""
+    if since(values, "trinity", "0.6.0"):
+        trained = values["model.temperature"]
+    else:
+        trained = sampled[0] if given(training(values)[0][0].get("path")) else 1.0
+    if values["mode"] in ("explore", "bench"):
+        return {}
+    usual = set(sampled) if online(values) else {1.0}
+    return {} if usual == {trained} or trained <= 0 else {"train.temperature": trained}
 
 
 def _lengths(values: Values) -> dict[str, int]:
