@@ -348,6 +348,25 @@ def test_torchtitans_sizes() -> None:
     assert f"{at}data_parallel_shard_size=4 must make the 8 data-parallel ranks" in said
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"tensor_model": 8, "expert_model": 8}, {"tp": 8}),
+        ({"tensor_model": 2, "expert_model": 8}, {"tp": 2, "dp_shard": 4, "ep": 4}),
+        ({"tensor_model": 2, "context": 2, "expert_model": 8}, {"tp": 2, "cp": 2, "dp_shard": 2, "ep": 2}),
+        ({"expert_model": 4}, {"dp_shard": 8, "ep": 4}),
+    ],
+)
+def test_megatrons_experts_lie_over_the_ranks_of_tp_too(
+    sizes: dict[str, int], expected: dict[str, int]
+) -> None:
+    """Its ep takes ranks of tp, cp and dp; here those of tp hold a part of each expert, and ep is of dp_shard."""
+    ppo: dict[str, Json] = {f"{A}megatron.{kind}_parallel_size": size for kind, size in sizes.items()}
+    assert train({"model_engine": "megatron", **ppo})["parallel"] == expected
+    sft: dict[str, Json] = {f"engine.{kind}_parallel_size": size for kind, size in sizes.items()}
+    assert train({"engine.strategy": "megatron", **sft}, kind="verl-sft")["parallel"] == expected
+
+
 def test_megatron_lites_sizes_and_what_it_offloads() -> None:
     at = A + "engine."
     sizes: dict[str, Json] = {at + "pp": 2, at + "vpp": 2, at + "cp": 2, at + "ep": 2}

@@ -5,6 +5,7 @@ The sizes are those of the file's machine. `here.fitted` makes them those of thi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -42,8 +43,13 @@ class FileLayout:
         return replace(self, dp_shard=shards, tp=1, cp=1, pp=1, ep=1)
 
     def natives(self) -> dict[str, Json]:
-        """Those above 1, which is the native size of all."""
-        sizes = {f"{PARALLEL}.{dim}": getattr(self, dim) for dim in DIMS} | {REPLICAS: self.engines}
+        """Those above 1, which is the native size of all.
+
+        Megatron's ep may span the ranks of tp and cp, too, where experts are whole. Here those of tp hold a part of
+        each expert, so ep is what is left of it for the ranks of dp_shard, and a rank holds as much.
+        """
+        own = replace(self, ep=math.gcd(self.ep, self.dp_shard)) if self.dp_shard > 0 else self
+        sizes = {f"{PARALLEL}.{dim}": getattr(own, dim) for dim in DIMS} | {REPLICAS: self.engines}
         out: dict[str, Json] = {key: size for key, size in sizes.items() if size > 1}
         return out | ({RANKS: True} if self.nodes > 1 else {})
 

@@ -144,7 +144,7 @@ def layout(v: Values) -> Native:
     if is_megatron(v):
         at = f"{POLICY}.megatron_config"
         sizes = {dim: v[f"{at}.{kind}_parallel_size"] for dim, kind in MEGATRON.items()}
-        ep = math.gcd(v[f"{at}.expert_model_parallel_size"], dp)  # Megatron's may span tp, too
+        ep = v[f"{at}.expert_model_parallel_size"]
         made = FileLayout(dp_shard=dp, ep=ep, engines=engines, nodes=nodes, **sizes)
         return (made.flat() if v.get("trainer.mtp.enabled") else made).natives()
     if is_zero(v):
