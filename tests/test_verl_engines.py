@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -235,6 +237,40 @@ def test_stacks_that_peft_adapts_are_targets() -> None:
     named = made({**stacks, at + "target_modules": ["q_proj"]}).tree["model"]["lora"]
     assert named["targets"] == ["q_proj", "mlp.experts.down_proj"]
     assert "an expression" in told({**stacks, at + "target_modules": ".*proj"})
+
+
+def test_adapters_to_begin_with_say_their_rank_themselves(tmp_path: Path) -> None:
+    """verl gives their folder to peft, which reads nothing else; examples/tuning/lora gives no lora_rank."""
+    at = "actor_rollout_ref.model."
+    said = {"r": 8, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(said), encoding="utf-8")
+    lora = made({at + "lora_adapter_path": str(tmp_path), at + "lora_alpha": 16}).tree["model"]["lora"]
+    assert lora == {"rank": 8, "alpha": 32, "targets": ["q_proj", "v_proj"], "path": str(tmp_path)}
+    assert "no such folder here" in told({at + "lora_adapter_path": "elsewhere"})
+    elsewhere = made({at + "lora_adapter_path": "elsewhere", at + "lora_rank": 4}).tree["model"]["lora"]
+    assert (elsewhere["rank"], elsewhere["path"]) == (4, "elsewhere")
+
+
+def test_a_models_own_settings_may_be_said_to_megatron() -> None:
+    at = A + "megatron.override_transformer_config."
+    own: dict[str, Json] = {"normalization": "RMSNorm", "swiglu": True, "multi_latent_attention": True}
+    on: dict[str, Json] = {"model_engine": "megatron"}
+    off: dict[str, Json] = {"dsa_indexer_loss_coeff": 0.0, "dsa_indexer_use_sparse_loss": True}
+    assert train({**on, **{at + key: value for key, value in {**own, **off}.items()}}) == train(on)
+    assert "normalization" in told({**on, at + "normalization": "LayerNorm"})
+    assert "losses of the indexers" in told({**on, at + "dsa_indexer_loss_coeff": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        (A + "model_engine", "Give model_engine=megatron"),
+        (R + "single_turn_response_length", "Give data.max_response_length"),
+        ("trainer.remote_anyscale_upload", "Give trainer.default_hdfs_dir"),
+    ],
+)
+def test_keys_of_scripts_that_no_verl_reads_are_refused_with_what_to_give(key: str, said: str) -> None:
+    assert said in told({key: True})
 
 
 def test_what_is_excluded_is_one_expression_or_names() -> None:

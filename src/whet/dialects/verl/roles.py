@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from whet.config.faults import shown
 from whet.config.urls import is_remote
@@ -12,6 +13,7 @@ from whet.dialects.megatron import adapted_layers, begins, router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.dialects.versions import since
+from whet.inputs import read_json_object
 from whet.types import ConfigError, Json
 
 ACTOR = "actor_rollout_ref.actor"
@@ -409,8 +411,14 @@ def _lora(v: Values, model: str, *, native: str, engine: str) -> Native:
     rank, path = v[f"{model}.lora_rank"], v[f"{model}.lora_adapter_path"]
     if rank == 0 and path is None:
         return NOTHING
+    if path is not None and (folder := Path(path)).is_dir():
+        v = {**v, **_of_adapters(folder, model)}
+        rank = v[f"{model}.lora_rank"]
     if rank == 0:
-        raise ConfigError(f"{model}.lora_adapter_path={path} needs {model}.lora_rank, that of these adapters")
+        raise ConfigError(
+            f"{model}.lora_adapter_path={path} needs {model}.lora_rank, that of these adapters: there is no such folder "
+            "here to read it from"
+        )
     out: dict[str, Json] = {
         f"{native}.rank": rank,
         f"{native}.alpha": v[f"{model}.lora_alpha"],
@@ -419,6 +427,18 @@ def _lora(v: Values, model: str, *, native: str, engine: str) -> Native:
     if v.get(f"{model}.exclude_modules"):
         out[f"{native}.exclude_modules"] = _modules(v, f"{model}.exclude_modules")
     return out if path is None else out | {f"{native}.path": path}
+
+
+def _of_adapters(folder: Path, model: str) -> Values:
+    """What verl takes from the adapters' own file, whatever its own keys say."""
+    told = read_json_object(folder / "adapter_config.json", ConfigError)
+    keys = {
+        "lora_rank": "r",
+        "lora_alpha": "lora_alpha",
+        "target_modules": "target_modules",
+        "exclude_modules": "exclude_modules",
+    }
+    return {f"{model}.{key}": told[theirs] for key, theirs in keys.items() if told.get(theirs) is not None}
 
 
 def _peft_targets(v: Values, model: str) -> Json:
