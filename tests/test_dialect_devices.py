@@ -259,6 +259,22 @@ def test_a_converted_file_keeps_its_layout_and_its_trackers(tmp_path: Path) -> N
     assert "this machine has none" not in done.output
 
 
+def test_a_converted_file_for_one_gpu_keeps_the_policy_there(tmp_path: Path) -> None:
+    """verl's param_offload, which does nothing where one process trains and samples, was refused at the plan."""
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a.parquet "
+        "actor_rollout_ref.model.path=m actor_rollout_ref.actor.fsdp_config.param_offload=True "
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True trainer.n_gpus_per_node=8 "
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 data.val_files=b.parquet "
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8 trainer.logger=console $@\n"
+    )
+    for gpus, expected in (("1", ("optimizer",)), ("8", ("optimizer", "policy"))):
+        loaded = load(script, [f"trainer.n_gpus_per_node={gpus}"], here=False)
+        assert loaded.config.train.offload == expected
+        assert ("the policy stays on the GPU" in notes(loaded)) == (gpus == "1")
+
+
 def test_packages_are_those_of_the_machine_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file with adapters converts where peft is not installed; here it does not train."""
     found = importlib.util.find_spec

@@ -140,8 +140,8 @@ def load(
         draft.put((), plain(values), "values")
     for override in overrides:
         draft.override(override)
-    if translation is not None and not draft.problems and (here or hardware.elsewhere()):
-        translation = fitted(draft, translation)
+    if translation is not None and not draft.problems:
+        translation = fitted(draft, translation, layout=here or hardware.elsewhere() is not None)
     written, config = draft.tree, _finished(draft)
     if config is not None and translation is not None and not draft.problems:
         unread = idle(config, stage_configs(config), translation)

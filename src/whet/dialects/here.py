@@ -33,13 +33,15 @@ Changes = dict[Path, tuple[Json, str]]
 """Native path: the value here, None where it is left out, and what the report says."""
 
 
-def fitted(draft: Draft, made: Translation) -> Translation:
-    """Put the sizes of this machine into a draft, overrides in it; returns the report with what was changed."""
+def fitted(draft: Draft, made: Translation, *, layout: bool = True) -> Translation:
+    """Put the sizes of this machine into a draft, overrides in it; returns the report with what was changed.
+
+    layout: else the file keeps its own sizes, and loses only what cannot be on any machine."""
     changes: Changes = {}
     stages = draft.tree.get("stages")
     for at in ((), *(("stages", n) for n in range(len(stages) if isinstance(stages, list) else 0))):
         found = {path: value for path, value in _asked(draft.tree, at) if _is(path, made, draft.origins)}
-        changes |= _changes(draft.tree, at, found)
+        changes |= _changes(draft.tree, at, found) if layout else _alone(at, found)
     for path, (value, _) in changes.items():
         if value is not None:
             draft.put(path, value, origin(draft.origins, path))
@@ -137,11 +139,19 @@ def _left_out(at: Path, found: Mapping[Path, Json], *, gpu: bool, ranks: int, ep
             None,
             "train.offload is left out: it frees memory of a GPU, and this machine has none",
         )
-    elif offload in found and ranks == 1 and "policy" in found[offload]:
-        rest = [name for name in found[offload] if name != "policy"]
-        told = "the policy stays on the GPU: in one process rollouts are sampled from it"
-        out[offload] = (rest or None, told)
+    elif ranks == 1:
+        out |= _alone(at, found)
     return out | ({} if gpu else _unrecorded(_path(at, "profile.tools"), _path(at, "profile.steps"), found))
+
+
+def _alone(at: Path, found: Mapping[Path, Json]) -> Changes:
+    """Of one process that trains: its policy samples, too, and so is not offloaded."""
+    offload = _path(at, "train.offload")
+    sizes = (found.get(_path(at, native(dim)), 1) for dim in DIMS if dim != "ep")
+    if "policy" not in found.get(offload, ()) or math.prod(sizes) != 1:
+        return {}
+    rest = [name for name in found[offload] if name != "policy"]
+    return {offload: (rest or None, "the policy stays on the GPU: in one process rollouts are sampled from it")}
 
 
 def _unrecorded(tools: Path, steps: Path, found: Mapping[Path, Json]) -> Changes:
