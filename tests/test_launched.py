@@ -96,6 +96,16 @@ def test_verl_says_what_the_same_keys_in_a_file_say(monkeypatch: pytest.MonkeyPa
     assert script(VERL).config.model.path == "models/other"
 
 
+def test_a_programs_own_config_stands_in_its_config_folder():
+    """hydra.main(config_path="config") of recipe/gkd/main_gkd.py, started from the root or beside the program."""
+    Path("recipe/gkd/config").mkdir(parents=True)
+    Path("recipe/gkd/config/mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {save_freq: 7}\n")
+    started = VERL.replace("main_ppo --config-path=config", "main_ppo --config-name mine")
+    assert "there is no config file mine.yaml here" in refused(started)
+    beside = started.replace("verl.trainer.main_ppo", "recipe.gkd.main_gkd")
+    assert script(beside).config.checkpoint.interval == 7
+
+
 def test_a_refused_key_names_its_line():
     assert "run.sh:13: " in refused(VERL.replace("optim.lr=3e-4", "optim.lrr=3e-4"))
     assert "argument trainer.epoch=3" in refused(VERL, "trainer.epoch=3")

@@ -206,8 +206,10 @@ def _file(launch: Launch, script: Path) -> tuple[Path | None, str | None, list[s
     if name is None:
         return None, None, base_of(launch.module)
     name = name.removesuffix(".yaml")
-    around = dict.fromkeys([Path(launch.folder), script.resolve().parent])
-    tried = [Path(at, launch.config_path or ".", f"{name}.yaml") for at in around]
+    own = Path(launch.folder, *launch.module.split(".")).parent
+    around = dict.fromkeys([Path(launch.folder), script.resolve().parent, own])
+    folders = dict.fromkeys([launch.config_path or ".", launch.config_path or "config"])  # Hydra's own custom
+    tried = [Path(at, folder, f"{name}.yaml") for at in around for folder in folders]
     for file in tried:
         if file.is_file():
             return file, None, []
