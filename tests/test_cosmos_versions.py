@@ -13,6 +13,7 @@ from whet.config.schema import ScheduleConfig
 from whet.dialects import versions
 from whet.dialects.cosmos.run import seed
 from whet.dialects.cosmos.steps import batch, optimizer, run_length, schedule
+from whet.dialects.recognise import recognise
 from whet.dialects.report import summary
 from whet.dialects.rules import function
 from whet.dialects.tables import dialect, other_end, version_of
@@ -242,6 +243,12 @@ def test_memory_speed_and_features_that_are_off_are_accepted(given: dict[str, An
 )
 def test_what_is_not_built_says_so(key: str, value: Any, around: dict[str, Any], words: str) -> None:
     assert any(words in text for text in said("0.4.4", around | {key: value}))
+
+
+def test_a_file_of_a_world_model_is_recognised_by_what_says_something() -> None:
+    """verl's SFT trainer has a `model.tokenizer`, too, which it fills in itself: a key of any value tells nothing."""
+    world: dict[str, Any] = {"tokenizer": {}, "net": {"num_blocks": 36}}
+    assert recognise({"model": world, "model_parallel": {"context_parallel_size": 8}}) == "cosmos-grpo"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from whet.config.keys import lookup
 from whet.config.tree import get, leaves
+from whet.dialects.kinds import accepts
 from whet.dialects.match import read
 from whet.dialects.tables import FILES, NATIVE, dialect, named
 from whet.types import ConfigError, Json
@@ -14,8 +15,8 @@ from whet.types import ConfigError, Json
 def recognise(tree: Mapping[str, Json], wanted: str | None = None) -> str:
     """The kind of a file: `native` or a name of `FILES`. `wanted` narrows it: verl means any of verl's.
 
-    The kind is taken that knows the largest share of the file's keys; native wins a tie. Raises ConfigError if two
-    others know as many. No table is imported for a file whose sections are all native.
+    The kind is taken that knows the largest share of the file's keys; native wins a tie. Of two others that know as many,
+    the one counts whose keys have values of their types. Raises ConfigError if these are as many, too. No table is imported for a file whose sections are all native.
     """
     names = named(wanted) if wanted else tuple(FILES)
     if wanted == NATIVE or (wanted is None and _looks_native(tree)):
@@ -27,6 +28,9 @@ def recognise(tree: Mapping[str, Json], wanted: str | None = None) -> str:
     if wanted is None and best <= _native_share(tree):
         return NATIVE
     first = [name for name, share in shares.items() if share == best]
+    if len(first) > 1:
+        fits = {name: _fitting(tree, name) for name in first}
+        first = [name for name in first if fits[name] == max(fits.values())]
     if len(first) > 1:
         raise ConfigError(_undecided(first, best))
     return first[0]
@@ -44,6 +48,12 @@ def _share(tree: Mapping[str, Json], name: str) -> float:
     """The part of a file's keys that a dialect knows."""
     found = [one for one in read(dict(tree), dialect(name)) if not one.is_section]
     return sum(one.row is not None for one in found) / max(len(found), 1)
+
+
+def _fitting(tree: Mapping[str, Json], name: str) -> int:
+    """How many of the file's keys a dialect knows with values of their types; a key of any value tells nothing."""
+    known = [(one.row, one.value) for one in read(dict(tree), dialect(name)) if one.row and not one.is_section]
+    return sum(row.type != "any" and (not row.type or accepts(row.type, value)) for row, value in known)
 
 
 def _native_share(tree: Mapping[str, Json]) -> float:
