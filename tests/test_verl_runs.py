@@ -39,6 +39,13 @@ def test_the_document_loads() -> None:
     assert problems("verl_document_eval.yaml", "verl-eval") == []
 
 
+def test_a_file_for_an_evaluation_alone_converts() -> None:
+    """There is nothing to plan, since nothing is trained; `whet eval` reads what is written."""
+    done = CliRunner().invoke(app, ["convert", str(HERE / "verl_document_eval.yaml")])
+    assert done.exit_code == 0, done.output
+    assert "offline: " in done.output
+
+
 def test_a_file_for_64_gpus_with_megatron_is_translated_whole() -> None:
     assert problems("verl_64_gpus.yaml") == []
 

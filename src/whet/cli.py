@@ -398,7 +398,7 @@ def convert(
     Example: whet convert examples/from_skyrl.yaml -o native.yaml --report report.md
     Example: whet convert examples/from_skyrl.yaml --gpus 8x2 --mem 80
     """
-    from whet.config.evaluation import trains
+    from whet.config.evaluation import scores_alone, trains
     from whet.config.hardware import ENOUGH, as_if, machines
     from whet.config.load import load
     from whet.config.plan import plans
@@ -419,8 +419,9 @@ def convert(
             from whet.prove.proof import release
 
             loaded = read(release(loaded))
-    with as_if(given or (ENOUGH if loaded.translation else None)):
-        plans(loaded, here=False, trains=any(map(trains, loaded.stages)))
+    if not scores_alone(loaded.config, loaded.stages):
+        with as_if(given or (ENOUGH if loaded.translation else None)):
+            plans(loaded, here=False, trains=any(map(trains, loaded.stages)))
     say(loaded)
     say_missing(loaded)
     if output:

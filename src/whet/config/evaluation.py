@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from whet.config.engines import NO_STOP, SERVED
@@ -29,6 +29,11 @@ def writes_replies(cfg: Config) -> bool:
 def trains(cfg: Config) -> bool:
     """Whether the config is for training; else for `whet generate`, or for `whet eval` of the model as it is."""
     return not writes_replies(cfg) and cfg.train.steps != 0
+
+
+def scores_alone(config: Config, stages: Iterable[Config]) -> bool:
+    """Whether there are given replies to score and nothing to train on: a file for `whet eval` alone."""
+    return bool(config.eval.offline) and not any(cfg.data.train for cfg in stages)
 
 
 def evaluates(cfg: Config) -> bool:

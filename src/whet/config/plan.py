@@ -24,6 +24,7 @@ from whet.config.evaluation import (
     evaluates,
     judges,
     reply_tokens,
+    scores_alone,
     tokens_after_prompt,
     total_tokens,
     writes_replies,
@@ -80,7 +81,7 @@ def plans(
     stages, names = stage_configs(config), stage_names(config)
     what = str(loaded.file) if loaded and loaded.file else "the config"
 
-    if config.eval.offline and not any(cfg.data.train for cfg in stages):
+    if scores_alone(config, stages):
         raise ConfigError(
             f"{what} scores given replies (eval.offline) and has no training data (data.train), so there is "
             f"nothing to train: run `whet eval {what}`"
