@@ -227,7 +227,7 @@ def test_an_end_before_the_launch_is_told_with_what_the_script_says():
     script = 'if [ "$#" -lt 1 ]; then\n  echo "Usage: run.sh <gpus>"\n  exit 1\nfi\n' + START + " n=$1"
     assert "it ended with status 1: Usage: run.sh <gpus>" in problem(script)
     assert words(script, "8") == ["n=8"]
-    how = "give it as DIR=value before the script or as an argument"
+    how = "give it before the command: DIR=value whet ..."
     assert f"line 1: DIR: set the folder; {how}" in problem(f": ${{DIR:?set the folder}}\n{START} a=$DIR")
     assert f"line 2: DIR: unbound variable; {how}" in problem(f"set -u\n{START} a=$DIR")
     assert words(f"set -u\n{START} a=$DIR", DIR="x") == ["a=x"]
@@ -239,7 +239,7 @@ def test_an_unset_variable_that_arrives_is_named_with_its_line():
     script = f"A=$DATA/x\nB=$A\n{START} \\\n  p=$B q=1"
     assert problem(script) == (
         "line 4: `p=${DATA}/x` needs $DATA, which is not set; "
-        "give it as DATA=value before the script or as an argument"
+        "give it before the command: DATA=value whet ..."
     )
     assert words(script, DATA="/d") == ["p=/d/x", "q=1"]
     assert "it depends on $GPUS, which is not set" in problem(f"N=$((GPUS + ${{GPUS}}0))\n{START} n=$N")

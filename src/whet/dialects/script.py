@@ -181,7 +181,7 @@ def _nothing(ran: Ran, started: Sequence[Noted], text: str) -> str:
     elif told := [found for found in map(_SAID.search, ran.error.splitlines()) if found]:
         name = told[-1]["name"]
         needed = name and (told[-1]["text"].endswith("unbound variable") or f"{{{name}:?" in text)
-        how = f"; give it as {name}=value before the script or as an argument" if needed else ""
+        how = f"; give it before the command: {name}=value whet ..." if needed else ""
         problem = f"line {told[-1]['line']}: {told[-1]['text']}{how}. "
     elif ran.status:
         lines = ran.printed.strip().splitlines()[-3:]
@@ -269,7 +269,7 @@ def _problem(mine: str, theirs: str, marks: Mapping[str, str], piped: Sequence[N
     if needed:
         return (
             f"line {at}: `{shown[:160]}` needs ${needed[0]}, which is not set; "
-            f"give it as {needed[0]}=value before the script or as an argument"
+            f"give it before the command: {needed[0]}=value whet ..."
         )
     return (
         f"line {at}: `{mine[:160]}` is not known: it depends on {_suspects(marks, piped)}. "
