@@ -26,6 +26,10 @@ TEMPLATES ?=
 # `make test-peers`: formulas and translations against the peers' own packages, in an environment of their own: network, two
 # GB and some minutes. WRITE=--write also writes docs/peers.md.
 
+# `make test-files`: every example file and launch script of the peers' repositories at fixed commits, read as `whet convert`
+# does, against tests/peers/files.tsv; minutes. REPOSITORIES=folder has their git directories (owner+name), which are else
+# cloned to .peers-git (two GB); SYSTEMS="verl skyrl" are some of them; WRITE=--write writes the table and its counts.
+
 # `make site`: the documentation as web pages in build/site; a link or an anchor that leads nowhere is an error.
 # `make check-wheel`: the wheel in a clean environment, from outside the checkout: help, version, a short first run.
 
@@ -35,7 +39,7 @@ TEMPLATES ?=
 # `make check-gpu`: whether whet runs on this machine's NVIDIA GPU, and how fast; ten minutes, a table, check_gpu.json. Where
 # the environment is there already, and no network: `python benchmarks/check_gpu.py` with any Python that has torch.
 
-.PHONY: demo test test-long times test-view test-peers test-backends sweep golden check check-gpu check-wheel format docs site bits bench \
+.PHONY: demo test test-long times test-view test-peers test-files test-backends sweep golden check check-gpu check-wheel format docs site bits bench \
 	bench-learn bench-train clean
 
 demo: $(VENV)/.installed
@@ -66,6 +70,14 @@ test-view: $(VENV)/.installed-dev
 
 test-peers: .peers-venv/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests .peers-venv/bin/python -m peers.run $(WRITE)
+
+REPOSITORIES ?= .peers-git
+SYSTEMS      ?=
+
+test-files: $(VENV)/.installed-dev
+	mkdir -p $(REPOSITORIES)
+	REPOSITORIES=$(abspath $(REPOSITORIES)) OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m peers.table_of_files \
+		$(SYSTEMS) $(WRITE)
 
 VLLM ?= .vllm-env/bin/vllm
 

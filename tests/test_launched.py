@@ -245,7 +245,9 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("module", "said"), [("my_project.main", True), ("verl.trainer.main_ppo", False)], ids=["own", "verl's"]
+    ("module", "said"),
+    [("my_project.main", True), ("recipe.gvpo.main", True), ("verl.trainer.main_ppo", False)],
+    ids=["own", "recipe", "verl's"],
 )
 def test_a_program_of_ones_own_is_named_beside_keys_that_nobody_knows(
     module: str, said: bool, tmp_path: Path
@@ -256,7 +258,7 @@ def test_a_program_of_ones_own_is_named_beside_keys_that_nobody_knows(
     )
     with pytest.raises(ConfigError, match=r"trainer\.bucket: unknown key") as e:
         load(script)
-    assert ("my_project.main, which the script starts, may define keys of its own" in str(e.value)) is said
+    assert (f"{module}, which the script starts, may define keys of its own" in str(e.value)) is said
 
 
 def test_a_client_of_tinker_is_no_trainer(tmp_path: Path) -> None:

@@ -267,10 +267,13 @@ def test_a_models_own_settings_may_be_said_to_megatron() -> None:
         (A + "model_engine", "Give model_engine=megatron"),
         (R + "single_turn_response_length", "Give data.max_response_length"),
         ("trainer.remote_anyscale_upload", "Give trainer.default_hdfs_dir"),
+        (A + "clip_cov_ratio", "Give actor_rollout_ref.actor.policy_loss.clip_cov_ratio"),
+        ("reward_model.reward_kwargs.weights", "Write its sum as a function"),
     ],
 )
 def test_keys_of_scripts_that_no_verl_reads_are_refused_with_what_to_give(key: str, said: str) -> None:
     assert said in told({key: True})
+    assert made({"data.min_response_length": 8}).tree == made({}).tree, "nobody reads it, and Hydra takes it"
 
 
 def test_what_is_excluded_is_one_expression_or_names() -> None:
