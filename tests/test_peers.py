@@ -1,4 +1,4 @@
-"""The table of `make test-peers`, as far as it can be tested without the peers' packages (tests/peers)."""
+"""The tables of `make test-peers` and `make test-files`, as far as they can be tested without the peers (tests/peers)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from peers import ours
+from peers import files_of_peers, ours, repositories, table_of_files
+from peers.files_of_peers import NO_RUN, PLANNED, REFUSED, Listed
 from peers.rows import ROWS
 from peers.table import Row
 from test_algorithms_doc import table
@@ -117,3 +118,54 @@ def test_a_row_hands_over_the_settings_of_its_keys() -> None:
     row = _one("verl", "rollout_rs=token_k1, threshold 0.7_1.5")
     (reject,) = ours.config(row).algorithm.correction.reject
     assert (reject.over, reject.low, reject.high) == ("token", pytest.approx(1 / 1.5), pytest.approx(1 / 0.7))
+
+
+# ---------------------------------------------------------------- example files
+
+
+def test_the_table_of_files_is_well_formed() -> None:
+    rows = files_of_peers.listed()
+    assert files_of_peers.TABLE.read_text(encoding="utf-8") == files_of_peers.written(rows), "sorted"
+    assert len({row.place for row in rows}) == len(rows)
+    assert {row.system for row in rows} == set(repositories.REPOSITORIES) == set(table_of_files.FOLDERS)
+    for row in rows:
+        assert all(text == text.strip() for text in row), row
+        assert re.fullmatch("[0-9a-f]{40}", row.commit), row
+        assert Path(row.path).suffix in table_of_files.SUFFIXES, row
+        given = (bool(row.feature), bool(row.says))
+        assert given == {PLANNED: (False, False), REFUSED: (True, True), NO_RUN: (True, False)}[row.verdict], row
+        assert row.feature != "?", row
+
+
+def test_the_page_counts_the_files_of_the_table() -> None:
+    page = (ROOT / "docs" / "peers.md").read_text(encoding="utf-8")
+    assert page.endswith("\n\n" + files_of_peers.summary(files_of_peers.listed()))
+
+
+def test_files_are_compared_with_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository of single files: one that plans, one that is refused, a helper, and one that the table has not."""
+    commit = "0" * 40
+    examples = tmp_path / "NovaSky-AI+SkyRL" / commit / "examples"
+    examples.mkdir(parents=True)
+    start = "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=m data.train_data=['a.parquet']"
+    (examples / "fine.sh").write_text(f"{start} data.val_data=['b.parquet'] trainer.logger=console\n")
+    (examples / "own.sh").write_text(f"{start} environment.env_class=mine trainer.of_mine=1\n")
+    (examples / "prepare_data.sh").write_text("python prepare.py\n")
+    (examples / "pyproject.toml").write_text("[project]\n")
+    monkeypatch.setattr(repositories, "PLACE", tmp_path)
+    assert repositories.loose("skyrl") == [commit]
+    lines, problems, unknown = table_of_files.compare("skyrl", commit, [])
+    assert [line[2:5] for line in lines] == [
+        ("examples/fine.sh", PLANNED, ""),
+        ("examples/own.sh", REFUSED, "code of its own"),
+        ("examples/prepare_data.sh", NO_RUN, "a preparation of data"),
+    ]
+    assert [text.partition(": ")[2] for text in problems] == ["not in the table"] * 3
+    assert unknown == ["skyrl examples/own.sh: trainer.of_mine"]
+    assert table_of_files.compare("skyrl", commit, lines)[:2] == (lines, [])
+    other = Listed("skyrl", commit, "examples/fine.sh", REFUSED, "images and video", "images")
+    gone = Listed("skyrl", commit, "examples/gone.sh", PLANNED)
+    _, problems, _ = table_of_files.compare("skyrl", commit, [other, lines[1]._replace(says="x?"), gone, lines[2]])
+    assert problems[0].startswith("skyrl examples/fine.sh: refused in the table; it is planned")
+    assert problems[1].startswith("skyrl examples/own.sh: the refusal does not say 'x?'")
+    assert problems[2] == "skyrl examples/gone.sh: in the table, and not at 000000000"

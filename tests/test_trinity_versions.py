@@ -202,6 +202,7 @@ def test_a_wrong_kind_of_such_a_value_is_told() -> None:
 def test_keys_of_what_is_switched_off_rest() -> None:
     given: dict[str, Json] = {
         "model.tinker.rank": 16,
+        "model.tinker.forward_backward_chunk_bytes": 1,
         "service.data_juicer.port": 5005,
         "data_processor.task_pipeline.num_process": 8,
         "algorithm.optimizer.lr_decay_style": "cosine",
@@ -217,7 +218,15 @@ def test_keys_of_what_is_switched_off_rest() -> None:
         "algorithm.algorithm_type": "ppo",
     }
     said = " ".join(text for _, text in read("0.4.0", given | on).unbuilt)
-    assert [key for key in given if key not in said] == [f"{ACTOR}.megatron.tensor_model_parallel_size"]
+    assert [key for key in given if key not in said] == [
+        "model.tinker.forward_backward_chunk_bytes",
+        f"{ACTOR}.megatron.tensor_model_parallel_size",
+    ]
+
+
+def test_a_section_of_one_example_is_refused_by_name() -> None:
+    ((_, said),) = read("0.6.0", {"cod.task_pack_size": 4}).problems
+    assert "examples/research_cod" in said
 
 
 def test_megatrons_sizes_schedule_and_weight_decay() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 VARIABLES: Mapping[str, str] = {
+    "ALFWORLD_DATA": "/data/alfworld",
     "COMMAND": "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer",
     "DATA": "/data",
     "DATA_DIR": "/data",
@@ -21,6 +22,7 @@ VARIABLES: Mapping[str, str] = {
     "RAY_DATA_HOME": "/data",
     "REMOVE_MICROBATCH_PADDING": "true",
     "SYNC_DIR": "s3://bucket/run",
+    "TRINITY_MACHINE_ID": "machine",
     "TRINITY_MODEL_PATH": "/models/policy",
     "TRINITY_SFT_DATASET_PATH": "/data/sft",
     "TRINITY_TASKSET_PATH": "/data/tasks",
@@ -74,6 +76,7 @@ NO_RUNS: Mapping[str, str] = {
     "reward_service/": "a server of rewards",
     "tests/benchmark/": "a benchmark of sampling",
     "cosmos/tests/run_test.sh": "the tests of the repository",
+    "gomoku_agent.yaml": "a part of another file",
     "trinity/benchmark/config/": "a template of the benchmark",
     "trinity/scripts/multi_exps_plot/": "a plot of several runs",
     "trinity/tests/template/": "a template of the tests",
@@ -105,8 +108,10 @@ FEATURES: Mapping[str, str] = {
     "example of recursive agents": "agents of other packages",
     "a name that your own code registers": "code of its own",
     "code of your own": "code of its own",
-    "is code over Trinity-RFT's own interfaces": "code of its own",
+    "code over Trinity-RFT's own interfaces": "code of its own",
     "data services": "data services",
+    "it runs SQL in a database server in Docker": "a database server in Docker",
+    "workflow_args.reward_fn_type": "a reward model's own layout",
     "a grader of OpenJudge": "a reward model's own layout",
     "trains on winning episodes alone": "a workflow of several turns",
     "a group that is sampled after another one": "groups sampled after groups",
@@ -129,6 +134,8 @@ FEATURES: Mapping[str, str] = {
     'actor_rollout_ref.model.path: got ""': "a placeholder to fill in",
     "/base_dir/recipe/": "a placeholder to fill in",
     "Hydra refuses the key": "the system refuses it, too",
+    "given twice, as": "a key under two names",
+    "Megatron-LM's own options": "options of Megatron-LM and MindSpeed",
     "losses of the indexers": "losses of sparse attention's indexer",
     "VeOmni replays the experts of replies alone": "VeOmni's replay of experts (R3)",
     "exp_avg_dtype": "moments of the optimizer in bfloat16",
@@ -137,7 +144,7 @@ FEATURES: Mapping[str, str] = {
     "there is no config file fully_async_dapo_trainer.yaml": "the system refuses it, too",
     "True: unbound variable": "the system refuses it, too",
     "Unknown device": "the output of a program that is not run",
-    "Python env not found": "files that the script looks for",
+    "harbor_run_artifacts": "files that the script looks for",
     "BIRD-SQL parquets not found": "files that the script looks for",
 }
 """A piece of a refusal -> what is refused; the first that is in it."""

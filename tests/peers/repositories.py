@@ -35,7 +35,7 @@ REPOSITORIES = {
         owner="nvidia-cosmos", name="cosmos-rl", commit="89f2e5b5c817d99a240f1194ce37239ceb6f058a"
     ),
     "trinity": Repository(
-        owner="agentscope-ai", name="Trinity-RFT", commit="9051d6374db5d4199dbe317d33eb1caa2e42a9fb"
+        owner="agentscope-ai", name="Trinity-RFT", commit="7f762d71511f1bdf77195266b068bee1396114fa"
     ),
     "recipe": Repository(
         owner="verl-project", name="verl-recipe", commit="e7f889574b8301cc0f0fc1d57c6d67f31ffeb689"

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from peers import defaults, ours
+from peers.files_of_peers import listed, summary
 from peers.rows import ROWS
 from peers.table import Row
 from whet.prove import peers as loading
@@ -193,7 +194,7 @@ def page(by_peer: dict[str, list[Result]]) -> str:
             said += f" (up to {result.worst:.2g})" if result.where else ""
             cells = (cell.replace("|", "\\|").replace("\n", " ") for cell in (result.what, said))
             out.append(f"| {next(cells)} | `{result.theirs}` | {next(cells)} |")
-    return INTRODUCTION + "\n".join(out) + "\n"
+    return INTRODUCTION + "\n".join(out) + "\n\n" + summary(listed())
 
 
 def main() -> int:
