@@ -99,7 +99,9 @@ def test_verl_says_what_the_same_keys_in_a_file_say(monkeypatch: pytest.MonkeyPa
 def test_a_programs_own_config_stands_in_its_config_folder():
     """hydra.main(config_path="config") of recipe/gkd/main_gkd.py, started from the root or beside the program."""
     Path("recipe/gkd/config").mkdir(parents=True)
-    Path("recipe/gkd/config/mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {save_freq: 7}\n")
+    Path("recipe/gkd/config/mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\ntrainer: {save_freq: 7}\n"
+    )
     started = VERL.replace("main_ppo --config-path=config", "main_ppo --config-name mine")
     assert "there is no config file mine.yaml here" in refused(started)
     beside = started.replace("verl.trainer.main_ppo", "recipe.gkd.main_gkd")

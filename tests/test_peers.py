@@ -1,4 +1,4 @@
-"""The tables of `make test-peers` and `make test-files`, as far as they can be tested without the peers (tests/peers)."""
+"""The tables of `make test-peers` and `make test-files`, as far as they can be tested without the peers."""
 
 from __future__ import annotations
 
@@ -133,7 +133,9 @@ def test_the_table_of_files_is_well_formed() -> None:
         assert re.fullmatch("[0-9a-f]{40}", row.commit), row
         assert Path(row.path).suffix in table_of_files.SUFFIXES, row
         given = (bool(row.feature), bool(row.says))
-        assert given == {PLANNED: (False, False), REFUSED: (True, True), NO_RUN: (True, False)}[row.verdict], row
+        assert (
+            given == {PLANNED: (False, False), REFUSED: (True, True), NO_RUN: (True, False)}[row.verdict]
+        ), row
         assert row.feature != "?", row
 
 
@@ -165,7 +167,9 @@ def test_files_are_compared_with_their_lines(tmp_path: Path, monkeypatch: pytest
     assert table_of_files.compare("skyrl", commit, lines)[:2] == (lines, [])
     other = Listed("skyrl", commit, "examples/fine.sh", REFUSED, "images and video", "images")
     gone = Listed("skyrl", commit, "examples/gone.sh", PLANNED)
-    _, problems, _ = table_of_files.compare("skyrl", commit, [other, lines[1]._replace(says="x?"), gone, lines[2]])
+    _, problems, _ = table_of_files.compare(
+        "skyrl", commit, [other, lines[1]._replace(says="x?"), gone, lines[2]]
+    )
     assert problems[0].startswith("skyrl examples/fine.sh: refused in the table; it is planned")
     assert problems[1].startswith("skyrl examples/own.sh: the refusal does not say 'x?'")
     assert problems[2] == "skyrl examples/gone.sh: in the table, and not at 000000000"

@@ -238,8 +238,7 @@ def test_an_end_before_the_launch_is_told_with_what_the_script_says():
 def test_an_unset_variable_that_arrives_is_named_with_its_line():
     script = f"A=$DATA/x\nB=$A\n{START} \\\n  p=$B q=1"
     assert problem(script) == (
-        "line 4: `p=${DATA}/x` needs $DATA, which is not set; "
-        "give it before the command: DATA=value whet ..."
+        "line 4: `p=${DATA}/x` needs $DATA, which is not set; give it before the command: DATA=value whet ..."
     )
     assert words(script, DATA="/d") == ["p=/d/x", "q=1"]
     assert "it depends on $GPUS, which is not set" in problem(f"N=$((GPUS + ${{GPUS}}0))\n{START} n=$N")

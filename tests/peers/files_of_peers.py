@@ -61,8 +61,9 @@ def summary(rows: Sequence[Listed]) -> str:
         HEADING,
         "`make test-files` reads every file of these repositories that a user can start a run from (examples, recipes,",
         "configs, integrations, scripts of their tests) as `whet convert` does, and compares what comes of it with",
-        "`tests/peers/files.tsv`, which has a line for each. Files that are newer than the commit below have one of their own",
-        "there. `no run`: no config or launch of a run. whet knows every key of the others.",
+        "`tests/peers/files.tsv`, which has a line for each. Files that are newer than the commit below have one of",
+        "their own there. `no run`: no config or launch of a run. whet knows every key of the others, but for those that a",
+        "program of the file's own defines.",
         "",
         "| repository | commit | files | planned | refused | no run |",
         "|---|---|---|---|---|---|",
@@ -70,7 +71,12 @@ def summary(rows: Sequence[Listed]) -> str:
     for system, of in REPOSITORIES.items():
         mine = [row for row in rows if row.system == system]
         counts = Counter(row.verdict for row in mine)
-        cells = (f"{of.owner}/{of.name}", f"`{of.commit[:9]}`", len(mine), *(counts[each] for each in VERDICTS))
+        cells = (
+            f"{of.owner}/{of.name}",
+            f"`{of.commit[:9]}`",
+            len(mine),
+            *(counts[each] for each in VERDICTS),
+        )
         out.append("| " + " | ".join(map(str, cells)) + " |")
     systems = list(REPOSITORIES)
     out += ["", f"| refused for | {' | '.join(systems)} |", "|---" * (len(systems) + 1) + "|"]

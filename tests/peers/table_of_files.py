@@ -5,8 +5,8 @@ tests/peers/files.tsv (`files_of_peers.py` explains its columns).
 
 Exit status 1 if a verdict or a text differs, if a file is not in the table, or if a file has a key that whet does not
 know. --write brings the table up to date: what is refused without a line of FEATURES has the feature `?`. Repositories
-come from `repositories.py`. Files lie in a temporary folder, the working folder of the launches, since a script may read
-others. A user would set what scripts ask for: the variables and arguments below are given to all of them.
+come from `repositories.py`. Files lie in a temporary folder, the working folder of the launches, since a script may
+read others. A user would set what scripts ask for: all of them get the variables and arguments of `files_words.py`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ FOLDERS: Mapping[str, tuple[str, ...]] = {
 """Where files are that a user starts. Not in: workflows of the repository's own machines, images, documentation, and
 the defaults of the packages, all of whose keys `make test-peers` looks for."""
 
+
 class Read(NamedTuple):
     """What came of a file."""
 
@@ -64,8 +65,9 @@ def read(path: str, arguments: tuple[str, ...] = ()) -> Read:
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             loaded = load(path, arguments, here=False)
-            with as_if(ENOUGH if loaded.translation else None):
-                scores_alone(loaded.config, loaded.stages) or plans(loaded, here=False, trains=any(map(trains, loaded.stages)))
+            if not scores_alone(loaded.config, loaded.stages):
+                with as_if(ENOUGH if loaded.translation else None):
+                    plans(loaded, here=False, trains=any(map(trains, loaded.stages)))
     except ConfigError as e:
         problems = [text for _, text in e.problems] if isinstance(e, Refused) else [str(e)]
         said = "\n".join(problems)
@@ -117,7 +119,9 @@ def checked_out(system: str, commit: str) -> Iterator[list[str]]:
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         paths = repositories.files(system, commit)
-        tops = {part for part in FOLDERS[system] if part == "." or any(p.startswith(f"{part}/") for p in paths)}
+        tops = {
+            part for part in FOLDERS[system] if part == "." or any(p.startswith(f"{part}/") for p in paths)
+        }
         for top in sorted(tops):
             repositories.checkout(system, top, Path(folder, LIES_IN.get(system, ".")), commit)
         for name, text in FILES.items():
@@ -191,7 +195,9 @@ def main() -> int:
     print(*counted(lines), *problems, *unknown, f"unknown keys: {len(unknown)}", sep="\n")
     if told.write:
         read_now = {row.system for row in lines}
-        rows = sorted([*lines, *(row for row in table if row.system not in read_now)], key=lambda row: row.place)
+        rows = sorted(
+            [*lines, *(row for row in table if row.system not in read_now)], key=lambda row: row.place
+        )
         TABLE.write_text(written(rows), encoding="utf-8")
         page = PAGE.read_text(encoding="utf-8").partition(HEADING)[0].rstrip("\n")
         PAGE.write_text(f"{page}\n\n{summary(rows)}", encoding="utf-8")

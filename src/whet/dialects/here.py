@@ -151,7 +151,9 @@ def _alone(at: Path, found: Mapping[Path, Json]) -> Changes:
     if "policy" not in found.get(offload, ()) or math.prod(sizes) != 1:
         return {}
     rest = [name for name in found[offload] if name != "policy"]
-    return {offload: (rest or None, "the policy stays on the GPU: in one process rollouts are sampled from it")}
+    return {
+        offload: (rest or None, "the policy stays on the GPU: in one process rollouts are sampled from it")
+    }
 
 
 def _unrecorded(tools: Path, steps: Path, found: Mapping[Path, Json]) -> Changes:

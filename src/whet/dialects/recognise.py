@@ -15,8 +15,9 @@ from whet.types import ConfigError, Json
 def recognise(tree: Mapping[str, Json], wanted: str | None = None) -> str:
     """The kind of a file: `native` or a name of `FILES`. `wanted` narrows it: verl means any of verl's.
 
-    The kind is taken that knows the largest share of the file's keys; native wins a tie. Of two others that know as many,
-    the one counts whose keys have values of their types. Raises ConfigError if these are as many, too. No table is imported for a file whose sections are all native.
+    The kind is taken that knows the largest share of the file's keys; native wins a tie. Of two others that know as
+    many, the one counts whose keys have values of their types. Raises ConfigError if these are as many, too. No table is
+    imported for a file whose sections are all native.
     """
     names = named(wanted) if wanted else tuple(FILES)
     if wanted == NATIVE or (wanted is None and _looks_native(tree)):
@@ -52,7 +53,9 @@ def _share(tree: Mapping[str, Json], name: str) -> float:
 
 def _fitting(tree: Mapping[str, Json], name: str) -> int:
     """How many of the file's keys a dialect knows with values of their types; a key of any value tells nothing."""
-    known = [(one.row, one.value) for one in read(dict(tree), dialect(name)) if one.row and not one.is_section]
+    known = [
+        (one.row, one.value) for one in read(dict(tree), dialect(name)) if one.row and not one.is_section
+    ]
     return sum(row.type != "any" and (not row.type or accepts(row.type, value)) for row, value in known)
 
 

@@ -416,8 +416,8 @@ def _lora(v: Values, model: str, *, native: str, engine: str) -> Native:
         rank = v[f"{model}.lora_rank"]
     if rank == 0:
         raise ConfigError(
-            f"{model}.lora_adapter_path={path} needs {model}.lora_rank, that of these adapters: there is no such folder "
-            "here to read it from"
+            f"{model}.lora_adapter_path={path} needs {model}.lora_rank, that of these adapters: there is no such "
+            "folder here to read it from"
         )
     out: dict[str, Json] = {
         f"{native}.rank": rank,
