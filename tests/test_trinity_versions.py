@@ -203,6 +203,7 @@ def test_keys_of_what_is_switched_off_rest() -> None:
     given: dict[str, Json] = {
         "model.tinker.rank": 16,
         "model.tinker.forward_backward_chunk_bytes": 1,
+        "model.tinker.server_loss_fn": "trinity_ppo",
         "service.data_juicer.port": 5005,
         "data_processor.task_pipeline.num_process": 8,
         "algorithm.optimizer.lr_decay_style": "cosine",
@@ -220,6 +221,7 @@ def test_keys_of_what_is_switched_off_rest() -> None:
     said = " ".join(text for _, text in read("0.4.0", given | on).unbuilt)
     assert [key for key in given if key not in said] == [
         "model.tinker.forward_backward_chunk_bytes",
+        "model.tinker.server_loss_fn",
         f"{ACTOR}.megatron.tensor_model_parallel_size",
     ]
 

@@ -8,7 +8,7 @@ VARIABLES: Mapping[str, str] = {
     "ALFWORLD_DATA": "/data/alfworld",
     "COMMAND": "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer",
     "DATA": "/data",
-    "DATA_DIR": "/data",
+    "DATA_DIR": "data",
     "DATA_ROOT": "/data",
     "ENV_CLASS_test": "gsm8k_multi_turn_test",
     "EXTERNAL_PROXY_URL": "http://127.0.0.1:8000",
@@ -19,11 +19,17 @@ VARIABLES: Mapping[str, str] = {
     "LORA_ALPHA": "32",
     "LORA_RANK": "8",
     "MODEL_PATH": "/models/policy",
+    "PYTHON_BIN": "/usr/bin/python3",
     "RAY_DATA_HOME": "/data",
     "REMOVE_MICROBATCH_PADDING": "true",
+    "ROLLOUT_SERVER_URLS": "http://127.0.0.1:8001",
     "SYNC_DIR": "s3://bucket/run",
     "TRINITY_MACHINE_ID": "machine",
     "TRINITY_MODEL_PATH": "/models/policy",
+    "TRINITY_CHECKPOINT_ROOT_DIR": "checkpoints",
+    "TRINITY_GRID_NAVIGATION_TEACHER_MODEL_PATH": "/models/teacher",
+    "TRINITY_OPTIMAL_CONTROL_TEACHER_MODEL_PATH": "/models/teacher",
+    "TRINITY_PDE_TEACHER_MODEL_PATH": "/models/teacher",
     "TRINITY_SFT_DATASET_PATH": "/data/sft",
     "TRINITY_TASKSET_PATH": "/data/tasks",
     "USE_DUMMY_MODEL": "False",
@@ -42,6 +48,8 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 FILES: Mapping[str, str] = {
     "adapters/adapter_config.json": '{"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}',
     "adapters/adapter_model.safetensors": "",
+    "data/train.parquet": "",
+    "data/val.parquet": "",
 }
 """What the variables name, in the working folder."""
 
@@ -114,6 +122,7 @@ FEATURES: Mapping[str, str] = {
     "workflow_args.reward_fn_type": "a reward model's own layout",
     "a grader of OpenJudge": "a reward model's own layout",
     "trains on winning episodes alone": "a workflow of several turns",
+    "dapo_dynamic_sampling is coming": "groups dropped by a part of the reward",
     "a group that is sampled after another one": "groups sampled after groups",
     "training by a remote service": "a service that trains",
     "skyrl_agent.integrations.tin": "a service that trains",
@@ -145,6 +154,5 @@ FEATURES: Mapping[str, str] = {
     "True: unbound variable": "the system refuses it, too",
     "Unknown device": "the output of a program that is not run",
     "harbor_run_artifacts": "files that the script looks for",
-    "BIRD-SQL parquets not found": "files that the script looks for",
 }
 """A piece of a refusal -> what is refused; the first that is in it."""

@@ -16,8 +16,8 @@ def recognise(tree: Mapping[str, Json], wanted: str | None = None) -> str:
     """The kind of a file: `native` or a name of `FILES`. `wanted` narrows it: verl means any of verl's.
 
     The kind is taken that knows the largest share of the file's keys; native wins a tie. Of two others that know as
-    many, the one counts whose keys have values of their types. Raises ConfigError if these are as many, too. No table is
-    imported for a file whose sections are all native.
+    many, the one counts whose keys have values of their types. Raises ConfigError if these are as many, too. No table
+    is imported for a file whose sections are all native.
     """
     names = named(wanted) if wanted else tuple(FILES)
     if wanted == NATIVE or (wanted is None and _looks_native(tree)):
