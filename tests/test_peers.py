@@ -156,6 +156,8 @@ def test_files_are_compared_with_their_lines(tmp_path: Path, monkeypatch: pytest
     (examples / "pyproject.toml").write_text("[project]\n")
     monkeypatch.setattr(repositories, "PLACE", tmp_path)
     assert repositories.loose("skyrl") == [commit]
+    assert repositories.has("skyrl", commit)
+    assert not repositories.has("skyrl", "1" * 40)
     lines, problems, unknown = table_of_files.compare("skyrl", commit, [])
     assert [line[2:5] for line in lines] == [
         ("examples/fine.sh", PLANNED, ""),

@@ -75,6 +75,15 @@ def loose(system: str) -> list[str]:
     return [folder.name for folder in folders if folder.is_dir()]
 
 
+def has(system: str, commit: str) -> bool:
+    """Whether a commit's files can be read: a clone has no commits of branches that are gone."""
+    command = ["git", "--git-dir", str(directory(system)), "cat-file", "-e", commit]
+    return (
+        bool(_loose(system, commit))
+        or subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 0
+    )
+
+
 def files(system: str, commit: str = "") -> list[str]:
     """Paths of all files at a commit."""
     if folder := _loose(system, commit):

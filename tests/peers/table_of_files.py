@@ -183,13 +183,23 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write tests/peers/files.tsv and docs/peers.md")
     told = parser.parse_args()
     table = listed() if TABLE.exists() else []
+    systems = told.systems or list(FOLDERS)
+    for system in systems:
+        repositories.directory(system)  # git clones with the user's own settings
     given(VARIABLES)
     lines, problems, unknown = [], [], []
-    for system in told.systems or FOLDERS:
+    for system in systems:
         commits = [repositories.REPOSITORIES[system].commit]
         commits += [row.commit for row in table if row.system == system]
         commits += repositories.loose(system)
         for commit in dict.fromkeys(commits):
+            if not repositories.has(system, commit):
+                rest = [row for row in table if row.system == system and row.commit == commit]
+                missing = f"{system}: commit {commit} is not here; {len(rest)} files are not read"
+                print(missing)
+                problems += [missing] if commit == repositories.REPOSITORIES[system].commit else []
+                lines += rest
+                continue
             for all_of_them, some in zip((lines, problems, unknown), compare(system, commit, table)):
                 all_of_them += some
     print(*counted(lines), *problems, *unknown, f"unknown keys: {len(unknown)}", sep="\n")
