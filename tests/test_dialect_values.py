@@ -25,7 +25,7 @@ from test_dialect_tables import put
 from whet import dialects
 from whet.config.keys import TABLES, keys, lookup, settings
 from whet.config.schema import Config
-from whet.config.tree import path_of
+from whet.config.tree import merge, path_of
 from whet.dialects.choices import _lines
 from whet.dialects.kinds import KINDS, accepts, same, understood
 from whet.dialects.row import Reference, Row
@@ -188,6 +188,36 @@ def outcomes(of: Dialect, row: Row, *, words: bool) -> Iterator[str]:
             yield from (
                 f"{row.key}={value!r} in {text}: {said}" for said in faults(native, kinds=is_told(row, v))
             )
+
+
+WHERE_READ: dict[str, Tree] = {
+    "actor_rollout_ref.actor.veomni.router_replay.mode": {"actor_rollout_ref.actor.strategy": "veomni"},
+    "actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_bias_update_rate": {
+        "actor_rollout_ref.actor.strategy": "megatron"
+    },
+    "trainer.ref.megatron_config.moe_enable_routing_replay": {"trainer.strategy": "megatron"},
+    "distillation.include_prompt": {"distillation.enable": True},
+    "buffer.trainer_input.auxiliary_buffers.<name>.storage_type": {"algorithm.algorithm_type": "mix"},
+    "buffer.trainer_input.experience_buffer.path": {"mode": "train", "algorithm.algorithm_type": "grpo"},
+}
+"""What else a file says where a value that is not built is read."""
+NAMES = {"[]": 0, "<name>": "sft_dataset", "*": "any"}
+
+
+def single(text: str) -> Iterator[Json]:
+    """The values that unbuilt.tsv names by themselves, without words about other keys; all of them, or none."""
+    words = text.split(", ")
+    if all(re.fullmatch(r"true|above 0|[\w:/.+-]+", word) for word in words) and not {*words} & VAGUE:
+        yield from (True if word == "true" else 1 if word == "above 0" else word for word in words)
+
+
+VAGUE = {"any", "given", "operators"}
+UNBUILT = [
+    (line["system"], line["key"], value)
+    for line in lines("whet.dialects", "unbuilt.tsv")
+    for value in single(line["value"])
+    if ".tasksets[]." not in line["key"]  # read by what reads `taskset`
+]
 
 
 def is_plain(row: Row) -> bool:
@@ -357,3 +387,28 @@ def test_native_names_in_the_tables_are_keys() -> None:
     told = {name for name in (*ruled, *(f"algorithm.{each}" for each in named if "." in each)) if name}
     assert len(told) > 100
     assert [name for name in sorted(told) if lookup(path_of(name, ())) is None] == []
+
+
+@pytest.mark.parametrize(("system", "key", "value"), UNBUILT)
+def test_a_value_that_is_listed_as_not_built_is_refused_by_its_key(
+    system: str, key: str, value: Json
+) -> None:
+    """In some kind of file, in the newest release that has the key."""
+    path = tuple(NAMES.get(part, part) for part in parts(key))
+    given = {path_of(k, ()): v for k, v in WHERE_READ.get(key, {}).items()}
+    name = ".".join(map(str, path)).replace(".0.", "[0].")
+    told: list[str] = []
+    for kind in (kind for kind in FILES if dialect(kind).system == system):
+        of = next(
+            (at for v in reversed(VERSIONS[system]) if parts(key) in (at := dialect(kind, v)).by_parts), None
+        )
+        if of is not None:
+            tree = merge(json.loads(context(kind, key)), nested({**given, path: value}))
+            made = translate(tree, of, origins={})
+            told += [text for _, text in (*made.problems, *made.unbuilt) if name in text]
+    assert told
+
+
+def test_most_values_that_are_not_built_are_tried() -> None:
+    assert len(UNBUILT) > 70
+    assert {key for _, key, _ in UNBUILT} >= WHERE_READ.keys()
