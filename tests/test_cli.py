@@ -70,6 +70,13 @@ QUICK: dict[tuple[str, ...], int] = {
     ("plan", "examples/first_run.yaml"): 0,
     ("explain", "train.optimizer.lr"): 0,
     ("explain", "train.setps"): 2,
+    ("explain", "train"): 0,
+    ("explain", "rollout.schedule=async"): 0,
+    ("keys", "--algorithms"): 0,
+    ("keys", "--dialect", "skyrl", "--status", "coming"): 0,
+    ("schema",): 0,
+    ("plan", "examples/from_verl.yaml"): 0,
+    ("convert", "examples/from_verl.yaml"): 0,
 }
 
 

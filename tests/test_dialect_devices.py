@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 
 from whet import cli
 from whet.config import hardware
+from whet.config.checks_run import not_installed
 from whet.config.load import Loaded, load
 from whet.config.parse import parse
 from whet.config.plan import plans
-from whet.dialects import here, layout
+from whet.dialects import here, idle, layout
 from whet.dialects.row import NotSupportedYet
 from whet.dialects.skyrl import devices as skyrl_devices
 from whet.dialects.tables import dialect
@@ -273,6 +274,41 @@ def test_a_converted_file_for_one_gpu_keeps_the_policy_there(tmp_path: Path) -> 
         loaded = load(script, [f"trainer.n_gpus_per_node={gpus}"], here=False)
         assert loaded.config.train.offload == expected
         assert ("the policy stays on the GPU" in notes(loaded)) == (gpus == "1")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_tracker_that_the_defaults_alone_name_is_left_out_where_it_is_missing(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that the file names ends a training before it begins, with the command that installs it; a plan notes it."""
+    path, named = "examples/from_skyrl.yaml", "trainer.logger=[console,wandb]"
+    found = importlib.util.find_spec
+    everywhere: Any = object()
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: (everywhere if installed else None) if name == "wandb" else found(name),
+    )
+    monkeypatch.setattr(idle, "find_spec", importlib.util.find_spec)
+    plain, elsewhere = load(path, ["~trainer.logger"]), load(path, ["~trainer.logger"], here=False)
+    assert plain.translation is not None
+    assert ("wandb" in plain.config.track.trackers) is installed
+    assert "wandb" in elsewhere.config.track.trackers, "a converted file keeps it"
+    told = [line.note for line in plain.translation.lines if "track.trackers" in line.native]
+    assert (
+        any("wandb is not installed here, so nothing is sent to it" in note for note in told) is not installed
+    )
+    assert load(path, [named]).config.track.trackers == ("console", "wandb", "jsonl")
+    problems = dict(not_installed(load(path, [named]).config))
+    assert ("track.trackers" in problems) is not installed
+    if not installed:
+        with pytest.raises(
+            ConfigError, match=r"pip install 'whet\[wandb\]', or remove it: track.trackers=\[console,jsonl"
+        ):
+            plans(load(path, [named]))
+        done = CliRunner().invoke(cli.app, ["plan", path, named])
+        assert done.exit_code == 0, done.output
+        assert "wandb is not installed" in " ".join(done.output.split())
 
 
 def test_packages_are_those_of_the_machine_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
