@@ -110,6 +110,9 @@ MULTIPLIERS = {
 
 MOST_LINES_OF_A_FILE = 600
 MOST_LINES_OF_A_FUNCTION = 90
+MOST_LINES_OF_THE_LOOP = 100
+STEP = {"explorer.collect", "learner.prepare", "learner.learn", "weights.publish"}
+"""What the loop asks of the parts of a stage."""
 
 
 def files() -> dict[str, Path]:
@@ -323,6 +326,18 @@ def test_files_and_functions_are_short():
                 if lines > MOST_LINES_OF_A_FUNCTION:
                     long.append(f"{name}.{node.name}: {lines} lines")
     assert long == []
+
+
+def test_all_modes_go_through_one_loop_that_can_be_read_at_once():
+    """No other module makes a step, and the loop names no mode."""
+    asked = {
+        name: {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)} & STEP
+        for name, tree in modules().items()
+    }
+    assert {name: calls for name, calls in asked.items() if calls} == {"whet.loop": STEP}
+    assert len(files()["whet.loop"].read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_THE_LOOP
+    names = {node.attr for node in ast.walk(modules()["whet.loop"]) if isinstance(node, ast.Attribute)}
+    assert not names & {"mode", "schedule", "max_staleness"}
 
 
 def test_packages_hold_no_code_in_their_init():

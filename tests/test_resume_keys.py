@@ -106,5 +106,5 @@ def test_a_run_that_goes_on_leaves_the_files_of_an_unbroken_one(
 
 
 def test_most_keys_are_tried() -> None:
-    assert len(NAMES) > 0.8 * len(CASES)
+    assert len(NAMES) > 0.9 * len(CASES), "docs/guarantees.md says so"
     assert set(BASE) <= {name.partition(".")[0] for name in NAMES}

@@ -97,6 +97,26 @@ def test_groups_of_strands_come_back_from_a_checkpoint(tmp_path: Path) -> None:
     assert [decode(data) for data in read(tmp_path / "groups.arrow")] == groups
 
 
+def test_a_long_rollout_has_20_bytes_a_token_in_checkpoints_and_stores_beside_its_text() -> None:
+    it, count = task(), 8000
+    draw = np.random.default_rng(0)
+    floats = [draw.normal(size=count).astype(np.float32) for _ in range(2)]
+    long = Rollout.one_strand(
+        task=it,
+        index=0,
+        token_ids=draw.integers(0, 150_000, count),
+        mask=draw.integers(0, 2, count),
+        logprobs=floats[0],
+        sample_logprobs=floats[1],
+        versions=draw.integers(-1, 90, count),
+        finish_reason="stop",
+        text="",
+    )
+    data = encode(Group(it, (long,) * 4))
+    assert 16 < len(data) / (4 * count) < 20
+    assert decode(data).rollouts[0] == long
+
+
 def test_the_task_is_written_once_and_lies_in_memory_once() -> None:
     data = encode(group())
     assert data.count(b"only once in a group") == 1

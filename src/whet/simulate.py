@@ -1,4 +1,4 @@
-"""Predicted speed of sampling and training together: the schedules of `loop.MODES` in simulated time.
+"""Predicted speed of sampling and training together: the schedules of `explorer.SCHEDULES` in simulated time.
 
 Nothing is sampled or trained: rollouts take times drawn from measured ones, on the slots of the engines; training steps
 and weight syncs take their measured times. `whet plan FILE --simulate RUN` prints the prediction.
