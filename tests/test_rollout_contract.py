@@ -709,18 +709,33 @@ def test_an_error_of_a_consumer_is_its_own_request_s(engine: RolloutEngine) -> N
     run(story())
 
 
-def test_a_consumer_gets_every_token_once_across_a_change_of_weights(engine: RolloutEngine) -> None:
+def test_a_consumer_gets_every_token_once_across_a_change_of_weights(
+    engine: RolloutEngine, name: str
+) -> None:
+    """Tokens of the reply come before each of three changes, and after the last one."""
     given: list[int] = []
 
     async def story() -> Completion:
-        flying = asyncio.create_task(reply(engine, PROMPT, LONG, on_tokens=given.extend))
+        more = asyncio.Event()
+
+        def take(tokens: list[int]) -> None:
+            given.extend(tokens)
+            more.set()
+
+        flying = asyncio.create_task(reply(engine, PROMPT, LONG, on_tokens=take))
         for version in (1, 2, 3):
-            await asyncio.sleep(0.002)
+            more.clear()
+            next_one = asyncio.create_task(more.wait())
+            await asyncio.wait({flying, next_one}, return_when=asyncio.FIRST_COMPLETED)
+            next_one.cancel()
             await engine.pause(finish=False)
             await engine.update_weights(WeightUpdate(version=version, module=module()))
         return await flying
 
-    assert given == run(story()).token_ids
+    done = run(story())
+    assert given == done.token_ids
+    if name in TAKE_WEIGHTS:
+        assert [span.version for span in done.spans] == [0, 1, 2, 3]
 
 
 # ---------------------------------------------------------------- health and places
