@@ -12,6 +12,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import whet
+from tiny import RUN
 from whet.cli import app
 from whet.config.load import Loaded, load
 from whet.guard import sandbox
@@ -280,3 +282,27 @@ def test_an_image_that_is_built_starts_no_trainer(command: str, starts: bool, tm
     with pytest.raises(ConfigError) as e:
         load(script)
     assert ("starts no trainer" in str(e.value)) is not starts
+
+
+def test_the_script_of_the_examples_is_planned_rehearsed_and_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same command lines as a config; its arguments and its variables count."""
+    monkeypatch.chdir(ROOT)
+    model = whet.train(
+        **(RUN | {"train": {"steps": 1, "tasks_per_step": 1}, "run_dir": str(tmp_path / "made")})
+    )
+    monkeypatch.setenv("MODEL", str(model.run_dir / "export" / "main"))
+    few = [
+        "trainer.total_training_steps=2", f"trainer.default_local_dir={tmp_path / 'run'}", "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8", "whet.machine.threads=1",
+    ]  # fmt: skip
+    for command in ("plan", "train"):
+        done = CliRunner().invoke(app, [command, "examples/from_verl.sh", *few])
+        assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "train/loss" in line]
+    assert [line["ledger/requested_rollouts"] for line in steps] == [8 * 8, 8 * 8]
+    monkeypatch.setenv("EPOCHS", "3")
+    tried = load("examples/from_verl.sh", few[1:], rehearsal=True)
+    assert (tried.config.train.epochs, tried.config.model.path) == (3, str(model.run_dir / "export" / "main"))
