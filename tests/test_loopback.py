@@ -8,13 +8,15 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+import whet
 from sockets import is_loopback, own
 from test_train_torch import CUT, pg_loss, weighted
-from tiny import tiny_model
+from tiny import RUN, tiny_model
 from whet.config.schema import OptimizerConfig
 from whet.models.mesh import Dims
 from whet.sync.collective import Collective
@@ -129,6 +131,20 @@ def test_ranks_listen_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each for each in seen if not is_loopback(each[1])] == []
     for line in ranks.lines.lines:
         line.hang_up()
+
+
+def test_a_run_on_one_machine_without_ranks_listens_on_no_port(tmp_path: Path) -> None:
+    """Neither this process nor one that it has started: rewards and explorers talk over socket pairs."""
+    before, during = set(own()), set[tuple[str, str, int]]()
+    steps: list[int] = []
+
+    def look(row: Mapping[str, object]) -> None:
+        steps.append(1)
+        during.update(own())
+
+    whet.train(**(RUN | {"run_dir": str(tmp_path / "run")}), on_step=look)
+    assert len(steps) == 3
+    assert during - before == set()
 
 
 def test_the_weight_sync_listens_on_loopback() -> None:
