@@ -7,11 +7,14 @@ leave the batch at different times, several micro-batches, shared and unshared p
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from tiny import FAMILIES, VOCAB, tiny_model
+import whet
+from tiny import FAMILIES, RUN, VOCAB, tiny_model
 from whet.batch import pack
 from whet.models import kernels
 from whet.rollout.episode import play_groups
@@ -73,3 +76,24 @@ def test_what_is_sampled_does_not_depend_on_who_else_is_in_the_batch() -> None:
             )
         )  # fmt: skip
         assert alone[0].rollouts == group.rollouts
+
+
+@pytest.mark.parametrize(
+    ("setting", "word"),
+    [
+        ("rollout.engine=native", "exact"),
+        ("train.precision.compute=bfloat16", "close"),
+        ("train.parallel.dp_replicate=2", "close"),
+    ],
+)
+def test_a_run_says_whether_its_log_probs_are_equal_and_every_step_measures_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], setting: str, word: str
+) -> None:
+    done = whet.train(**(RUN | {"run_dir": str(tmp_path)}), overrides=["track.trackers=[console]", setting])
+    shown = capfd.readouterr()
+    found = set(re.findall(r"log-prob match: (\w+)", shown.out + shown.err))
+    assert found == {word}
+    differing = [line["train/mismatch_frac"] for line in done.metrics if "train/loss" in line]
+    assert len(differing) == 3
+    assert not any(differing) or word == "close"
+    assert any(differing) or setting != "train.precision.compute=bfloat16"
