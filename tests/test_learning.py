@@ -143,3 +143,54 @@ def test_rows_can_be_given_as_they_are(tmp_path: Path) -> None:
     data = {"max_prompt_tokens": 8, "train": [{"rows": rows}]}
     train = {"steps": 2, "tasks_per_step": 4, "optimizer": {"lr": 1e-3}}
     assert len(learn(tmp_path, {"name": "grpo"}, data=data, train=train)) == 2
+
+
+HOSTILE = '''
+import os, time
+
+def hostile(response):
+    """By the reply alone: it raises, hangs, ends its process, gives no number, or scores."""
+    how = sum(map(ord, response)) % 12
+    if how == 0:
+        raise ValueError("no")
+    if how == 1:
+        time.sleep(60)
+    if how == 2:
+        os._exit(3)
+    return float("nan") if how == 3 else response.count("a") / max(len(response), 1)
+'''
+
+
+def test_a_reward_that_fails_in_every_way_costs_its_own_rollouts_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(HOSTILE)
+    sections = SETUP | {
+        "run_dir": str(tmp_path / "run"),
+        "data": {"max_prompt_tokens": 8, "train": [{"path": str(ROOT / "tests/data/words.jsonl")}]},
+        "rewards": {"a": {"function": f"{tmp_path}/mine.py:hostile"}},
+        "reward_workers": {"timeout_s": 0.5, "max_failure_rate": 0.9},
+        "rollout": {"group_size": 8, "sampling": {"max_tokens": 5, "ignore_eos": True}},
+        "train": {"steps": 3, "tasks_per_step": 4},
+        "algorithm": {"name": "grpo"},
+        "track": {"trackers": ["jsonl"], "rollouts_interval": 1},
+    }
+    result = whet.train(**sections)
+    assert result.finished
+    reasons: set[str] = set()
+    for number, line in enumerate(result.metrics, 1):
+        rows = result.rollouts(step=number).to_pylist()
+        unscored = 0
+        for row in rows:
+            how = sum(map(ord, row["text"])) % 12
+            assert (row["reward"] is None) == (how < 4)
+            assert how < 4 or row["reward"] == row["text"].count("a") / max(len(row["text"]), 1)
+            unscored += how < 4
+        assert line["rollout/failed_count"] == unscored
+        assert line["ledger/requested_rollouts"] == len(rows)
+        booked = sum(
+            value for key, value in line.items() if key.startswith("ledger/") and "requested" not in key
+        )
+        assert booked == len(rows), "trained on, rejected or failed"
+        reasons |= {row["error"][:19] for row in rows if row["error"]}
+    assert len(result.metrics) == 3
+    assert len(reasons) == 4, reasons
+    assert any(line["train/grad_norm"] > 0 for line in result.metrics)
