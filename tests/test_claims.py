@@ -1,4 +1,5 @@
-"""claims.tsv: what whet claims, by number, and the tests that hold it (`payloads::*`: all of test_payloads.py)."""
+"""claims.tsv: what whet claims, by number, and the tests that hold it (`payloads::*`: all of test_payloads.py). Numbers
+of `R` are what README.md and docs/guarantees.md promise."""
 
 from __future__ import annotations
 
