@@ -542,6 +542,12 @@ def test_the_exits_of_what_rewards_have_left_behind_are_forgotten(tmp_path, monk
     ours.close()
 
 
+def test_a_system_that_cannot_fork_is_refused(monkeypatch):
+    monkeypatch.delattr(os, "fork")
+    with pytest.raises(ConfigError, match="this system has no fork; use Linux, macOS or WSL"):
+        make()
+
+
 def test_an_unknown_function_is_refused():
     with make() as jail, pytest.raises(WhetError, match="no function 'nobody'; it has innocent"):
         ask(jail, "nobody")

@@ -108,6 +108,41 @@ MULTIPLIERS = {
 }
 """The modules that may multiply matrices themselves, and why each may."""
 
+RUNS_CODE = {
+    *(
+        "eval",
+        "exec",
+        "compile",
+        "__import__",
+        "pickle.load",
+        "pickle.loads",
+        "pickle.Unpickler",
+        "marshal.loads",
+    ),
+    *(
+        "torch.load",
+        "joblib.load",
+        "shelve.open",
+        "yaml.load",
+        "yaml.unsafe_load",
+        "yaml.full_load",
+        "np.load",
+    ),
+    *("runpy.run_path", "runpy.run_module"),
+}
+"""Functions that may run what a file or a message holds."""
+MAY_RUN_CODE = {
+    "whet.guard.program": {"compile", "exec"},
+    "whet.cluster.explorer": {"pickle.loads"},
+    "whet.cluster.explorers": {"pickle.loads"},
+    "whet.cluster.rewards": {"pickle.loads"},
+    "whet.models.apart": {"pickle.loads"},
+    "whet.rewards.host": {"pickle.loads"},
+    "whet.training.rank": {"pickle.loads"},
+    "whet.training.ranks": {"pickle.loads"},
+}
+"""A program of a reply, in its sandbox; messages between processes that the run has started."""
+
 MOST_LINES_OF_A_FILE = 600
 MOST_LINES_OF_A_FUNCTION = 90
 MOST_LINES_OF_THE_LOOP = 100
@@ -285,6 +320,22 @@ def test_matrices_are_multiplied_in_one_place() -> None:
 )
 def test_a_product_is_seen_however_it_is_written(line: str, seen: set[str]) -> None:
     assert products(ast.parse(line)) == seen
+
+
+def test_nothing_that_a_file_holds_is_unpickled_or_evaluated():
+    called = {
+        name: {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)} & RUNS_CODE
+        for name, tree in modules().items()
+    }
+    assert {name: found for name, found in called.items() if found} == MAY_RUN_CODE
+    renamed = {
+        (name, node.module)
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and node.module in ("pickle", "marshal", "runpy", "joblib", "shelve")
+    }
+    assert renamed == set()
 
 
 @pytest.mark.parametrize(
