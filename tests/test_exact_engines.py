@@ -83,7 +83,7 @@ def test_what_is_sampled_does_not_depend_on_who_else_is_in_the_batch() -> None:
     [
         ("rollout.engine=native", "exact"),
         ("train.precision.compute=bfloat16", "close"),
-        ("train.parallel.dp_replicate=2", "close"),
+        pytest.param("train.parallel.dp_replicate=2", "close", marks=pytest.mark.sweep),
     ],
 )
 def test_a_run_says_whether_its_log_probs_are_equal_and_every_step_measures_it(

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+import whet
+from tiny import RUN
 from whet.config import hardware, load
 from whet.config.functions import ADVANTAGES, LOSSES
 from whet.config.recipe_table import RECIPES
@@ -85,6 +87,27 @@ def test_nothing_is_kept_of_what_is_gone() -> None:
         "settings.yaml",
         *(f"{path.name}.yaml" for path in FILES),
     }
+
+
+def test_the_comparison_of_two_commits_finds_each_kind_of_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `make golden` compares are numbers, rows and tensors; a run with another seed has others of each."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "golden"))
+    import compare  # type: ignore[import-not-found]
+
+    found = []
+    for seed in (1, 1, 2):
+        out = tmp_path / str(len(found))
+        whet.train(**(RUN | {"seed": seed, "run_dir": str(out), "checkpoint": {"export": True}}))
+        found.append(dict(compare.decoded(out)))
+    base, again, other = found
+    assert compare.differences(base, again) == []
+    kinds = {text.partition(": ")[2].partition(" ")[0] for text in compare.differences(base, other)}
+    assert kinds == {"metric", "column", "tensor"}
+    lost = dict(list(base.items())[1:])
+    assert [text.partition(":")[0] for text in compare.differences(base, lost)] == ["gone"]
+    assert [text.partition(":")[0] for text in compare.differences(lost, base)] == ["new"]
 
 
 def defaults() -> str:

@@ -289,6 +289,7 @@ def test_the_script_of_the_examples_is_planned_rehearsed_and_trained(
 ) -> None:
     """By the same command lines as a config; its arguments and its variables count."""
     monkeypatch.chdir(ROOT)
+    assert load("examples/from_verl.sh").config == load("examples/from_verl.yaml").config
     model = whet.train(
         **(RUN | {"train": {"steps": 1, "tasks_per_step": 1}, "run_dir": str(tmp_path / "made")})
     )
