@@ -17,7 +17,10 @@ import yaml
 import whet
 from whet import reference
 from whet.config.docs import markdown
+from whet.config.explain import explain
 from whet.config.keys import dotted, keys
+from whet.config.schema import Config
+from whet.types import ConfigError
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -43,6 +46,48 @@ def test_every_key_of_the_schema_stands_on_the_page_with_its_default():
             assert f"| `{name}` |" in text, dotted(key.path)
     assert "| `temperature` | a number >= 0 | `1.0` |" in text
     assert "| `make` | text | required |" in text
+
+
+NO_KEYS = {
+    "algorithm.sppo_eta": "of verl's recipe",
+    "algorithm.loss.tilt=0.5": "a setting of the example's own function",
+    "train.engine_arguments.step_s": "an argument of train.engine=simulated",
+    "train.router": "decision 042: what was not taken",
+    "rollout.envs": "decision 055: what was not taken",
+    "train.deepspeed": "decision 047: what it was before",
+}
+"""What pages name that looks like a key, and why it is none."""
+FILES = (".c", ".h", ".json", ".jsonl", ".md", ".parquet", ".py", ".toml", ".tsv", ".yaml")
+
+
+def keys_of(page: Path) -> set[str]:
+    """What a page names in its text that begins as a native key does; `a.b=c` with its value."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    words = {word.strip("'") for quoted in re.findall(r"`([^`\n]+)`", text) for word in quoted.split()}
+    found = {word for word in words if re.fullmatch(r"[a-z_]+(\.[a-z_0-9<>\[\]]+)+(=[\w.]{2,})?", word)}
+    return {word for word in found if word.split(".")[0] in Config.model_fields and not word.endswith(FILES)}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [p for p in PAGES if not p.name.startswith(("from_", "CHANGELOG", "ARCHITECTURE", "config.md"))],
+    ids=lambda p: p.name,
+)
+def test_keys_and_values_that_a_page_names_are_there(page):
+    """Pages of other systems name their keys; ARCHITECTURE.md names modules, the changelog what has gone. config.md and
+    the pages of other systems are made from the tables."""
+    assert [word for word in sorted(keys_of(page) - NO_KEYS.keys()) if not explained(word)] == []
+
+
+def explained(word: str) -> bool:
+    try:
+        return bool(explain(word).key)
+    except ConfigError:
+        return False
+
+
+def test_each_word_that_is_no_key_is_on_a_page():
+    assert set().union(*map(keys_of, PAGES)) >= NO_KEYS.keys()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
