@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,18 @@ def test_a_reward_that_fails_in_every_way_costs_its_own_rollouts_alone(tmp_path:
     assert len(result.metrics) == 3
     assert len(reasons) == 4, reasons
     assert any(line["train/grad_norm"] > 0 for line in result.metrics)
+
+
+@pytest.mark.sweep  # a minute or two of one core
+def test_the_demo_learns_what_the_readme_says(tmp_path: Path) -> None:
+    """Held-out accuracy before and after the reinforcement learning, as it is rounded there."""
+    result = whet.train(ROOT / "examples" / "first_run.yaml", run_dir=str(tmp_path / "run"))
+    assert result.finished
+    found = [
+        line["eval/accuracy"] for line in result.metrics if line["stage"] == "rl" and "eval/accuracy" in line
+    ]
+    told = re.search(
+        r"accuracy rises from ([\d.]+) to ([\d.]+\d)", (ROOT / "README.md").read_text(encoding="utf-8")
+    )
+    assert told is not None
+    assert [f"{found[0]:.2f}", f"{found[-1]:.2f}"] == list(told.groups())
