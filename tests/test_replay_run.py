@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,22 @@ def test_from_the_last_checkpoint_or_the_beginning(rl: Path, tmp_path: Path) -> 
     assert again(run, 4).equal
 
 
+def test_a_damaged_checkpoint_is_named_and_the_start_before_it_used(rl: Path, tmp_path: Path) -> None:
+    run = copied(rl, tmp_path / "run")
+    with (run / "checkpoints/0-main-000002/policy/model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    found = again(run, 3)
+    assert found.equal
+    assert found.step.start is not None
+    assert (found.step.start.name, found.step.forward) == (BEGINNING, 3)
+    assert "model.safetensors has 100 bytes" in found.notes[0]
+    assert "run_dir" not in found.notes[0]
+    recorded = read(run)
+    alone = replace(recorded, starts=[s for s in recorded.starts if s.checkpoint])
+    with pytest.raises(CheckpointError, match="Put the checkpoint back from a copy"):
+        replay(alone, alone.step(0, 3))
+
+
 def test_through_the_stages_before(stages: Path, tmp_path: Path) -> None:
     """From the end of a stage, and through the whole of one whose checkpoints are gone."""
     assert ("dpo", 1, "0-sft-000004", 1) in starts(read(stages))
@@ -434,6 +451,19 @@ def test_a_changed_log_prob_is_found_by_its_version(asynchronous: Path, tmp_path
         logprobs.rescored(read(run), 0, 3)
 
 
+def test_log_probs_by_a_damaged_checkpoint(asynchronous: Path, tmp_path: Path) -> None:
+    run = copied(asynchronous, tmp_path / "run")
+    whole = logprobs.rescored(read(run), 0, 3)
+    for file in (run / "checkpoints").glob("*/policy/model.safetensors"):
+        file.write_bytes(b"")
+    recorded = read(run)
+    if any(each.field.startswith("logprobs by the beginning") for each in whole.compared):
+        assert logprobs.rescored(recorded, 0, 3).unknown
+    else:
+        with pytest.raises(CheckpointError, match="put it back from a copy"):
+            logprobs.rescored(recorded, 0, 3)
+
+
 def test_log_probs_of_an_overlapped_step_by_the_weights_before(stages: Path) -> None:
     """Those of step 4 were sampled after step 2, by the weights of checkpoint ahead 2."""
     found = logprobs.rescored(read(stages), 3, 4)
@@ -459,6 +489,15 @@ def test_the_command_prints_tables_and_exits_by_the_verdict(rl: Path, tmp_path: 
     assert new.hex() in shown.output
     assert "terms of the loss, update epoch 2, optimizer step " in shown.output
     assert called("replay", str(run), "--step", "3", "--rollout", "4").exit_code == 0
+
+
+def test_nothing_to_compare_is_not_equal(stages: Path) -> None:
+    """Rollouts of given replies are recorded in the first step alone; the step's numbers are of all rollouts."""
+    assert called("replay", str(stages), "--stage", "sft", "--step", "2").exit_code == 0
+    shown = called("replay", str(stages), "--stage", "sft", "--step", "2", "--rollout", "1")
+    assert shown.exit_code == 1
+    assert "nothing compared" in shown.output
+    assert "equal in every bit" not in shown.output
 
 
 def test_the_command_gives_json(rl: Path) -> None:

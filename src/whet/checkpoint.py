@@ -334,7 +334,7 @@ def read_state(path: Path) -> Json:
     """The state of a checkpoint if all its files are as written. Raises Damaged, a CheckpointError, naming the first
     damaged file."""
     try:
-        return _state_of(path)
+        return state_of(path)
     except Damaged as e:
         at = place_of(path.name) or (0, 0)
         older = [p for p in all_in(path.parent) if (place_of(p.name) or at) < at]
@@ -346,7 +346,8 @@ def read_state(path: Path) -> Json:
         raise Damaged(f"{e}; {instead}; or start a new run in another run_dir") from e
 
 
-def _state_of(path: Path) -> Json:
+def state_of(path: Path) -> Json:
+    """As `read_state`, without a word of what else a run could resume from."""
     for name, (size, expected) in _listed(path).items():
         file = path / name
         if not file.is_file():

@@ -52,7 +52,8 @@ def replay(
 
     The run is resumed from a checkpoint in a temporary directory and stops after the step: tokens are sampled again,
     rewards are called again, and log-probs, advantages, the terms of the loss and the numbers of the step are computed
-    again. The run directory is only read. Without --step: list what can be replayed. Exit code 1: something differs.
+    again. The run directory is only read. Without --step: list what can be replayed. Exit code 1: something differs,
+    or the record has nothing to compare with.
 
     \b
     Example: whet replay runs/first_run

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from whet import environment
 from whet.api import Stop, run_loop
 from whet.bench import alone
-from whet.checkpoint import read_state
+from whet.checkpoint import Damaged, state_of
 from whet.replay.run import aside, opened
 from whet.replay.steps import Recorded, ReplayStart
 from whet.track.compare import ComparedColumn, ValueDifference, by_name, same, token_place
 from whet.track.log import close_logging, setup_logging
 from whet.track.written import read_rollouts
-from whet.types import ConfigError, Group, Json, Rollout, Strand, Task
+from whet.types import CheckpointError, ConfigError, Group, Json, Rollout, Strand, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ class Rescored:
     compared: Sequence[ComparedColumn]
     """Of each checkpoint: its version's tokens."""
     unknown: Mapping[int, int]
-    """Number of tokens by version, of versions without a checkpoint."""
+    """Number of tokens by version, of versions without a checkpoint, or with a damaged one."""
 
     @property
     def equal(self) -> bool:
@@ -64,7 +64,12 @@ def rescored(recorded: Recorded, stage: int, step: int) -> Rescored:
         raise ConfigError(
             f"--logprobs: the policy has sampled no token of step {step} of stage {name!r}; its replies were given"
         )
-    known = {v: start for v, start in versions(recorded).items() if v in counts}
+    here = {v: start for v, start in versions(recorded).items() if v in counts}
+    known, damaged = _whole(here)
+    if damaged and not known:
+        raise CheckpointError(
+            f"--logprobs: {'; '.join(damaged)}; put it back from a copy, or give another step"
+        )
     if not known:
         has = ", ".join(f"{s.name} has version {v}" for v, s in versions(recorded).items())
         raise ConfigError(
@@ -73,6 +78,20 @@ def rescored(recorded: Recorded, stage: int, step: int) -> Rescored:
         )
     found = _by_policy(recorded, stage, step, rows, known)
     return Rescored(name, step, found, {v: n for v, n in counts.items() if v not in known})
+
+
+def _whole(starts: Mapping[int, ReplayStart]) -> tuple[dict[int, ReplayStart], list[str]]:
+    """Those whose files are as they were written, and what the others lack."""
+    whole, damaged = {}, []
+    for version, start in starts.items():
+        try:
+            if start.checkpoint is not None:
+                state_of(start.checkpoint)
+        except Damaged as e:
+            damaged.append(str(e))
+        else:
+            whole[version] = start
+    return whole, damaged
 
 
 def _by_policy(
@@ -98,7 +117,6 @@ def _by_policy(
         batch, out = pack(groups(rows)), []
         for version, start in sorted(known.items(), key=lambda item: item[1].at):
             if start.checkpoint is not None:
-                read_state(start.checkpoint)  # it is whole
                 policy.load(start.checkpoint / "policy")
             out.append(_compared(rows, policy.forward(batch, "logprobs"), version, start.name))
         return out

@@ -23,7 +23,7 @@ from whet.api import (
     run_loop,
     watchdog_timeout_s,
 )
-from whet.checkpoint import Saver, all_in, read_state, tokenizer_in
+from whet.checkpoint import Damaged, Saver, all_in, state_of, tokenizer_in
 from whet.config.code import digests
 from whet.config.load import Loaded, learn_secrets
 from whet.config.plan import Plan, halves
@@ -43,7 +43,7 @@ from whet.track.callbacks import Callbacks
 from whet.track.compare import ComparedColumn, Name
 from whet.track.log import close_logging, setup_logging
 from whet.track.written import read_lines, read_rollouts
-from whet.types import Json
+from whet.types import CheckpointError, Json
 
 if TYPE_CHECKING:
     from whet.envs.opened import Environments
@@ -92,8 +92,8 @@ class Replayed:
 
     @property
     def equal(self) -> bool:
-        """Every value that was recorded is equal in every bit."""
-        return all(each.differing == 0 for each in self.compared)
+        """Every value that was recorded is equal in every bit. False where none was: nothing is proved then."""
+        return bool(self.compared) and all(each.differing == 0 for each in self.compared)
 
     @property
     def names(self) -> list[Name]:
@@ -147,17 +147,17 @@ def replay(
     play: bool = False,
     functions: Mapping[str, RewardFunction] | None = None,
 ) -> Replayed:
-    """A step that can be replayed (`Recorded.step`). play: environments are asked; else they answer what the journal of
-    the run has. functions: rewards that were given from Python, by name.
+    """A step that can be replayed (`Recorded.step`), from its start, or from the one before where that checkpoint is
+    damaged. play: environments are asked; else they answer what the journal of the run has. functions: rewards that
+    were given from Python, by name.
 
     Raises WhetError where the run cannot be resumed: its data has changed, a file is missing, an answer is not in the
     journal.
     """
-    assert step.start is not None
-    path = step.start.checkpoint
+    step, state, damaged = _whole_start(recorded, step, play=play)
+    path = step.start.checkpoint if step.start else None
     with aside(recorded, step.step) as (home, loaded), ExitStack() as stack:
         loaded = replace(loaded, code=digests(loaded.stages, functions or {}))
-        state = read_state(path) if path else {"stage": 0, "step": -1}
         setup_logging(home, level=loaded.config.track.log_level)
         stack.callback(close_logging)
         rewards = reward_sets(loaded, functions or {}, stack)  # forks: before torch and its threads are there
@@ -174,7 +174,27 @@ def replay(
         records = replace(job.records, saver=Unsaved(), trackers=[*job.records.trackers, ends])
         branches = any(recorded.place(change) == step.start.at for change in recorded.branches)
         run_loop(run_all(replace(job, records=records, change=branches), path, state))
-        return _found(recorded, step, home, _notes(recorded, loaded, step.stage, state), state)
+        notes = [*damaged, *_notes(recorded, loaded, step.stage, state)]
+        return _found(recorded, step, home, notes, state)
+
+
+def _whole_start(recorded: Recorded, step: Step, *, play: bool) -> tuple[Step, Json, list[str]]:
+    """The step with the latest start whose files are as they were written, the state there, and a note for each
+    checkpoint that was passed over. Raises CheckpointError where none is left."""
+    notes: list[str] = []
+    while (start := step.start) is not None:
+        if start.checkpoint is None:
+            return step, {"stage": 0, "step": -1}, notes
+        try:
+            return step, state_of(start.checkpoint), notes
+        except Damaged as e:
+            notes.append(f"{e}: the replay starts before this checkpoint")
+            recorded = replace(recorded, starts=[s for s in recorded.starts if s != start])
+            step = recorded.step(step.stage, step.step, play=play)
+    raise CheckpointError(
+        f"{'; '.join(notes)}, but there is no such start: {step.why}. Put the checkpoint back from a copy "
+        "(checkpoint.upload_to), or replay a step that starts elsewhere: `whet replay RUN` lists them"
+    )
 
 
 @contextmanager

@@ -131,9 +131,16 @@ def step_view(found: Replayed) -> RenderableType:
     assert found.step.start is not None
     steps = "1 step run" if found.step.forward == 1 else f"{found.step.forward} steps run"
     head = f"{found.stage} step {found.step.step}, from {found.step.start.name}, {steps}"
-    verdict = Text("equal in every bit", "bold green") if found.equal else Text("not equal", "bold red")
     notes = [Text(printable(note), "yellow") for note in found.notes]
-    return Group(Text(head, "bold"), *notes, "", compared(found.compared), "", verdict)
+    return Group(
+        Text(head, "bold"), *notes, "", compared(found.compared), "", _verdict(found.compared, found.equal)
+    )
+
+
+def _verdict(found: Sequence[ComparedColumn], equal: bool) -> Text:
+    if not found:
+        return Text("nothing compared: the record has no value of this", "bold red")
+    return Text("equal in every bit", "bold green") if equal else Text("not equal", "bold red")
 
 
 def step_json(found: Replayed) -> Json:
@@ -151,12 +158,11 @@ def step_json(found: Replayed) -> Json:
 
 def rescored_view(found: Rescored) -> RenderableType:
     notes = [
-        Text(f"{count} tokens of version {version} are not compared: it has no checkpoint", "yellow")
+        Text(f"{count} tokens of version {version} are not compared: it has no whole checkpoint", "yellow")
         for version, count in found.unknown.items()
     ]
-    verdict = Text("equal in every bit", "bold green") if found.equal else Text("not equal", "bold red")
     head = Text(f"{found.stage} step {found.step}: log-probs of the recorded tokens", "bold")
-    return Group(head, *notes, "", compared(found.compared), "", verdict)
+    return Group(head, *notes, "", compared(found.compared), "", _verdict(found.compared, found.equal))
 
 
 def rescored_json(found: Rescored) -> Json:
