@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -534,3 +538,20 @@ def test_the_stage_of_a_step(stages: Path) -> None:
     assert stage_of(recorded, None, 3) == 4
     assert stage_of(recorded, "sft", 3) == 0
     assert view.listing_json(recorded)["steps"][0]["stage"] == "sft"
+
+
+def test_sigterm_in_the_middle_leaves_no_folder(rl: Path, tmp_path: Path) -> None:
+    """As Ctrl-C: schedulers and service managers send it."""
+    replaying = subprocess.Popen(
+        [sys.executable, "-m", "whet", "replay", str(rl), "--step", "4"],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not list(tmp_path.glob("whet-replay-*/run")) and replaying.poll() is None:
+        time.sleep(0.01)
+    replaying.terminate()
+    _, said = replaying.communicate(timeout=60)
+    assert replaying.returncode == 130
+    assert "Traceback" not in said
+    assert list(tmp_path.glob("whet-*")) == []

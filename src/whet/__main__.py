@@ -1,7 +1,8 @@
 """`whet` and `python -m whet`: the command line.
 
 Ctrl-C ends the process at once while the command is imported, and when it is done: there is nothing to leave in order
-yet, or any more, and Python would print a traceback.
+yet, or any more, and Python would print a traceback. While a command runs, SIGTERM is answered as Ctrl-C is, so what
+schedulers and service managers end leaves no temporary folders; `whet train` answers both itself.
 """
 
 import signal
@@ -24,6 +25,9 @@ def _main() -> None:
     from whet.guard import leftover
 
     signal.signal(signal.SIGINT, handler)
+    hears = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if hears:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     status = 130
     try:
         command()
@@ -37,6 +41,8 @@ def _main() -> None:
     finally:
         if handler is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if hears:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         leftover.bound(status)  # of this process, which is nobody else's
 
 

@@ -47,7 +47,7 @@ CLI_INTRO = """\
 Generated from the help of the commands by `python -m whet.reference docs`; `whet COMMAND --help` prints the same.
 
 `python -m whet` is the same as `whet`. Exit codes: 0 success; 1 the run, a rehearsal or a proof failed; 2 a config or
-an argument is wrong and nothing was run; 130 stopped by Ctrl-C: the same command resumes the run.
+an argument is wrong and nothing was run; 130 stopped by Ctrl-C or SIGTERM: the same command resumes the run.
 """
 NAMED = re.compile(r"([a-z_]+(?:, [a-z_]+)*): ")
 """The start of a docstring's line about parameters."""
