@@ -120,9 +120,16 @@ def trackio(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.fixture
 def mlflow(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A twin of a tracking server: experiments and runs outlive the clients."""
-    notes = SimpleNamespace(uris=[], experiments={}, runs={}, down=False, batches=[])
+    notes = SimpleNamespace(uris=[], experiments={}, runs={}, down=False, batches=[], asked=0)
 
-    class MlflowException(Exception): ...
+    class MlflowException(Exception):
+        def get_http_status_code(self) -> int:
+            return 500 if notes.down is True else int(notes.down)
+
+    def down() -> None:
+        if notes.down:
+            notes.asked += 1
+            raise MlflowException("no answer")
 
     class Client:
         def __init__(self, tracking_uri: str) -> None:
@@ -149,6 +156,7 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
                 info=SimpleNamespace(run_id=f"r{len(notes.runs)}"), experiment=experiment, name=run_name,
                 tags=tags, params={}, metrics=[], tables={}, status="RUNNING",
             )  # fmt: skip
+            run.data = SimpleNamespace(tags=run.tags)
             notes.runs[run.info.run_id] = run
             return run
 
@@ -156,20 +164,21 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             notes.runs[run_id].status = status
 
         def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
-            if notes.down:
-                raise MlflowException("no answer")
+            down()
             notes.batches.append(len(metrics) + len(params))
             notes.runs[run_id].params |= dict(params)
             notes.runs[run_id].metrics += [(key, value, step) for key, value, _, step in metrics]
 
-        def log_table(self, run_id: str, table: dict[str, list[Any]], name: str) -> None:
+        def log_dict(self, run_id: str, table: dict[str, list[Any]], name: str) -> None:
             if notes.down:
-                raise MlflowException("no answer")
+                raise ConnectionError("no answer")
             notes.runs[run_id].tables[name] = table
 
+        def set_tag(self, run_id: str, name: str, value: str) -> None:
+            notes.runs[run_id].tags[name] = value
+
         def set_terminated(self, run_id: str) -> None:
-            if notes.down:
-                raise MlflowException("no answer")
+            down()
             notes.runs[run_id].status = "FINISHED"
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -286,19 +295,44 @@ def test_mlflow_writes_beside_the_run_where_no_server_is_given(
     assert mlflow.uris == [f"sqlite:///{tmp_path}/mlflow.db"]
     assert mlflow.experiments == {"reading": ("0", (tmp_path / "mlflow").as_uri())}
     assert run.name == "letters"
-    assert run.tags == {"whet_id": run.tags["whet_id"], "group": "g", "tags": "a, b"}
+    tags = {name: tag for name, tag in run.tags.items() if not name.startswith("mlflow.")}
+    assert tags == {"whet_id": run.tags["whet_id"], "group": "g", "tags": "a, b"}
     assert run.params["reward_workers.env.JUDGE_KEY"] == "***"
     assert run.params["train.optimizer.lr"] == str(Config().train.optimizer.lr)
     assert [m for m in run.metrics if not math.isnan(m[1])] == [
         ("eval/pass_at_8", 0.5, 4),
         ("time/step_s", 2.0, 4),
     ]
-    assert run.tables["samples/main-step-000004.json"]["answer"] == ["[1]"]
+    table = run.tables["samples/main-step-000004.json"]
+    assert dict(zip(table["columns"], table["data"][0]))["answer"] == "[1]"
     tracker.show_rollouts("main", 5, ROLLOUTS)  # type: ignore[attr-defined]
-    assert run.tables["rollouts/main-step-000005.json"] == {
-        **{name: [value] for name, value in ROLLOUTS[0].items()}, "answer": ["[1]"],
-    }  # fmt: skip
+    table = run.tables["rollouts/main-step-000005.json"]
+    assert dict(zip(table["columns"], table["data"][0])) == {**ROLLOUTS[0], "answer": "[1]"}
     assert max(mlflow.batches) <= 100, "as many as a server takes at once"
+
+
+def test_tables_of_mlflow_are_replaced_and_listed_as_far_as_a_tag_takes_them(
+    mlflow: SimpleNamespace, tmp_path: Path
+) -> None:
+    """A resumed run repeats steps: their rows are there once. log_table of the package adds to them, and raises once
+    its list is longer than a tag (some 130 tables)."""
+    tracker = start(tmp_path, config("mlflow"))
+    for step in range(1, 301):
+        tracker.show_rollouts("main", step, ROLLOUTS)  # type: ignore[attr-defined]
+    again = start(tmp_path, config("mlflow"), number=1)
+    for step in (300, 301):
+        again.show_rollouts("main", step, ROLLOUTS)  # type: ignore[attr-defined]
+    (run,) = mlflow.runs.values()
+    assert {len(table["data"]) for table in run.tables.values()} == {1}
+    assert len(run.tables) == 301
+    listed = run.tags["mlflow.loggedArtifacts"]
+    assert len(listed) <= 5000
+    names = [table["path"] for table in json.loads(listed)]
+    assert names == [f"rollouts/main-step-{step:06d}.json" for step in range(302 - len(names), 302)]
+    assert len(names) > 50
+    run.tags["mlflow.loggedArtifacts"] = listed[:-9]
+    start(tmp_path, config("mlflow"), number=2).show_rollouts("main", 302, ROLLOUTS)  # type: ignore[attr-defined]
+    assert len(json.loads(run.tags["mlflow.loggedArtifacts"])) == 1
 
 
 def test_mlflow_finds_its_server(
@@ -314,6 +348,7 @@ def test_mlflow_finds_its_server(
 def test_a_server_that_goes_away_ends_no_run_and_is_told(
     mlflow: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It is asked once a minute, so no step waits for it; when it is back it gets everything in order."""
     tracker = start(tmp_path, config("mlflow"))
     mlflow.down = True
     tracker.log("main", 4, metrics={"x": 1.0}, timings={})
@@ -321,8 +356,32 @@ def test_a_server_that_goes_away_ends_no_run_and_is_told(
     tracker.show_rollouts("main", 4, ROLLOUTS)  # type: ignore[attr-defined]
     tracker.close()
     said = [record.getMessage() for record in caplog.records]
-    assert [text for text in said if "step 4" in text] == said[:3]
-    assert len(said) == 4
+    assert [text.split(":")[0] for text in said[:2]] == [
+        "mlflow did not accept step 4 of main (metrics.jsonl has it)"
+    ] * 2
+    assert said[2:] == ["mlflow lacks 6 requests, from step 4 of main (metrics.jsonl has it) on"]
+    assert mlflow.asked == 2, "by the first of them, and as it is closed"
+    mlflow.down = False
+    tracker.close()
+    (run,) = mlflow.runs.values()
+    assert run.metrics == [("x", 1.0, 4)]
+    assert list(run.tables) == ["samples/main-step-000004.json", "rollouts/main-step-000004.json"]
+    assert run.status == "FINISHED"
+
+
+def test_what_a_server_refuses_is_told_and_holds_up_nothing(
+    mlflow: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = start(tmp_path, config("mlflow"))
+    mlflow.down = 400
+    tracker.log("main", 4, metrics={"x": 1.0}, timings={})
+    mlflow.down = False
+    tracker.log("main", 5, metrics={"x": 2.0}, timings={})
+    (run,) = mlflow.runs.values()
+    assert run.metrics == [("x", 2.0, 5)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "mlflow did not accept step 4 of main (metrics.jsonl has it): no answer"
+    ]
 
 
 def test_trackio_is_told_what_the_run_is_and_every_number(trackio: SimpleNamespace, tmp_path: Path) -> None:

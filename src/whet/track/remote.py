@@ -11,7 +11,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from http import HTTPStatus
 
 from whet.config.secrets import dump
 from whet.config.tree import leaves
@@ -27,6 +30,17 @@ EVAL, ROLLOUTS = "eval/samples", "rollout/samples"
 
 _AT_ONCE = 100
 _LONGEST = 500
+_TABLES = "mlflow.loggedArtifacts"
+"""The tag by which MLflow's pages know tables among the files of a run."""
+_TAG_CHARS = 5000
+"""What every version of MLflow accepts in a tag; it cuts longer ones in the middle."""
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+"""Of one request to an MLflow server, where the user has set nothing: by itself the package holds a step for minutes
+when the server answers 500, and for a quarter of an hour when it does not answer."""
+_PAUSE_S = 60.0
+"""Between attempts to reach an MLflow server that is away."""
+_MOST_WAITING = 10_000
+"""Requests that are kept for it."""
 
 
 class Wandb:
@@ -162,7 +176,12 @@ class Mlflow:
     def __init__(self, sinks: Sinks, tracking_uri: str | None = None) -> None:
         import mlflow
 
+        for name, value in _PATIENCE.items():
+            os.environ.setdefault(name, value)
         self._mlflow, self._prefix = mlflow, sinks.prefix
+        self._tables: list[str] = []
+        self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
+        self._next_s = 0.0
         local = sinks.record.path.resolve()
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         artifacts = None if uri else (local / "mlflow").as_uri()
@@ -170,8 +189,13 @@ class Mlflow:
         try:
             self._client = mlflow.MlflowClient(tracking_uri=uri)
             self._run_id = self._find_run(sinks, artifacts)
-        except mlflow.exceptions.MlflowException as e:
+        except self._failures as e:
             raise _refused("mlflow", "no tracking_uri", e) from e
+
+    @property
+    def _failures(self) -> tuple[type[Exception], ...]:
+        """What a server that fails makes the package raise. Files go to it by requests, whose errors are OSErrors."""
+        return self._mlflow.exceptions.MlflowException, OSError
 
     def _find_run(self, sinks: Sinks, artifacts: str | None) -> str:
         cfg, client, identity = sinks.cfg, self._client, sinks.record.identity
@@ -181,6 +205,7 @@ class Mlflow:
         found = client.search_runs([experiment], filter_string=f"tags.whet_id = '{identity}'", max_results=1)
         if found:
             client.update_run(found[0].info.run_id, status="RUNNING")
+            self._tables = _listed(found[0].data.tags.get(_TABLES, "[]"))
             return str(found[0].info.run_id)
         tags = {
             "whet_id": identity,
@@ -200,11 +225,32 @@ class Mlflow:
             self._mlflow.entities.Metric(_name(before + name), float(number), now_ms, step)
             for name, number in {**metrics, **timings}.items()
         ]
-        try:
-            for start in range(0, len(numbers), _AT_ONCE):
-                self._client.log_batch(self._run_id, metrics=numbers[start : start + _AT_ONCE])
-        except self._mlflow.exceptions.MlflowException as e:
-            log.warning("mlflow did not accept step %d of %s (%s); metrics.jsonl has it", step, stage, e)
+        for start in range(0, len(numbers), _AT_ONCE):
+            some = numbers[start : start + _AT_ONCE]
+            send = partial(self._client.log_batch, self._run_id, metrics=some)
+            self._waiting.append((f"step {step} of {stage} (metrics.jsonl has it)", send))
+        self._send()
+
+    def _send(self) -> None:
+        """Send what waits, in its order. While the server is away the rest waits on, and no step waits for the server:
+        it is asked again after _PAUSE_S."""
+        while self._waiting and time.monotonic() >= self._next_s:
+            what, send = self._waiting[0]
+            try:
+                send()
+            except self._failures as e:
+                if not _is_refusal(e):
+                    self._next_s = time.monotonic() + _PAUSE_S
+                    log.warning(
+                        "mlflow did not accept %s: %s; %d requests wait for it, and the next attempt is in %.0f s",
+                        what, e, len(self._waiting), _PAUSE_S,
+                    )  # fmt: skip
+                    break
+                log.warning("mlflow did not accept %s: %s", what, e)
+            self._waiting.popleft()
+        if len(self._waiting) > _MOST_WAITING:
+            what, _ = self._waiting.popleft()
+            log.warning("mlflow is away: %d requests wait for it; %s is dropped", _MOST_WAITING, what)
 
     def show(self, stage: str, step: int, rows: Rows) -> None:
         self._log_table("samples", stage, step, rows, kept="eval/")
@@ -213,21 +259,24 @@ class Mlflow:
         self._log_table("rollouts", stage, step, rows, kept="rollouts/")
 
     def _log_table(self, folder: str, stage: str, step: int, rows: Rows, *, kept: str) -> None:
-        """kept: the folder of the run that has the same."""
-        names, data = _columns(rows).values()
-        table = {name: [row[n] for row in data] for n, name in enumerate(names)}
-        try:
-            self._client.log_table(self._run_id, table, f"{folder}/{stage}-step-{step:06d}.json")
-        except self._mlflow.exceptions.MlflowException as e:
-            log.warning(
-                "mlflow did not accept samples of step %d of %s (%s); %s has them", step, stage, e, kept
-            )
+        """kept: the folder of the run that has the same. Not MlflowClient.log_table: of a step that a resumed run
+        repeats, it adds the rows to those that are there, and it breaks where its list of all tables outgrows a tag."""
+        path = f"{folder}/{stage}-step-{step:06d}.json"
+        self._tables = _newest([*(at for at in self._tables if at != path), path])
+        what, client = f"samples of step {step} of {stage} ({kept} has them)", self._client
+        self._waiting += [
+            (what, partial(client.log_dict, self._run_id, _columns(rows), path)),
+            (f"the list of {what}", partial(client.set_tag, self._run_id, _TABLES, _listing(self._tables))),
+        ]
+        self._send()
 
     def close(self) -> None:
-        try:
-            self._client.set_terminated(self._run_id)
-        except self._mlflow.exceptions.MlflowException as e:
-            log.warning("mlflow could not be notified of the end of the run: %s", e)
+        """Send what waits, if the server is there again, and the end of the run."""
+        self._waiting.append(("the end of the run", partial(self._client.set_terminated, self._run_id)))
+        self._next_s = 0.0
+        self._send()
+        if self._waiting:
+            log.warning("mlflow lacks %d requests, from %s on", len(self._waiting), self._waiting[0][0])
 
 
 def _refused(name: str, instead: str, error: Exception) -> ConfigError:
@@ -237,10 +286,38 @@ def _refused(name: str, instead: str, error: Exception) -> ConfigError:
     )
 
 
+def _is_refusal(error: Exception) -> bool:
+    """Whether the server was there and will not accept the same another time."""
+    status = getattr(error, "get_http_status_code", lambda: None)()
+    return (
+        status is not None
+        and status < HTTPStatus.INTERNAL_SERVER_ERROR
+        and status != HTTPStatus.TOO_MANY_REQUESTS
+    )
+
+
 def _flat(tree: Json) -> Iterator[tuple[str, str]]:
     """Dotted keys and short texts: MLflow keeps parameters as such."""
     for path, value in leaves(tree):
         yield ".".join(map(str, path)), str(value)[:_LONGEST]
+
+
+def _listing(tables: Sequence[str]) -> str:
+    return json.dumps([{"path": path, "type": "table"} for path in tables])
+
+
+def _listed(tag: str) -> list[str]:
+    try:
+        return [table["path"] for table in json.loads(tag)]
+    except (ValueError, LookupError, TypeError):  # cut in the middle, by an earlier log_table
+        return []
+
+
+def _newest(tables: list[str]) -> list[str]:
+    """The last tables, as many as a tag can list."""
+    while len(_listing(tables)) > _TAG_CHARS:
+        tables = tables[1:]
+    return tables
 
 
 def _name(name: str) -> str:
