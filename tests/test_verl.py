@@ -69,6 +69,8 @@ OTHERWISE = {
     "data.trust_remote_code": False,  # never run
     "actor_rollout_ref.actor.checkpoint.contents": None,  # the older name of two keys
     "algorithm.kl_ctrl.kl_coef": 0.001,  # the document's text
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,  # as ppo_trainer.yaml has it in every release
+    "trainer.test_freq": -1,  # the same
 }
 """Defaults that are not the document's, as the rows say."""
 
@@ -644,6 +646,7 @@ def test_validation() -> None:
     keys = ("interval", "at_start", "at_end", "samples")
     assert tuple(start[f"eval.{key}"] for key in keys) == (0, True, False, 1)
     sampled = {R + "val_kwargs.do_sample": True, R + "val_kwargs.temperature": 0.6, R + "val_kwargs.n": 4}
+    sampled["trainer.test_freq"] = 2
     found = data.validation(values(sampled))
     assert (found["eval.interval"], found["eval.samples"], found["eval.sampling.temperature"]) == (2, 4, 0.6)
     assert found["eval.sampling.top_k"] == 0

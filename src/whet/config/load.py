@@ -37,7 +37,7 @@ from whet.dialects.launched import launched
 from whet.dialects.match import given_keys
 from whet.dialects.recognise import recognise
 from whet.dialects.style import overridden
-from whet.dialects.tables import NATIVE, dialect, other_end, version_of
+from whet.dialects.tables import NATIVE, base_of, dialect, other_end, version_of
 from whet.dialects.translate import Translation, translate
 from whet.inputs import MOST_CONFIG_BYTES, read_text
 from whet.secrets import learn_overrides
@@ -217,10 +217,10 @@ def _translated(
     foreign = overridden(draft.tree, draft.origins, theirs)
     native = foreign.tree.pop("whet", {})
     keys = given_keys(foreign.tree, dialect(kind))
-    version = version_of(kind, keys, wanted)
-    made = translate(foreign.tree, dialect(kind, version), origins=foreign.origins)
+    version, base = version_of(kind, keys, wanted), base_of(kind, foreign.tree)
+    made = translate(foreign.tree, dialect(kind, version, base), origins=foreign.origins)
     if "@" not in (wanted or "") and (other := other_end(kind, keys, version)):
-        again = translate(foreign.tree, dialect(kind, other), origins=foreign.origins)
+        again = translate(foreign.tree, dialect(kind, other, base), origins=foreign.origins)
         made = replace(made, otherwise=(other, tree.differing(made.tree, again.tree)))
     made = at_hand(made) if here else made
     out = Draft(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from whet.config.keys import lookup
-from whet.config.tree import get, leaves
+from whet.config.tree import leaves
 from whet.dialects.kinds import accepts
 from whet.dialects.match import read
-from whet.dialects.tables import FILES, NATIVE, dialect, named
+from whet.dialects.tables import FILES, NATIVE, dialect, has_sign, named
 from whet.types import ConfigError, Json
 
 
@@ -67,8 +67,7 @@ def _native_share(tree: Mapping[str, Json]) -> float:
 def _has_sign(tree: Mapping[str, Json], name: str) -> bool:
     """Whether the key that tells two kinds of one system apart has this one's value."""
     key, values = FILES[name].sign
-    value = str(get(dict(tree), tuple(key.split("."))) or "")
-    return not key or value in values or (value != "" and "*" in values)
+    return not key or has_sign(tree, key, values)
 
 
 def _undecided(names: Sequence[str], share: float) -> str:

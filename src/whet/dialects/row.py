@@ -9,9 +9,10 @@ columns, tab-separated, one line a key (and span of versions):
     until     the first version that has it no more, or otherwise; empty: it is there still. The same as `since`: a
               line for the versions before, which have not the key but behave as if it had this default
     type      what a value must be (`kinds.py`); empty: the kind of its default
-    default   JSON
+    default   JSON; of an alias: what the system's own document has under this name, which says nothing beside the
+              other name
     harmless  JSON: of `derived`, `coming` and `refused`, values beside the default that change nothing here
-    status    see `Status`
+    status    see `Status`; `alias` and `base` are lines that are no rows
     native    the native keys that it feeds, split by `;`; of an alias the present key
     function  of `translated` and `derived`: `module.function` in the system's package, called once for all its rows;
               its rules stand in rules.tsv (`rules.py`)
@@ -41,6 +42,10 @@ WRITES: tuple[Status, ...] = ("mapped", "translated")
 
 ALIAS = "alias"
 """The status of a line that is no row: another name of a key."""
+
+BASE = "base"
+"""The status of a line that is no row: the default that a key has in another document for this kind of file, which
+stands in `file`."""
 
 Values = Mapping[str, Json]
 """All values of a foreign file by dotted key, defaults filled in."""
@@ -161,7 +166,27 @@ def differences(system: str) -> tuple[Difference, ...]:
 @functools.cache
 def rows(system: str) -> tuple[Row, ...]:
     """The rows of a system's table, in its order."""
-    return tuple(row(line) for line in lines(system) if line["status"] != ALIAS)
+    return tuple(row(line) for line in lines(system) if line["status"] not in (ALIAS, BASE))
+
+
+class BaseDefault(NamedTuple):
+    """A default of another document, in a span of versions."""
+
+    file: str
+    key: str
+    since: str
+    until: str
+    default: Json
+
+
+@functools.cache
+def base_defaults(system: str) -> tuple[BaseDefault, ...]:
+    """The defaults of other documents than the tables', in the order of the file."""
+    return tuple(
+        BaseDefault(line["file"], line["key"], line["since"], line["until"], json.loads(line["default"]))
+        for line in lines(system)
+        if line["status"] == BASE
+    )
 
 
 def row(line: Mapping[str, str]) -> Row:
@@ -186,6 +211,15 @@ def aliases(system: str, files: Collection[str]) -> dict[str, tuple[str, str]]:
         line["key"]: (line["native"], line["reason"])
         for line in lines(system)
         if line["status"] == ALIAS and line["file"] in ("", *files)
+    }
+
+
+def alias_defaults(system: str) -> dict[str, Json]:
+    """By other name: what the system's own document has under it, where that is not null."""
+    return {
+        line["key"]: json.loads(line["default"])
+        for line in lines(system)
+        if line["status"] == ALIAS and line["default"]
     }
 
 

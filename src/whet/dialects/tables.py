@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from whet.config.tree import STAGE_SECTIONS
+from whet.config.tree import STAGE_SECTIONS, get
 from whet.dialects import row as table_rows
 from whet.dialects.row import Difference, Row, Status
 from whet.dialects.rules import Function, function
@@ -15,12 +15,12 @@ from whet.dialects.versions import (
     VERSIONS,
     VersionRange,
     at_version,
-    best,
     covers,
+    first_of,
     fitting,
     version_named,
 )
-from whet.types import ConfigError
+from whet.types import ConfigError, Json
 
 INHERITED = (
     "what a stage leaves out is the global one; with another algorithm_type only its optimizer is inherited"
@@ -28,6 +28,9 @@ INHERITED = (
 
 Parts = tuple[str, ...]
 """A key cut at its dots; `[]` (any entry of a list), `<name>` (any name) and `*` (anything below) are parts."""
+
+OPEN = {"[]", "<name>", "*"}
+"""Parts that stand for any."""
 
 NATIVE = "native"
 
@@ -65,16 +68,28 @@ class _FileKind:
     """Texts that mean null where null is the default."""
     inner: str = ""
     """A section that was a file of its own: references in it may start inside it."""
+    bases: Mapping[str, tuple[tuple[str, Parts], ...]] = field(default_factory=dict)
+    """Other documents with defaults of their own, and the signs of a file that stands over one, each as of `sign`."""
     stages: tuple[str, ...] = ()
     """Sections that an entry of `stages` may give for itself: their rows stand below `stages[]`, too."""
 
 
 FILES = {
     "verl-ppo": _FileKind(
-        tables=("verl-ppo",), optional=("verl-megatron-optim",), sign=("data.output_path", ("",))
+        tables=("verl-ppo",),
+        optional=("verl-megatron-optim",),
+        sign=("data.output_path", ("",)),
+        bases={
+            "ppo_megatron_trainer": (
+                ("defaults", ("ppo_megatron_trainer",)),
+                ("actor_rollout_ref.actor.strategy", ("megatron",)),
+            )
+        },
     ),
     "verl-eval": _FileKind(tables=("verl-eval",)),
-    "verl-sft": _FileKind(tables=("verl-sft",)),
+    "verl-sft": _FileKind(
+        tables=("verl-sft",), bases={"sft_trainer_engine": (("model.path", ("*",)),)}
+    ),
     "verl-generation": _FileKind(tables=("verl-generation",)),
     "verl-server": _FileKind(
         tables=("verl-server",),
@@ -142,6 +157,11 @@ class Dialect:
         return {name: tuple(row for row in self.rows if row.function == name) for name in names}
 
     @functools.cached_property
+    def alias_defaults(self) -> dict[str, Json]:
+        """Newer or deprecated name -> what the system's own document has under it."""
+        return table_rows.alias_defaults(self.system) if self.system else {}
+
+    @functools.cached_property
     def of_stages(self) -> frozenset[str]:
         """Functions that each stage answers for itself, where a file has stages."""
         fed = {
@@ -192,20 +212,39 @@ def every_line(name: str) -> tuple[Row, ...]:
     return (*rows, *(_in_a_stage(row) for row in inside if f"stages[].{row.key}" not in own))
 
 
+def base_of(kind: str, tree: Mapping[str, Json]) -> str:
+    """The document that a file stands over, if that has defaults of its own; else ''."""
+    for base, signs in FILES[kind].bases.items():
+        if any(has_sign(tree, key, values) for key, values in signs):
+            return base
+    return ""
+
+
+def has_sign(tree: Mapping[str, Json], key: str, values: Parts) -> bool:
+    """Whether a key, or an entry of its list, has one of these values: '' where it is left out, '*' any other."""
+    found = get(dict(tree), tuple(key.split(".")))
+    texts = [str(each or "") for each in found] if isinstance(found, list) and found else [str(found or "")]
+    return any(text in values or (text != "" and "*" in values) for text in texts)
+
+
 @functools.cache
-def dialect(name: str, version: str = "") -> Dialect:
-    """A kind of file by its name in `FILES`, as a version has it; '' is the document's."""
+def dialect(name: str, version: str = "", base: str = "") -> Dialect:
+    """A kind of file by its name in `FILES`, as a version has it; '' is the document's. base: the document that a file
+    stands over (`base_of`)."""
     file = FILES[name]
     rows: dict[str, Row] = {}
     for each in (*file.tables, *file.optional):
-        own = _BORROWED.get((name, each))
+        apart = _BORROWED.get((name, each))
         for row in table(each, version):
-            if own is None or not row.key.startswith(own):
+            if apart is None or not row.key.startswith(apart):
                 rows.setdefault(row.key, row)
     main = {row.key for each in file.tables for row in table(each, version)}
     for row in table(file.unread, version) if file.unread else ():
         rows.setdefault(row.key, _unread(row, shared=file.shared))
     system = TABLES[file.tables[0]][0]
+    for own in table_rows.base_defaults(system) if base else ():
+        if own.file == base and covers(own, version or DOCUMENTS[system], VERSIONS[system]):
+            rows[own.key] = replace(rows[own.key], default=own.default)
     return Dialect(
         name=name,
         rows=tuple(rows.values()),
@@ -265,17 +304,39 @@ def version_of(kind: str, given: Iterable[str], wanted: str | None = None) -> st
     system = TABLES[FILES[kind].tables[0]][0]
     if wanted and "@" in wanted:
         return version_named(system, wanted.partition("@")[2])
-    return best(_spans_of(kind, given), system)
+    return first_of(_alike(kind, list(given)), system)
 
 
 def other_end(kind: str, given: Iterable[str], version: str) -> str:
-    """The release farthest from the one that a file is read as, of those that have as many of its keys; '' if its keys
+    """The release farthest from the one that a file is read as, of those that fit its keys as well; '' if its keys
     tell the release."""
-    system = TABLES[FILES[kind].tables[0]][0]
-    alike = fitting(_spans_of(kind, given), system)
+    alike = _alike(kind, list(given))
     if version not in alike or len(alike) == 1:
         return ""
     return alike[0] if version == alike[-1] else alike[-1]
+
+
+def _alike(kind: str, given: Sequence[str]) -> tuple[str, ...]:
+    """The releases that a file with these keys may be for, oldest first: those that have most of its keys, and of them,
+    if it is a whole document (half of the keys or more), those of which it lacks the fewest."""
+    system = TABLES[FILES[kind].tables[0]][0]
+    alike = fitting(_spans_of(kind, given), system)
+    if len(alike) == 1:
+        return alike
+    known, of, names = table_rows.spans(system, _known_to(kind)), dialect(kind), set(given)
+    plain = [row.key for row in of.rows if row.key not in of.optional and not OPEN & set(parts(row.key))]
+    there = {
+        version: {
+            key
+            for key in plain
+            if any(covers(span, version, VERSIONS[system]) for span in known.get(key, ()))
+        }
+        for version in alike
+    }
+    lacking = {version: len(keys - names) for version, keys in there.items()}
+    least = min(lacking.values())
+    first = tuple(version for version in alike if lacking[version] == least)
+    return first if len(there[first[0]] & names) * 2 >= len(there[first[0]]) else alike
 
 
 def _spans_of(kind: str, given: Iterable[str]) -> list[Sequence[VersionRange]]:

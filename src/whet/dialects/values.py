@@ -79,7 +79,7 @@ def reading(tree: dict[str, Json], of: Dialect, *, origins: Mapping[Path, str]) 
     for one in found:
         out.places[one.at] = origin(origins, one.at)
         before = first.get(one.path)
-        rank = 0 if before is None or one.is_section else _overrides(out, one.at) - _overrides(out, before.at)
+        rank = 0 if before is None or one.is_section else _rank(out, one, before)
         problem = _misplaced(one, out.of) or ("" if rank else _twice(one, present))
         if problem:
             out.problems.append((out.places[one.at], problem))
@@ -113,6 +113,24 @@ def _under_present_names(tree: dict[str, Json], of: Dialect) -> dict[str, Json]:
         if all(isinstance(part, str) for part in one.path) and not _has(tree, one.path):
             tree = merge(tree, nested({one.path: one.value}))
     return tree
+
+
+def _rank(out: Reading, one: GivenValue, before: GivenValue) -> int:
+    """Which of two values of one key, under two of its names, counts: 1 this one, -1 the one before, 0 neither is over
+    the other. The command line wins; else what the system's own document has under a name says nothing."""
+    rank = _overrides(out, one.at) - _overrides(out, before.at)
+    if rank or one.value is None or before.value is None:
+        return rank
+    return int(_is_documents(out, before)) - int(_is_documents(out, one))
+
+
+def _is_documents(out: Reading, one: GivenValue) -> bool:
+    """Whether a value under another name is that of the system's own document."""
+    if one.alias not in out.of.alias_defaults:
+        return False
+    default = out.of.alias_defaults[one.alias]
+    below = one.at[len(parts(one.alias)) :]
+    return same(one.value, get(default, below) if below else default)
 
 
 def _overrides(out: Reading, at: Path) -> int:

@@ -2,14 +2,15 @@
 
 A key may have several lines, each for a span of versions. A file is read as one version: the one that is said
 (`--dialect verl@0.9`), else the one that has most of the file's keys, the document's version before others, then newer
-ones before older. A key that this version has not is read by its nearest line, and the report says so.
+ones before older. A file with half of a release's keys is its whole document: then the one counts of which it lacks the
+fewest. A key that this version has not is read by its nearest line, and the report says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from whet.dialects.row import Difference, Row, Values, VersionRange
+from whet.dialects.row import BaseDefault, Difference, Row, Values, VersionRange
 from whet.types import ConfigError
 
 VERSIONS: dict[str, tuple[str, ...]] = {
@@ -47,7 +48,7 @@ def since(values: Values, system: str, version: str) -> bool:
     return versions.index(values.get(VERSION, DOCUMENTS[system])) >= versions.index(version)
 
 
-def covers(row: Row | VersionRange | Difference, version: str, versions: Sequence[str]) -> bool:
+def covers(row: Row | VersionRange | Difference | BaseDefault, version: str, versions: Sequence[str]) -> bool:
     """Whether a version lies in a line's span: from `since` on, before `until`."""
     at = versions.index(version)
     return (not row.since or versions.index(row.since) <= at) and (
@@ -80,8 +81,12 @@ def _distance(row: Row, version: str, versions: Sequence[str]) -> int:
 
 def best(given: Iterable[Sequence[VersionRange]], system: str) -> str:
     """The version that has most of a file's keys, each given as its spans."""
-    document, alike = DOCUMENTS[system], fitting(given, system)
-    return document if document in alike else alike[-1]
+    return first_of(fitting(given, system), system)
+
+
+def first_of(alike: Sequence[str], system: str) -> str:
+    """The version that a file is read as, of those that fit its keys, oldest first."""
+    return DOCUMENTS[system] if DOCUMENTS[system] in alike else alike[-1]
 
 
 def fitting(given: Iterable[Sequence[VersionRange]], system: str) -> tuple[str, ...]:

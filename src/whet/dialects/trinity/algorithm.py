@@ -42,12 +42,14 @@ def advantage(values: Values) -> Native:
     """advantage_fn with its arguments."""
     base = preset(values)
     if base.kind != "online":
-        if text(values, KEY) not in (None, "none"):
+        if text(values, KEY) not in (None, "none", ASSUMED):
             raise ConfigError(
                 f"{KEY}: {values[KEY]} has no effect: {base.kind} learns from a file, without advantages; leave it out."
             )
         return {}
     name = text(values, KEY) or base.advantage
+    if name == ASSUMED and base.recipe == "raft":
+        name = base.advantage
     known_as(name, functions("advantage"), key=KEY)
     kind = values["algorithm.algorithm_type"]
     for only, owner in _OF_ONE.items():

@@ -30,9 +30,14 @@ UNGIVEN = "~/models/gemma-1.1-7b-it"
 
 
 def engine_of(v: Values) -> str:
-    """The engine by its strategy, whose row says which are built; Automodel is of this trainer alone."""
+    """The engine by its strategy, whose row says which are built, and Megatron also by the class of its section: verl's
+    file for it has no strategy. Automodel is of this trainer alone."""
     name = str(v["model.strategy"])
-    return name if name == "automodel" else FAMILIES.get(name) or "fsdp"
+    if name == "automodel":
+        return name
+    family = FAMILIES.get(name) or "fsdp"
+    named = str(v.get("engine._target_")).endswith(".McoreEngineConfig")
+    return "megatron" if family == "fsdp" and named else family
 
 
 def is_megatron(v: Values) -> bool:
