@@ -24,7 +24,8 @@ TEMPLATES ?=
 # a browser.
 
 # `make test-peers`: formulas and translations against the peers' own packages, in an environment of their own: network, two
-# GB and some minutes. WRITE=--write also writes docs/peers.md.
+# GB and some minutes. WRITE=--write also writes docs/peers.md. `make test-releases`: in the same environment, the default
+# document of every release that whet reads, from the package index into the folder RELEASES (else a temporary one).
 
 # `make test-files`: every example file and launch script of the peers' repositories at fixed commits, read as `whet convert`
 # does, against tests/peers/files.tsv; minutes. REPOSITORIES=folder has their git directories (owner+name), which are else
@@ -39,8 +40,8 @@ TEMPLATES ?=
 # `make check-gpu`: whether whet runs on this machine's NVIDIA GPU, and how fast; ten minutes, a table, check_gpu.json. Where
 # the environment is there already, and no network: `python benchmarks/check_gpu.py` with any Python that has torch.
 
-.PHONY: demo test test-long times test-view test-peers test-files test-backends sweep golden check check-gpu check-wheel format docs site bits bench \
-	bench-learn bench-train clean
+.PHONY: demo test test-long times test-view test-peers test-files test-releases test-backends sweep golden check check-gpu \
+	check-wheel format docs site bits bench bench-learn bench-train clean
 
 demo: $(VENV)/.installed
 	$(BIN)/whet train examples/first_run.yaml
@@ -78,6 +79,9 @@ test-files: $(VENV)/.installed-dev
 	mkdir -p $(REPOSITORIES)
 	REPOSITORIES=$(abspath $(REPOSITORIES)) OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m peers.table_of_files \
 		$(SYSTEMS) $(WRITE)
+
+test-releases: .peers-venv/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=tests .peers-venv/bin/python -m peers.releases $(SYSTEM)
 
 VLLM ?= .vllm-env/bin/vllm
 

@@ -18,13 +18,12 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from whet.prove.peers import _Standins as Standins
-from whet.prove.peers import prepared
 from whet.dialects.values import nested
+from whet.prove.peers import Standins, prepared
 from whet.types import Json
 
 
@@ -55,61 +54,39 @@ SIZES = {
 }
 CRITIC = {"critic.model.path": "model", "critic.ppo_micro_batch_size_per_gpu": 8}
 ASYNCHRONOUS = {"actor_rollout_ref.hybrid_engine": False}
+OF_ENGINES: Mapping[str, dict[str, Json]] = {
+    "torchtitan": {
+        f"{role}.torchtitan.data_parallel_shard_size": 8 for role in ("actor_rollout_ref.actor", "critic")
+    }
+}
+"""What an engine must be given: 1 is not the number of devices."""
 OPTIMIZERS: Mapping[str, Mapping[str, Json]] = {"automodel": {"optim": {"lr": 1e-5}}}
 """What a choice of an engine's optimizer says beside the defaults (`launched.py` says the same)."""
-GRPO = {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4, "actor_rollout_ref.actor.use_kl_loss": True}
+GRPO = {
+    "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.rollout.n": 4,
+    "actor_rollout_ref.actor.use_kl_loss": True,
+}
 
 
 def verl(folder: Path) -> Iterator[Document]:
     """All that its entry points compose by default."""
     config = folder / "verl" / "trainer" / "config"
-    newer = (config / "reward").is_dir()
+    newer = (config / "reward").is_dir()  # else the reward function has only the older name
     reward = {f"reward.{key}": value for key, value in REWARD.items()} if newer else REWARD
-    always = DATA | MODEL | SIZES | reward | {"actor_rollout_ref.rollout.name": "vllm"}
-    whole: dict[str, tuple[Json, Mapping[str, Json]]] = {}
-    for name in ("ppo_trainer", "ppo_megatron_trainer"):
-        whole[name] = (composed(config, name), {"defaults": [name]} if "megatron" in name else {})
-    for file in sorted(config.glob("_generated_*.yaml")):
-        engine = file.stem.removeprefix("_generated_ppo_").removesuffix("trainer").strip("_")
-        base = {"defaults": ["ppo_megatron_trainer"]} if engine == "megatron" else {"model_engine": engine}
-        whole[file.stem] = (plain(file), base if engine else {})
-    for name, (tree, base) in whole.items():
-        shards = {f"{role}.torchtitan.data_parallel_shard_size": 8 for role in ("actor_rollout_ref.actor", "critic")}
-        ppo = always | (shards if "torchtitan" in name else {})
-        yield Document(name=f"{name}, gae", kind="verl-ppo", tree=tree, base=base, given=ppo | CRITIC)
-        yield Document(name=f"{name}, grpo", kind="verl-ppo", tree=tree, base=base, given=ppo | GRPO)
+    always = DATA | MODEL | SIZES | {"actor_rollout_ref.rollout.name": "vllm"}
+    for name, tree, base, own in _of_ppo(config):
+        given = {"gae": always | reward | CRITIC, "grpo": always | reward | GRPO}
         if newer:
-            old = {key: value for key, value in ppo.items() if key not in reward} | REWARD
+            given["older names"] = always | REWARD | GRPO
+        for variant, keys in given.items():
             yield Document(
-                name=f"{name}, older names", kind="verl-ppo", tree=tree, base=base, given=old | GRPO
+                name=f"{name}, {variant}", kind="verl-ppo", tree=tree, base=base, given={**keys, **own}
             )
     for file in sorted((folder / "verl" / "experimental").glob("*/config/*ppo*.yaml")):
-        if "vla" in file.parts:
-            continue
-        tree = composed(file.parent, file.stem, over=config)
-        base = {"defaults": ["ppo_megatron_trainer"]} if "megatron" in file.stem else {}
-        sections = {name: tree[name] for name in plain(file) if name in ("async_training", "rollout")}
-        lengths = {"data.train_batch_size": 0} if "fully_async" in file.stem else {}
-        yield Document(
-            name=file.stem, kind="verl-ppo", tree=tree, base=base | sections, given=always | GRPO | ASYNCHRONOUS | lengths
-        )
-    for name in ("sft_trainer", "sft_trainer_engine"):
-        if (config / f"{name}.yaml").is_file():
-            path = "model.partial_pretrain" if name == "sft_trainer" else "model.path"
-            base = {} if name == "sft_trainer" else {"engine": {"strategy": "fsdp"}}
-            yield Document(
-                name=name, kind="verl-sft", tree=composed(config, name), base=base, given=DATA | {path: "model"}
-            )
-            if name != "sft_trainer":
-                for engine in sorted(each.stem for each in (config / "engine").glob("*.yaml")):
-                    choices = [f"{at}={engine}" for at in ("engine", "optim") if (config / at / f"{engine}.yaml").is_file()]
-                    yield Document(
-                        name=f"{name}, {' '.join(choices)}",
-                        kind="verl-sft",
-                        tree=composed(config, name, choices),
-                        base={"engine": {"strategy": engine}} | OPTIMIZERS.get(engine, {}),
-                        given=DATA | {path: "model"},
-                    )
+        if "vla" not in file.parts:  # for models that act, no language models
+            yield _asynchronous(file, config, given=always | reward | GRPO)
+    yield from _of_sft(config)
     evaluated = {"data.path": "replies.parquet"} | REWARD
     yield Document(name="evaluation", kind="verl-eval", tree=composed(config, "evaluation"), given=evaluated)
     if (config / "generation.yaml").is_file():
@@ -121,6 +98,48 @@ def verl(folder: Path) -> Iterator[Document]:
         )
 
 
+def _of_ppo(config: Path) -> Iterator[tuple[str, dict[str, Json], dict[str, Json], dict[str, Json]]]:
+    """(name, document, what a file over it says, what its user must give) of each engine: composed, and as verl's own
+    script has composed it."""
+    over: dict[str, Json] = {"defaults": ["ppo_megatron_trainer"]}
+    yield "ppo_trainer", composed(config, "ppo_trainer"), {}, {}
+    yield "ppo_megatron_trainer", composed(config, "ppo_megatron_trainer"), over, {}
+    for file in sorted(config.glob("_generated_*.yaml")):
+        engine = file.stem.removeprefix("_generated_ppo_").removesuffix("trainer").strip("_")
+        base: dict[str, Json] = {"model_engine": engine} if engine else {}
+        yield file.stem, plain(file), over if engine == "megatron" else base, OF_ENGINES.get(engine, {})
+
+
+def _asynchronous(file: Path, config: Path, given: Mapping[str, Json]) -> Document:
+    """A document of verl's asynchronous trainers; the fully asynchronous one has no batch of prompts."""
+    tree = composed(file.parent, file.stem, over=config)
+    base: dict[str, Json] = {"defaults": ["ppo_megatron_trainer"]} if "megatron" in file.stem else {}
+    base |= {name: tree[name] for name in plain(file) if name in ("async_training", "rollout")}
+    lengths = {"data.train_batch_size": 0} if "fully_async" in file.stem else {}
+    return Document(
+        name=file.stem, kind="verl-ppo", tree=tree, base=base, given={**given, **ASYNCHRONOUS, **lengths}
+    )
+
+
+def _of_sft(config: Path) -> Iterator[Document]:
+    """The older SFT trainer's, and those of the trainer over engines."""
+    if (config / "sft_trainer.yaml").is_file():
+        given = DATA | {"model.partial_pretrain": "model"}
+        yield Document(name="sft_trainer", kind="verl-sft", tree=composed(config, "sft_trainer"), given=given)
+    if not (config / "sft_trainer_engine.yaml").is_file():
+        return
+    for engine in sorted(each.stem for each in (config / "engine").glob("*.yaml")):
+        groups = [group for group in ("engine", "optim") if (config / group / f"{engine}.yaml").is_file()]
+        choices = [f"{group}={engine}" for group in groups]
+        yield Document(
+            name=f"sft_trainer_engine, {' '.join(choices)}",
+            kind="verl-sft",
+            tree=composed(config, "sft_trainer_engine", choices),
+            base={"engine": {"strategy": engine}, **OPTIMIZERS.get(engine, {})},
+            given=DATA | {"model.path": "model"},
+        )
+
+
 def plain(file: Path) -> dict[str, Json]:
     """A YAML file as it stands."""
     from omegaconf import OmegaConf
@@ -129,7 +148,9 @@ def plain(file: Path) -> dict[str, Json]:
     return tree
 
 
-def composed(folder: Path, name: str, choices: list[str] | None = None, *, over: Path | None = None) -> dict[str, Json]:
+def composed(
+    folder: Path, name: str, choices: list[str] | None = None, *, over: Path | None = None
+) -> dict[str, Json]:
     """A YAML file with those that its `defaults` names, which may lie in another folder."""
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
@@ -180,14 +201,14 @@ def skyrl(folder: Path) -> Iterator[Document]:
         return
     found = imported("skyrl", folder)
     for key, tree in found.items():
-        name, variant, how = key.split(", ")
+        name, variant, _ = key.split(", ")
         sft = name == "SFTConfig"
         given = {**SKYRL_SFT, **SKYRL_SFT_VARIANTS[variant]} if sft else OF_SKYRL | SKYRL_VARIANTS[variant]
         yield Document(name=key, kind="skyrl-sft" if sft else "skyrl", tree=tree, given=given)
 
 
 def _of_skyrl(folder: Path) -> dict[str, Json]:
-    """`class, variant, defaults`: the defaults of the class; `class, variant, built`: what it makes of a user's keys."""
+    """By `class, variant, how`: the defaults of the class, or what is built of a user's keys."""
     found: dict[str, Json] = {}
     for module, name, given, variants in (
         ("skyrl.train.config.config", "SkyRLTrainConfig", OF_SKYRL, SKYRL_VARIANTS),
@@ -195,15 +216,14 @@ def _of_skyrl(folder: Path) -> dict[str, Json]:
     ):
         if not (folder / f"{module.replace('.', '/')}.py").is_file():
             continue
-        made, build = getattr(alone(module, folder), name), alone("skyrl.train.config.config", folder)
+        made = getattr(alone(module, folder), name)
+        build = partial(alone("skyrl.train.config.config", folder).build_nested_dataclass, made)
         for variant, more in variants.items():
-            keys = nested({tuple(key.split(".")): value for key, value in {**given, **more}.items()})
             if variant == "fully async" and "enabled" not in defaults(made)["trainer"]["fully_async"]:
                 continue
+            keys = nested({tuple(key.split(".")): value for key, value in {**given, **more}.items()})
             found[f"{name}, {variant}, defaults"] = jsonable(defaults(made))
-            found[f"{name}, {variant}, built"] = jsonable(
-                despite(lambda made=made, keys=keys: build.build_nested_dataclass(made, keys))
-            )
+            found[f"{name}, {variant}, built"] = jsonable(despite(partial(build, keys)))
     return found
 
 
@@ -250,16 +270,16 @@ TRINITY_TASKS: Mapping[str, Json] = {
     "algorithm.repeat_times": 4,
 }
 TRINITY_ROWS: Json = {"name": "rows", "storage_type": "file", "path": "rows.jsonl"}
-TRINITY_MORE: Mapping[str, Mapping[str, Json]] = {
-    **dict.fromkeys(
-        ("mix", "mix_chord"),
-        {
-            "buffer.trainer_input.auxiliary_buffers": {"sft_dataset": TRINITY_ROWS},
-            "buffer.train_batch_size": 64,
-        },
-    ),
-    "on_policy_distill": {"explorer.auxiliary_models": [{"model_path": "teacher"}]},
-    "jsd": {"explorer.auxiliary_models": [{"model_path": "teacher"}]},
+TRINITY_MIXED: Mapping[str, Json] = {
+    "buffer.trainer_input.auxiliary_buffers": {"sft_dataset": TRINITY_ROWS},
+    "buffer.train_batch_size": 64,
+}
+TRINITY_TAUGHT: Mapping[str, Json] = {"explorer.auxiliary_models": [{"model_path": "teacher"}]}
+TRINITY_MORE = {
+    "mix": TRINITY_MIXED,
+    "mix_chord": TRINITY_MIXED,
+    "on_policy_distill": TRINITY_TAUGHT,
+    "jsd": TRINITY_TAUGHT,
 }
 
 
@@ -324,13 +344,28 @@ def registered(registry: Any, name: str) -> Any:
 
 # ---------------------------------------------------------------- Cosmos
 
+
 def cosmos(folder: Path) -> Iterator[Document]:
     found = imported("cosmos", folder)
     common = {"policy.model_name_or_path": "model", "train.train_policy.dataset.name": "rows.jsonl"}
     yield Document(
-        name="Config, grpo", kind="cosmos-grpo", tree=found["grpo"], given=common | {"train.train_policy.type": "grpo", "train.train_policy.reward_function": ["boxed_math"], "train.train_policy.prompt_column_name": "question", "train.train_policy.response_column_name": "answer"}
+        name="Config, grpo",
+        kind="cosmos-grpo",
+        tree=found["grpo"],
+        given=common
+        | {
+            "train.train_policy.type": "grpo",
+            "train.train_policy.reward_function": ["boxed_math"],
+            "train.train_policy.prompt_column_name": "question",
+            "train.train_policy.response_column_name": "answer",
+        },
     )
-    yield Document(name="Config, sft", kind="cosmos-sft", tree=found["sft"], given=common | {"train.train_policy.type": "sft"})
+    yield Document(
+        name="Config, sft",
+        kind="cosmos-sft",
+        tree=found["sft"],
+        given=common | {"train.train_policy.type": "sft"},
+    )
 
 
 def _of_cosmos(folder: Path) -> dict[str, Json]:

@@ -1,9 +1,9 @@
 """`make test-releases`: the default document of each release that whet reads, translated.
 
 The whole document, with what a user must give, is read as it is and as its release; then the file of a user who gives
-nothing else, as that release. No key may be unknown, and all three must be the same natively: then the defaults of whet's
-tables are those of the release. `python -m peers.releases [SYSTEM [RELEASE]]`; packages are kept in the folder RELEASES,
-if that is set. Exit status 1 for an unknown key or an undocumented difference.
+nothing else, as that release. No key may be unknown or of another release, and all three must be the same natively:
+then the defaults of whet's tables are those of the release. `python -m peers.releases [SYSTEM [RELEASE]]`; packages are
+kept in the folder RELEASES, if that is set. Exit status 1 for an unknown key or an undocumented difference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
@@ -120,7 +119,9 @@ def read(tree: dict[str, Json], system: str, dialect: str, place: Path) -> Readi
     except ConfigError as e:
         return Reading(native={}, said=tuple(problems(e)))
     assert loaded.translation is not None
-    native = {".".join(map(str, path)): value for path, value in leaves(loaded.config.model_dump(mode="json"))}
+    native = {
+        ".".join(map(str, path)): value for path, value in leaves(loaded.config.model_dump(mode="json"))
+    }
     for key, other in STANDS_FOR.items():
         native[key] = native.get(other) if native.get(key) is None else native[key]
     missing = tuple(text for _, text in loaded.translation.unbuilt)
@@ -130,7 +131,9 @@ def read(tree: dict[str, Json], system: str, dialect: str, place: Path) -> Readi
         for each in loaded.translation.lines
         if "does not have it" in each.note and each.key in here
     )
-    return Reading(version=loaded.translation.version, native=native, said=(*planned(loaded), *missing), newer=newer)
+    return Reading(
+        version=loaded.translation.version, native=native, said=(*planned(loaded), *missing), newer=newer
+    )
 
 
 def planned(loaded: Loaded) -> tuple[str, ...]:
@@ -195,7 +198,9 @@ def compare(system: str, version: str, document: Document, place: Path) -> Resul
     differences, documented = [], []
     for which, other in (("detected", as_it_is), ("minimal", minimal)):
         for key, one, two in apart(as_said, other):
-            why = next((w for n, k, w in DOCUMENTED if f"{release} {document.name}".startswith(n) and k == key), "")
+            why = next(
+                (w for n, k, w in DOCUMENTED if f"{release} {document.name}".startswith(n) and k == key), ""
+            )
             found = f"{which}: {key}: {one!r} in the whole document, {two!r}"
             (documented if why else differences).append(f"{found}: {why}" if why else found)
     return Result(
@@ -225,7 +230,10 @@ def line(result: Result) -> str:
     """For people."""
     state = "refused" if not result.whole.native else "planned"
     head = f"{result.release} {result.name}: {result.keys} keys, {len(result.unknown)} unknown, {state}"
-    told = [f"  {text}" for text in (*result.whole.said, *result.whole.newer, *result.differences, *result.documented)]
+    told = [
+        f"  {text}"
+        for text in (*result.whole.said, *result.whole.newer, *result.differences, *result.documented)
+    ]
     return "\n".join([head, *told])
 
 

@@ -168,7 +168,8 @@ Not compared: TRL's group advantages, which cannot be called apart from its gene
 not have, and what none of these packages has: M2PO (`m2po`, `correction.second_moment`), and verl's recipes `prime` and
 `sppo`. The rows are in `tests/peers`; `make test-peers WRITE=--write` writes this page. It also reads the default files
 that come with the packages (whet knows every key in them), and runs `whet convert FILE --prove`, which compares the
-settings of a single file in the same way, on files of each system: RL, SFT, and one with two stages.
+settings of a single file in the same way, on files of each system: RL, SFT, and one with two stages. `make
+test-releases` translates the default documents of all releases that whet reads.
 
 | peer | version | rows | equal | differs as documented | other |
 |---|---|---|---|---|---|

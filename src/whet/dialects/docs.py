@@ -11,7 +11,7 @@ from typing import get_args
 from whet.config.faults import shown
 from whet.dialects.listing import differing, span
 from whet.dialects.report import cell
-from whet.dialects.row import Row, Status, aliases, unbuilt
+from whet.dialects.row import BaseDefault, Row, Status, aliases, base_defaults, unbuilt
 from whet.dialects.tables import TABLES, every_line
 from whet.dialects.versions import DOCUMENTS, VERSIONS
 
@@ -73,11 +73,22 @@ def page(name: str) -> str:
     for each in tables:
         parts += [f"## {each}\n", *([f"{ABOUT[each]}\n"] if each in ABOUT else [])]
         parts += [*_sections(every_line(each), TABLES[each][0])]
+    if others := base_defaults(key):
+        rows = [f"| `{one.file}` | {_of(one)} | `{cell(shown(one.default))}` |" for one in others]
+        parts += ["## Defaults of other documents\n", OTHERS, "| document | key | default |", "|---|---|---|"]
+        parts += [*rows, ""]
     renamed = aliases(TABLES[tables[0]][0], [TABLES[each][1] for each in tables])
     if renamed:
         rows = [f"| `{old}` | `{new}` | {cell(note)} |" for old, (new, note) in renamed.items()]
         parts += ["## Other names\n", "| in the file | read as | |", "|---|---|---|", *rows, ""]
     return "\n".join(parts)
+
+
+OTHERS = "Where a file stands over another document than that of the tables above.\n"
+
+
+def _of(one: BaseDefault) -> str:
+    return f"`{one.key}`" + (f" {span(one.since, one.until)}" if one.since or one.until else "")
 
 
 def _counts(tables: Sequence[str]) -> str:

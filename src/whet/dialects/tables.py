@@ -87,9 +87,7 @@ FILES = {
         },
     ),
     "verl-eval": _FileKind(tables=("verl-eval",)),
-    "verl-sft": _FileKind(
-        tables=("verl-sft",), bases={"sft_trainer_engine": (("model.path", ("*",)),)}
-    ),
+    "verl-sft": _FileKind(tables=("verl-sft",), bases={"sft_trainer_engine": (("model.path", ("*",)),)}),
     "verl-generation": _FileKind(tables=("verl-generation",)),
     "verl-server": _FileKind(
         tables=("verl-server",),

@@ -85,7 +85,7 @@ class _Standin(types.ModuleType):
         return _standin(name)
 
 
-class _Standins(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class Standins(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
 
@@ -123,7 +123,7 @@ def prepared(peer: str) -> tuple[str, ...]:
         # transformers looks for optional packages while it is imported, and must not find stand-ins
         for name in ("AutoConfig", "AutoModelForCausalLM", "AutoProcessor", "AutoTokenizer", "Trainer"):
             getattr(importlib.import_module("transformers"), name)
-        sys.meta_path.insert(0, _Standins(missing))
+        sys.meta_path.insert(0, Standins(missing))
     return missing
 
 

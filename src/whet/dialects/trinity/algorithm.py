@@ -32,6 +32,8 @@ from whet.types import ConfigError, Json
 
 KEY = "algorithm.advantage_fn"
 
+ASSUMED = "ppo"
+"""What Trinity puts in the place of null where an algorithm_type has no advantage; its loss reads none then, either."""
 _ENTROPY_CLIP = {"clipb": "batch", "clipv": "vocabulary"}
 """Advantages of grpo that leave tokens out: entropy_clip."""
 _OF_ONE = {"ppo": "ppo", "on_policy_distill": "on_policy_distill", "jsd": "jsd"}
@@ -48,8 +50,8 @@ def advantage(values: Values) -> Native:
             )
         return {}
     name = text(values, KEY) or base.advantage
-    if name == ASSUMED and base.recipe == "raft":
-        name = base.advantage
+    if name == ASSUMED and base.advantage == "none":
+        name, values = base.advantage, {**values, f"{KEY}_args.*": {}}
     known_as(name, functions("advantage"), key=KEY)
     kind = values["algorithm.algorithm_type"]
     for only, owner in _OF_ONE.items():

@@ -245,9 +245,9 @@ def samples(v: Values, key: str) -> bool:
 
 
 def same_family(v: Values) -> Native:
-    """Actor and critic have the same engine."""
+    """Actor and critic have the same engine, which Hydra's base file may name."""
     mine, other = (choose(v, f"{role}.strategy", FAMILIES) for role in (ACTOR, CRITIC))
-    if has_critic(v) and mine != other:
+    if has_critic(v) and other not in (mine, engine_of(v)):
         raise ConfigError(
             f"critic.strategy={v['critic.strategy']} must be of the family of {ACTOR}.strategy={v[f'{ACTOR}.strategy']}"
         )
