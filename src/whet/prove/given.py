@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from whet.prove import numbers, schedules
+from whet.prove import numbers, schedules, settings
 from whet.prove.cases import Case, case
 from whet.prove.checks import Check, File, of_rows, our_micro_batch, scalars, some_rows
 from whet.prove.numbers import Numbers
@@ -22,12 +22,14 @@ def of_run(
     rates: Callable[[int], Tensor],
     rates_by: str,
     peak: float,
+    optimizer: Callable[[], Numbers],
+    optimizer_by: str,
     keys: tuple[str, ...] = (),
     rate_keys: tuple[str, ...] = (),
 ) -> Iterator[Check]:
     """Sizes, steps and learning rates. Of the peer: the rows of a step with what bounds a micro-batch, the training
-    steps for so many rows, the factor of the learning rate in each of so many steps, and the peak; each with what is
-    called for it. keys, rate_keys: those whose documented differences show in the number of steps, in the rates."""
+    steps for so many rows, the factor of the learning rate in each of so many steps, the peak, and the optimizer
+    (`settings.adam`); each with what is called for it. keys, rate_keys: those whose documented differences show in the number of steps, in the rates."""
     total = file.steps(some_rows(file.plan)[2])
     yield Check(
         what="batches",
@@ -49,6 +51,7 @@ def of_run(
         ours=lambda _: {"over the peak": schedules.of_steps(file.plan, total) / peak},
         keys=rate_keys,
     )
+    yield settings.optimizer(file, theirs=optimizer, called=optimizer_by)
 
 
 def of_loss(

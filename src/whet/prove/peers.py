@@ -41,6 +41,7 @@ NEWEST = {
 STUBBED: dict[str, tuple[str, ...]] = {
     "verl": (
         *("peft", "cachetools", "uvicorn", "fastapi"),
+        "veomni.ops",  # kernels; asks for a class that transformers 5 does not have
         "verl.models.transformers.qwen2_vl",  # asks for a class that transformers 5 has under another name
     ),
     "skyrl": ("aiohttp", "httpx", "peft", "flash_attn"),

@@ -11,18 +11,20 @@ from whet.config.derived import Plan
 from whet.config.schedules import factor, position
 
 
-def dummy() -> torch.optim.Optimizer:
-    """An optimizer of one parameter with a peak learning rate of 1."""
-    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+def dummy(lr: float = 1.0) -> torch.optim.Optimizer:
+    """An optimizer of one parameter with this peak learning rate."""
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
 
 
-def of_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int) -> Tensor:
-    """[steps] the learning rate of each optimizer step, as a fraction of the peak."""
+def of_scheduler(
+    scheduler: Any, optimizer: torch.optim.Optimizer, steps: int, *increment: int
+) -> Tensor:
+    """[steps] the learning rate of each optimizer step. increment: what Megatron's schedulers are told in each."""
     out = []
     for _ in range(steps):
         out.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        scheduler.step()
+        scheduler.step(*increment)
     return torch.tensor(out, dtype=torch.float64)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -15,6 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from whet.prove import numbers, schedules
+from whet.prove import settings as settings_of
+from whet.prove import verl_engines as engines
 from whet.prove.cases import Case, case
 from whet.prove.checks import (
     DRAWN,
@@ -35,7 +38,7 @@ from whet.types import Json
 CORE = "verl.trainer.ppo.core_algos"
 HELPER = "verl.trainer.ppo.rollout_corr_helper"
 TRAINER = "verl.trainer.ppo.ray_trainer:RayPPOTrainer"
-ENGINE = "verl.workers.engine.fsdp.transformer_impl:FSDPEngine"
+LOOP = "verl.experimental.agent_loop.agent_loop:AgentLoopWorker.generate_sequences"
 ACTOR = "actor_rollout_ref.actor."
 FLOAT32 = 2e-6
 """Tolerance where verl computes in float32, or adds 1e-6 to a denominator."""
@@ -176,36 +179,63 @@ def value_loss(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
 # ---------------------------------------------------------------- a file
 
 
+DEFAULTS = {
+    "fsdp": "_generated_ppo_trainer.yaml",
+    "megatron": "_generated_ppo_megatron_trainer.yaml",
+    "veomni": "_generated_ppo_veomni_trainer.yaml",
+}
+"""verl's files of all its keys with their defaults, by the kind of engine."""
+
+READ_IF_GIVEN: Json = {
+    "defaults": None,
+    "model_engine": None,
+    "algorithm": {"gdpo_reward_keys": None},
+}
+"""Keys that verl's code reads where a file has them, and its defaults have not; a list of Hydra's, and its choice of
+an engine."""
+
+FREE = "override_transformer_config"
+"""The name of sections that hold what Megatron-LM calls its own options."""
+
+
 @cache
 def known() -> Json:
-    """verl's own default files, which have all its keys, and Hydra's list of files."""
-    container = OmegaConf.to_container(_defaults("ppo_trainer"), resolve=False)
-    other = OmegaConf.to_container(_defaults("ppo_megatron_trainer"), resolve=False)
-    return {"defaults": None, **_joined(other, container)}
+    """verl's own default files, which have all its keys."""
+    found: Any = READ_IF_GIVEN
+    for name in DEFAULTS.values():
+        found = joined(found, OmegaConf.to_container(_defaults(name), resolve=False))
+    return freed(found)  # type: ignore[no-any-return]
 
 
-def _joined(one: Any, other: Any) -> Any:
+def freed(tree: Any) -> Any:
+    """The tree with free sections empty, which then hold any key."""
+    if not isinstance(tree, dict):
+        return tree
+    return {key: {} if key == FREE else freed(value) for key, value in tree.items()}
+
+
+def joined(one: Any, other: Any) -> Any:
     """The keys of both trees; the values of the second."""
     if not isinstance(one, dict) or not isinstance(other, dict):
         return other
     return {
-        key: _joined(one[key], other[key]) if key in one and key in other else one.get(key, other.get(key))
+        key: joined(one[key], other[key]) if key in one and key in other else one.get(key, other.get(key))
         for key in {**one, **other}
     }
 
 
 def _defaults(name: str) -> DictConfig:
     folder = Path(theirs("verl", "verl.trainer:__file__")).parent / "config"
-    return OmegaConf.load(folder / f"_generated_{name}.yaml")  # type: ignore[return-value]
+    return OmegaConf.load(folder / name)  # type: ignore[return-value]
 
 
 def configured(tree: Mapping[str, Json]) -> DictConfig:
     """verl's defaults with the file over them, as its entry point composes them."""
     strategy = OmegaConf.select(OmegaConf.create(dict(tree)), "actor_rollout_ref.actor.strategy")
     named = "ppo_megatron_trainer" in map(str, tree.get("defaults") or ())
-    megatron = named or "megatron" in (strategy, tree.get("model_engine"))
-    base = _defaults("ppo_megatron_trainer" if megatron else "ppo_trainer")
-    given = {key: value for key, value in tree.items() if key != "defaults"}
+    asked = "megatron" if named else tree.get("model_engine") or strategy
+    base = _defaults(DEFAULTS.get(str(asked), DEFAULTS["fsdp"]))
+    given = {key: value for key, value in tree.items() if key not in ("defaults", "model_engine")}
     return OmegaConf.merge(base, given)  # type: ignore[return-value]
 
 
@@ -238,7 +268,9 @@ def checks(config: DictConfig, file: File) -> Iterator[Check]:
 
 
 def _of_run(config: DictConfig, file: File) -> Iterator[Check]:
-    """Sizes, steps, learning rates."""
+    """Sizes, steps, learning rates, optimizer, sampling."""
+    of = config.actor_rollout_ref.actor
+    engine = engines.engine(of.strategy)
     yield Check(
         what="batches",
         called=f"{TRAINER}._update_actor",
@@ -253,11 +285,22 @@ def _of_run(config: DictConfig, file: File) -> Iterator[Check]:
     )
     yield Check(
         what="learning rate of each step",
-        called=f"{ENGINE}._build_lr_scheduler",
+        called=engine.scheduler,
         theirs=lambda _: rates(config, some_rows(file.plan)[2]),
         ours=lambda _: {"over verl's peak": _our_rates(config, file)},
         keys=("trainer.critic_warmup",),
     )
+    yield settings_of.optimizer(
+        file,
+        theirs=lambda: engines.optimizer(of.optim, of.strategy),
+        called=engine.optimizer,
+        keys=(f"{ACTOR}optim.betas",),
+    )
+    yield settings_of.sampling(
+        file, theirs=lambda: drawn(config, validate=False), called=LOOP, prompt=config.data.max_prompt_length
+    )
+    if file.plan.evaluates:
+        yield settings_of.evaluation(file, theirs=lambda: drawn(config, validate=True), called=LOOP)
 
 
 def _of_formulas(config: DictConfig, keys: dict[str, Json], file: File) -> Iterator[Check]:
@@ -347,14 +390,18 @@ def _of_kl(
 def _micro(section_of: Any) -> Numbers:
     """With tokens, that of all ranks that share a sequence (`prepare_micro_batches` multiplies by `sp_size`)."""
     if section_of.use_dynamic_bsz:
-        megatron = section_of.strategy == "megatron"
-        sharing = (
-            section_of.megatron.context_parallel_size
-            if megatron
-            else section_of.ulysses_sequence_parallel_size
-        )
-        return micro_batch(None, section_of.ppo_max_token_len_per_gpu * sharing)
+        return micro_batch(None, section_of.ppo_max_token_len_per_gpu * _sharing(section_of))
     return micro_batch(section_of.ppo_micro_batch_size_per_gpu, None)
+
+
+def _sharing(section_of: Any) -> int:
+    """Devices that share a sequence. FSDP has a former key, which counts where it is above 1."""
+    if section_of.strategy == "megatron":
+        return int(section_of.megatron.context_parallel_size)
+    if section_of.strategy == "veomni":
+        return int(section_of.veomni.ulysses_parallel_size)
+    former = section_of.ulysses_sequence_parallel_size
+    return int(former if former > 1 else section_of.fsdp_config.ulysses_sequence_parallel_size)
 
 
 class _Seen(Exception):
@@ -414,22 +461,26 @@ def _loaded(config: DictConfig, rows: int) -> Any:
 
 
 def rates(config: DictConfig, rows: int) -> Numbers:
-    """The learning rate of each step, by the scheduler of verl's FSDP engine."""
-    if config.actor_rollout_ref.actor.strategy == "megatron":
-        raise NotComparable("Megatron's scheduler needs Megatron-LM")
-    total = int(_loaded(config, rows).total_training_steps)
-    optimizer = schedules.dummy()
-    scheduler = scheduler_of(config.actor_rollout_ref.actor.optim, optimizer, total)
-    return {"over verl's peak": schedules.of_scheduler(scheduler, optimizer, steps(config, rows))}
+    """The learning rate of each step, by the scheduler of verl's engine."""
+    total, of = int(_loaded(config, rows).total_training_steps), config.actor_rollout_ref.actor
+    return {"over verl's peak": engines.rates(of.optim, of.strategy, total, steps(config, rows))}
 
 
-def scheduler_of(optim: DictConfig, optimizer: torch.optim.Optimizer, total: int) -> Any:
-    """The scheduler of verl's FSDP engine, by verl's own reading of the section: it knows former names of keys."""
-    section = theirs("verl", "verl.workers.config.optimizer:FSDPOptimizerConfig")
-    known = {each.name for each in fields(section)}
-    read = section(**{**{k: v for k, v in optim.items() if k in known}, "total_training_steps": total})
-    return theirs("verl", ENGINE)._build_lr_scheduler(
-        SimpleNamespace(optimizer_config=read, rank=1), optimizer
+def drawn(config: DictConfig, *, validate: bool) -> Numbers:
+    """What verl's agent loop asks its servers for, for a batch of one row, and the replies of a task."""
+    rollout, seen = config.actor_rollout_ref.rollout, []
+    data = theirs("verl", "verl:DataProto")
+    batch = data.from_single_dict({"prompts": torch.zeros(1, 1)}, meta_info={"validate": validate})
+
+    async def run(params: dict[str, Any], *rest: Any, **more: Any) -> None:
+        seen.append(params)
+
+    own = SimpleNamespace(rollout_config=rollout, _run_agent_loop=run, _postprocess=lambda *a, **more: None)
+    asyncio.run(inspect.unwrap(theirs("verl", LOOP))(own, batch))
+    return settings_of.drawn(
+        **{name: seen[0][name] for name in ("temperature", "top_p", "top_k")},
+        replies=rollout.val_kwargs.n if validate else rollout.n,
+        tokens=rollout.response_length,
     )
 
 

@@ -12,12 +12,13 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from whet.prove import given, schedules
+from whet.prove import given
+from whet.prove import verl_engines as engines
 from whet.prove.cases import Case
-from whet.prove.checks import Check, File, NotComparable, micro_batch, scalars
+from whet.prove.checks import Check, File, micro_batch, scalars
 from whet.prove.numbers import Numbers
 from whet.prove.peers import theirs
-from whet.prove.verl import ENGINE, scheduler_of
+from whet.prove.verl import freed, joined
 from whet.types import Json
 
 TRAINER = "verl.trainer.sft_trainer:SFTTrainer"
@@ -25,26 +26,34 @@ LOSS = "verl.workers.utils.losses:sft_loss"
 
 
 @cache
-def _composed() -> DictConfig:
-    """verl's own defaults, as Hydra composes them."""
+def _composed(engine: str = "fsdp") -> DictConfig:
+    """verl's own defaults, as Hydra composes them for an engine."""
     compose, initialize = (theirs("verl", f"hydra:{name}") for name in ("compose", "initialize_config_dir"))
     folder = Path(theirs("verl", "verl.trainer:__file__")).parent / "config"
     with initialize(str(folder), version_base=None):
-        return compose("sft_trainer_engine")  # type: ignore[no-any-return]
+        chosen = [f"{group}={engine}" for group in ("engine", "optim")]
+        return compose("sft_trainer_engine", chosen)  # type: ignore[no-any-return]
 
 
+@cache
 def known() -> Json:
-    """All keys of verl's config for SFT."""
-    return OmegaConf.to_container(_composed(), resolve=False)  # type: ignore[return-value]
+    """All keys of verl's config for SFT, of any engine."""
+    found: Any = {}
+    for engine in {each.defaults for each in engines.ENGINES.values()}:
+        found = joined(found, OmegaConf.to_container(_composed(engine), resolve=False))
+    return freed(found)  # type: ignore[no-any-return]
 
 
 def configured(tree: Mapping[str, Json]) -> DictConfig:
     """verl's defaults with the file over them."""
-    return OmegaConf.merge(OmegaConf.create(known()), dict(tree))  # type: ignore[return-value]
+    strategy = OmegaConf.select(OmegaConf.create(dict(tree)), "engine.strategy") or "fsdp"
+    base = OmegaConf.to_container(_composed(engines.engine(strategy).defaults), resolve=False)
+    return OmegaConf.merge(OmegaConf.create(base), dict(tree))  # type: ignore[return-value]
 
 
 def checks(config: DictConfig, file: File) -> Iterator[Check]:
     """The rows of a file."""
+    engine = engines.engine(config.engine.strategy)
     yield from given.of_run(
         file,
         batches=lambda: (
@@ -54,9 +63,11 @@ def checks(config: DictConfig, file: File) -> Iterator[Check]:
         batches_by=f"{TRAINER}._build_dataloader",
         steps=lambda rows: int(trainer(config, rows).total_training_steps),
         steps_by=f"{TRAINER}._init_engine",
-        rates=partial(rates, config),
-        rates_by=f"{ENGINE}._build_lr_scheduler",
+        rates=lambda steps: engines.rates(config.optim, config.engine.strategy, steps, steps),
+        rates_by=engine.scheduler,
         peak=float(config.optim.lr),
+        optimizer=partial(engines.optimizer, config.optim, config.engine.strategy),
+        optimizer_by=engine.optimizer,
     )
     yield given.of_loss(file, "sft", theirs=loss, called=LOSS)
 
@@ -80,14 +91,6 @@ def trainer(config: DictConfig, rows: int) -> Any:
     for method in ("_build_dataloader", "_init_engine"):
         getattr(theirs("verl", TRAINER), method)(own)
     return own
-
-
-def rates(config: DictConfig, steps: int) -> Tensor:
-    """[steps] the factor of the learning rate in each, by the scheduler of verl's FSDP engine."""
-    if config.engine.strategy == "megatron":
-        raise NotComparable("Megatron's scheduler needs Megatron-LM")
-    optimizer = schedules.dummy()
-    return schedules.of_scheduler(scheduler_of(config.optim, optimizer, steps), optimizer, steps)
 
 
 def loss(case: Case) -> Numbers:

@@ -1,0 +1,103 @@
+"""The optimizer and the schedule that verl's engines build: FSDP, Megatron and VeOmni, each by verl's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.prove import schedules, settings
+from whet.prove.checks import NotComparable
+from whet.prove.numbers import Numbers
+from whet.prove.peers import theirs
+
+CONFIGS = "verl.workers.config.optimizer"
+MEGATRON = "verl.utils.megatron.optimizer"
+MEGATRON_SCHEDULER = f"{MEGATRON}:get_megatron_optimizer_param_scheduler"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Where an engine's code is."""
+
+    section: str
+    """verl's class of the section `optim`."""
+    path: str
+    """The engine's class; empty: Megatron's, which is made by functions."""
+    defaults: str
+    """verl's file of the defaults of a whole config, and the names of the groups `optim` and `engine` in others."""
+
+    @property
+    def scheduler(self) -> str:
+        """What builds the schedule."""
+        return f"{self.path}._build_lr_scheduler" if self.path else MEGATRON_SCHEDULER
+
+    @property
+    def optimizer(self) -> str:
+        """What builds the optimizer."""
+        return f"{self.path}._build_optimizer" if self.path else f"{MEGATRON}:init_megatron_optim_config"
+
+
+FSDP = Engine(
+    section="FSDPOptimizerConfig",
+    path="verl.workers.engine.fsdp.transformer_impl:FSDPEngine",
+    defaults="fsdp",
+)
+ENGINES: Mapping[str, Engine] = {
+    "fsdp": FSDP,
+    "fsdp2": FSDP,
+    "megatron": Engine(section="McoreOptimizerConfig", path="", defaults="megatron"),
+    "veomni": Engine(
+        section="VeOmniOptimizerConfig",
+        path="verl.workers.engine.veomni.transformer_impl:VeOmniEngine",
+        defaults="veomni",
+    ),
+}
+"""By the key `strategy`."""
+
+
+def engine(strategy: str) -> Engine:
+    """Raises NotComparable for an engine that is not called here."""
+    if strategy not in ENGINES:
+        raise NotComparable(f"the proof calls the engines {', '.join(ENGINES)}; this file has {strategy}")
+    return ENGINES[strategy]
+
+
+def read(optim: Mapping[str, Any], strategy: str, total: int) -> Any:
+    """verl's own reading of the section `optim`, which knows former names of keys, for a run of `total` steps."""
+    section = theirs("verl", f"{CONFIGS}:{engine(strategy).section}")
+    known = {each.name for each in fields(section)}
+    return section(**{**{k: v for k, v in optim.items() if k in known}, "total_training_steps": total})
+
+
+def rates(optim: Mapping[str, Any], strategy: str, total: int, steps: int) -> Tensor:
+    """[steps] the learning rate as a fraction of its peak, by the scheduler of a run of `total` steps."""
+    told, called = read(optim, strategy, total), theirs("verl", engine(strategy).scheduler)
+    optimizer = schedules.dummy(told.lr)
+    if not engine(strategy).path:
+        scheduler = called(optimizer, told)
+        return schedules.of_scheduler(scheduler, optimizer, steps, 1) / told.lr
+    scheduler = called(SimpleNamespace(optimizer_config=told, rank=1), optimizer)
+    return schedules.of_scheduler(scheduler, optimizer, steps) / told.lr
+
+
+def optimizer(optim: Mapping[str, Any], strategy: str) -> Numbers:
+    """The optimizer's numbers. Megatron-LM itself has no weight decay of vectors."""
+    told, called = read(optim, strategy, 1), theirs("verl", engine(strategy).optimizer)
+    if not engine(strategy).path:
+        made = called(told)
+        return settings.adam(
+            lr=made.lr,
+            betas=(made.adam_beta1, made.adam_beta2),
+            eps=made.adam_eps,
+            decay=made.weight_decay,
+            decay_of_vectors=0.0,
+            largest_norm=made.clip_grad,
+        )
+    module = torch.nn.Linear(2, 2)
+    made = called(SimpleNamespace(optimizer_config=told), module)
+    return settings.of_optimizer(made, told.clip_grad)
