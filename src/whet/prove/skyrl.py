@@ -15,13 +15,13 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from whet.config.schema import Config
-from whet.prove import numbers, schedules
+from whet.prove import numbers, schedules, settings
+from whet.prove import skyrl_engines as engines
 from whet.prove.cases import Case, case
 from whet.prove.checks import (
     DRAWN,
     Check,
     File,
-    NotComparable,
     micro_batch,
     of_rows,
     our_batches,
@@ -36,7 +36,7 @@ from whet.types import Json
 CONFIG = "skyrl.train.config:SkyRLTrainConfig"
 TRAINER = "skyrl.train.trainer:RayPPOTrainer"
 PPO = "skyrl.backends.skyrl_train.utils.ppo_utils"
-SCHEDULER = "skyrl.backends.skyrl_train.distributed.fsdp_strategy:get_scheduler"
+SAMPLING = "skyrl.backends.skyrl_train.inference_servers.engine_utils:get_sampling_params_for_backend"
 A = "trainer.algorithm."
 FLOAT32 = 2e-6
 """Tolerance where SkyRL computes in float32."""
@@ -149,10 +149,11 @@ def checks(config: Any, file: File) -> Iterator[Check]:
     )
     yield Check(
         what="learning rate of each optimizer step",
-        called=SCHEDULER,
+        called=engines.scheduler(trainer.strategy),
         theirs=lambda _: rates(config, file),
         ours=lambda _: {"over SkyRL's peak": _our_rates(config, file)},
     )
+    yield from _of_settings(config, file)
     yield Check(
         what=f"advantage, {made.advantage_estimator}",
         called=f"{PPO}:{estimate.__name__}",
@@ -185,6 +186,36 @@ def checks(config: Any, file: File) -> Iterator[Check]:
             cases=batches,
             tolerance=FLOAT32,
         )
+
+
+def _of_settings(config: Any, file: File) -> Iterator[Check]:
+    """The optimizer, and how replies are sampled."""
+    policy, strategy, generator = config.trainer.policy, config.trainer.strategy, config.generator
+    more = policy.megatron_config.optimizer_config_kwargs
+    yield settings.optimizer(
+        file,
+        theirs=lambda: engines.optimizer(policy.optimizer_config, strategy, more),
+        called=engines.optimizer_of(strategy),
+    )
+    yield settings.sampling(
+        file,
+        theirs=lambda: drawn(generator.sampling_params, generator.n_samples_per_prompt),
+        called=SAMPLING,
+        prompt=config.trainer.max_prompt_length,
+    )
+    if file.plan.evaluates:
+        yield settings.evaluation(
+            file,
+            theirs=lambda: drawn(generator.eval_sampling_params, generator.eval_n_samples_per_prompt),
+            called=SAMPLING,
+        )
+
+
+def drawn(params: Any, replies: int) -> Numbers:
+    """What SkyRL asks vLLM for."""
+    asked = theirs("skyrl", SAMPLING)("vllm", params)
+    taken = {name: asked[name] for name in ("temperature", "top_p", "top_k", "min_p")}
+    return settings.drawn(**taken, tokens=asked["max_tokens"], replies=replies)
 
 
 def _of_blocks(cfg: Config, rollouts: int) -> Config:
@@ -283,17 +314,12 @@ def steps(config: Any, rows: int) -> int:
 
 
 def rates(config: Any, file: File) -> Numbers:
-    """The learning rate of each optimizer step, by the scheduler that SkyRL's FSDP strategy gets."""
-    optim, trainer = config.trainer.policy.optimizer_config, config.trainer
-    if trainer.strategy == "megatron":
-        raise NotComparable("Megatron's scheduler needs Megatron-LM")
+    """The learning rate of each optimizer step, by the scheduler that SkyRL's strategy gets."""
+    trainer = config.trainer
     updates = trainer.train_batch_size // trainer.policy_mini_batch_size * trainer.update_epochs_per_batch
     total = steps(config, some_rows(file.plan)[2]) * updates
-    optimizer = schedules.dummy()
-    scheduler = theirs("skyrl", SCHEDULER)(
-        optim.scheduler, optimizer, num_warmup_steps=optim.num_warmup_steps, num_training_steps=total
-    )
-    return {"over SkyRL's peak": schedules.of_scheduler(scheduler, optimizer, total)}
+    optim = trainer.policy.optimizer_config
+    return {"over SkyRL's peak": engines.rates(optim, trainer.strategy, total, total)}
 
 
 def _our_rates(config: Any, file: File) -> Tensor:

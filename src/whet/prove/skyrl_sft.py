@@ -12,12 +12,13 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from whet.prove import given, schedules
+from whet.prove import given
+from whet.prove import skyrl_engines as engines
 from whet.prove.cases import Case
-from whet.prove.checks import Check, File, NotComparable, micro_batch, scalars
+from whet.prove.checks import Check, File, micro_batch, scalars
 from whet.prove.numbers import Numbers
 from whet.prove.peers import theirs
-from whet.prove.skyrl import FLOAT32, PPO, SCHEDULER
+from whet.prove.skyrl import FLOAT32, PPO
 from whet.types import Json
 
 CONFIG = "skyrl.train.config.sft_config:SFTConfig"
@@ -49,8 +50,15 @@ def checks(config: Any, file: File) -> Iterator[Check]:
         steps=partial(steps, config),
         steps_by=f"{TRAINER}._resolve_num_steps",
         rates=partial(rates, config),
-        rates_by=SCHEDULER,
+        rates_by=engines.scheduler(config.strategy),
         peak=float(config.optimizer_config.lr),
+        optimizer=partial(
+            engines.optimizer,
+            config.optimizer_config,
+            config.strategy,
+            config.megatron_config.optimizer_config_kwargs,
+        ),
+        optimizer_by=engines.optimizer_of(config.strategy),
         keys=("num_epochs",),
     )
     yield given.of_loss(file, "sft", theirs=partial(loss, config), called=LOSS, tolerance=FLOAT32)
@@ -78,19 +86,10 @@ def steps(config: Any, rows: int) -> int:
 
 
 def rates(config: Any, steps: int) -> Tensor:
-    """[steps] the factor of the learning rate in each, by the scheduler of SkyRL's FSDP strategy. Its length is what
-    SkyRL's trainer gives the workers: num_steps and max_training_steps, never num_epochs."""
-    if config.strategy == "megatron":
-        raise NotComparable("Megatron's scheduler needs Megatron-LM")
+    """[steps] the factor of the learning rate in each, by the scheduler of SkyRL's strategy. Its length is what SkyRL's
+    trainer gives the workers: num_steps and max_training_steps, never num_epochs."""
     limits = [n for n in (config.num_steps, config.max_training_steps) if n is not None]
-    optimizer, optim = schedules.dummy(), config.optimizer_config
-    scheduler = theirs("skyrl", SCHEDULER)(
-        optim.scheduler,
-        optimizer,
-        num_warmup_steps=optim.num_warmup_steps,
-        num_training_steps=min(limits, default=None),
-    )
-    return schedules.of_scheduler(scheduler, optimizer, steps)
+    return engines.rates(config.optimizer_config, config.strategy, min(limits, default=None), steps)
 
 
 def loss(config: Any, case: Case) -> Numbers:
