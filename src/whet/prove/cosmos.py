@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from whet.algos.segments import need
-from whet.prove import numbers, schedules
+from whet.prove import numbers, schedules, settings
 from whet.prove.cases import Case, case
 from whet.prove.checks import (
     Check,
@@ -34,6 +34,7 @@ GRPO = "cosmos_rl.policy.trainer.llm_trainer.grpo_trainer:compute_loss"
 ADVANTAGE = "cosmos_rl.dispatcher.algo.grpo:GRPO"
 STATUS = "cosmos_rl.dispatcher.status:PolicyStatusManager"
 SCHEDULERS = "cosmos_rl.policy.trainer.optm:build_lr_schedulers"
+OPTIMIZERS = "cosmos_rl.policy.trainer.optm:build_optimizers"
 FLOAT32 = 2e-6
 """Tolerance where Cosmos computes in float32."""
 
@@ -154,6 +155,8 @@ def checks(config: Any, file: File) -> Iterator[Check]:
         },
         keys=("train.optm_warmup_steps",),
     )
+    yield settings.optimizer(file, theirs=lambda: optimizer(config), called=OPTIMIZERS)
+    yield from _of_sampling(config, file)
     yield Check(
         what="advantage, grpo",
         called=ADVANTAGE,
@@ -179,6 +182,43 @@ def checks(config: Any, file: File) -> Iterator[Check]:
         cases=reachable(batches, file),
         tolerance=FLOAT32,
     )
+
+
+def optimizer(config: Any) -> Numbers:
+    """The optimizer that Cosmos builds. Its fused step is for a GPU's parameters; a norm of 0 or less is no limit."""
+    plain = config.model_copy(update={"train": config.train.model_copy(update={"optm_impl": "for-loop"})})
+    made = theirs("cosmos", OPTIMIZERS)([torch.nn.Linear(2, 2)], plain)
+    return settings.of_optimizer(made, max(config.train.optm_grad_norm_clip, 0.0))
+
+
+def _of_sampling(config: Any, file: File) -> Iterator[Check]:
+    """How replies are sampled. What an evaluation leaves open is as in training (`vLLMRollout` of
+    rollout/vllm_rollout/vllm_rollout.py, which cannot be built without vLLM)."""
+    sampled, held_out, rollout = config.rollout.sampling_config, config.validation, config.rollout
+
+    def drawn(tokens: int, replies: int, **given: float | None) -> Numbers:
+        names = ("temperature", "top_p", "top_k")
+        taken = {name: given[name] if given.get(name) is not None else getattr(sampled, name) for name in names}
+        return settings.drawn(**taken, tokens=tokens, replies=replies)  # type: ignore[arg-type]
+
+    yield settings.sampling(
+        file,
+        theirs=lambda: drawn(rollout.max_response_length, rollout.n_generation),
+        called=CONFIG,
+        prompt=None,
+    )
+    if file.plan.evaluates:
+        yield settings.evaluation(
+            file,
+            theirs=lambda: drawn(
+                held_out.max_response_length or rollout.max_response_length,
+                held_out.n_generation,
+                temperature=held_out.temperature,
+                top_p=held_out.top_p,
+                top_k=held_out.top_k,
+            ),
+            called=CONFIG,
+        )
 
 
 def _kl(made: Any, each: Case) -> Numbers:

@@ -49,6 +49,8 @@ def checks(config: Any, file: File) -> Iterator[Check]:
         rates=partial(cosmos.rates, train),
         rates_by=SCHEDULERS,
         peak=peak,
+        optimizer=partial(cosmos.optimizer, config),
+        optimizer_by=cosmos.OPTIMIZERS,
         keys=(
             "train.train_policy.dataloader_drop_last",
             "policy.parallelism.dp_shard_size",

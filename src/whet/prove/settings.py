@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -10,9 +10,11 @@ from whet.config.schema import SamplingConfig
 from whet.prove.checks import Check, File, scalars
 from whet.prove.numbers import Numbers
 
-def of_optimizer(made: torch.optim.Optimizer, largest_norm: float | None) -> Numbers:
-    """Of a peer's Adam over a matrix and a vector, with the norm that it clips gradients to; None or 0: it does not."""
-    by_size = {each.dim(): group for group in made.param_groups for each in group["params"]}
+def of_optimizer(made: Iterable[torch.optim.Optimizer], largest_norm: float | None) -> Numbers:
+    """Of a peer's Adam, or several, over a matrix and a vector, with the norm that it clips gradients to; None or 0:
+    it does not."""
+    groups = [group for each in made for group in each.param_groups]
+    by_size = {each.dim(): group for group in groups for each in group["params"]}
     matrix, vector = by_size[2], by_size[1]
     return adam(
         lr=matrix["lr"],

@@ -60,4 +60,4 @@ def optimizer(optim: Any, strategy: str, more: Mapping[str, Any]) -> Numbers:
         _fsdp_init_model=lambda model, **told: model, optimizer_config=optim, total_training_steps=1
     )
     _, made, _ = build(own, torch.nn.Linear(2, 2), None, None)
-    return settings.of_optimizer(made, optim.max_grad_norm)
+    return settings.of_optimizer([made], optim.max_grad_norm)

@@ -71,7 +71,10 @@ def _micro(config: Any) -> Numbers:
 
 
 def steps(config: Any, rows: int) -> int:
-    """The training steps that SkyRL's trainer counts for so many rows of data."""
+    """The training steps that SkyRL's trainer counts for so many rows of data. A trial run reads none
+    (`train_dummy`)."""
+    if config.dummy_run_full_ctx:
+        return int(config.dummy_run_max_steps)
     trainer = theirs("skyrl", TRAINER)
     own = SimpleNamespace(sft_cfg=config, collator=list)
     own.build_train_sampler = lambda tokenized: trainer.build_train_sampler(own, tokenized)
@@ -88,7 +91,8 @@ def steps(config: Any, rows: int) -> int:
 def rates(config: Any, steps: int) -> Tensor:
     """[steps] the factor of the learning rate in each, by the scheduler of SkyRL's strategy. Its length is what SkyRL's
     trainer gives the workers: num_steps and max_training_steps, never num_epochs."""
-    limits = [n for n in (config.num_steps, config.max_training_steps) if n is not None]
+    own = config.dummy_run_max_steps if config.dummy_run_full_ctx else config.num_steps
+    limits = [n for n in (own, config.max_training_steps) if n is not None]
     return engines.rates(config.optimizer_config, config.strategy, min(limits, default=None), steps)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -14,12 +15,12 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from whet.prove import given, numbers, schedules, verl
+from whet.prove import given, numbers, schedules, settings
+from whet.prove import verl_engines as engines
 from whet.prove.cases import Case, case, cases, in_pair_order
 from whet.prove.checks import (
     Check,
     File,
-    NotComparable,
     micro_batch,
     of_rows,
     our_micro_batch,
@@ -34,6 +35,7 @@ from whet.types import Json
 CONFIG = "trinity.common.config:Config"
 VALIDATORS = "trinity.common.config_validator"
 OPTIMIZER = "trinity.trainer.verl.config:_build_optimizer_config"
+READER = "trinity.buffer.reader.file_reader:_HFBatchReader"
 ALGORITHM = "trinity.algorithm"
 STAGES = ("stages",)
 """The key that tells how a stage inherits: its settings differ by that, its formulas do not."""
@@ -239,6 +241,7 @@ def _of_run(config: Any, file: File, *, replies: int) -> Iterator[Check]:
         },
         keys=STAGES,
     )
+    yield from _of_settings(config, file)
 
 
 def _sampled_as_old(case: Case) -> Case:
@@ -322,22 +325,57 @@ def _kl(lose: Any, each: Case, keys: Mapping[str, Json]) -> Numbers:
 
 
 def steps(config: Any, rows: int) -> int:
-    """The steps that the file gives."""
-    if config.buffer.total_steps:
-        return int(config.buffer.total_steps)
-    raise NotComparable("Trinity counts the steps of total_epochs while it opens the files")
+    """The steps that the file gives, or the batches that Trinity's reader gives of so many rows."""
+    buffer = config.buffer
+    if buffer.total_steps:
+        return int(buffer.total_steps)
+    kind = theirs("trinity", f"{ALGORITHM}:ALGORITHM_TYPE").get(config.algorithm.algorithm_type)
+    size = buffer.train_batch_size if kind.schema in ("sft", "dpo") else buffer.batch_size
+    reader = theirs("trinity", READER)(
+        range(rows), "rows", size, total_epochs=buffer.total_epochs, enable_progress_bar=False
+    )
+    for count in itertools.count():
+        try:
+            reader.read_batch(size)
+        except StopIteration:
+            break
+    return count
+
+
+def _optim(config: Any, total: int) -> dict[str, Any]:
+    """The section that Trinity gives verl's engine."""
+    strategy = config.trainer.trainer_strategy
+    return theirs("trinity", OPTIMIZER)(config.algorithm.optimizer, strategy, total)  # type: ignore[no-any-return]
 
 
 def rates(config: Any, steps: int) -> Tensor:
     """[steps] the factor of the learning rate, by verl's scheduler with the options that Trinity gives it."""
-    strategy = config.trainer.trainer_strategy
-    if strategy == "megatron":
-        raise NotComparable("Megatron's scheduler needs Megatron-LM")
-    optim = theirs("trinity", OPTIMIZER)(
-        config.algorithm.optimizer, strategy, config.buffer.total_steps or steps
+    total = config.buffer.total_steps or steps
+    return engines.rates(_optim(config, total), config.trainer.trainer_strategy, total, steps, "trinity")
+
+
+def _of_settings(config: Any, file: File) -> Iterator[Check]:
+    """The optimizer, and how replies are sampled, by the first training set and the first held-out one."""
+    yield settings.optimizer(
+        file,
+        theirs=lambda: engines.optimizer(_optim(config, 1), config.trainer.trainer_strategy, "trinity"),
+        called=OPTIMIZER,
+        keys=(*STAGES, "algorithm.optimizer.betas"),
     )
-    optimizer = schedules.dummy()
-    scheduler = theirs("trinity", verl.ENGINE)._build_lr_scheduler(
-        SimpleNamespace(optimizer_config=SimpleNamespace(**optim), rank=1), optimizer
+    explorer = config.buffer.explorer_input
+    for row, sets in ((settings.sampling, explorer.tasksets), (settings.evaluation, explorer.eval_tasksets)):
+        if not sets or (row is settings.evaluation and not file.plan.evaluates):
+            continue
+        limit = {"prompt": config.model.max_prompt_tokens} if row is settings.sampling else {}
+        yield row(file, theirs=partial(_drawn, sets[0]), called=f"{VALIDATORS}:BufferConfigValidator", **limit)
+
+
+def _drawn(tasks: Any) -> Numbers:
+    asked = tasks.rollout_args
+    return settings.drawn(
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        tokens=asked.max_tokens,
+        replies=tasks.repeat_times,
     )
-    return schedules.of_scheduler(scheduler, optimizer, steps)

@@ -67,16 +67,19 @@ def engine(strategy: str) -> Engine:
     return ENGINES[strategy]
 
 
-def read(optim: Mapping[str, Any], strategy: str, total: int) -> Any:
-    """verl's own reading of the section `optim`, which knows former names of keys, for a run of `total` steps."""
-    section = theirs("verl", f"{CONFIGS}:{engine(strategy).section}")
+def read(optim: Mapping[str, Any], strategy: str, total: int, peer: str = "verl") -> Any:
+    """verl's own reading of the section `optim`, which knows former names of keys, for a run of `total` steps. peer: who
+    uses verl's engines."""
+    section = theirs(peer, f"{CONFIGS}:{engine(strategy).section}")
     known = {each.name for each in fields(section)}
     return section(**{**{k: v for k, v in optim.items() if k in known}, "total_training_steps": total})
 
 
-def rates(optim: Mapping[str, Any], strategy: str, total: int, steps: int) -> Tensor:
+def rates(
+    optim: Mapping[str, Any], strategy: str, total: int, steps: int, peer: str = "verl"
+) -> Tensor:
     """[steps] the learning rate as a fraction of its peak, by the scheduler of a run of `total` steps."""
-    told, called = read(optim, strategy, total), theirs("verl", engine(strategy).scheduler)
+    told, called = read(optim, strategy, total, peer), theirs(peer, engine(strategy).scheduler)
     optimizer = schedules.dummy(told.lr)
     if not engine(strategy).path:
         scheduler = called(optimizer, told)
@@ -85,9 +88,9 @@ def rates(optim: Mapping[str, Any], strategy: str, total: int, steps: int) -> Te
     return schedules.of_scheduler(scheduler, optimizer, steps) / told.lr
 
 
-def optimizer(optim: Mapping[str, Any], strategy: str) -> Numbers:
+def optimizer(optim: Mapping[str, Any], strategy: str, peer: str = "verl") -> Numbers:
     """The optimizer's numbers. Megatron-LM itself has no weight decay of vectors."""
-    told, called = read(optim, strategy, 1), theirs("verl", engine(strategy).optimizer)
+    told, called = read(optim, strategy, 1, peer), theirs(peer, engine(strategy).optimizer)
     if not engine(strategy).path:
         made = called(told)
         return settings.adam(
@@ -100,4 +103,4 @@ def optimizer(optim: Mapping[str, Any], strategy: str) -> Numbers:
         )
     module = torch.nn.Linear(2, 2)
     made = called(SimpleNamespace(optimizer_config=told), module)
-    return settings.of_optimizer(made, told.clip_grad)
+    return settings.of_optimizer([made], told.clip_grad)
