@@ -15,6 +15,7 @@ from typing import Any
 from whet.config.load import Loaded
 from whet.config.plan import plans
 from whet.config.screen import show
+from whet.dialects.translate import Translation
 from whet.dialects.versions import VERSIONS
 from whet.prove import cosmos, cosmos_sft, peers, skyrl, skyrl_sft, trinity, verl, verl_sft
 from whet.prove.checks import (
@@ -121,10 +122,9 @@ def prove(loaded: Loaded) -> Proof:
     if made is None:
         raise ConfigError(f"--prove: {loaded.file} is a native file; expected one of another system")
     peer = require(made.dialect)
-    told = {line.key: line.differs for line in made.lines if line.differs}
     title = f"{loaded.file}: read as {peer} {made.version}, compared with {peers.PACKAGES[peer]} {peers.version(peer)}"
     with _quiet():
-        results = tuple(_results(SYSTEMS[made.dialect], made.foreign, _files(loaded), told))
+        results = tuple(_results(SYSTEMS[made.dialect], made, _files(loaded)))
     return Proof(title=title, results=results)
 
 
@@ -143,10 +143,10 @@ def _file(loaded: Loaded, number: int) -> File:
     return File(config=loaded.stages[number], plan=plans(loaded, here=False)[number], steps=steps)
 
 
-def _results(
-    system: System, tree: Mapping[str, Json], files: Mapping[str, File], told: Mapping[str, str]
-) -> Iterator[Compared]:
+def _results(system: System, made: Translation, files: Mapping[str, File]) -> Iterator[Compared]:
     """The rows of all stages, one stage after the other; of several each row has its stage's name."""
+    told = {line.key: line.differs for line in made.lines if line.differs}
+    tree = made.foreign
     package = f"{peers.PACKAGES[system.peer]} {peers.version(system.peer)}"
     try:
         peers.prepared(system.peer)
@@ -155,8 +155,8 @@ def _results(
     except Exception as e:  # noqa: BLE001  (the peer's code may raise anything)
         yield Compared(what="all", status=NOT_COMPARED, told=f"{package} raised {type(e).__name__}: {e}")
         return
-    if unknown:
-        yield Compared(what="keys", status=NOT_COMPARED, told=f"{package} does not have {_listed(unknown)}")
+    if read := [key for key in unknown if _counts(key, made)]:
+        yield Compared(what="keys", status=NOT_COMPARED, told=f"{package} does not have {_listed(read)}")
     if len(stages) != len(files):
         yield Compared(what="stages", status=DIFFERS, theirs=str(len(stages)), ours=str(len(files)))
         return
@@ -164,6 +164,12 @@ def _results(
         of = f"{name}: " if len(files) > 1 else ""
         for result in _of_stage(system, theirs, file, told, package):
             yield replace(result, what=of + result.what)
+
+
+def _counts(key: str, made: Translation) -> bool:
+    """Whether a key, or one below it, has a say in whet's config; of a key without a line that is not known."""
+    of = [line for line in made.lines if line.key == key or line.key.startswith(f"{key}.")]
+    return not of or any(line.native for line in of)
 
 
 def _of_stage(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from whet.prove import numbers, schedules
 from whet.prove import settings as settings_of
+from whet.prove import verl_distillation as distillation
 from whet.prove import verl_engines as engines
 from whet.prove.cases import Case, case
 from whet.prove.checks import (
@@ -194,8 +195,8 @@ READ_IF_GIVEN: Json = {
 """Keys that verl's code reads where a file has them, and its defaults have not; a list of Hydra's, and its choice of
 an engine."""
 
-FREE = "override_transformer_config"
-"""The name of sections that hold what Megatron-LM calls its own options."""
+FREE = ("override_transformer_config", "turbo_config", "teacher_models")
+"""Names of sections with the options of another program, or with names of a user."""
 
 
 @cache
@@ -211,7 +212,7 @@ def freed(tree: Any) -> Any:
     """The tree with free sections empty, which then hold any key."""
     if not isinstance(tree, dict):
         return tree
-    return {key: {} if key == FREE else freed(value) for key, value in tree.items()}
+    return {key: {} if key in FREE else freed(value) for key, value in tree.items()}
 
 
 def joined(one: Any, other: Any) -> Any:
@@ -309,6 +310,9 @@ def _of_formulas(config: DictConfig, keys: dict[str, Json], file: File) -> Itera
     parts = len(keys.get("algorithm.gdpo_reward_keys") or (1, 1))  # type: ignore[arg-type]
     batches = [case(kind, 0, sizes=[group] * 4, parts=parts) for kind in ("one turn", "far apart")]
     estimator, mode = str(keys["algorithm.adv_estimator"]), str(keys[f"{ACTOR}policy_loss.loss_mode"])
+    if distillation.enabled(config):
+        yield from distillation.checks(config, file, lambda each: actor(keys, each), batches)
+        return
     estimate = theirs("verl", f"{CORE}:get_adv_estimator_fn")(estimator)
     if keys.get("algorithm.rollout_correction.bypass_mode"):
         mode = "bypass_mode"
@@ -433,7 +437,13 @@ def update_of(config: DictConfig) -> Numbers:
     worker = SimpleNamespace(update_actor=update_actor)
     try:
         trainer._update_actor(
-            SimpleNamespace(config=config, actor_rollout_wg=worker, use_prefix_grouper=False), batch
+            SimpleNamespace(
+                config=config,
+                actor_rollout_wg=worker,
+                use_prefix_grouper=False,
+                distillation_config=SimpleNamespace(distillation_loss=distillation.section(config)),
+            ),
+            batch,
         )
     except _Seen:
         return scalars(

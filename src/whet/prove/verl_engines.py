@@ -29,7 +29,7 @@ class Engine:
     path: str
     """The engine's class; empty: Megatron's, which is made by functions."""
     defaults: str
-    """verl's file of the defaults of a whole config, and the names of the groups `optim` and `engine` in others."""
+    """The name of verl's default files for it."""
 
     @property
     def scheduler(self) -> str:
@@ -50,6 +50,7 @@ FSDP = Engine(
 ENGINES: Mapping[str, Engine] = {
     "fsdp": FSDP,
     "fsdp2": FSDP,
+    "fsdp_turbo": FSDP,  # with kernels of its own
     "megatron": Engine(section="McoreOptimizerConfig", path="", defaults="megatron"),
     "veomni": Engine(
         section="VeOmniOptimizerConfig",
