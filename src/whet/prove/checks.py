@@ -192,6 +192,44 @@ def some_rows(plan: Plan) -> list[int]:
     return [tasks, 2 * tasks + 1, 7 * tasks - 1, 50 * tasks]
 
 
+def of_rates(
+    file: File,
+    *,
+    theirs: Callable[[int], Tensor],
+    ours: Callable[[int], Tensor],
+    called: str,
+    name: str = "learning rate of each step",
+    keys: tuple[str, ...] = (),
+    short_keys: tuple[str, ...] = (),
+) -> Iterator[Check]:
+    """The learning rates of a run that goes beyond its warm-up, by the rows of its data. short_keys: those whose told
+    differences show only in a run within its warm-up; such a one has a row of its own."""
+
+    def row(rows: int, what: str, keys: tuple[str, ...]) -> Check:
+        return Check(
+            what=what,
+            called=called,
+            theirs=lambda _: {"over the peak": theirs(rows)},
+            ours=lambda _: {"over the peak": ours(rows)},
+            keys=keys,
+        )
+
+    schedule, short = file.plan.optimizer.schedule, some_rows(file.plan)[2]
+    rows = _past_the_warmup(file, short)
+    within = file.steps(rows) <= (schedule.warmup_steps or 0)
+    yield row(rows, name, keys + (short_keys if within else ()))
+    if short_keys and rows != short:
+        yield row(short, f"{name}, a run within its warm-up", short_keys)
+
+
+def _past_the_warmup(file: File, rows: int) -> int:
+    """So many rows, or as many as take a run well beyond its warm-up, if any do."""
+    warm = 3 * (file.plan.optimizer.schedule.warmup_steps or 0)
+    while file.steps(rows) < warm and file.steps(2 * rows) > file.steps(rows):
+        rows *= 2
+    return rows
+
+
 def table(title: str, results: Sequence[Compared]) -> Table:
     """For a terminal."""
     out = Table(title=escape(title), title_justify="left", show_lines=False, expand=False)

@@ -18,11 +18,11 @@ from whet.prove.checks import (
     Check,
     File,
     micro_batch,
+    of_rates,
     of_rows,
     our_micro_batch,
     reachable,
     scalars,
-    some_rows,
 )
 from whet.prove.numbers import Numbers
 from whet.prove.peers import theirs
@@ -143,17 +143,15 @@ def checks(config: Any, file: File) -> Iterator[Check]:
         theirs=lambda _: of_rows(partial(steps, config), plan),
         ours=lambda _: of_rows(lambda rows: file.steps(rows) * together, plan),
     )
-    yield Check(
-        what="learning rate of each step",
+    yield from of_rates(
+        file,
+        theirs=lambda rows: rates(train, steps(config, rows)),
+        ours=lambda rows: schedules.of_updates(plan, file.steps(rows))[
+            :: plan.minibatches * plan.passes // together
+        ]
+        / _peak(train),
         called=SCHEDULERS,
-        theirs=lambda _: {"over Cosmos's peak": rates(train, steps(config, some_rows(plan)[2]))},
-        ours=lambda _: {
-            "over Cosmos's peak": schedules.of_updates(plan, file.steps(some_rows(plan)[2]))[
-                :: plan.minibatches * plan.passes // together
-            ]
-            / _peak(train)
-        },
-        keys=("train.optm_warmup_steps",),
+        short_keys=("train.optm_warmup_steps",),
     )
     yield settings.optimizer(file, theirs=lambda: optimizer(config), called=OPTIMIZERS)
     yield from _of_sampling(config, file)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from whet.prove import numbers, schedules, settings
 from whet.prove.cases import Case, case
-from whet.prove.checks import Check, File, of_rows, our_micro_batch, scalars, some_rows
+from whet.prove.checks import Check, File, of_rates, of_rows, our_micro_batch, scalars
 from whet.prove.numbers import Numbers
 
 
@@ -30,7 +30,6 @@ def of_run(
     """Sizes, steps and learning rates. Of the peer: the rows of a step with what bounds a micro-batch, the training
     steps for so many rows, the factor of the learning rate in each of so many steps, the peak, and the optimizer
     (`settings.adam`); each with what is called for it. keys, rate_keys: those whose documented differences show in the number of steps, in the rates."""
-    total = file.steps(some_rows(file.plan)[2])
     yield Check(
         what="batches",
         called=batches_by,
@@ -44,12 +43,12 @@ def of_run(
         ours=lambda _: of_rows(file.steps, file.plan),
         keys=keys,
     )
-    yield Check(
-        what="learning rate of each step",
+    yield from of_rates(
+        file,
+        theirs=lambda rows: rates(file.steps(rows)),
+        ours=lambda rows: schedules.of_steps(file.plan, file.steps(rows)) / peak,
         called=rates_by,
-        theirs=lambda _: {"over the peak": rates(total)},
-        ours=lambda _: {"over the peak": schedules.of_steps(file.plan, total) / peak},
-        keys=rate_keys,
+        short_keys=rate_keys,
     )
     yield settings.optimizer(file, theirs=optimizer, called=optimizer_by)
 

@@ -23,11 +23,11 @@ from whet.prove.checks import (
     Check,
     File,
     micro_batch,
+    of_rates,
     of_rows,
     our_batches,
     reachable,
     scalars,
-    some_rows,
 )
 from whet.prove.numbers import Numbers
 from whet.prove.peers import theirs
@@ -147,11 +147,12 @@ def checks(config: Any, file: File) -> Iterator[Check]:
         ours=lambda _: of_rows(file.steps, file.plan),
         keys=("trainer.num_dummy_steps",),
     )
-    yield Check(
-        what="learning rate of each optimizer step",
+    yield from of_rates(
+        file,
+        theirs=partial(rates, config),
+        ours=partial(_our_rates, config, file),
         called=engines.scheduler(trainer.strategy),
-        theirs=lambda _: rates(config, file),
-        ours=lambda _: {"over SkyRL's peak": _our_rates(config, file)},
+        name="learning rate of each optimizer step",
     )
     yield from _of_settings(config, file)
     yield Check(
@@ -313,16 +314,15 @@ def steps(config: Any, rows: int) -> int:
     return int(own.total_training_steps)
 
 
-def rates(config: Any, file: File) -> Numbers:
+def rates(config: Any, rows: int) -> Tensor:
     """The learning rate of each optimizer step, by the scheduler that SkyRL's strategy gets."""
     trainer = config.trainer
     updates = trainer.train_batch_size // trainer.policy_mini_batch_size * trainer.update_epochs_per_batch
-    total = steps(config, some_rows(file.plan)[2]) * updates
-    optim = trainer.policy.optimizer_config
-    return {"over SkyRL's peak": engines.rates(optim, trainer.strategy, total, total)}
+    total = steps(config, rows) * updates
+    return engines.rates(trainer.policy.optimizer_config, trainer.strategy, total, total)
 
 
-def _our_rates(config: Any, file: File) -> Tensor:
-    return schedules.of_updates(file.plan, file.steps(some_rows(file.plan)[2])) / float(
+def _our_rates(config: Any, file: File, rows: int) -> Tensor:
+    return schedules.of_updates(file.plan, file.steps(rows)) / float(
         config.trainer.policy.optimizer_config.lr
     )

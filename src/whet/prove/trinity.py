@@ -22,11 +22,11 @@ from whet.prove.checks import (
     Check,
     File,
     micro_batch,
+    of_rates,
     of_rows,
     our_micro_batch,
     reachable,
     scalars,
-    some_rows,
 )
 from whet.prove.numbers import Numbers
 from whet.prove.peers import theirs
@@ -231,14 +231,11 @@ def _of_run(config: Any, file: File, *, replies: int) -> Iterator[Check]:
         ours=lambda _: of_rows(file.steps, file.plan),
         keys=STAGES,
     )
-    yield Check(
-        what="learning rate of each step",
+    yield from of_rates(
+        file,
+        theirs=lambda rows: rates(config, file.steps(rows)),
+        ours=lambda rows: schedules.of_steps(file.plan, file.steps(rows)) / chosen.optimizer.lr,
         called=OPTIMIZER,
-        theirs=lambda _: {"over Trinity's peak": rates(config, file.steps(some_rows(file.plan)[2]))},
-        ours=lambda _: {
-            "over Trinity's peak": schedules.of_steps(file.plan, file.steps(some_rows(file.plan)[2]))
-            / chosen.optimizer.lr
-        },
         keys=STAGES,
     )
     yield from _of_settings(config, file)

@@ -26,11 +26,11 @@ from whet.prove.checks import (
     File,
     NotComparable,
     micro_batch,
+    of_rates,
     of_rows,
     our_batches,
     reachable,
     scalars,
-    some_rows,
 )
 from whet.prove.numbers import Numbers
 from whet.prove.peers import theirs
@@ -284,11 +284,11 @@ def _of_run(config: DictConfig, file: File) -> Iterator[Check]:
         theirs=lambda _: of_rows(partial(steps, config), file.plan),
         ours=lambda _: of_rows(file.steps, file.plan),
     )
-    yield Check(
-        what="learning rate of each step",
+    yield from of_rates(
+        file,
+        theirs=partial(rates, config),
+        ours=partial(_our_rates, config, file),
         called=engine.scheduler,
-        theirs=lambda _: rates(config, some_rows(file.plan)[2]),
-        ours=lambda _: {"over verl's peak": _our_rates(config, file)},
         keys=("trainer.critic_warmup",),
     )
     yield settings_of.optimizer(
@@ -470,10 +470,10 @@ def _loaded(config: DictConfig, rows: int) -> Any:
     return own
 
 
-def rates(config: DictConfig, rows: int) -> Numbers:
+def rates(config: DictConfig, rows: int) -> Tensor:
     """The learning rate of each step, by the scheduler of verl's engine."""
     total, of = int(_loaded(config, rows).total_training_steps), config.actor_rollout_ref.actor
-    return {"over verl's peak": engines.rates(of.optim, of.strategy, total, steps(config, rows))}
+    return engines.rates(of.optim, of.strategy, total, steps(config, rows))
 
 
 def drawn(config: DictConfig, *, validate: bool) -> Numbers:
@@ -494,9 +494,9 @@ def drawn(config: DictConfig, *, validate: bool) -> Numbers:
     )
 
 
-def _our_rates(config: DictConfig, file: File) -> Tensor:
+def _our_rates(config: DictConfig, file: File, rows: int) -> Tensor:
     plan = file.plan
-    each = schedules.of_updates(plan, file.steps(some_rows(plan)[2])).view(-1, plan.minibatches * plan.passes)
+    each = schedules.of_updates(plan, file.steps(rows)).view(-1, plan.minibatches * plan.passes)
     if not torch.equal(each, each[:, :1].expand_as(each)):
         raise NotComparable("whet's learning rate changes within a training step, verl's does not")
     return each[:, 0] / float(config.actor_rollout_ref.actor.optim.lr)

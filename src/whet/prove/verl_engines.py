@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from whet.prove.peers import theirs
 
 CONFIGS = "verl.workers.config.optimizer"
 MEGATRON = "verl.utils.megatron.optimizer"
+MEGATRON_OPTIONS = "megatron.core.optimizer.optimizer_config"
 MEGATRON_SCHEDULER = f"{MEGATRON}:get_megatron_optimizer_param_scheduler"
 
 
@@ -93,7 +95,8 @@ def optimizer(optim: Mapping[str, Any], strategy: str, peer: str = "verl") -> Nu
     """The optimizer's numbers. Megatron-LM itself has no weight decay of vectors."""
     told, called = read(optim, strategy, 1, peer), theirs(peer, engine(strategy).optimizer)
     if not engine(strategy).path:
-        made = called(told)
+        with mock.patch(f"{MEGATRON_OPTIONS}.is_te_min_version", return_value=True):  # where moments are kept
+            made = called(told)
         return settings.adam(
             lr=made.lr,
             betas=(made.adam_beta1, made.adam_beta2),
