@@ -37,6 +37,10 @@ VALIDATORS = "trinity.common.config_validator"
 OPTIMIZER = "trinity.trainer.verl.config:_build_optimizer_config"
 READER = "trinity.buffer.reader.file_reader:_HFBatchReader"
 ALGORITHM = "trinity.algorithm"
+FORMULAS = ("advantage_fn_args", "policy_loss_fn_args", "kl_loss_fn", "kl_loss_fn_args", "loss_agg_mode")
+"""Of the section of the algorithm, what the formulas read."""
+READS_ENTROPY = ("clipb", "clipv")
+"""Advantages that read the model's entropy at each token."""
 STAGES = ("stages",)
 """The key that tells how a stage inherits: its settings differ by that, its formulas do not."""
 FLOAT32 = 2e-6
@@ -97,13 +101,16 @@ def by_group(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
 def loss(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
     """The policy loss as the class computes it, plus the KL in the loss. The engine's log-probs are the ratio's
     denominator, as `rollout_correction` has it by default (bypass_mode: True)."""
-    function = made(**arguments(made, keys, "policy_loss_fn"))
+    expert_R = case.batch.expert_R
+    function = made(**arguments(made, keys, "policy_loss_fn") | ({} if expert_R is None else _shares(expert_R)))
     logp = case.padded(case.logp_N).requires_grad_()
     tensors: dict[str, Tensor] = {
         "old_logprob": case.padded(case.batch.logp_sample_N),
         "action_mask": case.mask,
         "advantages": case.padded(case.batch.adv_N if case.batch.adv_N is not None else case.logp_N),
     }
+    if expert_R is not None:
+        tensors |= {"expert_mask": expert_R, "step": torch.ones(len(expert_R))}
     total, _ = function(logp, **tensors)
     if keys.get("algorithm.kl_loss_fn", "none") != "none":
         kinds = {
@@ -117,11 +124,29 @@ def loss(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
         kl = theirs("trinity", f"trinity.algorithm.kl_fn.kl_fn:{kinds[str(keys['algorithm.kl_loss_fn'])]}")(
             **dict(keys["algorithm.kl_loss_fn_args"])
         )
-        mode = function.loss_agg_mode
+        mode = getattr(function, "loss_agg_mode", None) or keys.get("algorithm.loss_agg_mode") or "token-mean"
         ref, old = case.padded(case.batch.logp_ref_N), tensors["old_logprob"]
         total = total + kl.calculate_kl_loss(logp, ref, case.mask, mode, old)[0]
     total.backward()
     return {"loss": total.detach(), "grad": logp.grad}
+
+
+def _shares(expert_R: Tensor) -> dict[str, Any]:
+    """The sizes of a batch, which a mix's loss divides by, for one whole batch on one device."""
+    given = int(expert_R.sum())
+    return {
+        "use_dynamic_bsz": True,
+        "ppo_mini_batch_size": len(expert_R),
+        "ngpus_trainer": 1,
+        "train_batch_size_usual": len(expert_R) - given,
+        "train_batch_size_expert": given,
+    }
+
+
+def _with_experts(case: Case) -> Case:
+    """The replies of the last group are given, not sampled."""
+    expert_R = case.batch.group_R == case.batch.group_R.max()
+    return replace(case, batch=replace(case.batch, expert_R=expert_R))
 
 
 def pair_loss(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
@@ -251,7 +276,7 @@ def _of_formulas(config: Any, file: File) -> Iterator[Check]:
     chosen = config.algorithm
     keys = {
         f"algorithm.{name}": getattr(chosen, name)
-        for name in ("advantage_fn_args", "policy_loss_fn_args", "kl_loss_fn", "kl_loss_fn_args")
+        for name in FORMULAS
     }
     group = min(file.plan.group_size, 8)
     batches = [case("one turn", seed, sizes=[group] * 4) for seed in (0, 1)]
@@ -260,10 +285,16 @@ def _of_formulas(config: Any, file: File) -> Iterator[Check]:
     lose = theirs("trinity", f"{ALGORITHM}:POLICY_LOSS_FN").get(chosen.policy_loss_fn)
     # whet's norm is the longest reply that may be, Trinity's that of the batch
     shown = ("algorithm.loss_agg_mode",) if chosen.loss_agg_mode == "seq-mean-token-sum-norm" else ()
-    bypass = (chosen.rollout_correction or {}).get("bypass_mode", True)
+    bypass = _bypass(config)
+    learned = [each if bypass else _recomputed(each) for each in reachable(batches, file)]
+    if file.config.algorithm.mix is not None:
+        learned = [_with_experts(each) for each in learned]
     yield Check(
         what=f"advantage, {chosen.advantage_fn}",
         called=f"{estimate.__module__}:{estimate.__name__}",
+        refused="it reads the model's entropy (a row of make test-peers does, too)"
+        if chosen.advantage_fn in READS_ENTROPY
+        else "",
         theirs=lambda each: (in_trainer if kind.compute_advantage_in_trainer else by_group)(
             estimate, _sampled_as_old(each) if bypass else each, keys
         ),
@@ -274,7 +305,7 @@ def _of_formulas(config: Any, file: File) -> Iterator[Check]:
     yield Check(
         what=f"KL in the loss, {chosen.kl_loss_fn}",
         called="trinity.algorithm.kl_fn.kl_fn",
-        theirs=lambda each: _kl(lose, each, keys),
+        theirs=lambda each: _kl(each, keys),
         ours=lambda each: numbers.kl_in_loss(file.config, each),
         cases=batches,
         keys=(*shown,),
@@ -297,13 +328,25 @@ def _of_formulas(config: Any, file: File) -> Iterator[Check]:
     yield Check(
         what=f"loss and gradient, {chosen.policy_loss_fn}, without the KL",
         called=f"{lose.__module__}:{lose.__name__}",
-        refused="" if bypass else "Trinity's trainer computes the log-probs anew (bypass_mode: false)",
         theirs=lambda each: loss(lose, each, {**keys, "algorithm.kl_loss_fn": "none"}),
         ours=lambda each: numbers.bare_loss(file.config, each),
-        cases=reachable(batches, file),
+        cases=learned,
         keys=(*shown, "algorithm.policy_loss_fn"),
         tolerance=EPS,
     )
+
+
+def _bypass(config: Any) -> bool:
+    """Whether the engine's log-probs are the old ones; of the two sections that may say it, the trainer's own counts
+    with a verl before 0.8."""
+    told = config.algorithm.rollout_correction or {}
+    own = (config.trainer.trainer_config or {}).get("algorithm") or {}
+    return bool({"bypass_mode": True, **(own.get("rollout_correction") or {}), **told}["bypass_mode"])
+
+
+def _recomputed(case: Case) -> Case:
+    """Without bypass_mode Trinity's old log-probs are those of the trainer before the step."""
+    return replace(case, batch=replace(case.batch, logp_sample_N=case.batch.logp_old_N))
 
 
 def _penalises(chosen: Any) -> bool:
@@ -316,9 +359,13 @@ def _entropy(chosen: Any) -> float:
     return float((chosen.entropy_loss_fn_args or {}).get("entropy_coef", 0.0))
 
 
-def _kl(lose: Any, each: Case, keys: Mapping[str, Json]) -> Numbers:
-    bare = {**keys, "algorithm.kl_loss_fn": "none"}
-    return numbers.apart(loss(lose, each, keys), loss(lose, each, bare))
+def _kl(each: Case, keys: Mapping[str, Json]) -> Numbers:
+    """Beside the loss of PPO, averaged as the file's."""
+    plain = theirs("trinity", f"{ALGORITHM}:POLICY_LOSS_FN").get("ppo")
+    mode = keys.get("algorithm.loss_agg_mode") or "token-mean"
+    told = {**keys, "algorithm.policy_loss_fn_args": {"loss_agg_mode": mode}}
+    bare = {**told, "algorithm.kl_loss_fn": "none"}
+    return numbers.apart(loss(plain, each, told), loss(plain, each, bare))
 
 
 def steps(config: Any, rows: int) -> int:
