@@ -45,6 +45,11 @@ class Train(BaseModel):
     train_batch_per_replica: int = 8
     optm_lr: float = 1e-6
     optm_warmup_steps: int = 20
+    optm_betas: tuple[float, float] = (0.9, 0.999)
+    optm_weight_decay: float = 0.01
+    optm_grad_norm_clip: float = 1.0
+    optm_impl: str = "fused"
+    epsilon: float = 1e-6
 
 class Parallelism(BaseModel):
     n_init_replicas: int = 1
@@ -60,12 +65,22 @@ class Policy(BaseModel):
 class Distillation(BaseModel):
     enable: bool = False
 
+class Sampling(BaseModel):
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+
 class Rollout(BaseModel):
     n_generation: int = 16
     max_response_length: int = 2048
+    sampling_config: Sampling = Sampling()
+
+class Validation(BaseModel):
+    enable: bool = False
 
 class Config(BaseModel):
     train: Train = Train()
+    validation: Validation = Validation()
     policy: Policy = Policy()
     rollout: Rollout = Rollout()
     distillation: Distillation = Distillation()
@@ -127,7 +142,14 @@ class SFTPolicyWorker:
 '''
 
 SCHEDULER = """
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
+
+def build_optimizers(parts, config):
+    train = config.train
+    assert train.optm_impl == "for-loop"
+    told = {"lr": train.optm_lr, "betas": train.optm_betas, "eps": train.epsilon}
+    return [AdamW(part.parameters(), weight_decay=train.optm_weight_decay, **told) for part in parts]
 
 def build_lr_schedulers(optimizers, config, steps):
     warmup = config.train.optm_warmup_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def test_a_file_that_means_the_same_is_equal_in_every_row(tmp_path: Path) -> Non
     status, rows, said = prove(tmp_path)
     assert set(rows.values()) == {"equal"}, said
     assert {"batches", "training steps", "learning rate of each step", "advantage, grpo"} <= set(rows)
+    assert {"optimizer", "sampling"} <= set(rows)
     assert "compared with cosmos-rl 0.4.7" in said
     # 128 rollouts of the file's 32 a step, 4 a task: 8 tasks; 1, 17 // 8, 55 // 8 and 50 steps, 40 at most
     assert "steps 1 2 6 40" in said
@@ -65,6 +67,7 @@ def test_what_differs_and_what_cannot_be_compared_fails(tmp_path: Path) -> None:
         "raise OSError('no disk')", encoding="utf-8"
     )
     text = cosmos_double.FILE.replace("[rollout]\n", "[rollout]\nbackend = 'vllm'\n")
+    text = text.replace("[policy]\n", "[policy]\nenable_liger_kernel = true\n")  # has no say
     status, rows, said = prove(tmp_path, text=text)
     assert "differs: train.train_policy.loss_type" in said
     assert rows[LOSS].startswith("DIFFERS: by up to"), said
@@ -72,6 +75,31 @@ def test_what_differs_and_what_cannot_be_compared_fails(tmp_path: Path) -> None:
     assert rows["training steps"].startswith("not compared: OSError: no disk (status.py:1)")
     assert (rows["batches"], rows["advantage, grpo"]) == ("equal", "equal")
     assert status == 1
+
+
+def test_settings_that_differ_are_seen(tmp_path: Path) -> None:
+    """The double's optimizer has no weight decay of its own, and its sampling another temperature."""
+    cosmos_double.write(tmp_path)
+    for path, mine, other in (
+        ("policy/trainer/optm.py", "weight_decay=train.optm_weight_decay", "weight_decay=0.0"),
+        ("policy/config.py", "temperature: float = 1.0", "temperature: float = 0.7"),
+    ):
+        file = tmp_path / "cosmos_rl" / path
+        file.write_text(file.read_text(encoding="utf-8").replace(mine, other), encoding="utf-8")
+    status, rows, said = prove(tmp_path)
+    assert rows["optimizer"].startswith("DIFFERS: by up to 0.01"), said
+    assert rows["sampling"].startswith("DIFFERS: by up to 0.3"), said
+    assert (rows["batches"], status) == ("equal", 1)
+
+
+def test_a_run_within_its_warmup_has_a_row_of_its_own(tmp_path: Path) -> None:
+    """Seven steps of a warm-up of 20: the double's rates rise over all of it, as whet's do, and beyond it, too."""
+    cosmos_double.write(tmp_path)
+    told = ("train.optm_warmup_steps=20", "train.max_num_steps=100")
+    status, rows, said = prove(tmp_path, *told)
+    assert rows["learning rate of each step"] == "equal", said
+    assert rows["learning rate of each step, a run within its warm-up"] == "equal", said
+    assert status == 0
 
 
 def test_a_file_for_sft(tmp_path: Path) -> None:
@@ -119,7 +147,8 @@ def test_each_stage_is_held_against_its_own(tmp_path: Path, monkeypatch: pytest.
             stages=lambda config: config,
         )
         files = proof._files(loaded)
-        return [(result.what, result.status) for result in proof._results(system, {}, files, {})]
+        made = replace(loaded.translation, foreign={}, lines=())
+        return [(result.what, result.status) for result in proof._results(system, made, files)]
 
     assert rows((40, 20)) == [("sft_warmup: x", checks.EQUAL), ("rft: x", checks.EQUAL)]
     assert rows((40, 30)) == [("sft_warmup: x", checks.EQUAL), ("rft: x", checks.DIFFERS)]

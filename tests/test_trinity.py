@@ -41,6 +41,7 @@ from whet.dialects.trinity.values import (
     repeat_times,
 )
 from whet.dialects.values import nested
+from whet.dialects.versions import VERSION
 from whet.models.load import build, export
 from whet.types import ConfigError, Json
 
@@ -712,13 +713,16 @@ def test_the_critic_starts_as_the_policy_unless_it_has_a_folder() -> None:
 
 
 def test_budgets_of_each_model() -> None:
-    """Each holds twice max_model_len = 2 * 30 at least; a critic there is in ppo alone."""
+    """Each holds twice max_model_len = 2 * 30 at least, but for the trainer's own from 0.6.0 on; a critic there is in
+    ppo alone."""
     sizes: dict[str, Json] = {"model__max_prompt_tokens": 10, "model__max_response_tokens": 20}
     assert trainer.micro(grpo(**sizes)) == {"train.micro_batch_tokens": 60}
     assert trainer.micro(grpo(**sizes, trainer__max_token_len_per_gpu=500)) == {
         "train.micro_batch_tokens": 500
     }
     assert trainer.micro(grpo(**sizes, trainer__max_token_len_per_gpu=40)) == {"train.micro_batch_tokens": 60}
+    later = grpo(**sizes, trainer__max_token_len_per_gpu=40) | {VERSION: "0.6.0"}
+    assert trainer.micro(later) == {"train.micro_batch_tokens": 40}
     ref = {f"{REF}.log_prob_max_token_len_per_gpu": 80}
     assert trainer.micro(grpo(**sizes, **ref)) == {
         "train.micro_batch_tokens": 60,

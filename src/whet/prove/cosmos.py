@@ -31,6 +31,8 @@ from whet.types import Json
 P = "train.train_policy."
 CONFIG = "cosmos_rl.policy.config:Config"
 GRPO = "cosmos_rl.policy.trainer.llm_trainer.grpo_trainer:compute_loss"
+TRAINER = "cosmos_rl.policy.trainer.llm_trainer.grpo_trainer:GRPOTrainer"
+TEACHER = f"{TRAINER}.compute_teacher_kl_advantages"
 ADVANTAGE = "cosmos_rl.dispatcher.algo.grpo:GRPO"
 STATUS = "cosmos_rl.dispatcher.status:PolicyStatusManager"
 SCHEDULERS = "cosmos_rl.policy.trainer.optm:build_lr_schedulers"
@@ -155,15 +157,17 @@ def checks(config: Any, file: File) -> Iterator[Check]:
     )
     yield settings.optimizer(file, theirs=lambda: optimizer(config), called=OPTIMIZERS)
     yield from _of_sampling(config, file)
-    yield Check(
-        what="advantage, grpo",
-        called=ADVANTAGE,
-        refused="a teacher's KL is added to it within Cosmos's trainer" if config.distillation.enable else "",
-        theirs=lambda each: advantage(theirs("cosmos", ADVANTAGE), each, made),
-        ours=lambda each: numbers.advantage(numbers.built(file.config, each), each, kl=False),
-        cases=batches,
-        tolerance=FLOAT32,
-    )
+    if config.distillation.enable:
+        yield _of_teacher(config, file, batches)
+    else:
+        yield Check(
+            what="advantage, grpo",
+            called=ADVANTAGE,
+            theirs=lambda each: advantage(theirs("cosmos", ADVANTAGE), each, made),
+            ours=lambda each: numbers.advantage(numbers.built(file.config, each), each, kl=False),
+            cases=batches,
+            tolerance=FLOAT32,
+        )
     yield Check(
         what="KL in the loss",
         called=GRPO,
@@ -180,6 +184,36 @@ def checks(config: Any, file: File) -> Iterator[Check]:
         cases=reachable(batches, file),
         tolerance=FLOAT32,
     )
+
+
+def _of_teacher(config: Any, file: File, batches: list[Case]) -> Check:
+    """The advantage that a teacher gives, in the first update of a step. Cosmos sets the rewards to 0 then."""
+    return Check(
+        what="advantage, distillation",
+        called=TEACHER,
+        refused="with top_k it is computed from the logits of both models" if config.distillation.top_k > 0 else "",
+        theirs=lambda each: taught(config, each),
+        ours=lambda each: numbers.advantage(numbers.built(file.config, each), each, kl=False),
+        cases=batches,
+        tolerance=FLOAT32,
+    )
+
+
+def taught(config: Any, case: Case) -> Numbers:
+    """By the trainer's own method, over the packed log-probs of the sampled tokens."""
+    at, trainer = case.batch.mask_N, theirs("cosmos", TRAINER)
+    own = SimpleNamespace(config=config, device="cpu")
+    own.post_process_teacher_kl_advantages = partial(trainer.post_process_teacher_kl_advantages, own)
+    lengths = torch.bincount(case.batch.rollout_N[at], minlength=case.batch.rollouts)
+    adv, *_ = trainer.compute_teacher_kl_advantages(
+        own,
+        need(case.batch.logp_old_N, "a field of the case")[at],
+        case.padded(case.batch.logp_ref_N),
+        torch.zeros_like(case.mask),
+        case.mask.bool(),
+        torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]),
+    )
+    return {"advantage": torch.zeros_like(case.mask).masked_scatter(case.mask.bool(), adv)}
 
 
 def optimizer(config: Any) -> Numbers:

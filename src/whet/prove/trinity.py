@@ -240,9 +240,7 @@ def _of_run(config: Any, file: File, *, replies: int) -> Iterator[Check]:
         ),
         ours=lambda _: (
             scalars(
-                rollouts_of_a_mini_batch=file.plan.tasks_per_step
-                * file.plan.group_size
-                / file.plan.minibatches,
+                rollouts_of_a_mini_batch=file.plan.rollouts_per_step / file.plan.minibatches,
                 rollouts_of_a_task=file.plan.group_size,
             )
             | our_micro_batch(file.plan)
@@ -287,8 +285,9 @@ def _of_formulas(config: Any, file: File) -> Iterator[Check]:
     shown = ("algorithm.loss_agg_mode",) if chosen.loss_agg_mode == "seq-mean-token-sum-norm" else ()
     bypass = _bypass(config)
     learned = [each if bypass else _recomputed(each) for each in reachable(batches, file)]
+    with_kl = batches
     if file.config.algorithm.mix is not None:
-        learned = [_with_experts(each) for each in learned]
+        learned, with_kl = ([_with_experts(each) for each in some] for some in (learned, batches))
     yield Check(
         what=f"advantage, {chosen.advantage_fn}",
         called=f"{estimate.__module__}:{estimate.__name__}",
@@ -307,7 +306,7 @@ def _of_formulas(config: Any, file: File) -> Iterator[Check]:
         called="trinity.algorithm.kl_fn.kl_fn",
         theirs=lambda each: _kl(each, keys),
         ours=lambda each: numbers.kl_in_loss(file.config, each),
-        cases=batches,
+        cases=with_kl,
         keys=(*shown,),
         tolerance=EPS,
     )
@@ -360,7 +359,8 @@ def _entropy(chosen: Any) -> float:
 
 
 def _kl(each: Case, keys: Mapping[str, Json]) -> Numbers:
-    """Beside the loss of PPO, averaged as the file's."""
+    """Beside the loss of PPO, averaged as the file's. It is of all replies, also of those that are given."""
+    each = replace(each, batch=replace(each.batch, expert_R=None))
     plain = theirs("trinity", f"{ALGORITHM}:POLICY_LOSS_FN").get("ppo")
     mode = keys.get("algorithm.loss_agg_mode") or "token-mean"
     told = {**keys, "algorithm.policy_loss_fn_args": {"loss_agg_mode": mode}}

@@ -29,6 +29,7 @@ from whet.dialects.trinity.values import (
     text,
 )
 from whet.dialects.uploads import place
+from whet.dialects.versions import since
 from whet.types import ConfigError, Json
 
 FSDP = f"{ACTOR}.fsdp_config"
@@ -129,7 +130,8 @@ def micro(values: Values) -> Native:
 
 
 def _tokens(values: Values) -> dict[str, int | None]:
-    """Budgets of tokens, which hold twice max_model_len at least; None where the policy's stands for it.
+    """Budgets of tokens, which hold twice max_model_len at least, but for the trainer's own from 0.6.0 on; None where
+    the policy's stands for it.
 
     A budget that is its default, or the one it refers to, binds nobody: trainer.max_token_len_per_gpu does.
     """
@@ -144,8 +146,11 @@ def _tokens(values: Values) -> dict[str, int | None]:
     forward = [told(f"{REF}.log_prob_max_token_len_per_gpu", values[policys])]
     if has_critic(values):
         forward.append(told(f"{CRITIC}.forward_max_token_len_per_gpu", values[critics]) or trained)
+    own = values["trainer.max_token_len_per_gpu"] or floor
+    if not since(values, "trinity", "0.6.0"):
+        own = max(own, floor)
     return {
-        "actor": told(policys, 16384) or max(values["trainer.max_token_len_per_gpu"] or floor, floor),
+        "actor": told(policys, 16384) or own,
         "forward": min((size for size in forward if size), default=None),
         "critic": trained,
     }
