@@ -66,12 +66,12 @@ def test_what_differs_and_what_cannot_be_compared_fails(tmp_path: Path) -> None:
     (tmp_path / "cosmos_rl" / "dispatcher" / "status.py").write_text(
         "raise OSError('no disk')", encoding="utf-8"
     )
-    text = cosmos_double.FILE.replace("[rollout]\n", "[rollout]\nbackend = 'vllm'\n")
+    text = cosmos_double.FILE.replace("[train]\n", "[train]\nseed = 3\n")
     text = text.replace("[policy]\n", "[policy]\nenable_liger_kernel = true\n")  # has no say
     status, rows, said = prove(tmp_path, text=text)
     assert "differs: train.train_policy.loss_type" in said
     assert rows[LOSS].startswith("DIFFERS: by up to"), said
-    assert rows["keys"].startswith("not compared: cosmos-rl 0.4.7 does not have rollout.backend"), said
+    assert rows["keys"].startswith("not compared: cosmos-rl 0.4.7 does not have train.seed"), said
     assert rows["training steps"].startswith("not compared: OSError: no disk (status.py:1)")
     assert (rows["batches"], rows["advantage, grpo"]) == ("equal", "equal")
     assert status == 1

@@ -26,10 +26,12 @@ def of_run(
     optimizer_by: str,
     keys: tuple[str, ...] = (),
     rate_keys: tuple[str, ...] = (),
+    optimizer_keys: tuple[str, ...] = (),
 ) -> Iterator[Check]:
     """Sizes, steps and learning rates. Of the peer: the rows of a step with what bounds a micro-batch, the training
     steps for so many rows, the factor of the learning rate in each of so many steps, the peak, and the optimizer
-    (`settings.adam`); each with what is called for it. keys, rate_keys: those whose documented differences show in the number of steps, in the rates."""
+    (`settings.adam`); each with what is called for it. keys, rate_keys, optimizer_keys: those whose documented differences show in the number of steps, in
+    the rates, in the optimizer."""
     yield Check(
         what="batches",
         called=batches_by,
@@ -50,7 +52,7 @@ def of_run(
         called=rates_by,
         short_keys=rate_keys,
     )
-    yield settings.optimizer(file, theirs=optimizer, called=optimizer_by)
+    yield settings.optimizer(file, theirs=optimizer, called=optimizer_by, keys=optimizer_keys)
 
 
 def of_loss(

@@ -307,7 +307,7 @@ def _of_formulas(config: Any, file: File) -> Iterator[Check]:
         theirs=lambda each: _kl(each, keys),
         ours=lambda each: numbers.kl_in_loss(file.config, each),
         cases=with_kl,
-        keys=(*shown,),
+        keys=(*shown, "algorithm.kl_loss_fn"),
         tolerance=EPS,
     )
     yield Check(
@@ -330,9 +330,15 @@ def _of_formulas(config: Any, file: File) -> Iterator[Check]:
         theirs=lambda each: loss(lose, each, {**keys, "algorithm.kl_loss_fn": "none"}),
         ours=lambda each: numbers.bare_loss(file.config, each),
         cases=learned,
-        keys=(*shown, "algorithm.policy_loss_fn"),
+        keys=(*(shown or _own_mean(lose, keys)), "algorithm.policy_loss_fn"),
         tolerance=EPS,
     )
+
+
+def _own_mean(lose: Any, keys: Mapping[str, Json]) -> tuple[str, ...]:
+    """The key whose told difference shows where the loss has another mean than the file says (the KL has that)."""
+    own = getattr(lose(**arguments(lose, keys, "policy_loss_fn")), "loss_agg_mode", None)
+    return ("algorithm.loss_agg_mode",) if own != keys["algorithm.loss_agg_mode"] else ()
 
 
 def _bypass(config: Any) -> bool:

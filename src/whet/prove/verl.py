@@ -373,6 +373,7 @@ def _of_kl(
         theirs=in_loss,
         ours=lambda each: numbers.kl_in_loss(file.config, each),
         cases=batches,
+        keys=(f"{ACTOR}policy_loss.loss_mode",),
         tolerance=EPS,
     )
     yield Check(

@@ -68,6 +68,7 @@ def checks(config: DictConfig, file: File) -> Iterator[Check]:
         peak=float(config.optim.lr),
         optimizer=partial(engines.optimizer, config.optim, config.engine.strategy),
         optimizer_by=engine.optimizer,
+        optimizer_keys=("optim.betas",),
     )
     yield given.of_loss(file, "sft", theirs=loss, called=LOSS)
 

@@ -201,6 +201,14 @@ def _aggregation(values: Values, name: str, given: Given) -> Json:
     return AGGREGATIONS[str(grpo)]
 
 
+def leaves_its_own_mean(values: Values) -> bool:
+    """Whether Trinity's policy loss has another mean than loss_agg_mode says: it is told only where no arguments of the
+    loss are given, or this one is."""
+    own, mode = values[f"{ARGS}.*"] or {}, text(values, "algorithm.loss_agg_mode")
+    its = given_arguments(values).get("loss_agg_mode", mode)
+    return bool(own) and "loss_agg_mode" not in own and mode not in (None, its)
+
+
 # ---------------------------------------------------------------- mixes
 
 STRATEGY = "algorithm.sample_strategy"

@@ -266,6 +266,11 @@ def online(values: Values) -> bool:
     return preset(values).kind == "online"
 
 
+def mixes(values: Values) -> bool:
+    """Whether demonstrations stand among the policy's own rollouts."""
+    return preset(values).mixes
+
+
 def is_megatron(values: Values) -> bool:
     """Whether Megatron-LM trains there, which says what its keys mean."""
     return "megatron" in (values["trainer.trainer_strategy"], values[f"{ACTOR}.strategy"])
