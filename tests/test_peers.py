@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peers import files_of_peers, ours, repositories, table_of_files
+from peers import files_of_peers, ours, proofs, repositories, table_of_files
 from peers.files_of_peers import NO_RUN, PLANNED, REFUSED, Listed
 from peers.rows import ROWS
 from peers.table import Row
@@ -175,3 +175,34 @@ def test_files_are_compared_with_their_lines(tmp_path: Path, monkeypatch: pytest
     assert problems[0].startswith("skyrl examples/fine.sh: refused in the table; it is planned")
     assert problems[1].startswith("skyrl examples/own.sh: the refusal does not say 'x?'")
     assert problems[2] == "skyrl examples/gone.sh: in the table, and not at 000000000"
+
+
+# ---------------------------------------------------------------- proofs
+
+
+def test_the_proved_files_are_those_of_the_table() -> None:
+    """proofs.tsv is as it is written, and docs/peers.md has it."""
+    rows = proofs.table()
+    assert proofs.written(rows) == proofs.TABLE.read_text(encoding="utf-8")
+    assert "\n" + proofs.page() + "\n" in (ROOT / "docs" / "peers.md").read_text(encoding="utf-8")
+    assert len({(row.system, row.path) for row in rows}) == len(rows) >= 30
+    for row in rows:
+        sources = [of for of in proofs.SOURCES if of.system == row.system]
+        assert any(row.path.startswith(f"{of.under}/") and row.path.endswith(of.ends) for of in sources), (
+            row.path
+        )
+        assert row.commit in ("", proofs.COMMITS.get(row.system))
+        assert row.system in repositories.REPOSITORIES
+        assert row.equal > 0
+        assert bool(row.apart) is bool(row.why), "what is not compared has a reason"
+
+
+def test_a_proof_that_is_not_as_its_line_says_is_told() -> None:
+    line = proofs.Proved("verl", "", "examples/a.sh", "", 1, 1, "keys", "no such key")
+    as_said = {"a": "equal", "b": "differs as documented: by 1", "keys": "not compared: no such key"}
+    assert proofs.counted(line, as_said) == line
+    assert proofs.problem(line, as_said, "") == ""
+    assert proofs.problem(line, as_said | {"a": "DIFFERS: by 2"}, "") == "a: DIFFERS: by 2"
+    assert proofs.problem(line, as_said | {"a": "not compared: x"}, "") == "a: not compared: x"
+    assert "can be compared" in proofs.problem(line, {"a": "equal"}, "")
+    assert proofs.problem(line, {}, "no file") == "no file"

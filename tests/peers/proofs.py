@@ -110,6 +110,34 @@ def written(rows: Iterable[Proved]) -> str:
     return "\n".join([head, *("\t".join(map(str, astuple(row))) for row in rows)]) + "\n"
 
 
+NAMES = {"verl": "verl", "skyrl": "SkyRL", "cosmos": "Cosmos-RL", "trinity": "Trinity-RFT"}
+
+PAGE = """
+## Files of their own repositories
+
+{files} files, chosen at random (`tests/peers/proofs.py`) from those of the peers' repositories that whet plans, are
+each compared with the peer's own code by `whet convert FILE --prove`: {rows} rows. A row is a group of numbers: sizes
+of batch, mini-batch and micro-batch, numbers of steps, the learning rate in each step, the optimizer's settings, how
+replies are sampled for training and evaluation, the advantages, the KL, the entropy's coefficient, the policy's loss
+with its gradient (and so its clip bounds and means), the critic's.
+
+| system | file | equal | differs as documented | not compared |
+|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The section of docs/peers.md, from the counts in proofs.tsv."""
+    rows = table()
+    lines = []
+    for row in rows:
+        apart = [name for name in row.apart.split(";") if name]
+        told = f"{len(apart)} ({', '.join(apart)}: {row.why})" if apart else "0"
+        lines.append(f"| {NAMES[row.system]} | `{row.path}` | {row.equal} | {row.noted} | {told} |")
+    compared = sum(row.equal + row.noted for row in rows)
+    return PAGE.format(files=len(rows), rows=compared) + "\n".join(lines) + "\n"
+
+
 def planned(file: str, arguments: Sequence[str]) -> bool:
     """Whether whet plans a file as it is."""
     try:
@@ -187,7 +215,9 @@ def prove(rows: list[Proved]) -> tuple[list[Proved], bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("systems", nargs="*", help="verl, skyrl, cosmos, trinity; all if none is given")
-    parser.add_argument("--choose", action="store_true", help="print the random choice, as lines of the table")
+    parser.add_argument(
+        "--choose", action="store_true", help="print the random choice, as lines of the table"
+    )
     parser.add_argument("--write", action="store_true", help="write the counts into proofs.tsv")
     parser.add_argument("--what", default="", help="only files whose path has this text")
     told = parser.parse_args()

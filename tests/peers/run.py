@@ -1,5 +1,6 @@
 """`make test-peers`: every row of the comparison by peer, the keys of the peers' default files, and what
-`whet convert --prove` says to a file of each. docs/peers.md is written from the rows with --write.
+`whet convert --prove` says to a file of each and to files of their repositories (`proofs.py`). docs/peers.md is written
+from the rows with --write.
 
 Exit status 1 if a row differs without a documented reason, if a documented difference is none any more, if a peer does
 not load, if whet does not know a key, or if a proof fails.
@@ -21,7 +22,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from peers import defaults, ours
+from peers import defaults, ours, proofs
 from peers.files_of_peers import listed, summary
 from peers.rows import ROWS
 from peers.table import Row
@@ -168,8 +169,9 @@ Not compared: TRL's group advantages, which cannot be called apart from its gene
 not have, and what none of these packages has: M2PO (`m2po`, `correction.second_moment`), and verl's recipes `prime` and
 `sppo`. The rows are in `tests/peers`; `make test-peers WRITE=--write` writes this page. It also reads the default files
 that come with the packages (whet knows every key in them), and runs `whet convert FILE --prove`, which compares the
-settings of a single file in the same way, on files of each system: RL, SFT, and one with two stages. `make
-test-releases` translates the default documents of all releases that whet reads.
+settings of a single file in the same way, on files of each system: RL, SFT, and one with two stages, and on files of
+the peers' own repositories (below). `make test-releases` translates the default documents of all releases that whet
+reads.
 
 | peer | version | rows | equal | differs as documented | other |
 |---|---|---|---|---|---|
@@ -195,7 +197,7 @@ def page(by_peer: dict[str, list[Result]]) -> str:
             said += f" (up to {result.worst:.2g})" if result.where else ""
             cells = (cell.replace("|", "\\|").replace("\n", " ") for cell in (result.what, said))
             out.append(f"| {next(cells)} | `{result.theirs}` | {next(cells)} |")
-    return INTRODUCTION + "\n".join(out) + "\n\n" + summary(listed())
+    return INTRODUCTION + "\n".join(out) + "\n" + proofs.page() + "\n" + summary(listed())
 
 
 def main() -> int:
@@ -220,6 +222,10 @@ def main() -> int:
     holds = [
         subprocess.run([*command, peer, "--what", told.what], check=False).returncode == 0 for peer in by_peer
     ]
+    if not (told.peers or told.what):
+        words = ["--write"] if told.write else []
+        done = subprocess.run([sys.executable, "-m", "peers.proofs", *words], check=False)
+        holds.append(done.returncode == 0)
     if told.write:
         PAGE.write_text(page(by_peer), encoding="utf-8")
     rows = [result.status in GOOD for results in by_peer.values() for result in results]

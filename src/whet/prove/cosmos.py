@@ -148,10 +148,10 @@ def checks(config: Any, file: File) -> Iterator[Check]:
     yield from of_rates(
         file,
         theirs=lambda rows: rates(train, steps(config, rows)),
-        ours=lambda rows: schedules.of_updates(plan, file.steps(rows))[
-            :: plan.minibatches * plan.passes // together
-        ]
-        / _peak(train),
+        ours=lambda rows: (
+            schedules.of_updates(plan, file.steps(rows))[:: plan.minibatches * plan.passes // together]
+            / _peak(train)
+        ),
         called=SCHEDULERS,
         short_keys=("train.optm_warmup_steps",),
     )
@@ -191,7 +191,9 @@ def _of_teacher(config: Any, file: File, batches: list[Case]) -> Check:
     return Check(
         what="advantage, distillation",
         called=TEACHER,
-        refused="with top_k it is computed from the logits of both models" if config.distillation.top_k > 0 else "",
+        refused="with top_k it is computed from the logits of both models"
+        if config.distillation.top_k > 0
+        else "",
         theirs=lambda each: taught(config, each),
         ours=lambda each: numbers.advantage(numbers.built(file.config, each), each, kl=False),
         cases=batches,
@@ -230,7 +232,9 @@ def _of_sampling(config: Any, file: File) -> Iterator[Check]:
 
     def drawn(tokens: int, replies: int, **given: float | None) -> Numbers:
         names = ("temperature", "top_p", "top_k")
-        taken = {name: given[name] if given.get(name) is not None else getattr(sampled, name) for name in names}
+        taken = {
+            name: given[name] if given.get(name) is not None else getattr(sampled, name) for name in names
+        }
         return settings.drawn(**taken, tokens=tokens, replies=replies)  # type: ignore[arg-type]
 
     yield settings.sampling(

@@ -28,10 +28,10 @@ def of_run(
     rate_keys: tuple[str, ...] = (),
     optimizer_keys: tuple[str, ...] = (),
 ) -> Iterator[Check]:
-    """Sizes, steps and learning rates. Of the peer: the rows of a step with what bounds a micro-batch, the training
-    steps for so many rows, the factor of the learning rate in each of so many steps, the peak, and the optimizer
-    (`settings.adam`); each with what is called for it. keys, rate_keys, optimizer_keys: those whose documented differences show in the number of steps, in
-    the rates, in the optimizer."""
+    """Sizes, steps, learning rates and the optimizer. Of the peer: the rows of a step with what bounds a micro-batch,
+    the training steps for so many rows, the factor of the learning rate in each of so many steps, the peak, and the
+    optimizer (`settings.adam`); each with what is called for it. keys, rate_keys, optimizer_keys: those whose
+    documented differences show in the number of steps, in the rates, in the optimizer."""
     yield Check(
         what="batches",
         called=batches_by,

@@ -16,9 +16,7 @@ def dummy(lr: float = 1.0) -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
 
 
-def of_scheduler(
-    scheduler: Any, optimizer: torch.optim.Optimizer, steps: int, *increment: int
-) -> Tensor:
+def of_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int, *increment: int) -> Tensor:
     """[steps] the learning rate of each optimizer step. increment: what Megatron's schedulers are told in each."""
     out = []
     for _ in range(steps):

@@ -10,6 +10,7 @@ from whet.config.schema import SamplingConfig
 from whet.prove.checks import Check, File, scalars
 from whet.prove.numbers import Numbers
 
+
 def of_optimizer(made: Iterable[torch.optim.Optimizer], largest_norm: float | None) -> Numbers:
     """Of a peer's Adam, or several, over a matrix and a vector, with the norm that it clips gradients to; None or 0:
     it does not."""
@@ -17,7 +18,7 @@ def of_optimizer(made: Iterable[torch.optim.Optimizer], largest_norm: float | No
     by_size = {each.dim(): group for group in groups for each in group["params"]}
     matrix, vector = by_size[2], by_size[1]
     return adam(
-        lr=matrix["lr"],
+        lr=matrix.get("initial_lr", matrix["lr"]),  # the peak, where a schedule has set the first step's
         betas=matrix["betas"],
         eps=matrix["eps"],
         decay=matrix["weight_decay"],
@@ -102,7 +103,12 @@ def our_drawn(made: SamplingConfig, replies: int) -> Numbers:
 
 
 def sampling(
-    file: File, *, theirs: Callable[[], Numbers], called: str, prompt: float | None, keys: tuple[str, ...] = ()
+    file: File,
+    *,
+    theirs: Callable[[], Numbers],
+    called: str,
+    prompt: float | None,
+    keys: tuple[str, ...] = (),
 ) -> Check:
     """The row of how replies for training are sampled. prompt: the peer's limit of a prompt, in tokens; None: it has
     none of its own."""
@@ -117,7 +123,9 @@ def sampling(
     )
 
 
-def evaluation(file: File, *, theirs: Callable[[], Numbers], called: str, keys: tuple[str, ...] = ()) -> Check:
+def evaluation(
+    file: File, *, theirs: Callable[[], Numbers], called: str, keys: tuple[str, ...] = ()
+) -> Check:
     """The row of how replies are sampled for an evaluation."""
     return Check(
         what="sampling of evaluations",

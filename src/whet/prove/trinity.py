@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -41,6 +41,7 @@ FORMULAS = ("advantage_fn_args", "policy_loss_fn_args", "kl_loss_fn", "kl_loss_f
 """Of the section of the algorithm, what the formulas read."""
 READS_ENTROPY = ("clipb", "clipv")
 """Advantages that read the model's entropy at each token."""
+MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 STAGES = ("stages",)
 """The key that tells how a stage inherits: its settings differ by that, its formulas do not."""
 FLOAT32 = 2e-6
@@ -94,7 +95,8 @@ def by_group(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
     made(**arguments(made, keys, "advantage_fn"))(list(all_of))
     out = torch.zeros(case.batch.rollouts, case.width, dtype=torch.float64)
     for row, exp in enumerate(all_of):
-        out[row, : len(exp.advantages)] = exp.advantages
+        if exp.advantages is not None:  # a group that is left out has none
+            out[row, : len(exp.advantages)] = exp.advantages
     return {"advantage": out}
 
 
@@ -102,7 +104,9 @@ def loss(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
     """The policy loss as the class computes it, plus the KL in the loss. The engine's log-probs are the ratio's
     denominator, as `rollout_correction` has it by default (bypass_mode: True)."""
     expert_R = case.batch.expert_R
-    function = made(**arguments(made, keys, "policy_loss_fn") | ({} if expert_R is None else _shares(expert_R)))
+    function = made(
+        **arguments(made, keys, "policy_loss_fn") | ({} if expert_R is None else _shares(expert_R))
+    )
     logp = case.padded(case.logp_N).requires_grad_()
     tensors: dict[str, Tensor] = {
         "old_logprob": case.padded(case.batch.logp_sample_N),
@@ -236,7 +240,7 @@ def _of_run(config: Any, file: File, *, replies: int) -> Iterator[Check]:
                 rollouts_of_a_mini_batch=config.buffer.train_batch_size * replies,
                 rollouts_of_a_task=chosen.repeat_times,
             )
-            | micro_batch(None, config.trainer.max_token_len_per_gpu)
+            | _micro(config, replies)
         ),
         ours=lambda _: (
             scalars(
@@ -252,7 +256,7 @@ def _of_run(config: Any, file: File, *, replies: int) -> Iterator[Check]:
         called=CONFIG,
         theirs=lambda _: of_rows(partial(steps, config), file.plan),
         ours=lambda _: of_rows(file.steps, file.plan),
-        keys=STAGES,
+        keys=(*STAGES, "trainer.total_steps"),
     )
     yield from of_rates(
         file,
@@ -264,6 +268,14 @@ def _of_run(config: Any, file: File, *, replies: int) -> Iterator[Check]:
     yield from _of_settings(config, file)
 
 
+def _micro(config: Any, replies: int) -> Numbers:
+    """Where sizes do not follow from tokens, of experiences: a key of the trainer's own section, of each GPU."""
+    if config.trainer.use_dynamic_bsz:
+        return micro_batch(None, config.trainer.max_token_len_per_gpu)
+    own = OmegaConf.select(OmegaConf.create(config.trainer.trainer_config or {}), MICRO)
+    return micro_batch(None if own is None else own * replies, None)
+
+
 def _sampled_as_old(case: Case) -> Case:
     """With bypass_mode, Trinity's old log-probs are those of the engine."""
     return replace(case, batch=replace(case.batch, logp_old_N=case.batch.logp_sample_N))
@@ -272,10 +284,7 @@ def _sampled_as_old(case: Case) -> Case:
 def _of_formulas(config: Any, file: File) -> Iterator[Check]:
     """Advantages, KL and losses on random batches."""
     chosen = config.algorithm
-    keys = {
-        f"algorithm.{name}": getattr(chosen, name)
-        for name in FORMULAS
-    }
+    keys = {f"algorithm.{name}": getattr(chosen, name) for name in FORMULAS}
     group = min(file.plan.group_size, 8)
     batches = [case("one turn", seed, sizes=[group] * 4) for seed in (0, 1)]
     kind = theirs("trinity", f"{ALGORITHM}:ALGORITHM_TYPE").get(chosen.algorithm_type)
@@ -375,8 +384,9 @@ def _kl(each: Case, keys: Mapping[str, Json]) -> Numbers:
 
 
 def steps(config: Any, rows: int) -> int:
-    """The steps that the file gives, or the batches that Trinity's reader gives of so many rows."""
-    buffer = config.buffer
+    """The steps that the file gives, or the batches that Trinity's reader gives of so many rows, and no more than the
+    trainer's own limit."""
+    buffer, limit = config.buffer, config.trainer.total_steps
     if buffer.total_steps:
         return int(buffer.total_steps)
     kind = theirs("trinity", f"{ALGORITHM}:ALGORITHM_TYPE").get(config.algorithm.algorithm_type)
@@ -384,12 +394,12 @@ def steps(config: Any, rows: int) -> int:
     reader = theirs("trinity", READER)(
         range(rows), "rows", size, total_epochs=buffer.total_epochs, enable_progress_bar=False
     )
-    for count in itertools.count():
-        try:
+    batches = 0
+    with contextlib.suppress(StopIteration):
+        while True:
             reader.read_batch(size)
-        except StopIteration:
-            break
-    return count
+            batches += 1
+    return min(batches, limit) if limit else batches
 
 
 def _optim(config: Any, total: int) -> dict[str, Any]:
@@ -417,7 +427,9 @@ def _of_settings(config: Any, file: File) -> Iterator[Check]:
         if not sets or (row is settings.evaluation and not file.plan.evaluates):
             continue
         limit = {"prompt": config.model.max_prompt_tokens} if row is settings.sampling else {}
-        yield row(file, theirs=partial(_drawn, sets[0]), called=f"{VALIDATORS}:BufferConfigValidator", **limit)
+        yield row(
+            file, theirs=partial(_drawn, sets[0]), called=f"{VALIDATORS}:BufferConfigValidator", **limit
+        )
 
 
 def _drawn(tasks: Any) -> Numbers:

@@ -14,7 +14,6 @@ from whet.prove.cases import Case
 from whet.prove.checks import Check, File, NotComparable, reachable
 from whet.prove.numbers import Numbers
 from whet.prove.peers import theirs
-from whet.types import Json
 
 LOSSES = "verl.trainer.distillation.losses"
 EPS = 1e-7

@@ -23,7 +23,7 @@ MEGATRON_SCHEDULER = f"{MEGATRON}:get_megatron_optimizer_param_scheduler"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class VerlEngine:
     """Where an engine's code is."""
 
     section: str
@@ -44,17 +44,17 @@ class Engine:
         return f"{self.path}._build_optimizer" if self.path else f"{MEGATRON}:init_megatron_optim_config"
 
 
-FSDP = Engine(
+FSDP = VerlEngine(
     section="FSDPOptimizerConfig",
     path="verl.workers.engine.fsdp.transformer_impl:FSDPEngine",
     defaults="fsdp",
 )
-ENGINES: Mapping[str, Engine] = {
+ENGINES: Mapping[str, VerlEngine] = {
     "fsdp": FSDP,
     "fsdp2": FSDP,
     "fsdp_turbo": FSDP,  # with kernels of its own
-    "megatron": Engine(section="McoreOptimizerConfig", path="", defaults="megatron"),
-    "veomni": Engine(
+    "megatron": VerlEngine(section="McoreOptimizerConfig", path="", defaults="megatron"),
+    "veomni": VerlEngine(
         section="VeOmniOptimizerConfig",
         path="verl.workers.engine.veomni.transformer_impl:VeOmniEngine",
         defaults="veomni",
@@ -63,7 +63,7 @@ ENGINES: Mapping[str, Engine] = {
 """By the key `strategy`."""
 
 
-def engine(strategy: str) -> Engine:
+def engine(strategy: str) -> VerlEngine:
     """Raises NotComparable for an engine that is not called here."""
     if strategy not in ENGINES:
         raise NotComparable(f"the proof calls the engines {', '.join(ENGINES)}; this file has {strategy}")
@@ -71,16 +71,14 @@ def engine(strategy: str) -> Engine:
 
 
 def read(optim: Mapping[str, Any], strategy: str, total: int, peer: str = "verl") -> Any:
-    """verl's own reading of the section `optim`, which knows former names of keys, for a run of `total` steps. peer: who
-    uses verl's engines."""
+    """verl's own reading of the section `optim`, which knows former names of keys, for a run of `total` steps.
+    peer: who uses verl's engines."""
     section = theirs(peer, f"{CONFIGS}:{engine(strategy).section}")
     known = {each.name for each in fields(section)}
     return section(**{**{k: v for k, v in optim.items() if k in known}, "total_training_steps": total})
 
 
-def rates(
-    optim: Mapping[str, Any], strategy: str, total: int, steps: int, peer: str = "verl"
-) -> Tensor:
+def rates(optim: Mapping[str, Any], strategy: str, total: int, steps: int, peer: str = "verl") -> Tensor:
     """[steps] the learning rate as a fraction of its peak, by the scheduler of a run of `total` steps."""
     told, called = read(optim, strategy, total, peer), theirs(peer, engine(strategy).scheduler)
     optimizer = schedules.dummy(told.lr)
