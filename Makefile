@@ -24,8 +24,9 @@ TEMPLATES ?=
 # a browser.
 
 # `make test-peers`: formulas and translations against the peers' own packages, in an environment of their own: network, two
-# GB and some minutes. WRITE=--write also writes docs/peers.md. `make test-releases`: in the same environment, the default
-# document of every release that whet reads, from the package index into the folder RELEASES (else a temporary one).
+# GB and half an hour. It also reads files of the peers' repositories, which it clones (two GB more) unless REPOSITORIES
+# names a folder that has them. WRITE=--write also writes docs/peers.md. `make test-releases`: in the same environment, the
+# default document of every release that whet reads, from the package index into the folder RELEASES (else a temporary one).
 
 # `make test-files`: every example file and launch script of the peers' repositories at fixed commits, read as `whet convert`
 # does, against tests/peers/files.tsv; minutes. REPOSITORIES=folder has their git directories (owner+name), which are else

@@ -15,7 +15,7 @@ from forked import ran
 from peers.ours import READ_AS
 from whet.config.load import load
 from whet.dialects import versions
-from whet.prove import checks, peers, proof
+from whet.prove import checks, peers, proof, settings
 from whet.prove.cases import case
 from whet.types import ConfigError
 
@@ -230,3 +230,27 @@ def test_keys_that_a_config_does_not_have() -> None:
     tree = {"a": {"b": 2, "open": {"x": 1}, "none": {"y": 1}, "z": 0}, "d": {"e": 1}}
     assert list(checks.absent(tree, known)) == ["a.z", "d"]
     assert checks.without(tree, ["a.z", "d"]) == {"a": {"b": 2, "open": {"x": 1}, "none": {"y": 1}}}
+
+
+def test_the_peak_of_an_optimizer_is_not_that_of_its_first_step() -> None:
+    """A schedule that is built with it sets the first step's; a vector may be in a group of its own."""
+    matrix, vector = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))
+    made = torch.optim.AdamW([{"params": [matrix]}, {"params": [vector], "weight_decay": 0.0}], lr=3e-4)
+    torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.0)
+    numbers = settings.of_optimizer([made], None)
+    assert {name: x.item() for name, x in numbers.items()} == {
+        "learning rate": 3e-4,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "eps": 1e-8,
+        "weight decay": 0.01,
+        "weight decay of vectors": 0.0,
+        "largest gradient norm": 0.0,
+    }
+
+
+def test_greedy_sampling_is_the_same_however_it_is_written() -> None:
+    greedy = settings.drawn(temperature=0.0, top_p=0.5, top_k=20, min_p=0.1, replies=1, tokens=8)
+    assert greedy == settings.drawn(temperature=0.0, top_p=1.0, top_k=-1, replies=1, tokens=8)
+    some = settings.drawn(temperature=1.0, top_p=0.5, top_k=20, replies=1, tokens=8)
+    assert (some["top p"].item(), some["top k"].item()) == (0.5, 20.0)

@@ -712,6 +712,18 @@ def test_the_critic_starts_as_the_policy_unless_it_has_a_folder() -> None:
         trainer.critic(values(**{f"{CRITIC}.cliprange_value": 0.0}))
 
 
+def test_a_mean_that_the_loss_is_not_told_is_a_difference() -> None:
+    """Arguments of the loss without loss_agg_mode keep the loss's own mean in Trinity."""
+    key = "algorithm.policy_loss_fn_args.*"
+    other: dict[str, Json] = {"algorithm__loss_agg_mode": "seq-mean-token-sum"}
+    assert losses.leaves_its_own_mean(grpo(**other, **{key: {"clip_range": 0.2}}))
+    assert not losses.leaves_its_own_mean(grpo(**other))
+    both = {key: {"clip_range": 0.2, "loss_agg_mode": "token-mean"}}
+    assert not losses.leaves_its_own_mean(grpo(**other, **both))
+    same: dict[str, Json] = {"algorithm__loss_agg_mode": "token-mean"}
+    assert not losses.leaves_its_own_mean(grpo(**same, **{key: {"clip_range": 0.2}}))
+
+
 def test_budgets_of_each_model() -> None:
     """Each holds twice max_model_len = 2 * 30 at least, but for the trainer's own from 0.6.0 on; a critic there is in
     ppo alone."""

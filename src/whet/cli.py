@@ -387,9 +387,9 @@ def convert(
     The layout is taken from the file, or fits the machines of --gpus.
 
     --prove imports the package of that system and calls its code with the settings of the file: batch sizes, steps,
-    learning rates, KL, and advantages and losses of random batches, for RL and SFT, stage by stage. The file is read as
-    the installed release, unless --dialect names another. Exit code 1: a row differs without a note, or cannot be
-    compared.
+    learning rates, optimizer, sampling, KL, and advantages and losses of random batches, for RL and SFT, stage by
+    stage. The file is read as the installed release, unless --dialect names another. Exit code 1: a row differs without
+    a note, or cannot be compared.
 
     \b
     Example: whet convert examples/from_skyrl.yaml
