@@ -205,4 +205,6 @@ def test_a_proof_that_is_not_as_its_line_says_is_told() -> None:
     assert proofs.problem(line, as_said | {"a": "DIFFERS: by 2"}, "") == "a: DIFFERS: by 2"
     assert proofs.problem(line, as_said | {"a": "not compared: x"}, "") == "a: not compared: x"
     assert "can be compared" in proofs.problem(line, {"a": "equal"}, "")
+    fewer = {name: said for name, said in as_said.items() if name != "b"}
+    assert proofs.problem(line, fewer, "") == "1 rows fewer than the line says"
     assert proofs.problem(line, {}, "no file") == "no file"

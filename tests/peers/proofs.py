@@ -185,9 +185,12 @@ def problem(row: Proved, results: Mapping[str, str], said: str) -> str:
     if not results:
         return said[-2000:]
     wrong = [f"{name}: {told}" for name, told in results.items() if told.startswith("DIFFERS")]
-    expected, found = set(filter(None, row.apart.split(";"))), counted(row, results).apart.split(";")
-    wrong += [f"{name}: {results[name]}" for name in filter(None, found) if name not in expected]
-    wrong += [f"{name}: can be compared, though the line says not" for name in expected - set(found)]
+    now = counted(row, results)
+    expected, found = ({name for name in each.apart.split(";") if name} for each in (row, now))
+    wrong += [f"{name}: {results[name]}" for name in sorted(found - expected)]
+    wrong += [f"{name}: can be compared, though the line says not" for name in sorted(expected - found)]
+    if not wrong and (fewer := row.equal + row.noted - now.equal - now.noted) > 0:
+        wrong = [f"{fewer} rows fewer than the line says"]
     return "\n".join(wrong)
 
 
