@@ -190,3 +190,41 @@ def test_the_advantage_that_trinity_assumes_where_there_is_none(kind: str) -> No
         ConfigError, match="algorithm.advantage_fn: grpo has no effect" if kind != "raft" else "."
     ):
         read("trinity", *keys, "algorithm.advantage_fn=" + ("grpo" if kind != "raft" else "jsd"), at="0.6.0")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "releases"),
+    [
+        ("verl-ppo", "actor_rollout_ref.model.lora.dtype", ("0.7.0", "0.8.0", "0.9.0", "main", "0.9.1")),
+        ("verl-ppo", "critic.model.lora.dtype", ("0.7.0", "0.9.0", "main")),
+        ("verl-sft", "model.lora.dtype", ("0.8.0", "0.9.0", "main", "0.9.1")),
+        ("verl-ppo", "distillation.distillation_loss._target_", ("0.8.0", "0.9.0", "main", "0.9.1")),
+        ("verl-ppo", "reward_model.model.override_config", ("0.6.0", "0.6.1", "0.7.0")),
+    ],
+)
+def test_releases_have_the_keys_of_their_documents(kind: str, key: str, releases: Sequence[str]) -> None:
+    """A key that a release is said not to have makes its document one of a newer release."""
+    for release in releases:
+        of = dialect(kind, release)
+        row = of.row(key)
+        assert row is not None
+        assert of.newer(row) == "", release
+
+
+def test_what_the_oldest_releases_alone_assume_is_told() -> None:
+    """Where the keys of a file do not tell its release, it is read as the oldest: those defaults would be its own."""
+    keys = ("data.train_files=a.parquet", "model.partial_pretrain=m")
+    told = {at: _differs(read("verl-sft", *keys, at=at)) for at in ("0.4.0", "0.4.1")}
+    assert "In 0.4.0 it has dicts with the key question" in told["0.4.0"]
+    assert "In 0.4.0" not in told["0.4.1"]
+    keys = ("model.model_path=m", "model.max_prompt_tokens=8", "model.max_response_tokens=8")
+    keys += ("checkpoint_root_dir=runs", "buffer.explorer_input.taskset.path=t.jsonl", "buffer.batch_size=8")
+    keys += ("buffer.explorer_input.default_workflow_type=math_workflow", "algorithm.algorithm_type=grpo")
+    told = {at: _differs(read("trinity", *keys, at=at)) for at in ("0.4.1", "0.5.0")}
+    assert "Before, Trinity passes false" in told["0.4.1"]
+    assert "Before, Trinity passes false" not in told["0.5.0"]
+
+
+def _differs(loaded: Loaded) -> str:
+    assert loaded.translation is not None
+    return " ".join(line.differs for line in loaded.translation.lines)
