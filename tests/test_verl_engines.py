@@ -273,7 +273,10 @@ def test_a_models_own_settings_may_be_said_to_megatron() -> None:
 )
 def test_keys_of_scripts_that_no_verl_reads_are_refused_with_what_to_give(key: str, said: str) -> None:
     assert said in told({key: True})
-    assert made({"data.min_response_length": 8}).tree == made({}).tree, "nobody reads it, and Hydra takes it"
+    unread: dict[str, Json] = {"data.min_response_length": 8, "reward_model.model.type": "discriminative"}
+    assert made(unread).tree == made({}).tree, "nobody reads them, and Hydra takes them"
+    section: dict[str, Json] = {"reward_model._target_": "verl.workers.config.RewardModelConfig"}
+    assert made(section, version="0.6.1").problems == ()
 
 
 def test_what_is_excluded_is_one_expression_or_names() -> None:
