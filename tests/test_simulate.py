@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist
 
 import pytest
 from typer.testing import CliRunner
@@ -101,6 +102,22 @@ def test_more_staleness_is_never_slower_by_much() -> None:
     ]
     assert times == sorted(times, reverse=True)
     assert {way.max_staleness for way in ways(IN_TURN) if way.mode == "asynchronous"} == {1, 2, 4}
+
+
+@pytest.mark.parametrize(("sigma", "share"), [(0.5, 0.95), (1.0, 0.9)])
+def test_four_versions_ahead_leave_little_of_the_bound(sigma: float, share: float) -> None:
+    """Log-normal times of rollouts, whose mean is such that both sides need the same: the hardest case to overlap."""
+    drawn = [math.exp(sigma * NormalDist().inv_cdf((n + 0.5) / 4000)) for n in range(4000)]
+    costs = Costs(rollout_s=[x * 4000 / sum(drawn) * 16 / 32 for x in drawn], train_s=1.0, slots=16)
+    found = []
+    for ahead in (1, 4):
+        schedule = SimulatedSchedule(
+            mode="asynchronous", groups_per_step=8, group_size=4, max_staleness=ahead, steps=40
+        )
+        times = [simulate(costs, schedule, seed=seed).step_s for seed in range(20)]
+        found.append(bound_s(costs, schedule) * len(times) / sum(times))
+    assert found[0] < found[1]
+    assert share <= found[1] <= 1
 
 
 def test_costs_of_a_run_and_the_command(tmp_path: Path) -> None:
