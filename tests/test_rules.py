@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from string import Formatter
 from typing import Any
 
@@ -401,6 +402,11 @@ def test_values_are_compared_with_those_of_other_keys() -> None:
     assert not met({"key": "critic.warmup_steps", "at_least": steps}, cfg, {})
     assert met({"key": "train.steps", "multiple_of": warmup}, cfg, {})
     assert not met({"key": "train.steps", "above": {"key": "data.max_total_tokens"}}, cfg, {}), "null"
+
+
+def test_no_rule_stands_twice() -> None:
+    found = Counter((key, in_words(rule.when)) for rule in RULES for key in rule.keys)
+    assert [each for each, count in found.items() if count > 1] == []
 
 
 def test_a_line_of_the_table_is_a_rule_for_each_of_its_names() -> None:
