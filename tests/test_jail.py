@@ -400,6 +400,15 @@ def test_a_nursery_that_is_killed_is_replaced_and_no_result_is_lost():
         assert ask(jail, "innocent")[0].parts == {"score": 0.0}
 
 
+def test_a_keeper_that_is_killed_ends_the_run_and_says_how_it_goes_on():
+    with make(nap) as jail:
+        assert ask(jail, nap)[0].parts == {"score": 0.0}
+        os.kill(jail._keeper, signal.SIGKILL)
+        with pytest.raises(WhetError, match="guard the rewards ended; the same command resumes the run"):
+            for _ in range(10):
+                ask(jail, nap)
+
+
 def test_a_stopped_nursery_is_noticed_and_replaced():
     with make(nap, patience_s=2.0) as jail:
         os.kill(nursery_of(jail), signal.SIGSTOP)

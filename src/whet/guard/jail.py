@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Literal, cast, get_args
 
 from whet.guard import confine, foreign, frames, nursery, pulse
+from whet.guard.processes import GO_ON
 from whet.guard.worker import MAX_ANSWER
 from whet.secrets import redact
 from whet.types import ConfigError, WhetError
@@ -44,7 +45,7 @@ _CONNECT_S = 10.0
 _CLOSE_S = 5.0
 _MAX_DEATHS = 5
 _TRIES_ALONE = 3
-_NO_NURSERY = "the processes that guard the rewards ended and cannot be restarted; check the free memory"
+_NO_NURSERY = f"the processes that guard the rewards ended; {GO_ON}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

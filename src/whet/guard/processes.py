@@ -15,6 +15,9 @@ _PR_SET_PDEATHSIG = 1
 LOOK_S = 1.0
 """Seconds between two looks at whether the other process still lives."""
 
+GO_ON = "the same command resumes the run. If nobody killed it, there was probably too little memory"
+"""What to do where the death of a helper process ends the run."""
+
 
 def process(pid: int) -> tuple[int, int]:
     """(pid, when it was started): names a process for good, where a pid is used again. 0: not known here."""

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from whet.batch import Batch, LossFn
 from whet.guard.hangs import UNSEEN, Seen, blame
 from whet.guard.line import Local, OpenLines, end
+from whet.guard.processes import GO_ON
 from whet.guard.temporary import OwnFolder
 from whet.models.lora import adapted, learned, merged, refresh
 from whet.models.mesh import Dims
@@ -228,9 +229,8 @@ class Ranks:
                 return _ERRORS.get(known[0][0], WhetError)(known[0][1])
             if dead:
                 rank, how = next(iter(dead.items()))
-                return WhetError(
-                    f"{self._who(rank)} died ({how}) while doing: {self.doing[rank]}{self._stack(rank)}"
-                )
+                doing = f"{self.doing[rank]}; {GO_ON}{self._stack(rank)}"
+                return WhetError(f"{self._who(rank)} died ({how}) while doing: {doing}")
             rank, (_, _, trace) = next(iter(own.items()), (0, ("", "", "no word")))
             return WhetError(f"{self._who(rank)} failed while doing: {self.doing[rank]}\n{trace}")
         finally:
