@@ -33,7 +33,7 @@ from whet.config.sections.run import ProfileConfig
 from whet.guard.imports import import_all
 from whet.guard.temporary import OwnFolder
 from whet.guard.watch import Watch
-from whet.replay.steps import Recorded, Step, is_step
+from whet.replay.steps import Recorded, ReplayStart, Step, is_step
 from whet.rewards.combine import RewardSet
 from whet.secrets import guarded_output
 from whet.start import began, data_files
@@ -154,8 +154,7 @@ def replay(
     Raises WhetError where the run cannot be resumed: its data has changed, a file is missing, an answer is not in the
     journal.
     """
-    step, state, damaged = _whole_start(recorded, step, play=play)
-    path = step.start.checkpoint if step.start else None
+    step, start, state, damaged = _whole_start(recorded, step, play=play)
     with aside(recorded, step.step) as (home, loaded), ExitStack() as stack:
         loaded = replace(loaded, code=digests(loaded.stages, functions or {}))
         setup_logging(home, level=loaded.config.track.log_level)
@@ -172,21 +171,21 @@ def replay(
         ends = Callbacks(lambda row: (row["stage"], row["step"]) == wanted, None, stop=stop)
         job = opened(loaded, recorded.plans, rewards, worlds, stop, stack)
         records = replace(job.records, saver=Unsaved(), trackers=[*job.records.trackers, ends])
-        branches = any(recorded.place(change) == step.start.at for change in recorded.branches)
-        run_loop(run_all(replace(job, records=records, change=branches), path, state))
+        branches = any(recorded.place(change) == start.at for change in recorded.branches)
+        run_loop(run_all(replace(job, records=records, change=branches), start.checkpoint, state))
         notes = [*damaged, *_notes(recorded, loaded, step.stage, state)]
         return _found(recorded, step, home, notes, state)
 
 
-def _whole_start(recorded: Recorded, step: Step, *, play: bool) -> tuple[Step, Json, list[str]]:
-    """The step with the latest start whose files are as they were written, the state there, and a note for each
-    checkpoint that was passed over. Raises CheckpointError where none is left."""
+def _whole_start(recorded: Recorded, step: Step, *, play: bool) -> tuple[Step, ReplayStart, Json, list[str]]:
+    """The step with the latest start whose files are as they were written, this start, the state there, and a note
+    for each checkpoint that was passed over. Raises CheckpointError where none is left."""
     notes: list[str] = []
     while (start := step.start) is not None:
         if start.checkpoint is None:
-            return step, {"stage": 0, "step": -1}, notes
+            return step, start, {"stage": 0, "step": -1}, notes
         try:
-            return step, state_of(start.checkpoint), notes
+            return step, start, state_of(start.checkpoint), notes
         except Damaged as e:
             notes.append(f"{e}: the replay starts before this checkpoint")
             recorded = replace(recorded, starts=[s for s in recorded.starts if s != start])
