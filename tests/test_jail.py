@@ -404,9 +404,9 @@ def test_a_keeper_that_is_killed_ends_the_run_and_says_how_it_goes_on():
     with make(nap) as jail:
         assert ask(jail, nap)[0].parts == {"score": 0.0}
         os.kill(jail._keeper, signal.SIGKILL)
+        asked = (ask(jail, nap) for _ in range(10))
         with pytest.raises(WhetError, match="guard the rewards ended; the same command resumes the run"):
-            for _ in range(10):
-                ask(jail, nap)
+            list(asked)
 
 
 def test_a_stopped_nursery_is_noticed_and_replaced():

@@ -79,7 +79,10 @@ def broken(batch: Batch, out: Outputs) -> Loss:
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (killed, r"(?s)rank 1 of 2 died \(killed by SIGKILL\) while doing: update policy.*; the same command resumes"),
+        (
+            killed,
+            r"(?s)rank 1 of 2 died \(killed by SIGKILL\) while doing: update policy.*; the same command resumes",
+        ),
         (
             stopped,
             r"(?s)^rank 1 of 2 is stopped \(SIGSTOP\) while doing: update policy.*; rank 0 waits for it.*; "
