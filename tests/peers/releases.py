@@ -208,7 +208,10 @@ def compare(system: str, version: str, document: Document, place: Path) -> Resul
         name=document.name,
         keys=sum(1 for _ in leaves(whole)),
         whole=as_said,
-        unknown=(*(text for text in as_said.said if "unknown key" in text), *as_said.newer),
+        unknown=(
+            *(text for text in as_said.said if "unknown key" in text),
+            *(text for text in as_said.newer if text.partition(":")[0] not in document.given),
+        ),
         differences=tuple(differences),
         documented=tuple(documented),
     )
@@ -228,11 +231,15 @@ def apart(one: Reading, other: Reading) -> Iterator[tuple[str, Json, Json]]:
 
 def line(result: Result) -> str:
     """For people."""
-    state = "refused" if not result.whole.native else "planned"
+    state = "refused" if not result.whole.native else "not built" if result.whole.said else "planned"
     head = f"{result.release} {result.name}: {result.keys} keys, {len(result.unknown)} unknown, {state}"
     told = [
         f"  {text}"
-        for text in (*result.whole.said, *result.whole.newer, *result.differences, *result.documented)
+        for text in (
+            *dict.fromkeys((*result.whole.said, *result.unknown)),
+            *result.differences,
+            *result.documented,
+        )
     ]
     return "\n".join([head, *told])
 
