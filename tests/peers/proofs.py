@@ -1,9 +1,9 @@
 """The proofs of files from the peers' own repositories: `whet convert FILE --prove`, each in a process of its own.
 
-The files of proofs.tsv were chosen at random (`chosen`) from those that whet plans. One line a file:
+The files of proofs.tsv were chosen at random (`chosen`) from those that whet planned then. One line a file:
 
     system     whose file it is
-    commit     of the repository; empty: the one of repositories.py
+    commit     of the repository
     path       in the repository
     arguments  what a user gives with it: a script's words and variables, overrides; split by spaces
     equal      rows of the proof that are equal
@@ -65,8 +65,10 @@ class Source:
     """What every file of it must be given."""
 
 
-COMMITS = {"skyrl": "f5bc3b78dfddfb352870d5d7430cd226e5785838"}
-"""Where the newest commit that was read has keys that the installed release lacks: SkyRL's tag of 0.3.0."""
+COMMITS = {system: of.commit for system, of in repositories.REPOSITORIES.items()} | {
+    "skyrl": "f5bc3b78dfddfb352870d5d7430cd226e5785838"
+}
+"""The newest that were read; of SkyRL, whose newest has keys that the installed release lacks, the tag of 0.3.0."""
 
 SOURCES = (
     Source(system="verl", under="examples", ends=".sh", number=12, without="/(generation|sft)/"),
@@ -152,7 +154,7 @@ def planned(file: str, arguments: Sequence[str]) -> bool:
 
 def chosen(of: Source, place: Path) -> list[Proved]:
     """Files at random from those of a source that whet plans, as lines without counts. place: for a checkout."""
-    commit = COMMITS.get(of.system, "")
+    commit = COMMITS[of.system]
     repositories.checkout(of.system, of.under, place, commit)
     os.environ.update(GIVEN)
     with contextlib.chdir(place):
@@ -200,7 +202,7 @@ def prove(rows: list[Proved]) -> tuple[list[Proved], bool]:
     with tempfile.TemporaryDirectory() as folder:
         for row in rows:
             under = Path(row.path).parts[0]
-            place = Path(folder) / row.system / (row.commit or "newest")
+            place = Path(folder) / row.system / row.commit
             if not place.is_dir():
                 repositories.checkout(row.system, under, place, row.commit)
             results, said = convert(row, place)
