@@ -66,9 +66,11 @@ class Source:
 
 
 COMMITS = {system: of.commit for system, of in repositories.REPOSITORIES.items()} | {
-    "skyrl": "f5bc3b78dfddfb352870d5d7430cd226e5785838"
+    "skyrl": "f5bc3b78dfddfb352870d5d7430cd226e5785838",
+    "trinity": "9051d6374db5d4199dbe317d33eb1caa2e42a9fb",
 }
-"""The newest that were read; of SkyRL, whose newest has keys that the installed release lacks, the tag of 0.3.0."""
+"""The newest that were read; of SkyRL, whose newest has keys that the installed release lacks, the tag of 0.3.0, and of
+Trinity-RFT its branch in April 2026."""
 
 SOURCES = (
     Source(system="verl", under="examples", ends=".sh", number=12, without="/(generation|sft)/"),
