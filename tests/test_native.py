@@ -191,6 +191,19 @@ def test_arriving_late_changes_nothing() -> None:
     assert run(trickle(engine(module, max_num_seqs=7))) == expected
 
 
+def test_a_closed_engine_gives_its_cache_back_and_stays_closed() -> None:
+    """It took the cache's memory anew, two seconds of zeros at the end of a run, and new weights opened it again."""
+    e = engine()
+    run(ask(e, group(prompts([5])[0], 2, max_tokens=3)))
+    assert e.runner.cache is not None
+    run(e.close())
+    assert e.runner.cache is None
+    with pytest.raises(WhetError, match="closed"):
+        run(e.update_weights(WeightUpdate(version=1, module=e.runner.module)))
+    with pytest.raises(WhetError, match="closed"):
+        run(ask(e, group(prompts([5])[0], 2, max_tokens=3)))
+
+
 def test_the_key_decides() -> None:
     prompt = prompts([9])[0]
     jobs = [(prompt, Sampling(key=key, max_tokens=20, ignore_eos=True)) for key in (1, 2, 1, 2**63 + 5)]

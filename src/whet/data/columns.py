@@ -30,6 +30,8 @@ _COLUMNS = (
 )
 """Fields of a source that name a column. `difficulty` may name several."""
 
+_DEFAULTS = {name: field.default for name, field in SourceConfig.model_fields.items()}
+
 _OPTIONAL = ("enable_thinking",)
 """Names of columns, beside those of the defaults, that may be absent: verl 0.9.1's of thinking in a row."""
 
@@ -384,7 +386,7 @@ def _optional(row: Row, source: SourceConfig, field: str) -> Json:
     column = getattr(source, field)
     if column is None:
         return None
-    if column not in (SourceConfig.model_fields[field].default, *_OPTIONAL):
+    if column not in (_DEFAULTS[field], *_OPTIONAL):
         return _required(row, column, field)
     value = lookup(row, column)
     return None if value is _ABSENT else value

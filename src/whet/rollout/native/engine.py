@@ -44,6 +44,8 @@ from whet.types import Completion, Receipt, Request, ScoreRequest, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
+CLOSED = "the rollout engine was closed"
+
 
 class NativeEngine:
     """A `RolloutEngine` on the given module, by reference.
@@ -98,6 +100,7 @@ class NativeEngine:
         self.away: frozenset[Part] = frozenset()
         """What is not on the accelerator."""
         self.broken: str | None = None
+        self.closed = False
         """Why no request is served."""
         self.driver: asyncio.Task[None] | None = None
         self.streams: dict[Generation, Stream] = {}
@@ -173,6 +176,8 @@ class NativeEngine:
         Raises WhetError if a tensor is missing, is given twice or does not fit. Then the version stays and, as the
         weights may be a mix, all requests fail until a full set has been loaded.
         """
+        if self.closed:
+            raise WhetError(CLOSED)
         self._interrupt()
         self.scheduler.pages.forget()
         if update.module is None:
@@ -227,7 +232,8 @@ class NativeEngine:
 
     async def close(self) -> None:
         """Requests in flight fail; later ones are refused."""
-        self._break("the rollout engine was closed")
+        self.closed = True
+        self._break(CLOSED)
         if self.driver is not None:
             await asyncio.wait([self.driver])
 
@@ -381,7 +387,7 @@ class NativeEngine:
     def _fail(self, error: BaseException) -> None:
         """Everyone who waits gets this error."""
         requests = [*self.scheduler.requests, *self.held]
-        self.runner.clear()
+        self.runner.clear(again=not self.closed)
         self.scheduler.clear()
         self.held = []
         for request in requests:

@@ -202,12 +202,13 @@ class Runner:
 
     # -- rows
 
-    def clear(self) -> None:
+    def clear(self, *, again: bool = True) -> None:
         """Forget all live rows and what they left in the cache: after weights that diverged that may be NaN,
-        and a key that is masked counts 0 * v."""
+        and a key that is masked counts 0 * v. again: with a cache for new ones."""
         if self.cache is not None:
             self.release()
-            self.allocate()
+            if again:
+                self.allocate()
         self.free = list(range(len(self.table_SP) - 1, -1, -1))
         self.slots: dict[Generation, int] = {}
         """Of the live rows."""
