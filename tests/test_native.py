@@ -193,15 +193,19 @@ def test_arriving_late_changes_nothing() -> None:
 
 def test_a_closed_engine_gives_its_cache_back_and_stays_closed() -> None:
     """It took the cache's memory anew, two seconds of zeros at the end of a run, and new weights opened it again."""
-    e = engine()
-    run(ask(e, group(prompts([5])[0], 2, max_tokens=3)))
-    assert e.runner.cache is not None
-    run(e.close())
-    assert e.runner.cache is None
-    with pytest.raises(WhetError, match="closed"):
-        run(e.update_weights(WeightUpdate(version=1, module=e.runner.module)))
-    with pytest.raises(WhetError, match="closed"):
-        run(ask(e, group(prompts([5])[0], 2, max_tokens=3)))
+    e, two = engine(), group(prompts([5])[0], 2, max_tokens=3)
+
+    async def story() -> None:
+        await ask(e, two)
+        assert e.runner.cache is not None
+        await e.close()
+        assert e.runner.cache is None
+        with pytest.raises(WhetError, match="closed"):
+            await e.update_weights(WeightUpdate(version=1, module=e.runner.module))
+        with pytest.raises(WhetError, match="closed"):
+            await ask(e, two)
+
+    run(story())
 
 
 def test_the_key_decides() -> None:
