@@ -84,7 +84,7 @@ def _own_environment() -> Iterator[None]:
 
 @pytest.fixture
 def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For files of SkyRL, whose own defaults lie in `${oc.env:HOME}`: a folder where the user of the tests has none."""
+    """For files of SkyRL and verl, whose own defaults lie there: a folder where the user of the tests has none."""
     if not os.environ.get("HOME"):
         monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
 

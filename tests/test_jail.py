@@ -409,6 +409,28 @@ def test_a_keeper_that_is_killed_ends_the_run_and_says_how_it_goes_on():
             list(asked)
 
 
+STOPPED = """
+import os, signal, sys
+from whet.guard import nursery
+number = signal.Signals[sys.argv[1]]
+signal.signal(number, signal.default_int_handler)
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), number))
+try:
+    nursery.fork(lambda: None)
+except KeyboardInterrupt:
+    print("stopped")
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_within_a_fork_is_not_lost(name: str) -> None:
+    """Python drops what is raised there: the run went on to its end."""
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED, name], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "stopped\n", done.stderr
+
+
 def test_a_stopped_nursery_is_noticed_and_replaced():
     with make(nap, patience_s=2.0) as jail:
         os.kill(nursery_of(jail), signal.SIGSTOP)

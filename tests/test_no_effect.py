@@ -185,6 +185,7 @@ def test_a_bound_that_holds_at_1_or_is_of_the_engines_log_probs_is_read() -> Non
     assert problems("algorithm.loss=rollout_is", "algorithm.loss.clip_low=0.1") == []
 
 
+@pytest.mark.usefixtures("home")
 def test_a_recipe_or_a_document_may_have_a_clip_that_nothing_meets(tmp_path: Path) -> None:
     assert problems("algorithm.name=dapo") == []
     export(tiny_model(layers=1), build("chars", 61, ["abc"]), tmp_path)

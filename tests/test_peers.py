@@ -144,6 +144,7 @@ def test_the_page_counts_the_files_of_the_table() -> None:
     assert page.endswith("\n\n" + files_of_peers.summary(files_of_peers.listed()))
 
 
+@pytest.mark.usefixtures("home")
 def test_files_are_compared_with_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A repository of single files: one that plans, one that is refused, a helper, and one that the table has not."""
     commit = "0" * 40

@@ -297,6 +297,7 @@ def of_verl(*more: str, at: str = "0.5.0") -> dict[str, RewardConfig]:
     return loaded.config.rewards
 
 
+@pytest.mark.usefixtures("home")
 def test_verls_sandbox_judges_programs_and_the_rest_is_judged_as_before() -> None:
     found = of_verl(URL, "reward_model.sandbox_fusion.max_concurrent=16")
     code = found["code"].arguments
@@ -313,18 +314,21 @@ def test_verls_sandbox_judges_programs_and_the_rest_is_judged_as_before() -> Non
     assert later["code"].arguments == {**code, "max_concurrent": 64}
 
 
+@pytest.mark.usefixtures("home")
 def test_verl_0_4_0_sends_no_limit_of_memory() -> None:
     found = of_verl(URL, at="0.4.0")
     assert found["code"].arguments["memory_limit_mb"] is None
     assert found["score"].arguments["gsm8k_characters"] is None
 
 
+@pytest.mark.usefixtures("home")
 def test_a_function_of_yours_leaves_verls_sandbox_out() -> None:
     mine = ("custom_reward_function.path=mine.py", "custom_reward_function.name=f")
     assert list(of_verl(URL, *mine)) == ["score"]
     assert list(of_verl()) == ["score"]
 
 
+@pytest.mark.usefixtures("home")
 def test_the_two_rewards_of_a_verl_file_make_verls_score() -> None:
     with sandbox() as service:
         found = of_verl(f"reward_model.sandbox_fusion.url={service.url}")

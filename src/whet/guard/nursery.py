@@ -88,11 +88,13 @@ class Worker:
     dropped: int = 0
 
 
+_STOPS = (signal.SIGINT, signal.SIGTERM)
+"""What stops the run, which the new process leaves to it."""
+
+
 def fork(body: Callable[[], None]) -> int:
     """Run `body` in a new process, which ends with it. Returns the process id. OSError where there is no room."""
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT}
-    )  # python drops what it raises inside fork
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # python drops what it raises inside fork
     # What is garbage in this process is never collected in the new one: its finalizers may wait for threads, which only
     # this one has (a process group of torch does).
     collects = gc.isenabled()
@@ -109,7 +111,8 @@ def fork(body: Callable[[], None]) -> int:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if pid:
         return pid
-    signal.signal(signal.SIGINT, confine.deaf)
+    for number in _STOPS:
+        signal.signal(number, confine.deaf)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     code = 1
     try:
