@@ -15,6 +15,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from whet.config.recipes import kind_of
 from whet.prove import given, numbers, schedules, settings
 from whet.prove import verl_engines as engines
 from whet.prove.cases import Case, case, cases, in_pair_order
@@ -422,6 +423,12 @@ def _of_settings(config: Any, file: File) -> Iterator[Check]:
         called=OPTIMIZER,
         keys=(*STAGES, "algorithm.optimizer.betas"),
     )
+    yield Check(
+        what="temperature of the trainer",
+        called="trinity.trainer.verl.trainer:VERLTrainer.train_step",
+        theirs=lambda _: scalars(temperature=config.model.temperature),
+        ours=lambda _: scalars(temperature=_trained_at(file)),
+    )
     explorer = config.buffer.explorer_input
     for row, sets in ((settings.sampling, explorer.tasksets), (settings.evaluation, explorer.eval_tasksets)):
         if not sets or (row is settings.evaluation and not file.plan.evaluates):
@@ -430,6 +437,13 @@ def _of_settings(config: Any, file: File) -> Iterator[Check]:
         yield row(
             file, theirs=partial(_drawn, sets[0]), called=f"{VALIDATORS}:BufferConfigValidator", **limit
         )
+
+
+def _trained_at(file: File) -> float:
+    """What whet's trainer divides the logits of the first source by."""
+    cfg = file.config
+    sampled = cfg.rollout.sampling.temperature if kind_of(cfg.algorithm) == "online" else 1.0
+    return cfg.train.temperature or sampled or 1.0
 
 
 def _drawn(tasks: Any) -> Numbers:
