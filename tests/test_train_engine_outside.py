@@ -39,8 +39,8 @@ class Damped(TorchEngine):
 
 
 class Needy(Damped):
-    def __init__(self, model, ops, *, needed, **how):
-        super().__init__(model, ops, **how)
+    def __init__(self, it, kernels, needed, *more, also=1, **how):
+        super().__init__(it, kernels, **how)
 
 
 class Behind:
@@ -112,6 +112,8 @@ def test_an_engine_of_a_users_own_trains_the_whole_run(
     )
     assert near(damped, trained(tmp_path / "half", *layout, lr=0.5))
     assert not near(damped, trained(tmp_path / "whole", *layout))
+    named = f"train.engine={mine}:Needy", "train.engine_arguments={factor: 0.5, needed: 1, also: 2}"
+    assert near(damped, trained(tmp_path / "named", *named, *layout))
 
 
 def test_an_engine_that_is_no_subclass_trains_the_same_bits(mine: Path, tmp_path: Path) -> None:

@@ -84,9 +84,8 @@ def open_ranks(models: Models, cfg: Config, plan: Plan, display: Display) -> dic
     """The processes of train.parallel by the model that they are named after, see `Learner.ranks`."""
     found: dict[str, Ranks] = {}
     if (users := chosen.of_user(cfg.train)) and ranks_of(cfg.train.parallel):
-        chosen.maker(
-            *users, on_ranks=True
-        )  # refused here, before any process starts; ranks load what is loaded here
+        # refused here, before any process starts; ranks load the files that are loaded here
+        chosen.maker(*users, on_ranks=True)
     try:
         for whose in ranks_of(cfg.train.parallel):
             found[whose] = _started(models, cfg, plan, whose, display)

@@ -228,11 +228,11 @@ def how_sampled(context: Context, weights: Weights, *, replays: bool) -> Sampled
     cfg = context.cfg
     in_turn = context.plan.mode == "synchronous" and weights.sampler is None
     cast = weights.out is not None and weights.out.dtype is not None
-    heats = {
+    temperatures = {
         cfg.rollout.sampling.temperature,
         *(s.temperature for s in sampling_by_source(cfg.rollout).values()),
     }
     return Sampled(
         older=not in_turn or cast or replays,
-        same_temperature=cfg.train.temperature is None or heats == {cfg.train.temperature},
+        same_temperature=cfg.train.temperature is None or temperatures == {cfg.train.temperature},
     )

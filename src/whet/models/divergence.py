@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whet.algos.distillation import Divergence, TopK, of_support
-from whet.models.logprobs import OutputHead, Temperature, heat_of, logits, slope
+from whet.models.logprobs import OutputHead, Temperature, logits, slope, temperature_of
 from whet.models.products import column_sums, product
 from whet.types import WhetError
 
@@ -73,10 +73,10 @@ class _Job:
         self, hidden_AD: Tensor, reference_AD: Tensor, rows: slice
     ) -> tuple[Tensor, Tensor, _Support]:
         """[A, V] logits and log p of some rows, and the tokens that are compared."""
-        heat = heat_of(self.temperature, rows)
-        z_AV = logits(self.head, hidden_AD[rows], heat)
+        temperature = temperature_of(self.temperature, rows)
+        z_AV = logits(self.head, hidden_AD[rows], temperature)
         logp_AV = self.head.log_softmax(z_AV)
-        logq_AV = self.reference.log_softmax(logits(self.reference, reference_AD[rows], heat))
+        logq_AV = self.reference.log_softmax(logits(self.reference, reference_AD[rows], temperature))
         if self.of.top is None:
             return z_AV, logp_AV, _Support(logp_AV, logq_AV)
         token_AS, kept_AS = self._likely(self.of.top, logp_AV, logq_AV)
@@ -183,7 +183,7 @@ def _gradients(
     dbias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
     for at in job.spans(len(hidden_AD)):
         z_AV, dz_AV = slopes(at)
-        steep = slope(z_AV, job.head, heat_of(job.temperature, at))
+        steep = slope(z_AV, job.head, temperature_of(job.temperature, at))
         dz_AV = (dz_AV if steep is None else dz_AV.mul_(steep)).to(weight_VD.dtype)
         product(dz_AV, weight_VD, out=dhidden_AD[at])
         product(dz_AV.t(), hidden_AD[at], out=dweight_VD, add=True)

@@ -83,7 +83,7 @@ Temperature: TypeAlias = float | Tensor
 """What logits are divided by, above 0: one number for all rows, or [A]."""
 
 
-def heat_of(temperature: Temperature, rows: slice) -> Temperature:
+def temperature_of(temperature: Temperature, rows: slice) -> Temperature:
     """The temperature of some rows."""
     return temperature[rows] if isinstance(temperature, Tensor) else temperature
 
@@ -172,7 +172,7 @@ def collisions(
     chunk = chunk or head.rows_at_once(hidden_AD.device)
     for start in range(0, len(hidden_AD), chunk):
         at = slice(start, start + chunk)
-        logp_AV = head.log_softmax(logits(head, hidden_AD[at], heat_of(temperature, at)))
+        logp_AV = head.log_softmax(logits(head, hidden_AD[at], temperature_of(temperature, at)))
         out_A[at] = head.add(logp_AV.mul_(2).exp_().sum(-1))
     return out_A
 
@@ -195,7 +195,7 @@ def discriminants(
     chunk = chunk or head.rows_at_once(hidden_AD.device)
     for start in range(0, len(hidden_AD), chunk):
         at = slice(start, start + chunk)
-        logp_AV = head.log_softmax(logits(head, hidden_AD[at], heat_of(temperature, at)))
+        logp_AV = head.log_softmax(logits(head, hidden_AD[at], temperature_of(temperature, at)))
         p_AV = logp_AV.exp()
         entropy_A = head.add(torch.special.entr(p_AV).sum(-1))
         row_A, own_A = (
@@ -258,7 +258,9 @@ class _TokenLogprobs(torch.autograd.Function):
         z_AV, room = None, job.room(hidden_AD, weight_VD)
         for at in job.spans(len(hidden_AD)):
             z_AV = None  # the last rows' logits go before the next ones come
-            z_AV = _logits(job.head, hidden_AD[at], (weight_VD, bias_V), heat_of(job.temperature, at), room)
+            z_AV = _logits(
+                job.head, hidden_AD[at], (weight_VD, bias_V), temperature_of(job.temperature, at), room
+            )
             logp_A[at], entropy_A[at] = job.rows.logprobs(z_AV, targets_A[at])
         kept = z_AV if job.keep and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden_AD, weight_VD, bias_V, targets_A, logp_A, entropy_A, kept)
@@ -283,9 +285,9 @@ class _TokenLogprobs(torch.autograd.Function):
             z_AV = kept
             if z_AV is None:
                 z_AV = _logits(
-                    job.head, hidden_AD[at], (weight_VD, bias_V), heat_of(job.temperature, at), room
+                    job.head, hidden_AD[at], (weight_VD, bias_V), temperature_of(job.temperature, at), room
                 )
-            slope_AV = slope(z_AV, job.head, heat_of(job.temperature, at))
+            slope_AV = slope(z_AV, job.head, temperature_of(job.temperature, at))
             job.rows.logprobs_backward(
                 z_AV,
                 targets_A[at],

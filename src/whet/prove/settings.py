@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -45,6 +46,18 @@ def adam(
         weight_decay=decay,
         weight_decay_of_vectors=decay_of_vectors,
         largest_gradient_norm=largest_norm or 0.0,
+    )
+
+
+def of_megatron(made: Any) -> Numbers:
+    """Of Megatron-LM's options, which itself has no weight decay of vectors."""
+    return adam(
+        lr=made.lr,
+        betas=(made.adam_beta1, made.adam_beta2),
+        eps=made.adam_eps,
+        decay=made.weight_decay,
+        decay_of_vectors=0.0,
+        largest_norm=made.clip_grad,
     )
 
 

@@ -44,18 +44,11 @@ def rates(optim: Any, strategy: str, total: int | None, steps: int) -> Tensor:
 
 
 def optimizer(optim: Any, strategy: str, more: Mapping[str, Any]) -> Numbers:
-    """The optimizer's numbers. more: options for Megatron-LM, which itself has no weight decay of vectors."""
+    """The optimizer's numbers. more: options for Megatron-LM."""
     build = theirs("skyrl", optimizer_of(strategy))
     if strategy == "megatron":
         made = build(optim, dict(more))
-        return settings.adam(
-            lr=made.lr,
-            betas=(made.adam_beta1, made.adam_beta2),
-            eps=made.adam_eps,
-            decay=made.weight_decay,
-            decay_of_vectors=0.0,
-            largest_norm=made.clip_grad,
-        )
+        return settings.of_megatron(made)
     own = SimpleNamespace(
         _fsdp_init_model=lambda model, **told: model, optimizer_config=optim, total_training_steps=1
     )

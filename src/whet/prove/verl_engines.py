@@ -90,19 +90,12 @@ def rates(optim: Mapping[str, Any], strategy: str, total: int, steps: int, peer:
 
 
 def optimizer(optim: Mapping[str, Any], strategy: str, peer: str = "verl") -> Numbers:
-    """The optimizer's numbers. Megatron-LM itself has no weight decay of vectors."""
+    """The optimizer's numbers."""
     told, called = read(optim, strategy, 1, peer), theirs(peer, engine(strategy).optimizer)
     if not engine(strategy).path:
         with mock.patch(f"{MEGATRON_OPTIONS}.is_te_min_version", return_value=True):  # where moments are kept
             made = called(told)
-        return settings.adam(
-            lr=made.lr,
-            betas=(made.adam_beta1, made.adam_beta2),
-            eps=made.adam_eps,
-            decay=made.weight_decay,
-            decay_of_vectors=0.0,
-            largest_norm=made.clip_grad,
-        )
+        return settings.of_megatron(made)
     module = torch.nn.Linear(2, 2)
     made = called(SimpleNamespace(optimizer_config=told), module)
     return settings.of_optimizer([made], told.clip_grad)

@@ -64,19 +64,23 @@ def _with_all_settings(make: Callable[..., Any]) -> Callable[..., Any]:
     inits = [
         vars(each)["__init__"] for each in make.__mro__ if "__init__" in vars(each) and each is not object
     ]
-    named = {p.name: p for init in reversed(inits) for p in inspect.signature(init).parameters.values()}
-    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    own = [
-        p.replace(kind=p.KEYWORD_ONLY)
-        for p in named.values()
-        if p.kind not in kinds and p.name not in ("self", "model", "ops")
-    ]
+    own = {p.name: p for init in reversed(inits) for p in _settings_of(init)}
 
     def stand_in() -> None: ...
 
     first = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in ("model", "ops")]
-    stand_in.__signature__ = inspect.Signature([*first, *own])  # type: ignore[attr-defined]
+    stand_in.__signature__ = inspect.Signature([*first, *own.values()])  # type: ignore[attr-defined]
     return stand_in
+
+
+def _settings_of(init: Callable[..., Any]) -> list[inspect.Parameter]:
+    """What it takes by name, behind itself, the model and the kernels, whatever it calls these."""
+    parameters = list(enumerate(inspect.signature(init).parameters.values()))
+    return [
+        p.replace(kind=p.KEYWORD_ONLY)
+        for at, p in parameters
+        if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and at > 2)
+    ]
 
 
 def made(
@@ -84,12 +88,10 @@ def made(
     settings: Mapping[str, Json],
     model: PreTrainedModel,
     ops: Ops,
-    *,
-    on_ranks: bool = False,
     **how: Any,
 ) -> TrainEngine:
-    """The engine. Raises ConfigError also where what was made lacks a part of the interface."""
-    engine = maker(name, settings, on_ranks=on_ranks)(model, ops, **how, **settings)
+    """The engine, in this process. Raises ConfigError also where what was made lacks a part of the interface."""
+    engine = maker(name, settings, on_ranks=False)(model, ops, **how, **settings)
     if lacks := [part for part in _PARTS if not hasattr(engine, part)]:
         raise ConfigError(
             f"{KEY} {name}: got a {type(engine).__name__} without {', '.join(lacks)}; expected a "

@@ -470,12 +470,12 @@ def sampling(values: Values) -> Native:
 def _trained_temperature(values: Values, sampled: list[float]) -> Native:
     """The trainer divides all logits by one temperature: model.temperature since 0.6.0 (with verl 0.8 or newer), before
     that the first taskset's, 1 without one."""
+    if values["mode"] in ("explore", "bench"):
+        return {}
     if since(values, "trinity", "0.6.0"):
         trained = values["model.temperature"]
     else:
         trained = sampled[0] if given(training(values)[0][0].get("path")) else 1.0
-    if values["mode"] in ("explore", "bench"):
-        return {}
     usual = set(sampled) if online(values) else {1.0}
     return {} if usual == {trained} or trained <= 0 else {"train.temperature": trained}
 
