@@ -275,8 +275,8 @@ def nothing_asked() -> None:
 
 
 def engine(killed: asyncio.Event, stops_after: int | None = None, other: int | None = 0) -> ScriptedEngine:
-    """Says a number that follows from the history, the key and `other`; without it, always the same. After so many
-    replies the process is killed."""
+    """Says a number that follows from the history, the key and `other`; without it, always the same. Policies with
+    another `other` never say the same. After so many replies the process is killed."""
     count = Counter[str]()
 
     async def say(token_ids: list[int], sampling: Sampling, version: int) -> list[int]:
@@ -284,7 +284,7 @@ def engine(killed: asyncio.Event, stops_after: int | None = None, other: int | N
         if stops_after is not None and count["replies"] >= stops_after:
             killed.set()
             await asyncio.Event().wait()
-        return [5 if other is None else 2 + key(sampling.key, other, *token_ids) % 97, END]
+        return [5 if other is None else 2 + 100 * other + key(sampling.key, other, *token_ids) % 97, END]
 
     return ScriptedEngine(say, end_token_ids=[END])
 
