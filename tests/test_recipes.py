@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,7 +22,7 @@ from whet.algos.aggregate import AGGREGATIONS
 from whet.algos.losses import LOSSES
 from whet.algos.recipes import Algorithm, build
 from whet.batch import Outputs
-from whet.config import functions, schema
+from whet.config import functions, keys, schema
 from whet.config.recipes import RECIPES, Resolved, resolve
 from whet.types import ConfigError, WhetError
 
@@ -45,6 +46,18 @@ def test_recipes_name_parts_that_exist() -> None:
         assert recipe.kind == functions.LOSSES[recipe.loss].kind
         rows = (functions.ADVANTAGES[recipe.advantage], functions.LOSSES[recipe.loss])
         assert recipe.settings.keys() <= {key for row in rows for key in row.settings.model_fields}
+
+
+def test_keys_that_a_recipe_s_note_sets_exist() -> None:
+    found = 0
+    for recipe in RECIPES.values():
+        rows = (functions.ADVANTAGES[recipe.advantage], functions.LOSSES[recipe.loss])
+        its_own = {key for row in rows for key in row.settings.model_fields}
+        for name in re.findall(r"([a-z_.]+)=", recipe.note):
+            path = tuple(name.split("."))
+            assert name in its_own or keys.lookup(("algorithm", *path)) or keys.lookup(path), recipe.note
+            found += 1
+    assert found >= 10
 
 
 def test_tables_without_torch_tell_the_truth_about_the_functions() -> None:
