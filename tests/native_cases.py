@@ -451,6 +451,11 @@ CASES: dict[str, Case] = {
         "rollout.group_size=3",
         ["f"],
     ),
+    "algorithm.groups.uniform_above": (
+        "algorithm.dynamic_sampling=true; rewards.f={function: format, arguments: {pattern: '[0-9]'}}; "
+        "rollout.group_size=3",
+        0.5,
+    ),
     "algorithm.loss.clip_low": (MOVED, 0.01),
     "algorithm.loss.clip_high": (MOVED, 0.01),
     "algorithm.loss.dual_clip": (f"{MOVED}; train.optimizer.lr=0.3", 1.01),

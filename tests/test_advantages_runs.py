@@ -255,6 +255,7 @@ BASE: dict[str, Any] = {
         (["groups.keep_worst=1"], "compares several"),
         (["groups.uniform_by=[fmt]", "dynamic_sampling=true"], "'fmt' is not among rewards: acc"),
         (["groups.uniform_by=[acc]"], "has no effect: algorithm.dynamic_sampling is false"),
+        (["groups.uniform_above=0.0"], "has no effect: algorithm.dynamic_sampling is false"),
         (["groups.min_std_ddof=0"], "has no effect: algorithm.groups.min_std is not given"),
         (["resample={name: max_min, power: 3.0}"], "has no effect: resample=max_min does not read it"),
         (
@@ -300,6 +301,7 @@ def test_groups_are_not_compared_by_a_reward_that_does_not_score_their_source() 
         ["algorithm.name=rloo", "algorithm.advantage.single_rollout=raw", "rollout.group_size=1"],
         ["algorithm.name=raft", "algorithm.groups.min_reward=0.5"],
         ["algorithm.name=dapo", "algorithm.groups.uniform_by=[acc]", "algorithm.groups.min_std=0.1"],
+        ["algorithm.name=dapo", "algorithm.groups={uniform_by: [acc/x], uniform_above: 0.5}"],
         [
             "algorithm.advantage=opmd",
             "algorithm.advantage.tau=2.0",

@@ -151,6 +151,28 @@ def test_uniform_by_named_rewards() -> None:
         judge(partly, GroupsConfig(uniform_by=("a",)))
 
 
+def test_groups_of_right_or_of_wrong_replies_alone() -> None:
+    """Numbers on one side of the bound are alike, whatever they are; the bound itself is not above it."""
+    far = GroupsConfig(uniform_above=0.0)
+    assert judge(rewarded(0.1, 1.0), far) == "uniform"
+    assert judge(rewarded(-1.0, 0.0), far) == "uniform"
+    assert judge(rewarded(0.0, 0.1), far) is None
+    assert judge(rewarded(0.1, 1.0), GroupsConfig(uniform_above=0.1)) is None
+    assert judge(rewarded(1.0), far) == "uniform"
+
+
+def test_a_part_of_a_reward_tells_right_replies() -> None:
+    """Both are right, one with a penalty that makes its reward negative. b has weight 2: 2 * 0.5 is not above 1."""
+    given = group(
+        rollout(0, reward=-0.5, parts={"a": -0.5, "a/right": 1.0, "b": 0.5}),
+        rollout(1, reward=1.0, parts={"a": 1.0, "a/right": 1.0, "b": 1.0}),
+    )
+    assert judge(given, GroupsConfig(uniform_above=0.0)) is None
+    assert judge(given, GroupsConfig(uniform_by=("a/right",), uniform_above=0.0)) == "uniform"
+    assert judge(given, GroupsConfig(uniform_by=("b",), uniform_above=1.0)) is None
+    assert judge(given, GroupsConfig(uniform_by=("b",), uniform_above=0.9)) == "uniform"
+
+
 def test_the_deviation_must_be_larger() -> None:
     # 0 and 2: sqrt(2) with n - 1, 1 with n.
     given = rewarded(0.0, 2.0)

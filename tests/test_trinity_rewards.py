@@ -41,6 +41,7 @@ def test_math_is_the_result_and_the_form(response: str, score: float) -> None:
 def test_boxed_math(response: str, with_think: bool, score: float) -> None:
     told = math_boxed_reward(response, task("72"), with_think=with_think, format_score_coef=0.2)
     assert told["score"] == pytest.approx(score)
+    assert told["accuracy"] == float(r"\boxed{72}" in response), "by which dapo_dynamic_sampling judges"
 
 
 def test_the_form_has_its_tags_in_lines_of_their_own() -> None:

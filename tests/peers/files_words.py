@@ -122,7 +122,6 @@ FEATURES: Mapping[str, str] = {
     "workflow_args.reward_fn_type": "a reward model's own layout",
     "a grader of OpenJudge": "a reward model's own layout",
     "trains on winning episodes alone": "a workflow of several turns",
-    "dapo_dynamic_sampling is coming": "groups dropped by a part of the reward",
     "a group that is sampled after another one": "groups sampled after groups",
     "training by a remote service": "a service that trains",
     "skyrl_agent.integrations.tin": "a service that trains",

@@ -39,13 +39,16 @@ def uninformative(
 ) -> str | None:
     """Why a group is dropped, or None: rewards too close (`flat`) or all equal (`uniform`).
 
-    weights: of the rewards by name, for those that `uniform_by` adds up.
+    weights: of the rewards by name, for those that `uniform_by` adds up. `uniform_above` is correct_threshold of
+    DAPODynamicSamplingFilter, as Trinity-RFT 0.6.0.
     """
     rewards = [_reward(r) for r in group.rollouts]
     if cfg.min_std is not None and deviation(rewards, ddof=cfg.min_std_ddof) <= cfg.min_std:
         return "flat"
     if cfg.uniform_by:
         rewards = [_parts(r, cfg.uniform_by, weights) for r in group.rollouts]
+    if (least := cfg.uniform_above) is not None:
+        rewards = [float(reward > least) for reward in rewards]
     return "uniform" if drop_uniform and _equal(rewards) else None
 
 
@@ -113,7 +116,7 @@ def _parts(rollout: Rollout, names: Sequence[str], weights: Mapping[str, float])
             f"algorithm.groups.uniform_by: reward {lacks[0]!r} gave no value for a reply to a row of "
             f"{rollout.task.source!r}"
         )
-    return sum(weights[name] * rollout.reward_parts[name] for name in names)
+    return sum(weights[name.partition("/")[0]] * rollout.reward_parts[name] for name in names)
 
 
 def with_baseline(group: Group, greedy: Rollout, cfg: GroupsConfig) -> Group:

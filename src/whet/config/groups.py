@@ -69,7 +69,7 @@ def _kept_problems(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]
         return
     groups, size = algorithm.groups, cfg.rollout.group_size
     for name in groups.uniform_by:
-        if name not in cfg.rewards:
+        if name.partition("/")[0] not in cfg.rewards:
             known = ", ".join(cfg.rewards) or "there are none"
             yield "algorithm.groups.uniform_by", f"'{name}' is not among rewards: {known}"
     compared = algorithm.settings["advantage"].settings.get("parts", ())

@@ -30,7 +30,7 @@ def math_reward(response: str, task: Task) -> Verdict:
     """
     judged = math(answer_in(response), task)
     form = re.match(r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*$", response, re.DOTALL | re.MULTILINE)
-    return _sum(judged, form is not None)
+    return _sum(judged, -_FORM if form is None else _FORM)
 
 
 def math_boxed_reward(
@@ -38,9 +38,8 @@ def math_boxed_reward(
 ) -> Verdict:
     r"""1 if the last \boxed{} is right. with_think: format_score_coef less unless there is one <think>...</think>."""
     judged = math(response, task, boxed=True)
-    if not with_think or _thinks(response):
-        return judged
-    return {**judged, "score": float(judged["score"]) - format_score_coef}
+    form = -format_score_coef if with_think and not _thinks(response) else 0.0
+    return _sum(judged, form)
 
 
 def math_dapo_reward(response: str, task: Task) -> Verdict:
@@ -107,8 +106,8 @@ def _call(call: dict[str, Json]) -> tuple[str, str]:
     return call["name"], json.dumps(call["arguments"], sort_keys=True)
 
 
-def _sum(judged: Verdict, right_form: bool) -> Verdict:
-    accuracy, form = float(judged["score"]), _FORM if right_form else -_FORM
+def _sum(judged: Verdict, form: float) -> Verdict:
+    accuracy = float(judged["score"])
     return {**judged, "score": accuracy + form, "accuracy": accuracy, "format_score": form}
 
 

@@ -115,8 +115,11 @@ class GroupsConfig(Section):
     min_std_ddof: Literal[1, 0] = 1
     """Denominator of the standard deviation of min_std: 1 divides by n - 1, 0 by n."""
     uniform_by: tuple[str, ...] = ()
-    """Names of rewards for algorithm.dynamic_sampling: their weighted sum, instead of the whole reward, must differ
-    within a group."""
+    """Names of rewards, or of their parts (NAME/PART), for algorithm.dynamic_sampling: their weighted sum, instead of
+    the whole reward, must differ within a group. A part has the weight of its reward."""
+    uniform_above: float | None = None
+    """algorithm.dynamic_sampling tells replies apart by whether the compared number is above this: a group of which all
+    replies are above, or none is, is dropped. Default: replies differ if their numbers differ."""
 
 
 class MixConfig(Section):

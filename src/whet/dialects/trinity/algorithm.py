@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.loss import outside_mu
+from whet.dialects.trinity.rewards import accuracy
 from whet.dialects.trinity.values import (
     ACTOR,
     Native,
@@ -134,14 +135,21 @@ FILTERS: dict[str, Native] = {
     "mask_response_truncated": {f"{_GROUP}.truncated": "mask"},
     "reward_filter": {f"{_GROUP}.min_reward": 0.0},
     "reward_std_filter": {f"{_GROUP}.min_std": 0.0, f"{_GROUP}.min_std_ddof": 0},
+    "dapo_dynamic_sampling": {f"{_GROUP}.uniform_above": 0.0, "algorithm.dynamic_sampling": True},
 }
-"""Operators of the experience pipeline that exist here, in the order in which whet applies them; threshold is the value
-of the first key of a filter. A reward that is missing or NaN leaves its rollout unscored in any case."""
+"""Operators of the experience pipeline that exist here, in the order in which whet applies them; an argument of
+`_THRESHOLD` is the value of the first key. A reward that is missing or NaN leaves its rollout unscored in any case."""
+_THRESHOLD = {
+    "reward_filter": "threshold",
+    "reward_std_filter": "threshold",
+    "dapo_dynamic_sampling": "correct_threshold",
+}
+_METRIC = "metric_key"
+_ACCURACY = "accuracy"
 
 COMING_OPERATORS = (
     "data_juicer",
     "reward_shaping_mapper",
-    "dapo_dynamic_sampling",
 )
 PASS_RATES = "pass_rate_calculator"
 """Tells the selector difficulty_based how the tasks went, which happens here in any case."""
@@ -156,7 +164,8 @@ def operators(values: Values) -> Native:
         if name == PASS_RATES and chooses_by_difficulty(values) and set(own) <= {"name", "args"}:
             continue
         known_as(name, FILTERS, key=f"{at}.name", coming=(*COMING_OPERATORS, PASS_RATES))
-        has = ["threshold"] if name in ("reward_filter", "reward_std_filter") else []
+        compares = name == "dapo_dynamic_sampling"
+        has = [_THRESHOLD[name], *([_METRIC] if compares else [])] if name in _THRESHOLD else []
         for key in own:
             if key not in ("name", "args", *(f"args.{argument}" for argument in has)):
                 raise ConfigError(
@@ -164,15 +173,25 @@ def operators(values: Values) -> Native:
                 )
         if has and order.index(name) <= before:
             raise NotSupportedYet(
-                f"{at}.name: {name} once more, or after reward_std_filter, is coming, not built yet; here: each "
-                f"once, in the order {', '.join(order)}."
+                f"{at}.name: {name} once more, or after another filter, is coming, not built yet; here: each once, in "
+                f"the order {', '.join(order)}."
             )
         before = max(before, order.index(name))
         told = dict(FILTERS[name])
-        if "args.threshold" in own:
-            told[next(iter(told))] = own["args.threshold"]
+        if has and f"args.{has[0]}" in own:
+            told[next(iter(told))] = own[f"args.{has[0]}"]
+        if compares and online(values):
+            told |= _compared(values, own.get(f"args.{_METRIC}", _ACCURACY), f"{at}.args.{_METRIC}")
         out |= told
     return out if online(values) else {}
+
+
+def _compared(values: Values, metric: Json, at: str) -> Native:
+    """The number by which dapo_dynamic_sampling tells right replies: a metric, not the shaped reward."""
+    if metric != _ACCURACY:
+        raise NotSupportedYet(f"{at}: {metric} is coming, not built yet; here: {_ACCURACY}.")
+    by = accuracy(values, at)
+    return {f"{_GROUP}.uniform_by": by} if by else {}
 
 
 # ---------------------------------------------------------------- KL and entropy

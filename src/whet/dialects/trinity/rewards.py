@@ -112,6 +112,15 @@ TRINITY = "whet.rewards.trinity"
 REWARDS = choices("trinity", "reward")
 """Trinity's rewards, and the function of each here."""
 
+_ACCURACY = {
+    "accuracy_reward": "",
+    "math_dapo_reward": "",
+    "math_reward": "/accuracy",
+    "math_boxed_reward": "/accuracy",
+}
+"""Rewards that report the metric accuracy, and which part of theirs it is; '' for all of it."""
+_WITHOUT = ("format_reward", "countdown_reward", "toolcall_reward", None)
+"""Those that do not: the whole reward stands for it."""
 _OVERLONG = ("enable_overlong_penalty", "penalty_factor", "max_response_length", "cache_length")
 _BOXED = ("with_think", "format_score_coef")
 
@@ -310,6 +319,30 @@ def rewards(values: Values) -> Native:
     sources += [f"data.eval.{n}" for n in range(len(names) - n_train)]
     out |= {"eval.reward": weights} if weights else {}
     return {**out, **{f"{at}.rewards": own for at, own in zip(sources, names) if own or several}}
+
+
+def accuracy(values: Values, at: str) -> list[str]:
+    """The reward or its part that is the metric accuracy of the tasksets of training; none: the whole reward stands for
+    it. NotSupportedYet where it is not reported here. at: the key that asks."""
+    sets = sets_of(values)
+    _, labels = _labelled([_judged(values, own, what) for own, what in sets])
+    found: list[list[str]] = []
+    for (own, what), (*names,) in zip(training(values), labels):
+        name, judge = _reward(values, own, what), WORKFLOWS[workflow(values, own, what)].judge
+        if (judge and name) or name not in (*_ACCURACY, *_WITHOUT):
+            why = "a judge gives the reward" if judge else f"{name} does not report it"
+            raise NotSupportedYet(
+                f"{at}: the metric accuracy of {what}: {why} here, so it is coming, not built yet; here: "
+                f"{', '.join(_ACCURACY)}. Leave the operator out and write whet.algorithm: {{dynamic_sampling: true, "
+                "groups: {uniform_by: [NAME/PART], uniform_above: NUMBER}}."
+            )
+        found.append([names[0] + _ACCURACY[name]] if name in _ACCURACY else [])
+    if any(one != found[0] for one in found):
+        raise NotSupportedYet(
+            f"{at}: tasksets whose accuracy is told by several rewards ({found}) are coming, not built yet; here: one "
+            "reward for all tasksets of training."
+        )
+    return found[0]
 
 
 def _labelled(told: Sequence[Mapping[str, Native]]) -> tuple[dict[str, Native], list[list[str]]]:
