@@ -444,14 +444,15 @@ CASES: dict[str, Case] = {
         "rollout.group_size=8; rollout.sampling={top_k: 2, max_tokens: 8}",
         1,
     ),
-    "algorithm.groups.min_std": ("", 0.3),
-    "algorithm.groups.min_std_ddof": ("algorithm.groups.min_std=0.15; rollout.group_size=2", 0),
-    "algorithm.groups.uniform_by": (
+    "algorithm.groups.uniform": ("", {"min_std": 0.3}),
+    "algorithm.groups.uniform.min_std": ("", 0.3),
+    "algorithm.groups.uniform.ddof": ("algorithm.groups.uniform.min_std=0.15; rollout.group_size=2", 0),
+    "algorithm.groups.uniform.by": (
         "algorithm.dynamic_sampling=true; rewards.f={function: format, arguments: {pattern: '[0-9]'}}; "
         "rollout.group_size=3",
         ["f"],
     ),
-    "algorithm.groups.uniform_above": (
+    "algorithm.groups.uniform.above": (
         "algorithm.dynamic_sampling=true; rewards.f={function: format, arguments: {pattern: '[0-9]'}}; "
         "rollout.group_size=3",
         0.5,
@@ -855,7 +856,7 @@ LATER = frozenset({
     "algorithm.reward_kl.target", "algorithm.reward_kl.horizon", "algorithm.correction.weight.outside",
     "algorithm.correction.weight.normalize", "algorithm.correction.denominator",
     "algorithm.correction.reject.*.over", "algorithm.correction.reject.*.low",
-    "algorithm.groups.min_std_ddof", "algorithm.loss.fallback_to_policy_gradient",
+    "algorithm.groups.uniform.ddof", "algorithm.loss.fallback_to_policy_gradient",
     "algorithm.loss.ratio_epsilon", "train.optimizer.schedule.weight_decay_end", "eval.interval",
     "checkpoint.interval", "checkpoint.keep", "checkpoint.upload",
     "profile.steps", "profile.warmup", "profile.torch", "dirs.profile", "stages.*.eval",

@@ -253,10 +253,10 @@ BASE: dict[str, Any] = {
         (["groups.keep_best=8"], "keeps all"),
         (["groups.keep_best=5", "groups.keep_worst=3"], "keeps all"),
         (["groups.keep_worst=1"], "compares several"),
-        (["groups.uniform_by=[fmt]", "dynamic_sampling=true"], "'fmt' is not among rewards: acc"),
-        (["groups.uniform_by=[acc]"], "has no effect: algorithm.dynamic_sampling is false"),
-        (["groups.uniform_above=0.0"], "has no effect: algorithm.dynamic_sampling is false"),
-        (["groups.min_std_ddof=0"], "has no effect: algorithm.groups.min_std is not given"),
+        (["groups.uniform.by=[fmt]", "dynamic_sampling=true"], "'fmt' is not among rewards: acc"),
+        (["groups.uniform.by=[acc]"], "has no effect: algorithm.dynamic_sampling is false"),
+        (["groups.uniform.above=0.0"], "has no effect: algorithm.dynamic_sampling is false"),
+        (["groups.uniform.ddof=0"], "has no effect: algorithm.groups.uniform.min_std is not given"),
         (["resample={name: max_min, power: 3.0}"], "has no effect: resample=max_min does not read it"),
         (
             ["advantage.normalize_std=false", "advantage.std_floor=0.1"],
@@ -284,7 +284,7 @@ def test_groups_are_not_compared_by_a_reward_that_does_not_score_their_source() 
     data = {"max_prompt_tokens": 64, "train": [{"name": "s", "path": "a.jsonl", "rewards": ["fmt"]}]}
     two = {**BASE, "rewards": {"acc": {"function": "exact"}, "fmt": {"function": "exact"}}, "data": data}
     for by in (
-        ["algorithm.name=dapo", "algorithm.groups.uniform_by=[acc]"],
+        ["algorithm.name=dapo", "algorithm.groups.uniform.by=[acc]"],
         ["algorithm.advantage={name: gdpo, parts: [acc, fmt/x]}"],
     ):
         with pytest.raises(
@@ -300,8 +300,8 @@ def test_groups_are_not_compared_by_a_reward_that_does_not_score_their_source() 
         ["algorithm.name=remax", "rollout.group_size=1"],
         ["algorithm.name=rloo", "algorithm.advantage.single_rollout=raw", "rollout.group_size=1"],
         ["algorithm.name=raft", "algorithm.groups.min_reward=0.5"],
-        ["algorithm.name=dapo", "algorithm.groups.uniform_by=[acc]", "algorithm.groups.min_std=0.1"],
-        ["algorithm.name=dapo", "algorithm.groups={uniform_by: [acc/x], uniform_above: 0.5}"],
+        ["algorithm.name=dapo", "algorithm.groups.uniform.by=[acc]", "algorithm.groups.uniform.min_std=0.1"],
+        ["algorithm.name=dapo", "algorithm.groups={uniform: {by: [acc/x], above: 0.5}}"],
         [
             "algorithm.advantage=opmd",
             "algorithm.advantage.tau=2.0",

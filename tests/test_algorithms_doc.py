@@ -24,7 +24,7 @@ from whet.algos.resample import RESAMPLE
 from whet.cli import keys as keys_command
 from whet.config import schema
 from whet.config.algorithms_listing import choices, in_words, listed
-from whet.config.functions import RESAMPLINGS, WEIGHTS
+from whet.config.functions import RESAMPLINGS, UNIFORM, WEIGHTS
 from whet.config.recipe_table import RECIPES
 from whet.config.recipes import resolve
 from whet.types import ConfigError
@@ -113,7 +113,9 @@ def test_every_way_to_count_rollouts_has_a_row_with_its_code() -> None:
 
 def test_every_key_about_groups_has_a_row_with_code_that_exists() -> None:
     rows = table("Groups and counts", 0)
-    assert {name.partition("=")[0] for name in rows} == set(schema.GroupsConfig.model_fields)
+    settings = {f"uniform.{name}" for name in UNIFORM["rewards"].settings.model_fields}
+    keys = set(schema.GroupsConfig.model_fields) - {"uniform"} | settings
+    assert {name.partition("=")[0] for name in rows} == keys
     assert {f"truncated={value}" for value in choices(schema.GroupsConfig, "truncated")} - {
         "truncated=keep"
     } <= rows.keys()

@@ -50,7 +50,7 @@ def test_variants() -> None:
 
 def test_groups_are_dropped_by_a_part_of_the_reward() -> None:
     both = {"variant": "dapo", "reward_function": ["gsm8k", "lib.py:mine"]}
-    by = "algorithm.groups.uniform_by"
+    by = "algorithm.groups.uniform.by"
     assert algorithm(values(**both, filter_reward_metric="lib.py:mine"))[by] == ["mine"]
     assert by not in algorithm(values(**both, filter_reward_metric=["lib.py:mine", "gsm8k"])), (
         "the whole reward"

@@ -122,13 +122,13 @@ judge = partial(uninformative, drop_uniform=True, weights={"a": 1.0, "b": 2.0})
 
 
 def test_uniform_groups() -> None:
-    assert judge(rewarded(1.0, 1.0), GroupsConfig()) == "uniform"
-    assert judge(rewarded(1.0, 0.0), GroupsConfig()) is None
-    assert uninformative(rewarded(1.0, 1.0), GroupsConfig(), drop_uniform=False, weights={}) is None
-    assert judge(rewarded(0.1 + 0.2, 0.3), GroupsConfig()) == "uniform"  # OpenRLHF#1270
-    assert judge(rewarded(0.1 + 0.2 - 0.3, 0.0), GroupsConfig()) == "uniform"
-    assert judge(rewarded(0.1 + 0.2, 0.3), GroupsConfig(min_std=0.0)) == "flat"
-    assert judge(rewarded(1e-9, 0.0), GroupsConfig()) is None
+    assert judge(rewarded(1.0, 1.0)) == "uniform"
+    assert judge(rewarded(1.0, 0.0)) is None
+    assert uninformative(rewarded(1.0, 1.0), drop_uniform=False, weights={}) is None
+    assert judge(rewarded(0.1 + 0.2, 0.3)) == "uniform"  # OpenRLHF#1270
+    assert judge(rewarded(0.1 + 0.2 - 0.3, 0.0)) == "uniform"
+    assert judge(rewarded(0.1 + 0.2, 0.3), min_std=0.0) == "flat"
+    assert judge(rewarded(1e-9, 0.0)) is None
 
 
 def test_uniform_by_named_rewards() -> None:
@@ -136,29 +136,28 @@ def test_uniform_by_named_rewards() -> None:
         rollout(0, reward=1.0, parts={"a": 1.0, "b": 0.5, "c": 0.0}),
         rollout(1, reward=2.0, parts={"a": 1.0, "b": 1.0, "c": 9.0}),
     )
-    assert judge(given, GroupsConfig(uniform_by=("a",))) == "uniform"
-    assert judge(given, GroupsConfig(uniform_by=("b",))) is None
-    assert judge(given, GroupsConfig(uniform_by=("a", "b"))) is None
+    assert judge(given, by=("a",)) == "uniform"
+    assert judge(given, by=("b",)) is None
+    assert judge(given, by=("a", "b")) is None
     # By weight: 1 + 2 * 0.5 = 2 and 0 + 2 * 1 = 2.
     even = group(
         *(replace(r, reward_parts={**r.reward_parts, "a": 1.0 - i}) for i, r in enumerate(given.rollouts))
     )
-    assert judge(even, GroupsConfig(uniform_by=("a", "b"))) == "uniform"
+    assert judge(even, by=("a", "b")) == "uniform"
     partly = group(rollout(0, reward=1.0, parts={"a": 1.0}), rollout(1, reward=2.0, parts={"c": 1.0}))
     with pytest.raises(
-        WhetError, match=r"uniform_by: reward 'a' gave no value for a reply to a row of 'test'"
+        WhetError, match=r"uniform.by: reward 'a' gave no value for a reply to a row of 'test'"
     ):
-        judge(partly, GroupsConfig(uniform_by=("a",)))
+        judge(partly, by=("a",))
 
 
 def test_groups_of_right_or_of_wrong_replies_alone() -> None:
     """Numbers on one side of the bound are alike, whatever they are; the bound itself is not above it."""
-    far = GroupsConfig(uniform_above=0.0)
-    assert judge(rewarded(0.1, 1.0), far) == "uniform"
-    assert judge(rewarded(-1.0, 0.0), far) == "uniform"
-    assert judge(rewarded(0.0, 0.1), far) is None
-    assert judge(rewarded(0.1, 1.0), GroupsConfig(uniform_above=0.1)) is None
-    assert judge(rewarded(1.0), far) == "uniform"
+    assert judge(rewarded(0.1, 1.0), above=0.0) == "uniform"
+    assert judge(rewarded(-1.0, 0.0), above=0.0) == "uniform"
+    assert judge(rewarded(0.0, 0.1), above=0.0) is None
+    assert judge(rewarded(0.1, 1.0), above=0.1) is None
+    assert judge(rewarded(1.0), above=0.0) == "uniform"
 
 
 def test_a_part_of_a_reward_tells_right_replies() -> None:
@@ -167,25 +166,25 @@ def test_a_part_of_a_reward_tells_right_replies() -> None:
         rollout(0, reward=-0.5, parts={"a": -0.5, "a/right": 1.0, "b": 0.5}),
         rollout(1, reward=1.0, parts={"a": 1.0, "a/right": 1.0, "b": 1.0}),
     )
-    assert judge(given, GroupsConfig(uniform_above=0.0)) is None
-    assert judge(given, GroupsConfig(uniform_by=("a/right",), uniform_above=0.0)) == "uniform"
-    assert judge(given, GroupsConfig(uniform_by=("b",), uniform_above=1.0)) is None
-    assert judge(given, GroupsConfig(uniform_by=("b",), uniform_above=0.9)) == "uniform"
+    assert judge(given, above=0.0) is None
+    assert judge(given, by=("a/right",), above=0.0) == "uniform"
+    assert judge(given, by=("b",), above=1.0) is None
+    assert judge(given, by=("b",), above=0.9) == "uniform"
 
 
 def test_the_deviation_must_be_larger() -> None:
     # 0 and 2: sqrt(2) with n - 1, 1 with n.
     given = rewarded(0.0, 2.0)
-    assert judge(given, GroupsConfig(min_std=1.0)) is None
-    assert judge(given, GroupsConfig(min_std=1.0, min_std_ddof=0)) == "flat"
-    assert judge(given, GroupsConfig(min_std=0.999, min_std_ddof=0)) is None
-    assert judge(rewarded(0.1, 0.1, 0.1), GroupsConfig(min_std=0.0)) == "flat"
-    assert judge(rewarded(5.0), GroupsConfig(min_std=0.0)) == "flat"
+    assert judge(given, min_std=1.0) is None
+    assert judge(given, min_std=1.0, ddof=0) == "flat"
+    assert judge(given, min_std=0.999, ddof=0) is None
+    assert judge(rewarded(0.1, 0.1, 0.1), min_std=0.0) == "flat"
+    assert judge(rewarded(5.0), min_std=0.0) == "flat"
 
 
 def test_a_stage_rejects_by_these_rules() -> None:
     dapo = resolve(
-        AlgorithmConfig.model_validate({"name": "dapo", "groups": {"uniform_by": ("a",), "min_std": 0.5}})
+        AlgorithmConfig.model_validate({"name": "dapo", "groups": {"uniform": {"by": ["a"], "min_std": 0.5}}})
     )
     reject = partial(rejection, algorithm=dapo, weights={"a": 1.0}, alone=False)
     far = group(rollout(0, reward=0.0, parts={"a": 1.0}), rollout(1, reward=9.0, parts={"a": 1.0}))
@@ -287,13 +286,12 @@ def test_a_zeroed_rollout_has_no_part_of_a_reward_either() -> None:
     parts = {"right": 1.0, "form": 1.0}
     long = replace(rollout(0, reward=2.0, reason="length"), reward_parts=parts)
     done = replace(rollout(1, reward=0.0), reward_parts=dict.fromkeys(parts, 0.0))
-    cfg = GroupsConfig(truncated="zero", uniform_by=("right",))
-    found, _ = refine(group(long, done), cfg)
+    found, _ = refine(group(long, done), GroupsConfig(truncated="zero"))
     batch = with_parts(pack([found]), [found], ["right", "form"])
     assert batch.reward_R.tolist() == [0, 0]
     assert batch.part_RC is not None
     assert batch.part_RC.tolist() == [[0, 0], [0, 0]]
-    assert uninformative(found, cfg, drop_uniform=True, weights={"right": 1.0}) == "uniform"
+    assert uninformative(found, drop_uniform=True, weights={"right": 1.0}, by=["right"]) == "uniform"
 
 
 # ---------------------------------------------------------------- greedy baselines
@@ -366,7 +364,7 @@ def test_a_group_that_nothing_is_left_of_gives_its_room_back() -> None:
 
 
 def test_copies_fill_a_step_that_is_short_of_groups() -> None:
-    reject = partial(uninformative, cfg=GroupsConfig(), drop_uniform=True, weights={})
+    reject = partial(uninformative, drop_uniform=True, weights={})
     buffer = open_buffer(3, 2, reject=reject, copies=True)
     found = asyncio.run(fill(buffer, [rewarded(1.0, 0.0), rewarded(1.0, 1.0), rewarded(0.0, 0.0)]))
     assert len(found) == 1
@@ -385,8 +383,6 @@ def test_copies_of_nothing_fill_nothing() -> None:
 
 
 def test_without_copies_dropped_groups_are_asked_for_again() -> None:
-    buffer = open_buffer(
-        2, 2, reject=partial(uninformative, cfg=GroupsConfig(), drop_uniform=True, weights={})
-    )
+    buffer = open_buffer(2, 2, reject=partial(uninformative, drop_uniform=True, weights={}))
     assert asyncio.run(fill(buffer, [rewarded(1.0, 0.0), rewarded(1.0, 1.0)])) == []
     assert (buffer.held, buffer.dropped) == (1, 0)

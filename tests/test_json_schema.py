@@ -278,7 +278,7 @@ def random_config() -> st.SearchStrategy[dict[str, Json]]:
             whiten=[True], dynamic_sampling=[True],
             kl=[{"coef": 0.1}], reward_kl=[{"coef": 0.1}], resample=["pow", {"name": "pow"}],
             oversample=["mean_reward", {"factor": 2.0}],
-            groups=[{"min_std": 0.1}],
+            groups=[{"uniform": {"min_std": 0.1}}, {"uniform": {"ddof": 0}}],
         ),
         "data": maybe(
             train=[[row], [row, row]], eval=[[], [row]], demonstrations=[[row], [row, row]], order=["sequential"]

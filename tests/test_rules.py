@@ -66,8 +66,8 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     ],
     "algorithm.advantage": [(*MIX, "algorithm.advantage={name: gdpo, parts: [r]}")],
     "algorithm.advantage.parts": [("algorithm.advantage=gdpo",)],
-    "algorithm.groups.min_std": [
-        ("algorithm.name=reinforce", "rollout.group_size=1", "algorithm.groups.min_std=0.1")
+    "algorithm.groups.uniform.min_std": [
+        ("algorithm.name=reinforce", "rollout.group_size=1", "algorithm.groups.uniform.min_std=0.1")
     ],
     "algorithm.loss.fallback_to_policy_gradient": [
         ("algorithm.loss.fallback_to_policy_gradient=true", "train.update_epochs=2")
@@ -88,7 +88,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         )
     ],
     "algorithm.groups.truncated": [(ONLINE_DPO, "algorithm.groups.truncated=mask")],
-    "algorithm.groups.uniform_by": [(ONLINE_DPO, "algorithm.groups.uniform_by=[exact]")],
+    "algorithm.groups.uniform.by": [(ONLINE_DPO, "algorithm.groups.uniform.by=[exact]")],
     "algorithm.entropy_clip": [("algorithm.loss=geo_mean", "algorithm.entropy_clip=batch")],
     "algorithm.top_entropy_quantile": [("algorithm.loss=kl_cov", "algorithm.top_entropy_quantile=0.2")],
     "algorithm.resample": [(*MIX, "algorithm.resample=pow")],

@@ -366,7 +366,7 @@ def test_arguments_of_functions() -> None:
             {
                 "advantage": "grpo",
                 "advantage.std_epsilon": 1e-6,
-                "groups.min_std": 0.1,
+                "groups.uniform.min_std": 0.1,
                 "refill": "copy",
                 "advantage.rank_penalty": 0.25,
                 "advantage.std_scope": "batch",
@@ -542,8 +542,8 @@ def test_operators_before_the_advantage() -> None:
     flat: dict[str, Json] = {"name": "reward_std_filter"}
     assert learn.operators(pipeline(low, flat)) == {
         "algorithm.groups.min_reward": 0.5,
-        "algorithm.groups.min_std": 0.0,
-        "algorithm.groups.min_std_ddof": 0,
+        "algorithm.groups.uniform.min_std": 0.0,
+        "algorithm.groups.uniform.ddof": 0,
     }
     for steps in ((flat, low), (low, low), ({"name": "data_juicer"},)):
         with pytest.raises(NotSupportedYet, match="coming"):

@@ -22,7 +22,7 @@ from whet.models.load import build, export
 from whet.types import ConfigError, Json
 
 OPERATORS = "data_processor.experience_pipeline.operators"
-BY, ABOVE = "algorithm.groups.uniform_by", "algorithm.groups.uniform_above"
+BY, ABOVE = "algorithm.groups.uniform.by", "algorithm.groups.uniform.above"
 
 
 def dapo(*others: dict[str, Json], reward: str | None = "math_reward", **args: Json) -> dict[str, Json]:
@@ -92,7 +92,7 @@ def test_both_filters_of_groups() -> None:
     }
     made = translated(tree_of({**given, OPERATORS: pipeline}))
     groups = Config.model_validate_json(json.dumps(made.tree)).algorithm.groups
-    assert (groups.min_std, groups.uniform_above) == (0.0, 0.0)
+    assert groups.uniform == {"min_std": 0.0, "ddof": 0, "above": 0.0, "by": ["math_reward/accuracy"]}
 
 
 # ---------------------------------------------------------------- a run

@@ -809,11 +809,11 @@ def test_dapo() -> None:
     assert algorithm.dynamic_sampling(values(some))["algorithm.max_refills"] == 9
     three = some | {"data.train_batch_size": 512, "data.gen_batch_size": 1536}
     assert algorithm.dynamic_sampling(values(three))["algorithm.max_refills"] == 29
-    assert "algorithm.groups.uniform_by" not in algorithm.dynamic_sampling(values(groups))
+    assert "algorithm.groups.uniform.by" not in algorithm.dynamic_sampling(values(groups))
     by_score = algorithm.dynamic_sampling(values(groups | given))
-    assert by_score["algorithm.groups.uniform_by"] == ["score"], "acc is not the penalised reward"
+    assert by_score["algorithm.groups.uniform.by"] == ["score"], "acc is not the penalised reward"
     penalised = groups | given | {"algorithm.filter_groups.metric": "seq_reward"}
-    assert "algorithm.groups.uniform_by" not in algorithm.dynamic_sampling(values(penalised))
+    assert "algorithm.groups.uniform.by" not in algorithm.dynamic_sampling(values(penalised))
 
 
 def kept(given: dict[str, Json]) -> tuple[Json, ...]:

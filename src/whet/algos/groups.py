@@ -8,6 +8,7 @@ from functools import partial
 from itertools import pairwise
 from math import isclose
 from statistics import pstdev, stdev
+from typing import Literal
 
 import numpy as np
 
@@ -35,20 +36,27 @@ def refine(group: Group, cfg: GroupsConfig) -> tuple[Group, Dropped]:
 
 
 def uninformative(
-    group: Group, cfg: GroupsConfig, *, drop_uniform: bool, weights: Mapping[str, float]
+    group: Group,
+    *,
+    drop_uniform: bool,
+    weights: Mapping[str, float],
+    min_std: float | None = None,
+    ddof: Literal[1, 0] = 1,
+    by: Sequence[str] = (),
+    above: float | None = None,
 ) -> str | None:
     """Why a group is dropped, or None: rewards too close (`flat`) or all equal (`uniform`).
 
-    weights: of the rewards by name, for those that `uniform_by` adds up. `uniform_above` is correct_threshold of
-    DAPODynamicSamplingFilter, as Trinity-RFT 0.6.0.
+    weights: of the rewards by name, for those that `by` adds up. The others are the settings of
+    algorithm.groups.uniform; `above` is correct_threshold of DAPODynamicSamplingFilter, as Trinity-RFT 0.6.0.
     """
     rewards = [_reward(r) for r in group.rollouts]
-    if cfg.min_std is not None and deviation(rewards, ddof=cfg.min_std_ddof) <= cfg.min_std:
+    if min_std is not None and deviation(rewards, ddof=ddof) <= min_std:
         return "flat"
-    if cfg.uniform_by:
-        rewards = [_parts(r, cfg.uniform_by, weights) for r in group.rollouts]
-    if (least := cfg.uniform_above) is not None:
-        rewards = [float(reward > least) for reward in rewards]
+    if by:
+        rewards = [_parts(r, by, weights) for r in group.rollouts]
+    if above is not None:
+        rewards = [float(reward > above) for reward in rewards]
     return "uniform" if drop_uniform and _equal(rewards) else None
 
 
@@ -64,7 +72,7 @@ def rejection(group: Group, *, algorithm: Resolved, weights: Mapping[str, float]
     left = len(group.rollouts)
     if not alone and ((left == 1 and algorithm.compares) or (left % 2 and algorithm.pairs)):
         return "alone"
-    return uninformative(group, algorithm.groups, drop_uniform=algorithm.dynamic_sampling, weights=weights)
+    return uninformative(group, drop_uniform=algorithm.dynamic_sampling, weights=weights, **algorithm.uniform)
 
 
 def deviation(rewards: Sequence[float], *, ddof: int) -> float:
@@ -113,7 +121,7 @@ def _reward(rollout: Rollout) -> float:
 def _parts(rollout: Rollout, names: Sequence[str], weights: Mapping[str, float]) -> float:
     if lacks := [name for name in names if name not in rollout.reward_parts]:
         raise WhetError(
-            f"algorithm.groups.uniform_by: reward {lacks[0]!r} gave no value for a reply to a row of "
+            f"algorithm.groups.uniform.by: reward {lacks[0]!r} gave no value for a reply to a row of "
             f"{rollout.task.source!r}"
         )
     return sum(weights[name.partition("/")[0]] * rollout.reward_parts[name] for name in names)

@@ -4,10 +4,10 @@ values, readable without torch.
 The functions themselves are `whet.algos.advantages.ADVANTAGES` and `whet.algos.losses.LOSSES`; a test holds the two
 together. Formulas and sources stand in docs/algorithms.md. `functions.tsv` has a line for each, with the columns:
 
-    part      advantage, loss, weight (the importance weight of a correction), resample, oversample, entropy_control,
-              entropy_clip, mu_schedule (of the weight of demonstrations), priority (of a group that is trained on
-              again), order (of the rows of a source), reward, scratch (the family of a new model), or mtp (what
-              layers of multi-token prediction learn)
+    part      advantage, loss, weight (the importance weight of a correction), resample, uniform (which groups are too
+              uniform to be trained on), oversample, entropy_control, entropy_clip, mu_schedule (of the weight of
+              demonstrations), priority (of a group that is trained on again), order (of the rows of a source), reward,
+              scratch (the family of a new model), or mtp (what layers of multi-token prediction learn)
     name      what a config says
     needs     what must be at hand (`Need`)
     more      further fields of its entry, as JSON
@@ -105,6 +105,8 @@ WEIGHTS = _table("weight", Function)
 REWARDS = _table("reward", Function)
 """The rewards that come with whet."""
 RESAMPLINGS = _table("resample", Function)
+UNIFORM = _table("uniform", Function)
+"""Which groups are too uniform to be trained on."""
 ENTROPY_CONTROLS = _table("entropy_control", Function)
 ENTROPY_CLIPS = _table("entropy_clip", Function)
 MU_SCHEDULES = _table("mu_schedule", Function)

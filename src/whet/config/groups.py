@@ -68,12 +68,13 @@ def _kept_problems(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]
     if algorithm.kind != "online":
         return
     groups, size = algorithm.groups, cfg.rollout.group_size
-    for name in groups.uniform_by:
+    by = algorithm.uniform.get("by", ())
+    for name in by:
         if name.partition("/")[0] not in cfg.rewards:
             known = ", ".join(cfg.rewards) or "there are none"
-            yield "algorithm.groups.uniform_by", f"'{name}' is not among rewards: {known}"
+            yield "algorithm.groups.uniform.by", f"'{name}' is not among rewards: {known}"
     compared = algorithm.settings["advantage"].settings.get("parts", ())
-    for key, names in (("groups.uniform_by", groups.uniform_by), ("advantage.parts", compared)):
+    for key, names in (("groups.uniform.by", by), ("advantage.parts", compared)):
         yield from ((f"algorithm.{key}", why) for why in _unscored(cfg, names))
     kept = (groups.keep_best or 0) + (groups.keep_worst or 0)
     key = "algorithm.groups.keep_best" if groups.keep_best else "algorithm.groups.keep_worst"

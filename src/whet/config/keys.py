@@ -27,6 +27,7 @@ from whet.config.functions import (
     OVERSAMPLINGS,
     PRIORITIES,
     RESAMPLINGS,
+    UNIFORM,
     WEIGHTS,
     Function,
 )
@@ -110,6 +111,7 @@ TABLES: dict[Path, Mapping[str, Function]] = {
     ("algorithm", "entropy_control"): ENTROPY_CONTROLS,
     ("algorithm", "entropy_clip"): ENTROPY_CLIPS,
     ("algorithm", "mix", "mu_schedule"): MU_SCHEDULES,
+    ("algorithm", "groups", "uniform"): UNIFORM,
     ("algorithm", "oversample"): OVERSAMPLINGS,
     ("buffer", "replay", "priority"): PRIORITIES,
     ("data", "order"): ORDERS,

@@ -63,6 +63,8 @@ class Resolved:
     correction: CorrectionConfig
     old_logprobs: Literal["auto", "sampled", "recompute"]
     dynamic_sampling: bool
+    uniform: Mapping[str, Any]
+    """What is said of groups that are too uniform: settings of `groups.uniform`."""
     max_refills: int
     needs: frozenset[Need]
     compares: bool
@@ -137,6 +139,7 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         "whiten_ddof": 0 if cfg.whiten == "population" else 1,
         "groups": _groups(cfg, recipe.kind, extremes=loss.pairs and not _neighbours(settings["loss"])),
         "dynamic_sampling": bool(pick("dynamic_sampling")),
+        "uniform": settings["groups.uniform"].settings if "groups.uniform" in settings else {},
         "needs": advantage.needs | loss.needs | _term_needs(cfg, settings),
         "compares": advantage.compares and settings["advantage"].settings.get("single_rollout") != "raw",
         "judged": (advantage.judged and loss.judged) or reprompt is not None,
@@ -211,11 +214,19 @@ def _own(recipe: Recipe, *, mixes: bool) -> dict[str, Own]:
         "algorithm.resample": ("", False),
         "algorithm.entropy_control": ("adaptive", False),
         "algorithm.entropy_clip": ("", False),
+        "algorithm.groups.uniform": ("rewards", False),
         "algorithm.oversample": ("mean_reward", False),
     }
 
 
-OURS_ALONE = ("resample", "entropy_control", "entropy_clip", "oversample", "mix.mu_schedule")
+OURS_ALONE = (
+    "resample",
+    "groups.uniform",
+    "entropy_control",
+    "entropy_clip",
+    "oversample",
+    "mix.mu_schedule",
+)
 """Parts of an algorithm that cannot be functions of the user's."""
 
 

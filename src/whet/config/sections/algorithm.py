@@ -109,17 +109,10 @@ class GroupsConfig(Section):
     min_shared_prefix: Positive | None = None
     """Mask shared prefixes of at least this many tokens: where replies begin with the same tokens but have different
     rewards, the tokens of the shared prefix have no loss. Default: no prefix is masked."""
-    min_std: NonNegative | None = None
-    """Drop a group unless the standard deviation of its rewards is larger; a group with one remaining rollout is
-    dropped too. Default: no group is dropped."""
-    min_std_ddof: Literal[1, 0] = 1
-    """Denominator of the standard deviation of min_std: 1 divides by n - 1, 0 by n."""
-    uniform_by: tuple[str, ...] = ()
-    """Names of rewards, or of their parts (NAME/PART), for algorithm.dynamic_sampling: their weighted sum, instead of
-    the whole reward, must differ within a group. A part has the weight of its reward."""
-    uniform_above: float | None = None
-    """algorithm.dynamic_sampling tells replies apart by whether the compared number is above this: a group of which all
-    replies are above, or none is, is dropped. Default: replies differ if their numbers differ."""
+    uniform: str | dict[str, Any] | None = None
+    """Drop groups that are too uniform to be trained on, a table of settings: {min_std: 0.1} drops those whose rewards
+    deviate less, and {by: [accuracy], above: 0.0} says what algorithm.dynamic_sampling compares. Default: only
+    algorithm.dynamic_sampling drops groups, those whose rewards are all equal."""
 
 
 class MixConfig(Section):

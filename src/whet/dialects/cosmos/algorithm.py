@@ -52,7 +52,7 @@ def _dropping(values: Values) -> dict[str, Json]:
                 f"{POLICY}filter_reward_metric: {name!r} is not in reward_function; dropping by what is not part of "
                 "the reward is coming."
             )
-    parts = {"algorithm.groups.uniform_by": [short(name) for name in metric]}
+    parts = {"algorithm.groups.uniform.by": [short(name) for name in metric]}
     most = values[POLICY + "max_retry_for_on_policy"]
     bound = {"algorithm.max_refills": most - 1 if most > 0 else ALL} if values[POLICY + "on_policy"] else {}
     return (parts if metric and set(metric) != set(trained) else {}) | bound

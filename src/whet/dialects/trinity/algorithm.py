@@ -134,8 +134,8 @@ FILTERS: dict[str, Native] = {
     "invalid_reward_filter": {},
     "mask_response_truncated": {f"{_GROUP}.truncated": "mask"},
     "reward_filter": {f"{_GROUP}.min_reward": 0.0},
-    "reward_std_filter": {f"{_GROUP}.min_std": 0.0, f"{_GROUP}.min_std_ddof": 0},
-    "dapo_dynamic_sampling": {f"{_GROUP}.uniform_above": 0.0, "algorithm.dynamic_sampling": True},
+    "reward_std_filter": {f"{_GROUP}.uniform.min_std": 0.0, f"{_GROUP}.uniform.ddof": 0},
+    "dapo_dynamic_sampling": {f"{_GROUP}.uniform.above": 0.0, "algorithm.dynamic_sampling": True},
 }
 """Operators of the experience pipeline that exist here, in the order in which whet applies them; an argument of
 `_THRESHOLD` is the value of the first key. A reward that is missing or NaN leaves its rollout unscored in any case."""
@@ -191,7 +191,7 @@ def _compared(values: Values, metric: Json, at: str) -> Native:
     if metric != _ACCURACY:
         raise NotSupportedYet(f"{at}: {metric} is coming, not built yet; here: {_ACCURACY}.")
     by = accuracy(values, at)
-    return {f"{_GROUP}.uniform_by": by} if by else {}
+    return {f"{_GROUP}.uniform.by": by} if by else {}
 
 
 # ---------------------------------------------------------------- KL and entropy

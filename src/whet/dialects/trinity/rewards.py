@@ -334,7 +334,7 @@ def accuracy(values: Values, at: str) -> list[str]:
             raise NotSupportedYet(
                 f"{at}: the metric accuracy of {what}: {why} here, so it is coming, not built yet; here: "
                 f"{', '.join(_ACCURACY)}. Leave the operator out and write whet.algorithm: {{dynamic_sampling: true, "
-                "groups: {uniform_by: [NAME/PART], uniform_above: NUMBER}}."
+                "groups: {uniform: {by: [NAME/PART], above: NUMBER}}}."
             )
         found.append([names[0] + _ACCURACY[name]] if name in _ACCURACY else [])
     if any(one != found[0] for one in found):

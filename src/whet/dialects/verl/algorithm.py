@@ -101,7 +101,7 @@ def dynamic_sampling(v: Values) -> Native:
     return {
         "algorithm.dynamic_sampling": True,
         "algorithm.max_refills": most - 1 if most > 0 else UNBOUNDED,
-        **({"algorithm.groups.uniform_by": ["score"]} if by_score and penalised else {}),
+        **({"algorithm.groups.uniform.by": ["score"]} if by_score and penalised else {}),
     }
 
 
