@@ -262,6 +262,39 @@ def test_megatrons_sizes_schedule_and_weight_decay() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "default", "other", "instead"),
+    [
+        (f"{ACTOR}.grad_clip", 1.0, 0.5, "trainer.grad_clip"),
+        (f"{CRITIC}.grad_clip", 1.0, 0.5, "trainer.grad_clip"),
+        (f"{VERL_TRAINER}.max_actor_ckpt_to_keep", 5, 2, "trainer.max_checkpoints_to_keep"),
+        (f"{ACTOR}.strategy", "fsdp", "megatron", "trainer.trainer_strategy: megatron"),
+    ],
+)
+def test_keys_of_the_verl_section_that_no_longer_count(
+    key: str, default: Json, other: Json, instead: str
+) -> None:
+    """With veRL 0.8 or newer, Trinity 0.6.0 keeps its own value and trains with FSDP."""
+    assert not read("0.5.2", {key: other}).problems
+    assert not read("0.6.0", {key: default}).problems
+    ((_, said),) = read("0.6.0", {key: other}).problems
+    assert key in said
+    assert instead in said
+
+
+def test_megatron_trains_where_trinitys_own_key_says_so() -> None:
+    """Megatron spares norms and biases of the weight decay, FSDP does not."""
+    lr: dict[str, Json] = {"algorithm.optimizer.lr": 1e-5}
+    section: dict[str, Json] = {f"{ACTOR}.strategy": "megatron"}
+    for version, given, decay_all in (
+        ("0.5.2", lr, True),
+        ("0.5.2", lr | section, False),
+        ("0.6.0", lr, True),
+        ("0.6.0", lr | section | {"trainer.trainer_strategy": "megatron"}, False),
+    ):
+        assert native(version, "train.optimizer.decay_all", given) is decay_all
+
+
 def test_a_critic_with_an_order_of_its_own() -> None:
     shuffled: dict[str, Json] = {f"{CRITIC}.shuffle": True}
     ppo: dict[str, Json] = {"algorithm.algorithm_type": "ppo"}

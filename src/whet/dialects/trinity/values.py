@@ -272,8 +272,10 @@ def mixes(values: Values) -> bool:
 
 
 def is_megatron(values: Values) -> bool:
-    """Whether Megatron-LM trains there, which says what its keys mean."""
-    return "megatron" in (values["trainer.trainer_strategy"], values[f"{ACTOR}.strategy"])
+    """Whether Megatron-LM trains there, which says what its keys mean. From 0.6.0 on (with veRL 0.8 or newer) the veRL
+    section does not say so."""
+    own = [] if at_least(values, "0.6.0") else [values[f"{ACTOR}.strategy"]]
+    return "megatron" in (values["trainer.trainer_strategy"], *own)
 
 
 def repeat_times(values: Values) -> int:
