@@ -66,7 +66,7 @@ NO_RUNS: Mapping[str, str] = {
     "serve_qwen1p5b_s3.sh": "a server of the model",
     "run_vllm_server.sh": "a server of the model",
     "start_rollout_servers.sh": "a server of the model",
-    "tinker_server": "a server of Tinker's interface",
+    "tinker_server|tuft_lora32_server": "a server of Tinker's interface",
     "retrieval_launch.sh": "a server of documents",
     "run_router.sh": "a router of servers",
     "prepare_": "a preparation of data",
