@@ -535,8 +535,16 @@ def test_two_sources_of_one_name_are_refused(tmp_path, tokenizer):
     source = numbered(tmp_path, "a", 2)
     with pytest.raises(ConfigError, match="Two data sources have the name 'a'"):
         stream(tokenizer, source, source)
+
+
+def test_a_stream_of_no_sources_has_nothing_to_draw(tokenizer):
+    """As a trainer's, whose explorers draw the tasks."""
+    none = stream(tokenizer)
+    assert (none.rows_per_epoch, none.drawn) == (0, 0)
+    again = stream(tokenizer)
+    assert again.restore(json.loads(json.dumps(none.state()))) == []
     with pytest.raises(ConfigError, match=r"data\.train is empty"):
-        stream(tokenizer)
+        none.next(1)
 
 
 def test_batches_of_rows_do_not_change_what_comes_out(tmp_path, tokenizer, monkeypatch):

@@ -52,7 +52,8 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     ],
     "model.lora.fused": [("model.lora={init: pissa_niter_4, fused: true}",)],
     "critic.lora.fused": [(PPO, "critic.lora={init: orthogonal, fused: true}")],
-    "data.train": [("data.train=[]",)],
+    "data.train": [("data.train=[]",), ("data.train=[]", "mode=train", ASYNC, "cluster.explorers=1")],
+    "train.epochs": [("data.train=[]", "mode=train", ASYNC, "buffer.url=sqlite:///q", "train.epochs=2")],
     "data.order": [
         ("algorithm.name=sft", "data.order=adaptive"),
         ("mode=train", "rollout.schedule=async", "buffer.url=sqlite:///q", "data.order=adaptive"),

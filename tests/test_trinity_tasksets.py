@@ -35,6 +35,7 @@ def sets(*own: dict[str, Json], **more: Json) -> dict[str, Json]:
     return grpo(**{TASKSETS: list(own), **general, **SIZES, **more})
 
 
+OWN: dict[str, Json] = {"buffer.explorer_input.default_reward_fn_type": "letters.py:share"}
 A: dict[str, Json] = {"path": "a.jsonl"}
 B: dict[str, Json] = {"path": "b.jsonl"}
 
@@ -298,12 +299,37 @@ def test_tasksets_share_an_order_but_for_its_columns() -> None:
     assert plain["data.order"] == "sequential", "which reads no seed"
 
 
-def test_a_trainer_by_itself_reads_the_tasks_too() -> None:
-    """Trinity takes such a file; whet says what is missing."""
+def test_a_trainer_by_itself_may_have_no_taskset() -> None:
+    """Its explorers draw the tasks. With sync_style fixed they are told by the trainer, which has to have them then."""
+    alone = grpo(
+        mode="train", trainer__total_steps=4, synchronizer__sync_style="dynamic_by_explorer", **SIZES
+    )
+    assert data.tasks(alone) == rewards.rewards(alone) == {}
+    assert data.run_length(alone) == {"train.steps": 4}
     with pytest.raises(
-        NotSupportedYet, match=r"taskset\.path: mode: train without a taskset.*explorer_input"
+        ConfigError, match=r"trainer\.total_steps: must be given with mode: train without a taskset"
     ):
-        data.tasks(grpo(mode="train", **SIZES))
+        data.run_length({**alone, "trainer.total_steps": None})
+    fixed = {**alone, "synchronizer.sync_style": "fixed"}
+    with pytest.raises(
+        NotSupportedYet, match=r"taskset\.path: mode: train .* sync_style: fixed.*explorer_input"
+    ):
+        data.tasks(fixed)
+    assert "data.train.0.path" in data.tasks({**fixed, f"{TASKSET}.path": "a.jsonl"} | OWN)
+
+
+def test_a_bench_needs_no_taskset_of_training() -> None:
+    """What only evaluates has the weights of its own rewards."""
+    held = [
+        {"name": n, "path": f"{n}.jsonl", "default_reward_fn_type": f"math_{n}reward"} for n in ("", "boxed_")
+    ]
+    bench = grpo(mode="bench", **{"buffer.explorer_input.eval_tasksets": held}, **SIZES)
+    assert data.tasks(bench) == {"data.chat": True}
+    told = rewards.rewards(bench)
+    assert "weight" not in told["rewards.math_reward"]
+    assert told["eval.reward"] == {"math_reward": 1.0, "math_boxed_reward": 1.0}
+    with pytest.raises(ConfigError, match=r"taskset\.path: must be given"):
+        data.tasks(grpo(mode="both", **SIZES) | OWN)
 
 
 def test_a_setting_of_the_selector_comes_from_its_own_line() -> None:

@@ -53,7 +53,7 @@ _CHANGED = (
 
 
 class TaskStream:
-    """An endless stream of training tasks.
+    """An endless stream of training tasks. Of no sources, nothing can be drawn.
 
     counts: rows, kept, held_out, overlong_{prompt,response,rejected,total}_{dropped,cut}, unknown_tokens and
     not_drawn_per_epoch (train.drop_last), over all sources. rows_per_epoch: rows that are drawn from, over all sources.
@@ -84,8 +84,6 @@ class TaskStream:
         row has to have; None: a prompt. seed: the run's;
         `data.seed` stands over it. order: None: data.order.
         """
-        if not sources:
-            raise ConfigError("No training data: data.train is empty.")
         counts: Counter[str] = Counter()
         self._sources = prepare(
             sources,
@@ -252,6 +250,8 @@ class TaskStream:
             log.warning("data.order=%s begins anew: the data or the order is another", self._order.name)
 
     def _draw(self) -> Task:
+        if not self._sources:
+            raise ConfigError("No training data: data.train is empty.")
         uid, s = self.drawn, self._next_source(self._drawn_S)
         order, rows, out = self._order_S[s], self._view_S[s], self._out_S[s]
         drawn = int(self._drawn_S[s])

@@ -138,7 +138,8 @@ class DataConfig(Section):
     """The sources of tasks, and their order."""
 
     train: tuple[SourceConfig, ...] = ()
-    """Sources of training tasks, mixed as `mixing` says."""
+    """Sources of training tasks, mixed as `mixing` says. May be empty where explorers in other processes draw the tasks
+    (mode=train with rollout.schedule=async), and with mode=eval."""
     demonstrations: tuple[SourceConfig, ...] = ()
     """Sources of demonstrations beside the policy's own rollouts (algorithm.mix), mixed as `mixing` says."""
     eval: tuple[SourceConfig, ...] = ()

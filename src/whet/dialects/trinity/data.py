@@ -27,11 +27,14 @@ from whet.dialects.trinity.values import (
     BY_EXPLORER,
     EVAL_TASKSETS,
     EXPERIENCES,
+    TASKSET,
     Native,
     Own,
     at_least,
+    draws_tasks,
     entries,
     given,
+    in_rounds,
     inside,
     known_as,
     online,
@@ -174,6 +177,10 @@ def _divided(values: Values, size: int) -> int:
 def length(values: Values) -> Native:
     """Steps of the explorer or of the trainer, whichever ends first; else passes over the taskset."""
     steps = [n for key in ("buffer.total_steps", "trainer.total_steps") if (n := values[key])]
+    if not steps and values["mode"] == "train" and not draws_tasks(values):
+        raise ConfigError(
+            "trainer.total_steps: must be given with mode: train without a taskset, of whose rows total_epochs counts."
+        )
     if values["buffer.total_steps"] == 0 and at_least(values, "0.5.2"):
         raise ConfigError(
             "buffer.total_steps: 0 means no step from Trinity-RFT 0.5.2 on; give the number of steps, or null."
@@ -219,13 +226,16 @@ def _system(own: Own, message: str | None, *, at: str) -> Native:
 def tasks(values: Values) -> Native:
     """The tasksets of training: files, columns, one user message a task, their order. With several of them an epoch has
     each task once, and they alternate at random."""
+    if not draws_tasks(values):
+        if values["mode"] == "train" and in_rounds(values):
+            raise NotSupportedYet(
+                f"{TASKSET}.path: mode: train without a taskset and sync_style: fixed, where the trainer says which "
+                "task is played when, is coming, not built yet; write explorer_input as in the explorers' file, or "
+                "another sync_style."
+            )
+        return _chat(values) if entries(values, EVAL_TASKSETS) else {}
     sets = training(values)
     out: Native = {"data.mixing": "proportional"} if len(sets) > 1 else {}
-    if values["mode"] == "train" and given(sets[0][0].get("path")) is None:
-        raise NotSupportedYet(
-            f"{sets[0][1]}.path: mode: train without a taskset is coming, not built yet: here the trainer, too, reads "
-            "the tasks; write explorer_input as in the explorers' file."
-        )
     names = train_names(values)
     for n, (own, what) in enumerate(sets):
         if own.get("repeat_times") not in (None, repeat_times(values)):
@@ -259,8 +269,7 @@ def _masks_truncated(values: Values, sets: Sequence[tuple[Own, str]]) -> bool:
 def _chat(values: Values) -> Native:
     """The chat template for all tasksets. Where one has plain prompts (use_base), the others' system messages ask for
     it."""
-    sets = training(values)
-    sets += [(own, f"{EVAL_TASKSETS}[{n}]") for n, own in enumerate(entries(values, EVAL_TASKSETS))]
+    sets = sets_of(values)
     plain = [is_plain(values, own, what) for own, what in sets]
     if not any(plain):
         return {"data.chat": True}

@@ -26,6 +26,7 @@ from whet.dialects.trinity.values import (
     Own,
     at_least,
     distills,
+    draws_tasks,
     entries,
     functions,
     section,
@@ -168,7 +169,8 @@ def eval_names(values: Values) -> list[str]:
 def sets_of(values: Values) -> list[tuple[Own, str]]:
     """All tasksets, those of training first, each with its key."""
     held_out = enumerate(entries(values, EVAL_TASKSETS))
-    return [*training(values), *((own, f"{EVAL_TASKSETS}[{n}]") for n, own in held_out)]
+    own_tasks = training(values) if draws_tasks(values) else []
+    return [*own_tasks, *((own, f"{EVAL_TASKSETS}[{n}]") for n, own in held_out)]
 
 
 def gives_one(values: Values) -> bool:
@@ -300,14 +302,17 @@ def _overlong(given: Own, what: str) -> dict[str, Native]:
 def rewards(values: Values) -> Native:
     """The rewards of training, and at weight 0 those that only evaluation has. A source that is not judged by all of
     them names its own."""
-    sets, n_train = sets_of(values), len(training(values))
+    sets = sets_of(values)
+    if not sets:
+        return {}
+    n_train = len(sets) - len(entries(values, EVAL_TASKSETS))
     every, names = _labelled([_judged(values, own, what) for own, what in sets])
-    names_of_sources = [*train_names(values), *eval_names(values)]
+    names_of_sources = [*train_names(values)[:n_train], *eval_names(values)]
     out = environment(
         [PlayedSet(name, world_of(values, *each), *each) for name, each in zip(names_of_sources, sets)]
     )
     several = out.get("rollout.env.make") == SEVERAL
-    trained = {label for own in names[:n_train] for label in own}
+    trained = {label for own in names[: n_train or len(names)] for label in own}
     if any("url" in (reward.get("arguments") or {}) for reward in every.values()):
         out["reward_workers.timeout_s"] = ANSWER_S + 1.0
     for label, reward in every.items():
@@ -327,7 +332,7 @@ def accuracy(values: Values, at: str) -> list[str]:
     sets = sets_of(values)
     _, labels = _labelled([_judged(values, own, what) for own, what in sets])
     found: list[list[str]] = []
-    for (own, what), (*names,) in zip(training(values), labels):
+    for (own, what), (*names,) in zip(training(values) if draws_tasks(values) else [], labels):
         name, judge = _reward(values, own, what), WORKFLOWS[workflow(values, own, what)].judge
         if (judge and name) or name not in (*_ACCURACY, *_WITHOUT):
             why = "a judge gives the reward" if judge else f"{name} does not report it"
@@ -342,7 +347,7 @@ def accuracy(values: Values, at: str) -> list[str]:
             f"{at}: tasksets whose accuracy is told by several rewards ({found}) are coming, not built yet; here: one "
             "reward for all tasksets of training."
         )
-    return found[0]
+    return found[0] if found else []
 
 
 def _labelled(told: Sequence[Mapping[str, Native]]) -> tuple[dict[str, Native], list[list[str]]]:

@@ -21,12 +21,13 @@ from whet.dialects.trinity.values import (
     distills,
     entries,
     given,
+    in_rounds,
     online,
     preset,
     repeat_times,
     text,
 )
-from whet.dialects.trinity.waiting import bound, in_rounds
+from whet.dialects.trinity.waiting import bound
 from whet.tables import near
 from whet.types import ConfigError, Json
 

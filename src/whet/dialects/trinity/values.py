@@ -145,6 +145,19 @@ def training(values: Values) -> list[tuple[Own, str]]:
     return [(own, f"{TASKSETS}[{n}]") for n, own in enumerate(several)]
 
 
+def draws_tasks(values: Values) -> bool:
+    """Whether the process has tasksets of training. A trainer by itself and a bench may have none."""
+    by_itself = values["mode"] in ("train", "bench") and online(values)
+    return not by_itself or given(training(values)[0][0].get("path")) is not None
+
+
+def in_rounds(values: Values) -> bool:
+    """Explorers go in step with the trainer: the step says which version of the weights plays which task. Not where a
+    step takes what happens to be newest, or of the highest priority."""
+    used = values[f"{EXPERIENCES}.replay_buffer.enable"] or values[f"{EXPERIENCES}.storage_type"] == "sql"
+    return values["synchronizer.sync_style"] == "fixed" and not used
+
+
 @functools.cache
 def _of_a_taskset() -> dict[str, Json]:
     """The keys of taskset, and their defaults."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.data import apart
 from whet.dialects.trinity.loss import STRATEGY, strategy
-from whet.dialects.trinity.values import EXPERIENCES, Native, at_least, known_as, text
+from whet.dialects.trinity.values import EXPERIENCES, Native, at_least, in_rounds, known_as, text
 from whet.types import ConfigError
 
 
@@ -33,13 +33,6 @@ def queue(values: Values) -> Native:
             f"{EXPERIENCES}.path: {path}: a database server is coming, not built yet; here: a file."
         )
     return {"dirs.rollouts": str(Path(plain).with_suffix(""))}
-
-
-def in_rounds(values: Values) -> bool:
-    """Explorers go in step with the trainer: the step says which version of the weights plays which task. Not where a
-    step takes what happens to be newest, or of the highest priority."""
-    used = values[f"{EXPERIENCES}.replay_buffer.enable"] or values[f"{EXPERIENCES}.storage_type"] == "sql"
-    return values["synchronizer.sync_style"] == "fixed" and not used
 
 
 def _store(values: Values, storage: str, path: str | None) -> Native:
