@@ -303,6 +303,49 @@ def test_alfworld_pays_at_the_end_and_takes_a_tenth_for_none(packages: None) -> 
     assert [s.parts["invalid"] for s in steps] == [1.0, 0.0]
 
 
+ELEMENTS = ["experience", "think", "action"]
+
+
+def raft(action: str) -> str:
+    return f"<experience>e</experience> so <think>t</think><action> {action} </action>"
+
+
+@pytest.mark.parametrize(
+    ("replies", "ends"),
+    [
+        ([raft("look"), raft("take cup 1")], (1.0, True, None)),
+        ([act("look"), raft("take cup 1")], (0.0, True, None)),  # a reply without an experience
+        ([raft("look"), act("take cup 1")], (0.0, False, None)),  # no action is read of it
+        ([raft("look"), raft("look"), raft("look")], (0.0, True, None)),
+        ([raft("look"), raft("look"), raft("inventory"), raft("look"), raft("look")], (0.0, True, "turns")),
+        ([act("a"), act("b"), act("c")], (0.0, True, None)),  # three empty actions
+    ],
+)
+def test_alfworld_pays_replies_with_all_elements(
+    packages: None, replies: list[str], ends: tuple[float, bool, str | None]
+) -> None:
+    """As RAFT_alfworld_workflow of Trinity-RFT 0.6.0: three equal actions in a row are the end."""
+    how: dict[str, Any] = {"elements": ELEMENTS, "repeats": 3, "unfinished": 0.0}
+    text_worlds.alfworld.prepare({"column": "game_file", **how})
+    env = text_worlds.alfworld(task(game_file="a.tw"), world(), "game_file", steps=5, **how)
+    *before, last = answers(env, *replies)
+    assert not any(step.done for step in before)
+    assert (last.reward, last.done, last.stop) == ends
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"elements": ["think"]}, "with action among them"),
+        ({"elements": "action"}, "expected a list of names"),
+        ({"repeats": 1}, "repeats=1; expected an integer of at least 2"),
+    ],
+)
+def test_elements_and_repeats_that_are_none(packages: None, given: dict[str, Json], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        text_worlds.alfworld.prepare({"column": "game_file", **given})
+
+
 def test_scienceworld_pays_the_highest_score_so_far(packages: None) -> None:
     """Scores 30, -20, 50: the highest is 50 of 100, so the rewards are .3, 0 and .2."""
     asked = json.dumps({"task_name": "boil", "var_num": 7, "jar_path": "w.jar"})
@@ -537,16 +580,19 @@ BASE: dict[str, Json] = {
 }
 
 
-def read(workflow: str, *, version: str = "0.6.0", evals: Any = (), **taskset: Any) -> Translation:
+def read(
+    workflow: str, *, version: str = "0.6.0", evals: Any = (), sections: Any = None, **taskset: Any
+) -> Translation:
     own = {"path": "games.jsonl", "default_workflow_type": workflow, **taskset}
     explorer = {"taskset": own, "eval_tasksets": list(evals)}
-    tree = {**BASE, "buffer": {**BASE["buffer"], "explorer_input": explorer}}
+    tree = {**BASE, "buffer": {**BASE["buffer"], "explorer_input": explorer}, **(sections or {})}
     return translate(tree, dialect("trinity", version), origins={})
 
 
 @pytest.mark.parametrize("name", list(WORLDS))
 def test_a_workflow_is_an_environment_with_its_prompt(name: str) -> None:
-    made = read(name, format={"prompt_key": "game"})
+    raft = {"algorithm": {"algorithm_type": "raft", "repeat_times": 4}} if WORLDS[name].winners else {}
+    made = read(name, format={"prompt_key": "game"}, sections=raft)
     assert not made.problems, made.problems
     assert not made.unbuilt, made.unbuilt
     (source,), env = made.tree["data"]["train"], made.tree["rollout"]["env"]
@@ -556,6 +602,26 @@ def test_a_workflow_is_an_environment_with_its_prompt(name: str) -> None:
     assert env["arguments"].get("column") == ("game" if WORLDS[name].names_game else None)
     assert made.tree["data"]["max_total_tokens"] == 100
     assert "rewards" not in made.tree
+
+
+def test_raft_trains_on_winning_episodes() -> None:
+    """Which Trinity gives no reward, so no other algorithm can learn from them. It samples as the taskset says."""
+    raft = {"algorithm": {"algorithm_type": "raft"}}
+    made = read("RAFT_alfworld_workflow", sections=raft, rollout_args={"temperature": 0.85, "top_k": 25})
+    assert made.tree["algorithm"]["groups"] == {"min_reward": 1.0}
+    assert (
+        made.tree["rollout"]["sampling"] | {"temperature": 0.85, "top_k": 25}
+        == made.tree["rollout"]["sampling"]
+    )
+    assert made.tree["rollout"]["env"]["arguments"] == {
+        "column": "prompt", "steps": 50, "elements": ELEMENTS, "repeats": 3, "unfinished": 0.0,
+    }  # fmt: skip
+    (wrong,) = read("RAFT_alfworld_workflow").problems
+    assert "only algorithm_type: raft learns from them" in wrong[1]
+    house = [{"path": "h.jsonl", "default_workflow_type": "alfworld_workflow"}]
+    assert "groups" not in read("alfworld_workflow", sections=raft).tree["algorithm"]
+    held = read("alfworld_workflow", evals=[{**house[0], "default_workflow_type": "RAFT_alfworld_workflow"}])
+    assert "groups" not in held.tree["algorithm"], "what only evaluates says nothing of training"
 
 
 def test_lengths_of_several_turns() -> None:

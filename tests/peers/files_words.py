@@ -121,7 +121,7 @@ FEATURES: Mapping[str, str] = {
     "it runs SQL in a database server in Docker": "a database server in Docker",
     "workflow_args.reward_fn_type": "a reward model's own layout",
     "a grader of OpenJudge": "a reward model's own layout",
-    "trains on winning episodes alone": "a workflow of several turns",
+    "trains on replies after another prompt": "a workflow of several turns",
     "a group that is sampled after another one": "groups sampled after groups",
     "training by a remote service": "a service that trains",
     "skyrl_agent.integrations.tin": "a service that trains",

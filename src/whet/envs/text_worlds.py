@@ -1,8 +1,9 @@
 """ALFWorld, ScienceWorld and WebShop as Trinity-RFT plays them (0.4 to 0.6): `rollout.env.make:
 whet.envs.text_worlds:alfworld`, `:scienceworld` or `:webshop`, docs/environments.md.
 
-Each needs its own package, which is imported when it is named. The policy writes one `<action>...</action>` a reply. An
-episode is blocking code: all of its calls run in a thread of its own.
+Each needs its own package, which is imported when it is named. The policy writes one `<action>...</action>` a reply, or
+every one of `elements`, in this order, and then only an episode whose replies all do so is paid. An episode is blocking
+code: all of its calls run in a thread of its own.
 """
 
 from __future__ import annotations
@@ -47,8 +48,21 @@ class Game(Protocol):
 class TextWorld:
     """The environment of one rollout."""
 
-    def __init__(self, game: Game, steps: int, unfinished: float) -> None:
+    def __init__(
+        self,
+        game: Game,
+        steps: int,
+        unfinished: float,
+        elements: Sequence[str] = (),
+        repeats: int | None = None,
+    ) -> None:
+        """elements: of a reply, the action among them; none: the action alone, which may be missing. repeats: this many
+        equal actions in a row end the episode without a reward."""
         self.game, self.left, self.unfinished = game, steps, unfinished
+        self.elements, self.repeats = tuple(elements), repeats
+        self.whole = True
+        """All replies so far have had all elements."""
+        self.actions: list[str] = []
 
     def first(self) -> list[Message]:
         return [Message("user", f"Observation: {self.game.reset()}")]
@@ -56,9 +70,13 @@ class TextWorld:
     def step(self, reply: Message) -> EnvStep:
         """A reply without an action is the empty action, which the worlds answer."""
         self.left -= 1
-        action = action_of(reply.content)
+        action = self._action(reply.content)
+        self.actions.append(action)
+        last = self.actions[-self.repeats :] if self.repeats else []
+        if len(last) == self.repeats and len(set(last)) == 1:
+            return EnvStep(reward=0.0, parts={"invalid": float(not action), "finished": 0.0})
         seen = self.game.step(action)
-        reward = number(seen.reward, " as the reward of the world")
+        reward = number(seen.reward, " as the reward of the world") if self.whole else 0.0
         parts = {"invalid": float(not action), "finished": float(seen.done)}
         if seen.done:
             return EnvStep(reward=reward, parts=parts)
@@ -66,8 +84,22 @@ class TextWorld:
             return EnvStep(reward=reward + self.unfinished, parts=parts, stop="turns")
         return EnvStep([Message("user", f"Observation: {seen.text}")], reward, parts, done=False)
 
+    def _action(self, text: str) -> str:
+        if not self.elements:
+            return action_of(text)
+        found = elements_of(text, self.elements)
+        self.whole &= all(found)
+        return found[self.elements.index("action")]
+
     def close(self) -> None:
         self.game.close()
+
+
+def elements_of(text: str, names: Sequence[str]) -> list[str]:
+    """What stands in each element of a reply; '' for all of them where one is missing or out of order."""
+    parts = (f"<{name}>(.*?)</{name}>" for name in map(re.escape, names))
+    found = re.search(".*?".join(parts), text, re.DOTALL)
+    return [each.strip() for each in found.groups()] if found else [""] * len(names)
 
 
 def action_of(text: str) -> str:
@@ -94,15 +126,34 @@ class TextWorlds:
         self.steps, self.unfinished = steps, unfinished
 
     def __call__(
-        self, task: Task, world: World, column: str, *, steps: int | None = None, **settings: Json
+        self,
+        task: Task,
+        world: World,
+        column: str,
+        *,
+        steps: int | None = None,
+        elements: Sequence[str] = (),
+        repeats: int | None = None,
+        unfinished: float | None = None,
+        **settings: Json,
     ) -> TextWorld:
-        """column: that of the row that names the game. steps: replies of an episode."""
+        """column: that of the row that names the game. steps: replies of an episode. elements, repeats: `TextWorld`'s.
+        unfinished: what an episode is paid that its last step does not end."""
         game = self.opened(task, world, _column(task, column), **settings)
-        return TextWorld(game, self.steps if steps is None else steps, self.unfinished)
+        lasts = self.steps if steps is None else steps
+        pays = self.unfinished if unfinished is None else unfinished
+        return TextWorld(game, lasts, pays, elements, repeats)
 
     def prepare(self, arguments: Mapping[str, Json]) -> None:
         """ConfigError where the package is not there, or for arguments that are none."""
-        known = ["column", "steps", *list(inspect.signature(self.opened).parameters)[3:]]
+        known = [
+            "column",
+            "steps",
+            "elements",
+            "repeats",
+            "unfinished",
+            *list(inspect.signature(self.opened).parameters)[3:],
+        ]
         for name in arguments:
             if name not in known:
                 raise ConfigError(
@@ -111,6 +162,13 @@ class TextWorlds:
         steps = arguments.get("steps", self.steps)
         if type(steps) is not int or steps < 1:
             raise ConfigError(f"{_WHERE}.steps={steps!r}; expected an integer of at least 1")
+        elements, repeats = arguments.get("elements", ["action"]), arguments.get("repeats")
+        if not isinstance(elements, list) or "action" not in elements:
+            raise ConfigError(
+                f"{_WHERE}.elements={elements!r}; expected a list of names, with action among them"
+            )
+        if repeats is not None and (type(repeats) is not int or repeats < 2):
+            raise ConfigError(f"{_WHERE}.repeats={repeats!r}; expected an integer of at least 2")
         try:
             for module in self.modules:
                 import_module(module)

@@ -29,6 +29,7 @@ from whet.dialects.trinity.values import (
     draws_tasks,
     entries,
     functions,
+    preset,
     section,
     text,
     training,
@@ -311,6 +312,7 @@ def rewards(values: Values) -> Native:
     out = environment(
         [PlayedSet(name, world_of(values, *each), *each) for name, each in zip(names_of_sources, sets)]
     )
+    out |= _winners(values, sets[:n_train])
     several = out.get("rollout.env.make") == SEVERAL
     trained = {label for own in names[: n_train or len(names)] for label in own}
     if any("url" in (reward.get("arguments") or {}) for reward in every.values()):
@@ -324,6 +326,20 @@ def rewards(values: Values) -> Native:
     sources += [f"data.eval.{n}" for n in range(len(names) - n_train)]
     out |= {"eval.reward": weights} if weights else {}
     return {**out, **{f"{at}.rewards": own for at, own in zip(sources, names) if own or several}}
+
+
+def _winners(values: Values, sets: Sequence[tuple[Own, str]]) -> Native:
+    """What is trained on where a workflow of training gives the episodes alone that are paid 1."""
+    worlds = [world_of(values, *each) for each in sets]
+    alone = [world is not None and world.winners for world in worlds]
+    if not any(alone):
+        return {}
+    if preset(values).recipe != "raft" or not all(alone):
+        raise ConfigError(
+            f"{sets[alone.index(True)][1]}.default_workflow_type: its episodes have no reward, so only "
+            "algorithm_type: raft learns from them, and from all tasksets of training alike."
+        )
+    return {"algorithm.groups.min_reward": 1.0}
 
 
 def accuracy(values: Values, at: str) -> list[str]:

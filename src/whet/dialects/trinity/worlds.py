@@ -31,6 +31,10 @@ class TrinityWorld:
     """It gives an experience for each turn."""
     rollout_args: bool = False
     """The taskset's sampling arguments count; else the model's alone."""
+    set: Mapping[str, Json] = field(default_factory=dict)
+    """Arguments of the environment that the file has no say in."""
+    winners: bool = False
+    """It trains on the episodes that are paid 1, and on no other."""
     tokens: int | None = None
     """Of all replies and answers together, whatever max_response_tokens says."""
 
@@ -39,13 +43,22 @@ _THINK_ACT = (
     "Each reply has two parts: what you think, inside <think> and </think>, then one action, inside <action> and "
     "</action>. Nobody answers questions: finish the task by yourself."
 )
-_ALFWORLD = TrinityWorld(
-    make="whet.envs.text_worlds:alfworld",
-    system="You act in a house that is described to you, to finish the task that the first description ends with.\n"
+_HOUSE = (
+    "You act in a house that is described to you, to finish the task that the first description ends with.\n"
     "Actions (one word in brackets stands for a thing or a place, with its number):\n"
     "look\ninventory\ngo to [place]\nopen [place]\nclose [place]\ntake [thing] from [place]\nmove [thing] to [place]\n"
     "examine [thing]\nuse [thing]\nheat [thing] with [place]\nclean [thing] with [place]\ncool [thing] with [place]\n"
-    f"slice [thing] with [thing]\nYou can carry one thing. {_THINK_ACT}\n"
+    "slice [thing] with [thing]\nYou can carry one thing."
+)
+_RAFT = (
+    f"{_HOUSE} Each reply has three parts, in this order: what you have learned so far that helps, inside <experience> "
+    "and </experience>, what you think, inside <think> and </think>, then one action, inside <action> and </action>. "
+    "Nobody answers questions: finish the task by yourself.\nFor example: <experience>The cupboards were empty."
+    "</experience><think>A cup may be in the cabinet.</think><action>go to cabinet 1</action>"
+)
+_ALFWORLD = TrinityWorld(
+    make="whet.envs.text_worlds:alfworld",
+    system=f"{_HOUSE} {_THINK_ACT}\n"
     "For example: <think>A cup may be in the cabinet.</think><action>go to cabinet 1</action>",
     steps=30,
     step_key="max_env_steps",
@@ -64,6 +77,15 @@ WORLDS: dict[str, TrinityWorld] = {
         tokens=10240,
     ),
     "alfworld_workflow": _ALFWORLD,
+    "RAFT_alfworld_workflow": TrinityWorld(
+        make=_ALFWORLD.make,
+        system=_RAFT,
+        steps=50,
+        names_game=True,
+        set={"elements": ["experience", "think", "action"], "repeats": 3, "unfinished": 0.0},
+        winners=True,
+        rollout_args=True,
+    ),
     "step_wise_alfworld_workflow": TrinityWorld(**{**vars(_ALFWORLD), "by_turn": True}),
     "sciworld_workflow": TrinityWorld(
         make="whet.envs.text_worlds:scienceworld",
@@ -170,7 +192,7 @@ def _played(each: PlayedSet) -> Native:
     arguments: dict[str, Json] = (
         {"column": own.get("format.prompt_key") or "prompt"} if world.names_game else {}
     )
-    arguments |= {"steps": steps}
+    arguments |= {"steps": steps, **world.set}
     arguments |= {name: given[key] for key, name in world.arguments.items() if given.get(key) is not None}
     return {
         "rollout.env.make": world.make,
