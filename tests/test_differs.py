@@ -181,6 +181,21 @@ def test_the_penalty_of_kl_cov() -> None:
     assert [told("kl_cov", "0.1"), told("kl_cov", "0.3"), told("regular", "0.3")] == [0, 1, 0]
 
 
+def test_steps_of_turns_are_told() -> None:
+    """Of workflows that give an experience for each turn, under the key that counts them; given or not."""
+
+    def told(workflow: str, **given: Json) -> list[str]:
+        sets = {"taskset": {"path": "a.jsonl", "default_workflow_type": workflow}}
+        tree: Json = {"buffer": {"explorer_input": sets, **given}}
+        made = translate(tree, dialect("trinity", "0.6.0"), origins={})
+        return [text for text in said(made) if "A step trains on all turns" in text]
+
+    (turns,) = told("step_wise_alfworld_workflow", train_batch_size=7680)
+    assert turns.startswith("differs: buffer.train_batch_size=7680: ")
+    assert len(told("sudoku_workflow")) == 1
+    assert told("alfworld_workflow", train_batch_size=7680) == told("math_workflow") == []
+
+
 def test_true_is_not_1() -> None:
     one = Difference(file="", key="k", since="", until="", values="[1]", when="", reason="R.")
     assert [one.of_value(value) for value in (1, True, 1.0)] == [True, False, False]

@@ -250,7 +250,7 @@ def _of_run(config: Any, file: File, *, replies: int) -> Iterator[Check]:
             )
             | our_micro_batch(file.plan)
         ),
-        keys=STAGES,
+        keys=(*STAGES, "buffer.train_batch_size"),
     )
     yield Check(
         what="training steps",
