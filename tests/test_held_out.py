@@ -181,6 +181,20 @@ def test_a_reply_of_as_many_tokens_as_may_be_is_measured_and_a_longer_one_is_cou
     assert said in (tmp_path / "run" / "run.log").read_text()
 
 
+def test_a_reply_that_may_not_be_too_long_is_told_by_its_line(tmp_path: Path) -> None:
+    """As one that is trained on is."""
+    held_out = tmp_path / "held_out.jsonl"
+    lines = [{"prompt": "a", "response": text} for text in ("bcd", "bcdef")]
+    held_out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    train_on = [{"rows": [{"prompt": "b", "response": "fed"}], "name": "t"}]
+    told = {"rewards": {}, "algorithm": "sft", "rollout": {"sampling": {"max_tokens": 4}}}
+    data = {"max_prompt_tokens": 8, "train": train_on, "eval": [{"path": str(held_out)}]}
+    with pytest.raises(
+        DataError, match=r"held_out\.jsonl, line 2: its response has 6 tokens, the limit is 4"
+    ):
+        train(**{**RUN, **told, "data": data}, run_dir=str(tmp_path / "run"))
+
+
 # ---------------------------------------------------------------- a whole run, and its checkpoints again
 
 CONFIG = """

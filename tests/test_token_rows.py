@@ -70,6 +70,18 @@ def test_tokens_that_cannot_be_used_are_refused(tokenizer: Any) -> None:
             tasks(tokenizer, [{"prompt": odd}])
 
 
+def test_replies_of_tokens_without_an_end_are_counted(tokenizer: Any, caplog: Any) -> None:
+    """The ends of the model count, too; text gets an end by itself."""
+    end = tokenizer.eos_token_id
+    rows = [{"prompt": [4], "response": ids} for ids in ([5, end], [5, 6], [5, 7], "ab")]
+    source = SourceConfig(rows=(*rows,), name="t")
+    made = TaskStream([source], DataConfig(), tokenizer=tokenizer, seed=0, max_response_tokens=8, ends={7})
+    assert made.counts["replies_without_end_token"] == 1
+    assert "1 replies_without_end_token" in caplog.text
+    asked = TaskStream([source], DataConfig(), tokenizer=tokenizer, seed=0)
+    assert "replies_without_end_token" not in asked.counts, "nothing learns from these replies"
+
+
 def test_held_out_tokens_are_not_trained_on(tokenizer: Any) -> None:
     held = SourceConfig(rows=({"prompt": [4, 2]},), name="held")
     cfg = DataConfig(order="sequential")
@@ -123,10 +135,12 @@ def test_rows_that_cannot_be_made_up_are_refused(source: Any, said: str) -> None
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     """A folder with a model and its tokenizer: rows of tokens have no text to build one from."""
+    return exported(tmp_path_factory.mktemp("model"), tokenizer, len(tokenizer))
 
-    folder = tmp_path_factory.mktemp("model")
+
+def exported(folder: Path, tokenizer: Any, size: int) -> Path:
+    """The folder with a model of so many token ids."""
     cfg = load(None, (), RUN).config.model
-    size = len(tokenizer)
     net = build(
         cfg,
         vocab_size=size,
@@ -176,3 +190,27 @@ def test_a_trial_of_reinforcement_learning_has_full_prompts_and_replies(model: P
     assert {len(ids) for ids in table["token_ids"].to_pylist()} == {8 + 6}
     assert {sum(mask) for mask in table["mask"].to_pylist()} == {6}
     assert set(table["reward"].to_pylist()) == {0.0, 1.0}, "so some advantage is not 0"
+
+
+def test_ids_that_the_tokenizer_lacks_are_told_and_trained_like_others(
+    model: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """A model of random weights samples them often: here a hundred of its ids have no token."""
+    size = len(tokenizer)
+    padded, rewards = exported(tmp_path / "padded", tokenizer, size + 100), {"n": "whet.rewards.made_up:coin"}
+    how = {
+        "rollout": {"group_size": 4, "sampling": {"max_tokens": 6, "ignore_eos": True}},
+        "rewards": rewards,
+    }
+    trial(model, tmp_path / "plain", arguments={"rows": 4, "prompt": 8}, **how)
+    assert "ids: it may sample" not in (tmp_path / "plain" / "run.log").read_text()
+    result = trial(padded, tmp_path / "run", arguments={"rows": 4, "prompt": 8}, **how)
+    said = f"the tokenizer has {size} tokens, the model {size + 100} ids: it may sample those from {size} on"
+    assert said in (tmp_path / "run" / "run.log").read_text()
+    table = result.rollouts(step=1)
+    replies = [ids[8:] for ids in table["token_ids"].to_pylist()]
+    beyond = [[i for i in ids if i >= size] for ids in replies]
+    assert any(beyond)
+    kept = [tokenizer.decode([i for i in ids if i < size], skip_special_tokens=True) for ids in replies]
+    assert table["text"].to_pylist() == kept, "they have no text"
+    assert result.metrics[0]["train/mismatch_max_nats"] == 0.0, "the trainer's log-probs, over the same ids"

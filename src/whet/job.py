@@ -55,6 +55,12 @@ from whet.whole import Here, InFiles, Place, Whole
 
 log = logging.getLogger(__name__)
 
+NO_TEXT = (
+    "the tokenizer has {tokens} tokens, the model {rows} ids: it may sample those from {tokens} on, which have no text "
+    "and are trained like other tokens"
+)
+"""Of a padded vocabulary. Masked ids would be missing from the sum of every log-prob, here and in each server."""
+
 
 Opener = Callable[..., RolloutEngine]
 """What stands in the place of `open_engine`, and takes what it takes."""
@@ -222,7 +228,10 @@ def open_models(
     )
     policy = place.made("policy", make)
     model = policy.model
-    check_stop_tokens(loaded.stages, model.get_output_embeddings().out_features)
+    rows = model.get_output_embeddings().out_features
+    check_stop_tokens(loaded.stages, rows)
+    if rows > len(tokenizer):
+        log.info(NO_TEXT.format(tokens=len(tokenizer), rows=rows))
     ops = kernels.load(cfg.machine.kernels)
     display.phase("self-test")
     samples = any(p.generates for p in plans)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whet.algos.recipes import build as build_algorithm
+from whet.config.evaluation import evaluates
 from whet.config.groups import experts_per_step, sampled_tasks
 from whet.config.memory_estimate import out_of_memory
 from whet.config.plan import plan as make_plan
@@ -148,7 +149,14 @@ def begin_evaluation(job: Job, index: int) -> tuple[Context, list[Task]]:
     records.display.phase("read data")
     turns = learned_turns(cfg.data, algorithm.kind)
     tokenizer = job.models.tokenizer
-    held_out = eval_tasks(cfg.data.eval, cfg.data, tokenizer=tokenizer, turns=turns) if cfg.data.eval else []
+    longest = None  # of held-out replies: where one may not be too long, its row is named
+    if algorithm.kind != "online" and evaluates(cfg) and cfg.data.overlong == "error":
+        longest = cfg.rollout.sampling.max_tokens
+    held_out = []
+    if cfg.data.eval:
+        held_out = eval_tasks(
+            cfg.data.eval, cfg.data, tokenizer=tokenizer, turns=turns, max_response_tokens=longest
+        )
     check_sources(cfg.eval.sources, held_out)
     monitor = Monitor(name, records.display, records.watch, records.directory.timeline)
     return Context(cfg, job.plans[index], name, index, algorithm, monitor, records.stop), held_out
@@ -171,6 +179,7 @@ def begin(job: Job, index: int) -> Begun:
         multiple_of=drawn if cfg.train.drop_last is True else 1,
         turns=turns,
         learned=None if algorithm.kind == "online" else algorithm.kind,
+        ends=job.models.ends,
     )
     log.info("stage %s: %s", name, ", ".join(f"{k} {v}" for k, v in tasks.counts.items()))
     if algorithm.kind == "online" and (unknown := tasks.unknown(cfg.rollout.sources)):

@@ -56,6 +56,7 @@ def open_demonstrations(
         max_response_tokens=cfg.rollout.sampling.max_tokens,
         turns=learned_turns(data, "demonstrations"),
         learned="demonstrations",
+        ends=ends,
         order=order_of_demonstrations(data),
     )
     log.info("demonstrations: %s", ", ".join(f"{k} {v}" for k, v in stream.counts.items()))

@@ -98,16 +98,17 @@ def prepare(
     counts: Counter[str],
     turns: Turns = "last",
     learned: Learned | None = None,
+    ends: Collection[int] = (),
 ) -> list[Prepared]:
     """Read, filter and tokenise every source, adding to `counts` the rows left out or truncated, by reason.
 
     turns="all": the prompts of conversations are tokenised so that their replies can be trained on too
-    (`encode_history`). learned: what each row has to have.
+    (`encode_history`). learned: what each row has to have. ends: tokens that end the model's own replies.
     Raises DataError if a source is left empty.
     """
     out = []
     for source in sources:
-        work = _Work(source, data, tokenizer, exclude, max_response_tokens, turns, learned, Counter())
+        work = _Work(source, data, tokenizer, exclude, max_response_tokens, turns, learned, ends, Counter())
         out.append(_prepare(work))
         counts.update(work.counts)
     if twice := sorted(n for n, c in Counter(p.rows.name for p in out).items() if c > 1):
@@ -157,6 +158,7 @@ class _Work:
     max_response_tokens: int | None
     turns: Turns
     learned: Learned | None
+    ends: Collection[int]
     counts: Counter[str]
 
 
@@ -374,6 +376,8 @@ def _reply_lengths(work: _Work, rows: SourceRows, kept: Sequence[tuple[int, Fiel
         for k, reply in replies:
             if isinstance(reply, tuple):
                 lengths[k][name] = len(reply)
+                endless = reply[-1] not in (work.tokenizer.eos_token_id, *work.ends)
+                work.counts["replies_without_end_token"] += endless
         texts = encode_texts(work.tokenizer, [_said(work, rows, *kept[k], name) for k in having])
         for k, ids in zip(having, texts):
             work.counts["unknown_tokens"] += _unknown(work.tokenizer, np.array(ids))

@@ -55,8 +55,9 @@ _CHANGED = (
 class TaskStream:
     """An endless stream of training tasks. Of no sources, nothing can be drawn.
 
-    counts: rows, kept, held_out, overlong_{prompt,response,rejected,total}_{dropped,cut}, unknown_tokens and
-    not_drawn_per_epoch (train.drop_last), over all sources. rows_per_epoch: rows that are drawn from, over all sources.
+    counts: rows, kept, held_out, overlong_{prompt,response,rejected,total}_{dropped,cut}, unknown_tokens,
+    replies_without_end_token (given as token ids) and not_drawn_per_epoch (train.drop_last), over all sources.
+    rows_per_epoch: rows that are drawn from, over all sources.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class TaskStream:
         multiple_of: int = 1,
         turns: Turns = "last",
         learned: Learned | None = None,
+        ends: Collection[int] = (),
         order: Chosen | None = None,
     ) -> None:
         """exclude: held-out tasks; rows with the prompt of one are left out (see `prepare.prompt_key`).
@@ -81,7 +83,7 @@ class TaskStream:
         multiple_of: rows at the end of an epoch that make no whole such number are not drawn (train.drop_last).
 
         turns: which replies of a conversation will be trained on; the same as for `demonstration`. learned: what each
-        row has to have; None: a prompt. seed: the run's;
+        row has to have; None: a prompt. ends: tokens that end the model's own replies. seed: the run's;
         `data.seed` stands over it. order: None: data.order.
         """
         counts: Counter[str] = Counter()
@@ -94,6 +96,7 @@ class TaskStream:
             counts=counts,
             turns=turns,
             learned=learned,
+            ends=ends,
         )
         self.counts: dict[str, int] = dict(counts)
         per_epoch_S = [len(s) - len(s) % multiple_of for s in self._sources]
@@ -292,15 +295,26 @@ class _Proportional:
 
 
 def eval_tasks(
-    sources: Sequence[SourceConfig], data: DataConfig, *, tokenizer: Tokenizer, turns: Turns = "last"
+    sources: Sequence[SourceConfig],
+    data: DataConfig,
+    *,
+    tokenizer: Tokenizer,
+    turns: Turns = "last",
+    max_response_tokens: int | None = None,
 ) -> list[Task]:
     """Every held-out task, in file order, uid from 0. What `data.overlong` drops or cuts is logged.
 
-    turns: as for `TaskStream`, if their replies are to be measured.
+    turns, max_response_tokens: as for `TaskStream`, if their replies are to be measured.
     """
     counts: Counter[str] = Counter()
     prepared = prepare(
-        sources, data, tokenizer=tokenizer, exclude=(), max_response_tokens=None, counts=counts, turns=turns
+        sources,
+        data,
+        tokenizer=tokenizer,
+        exclude=(),
+        max_response_tokens=max_response_tokens,
+        counts=counts,
+        turns=turns,
     )
     places = [(p, k) for p in prepared for k in range(len(p))]
     return [p.task(k, uid) for uid, (p, k) in enumerate(places)]
