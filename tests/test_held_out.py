@@ -260,6 +260,13 @@ def test_a_run_has_loss_and_accuracy_as_its_stages_say(run: Path) -> None:
     assert "eval/more/mean@1" not in rl
 
 
+def test_the_time_of_rewards_is_that_of_training(run: Path) -> None:
+    """The first stage asks them in its evaluations alone."""
+    lines = [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()]
+    told = {(line["stage"], line["step"]) for line in lines if "reward/seconds/right" in line}
+    assert told == {("rl", step) for step in (1, 2, 3, 4)}
+
+
 def test_shown_samples_stand_beside_the_replies(run: Path) -> None:
     lines = [(run / "eval" / f"rl-step-00000{step}.jsonl").read_text().splitlines() for step in (0, 4)]
     first, last = ([json.loads(line) for line in part] for part in lines)

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import sys
+import time
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -511,6 +512,29 @@ def test_rewards_are_weighted_and_their_raw_parts_kept():
     }
     assert [g.task for g in got] == [g.task for g in groups]
     assert [r.index for r in got[0].rollouts] == [0, 1]
+
+
+def test_seconds_of_each_reward_are_added_over_its_calls():
+    """Of those that fail, too."""
+
+    def slow(response, task):
+        time.sleep(0.1)
+        return 1.0
+
+    def hangs(response, task):
+        time.sleep(60)
+
+    rewards = {name: RewardConfig(function="exact") for name in ("slow", "hangs")}
+    workers = RewardWorkersConfig(count=2, timeout_s=1.0)
+    with RewardSet.from_config(rewards, workers, {"slow": slow, "hangs": hangs}) as made:
+        asyncio.run(score([group(task("ab"), "ab", "abcd")], replace(made, weights={"slow": 1.0})))
+        first = made.timings()
+        assert list(first) == ["reward/seconds/slow"]
+        assert first["reward/seconds/slow"] >= 2 * 0.1, "of both processes together"
+        assert made.timings() == {}, "each is told once"
+        (out,) = asyncio.run(score([group(task("ab"), "ab")], made))
+        assert out.rollouts[0].error.startswith("reward hangs: timeout")
+        assert made.timings()["reward/seconds/hangs"] >= 1.0
 
 
 def test_a_failed_part_leaves_the_rollout_unscored_and_the_others_alone():

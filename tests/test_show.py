@@ -63,6 +63,7 @@ def make(path: Path) -> RunDirectory:
     run.write_eval("grpo", 0, first)
     counts = {"rollout/count": 4, "rollout/failed_count": 1, "rollout/failed/timeout_count": 1}
     seconds = {"time/generate_s": 1.0, "time/update_s": 3.0, "time/step_s": 4.0}
+    seconds |= {"reward/seconds/exact": 0.5, "reward/seconds/form\x1b": 1.5}
     good, bad = reply(0, "cba", reward=1.0), reply(0, "x\x1b[2J", reward=None, index=1, error="timeout: 10 s")
     for step in (1, 2):
         numbers = {"reward/mean": step / 4, "rollout/tokens_sum": 50, **counts}
@@ -104,6 +105,9 @@ def test_the_summary(tmp_path: Path) -> None:
         "update 4.0 (80%) 6.0 (75%)",
         "generate 0.0 (0%) 2.0 (25%)",
         "evaluate 1.0 (20%) 0.0 (0%)",
+        "reward sft grpo",
+        "form\\x1b - 3.0 (75%)",
+        "exact - 1.0 (25%)",
         "grpo timeout 2 25.00%",
         "number grpo step 2",
         "reward/mean 0.5",

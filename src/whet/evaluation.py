@@ -30,7 +30,7 @@ async def evaluate(ask: Ask, tasks: Sequence[Task], rewards: RewardSet, *, cfg: 
     The engines get as many tasks at once as they decode rollouts at once. A reply's reward is the sum that
     `eval.reward` names. Raises WhetError if more replies are unscored than reward_workers.max_failure_rate allows.
     """
-    judge = replace(rewards, weights=reward_weights(cfg))
+    judge = replace(rewards, weights=reward_weights(cfg), seconds=defaultdict(float))  # no step's
     alike: dict[EvalSampling, list[Task]] = defaultdict(list)
     for task in tasks:
         alike[asked(cfg, task.source)].append(task)

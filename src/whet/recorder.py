@@ -165,6 +165,7 @@ class Recorder:
         if self.ranks:
             out["speed/tokens_per_rank_s"] = tokens / step / trainers(self.ranks)
         out |= {"speed/tokens_per_s": tokens / step} | self.environments.timings()
+        out |= self.held_out.rewards.timings()
         if self.meter is not None and seconds.get("update"):
             out["speed/mfu"] = flops / seconds["update"] / self.meter.peak
             out["speed/tokens_per_device_s"] = tokens / step / self.meter.devices

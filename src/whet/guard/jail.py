@@ -84,6 +84,8 @@ class CallResult:
     """What it printed, up to the limit."""
     dropped_bytes: int = 0
     """How much more it printed."""
+    seconds: float = field(default=0.0, compare=False)
+    """From the moment when a process had the call to its answer."""
 
 
 @dataclass(slots=True)
@@ -356,7 +358,11 @@ class Jail:
 def read_result(body: bytes) -> CallResult:
     """A worker's answer, not trusted: anything but a set of finite numbers is a failure, and text is sanitised."""
     reply = json.loads(body)
-    output, dropped = foreign.plain(redact(reply["output"])), reply["dropped"]
+    about = {
+        "output": foreign.plain(redact(reply["output"])),
+        "dropped_bytes": reply["dropped"],
+        "seconds": reply["seconds"],
+    }
     match reply:
         case {"failure": [str(kind), str(detail)]} if kind in get_args(FailureKind):
             failure = Failure(
@@ -369,10 +375,10 @@ def read_result(body: bytes) -> CallResult:
                 failure = Failure("bad_value", str(error))
             else:
                 found = {name: foreign.words(text, MAX_ANSWER) for name, text in answers.items()}
-                return CallResult(parts=named, answers=found, output=output, dropped_bytes=dropped)
+                return CallResult(parts=named, answers=found, **about)
         case _:
             failure = Failure("output", "on the result channel: values that a reward cannot return")
-    return CallResult(failure=failure, output=output, dropped_bytes=dropped)
+    return CallResult(failure=failure, **about)
 
 
 def _all_floats(parts: Mapping[str, object]) -> bool:

@@ -283,8 +283,9 @@ class Nursery:
         self.sent_at = now
 
     def answer(self, w: Worker, work: PendingCall, reply: dict[str, object]) -> None:
-        """Answer `work` with `reply` and what was printed meanwhile."""
+        """Answer `work` with `reply`, what was printed meanwhile, and how long that took."""
         self.drain(w)
+        reply["seconds"] = time.monotonic() - (w.deadline - work.timeout_s)
         reply["output"] = w.printed.decode(errors="replace")
         cut = reply.pop("cut", 0)
         reply["dropped"] = w.dropped + (cut if type(cut) is int and 0 <= cut < 2**62 else 0)
@@ -317,7 +318,7 @@ class Nursery:
 
     def refuse(self, work: PendingCall, detail: str) -> None:
         """Answer a call that no worker has had."""
-        reply = {"failure": ["crashed", detail], "output": "", "dropped": 0}
+        reply = {"failure": ["crashed", detail], "output": "", "dropped": 0, "seconds": 0.0}
         self.outbox += frames.pack(work.number, json.dumps(reply).encode())
 
     def start(self, w: Worker, work: PendingCall) -> None:

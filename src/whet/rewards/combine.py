@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
@@ -27,7 +29,7 @@ from whet.rewards.bind import BATCH, RewardFunction, bind, pack_rollout, pack_ta
 from whet.rewards.builtin import BUILTIN, EXECUTES, UNCONFINED, Unconfined
 from whet.rewards.model import ModelReward
 from whet.tables import check_types, find, load_object
-from whet.types import ConfigError, DataError, Group, Rollout, Task, WhetError
+from whet.types import ConfigError, DataError, Group, Metrics, Rollout, Task, WhetError
 
 MOST_AT_ONCE = 128
 """Rollouts of a group that a function of batches gets at once."""
@@ -71,10 +73,27 @@ class RewardSet:
     """What the functions print, for the log."""
     batched: dict[tuple[str, str], bool] = field(default_factory=dict)
     """Whether a function takes all rollouts of a group at once, by its name and the source; filled as it is asked."""
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Of each reward since `timings` was asked."""
 
     def of(self, task: Task) -> list[str]:
         """The rewards that score replies to a task."""
         return [name for name in self.weights if name in self.by_source.get(task.source, self.weights)]
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Count the time of a reward."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.monotonic() - begin
+
+    def timings(self) -> Metrics:
+        """Seconds of the calls of each reward that was asked since the last call, added over processes."""
+        spent = {f"reward/seconds/{name}": seconds for name, seconds in self.seconds.items()}
+        self.seconds.clear()
+        return spent
 
     @staticmethod
     def from_config(
@@ -226,6 +245,7 @@ async def score(groups: Sequence[Group], rewards: RewardSet) -> list[Group]:
     results = await rewards.jail.call_many([c.call for c in calls]) if rewards.jail else []
     found: dict[tuple[int, int], dict[str, CallResult]] = {}
     for call, result in zip(calls, results):
+        rewards.seconds[call.call.function] += result.seconds
         printed = f"reward {call.call.function!r}"
         rewards.printed.take(printed, result.output, dropped_bytes=result.dropped_bytes)
         for position, place in enumerate(call.places):
@@ -233,7 +253,9 @@ async def score(groups: Sequence[Group], rewards: RewardSet) -> list[Group]:
                 found.setdefault(place, {})[call.call.function] = own
     for name, judge in rewards.judges.items():
         asked = {at: g for at, g in enumerate(groups) if name in rewards.of(g.task)}
-        for place, result in (await judge.score(asked)).items():
+        with rewards.timed(name):
+            answered = await judge.score(asked)
+        for place, result in answered.items():
             found.setdefault(place, {})[name] = result
     return [
         Group(
@@ -273,7 +295,8 @@ async def _judged(rollout: Rollout, found: dict[str, CallResult], rewards: Rewar
     for name in names:
         if name in rewards.models:
             await asyncio.sleep(0)  # a model holds the process: between two rollouts others may go on
-            own[name] = rewards.models[name].score(rollout)
+            with rewards.timed(name):
+                own[name] = rewards.models[name].score(rollout)
             pulse.beat("scoring")
         elif name in found:
             own[name] = found[name]

@@ -148,13 +148,20 @@ def learning_of(run: RunRecord, stage: str) -> tuple[str, list[Sign]]:
 
 def seconds_of(run: RunRecord, stage: str) -> float | None:
     """Time of a stage: all its phases, evaluation and saving too; None if none was written."""
-    spent = [v for x in run.timings if x["stage"] == stage for k, v in x.items() if is_phase(k)]
+    spent = [v for x in run.timings if x["stage"] == stage for k, v in x.items() if phase_of(k)]
     return sum(spent) if spent else None
 
 
-def is_phase(name: str) -> bool:
-    """Whether a number of timings.jsonl is the seconds of a phase."""
-    return name.startswith("time/") and name.endswith("_s") and name != "time/step_s"
+def phase_of(name: str) -> str:
+    """The phase whose seconds a number of timings.jsonl is; '' of another number."""
+    is_one = name.startswith("time/") and name.endswith("_s") and name != "time/step_s"
+    return name[len("time/") : -len("_s")] if is_one else ""
+
+
+def reward_of(name: str) -> str:
+    """The reward whose seconds a number of timings.jsonl is; '' of another number."""
+    before, _, reward = name.partition("reward/seconds/")
+    return "" if before else reward
 
 
 def failures(run: RunRecord) -> Counter[tuple[str, str]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -28,11 +28,12 @@ from whet.track.overview import (
     asked,
     checkpoints,
     failures,
-    is_phase,
     learning_of,
     numbers_of,
     passes,
+    phase_of,
     read,
+    reward_of,
     rollout_file,
     state_of,
     tokenizer_of,
@@ -67,7 +68,8 @@ def summary(run_dir: Path) -> RenderableType:
         ("is it learning?", _learning(run)),
         ("checkpoints to continue from", _checkpoints(run)),
         ("held-out", _evaluations(run)),
-        ("seconds by phase", _phases(run)),
+        ("seconds by phase", _seconds(run, "phase", phase_of)),
+        ("seconds by reward", _seconds(run, "reward", reward_of)),
         ("rollouts without a reward", _failures(run)),
         ("groups that were trained on before", _replayed(run)),
         ("newest numbers", _newest(run)),
@@ -187,21 +189,22 @@ def _evaluations(run: RunRecord) -> Table | None:
     return table
 
 
-def _phases(run: RunRecord) -> Table | None:
+def _seconds(run: RunRecord, what: str, of: Callable[[str], str]) -> Table | None:
+    """of: what a number of timings.jsonl counts for; '' for nothing."""
     spent: dict[str, Counter[str]] = {}
     for line in run.timings:
         for name, seconds in line.items():
-            if is_phase(name):
-                spent.setdefault(name[5:-2], Counter())[line["stage"]] += seconds
+            if of(name):
+                spent.setdefault(of(name), Counter())[line["stage"]] += seconds
     if not spent:
         return None
     totals = {stage: sum(by_stage[stage] for by_stage in spent.values()) for stage in run.stages}
-    table = _table("phase", *run.stages)
-    for phase, by_stage in sorted(spent.items(), key=lambda item: -item[1].total()):
+    table = _table(what, *run.stages)
+    for each, by_stage in sorted(spent.items(), key=lambda item: -item[1].total()):
         cells = [
             f"{by_stage[s]:.1f} ({by_stage[s] / totals[s]:.0%})" if totals[s] else "-" for s in run.stages
         ]
-        table.add_row(Text(printable(phase)), *cells)
+        table.add_row(Text(printable(each)), *cells)
     return table
 
 
