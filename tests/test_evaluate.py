@@ -7,6 +7,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -20,6 +21,7 @@ from whet.config.plan import plans
 from whet.config.schema import Config, RewardConfig
 from whet.evaluation import accuracy, best_of, check_sources, commonest, doublings, evaluate, pass_at, shown
 from whet.rewards.combine import RewardSet
+from whet.track.accuracy import by_source, parted
 from whet.types import ConfigError, Group, Json, Rollout, Task, WhetError
 
 
@@ -64,6 +66,22 @@ def test_by_hand() -> None:
     assert m["eval/all/mean@4"] == m["eval/accuracy"] == 3 / 12
     assert m["eval/all/pass@4"] == pytest.approx(2 / 3)
     assert m["eval/all/tasks"] == 3
+
+
+def test_every_part_of_the_rewards_is_a_metric() -> None:
+    """Of scored replies, where it has a value: a reward of weight 0 is a metric of the user's."""
+    right = replace(reply("7", 1.0), reward_parts={"right": 1.0, "form/tags": 0.25})
+    wrong, lost = replace(reply("8", 0.0), reward_parts={"right": 0.0}), reply("9", None)
+    metrics = accuracy([group("org/a", right, wrong), group("b", wrong, lost)], success=1.0)
+    parts = {name: number for name, number in metrics.items() if "/part/" in name}
+    assert parts == {
+        "eval/org/a/part/right_mean": 0.5, "eval/org/a/part/form/tags_mean": 0.25, "eval/b/part/right_mean": 0.0,
+        "eval/all/part/right_mean": pytest.approx(1 / 3), "eval/all/part/form/tags_mean": 0.25,
+    }  # fmt: skip
+    assert parted("eval/org/a/part/form/tags_mean") == ("org/a", "part/form/tags_mean")
+    assert (parted("eval/org/a/mean@2"), parted("eval/accuracy")) == (("org/a", "mean@2"), ("", "accuracy"))
+    table = by_source(metrics)
+    assert [column.header for column in table.columns] == ["", "b", "org/a", "all"]
 
 
 def test_one_source_has_no_all_and_one_reply_no_majority() -> None:

@@ -84,6 +84,7 @@ def test_by_hand(tmp_path: Path) -> None:
         "eval/all/mean@2": 1 / 6, "eval/all/pass@2": 1 / 3, "eval/all/maj@2": 1 / 3, "eval/all/best@2": 0.5,
         "eval/all/worst@2": 1 / 6, "eval/all/std@2": 1 / 6, "eval/all/reward_mean": 1 / 3,
         "eval/all/tasks": 3.0, "eval/all/unscored": 0.0,
+        "eval/gsm8k/part/score_mean": 0.25, "eval/math/part/score_mean": 0.5, "eval/all/part/score_mean": 1 / 3,
         "eval/accuracy": 1 / 6,
     }  # fmt: skip
     assert [(row["row"], row["index"], row["source"], row["reward"]) for row in out.rows] == [

@@ -65,7 +65,8 @@ def accuracy(groups: Sequence[Group], *, success: float) -> Metrics:
     mean@K: share of replies that pass, mean over tasks. pass@n: chance that one of n replies passes.
     maj@K: share of tasks whose most common answer passes (the first on a tie, of the first K replies).
     best@n, worst@n: the highest and lowest reward of n replies; std@K: standard deviation of a task's rewards
-    (of the population); reward_mean: over scored replies.
+    (of the population); reward_mean: over scored replies; part/NAME_mean: the same of each part of the rewards that has
+    a value, which a reward of weight 0 has, too.
 
     pass@n, best@n and worst@n are exact means over all choices of n of a task's replies, not bootstrapped. An
     unscored reply does not pass and is counted in `unscored`. Tasks with fewer than n scored replies are left out of
@@ -101,7 +102,16 @@ def _of_source(groups: Sequence[Group], *, success: float) -> Metrics:
         "tokens_mean": _mean(r.tokens for g in groups for r in g.rollouts),
         "tasks": float(len(groups)),
         "unscored": float(sum(size for _, size in passed) - sum(map(len, scored))),
+        **_parts(r for g in groups for r in g.rollouts if r.reward is not None),
     }
+
+
+def _parts(scored: Iterable[Rollout]) -> Metrics:
+    values: dict[str, list[float]] = defaultdict(list)
+    for rollout in scored:
+        for name, value in rollout.reward_parts.items():
+            values[name].append(value)
+    return {f"part/{name}_mean": _mean(numbers) for name, numbers in sorted(values.items())}
 
 
 def doublings(k: int) -> list[int]:

@@ -15,8 +15,8 @@ def by_source(metrics: Metrics, title: str = "") -> Table:
     """`eval/SOURCE/NAME` as a table of names and sources; the cell is blank if a source does not have the metric."""
     columns: dict[str, Metrics] = {}
     for key, value in metrics.items():
-        source, mark, name = key.removeprefix("eval/").rpartition("/")
-        if mark:
+        source, name = parted(key)
+        if source:
             columns.setdefault(source, {})[name] = value
     columns = dict(sorted(columns.items(), key=lambda column: column[0] == "all"))  # the rest as given
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
@@ -25,9 +25,21 @@ def by_source(metrics: Metrics, title: str = "") -> Table:
         table.add_column(printable(source), justify="right")
     for name in sorted({n: None for numbers in columns.values() for n in numbers}, key=_place):
         table.add_row(
-            name, *(f"{numbers[name]:.4g}" if name in numbers else "" for numbers in columns.values())
+            printable(name),
+            *(f"{numbers[name]:.4g}" if name in numbers else "" for numbers in columns.values()),
         )
     return table
+
+
+def parted(key: str) -> tuple[str, str]:
+    """Source and name of `eval/SOURCE/NAME`; the source is '' where the number is of no single one. A source may have
+    slashes, and so may the name of a part of the rewards (`part/NAME_mean`)."""
+    whole = key.removeprefix("eval/")
+    source, mark, part = whole.partition("/part/")
+    if mark:
+        return source, f"part/{part}"
+    source, _, name = whole.rpartition("/")
+    return source, name
 
 
 def _place(name: str) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from whet.inputs import parse_json
+from whet.track.accuracy import parted
 from whet.track.metrics import HELD_OUT
 from whet.track.overview import Lines, passes
 from whet.track.time_report import measure, processes_beside
@@ -199,7 +200,7 @@ def evals(ask: Ask) -> Json:
     for line in run.lines("metrics.jsonl"):
         for name, number in line.items():
             if name.startswith("eval/"):
-                source, _, what = name.removeprefix("eval/").rpartition("/")
+                source, what = parted(name)
                 found.setdefault((line["stage"], line["step"], source or ALL), {})[what] = finite(number)
     first = ("accuracy", "reward_mean")
     names = sorted({n for row in found.values() for n in row}, key=lambda n: (n not in first, n))
