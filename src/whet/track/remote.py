@@ -171,7 +171,10 @@ class Trackio:
 
 
 class Mlflow:
-    """A run of an MLflow experiment: on the server of tracking_uri or MLFLOW_TRACKING_URI, else in RUN/mlflow.db."""
+    """A run of an MLflow experiment: on the server of tracking_uri or MLFLOW_TRACKING_URI, else in RUN/mlflow.db.
+
+    A resumed run sends the steps after its checkpoint again: MLflow removes no value, what it has is one request for
+    each name (MlflowClient.get_metric_history), and a branch has other values there than the run before it."""
 
     def __init__(self, sinks: Sinks, tracking_uri: str | None = None) -> None:
         import mlflow
