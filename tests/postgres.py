@@ -43,26 +43,36 @@ def server(also: str | None = None) -> Iterator[str]:
     folder = Path(tempfile.mkdtemp(prefix="whet-pg-", dir=QUICK))
     if as_root:
         shutil.chown(folder, "postgres")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     init = [programs / "initdb", "-D", folder / "data", "-A", "trust", "-N"]
     subprocess.run(init, check=True, capture_output=True, cwd="/", **user)
     if also is not None:
         with (folder / "data/pg_hba.conf").open("a") as rules:
             rules.write("host all all samenet trust\n")
     listens = ",".join(filter(None, ("127.0.0.1", also)))
-    settings = {"listen_addresses": listens, "port": port, "unix_socket_directories": "", "fsync": "off"}
-    options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-    running = subprocess.Popen(
-        [programs / "postgres", "-D", folder / "data", *options],
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        preexec_fn=end_with_parent,
-        **user,
-    )
+
+    def started() -> tuple[int, subprocess.Popen | None]:
+        """The port, and the server; None where another program has taken the port meanwhile."""
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        settings = {"listen_addresses": listens, "port": port, "unix_socket_directories": "", "fsync": "off"}
+        options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+        running = subprocess.Popen(
+            [programs / "postgres", "-D", folder / "data", *options],
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            preexec_fn=end_with_parent,
+            **user,
+        )
+        ready = [programs / "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(port)]
+        return port, running if comes_up(ready, running) else None
+
+    for _ in range(3):
+        port, running = started()
+        if running is not None:
+            break
+    assert running is not None, "PostgreSQL ends as it starts"
     try:
-        wait_for([programs / "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(port)], running)
         yield f"postgresql://{who}@127.0.0.1:{port}/postgres"
     finally:
         running.send_signal(signal.SIGQUIT)
@@ -70,10 +80,12 @@ def server(also: str | None = None) -> Iterator[str]:
         shutil.rmtree(folder)
 
 
-def wait_for(ready: list[str | Path], running: subprocess.Popen) -> None:
+def comes_up(ready: list[str | Path], running: subprocess.Popen) -> bool:
+    """Whether the server answers; False if it has ended."""
     for _ in range(600):
         if subprocess.run(ready, check=False).returncode == 0:
-            return
-        assert running.poll() is None
+            return running.poll() is None
+        if running.poll() is not None:
+            return False
         time.sleep(0.1)
     raise AssertionError("PostgreSQL did not come up in a minute")

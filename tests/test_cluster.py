@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -108,11 +107,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def address(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A running cluster that is not the run's own."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     ray = [sys.executable, "-c", HEAD, str(python)]
     options = ["--num-cpus=3", "--include-dashboard=false", f"--object-store-memory={100 << 20}"]
-    command = [*ray, "start", "--head", "--block", f"--port={port}", "--disable-usage-stats", *options]
+    command = [*ray, "start", "--head", "--block", "--port=0", "--disable-usage-stats", *options]
     log = tmp_path_factory.mktemp("ray") / "said"
     with log.open("wb") as out:
         head = subprocess.Popen(command, stdout=out, stderr=out, env=ENV)

@@ -59,14 +59,14 @@ def outlives(response):
     pid, begun = response.split(" ", 1)
     if not os.path.exists(begun):
         open(begun, "w").close()
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
             time.sleep(0.02)
     return 1.0
 
 
 def gate(response):
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not os.path.exists(response) and time.monotonic() < until:
         time.sleep(0.02)
     return 1.0
@@ -244,7 +244,7 @@ async def slow(env, reply, done):
 async def killed(env, reply, done):
     """Its process is killed once, when the reward is at work."""
     def kill():
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while not os.path.exists(env.note) and time.monotonic() < until:
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -376,8 +376,8 @@ def started(tree: dict[str, Any], folder: Path, name: str) -> tuple[Started, lis
 
 
 def gone(pids: list[int]) -> bool:
-    """All have ended within ten seconds."""
-    until = time.monotonic() + 10
+    """All have ended within a minute."""
+    until = time.monotonic() + 60
     while time.monotonic() < until:
         if not any(Path(f"/proc/{pid}").exists() for pid in pids):
             return True

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from codecs_numbers import Numbers
+from jumping import go
 from whet.buffer import groups
 from whet.config.schema import RolloutConfig, SamplingConfig
 from whet.envs.env import EnvStep, World, as_step
@@ -30,7 +31,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     async def bounded() -> T:
         return await asyncio.wait_for(work, 20)
 
-    return asyncio.run(bounded())
+    return go(bounded())
 
 
 def _task(n: int) -> Task:

@@ -281,13 +281,13 @@ def test_lines_come_every_few_seconds_and_long_phases_say_so(monkeypatch: pytest
     shown.step(*STEP)
     shown.step(*STEP)
     shown.phase("generate")
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while "in generate" not in out.getvalue() and time.monotonic() < end:
         time.sleep(0.05)
     shown.close()
     lines = out.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines[:2]] == ["grpo step 1/9", "grpo step 2/9"]
-    assert re.fullmatch(r"grpo step 2/9  in generate for 0:0\d", lines[2])
+    assert re.fullmatch(r"grpo step 2/9  in generate for \d:\d\d", lines[2])
 
 
 def test_what_follows_a_phase_is_told_in_the_words_of_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,12 +299,13 @@ def test_what_follows_a_phase_is_told_in_the_words_of_the_watch(monkeypatch: pyt
         with monitor.phase("update"):
             pass
         pulse.beat("WandbTracker (track.trackers), step 1")
-        end = time.monotonic() + 5
+        end = time.monotonic() + 60
         while "in " not in out.getvalue() and time.monotonic() < end:
             time.sleep(0.05)
         shown.close()
     assert re.fullmatch(
-        r"grpo step 0/9  in WandbTracker \(track.trackers\), step 1 for 0:0\d", out.getvalue().splitlines()[0]
+        r"grpo step 0/9  in WandbTracker \(track.trackers\), step 1 for \d:\d\d",
+        out.getvalue().splitlines()[0],
     )
 
 
