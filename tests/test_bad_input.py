@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import filecmp
 import json
@@ -10,25 +9,20 @@ import logging
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import whet
 import whet.models.exports
 from whet import checkpoint
-from whet.arguments import WHOLE, expect
 from whet.cli import main
 from whet.models.optim import Optimizer
 from whet.track import files
 from whet.track.files import RunLock
-from whet.training.torch import TorchEngine
-from whet.types import CheckpointError, ConfigError, Task, WhetError
+from whet.types import CheckpointError, ConfigError
 
 ROOT = Path(__file__).parents[1]
 BROKEN = "tests/broken"
@@ -526,27 +520,7 @@ def test_a_log_that_cannot_be_written_is_no_traceback(
     assert not logger.handlers
 
 
-# ---------------------------------------------------------------- rewards, and calls from Python
-
-SECTIONS: dict[str, Any] = {
-    "model": {
-        "scratch": {
-            "hidden_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "max_position_embeddings": 32,
-        }
-    },
-    "tokenizer": {"build": "chars"},
-    "data": {"max_prompt_tokens": 8, "train": [{"path": str(ROOT / "tests/data/words.jsonl")}]},
-    "rollout": {"group_size": 2, "sampling": {"max_tokens": 4}},
-    "train": {"steps": 2, "tasks_per_step": 4},
-    "checkpoint": {"interval": 0, "export": False},
-    "machine": {"threads": 1},
-    "reward_workers": {"count": 1},
-    "track": {"trackers": ["jsonl"]},
-}
+# ---------------------------------------------------------------- rewards
 
 
 @pytest.mark.parametrize(
@@ -565,117 +539,3 @@ def test_rewards_that_cannot_be_used(function: str, code: int, said: str, train:
     assert (got, said in out) == (code, True), out
     if code == 1:
         assert "reward right: raised ValueError: bad luck (functions.py:" in out
-
-
-def test_calls_that_make_no_sense_are_refused_in_words() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"expected a file, got a mapping; give sections by keyword: whet.train\(\*\*config\)",
-    ):
-        whet.train(SECTIONS)  # type: ignore[arg-type]
-    for rewards in ("exact", [len], 3):
-        with pytest.raises(
-            ConfigError, match=r"rewards: got .*expected a function, or a mapping of functions"
-        ):
-            whet.train(rewards=rewards, **SECTIONS)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"overrides: got .*'train.steps', 3.*, expected a list of texts"):
-        whet.train(overrides=[("train.steps", 3)], **SECTIONS)  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match="unused: got 'ignore'; expected one of refuse, warn"):
-        whet.train(unused="ignore", **SECTIONS)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: whet.train(3), r"config: got 3, expected a path \(str or pathlib.Path\), or None"),
-        (lambda: whet.train(b"a.yaml"), "config: got b'a.yaml', expected a path"),
-        (lambda: whet.train(change="no", **SECTIONS), "change: got 'no', expected True or False"),
-        (lambda: whet.train(overrides=None, **SECTIONS), "overrides: got None, expected a list of texts"),
-        (lambda: whet.train(on_eval=[], **SECTIONS), r"on_eval: got \[\], expected a function that takes"),
-        (lambda: whet.evaluate(None), "target: got None, expected a path"),
-        (lambda: whet.evaluate("runs/a", step=True), "step: got True, expected a whole number"),
-        (lambda: whet.evaluate("runs/a", stage=1), "stage: got 1, expected a text"),
-        (lambda: whet.generate(["runs/a"]), r"target: got \['runs/a'\], expected a path"),
-        (lambda: whet.generate("runs/a", output=1), "output: got 1, expected a path"),
-        (lambda: whet.generate("runs/a", say=None), "say: got None, expected a function"),
-        (lambda: whet.load_run(None), "path: got None, expected a path"),
-    ],
-)
-def test_an_argument_of_another_type_is_named_with_what_is_expected(
-    call: Callable[[], object], said: str
-) -> None:
-    with pytest.raises(WhetError, match=f"^{said}"):
-        call()
-
-
-def letters(factor: float) -> Callable[[str, Task], float]:
-    return lambda response, task: factor * len(response)  # a closure: it cannot be pickled, and need not be
-
-
-def test_from_a_notebook_from_a_thread_and_twice_in_a_process(tmp_path: Path) -> None:
-    def once(name: str) -> list[dict[str, Any]]:
-        result = whet.train(rewards=letters(0.5), run_dir=str(tmp_path / name), **SECTIONS)
-        assert result.finished
-        return result.metrics
-
-    async def cell() -> list[dict[str, Any]]:
-        return once("loop")  # a notebook's cell runs inside an event loop
-
-    plain, found = once("plain"), []
-    assert asyncio.run(cell()) == plain
-    thread = threading.Thread(target=lambda: found.append(once("thread")))
-    thread.start()
-    thread.join()
-    assert found == [plain]
-    assert len(plain) == 2
-
-
-def test_an_error_in_a_run_leaves_the_process_fit_for_the_next(tmp_path: Path) -> None:
-    def raising(response: str, task: Task) -> float:
-        raise ValueError("bad luck")
-
-    with pytest.raises(WhetError, match="bad luck"):
-        whet.train(rewards=raising, run_dir=str(tmp_path / "a"), **SECTIONS)
-    assert "bad luck" in (tmp_path / "a" / "run.log").read_text()
-    assert json.loads((tmp_path / "a" / "manifest.json").read_text())["starts"]
-    with RunLock(tmp_path / "a"):
-        pass  # the lock was given back
-    assert whet.train(rewards=letters(1.0), run_dir=str(tmp_path / "b"), **SECTIONS).finished
-
-
-@pytest.mark.parametrize("kind", [RuntimeError, WhetError])
-def test_the_traceback_of_an_engine_that_fails_in_an_update_stands_in_the_log(
-    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the line that raised. An error of whet's own is complete without one."""
-
-    def failing(own: TorchEngine, *given: Any) -> Any:
-        raise kind("the device has left the bus")
-
-    monkeypatch.setattr(TorchEngine, "update_sums", failing)
-    with pytest.raises(kind, match="the device has left the bus"):
-        whet.train(rewards=letters(1.0), run_dir=str(tmp_path / "run"), **SECTIONS)
-    _, ended, after = (tmp_path / "run/run.log").read_text().partition("the run ended: the device has left")
-    assert ended
-    traced = kind is RuntimeError
-    assert ("Traceback (most recent call last)" in after) is traced
-    assert after.count('raise kind("the device has left the bus")') == traced
-
-
-@pytest.mark.parametrize(
-    ("file", "what"), [("config.yaml", "a run, whose config"), ("config.json", "a model")]
-)
-def test_a_dialect_is_of_a_config_file(file: str, what: str, tmp_path: Path) -> None:
-    """A run and a model have none, and `dialect` would change nothing."""
-    (tmp_path / file).write_text("{}")
-    for call in (whet.evaluate, partial(whet.generate, output=tmp_path / "replies.jsonl")):
-        with pytest.raises(ConfigError, match=f"dialect: got 'verl', and .* is {what}.*; leave it out"):
-            call(tmp_path, dialect="verl")
-
-
-def test_whole_numbers_of_numpy_are_whole() -> None:
-    """A step from a table of metrics is one of them."""
-    expect({"step": (np.int64(3), WHOLE), "none": (None, WHOLE)})
-    for odd in (True, np.float64(3.0), "3"):
-        with pytest.raises(ConfigError, match=r"step: got .*, expected a whole number"):
-            expect({"step": (odd, WHOLE)})
