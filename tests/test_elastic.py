@@ -83,6 +83,25 @@ def test_the_last_ones_leave_and_the_first_free_numbers_come() -> None:
     run(story())
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_is_asked_for_right_after_fewer_were_is_there(begun: bool) -> None:
+    """Replicas that are leaving, or whose start is cancelled, are none of those that serve."""
+
+    async def story() -> None:
+        crew = Crew(1 if begun else 3)
+        if begun:  # two are on their way
+            crew.router.scale(3)
+            await asyncio.sleep(0.001)
+        crew.router.scale(1)
+        crew.router.scale(3)
+        await until(lambda: len(crew.router.replicas) == 3 and not crew.router._leaving)
+        assert "engine-0" in crew.router.replicas
+        await crew.router.close()
+        assert all(e.closed for e in crew.engines)
+
+    run(story())
+
+
 def test_a_replica_that_is_not_wanted_any_more_before_it_has_come() -> None:
     async def story() -> None:
         crew = Crew(1)

@@ -246,14 +246,22 @@ class Router:
 
     async def leave(self, name: str) -> None:
         """Let the replica finish its requests, then shut it down. It is not replaced."""
-        replica = self._away(name)
+        replica = self._leaves(name)
         if replica is None:
             raise WhetError(
                 f"no replica {name!r} is serving; serving replicas: {', '.join(sorted(self.replicas)) or 'none'}"
             )
-        replica.state = "leaving"
-        self._leaving[name] = replica
-        self.left[name] = 0
+        await self._go(replica)
+
+    def _leaves(self, name: str) -> Replica | None:
+        """Give it no more requests. None: it does not serve."""
+        if (replica := self._away(name)) is not None:
+            replica.state, self.left[name] = "leaving", 0
+            self._leaving[name] = replica
+        return replica
+
+    async def _go(self, replica: Replica) -> None:
+        """End one that leaves when its requests are finished."""
         if replica.asked:
             answers = list(replica.asked.values())
             self._wake()
@@ -261,22 +269,22 @@ class Router:
         if replica.state == "leaving":
             replica.state = "gone"
             await self._end(replica)
-        self._leaving.pop(name, None)
+        self._leaving.pop(replica.name, None)
+        log.info("replica %s has left", replica.name)
 
     def scale(self, wanted: int) -> None:
         """Set the number of replicas. Surplus replicas leave after they have finished their requests; new ones serve
         once they have the current weights. One that cannot start is logged, and the run continues without it."""
-        there = sorted(
-            {*self.replicas, *self._coming}, key=lambda name: (name not in self.replicas, number_of(name))
-        )
+        coming = [name for name, task in self._coming.items() if not task.cancelling()]
+        there = [*sorted(self.replicas, key=number_of), *sorted({*coming} - {*self.replicas}, key=number_of)]
         log.info("replicas requested: %d; running: %d", wanted, len(there))
         self._refused.clear()
         for name in there[wanted:]:
-            if name in self.replicas:
-                self._spawn(self._go(name))
+            if (replica := self._leaves(name)) is not None:
+                self._spawn(self._go(replica))
             else:
                 self._coming[name].cancel()
-        taken = {*there, *self._leaving}
+        taken = {*there, *self._coming, *self._leaving}
         free = (name for name in map("engine-{}".format, count()) if name not in taken)
         for name in islice(free, max(0, wanted - len(there))):
             self.left[name] = self.restarts
@@ -372,12 +380,6 @@ class Router:
             if wished is not None and wished != self._wished:
                 self._wished = wished
                 self.scale(wished.count)
-
-    async def _go(self, name: str) -> None:
-        """Let one leave that is not wanted any more; it may have been lost meanwhile."""
-        if name in self.replicas:
-            await self.leave(name)
-            log.info("replica %s has left", name)
 
     async def _grow(self, name: str) -> None:
         """One more replica."""
