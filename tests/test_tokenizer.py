@@ -38,6 +38,14 @@ def test_chars_gives_the_text_back(text):
     assert len(encode(tokenizer, text)) == len(text)
 
 
+@settings(deadline=None, max_examples=200)
+@given(text=st.text(min_size=1, max_size=40))
+def test_chars_counts_the_pieces_that_it_cuts(text):
+    core = made("chars", [text, "a"]).backend_tokenizer
+    cut = [piece for piece, _ in core.pre_tokenizer.pre_tokenize_str(text)]
+    assert core.get_vocab() == {t: i for i, t in enumerate((*SPECIAL, *sorted({*cut, "a"})))}
+
+
 @settings(deadline=None, max_examples=60)
 @given(text=st.text(max_size=40))
 def test_bpe_writes_every_text(text):

@@ -208,7 +208,8 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Texts as is: nothing is added before or after."""
     if not texts:
         return []
-    found = encoded(tokenizer, texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    ids_alone = {"return_attention_mask": False, "return_token_type_ids": False}
+    found = encoded(tokenizer, texts, add_special_tokens=False, verbose=False, **ids_alone)
     ids: list[list[int]] = found["input_ids"]
     return ids
 

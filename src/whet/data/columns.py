@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
+from typing import NamedTuple
 
 from whet.config.schema import SourceConfig
 from whet.data.chat import Prompt, as_prompt, as_reply
@@ -29,6 +30,7 @@ _COLUMNS = (
     "system_prompt_column",
 )
 """Fields of a source that name a column. `difficulty` may name several."""
+_columns_of = attrgetter(*_COLUMNS)
 
 _DEFAULTS = {name: field.default for name, field in SourceConfig.model_fields.items()}
 
@@ -39,9 +41,9 @@ PER_ROW = ("label", "system_prompt_column")
 """Those of them that a row may lack though they were named, since the source has a value for such rows."""
 
 
-@dataclass(frozen=True)
-class Fields:
-    """A row, read by the column names of its source."""
+class Fields(NamedTuple):
+    """A row, read by the column names of its source. A named tuple: one is made of every row, and a frozen dataclass of
+    as many fields takes three times as long."""
 
     prompt: Prompt
     """'': the row has none, and `response` is a whole text."""
@@ -63,8 +65,7 @@ class Fields:
 def named(source: SourceConfig) -> dict[str, str]:
     """The columns that `parse` reads, by field."""
     unread = ("prompt", "response") if source.messages is not None else ()
-    columns = {f: getattr(source, f) for f in _COLUMNS if f not in unread}
-    return {f: c for f, c in columns.items() if c is not None}
+    return {f: c for f, c in zip(_COLUMNS, _columns_of(source)) if c is not None and f not in unread}
 
 
 def difficulty_columns(source: SourceConfig) -> tuple[str, ...]:
