@@ -19,7 +19,7 @@ from whet.api import train
 from whet.commands_runs import show as show_command
 from whet.track import time_report, timeline
 from whet.track.record import RunDirectory
-from whet.track.timeline import SAMPLING, STEPS, WAITS, Span, Timeline, read
+from whet.track.timeline import SAMPLING, STEPS, WAITS, Span, SpanReader, Timeline, read
 from whet.types import ConfigError, DataError, WhetError
 
 MS = 1_000_000
@@ -159,6 +159,34 @@ def test_a_write_cut_short_anywhere_loses_only_itself(tmp_path):
         assert steps[:4] == [1, 1, 2, 2]
         assert set(steps[4:]) <= {3}
     assert steps[4:] == [3, 3]
+
+
+def test_of_a_timeline_that_grows_only_what_is_new_is_read(tmp_path):
+    path = tmp_path / "t.json"
+    line = filled(path, range(1, 3))
+    reader = SpanReader()
+    found = reader.read(path)
+    old = path.read_bytes()
+    whole = filled_bytes(line, path)
+    for cut in range(len(old) - len(b"\n]\n"), len(whole) + 1):  # a write that is being made
+        path.write_bytes(b"?" * reader.end + whole[reader.end : cut])
+        found = reader.read(path)
+        assert [s.step for s in found[:4]] == [1, 1, 2, 2]
+    path.write_bytes(whole)
+    assert found == read(path)
+    assert reader.read(path) == found
+
+
+def test_a_fault_in_what_is_new_is_told_with_its_line_each_time(tmp_path):
+    path = tmp_path / "t.json"
+    filled(path, range(1, 3)).close()
+    reader = SpanReader()
+    reader.read(path)
+    number = path.read_bytes().count(b"\n")  # the bracket's line
+    path.write_bytes(path.read_bytes().replace(b"\n]\n", b',\n{"ph": "?"}\n]\n'))
+    for _ in range(2):
+        with pytest.raises(DataError, match=f"t.json line {number} is not an event"):
+            reader.read(path)
 
 
 def filled_bytes(line: Timeline, path: Path) -> bytes:

@@ -34,7 +34,7 @@ from tiny import RUN
 from whet.api import Result
 from whet.track import files
 from whet.track.record import RunDirectory
-from whet.track.timeline import Span
+from whet.track.timeline import STEPS, Span, Timeline
 from whet.track.written import ROLLOUTS, read_rollouts
 from whet.types import ConfigError, DataError, Json, WhetError
 from whet.view import answers, batches, compare, export, records, rewards, rollouts, source
@@ -389,6 +389,28 @@ def test_a_run_in_progress_is_followed(made: Path) -> None:
     run.truncate_to(0, 1)
     run.close()
     assert answers.answer(runs, url + "0")["lines"] == 2
+
+
+def test_a_timeline_that_grows_is_read_on_and_one_written_anew_from_its_beginning(made: Path) -> None:
+    path = made / "timeline.json"
+    line = Timeline(path)
+    with line.span("generate", STEPS):
+        pass
+    line.close()
+    runs = ShownRuns.of([made])
+    before = answers.answer(runs, "api/runs/0/timeline")
+    span = json.loads(path.read_text())[-1]
+    later = span | {"ts": span["ts"] + 60_000_000, "args": span["args"] | {"step": 99}}
+    text = path.read_text().removesuffix("\n]\n")
+    with path.open("r+") as file:  # as a run writes it: the inode stays
+        file.write(f"{text},\n{json.dumps(later)}\n]\n")
+    grown = answers.answer(runs, "api/runs/0/timeline")
+    assert grown["seconds"] > before["seconds"] + 50
+    assert grown == answers.answer(ShownRuns.of([made]), "api/runs/0/timeline")
+    new = path.with_name("new")
+    new.write_text(f"{text}{' ' * 1000}\n]\n")
+    new.replace(path)
+    assert answers.answer(runs, "api/runs/0/timeline") == before
 
 
 def test_a_run_of_more_files_than_facts_are_kept_is_counted_once(

@@ -285,44 +285,77 @@ class _Piece:
 
 def read(path: Path) -> list[Span]:
     """The spans of a timeline, in the order written. DataError if it is none."""
-    lanes: dict[tuple[int, int], tuple[str, str]] = {}
-    spans = []
-    for _, e in _events(path, most=MOST_RECORD_BYTES):
-        if _is_head(e):
-            lanes[e["pid"], e["tid"]] = e["args"]["name"], e["args"].get("of", "")
-            continue
-        if (e["pid"], e["tid"]) not in lanes:
-            raise DataError(f"{path}: {e['name'][:100]!r} is on a lane that has no name; is a line missing?")
-        lane, of = lanes[e["pid"], e["tid"]]
-        start_ns, length_ns, args = e["ts"] * 1000, e["dur"] * 1000, e["args"]
-        spans.append(
-            Span(
-                name=e["name"],
-                lane=lane,
-                kind=e["cat"],
-                stage=args["stage"],
-                step=args["step"],
-                start_ns=start_ns,
-                end_ns=start_ns + length_ns,
-                busy_ns=args.get("busy_us", e["dur"]) * 1000,
-                pieces=args.get("pieces", 1),
-                process=e["pid"],
-                of=of,
-            )
-        )
-    return spans
+    return SpanReader().read(path)
 
 
-def _events(path: Path, *, most: int | None = None) -> Iterator[tuple[bytes, dict[str, Json]]]:
+class SpanReader:
+    """Reads a timeline that a run may still write; each time only what is new."""
+
+    def __init__(self) -> None:
+        self._place = _Place()
+        self._lanes: dict[tuple[int, int], tuple[str, str]] = {}
+        self._spans: list[Span] = []
+
+    @property
+    def end(self) -> int:
+        """Bytes of the file that have been read."""
+        return self._place.byte
+
+    def read(self, path: Path) -> list[Span]:
+        """All spans so far, in the order written. DataError if the file is no timeline, and again at the next call."""
+        for _, event in _events(path, self._place, most=MOST_RECORD_BYTES):
+            lane = event["pid"], event["tid"]
+            if _is_head(event):
+                self._lanes[lane] = event["args"]["name"], event["args"].get("of", "")
+            elif lane in self._lanes:
+                self._spans.append(_span(event, *self._lanes[lane]))
+            else:
+                name = event["name"][:100]
+                raise DataError(f"{path}: {name!r} is on a lane that has no name; is a line missing?")
+        return [*self._spans]
+
+
+def _span(e: dict[str, Json], lane: str, of: str) -> Span:
+    start_ns, length_ns, args = e["ts"] * 1000, e["dur"] * 1000, e["args"]
+    return Span(
+        name=e["name"],
+        lane=lane,
+        kind=e["cat"],
+        stage=args["stage"],
+        step=args["step"],
+        start_ns=start_ns,
+        end_ns=start_ns + length_ns,
+        busy_ns=args.get("busy_us", e["dur"]) * 1000,
+        pieces=args.get("pieces", 1),
+        process=e["pid"],
+        of=of,
+    )
+
+
+@dataclass
+class _Place:
+    """Where the last event that was read ends. The writer puts the next ones there, in the place of the bracket."""
+
+    byte: int = 0
+    line: int = 1
+
+
+def _events(
+    path: Path, place: _Place | None = None, *, most: int | None = None
+) -> Iterator[tuple[bytes, dict[str, Json]]]:
     """(text, event) of every whole line but the brackets; only the last may be broken, by a kill. One line at a time is
-    in memory: a run resumes whatever the size of the file. most: bytes of a file that is read for people."""
+    in memory: a run resumes whatever the size of the file. place: where to begin; it moves with the events. most: bytes
+    of a file that is read for people."""
+    place = place or _Place()
     check_regular(path, DataError, most=most)
     try:
         with path.open("rb") as file:
-            for number in count(1):
+            file.seek(begin := place.byte)
+            for number in count(place.line):
                 if not (raw := file.readline(MOST_ROW_BYTES)):
                     return
                 line = raw.rstrip(b"\r\n").rstrip(b",")
+                begin, at = begin + len(raw), begin
                 if line in (b"[", b"]", b""):
                     continue
                 try:
@@ -336,6 +369,7 @@ def _events(path: Path, *, most: int | None = None) -> Iterator[tuple[bytes, dic
                 if not _is_event(event):
                     raise DataError(f"{path} line {number} is not an event of a timeline")
                 yield line, event
+                place.byte, place.line = at + len(line), number
     except OSError as e:
         raise DataError(f"{path}: cannot be read: {e.strerror}") from e
 

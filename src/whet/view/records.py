@@ -15,7 +15,6 @@ from whet.track.metrics import HELD_OUT
 from whet.track.overview import Lines, passes
 from whet.track.time_report import measure, processes_beside
 from whet.track.timeline import Span
-from whet.track.timeline import read as read_timeline
 from whet.track.written import read_table
 from whet.types import DataError, Json
 from whet.view.source import Ask, finite
@@ -110,8 +109,8 @@ def timeline(ask: Ask) -> Json:
     path = run.path / "timeline.json"
     if not path.exists():
         return {"lanes": [], "seconds": 0.0, "bubble": {"columns": [], "rows": []}}
-    own = run.kept(read_timeline, path)
-    beside = {p.parent.name: run.kept(read_timeline, p) for p in processes_beside(run.path)}
+    own = run.spans(path)
+    beside = {p.parent.name: run.spans(p) for p in processes_beside(run.path)}
     lanes: dict[tuple[str, str], list[Span]] = {}
     for process, spans in (("", own), *beside.items()):
         for span in spans:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,10 +19,12 @@ from tokenizers import Tokenizer
 from whet.config.tree import stage_names
 from whet.inputs import check_regular
 from whet.track.overview import Lines, state_of, tokenizer_of
+from whet.track.timeline import Span, SpanReader
 from whet.track.written import list_steps, read_config, read_manifest, read_more, read_table
 from whet.types import ConfigError, DataError, Json, WhetError
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 MARKS = ("metrics.jsonl", "run.log", "manifest.json", "config.yaml")
 """A folder with one of them is a run directory: a run that was killed during its start has no metrics yet."""
@@ -109,26 +112,50 @@ def stamp_of(path: Path) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-@dataclass
-class GrowingFile:
-    """The lines of a file that grows; only what is new is read."""
+class GrowingReader(Protocol[T_co]):
+    """Reads a file that grows."""
 
-    inode: int = -1
-    end: int = 0
-    lines: Lines = field(default_factory=list)
+    @property
+    def end(self) -> int:
+        """Bytes that have been read."""
+
+    def read(self, path: Path) -> T_co:
+        """What is made of all of the file, of which only what is new is read."""
+
+
+class LineReader:
+    """Reads metrics.jsonl or timings.jsonl."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._lines: Lines = []
 
     def read(self, path: Path) -> Lines:
         """All lines so far."""
-        stamp = stamp_of(path)
-        if stamp is None:
-            return []
-        _, size, inode = stamp
-        if inode != self.inode or size < self.end:
-            self.inode, self.end, self.lines = inode, 0, []
-        if size > self.end:
-            more, self.end = read_more(path, self.end, len(self.lines) + 1)
-            self.lines = [*self.lines, *more]
-        return self.lines
+        more, self.end = read_more(path, self.end, len(self._lines) + 1)
+        self._lines = [*self._lines, *more]
+        return self._lines
+
+
+@dataclass
+class GrowingFile(Generic[T]):
+    """A file that grows, or is written anew: then it is read from its beginning."""
+
+    make: Callable[[], GrowingReader[T]]
+    _inode: int = -1
+    _reader: GrowingReader[T] | None = None
+    _lock: Lock = field(default_factory=Lock)
+
+    def read(self, path: Path) -> T | None:
+        """What is made of all of it; None where there is none."""
+        with self._lock:
+            stamp = stamp_of(path)
+            if stamp is None:
+                return None
+            _, size, inode = stamp
+            if self._reader is None or inode != self._inode or size < self._reader.end:
+                self._inode, self._reader = inode, self.make()
+            return self._reader.read(path)
 
 
 class Shown:
@@ -138,8 +165,8 @@ class Shown:
         self.id, self.path, self.name = str(number), path, path.resolve().name
         self._facts, self._whole = FileCache(MOST_FACTS), FileCache(2)
         self._counts = FileCache(MOST_COUNTS)
-        self._growing = {name: GrowingFile() for name in ("metrics.jsonl", "timings.jsonl")}
-        self._lock = Lock()
+        self._lines = {name: GrowingFile(LineReader) for name in ("metrics.jsonl", "timings.jsonl")}
+        self._spans: defaultdict[Path, GrowingFile[list[Span]]] = defaultdict(partial(GrowingFile, SpanReader))
 
     def look(self) -> None:
         """DataError where the run directory is gone."""
@@ -153,8 +180,11 @@ class Shown:
 
     def lines(self, name: str) -> Lines:
         """The lines of metrics.jsonl or timings.jsonl."""
-        with self._lock:
-            return self._growing[name].read(self.path / name)
+        return self._lines[name].read(self.path / name) or []
+
+    def spans(self, path: Path) -> list[Span]:
+        """The spans of a timeline, of the run or of a process beside it."""
+        return self._spans[path].read(path) or []
 
     @property
     def config(self) -> dict[str, Json]:
