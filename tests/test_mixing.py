@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -13,6 +14,7 @@ from whet import seeds
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import DataConfig, SourceConfig, TokenizerConfig
+from whet.data import tasks as streams
 from whet.data.tasks import TaskStream
 from whet.data.tokenizer import load_tokenizer
 from whet.types import CheckpointError, ConfigError
@@ -101,12 +103,46 @@ def test_resumed_at_any_draw_the_same_tasks_follow(order, tokenizer):
         play(saved, 1)
 
 
-def test_tasks_are_drawn_by_number(tokenizer):
-    """As separate explorers do: forwards, backwards, across the end of an epoch."""
-    unbroken = stream(tokenizer).next(3 * N)
-    tasks = stream(tokenizer)
-    for uid in (0, 4, 3, 2 * N, N - 1, N, 3 * N - 1, 1):
-        assert (tasks.at(uid).uid, tasks.at(uid).prompt) == (uid, unbroken[uid].prompt)
+WEIGHTS = [(1.0, 1.0, 1.0), (0.7, 0.3), (0.5, 0.3, 0.2), (5.0, 1.0, 0.25), (1.0,)]
+
+
+@pytest.mark.parametrize("weights", [None, *WEIGHTS])
+def test_tasks_are_drawn_by_number(weights, tokenizer, monkeypatch):
+    """As separate explorers do: forwards, backwards, across the end of an epoch and over remembered places."""
+    monkeypatch.setattr(streams, "MARK", 4)
+    data = {"mixing": "weighted" if weights else "proportional"}
+    sources = [source(name, weight=w) for name, w in zip(SIZES, weights or (1.0, 1.0, 1.0))]
+    unbroken = stream(tokenizer, *sources, **data).next(20 * N)
+    drawn = stream(tokenizer, *sources, **data)
+    for uid in (0, 4, 3, 2 * N, N - 1, N, 3 * N - 1, 1, 20 * N - 1, 10 * N, 10 * N + 7, 10 * N + 2):
+        assert (drawn.at(uid).uid, drawn.at(uid).prompt) == (uid, unbroken[uid].prompt)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_jump_ends_where_so_many_draws_end(weights):
+    mix, drawn_S = streams._Weighted(weights), np.zeros(len(weights), dtype=np.int64)
+    jumps = streams._Weighted(weights)
+    for draws in range(3000):
+        if draws % 7 == 0:
+            assert jumps.after(draws, np.zeros_like(drawn_S)) == drawn_S.tolist()
+        drawn_S[mix(drawn_S)] += 1
+
+
+def test_a_jump_counts_from_the_nearest_place_that_was_passed(monkeypatch):
+    monkeypatch.setattr(streams, "MARK", 16)
+    here_S = np.array([700, 300])
+    for jumped in (True, False):
+        mix = streams._Weighted((7.0, 3.0))
+        if jumped:
+            mix.after(1000, np.zeros(2, dtype=np.int64))
+        else:
+            drawn_S = np.zeros(2, dtype=np.int64)
+            for _ in range(1000):
+                drawn_S[mix(drawn_S)] += 1
+        mix._marks[0] = [10**6, 10**6]  # what is counted from there is wrong
+        assert mix.after(500, here_S) == [350, 150]
+        assert mix.after(1001, here_S) == [701, 300]
+        assert mix.after(10, here_S) != [7, 3]
 
 
 def test_rows_that_fill_no_step_are_left_out_of_each_source_and_counted(tokenizer, caplog):

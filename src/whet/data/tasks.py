@@ -52,6 +52,10 @@ _CHANGED = (
 )
 
 
+MARK = 2**14
+"""Draws from one remembered place of weighted sources to the next: a jump counts no more than so many again."""
+
+
 class TaskStream:
     """An endless stream of training tasks. Of no sources, nothing can be drawn.
 
@@ -187,10 +191,8 @@ class TaskStream:
 
     def _stand_at(self, uid: int) -> None:
         """After so many tasks of this data."""
-        if uid < self.drawn:
-            self._drawn_S[:] = 0
-        while self.drawn < uid:
-            self._drawn_S[self._next_source(self._drawn_S)] += 1
+        if uid != self.drawn:
+            self._drawn_S = np.array(self._next_source.after(uid, self._drawn_S), dtype=np.int64)
 
     def state(self) -> dict[str, Json]:
         """The position of the stream as JSON: a stream of the same data, restored from it, draws the same tasks."""
@@ -270,10 +272,30 @@ class _Weighted:
 
     def __init__(self, weight_S: Sequence[float]) -> None:
         self.share_S = np.array(weight_S) / sum(weight_S)
+        self._marks = {0: [0] * len(weight_S)}
+        """The draws of each source after so many draws, at places that were passed."""
 
     def __call__(self, drawn_S: np.ndarray) -> int:
         """The source of the next draw. drawn_S: the draws of each so far."""
-        return int(np.argmax(self.share_S * (drawn_S.sum() + 1) - drawn_S))
+        draws = int(drawn_S.sum())
+        if draws % MARK == 0:
+            self._marks[draws] = drawn_S.tolist()
+        return int(np.argmax(self.share_S * (draws + 1) - drawn_S))
+
+    def after(self, draws: int, drawn_S: np.ndarray) -> list[int]:
+        """[S] the draws of each source after so many draws. drawn_S: where the stream stands. Where ties go depends on
+        rounding, so draws are counted one by one, from the nearest place that is known."""
+        if len(self.share_S) == 1:
+            return [draws]
+        known = self._marks | {int(drawn_S.sum()): drawn_S.tolist()}
+        begin = max(place for place in known if place <= draws)
+        counts_S, share_S = known[begin].copy(), self.share_S.tolist()
+        for k in range(begin + 1, draws + 1):
+            behind_S = [share * k - count for share, count in zip(share_S, counts_S)]
+            counts_S[behind_S.index(max(behind_S))] += 1
+            if k % MARK == 0:
+                self._marks[k] = counts_S.copy()
+        return counts_S
 
 
 class _Proportional:
@@ -281,6 +303,7 @@ class _Proportional:
 
     def __init__(self, rows_S: Sequence[int], seed: int) -> None:
         self.share_S = np.array(rows_S) / sum(rows_S)
+        self._rows_S = np.array(rows_S)
         self._source_N = np.repeat(np.arange(len(rows_S)), rows_S)
         self._seed = seed
         self._known: tuple[int, np.ndarray] = (-1, self._source_N)
@@ -288,10 +311,21 @@ class _Proportional:
     def __call__(self, drawn_S: np.ndarray) -> int:
         """The source of the next draw. drawn_S: the draws of each so far."""
         epoch, place = divmod(int(drawn_S.sum()), len(self._source_N))
+        return int(self._epoch(epoch)[place])
+
+    def after(self, draws: int, drawn_S: np.ndarray) -> list[int]:
+        """[S] the draws of each source after so many draws, wherever the stream stands."""
+        epoch, place = divmod(draws, len(self._source_N))
+        begun_S = np.bincount(self._epoch(epoch)[:place], minlength=len(self._rows_S))
+        drawn_S: list[int] = (epoch * self._rows_S + begun_S).tolist()
+        return drawn_S
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        """[N] the source of each draw of an epoch."""
         if self._known[0] != epoch:
             shuffled_N = seeds.permutation(seeds.key(self._seed, "mixing", epoch), len(self._source_N))
             self._known = (epoch, self._source_N[shuffled_N])
-        return int(self._known[1][place])
+        return self._known[1]
 
 
 def eval_tasks(

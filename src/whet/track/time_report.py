@@ -275,6 +275,8 @@ def _within(span: Span, start_ns: int, end_ns: int) -> Span | None:
     first, last = max(span.start_ns, start_ns), min(span.end_ns, end_ns)
     if first >= last:
         return None
+    if (first, last) == (span.start_ns, span.end_ns):
+        return span
     busy = span.busy_ns * (last - first) // (span.end_ns - span.start_ns)
     return replace(span, start_ns=first, end_ns=last, busy_ns=busy)
 
