@@ -142,7 +142,7 @@ def rejecting(rng: random.Random, keep: float) -> Any:
 def toy(
     *, steps: int = 30, mode: str = "synchronous", keep: float = 1.0, chunk: int = TASKS, max_staleness: int = 0,
     seed: int = 0, spare: int = 0, max_refills: int | None = None, handler: Reply | None = None,
-    slots: int | None = None,
+    slots: int | None = None, sync_interval: int = 1,
 ) -> Toy:  # fmt: skip
     rng = random.Random(seed)
 
@@ -151,6 +151,7 @@ def toy(
         return [7, 1]
 
     tree: dict[str, Any] = {"rollout": {"max_staleness": max_staleness, "timeout_s": 20.0, "retries": 0}}
+    tree["rollout"]["sync_interval"] = sync_interval
     if max_refills is not None:
         tree["algorithm"] = {"max_refills": max_refills}
     cfg = Config.model_validate(tree)
@@ -169,8 +170,8 @@ def toy(
         decode=str, end_token_ids={1}, timeout_s=120.0, ended=(bound := Slots(lambda: slots, SIZE)).ended,
     )  # fmt: skip
     buffer = Buffer(
-        groups_per_step=TASKS, group_size=SIZE, max_staleness=max_staleness, reject=rejecting(rng, keep),
-        ledger=ledger, spare=spare,
+        groups_per_step=TASKS, group_size=SIZE, max_staleness=max_staleness + sync_interval - 1,
+        reject=rejecting(rng, keep), ledger=ledger, spare=spare,
     )  # fmt: skip
     buffer.put = scored_put(buffer)  # type: ignore[method-assign]
     stream: Any = Stream()

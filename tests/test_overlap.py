@@ -140,6 +140,27 @@ def test_a_rollout_that_never_ends_delays_no_step() -> None:
     assert run.ledger.pending == 0
 
 
+@pytest.mark.parametrize(("ahead", "every"), [(0, 4), (1, 3), (2, 4)])
+def test_between_two_syncs_nothing_is_sampled_that_would_be_too_old(ahead: int, every: int) -> None:
+    """Of weights that were given at version v, (ahead + every) steps' worth is asked: what comes later of them is
+    older than the bound when its turn comes. verl 0.9.1 counts the rollouts of a sync in the same way."""
+    run = toy(mode="asynchronous", steps=6 * every, max_staleness=ahead, sync_interval=every)
+    given: Counter[int] = Counter()
+    asked = run.buffer.asked
+
+    def counted(tasks: Any, version: int) -> None:
+        given[version] += len(tasks)
+        asked(tasks, version)
+
+    run.buffer.asked = counted  # type: ignore[method-assign]
+    run.go()
+    assert run.ledger.state()["total"].get("rejected/stale", 0) == 0
+    assert set(given) <= set(range(0, 6 * every, every))
+    assert given[0] == (ahead + every) * TASKS
+    assert max(given.values()) == given[0]
+    assert {version - min(seen) for version, seen in run.learner.seen} <= set(range(ahead + every))
+
+
 def test_spare_tasks_let_an_on_policy_step_go_on() -> None:
     run = toy(mode="asynchronous", steps=4, max_staleness=0, spare=1, handler=slow_one({5, 60, 100}))
     run.go(within=30)

@@ -148,7 +148,7 @@ def test_an_explorer_fills_the_steps_of_its_config_and_knows_nothing_of_a_learne
                     assert rollout.reward == len(rollout.text) + group.task.uid
             await explorer.barrier(step, step + 1)
             await at.engine.update_weights(WeightUpdate(version=step + 1, module=at.models.model))
-            assert await explorer.trained(groups, ()) == groups
+            assert await explorer.trained(groups, (), step + 1) == groups
             assert explorer.balance()["ledger/trained_rollouts"] == 8
         await explorer.close()
 

@@ -84,6 +84,7 @@ class Explorer:
     async def collect(self, step: int, version: int) -> list[Group]:
         """The groups of the step after `step` steps, for a policy at `version`; from here on later steps are sampled
         beside, as far as the mode allows."""
+        self._follow(version)
         ahead = await SCHEDULES[self.context.plan.mode](self, step, version)
         groups = await self.wait_for_groups(self.buffer.take(version), "a step's worth of rollouts")
         if self.choose is not None:
@@ -107,9 +108,17 @@ class Explorer:
         else:
             await self.in_flight.give_up(version)
 
-    async def trained(self, groups: list[Group], skipped: Collection[int]) -> list[Group]:
-        """The step is done: its room is free, and the next tasks may start. Returns all groups that have left, trained
-        on or not. skipped: task uids of groups whose updates were skipped."""
+    def _follow(self, version: int) -> None:
+        """There is room for what a trainer at `version` can still train on once its turn comes: less with each step
+        between two syncs. Where explorers cause the syncs, room that waited for one would wait forever."""
+        follows = self.context.plan.mode == "asynchronous" and self.context.cfg.sync.driven_by == "trainer"
+        if follows and self.engine is not None:
+            self.buffer.behind = version - self.engine.version
+
+    async def trained(self, groups: list[Group], skipped: Collection[int], version: int) -> list[Group]:
+        """The step is done and the policy is at `version`: its room is free, and the next tasks may start. Returns all
+        groups that have left, trained on or not. skipped: task uids of groups whose updates were skipped."""
+        self._follow(version)
         await self.buffer.trained(groups, skipped=skipped)
         left = self.buffer.leave()
         if self.tasks.learns:

@@ -90,6 +90,8 @@ class Buffer:
         self.unused = 0
         """Groups since the last `take` that could not be trained on."""
         self.held = 0
+        self.behind = 0
+        """Steps trained since the weights that sample were given: what is asked now is older by as many."""
         self.wanted: int | None = None
         """Most groups that are of use to the steps left. None: no such bound."""
         self.broken: BaseException | None = None
@@ -158,7 +160,7 @@ class Buffer:
     @property
     def capacity(self) -> int:
         """Most groups that are under way, waiting or in training at once."""
-        bound = (self.max_staleness + 1) * self.groups_per_step
+        bound = (self.max_staleness + 1 - self.behind) * self.groups_per_step
         return (bound if self.wanted is None else min(bound, self.wanted)) + self.spare
 
     async def room(self, at_most: int) -> int:
