@@ -436,6 +436,7 @@ CONTEXTS: dict[str, Given] = {
         )
     },
     "rollout.total_rollout_steps": FULLY,
+    **{at + "total_training_steps": {**FULLY, at + "lr_scheduler_type": "cosine"} for at in OPTIM},
     "trainer.v1.sampler.max_off_policy_threshold": {"trainer.v1.trainer_mode": "colocate_async"},
     "global_profiler.steps": {"global_profiler.tool": "torch"},
     "global_profiler.tool": {"global_profiler.steps": [1]},

@@ -523,16 +523,68 @@ def test_a_threshold_is_needed_only_with_its_weights() -> None:
     assert f"{at}_threshold: got null, expected the bound of" in told({at: "token", at + "_threshold": None})
 
 
+STREAMED: dict[str, Json] = {
+    "data.train_batch_size": 0,
+    "actor_rollout_ref.hybrid_engine": False,
+    "rollout.total_rollout_steps": 1000,
+}
+"""verl's fully asynchronous trainer."""
+
+
 def test_the_fully_asynchronous_trainer_uses_all_rows_of_an_epoch() -> None:
+    streamed = STREAMED
     assert train({})["drop_last"] is True
-    streamed: dict[str, Json] = {
-        "data.train_batch_size": 0,
-        "actor_rollout_ref.hybrid_engine": False,
-        "rollout.total_rollout_steps": 1000,
-    }
-    assert "drop_last" not in train(streamed) or train(streamed)["drop_last"] is False
+    assert train(streamed)["drop_last"] == "end"
     # its length is that of its rollouts: verl overwrites the trainer's number of steps with it
     assert train({**streamed, "trainer.total_training_steps": 7})["steps"] == train(streamed)["steps"] != 7
+
+
+@pytest.mark.parametrize(
+    ("every", "threshold", "ahead"),
+    [(1, 0.0, None), (4, 0.0, 0), (4, 0.1, 1), (4, 0.5, 2), (10, 0.1, 1), (16, 0.6, 10), (1, 1.0, 1)],
+)
+def test_so_many_rollouts_may_be_asked_of_the_weights_of_a_sync(
+    every: int, threshold: float, ahead: int | None
+) -> None:
+    """verl 0.9.1 asks int(B * (threshold + 1) * every) tasks between two syncs: steps that begin with the next weights
+    take what is more than `every` steps' worth. 0.1 of 10 steps is one step, though 1.1 * 10 is above 11 in floating
+    point; with one step and no threshold nothing is ahead of anything (its on-policy mode)."""
+    given = {
+        **STREAMED,
+        "async_training.trigger_parameter_sync_step": every,
+        "async_training.staleness_threshold": threshold,
+    }
+    rollout = made(given).tree["rollout"]
+    keys = ("schedule", "sync_interval", "max_staleness")
+    expected = {} if ahead is None else dict(zip(keys, ("async", every, ahead)))
+    assert {key: rollout[key] for key in keys if key in rollout} == expected
+
+
+def test_the_fully_asynchronous_trainer_counts_profiles_in_syncs_and_ends_with_whole_steps() -> None:
+    given = {**STREAMED, "async_training.trigger_parameter_sync_step": 3}
+    profiled = {**given, "global_profiler.tool": "torch", "global_profiler.steps": [1, 3]}
+    assert made(profiled).tree["profile"]["steps"] == [1, 2, 3, 7, 8, 9]
+    assert "rollout.total_rollout_steps=7 fills no step of" in told(
+        {**given, "rollout.total_rollout_steps": 7}
+    )
+
+
+def test_engines_of_the_fully_asynchronous_trainer_are_not_told_the_number_of_steps() -> None:
+    """They start before it is counted (verl 0.6.1 to 0.9.1): without a number of their own a share of it is no step, a
+    cosine has no end, and Megatron's scheduler does not start."""
+    warm = {**STREAMED, OPT + "lr_warmup_steps": -1, OPT + "lr_warmup_steps_ratio": 0.1}
+    assert "warmup_steps" not in train(warm)["optimizer"]["schedule"]
+    cosine = {**warm, OPT + "lr_scheduler_type": "cosine"}
+    assert "optim.total_training_steps=-1: verl's fully asynchronous trainer does not tell" in told(cosine)
+    schedule = train({**cosine, OPT + "total_training_steps": 40, "trainer.total_training_steps": 7})[
+        "optimizer"
+    ]
+    assert (schedule["schedule"]["total_steps"], schedule["schedule"]["warmup_steps"]) == (40, 0.1)
+    megatron = {**warm, "model_engine": "megatron"}
+    assert "optim.lr_decay_steps=null: verl's fully asynchronous trainer does not tell Megatron" in told(
+        megatron
+    )
+    assert train({**megatron, OPT + "lr_decay_steps": 50})["optimizer"]["schedule"]["warmup_steps"] == 0.1
 
 
 def test_options_of_engines_that_change_no_number_are_accepted_and_others_are_named() -> None:

@@ -75,6 +75,7 @@ Trinity-RFT its branch in April 2026."""
 SOURCES = (
     Source(system="verl", under="examples", ends=".sh", number=12, without="/(generation|sft)/"),
     Source(system="verl", under="examples/sft", ends=".sh", number=4, arguments="8 checkpoints"),
+    Source(system="verl", under="verl/experimental/fully_async_policy/shell", ends=".sh", number=4),
     Source(system="skyrl", under="examples", ends=".sh", number=9, without="/sft/"),
     Source(system="skyrl", under="examples/train/sft", ends=".sh", number=2),
     Source(system="cosmos", under="configs", ends=".toml", number=8),

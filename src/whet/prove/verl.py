@@ -15,7 +15,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from whet.prove import numbers, schedules
+from whet.prove import numbers, schedules, verl_async
 from whet.prove import settings as settings_of
 from whet.prove import verl_distillation as distillation
 from whet.prove import verl_engines as engines
@@ -205,6 +205,7 @@ def known() -> Json:
     found: Any = READ_IF_GIVEN
     for name in DEFAULTS.values():
         found = joined(found, OmegaConf.to_container(_defaults(name), resolve=False))
+    found = joined(found, OmegaConf.to_container(verl_async.defaults(megatron=False), resolve=False))
     return freed(found)  # type: ignore[no-any-return]
 
 
@@ -235,7 +236,9 @@ def configured(tree: Mapping[str, Json]) -> DictConfig:
     strategy = OmegaConf.select(OmegaConf.create(dict(tree)), "actor_rollout_ref.actor.strategy")
     named = "ppo_megatron_trainer" in map(str, tree.get("defaults") or ())
     asked = "megatron" if named else tree.get("model_engine") or strategy
-    base = _defaults(DEFAULTS.get(str(asked), DEFAULTS["fsdp"]))
+    base: Any = _defaults(DEFAULTS.get(str(asked), DEFAULTS["fsdp"]))
+    if verl_async.is_its(tree):
+        base = OmegaConf.merge(base, verl_async.defaults(megatron=asked == "megatron"))
     given = {key: value for key, value in tree.items() if key not in ("defaults", "model_engine")}
     return OmegaConf.merge(base, given)  # type: ignore[return-value]
 
@@ -278,9 +281,17 @@ def _of_run(config: DictConfig, file: File) -> Iterator[Check]:
         theirs=lambda _: update_of(config) | _micro(config.actor_rollout_ref.actor),
         ours=lambda _: our_batches(file.plan),
     )
+    asynchronous = verl_async.is_its(config)
+    if asynchronous:
+        yield Check(
+            what="weight syncs",
+            called=verl_async.COUNTS,
+            theirs=lambda _: verl_async.ahead(config),
+            ours=lambda _: verl_async.our_ahead(file.plan),
+        )
     yield Check(
         what="training steps",
-        called=f"{TRAINER}._create_dataloader",
+        called=verl_async.COUNTS if asynchronous else f"{TRAINER}._create_dataloader",
         theirs=lambda _: of_rows(partial(steps, config), file.plan),
         ours=lambda _: of_rows(file.steps, file.plan),
     )
@@ -414,7 +425,7 @@ class _Seen(Exception):
 
 
 def update_of(config: DictConfig) -> Numbers:
-    """The sizes that `_update_actor` sends with a step's batch; the step has data.train_batch_size tasks."""
+    """The sizes that `_update_actor` sends with a step's batch."""
     given: dict[str, Any] = {}
     tools = theirs("verl", "verl.trainer.ppo.ray_trainer:tu")
     trainer = theirs("verl", TRAINER)
@@ -448,7 +459,7 @@ def update_of(config: DictConfig) -> Numbers:
         )
     except _Seen:
         return scalars(
-            tasks=config.data.train_batch_size,
+            tasks=verl_async.tasks(config) if verl_async.is_its(config) else config.data.train_batch_size,
             rollouts_of_a_mini_batch=given["mini_batch_size"],
             passes=given["epochs"],
         )
@@ -458,6 +469,8 @@ def update_of(config: DictConfig) -> Numbers:
 def steps(config: DictConfig, rows: int) -> int:
     """The training steps of verl's trainer for a file of so many rows: its epochs, or trainer.total_training_steps
     where these are fewer."""
+    if verl_async.is_its(config):
+        return verl_async.steps(config, rows)
     own = _loaded(config, rows)
     return min(int(own.total_training_steps), len(own.train_dataloader) * config.trainer.total_epochs)
 
@@ -472,8 +485,13 @@ def _loaded(config: DictConfig, rows: int) -> Any:
 
 
 def rates(config: DictConfig, rows: int) -> Tensor:
-    """The learning rate of each step, by the scheduler of verl's engine."""
-    total, of = int(_loaded(config, rows).total_training_steps), config.actor_rollout_ref.actor
+    """The learning rate of each step, by the scheduler of verl's engine; the engines of the fully asynchronous trainer
+    start before it has counted its steps."""
+    of = config.actor_rollout_ref.actor
+    if verl_async.is_its(config):
+        total = int(of.optim.total_training_steps)
+    else:
+        total = int(_loaded(config, rows).total_training_steps)
     return engines.rates(of.optim, of.strategy, total, steps(config, rows))
 
 

@@ -37,17 +37,28 @@ def schedule(v: Values) -> Native:
 
 
 def _fully_async(v: Values) -> Native:
-    """Weights go over every trigger_parameter_sync_step steps, for which (1 + staleness_threshold) times as many
-    rollouts may be asked; total_rollout_steps counts tasks."""
-    every, tasks = v["async_training.trigger_parameter_sync_step"], v["rollout.total_rollout_steps"]
-    ahead = math.ceil((1 + v["async_training.staleness_threshold"]) * every) - 1
-    out: dict[str, Json] = {
-        "rollout.schedule": "async",
-        "rollout.max_staleness": max(ahead, 1),
-        "rollout.sync_interval": every,
-        "rollout.partial_rollout": v["async_training.partial_rollout"],
-    }
-    return out if tasks is None else out | {"train.steps": max(tasks // prompts(v), 1)}
+    """Weights go over every trigger_parameter_sync_step steps, for which (1 + staleness_threshold) times as many tasks
+    may be asked: steps that begin with the next weights take what is more. Where there are none, nothing is ahead of
+    anything. total_rollout_steps counts tasks."""
+    every, B, tasks = steps_of_a_version(v), prompts(v), v["rollout.total_rollout_steps"]
+    asked = int(B * (v["async_training.staleness_threshold"] + 1) * every)
+    ahead = math.ceil(asked / B) - every
+    out: dict[str, Json] = {}
+    if ahead or every > 1:
+        out = {
+            "rollout.schedule": "async",
+            "rollout.max_staleness": ahead,
+            "rollout.sync_interval": every,
+            "rollout.partial_rollout": v["async_training.partial_rollout"],
+        }
+    if tasks is None:
+        return out
+    if tasks < B:
+        raise ConfigError(
+            f"rollout.total_rollout_steps={tasks} fills no step of async_training.require_batches * "
+            f"{ACTOR}.ppo_mini_batch_size = {B} tasks, so verl trains nothing; raise it"
+        )
+    return out | {"train.steps": tasks // B}
 
 
 def run_directory(v: Values) -> Native:
@@ -193,9 +204,11 @@ TOOLS = {"nsys": "nsys", "torch": "torch", "npu": "torch", "torch_memory": "memo
 
 
 def profile(v: Values) -> Native:
-    """The training steps that are recorded: those of global_profiler, or those that hold the optimizer steps which the
-    actor's or the reference's profiler would record."""
-    steps, folders = set(v["global_profiler.steps"] or []), dict[str, Json]()
+    """The training steps that are recorded: those of global_profiler, which counts weight syncs in the fully
+    asynchronous trainer, or those that hold the optimizer steps which the actor's or the reference's profiler would
+    record."""
+    each, folders = steps_of_a_version(v), dict[str, Json]()
+    steps = {(one - 1) * each + n for one in v["global_profiler.steps"] or [] for n in range(1, each + 1)}
     tool = v["global_profiler.tool"]
     if steps and tool in TOOLS:
         return {

@@ -9,19 +9,48 @@ from whet.dialects.choices import choices
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose, share_of_steps
 from whet.dialects.verl.roles import ACTOR, CRITIC, check_engine, engine_of, has_critic
+from whet.dialects.verl.sizes import is_fully_async
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
 
 
 def actor(v: Values) -> Native:
     check_engine(v)
-    return settings(v, f"{ACTOR}.optim", native="train.optimizer", engine=engine_of(v), clip=_clip(v, ACTOR))
+    return _of_role(v, ACTOR, native="train.optimizer")
 
 
 def critic(v: Values) -> Native:
-    return settings(
-        v, f"{CRITIC}.optim", native="critic.optimizer", engine=engine_of(v), clip=_clip(v, CRITIC)
-    )
+    """Without a critic what is said of its optimizer counts nowhere, and need not be whole."""
+    return _of_role(v, CRITIC, native="critic.optimizer") if has_critic(v) else NOTHING
+
+
+def _of_role(v: Values, role: str, *, native: str) -> Native:
+    at, engine = f"{role}.optim", engine_of(v)
+    told = _without_length(v, at, engine) if is_fully_async(v) else v
+    return settings(told, at, native=native, engine=engine, clip=_clip(v, role))
+
+
+def _without_length(v: Values, at: str, engine: str) -> Values:
+    """As the engines of the fully asynchronous trainer see it: they start before the steps are counted, so they have
+    the optimizer's own number, which other trainers overwrite. -1, as in the document, is no length of a decay, and no
+    share of it is a step of warm-up. As verl 0.6.1 to 0.9.1."""
+    key, total = f"{at}.total_training_steps", v[f"{at}.total_training_steps"]
+    if total is not None and total > 0:
+        return {**v, "trainer.total_training_steps": total}
+    shape = SCHEDULES[engine](v, at)
+    if "total_steps" in shape:
+        return {**v, "trainer.total_training_steps": None}
+    if engine == "megatron":
+        raise ConfigError(
+            f"{at}.lr_decay_steps=null: verl's fully asynchronous trainer does not tell Megatron the number of steps; "
+            f"give lr_decay_steps, also where the rate is constant, or {key}"
+        )
+    if shape["type"] != "constant":
+        raise ConfigError(
+            f"{key}={shown(total)}: verl's fully asynchronous trainer does not tell its engine the number of steps, "
+            f"which a learning rate of type {shape['type']} needs; give {key}, or take a constant rate"
+        )
+    return {**v, "trainer.total_training_steps": None, f"{at}.lr_warmup_steps_ratio": 0.0}
 
 
 def critic_warmup(v: Values) -> Native:
