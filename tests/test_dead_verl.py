@@ -289,6 +289,15 @@ OWN: Given = {R + "nnodes": 4}
 DRAFTS: Given = {M + "mtp.enable": True, M + "mtp.enable_rollout": True}
 
 
+MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+def narrow(at: str, engine: Given, switch: str, on: Json) -> dict[str, Given]:
+    """Moments in bfloat16, with the key that lets an engine read their dtypes."""
+    both: Given = dict.fromkeys((at + key for key in MOMENTS), "bf16")
+    return {key: {**engine, **both, at + switch: on} for key in both} | {at + switch: {**engine, **both}}
+
+
 def learns(model: str) -> Given:
     """Layers of multi-token prediction do."""
     return {model + "mtp.enable": True, model + "mtp.enable_train": True}
@@ -436,6 +445,11 @@ CONTEXTS: dict[str, Given] = {
         )
     },
     "rollout.total_rollout_steps": FULLY,
+    **{
+        key: given
+        for at in OPTIM
+        for key, given in narrow(at, MEGATRON, "use_precision_aware_optimizer", True).items()
+    },
     **{at + "total_training_steps": {**FULLY, at + "lr_scheduler_type": "cosine"} for at in OPTIM},
     "trainer.v1.sampler.max_off_policy_threshold": {"trainer.v1.trainer_mode": "colocate_async"},
     "global_profiler.steps": {"global_profiler.tool": "torch"},
@@ -619,6 +633,12 @@ SFT_CONTEXTS: dict[str, Given] = {
             *(f"engine.{dim}_size" for dim in ("tp", "pp", "cp", "ep", "dp_replicate")),
             "optim.init_lr_ratio",
         )
+    },
+    "optim.master_weights": {**ENGINES, "model.strategy": "automodel", "engine.model_dtype": "bf16"},
+    **narrow("optim.", {**ENGINES, "model.strategy": "automodel"}, "optimizer", "FusedAdam"),
+    "optim.use_precision_aware_optimizer": {
+        **SFT_MEGATRON,
+        **dict.fromkeys(("optim." + key for key in MOMENTS), "bf16"),
     },
     **{f"engine.{dim}": {**ENGINES, "model.strategy": "mlite"} for dim in ("tp", "pp", "cp", "ep")},
     "data.max_token_len_per_gpu": {**ENGINES, "data.use_dynamic_bsz": True},

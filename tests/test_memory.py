@@ -301,13 +301,15 @@ def test_bfloat16_has_masters_and_casts():
 
 def test_state_of_8_bits_and_without_masters():
     half = ("model.dtype=bfloat16", "tokenizer.vocab_size=50")
-    plain, small, bare, wide = (
+    plain, small, narrow, bare, wide = (
         peaks(planned(*half, *more))
-        for more in ((), ("train.optimizer.state_dtype=int8",), ("train.precision.master_weights=false",),
+        for more in ((), ("train.optimizer.state_dtype=int8",),
+                     ("train.optimizer.state_dtype=bfloat16",), ("train.precision.master_weights=false",),
                      ("train.precision.reduce=float32",))
     )  # fmt: skip
     count = plain["sampling"]["policy"] // 2
     assert small["sampling"]["optimizer of the policy"] == 4 * count + int(count * (2 + 8 / 256))
+    assert narrow["sampling"]["optimizer of the policy"] == 4 * count + 4 * count
     assert bare["sampling"]["optimizer of the policy"] == 4 * count, "two moments in bfloat16"
     assert bare["optimizer step of the policy"]["gradients of the policy"] == 2 * count
     assert wide["update of the policy"]["gradients of the policy"] == 4 * count

@@ -33,6 +33,8 @@ CASES: dict[str, tuple[Layout, str, OptimizerConfig]] = {
     "muon": (SHARD, "qwen3_moe", MUON),
     "muon, parts of rows": (TENSOR, "qwen3", MUON),
     "int8": (SHARD, "qwen3", INT8),
+    "bfloat16": (SHARD, "qwen3", INT8.model_copy(update={"state_dtype": "bfloat16"})),
+    "bfloat16, parts of rows": (TENSOR, "qwen3", INT8.model_copy(update={"state_dtype": "bfloat16"})),
     "int8, parts of rows, decay in the gradient": (TENSOR, "gemma", INT8.model_copy(update={"name": "adam"})),
 }
 

@@ -261,7 +261,10 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "train.parallel.ep": [(ZERO, "train.parallel.ep=2")],
     "model.dtype": [(ZERO, "model.dtype=float16")],
     "train.optimizer.name": [(ZERO, "train.optimizer.name=muon")],
-    "train.optimizer.state_dtype": [(ZERO, "train.optimizer.state_dtype=int8")],
+    "train.optimizer.state_dtype": [
+        (ZERO, "train.optimizer.state_dtype=int8"),
+        (ZERO, "train.optimizer.state_dtype=bfloat16"),
+    ],
     "critic.optimizer.name": [(ZERO, "critic.optimizer.name=muon")],
     "critic.optimizer.state_dtype": [(ZERO, "critic.optimizer.state_dtype=int8")],
     "checkpoint.sharded": [(ZERO, "checkpoint.sharded=true")],

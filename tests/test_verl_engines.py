@@ -327,6 +327,30 @@ def test_automodel_has_megatrons_schedule_with_shares_of_the_rate() -> None:
     assert factors(train(other, kind="verl-sft")["optimizer"], 0, 1, 2, 6) == [0.0, 0.5, 1.0, 0.6]
 
 
+def test_moments_in_bfloat16_are_read_where_verls_engine_reads_their_dtypes() -> None:
+    """Megatron-LM's precision-aware optimizer (verl 0.9.0), and the FusedAdam that Automodel may have."""
+    both: dict[str, Json] = {OPT + "exp_avg_dtype": "bf16", OPT + "exp_avg_sq_dtype": "bf16"}
+    aware = {"model_engine": "megatron", OPT + "use_precision_aware_optimizer": True}
+    assert train({**aware, **both})["optimizer"]["state_dtype"] == "bfloat16"
+    for given in ({**aware}, {**both, "model_engine": "megatron"}):
+        assert "state_dtype" not in train(given)["optimizer"]
+    assert "moments of two dtypes" in told({**aware, **both, OPT + "exp_avg_sq_dtype": "fp32"})
+    fused: dict[str, Json] = {
+        "engine.strategy": "automodel",
+        "engine.model_dtype": "bf16",
+        "optim.optimizer": "FusedAdam",
+        "optim.exp_avg_dtype": "bf16",
+        "optim.exp_avg_sq_dtype": "torch.bfloat16",
+    }
+    own = train(fused, kind="verl-sft")
+    assert (own["optimizer"]["state_dtype"], own["precision"]["master_weights"]) == ("bfloat16", False)
+    kept = train(
+        {**fused, "optim.master_weights": True, "optim.store_param_remainders": True}, kind="verl-sft"
+    )
+    assert kept.get("precision", {}).get("master_weights") is None
+    assert "AdamW has no such option" in told({**fused, "optim.optimizer": "AdamW"}, kind="verl-sft")
+
+
 LITE: dict[str, Json] = {A + "strategy": "mlite"}
 
 

@@ -146,7 +146,7 @@ FEATURES: Mapping[str, str] = {
     "Megatron-LM's own options": "options of Megatron-LM and MindSpeed",
     "losses of the indexers": "losses of sparse attention's indexer",
     "VeOmni replays the experts of replies alone": "VeOmni's replay of experts (R3)",
-    "exp_avg_dtype: got": "moments of the optimizer in bfloat16",
+    "fills no step of async_training": "the system trains nothing with it",
     "must divide": "the system refuses it, too",
     'trainer.logger: got "[console,wandb]"': "the system refuses it, too",
     "there is no config file fully_async_dapo_trainer.yaml": "the system refuses it, too",

@@ -18,7 +18,7 @@ Tensors = Mapping[str, tuple[int, ...]]
 
 _FLOAT32 = 4
 _BLOCK = 256
-"""Entries of an 8-bit moment that share a scale (`models.adam8`)."""
+"""Entries of an 8-bit moment that share a scale (`models.narrow_adam`)."""
 _ENDS = ("embed_tokens", "lm_head")
 ROUTERS = (".mlp.gate.", ".mlp.router.")
 """Parts of the names of what routers have."""
@@ -64,7 +64,7 @@ class Learns:
     def _state_bytes(self, optimizer: OptimizerConfig, dtype: str, *, masters: bool) -> int:
         kept = self.own * _FLOAT32 if masters and dtype != "float32" else 0
         one = _FLOAT32 if masters else DTYPE_BYTES[dtype]
-        two = 2 + 8 / _BLOCK if optimizer.state_dtype == "int8" else 2 * one
+        two = {"int8": 2 + 8 / _BLOCK, "bfloat16": 4, "float32": 2 * one}[optimizer.state_dtype]
         if optimizer.name == "sgd":
             return kept + (self.learned * one if optimizer.momentum else 0)
         if optimizer.name == "muon":

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from whet.config.learns import is_matrix
 from whet.config.schedules import factor, position, weight_decay
 from whet.config.schema import OptimizerConfig, PrecisionConfig
-from whet.models.adam8 import Adam8
 from whet.models.muon import Muon
+from whet.models.narrow_adam import Adam8, Adam16, NarrowAdam
 from whet.models.precision import loss_scale
 from whet.models.sharded import Alone, DataParallel, Wholes
 from whet.models.tensor_files import TensorFile
@@ -33,11 +33,12 @@ STATE: dict[type[Any], dict[str, str]] = {
     torch.optim.Adam: _ADAM,
     torch.optim.SGD: _MOMENTUM,
     Muon: _MOMENTUM,
+    Adam16: _ADAM,
     Adam8: _ADAM | {"exp_avg_scale": "exp_avg_scale", "exp_avg_sq_scale": "exp_avg_sq_scale"},
 }
 """What each keeps of a parameter: the name in a checkpoint, and the optimizer's own."""
 
-Inner = Muon | Adam8 | torch.optim.Optimizer
+Inner = Muon | NarrowAdam | torch.optim.Optimizer
 
 
 class Optimizer:
@@ -242,7 +243,7 @@ class Optimizer:
 
 def blank(inner: Inner, p: nn.Parameter) -> dict[str, Tensor]:
     """State of the shapes and dtypes that a parameter's has."""
-    if isinstance(inner, Adam8):
+    if isinstance(inner, NarrowAdam):
         return inner.blank(p)
     # only a fused step reads the count on the device; another would make the host wait for it, tensor by tensor
     count = p.new_zeros(()) if getattr(inner, "defaults", {}).get("fused") else torch.zeros(())
@@ -256,12 +257,13 @@ def _muon(named: Mapping[str, nn.Parameter], cfg: OptimizerConfig, wholes: Whole
 
 def _torch(
     named: Mapping[str, nn.Parameter], cfg: OptimizerConfig, wholes: Wholes
-) -> Iterator[Adam8 | torch.optim.Optimizer]:
+) -> Iterator[NarrowAdam | torch.optim.Optimizer]:
     groups = _groups(named, cfg)
     if not groups:
         return
-    if cfg.state_dtype == "int8":
-        yield Adam8(groups, betas=cfg.betas, eps=cfg.eps, decoupled=cfg.name == "adamw", wholes=wholes)
+    if cfg.state_dtype != "float32":
+        narrow = Adam8 if cfg.state_dtype == "int8" else Adam16
+        yield narrow(groups, betas=cfg.betas, eps=cfg.eps, decoupled=cfg.name == "adamw", wholes=wholes)
         return
     how = {"fused": cfg.implementation == "fused", "foreach": cfg.implementation == "foreach"}
     if cfg.name == "sgd":

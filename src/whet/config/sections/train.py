@@ -70,8 +70,9 @@ class OptimizerConfig(Section):
     """Decay rates of the two moments of Adam."""
     eps: Above0 = 1e-8
     """Term added to the square root of Adam's second moment."""
-    state_dtype: Literal["float32", "int8"] = "float32"
-    """Dtype of Adam's moments. int8: one byte per entry and one scale per block of 256, a quarter of the memory;
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Dtype of Adam's moments. bfloat16: half the memory; a step is computed in float32, and its moments are rounded to
+    the nearest. (verl: exp_avg_dtype) int8: one byte per entry and one scale per block of 256, a quarter of the memory;
     rounding is stochastic, with the same random numbers in every run."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How torch computes an optimizer step; the results are equal up to rounding. fused: one pass over the numbers, the

@@ -131,7 +131,34 @@ def _kind(v: Values, at: str, native: str, *, engine: str) -> Native:
     """Megatron's adam is AdamW, too, and its sgd has a momentum that no key of verl sets."""
     name, default, kinds = OPTIMIZERS[engine]
     kind = choose({f"{at}.{name}": v.get(f"{at}.{name}", default)}, f"{at}.{name}", kinds)
-    return {f"{native}.name": kind, **({f"{native}.momentum": 0.9} if kind == "sgd" else {})}
+    return {
+        f"{native}.name": kind,
+        **({f"{native}.momentum": 0.9} if kind == "sgd" else {}),
+        **_moments(v, at, native, engine),
+    }
+
+
+MOMENTS = {"fp32": None, "torch.float32": None, "bf16": "bfloat16", "torch.bfloat16": "bfloat16"}
+
+
+def _moments(v: Values, at: str, native: str, engine: str) -> Native:
+    """The dtype of Adam's moments: of Megatron-LM where its precision-aware optimizer is on, and of the FusedAdam
+    that Automodel may have."""
+    keys = (f"{at}.exp_avg_dtype", f"{at}.exp_avg_sq_dtype")
+    one, other = ("fp32" if v.get(key) is None else v[key] for key in keys)
+    reads = {"megatron": f"{at}.use_precision_aware_optimizer", "automodel": keys[0]}.get(engine)
+    if reads is None or not v.get(reads, one):
+        return NOTHING
+    if engine == "automodel" and {v[key] for key in keys} != {None} and v[f"{at}.optimizer"] != "FusedAdam":
+        raise ConfigError(
+            f"{keys[0]}={shown(v[keys[0]])}: Automodel's {v[f'{at}.optimizer']} has no such option"
+        )
+    if one not in MOMENTS or MOMENTS.get(one) != MOMENTS.get(other):
+        raise NotSupportedYet(
+            f"{keys[0]}={one}, {keys[1]}={other}: moments of two dtypes, and in float16, are coming, not built yet; "
+            "today: fp32 or bf16 for both"
+        )
+    return {f"{native}.state_dtype": MOMENTS[one]} if MOMENTS[one] else NOTHING
 
 
 def _warmup(v: Values, at: str, *, engine: str) -> Native:

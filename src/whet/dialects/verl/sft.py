@@ -204,13 +204,14 @@ DTYPES = choices("verl", "sft dtype")
 
 def dtype(v: Values) -> Native:
     """Of the parameters; verl computes in bfloat16 whatever it is, whet in the same dtype. Over engines bfloat16 is
-    left to the device, with master weights unless the parameters themselves are to be bfloat16."""
+    left to the device, with master weights unless the parameters themselves are to be bfloat16, and Automodel's
+    FusedAdam keeps none beside them."""
     if not over_engines(v):
         return {"model.dtype": choose(v, f"{_FSDP}.model_dtype", DTYPES)}
     engine, weights = engine_of(v), choose(v, "engine.model_dtype", DTYPES)
     if engine == "mlite":  # its weights are always in bfloat16, with master weights
         return NOTHING
-    narrow = weights == "bfloat16" and engine in ("fsdp", "automodel")
+    narrow = weights == "bfloat16" and engine in ("fsdp", "automodel") and not v.get("optim.master_weights")
     if narrow or (engine == "veomni" and v["engine.mixed_precision"] is False):
         return {"model.dtype": "bfloat16", "train.precision.master_weights": False}
     return {} if choose(v, "engine.dtype", DTYPES) == "bfloat16" else {"model.dtype": "float32"}
