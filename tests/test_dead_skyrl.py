@@ -80,6 +80,10 @@ CONTEXTS: dict[str, list[str]] = {
         "trainer.override_entrypoint=integrations.arctic_rl.entrypoint",
         f"{A}.use_kl_loss=false",
     ],
+    "trainer.arctic_rl.lr_warmup_ratio": [
+        "trainer.override_entrypoint=integrations.arctic_rl.entrypoint",
+        f"{A}.use_kl_loss=false",
+    ],
     "trainer.policy.model.fake_int4_qat": [*QAT, "trainer.policy.model.fake_int4_qat.enabled=true"],
     "trainer.policy.model.fake_int4_qat.enabled": QAT,
     "trainer.critic": GAE,

@@ -405,6 +405,16 @@ def test_arctic_rl_makes_one_optimizer_step_of_a_batch_with_betas_of_its_own(tmp
     assert (cfg.train.tasks_per_step, cfg.train.minibatches) == (64, 1)
     assert cfg.train.optimizer.betas == (0.9, 0.95)
     assert arctic(tmp_path).train.optimizer.betas == (0.9, 0.999)
+    warm = arctic(
+        tmp_path, "trainer.arctic_rl.lr_warmup_ratio=0.05", "trainer.epochs=1"
+    ).train.optimizer.schedule
+    assert (warm.type, warm.warmup_steps, warm.warmup_ends) == ("constant", 50, "start"), (
+        "of 1000, in any run"
+    )
+    assert (
+        arctic(tmp_path, "trainer.arctic_rl.lr_warmup_ratio=0.0015").train.optimizer.schedule.warmup_steps
+        == 2
+    )
     without = [key for key in given if "betas" not in key]
     assert arctic(tmp_path, *without) == arctic(tmp_path), "memory, speed and placement change nothing"
 
@@ -419,7 +429,6 @@ def test_arctic_rl_makes_one_optimizer_step_of_a_batch_with_betas_of_its_own(tmp
         ("trainer.algorithm.policy_loss_type=gspo", "whose loss is regular"),
         ("trainer.policy.optimizer_config.num_warmup_steps=3", "whose rate is constant"),
         ("generator.sampling_params.temperature=0.7", "with ArcticRL is coming"),
-        ("trainer.arctic_rl.lr_warmup_ratio=0.05", "a share of 1000 steps on the server"),
         ("trainer.arctic_rl.lr_scheduler_type=cosine", "schedules of the server"),
         ("trainer.arctic_rl.vllm_config={quantization: fp8}", "options of ArcticRL's inference"),
         ("trainer.arctic_rl.torch_autocast_enabled=true", "autocast of DeepSpeed"),

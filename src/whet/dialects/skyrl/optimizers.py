@@ -6,6 +6,7 @@ from whet.config.faults import shown
 from whet.dialects.choices import choices
 from whet.dialects.megatron import adapted_layers, begins, router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.skyrl import arctic
 from whet.dialects.skyrl.devices import POLICY, A, is_deepspeed, is_megatron, since
 from whet.dialects.typed import choose
 from whet.types import ConfigError, Json
@@ -125,6 +126,7 @@ def _schedule(v: Values, given: str) -> Native:
     """transformers' schedules, in optimizer steps; the first step of a warm-up moves nothing, as there."""
     warmup, name, lr = v[f"{given}.num_warmup_steps"], v[f"{given}.scheduler"], v[f"{given}.lr"]
     warmup = v["trainer.num_warmup_steps"] if warmup is None else warmup
+    warmup = arctic.warmup_steps(v) if arctic.trains(v) else warmup
     if name in NEED_MORE:
         raise ConfigError(
             f"{given}.scheduler={name}: transformers needs arguments for it that SkyRL does not pass, so SkyRL stops "
