@@ -273,6 +273,15 @@ def test_ahead_and_synced_less_often(tmp_path: Path) -> None:
     assert versions(result) == [{0}, {0}, {0}, {2}, {2}, {4}]
 
 
+def test_a_free_run_that_is_synced_less_often_throws_nothing_away(tmp_path: Path) -> None:
+    """Of each version that is given, 1 + 3 steps' worth: 3 trained before the next is given, and one after."""
+    rollout = ROLLOUT | {"max_staleness": 1, "sync_interval": 3, "schedule": "async"}
+    lines = [line for line in small_run(tmp_path, rollout=rollout).metrics if "train/loss" in line]
+    assert sum(line.get("ledger/requested_rollouts", 0) for line in lines) == 6 * 8
+    assert all("ledger/rejected/stale_rollouts" not in line for line in lines)
+    assert [line["train/staleness_mean"] for line in lines] == [0, 1, 2, 3, 1, 2]
+
+
 def test_a_free_run_learns_and_balances(tmp_path: Path) -> None:
     result = small_run(
         tmp_path,
