@@ -317,8 +317,8 @@ class _Proportional:
         """[S] the draws of each source after so many draws, wherever the stream stands."""
         epoch, place = divmod(draws, len(self._source_N))
         begun_S = np.bincount(self._epoch(epoch)[:place], minlength=len(self._rows_S))
-        drawn_S: list[int] = (epoch * self._rows_S + begun_S).tolist()
-        return drawn_S
+        counts_S: list[int] = (epoch * self._rows_S + begun_S).tolist()
+        return counts_S
 
     def _epoch(self, epoch: int) -> np.ndarray:
         """[N] the source of each draw of an epoch."""

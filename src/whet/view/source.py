@@ -166,7 +166,9 @@ class Shown:
         self._facts, self._whole = FileCache(MOST_FACTS), FileCache(2)
         self._counts = FileCache(MOST_COUNTS)
         self._lines = {name: GrowingFile(LineReader) for name in ("metrics.jsonl", "timings.jsonl")}
-        self._spans: defaultdict[Path, GrowingFile[list[Span]]] = defaultdict(partial(GrowingFile, SpanReader))
+        self._spans: defaultdict[Path, GrowingFile[list[Span]]] = defaultdict(
+            partial(GrowingFile, SpanReader)
+        )
 
     def look(self) -> None:
         """DataError where the run directory is gone."""
