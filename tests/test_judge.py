@@ -247,6 +247,18 @@ def test_a_busy_server_is_asked_again_and_a_broken_one_leaves_unscored(
     assert "cannot reach the judge at http://127.0.0.1:" in error
 
 
+def test_a_server_that_is_busy_for_as_long_as_there_is_time_is_told_as_busy() -> None:
+    """It answers: that the time does not suffice for another attempt is no silence."""
+
+    async def busy(_: web.Request) -> web.Response:
+        return web.Response(status=500, text="no worker is free")
+
+    with server(busy, busy, busy) as s:
+        (error,) = pay("judge", task(), "abc", url=s.url, model="m", timeout_s=0.9)
+        assert len(s.asked) == 1
+    assert "answered 500 Internal Server Error: no worker is free" in error
+
+
 def test_the_key_of_a_server_is_never_told() -> None:
     async def tells(request: web.Request) -> web.Response:
         return web.Response(status=403, text=f"you sent {request.headers['Authorization']}")

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from whet import notices
+from whet import cli, notices
 from whet.data import gsm8k
+from whet.export import refuse_other_files
 from whet.types import ConfigError, DataError
 
 GSM8K = Path(__file__).parent / "data" / "gsm8k"
@@ -41,6 +43,29 @@ def test_a_full_disk_leaves_the_file_that_was_there(tmp_path: Path) -> None:
     assert file.read_text() == "x" * 2000
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert [*file.parent.iterdir()] == [file]
+
+
+def test_where_no_file_can_be_put_it_is_said_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    for place, said in (
+        (tmp_path / "file/new.json", "Not a directory|File exists"),
+        (Path("/proc/new.json"), "No such file or directory|Permission denied"),
+        (tmp_path, "Is a directory"),
+    ):
+        with pytest.raises(ConfigError, match=f"cannot write {place}: ({said}); give another file"):
+            notices.check_output(place)
+    for fine in (None, Path("-"), Path("/dev/null"), tmp_path / "file", tmp_path / "new/a.json"):
+        notices.check_output(fine)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "new"]
+    with pytest.raises(ConfigError, match=r"-o /proc/new: no folder can be written there \(.*\); give another one"):
+        refuse_other_files("/proc/new")
+
+
+@pytest.mark.parametrize("words", [("eval", "absent.yaml"), ("rehearse", "absent.yaml")])
+def test_a_command_that_takes_long_looks_at_its_output_first(words: tuple[str, ...], tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli.app, [*words, "-o", str(tmp_path)])
+    assert isinstance(done.exception, ConfigError)
+    assert "Is a directory" in str(done.exception)
 
 
 def test_a_dash_is_standard_output(

@@ -21,7 +21,7 @@ from whet import (
     secrets,
 )
 from whet.guard.foreign import plain
-from whet.notices import say, say_columns, say_missing, write
+from whet.notices import check_output, say, say_columns, say_missing, write
 from whet.options import (
     SETTINGS,
     Arithmetic,
@@ -194,6 +194,7 @@ def rehearse(
     Example: whet rehearse examples/from_verl.sh
     Example: whet rehearse big_run.yaml trainer.nnodes=8 -o found.json
     """
+    check_output(output)
     from whet.config.screen import show
     from whet.rehearsal.rehearse import rehearse as try_small
 
@@ -259,6 +260,7 @@ def evaluate(
         raise ConfigError(
             f"--offline: expected a config file, got a run directory; use {target / 'config.yaml'}"
         )
+    check_output(output)
     from whet.config.load import load
 
     if not target.is_dir() and (offline or load(target, overrides or (), None, dialect).config.eval.offline):
@@ -543,6 +545,7 @@ _ADVICE = {
     errno.EDQUOT: "free some of it, and give the command again",
     errno.EACCES: "give another path, or fix its owner and mode",
     errno.ENAMETOOLONG: "give a shorter path",
+    errno.ENOMEM: "free memory, or raise the limit of this process (ulimit -v)",
 }
 """What a user can do about an error of the system, whichever part of a command met it."""
 

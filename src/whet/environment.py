@@ -9,10 +9,16 @@ import ctypes
 import gc
 import logging
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from whet.types import ConfigError
+
+LEAST_MIB = 1280
+"""Of address space. With less, libraries that are imported fail in ways of their own, or try to get it for ever: a run
+of a tiny model with torch 2.13 needed 1170."""
 _ALWAYS = {
     # A run never waits for, or depends on, the model hub: everything is a local path. Read when
     # huggingface_hub is imported.
@@ -49,7 +55,14 @@ def prepare(threads: int | None, exact: bool) -> None:
     threads: CPU threads of torch's and MKL's pools; None leaves it to them. Pools that are loaded already do
     not look again: then call `torch.set_num_threads` as well.
     exact: ask MKL for row-independent products (see `models.exact`, which tests whether that held).
+    ConfigError where this process may not have the memory that torch and transformers take.
     """
+    may_have = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if may_have != resource.RLIM_INFINITY and may_have < LEAST_MIB << 20:
+        raise ConfigError(
+            f"this process may have {may_have >> 20} MiB of memory (ulimit -v), and importing torch and transformers "
+            f"takes {LEAST_MIB} MiB; raise the limit"
+        )
     wanted = dict(_ALWAYS)
     if exact:
         wanted |= _EXACT
@@ -66,10 +79,16 @@ def pools(threads: int) -> dict[str, str]:
 
 def one_thread() -> None:
     """For a process that forks others, which may compute. Threads of OpenMP are not in a fork, whose first product
-    would wait for them for ever; with one thread none is started. A loaded torch does not read the variables again."""
+    would wait for them for ever; with one thread none is started. A loaded torch does not read the variables again,
+    and foreign code can ask it for no more threads from here on: `torch.set_num_threads` has no effect."""
     os.environ.update(pools(1))
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+        torch.set_num_threads = _kept
+
+
+def _kept(threads: int) -> None:
+    """In the place of `torch.set_num_threads`."""
 
 
 @contextmanager

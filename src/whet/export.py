@@ -13,6 +13,7 @@ from whet.config.plan import dtype_on
 from whet.config.schema import Config
 from whet.config.urls import is_remote, url_problems
 from whet.guard.temporary import OwnFolder
+from whet.outputs import check_place
 from whet.storage import stores
 from whet.storage.fetch import fetched, naming, store_of
 from whet.storage.manifests import manifest, place_of
@@ -72,7 +73,8 @@ _WRITTEN = (".json", ".safetensors", ".jinja", ".model", ".txt")
 
 
 def refuse_other_files(to: str) -> None:
-    """ConfigError if a folder or URL holds files that are not an earlier export's: an export replaces all of them."""
+    """ConfigError if a folder or URL holds files that are not an earlier export's: an export replaces all of them; or if
+    no folder can be made there."""
     if to.startswith("hf://"):
         return  # a commit adds files, and removes none
     if is_remote(to):
@@ -82,6 +84,10 @@ def refuse_other_files(to: str) -> None:
         folder = Path(to)
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"-o {to} is a file; give a folder for the export")
+        try:
+            check_place(folder)
+        except OSError as e:
+            raise ConfigError(f"-o {to}: no folder can be written there ({e.strerror}); give another one") from e
         inside = folder.iterdir() if folder.exists() else ()  # not what is below: an export has no folders
         names = sorted(f"{p.name}/" if p.is_dir() else p.name for p in inside)
     others = [name for name in names if "/" in name or not name.endswith(_WRITTEN)]

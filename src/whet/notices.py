@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from whet.guard.foreign import plain
-from whet.outputs import replacing
+from whet.outputs import check_place, replacing
 from whet.types import ConfigError
 
 if TYPE_CHECKING:
@@ -47,13 +51,25 @@ def _note(text: str) -> None:
     typer.echo(f"note: {plain(text)}", err=True)
 
 
+def check_output(path: Path | None) -> None:
+    """ConfigError where the file of -o cannot be written: a command that takes long says so before its work. Its folder
+    is made."""
+    if path is None or path == Path("-"):
+        return
+    with _naming(path):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.is_file() or not path.exists():  # no device, and no pipe
+            check_place(path)
+
+
 def write(path: Path, text: str) -> None:
     """Write the file of -o, and its folders. A file that is there stays until the new one is whole. `-`: standard
     output."""
     if path == Path("-"):
         typer.echo(text, nl=False)
         return
-    try:
+    with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():  # a device, a pipe
             path.write_text(text, encoding="utf-8")
@@ -63,5 +79,11 @@ def write(path: Path, text: str) -> None:
             part.write_text(text, encoding="utf-8")
             if path.exists():
                 shutil.copymode(path, part)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as e:
         raise ConfigError(f"cannot write {path}: {e.strerror}; give another file") from e

@@ -1,11 +1,19 @@
-"""Files that take the place of others."""
+"""Files that take the place of others, and whether they can."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+def check_place(path: Path) -> None:
+    """OSError where no file or folder can be put at `path`, before the work that makes it. Makes the folders above."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.resolve().parent):
+        pass
 
 
 @contextmanager

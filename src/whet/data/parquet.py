@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,20 +26,35 @@ MOST_ROWS = 65_536
 """Of one batch."""
 
 
-def read_schema(file: Path) -> pa.Schema:
-    """The columns of a parquet file. Raises DataError for one that is damaged."""
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """DataError for a file that is damaged, or that cannot be read."""
     check_regular(file, DataError)
     try:
-        return pq.read_schema(file)
+        yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
-        raise DataError(f"{file}: not a readable parquet file: {e}") from e
+        said = str(e).rstrip(".")
+        raise DataError(
+            f"{file}: not a readable parquet file: {said}. If it was damaged or cut off, copy or write it again"
+        ) from e
+
+
+def read_schema(file: Path) -> pa.Schema:
+    """The columns of a parquet file. Raises DataError for one that is damaged."""
+    with _reading(file):
+        return pq.read_schema(file)
+
+
+def count_rows(file: Path) -> int:
+    """Rows of a parquet file, from its end alone. Raises DataError for one that is damaged."""
+    with _reading(file):
+        return pq.read_metadata(file).num_rows
 
 
 def read_parquet(file: Path, columns: Collection[str] | None = None) -> pa.Table:
     """All rows of a parquet file, of all columns or of those of these that it has. Raises DataError for one that is
     damaged, or too large in memory."""
-    check_regular(file, DataError)
-    try:
+    with _reading(file):
         most = max(ROOM, MOST_GROWTH * file.stat().st_size)
         opened = pq.ParquetFile(file, memory_map=True)
         schema = opened.schema_arrow
@@ -51,8 +67,6 @@ def read_parquet(file: Path, columns: Collection[str] | None = None) -> pa.Table
         empty = schema.empty_table().select(wanted)
         table = pa.concat_tables([empty, *_groups(opened, file, most, wanted, empty.schema)])
         table.validate(full=True)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
-        raise DataError(f"{file}: not a readable parquet file: {e}") from e
     if table.num_rows != opened.metadata.num_rows:
         raise DataError(
             f"{file}: has {table.num_rows} rows, but its metadata lists {opened.metadata.num_rows}; copy the file again"

@@ -37,7 +37,8 @@ def owned(by: str) -> Iterator[None]:
 
 def bound(status: int) -> None:
     """Call it last. This process ends with `status` WAIT_S seconds from now, if threads still keep it then."""
-    threading.Thread(target=_wait, args=(status,), name="whet-leftover", daemon=True).start()
+    with suppress(RuntimeError):  # there is no room for a thread: Python ends the process as it can
+        threading.Thread(target=_wait, args=(status,), name="whet-leftover", daemon=True).start()
 
 
 def _wait(status: int) -> None:

@@ -145,8 +145,7 @@ def keep(
     stacks.listen("reward-keeper")
     one_thread()
     functions, problem = _load(loaders, prepare)
-    if torch := sys.modules.get("torch"):  # whatever foreign code has set: from here on it is forked
-        torch.set_num_threads(1)
+    one_thread()  # whatever foreign code has set: from here on it is forked
     wake_with_parent()  # SIGKILL would also come when only the thread that forked this process ends
     control.sendall(frames.pack(0, json.dumps(problem).encode()))
     while not problem:

@@ -252,7 +252,9 @@ async def _asked(
             asyncio.timeout(timeout_s),
             aiohttp.ClientSession(timeout=limit, trust_env=True) as session,
         ):
-            said = await post(session, where, asked, what="the judge", headers=headers, again=BUSY)
+            said = await post(
+                session, where, asked, what="the judge", headers=headers, again=BUSY, within_s=timeout_s
+            )
     except TimeoutError:
         raise ConnectionError(f"the judge at {where} has not answered within {timeout_s:g} s") from None
     try:

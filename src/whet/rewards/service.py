@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import time
 from collections.abc import Collection, Mapping
 
 import aiohttp
@@ -28,15 +30,18 @@ async def post(
     what: str,
     headers: Mapping[str, str] | None = None,
     again: Collection[int] = (504,),
+    within_s: float = math.inf,
 ) -> Json:
     """The answer; None for one of more than MOST_ANSWER bytes. what: the service, in errors. again: the statuses after
-    which it is asked again, by default a gateway's time-out. ConnectionError where the service does not answer, or with
+    which it is asked again, by default a gateway's time-out, as long as the pause before it is over in `within_s`, which
+    the caller bounds. ConnectionError where the service does not answer, or with
     an error."""
     headers = {"Accept": "application/json", **(headers or {})}
+    end = time.monotonic() + within_s
     for attempt in range(1, ATTEMPTS + 1):
         try:
             async with session.post(url, json=body, headers=headers) as said:
-                if said.status in again and attempt < ATTEMPTS:
+                if said.status in again and attempt < ATTEMPTS and time.monotonic() + attempt < end:
                     await asyncio.sleep(attempt)
                     continue
                 text = await _bounded(said)

@@ -13,11 +13,10 @@ from threading import Lock
 from typing import Any, Generic, Protocol, TypeVar
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from whet.config.tree import stage_names
-from whet.inputs import check_regular
+from whet.data.parquet import count_rows
 from whet.track.overview import Lines, state_of, tokenizer_of
 from whet.track.timeline import Span, SpanReader
 from whet.track.written import list_steps, read_config, read_manifest, read_more, read_table
@@ -247,15 +246,6 @@ class Shown:
             return self.read_tokenizer()
         except WhetError:
             return None
-
-
-def count_rows(path: Path) -> int:
-    """Rollouts in a file, from its end alone."""
-    check_regular(path, DataError)
-    try:
-        return pq.read_metadata(path).num_rows
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
-        raise DataError(f"{path}: not a readable parquet file: {e}") from e
 
 
 def _config(path: Path) -> dict[str, Json]:
