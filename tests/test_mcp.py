@@ -46,7 +46,7 @@ server.run("stdio")
 
 BY_HAND = '''
 """A server of the protocol's lines: JSON-RPC, a message on each line. argv: a file that notes its starts, and modes."""
-import json, os, sys, time
+import json, os, subprocess, sys, time
 
 note, *modes = sys.argv[1:]
 with open(note, "a") as file:
@@ -88,6 +88,9 @@ for line in sys.stdin:
     elif method == "tools/call":
         name, given = asked["params"]["name"], asked["params"].get("arguments") or {}
         if name == "echo":
+            if "browser" in modes:
+                browser = subprocess.Popen(["sleep", "600"], start_new_session=True)
+                open(note + ".browser", "w").write(str(browser.pid))
             answer(number, result=text(given.get("text", ""), str(os.getpid())))
         elif name == "env":
             answer(number, result=text(",".join(sorted(os.environ)) + " " + os.environ.get("GIVEN", "")))
@@ -332,9 +335,10 @@ def test_without_the_package_it_is_said_what_is_missing(
 
 
 def test_a_host_plays_with_a_server_that_ends_with_it(
-    by_hand: Callable[..., McpServer], starts: Callable[[], list[int]]
+    by_hand: Callable[..., McpServer], starts: Callable[[], list[int]], tmp_path: Path
 ) -> None:
-    arguments = {"mcp": [{"command": list(by_hand().command), "tools": ["echo"]}]}
+    """And what the server has started in a session of its own, as a browser."""
+    arguments = {"mcp": [{"command": list(by_hand("browser").command), "tools": ["echo"]}]}
     told = tuple(tools.specs(arguments))
     hosts = EnvHosts(EnvironmentConfig(make="whet.envs.tool_env:tools", arguments=arguments))
     task = Task(uid=0, source="s", prompt=(Message("user", "q"),), tools=told)
@@ -353,6 +357,7 @@ def test_a_host_plays_with_a_server_that_ends_with_it(
         assert starts()[2:] == [int(pid)]  # listed here, listed in the host, played
         os.kill(hosts._lines.lines[0].process.pid, signal.SIGKILL)
         assert gone(int(pid))
+        assert gone(int((tmp_path / "starts.browser").read_text()))
     finally:
         hosts.close()
     assert json.dumps([spec.to_json() for spec in told])

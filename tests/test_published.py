@@ -484,7 +484,7 @@ def test_a_folder_in_memory_goes_with_its_process(tmp_path: Path, caplog: pytest
     caplog.set_level(logging.INFO)
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     memory.mkdir()
-    (memory / "whet-weights-of-a-killed-process").mkdir()
+    (memory / "whet-weights-abcd1234").mkdir(mode=0o700)
     living, other = (scratch(disk, size=1, memory=memory) for _ in range(2))
     assert sorted(memory.iterdir()) == sorted([living.path, other.path])
     for one in (living, other, other):

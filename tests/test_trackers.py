@@ -27,6 +27,7 @@ from whet.guard import leftover, watch
 from whet.guard.watch import Watch
 from whet.track import trackers
 from whet.track.record import RunDirectory
+from whet.track.sinks import Sinks
 from whet.track.trackers import Tracker, naming, open_trackers
 from whet.types import ConfigError
 
@@ -538,6 +539,11 @@ class Slow:
     def __init__(self, said: Callable[[], str]) -> None:
         self.said = said
 
+    def made(self, sinks: Sinks) -> Slow:
+        """Also asks a server that does not answer."""
+        self.wait_for("in wandb (track.trackers), as it is made\n")
+        return self
+
     def log(self, stage: str, step: int, *, metrics: Any, timings: Any) -> None:
         self.wait_for("in Slow (track.trackers), step 3\n")
 
@@ -551,9 +557,13 @@ class Slow:
             time.sleep(0.01)
 
 
-def test_a_tracker_that_hangs_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_hangs_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = Slow(lambda: caplog.text)
+    monkeypatch.setattr(trackers, "load_object", lambda at, what: slow.made)
     with Watch(quiet_s=0.1):
-        slow = Slow(lambda: caplog.text)
+        assert trackers._made("wandb", Sinks(config("wandb"), RunDirectory(tmp_path, ("main",)), None)) is slow
         with naming(slow, "main", 3):
             slow.log("main", 3, metrics={}, timings={})
         trackers.close(slow)

@@ -22,7 +22,7 @@ def _main() -> None:
     if handler is signal.default_int_handler:  # ignored (nohup): stay so
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from whet.cli import main as command
-    from whet.guard import leftover
+    from whet.guard import leftover, temporary
 
     signal.signal(signal.SIGINT, handler)
     hears = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -43,6 +43,7 @@ def _main() -> None:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         if hears:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        temporary.sweep_all()
         leftover.bound(status)  # of this process, which is nobody else's
 
 

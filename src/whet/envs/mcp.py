@@ -22,6 +22,7 @@ from whet.envs.env import EnvFault
 from whet.envs.schemas import check_schema
 from whet.envs.tools import Tool, ToolError
 from whet.guard.foreign import said, words
+from whet.guard.last import MARK
 from whet.types import ConfigError, Json, ToolSpec
 
 INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
@@ -288,7 +289,8 @@ class Stdio:
     async def __aenter__(self) -> Any:
         import anyio
 
-        env = {key: os.environ[key] for key in INHERITED if key in os.environ} | dict(self.server.env)
+        inherited = (*INHERITED, MARK)  # by which what it starts is found when this process is killed
+        env = {key: os.environ[key] for key in inherited if key in os.environ} | dict(self.server.env)
         pipe = asyncio.subprocess.PIPE
         try:
             self.process = await asyncio.create_subprocess_exec(

@@ -1,35 +1,46 @@
 """Temporary folders that go with their process.
 
 A process that is killed leaves its folder behind. A folder is locked for as long as the process that made it lives, or
-one forked from it, so the next process of the same user that makes one of its kind finds those of the dead and removes
-them.
+one forked from it, so others of the same user find those of the dead and remove them: the next process that makes one
+of its kind in its place, and each command of whet as it ends (`sweep_all`).
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
+import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Literal, get_args
 
+Kind = Literal[
+    "build", "engine", "export", "hub", "index", "processes", "ranks", "rehearsal", "replay", "rewards", "studio",
+    "tokenizer", "weights",
+]  # fmt: skip
+MEMORY = Path("/dev/shm")
+"""Files here are pages of memory."""
 _ATTEMPTS = 3
+_ENDS = "[a-z0-9_]{8}"
+"""What mkdtemp puts behind a prefix."""
 
 
-class OwnFolder:
-    """A new folder `whet-KIND-...` below `above`, or where temporary files are. OSError where none can be made. `with`
-    gives its path, and removes it at the end."""
+class HeldFolder:
+    """A new folder below `above` whose name has this prefix. OSError where none can be made. `with` gives its path, and
+    removes it at the end."""
 
-    def __init__(self, kind: str, above: Path | None = None) -> None:
-        prefix, above = f"whet-{kind}-", above or Path(tempfile.gettempdir())
-        sweep(prefix, above)
+    def __init__(self, prefix: str, above: Path) -> None:
+        sweep(re.escape(prefix), above)
         self.path, self._lock = _made(prefix, above)
 
     def close(self) -> None:
-        """Remove the folder. Safe to call twice."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove the folder, unless it has another name by now. Safe to call twice."""
+        if self.path.exists():
+            shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
@@ -41,6 +52,13 @@ class OwnFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         self.close()
+
+
+class OwnFolder(HeldFolder):
+    """`whet-KIND-...` below `above`, or where temporary files are."""
+
+    def __init__(self, kind: Kind, above: Path | None = None) -> None:
+        super().__init__(f"whet-{kind}-", above or Path(tempfile.gettempdir()))
 
 
 def _made(prefix: str, above: Path) -> tuple[Path, int]:
@@ -72,11 +90,26 @@ def _locked(path: Path) -> int:
     return handle
 
 
-def sweep(prefix: str, above: Path) -> None:
-    """Remove the folders of this kind that processes of this user have left behind when they were killed."""
-    for path in above.glob(f"{prefix}*"):
+def sweep(prefixes: str, above: Path) -> None:
+    """Remove the folders below `above` that processes of this user have left behind when they were killed. prefixes: a
+    regular expression. What a user has named alike is open to others, or has another ending."""
+    for path in named(prefixes, above):
         with suppress(OSError):  # another process has it, or has just removed it
-            if path.lstat().st_uid == os.getuid():
+            seen = path.lstat()
+            if seen.st_uid == os.getuid() and stat.S_IMODE(seen.st_mode) == stat.S_IRWXU:
                 lock = _locked(path)
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
+
+
+def named(prefixes: str, above: Path) -> list[Path]:
+    """What stands below `above` with such a prefix, and behind it what a temporary name ends with."""
+    wanted = re.compile(f"(?:{prefixes}){_ENDS}")
+    return [path for path in above.iterdir() if wanted.fullmatch(path.name)] if above.is_dir() else []
+
+
+def sweep_all() -> None:
+    """The same for all kinds, where temporary files are and in memory."""
+    for above in (Path(tempfile.gettempdir()), MEMORY):
+        with suppress(OSError):  # it cannot be listed
+            sweep(f"whet-(?:{'|'.join(get_args(Kind))})-", above)

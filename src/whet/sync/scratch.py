@@ -6,12 +6,9 @@ import logging
 import shutil
 from pathlib import Path
 
-from whet.guard.temporary import OwnFolder
+from whet.guard.temporary import MEMORY, OwnFolder
 
 log = logging.getLogger(__name__)
-
-MEMORY = Path("/dev/shm")
-"""Files here are pages of memory."""
 
 
 def scratch(disk: Path, *, size: int, memory: Path = MEMORY) -> OwnFolder:

@@ -1,6 +1,7 @@
 """Atomic files: written beside their final path, synced, renamed.
 
-A kill at any moment leaves at most a hidden `.NAME.new-*` or `.NAME.old-*` beside a file; `tidy` mends both.
+A kill at any moment leaves at most a hidden `.NAME.new-*` or `.NAME.old-*` beside a file; `tidy` mends both. Who writes
+a folder NAME anew removes those of its name before it, and what `NAME` was.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import ClassVar
 
 from safetensors import SafetensorError
 
+from whet.guard.temporary import HeldFolder, named
 from whet.types import CheckpointError, Json, WhetError
 
 _CAUSES = {
@@ -91,11 +93,11 @@ def atomic_folder(path: Path, *, durable: bool = True) -> Iterator[Path]:
     `durable`: every file is synced before the rename. On an error the new folder is removed and `path` is untouched.
     Raises CheckpointError for an OSError or SafetensorError, in the block too; others pass through.
     """
-    new: Path | None = None
+    held: HeldFolder | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f".{path.name}.new-", dir=path.parent))
-        new.chmod(0o755)
+        held = HeldFolder(f".{path.name}.new-", path.parent)
+        new = held.path
         yield new
         for folder, _, files in os.walk(new):
             for name in files:
@@ -104,15 +106,19 @@ def atomic_folder(path: Path, *, durable: bool = True) -> Iterator[Path]:
                     sync_path(Path(folder, name))
             if durable:
                 sync_path(Path(folder))
+        new.chmod(0o755)  # until here what a kill leaves is told by its mode, too
+        if durable:
+            sync_path(new)
         _take_place(new, path)
     except BaseException as e:
-        if new is not None:
-            shutil.rmtree(new, ignore_errors=True)
         if isinstance(e, SafetensorError):
             raise CheckpointError(str(file_error(_os_error(e), path))) from e
         if isinstance(e, OSError):
             raise CheckpointError(str(file_error(e, path))) from e
         raise
+    finally:
+        if held is not None:
+            held.close()
 
 
 def _os_error(error: SafetensorError) -> OSError:
@@ -133,8 +139,8 @@ def _take_place(new: Path, path: Path) -> None:
             os.rename(old, path)
         raise
     sync_path(path.parent)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
+    for left in named(re.escape(f".{path.name}.old-"), path.parent):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def tidy(folder: Path) -> None:

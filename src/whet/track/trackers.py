@@ -144,6 +144,7 @@ def _made(name: str, sinks: Sinks) -> Tracker:
     """A tracker by its name in `config.trackers`, or a class of the user's, with its arguments."""
     at = TRACKERS[name].at if name in TRACKERS else name
     given = sinks.cfg.track.arguments.get(name, {})
+    pulse.beat(f"{name} (track.trackers), as it is made")
     try:
         with owned(f"track.trackers {name}"):
             made = load_object(at, what="track.trackers")(sinks, **given)
