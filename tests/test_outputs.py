@@ -57,7 +57,9 @@ def test_where_no_file_can_be_put_it_is_said_before_the_work(tmp_path: Path) -> 
     for fine in (None, Path("-"), Path("/dev/null"), tmp_path / "file", tmp_path / "new/a.json"):
         notices.check_output(fine)
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "new"]
-    with pytest.raises(ConfigError, match=r"-o /proc/new: no folder can be written there \(.*\); give another one"):
+    with pytest.raises(
+        ConfigError, match=r"-o /proc/new: no folder can be written there \(.*\); give another one"
+    ):
         refuse_other_files("/proc/new")
 
 

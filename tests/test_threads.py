@@ -61,7 +61,9 @@ def test_a_limit_of_memory_that_no_run_fits_in_is_refused_before_torch_is_import
     monkeypatch.setattr(environment, "os", SimpleNamespace(environ={}))
     limits = {"may": 900_000 << 10}
     monkeypatch.setattr(environment.resource, "getrlimit", lambda kind: (limits["may"], -1))
-    with pytest.raises(ConfigError, match=r"may have 878 MiB of memory \(ulimit -v\).* takes 1280 MiB; raise the"):
+    with pytest.raises(
+        ConfigError, match=r"may have 878 MiB of memory \(ulimit -v\).* takes 1280 MiB; raise the"
+    ):
         environment.prepare(1, exact=True)
     for limits["may"] in (1280 << 20, environment.resource.RLIM_INFINITY):
         environment.prepare(1, exact=True)

@@ -563,7 +563,8 @@ def test_a_tracker_that_hangs_is_named(
     slow = Slow(lambda: caplog.text)
     monkeypatch.setattr(trackers, "load_object", lambda at, what: slow.made)
     with Watch(quiet_s=0.1):
-        assert trackers._made("wandb", Sinks(config("wandb"), RunDirectory(tmp_path, ("main",)), None)) is slow
+        sinks = Sinks(config("wandb"), RunDirectory(tmp_path, ("main",)), None)
+        assert trackers._made("wandb", sinks) is slow
         with naming(slow, "main", 3):
             slow.log("main", 3, metrics={}, timings={})
         trackers.close(slow)

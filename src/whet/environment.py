@@ -84,7 +84,7 @@ def one_thread() -> None:
     os.environ.update(pools(1))
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
-        torch.set_num_threads = _kept
+        torch.set_num_threads = _kept  # type: ignore[attr-defined]
 
 
 def _kept(threads: int) -> None:

@@ -73,8 +73,8 @@ _WRITTEN = (".json", ".safetensors", ".jinja", ".model", ".txt")
 
 
 def refuse_other_files(to: str) -> None:
-    """ConfigError if a folder or URL holds files that are not an earlier export's: an export replaces all of them; or if
-    no folder can be made there."""
+    """ConfigError if a folder or URL holds files that are not an earlier export's: an export replaces all of them.
+    Also if no folder can be made there."""
     if to.startswith("hf://"):
         return  # a commit adds files, and removes none
     if is_remote(to):
@@ -87,7 +87,9 @@ def refuse_other_files(to: str) -> None:
         try:
             check_place(folder)
         except OSError as e:
-            raise ConfigError(f"-o {to}: no folder can be written there ({e.strerror}); give another one") from e
+            raise ConfigError(
+                f"-o {to}: no folder can be written there ({e.strerror}); give another one"
+            ) from e
         inside = folder.iterdir() if folder.exists() else ()  # not what is below: an export has no folders
         names = sorted(f"{p.name}/" if p.is_dir() else p.name for p in inside)
     others = [name for name in names if "/" in name or not name.endswith(_WRITTEN)]

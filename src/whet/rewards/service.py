@@ -33,9 +33,8 @@ async def post(
     within_s: float = math.inf,
 ) -> Json:
     """The answer; None for one of more than MOST_ANSWER bytes. what: the service, in errors. again: the statuses after
-    which it is asked again, by default a gateway's time-out, as long as the pause before it is over in `within_s`, which
-    the caller bounds. ConnectionError where the service does not answer, or with
-    an error."""
+    which it is asked again, by default a gateway's time-out. within_s: the limit that the caller sets; where it would
+    end before the next attempt, there is none. ConnectionError where the service does not answer, or with an error."""
     headers = {"Accept": "application/json", **(headers or {})}
     end = time.monotonic() + within_s
     for attempt in range(1, ATTEMPTS + 1):
