@@ -437,6 +437,17 @@ def test_a_stopped_nursery_is_noticed_and_replaced():
         assert [r.parts["score"] for r in ask(jail, nap, nap)] == [0.0, 1.0]
 
 
+def test_a_stopped_keeper_that_is_needed_is_told_as_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whet.guard.jail._CONNECT_S", 0.5)
+    with make(nap, patience_s=2.0) as jail:
+        for pid in (jail._keeper, nursery_of(jail)):
+            os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(
+            WhetError, match=r"guard the rewards are stopped \(SIGSTOP\).*same command resumes"
+        ):
+            ask(jail, nap)
+
+
 @pytest.mark.parametrize("both", [False, True])
 def test_nobody_outlives_a_killed_run_though_the_keeper_was_stopped(both):
     ours, theirs = multiprocessing.Pipe()

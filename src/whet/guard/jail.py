@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Literal, cast, get_args
 
 from whet.guard import confine, foreign, frames, nursery, pulse
-from whet.guard.processes import GO_ON
+from whet.guard.processes import GO_ON, state
 from whet.guard.worker import MAX_ANSWER
 from whet.secrets import redact
 from whet.types import ConfigError, WhetError
@@ -46,6 +46,7 @@ _CLOSE_S = 5.0
 _MAX_DEATHS = 5
 _TRIES_ALONE = 3
 _NO_NURSERY = f"the processes that guard the rewards ended; {GO_ON}"
+_STOPPED = "the processes that guard the rewards are stopped (SIGSTOP); the same command resumes the run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +310,8 @@ class Jail:
                     channel.close()
                     channel = newer
         except (OSError, EOFError) as error:
-            raise WhetError(_NO_NURSERY) from error
+            stopped = state(self._keeper) == "T"
+            raise WhetError(_STOPPED if stopped else _NO_NURSERY) from error
         channel.setblocking(False)
         return channel
 
