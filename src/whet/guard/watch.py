@@ -42,13 +42,14 @@ async def wait(
     value that changes while work is done; every change restarts the timeout. limit: the keys that set the timeout, with
     their values, for the error.
     """
-    start, last = time.monotonic(), progress()
+    clock = asyncio.get_running_loop().time
+    start, last = clock(), progress()
     work = asyncio.ensure_future(awaitable)
     try:
         while not work.done():
             if (now := progress()) != last:
-                start, last = time.monotonic(), now
-            left_s = start + timeout_s - time.monotonic()
+                start, last = clock(), now
+            left_s = start + timeout_s - clock()
             if left_s <= 0:
                 made_of = f" {limit} set{'' if ',' in limit else 's'} this limit." if limit else ""
                 raise WhetError(
@@ -56,7 +57,7 @@ async def wait(
                 )
             await asyncio.wait({work}, timeout=min(report_s, left_s))
             if not work.done():
-                waited_s = time.monotonic() - start
+                waited_s = clock() - start
                 log.warning("waiting for %s by %s since %.1f s\n%s", what, owner, waited_s, stacks.everyone())
     finally:
         if not work.done():

@@ -208,6 +208,8 @@ def profile(v: Values) -> Native:
     asynchronous trainer, or those that hold the optimizer steps which the actor's or the reference's profiler would
     record."""
     each, folders = steps_of_a_version(v), dict[str, Json]()
+    if wrong := [one for one in v["global_profiler.steps"] or [] if type(one) is not int]:
+        raise ConfigError(f"global_profiler.steps: got {shown(wrong[0])}, expected numbers of steps, from 1")
     steps = {(one - 1) * each + n for one in v["global_profiler.steps"] or [] for n in range(1, each + 1)}
     tool = v["global_profiler.tool"]
     if steps and tool in TOOLS:

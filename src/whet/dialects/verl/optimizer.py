@@ -146,12 +146,14 @@ def _moments(v: Values, at: str, native: str, engine: str) -> Native:
     that Automodel may have."""
     keys = (f"{at}.exp_avg_dtype", f"{at}.exp_avg_sq_dtype")
     one, other = ("fp32" if v.get(key) is None else v[key] for key in keys)
-    reads = {"megatron": f"{at}.use_precision_aware_optimizer", "automodel": keys[0]}.get(engine)
-    if reads is None or not v.get(reads, one):
+    aware = engine == "megatron" and v.get(f"{at}.use_precision_aware_optimizer")
+    plain = all(MOMENTS.get(dtype, dtype) is None for dtype in (one, other))
+    if plain or not (aware or engine == "automodel"):
         return NOTHING
-    if engine == "automodel" and {v[key] for key in keys} != {None} and v[f"{at}.optimizer"] != "FusedAdam":
+    if engine == "automodel" and v[f"{at}.optimizer"] != "FusedAdam":
         raise ConfigError(
-            f"{keys[0]}={shown(v[keys[0]])}: Automodel's {v[f'{at}.optimizer']} has no such option"
+            f"{keys[0]}={shown(v[keys[0]])}, {keys[1]}={shown(v[keys[1]])}: Automodel's {v[f'{at}.optimizer']} has no "
+            "such option; its FusedAdam has"
         )
     if one not in MOMENTS or MOMENTS.get(one) != MOMENTS.get(other):
         raise NotSupportedYet(
