@@ -35,8 +35,7 @@ def home() -> Path:
 
 def find(command: str | None = None, engine: str = "vllm") -> Installed | None:
     """The engine that a run starts: the given executable, else that of `home`, else that of PATH."""
-    own = home() / engine / "bin" / engine
-    if command is None and own.is_file():
+    if command is None and (own := home() / engine / "bin" / engine).is_file():
         return Installed(engine, own, version_beside(own, engine))
     if (where := shutil.which(command or engine)) is None:
         return None
