@@ -90,6 +90,12 @@ def test_command(tmp_path: Path) -> None:
         found(str(tmp_path / "missing"))
 
 
+def test_a_given_command_needs_no_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whet.rollout.http.installed.home", lambda: pytest.fail("it was asked for"))
+    (path := tmp_path / "vllm").touch(0o755)
+    assert found(str(path)).command == path
+
+
 def test_options_and_what_whet_sets(tmp_path: Path) -> None:
     command = Opener(inputs(tmp_path, options={"max-num-seqs": 3, "enforce-eager": True})).command(
         "vllm", 4711
