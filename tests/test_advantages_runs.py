@@ -257,6 +257,8 @@ BASE: dict[str, Any] = {
         (["groups.uniform.by=[acc]"], "has no effect: algorithm.dynamic_sampling is false"),
         (["groups.uniform.above=0.0"], "has no effect: algorithm.dynamic_sampling is false"),
         (["groups.uniform.ddof=0"], "has no effect: algorithm.groups.uniform.min_std is not given"),
+        (["resample=poww"], r"known: pow, max_min, max_random, balance\Z"),
+        (["groups.uniform=a.b:c"], r"'a.b:c' is not known; known: rewards\Z"),
         (["resample={name: max_min, power: 3.0}"], "has no effect: resample=max_min does not read it"),
         (
             ["advantage.normalize_std=false", "advantage.std_floor=0.1"],

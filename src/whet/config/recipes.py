@@ -280,9 +280,10 @@ def settings_problems(cfg: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) of the names of parts and of their settings."""
     for part, made in _parts(cfg, RECIPES[cfg.name]).items():
         table = FUNCTIONS[f"algorithm.{part}"]
-        if made.is_own and part in OURS_ALONE:
+        if part in OURS_ALONE and made.name and made.name not in table:
             yield f"algorithm.{part}", not_known(made.name, table)
-        yield from setting_problems(f"algorithm.{part}", made, table)
+        else:
+            yield from setting_problems(f"algorithm.{part}", made, table)
 
 
 def _term_needs(cfg: AlgorithmConfig, settings: Mapping[str, Chosen]) -> frozenset[Need]:
