@@ -15,6 +15,7 @@ import pytest
 
 import whet
 import whet.models.exports
+from tiny import RUN
 from whet.arguments import WHOLE, expect
 from whet.track.files import RunLock
 from whet.training.torch import TorchEngine
@@ -22,15 +23,7 @@ from whet.types import ConfigError, Task, WhetError
 
 ROOT = Path(__file__).parents[1]
 SECTIONS: dict[str, Any] = {
-    "model": {
-        "scratch": {
-            "hidden_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "max_position_embeddings": 32,
-        }
-    },
+    "model": RUN["model"],
     "tokenizer": {"build": "chars"},
     "data": {"max_prompt_tokens": 8, "train": [{"path": str(ROOT / "tests/data/words.jsonl")}]},
     "rollout": {"group_size": 2, "sampling": {"max_tokens": 4}},

@@ -1269,9 +1269,14 @@ def strip(tree: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Hugging Face model with a tokenizer of letters and a plain chat template."""
     path = tmp_path_factory.mktemp("trinity") / "model"
-    tokenizer = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=["abcde>"])
+    export_tiny(path, "abcde>")
+    return path
+
+
+def export_tiny(path: Path, characters: str) -> None:
+    """A tiny Hugging Face model with a tokenizer of these characters and a plain chat template."""
+    tokenizer = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=[characters])
     tokenizer.chat_template = PLAIN_CHAT
     sizes = {
         "hidden_size": 32,
@@ -1290,7 +1295,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dtype=torch.float32,
     )
     export(model, tokenizer, path)
-    return path
 
 
 def metrics(run_dir: Path) -> list[dict[str, Json]]:

@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 import whet
-from test_trinity import PLAIN_CHAT, grpo, metrics, translated, tree_of
-from whet.config.schema import Config, ModelConfig, TokenizerConfig
-from whet.data.tokenizer import load_tokenizer
+from test_trinity import export_tiny, grpo, metrics, translated, tree_of
+from whet.config.schema import Config
 from whet.dialects.row import NotSupportedYet
 from whet.dialects.trinity import algorithm
 from whet.dialects.trinity.values import INPUT, TASKSET, TASKSETS
-from whet.models.load import build, export
 from whet.types import ConfigError, Json
 
 OPERATORS = "data_processor.experience_pipeline.operators"
@@ -128,24 +125,7 @@ def test_a_file_trains_on_groups_with_right_and_wrong_replies(
 ) -> None:
     """The penalty of long replies makes the rewards of many other groups differ, too."""
     monkeypatch.chdir(tmp_path)
-    tokenizer = load_tokenizer(TokenizerConfig(build="chars"), model_path=None, texts=["01>"])
-    tokenizer.chat_template = PLAIN_CHAT
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    model = build(
-        ModelConfig(scratch=sizes),
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        seed=0,
-        device="cpu",
-        dtype=torch.float32,
-    )
-    export(model, tokenizer, tmp_path / "model")
+    export_tiny(tmp_path / "model", "01>")
     Path("file.yaml").write_text(FILE.replace("FOLDER", str(tmp_path / "model")))
     tasks = [{"prompt": f"{a}{b}", "response": f"{a or 1}"} for a, b in product((0, 1), (0, 1))]
     Path("sums.jsonl").write_text("\n".join(map(json.dumps, tasks)))

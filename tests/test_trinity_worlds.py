@@ -24,6 +24,7 @@ from whet.dialects.trinity.worlds import WORLDS
 from whet.envs import frozen_lake, sudoku, text_worlds
 from whet.envs.env import EnvFault, EnvStep
 from whet.envs.frozen_lake import FrozenLake, checked, drawn, move_of
+from whet.envs.text_worlds import elements_of
 from whet.rewards.trinity import toolcall_reward
 from whet.types import ConfigError, DataError, Json, Message, Task
 
@@ -308,6 +309,15 @@ ELEMENTS = ["experience", "think", "action"]
 
 def raft(action: str) -> str:
     return f"<experience>e</experience> so <think>t</think><action> {action} </action>"
+
+
+def test_elements_of_a_reply() -> None:
+    assert elements_of("x<a> 1 </a>y<b>2</b><a>3</a>", ["a", "b"]) == ["1", "2"]
+    assert elements_of("<b>2</b><a>1</a>", ["a", "b"]) == ["", ""]
+    assert elements_of("<a>1<b>2</b>", ["a", "b"]) == ["", ""]
+    assert elements_of("<a>1</a><a>2</a><b>3</b>", ["a", "b"]) == ["1", "3"]
+    # A pattern of three pairs does not come to an end with this in any useful time: there is no <c>.
+    assert elements_of("<a></a><b></b>" * 3000, ["a", "b", "c"]) == ["", "", ""]
 
 
 @pytest.mark.parametrize(

@@ -96,10 +96,16 @@ class TextWorld:
 
 
 def elements_of(text: str, names: Sequence[str]) -> list[str]:
-    """What stands in each element of a reply; '' for all of them where one is missing or out of order."""
-    parts = (f"<{name}>(.*?)</{name}>" for name in map(re.escape, names))
-    found = re.search(".*?".join(parts), text, re.DOTALL)
-    return [each.strip() for each in found.groups()] if found else [""] * len(names)
+    """What stands in each element of a reply; '' for all of them where one is missing or out of order. One pass: a
+    pattern of so many parts would try all combinations of tags that a reply repeats."""
+    found: list[str] = []
+    for name in names:
+        _, begins, text = text.partition(f"<{name}>")
+        inside, ends, text = text.partition(f"</{name}>")
+        if not (begins and ends):
+            return [""] * len(names)
+        found.append(inside.strip())
+    return found
 
 
 def action_of(text: str) -> str:

@@ -42,10 +42,13 @@ class Replica:
     """Requests in flight, each with the future that its caller waits for; None there: ask again elsewhere."""
     seen: tuple[int, int] = (-1, -1)
     """Requests and tokens of its health when it was last asked."""
-    since: float = field(default_factory=lambda: time.monotonic())
+    since: float = field(init=False)
     """When these were new, or when its work began."""
     changed: Callable[[Replica], object] = lambda replica: None
     """Called when its load has changed."""
+
+    def __post_init__(self) -> None:
+        self.rest()
 
     @property
     def load(self) -> int:
