@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -67,6 +67,8 @@ class Explorer:
     """Of the engine, where tasks are sampled one by one."""
     choose: Choose | None = None
     """The groups of a step that are trained on, and the others, where more are sampled."""
+    keeping: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Around the sampling of a step that is trained at once: `NativeEngine.keeping`, where the update reuses it."""
     checks_failures: bool = True
     """Too many unscored rollouts end the run here; not where the trainer of another process sorts them out."""
     in_flight: InFlight = field(init=False)
@@ -85,7 +87,8 @@ class Explorer:
         """The groups of the step after `step` steps, for a policy at `version`; from here on later steps are sampled
         beside, as far as the mode allows."""
         self._follow(version)
-        ahead = await SCHEDULES[self.context.plan.mode](self, step, version)
+        with self.keeping():
+            ahead = await SCHEDULES[self.context.plan.mode](self, step, version)
         groups = await self.wait_for_groups(self.buffer.take(version), "a step's worth of rollouts")
         if self.choose is not None:
             groups, others = self.choose(groups)

@@ -19,6 +19,7 @@ from whet.config.checks_sync import has_adapters
 from whet.config.engines import ENGINES
 from whet.config.learns import is_stack
 from whet.config.load import Loaded
+from whet.config.memory_estimate import reused_tokens
 from whet.config.plan import Plan, dtype_on
 from whet.config.resuming import RESUME
 from whet.config.schema import Config, LoraConfig, ModelConfig
@@ -32,6 +33,7 @@ from whet.envs.opened import Environments
 from whet.guard.line import OpenLines
 from whet.guard.watch import Watch
 from whet.models import kernels
+from whet.models.activations import Activations
 from whet.models.forward import decoder
 from whet.models.load import build as build_model
 from whet.models.load import end_tokens
@@ -391,6 +393,7 @@ def open_engine(
             home=trainers(cfg).absolute(),
             asked=cfg.mode != "train" or any(p.judges for p in plans),
             experts=any(p.cfg.train.router_replay == "sampled" for p in sampling),
+            kept=activations_of(sampling),
         )
     )
     if lacks := missing(engine):
@@ -399,6 +402,14 @@ def open_engine(
             "whet.rollout.engine.RolloutEngine"
         )
     return cast(RolloutEngine, engine)
+
+
+def activations_of(plans: Sequence[Plan]) -> Activations | None:
+    """Room for what sampling leaves to the updates of these stages; None: for nothing."""
+    rows, shape = max(map(reused_tokens, plans)), plans[0].shape
+    if not rows or shape is None:
+        return None
+    return Activations(shape.layer_outputs, layers=shape.layers, rows=rows)
 
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:

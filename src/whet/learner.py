@@ -46,6 +46,7 @@ from whet.trained_models import (
 from whet.training.engine import FullKl, TrainEngine, Want
 from whet.training.passes import minibatch, passes, untaught
 from whet.training.ranks import RankGroup, Ranks
+from whet.training.reuse import Reuse
 from whet.training.throughput import Meter, meter_of
 from whet.training.torch import MICRO_BATCH, TorchEngine
 from whet.training.unreduced import evaluated
@@ -132,6 +133,8 @@ class Learner:
     entropy: EntropyBonus = field(default_factory=lambda: EntropyBonus(0.0))
     value_scale: Scale = field(default_factory=Scale)
     """Units in which the critic predicts returns; one scale for a whole step."""
+    reuse: Reuse | None = None
+    """What the policy's updates take from sampling; None: nothing."""
     critic_updates: list[Metrics] = field(default_factory=list)
     """Of the current step, where the critic learns before the policy's advantages are known."""
     terms: list[LossTerms] | None = None
@@ -391,12 +394,19 @@ class Learner:
 
     def check_mismatch(self, step: int, numbers: Metrics) -> None:
         """Compare the log-probs of engine and trainer. With log-prob parity there is no difference."""
-        share = numbers.get("train/mismatch_frac", 0.0)
-        if self.exact and self.sampled.same_policy and not self.policy.drops and share > 0:
-            message = (
-                f"step {step + 1}: {share:.2%} of the sampled log-probs differ from the trainer's, by at most "
-                f"{numbers['train/mismatch_max_nats']:.2e} nats, although the self-test reported 'exact'"
+        share, reuse = numbers.get("train/mismatch_frac", 0.0), self.reuse
+        if not self.exact or not self.sampled.same_policy or self.policy.drops:
+            return
+        what = None
+        if reuse is not None and reuse.differs is not None:
+            what = f"the activations of a rollout differ from the trainer's, by at most {reuse.differs:.2e}"
+        elif share > 0:
+            what = (
+                f"{share:.2%} of the sampled log-probs differ from the trainer's, by at most "
+                f"{numbers['train/mismatch_max_nats']:.2e} nats"
             )
+        if what is not None:
+            message = f"step {step + 1}: {what}, although the self-test reported 'exact'"
             if self.context.cfg.machine.logprob_parity == "on":
                 raise WhetError(f"{message}; machine.logprob_parity=on does not allow this: use auto")
             log.warning("%s; the run continues as 'close'", message)

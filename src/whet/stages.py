@@ -9,7 +9,7 @@ from pathlib import Path
 from whet.algos.recipes import build as build_algorithm
 from whet.config.evaluation import evaluates
 from whet.config.groups import experts_per_step, sampled_tasks
-from whet.config.memory_estimate import out_of_memory
+from whet.config.memory_estimate import out_of_memory, reused_tokens
 from whet.config.plan import plan as make_plan
 from whet.config.recipes import resolve
 from whet.config.resuming import fingerprint
@@ -17,19 +17,22 @@ from whet.config.simulated import simulated
 from whet.context import Context
 from whet.data.tasks import TaskStream, eval_tasks, learned_turns
 from whet.evaluation import check_sources
-from whet.explorer import open_explorer
+from whet.explorer import Explorer, open_explorer
 from whet.guard.printed import CONSOLE
-from whet.job import Job
+from whet.job import Job, Models
 from whet.learner import Learner, Sampled, open_learner
 from whet.loop import steps
 from whet.placement import open_ranks
 from whet.recorder import open_recorder
 from whet.rollout.episode import sampling_by_source
+from whet.rollout.native.engine import NativeEngine
 from whet.simulated_learner import open_simulated
 from whet.stage import Stage
 from whet.track.monitor import Monitor
 from whet.track.timeline import OPEN_STAGE, START_UP, STEPS
 from whet.training.profile import Profiler
+from whet.training.reuse import Reuse
+from whet.training.torch import TorchEngine
 from whet.types import ConfigError, Json, Task, WhetError
 from whet.weights import Weights, open_weights
 
@@ -224,12 +227,23 @@ def open_stage(job: Job, index: int, before: StageEnd) -> tuple[Stage, Profiler]
             context, models, ranks=ranks, held_out=begun.held_out, exact=exact, reused=reused
         )
     learner.policy.version = before.version
+    share_activations(context, models, explorer, learner)
     weights = open_weights(context, models, learner.policy, records.directory.path, ranks=ranks)
     models.place.clear()
     learner.sampled = how_sampled(context, weights, replays=replay is not None)
     return Stage(
         context, explorer, learner, weights, open_recorder(context, job, learner, begun.held_out)
     ), profiler
+
+
+def share_activations(context: Context, models: Models, explorer: Explorer, learner: Learner) -> None:
+    """Where sampling and training are one computation, the update begins with what sampling has computed."""
+    engine, policy = models.engine, learner.policy
+    if not (learner.exact and reused_tokens(context.plan)) or not isinstance(policy, TorchEngine):
+        return
+    if isinstance(engine, NativeEngine) and engine.kept is not None and engine.module is policy.module:
+        explorer.keeping = engine.keeping
+        policy.reuse = learner.reuse = Reuse(engine.kept, policy.decoder, policy.ops)
 
 
 def how_sampled(context: Context, weights: Weights, *, replays: bool) -> Sampled:

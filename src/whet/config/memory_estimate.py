@@ -20,7 +20,7 @@ from whet.config.rank_share import HostedModel, part
 from whet.config.rank_share import rank_phases as spread_phases
 from whet.config.resuming import class_of
 from whet.config.schema import TrainConfig
-from whet.config.sizes import DTYPE_BYTES, in_words, micro_batch_tokens
+from whet.config.sizes import DTYPE_BYTES, PAGE_TOKENS, Shape, in_words, micro_batch_tokens
 from whet.types import ConfigError
 
 MAKER = "the process that makes models"
@@ -56,6 +56,52 @@ def places(plan: Plan) -> list[ProcessMemory]:
 
 def phases(plan: Plan) -> list[Phase]:
     """The phases of a step in the main process; [] where the size of the model is not known."""
+    found, kept = _without_reuse(plan), reused_tokens(plan)
+    if not kept or plan.shape is None:
+        return found
+    held = {"activations of sampling": kept * reused_bytes(plan.shape)}
+    return [replace(phase, parts={**phase.parts, **held}) for phase in found]
+
+
+REUSED = ("gemma", "llama", "mistral", "qwen2", "qwen3")
+"""Families of dense models whose layers over the cache are one call of C."""
+
+
+def reused_bytes(shape: Shape) -> int:
+    """Of one token, all layers: see `whet.models.activations`."""
+    return 4 * shape.layers * sum(shape.layer_outputs)
+
+
+def reused_tokens(plan: Plan) -> int:
+    """How many tokens' activations sampling keeps for the update at most: all of a step, or what half of the memory
+    takes that is left beside the largest phase. 0: sampling and training are not one computation on this CPU, or
+    train.gradient_checkpointing is to save the memory."""
+    cfg, train, shape = plan.cfg, plan.train, plan.shape
+    alike = (
+        plan.mode == "synchronous"
+        and plan.algorithm.kind == "online"
+        and (cfg.mode, cfg.rollout.engine, train.engine) == ("both", "native", "torch")
+        and (plan.device, plan.dtype, plan.compiled) == ("cpu", "float32", True)
+        and not (plan.samples_apart or plan.quantized or cfg.rollout.replicas or cfg.model.lora)
+        and not (train.compile or train.precision.compute or train.precision.float8)
+        and world(train.parallel) == 1
+    )
+    if (
+        not alike
+        or train.gradient_checkpointing
+        or shape is None
+        or shape.experts
+        or shape.family not in REUSED
+    ):
+        return 0
+    lengths, found = _lengths(plan), _without_reuse(plan)
+    step = plan.sampled_tasks_per_step * (lengths.prompt + plan.group_size * (lengths.reply + PAGE_TOKENS))
+    taken = memory.largest(found).total if found else limit(plan) // 2
+    return min(step, max(0, limit(plan) - taken) // 2 // reused_bytes(shape))
+
+
+def _without_reuse(plan: Plan) -> list[Phase]:
+    """`phases` of a run that computes everything itself."""
     if plan.shape is None or plan.learns is None or not plan.shape.vocab_size:
         return []
     if not trains(plan.cfg):

@@ -71,6 +71,13 @@ class Shape:
         """KV cache of so many rows of so many tokens, in whole pages. dtype: of the cache."""
         return rows * -(-tokens // PAGE_TOKENS) * self.page_bytes(dtype)
 
+    @property
+    def layer_outputs(self) -> tuple[int, ...]:
+        """Numbers that the products, the attention and the log-sum-exps of a dense layer give for a token: see
+        `whet.models.activations.Kind`."""
+        own, shared = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return own, shared, shared, own, self.heads, self.hidden, self.ffn, self.ffn, self.hidden
+
     def page_bytes(self, dtype: str) -> int:
         """One page of the KV cache, all layers."""
         return PAGE_TOKENS * 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]

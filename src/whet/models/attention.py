@@ -10,6 +10,7 @@ Shape letters: N packed tokens, B rows of the cache, H query heads, K key/value 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Unpack
 
@@ -17,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from whet.models.activations import Kind, Known
+from whet.models.compiled import attend_and_lse
 from whet.models.compiled_layers import CachedTokens
 from whet.models.kernels import Ops
 from whet.models.segments import Bounds, Segments
@@ -115,10 +118,19 @@ class PackedAttention:
 
     segments: Segments
     ops: Ops
+    known: Known | None = None
+    """Asked for what has been computed of these tokens."""
 
     def __call__(
         self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Weighing]
     ) -> Tensor:
+        if self.known is not None:
+            seen, lse = (self.known.given(layer, kind) for kind in (Kind.SEEN, Kind.LSE))
+            known = None if seen is None or lse is None else (seen().view_as(q_NHD), lse())
+            out_NHD, lse_NH = attend_and_lse(q_NHD, k_NKD, v_NKD, self.segments, known=known, **how)
+            self.known.note(layer, Kind.SEEN, out_NHD)
+            self.known.note(layer, Kind.LSE, lse_NH)
+            return out_NHD
         return self.ops.attend_packed(q_NHD, k_NKD, v_NKD, self.segments, **how)
 
 
@@ -161,6 +173,10 @@ class CachedAttention:
             row_N = torch.arange(len(queries_B)).repeat_interleave(queries_B)
             self.position_N = torch.arange(len(row_N)) + (self.keys_B - queries_B.cumsum(0))[row_N]
             page_N = self.table_BP[row_N, self.position_N // PAGE]
+        self.kept: Sequence[Tensor] | None = None
+        """Where the activations of the tokens are to be written, see `Activations.at`."""
+        self.written = False
+        """They have been."""
         device = cache.k.device
         self.page_N = page_N.to(device, torch.int64)
         self.slot_N = (self.position_N % PAGE).to(device)
@@ -174,7 +190,7 @@ class CachedAttention:
     def tokens(self) -> CachedTokens:
         """The new tokens, for whole layers."""
         place = (self.table_BP, self.keys_B, self.queries_B, self.page_N, self.slot_N)
-        return CachedTokens(self.cache.k, self.cache.v, *place)
+        return CachedTokens(self.cache.k, self.cache.v, *place, self.kept)
 
     def __call__(
         self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Weighing]

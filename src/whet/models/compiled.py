@@ -69,6 +69,7 @@ class _Cached(ctypes.Structure):
         *((name, c_float) for name in ("scale", "cap")),
         *((name, c_void_p) for name in ("sinks", "table", "keys", "queries")),
         *((name, c_int64) for name in ("rows", "table_n", "threads")),
+        ("lse", c_void_p),
     ]
 
 
@@ -408,8 +409,16 @@ class _AttendPacked(Function):
 
     @staticmethod
     def compute(
-        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, segments: Segments, shape: _Shape
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        segments: Segments,
+        shape: _Shape,
+        known: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
+        if known is not None:
+            return known
         given, q, k, v = q, _dense_rows(q), _dense_rows(k), _dense_rows(v)
         sinks = None if sinks is None else _dense(sinks)
         out, lse = room(*q.shape), room(*q.shape[:2])
@@ -419,9 +428,16 @@ class _AttendPacked(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, segments: Segments, shape: _Shape
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        segments: Segments,
+        shape: _Shape,
+        known: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _AttendPacked.compute(q, k, v, sinks, segments, shape)
+        out, lse = _AttendPacked.compute(q, k, v, sinks, segments, shape, known)
         ctx.segments, ctx.shape = segments, shape
         ctx.save_for_backward(q, k, v, out, lse, *(() if sinks is None else (sinks,)))
         ctx.mark_non_differentiable(lse)
@@ -446,7 +462,7 @@ class _AttendPacked(Function):
             pointers = (_ptr(sinks), ctypes.byref(grads), _ptr(dsinks))
             _lib().whet_sinks_backward(*pointers, *q.shape, torch.get_num_threads())
             dsinks = _as(sunk[0], dsinks)
-        return *(_as(given, t) for t in (dq, dk, dv)), dsinks, None, None
+        return *(_as(given, t) for t in (dq, dk, dv)), dsinks, None, None, None
 
 
 def attend_packed(
@@ -462,7 +478,25 @@ def attend_packed(
             "a multiple of k's heads in q"
         )
     _check_sinks(how["sinks"], q_NHD)
-    return call(_AttendPacked, q_NHD, k_NKD, v_NKD, how["sinks"], segments, _Shape.of(how))[0]
+    return call(_AttendPacked, q_NHD, k_NKD, v_NKD, how["sinks"], segments, _Shape.of(how), None)[0]
+
+
+def attend_and_lse(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    segments: Segments,
+    *,
+    known: tuple[Tensor, Tensor] | None,
+    **how: Unpack[Weighing],
+) -> tuple[Tensor, Tensor]:
+    """`attend_packed` in float32, with the log-sum-exps of the scores [N, H], and with its backward pass. known: both,
+    where they have been computed before."""
+    shape = _Shape.of(how)
+    found: tuple[Tensor, Tensor] = call(
+        _AttendPacked, q_NHD, k_NKD, v_NKD, how["sinks"], segments, shape, known
+    )
+    return found
 
 
 def _check_sinks(sinks_H: Tensor | None, q_NHD: Tensor) -> None:

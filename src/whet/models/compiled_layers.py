@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from whet.models.activations import Kind
 from whet.models.compiled import _MAX_HEAD, _Cached, _lib, _memory
 from whet.models.products import multiplies
 from whet.models.torch_ops import ACTS, Act
@@ -64,6 +65,8 @@ class CachedTokens(NamedTuple):
     queries_B: Tensor | None
     page_N: Tensor
     slot_N: Tensor
+    kept: Sequence[Tensor] | None = None
+    """[layers, N, W] of each `activations.Kind`, to be written; None: they are not kept."""
 
 
 class _Layers(ctypes.Structure):
@@ -74,6 +77,7 @@ class _Layers(ctypes.Structure):
         *((name, c_void_p) for name in ("h", "cos", "sin", "page", "slot")),
         *((name, c_int64) for name in ("N", "D", "F")),
         *(("eps", c_float), ("offset", c_float), ("act", c_int64)),
+        *(("kept", c_void_p * len(Kind)), ("kept_layer", c_int64 * len(Kind))),
     ]
 
 
@@ -103,19 +107,34 @@ def cached_layers(
     layer = (c_int64 * (len(rows) * len(rows[0])))(*chain(*rows))
     first, threads = layers[0], torch.get_num_threads()
     heads, kv_heads = len(first.q) // size, len(first.k) // size
-    k, v, table, keys, queries, page, slot = tokens
+    k, v, table, keys, queries, page, slot, kept = tokens
     cached = _Cached(
         *(0, k.data_ptr(), v.data_ptr()),
         *(heads * size, size, heads, kv_heads, size, 0, numbers.scale, 0.0),
         *(0, table.data_ptr(), keys.data_ptr(), 0 if queries is None else queries.data_ptr()),
-        *(*table.shape, threads),
+        *(*table.shape, threads, 0),
     )
+    places, steps = (c_void_p * len(Kind))(), (c_int64 * len(Kind))()
+    if kept is not None:
+        _check_kept(kept, layers, (*h_ND.shape, heads))
+        places[:] = [x.data_ptr() for x in kept]
+        steps[:] = [x.stride(0) for x in kept]
     what = _Layers(
         *(cached, ctypes.addressof(layer), len(rows), k.stride(0)),
         *(t.data_ptr() for t in (h_ND, cos_ND, sin_ND, page, slot)),
         *(*h_ND.shape, len(first.gate)),
-        *(numbers.eps, numbers.offset, ACTS[numbers.act]),
+        *(numbers.eps, numbers.offset, ACTS[numbers.act], places, steps),
     )
     delta_ND, sum_ND = torch.empty_like(h_ND), torch.empty_like(h_ND)
     _memory(_lib().whet_cached_layers(ctypes.byref(what), delta_ND.data_ptr(), sum_ND.data_ptr()))
     return delta_ND, sum_ND
+
+
+def _check_kept(kept: Sequence[Tensor], layers: Sequence[LayerWeights], sizes: tuple[int, int, int]) -> None:
+    """C writes as many numbers as the weights have rows. sizes: tokens, hidden size, heads."""
+    (tokens, hidden, heads), first = sizes, layers[0]
+    own, shared, ffn = len(first.q), len(first.k), len(first.gate)
+    widths = (own, shared, shared, own, heads, hidden, ffn, ffn, hidden)
+    wanted = [(len(layers), tokens, width) for width in widths]
+    if [tuple(x.shape) for x in kept] != wanted or any(x.stride()[1:] != (x.shape[2], 1) for x in kept):
+        raise ValueError(f"activations: room of {[tuple(x.shape) for x in kept]}, expected {wanted}")

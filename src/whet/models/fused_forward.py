@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from whet.guard import pulse
-from whet.models.attention import Attend, CachedAttention
+from whet.models.activations import Kind, Known
+from whet.models.attention import Attend, CachedAttention, PackedAttention
 from whet.models.compiled_layers import LayerNumbers, LayerWeights
 from whet.models.experts import Experts, by_expert, computed, gate_and_up, weighed
 from whet.models.float8 import recomputing
@@ -105,7 +106,7 @@ class _Layer:
     o: nn.Linear | LoraLinear
     q_norm: Any
     k_norm: Any
-    feed_forward: Callable[[Tensor, Route | None], Tensor]
+    feed_forward: Callable[[Tensor, Route | None, Project], Tensor]
     plain: tuple[Any, ...] | None
     """Its norms and projections in the order of `LayerWeights`, if all projections are linear layers and no more."""
     eps: float
@@ -242,27 +243,29 @@ def one_layer(
 ) -> tuple[Tensor, Tensor]:
     """One layer. Takes and returns (what the last block adds, residual): each addition joins a norm."""
     eps, offset = layer.eps, layer.offset
+    known = attend.known if isinstance(attend, PackedAttention) else None
+    own = partial(_projected, known, layer.number)
     if delta_UD is None:
         x_UD = ops.rms_norm(h_UD, layer.norm_in.weight, eps, offset=offset)
     else:
         x_UD, h_UD = ops.add_rms_norm(delta_UD, h_UD, layer.norm_in.weight, eps=eps, offset=offset)
     q_UHD, k_UKD = (
         ops.norm_rope(
-            _heads(project, x_UD, layer.head_dim),
+            _heads(own, kind, project, x_UD, layer.head_dim),
             None if norm is None else norm.weight,
             eps,
             cos_ND=cos_UD,
             sin_ND=sin_UD,
         )
-        for project, norm in ((layer.q, layer.q_norm), (layer.k, layer.k_norm))
+        for kind, project, norm in ((Kind.Q, layer.q, layer.q_norm), (Kind.K, layer.k, layer.k_norm))
     )
-    v_UKD = _heads(layer.v, x_UD, layer.head_dim)
+    v_UKD = _heads(own, Kind.V, layer.v, x_UD, layer.head_dim)
     sinks_H = getattr(layer.module.self_attn, "sinks", None)
     how = Weighing(scale=layer.scale, window=layer.window, softcap=None, sinks=sinks_H)
     seen_UHD = attend(layer.number, q_UHD, k_UKD, v_UKD, **how)
-    delta_UD = _linear(layer.o, seen_UHD.flatten(1))
+    delta_UD = own(Kind.O, layer.o, seen_UHD.flatten(1))
     x_UD, h_UD = ops.add_rms_norm(delta_UD, h_UD, layer.norm_mid.weight, eps=eps, offset=offset)
-    return layer.feed_forward(x_UD, route), h_UD
+    return layer.feed_forward(x_UD, route, own), h_UD
 
 
 def _over_cache(
@@ -287,9 +290,11 @@ def _over_cache(
         weights.append(_weights(layer))
     first, windows = layers[0], [layer.window or 0 for layer in layers]
     numbers = LayerNumbers(first.head_dim, first.scale, first.eps, first.offset, act)
-    return ops.cached_layers(
+    done = ops.cached_layers(
         weights, windows, numbers, h_UD, tokens=attend.tokens, cos_ND=cos_UD, sin_ND=sin_UD
     )
+    attend.written = done is not None and attend.kept is not None
+    return done
 
 
 def _weights(layer: _Layer) -> LayerWeights:
@@ -299,24 +304,36 @@ def _weights(layer: _Layer) -> LayerWeights:
     return LayerWeights(*(module.weight for module in layer.plain), *norms, *biases)
 
 
-def _linear(layer: nn.Linear | LoraLinear, x: Tensor) -> Tensor:
+Linear = nn.Linear | LoraLinear
+Project = Callable[[Kind, Linear, Tensor], Tensor]
+"""A projection of a layer: which one, its module, its input."""
+
+
+def _projected(known: Known | None, number: int, kind: Kind, layer: Linear, x: Tensor) -> Tensor:
+    """See `Project`; of the layer of this number."""
     if isinstance(layer, LoraLinear):
         return layer.forward(x)
-    return linear(x, layer.weight, layer.bias)
+    if known is None:
+        return linear(x, layer.weight, layer.bias)
+    y = linear(x, layer.weight, layer.bias, known=known.given(number, kind))
+    known.note(number, kind, y)
+    return y
 
 
-def _heads(layer: nn.Linear | LoraLinear, x_UD: Tensor, head_dim: int) -> Tensor:
-    return _linear(layer, x_UD).view(len(x_UD), layer.out_features // head_dim, head_dim)
+def _heads(own: Project, kind: Kind, layer: Linear, x_UD: Tensor, head_dim: int) -> Tensor:
+    return own(kind, layer, x_UD).view(len(x_UD), layer.out_features // head_dim, head_dim)
 
 
-def _dense(mlp: Any, x_UD: Tensor, route: Route | None, *, act: Act, ops: Ops) -> Tensor:
-    return _linear(mlp.down_proj, ops.glu(_linear(mlp.gate_proj, x_UD), _linear(mlp.up_proj, x_UD), act=act))
+def _dense(mlp: Any, x_UD: Tensor, route: Route | None, own: Project, *, act: Act, ops: Ops) -> Tensor:
+    gate_UF, up_UF = own(Kind.GATE, mlp.gate_proj, x_UD), own(Kind.UP, mlp.up_proj, x_UD)
+    return own(Kind.DOWN, mlp.down_proj, ops.glu(gate_UF, up_UF, act=act))
 
 
 def _mixture(
     block: Any,
     x_UD: Tensor,
     route: Route | None,
+    own: Project,
     *,
     number: int,
     act: Act,

@@ -889,6 +889,7 @@ typedef struct {
     const i64 *keys; /* [rows] keys that the last query of each row sees */
     const i64 *queries; /* [rows] queries of each row, one after the other in q; NULL: one each */
     i64 rows, table_n, threads;
+    float *lse; /* [N, heads], what whet_attend_packed says of each query; or NULL */
 } Cached;
 
 typedef struct {
@@ -916,6 +917,8 @@ static void cached_tile(const Cached *a, const CachedTile *t, i64 kv, float *q, 
         i64 at = first + r / group;
         float max, total = soft_row(p + r * ld, b0 * KEYS, blocks, first_seen(at, a->window), at, a->cap, &max);
         by[r] = sunk(a->sinks, kv * group + r % group, &total, &max);
+        if (a->lse)
+            a->lse[(t->q + r / group) * a->heads + kv * group + r % group] = (float)((double)max + log_of(total));
     }
     memset(sum, 0, sizeof(float) * rows * D);
     for (i64 b = 0; b < blocks; b++)
@@ -979,8 +982,10 @@ typedef struct {
     i64 window;
 } Layer;
 
+enum { Q, K, V, SEEN, LSE, O, GATE, UP, DOWN, KINDS }; /* `Kind` of activations.py */
+
 typedef struct {
-    Cached cached; /* its k and v are the first layer's; q and window are set for each layer */
+    Cached cached; /* its k and v are the first layer's; q, window and lse are set for each layer */
     const Layer *layer;
     i64 layers, layer_pages; /* floats from a layer's pages to the next one's */
     const float *h, *cos, *sin; /* [N, D], [N, head size] */
@@ -988,6 +993,8 @@ typedef struct {
     i64 N, D, F; /* tokens, hidden size, size of the gated layer */
     float eps, offset;
     i64 act;
+    float *kept[KINDS]; /* where the first layer's products, attention and log-sum-exps stay, dense rows; or NULL */
+    i64 kept_layer[KINDS]; /* floats from a layer's to the next one's */
 } Layers;
 
 static int project(const float *x, const float *w, const float *bias, float *y, i64 N, i64 J, i64 K, int threads) {
@@ -1000,34 +1007,38 @@ static int project(const float *x, const float *w, const float *bias, float *y, 
    the residual. Returns 0, or 1 where memory ran out. */
 int whet_cached_layers(const Layers *a, float *delta, float *sum) {
     Cached c = a->cached;
-    int threads = (int)c.threads;
+    int threads = (int)c.threads, keeps = a->kept[Q] != NULL;
     i64 N = a->N, D = a->D, F = a->F, own = c.heads * c.D, shared = c.kv_heads * c.D;
     float *x = scratch_bytes(sizeof(float) * N * (D + MAX(2 * own + 3 * shared, 3 * F)));
     if (!x) return 1;
-    float *q = x + N * D, *turned_q = q + N * own, *k = turned_q + N * own, *turned_k = k + N * shared;
-    float *v = turned_k + N * shared, *seen = q, *gate = q, *up = gate + N * F, *inner = up + N * F;
+    float *turned_q = x + N * D, *turned_k = turned_q + N * own, *inner = x + N * D, *rest = turned_k + N * shared;
+    float *y[KINDS] = {rest, rest + N * own, rest + N * (own + shared), rest, NULL, delta, inner + N * F, inner + 2 * N * F, delta};
     const float *h = a->h;
     int failed = 0;
-    for (const Layer *l = a->layer; l < a->layer + a->layers && !failed; l++) {
-        if (l == a->layer) whet_rms_norm(h, NULL, l->norm_in, x, NULL, N, D, a->eps, a->offset, threads);
-        else whet_rms_norm(delta, h, l->norm_in, x, sum, N, D, a->eps, a->offset, threads), h = sum;
-        failed |= project(x, l->q, l->q_bias, q, N, own, D, threads);
-        failed |= project(x, l->k, l->k_bias, k, N, shared, D, threads);
-        failed |= project(x, l->v, l->v_bias, v, N, shared, D, threads);
-        whet_norm_rope(q, own, c.D, l->q_norm, a->cos, a->sin, turned_q, N, c.heads, c.D, a->eps, 0, threads);
-        whet_norm_rope(k, shared, c.D, l->k_norm, a->cos, a->sin, turned_k, N, c.kv_heads, c.D, a->eps, 0, threads);
-        whet_write_kv((float *)c.k, (float *)c.v, turned_k, shared, c.D, v, shared, c.D, a->page, a->slot, N, c.kv_heads,
-                      c.D, threads);
-        c.q = turned_q, c.window = l->window;
-        failed |= whet_attend_cached(&c, seen);
+    for (i64 i = 0; i < a->layers && !failed; i++) {
+        const Layer *l = a->layer + i;
+        for (int kind = 0; keeps && kind < KINDS; kind++) y[kind] = a->kept[kind] + i * a->kept_layer[kind];
+        const float *before = i && keeps ? y[DOWN] - a->kept_layer[DOWN] : delta;
+        if (!i) whet_rms_norm(h, NULL, l->norm_in, x, NULL, N, D, a->eps, a->offset, threads);
+        else whet_rms_norm(before, h, l->norm_in, x, sum, N, D, a->eps, a->offset, threads), h = sum;
+        failed |= project(x, l->q, l->q_bias, y[Q], N, own, D, threads);
+        failed |= project(x, l->k, l->k_bias, y[K], N, shared, D, threads);
+        failed |= project(x, l->v, l->v_bias, y[V], N, shared, D, threads);
+        whet_norm_rope(y[Q], own, c.D, l->q_norm, a->cos, a->sin, turned_q, N, c.heads, c.D, a->eps, 0, threads);
+        whet_norm_rope(y[K], shared, c.D, l->k_norm, a->cos, a->sin, turned_k, N, c.kv_heads, c.D, a->eps, 0, threads);
+        whet_write_kv((float *)c.k, (float *)c.v, turned_k, shared, c.D, y[V], shared, c.D, a->page, a->slot, N,
+                      c.kv_heads, c.D, threads);
+        c.q = turned_q, c.window = l->window, c.lse = y[LSE];
+        failed |= whet_attend_cached(&c, y[SEEN]); /* without `keeps` in the place of q, which it has turned */
         c.k += a->layer_pages, c.v += a->layer_pages;
-        failed |= project(seen, l->o, l->o_bias, delta, N, D, own, threads);
-        whet_rms_norm(delta, h, l->norm_mid, x, sum, N, D, a->eps, a->offset, threads), h = sum;
-        failed |= project(x, l->gate, l->gate_bias, gate, N, F, D, threads);
-        failed |= project(x, l->up, l->up_bias, up, N, F, D, threads);
-        whet_glu(gate, F, up, F, inner, N, F, (int)a->act, 0, threads);
-        failed |= project(inner, l->down, l->down_bias, delta, N, D, F, threads);
+        failed |= project(y[SEEN], l->o, l->o_bias, y[O], N, D, own, threads);
+        whet_rms_norm(y[O], h, l->norm_mid, x, sum, N, D, a->eps, a->offset, threads), h = sum;
+        failed |= project(x, l->gate, l->gate_bias, y[GATE], N, F, D, threads);
+        failed |= project(x, l->up, l->up_bias, y[UP], N, F, D, threads);
+        whet_glu(y[GATE], F, y[UP], F, inner, N, F, (int)a->act, 0, threads);
+        failed |= project(inner, l->down, l->down_bias, y[DOWN], N, D, F, threads);
     }
+    if (keeps && !failed) memcpy(delta, y[DOWN], sizeof(float) * N * D);
     free(x);
     return failed;
 }

@@ -98,12 +98,15 @@ def chosen() -> Products:
 # ---------------------------------------------------------------- for the layers above
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b for x [..., K], W [J, K], as `F.linear`; with gradients."""
-    if not multiplies(x, weight):
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, known: Callable[[], Tensor] | None = None
+) -> Tensor:
+    """x W^T + b for x [..., K], W [J, K], as `F.linear`; with gradients. known: gives the result, where it has been
+    computed before."""
+    if known is None and not multiplies(x, weight):
         return F.linear(x, weight, bias)
-    if torch.is_grad_enabled():
-        y: Tensor = _Linear.apply(x, weight, bias)
+    if known is not None or torch.is_grad_enabled():
+        y: Tensor = _Linear.apply(x, weight, bias, known)
         return y
     return _linear(x, weight, bias)
 
@@ -261,19 +264,21 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, known: Callable[[], Tensor] | None = None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _linear(x, weight, bias)
+        return _linear(x, weight, bias) if known is None else known()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         rows = dy if dy.ndim == 2 else dy.reshape(-1, dy.shape[-1])
         dx = product(rows, weight).view(x.shape) if needs_x else None
         dw = product(rows.t(), x.reshape(-1, x.shape[-1])) if needs_weight else None
-        return dx, dw, column_sums(rows) if needs_bias else None
+        return dx, dw, column_sums(rows) if needs_bias else None, None
 
 
 # ---------------------------------------------------------------- who multiplies

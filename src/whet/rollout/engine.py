@@ -131,7 +131,8 @@ class EngineInputs:
     rollout.timeout_s. load_timeout_s: sync.timeout_s. run_dir: where an engine may have a log and a folder of its own.
     home: the run directory of all processes of a run, which is run_dir or above it. asked: this process samples or
     evaluates; else its explorers do that elsewhere, and its engine only counts versions. experts: completions are to
-    have the experts of their tokens (train.router_replay).
+    have the experts of their tokens (train.router_replay). kept: where an engine that computes as the trainer does may
+    leave the activations of its tokens (`whet.models.activations.Activations`).
     """
 
     model: Any
@@ -151,6 +152,7 @@ class EngineInputs:
     home: Path
     asked: bool = True
     experts: bool = False
+    kept: Any = None
 
 
 class RolloutEngine(Protocol):

@@ -49,6 +49,7 @@ from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.mixing import mix
 from whet.training.mtp import MtpTerm
 from whet.training.optimizer_step import step_or_skip
+from whet.training.reuse import Reuse
 from whet.training.sums import Sums
 from whet.types import CheckpointError, Metrics, WhetError
 
@@ -121,6 +122,8 @@ class TorchEngine:
             self.place("cpu")
         self.seed, self.drops = seed, any(layer.dropout for layer in adapted(model).values())
         self.full_kl: FullKl | None = None
+        self.reuse: Reuse | None = None
+        """What sampling with the same weights has left; None: nothing."""
         self.beat: Callable[[str], object] = lambda what: None
         """Called at every micro-batch: the work goes on."""
         self.span: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
@@ -213,11 +216,14 @@ class TorchEngine:
     def save(self, path: Path, *, moments: bool = True) -> None:
         """Write `model.safetensors` and, with an optimizer, `optimizer.safetensors` into the folder `path`.
 
-        Without `moments` the latter has the schedule's place and master weights alone.
+        Without `moments` the latter has the schedule's place and master weights alone. Tensors are gathered one at a
+        time; one rank writes.
         """
         path.mkdir(parents=True, exist_ok=True)
-        for name, named, metadata in self.files(moments=moments):
-            self._write(named, path / name, metadata)
+        for file, named, metadata in self.files(moments=moments):
+            tensors = {name: t.cpu() for name, t in self.across.gathered(named) if self.across.writes}
+            if self.across.writes:
+                write(tensors, path / file, metadata)
 
     def capture(self, *, moments: bool = True) -> Callable[[Path], None]:
         """What `save` does, in two parts: a copy of all of it in the host's memory now, and the function that writes
@@ -338,14 +344,6 @@ class TorchEngine:
             region = self.across.region(name, self.across.shape(name, tensor))
             yield from pieces(name, local(tensor), region)
 
-    def _write(
-        self, named: Iterable[tuple[str, Tensor]], path: Path, metadata: dict[str, str] | None = None
-    ) -> None:
-        """Whole tensors, gathered one at a time; one rank writes."""
-        tensors = {name: t for name, t in self.across.gathered(named) if self.across.writes}
-        if self.across.writes:
-            write({name: t.cpu() for name, t in tensors.items()}, path, metadata)
-
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What is saved and, where it requires gradients, trained."""
         yield from self.module.named_parameters() if self.whole else learned(self.module)
@@ -381,12 +379,14 @@ class TorchEngine:
         if self.cut.replays and share.routed_TLE is not None:
             route = GivenRoute(share.routed_TLE)
 
+        known = None if self.reuse is None else self.reuse.of(share.packed)
+
         def forward() -> Tensor:
             with self._computing():
                 return self.decoder.hidden(
                     share.token_ids_T if x_TD is None else x_TD,
                     share.position_T,
-                    share.attend(PackedAttention(share.packed.segments, self.ops)),
+                    share.attend(PackedAttention(share.packed.segments, self.ops, known)),
                     checkpoint=self.cut.checkpoint and torch.is_grad_enabled(),
                     route=route,
                 )
@@ -594,4 +594,6 @@ class TorchEngine:
         )
         if not self.skipped_in_a_row:
             refresh(self.module)
+        if self.reuse is not None:
+            self.reuse.stepped()
         return stepped

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
 
 from whet.config.sections.rollout import Quantization
+from whet.models.activations import Activations
 from whet.models.attention import PAGE
 from whet.models.kernels import Ops
 from whet.models.lora import merged
@@ -55,7 +56,7 @@ class NativeEngine:
     prefill_tokens: most tokens of histories computed at once; a longer one is computed in parts. recorder: captures
     decode steps; default: CUDA graphs on CUDA, none elsewhere. quantization: sample with a copy of the module's
     matrices in 8 bits, requantised from the weights of every version; all other parameters are the module's own.
-    experts: completions have the experts of their tokens.
+    experts: completions have the experts of their tokens. kept: where the activations of its tokens stay.
 
     Raises ConfigError where the device does not support such matrix products, or the model has no such matrices.
     """
@@ -75,6 +76,7 @@ class NativeEngine:
         recorder: GraphRecorder | None = None,
         quantization: Quantization | None = None,
         experts: bool = False,
+        kept: Activations | None = None,
     ) -> None:
         self.version = version
         self.end_token_ids, self.decode, self.max_context = frozenset(end_token_ids), decode, max_context
@@ -88,6 +90,7 @@ class NativeEngine:
             cache_mb=cache_mb,
             recorder=recorder,
             experts=experts,
+            kept=kept,
         )
         if quantization is not None:
             self._quantise(quantization)
@@ -117,6 +120,24 @@ class NativeEngine:
     def counts(self) -> Counts:
         """Tokens prefilled and found in the cache, and preemptions, since the engine was created."""
         return self.scheduler.counts
+
+    @property
+    def kept(self) -> Activations | None:
+        """Where activations are kept for training; None: nowhere."""
+        return None if self.runner.kept is None else self.runner.kept.kept
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Inside it the activations of all tokens are kept: training follows with the same weights. No row may be live
+        at its start."""
+        assert self.kept is not None
+        self.scheduler.pages.forget()  # what an evaluation has left in the cache has no activations
+        self.kept.forget()
+        self.kept.on = True
+        try:
+            yield
+        finally:
+            self.kept.on = False
 
     # -- the seam
 
@@ -407,6 +428,7 @@ def opened(inputs: EngineInputs) -> NativeEngine:
         cache_mb=inputs.cache_mb,
         quantization=inputs.quantization,
         experts=inputs.experts,
+        kept=inputs.kept,
     )
     engine.beat, engine.span = inputs.beat, inputs.span
     return engine

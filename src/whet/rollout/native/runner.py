@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from whet.models import paged
+from whet.models.activations import Activations
 from whet.models.attention import PAGE, CachedAttention, KvCache
 from whet.models.forward import Decoder, decoder
 from whet.models.kernels import Ops
@@ -29,6 +30,7 @@ from whet.models.routing import Routes
 from whet.models.torch_ops import bad_logits, cache_dtype
 from whet.rollout.native import sampler
 from whet.rollout.native.graphs import CannotCapture, CudaGraphs, FixedShapeStep, GraphRecorder
+from whet.rollout.native.kept import KeptPages
 from whet.rollout.native.routed import RoutedPages, recordable
 from whet.rollout.native.sampler import Filters
 from whet.rollout.native.scheduler import Admission, Generation, LiveRow
@@ -109,6 +111,7 @@ class Runner:
         cache_mb: int | None,
         recorder: GraphRecorder | None = None,
         experts: bool = False,
+        kept: Activations | None = None,
     ) -> None:
         self.ops, self.columns = ops, columns
         self.module, self.decoder = module, decoder(module, ops)
@@ -130,6 +133,7 @@ class Runner:
             self.recorder = CudaGraphs(self.device)
         self.cache: KvCache | None = None
         self.routed: RoutedPages | None = None
+        self.kept = None if kept is None else KeptPages(kept, self.pages)
         self.fixed: FixedShapeStep | None = None
         cells = max_num_seqs * columns
         self.uniform = torch.empty(cells, dtype=torch.float64, device=self.device)
@@ -292,6 +296,8 @@ class Runner:
     def _over_cache(self, token_U: Tensor, position_U: Tensor, attend: CachedAttention) -> Tensor:
         """[U, D]; the tokens' keys, values and, if asked for, experts are in the cache then."""
         forward = partial(self.decoder.hidden, token_U, position_U, attend)
+        if self.kept is not None:
+            return self.kept.around(forward, attend)
         return forward() if self.routed is None else self.routed.around(forward, attend)
 
     def _copy_last_pages(self, admissions: Iterable[Admission]) -> None:
@@ -303,8 +309,9 @@ class Runner:
         if target:
             src, dst = torch.tensor([source, target], device=self.device)
             self.cache.copy_page(src, dst)  # type: ignore[arg-type]
-            if self.routed is not None:
-                self.routed.copy_pages(src, dst)
+            for other in (self.routed, self.kept):
+                if other is not None:
+                    other.copy_pages(src, dst)
 
     def _let_in(self, admissions: list[Admission]) -> LiveRows:
         """Slots, page tables and random numbers for the requests."""
@@ -422,6 +429,8 @@ class Runner:
             if self.routed is not None:
                 pages = self.table_SP[self.slots[request]].tolist()
                 request.experts.append(self.routed.of(pages, request.routed, lengths[i]))
+            if self.kept is not None:
+                self.kept.note(self.table_SP[self.slots[request]].tolist(), request.history[: lengths[i]])
             self.free.append(self.slots.pop(request))
         gone = set(at)
         keep = [i for i in range(len(rows.requests)) if i not in gone]

@@ -1,0 +1,386 @@
+"""What sampling has computed is not computed again in training, and no bit of the gradient changes.
+
+An engine samples on the trainer's own module, as in a run. A trainer that reuses the activations and one that computes
+all of them give the same metrics and the same weights."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import whet
+from asking import reply
+from tiny import FAMILIES, FEW, RUN, SPARSE, VOCAB, tiny_model
+from whet import environment
+from whet.batch import Batch, Loss, Outputs, pack
+from whet.config.load import load
+from whet.config.memory_estimate import REUSED, reused_bytes, reused_tokens
+from whet.config.plan import plans
+from whet.config.schema import ModelConfig, OptimizerConfig
+from whet.config.sizes import Shape, config_sizes, new_shape
+from whet.models import kernels
+from whet.models.activations import Activations, Kind, PackedActivations
+from whet.models.build import BuildError
+from whet.models.packing import PackedLayout, layout
+from whet.rollout.native.engine import NativeEngine
+from whet.training.micro_batches import MicroBatchPolicy
+from whet.training.reuse import Reuse
+from whet.training.torch import TorchEngine
+from whet.types import Group, Rollout, Sampling, Strand, Task, WhetError
+
+environment.prepare(threads=None, exact=True)
+
+try:
+    OPS = kernels.load("compiled")
+except BuildError:
+    pytest.skip("without compiled kernels nothing is reused", allow_module_level=True)
+
+DENSE = [each for each in FEW if each not in ("qwen3_moe", "gpt_oss")]
+Tokens = tuple[int, ...]
+
+
+def engine_on(model: PreTrainedModel, *, rows: int = 4096, **options: Any) -> NativeEngine:
+    shape = Shape(**config_sizes(model.config.to_dict()))
+    kept = Activations(shape.layer_outputs, layers=shape.layers, rows=rows)
+    return NativeEngine(model, OPS, end_token_ids=[1], max_context=160, kept=kept, **options)
+
+
+def prompts(count: int, seed: int = 0) -> list[Tokens]:
+    """Of 3 to 40 tokens; all begin with the same 17, so that they share a page."""
+    rng = np.random.default_rng(seed)
+    start = rng.integers(2, VOCAB, 17).tolist()
+    return [(*start, *rng.integers(2, VOCAB, int(rng.integers(1, 24))).tolist()) for _ in range(count)]
+
+
+async def conversation(engine: NativeEngine, prompt: Tokens, turns: int, key: int) -> Strand:
+    """A reply, or several with tokens of an environment between them."""
+    tokens, mask, logp = list(prompt), [False] * len(prompt), [0.0] * len(prompt)
+    for turn in range(turns):
+        if turn:
+            said = [7 + turn, 9, 11 + key % 5]
+            tokens, mask, logp = tokens + said, mask + [False] * 3, logp + [0.0] * 3
+        done = await reply(engine, tuple(tokens), Sampling(key=100 * key + turn, max_tokens=4 + key % 9))
+        tokens, mask = tokens + list(done.token_ids), mask + [True] * len(done.token_ids)
+        logp += list(done.logprobs or ())
+    return Strand(
+        token_ids=np.array(tokens, np.int32),
+        mask=np.array(mask),
+        logprobs=np.array(logp, np.float32),
+        sample_logprobs=np.array(logp, np.float32),
+        versions=np.array(mask, np.int32) - 1,
+    )
+
+
+async def sampled(
+    engine: NativeEngine, given: Sequence[Tokens], *, group: int = 4, turns: int = 1
+) -> list[Group]:
+    with engine.keeping():
+        strands = await asyncio.gather(
+            *(
+                conversation(engine, prompt, turns, n * group + i)
+                for n, prompt in enumerate(given)
+                for i in range(group)
+            )
+        )
+    out = []
+    for n in range(len(given)):
+        task = Task(uid=n, source="test", prompt="")
+        own = strands[n * group : (n + 1) * group]
+        rollouts = (
+            Rollout(task=task, index=i, strands=(strand,), finish_reason="stop", reward=float(i))
+            for i, strand in enumerate(own)
+        )
+        out.append(Group(task, tuple(rollouts)))
+    return out
+
+
+def batch_of(groups: list[Group]) -> Batch:
+    batch = pack(groups)
+    weight = torch.linspace(-1, 1, batch.tokens) * batch.mask_N
+    return replace(batch, weight_N=weight)
+
+
+def loss(batch: Batch, out: Outputs) -> Loss:
+    assert out.logp_N is not None
+    return Loss(-out.logp_N, {"logp": out.logp_N.detach()})
+
+
+def trainer(model: PreTrainedModel, **cut: Any) -> TorchEngine:
+    policy = MicroBatchPolicy(**{"max_tokens": 200, **cut})
+    return TorchEngine(model, OPS, cut=policy, optimizer=OptimizerConfig(lr=1e-2), total_steps=9)
+
+
+def reusing(engine: NativeEngine, **cut: Any) -> TorchEngine:
+    out = trainer(engine.module, **cut)
+    assert engine.kept is not None
+    out.reuse = Reuse(engine.kept, out.decoder, OPS)
+    return out
+
+
+def same_update(engine: NativeEngine, groups: list[Group], **cut: Any) -> tuple[int, int]:
+    """An update that reuses, held against one that computes everything. Returns how many micro-batches were known, and
+    how many there were."""
+    batch = batch_of(groups)
+    other, own = trainer(copy.deepcopy(engine.module), **cut), reusing(engine, **cut)
+    assert own.reuse is not None
+    asked: list[bool] = []
+    of = own.reuse.of
+
+    def counted(packed: PackedLayout) -> PackedActivations | None:
+        found = of(packed)
+        asked.append(found is not None)
+        return found
+
+    own.reuse.of = counted  # type: ignore[method-assign]
+    assert own.update(batch, loss) == other.update(batch, loss)
+    for (name, mine), (_, theirs) in zip(
+        own.module.named_parameters(), other.module.named_parameters(), strict=True
+    ):
+        assert torch.equal(mine, theirs), name
+    assert own.reuse.differs is None
+    return sum(asked), len(asked)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("family", DENSE)
+def test_an_update_from_kept_activations_is_the_same_update(family: str, share: bool) -> None:
+    engine = engine_on(tiny_model(family))
+    groups = asyncio.run(sampled(engine, prompts(6)))
+    known, micros = same_update(engine, groups, share_prompts=share)
+    assert known == micros > 1
+
+
+def test_of_several_turns() -> None:
+    engine = engine_on(tiny_model())
+    groups = asyncio.run(sampled(engine, prompts(5), turns=3))
+    known, micros = same_update(engine, groups)
+    assert known == micros > 1
+
+
+def test_rows_that_wait_for_pages_and_begin_again() -> None:
+    """Rows go back to the queue where pages run out, and their histories are computed again, in other rows."""
+    engine = engine_on(tiny_model(), prefill_tokens=32)
+    pages = engine.scheduler.pages
+    pages.free, pages.count = pages.free[-22:], 22
+    groups = asyncio.run(sampled(engine, prompts(6)))
+    assert engine.counts.preemptions > 0
+    known, micros = same_update(engine, groups)
+    assert known == micros > 1
+
+
+def test_where_there_is_no_room_for_all_tokens_the_others_are_computed() -> None:
+    engine = engine_on(tiny_model(), rows=240, max_num_seqs=8)
+    groups = asyncio.run(sampled(engine, prompts(8)))
+    known, micros = same_update(engine, groups, max_tokens=60)
+    assert 0 < known < micros
+
+
+def test_a_batch_with_tokens_of_others_is_computed() -> None:
+    engine = engine_on(tiny_model())
+    groups = asyncio.run(sampled(engine, prompts(3)))
+    rollout = groups[1].rollouts[2]
+    strand = rollout.strands[0]
+    other = replace(strand, token_ids=np.where(np.arange(len(strand.mask)) == 5, 0, strand.token_ids))
+    rollouts = tuple(replace(r, strands=(other,)) if r is rollout else r for r in groups[1].rollouts)
+    groups[1] = replace(groups[1], rollouts=rollouts)
+    assert same_update(engine, groups, max_tokens=4096) == (0, 1)
+
+
+def test_only_the_first_minibatch_is_of_the_weights_that_sampled() -> None:
+    engine = engine_on(tiny_model())
+    batch = batch_of(asyncio.run(sampled(engine, prompts(4))))
+    packed = layout(batch, share_prompts=True)
+    own = reusing(engine, max_tokens=4096)
+    assert own.reuse is not None
+    assert own.reuse.of(packed) is not None
+    own.update(batch, loss)
+    assert own.reuse.of(packed) is None
+
+
+def test_what_was_in_the_cache_before_has_no_activations() -> None:
+    """An evaluation reads the same prompts, by the same weights: their pages are in the cache, but not kept."""
+    engine = engine_on(tiny_model())
+    assert engine.kept is not None
+    asyncio.run(evaluated(engine, prompts(4)))
+    assert engine.kept.next == 0
+    groups = asyncio.run(sampled(engine, prompts(4)))
+    known, micros = same_update(engine, groups)
+    assert known == micros
+
+
+async def evaluated(engine: NativeEngine, given: Sequence[Tokens]) -> None:
+    await asyncio.gather(*(reply(engine, prompt, Sampling(max_tokens=9, temperature=0)) for prompt in given))
+
+
+def test_numbers_of_rows_from_before_are_never_those_of_new_ones() -> None:
+    """Pages remember rows by number; after the weights have changed the same rows have others."""
+    kept = Activations([2], layers=1, rows=4)
+    kept.on = True
+    start = kept.take(3)
+    assert start == 0
+    old = np.array([0, 1, 2])
+    kept.note([5, 6, 7], old)
+    assert len(kept.known) == 1
+    kept.forget()
+    assert kept.take(4) == 3
+    kept.note([5, 6, 7], old)
+    kept.note([5, 6], np.array([2, 3]))
+    assert kept.known == {}
+    kept.note([5, 6, 8], np.array([4, 5, 6]))
+    assert [rows.tolist() for rows in kept.known.values()] == [[1, 2, 3]]
+    assert kept.take(1) is None, "full"
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_number_that_is_not_the_trainer_s_is_found(kind: Kind, layer: int) -> None:
+    """One strand of an update is compared; here every rollout has the wrong number."""
+    engine = engine_on(tiny_model())
+    groups = asyncio.run(sampled(engine, prompts(3)))
+    own, batch = reusing(engine), batch_of(groups)
+    assert own.reuse is not None
+    own.reuse.kept.kinds[kind][layer] += 1e-4
+    reference = trainer(copy.deepcopy(engine.module))
+    assert own.update(batch, loss) == reference.update(batch, loss), "they were not used"
+    assert own.reuse.differs is not None
+    assert 0 < own.reuse.differs < 1e-2
+    later = batch_of(asyncio.run(sampled(engine, prompts(3))))
+    assert own.reuse.of(layout(later, share_prompts=True)) is None, "nor are later ones"
+
+
+def test_another_strand_is_compared_in_each_update() -> None:
+    """Of two prompts and their eight replies, the last one is wrong: found in the tenth update, not before."""
+    engine = engine_on(tiny_model())
+    own = reusing(engine, max_tokens=4096)
+    assert own.reuse is not None
+    for update in range(10):
+        assert own.reuse.differs is None
+        groups = asyncio.run(sampled(engine, prompts(2)))
+        batch = batch_of(groups)
+        packed = layout(batch, share_prompts=True)
+        found = own.reuse.kept.find(packed.segments, packed.token_ids_U)
+        assert found is not None
+        last = int(found.row_U[-1])
+        own.reuse.kept.kinds[Kind.DOWN][1, last] += 1.0
+        own.update(batch, lambda b, out: Loss(0 * loss(b, out).loss_N))  # the weights stay
+        assert (own.reuse.differs is not None) == (update == 9)
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def values(folder: Path, **train: Any) -> dict[str, Any]:
+    out = {**RUN, "run_dir": str(folder), "train": {**RUN["train"], **train}}
+    out["data"] = {**RUN["data"], "eval": RUN["data"]["train"], "exclude_eval": False}
+    return out | {"eval": {"interval": 1}, "checkpoint": {"export": False}}
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each micro-batch for which a run asks, whether it was known."""
+    out: list[bool] = []
+    of = Reuse.of
+
+    def counted(self: Reuse, packed: PackedLayout) -> PackedActivations | None:
+        known = of(self, packed)
+        out.append(known is not None)
+        return known
+
+    monkeypatch.setattr(Reuse, "of", counted)
+    return out
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_run_that_reuses_writes_what_one_writes_that_computes_everything(
+    minibatches: int, tmp_path: Path, found: list[bool]
+) -> None:
+    """With gradient checkpointing nothing is kept; it changes no bit either. An evaluation comes before each step."""
+    runs = []
+    for computes in (False, True):
+        result = whet.train(
+            **values(tmp_path / str(computes), gradient_checkpointing=computes, minibatches=minibatches)
+        )
+        run = result.run_dir
+        weights = sorted((run / "checkpoints").glob("*/policy/model.safetensors"))[-1]
+        runs.append(((run / "metrics.jsonl").read_bytes(), weights.read_bytes()))
+    assert runs[0] == runs[1]
+    assert found == [True, False][:minibatches] * 3
+
+
+def test_a_difference_is_told_and_ends_the_reuse(
+    tmp_path: Path, found: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = Activations.find
+
+    def changed(self: Activations, *what: Any) -> PackedActivations | None:
+        self.kinds[Kind.LSE][:] += 1.0
+        return find(self, *what)
+
+    monkeypatch.setattr(Activations, "find", changed)
+    result = whet.train(**values(tmp_path / "auto"))
+    log = (result.run_dir / "run.log").read_text()
+    assert "step 1: the activations of a rollout differ from the trainer's, by at most 1.00e+00" in log
+    assert "continues as 'close'" in log
+    assert not any(found)
+    strict = values(tmp_path / "on") | {"machine": {"threads": 1, "logprob_parity": "on"}}
+    with pytest.raises(WhetError, match="logprob_parity=on does not allow this"):
+        whet.train(**strict)
+
+
+# ---------------------------------------------------------------- what is kept, by the plan
+
+
+def planned(**changed: Any) -> int:
+    cfg: dict[str, Any] = {"run_dir": "run", **copy.deepcopy(RUN)}
+    for key, value in changed.items():
+        section, _, name = key.partition("__")
+        cfg.setdefault(section, {})[name] = value
+    (found,) = plans(load(None, values=cfg))
+    return reused_tokens(found)
+
+
+def test_a_step_s_tokens_are_kept_where_sampling_and_training_are_one_computation() -> None:
+    assert planned() == 4 * (8 + 2 * (4 + 16)), "prompts, replies, and pages that begin again"
+    for key, value in {
+        "train__gradient_checkpointing": True,
+        "train__compile": True,
+        "rollout__max_staleness": 1,
+        "rollout__schedule": "async",
+        "rollout__sync_interval": 2,
+        "rollout__engine": "hf",
+        "rollout__quantization": "int8",
+        "model__lora": {"rank": 2},
+        "model__dtype": "bfloat16",
+        "machine__kernels": "torch",
+        "model__scratch": {**RUN["model"]["scratch"], "name": "qwen3_moe", "num_experts": 4},
+    }.items():
+        assert planned(**{key: value}) == 0, key
+
+
+def test_memory_bounds_what_is_kept() -> None:
+    """Half of what is left beside the largest phase; `whet plan` counts it in every phase."""
+    shape = new_shape(ModelConfig(scratch=RUN["model"]["scratch"]), vocab_size=40)
+    assert reused_bytes(shape) == 4 * (32 * 4 + 2 + 32 + 2 * 32 + 32)
+    rows = [planned(machine__memory_mb=mb, train__tasks_per_step=1 << 14) for mb in (200, 400)]
+    assert 0 < rows[0] < rows[1] < (1 << 14) * 48
+
+
+def test_the_families_are_those_whose_layers_are_one_call() -> None:
+    assert set(REUSED) == set(FAMILIES) - set(SPARSE)
+
+
+def test_activations_of_another_model_are_not_written() -> None:
+    """C would write behind their end."""
+    engine = engine_on(tiny_model())
+    engine.module.model.layers[0].mlp.gate_proj.weight = torch.nn.Parameter(torch.zeros(96, 32))
+    with pytest.raises(ValueError, match="activations: room of"):
+        asyncio.run(sampled(engine, prompts(2)))
