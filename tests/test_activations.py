@@ -28,7 +28,7 @@ from whet.config.plan import plans
 from whet.config.schema import ModelConfig, OptimizerConfig
 from whet.config.sizes import Shape, config_sizes, new_shape
 from whet.models import kernels
-from whet.models.activations import Activations, Kind, PackedActivations
+from whet.models.activations import Activations, LayerOutput, PackedActivations
 from whet.models.build import BuildError
 from whet.models.packing import PackedLayout, layout
 from whet.rollout.native.engine import NativeEngine
@@ -241,8 +241,8 @@ def test_numbers_of_rows_from_before_are_never_those_of_new_ones() -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("kind", list(Kind))
-def test_a_number_that_is_not_the_trainer_s_is_found(kind: Kind, layer: int) -> None:
+@pytest.mark.parametrize("kind", list(LayerOutput))
+def test_a_number_that_is_not_the_trainer_s_is_found(kind: LayerOutput, layer: int) -> None:
     """One strand of an update is compared; here every rollout has the wrong number."""
     engine = engine_on(tiny_model())
     groups = asyncio.run(sampled(engine, prompts(3)))
@@ -270,7 +270,7 @@ def test_another_strand_is_compared_in_each_update() -> None:
         found = own.reuse.kept.find(packed.segments, packed.token_ids_U)
         assert found is not None
         last = int(found.row_U[-1])
-        own.reuse.kept.kinds[Kind.DOWN][1, last] += 1.0
+        own.reuse.kept.kinds[LayerOutput.DOWN][1, last] += 1.0
         own.update(batch, lambda b, out: Loss(0 * loss(b, out).loss_N))  # the weights stay
         assert (own.reuse.differs is not None) == (update == 9)
 
@@ -322,7 +322,7 @@ def test_a_difference_is_told_and_ends_the_reuse(
     find = Activations.find
 
     def changed(self: Activations, *what: Any) -> PackedActivations | None:
-        self.kinds[Kind.LSE][:] += 1.0
+        self.kinds[LayerOutput.LSE][:] += 1.0
         return find(self, *what)
 
     monkeypatch.setattr(Activations, "find", changed)

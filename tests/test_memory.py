@@ -287,9 +287,15 @@ def test_phases_by_hand():
 )
 def test_what_makes_it_larger(overrides, larger):
     small, large = (
-        sum(sum(parts.values()) for parts in peaks(planned(*given)).values()) for given in (overrides, larger)
+        sum(sum(fixed(parts).values()) for parts in peaks(planned(*given)).values())
+        for given in (overrides, larger)
     )
     assert small < large
+
+
+def fixed(parts):
+    """Without what is kept only where memory is left."""
+    return {name: count for name, count in parts.items() if name != "activations of sampling"}
 
 
 def test_bfloat16_has_masters_and_casts():
@@ -343,7 +349,7 @@ def test_what_cannot_fit_is_refused_with_its_largest_parts_and_what_to_change():
 
 def test_the_machine_is_the_limit(monkeypatch):
     plan = planned()
-    need = largest(memory_estimate.phases(plan)).total
+    need = max(sum(fixed(phase.parts).values()) for phase in memory_estimate.phases(plan))
     monkeypatch.setattr(memory_estimate, "ram_bytes", lambda: memory.LIBRARIES + need)
     memory_estimate.check_memory([plan])
     monkeypatch.setattr(memory_estimate, "ram_bytes", lambda: memory.LIBRARIES + need - 1)

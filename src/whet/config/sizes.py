@@ -74,7 +74,7 @@ class Shape:
     @property
     def layer_outputs(self) -> tuple[int, ...]:
         """Numbers that the products, the attention and the log-sum-exps of a dense layer give for a token: see
-        `whet.models.activations.Kind`."""
+        `whet.models.activations.LayerOutput`."""
         own, shared = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return own, shared, shared, own, self.heads, self.hidden, self.ffn, self.ffn, self.hidden
 

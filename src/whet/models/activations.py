@@ -25,7 +25,7 @@ from torch import Tensor
 from whet.models.segments import Segments
 
 
-class Kind(IntEnum):
+class LayerOutput(IntEnum):
     """What is kept of a token in a layer, in the order of kernels.c and of `Shape.layer_outputs`: the result of each
     projection, of attention (SEEN), and the log-sum-exp of its scores (LSE)."""
 
@@ -110,13 +110,13 @@ def _key(tokens: np.ndarray) -> bytes:
     return tokens.astype(np.int64, copy=False).tobytes()
 
 
-class Known(Protocol):
+class KnownOutputs(Protocol):
     """Asked by a forward of packed tokens for each result of each layer."""
 
-    def given(self, layer: int, kind: Kind) -> Callable[[], Tensor] | None:
+    def given(self, layer: int, kind: LayerOutput) -> Callable[[], Tensor] | None:
         """What gives the result [U, W]; None: it is to be computed."""
 
-    def note(self, layer: int, kind: Kind, result_UW: Tensor) -> None:
+    def note(self, layer: int, kind: LayerOutput, result_UW: Tensor) -> None:
         """It is this."""
 
 
@@ -127,14 +127,14 @@ class PackedActivations:
     kinds: tuple[Tensor, ...]
     row_U: Tensor
 
-    def of(self, layer: int, kind: Kind) -> Tensor:
+    def of(self, layer: int, kind: LayerOutput) -> Tensor:
         """[U, W], a copy."""
         return self.kinds[kind][layer].index_select(0, self.row_U)
 
-    def given(self, layer: int, kind: Kind) -> Callable[[], Tensor] | None:
+    def given(self, layer: int, kind: LayerOutput) -> Callable[[], Tensor] | None:
         return partial(self.of, layer, kind)
 
-    def note(self, layer: int, kind: Kind, result_UW: Tensor) -> None:
+    def note(self, layer: int, kind: LayerOutput, result_UW: Tensor) -> None:
         pass
 
 
@@ -146,10 +146,10 @@ class Comparison:
     differs: float | None = None
     """The largest difference; None: all bits are equal."""
 
-    def given(self, layer: int, kind: Kind) -> Callable[[], Tensor] | None:
+    def given(self, layer: int, kind: LayerOutput) -> Callable[[], Tensor] | None:
         return None
 
-    def note(self, layer: int, kind: Kind, result_UW: Tensor) -> None:
+    def note(self, layer: int, kind: LayerOutput, result_UW: Tensor) -> None:
         kept_UW = self.found.of(layer, kind)
         if not torch.equal(kept_UW, result_UW.reshape_as(kept_UW)):
             apart = float((kept_UW - result_UW.reshape_as(kept_UW)).abs().max())

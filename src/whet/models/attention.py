@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whet.models.activations import Kind, Known
+from whet.models.activations import KnownOutputs, LayerOutput
 from whet.models.compiled import attend_and_lse
 from whet.models.compiled_layers import CachedTokens
 from whet.models.kernels import Ops
@@ -118,18 +118,18 @@ class PackedAttention:
 
     segments: Segments
     ops: Ops
-    known: Known | None = None
+    known: KnownOutputs | None = None
     """Asked for what has been computed of these tokens."""
 
     def __call__(
         self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Weighing]
     ) -> Tensor:
         if self.known is not None:
-            seen, lse = (self.known.given(layer, kind) for kind in (Kind.SEEN, Kind.LSE))
+            seen, lse = (self.known.given(layer, kind) for kind in (LayerOutput.SEEN, LayerOutput.LSE))
             known = None if seen is None or lse is None else (seen().view_as(q_NHD), lse())
             out_NHD, lse_NH = attend_and_lse(q_NHD, k_NKD, v_NKD, self.segments, known=known, **how)
-            self.known.note(layer, Kind.SEEN, out_NHD)
-            self.known.note(layer, Kind.LSE, lse_NH)
+            self.known.note(layer, LayerOutput.SEEN, out_NHD)
+            self.known.note(layer, LayerOutput.LSE, lse_NH)
             return out_NHD
         return self.ops.attend_packed(q_NHD, k_NKD, v_NKD, self.segments, **how)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whet.models.activations import Kind
+from whet.models.activations import LayerOutput
 from whet.models.compiled import _MAX_HEAD, _Cached, _lib, _memory
 from whet.models.products import multiplies
 from whet.models.torch_ops import ACTS, Act
@@ -66,7 +66,7 @@ class CachedTokens(NamedTuple):
     page_N: Tensor
     slot_N: Tensor
     kept: Sequence[Tensor] | None = None
-    """[layers, N, W] of each `activations.Kind`, to be written; None: they are not kept."""
+    """[layers, N, W] of each `activations.LayerOutput`, to be written; None: they are not kept."""
 
 
 class _Layers(ctypes.Structure):
@@ -77,7 +77,7 @@ class _Layers(ctypes.Structure):
         *((name, c_void_p) for name in ("h", "cos", "sin", "page", "slot")),
         *((name, c_int64) for name in ("N", "D", "F")),
         *(("eps", c_float), ("offset", c_float), ("act", c_int64)),
-        *(("kept", c_void_p * len(Kind)), ("kept_layer", c_int64 * len(Kind))),
+        *(("kept", c_void_p * len(LayerOutput)), ("kept_layer", c_int64 * len(LayerOutput))),
     ]
 
 
@@ -114,7 +114,7 @@ def cached_layers(
         *(0, table.data_ptr(), keys.data_ptr(), 0 if queries is None else queries.data_ptr()),
         *(*table.shape, threads, 0),
     )
-    places, steps = (c_void_p * len(Kind))(), (c_int64 * len(Kind))()
+    places, steps = (c_void_p * len(LayerOutput))(), (c_int64 * len(LayerOutput))()
     if kept is not None:
         _check_kept(kept, layers, (*h_ND.shape, heads))
         places[:] = [x.data_ptr() for x in kept]

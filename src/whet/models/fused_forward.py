@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from whet.guard import pulse
-from whet.models.activations import Kind, Known
+from whet.models.activations import KnownOutputs, LayerOutput
 from whet.models.attention import Attend, CachedAttention, PackedAttention
 from whet.models.compiled_layers import LayerNumbers, LayerWeights
 from whet.models.experts import Experts, by_expert, computed, gate_and_up, weighed
@@ -257,13 +257,16 @@ def one_layer(
             cos_ND=cos_UD,
             sin_ND=sin_UD,
         )
-        for kind, project, norm in ((Kind.Q, layer.q, layer.q_norm), (Kind.K, layer.k, layer.k_norm))
+        for kind, project, norm in (
+            (LayerOutput.Q, layer.q, layer.q_norm),
+            (LayerOutput.K, layer.k, layer.k_norm),
+        )
     )
-    v_UKD = _heads(own, Kind.V, layer.v, x_UD, layer.head_dim)
+    v_UKD = _heads(own, LayerOutput.V, layer.v, x_UD, layer.head_dim)
     sinks_H = getattr(layer.module.self_attn, "sinks", None)
     how = Weighing(scale=layer.scale, window=layer.window, softcap=None, sinks=sinks_H)
     seen_UHD = attend(layer.number, q_UHD, k_UKD, v_UKD, **how)
-    delta_UD = own(Kind.O, layer.o, seen_UHD.flatten(1))
+    delta_UD = own(LayerOutput.O, layer.o, seen_UHD.flatten(1))
     x_UD, h_UD = ops.add_rms_norm(delta_UD, h_UD, layer.norm_mid.weight, eps=eps, offset=offset)
     return layer.feed_forward(x_UD, route, own), h_UD
 
@@ -305,11 +308,13 @@ def _weights(layer: _Layer) -> LayerWeights:
 
 
 Linear = nn.Linear | LoraLinear
-Project = Callable[[Kind, Linear, Tensor], Tensor]
+Project = Callable[[LayerOutput, Linear, Tensor], Tensor]
 """A projection of a layer: which one, its module, its input."""
 
 
-def _projected(known: Known | None, number: int, kind: Kind, layer: Linear, x: Tensor) -> Tensor:
+def _projected(
+    known: KnownOutputs | None, number: int, kind: LayerOutput, layer: Linear, x: Tensor
+) -> Tensor:
     """See `Project`; of the layer of this number."""
     if isinstance(layer, LoraLinear):
         return layer.forward(x)
@@ -320,13 +325,13 @@ def _projected(known: Known | None, number: int, kind: Kind, layer: Linear, x: T
     return y
 
 
-def _heads(own: Project, kind: Kind, layer: Linear, x_UD: Tensor, head_dim: int) -> Tensor:
+def _heads(own: Project, kind: LayerOutput, layer: Linear, x_UD: Tensor, head_dim: int) -> Tensor:
     return own(kind, layer, x_UD).view(len(x_UD), layer.out_features // head_dim, head_dim)
 
 
 def _dense(mlp: Any, x_UD: Tensor, route: Route | None, own: Project, *, act: Act, ops: Ops) -> Tensor:
-    gate_UF, up_UF = own(Kind.GATE, mlp.gate_proj, x_UD), own(Kind.UP, mlp.up_proj, x_UD)
-    return own(Kind.DOWN, mlp.down_proj, ops.glu(gate_UF, up_UF, act=act))
+    gate_UF, up_UF = own(LayerOutput.GATE, mlp.gate_proj, x_UD), own(LayerOutput.UP, mlp.up_proj, x_UD)
+    return own(LayerOutput.DOWN, mlp.down_proj, ops.glu(gate_UF, up_UF, act=act))
 
 
 def _mixture(

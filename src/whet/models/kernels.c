@@ -982,7 +982,7 @@ typedef struct {
     i64 window;
 } Layer;
 
-enum { Q, K, V, SEEN, LSE, O, GATE, UP, DOWN, KINDS }; /* `Kind` of activations.py */
+enum { Q, K, V, SEEN, LSE, O, GATE, UP, DOWN, KINDS }; /* LayerOutput of activations.py */
 
 typedef struct {
     Cached cached; /* its k and v are the first layer's; q, window and lse are set for each layer */
