@@ -338,6 +338,15 @@ def call(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return int(end.value.code or 0)
 
 
+def test_two_rewards_of_one_name_do_not_replace_each_other(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    line = f"whet eval {tmp_path} --data d.jsonl --reward a.py:score --reward b.py:score"
+    assert call(line, monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert "--reward a.py:score and --reward b.py:score have the same name, 'score'" in said
+
+
 def test_every_command_has_an_example_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     found = examples()

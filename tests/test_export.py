@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import whet
 from test_checkpoint_options import CONFIG
 from whet import checkpoint, cli
-from whet.export import export_checkpoint
+from whet.export import chosen, export_checkpoint
 from whet.types import CheckpointError, ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -143,6 +143,13 @@ def test_files_of_others_are_no_place_for_an_export(plain: Path, tmp_path: Path,
     if not scheme:
         with pytest.raises(ConfigError, match="is a file; give a folder"):
             export_checkpoint(str(plain), to=str(folder / "config.json"))
+
+
+def test_a_step_may_have_seven_digits(tmp_path: Path) -> None:
+    for step in ("000001", "1000001"):
+        (tmp_path / "checkpoints" / f"0-main-{step}").mkdir(parents=True)
+    assert chosen(str(tmp_path), stage=None, step=1_000_001).name == "0-main-1000001"
+    assert chosen(str(tmp_path), stage="main", step=1).name == "0-main-000001"
 
 
 def test_what_cannot_be_exported_is_said(plain: Path, lora: Path, tmp_path: Path) -> None:

@@ -227,6 +227,23 @@ def test_a_command_goes_on_where_it_was(model: Path, tmp_path: Path, monkeypatch
     assert added == [whole[2]["responses"]]
 
 
+@pytest.mark.parametrize("content", [b"a line of mine\n", b"a line of mine", b'{"same": 7}\n', b"\0\n" * 3])
+def test_a_file_of_another_program_is_left_alone(model: Path, tmp_path: Path, content: bytes) -> None:
+    part = tmp_path / "out.jsonl.part"
+    part.write_bytes(content)
+    with pytest.raises(
+        ConfigError, match=r"out.jsonl.part has replies of .*, or is no file of replies; move it"
+    ):
+        made(model, jsonl(tmp_path / "p.jsonl", PROMPTS))
+    assert part.read_bytes() == content
+
+
+def test_a_first_line_that_was_not_finished_is_written_again(model: Path, tmp_path: Path) -> None:
+    part = tmp_path / "out.jsonl.part"
+    part.write_bytes(b'{"same": "')
+    assert len(lines(made(model, jsonl(tmp_path / "p.jsonl", PROMPTS)))) == len(PROMPTS)
+
+
 def commanded(*words: str, cwd: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "whet", "generate", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

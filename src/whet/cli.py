@@ -271,9 +271,9 @@ def evaluate(
             )
         written = _judge_file(target, overrides or (), offline, dialect=dialect)
     else:
-        named = {_reward_name(spec): spec for spec in reward or ()}
         chosen = {"stage": stage, "step": step, "dialect": dialect}
-        written = _judge_run(target, overrides or (), data=data, rewards=named or None, **chosen)
+        rewards = _by_name(reward or ())
+        written = _judge_run(target, overrides or (), data=data, rewards=rewards or None, **chosen)
     if output:
         write(output, written + "\n")
 
@@ -328,9 +328,18 @@ def export(
     typer.echo(export_checkpoint(target, to=output, stage=stage, step=step, form=form, dtype=dtype))  # type: ignore[arg-type]
 
 
-def _reward_name(spec: str) -> str:
-    """Name of a reward from what it calls: f for rewards.py:f."""
-    return spec.rpartition(":")[2]
+def _by_name(specs: Sequence[str]) -> dict[str, str]:
+    """Rewards by the name of what they call: f for rewards.py:f. ConfigError where two have the same name."""
+    named: dict[str, str] = {}
+    for spec in specs:
+        name = spec.rpartition(":")[2]
+        if name in named:
+            raise ConfigError(
+                f"--reward {named[name]} and --reward {spec} have the same name, {name!r}, so one would replace the "
+                "other; rename a function, or name them in a config file: rewards.NAME.function"
+            )
+        named[name] = spec
+    return named
 
 
 def _judge_run(target: Path, overrides: Sequence[str], **chosen: Any) -> str:

@@ -114,7 +114,9 @@ def chosen(target: str, *, stage: str | None, step: int | None) -> Path:
     there = checkpoint.all_in(root) if root.is_dir() else []
     if not there:
         raise CheckpointError(f"{target} has no checkpoint; give a run directory or a checkpoint's folder")
-    fitting = [p for p in there if stage in (None, _stage(p)) and step in (None, int(p.name[-6:]))]
+    fitting = [
+        p for p in there if stage in (None, _stage(p)) and step in (None, int(p.name.rpartition("-")[2]))
+    ]
     if not fitting:
         wanted = " ".join(f"--{k} {v}" for k, v in (("stage", stage), ("step", step)) if v is not None)
         raise CheckpointError(

@@ -354,29 +354,28 @@ class Kept:
     def _find(self) -> None:
         """Count the rows that are there, and cut off a line that was not written to its end."""
         self._file.seek(0)
-        end = 0
+        end, head = 0, _encoded({"same": self.same})
         for n, line in enumerate(self._file):
-            found = _line(line)
-            if n == 0 and found is not None and found != {"same": self.same}:
+            if n == 0 and not head.startswith(line):  # a part of it: the kill came while it was written
                 raise ConfigError(
-                    f"{self.path} has replies of a command with other prompts, another model or other sampling; "
-                    "remove it, or give another file: -o FILE"
+                    f"{self.path} has replies of a command with other prompts, another model or other sampling, or is "
+                    "no file of replies; move it away, or give another file: -o FILE"
                 )
-            if found is None:
+            if _line(line) is None:
                 break
             self.rows, end = n, end + len(line)
         self._file.truncate(end)
         if end == 0:
-            self._write({"same": self.same})
+            self._write(head)
 
     def add(self, replies: Sequence[str]) -> None:
         """Keep the replies to the next row."""
-        self._write(list(replies))
+        self._write(_encoded(list(replies)))
         self.rows += 1
 
-    def _write(self, value: Json) -> None:
+    def _write(self, line: bytes) -> None:
         try:
-            self._file.write(json.dumps(value).encode() + b"\n")
+            self._file.write(line)
             self._file.flush()
         except OSError as e:
             raise file_error(e, self.path) from e
@@ -386,6 +385,11 @@ class Kept:
         with open(self.path, "rb") as file:
             next(file)
             yield from map(json.loads, file)
+
+
+def _encoded(value: Json) -> bytes:
+    """A line."""
+    return json.dumps(value).encode() + b"\n"
 
 
 def _line(line: bytes) -> Json:
