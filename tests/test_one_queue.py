@@ -202,9 +202,9 @@ def test_a_killed_trainer_draws_what_it_drew(tmp_path: Path, url: str, settings:
     store.close()
 
 
-def test_what_leaves_the_queue_is_booked_in_the_store() -> None:
+def test_what_leaves_the_queue_is_booked_in_the_store(tmp_path: Path) -> None:
     """Three groups of version 0 wait and two are drawn; the third is too old for a trainer at version 4."""
-    store = open_store("memory", queue="q", order="arrival")
+    store = open_store(f"sqlite:///{tmp_path}/q.db", queue="q", order="arrival")
     queue, explorer = trainer(store, name="linear_decay"), Explorer(store)
     explorer.put(3, version=1)
     assert asyncio.run(step(queue, 1)) == [0, 1]
@@ -220,8 +220,8 @@ def test_what_leaves_the_queue_is_booked_in_the_store() -> None:
     store.close()
 
 
-def test_a_trainer_that_waits_for_fresh_groups_can_be_stopped() -> None:
-    store = open_store("memory", queue="q", order="arrival")
+def test_a_trainer_that_waits_for_fresh_groups_can_be_stopped(tmp_path: Path) -> None:
+    store = open_store(f"sqlite:///{tmp_path}/q.db", queue="q", order="arrival")
     asked = iter(range(10**6))
     with pytest.raises(Stopped):
         asyncio.run(step(trainer(store, stopping=lambda: next(asked) > 2), 0))

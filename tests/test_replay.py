@@ -94,7 +94,7 @@ def test_a_drawn_group_rests_and_comes_back_with_a_lower_priority():
     assert draw(replay, 1, step=2) == []
     add(replay, [1], version=4)
     assert draw(replay, 2, step=3) == [1, 0]  # 4 against 5 - 2
-    assert replay.ready(step=4, version=0) == 0
+    assert draw(replay, 2, step=4) == []
     assert draw(replay, 2, step=5) == [1, 0]  # 2 against 1
 
 
@@ -135,7 +135,8 @@ def test_what_is_too_old_leaves():
     replay = make(max_staleness=3, fresh_staleness=2, cooldown_steps=1)
     add(replay, [0], version=3)
     add(replay, [1], version=5)
-    assert replay.ready(step=1, version=5) == 2
+    replay.refresh(step=1, version=5)
+    assert len(replay) == 2
     assert draw(replay, 2, step=1, version=6) == [1]
     assert left(replay) == [("stale", 0)]
     assert draw(replay, 2, step=2, version=8) == [1]

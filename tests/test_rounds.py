@@ -46,8 +46,8 @@ def group(uid: int, *, version: int = 0, error: str | None = None) -> Group:
     )
 
 
-def queue(url: str = "memory") -> Store:
-    return open_store(url, queue="a/main", order="arrival")
+def queue(folder: Path) -> Store:
+    return open_store(f"sqlite:///{folder}/q.db", queue="a/main", order="arrival")
 
 
 def ask(store: Store, owner: str, at_most: int, version: int) -> list[int]:
@@ -62,8 +62,8 @@ def explorer(store: Store, version: Callable[[], int]) -> ExplorerQueue:
     )
 
 
-def test_a_round_is_for_who_has_its_weights_and_is_shared() -> None:
-    store = queue()
+def test_a_round_is_for_who_has_its_weights_and_is_shared(tmp_path: Path) -> None:
+    store = queue(tmp_path)
     assert ask(store, "one", 9, 0) == [], "no round is open"
     assert ask(store, "two", 9, 0) == []
     store.begin_round(0, 6, version=0)
@@ -80,7 +80,7 @@ def test_a_round_is_for_who_has_its_weights_and_is_shared() -> None:
 
 def test_a_round_is_delivered_whole_and_again_after_a_kill(tmp_path: Path) -> None:
     """A trainer that went back to its checkpoint gets the same rounds, and begins none that is there already."""
-    store = queue(f"sqlite:///{tmp_path}/q.db")
+    store = queue(tmp_path)
     rounds = Rounds(store)
 
     async def played(end: Rounds, uids: range, version: int) -> list[int]:
@@ -113,8 +113,8 @@ def test_a_round_is_delivered_whole_and_again_after_a_kill(tmp_path: Path) -> No
         asyncio.run(played(rounds, range(3, 5), 1))
 
 
-def test_what_another_run_left_in_the_store_is_refused() -> None:
-    store = queue()
+def test_what_another_run_left_in_the_store_is_refused(tmp_path: Path) -> None:
+    store = queue(tmp_path)
     store.begin_round(0, 2, version=7)
     store.put([Scored(uid, group(uid, version=7)) for uid in ask(store, "one", 9, 7)])
     with pytest.raises(
@@ -123,27 +123,27 @@ def test_what_another_run_left_in_the_store_is_refused() -> None:
         asyncio.run(Rounds(store).play(TASKS[:2], 0))
 
 
-def test_nobody_waits_for_a_round_once_a_stop_is_asked() -> None:
+def test_nobody_waits_for_a_round_once_a_stop_is_asked(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
-        asyncio.run(Rounds(queue()).play(TASKS[:2], 0, stopping=lambda: True))
+        asyncio.run(Rounds(queue(tmp_path)).play(TASKS[:2], 0, stopping=lambda: True))
 
 
-def test_a_store_that_was_emptied_goes_on_where_the_run_is() -> None:
-    store = queue()
+def test_a_store_that_was_emptied_goes_on_where_the_run_is(tmp_path: Path) -> None:
+    store = queue(tmp_path)
     store.begin_round(40, 42, version=9)
     assert ask(store, "one", 9, 9) == [40, 41]
 
 
-def test_a_store_with_rounds_of_another_config_is_refused() -> None:
-    store = queue()
+def test_a_store_with_rounds_of_another_config_is_refused(tmp_path: Path) -> None:
+    store = queue(tmp_path)
     Rounds(store).claim({"seed": 1})
     Rounds(store).claim({"seed": 1})
     with pytest.raises(WhetError, match="rounds of a run with another config"):
         Rounds(store).claim({"seed": 2})
 
 
-def test_other_data_are_found() -> None:
-    store = queue()
+def test_other_data_are_found(tmp_path: Path) -> None:
+    store = queue(tmp_path)
     store.begin_round(0, 2, version=0)
     ask(store, "one", 9, 0)
     other = group(1)
@@ -155,7 +155,7 @@ def test_other_data_are_found() -> None:
 
 
 def test_tasks_that_are_asked_again_are_progress(tmp_path: Path) -> None:
-    store = queue()
+    store = queue(tmp_path)
     store.begin_round(0, 2, version=0)
     ask(store, "one", 9, 0)
     before = store.progress()
@@ -167,8 +167,8 @@ def test_tasks_that_are_asked_again_are_progress(tmp_path: Path) -> None:
     assert store.progress() != before
 
 
-def test_an_explorer_that_leaves_reserves_nothing_more() -> None:
-    store = queue()
+def test_an_explorer_that_leaves_reserves_nothing_more(tmp_path: Path) -> None:
+    store = queue(tmp_path)
     end = explorer(store, lambda: 0)
     store.begin_round(0, 2, version=0)
     end.close()
@@ -212,9 +212,9 @@ def test_ctrl_c_in_the_first_round_loses_and_repeats_nothing(
     assert [line["step"] for line in lines] == [0], "evaluated once"
 
 
-def test_explorers_of_rounds_hand_over_what_they_played() -> None:
+def test_explorers_of_rounds_hand_over_what_they_played(tmp_path: Path) -> None:
     """Nothing is sorted out by an explorer: the trainer does that, as if it had played itself."""
-    store, version = queue(), [0]
+    store, version = queue(tmp_path), [0]
     end = explorer(store, lambda: version[0])
 
     async def explored() -> list[Group]:

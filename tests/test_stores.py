@@ -23,15 +23,13 @@ from whet.buffer.groups import decode, encode, restored
 from whet.buffer.queue import TrainerQueue
 from whet.buffer.queue_state import QueueState
 from whet.buffer.stores import Scored, Store
-from whet.checkpoint import copied
 from whet.config.schema import BufferConfig, Config, RewardWorkersConfig
 from whet.config.secrets import dump, learn
 from whet.guard.ledger import Ledger
 from whet.secrets import redact
 from whet.types import ConfigError, Group, Message, Rollout, Task, Turn, WhetError
 
-KINDS = ("memory", "sqlite", "files", "postgresql")
-SHARED = KINDS[1:]
+KINDS = ("sqlite", "files", "postgresql")
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +46,9 @@ def quick() -> Iterator[Path]:
 
 @pytest.fixture(params=KINDS)
 def url(request, quick) -> str:
-    return url_of(request.param, request, quick)
-
-
-@pytest.fixture(params=SHARED)
-def shared_url(request, quick) -> str:
-    return url_of(request.param, request, quick)
-
-
-def url_of(kind: str, request, folder: Path) -> str:
-    if kind == "postgresql":
+    if request.param == "postgresql":
         return request.getfixturevalue("postgres")
-    return {"memory": "memory", "sqlite": f"sqlite:///{folder}/s.db", "files": f"files:///{folder}/s"}[kind]
+    return {"sqlite": f"sqlite:///{quick}/s.db", "files": f"files:///{quick}/s"}[request.param]
 
 
 @pytest.fixture
@@ -86,6 +75,11 @@ def close_all() -> None:
 def _closed() -> Iterator[None]:
     yield
     close_all()
+
+
+def places(store: Store) -> object:
+    """Everything that a store knows of its queue, groups apart."""
+    return store._look(QueueState.state)
 
 
 class Clock:
@@ -223,8 +217,8 @@ def test_what_was_never_asked_for_or_does_not_add_up_is_refused_whole(url, queue
     store.check()
 
 
-def test_what_is_taken_and_not_done_is_given_out_again(shared_url, queue):
-    first = open_store(shared_url, queue=queue, order="arrival")
+def test_what_is_taken_and_not_done_is_given_out_again(url, queue):
+    first = open_store(url, queue=queue, order="arrival")
     fill(first, 8)
     before = {step: first.take(2, step=step) for step in (1, 2, 3)}
     for step in (1, 2):
@@ -232,7 +226,7 @@ def test_what_is_taken_and_not_done_is_given_out_again(shared_url, queue):
     first.done(1)
     first.close()
 
-    again = open_store(shared_url, queue=queue, order="arrival")
+    again = open_store(url, queue=queue, order="arrival")
     with pytest.raises(WhetError, match="requests step 1, but a checkpoint of step 1"):
         again.take(2, step=1)
     assert again.take(2, step=3) == before[3]
@@ -314,49 +308,18 @@ def test_groups_without_sampled_tokens_are_never_too_old(url, queue):
     assert store.take(1, step=1, oldest=9) == [read]
 
 
-def test_notes_go_to_all(shared_url, queue):
-    one, two = (open_store(shared_url, queue=queue, order="arrival") for _ in range(2))
+def test_notes_go_to_all(url, queue):
+    one, two = (open_store(url, queue=queue, order="arrival") for _ in range(2))
     assert two.noted("version") is None
     one.note("version", {"number": 3, "digest": "x"})
     assert two.noted("version") == {"number": 3, "digest": "x"}
 
 
-def test_queues_do_not_see_each_other(shared_url, queue):
-    one = open_store(shared_url, queue=f"{queue}/1", order="arrival")
-    two = open_store(shared_url, queue=f"{queue}/2", order="newest")
+def test_queues_do_not_see_each_other(url, queue):
+    one = open_store(url, queue=f"{queue}/1", order="arrival")
+    two = open_store(url, queue=f"{queue}/2", order="newest")
     fill(one, 2)
     assert (two.waiting(), reserve(two, 1)) == (0, [0])
-
-
-@pytest.mark.parametrize("target", KINDS)
-def test_a_queue_moves_from_store_to_store(url, target, queue, request, quick):
-    there = url_of(target, request, quick)
-    source = open_store(url, queue=f"{queue}/from", order="arrival", clock=Clock())
-    fill(source, 4)
-    reserve(source, 2)
-    source.take(2, step=1)
-    source.note("version", 7)
-    state = copied(source.state())
-
-    moved = open_store(there, queue=f"{queue}/to", order="arrival", clock=Clock())
-    fill(moved, 1)
-    moved.restore(state)
-    assert copied(moved.state()) == state
-    assert moved.take(2, step=1) == source.take(2, step=1) == [group(0), group(1)]
-    assert moved.take(2, step=2) == [group(2), group(3)]
-    assert reserve(moved, 1) == [6]
-    moved.check()
-
-
-def test_a_restored_queue_is_news_to_all(shared_url, queue):
-    one, two = (open_store(shared_url, queue=queue, order="arrival") for _ in range(2))
-    empty = one.state()
-    fill(one, 3)
-    assert two.waiting() == 3
-    one.restore(empty)
-    assert two.waiting() == 0
-    fill(two, 1)
-    assert one.take(1, step=1) == [group(0)]
 
 
 # ---------------------------------------------------------------- the same for all, and right
@@ -489,17 +452,20 @@ def play(store: Store, clock: Clock, command: tuple) -> object:
 
 @given(COMMANDS)
 def test_a_store_does_what_the_plain_one_does(commands):
+    with tempfile.TemporaryDirectory(prefix="whet-store-", dir=QUICK) as folder:
+        does_what_the_plain_one_does(commands, f"sqlite:///{folder}/s.db")
+        close_all()
+
+
+def does_what_the_plain_one_does(commands: list[tuple], url: str) -> None:
     clock, naive = Clock(), Naive()
-    store = open_store("memory", queue="q", order="arrival", clock=clock)
+    store = open_store(url, queue="q", order="arrival", clock=clock)
     for op, *rest in commands:
         found = play(store, clock, (op, *rest))
         now = (clock.now,) if op in ("reserve", "renew") else ()
         assert op == "wait" or found == getattr(naive, op)(*rest, *now), (op, rest)
         store.check()
-        assert (
-            QueueState.from_state(json.loads(json.dumps(store.state()["places"]))).state()
-            == store.state()["places"]
-        )
+        assert QueueState.from_state(json.loads(json.dumps(places(store)))).state() == places(store)
     ledger = store.ledger()
     assert ledger.get("trained", 0) == naive.booked["trained"]
     assert sum(n for a, n in ledger.items() if a.startswith("rejected/")) == naive.booked["left"]
@@ -512,16 +478,17 @@ LONG = [
 ]
 
 
-def test_two_processes_views_agree_through_snapshots(shared_url, queue, monkeypatch):
-    """The same commands, given by turns through two views of one store, do what they do in memory."""
-    monkeypatch.setattr(stores, "SNAPSHOT_EVERY", 3)
+def test_two_processes_views_agree_through_snapshots(url, queue, monkeypatch):
+    """The same commands, given by turns through two views of one store, do what they do through one."""
     clock, other = Clock(), Clock()
-    memory = open_store("memory", queue=queue, order="arrival", clock=other)
-    views = [open_store(shared_url, queue=queue, order="arrival", clock=clock) for _ in range(2)]
+    alone = open_store(url, queue=f"{queue}/alone", order="arrival", clock=other)
+    expected = [play(alone, other, command) for command in LONG]
+    monkeypatch.setattr(stores, "SNAPSHOT_EVERY", 3)
+    views = [open_store(url, queue=queue, order="arrival", clock=clock) for _ in range(2)]
     for i, command in enumerate(LONG):
-        assert play(views[i * i % 3 % 2], clock, command) == play(memory, other, command), command
-    assert views[0].state() == views[1].state() == memory.state()
-    assert open_store(shared_url, queue=queue, order="arrival").state() == memory.state()
+        assert play(views[i * i % 3 % 2], clock, command) == expected[i], command
+    assert places(views[0]) == places(views[1]) == places(alone)
+    assert places(open_store(url, queue=queue, order="arrival")) == places(alone)
 
 
 # ---------------------------------------------------------------- bytes
@@ -646,21 +613,19 @@ def check_lives(store: Store, told: list[str]) -> None:
     assert ledger["asked"] == ledger["trained"] + ledger["failed/reward"] + ledger["pending"]
 
 
-def test_a_full_disk_at_every_write_is_an_error_and_loses_nothing(shared_url, queue, monkeypatch):
+def test_a_full_disk_at_every_write_is_an_error_and_loses_nothing(url, queue, monkeypatch):
     monkeypatch.setattr(stores, "SNAPSHOT_EVERY", 4)
     monkeypatch.setattr(stores.time, "time", Clock())
     full = sqlite3.OperationalError("database or disk is full")
-    if shared_url.startswith("postgresql"):
+    if url.startswith("postgresql"):
         from psycopg.errors import DiskFull
 
         full = DiskFull("No space left on device")
-    every = (
-        3 if shared_url.startswith("postgresql") else 1
-    )  # each takes a new connection, and they are not quick
+    every = 3 if url.startswith("postgresql") else 1  # each takes a new connection, and they are not quick
     at, left = 0, -1
     while left < 0:
         told: list[str] = []
-        store = open_store(shared_url, queue=f"{queue}/{at}", order="arrival")
+        store = open_store(url, queue=f"{queue}/{at}", order="arrival")
         left = at
 
         def hit(half: Callable[[], object]) -> None:
@@ -668,7 +633,7 @@ def test_a_full_disk_at_every_write_is_an_error_and_loses_nothing(shared_url, qu
             left -= 1
             if left == -1:
                 half()
-                raise Full() if shared_url.startswith("files") else full
+                raise Full() if url.startswith("files") else full
 
         with monkeypatch.context() as patch:
             points_of(store, patch, hit)
@@ -676,7 +641,7 @@ def test_a_full_disk_at_every_write_is_an_error_and_loses_nothing(shared_url, qu
                 life(store, told.append)
             except WhetError:
                 life(store, told.append)
-        check_lives(open_store(shared_url, queue=f"{queue}/{at}", order="arrival"), told)
+        check_lives(open_store(url, queue=f"{queue}/{at}", order="arrival"), told)
         close_all()
         at += every
     assert at > 30
@@ -755,7 +720,7 @@ def in_a_fork(act: Callable[[Callable[[str], None]], None]) -> tuple[int, list[s
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), told
 
 
-def test_sigkill_at_every_write_loses_nothing(shared_url, queue, monkeypatch):
+def test_sigkill_at_every_write_loses_nothing(url, queue, monkeypatch):
     monkeypatch.setattr(stores, "SNAPSHOT_EVERY", 4)
     every, at, ended = 3, 0, -signal.SIGKILL
     while ended == -signal.SIGKILL:
@@ -769,12 +734,12 @@ def test_sigkill_at_every_write_loses_nothing(shared_url, queue, monkeypatch):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         def live(tell: Callable[[str], None], name: str = f"{queue}/{at}") -> None:
-            store = open_store(shared_url, queue=name, order="arrival")
+            store = open_store(url, queue=name, order="arrival")
             points_of(store, monkeypatch, hit)
             life(store, tell)
 
         ended, told = in_a_fork(live)
-        store = open_store(shared_url, queue=f"{queue}/{at}", order="arrival")
+        store = open_store(url, queue=f"{queue}/{at}", order="arrival")
         life(store, told.append)
         check_lives(store, [line if line.endswith("\n") else line + "\n" for line in told])
         close_all()
@@ -782,15 +747,15 @@ def test_sigkill_at_every_write_loses_nothing(shared_url, queue, monkeypatch):
     assert (ended, at > 40) == (0, True)
 
 
-def test_two_explorers_and_a_trainer_are_killed_again_and_again(shared_url, queue, tmp_path):
+def test_two_explorers_and_a_trainer_are_killed_again_and_again(url, queue, tmp_path):
     """Three processes, killed at some moment and started anew."""
     steps = 16
     worker = Path(__file__).with_name("store_worker.py").read_text()
 
     def start(kind: str) -> Started:
-        return Started(kind, shared_url, queue, str(steps), code=worker, said=tmp_path / kind)
+        return Started(kind, url, queue, str(steps), code=worker, said=tmp_path / kind)
 
-    watch = open_store(shared_url, queue=queue, order="arrival")
+    watch = open_store(url, queue=queue, order="arrival")
     running = {kind: start(kind) for kind in ("one", "two", "trainer")}
     try:
         for victim, at in (("trainer", 4), ("one", 8), ("trainer", 12)):
@@ -839,18 +804,18 @@ def progress(watch: Store, running: dict[str, Started], trained: int) -> None:
         "redis://x",
         "",
         "postgresql://",
-        "memory:",
+        "memory",
         "files:/x",
     ],
 )
 def test_a_url_that_says_nothing(url):
-    with pytest.raises(ConfigError, match="is not a store; give memory, sqlite:///PATH"):
+    with pytest.raises(ConfigError, match="is not a store; give sqlite:///PATH"):
         open_store(url, queue="q", order="arrival")
 
 
 def test_an_unknown_order():
     with pytest.raises(ConfigError, match="known: arrival, newest, task"):
-        open_store("memory", queue="q", order="lifo")
+        open_store("sqlite:///s.db", queue="q", order="lifo")
 
 
 def test_passwords_are_not_in_errors():
@@ -927,19 +892,19 @@ def test_a_queue_name_stays_in_its_folder(tmp_path):
     assert [p.name for p in (tmp_path / "s").iterdir()] == ["%2e%2e%2f%2e%2e%2fx"]
 
 
-def test_two_orders_in_one_queue(shared_url, queue):
-    open_store(shared_url, queue=queue, order="arrival")
+def test_two_orders_in_one_queue(url, queue):
+    open_store(url, queue=queue, order="arrival")
     with pytest.raises(
         WhetError, match=r"was created with buffer.order=arrival, but this process has newest"
     ):
-        open_store(shared_url, queue=queue, order="newest")
+        open_store(url, queue=queue, order="newest")
 
 
-def test_another_format(shared_url, queue, monkeypatch):
-    open_store(shared_url, queue=queue, order="arrival")
+def test_another_format(url, queue, monkeypatch):
+    open_store(url, queue=queue, order="arrival")
     monkeypatch.setattr("whet.buffer.queue_state.FORMAT", 3)
     with pytest.raises(WhetError, match="has format 2, this whet reads 3"):
-        open_store(shared_url, queue=queue, order="arrival")
+        open_store(url, queue=queue, order="arrival")
 
 
 def test_a_store_that_was_emptied_in_use(tmp_path):

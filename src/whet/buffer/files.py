@@ -35,8 +35,6 @@ BUSY_S = 60.0
 class FilesLog:
     """One queue in a folder. On NFS it needs a server with locks (version 4, or 3 with lockd)."""
 
-    durable = True
-
     def __init__(self, folder: Path, *, queue: str) -> None:
         self.where = f"the store files:///{folder}"
         self._folder = folder / re.sub(r"[^\w-]", lambda m: f"%{ord(m[0]):x}", queue)

@@ -1,9 +1,8 @@
-"""The interface of a store's log: commands in one order, and the bytes of groups. Implementations: here, sql.py,
-files.py."""
+"""The interface of a store's log: commands in one order, and the bytes of groups. Implementations: sql.py, files.py."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 from whet.types import Json
@@ -42,8 +41,6 @@ class Transaction(Protocol):
 class Log(Protocol):
     """Commands in an order that all processes agree on, and the bytes of groups."""
 
-    durable: bool
-    """It outlives the process, so a checkpoint need not hold it."""
     where: str
     """Its place, for people; no password in it."""
 
@@ -51,39 +48,3 @@ class Log(Protocol):
         """Waits until no other process has its turn. Raises WhetError if that takes a minute, or it can't be used."""
 
     def close(self) -> None: ...
-
-
-class MemoryLog:
-    """Nobody else reads it, so only groups are kept."""
-
-    durable = False
-    where = "the store in memory"
-
-    def __init__(self) -> None:
-        self._groups: dict[int, bytes] = {}
-        self.newest = 0
-
-    def turn(self) -> AbstractContextManager[Transaction]:
-        return nullcontext(self)
-
-    def close(self) -> None:
-        self._groups.clear()
-
-    def news(self, seen: int) -> LogTail:
-        return LogTail(None, [])
-
-    def append(self, command: Json) -> None:
-        self.newest += 1
-
-    def snapshot(self, state: Json) -> None:
-        self.newest += 1
-
-    def keep(self, uid: int, data: bytes) -> None:
-        self._groups[uid] = data
-
-    def fetch(self, uids: list[int]) -> list[bytes | None]:
-        return [self._groups.get(uid) for uid in uids]
-
-    def drop(self, uids: list[int]) -> None:
-        for uid in uids:
-            self._groups.pop(uid, None)

@@ -18,9 +18,6 @@ from whet.buffer.stores import Scored, Store, until
 from whet.guard.ledger import SKIPPED, Ledger
 from whet.types import Group, Json, Stopped, Task, WhetError
 
-POLL_S = 0.05
-"""Seconds between two looks into a store that has too little."""
-
 
 class TrainerQueue:
     """The trainer's end. Groups of a step that was trained and lost with a kill come again, in the same order.
@@ -82,10 +79,7 @@ class TrainerQueue:
         """A step of the one queue: what waits in the store by now comes into it first."""
         n = self.groups_per_step
         while True:
-            groups = await asyncio.to_thread(self._next, replay, oldest, version)
-            if groups is None:
-                await asyncio.sleep(POLL_S)
-                continue
+            groups = await until(partial(self._next, replay, oldest, version))
             self._check(groups, version)
             self.fresh |= {group.task.uid for group in groups}
             replay.add(groups)
@@ -119,10 +113,10 @@ class TrainerQueue:
         self.store.end(delivery, ends)
         self.fresh -= {uid for uid, _ in ends}
 
-    def _take(self, oldest: int) -> list[Group]:
+    def _take(self, oldest: int) -> list[Group] | None:
         if self.stopping():
             raise Stopped
-        return self.store.take(self.groups_per_step, step=self.step + 1, oldest=oldest)
+        return self.store.take(self.groups_per_step, step=self.step + 1, oldest=oldest) or None
 
     async def trained(self, groups: list[Group], *, skipped: Collection[int] = ()) -> None:
         """The step is done: its room is free. skipped: task uids of groups whose updates were skipped."""
@@ -205,11 +199,11 @@ class ExplorerQueue:
         self.reserved = await until(partial(self._reserve, at_most))
         return len(self.reserved)
 
-    def _reserve(self, at_most: int) -> list[int]:
+    def _reserve(self, at_most: int) -> list[int] | None:
         with self.turn:
             if self.closed:
-                return []
-            return self.store.reserve(
+                return None
+            reserved = self.store.reserve(
                 self.owner,
                 at_most,
                 capacity=self.capacity,
@@ -217,6 +211,7 @@ class ExplorerQueue:
                 lease_s=self.lease_s,
                 version=self.version() if self.version else None,
             )
+        return reserved or None
 
     def close(self) -> None:
         """Reserve nothing from now on, not even for a thread whose result is no longer awaited."""
@@ -232,13 +227,12 @@ class ExplorerQueue:
         """Hand over what became of tasks; the rest is booked there with its reason."""
         scored = []
         for group in groups:
-            kept, left = (group, {}) if self.version else self._sorted_out(group)
+            kept, left = (
+                (group, {}) if self.version else sorted_out(group, refine=self.refine, reject=self.reject)
+            )
             scored.append(Scored(group.task.uid, kept, left))
         await asyncio.to_thread(self.store.put, scored)
         self.count += len(groups)
-
-    def _sorted_out(self, group: Group) -> tuple[Group | None, dict[str, int]]:
-        return sorted_out(group, refine=self.refine, reject=self.reject)
 
     def fail(self, error: BaseException) -> None:
         """No further groups will arrive."""

@@ -103,11 +103,6 @@ class Replay:
         for group in groups:
             self._rest(self._new(group, uses=1), step)
 
-    def ready(self, *, step: int, version: int) -> int:
-        """How many groups `draw` could give at this step."""
-        self.refresh(step=step, version=version)
-        return len(self._queue)
-
     def lacking(self, n: int) -> int:
         """How many fresh groups have to come, as it is now, before a step of `n` may be drawn.
 

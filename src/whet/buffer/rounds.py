@@ -12,9 +12,9 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from whet.buffer.queue import POLL_S
-from whet.buffer.stores import Store
+from whet.buffer.stores import Store, until
 from whet.types import Group, Json, Stopped, Task, WhetError
 
 DELIVERED = "delivered"
@@ -40,10 +40,7 @@ class Rounds:
         waits for them any more (`stopping`): the same tasks may be requested again."""
         first, upto = tasks[0].uid, tasks[-1].uid + 1
         await asyncio.to_thread(self.store.begin_round, first, upto, version=version)
-        while (groups := await asyncio.to_thread(self._delivered, len(tasks))) is None:
-            if stopping():
-                raise Stopped
-            await asyncio.sleep(POLL_S)
+        groups = await until(partial(self._delivered, len(tasks), stopping))
         groups.sort(key=lambda group: group.task.uid)
         _check(groups, tasks, version)
         self.count += 1
@@ -59,7 +56,9 @@ class Rounds:
             )
         self.store.note(CONFIG, digest)
 
-    def _delivered(self, n: int) -> list[Group] | None:
+    def _delivered(self, n: int, stopping: Callable[[], bool]) -> list[Group] | None:
+        if stopping():
+            raise Stopped
         delivery = self.count + 1
         groups = self.store.gather(n, delivery=delivery)
         if groups is not None:

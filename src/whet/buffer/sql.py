@@ -62,8 +62,6 @@ FOREIGN = "select name from sqlite_master where type in ('trigger', 'view') or s
 class SqlLog:
     """One queue in a database. After an error the connection is made anew."""
 
-    durable = True
-
     def __init__(self, database: Database, *, queue: str) -> None:
         self.where = database.where
         self._base, self._queue = database, queue

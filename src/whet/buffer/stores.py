@@ -13,7 +13,6 @@ them. Each process applies the commands it has not seen, then its own. A command
 at all.
 
     url                                    where                              for
-    memory                                 this process                       one process (tests, one machine)
     sqlite:///PATH                         one SQLite file, WAL               processes of one machine
     files:///PATH                          a folder, under an flock           machines that share a file system
     postgresql://USER@HOST:PORT/DATABASE   three tables, named whet_*         machines with a network
@@ -34,8 +33,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from whet.buffer.groups import checked, encode, oldest_version, restored
-from whet.buffer.logs import Log, MemoryLog, Transaction
+from whet.buffer.groups import checked, encode, oldest_version
+from whet.buffer.logs import Log, Transaction
 from whet.buffer.queue_state import ORDERS, Order, Put, QueueState
 from whet.config.secrets import masked_url
 from whet.track.files import reading
@@ -45,6 +44,9 @@ T = TypeVar("T")
 
 Data = Sequence[tuple[int, bytes | None]]
 """uids and groups, as bytes."""
+
+POLL_S = 0.05
+"""Seconds between two looks into a store that has too little."""
 
 SNAPSHOT_EVERY = 2000
 """Commands, at least, between two snapshots; more if many places are open, so that its cost per command is flat."""
@@ -76,11 +78,6 @@ class Store:
         self._order: Order = order
         with self._lock:
             self._run(lambda places, turn: None)
-
-    @property
-    def durable(self) -> bool:
-        """It outlives this process: a checkpoint need not hold its `state`."""
-        return self._log.durable
 
     # ------------------------------------------------------------ explorers
 
@@ -218,38 +215,8 @@ class Store:
         """WhetError unless every requested rollout is accounted for."""
         self._look(QueueState.check)
 
-    def state(self) -> Json:
-        """Everything as JSON, groups as bytes: for the checkpoint of a store that is not durable, or to move a queue
-        elsewhere."""
-
-        def act(places: QueueState, turn: Transaction) -> Json:
-            uids = [u for u, p in places.open.items() if p.state != "asked"]
-            found = [(u, places.open[u].checksum, data) for u, data in zip(uids, turn.fetch(uids))]
-            groups = [[u, encode(checked(d, uid=u, checksum=c, where=self._log.where))] for u, c, d in found]
-            return {"places": places.state(), "groups": groups}
-
-        with self._lock:
-            return self._run(act)
-
-    def restore(self, state: Json) -> None:
-        """Make the queue what `state` says, whatever it was."""
-        groups = [(uid, encode(restored(group))) for uid, group in state["groups"]]
-
-        def act(places: QueueState, turn: Transaction) -> None:
-            new = self._same_order(QueueState.from_state(state["places"]))
-            turn.drop(list(places.open))
-            for uid, data in groups:
-                new.open[uid].checksum = zlib.crc32(data)
-                turn.keep(uid, data)
-            turn.snapshot(new.state())
-            self._places = new
-            self._seen, self._since_snapshot = turn.newest, 0
-
-        with self._lock:
-            self._run(act)
-
     def close(self) -> None:
-        """Let go of files and connections. The queue stays, unless it is in memory."""
+        """Let go of files and connections. The queue stays."""
         with self._lock:
             self._log.close()
 
@@ -269,8 +236,7 @@ class Store:
             with self._log.turn() as turn:
                 return act(self._caught_up(turn), turn)
         except BaseException:
-            if self._log.durable:
-                self._places, self._seen = None, 0
+            self._places, self._seen = None, 0
             raise
 
     def _reading(self) -> AbstractContextManager[None]:
@@ -311,7 +277,7 @@ class Store:
         turn.drop(places.closed)
         places.closed.clear()
         self._since_snapshot += 1
-        if self._log.durable and self._since_snapshot > max(SNAPSHOT_EVERY, 2 * len(places.open)):
+        if self._since_snapshot > max(SNAPSHOT_EVERY, 2 * len(places.open)):
             turn.snapshot(places.state())
             self._since_snapshot = 0
         self._seen = turn.newest
@@ -355,8 +321,6 @@ def open_store(url: str, *, queue: str, order: Order, clock: Callable[[], float]
 def _log(url: str, queue: str) -> Log:
     kind, _, rest = url.partition("://")
     path = Path(rest[1:])
-    if url == "memory":
-        return MemoryLog()
     if kind == "sqlite" and rest.startswith("/") and path.name:
         from whet.buffer.sql import sqlite_log
 
@@ -370,13 +334,13 @@ def _log(url: str, queue: str) -> Log:
 
         return postgres_log(url, queue=queue)
     raise ConfigError(
-        f"buffer.url={masked_url(url)!r} is not a store; give memory, sqlite:///PATH, files:///PATH or "
+        f"buffer.url={masked_url(url)!r} is not a store; give sqlite:///PATH, files:///PATH or "
         "postgresql://USER@HOST:PORT/DATABASE (four slashes before a path from the root)"
     )
 
 
-async def until(call: Callable[[], T], *, poll_s: float = 0.05) -> T:
-    """The first non-empty answer of `call`. It is called in a thread, every `poll_s` seconds."""
-    while not (answer := await asyncio.to_thread(call)):
-        await asyncio.sleep(poll_s)
+async def until(call: Callable[[], T | None]) -> T:
+    """The first answer of `call` that is not None. It is called in a thread, every POLL_S seconds."""
+    while (answer := await asyncio.to_thread(call)) is None:
+        await asyncio.sleep(POLL_S)
     return answer
