@@ -396,7 +396,7 @@ def test_a_record_that_was_written_twice_is_mended_and_files_that_are_gone_are_n
 def test_a_run_that_went_back_drops_the_later_checkpoints(finished: Path, tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     shutil.copytree(finished / "checkpoints", root)
-    checkpoint.save(root, {}, {"stage": 0, "stage_name": "main", "step": 1}, keep=1)
+    checkpoint.Saver(root, keep=checkpoint.Keep(1)).save({}, {"stage": 0, "stage_name": "main", "step": 1})
     assert [p.name for p in checkpoint.all_in(root)] == ["0-main-000001"]
 
 

@@ -203,16 +203,6 @@ def test_a_failure_is_raised_at_the_next_save_or_at_the_end(
         train(tmp_path / "run", "checkpoint.async_save=true", "checkpoint.interval=0")
 
 
-def test_what_cannot_be_copied_is_refused(tmp_path: Path) -> None:
-    class Spread:
-        pass
-
-    saver = Saver(tmp_path, keep=Keep(), background=True)
-    with pytest.raises(CheckpointError, match=r"policy cannot be copied .* checkpoint.async_save=false"):
-        saver.save({"policy": Spread()}, place(1))  # type: ignore[dict-item]
-    saver.close()
-
-
 SLOW = """
 import time
 import whet.models.tensor_files as files
@@ -295,7 +285,7 @@ def attempt(root: Path, trained: TorchEngine, at: int, act: Callable[[], None]) 
     """Save step 2 over a disk that acts at its n-th operation; how many there were."""
     with pytest.MonkeyPatch.context() as patch:
         disk = Disk(patch, at, act)
-        checkpoint.save(root, {"policy": trained}, place(2), keep=2)
+        Saver(root, keep=Keep(2)).save({"policy": trained}, place(2))
     return disk.calls
 
 
@@ -305,7 +295,7 @@ def test_a_disk_that_is_full_at_any_operation_leaves_the_older_checkpoint(tmp_pa
     assert count > 12
     for at in range(1, count + 1):
         root = tmp_path / str(at)
-        checkpoint.save(root, {"policy": trained}, place(1), keep=2)
+        Saver(root, keep=Keep(2)).save({"policy": trained}, place(1))
         with suppress(CheckpointError):  # some operations are not missed
             attempt(root, trained, at, full)
         names = [p.name for p in checkpoint.all_in(root)]
@@ -332,7 +322,7 @@ def test_a_kill_at_any_operation_leaves_whole_checkpoints_alone(tmp_path: Path) 
     for at in range(1, count + 1, 2):
         root = tmp_path / str(at)
         for step in (1, 2):
-            checkpoint.save(root, {"policy": trained}, place(step), keep=2)
+            Saver(root, keep=Keep(2)).save({"policy": trained}, place(step))
         child = os.fork()
         if child == 0:
             try:
@@ -351,14 +341,15 @@ from pathlib import Path
 sys.path.insert(0, "tests")
 from test_checkpoint import engine, place
 from whet import checkpoint
+from whet.checkpoint import Keep, Saver
 root = Path(sys.argv[1])
 trained = engine()
-checkpoint.save(root, {"policy": trained}, place(1), keep=2)
+Saver(root, keep=Keep(2)).save({"policy": trained}, place(1))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 for limit in (5000, 10):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
-        checkpoint.save(root, {"policy": trained}, place(2), keep=2)
+        Saver(root, keep=Keep(2)).save({"policy": trained}, place(2))
     except checkpoint.CheckpointError as e:
         print(e, file=sys.stderr)
 """
@@ -431,9 +422,9 @@ def test_a_checkpoint_is_removed_in_one_rename(tmp_path: Path, monkeypatch: pyte
         removed.append([p.name for p in checkpoint.all_in(tmp_path)])
         real(path, *given, **more)
 
-    checkpoint.save(tmp_path, {"policy": trained}, place(1), keep=1)
+    Saver(tmp_path, keep=Keep(1)).save({"policy": trained}, place(1))
     monkeypatch.setattr(shutil, "rmtree", looked)
-    checkpoint.save(tmp_path, {"policy": trained}, place(2), keep=1)
+    Saver(tmp_path, keep=Keep(1)).save({"policy": trained}, place(2))
     assert removed[-1] == ["0-main-000002"]
     assert [p.name for p in tmp_path.iterdir()] == ["0-main-000002"]
 

@@ -229,7 +229,6 @@ def test_what_the_check_says_is_what_the_table_says(name: str) -> None:
     assert found.calls == template.form.calls
     assert found.tools
     assert found.results == (name != "drops_results")
-    assert found.dated == (name == "date")
     if found.thoughts is not None:
         assert found.thoughts == template.keeps_on_user
     assert found.ends == (template.end_in_history != "")

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from whet import checkpoint
+from whet.checkpoint import Keep, Saver
 from whet.storage.manifests import manifest, place_of
 from whet.storage.uploads import Uploads
 from whet.track.dumps import is_named
@@ -104,9 +105,9 @@ def test_a_record_of_uploads_removes_nothing_beside_its_place(tmp_path: Path) ->
     url = f"file://{place}"
     record.write_text(json.dumps({url: {name: digest}}))
     copies = Uploads([url], keep=1, record=record)
+    saver = Saver(tmp_path / "checkpoints", keep=Keep(), after=copies.checkpoint)
     for step in (8, 9):
-        state = {"stage": 0, "stage_name": "s", "step": step}
-        copies.checkpoint(checkpoint.save(tmp_path / "checkpoints", {}, state, keep=None))
+        saver.save({}, {"stage": 0, "stage_name": "s", "step": step})
     assert copies.finish() == []
     assert [path.name for path in place.iterdir() if "0-s" in path.name] == ["0-s-000009"], (
         "it removes its own"

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import whet
 from forked import Started
-from whet.batch import pack, select, split
+from whet.batch import Batch, pack, select, split
 from whet.config.describe import arithmetic
 from whet.config.load import load
 from whet.config.plan import Plan, plans
@@ -205,6 +206,25 @@ def test_demonstrations_are_learned_where_rewards_say_nothing(tmp_path: Path, na
     assert metrics[0]["reward/scored_count"] == 16, (
         "demonstrations are not among the rollouts that are judged"
     )
+
+
+def test_the_arithmetic_of_an_update_has_its_demonstrations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Tensor | None] = []
+
+    class Counts:
+        peak, devices = 1.0, 1
+
+        def flops(self, batch: Batch, *, policy_learns: bool) -> float:
+            seen.append(batch.expert_R)
+            return 1.0
+
+    monkeypatch.setattr("whet.learner.meter_of", lambda *_, **__: Counts())
+    run(tmp_path, rewards=no_reward, train=mix()["train"] | {"steps": 1})
+    (expert_R,) = seen
+    assert expert_R is not None
+    assert 0 < expert_R.sum() < len(expert_R)
 
 
 @pytest.mark.parametrize("name", ["mix", pytest.param("mix_chord", marks=pytest.mark.sweep)])

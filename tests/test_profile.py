@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -268,6 +269,10 @@ def test_a_meter_adds_passes_and_leaves_a_waiting_policy_out():
     tokens = 12 * 11
     assert meter.flops(batch, policy_learns=True) == 3 * tokens + 5 * 2 * tokens
     assert meter.flops(batch, policy_learns=False) == 5 * 2 * tokens
+    mixed = replace(batch, expert_R=torch.arange(batch.rollouts) < 2)
+    assert meter.flops(mixed, policy_learns=True) == 3 * tokens + 5 * 2 * (tokens - 2 * 11), (
+        "the policy learns from demonstrations, too"
+    )
 
 
 def test_a_run_on_a_known_device_says_how_much_of_it_it_uses(tmp_path, monkeypatch):

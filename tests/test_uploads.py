@@ -50,7 +50,8 @@ def train(run_dir: Path, *overrides: str) -> Path:
 
 def made(root: Path, step: int, score: float | None = None) -> Path:
     state = {"stage": 0, "stage_name": "main", "step": step, "score": score}
-    return checkpoint.save(root, {}, state, keep=None)
+    Saver(root, keep=Keep()).save({}, state)
+    return root / f"0-main-{step:06d}"
 
 
 @pytest.fixture

@@ -479,7 +479,7 @@ def watchdog_timeout_s(loaded: Loaded) -> float:
 def join_cluster(
     loaded: Loaded, planned: Sequence[Plan], rewards: Sequence[RewardSet], stack: ExitStack
 ) -> dict[str, Any]:
-    """How `open_shared` opens the parts of the run that are in a cluster, if the config has any; only then Ray is
+    """How `open_models` opens the parts of the run that are in a cluster, if the config has any; only then Ray is
     used. ConfigError if the parts do not all fit."""
     cfg = loaded.config
     replicas, c = cfg.rollout.replicas, cfg.cluster

@@ -93,26 +93,6 @@ class Keep:
         return [name for name in old if name not in best]
 
 
-def save(
-    root: Path,
-    engines: Mapping[str, Saved],
-    state: Json,
-    *,
-    keep: int | Keep | None,
-    contents: Collection[str] = ALL,
-) -> Path:
-    """Write one checkpoint, then drop all that is not to be kept. `state` has `stage`, `stage_name` and `step`.
-
-    contents: "model" and, if they are to be kept, the moments of the "optimizer".
-    Later checkpoints are dropped too: the run resumed from an older one, and they may be damaged.
-    Raises CheckpointError (full disk, no permission ...); older checkpoints are then untouched.
-    """
-    writers = {name: partial(e.save, moments="optimizer" in contents) for name, e in engines.items()}
-    path = write(root, writers, {**state, "contents": list(contents)})
-    prune(root, path, keep if isinstance(keep, Keep) else Keep(keep), ScoresRead(root))
-    return path
-
-
 def write(root: Path, writers: Mapping[str, Writer], state: Json) -> Path:
     """Write one checkpoint atomically."""
     path = root / f"{state['stage']}-{state['stage_name']}-{state['step']:06d}"
@@ -206,11 +186,6 @@ class Saver:
         if self._thread is None:
             self._write({name: partial(e.save, moments=moments) for name, e in engines.items()}, state)
             return
-        if strangers := [name for name, e in engines.items() if not hasattr(e, "capture")]:
-            raise CheckpointError(
-                f"checkpoint.async_save=true, but {', '.join(strangers)} cannot be copied while the run continues "
-                "(several processes share it); set checkpoint.async_save=false"
-            )
         state = copied(state)  # the run's own lists go on changing
         captured = {name: engine.capture(moments=moments) for name, engine in engines.items()}
         self._writing = self._thread.submit(self._write, captured, state)

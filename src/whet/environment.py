@@ -54,7 +54,7 @@ def prepare(threads: int | None, exact: bool) -> None:
 
     threads: CPU threads of torch's and MKL's pools; None leaves it to them. Pools that are loaded already do
     not look again: then call `torch.set_num_threads` as well.
-    exact: ask MKL for row-independent products (see `models.exact`, which tests whether that held).
+    exact: ask MKL for row-independent products (`models.logprob_parity` tests whether that held).
     ConfigError where this process may not have the memory that torch and transformers take.
     """
     may_have = resource.getrlimit(resource.RLIMIT_AS)[0]

@@ -24,9 +24,7 @@ from whet.config.plan import Plan, dtype_on
 from whet.config.resuming import RESUME
 from whet.config.schema import Config, LoraConfig, ModelConfig
 from whet.context import StopFlag
-from whet.data.tasks import (
-    texts,
-)
+from whet.data.tasks import texts
 from whet.data.timed import decoded
 from whet.data.tokenizer import load_tokenizer, write_built
 from whet.envs.opened import Environments

@@ -326,7 +326,7 @@ class Learner:
             groups=groups,
             metrics=merge(updates) | first | self.measure(step, own),
             skipped=_uids(groups, own, lost),
-            flops=self._flops(step, own),
+            flops=self._flops(step, batch),
             terms=[each.own(batch) for each in self.terms or ()],
             logp_N=logp_N,
         )

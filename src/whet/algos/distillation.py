@@ -58,6 +58,7 @@ class Divergence:
 
 
 KL = Divergence()
+"""Of the policy to the reference, over the whole vocabulary."""
 
 
 def beside(result: Loss, batch: Batch, kl_N: Tensor, *, coef: float) -> Loss:
@@ -65,9 +66,6 @@ def beside(result: Loss, batch: Batch, kl_N: Tensor, *, coef: float) -> Loss:
     if batch.expert_R is not None:
         kl_N = torch.where(batch.expert_R[batch.rollout_N], 0.0, kl_N)
     return Loss(result.loss_N + coef * kl_N, {**result.stats, "kl_loss_nats": kl_N.detach()})
-
-
-"""Of the policy to the reference, over the whole vocabulary."""
 
 
 def of_support(

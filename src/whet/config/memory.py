@@ -39,7 +39,7 @@ PRODUCT_BYTES = 290 << 10
 PRODUCTS = 1024
 """Number of products that oneDNN keeps, the latest used; see ONEDNN_PRIMITIVE_CACHE_CAPACITY."""
 _TEST_ROWS = 17
-"""Numbers of rows in the self-test at the start (`models.exact`)."""
+"""Numbers of rows in the self-test at the start (`models.logprob_parity`)."""
 
 _FLOAT32 = 4
 

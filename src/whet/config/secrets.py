@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 from whet import secrets
 from whet.config.keys import TABLES, Path, dotted
@@ -158,10 +157,10 @@ def learn_references(written: Json, resolved: Json) -> None:
             secrets.learn(dotted(path), value)
 
 
-def dump(cfg: Config, *, exclude: Any = None, exclude_unset: bool = False) -> dict[str, Json]:
+def dump(cfg: Config) -> dict[str, Json]:
     """A config as plain values that may be written down. A changed secret changes nothing in it, another variable of
     the reward processes does."""
-    return hidden(cfg.model_dump(mode="json", exclude=exclude, exclude_unset=exclude_unset))
+    return hidden(cfg.model_dump(mode="json"))
 
 
 def hidden(tree: dict[str, Json]) -> dict[str, Json]:

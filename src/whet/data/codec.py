@@ -28,7 +28,7 @@ from whet.data.chat import (
     template_of,
     with_kwargs,
 )
-from whet.data.templates import MARK, asks_for_date
+from whet.data.templates import MARK
 from whet.data.timed import decoded
 from whet.types import ConfigError, DataError, Json, Message, ReplyRefused, ToolCall, ToolSpec
 
@@ -257,7 +257,6 @@ class MessageCodec:
             tools=_TOOL in self._tried([_QUESTION], [tool]),
             results=_RESULT in self._tried([*self._called(tool)], [tool]),
             calls=self.form.calls,
-            dated=asks_for_date(template_of(self.tokenizer) or ""),
         )
 
     def _called(self, tool: ToolSpec) -> list[Message]:
@@ -295,8 +294,6 @@ class Findings:
     """And of what they answer."""
     calls: str | None
     """Format of the calls."""
-    dated: bool
-    """The text has the day's date (`tokenizer.date`)."""
 
     def said(self, history: History) -> list[str]:
         """For people, one sentence each."""

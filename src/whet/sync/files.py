@@ -35,6 +35,8 @@ from whet.types import CheckpointError, Receipt, WhetError
 log = logging.getLogger(__name__)
 
 _VERSION = re.compile(r"(\d{8,})(-changed)?")
+_POLL_S = 0.05
+"""Seconds between two looks for a version."""
 _RECEIVER = re.compile(r"\w[\w.-]*")
 
 
@@ -48,8 +50,8 @@ class _Count:
 class Files:
     """A `Transport` through the folder `root`.
 
-    keep: number of newest versions that are kept; a slower reader finds its version deleted. poll_s: time between two
-    checks for a version. There is one writer; its `tidy` removes what a killed writer left.
+    keep: number of newest versions that are kept; a slower reader finds its version deleted. There is one writer; its
+    `tidy` removes what a killed writer left.
     """
 
     def __init__(
@@ -58,10 +60,9 @@ class Files:
         *,
         timeout_s: float = 600.0,
         keep: int = 2,
-        poll_s: float = 0.05,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.root, self.timeout_s, self.keep, self.poll_s = root, timeout_s, keep, poll_s
+        self.root, self.timeout_s, self.keep = root, timeout_s, keep
         self.bucket_bytes = bucket_bytes
 
     def send(
@@ -198,7 +199,7 @@ class Files:
                 )
             if patience.over:
                 raise patience.error(f"weights version {version} in {self.root}", self._state(newest))
-            time.sleep(min(self.poll_s, patience.left))
+            time.sleep(min(_POLL_S, patience.left))
 
     def _state(self, newest: int | None) -> str:
         if newest is None:

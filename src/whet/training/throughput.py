@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from whet.algos.demonstration import without_experts
 from whet.batch import Batch, computed
 from whet.config.schema import TrainConfig
 from whet.training.engine import TrainEngine
@@ -59,12 +60,13 @@ class Meter:
     devices: int = 1
 
     def flops(self, batch: Batch, *, policy_learns: bool) -> float:
-        """All passes of policy and critic over a step's batch; the policy's skip what is skipped."""
+        """All passes of policy and critic over a step's batch: the policy's skip what is skipped, the critic's have
+        no demonstrations."""
         out = 0.0
         if policy_learns:
             out += self.passes * batch_flops(self.policy, computed(batch), shared=self.shared)
         if self.critic is not None:
-            out += self.critic_passes * batch_flops(self.critic, batch, shared=self.shared)
+            out += self.critic_passes * batch_flops(self.critic, without_experts(batch), shared=self.shared)
         return out
 
 
