@@ -16,7 +16,8 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -364,6 +365,26 @@ def test_a_timeline_of_many_spans_is_merged() -> None:
     assert (some[0][2], some[-1][3]) == (0, spans[-1].end_ns)
     assert all(one[3] <= other[2] for one, other in pairwise(some))
     assert len(next(iter(records.merged({("", "w"): spans[:50]}, 1.0).values()))) == 50
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-7])
+def test_a_timeline_of_more_lanes_than_spans_are_drawn(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """As that of thousands of ranks: each lane keeps a span, and the joining of neighbours ends."""
+    passes, closer = [0], records._closer
+
+    def counted(some: Sequence[records.Drawn], width: float) -> list[records.Drawn]:
+        passes[0] += 1
+        assert passes[0] < 1000
+        return closer(some, width)
+
+    monkeypatch.setattr(records, "MOST_SPANS", 3)
+    monkeypatch.setattr(records, "_closer", counted)
+    span = Span(name="a", lane="w", kind="work", stage="s", step=1, start_ns=0, end_ns=0, busy_ns=0)
+    last = replace(span, start_ns=round(seconds * 1e9), end_ns=round(seconds * 1e9))
+    found = records.merged({("", str(n)): [span, last] for n in range(5)}, seconds)
+    assert [len(some) for some in found.values()] == [1] * 5
 
 
 # ---------------------------------------------------------------- runs that are not whole

@@ -82,9 +82,9 @@ def read_text(path: Path, error: type[WhetError], *, most: int) -> str:
         raise error(f"{path}:{line}: not UTF-8 text ({e.reason}); save it as UTF-8") from e
 
 
-def read_json(path: Path, error: type[WhetError], *, most: int = MOST_JSON_BYTES) -> Json:
+def read_json(path: Path, error: type[WhetError]) -> Json:
     """The value in a JSON file of a model or a run."""
-    return parse_json(read_bytes(path, error, most=most), str(path), error, constants=True)
+    return parse_json(read_bytes(path, error, most=MOST_JSON_BYTES), str(path), error, constants=True)
 
 
 def read_json_object(path: Path, error: type[WhetError]) -> dict[str, Json]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -30,41 +30,9 @@ from whet.batch import Batch, Loss, LossFn, Outputs
 OnePer = Literal["token", "reply", "pair"]
 
 
-def regularized(
-    loss: LossFn,
-    *,
-    kl_coef: float,
-    estimator: str,
-    entropy_coef: float,
-    entropy_own_mean: bool = False,
-    positive_nll_coef: float = 0.0,
-    one_per: OnePer = "token",
-    totals: Totals | None = None,
-    share: float = 1.0,
-    reject: Reject | None = None,
-) -> LossFn:
-    """correction * loss + kl_coef * (KL to the reference) - entropy_coef * entropy, at every token.
-
-    With entropy_own_mean the entropy is a mean over tokens, independent of their weights; positive_nll_coef
-    weighs the mean of -log pi over the tokens of rollouts with a reward above 0. one_per: what the loss has one number
-    of. Of a pair, the KL is the mean over the tokens of both replies; of a reply, KL and entropy are means over all
-    tokens. `totals`: of the minibatch that the
-    batches given are parts of; None: every batch is a whole one. share: factor of the terms with a mean of their own;
-    all others have it in their weights. reject: see `correction.without_rejected`.
-    """
-    return partial(
-        _regularized,
-        loss,
-        kl_coef=kl_coef,
-        estimator=estimator,
-        entropy_coef=entropy_coef,
-        entropy_own_mean=entropy_own_mean,
-        positive_nll_coef=positive_nll_coef,
-        one_per=one_per,
-        totals=totals,
-        share=share,
-        reject=reject,
-    )
+def regularized(loss: LossFn, **terms: Any) -> LossFn:
+    """The loss with the terms of `_regularized`."""
+    return partial(_regularized, loss, **terms)
 
 
 def _regularized(
@@ -75,13 +43,22 @@ def _regularized(
     kl_coef: float,
     estimator: str,
     entropy_coef: float,
-    entropy_own_mean: bool,
-    positive_nll_coef: float,
-    one_per: OnePer,
-    totals: Totals | None,
-    share: float,
-    reject: Reject | None,
+    entropy_own_mean: bool = False,
+    positive_nll_coef: float = 0.0,
+    one_per: OnePer = "token",
+    totals: Totals | None = None,
+    share: float = 1.0,
+    reject: Reject | None = None,
 ) -> Loss:
+    """correction * loss + kl_coef * (KL to the reference) - entropy_coef * entropy, at every token.
+
+    With entropy_own_mean the entropy is a mean over tokens, independent of their weights; positive_nll_coef
+    weighs the mean of -log pi over the tokens of rollouts with a reward above 0. one_per: what the loss has one number
+    of. Of a pair, the KL is the mean over the tokens of both replies; of a reply, KL and entropy are means over all
+    tokens. totals: of the minibatch that the batches given are parts of; None: every batch is a whole one. share:
+    factor of the terms with a mean of their own; all others have it in their weights. reject: see
+    `correction.without_rejected`.
+    """
     base = loss(batch, out)
     loss_N, stats = base.loss_N, dict(base.stats)
     if batch.correction_N is not None:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar, get_type_hints
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from whet.algos.entropy import EntropyControl
 from whet.algos.implicit import model_loss
 from whet.algos.kl import adapt, mean_kl
 from whet.algos.losses import LOSSES, LOSSES_OVER, regularized
+from whet.algos.preference import Forward
 from whet.algos.resample import RESAMPLE, counts
 from whet.algos.segments import need
 from whet.algos.terms import Totals
@@ -34,9 +35,6 @@ from whet.tables import as_annotated, find, near
 from whet.types import ConfigError, Metrics, WhetError
 
 T = TypeVar("T")
-
-Forward = Callable[[Batch, Literal["logprobs"]], Tensor]
-"""[N] what the policy gives the tokens of a batch, without gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,11 +137,9 @@ def timeline(ask: Ask) -> Json:
 Drawn = tuple[str, str, int, int]
 
 
-def merged(
-    lanes: dict[tuple[str, str], list[Span]], seconds: float, most: int = MOST_SPANS
-) -> dict[tuple[str, str], list[Drawn]]:
-    """(name, kind, start, end) of each lane, at most about `most` in all: neighbours of one kind that are close become
-    one, with the name of the longer."""
+def merged(lanes: dict[tuple[str, str], list[Span]], seconds: float) -> dict[tuple[str, str], list[Drawn]]:
+    """(name, kind, start, end) of each lane, about MOST_SPANS in all where there are more: neighbours of one kind that
+    are close become one, with the name of the longer. A lane keeps one of each kind."""
     drawn: dict[tuple[str, str], list[Drawn]] = {
         key: [
             (s.name, s.kind, s.start_ns, s.end_ns)
@@ -149,9 +147,11 @@ def merged(
         ]
         for key, some in lanes.items()
     }
-    width = seconds * 1e9 / most / 4
-    while sum(map(len, drawn.values())) > most:
+    width = seconds * 1e9 / MOST_SPANS / 4
+    while sum(map(len, drawn.values())) > MOST_SPANS:
         drawn = {key: _closer(some, width) for key, some in drawn.items()}
+        if width >= seconds * 1e9:  # there is nothing left to join
+            break
         width *= 2
     return drawn
 
