@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import whet.placement
+import whet.stages
 from forked import Started
 from test_lanes import picture
 from tiny import LETTERS
@@ -25,7 +26,8 @@ from whet.config.plan import plan
 from whet.config.sections.parallel import ParallelConfig
 from whet.track import time_report
 from whet.track.timeline import read
-from whet.types import ConfigError, Json
+from whet.training.ranks import Ranks
+from whet.types import ConfigError, Json, WhetError
 
 BASE: Json = {
     **LETTERS,
@@ -131,6 +133,29 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], said: str) -
 
     with pytest.raises(ConfigError, match=said):
         plans(given(*overrides))
+
+
+@pytest.mark.parametrize("where", ["open_weights", "Weights.begin"])
+def test_ranks_end_where_their_stage_cannot_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A program that has called `whet.train` goes on, and has their memory back."""
+    started: list[Ranks] = []
+
+    def noted(*given: Any) -> dict[str, Ranks]:
+        found = whet.placement.open_ranks(*given)
+        started.extend(found.values())
+        return found
+
+    def broken(*given: Any, **more: Any) -> None:
+        raise WhetError("no weights today")
+
+    monkeypatch.setattr(whet.stages, "open_ranks", noted)
+    monkeypatch.setattr(f"whet.stages.{where}", broken)
+    with pytest.raises(WhetError, match="no weights today"):
+        train(overrides=[f"run_dir={tmp_path / 'run'}", "train.parallel.dp_shard=2"], **BASE)
+    (ranks,) = started
+    assert all(line.gone() for line in ranks.lines.lines)
 
 
 def start(run_dir: Path) -> Started:

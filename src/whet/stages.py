@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -81,34 +82,33 @@ async def run_stage(job: Job, index: int, before: StageEnd, *, start: Path | Non
 async def _run_stage(job: Job, index: int, before: StageEnd, *, start: Path | None, state: Json) -> StageEnd:
     timeline, done = job.records.directory.timeline, None
     timeline.at = job.loaded.names[index], state["step"] if start else 0
-    with timeline.span(OPEN_STAGE, STEPS):
-        stage, profiler = open_stage(job, index, before)
-        if start is not None:
-            done = stage.restore(start, state, changed=job.change)
-    learner, saver = stage.learner, job.records.saver
-    job.models.environments.at(index, done or 0)
-    job.records.display.stage(index, done=done or 0, steps=stage.context.plan.steps)
-    stage.explorer.tell("code", dict(job.loaded.code))
-    if not stage.ended:
-        stage.explorer.tell("finished", None)  # as it was said of a stage that has more steps now
-    stage.explorer.tell("began", await stage.weights.begin(resumed=start is not None))
-    try:
-        async for _ in steps(stage, done, profiled=profiler.step):
-            pass
-        job.models.policy.keep(learner.policy)  # what ranks have learned outlives them
-        if learner.ranks:
-            saver.wait()  # they may still be writing
-        profiler.close()
-        if not stage.context.stopping:
-            stage.explorer.ledger.check_learned()
-        if stage.ended:
-            stage.explorer.tell("finished", stage.context.plan.steps)
-    finally:
-        await stage.close()
-        if learner.ranks:
-            saver.settle()
-        for ranks in learner.ranks.values():
-            ranks.close()
+    with ExitStack() as ranks:  # they end with the stage, also where it cannot begin
+        with timeline.span(OPEN_STAGE, STEPS):
+            stage, profiler = open_stage(job, index, before, ranks)
+            if start is not None:
+                done = stage.restore(start, state, changed=job.change)
+        learner, saver = stage.learner, job.records.saver
+        job.models.environments.at(index, done or 0)
+        job.records.display.stage(index, done=done or 0, steps=stage.context.plan.steps)
+        stage.explorer.tell("code", dict(job.loaded.code))
+        if not stage.ended:
+            stage.explorer.tell("finished", None)  # as it was said of a stage that has more steps now
+        stage.explorer.tell("began", await stage.weights.begin(resumed=start is not None))
+        try:
+            async for _ in steps(stage, done, profiled=profiler.step):
+                pass
+            job.models.policy.keep(learner.policy)  # what ranks have learned outlives them
+            if learner.ranks:
+                saver.wait()  # they may still be writing
+            profiler.close()
+            if not stage.context.stopping:
+                stage.explorer.ledger.check_learned()
+            if stage.ended:
+                stage.explorer.tell("finished", stage.context.plan.steps)
+        finally:
+            await stage.close()
+            if learner.ranks:
+                saver.settle()
     if stage.context.cfg.checkpoint.export and not job.records.stop.requested:
         stage.recorder.export(stage.context.plan.steps, final=True)
     return StageEnd(learner.version, learner.exact)
@@ -200,12 +200,15 @@ def begin(job: Job, index: int) -> Begun:
     return Begun(replace(context, plan=plan), tasks, held_out)
 
 
-def open_stage(job: Job, index: int, before: StageEnd) -> tuple[Stage, Profiler]:
-    """The four parts of a stage. The policy starts from what the stage before left in the model."""
+def open_stage(job: Job, index: int, before: StageEnd, stack: ExitStack) -> tuple[Stage, Profiler]:
+    """The four parts of a stage. The policy starts from what the stage before left in the model. Ranks end with the
+    stack."""
     begun = begin(job, index)
     context, models, records = begun.context, job.models, job.records
     rewards, given = job.rewards[index], fingerprint(job.loaded.as_given)
     ranks = open_ranks(models, context.cfg, context.plan, records.display)
+    for each in ranks.values():
+        stack.callback(each.close)
     profiler = Profiler(
         context.cfg.profile,
         records.directory.path / "profile",

@@ -456,11 +456,6 @@ class RankGroup:
                 "ranks cannot move their weights to another device; leave train.parallel at 1 to share a device"
             )
 
-    def close(self) -> None:
-        """Bring the policy home, then end the ranks."""
-        _ = self.module
-        self.ranks.close()
-
     # -- inside
 
     def _ask(self, command: str, *arguments: object, **how: Any) -> list[Any]:
