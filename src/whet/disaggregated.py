@@ -71,7 +71,7 @@ async def explore_stage(job: Job, index: int, home: Path) -> None:
     cfg, name = job.loaded.stages[index], job.loaded.names[index]
     engine, model = job.models.engine, job.models.model.requires_grad_(False)
     assert engine is not None
-    stale = cfg.rollout.max_staleness + cfg.rollout.sync_interval - 1  # a rollout that is older is given up
+    stale = cfg.rollout.max_staleness + cfg.rollout.sync_interval - 1  # a rollout that is older is dropped
     store = open_store(cfg.buffer.url, queue=queue_name(cfg, name), order=cfg.buffer.order)
     begun = begin(job, index)
     context = begun.context

@@ -99,7 +99,7 @@ class Explorer:
 
     async def barrier(self, step: int, version: int) -> None:
         """Before the policy becomes `version`: nothing is sampled across the change that must not be. What could not be
-        trained on in time is given up; with the last step, all there is."""
+        trained on in time is dropped; with the last step, all there is."""
         if self.ahead is not None:
             await self.ahead
             self.ahead = None

@@ -128,7 +128,7 @@ class Recorder:
 
     @property
     def _ahead(self) -> int:
-        """How many steps before a step a rollout may have begun that is under way in it: an older one is given up."""
+        """How many steps before a step a rollout may have begun that is under way in it: an older one is dropped."""
         cfg = self.context.cfg.rollout
         return cfg.max_staleness + cfg.sync_interval - 1
 
