@@ -121,6 +121,14 @@ def test_to_a_url(plain: Path, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(tmp_path / "there/model")
 
 
+def test_to_a_url_without_a_folder(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As s3://BUCKET: it is not taken for a folder of this machine called `s3:`."""
+    monkeypatch.chdir(tmp_path)
+    assert export_checkpoint(str(plain), to="file://out") == "file://out"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert {"config.json", "manifest.json"} <= {p.name for p in Path("out").iterdir()}
+
+
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_files_of_others_are_no_place_for_an_export(plain: Path, tmp_path: Path, scheme: str) -> None:
     folder = tmp_path / "mine"

@@ -59,10 +59,8 @@ def export_checkpoint(
             folder = stack.enter_context(OwnFolder("export")) / name
         _write(replace(loaded, config=cfg), path, folder, dtype=dtype)
         if is_remote(to):
-            url, _, last = to.rstrip("/").rpartition("/")
-            whole = to.startswith("hf://")
             with naming(to):
-                store_of(to).send(folder, to if whole else url, "" if whole else last, manifest(folder))
+                store_of(to).send(folder, to, "", manifest(folder))
     return to
 
 

@@ -119,10 +119,10 @@ def said(url: str, name: str) -> Json:
 
 
 def send(folder: Path, url: str, name: str, manifest: Json) -> None:
-    """Copy a folder to URL/NAME. Its manifest goes first if one is there, and comes last, so at no moment is half an
-    upload a whole folder."""
+    """Copy a folder to URL/NAME; without a name, to the URL itself. Its manifest goes first if one is there, and comes
+    last, so at no moment is half an upload a whole folder."""
     fs, path = connect(url)
-    there = f"{path}/{name}"
+    there = f"{path}/{name}".rstrip("/")
     if fs.exists(f"{there}/{MANIFEST}"):
         fs.rm_file(f"{there}/{MANIFEST}")
     for file in manifest["files"]:
