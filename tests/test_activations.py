@@ -367,7 +367,7 @@ def test_a_step_s_tokens_are_kept_where_sampling_and_training_are_one_computatio
 
 
 def test_memory_bounds_what_is_kept() -> None:
-    """Half of what is left beside the largest phase; `whet plan` counts it in every phase."""
+    """A quarter of what the largest phase leaves; `whet plan` counts it in every phase."""
     shape = new_shape(ModelConfig(scratch=RUN["model"]["scratch"]), vocab_size=40)
     assert reused_bytes(shape) == 4 * (32 * 4 + 2 + 32 + 2 * 32 + 32)
     rows = [planned(machine__memory_mb=mb, train__tasks_per_step=1 << 14) for mb in (200, 400)]

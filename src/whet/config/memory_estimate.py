@@ -73,8 +73,8 @@ def reused_bytes(shape: Shape) -> int:
 
 
 def reused_tokens(plan: Plan) -> int:
-    """How many tokens' activations sampling keeps for the update at most: all of a step, or what half of the memory
-    takes that is left beside the largest phase. 0: sampling and training are not one computation on this CPU, or
+    """How many tokens' activations sampling keeps for the update at most: all of a step, or what fits in a
+    quarter of the memory that the largest phase leaves. 0: sampling and training are not one computation on this CPU, or
     train.gradient_checkpointing is to save the memory."""
     cfg, train, shape = plan.cfg, plan.train, plan.shape
     alike = (
@@ -97,7 +97,7 @@ def reused_tokens(plan: Plan) -> int:
     lengths, found = _lengths(plan), _without_reuse(plan)
     step = plan.sampled_tasks_per_step * (lengths.prompt + plan.group_size * (lengths.reply + PAGE_TOKENS))
     taken = memory.largest(found).total if found else limit(plan) // 2
-    return min(step, max(0, limit(plan) - taken) // 2 // reused_bytes(shape))
+    return min(step, max(0, limit(plan) - taken) // 4 // reused_bytes(shape))
 
 
 def _without_reuse(plan: Plan) -> list[Phase]:

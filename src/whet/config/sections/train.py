@@ -172,7 +172,8 @@ class TrainConfig(Section):
     optimizer step is computed. Rollouts that the loss, KL, entropy or router could read are computed, and run.log gives
     the reason."""
     gradient_checkpointing: bool = False
-    """Recompute activations in backward: less memory, about a third more time. (verl: enable_gradient_checkpointing)"""
+    """Recompute activations in backward: less memory, about a third more time. On a CPU the update then takes none from
+    sampling, either. (verl: enable_gradient_checkpointing)"""
     offload: tuple[Literal["optimizer", "activations", "critic", "reference", "policy"], ...] = ()
     """State that is kept in host memory while a GPU does not need it; slower, with less GPU memory. optimizer: moments
     and master weights outside the optimizer step; activations: what layers keep for the backward pass; critic,
