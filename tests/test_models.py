@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -20,8 +22,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from tiny import FAMILIES, VOCAB, tiny_model
+from whet.config import sizes
 from whet.config.schema import ModelConfig
 from whet.config.sizes import folder_shape
+from whet.models import load, mtp
 from whet.models.load import build, export, value_head
 from whet.models.quantised import MicroScaled
 from whet.types import CheckpointError, ConfigError, WhetError
@@ -287,6 +291,41 @@ def test_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
     export(tiny_model(), None, tmp_path / "m")
     with pytest.raises(ConfigError, match=f"the tokenizer has 99 tokens, the embedding {VOCAB} rows"):
         open_model(tmp_path / "m", vocab_size=99)
+
+
+def test_the_tensors_of_each_file_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By each of the checks before transformers reads them: with 400,000 names a listing takes seconds."""
+    export(tiny_model(), None, tmp_path)
+    sharded(tmp_path)
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(files) > 1
+    listed: list[str] = []
+
+    class Listing:
+        def __init__(self, path: Path, **given: Any) -> None:
+            self.path, self.opened = path, safe_open(path, **given)
+
+        def __enter__(self) -> Listing:
+            self.opened.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self.opened.__exit__(*error)
+
+        def keys(self) -> list[str]:
+            listed.append(self.path.name)
+            return self.opened.keys()  # type: ignore[no-any-return]
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.opened, name)
+
+    head = sizes._head
+    monkeypatch.setattr(sizes, "_head", lambda path: listed.append(path.name) or head(path))
+    monkeypatch.setattr(safetensors, "safe_open", Listing)
+    for module in (load, mtp):
+        monkeypatch.setattr(module, "safe_open", Listing)
+    open_model(tmp_path)
+    assert sorted(listed) == files
 
 
 def no_folder(path: Path) -> None:

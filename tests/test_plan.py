@@ -274,9 +274,9 @@ def test_a_folder_is_measured_by_its_files(tmp_path):
         "max_position_embeddings": 100,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    head = json.dumps(
-        {"__metadata__": {}, "a": {"shape": [3, 5]}, "b": {"shape": [7]}, "c": {"shape": []}}
-    ).encode()
+    sizes = {"a": [3, 5], "b": [7], "c": []}
+    tensors = {name: {"dtype": "F32", "shape": size} for name, size in sizes.items()}
+    head = json.dumps({"__metadata__": {}, **tensors}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(100))
     values = {**BASE, "model": {"path": str(tmp_path)}, "tokenizer": {}}
     shape = plans(load(None, ["data.max_prompt_tokens=9", "rollout.sampling.max_tokens=9"], values))[0].shape

@@ -6,12 +6,12 @@ Reads config.json and the heads of safetensors files; no weights, no torch.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from whet.config import mtp
 from whet.config.functions import ARCHITECTURES
@@ -247,7 +247,7 @@ def folder_shape(folder: Path, overrides: Mapping[str, Json], *, model: ModelCon
         raise ConfigError(
             f"model.path: {folder}/config.json has no {e}: not a text decoder of a known kind"
         ) from e
-    found = _headers(folder)
+    found = {name: size for head in heads(folder) for name, (_, size) in head.tensors.items()}
     if not found or any(
         name.endswith("_blocks") for name in found
     ):  # of mxfp4, which is loaded as whole numbers
@@ -298,9 +298,12 @@ def _size_or(config: Mapping[str, Json], key: str, default: Any) -> Any:
     return _size(config, key) if config.get(key) else default
 
 
-def check_files(folder: Path, overrides: Mapping[str, Json], *, key: str = "model.path") -> None:
+def check_files(
+    folder: Path, overrides: Mapping[str, Json], files: Sequence[Head], *, key: str = "model.path"
+) -> None:
     """ConfigError where config.json asks for a model several times as large as the files: to make it would fill the
     memory before anything could be compared. Families that are not known are reckoned as if they were of a known one.
+    files: the heads of the folder's files.
     """
     config = read_json_object(folder / "config.json", ConfigError) | dict(overrides)
     try:
@@ -309,7 +312,7 @@ def check_files(folder: Path, overrides: Mapping[str, Json], *, key: str = "mode
         raise ConfigError(f"{key}: {folder}/config.json: {e}") from e
     except KeyError:  # of no decoder: who reads it says so
         return
-    held = parameters_in(folder)
+    held = _numbers(files)
     if held and wanted > 4 * held + 2**20:
         raise ConfigError(
             f"{key}={folder}: config.json (with model.overrides) asks for about {wanted:.3g} parameters, the "
@@ -319,19 +322,30 @@ def check_files(folder: Path, overrides: Mapping[str, Json], *, key: str = "mode
 
 def parameters_in(folder: Path) -> int:
     """Numbers in the safetensors files of a folder."""
-    return sum(prod(shape) for shape in _headers(folder).values())
+    return _numbers(heads(folder))
 
 
-def _headers(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Tensors in the safetensors files, by their heads (8 bytes of length, then JSON)."""
-    found: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= _head(file)
-    return found
+def _numbers(files: Sequence[Head]) -> int:
+    sizes = {name: size for head in files for name, (_, size) in head.tensors.items()}
+    return sum(map(prod, sizes.values()))
 
 
-def _head(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by name. ConfigError for a file that does not begin as a safetensors file does."""
+class Head(NamedTuple):
+    """What a safetensors file says of its tensors."""
+
+    file: Path
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    """(dtype, shape) by name."""
+
+
+def heads(folder: Path) -> list[Head]:
+    """The heads of a folder's safetensors files (8 bytes of length, then JSON). A model may have 100,000 tensors and
+    more, so who asks several things of its files reads their heads once."""
+    return [Head(file, _head(file)) for file in sorted(folder.glob("*.safetensors"))]
+
+
+def _head(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """ConfigError for a file that does not begin as a safetensors file does."""
     check_regular(file, ConfigError)
     damaged = f"{file} is damaged or incomplete; copy it again"
     with file.open("rb") as f:
@@ -341,7 +355,7 @@ def _head(file: Path) -> dict[str, tuple[int, ...]]:
         head = parse_json(f.read(size) or b"{}", str(file), ConfigError)
     try:
         return {
-            name: tuple(map(index, tensor["shape"]))
+            name: (str(tensor["dtype"]), tuple(map(index, tensor["shape"])))
             for name, tensor in head.items()
             if name != "__metadata__"
         }

@@ -9,8 +9,10 @@ no code whatever it holds. A name in an index may not lead out of the folder.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from whet.config.sizes import Head
 from whet.inputs import check_regular, read_json_object
 from whet.types import CheckpointError, Json
 
@@ -19,9 +21,10 @@ _FLOAT = re.compile(r"F64|F32|BF16|F16|F8_\w+")
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def check_weights(folder: Path, *, key: str, named: Json = None) -> None:
+def check_weights(folder: Path, files: Sequence[Head], *, key: str, named: Json = None) -> None:
     """Raise CheckpointError, naming `key`, unless a model's folder can be opened as safetensors alone. It has a
-    config.json. named: the file that the config, with overrides, names as transformers_weights."""
+    config.json. files: the heads of its safetensors files. named: the file that the config, with overrides, names as
+    transformers_weights."""
     place = f"{key}={folder}"
     if (folder / "adapter_config.json").exists():
         raise CheckpointError(
@@ -34,15 +37,14 @@ def check_weights(folder: Path, *, key: str, named: Json = None) -> None:
         raise CheckpointError(f"{place}: its config names {named!r} as transformers_weights; {_ONLY}")
     if named.endswith(".index.json") and (folder / named).exists():
         _check_index(folder, named, place)
-    files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         hint = (
             f"only {', '.join(pickles)}, which is pickle and never opened; convert it" if pickles else "none"
         )
         raise CheckpointError(f"{place}: needs *.safetensors files, found {hint}")
-    for file in files:
-        _check_file(file)
+    for head in files:
+        _check_file(*head)
 
 
 _ONLY = "only *.safetensors files of the folder itself are opened"
@@ -60,16 +62,16 @@ def _check_index(folder: Path, name: str, place: str) -> None:
             raise CheckpointError(f"{place}: {name} names {file}, which is missing; copy it, too")
 
 
-def _check_file(file: Path) -> None:
+def _check_file(file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
     from safetensors import SafetensorError, safe_open
 
     check_regular(file, CheckpointError)
     try:
-        with safe_open(file, framework="numpy") as tensors:
-            dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        with safe_open(file, framework="numpy"):
+            pass  # it has compared what the head says with the size of the file
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is damaged or incomplete ({error}); copy it again") from error
-    if odd := [n for n, t in dtypes.items() if n.endswith(".weight") and not _FLOAT.fullmatch(t)]:
+    if odd := [(n, t) for n, (t, _) in tensors.items() if n.endswith(".weight") and not _FLOAT.fullmatch(t)]:
         raise CheckpointError(
-            f"{file}: {odd[0]} is of dtype {dtypes[odd[0]]}; weights are floating-point numbers"
+            f"{file}: {odd[0][0]} is of dtype {odd[0][1]}; weights are floating-point numbers"
         )

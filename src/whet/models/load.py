@@ -26,7 +26,7 @@ from whet import seeds
 from whet.config import schema
 from whet.config.mtp import COUNT, mtp_of, names_of
 from whet.config.scratch import config_json, problems
-from whet.config.sizes import MOST_LAYERS, check_files, exported
+from whet.config.sizes import MOST_LAYERS, check_files, exported, heads
 from whet.config.urls import hub_hint
 from whet.data.timed import decoded
 from whet.environment import quiet_deepspeed
@@ -195,11 +195,12 @@ def _load(
     path: Path, cfg: schema.ModelConfig, *, seed: int, dtype: torch.dtype, head: str | None = None
 ) -> PreTrainedModel:
     _check_folder(path)
-    check_files(path, cfg.overrides)
+    files = heads(path)
+    check_files(path, cfg.overrides, files)
     config = _read_config(path, cfg.overrides)
-    check_weights(path, key="model.path", named=getattr(config, "transformers_weights", None))
+    check_weights(path, files, key="model.path", named=getattr(config, "transformers_weights", None))
     layers = getattr(config.get_text_config(), "num_hidden_layers", MOST_LAYERS)
-    there = mtp.counted(path, layers)
+    there = mtp.counted(files, layers)
     ahead = _ahead(path, cfg, there)
     # gpt-oss is published with experts in mxfp4: the policy has the same numbers in its own dtype
     four = (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"

@@ -13,7 +13,7 @@ layers and never sees them; `mtp_forward` computes them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from whet import seeds
 from whet.config.mtp import COPIES, COUNT, is_mtp, mtp_of, names_of
 from whet.config.schema import ModelConfig
-from whet.config.sizes import MOST_LAYERS
+from whet.config.sizes import MOST_LAYERS, Head, heads
 from whet.inputs import read_json_object
 from whet.types import CheckpointError, ConfigError
 
@@ -218,9 +218,9 @@ def counting(model: PreTrainedModel, count: int) -> Iterator[None]:
             setattr(config, COUNT, before or 0)
 
 
-def counted(folder: Path, layers: int) -> int:
+def counted(files: Sequence[Head], layers: int) -> int:
     """How many such layers a folder's files have, whatever its config.json says. layers: those of the decoder."""
-    found = [re.search(r"layers\.(\d+)\.", name) for name in _places(folder, layers)]
+    found = [re.search(r"layers\.(\d+)\.", name) for name in _places(files, layers)]
     return len({match[1] for match in found if match is not None})
 
 
@@ -230,7 +230,7 @@ def fill(model: PreTrainedModel, folder: Path) -> None:
     Errors: CheckpointError where a tensor is not there, or not of its shape."""
     layers = model.config.get_text_config().num_hidden_layers
     named = {name: p for name, p in model.named_parameters() if is_mtp(name, layers)}
-    found = {name: tensor for name, tensor in _tensors(folder, layers) if name in named}
+    found = {name: tensor for name, tensor in _tensors(heads(folder), layers) if name in named}
     lacks = sorted(name for name in named.keys() - found.keys() if ".experts." not in name)
     odd = sorted(name for name, tensor in found.items() if tensor.shape != named[name].shape)
     if lacks or odd:
@@ -253,8 +253,9 @@ def beside(model: PreTrainedModel, folder: Path | None) -> tuple[dict[str, Tenso
     if own or folder is None or not (folder / "config.json").is_file():
         return _copies(model, len(own)), len(own)
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", MOST_LAYERS)
-    found = dict(_tensors(folder, layers))
-    fresh = _copies(model, counted(folder, layers))
+    files = heads(folder)
+    found = dict(_tensors(files, layers))
+    fresh = _copies(model, counted(files, layers))
     said = read_json_object(folder / "config.json", CheckpointError).get(COUNT) if found else 0
     return found | {n: x for n, x in fresh.items() if n in found}, said if type(said) is int else 0
 
@@ -280,18 +281,15 @@ def _copies(model: PreTrainedModel, count: int) -> dict[str, Tensor]:
     }
 
 
-def _places(folder: Path, layers: int) -> dict[str, Path]:
+def _places(files: Sequence[Head], layers: int) -> dict[str, Path]:
     """By name, the files of a folder's tensors of multi-token prediction."""
-    every: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            every |= dict.fromkeys(file.keys(), path)
+    every = {name: head.file for head in files for name in head.tensors}
     return {name: every[name] for name in sorted(names_of(every, layers))}
 
 
-def _tensors(folder: Path, layers: int) -> Iterator[tuple[str, Tensor]]:
+def _tensors(files: Sequence[Head], layers: int) -> Iterator[tuple[str, Tensor]]:
     """Tensors of multi-token prediction in a folder's files."""
-    places = _places(folder, layers)
+    places = _places(files, layers)
     for path in sorted(set(places.values())):
         with safe_open(path, framework="pt") as file:
             yield from ((name, file.get_tensor(name)) for name, at in places.items() if at == path)

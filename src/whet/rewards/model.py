@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.config import schema
-from whet.config.sizes import check_files
+from whet.config.sizes import check_files, heads
 from whet.data.chat import (
     control_tokens,
     encode_prompts,
@@ -171,8 +171,9 @@ def _load(cfg: schema.RewardModelConfig, device: str) -> LoadedRewardModel:
 def _read(path: Path, dtype: Any) -> Any:
     from transformers import AutoModelForSequenceClassification
 
-    check_files(path, {}, key="path")
-    check_weights(path, key="path")
+    files = heads(path)
+    check_files(path, {}, files, key="path")
+    check_weights(path, files, key="path")
     try:
         read: Any = AutoModelForSequenceClassification.from_pretrained(
             path,
