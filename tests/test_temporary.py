@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 import whet
+from whet import notices
 from whet.__main__ import main
 from whet.guard import leftover
 from whet.guard.nursery import fork
 from whet.guard.temporary import OwnFolder, sweep_all
+from whet.outputs import replacing
 from whet.track.files import atomic_folder
 
 MADE = re.compile(r"\b(TemporaryDirectory|mkdtemp)\(")
@@ -131,6 +133,50 @@ def test_a_folder_half_written_by_a_killed_process_is_removed_by_the_next_that_w
     assert sorted(p.name for p in path.parent.iterdir()) == [".model.old-abcd1234.new-1", "model"]
     assert [p.name for p in path.iterdir()] == ["whole"]
     assert path.stat().st_mode & 0o777 == 0o755
+
+
+def _writes(path: Path, ready: Path) -> None:
+    """A process that is killed while it writes the file of -o."""
+    with replacing(path) as part:
+        part.write_text("half")
+        ready.touch()
+        time.sleep(300)
+
+
+def test_what_a_killed_process_left_of_a_file_is_removed_by_the_next_that_writes_it(place: Path) -> None:
+    ready, path = place / "ready", place / "out" / "plan.json"
+    path.parent.mkdir()
+    pid = fork(partial(_writes, path, ready))
+    try:
+        while not ready.exists():
+            time.sleep(0.01)
+        notices.write(path, "first")
+        assert len([*path.parent.iterdir()]) == 2, "another process is writing"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    others = [
+        path.parent / name for name in (".plan.json.new-1234", ".plan.json.new-of_mine", ".x.new-abcd1234")
+    ]
+    for other in others:
+        other.write_text("a user's")
+    notices.write(path.with_name("x.json"), "another file")
+    assert len([*path.parent.iterdir()]) == 6, "of another name"
+    notices.write(path, "whole")
+    assert {*path.parent.iterdir()} == {path, path.with_name("x.json"), *others}
+    assert path.read_text() == "whole"
+
+
+def test_a_file_is_written_where_its_folder_cannot_be_listed(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    notices.write(place / "out", "whole")
+    sweep_all()
+    assert os.listdir(place) == ["out"]
 
 
 def test_where_the_file_system_has_no_locks_a_folder_is_made_and_none_is_swept(

@@ -93,7 +93,10 @@ def _locked(path: Path) -> int:
 def sweep(prefixes: str, above: Path) -> None:
     """Remove the folders below `above` that processes of this user have left behind when they were killed. prefixes: a
     regular expression. What a user has named alike is open to others, or has another ending."""
-    for path in named(prefixes, above):
+    found: list[Path] = []
+    with suppress(OSError):  # it cannot be listed
+        found = named(prefixes, above)
+    for path in found:
         with suppress(OSError):  # another process has it, or has just removed it
             seen = path.lstat()
             if seen.st_uid == os.getuid() and stat.S_IMODE(seen.st_mode) == stat.S_IRWXU:
@@ -111,5 +114,4 @@ def named(prefixes: str, above: Path) -> list[Path]:
 def sweep_all() -> None:
     """The same for all kinds, where temporary files are and in memory."""
     for above in (Path(tempfile.gettempdir()), MEMORY):
-        with suppress(OSError):  # it cannot be listed
-            sweep(f"whet-(?:{'|'.join(get_args(Kind))})-", above)
+        sweep(f"whet-(?:{'|'.join(get_args(Kind))})-", above)
