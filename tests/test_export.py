@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import filecmp
+import os
 import shutil
 import subprocess
 import sys
@@ -12,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import whet
 from test_checkpoint_options import CONFIG
 from whet import checkpoint, cli
 from whet.export import chosen, export_checkpoint
+from whet.models import lora as lora_module
 from whet.types import CheckpointError, ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -158,6 +161,51 @@ def test_a_step_may_have_seven_digits(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / f"0-main-{step}").mkdir(parents=True)
     assert chosen(str(tmp_path), stage=None, step=1_000_001).name == "0-main-1000001"
     assert chosen(str(tmp_path), stage="main", step=1).name == "0-main-000001"
+
+
+@pytest.mark.parametrize(
+    ("kind", "to", "said"),
+    [
+        (
+            "plain",
+            "out",
+            "cannot write .*out: the disk is full; free space there, or give another folder: -o FOLDER",
+        ),
+        (
+            "lora",
+            "out",
+            "cannot write .*out: the disk is full; free space there, or give another folder: -o FOLDER",
+        ),
+        (
+            "lora",
+            None,
+            "cannot write .*/export/main-step-000003: the disk is full; .*another folder: -o FOLDER",
+        ),
+        (
+            "plain",
+            "file://",
+            "cannot write .*whet-export-.*: the disk is full; .*for temporary files: TMPDIR",
+        ),
+    ],
+)
+def test_on_a_full_disk_another_place_for_the_export_is_named(
+    kind: str,
+    to: str | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    shutil.copytree(request.getfixturevalue(kind), tmp_path / "run")
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    monkeypatch.setattr(lora_module, "save_file", full)
+    out = {"out": str(tmp_path / "out"), "file://": f"file://{tmp_path}/far"}.get(to or "")
+    with pytest.raises(CheckpointError, match=said):
+        export_checkpoint(str(tmp_path / "run"), to=out)
+    assert not [*tmp_path.glob("*out*")]
 
 
 def test_what_cannot_be_exported_is_said(plain: Path, lora: Path, tmp_path: Path) -> None:

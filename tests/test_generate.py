@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -334,6 +335,19 @@ def test_a_reply_that_cannot_be_sampled_is_not_an_empty_one(tmp_path: Path) -> N
     with module.Kept(tmp_path / "k", "s") as kept, pytest.raises(WhetError) as e:
         module._check_sampled(Group(rollout.task, (rollout,)), kept)
     assert "reply 2 to row 5 could not be sampled: the engine is gone" in str(e.value)
+
+
+def test_on_a_full_disk_another_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    said = "the disk is full; free space there, or give another file: -o FILE"
+    with pytest.raises(WhetError, match=said):
+        module.whole(tmp_path / "out.jsonl", full, iter(()))
+    with module.Kept(tmp_path / "k", "s") as kept:
+        monkeypatch.setattr(module.json, "dumps", full)
+        with pytest.raises(WhetError, match=said):
+            kept.add(["a"])
 
 
 def test_two_commands_do_not_write_one_file(tmp_path: Path) -> None:

@@ -347,7 +347,7 @@ def test_a_full_disk_while_logging_is_a_clear_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl"])
 @pytest.mark.parametrize(
     ("done", "said"),
-    [("removed", "removed it while the run"), ("moved", "removed it"), ("replaced", "was replaced")],
+    [("removed", "removed it during the write"), ("moved", "removed it"), ("replaced", "was replaced")],
 )
 def test_no_line_is_written_to_a_file_that_nobody_finds(
     done: str, said: str, name: str, tmp_path: Path

@@ -47,6 +47,7 @@ def export_checkpoint(
     loaded = brought_here(load(None, (), state["config"]))
     cfg = with_form(loaded.config, form or _form_of(path))
     name = f"{state['stage_name']}-step-{state['step']:06d}"
+    other = "another folder: -o FOLDER"
     if to is None:
         run_dir = _run_of(path, target)
         check_link(run_dir / "export", run_dir)
@@ -57,7 +58,8 @@ def export_checkpoint(
         folder = Path(to)
         if is_remote(to):
             folder = stack.enter_context(OwnFolder("export")) / name
-        _write(replace(loaded, config=cfg), path, folder, dtype=dtype)
+            other = "another folder for temporary files: TMPDIR"
+        _write(replace(loaded, config=cfg), path, folder, dtype=dtype, other=other)
         if is_remote(to):
             with naming(to):
                 store_of(to).send(folder, to, "", manifest(folder))
@@ -154,7 +156,7 @@ def with_form(cfg: Config, form: Form) -> Config:
     return cfg.model_copy(update={"checkpoint": cfg.checkpoint.model_copy(update={"export_as": form})})
 
 
-def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None) -> None:
+def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None, other: str) -> None:
     environment.prepare(None, exact=False)
 
     import torch
@@ -190,7 +192,7 @@ def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None) -> No
         for tensor in model.parameters():
             tensor.data = tensor.data.to(getattr(torch, dtype))
         model.config.dtype = getattr(torch, dtype)
-    write_export(cfg, lambda: model, tokenizer, folder)
+    write_export(cfg, lambda: model, tokenizer, folder, other=other)
 
 
 def _dtype(cfg: Config, path: Path) -> str:

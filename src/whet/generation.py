@@ -50,6 +50,7 @@ FOLDER = "generate"
 """Where in a run directory the log of this command is."""
 COLUMN = "responses"
 """The column of the replies to a row, a list of texts, as verl writes it and `whet eval --offline` reads it."""
+_OTHER = "another file: -o FILE"
 AHEAD = 4
 """Tasks that are begun before the replies to the first of them are there, in units of what is sampled at once."""
 
@@ -338,7 +339,7 @@ class Kept:
             self._file.close()
             raise ConfigError(f"{self.path} is being written by another process") from e
         except OSError as e:
-            raise file_error(e, self.path) from e
+            raise file_error(e, self.path, other=_OTHER) from e
         try:
             self._find()
         except BaseException:
@@ -378,7 +379,7 @@ class Kept:
             self._file.write(line)
             self._file.flush()
         except OSError as e:
-            raise file_error(e, self.path) from e
+            raise file_error(e, self.path, other=_OTHER) from e
 
     def replies(self) -> Iterator[list[str]]:
         """Those to each row."""
@@ -427,7 +428,7 @@ def whole(out: Path, write: Write, replies: Iterator[list[str]]) -> None:
         with replacing(out, durable=True) as part:
             write(part, replies)
     except OSError as e:
-        raise file_error(e, out) from e
+        raise file_error(e, out, other=_OTHER) from e
 
 
 def _jsonl(sources: Sequence[Prepared]) -> Write:

@@ -57,9 +57,7 @@ class FilesLog:
         except BaseException as e:
             self._read = None
             if isinstance(e, OSError):
-                advice = str(file_error(e, self._folder)).replace(
-                    "another run_dir", "buffer.url another path"
-                )
+                advice = file_error(e, self._folder, other="buffer.url another path")
                 raise WhetError(f"{self.where}: {advice}") from e
             raise
 

@@ -34,7 +34,7 @@ from whet.guard.weights import check_weights
 from whet.inputs import read_json_object
 from whet.models import mimo, mtp
 from whet.models.grid import put_experts_on
-from whet.track.files import atomic_folder
+from whet.track.files import RUN_DIR, atomic_folder
 from whet.types import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
@@ -154,15 +154,17 @@ def export(
     path: Path | str,
     *,
     origin: Path | None = None,
+    other: str = RUN_DIR,
 ) -> None:
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` open.
 
     Written beside its place first and moved when complete; a folder that stood there is replaced by the move. origin:
     the folder that the model was read from; its layers of multi-token prediction are kept where the model has none.
+    other: as for `file_error`.
     """
     beside, count = mtp.beside(model, origin)
     more: dict[str, Any] = {"state_dict": {**model.state_dict(), **beside}} if beside else {}
-    with atomic_folder(Path(path)) as folder:
+    with atomic_folder(Path(path), other=other) as folder:
         # transformers imports deepspeed here, if there is one, which logs to what is standard output then, for good:
         # that of `whet export` is the folder's name alone
         with mtp.counting(model, count), contextlib.redirect_stdout(sys.stderr), quiet_deepspeed():

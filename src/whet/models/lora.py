@@ -52,7 +52,7 @@ from whet.inputs import check_regular, read_json_object
 from whet.models.dropout import Noise
 from whet.models.experts import Experts, is_turned
 from whet.models.lora_layers import LoraLinear, LoraStack
-from whet.track.files import atomic_folder
+from whet.track.files import RUN_DIR, atomic_folder
 from whet.types import CheckpointError, ConfigError
 
 _FILE = "adapter_model.safetensors"
@@ -464,10 +464,12 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
 # ---------------------------------------------------------------- adapters as a folder
 
 
-def export_adapter(model: PreTrainedModel, path: Path, *, cfg: LoraConfig, base: str | None) -> None:
+def export_adapter(
+    model: PreTrainedModel, path: Path, *, cfg: LoraConfig, base: str | None, other: str = RUN_DIR
+) -> None:
     """Write only the trained parameters, as a folder that `peft.PeftModel.from_pretrained` opens over the base model.
 
-    base: the location of that model, for the record.
+    base: the location of that model, for the record. other: as for `file_error`.
     """
     layers = adapted(model)
     linear = {name for name, layer in layers.items() if isinstance(layer, LoraLinear)}
@@ -483,7 +485,7 @@ def export_adapter(model: PreTrainedModel, path: Path, *, cfg: LoraConfig, base:
     config.target_parameters = parameters or None
     config.base_model_name_or_path, config.inference_mode = base, True
     config.modules_to_save = list(_whole(model, cfg.modules_to_save)) or None
-    with atomic_folder(path) as folder:
+    with atomic_folder(path, other=other) as folder:
         config.save_pretrained(folder)
         # what is fused or shared stands there for each layer, and safetensors takes no memory twice
         tensors = {

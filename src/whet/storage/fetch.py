@@ -108,7 +108,7 @@ def _bring(url: str, listing: stores.Listing, folder: Path, *, store: ModuleType
     print(f"fetching {url} ({len(listing.files)} files, {size / 1e6:.1f} MB)", file=sys.stderr, flush=True)  # noqa: T201
     folder.parent.mkdir(parents=True, exist_ok=True)
     tidy(folder.parent)
-    with atomic_folder(folder) as new:
+    with atomic_folder(folder, other="XDG_CACHE_HOME another folder") as new:
         store.download(url, listing, new)
         for name, (wanted, _) in listing.files.items():
             found = (new / name).stat().st_size if (new / name).is_file() else None

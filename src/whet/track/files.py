@@ -27,25 +27,30 @@ from whet.guard.temporary import HeldFolder, named
 from whet.types import CheckpointError, Json, WhetError
 
 _CAUSES = {
-    errno.ENOSPC: "the disk is full; free space there, or give another run_dir",
-    errno.EDQUOT: "your disk quota is used up; free space there, or give another run_dir",
+    errno.ENOSPC: "the disk is full; free space there, or give {other}",
+    errno.EDQUOT: "your disk quota is used up; free space there, or give {other}",
     errno.EFBIG: "the file is larger than the system or a limit (ulimit -f) allows",
-    errno.EROFS: "the file system is read-only; give a run_dir on a writable file system",
-    errno.EACCES: "permission denied; give a writable run_dir, or fix its owner and mode",
-    errno.EPERM: "not permitted; give a writable run_dir, or fix its owner and mode",
-    errno.EEXIST: "a file stands where a folder is needed; move it away, or give another run_dir",
-    errno.ENOTDIR: "a file stands where a folder is needed; move it away, or give another run_dir",
-    errno.ENOENT: "there is no such folder: none can be made there, or another process removed it while the run was "
-    "writing; give another run_dir",
-    errno.ELOOP: "a symbolic link stands where whet writes a file of its own; move it away, or give another run_dir",
-    errno.ENXIO: "a FIFO, a socket or a device stands where a file is needed; move it away, or give another run_dir",
+    errno.EROFS: "the file system is read-only; give {other}, on a writable file system",
+    errno.EACCES: "permission denied; correct owner and mode there, or give {other}",
+    errno.EPERM: "not permitted; correct owner and mode there, or give {other}",
+    errno.EEXIST: "a file stands where a folder is needed; move it away, or give {other}",
+    errno.ENOTDIR: "a file stands where a folder is needed; move it away, or give {other}",
+    errno.ENOENT: "there is no such folder: none can be made there, or another process removed it during the write; "
+    "give {other}",
+    errno.ELOOP: "a symbolic link stands where whet writes a file of its own; move it away, or give {other}",
+    errno.ENXIO: "a FIFO, a socket or a device stands where a file is needed; move it away, or give {other}",
     errno.EIO: "the device reports an input/output error; check the disk",
 }
 
 
-def file_error(error: OSError, path: Path) -> WhetError:
-    """The message for an OSError: the path, the cause, what to do."""
-    cause = _CAUSES.get(error.errno or 0, error.strerror or str(error))
+RUN_DIR = "another run_dir"
+"""What to give in place of where a run writes."""
+
+
+def file_error(error: OSError, path: Path, *, other: str = RUN_DIR) -> WhetError:
+    """The message for an OSError: the path, the cause, what to do. other: what to give in place of where `path` is."""
+    cause = _CAUSES.get(error.errno or 0)
+    cause = (error.strerror or str(error)) if cause is None else cause.format(other=other)
     return WhetError(f"cannot write {path}: {cause}")
 
 
@@ -87,11 +92,12 @@ def write_json(path: Path, value: Json, *, durable: bool = True) -> None:
 
 
 @contextmanager
-def atomic_folder(path: Path, *, durable: bool = True) -> Iterator[Path]:
+def atomic_folder(path: Path, *, durable: bool = True, other: str = RUN_DIR) -> Iterator[Path]:
     """A new, empty folder to fill; it takes the place of `path` when the block ends without an error.
 
     `durable`: every file is synced before the rename. On an error the new folder is removed and `path` is untouched.
-    Raises CheckpointError for an OSError or SafetensorError, in the block too; others pass through.
+    Raises CheckpointError for an OSError or SafetensorError, in the block too; others pass through. other: as for
+    `file_error`.
     """
     held: HeldFolder | None = None
     try:
@@ -112,9 +118,9 @@ def atomic_folder(path: Path, *, durable: bool = True) -> Iterator[Path]:
         _take_place(new, path)
     except BaseException as e:
         if isinstance(e, SafetensorError):
-            raise CheckpointError(str(file_error(_os_error(e), path))) from e
+            raise CheckpointError(str(file_error(_os_error(e), path, other=other))) from e
         if isinstance(e, OSError):
-            raise CheckpointError(str(file_error(e, path))) from e
+            raise CheckpointError(str(file_error(e, path, other=other))) from e
         raise
     finally:
         if held is not None:

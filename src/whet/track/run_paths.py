@@ -91,7 +91,7 @@ def attach(cfg: Config) -> None:
             _claim(target, run_dir, key)
             _link(link, target, key)
         except OSError as e:
-            raise file_error(e, target) from e
+            raise file_error(e, target, other=f"{key} another folder") from e
     check_inside(run_dir)
 
 
