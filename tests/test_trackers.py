@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import itertools
 import json
 import math
 import signal
@@ -25,7 +26,7 @@ from whet.config.plan import plans
 from whet.config.schema import Config, RewardWorkersConfig, TrackConfig
 from whet.guard import leftover, watch
 from whet.guard.watch import Watch
-from whet.track import trackers
+from whet.track import remote, trackers
 from whet.track.record import RunDirectory
 from whet.track.sinks import Sinks
 from whet.track.trackers import Tracker, naming, open_trackers
@@ -336,6 +337,23 @@ def test_tables_of_mlflow_are_replaced_and_listed_as_far_as_a_tag_takes_them(
     assert len(json.loads(run.tags["mlflow.loggedArtifacts"])) == 1
 
 
+def test_a_step_does_not_send_all_that_waits_for_mlflow(
+    mlflow: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = start(tmp_path, config("mlflow"))
+    mlflow.down = True
+    for step in range(200):
+        tracker.log("main", step, metrics={"a": step}, timings={})
+    mlflow.down, before = False, len(mlflow.batches)
+    clock = itertools.count(time.monotonic() + 100)  # a second for each look at it
+    monkeypatch.setattr(remote, "time", SimpleNamespace(time=time.time, monotonic=lambda: float(next(clock))))
+    tracker.log("main", 200, metrics={"a": 200}, timings={})
+    assert 0 < len(mlflow.batches) - before <= 60
+    tracker.close()
+    (run,) = mlflow.runs.values()
+    assert [step for *_, step in run.metrics] == [*range(201)]
+
+
 def test_mlflow_finds_its_server(
     mlflow: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -589,6 +607,57 @@ class Hangs:
                     raise
 
 
+HANGS = """
+import signal
+
+class Hangs:
+    def __init__(self, sinks, at):
+        self.at, self.calls = at, sinks.record.path / "calls"
+        self.call("made")
+
+    def call(self, name):
+        with self.calls.open("a") as file:
+            print(name, file=file)
+        if name == self.at:
+            assert callable(signal.getsignal(signal.SIGALRM)), "it has no limit"
+            try:
+                signal.raise_signal(signal.SIGALRM)  # as if its time were over
+            except TimeoutError as e:
+                raise ConnectionError("the library's own") from e
+
+    def log(self, stage, step, *, metrics, timings):
+        self.call(f"log {step}")
+
+    def show_rollouts(self, stage, step, rows):
+        self.call(f"rollouts {step}")
+
+    def close(self):
+        self.call("close")
+"""
+
+
+@pytest.mark.parametrize("at", ["log 2", "rollouts 2", "made"])
+def test_a_tracker_that_hangs_does_not_hold_the_run(at: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(HANGS)
+    name = f"{tmp_path / 'mine.py'}:Hangs"
+    track = {"trackers": [name], "arguments": {name: {"at": at}}, "log_samples": 1}
+    run_dir = tmp_path / "run"
+    settings = RUN | {"track": track, "train": {**RUN["train"], "steps": 3}, "run_dir": str(run_dir)}
+    if at == "made":
+        with pytest.raises(
+            ConfigError, match=f"track.trackers {name}: it did not start within 300 s; .*leave it out"
+        ):
+            whet.train(**settings)
+        return
+    assert whet.train(**settings).finished
+    said = "Hangs (track.trackers) did not return from step 2 within 300 s; the run goes on without it"
+    assert (run_dir / "run.log").read_text().count(said) == 1
+    calls = (run_dir / "calls").read_text().splitlines()
+    assert calls == [*calls[: calls.index(at) + 1], "close"]
+    rows = [json.loads(row) for row in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 3
+
+
 ENDS = """
 import sys, threading, time
 import whet.cli
@@ -645,7 +714,7 @@ def test_a_tracker_that_does_not_close_ends_no_later_than_its_limit(
 ) -> None:
     """After a second Ctrl-C, sooner; what ended the run stays what ended it."""
     monkeypatch.setattr(watch, "AGAIN_S", 0.1)
-    monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
+    monkeypatch.setattr(trackers, "CALL_S", 0.2)
     monkeypatch.setattr(trackers, "HURRY_S", 0.1)
     handler, began = signal.getsignal(signal.SIGALRM), time.monotonic()
     with pytest.raises(ended) if ended else nullcontext(), ExitStack() as stack:

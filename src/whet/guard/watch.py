@@ -66,23 +66,26 @@ async def wait(
 
 
 @contextmanager
-def interrupted_after(limit_s: float) -> Iterator[None]:
+def interrupted_after(limit_s: float) -> Iterator[threading.Event]:
     """What is done inside is interrupted by TimeoutError, and again every AGAIN_S seconds where foreign code goes on.
+    Gives an event that is set from then on: foreign code may raise another error instead, or return.
 
     Only in the main thread of a system with timers; elsewhere nothing bounds it but the watch. Code that does not let
     Python handle signals is interrupted when it returns.
     """
+    late = threading.Event()
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
+        yield late
         return
 
-    def late(number: int, frame: object) -> None:
+    def interrupt(number: int, frame: object) -> None:
+        late.set()
         raise TimeoutError(f"not within {limit_s:g} s")
 
-    before = signal.signal(signal.SIGALRM, late)
+    before = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, limit_s, AGAIN_S)
-        yield
+        yield late
     finally:
         try:
             signal.signal(signal.SIGALRM, signal.SIG_IGN)

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
+from math import inf
 
 from whet.config.secrets import dump
 from whet.config.tree import leaves
@@ -234,10 +235,11 @@ class Mlflow:
             self._waiting.append((f"step {step} of {stage} (metrics.jsonl has it)", send))
         self._send()
 
-    def _send(self) -> None:
+    def _send(self, most_s: float = _PAUSE_S) -> None:
         """Send what waits, in its order. While the server is away the rest waits on, and no step waits for the server:
-        it is asked again after _PAUSE_S."""
-        while self._waiting and time.monotonic() >= self._next_s:
+        it is asked again after _PAUSE_S. What is not sent within most_s is left to the next step."""
+        until_s = time.monotonic() + most_s
+        while self._waiting and self._next_s <= time.monotonic() < until_s:
             what, send = self._waiting[0]
             try:
                 send()
@@ -277,7 +279,7 @@ class Mlflow:
         """Send what waits, if the server is there again, and the end of the run."""
         self._waiting.append(("the end of the run", partial(self._client.set_terminated, self._run_id)))
         self._next_s = 0.0
-        self._send()
+        self._send(inf)
         if self._waiting:
             log.warning("mlflow lacks %d requests, from %s on", len(self._waiting), self._waiting[0][0])
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from whet.config.schema import Config
 from whet.config.trackers import TRACKERS
 from whet.guard import pulse
 from whet.guard.leftover import owned
+from whet.guard.printed import CONSOLE
 from whet.guard.watch import interrupted_after
 from whet.tables import load_object
 from whet.track.record import RunDirectory
@@ -27,10 +29,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 300.0
-"""Longest time of a tracker's `close`, which may send what waits to its server."""
+CALL_S = 300.0
+"""Longest time of a call of a tracker, such as `close`, which may send what waits to its server."""
 HURRY_S = 5.0
-"""The same after a second Ctrl-C."""
+"""The same of `close` after a second Ctrl-C, and of a tracker that has not returned before."""
 
 
 @runtime_checkable
@@ -56,6 +58,50 @@ class ShowsRollouts(Protocol):
     def show_rollouts(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> None:
         """Rollouts of a step: uid, index, source, prompt, reply, answer, extracted, reward, advantage, finish_reason.
         advantage is None for a rollout that was not trained on."""
+
+
+class Bounded:
+    """A tracker of `track.trackers`: foreign code, which may hang. It is beside the run, so the run goes on without one
+    that has not returned within CALL_S."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.tracker, self.hangs = tracker, False
+
+    def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
+        self._call(step, partial(self.tracker.log, stage, step, metrics=metrics, timings=timings))
+
+    def show(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> None:
+        if isinstance(self.tracker, ShowsText):
+            self._call(step, partial(self.tracker.show, stage, step, rows))
+
+    def show_rollouts(self, stage: str, step: int, rows: Sequence[Mapping[str, Json]]) -> None:
+        if isinstance(self.tracker, ShowsRollouts):
+            self._call(step, partial(self.tracker.show_rollouts, stage, step, rows))
+
+    def close(self) -> None:
+        self.tracker.close()
+
+    def _call(self, step: int, call: Callable[[], object]) -> None:
+        if self.hangs:
+            return
+        try:
+            with interrupted_after(CALL_S) as late:
+                call()
+        except Exception:
+            if not late.is_set():
+                raise
+        if late.is_set():
+            self.hangs = True
+            log.warning(
+                "%s (track.trackers) did not return from step %d within %g s; the run goes on without it, and "
+                "metrics.jsonl has all numbers",
+                _name(self), step, CALL_S, extra={CONSOLE: True},
+            )  # fmt: skip
+
+
+def _name(tracker: Tracker) -> str:
+    """Of its class."""
+    return type(tracker.tracker if isinstance(tracker, Bounded) else tracker).__name__
 
 
 class Jsonl:
@@ -137,21 +183,26 @@ def open_trackers(
     """
     sinks = Sinks(cfg, record, resumed)
     wanted = [name for name in dict.fromkeys(["jsonl", *cfg.track.trackers]) if name != "console"]
-    return [_made(name, sinks) for name in wanted]
+    return [made if isinstance(made, Jsonl) else Bounded(made) for made in (_made(n, sinks) for n in wanted)]
 
 
 def _made(name: str, sinks: Sinks) -> Tracker:
-    """A tracker by its name in `config.trackers`, or a class of the user's, with its arguments."""
+    """A tracker by its name in `config.trackers`, or a class of the user's, with its arguments. It has CALL_S."""
     at = TRACKERS[name].at if name in TRACKERS else name
     given = sinks.cfg.track.arguments.get(name, {})
     pulse.beat(f"{name} (track.trackers), as it is made")
     try:
-        with owned(f"track.trackers {name}"):
+        with interrupted_after(CALL_S) as late, owned(f"track.trackers {name}"):
             made = load_object(at, what="track.trackers")(sinks, **given)
     except TypeError as e:
         asked = ", ".join(["sinks", *(f"{key}=..." for key in given)])
         raise ConfigError(f"track.trackers {name}: called as {at.rpartition(':')[2]}({asked}): {e}") from e
     except Exception as e:
+        if late.is_set():
+            raise ConfigError(
+                f"track.trackers {name}: it did not start within {CALL_S:g} s; look whether its server answers, or "
+                "leave it out of the list"
+            ) from e
         e.add_note(f"raised by track.trackers {name}, as it was made")
         raise
     if not isinstance(made, Tracker):
@@ -163,32 +214,35 @@ def _made(name: str, sinks: Sinks) -> Tracker:
 def naming(tracker: Tracker, stage: str, step: int) -> Iterator[None]:
     """What a tracker raises inside ends the run, and says whose it is; callbacks say so themselves. Where it hangs, the
     watch names it."""
-    pulse.beat(f"{type(tracker).__name__} (track.trackers), step {step}")
+    pulse.beat(f"{_name(tracker)} (track.trackers), step {step}")
     try:
-        with owned(f"{type(tracker).__name__} (track.trackers)"):
+        with owned(f"{_name(tracker)} (track.trackers)"):
             yield
         pulse.beat("the record of a step")
     except Exception as e:
         if not getattr(e, "__notes__", ()):
-            e.add_note(f"raised by {type(tracker).__name__} (track.trackers), step {step} of stage {stage!r}")
+            e.add_note(f"raised by {_name(tracker)} (track.trackers), step {step} of stage {stage!r}")
         raise
 
 
 def close(tracker: Tracker) -> None:
     """Close a tracker, however the run ended. What foreign code raises here is only logged: all numbers are in
-    metrics.jsonl, and the error would stand in the place of the one that has ended the run. It has CLOSE_S, or HURRY_S
-    where a user ends the run at once."""
-    pulse.beat(f"{type(tracker).__name__} (track.trackers), as it is closed")
-    limit_s = HURRY_S if isinstance(sys.exception(), KeyboardInterrupt) else CLOSE_S
+    metrics.jsonl, and the error would stand in the place of the one that has ended the run. It has CALL_S, or HURRY_S
+    where a user ends the run at once, and where it has hung before."""
+    pulse.beat(f"{_name(tracker)} (track.trackers), as it is closed")
+    hurries = isinstance(sys.exception(), KeyboardInterrupt) or (
+        isinstance(tracker, Bounded) and tracker.hangs
+    )
+    limit_s = HURRY_S if hurries else CALL_S
     try:
-        with interrupted_after(limit_s), owned(f"{type(tracker).__name__} (track.trackers)"):
+        with interrupted_after(limit_s), owned(f"{_name(tracker)} (track.trackers)"):
             tracker.close()
     except WhetError:  # of the run's own record
         raise
     except Exception as e:
         log.warning(
             "%s (track.trackers) could not be closed (%s: %s); metrics.jsonl has all numbers",
-            type(tracker).__name__,
+            _name(tracker),
             type(e).__name__,
             e,
             exc_info=log.isEnabledFor(logging.DEBUG),

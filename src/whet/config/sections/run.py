@@ -74,7 +74,8 @@ class TrackConfig(Section):
     trackers: tuple[str, ...] = ("console", "jsonl")
     """Destinations of metrics: console, jsonl, tensorboard, wandb, mlflow, swanlab, trackio, or your own
     class as 'package.module:Class'. (verl: trainer.logger) jsonl is always written; console is the live display. wandb,
-    mlflow, swanlab and trackio are separate packages and may send metrics and the config to a server."""
+    mlflow, swanlab and trackio are separate packages and may send metrics and the config to a server. A call of a
+    tracker has 300 seconds: the run does not start with one that takes longer, and goes on without it later."""
     project: str = "whet"
     """Project (W&B, SwanLab, trackio) or experiment (MLflow) that lists the run, under its `name`."""
     group: str | None = None
