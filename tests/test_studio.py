@@ -9,6 +9,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -29,9 +31,10 @@ from whet.config.tree import leaves
 from whet.studio import answers
 from whet.studio.answers import ASKED, TOLD, BadRequest, Question, Studio
 from whet.studio.check import checked
-from whet.studio.jobs import Jobs
+from whet.studio.jobs import FoundRun, Jobs
 from whet.studio.opened import IsThere, WorkingFolder, digest
 from whet.studio.server import MOST_BODY_BYTES, StudioServer
+from whet.track.files import RunLock, runs_here
 from whet.types import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -444,6 +447,69 @@ def test_the_end_of_the_studio_stops_its_run(tmp_path: Path) -> None:
         job = jobs.start("train", "run.yaml")
         assert job.exit_code is None
     assert job.exit_code is not None
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from whet.studio.jobs import FoundRun, Jobs
+
+Jobs(Path(sys.argv[1])).start("train", "run.yaml")
+print("started", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_run_of_a_killed_studio_goes_on_and_the_next_studio_has_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(endless(tmp_path)))
+    first = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
+    assert first.stdout is not None
+    first.stdout.readline()
+    metrics = tmp_path / "run/metrics.jsonl"
+    until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 1)
+    first.kill()
+    first.wait()
+    first.stdout.close()
+    pid = runs_here(tmp_path / "run")
+    assert pid is not None, "it goes on"
+    try:
+        with Jobs(tmp_path) as jobs:
+            studio = Studio.of(None, jobs, root=tmp_path)
+            state = ASKED["job"](studio, Question({}))
+            assert (state["command"], state["exit_code"]) == ("train", None)
+            assert "whet.stages: stage main" in whole_log(jobs)
+            assert answers.run_folder(studio) == tmp_path / "run"
+        assert runs_here(tmp_path / "run") == pid, "the end of a studio that did not start it leaves it"
+        with Jobs(tmp_path) as jobs:
+            studio = Studio.of(tmp_path / "other.yaml", jobs, root=tmp_path)
+            assert jobs.state(0) is None, "the run of another file"
+            ask = {"command": "train", "path": file.name, "known": digest(file.read_text())}
+            with pytest.raises(ConfigError, match=r"whet train .*run\.yaml still runs; stop it first"):
+                TOLD["run"](studio, Question(ask))
+            TOLD["stop"](studio, Question({}))
+            until(lambda: jobs.current is not None and jobs.current.exit_code is not None)
+            assert list((tmp_path / "run").glob("checkpoints/*")), "a stop saves"
+            assert studio.jobs.state(0)["exit_code"] == "unknown; the log has how it ended"  # type: ignore[index]
+            studio.find_run(file)
+            assert jobs.current.exit_code is not None, "a run that has ended is not found"  # type: ignore[union-attr]
+    finally:
+        if runs_here(tmp_path / "run") == pid:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_the_process_in_a_lock_that_nobody_holds_is_no_run(tmp_path: Path) -> None:
+    """A killed run leaves its number, which another process may have by now."""
+    (tmp_path / "lock").write_text(f"{os.getpid()} {socket.gethostname()}\n")
+    (tmp_path / "run.log").touch()
+    with Jobs(tmp_path) as jobs:
+        jobs.find("run.yaml", tmp_path)
+        assert jobs.current is None
+        with RunLock(tmp_path):
+            jobs.find("run.yaml", tmp_path)
+            assert isinstance(jobs.current, FoundRun)
+            assert jobs.current.exit_code is None
+        assert jobs.current.exit_code is not None
 
 
 # ---------------------------------------------------------------- the server

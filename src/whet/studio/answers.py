@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from whet.config.parse import parse
 from whet.inputs import MOST_CONFIG_BYTES, read_text
 from whet.studio.check import checked, explained
 from whet.studio.edit import Edited, remove_key, rename_key, set_key
-from whet.studio.jobs import COMMANDS, Jobs
+from whet.studio.jobs import COMMANDS, FoundRun, Jobs
 from whet.studio.opened import OWN, Opened, WorkingFolder, digest
-from whet.types import ConfigError
+from whet.types import ConfigError, WhetError
 from whet.view.answers import encoded
 
 EMPTY = "name: run\n"
@@ -45,10 +46,23 @@ class Studio:
         ConfigError for a file that cannot be read."""
         folder = WorkingFolder(root or Path.cwd(), file)
         if file is None:
-            return cls(folder, jobs)
-        if not file.exists() and file.suffix in OWN:
-            return cls(folder, jobs, Opened(EMPTY, folder.name(file)))
-        return cls(folder, jobs, folder.open(str(file), script=True))
+            made = cls(folder, jobs)
+        elif not file.exists() and file.suffix in OWN:
+            made = cls(folder, jobs, Opened(EMPTY, folder.name(file)))
+        else:
+            made = cls(folder, jobs, folder.open(str(file), script=True))
+        made.find_run(folder.root / made.opened.path)
+        return made
+
+    def find_run(self, file: Path) -> None:
+        """Show the run of a config file that goes on, if there is one: a killed studio leaves its run."""
+        if file.suffix not in OWN or not file.is_file():
+            return
+        with suppress(WhetError):  # the page says what is wrong with the file
+            self.jobs.find(str(file), self.run_dir(str(file)))
+
+    def run_dir(self, file: str) -> Path:
+        return self.folder.root / resolve_run_dir(load(file)).config.run_dir
 
 
 @dataclass(frozen=True)
@@ -173,6 +187,7 @@ def run(studio: Studio, q: Question) -> Any:
     path = studio.folder.find(q.text("path"))
     if not path.is_file() or digest(read_text(path, ConfigError, most=MOST_CONFIG_BYTES)) != q.text("known"):
         raise ConfigError(f"{q.text('path')} has unsaved changes on the page; save it first")
+    studio.find_run(path)
     studio.jobs.start(q.text("command"), str(path))
     return studio.jobs.state(0)
 
@@ -215,7 +230,7 @@ def run_folder(studio: Studio) -> Path:
     current = studio.jobs.current
     if current is None:
         raise ConfigError("no run was started")
-    path = studio.folder.root / resolve_run_dir(load(current.file)).config.run_dir
+    path = current.run_dir if isinstance(current, FoundRun) else studio.run_dir(current.file)
     if not path.is_dir():
         raise ConfigError(f"{path}: the run has written nothing yet")
     return path

@@ -13,6 +13,7 @@ from typing import Any
 
 from whet.guard.temporary import OwnFolder
 from whet.secrets import redact
+from whet.track.files import runs_here
 from whet.types import ConfigError
 
 COMMANDS = {"rehearse": False, "train": True}
@@ -42,15 +43,54 @@ class ChildRun:
     def exit_code(self) -> int | None:
         return self.process.poll()
 
+    def interrupt(self) -> None:
+        """As Ctrl-C in a terminal."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+
+@dataclass
+class FoundRun:
+    """A run that no studio that lives has started: its studio was killed, or a user has started it in a terminal."""
+
+    file: str
+    run_dir: Path
+    pid: int
+    command: str = "train"
+    began: float = field(default_factory=time.time)
+
+    @property
+    def log(self) -> Path:
+        return self.run_dir / "run.log"
+
+    @property
+    def exit_code(self) -> int | str | None:
+        """Only the process that started it is told."""
+        return None if runs_here(self.run_dir) == self.pid else "unknown; the log has how it ended"
+
+    def interrupt(self) -> None:
+        """To itself alone: its group may be that of a terminal."""
+        if self.exit_code is None:
+            os.kill(self.pid, signal.SIGINT)
+
 
 class Jobs:
-    """At most one run at a time; the one before stays to be read. A context manager: at its end the run is stopped."""
+    """At most one run at a time; the one before stays to be read. A context manager: at its end the run that it started
+    is stopped."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.current: ChildRun | None = None
+        self.current: ChildRun | FoundRun | None = None
         self._folder = OwnFolder("studio")
         self._count = 0
+
+    def find(self, file: str, run_dir: Path) -> None:
+        """Take the run that goes on in a run directory for the current one, if there is one."""
+        if self.current is not None and self.current.exit_code is None:
+            return
+        pid = runs_here(run_dir)
+        if pid is not None and (run_dir / "run.log").is_file():
+            self._count += 1
+            self.current = FoundRun(file, run_dir, pid)
 
     def start(self, command: str, file: str) -> ChildRun:
         """Start a command on a config file, without a shell. ConfigError while another one runs."""
@@ -78,7 +118,7 @@ class Jobs:
     def stop(self) -> None:
         """Ask the run to end, as Ctrl-C does."""
         if self.current is not None and self.current.exit_code is None:
-            os.killpg(self.current.process.pid, signal.SIGINT)
+            self.current.interrupt()
 
     def state(self, start: int) -> dict[str, Any] | None:
         """The run, and its log from a byte on; `next` is where the next piece begins. None before the first run."""
@@ -105,9 +145,9 @@ class Jobs:
         }
 
     def close(self) -> None:
-        """Stop the run and wait for it; one that does not end is killed."""
+        """Stop the run that was started here and wait for it; one that does not end is killed."""
         job = self.current
-        if job is not None and job.exit_code is None:
+        if isinstance(job, ChildRun) and job.exit_code is None:
             self.stop()
             try:
                 job.process.wait(PATIENCE_S)

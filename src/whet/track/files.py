@@ -380,6 +380,22 @@ def is_running(run_dir: Path) -> bool | None:
     return True
 
 
+def runs_here(run_dir: Path) -> int | None:
+    """The process of this machine that holds the run's lock. The number in the file alone may be another process's by
+    now."""
+    who = holder(run_dir)
+    if who is None or who[1] != socket.gethostname():
+        return None
+    try:
+        with lock_opened(run_dir / "lock") as handles:
+            lock(handles)
+    except BlockingIOError:
+        return who[0]
+    except OSError:
+        return None
+    return None
+
+
 def _in_use(run_dir: Path) -> str:
     who = holder(run_dir)
     by = f"process {who[0]} on {who[1]}" if who else "another process"

@@ -333,7 +333,19 @@ async function run(command) {
     follow(state.job.next, state.job.job);
   } catch (error) {
     say(error.message, true);
+    await showRun();
   }
+}
+
+/** Show the run that the server has, if it is not on the page: one that goes on since an earlier studio. */
+async function showRun() {
+  const job = await ask("job", { from: 0 });
+  if (!job || job.job === state.job?.job) return;
+  state.job = job;
+  log.clear();
+  log.add(job);
+  draw();
+  follow(job.next, job.job);
 }
 
 /** Ask for the log until the run has ended. */
@@ -393,13 +405,7 @@ async function start() {
     if (event.key === "/" && !event.target.closest?.("input, select, textarea")) { event.preventDefault(); find("search").focus(); }
   });
   await load(told.opened);
-  const job = await ask("job", { from: 0 });
-  if (job) {
-    state.job = job;
-    log.add(job);
-    draw();
-    follow(job.next, job.job);
-  }
+  await showRun();
 }
 
 start().catch((error) => put(document.querySelector("main"), h("p", { class: "error", role: "alert" }, visible(error.message))));
