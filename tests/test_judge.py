@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import whet
 from sandboxes import Handler, Sandbox
 from test_rewards import group, pay, run, task
+from tiny import RUN
 from whet import train
 from whet.config.load import load
 from whet.config.plan import plans
@@ -257,6 +259,43 @@ def test_a_server_that_is_busy_for_as_long_as_there_is_time_is_told_as_busy() ->
         (error,) = pay("judge", task(), "abc", url=s.url, model="m", timeout_s=0.9)
         assert len(s.asked) == 1
     assert "answered 500 Internal Server Error: no worker is free" in error
+
+
+async def hangs(request: web.Request) -> web.Response:
+    """No answer as long as somebody waits for it."""
+    while request.transport is not None:
+        await asyncio.sleep(0.05)
+    return web.Response()
+
+
+async def drips(request: web.Request) -> web.StreamResponse:
+    """An answer that has no end: each of its pieces comes in time."""
+    made = web.StreamResponse()
+    await made.prepare(request)
+    with suppress(ConnectionError):
+        while True:
+            await made.write(b" ")
+            await asyncio.sleep(0.05)
+    return made
+
+
+def test_a_run_goes_on_beside_a_judge_that_does_not_answer(tmp_path: Path) -> None:
+    """Three replies are unscored, with the reason; the others are judged."""
+    with server(hangs, drips, hangs) as s:
+        arguments = {"url": s.url, "model": "m", "timeout_s": 3, "unread": 0.0}
+        changed = {
+            "rewards": {"r": {"function": "judge", "arguments": arguments}},
+            "rollout": {**RUN["rollout"], "group_size": 4},
+            "train": {**RUN["train"], "steps": 2},
+        }
+        train(**RUN | changed, run_dir=str(tmp_path / "run"))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert [row.get("ledger/failed/reward_r_rollouts", 0) for row in rows] == [3, 0]
+    every = whet.load_run(tmp_path / "run").rollouts(1).to_pylist()
+    unscored = [row for row in every if row["reward"] is None]
+    assert len(unscored) == 3
+    assert all("has not answered within 3 s" in row["error"] for row in unscored)
 
 
 def test_the_key_of_a_server_is_never_told() -> None:
