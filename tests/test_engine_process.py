@@ -227,8 +227,12 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def test_a_run_starts_its_server_proves_each_version_and_outlives_it(tmp_path: Path) -> None:
-    """The server is killed in the middle of the run: it is started again, and its requests are asked again."""
+@pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_run_starts_its_server_proves_each_version_and_outlives_it(
+    ends: signal.Signals, tmp_path: Path
+) -> None:
+    """The server is killed, or stopped, in the middle of the run: it is started again, and its requests are asked
+    again. Of the stopped one nothing is left."""
     log = tmp_path / "run" / "run.log"
     with programs(tmp_path, vllm=SERVE):
         process = started(tmp_path)
@@ -236,14 +240,15 @@ def test_a_run_starts_its_server_proves_each_version_and_outlives_it(tmp_path: P
             until_s = time.monotonic() + 240
             while len(metrics(tmp_path)) < 3 and process.poll() is None and time.monotonic() < until_s:
                 time.sleep(0.02)
-            (server,) = re.findall(r"is vLLM [\w.]+, process (\d+);", log.read_text())
-            os.kill(int(server), signal.SIGKILL)
+            (server,) = re.findall(r"its process is (\d+)", (tmp_path / "run" / "engine.log").read_text())
+            os.kill(int(server), ends)
             process.wait(240)
         finally:
             process.kill()
     said = process.text()
     assert process.returncode == 0, said
     assert "replica engine-0 is serving again; restarts left: 1" in log.read_text()
+    assert not lives(int(server))
     steps = metrics(tmp_path)
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     for step in steps:
@@ -251,6 +256,7 @@ def test_a_run_starts_its_server_proves_each_version_and_outlives_it(tmp_path: P
         assert step["sync/canary_decode_mean"] < 1e-5
         assert step["sync/canary_moved_mean"] > 1e-4
         assert step["rollout/failed_count"] == 0
+    assert re.search(r"is vLLM [\w.]+, process \d+;", log.read_text())
     printed_there = (tmp_path / "run" / "engine.log").read_text()
     assert printed_there.count("the token is") == 2
     config = (tmp_path / "run" / "config.yaml").read_text()

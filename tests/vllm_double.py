@@ -1,6 +1,6 @@
 """`vllm serve` as far as a run needs it: the double of `servers`, as a program.
 
-It takes the arguments of `vllm serve`, and prints what a log may not keep: its token.
+It takes the arguments of `vllm serve`, and prints its process, and what a log may not keep: its token.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ def main() -> None:
     serve, folder, *options = sys.argv[1:]
     assert serve == "serve"
     given = dict(zip(options, [*options[1:], ""]))
+    print(f"its process is {os.getpid()}", flush=True)
     print(f"the token is {os.environ['VLLM_API_KEY']}", flush=True)
     print(f"another one is {os.environ.get('HF_TOKEN')}", flush=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, given["--dtype"]))
