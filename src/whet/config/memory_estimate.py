@@ -73,7 +73,7 @@ def reused_bytes(shape: Shape) -> int:
 
 
 def reused_tokens(plan: Plan) -> int:
-    """How many tokens' activations sampling keeps for the update at most: all of a step, or what fits in a quarter of the
+    """Tokens whose activations sampling keeps for the update at most: all of a step, or what fits in a quarter of the
     memory that the largest phase leaves. 0: sampling and training are not one computation on this CPU, or
     train.gradient_checkpointing is to save the memory."""
     cfg, train, shape = plan.cfg, plan.train, plan.shape
